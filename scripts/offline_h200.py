@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 import triton
-from rlk_kernels import cuda, nvrtc
+from rlk_kernels import cuda, device, nvrtc
 from rlk_kernels.errors import KernelFailed
 from torch._library.custom_ops import OPDEFS
 from torch.overrides import TorchFunctionMode
@@ -230,6 +230,7 @@ def h200() -> Iterator[Launches]:
         mock.patch.object(triton.knobs.nvidia, "dump_ptxas_log", True),
         mock.patch.object(triton.knobs.compilation, "always_compile", True),
         mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
+        mock.patch.object(device, "_is_exclusive", return_value=True),
         mock.patch("torch.cuda.get_device_properties", return_value=properties),
         mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
         # each launch is to be told of by itself

@@ -11,7 +11,13 @@ from rlk_kernels.ops.linear_logp import launch as linear_logp_launch
 from rlk_kernels.ops.linear_logp import plan as linear_logp
 
 H200 = DeviceFacts(
-    interpreted=False, processors=132, tma=True, overlaps=True, gluon=True, cuda=True
+    interpreted=False,
+    processors=132,
+    tma=True,
+    overlaps=True,
+    gluon=True,
+    exclusive=True,
+    cuda=True,
 )
 CACHED = {
     attention: ("shape_cache",),

@@ -59,22 +59,15 @@ def score_tokens(
     cu_seq_lens: "Tensor | None" = None,
 ) -> "Tensor | tuple[Tensor, Tensor]":
     """Log-prob of each token but the first, given those before it -> fp32 [B, L - 1], or of the
-<<<<<<< HEAD
-    `last` tokens of each row [B, last]; with return_entropy a pair, the entropy [B, same] of each
-    token's distribution behind it. Both are differentiable.
-    cu_seq_lens: int32, where the sequences that are packed into rows begin, and where the last ends;
-    where it is left out a GPU is waited for, to find them in position_ids.
-=======
     `last` tokens of each row [B, last]; with return_entropy a pair whose second part is the entropy
     [B, same] of each token's distribution. Both are differentiable.
-    cu_seq_lens: int32, where sequences that are packed into rows begin, and where the last ends;
-    without it they are found in position_ids, which waits for a GPU.
->>>>>>> i41
 
     input_ids[B, L], attention_mask[B, L] and position_ids[B or 1, L] are the model's. Given only
     the mask, positions count the tokens that it shows, as vLLM does. Without a mask, positions that
-    restart mark sequences packed into one row. The log-prob of padding and of a packed sequence's
-    first token is 0, without a gradient. Logits are divided by the temperature.
+    restart mark sequences packed into one row; cu_seq_lens (int32 [sequences + 1]) says where each
+    of them begins and where the last ends, and without it the host waits for a GPU to find them.
+    The log-prob of padding and of a packed sequence's first token is 0, without a gradient. Logits
+    are divided by the temperature.
 
     The result has the bits of `token_logprobs(model(...).logits, ...)`, without a [tokens,
     vocabulary] tensor in memory. The model, wrapped (FSDP2, DDP) or not, runs its own forward.

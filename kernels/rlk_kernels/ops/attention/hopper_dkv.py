@@ -4,6 +4,11 @@ A group of four warps owns 64 keys: these and their values stay in shared memory
 registers. Scores are made transposed, [keys, rows], so that the weights are operands where they
 are. There is no room for the scores of two blocks: a group waits for its products at every block,
 and the other one works meanwhile.
+
+Not for a GPU that a second process may use. Where the driver takes such a program off the GPU for
+another process, and puts it back, its dk and dv can be wrong, and NaN
+(`tests/gpu/kernels/test_shared_gpu.py`). Why is not known: alone on a GPU it was never wrong, and
+no other kernel was where three processes shared one.
 """
 
 from torch import Tensor
