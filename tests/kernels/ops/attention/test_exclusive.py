@@ -1,4 +1,4 @@
-"""Which kernel makes the gradients of keys and values: Hopper's where no process can share the GPU."""
+"""Which kernel makes the gradients of keys: Hopper's where no other process can use the GPU."""
 
 import ctypes
 import sys
