@@ -59,17 +59,10 @@ def score_tokens(
     cu_seq_lens: "Tensor | None" = None,
 ) -> "Tensor | tuple[Tensor, Tensor]":
     """Log-prob of each token but the first, given those before it -> fp32 [B, L - 1], or of the
-<<<<<<< HEAD
-    `last` tokens of each row [B, last]; with return_entropy a pair, the entropy [B, same] of each
-    token's distribution behind it. Both are differentiable.
-    cu_seq_lens: int32, where the sequences that are packed into rows begin, and where the last ends;
-    where it is left out a GPU is waited for, to find them in position_ids.
-=======
     `last` tokens of each row [B, last]; with return_entropy a pair whose second part is the entropy
     [B, same] of each token's distribution. Both are differentiable.
     cu_seq_lens: int32, where sequences that are packed into rows begin, and where the last ends;
     without it they are found in position_ids, which waits for a GPU.
->>>>>>> i41
 
     input_ids[B, L], attention_mask[B, L] and position_ids[B or 1, L] are the model's. Given only
     the mask, positions count the tokens that it shows, as vLLM does. Without a mask, positions that
