@@ -65,6 +65,19 @@ def test_transformer_engine_does_not_take(
         ("tp=2,cp=8,kernels=rlk", False, "2 key-value heads of tp=2", "cp=1|2|4 with kernels=rlk"),
         ("ep=2", False, "no experts", "leave ep out"),
         ("ep=3", True, "8 experts", "ep=1|2|4|8"),
+        (
+            "pp=2,fault=norm-eps@rank1",
+            False,
+            "stage 0 of pp=2 computes layers.0.attn_norm, and rank 1 is of stage 1",
+            "choose from rank0, or leave @rank out",
+        ),
+        (
+            "tp=2,pp=2,fault=attn-scale@0.1@rank1",
+            False,
+            "stage 1 of pp=2 computes layers.3.attn, and rank 1 is of stage 0",
+            "choose from rank2, rank3,",
+        ),
+        ("ep=2,pp=2,fault=logprob-zero@rank0", True, "stage 1 of pp=2 computes logprob", "rank2"),
     ],
 )
 def test_what_ranks_of_megatron_cannot_share(
@@ -78,7 +91,11 @@ def test_what_ranks_of_megatron_cannot_share(
 
 
 @pytest.mark.parametrize(
-    "options", ["cp=3", "cp=8,kernels=rlk", "cp=3,kernels=rlk,except=attn", "tp=2,cp=2,pp=4"]
+    "options",
+    [
+        *("cp=3", "cp=8,kernels=rlk", "cp=3,kernels=rlk,except=attn", "tp=2,cp=2,pp=4"),
+        *("pp=2,fault=norm-eps@rank0", "pp=2,fault=norm-eps", "tp=2,pp=2,fault=attn-scale@rank3"),
+    ],
 )
 def test_ranks_of_megatron_share_what_they_can(options: str) -> None:
     check(f"megatron:{options}")

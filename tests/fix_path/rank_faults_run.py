@@ -4,8 +4,8 @@ first seen, and on which ranks, by the trace that the ranks wrote and the tool's
     torchrun --nproc-per-node N rank_faults_run.py CASES.json FOUND.json
 
 CASES.json: a list of {"name", "model", "options", "faults"}, the faults as an engine's spec has
-them; FOUND.json: name -> fault -> [site, ranks], and "after" with null where nothing is left of
-any.
+them; FOUND.json: name -> fault -> [site, ranks], or what the engine says that refuses it, and
+"after" with null where nothing is left of any.
 """
 
 import json
@@ -21,6 +21,8 @@ from rlk_align.engines.megatron.engine import MegatronEngine
 from rlk_align.engines.planted import PlantedFault
 from rlk_align.engines.process.ranks import Ranks, barrier, join, leave
 from rlk_align.engines.spec import EngineSpec
+from rlk_align.errors import BadOption
+from rlk_align.model.checkpoint import read_config
 from rlk_align.model.families import ModelShape, read_shape
 from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.model.sites import RowIndex, model_sites
@@ -88,6 +90,11 @@ def found(case: dict[str, Any], folder: Path, ranks: Ranks) -> dict[str, Any]:
         for fault in (*case["faults"], None):
             said = options if fault is None else f"{options},fault={fault}"
             engine.spec = EngineSpec.parse(f"megatron:{said}")
+            try:
+                engine.spec.info.check(engine.spec.option, read_config(model), shape)
+            except BadOption as error:
+                seen[str(fault)] = str(error)
+                continue
             planted.plant()
             faulty = observed(engine, folder / "faulty", ranks)
             held = engine.shards(), engine.stages(), engine.experts()

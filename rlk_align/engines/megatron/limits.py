@@ -1,11 +1,14 @@
 """What the Megatron engine cannot run, by the model's config.json and the engine's options."""
 
 import importlib.util
+import math
 from typing import Any
 
 from rlk_align.engines.common.tensor_parallel import check_alone, check_shared
+from rlk_align.engines.faults.catalogue import choose
 from rlk_align.engines.info import Asked
 from rlk_align.engines.megatron.rope import ROPES, another_attention_factor
+from rlk_align.engines.megatron.stages import Stage
 from rlk_align.errors import BadOption, MissingDependency, ModelError
 from rlk_align.model.families import ModelShape
 from rlk_align.model.rotary import lacks_factor, rope_parameters
@@ -23,6 +26,8 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
     _check_slices(shape, option, kernels)
     _check_stages(shape, int(option("pp") or 1))
     _check_experts(shape, int(option("ep") or 1))
+    if option("fault") is not None:
+        _check_stage_of_fault(shape, option, str(option("fault")))
     if shape.experts and option("spec") == "te":
         raise BadOption(
             "engine 'megatron': spec=te does not support sparse layers", "spec=local does"
@@ -77,6 +82,24 @@ def _check_stages(shape: ModelShape, pp: int) -> None:
             f"engine 'megatron': pp={pp}: {shape.layers} layers cannot be divided into {pp} equal "
             "stages",
             f"this model takes pp={'|'.join(map(str, fits))}",
+        )
+
+
+def _check_stage_of_fault(shape: ModelShape, option: Asked, fault: str) -> None:
+    """A fault of one rank needs an operator that the rank's stage computes."""
+    chosen, stages = choose("megatron", fault), int(option("pp") or 1)
+    if chosen.rank is None:
+        return
+    size = math.prod(int(option(key) or 1) for key in ("tp", "cp", "ep"))
+    own = Stage(chosen.rank // size, stages, shape.layers)
+    of = own.of(chosen.fault.site)
+    # A model without that layer is refused where the fault is planted.
+    if of != own.number and of < stages:
+        ranks = [f"rank{r}" for r in range(of * size, (of + 1) * size)]
+        raise BadOption(
+            f"engine 'megatron': fault={fault}: stage {of} of pp={stages} computes "
+            f"{chosen.fault.site}, and rank {chosen.rank} is of stage {own.number}",
+            f"choose from {', '.join(ranks)}, or leave @rank out",
         )
 
 

@@ -7,8 +7,10 @@ are named by those of the model.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from rlk_align.engines.common.places import Place
+if TYPE_CHECKING:
+    from rlk_align.engines.common.places import Place
 
 _LAYER = re.compile(r"^(layers|decoder\.layers)\.([0-9]+)")
 _EXPERT = re.compile(r"\b(local_experts)\.([0-9]+)")
@@ -61,7 +63,7 @@ class Stage:
         """One of this rank's, by its name in the whole model."""
         return self._moved(path, 1)
 
-    def places(self, places: Iterable[Place]) -> list[Place]:
+    def places(self, places: "Iterable[Place]") -> "list[Place]":
         """Those of its sites, by the names of its modules."""
         return [
             replace(p, module=self.local(p.module), parameters_in=self.local(p.parameters_in))
