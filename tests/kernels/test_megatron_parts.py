@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gloo_ranks import only_rank_of_megatron
 from rlk_kernels.integrations import megatron
 from rlk_kernels.integrations.errors import NotServed
 
@@ -19,17 +20,10 @@ AT = torch.arange(12)[None]
 @pytest.fixture(scope="module", autouse=True)
 def state() -> Iterator[None]:
     """megatron-core's process-wide state, of one rank on a CPU."""
-    from megatron.core import parallel_state
-
     from rlk_align.engines.megatron.cpu import cpu_stand_ins
 
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    with cpu_stand_ins():
+    with only_rank_of_megatron(), cpu_stand_ins():
         yield
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
 
 
 def config(**more: Any) -> Any:

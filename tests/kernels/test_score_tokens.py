@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import rlk_kernels
 import torch
+from gloo_ranks import only_rank
 from hf_models import small_model
 from rlk_kernels.integrations import hf
 from rlk_kernels.integrations.errors import NotServed
@@ -30,10 +31,8 @@ def model() -> Any:
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+    with only_rank():
+        yield
 
 
 def logits(model: Any, **inputs: Any) -> torch.Tensor:

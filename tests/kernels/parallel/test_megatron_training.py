@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from gloo_ranks import on_ranks
+from gloo_ranks import on_ranks, only_rank_of_megatron
 from rlk_kernels.parallel import linear, rms_norm
 from torch import Tensor
 
@@ -237,3 +237,17 @@ def test_what_context_parallel_ranks_cannot_share_is_refused() -> None:
             check_config(_config(2, **{"context_parallel_size": 2} | refused))
     for fits in (2, 4):
         check_config(_config(2, context_parallel_size=fits))
+
+
+def _sizes(_group: Any) -> int:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    return int(parallel_state.get_tensor_model_parallel_world_size())
+
+
+def test_ranks_are_forked_after_this_process_was_one() -> None:
+    """What megatron-core leaves behind of its groups keeps no rank waiting."""
+    with only_rank_of_megatron():
+        pass
+    assert on_ranks(2, _sizes) == [2, 2]
