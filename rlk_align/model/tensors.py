@@ -4,8 +4,9 @@ An engine that misses a tensor fills in a default, or random numbers, and says l
 such engines even agree. So this is checked before any engine starts, for all engines alike.
 
 Left out on purpose: `*.rotary_emb.inv_freq`, which follows from the config, and the head of a
-checkpoint with tied heads, which has to be the embedding where it is stored at all. Quantized
-checkpoints have tensors of their own, and are not checked.
+checkpoint with tied heads, which has to be the embedding where it is stored at all; and layers
+behind the decoder's that predict several tokens ahead. Quantized checkpoints have tensors of their
+own, and are not checked.
 """
 
 import hashlib
@@ -17,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config, tensor_name, weight_files
-from rlk_align.model.families import ModelShape
+from rlk_align.model.families import ModelShape, predictor_layers
 from rlk_align.model.sites import model_sites, site_parameters
 
 _NAMED = 4
@@ -75,7 +76,13 @@ def check_tensors(model: Path, shape: ModelShape) -> None:
     expected, stored = expected_tensors(config, shape), stored_tensors(model)
     head, tied = tensor_name("lm_head"), bool(config.get("tie_word_embeddings"))
     missing = [n for n in expected if n not in stored and not (tied and n == head)]
-    unexpected = [n for n in stored if n not in expected and not n.endswith(".inv_freq")]
+    more = range(shape.layers, shape.layers + predictor_layers(config))
+    ignored = tuple(f"model.layers.{i}." for i in more)
+    unexpected = [
+        n
+        for n in stored
+        if n not in expected and not n.endswith(".inv_freq") and not n.startswith(ignored)
+    ]
     shaped = [
         f"{n} {list(stored[n].shape)} instead of {list(expected[n])}"
         for n in expected

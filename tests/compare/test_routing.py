@@ -1,5 +1,7 @@
 """Which rows of experts can be compared, and what a flip is."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,10 +9,16 @@ import torch
 from rlk_align.compare.routing import Flips, _preference
 from rlk_align.judge.contract import Contract
 from rlk_align.judge.load import open_contract
+from rlk_align.model.families import read_shape
 from rlk_align.report.routing_words import layer_words
 from rlk_align.results import LayerRouting
 
+SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
 BF16: Contract = open_contract("bf16")
+
+
+def preference(logits: torch.Tensor, mine: torch.Tensor, other: torch.Tensor) -> np.ndarray:
+    return _preference(logits, logits.double(), mine, other, read_shape(SPARSE))
 
 
 def flips() -> Flips:
@@ -50,11 +58,11 @@ def test_the_gap_is_counted_in_roundings_of_a_difference(dtype: torch.dtype) -> 
     ulp = torch.finfo(dtype).eps
     logits = torch.tensor([[0.5, 1.0 + 2 * ulp, 1.0, 1.0]], dtype=dtype)
     mine, other = torch.tensor([[1, 2]]), torch.tensor([[2, 3]])
-    (gap,) = _preference(logits, mine, other)
+    (gap,) = preference(logits, mine, other)
     assert gap == pytest.approx(2 / (2 / 12) ** 0.5)
-    (broken,) = _preference(logits * float("nan"), mine, other)
+    (broken,) = preference(logits * float("nan"), mine, other)
     assert broken == float("inf")
-    (tie,) = _preference(logits, torch.tensor([[1, 2]]), torch.tensor([[1, 3]]))
+    (tie,) = preference(logits, torch.tensor([[1, 2]]), torch.tensor([[1, 3]]))
     assert tie == 0
 
 
@@ -71,6 +79,6 @@ def test_what_is_said_of_a_flip() -> None:
     assert "(2 with a gap of up to 1.5 roundings, which is rounding)" in layer(largest_gap=1.5)
     beyond = layer(ties=1, largest_gap=40.0)
     assert "1 tie of logits, 1 with a gap of up to 40 roundings: beyond rounding" in beyond
-    assert "2 whose logits were not kept" in layer(measured=0)
+    assert "2 whose gap is not known" in layer(measured=0)
     effects = layer(at_router=0, measured=0)
     assert effects == "3 of 9 rows flipped; 3 follow from inputs that differ already"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rlk_align.errors import BadOption, ModelError
 from rlk_align.model.operators import OPERATORS, Formula
-from rlk_align.model.rotary import FIXED, lacks_factor, rope_parameters
+from rlk_align.model.rotary import FIXED, lacks_factor, partial_rotary_factor, rope_parameters
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ def check_kernels(engine: str, config: dict[str, Any]) -> None:
     """Raises ModelError for what config.json asks for and no kernel computes."""
     rope, activation = rope_parameters(config), config.get("hidden_act") or "silu"
     kind = rope["rope_type"]
-    partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    partial = partial_rotary_factor(config)
     refused = {
         f"rope_type={kind}": (kind not in FIXED, NOT_FIXED.get(kind, "")),
         f"rope_type={kind} without a factor": (lacks_factor(rope), ""),

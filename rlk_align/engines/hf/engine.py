@@ -9,6 +9,7 @@ import torch
 from rlk_align.engines.base import Logprobs
 from rlk_align.engines.common.attributes import (
     activation_name,
+    corrected_routing,
     norm_attributes,
     norm_epsilons,
     per_layer,
@@ -188,7 +189,13 @@ def _routing(blocks: list[Any]) -> dict[str, Any]:
     """How the sparse layers route; nothing for a dense model."""
     # Mixtral's router has no such switch: it always divides by the sum.
     norm = [bool(getattr(b.gate, "norm_topk_prob", True)) for b in blocks]
+    corrected = [b.gate for b in blocks if hasattr(b.gate, "e_score_correction_bias")]
     return {
+        **corrected_routing(
+            groups=[g.num_group for g in corrected],
+            top_groups=[g.topk_group for g in corrected],
+            scale=[g.routed_scaling_factor for g in corrected],
+        ),
         **per_layer("experts_per_token", [b.gate.top_k for b in blocks]),
         **per_layer("norm_topk_prob", norm),
     }

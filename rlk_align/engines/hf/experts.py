@@ -37,8 +37,11 @@ def sparse_blocks(model: Any) -> Iterator[tuple[int, Any]]:
 
 
 def expert_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The canonical parameters of the experts, which transformers stacks."""
+    """The canonical parameters of the experts, which transformers stacks, and what corrects the
+    scores that they are chosen by."""
     for i, block in sparse_blocks(model):
+        if (correction := getattr(block.gate, "e_score_correction_bias", None)) is not None:
+            yield f"layers.{i}.experts", correction.detach()
         for e, fused in enumerate(_whole(block.experts.gate_up_proj)):
             gate, up = fused.chunk(2)
             yield f"layers.{i}.experts.{e}.gate_proj", gate
@@ -91,10 +94,10 @@ def replay_choices(hooks: SiteHooks, model: Any) -> None:
 def replace_choice(hooks: Hooks, block: Any, choose: Choose) -> None:
     """Has a router choose experts so: it calls `torch.topk`, and computes the weights of what that
     gives."""
-    route = block.gate.forward
+    route, experts = block.gate.forward, len(block.gate.weight)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with choice_replaced(choose):
+        with choice_replaced(choose, experts):
             return route(*args, **kwargs)
 
     hooks.replace(block.gate, "forward", forward)

@@ -8,6 +8,7 @@ from safetensors import SafetensorError, safe_open
 
 from rlk_align.model.checkpoint import tensor_name
 from rlk_align.model.families import ModelShape
+from rlk_align.model.sites import model_sites, site_parameters
 from rlk_align.model.tensors import expected_tensors, stored_tensors
 from rlk_align.trace.digest import digest_parameter
 from rlk_align.trace.reader import Weight
@@ -33,6 +34,12 @@ class Checkpoint:
         self._dtype, self._device = getattr(torch, dtype), device
         self._stored = stored_tensors(model)
         self._shapes = expected_tensors(config, shape)
+        self._dtypes = {
+            parameter: getattr(torch, site.operator.weight_dtype)
+            for site in model_sites(shape)
+            if site.operator.weight_dtype
+            for parameter in site_parameters(site, shape)
+        }
         self._modules = shape.family.modules
         self._digests: dict[str, list[str]] = {}
         self._last: tuple[str, list[torch.Tensor]] | None = None
@@ -45,7 +52,8 @@ class Checkpoint:
         """Rounded, and as it is stored."""
         if self._last is None or self._last[0] != parameter:
             stored = self._read(tensor_name(parameter, self._modules))
-            self._last = (parameter, [stored.to(self._dtype).to(self._device), stored])
+            dtype = self._dtypes.get(parameter, self._dtype)
+            self._last = (parameter, [stored.to(dtype).to(self._device), stored])
         return self._last[1]
 
     def holds(self, parameter: str, digest: str) -> bool:
