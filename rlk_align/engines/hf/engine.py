@@ -22,7 +22,7 @@ from rlk_align.engines.common.rows import ForwardRows, padded_grid
 from rlk_align.engines.common.site_hooks import ForwardHooks
 from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.forward_engine import ForwardEngine
-from rlk_align.engines.hf.experts import expert_weights, sparse_blocks
+from rlk_align.engines.hf.experts import corrections, expert_weights, sparse_blocks
 from rlk_align.engines.hf.places import hf_places
 from rlk_align.engines.hf.taps import Tapped
 from rlk_align.errors import ModelError
@@ -79,7 +79,7 @@ class HFEngine(ForwardEngine):
 
     def weights(self) -> Iterator[ParameterRecord]:
         yield from super().weights()
-        for name, value in expert_weights(self.model):
+        for name, value in (*expert_weights(self.model), *corrections(self.model)):
             yield record_parameter(LiveParameter(name, value))
 
     def version(self) -> str:

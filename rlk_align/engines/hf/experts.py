@@ -37,17 +37,22 @@ def sparse_blocks(model: Any) -> Iterator[tuple[int, Any]]:
 
 
 def expert_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The canonical parameters of the experts, which transformers stacks, and what corrects the
-    scores that they are chosen by."""
+    """The canonical parameters of the experts, which transformers stacks."""
     for i, block in sparse_blocks(model):
-        if (correction := getattr(block.gate, "e_score_correction_bias", None)) is not None:
-            yield f"layers.{i}.experts", correction.detach()
         for e, fused in enumerate(_whole(block.experts.gate_up_proj)):
             gate, up = fused.chunk(2)
             yield f"layers.{i}.experts.{e}.gate_proj", gate
             yield f"layers.{i}.experts.{e}.up_proj", up
         for e, down in enumerate(_whole(block.experts.down_proj)):
             yield f"layers.{i}.experts.{e}.down_proj", down
+
+
+def corrections(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The canonical parameters that correct the scores that experts are chosen by: buffers, which
+    no engine rounds."""
+    for i, block in sparse_blocks(model):
+        if (correction := getattr(block.gate, "e_score_correction_bias", None)) is not None:
+            yield f"layers.{i}.experts", correction.detach()
 
 
 def _whole(stacked: torch.Tensor) -> torch.Tensor:
