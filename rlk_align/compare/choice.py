@@ -89,7 +89,5 @@ def _beyond_groups(
         of_experts = best_NG[:, inside].amax(dim=1) - least_N
         of_groups = group_NG[:, ~inside].amax(dim=1) - group_NG[:, inside].amin(dim=1)
         fits = ~(used_NG & ~inside).any(dim=1)
-        beyond = torch.minimum(
-            beyond, torch.maximum(of_experts, of_groups).where(fits, torch.inf)
-        )
+        beyond = torch.minimum(beyond, torch.maximum(of_experts, of_groups).where(fits, torch.inf))
     return beyond

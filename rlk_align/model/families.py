@@ -291,7 +291,9 @@ def read_shape(model: Path) -> ModelShape:
 
 _SHARED = "experts that every token is sent to"
 _GROUPED = "experts chosen from the best groups of experts"
-_LATENT = "it has latent attention (MLA), whose compressed keys and values no operator here computes"
+_LATENT = (
+    "it has latent attention (MLA), whose compressed keys and values no operator here computes"
+)
 _UNKNOWN_ROUTING = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _LATENT),
     "qwen2_moe": f"it has {_SHARED}, by a weight of each token's own",

@@ -50,9 +50,7 @@ def pieces(name: str, dimensions: int, shape: ModelShape | None) -> tuple[Piece,
 
 
 _MODULES = {
-    o.module: o.parameter or o.site
-    for o in OPERATORS.values()
-    if o.module and o.tensor == "weight"
+    o.module: o.parameter or o.site for o in OPERATORS.values() if o.module and o.tensor == "weight"
 }
 _HF_NAME = re.compile(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)")
 

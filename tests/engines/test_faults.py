@@ -33,9 +33,7 @@ NEW = 6
 HERE = {n: f for n, f in faults_of("hf").items() if not f.needs and not f.sparse}
 SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
 SPARSE_SITES = {s.name: s for s in model_sites(read_shape(SPARSE))}
-SHARED = dataclasses.replace(
-    read_shape(SPARSE), model_type="glm4_moe", shared_intermediate=160
-)
+SHARED = dataclasses.replace(read_shape(SPARSE), model_type="glm4_moe", shared_intermediate=160)
 SHARED_SITES = {s.name: s for s in model_sites(SHARED)}
 OF_SPARSE = {n: f for n, f in FAULTS.items() if f.sparse}
 

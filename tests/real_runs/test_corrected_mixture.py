@@ -90,9 +90,7 @@ def test_a_model_of_one_group(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("engine", ["vllm", "megatron"])
-def test_a_fault_is_named(
-    tmp_path: Path, model: Path, engine: str, fault: str, site: str
-) -> None:
+def test_a_fault_is_named(tmp_path: Path, model: Path, engine: str, fault: str, site: str) -> None:
     pair = ("vllm", "hf") if engine == "vllm" else ("hf", "megatron")
     specs = [f"{e}:fault={fault}" if e == engine else e for e in pair]
     done = compared(tmp_path, model, *specs)

@@ -41,9 +41,7 @@ def on_choices(hooks: Hooks, model: Any, show: Show) -> None:
             on_kernels(hooks, block.experts, i, show)
         else:
             # Weights are scaled where vLLM does not scale the sum of the rows instead.
-            _Router(i, show, block.experts.routed_scaling_factor).watch(
-                hooks, block.experts.router
-            )
+            _Router(i, show, block.experts.routed_scaling_factor).watch(hooks, block.experts.router)
 
 
 class _Router:

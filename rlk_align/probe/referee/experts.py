@@ -118,7 +118,7 @@ class ExpertReference:
     def combined(
         self, site: Site, inputs: Mapping[str, torch.Tensor], chosen: torch.Tensor
     ) -> Exact:
-        """The sum of the experts' rows by their weights `[N, K]`, and of the shared experts' row."""
+        """The sum of the experts' rows by their weights `[N, K]` and of the shared experts' row."""
         out, extra = self._routed(site, inputs, chosen)
         if "shared_down_proj" not in inputs:
             return out, extra
@@ -198,4 +198,3 @@ class ExpertReference:
                 extra[at] += variance[at] @ weight.square().T
         assert out is not None
         return out, extra
-
