@@ -50,6 +50,13 @@ def partial_rotary_factor(config: dict[str, Any]) -> float:
     return float(stated or config.get("partial_rotary_factor") or default or 1.0)
 
 
+def rotates_a_part(config: dict[str, Any]) -> bool:
+    """Whether engines agree that the family rotates a part of each head, where its config says
+    so."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    return family is not None and "partial_rotary_factor" in family.defaults
+
+
 def lacks_factor(rope: dict[str, Any]) -> bool:
     """Whether `rope_parameters` are of a kind that needs a factor, and have none. HF's yarn makes
     one up then, from the lengths of the context."""

@@ -19,14 +19,18 @@ from rlk_kernels.integrations.errors import NotServed
 LAYER = (
     *("attn_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_rope", "k_rope"),
     *("attn", "o_proj", "mlp_norm", "gate_proj", "up_proj", "act", "down_proj"),
-    *("router", "experts", "routing_weights", "moe_out"),
+    *("router", "experts", "routing_weights"),
+    *("shared_gate_proj", "shared_up_proj", "shared_act", "shared_down_proj", "moe_out"),
 )
 """Of each layer: those of dense ones as they are computed, then what sparse layers have beside."""
-SPARSE = frozenset(
+ROUTED = frozenset(
     ("router", "experts", "routing_weights", "gate_proj", "up_proj", "act", "down_proj", "moe_out")
 )
-"""Of a sparse layer, from the router to the sum; in engines most of it is one. None of them is left
-to the engine in a sparse model."""
+"""Of a sparse layer, from the router to the sum; in engines most of it is one."""
+SHARED = frozenset(("shared_gate_proj", "shared_up_proj", "shared_act", "shared_down_proj"))
+"""Of the experts that every token is sent to, where a sparse layer has some."""
+SPARSE = ROUTED | SHARED
+"""None of these is left to the engine in a sparse model."""
 OPERATORS = ("embed", *LAYER, "final_norm", "logits", "logprob")
 NORMS = frozenset(name for name in OPERATORS if name.endswith("norm"))
 

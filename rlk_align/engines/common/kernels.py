@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rlk_align.errors import BadOption, ModelError
 from rlk_align.model.operators import OPERATORS, Formula
-from rlk_align.model.rotary import FIXED, lacks_factor, partial_rotary_factor, rope_parameters
+from rlk_align.model.rotary import (
+    FIXED,
+    lacks_factor,
+    partial_rotary_factor,
+    rope_parameters,
+    rotates_a_part,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -22,8 +28,8 @@ KERNELS: dict[Formula, tuple[str, ...]] = {
     "activation": ("swiglu",),
     "log_softmax": ("logp",),
     "router": ("linear",),
-    "top_k": ("route",),
-    "routing_weights": ("route",),
+    "top_k": ("route", "route_corrected"),
+    "routing_weights": ("route", "route_corrected"),
     "expert_linear": ("grouped_linear", "grouped_swiglu"),
     "expert_activation": ("swiglu", "grouped_swiglu"),
     "combine": ("combine_experts",),
@@ -59,9 +65,10 @@ def check_kernels(engine: str, config: dict[str, Any]) -> None:
         f"rope_type={kind}": (kind not in FIXED, NOT_FIXED.get(kind, "")),
         f"rope_type={kind} without a factor": (lacks_factor(rope), ""),
         f"partial_rotary_factor={partial}": (
-            partial != 1.0,
+            partial != 1.0 and not rotates_a_part(config),
             "transformers rotates whole heads in these families, and vLLM a part",
         ),
+        f"rope_type={kind} of a part of each head": (partial != 1.0 and kind != "default", ""),
         f"hidden_act={activation}": (activation != "silu", ""),
         "quantized weights": (config.get("quantization_config") is not None, ""),
     }

@@ -10,6 +10,7 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
 }
 """model_type -> the class that vLLM loads. Others load through classes derived from these, and
 compute something else, or by transformers' own."""
@@ -26,7 +27,7 @@ ROPE_READ_ALONE = ("rope_dim", "mrope_section", "use_fope")
 
 def is_sparse(model: Any) -> bool:
     """Whether a ModelConfig is of a family with sparse layers."""
-    return model.hf_text_config.model_type in ("qwen3_moe", "mixtral")
+    return model.hf_text_config.model_type in ("qwen3_moe", "mixtral", "glm4_moe")
 
 
 def refused(model: Any) -> dict[str, bool]:
