@@ -58,6 +58,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return rlk_kernels.linear(x, weight, bias)
 
 
+def add_shared(routed: Tensor, shared: Tensor) -> Tensor:
+    """The rounded sum of a token's rows plus the row of its shared experts, in fp32, rounded."""
+    return routed + shared
+
+
 def logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same in fp32: the accumulator itself, not rounded to the model's dtype."""
     return rlk_kernels.linear(x, weight, bias, out_dtype=torch.float32)

@@ -86,8 +86,9 @@ class HFRouter(Sparse):
     def _correction(self) -> profile.Correction | None:
         if not hasattr(self, "e_score_correction_bias"):
             return None
-        groups = self.num_group, self.topk_group
-        return profile.Correction(self.e_score_correction_bias, *groups, self.routed_scaling_factor)
+        # In another dtype where somebody cast the whole model, as transformers' own adds it then.
+        bias, groups = self.e_score_correction_bias.float(), (self.num_group, self.topk_group)
+        return profile.Correction(bias, *groups, self.routed_scaling_factor)
 
 
 class HFExperts(Sparse):

@@ -101,7 +101,9 @@ class SparseMLP(Sparse, MoELayer):
         weights, ids = self._route(logits, padding_mask)
         gate_up, down = (Stacked.apply(*weights) for weights in self._weights())
         y = self.compute(x, weights, ids, gate_up, down, self.ep_group).view(hidden_states.shape)
-        return y if self.shared_experts is None else y + self.shared_experts(hidden_states), None
+        if self.shared_experts is not None:
+            y = profile.add_shared(y, self.shared_experts(hidden_states))
+        return y, None
 
     def _route(self, logits: Tensor, padding_mask: Any) -> tuple[Tensor, Tensor]:
         config, router = self.config, self.router

@@ -114,7 +114,7 @@ class RlkMoERunner(Sparse, MoERunner):
         stacked = experts.w13_weight, experts.w2_weight
         y = self.compute(hidden_states, weights, ids, *stacked)
         (shared,) = self.rlk_shared_experts
-        return y if shared is None else y + shared(hidden_states)
+        return y if shared is None else profile.add_shared(y, shared(hidden_states))
 
     def _correction(self) -> profile.Correction | None:
         experts = self.routed_experts
