@@ -50,10 +50,8 @@ class Stacked(torch.autograd.Function):
 
 
 class SharedMLP(GatedMLP, SharedExpertMLP):
-    """The experts that every token is sent to."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return super().forward(hidden_states)[0]
+    """The experts that every token is sent to. As of an MLP, what it gives has a bias beside it,
+    None."""
 
 
 class SparseMLP(Sparse, MoELayer):
@@ -102,7 +100,7 @@ class SparseMLP(Sparse, MoELayer):
         gate_up, down = (Stacked.apply(*weights) for weights in self._weights())
         y = self.compute(x, weights, ids, gate_up, down, self.ep_group).view(hidden_states.shape)
         if self.shared_experts is not None:
-            y = profile.add_shared(y, self.shared_experts(hidden_states))
+            y = profile.add_shared(y, self.shared_experts(hidden_states)[0])
         return y, None
 
     def _route(self, logits: Tensor, padding_mask: Any) -> tuple[Tensor, Tensor]:
