@@ -14,7 +14,7 @@ from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import tensor_name
 from rlk_align.model.families import ModelShape
 from rlk_align.model.sites import Site
-from rlk_align.model.tensors import stored_tensors
+from rlk_align.model.stored import stored_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,11 @@ class Routers:
         checkpoint's correction cannot be read."""
         if not choice.operator.weight:
             return scores(logits, None)
-        name = tensor_name(choice.parameter, self.shape.family.modules)
+        modules = self.shape.family.modules
         try:
-            stored = stored_tensors(self.model)[name]
+            stored = stored_tensors(self.model, modules)[tensor_name(choice.parameter, modules)]
             with safe_open(stored.file, framework="pt") as file:
-                return scores(logits, file.get_tensor(name))
+                return scores(logits, stored.read(file))
         except (ModelError, KeyError, OSError, SafetensorError):
             return None  # A recorded run may have been moved away from its checkpoint.
 

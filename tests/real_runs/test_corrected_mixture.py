@@ -3,12 +3,16 @@ choice, groups of experts, and shared experts. Healthy pairs raise no alarm, and
 named with its side."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import Outcome, command_line, require_engine, write_few_prompts
 from random_model import write_random_model
+from safetensors.torch import load_file, save_file
+from stacked_experts import stacked
 
 PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}
 GROUPED: dict[str, Any] = {
@@ -77,6 +81,21 @@ def test_a_healthy_pair(tmp_path: Path, model: Path, rollout: str, train: str) -
 def test_a_model_of_one_group(tmp_path: Path) -> None:
     plain = write_random_model(tmp_path / "plain", **PLAIN)
     check_healthy(compared(tmp_path, plain, "vllm", "megatron"))
+
+
+@pytest.mark.parametrize(("rollout", "train"), [("vllm", "megatron:ep=2"), ("hf", "fsdp:dp=2")])
+def test_experts_stored_as_one_tensor_a_layer(
+    tmp_path: Path, model: Path, rollout: str, train: str
+) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in model.glob("*.safetensors"):
+        tensors |= load_file(file)
+    (tmp_path / "stacked").mkdir()
+    save_file(stacked(tensors), tmp_path / "stacked/model.safetensors", {"format": "pt"})
+    for file in model.glob("*.json"):
+        if "index" not in file.name:
+            shutil.copy(file, tmp_path / "stacked")
+    check_healthy(compared(tmp_path, tmp_path / "stacked", rollout, train))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from stacked_experts import stacked
 from weights.changed import Tensors, save, unequal
 
 from rlk_align.model.families import read_shape
@@ -26,21 +27,6 @@ def stored(folder: Path, values: Tensors) -> str:
     where = save(folder, values)
     (folder / "config.json").write_bytes((SPARSE / "config.json").read_bytes())
     return where
-
-
-def stacked(values: Tensors) -> Tensors:
-    """As transformers holds them: one tensor of all experts of a layer."""
-    kept = {n: v for n, v in values.items() if ".experts." not in n}
-    for i in (1, 2, 3):
-        of = f"model.layers.{i}.mlp.experts"
-
-        def each(op: str, of: str = of) -> list[torch.Tensor]:
-            return [values[f"{of}.{e}.{op}.weight"] for e in range(8)]
-
-        pairs = zip(each("gate_proj"), each("up_proj"), strict=True)
-        kept[f"{of}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
-        kept[f"{of}.down_proj"] = torch.stack(each("down_proj"))
-    return kept
 
 
 def megatron(values: Tensors, grouped: bool) -> Tensors:
