@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlk_align.errors import BadOption, ModelError
-from rlk_align.model.operators import OPERATORS, Formula
+from rlk_align.model.operators import OPERATORS, Formula, Operator
 from rlk_align.model.rotary import (
     FIXED,
     lacks_factor,
@@ -85,14 +85,20 @@ SPARSE: tuple[Formula, ...] = (
     *("router", "top_k", "routing_weights"),
     *("expert_linear", "expert_activation", "combine"),
 )
-"""What makes up a sparse layer: the kernels compute all of it, or nothing."""
+"""What routes tokens, and computes those that are routed."""
+
+
+def _in_sparse_layer(operator: Operator) -> bool:
+    """Whether it makes up a sparse layer, of which the kernels compute all or nothing."""
+    shared = "shared_intermediate" in (operator.features, *operator.weight)
+    return operator.formula in SPARSE or shared
 
 
 def check_excluded(engine: str, excluded: str, sites: Mapping[str, str]) -> None:
     """Raises BadOption where `except=` names an operator that the model lacks (`sites`: operator ->
     its site), since nothing would be excluded, and one of a sparse layer."""
     operators = set(sites.values())
-    sparse = {site for name, site in sites.items() if OPERATORS[name].formula in SPARSE}
+    sparse = {site for name, site in sites.items() if _in_sparse_layer(OPERATORS[name])}
     if inside := sorted(parse_excluded(excluded) & sparse):
         raise BadOption(
             f"engine {engine!r}: except={excluded}: in a model with sparse layers "
