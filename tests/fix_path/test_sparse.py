@@ -30,6 +30,16 @@ RANDOM: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "decoder_sparse_step": 2,
     },
+    "one-group": {
+        "model_type": "glm4_moe",
+        "dtype": "bfloat16",
+        "head_dim": 32,
+        "n_routed_experts": 10,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+        "n_shared_experts": 2,
+        "partial_rotary_factor": 1.0,
+    },
     "corrected": {
         "model_type": "glm4_moe",
         "dtype": "bfloat16",
@@ -152,3 +162,6 @@ def test_no_operator_of_a_sparse_layer_is_left_to_the_engine(cli: Cli, folder: P
     done = compared(cli, folder, "sparse", "hf:kernels=rlk,except=moe_out+attn", "hf")
     assert done.code == 2
     assert "moe_out cannot be left to the engine" in done.err
+    done = compared(cli, folder, "corrected", "hf:kernels=rlk,except=shared_act", "hf")
+    assert done.code == 2
+    assert "shared_act cannot be left to the engine" in done.err
