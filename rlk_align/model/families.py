@@ -1,7 +1,6 @@
 """Model families as tables: which operators a layer has, and what a checkpoint's config says of
 them."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config, stored_dtype, stored_layers
 from rlk_align.model.dtypes import DTYPES
 from rlk_align.model.operators import OPERATORS, Operator, Size
+from rlk_align.model.sparse_config import UNKNOWN_ROUTING, read_experts
 
 LayerOperators = Callable[["ModelShape", int], tuple[str, ...]]
 """(shape, index of a layer) -> that layer's operators, in execution order."""
@@ -85,6 +85,11 @@ class Family:
     None is every value."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What it takes for settings that the config leaves out."""
+    qk_norm: str = ""
+    """The config's key for whether q and k are normed, where a family leaves it to the config."""
+    predictors: str = ""
+    """The config's key for how many layers a checkpoint has behind the decoder's, which predict
+    further tokens; empty where it has none."""
     modules: Mapping[str, str] = field(default_factory=dict)
     """Operator -> the module that holds its parameters in a checkpoint, where that is not the
     catalogue's."""
@@ -128,7 +133,10 @@ FAMILIES = {
         defaults={
             **{"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
             **{"first_k_dense_replace": 1, "partial_rotary_factor": 0.5},
+            "routed_scaling_factor": 1.0,
         },
+        qk_norm="use_qk_norm",
+        predictors="num_nextn_predict_layers",
     ),
 }
 """By the config's `model_type`. A new family is an entry here."""
@@ -212,10 +220,10 @@ _LARGEST = 1 << 28
 
 
 def predictor_layers(config: Mapping[str, Any]) -> int:
-    """How many layers a checkpoint may have behind the model's own, which predict several tokens
-    ahead and are none of the decoder's."""
-    count = config.get("num_nextn_predict_layers")
-    return count if type(count) is int and config.get("model_type") == "glm4_moe" else 0
+    """How many layers a checkpoint may have behind the decoder's, which predict further tokens."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    count = config.get(family.predictors) if family else None
+    return count if type(count) is int and count > 0 else 0
 
 
 def _check_layers(model: Path, config: Mapping[str, Any]) -> None:
@@ -240,9 +248,9 @@ def read_shape(model: Path) -> ModelShape:
     """
     config = read_config(model)
     kind = config.get("model_type")
-    if isinstance(kind, str) and kind in _UNKNOWN_ROUTING:
+    if isinstance(kind, str) and kind in UNKNOWN_ROUTING:
         raise ModelError(
-            f"{model}: model_type {kind!r} is not supported: {_UNKNOWN_ROUTING[kind]}",
+            f"{model}: model_type {kind!r} is not supported: {UNKNOWN_ROUTING[kind]}",
             f"known: {', '.join(sorted(FAMILIES))}",
         )
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -284,91 +292,6 @@ def read_shape(model: Path) -> ModelShape:
         vocab=size("vocab_size"),
         context=size("max_position_embeddings"),
         dtype=dtype,
-        qk_norm=family.sigmoid and bool(config.get("use_qk_norm")),
-        **(_experts(model, config, family, size) if family.expert_intermediate else {}),
+        qk_norm=bool(family.qk_norm and config.get(family.qk_norm)),
+        **(read_experts(model, config, family, size) if family.expert_intermediate else {}),
     )
-
-
-_SHARED = "experts that every token is sent to"
-_GROUPED = "experts chosen from the best groups of experts"
-_LATENT = (
-    "it has latent attention (MLA), whose compressed keys and values no operator here computes"
-)
-_UNKNOWN_ROUTING = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _LATENT),
-    "qwen2_moe": f"it has {_SHARED}, by a weight of each token's own",
-    "gpt_oss": "its routers and its experts have biases, and its attention has sinks",
-}
-"""Sparse families by what of them is not known here."""
-_UNKNOWN_SETTINGS: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "n_shared_experts": (_SHARED, (None, 0)),
-    "num_shared_experts": (_SHARED, (None, 0)),
-    "shared_expert_intermediate_size": (_SHARED, (None, 0)),
-    "n_group": (_GROUPED, (None, 1)),
-    "topk_group": (_GROUPED, (None, 1)),
-    "scoring_func": ("routers that score by anything other than a softmax", (None, "softmax")),
-    "topk_method": ("experts chosen by anything other than their scores", (None, "greedy")),
-    "routed_scaling_factor": ("experts' weights that are scaled", (None, 1)),
-}
-"""Settings of a sparse family -> what they ask for, and the values that do not."""
-
-
-def _experts(
-    model: Path, config: dict[str, Any], family: Family, size: Callable[..., int]
-) -> dict[str, Any]:
-    """What a config says of the experts; transformers writes their number by two names. Raises
-    ModelError for what is wrong, or not known here."""
-    names = ("num_experts", "n_routed_experts", "num_local_experts")
-    name = next((n for n in names if config.get(n) is not None), names[-1])
-    experts, top_k = size(name), size("num_experts_per_tok", 2 if family.norm_topk else None)
-    if top_k > experts:
-        raise ModelError(
-            f"{model}/config.json: num_experts_per_tok is {top_k}, and {name} is {experts}"
-        )
-    for name, (what, usual) in _UNKNOWN_SETTINGS.items():
-        known = family.known.get(name, ())
-        if known is not None and config.get(name) not in (*usual, *known):
-            raise ModelError(
-                f"{model}/config.json: {name} is {config[name]!r}: {what} are not supported"
-            )
-    layers, step = size("num_hidden_layers"), size("decoder_sparse_step", 1)
-    dense_layers = config.get("mlp_only_layers") or []
-    if not isinstance(dense_layers, list) or any(type(i) is not int for i in dense_layers):
-        raise ModelError(f"{model}/config.json: mlp_only_layers is not a list of layers")
-    norm = family.norm_topk
-    first = config.get("first_k_dense_replace") if family.sigmoid else 0
-    if type(first) is not int or first < 0:
-        raise ModelError(f"{model}/config.json: first_k_dense_replace is {first!r}")
-    return {
-        "experts": experts,
-        "top_k": top_k,
-        "expert_intermediate": size(family.expert_intermediate),
-        "norm_topk": bool(config.get("norm_topk_prob")) if norm is None else norm,
-        "sparse_layers": tuple(
-            i for i in range(first, layers) if i not in dense_layers and (i + 1) % step == 0
-        ),
-        **(_corrected(model, config, experts, top_k, size) if family.sigmoid else {}),
-    }
-
-
-def _corrected(
-    model: Path, config: dict[str, Any], experts: int, top_k: int, size: Callable[..., int]
-) -> dict[str, Any]:
-    """What a config says of routers whose scores are corrected, and of shared experts. Raises
-    ModelError for groups that cannot be chosen from."""
-    groups, top_groups = size("n_group"), size("topk_group")
-    scale, shared = config.get("routed_scaling_factor") or 1.0, size("n_shared_experts")
-    of_group, rest = divmod(experts, groups)
-    if rest or of_group < 2 or top_groups > groups or top_groups * of_group < top_k:
-        raise ModelError(
-            f"{model}/config.json: num_experts_per_tok={top_k} cannot be chosen from "
-            f"topk_group={top_groups} of n_group={groups} groups of {experts} experts"
-        )
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
-        raise ModelError(f"{model}/config.json: routed_scaling_factor is {scale!r}")
-    return {
-        "groups": groups,
-        "top_groups": top_groups,
-        "weight_scale": float(scale),
-        "shared_intermediate": shared * size("moe_intermediate_size"),
-    }
