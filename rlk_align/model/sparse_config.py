@@ -91,8 +91,8 @@ def _corrected(
         )
     if math.comb(groups, top_groups) > _MOST_SELECTIONS:
         raise ModelError(
-            f"{model}/config.json: n_group={groups} and topk_group={top_groups}: so many selections "
-            f"of groups are not supported; {_MOST_SELECTIONS:,} are"
+            f"{model}/config.json: n_group={groups} and topk_group={top_groups}: so many "
+            f"selections of groups are not supported; {_MOST_SELECTIONS:,} are"
         )
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
         raise ModelError(f"{model}/config.json: routed_scaling_factor is {scale!r}")
