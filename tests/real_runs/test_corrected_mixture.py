@@ -70,7 +70,9 @@ def check_healthy(done: Outcome) -> None:
         ("vllm", "megatron"),
         ("vllm", "hf"),
         ("hf:experts=eager", "megatron:ep=2,dispatcher=alltoall"),
-        ("hf:experts=batched_mm", "megatron:pp=3,input=packed"),
+        pytest.param(
+            "hf:experts=batched_mm", "megatron:pp=3,input=packed", marks=pytest.mark.whole_matrix
+        ),
         ("hf", "fsdp:dp=2"),
     ],
 )
@@ -102,9 +104,11 @@ def test_experts_stored_as_one_tensor_a_layer(
     ("fault", "site"),
     [
         ("expert-flipped", "experts"),
-        ("expert-weights-unnormalised", "routing_weights"),
-        ("expert-token-dropped", "moe_out"),
-        ("expert-missing", "moe_out"),
+        pytest.param(
+            "expert-weights-unnormalised", "routing_weights", marks=pytest.mark.whole_matrix
+        ),
+        pytest.param("expert-token-dropped", "moe_out", marks=pytest.mark.whole_matrix),
+        pytest.param("expert-missing", "moe_out", marks=pytest.mark.whole_matrix),
         ("shared-expert-weak", "shared_down_proj"),
     ],
 )

@@ -40,7 +40,7 @@ def on_choices(hooks: Hooks, model: Any, show: Show) -> None:
         if has_kernels(block.experts):
             on_kernels(hooks, block.experts, i, show)
         else:
-            # Weights are scaled where vLLM does not scale the sum of the rows instead.
+            # vLLM may scale the sum of a token's rows in place of their weights.
             _Router(i, show, block.experts.routed_scaling_factor).watch(hooks, block.experts.router)
 
 
