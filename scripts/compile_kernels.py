@@ -173,6 +173,14 @@ def sparse_layer(t: int, experts: int, top_k: int, h: int, inner: int, dtype=BF1
         _backward(rk.combine_experts(rows, shares, ids, experts))
 
 
+def corrected_routing(t: int, experts: int, top_k: int, groups: int, top_groups: int) -> None:
+    logits, correction = _x(t, experts, dtype=FP32), _x(experts, dtype=FP32)
+    how = {"groups": groups, "top_groups": top_groups, "scale": 2.5}
+    for normalize in (True, False):
+        shares, _ = rk.route_corrected(logits, correction, top_k, normalize=normalize, **how)
+        _backward(shares)
+
+
 LARGE, SMALL = HEADS.values()
 CALLS: dict[str, Callable[[], object]] = {
     "tiles": lambda: rk.warm_up("cuda"),  # first: the first product would run it
@@ -230,6 +238,8 @@ CALLS: dict[str, Callable[[], object]] = {
         for t in (1, 256, 1024, 16384)
     },
     "sparse layer, fp16, unaligned": lambda: sparse_layer(300, 60, 4, 1001, 700, dtype=FP16),
+    "corrected routing": lambda: corrected_routing(4096, 256, 8, 8, 4),
+    "corrected routing, one group": lambda: corrected_routing(300, 160, 8, 1, 1),
     "sparse layer, fp32": lambda: sparse_layer(300, 8, 2, 512, 256, dtype=FP32),
     "rows": lambda: rows(1024),
     "peer gather": lambda: peer_gather(64, 6144),

@@ -33,6 +33,7 @@ from rlk_kernels.ops.attention.ahead import warm_up_paged_attention
 from rlk_kernels.ops.attention.operator import attention, paged_attention, paged_schedule
 from rlk_kernels.ops.attention.shared_schedule import Schedule
 from rlk_kernels.ops.combine.operator import combine_experts
+from rlk_kernels.ops.corrected_routing.operator import route_corrected
 from rlk_kernels.ops.embedding.operator import embedding
 from rlk_kernels.ops.experts.operator import (
     ExpertGroups,
@@ -114,6 +115,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "route",
+    "route_corrected",
     "router_z_loss",
     "swiglu",
     "warm_up",

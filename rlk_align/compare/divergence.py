@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rlk_align.compare.choice import Routers
 from rlk_align.compare.edge_rows import UNKNOWN, EdgeRows
 from rlk_align.compare.metrics import ValueMetrics, edge_metrics, error_frontier
 from rlk_align.compare.pairing import PairedSite, Unpaired, pair_site
@@ -62,6 +63,8 @@ class Edge:
     """Whether either end is a decode pass, which the last sampled token never enters."""
     same_token: np.ndarray
     """Rows at which both ends were given the same token id, a mask over the batch."""
+    routers: Routers | None = None
+    """How the model's routers choose; without them no gap of a flip is measured."""
 
 
 @dataclass(slots=True)
@@ -172,7 +175,7 @@ def _compare_site(
     if site.operator.formula == "top_k":
         (router,) = (graph[name] for name in site.inputs)
         read = _inputs_equal(router, index, edge, state.equal, graph)
-        state.routing.see_choice(a, b, paired, read, index)
+        state.routing.see_choice(a, b, paired, read, index, edge.routers)
     introduced = differ & inputs_equal[paired.number] & ~noisy[paired.number]
     values = _compare_values(a, b, site, paired, np.flatnonzero(differ), introduced, flips)
     ids = site.operator.formula == "top_k"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from rlk_align.compare.choice import Routers
 from rlk_align.compare.controls import check_controls, paired_logprobs
 from rlk_align.compare.divergence import Edge, Side, compare_edges
 from rlk_align.compare.edge_rows import NO_ROWS, rows_table
@@ -103,6 +104,7 @@ def _edge(name: EdgeName, sides: Mapping[SideName, Trace], index: RowIndex) -> E
         _side(sides[second[0]], *second),
         decode="decode" in name,
         same_token=index.same_tokens(sides[second[0]].tokens),
+        routers=Routers(Path(sides["rollout"].record.model), sides["rollout"].record.shape),
     )
 
 

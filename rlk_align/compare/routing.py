@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from rlk_align.compare.choice import Routers, beyond_choice
 from rlk_align.compare.metrics import edge_metrics
 from rlk_align.compare.pairing import PairedSite
 from rlk_align.model.dtypes import DTYPES
-from rlk_align.model.sites import RowIndex
+from rlk_align.model.families import ModelShape
+from rlk_align.model.sites import RowIndex, Site
 from rlk_align.results import EdgeRouting, LayerRouting
 from rlk_align.trace.reader import PassReader
 
@@ -81,9 +83,10 @@ class Routing:
         paired: PairedSite,
         inputs_equal: np.ndarray,
         index: RowIndex,
+        routers: Routers | None,
     ) -> None:
         """A layer's choice. `inputs_equal`: rows of the batch at which the router reads the same on
-        both sides."""
+        both sides; `routers`: without them no gaps are measured."""
         site = paired.site
         flipped = np.zeros(len(index), dtype=bool)
         flipped[paired.number[~paired.equal]] = True
@@ -92,7 +95,7 @@ class Routing:
         flips = Flips(flipped, number, *(x.long() for x in ids))
         self.flips[site.name] = flips
         at_router = flipped & inputs_equal
-        gaps = self._gaps(a, b, flips, at_router)
+        gaps = self._gaps(a, b, site, flips, at_router, routers)
         beyond = gaps[gaps != 0]
         first = np.flatnonzero(at_router)
         self.layers.append(
@@ -110,21 +113,29 @@ class Routing:
         )
 
     def _gaps(
-        self, a: PassReader, b: PassReader, flips: Flips, at_router: np.ndarray
+        self,
+        a: PassReader,
+        b: PassReader,
+        choice: Site,
+        flips: Flips,
+        at_router: np.ndarray,
+        routers: Routers | None,
     ) -> np.ndarray:
         """By how many roundings each side prefers its own experts to the other's, of flips at the
-        router: the larger of both sides, and 0 where either side's logits tie."""
+        router: the larger of both sides, and 0 where either side's scores tie."""
         router = self._router
-        if router is None:
+        if router is None or routers is None:
             return np.zeros(0)
         held = _valued(router) & np.isin(router.number, flips.number) & at_router[router.number]
         logits = _values(a, b, router, held)
         of = np.searchsorted(flips.number, router.number[held])
-        gaps = [
-            _preference(x, mine[of], other[of])
-            for x, mine, other in zip(logits, (flips.a, flips.b), (flips.b, flips.a), strict=True)
-        ]
-        # Below 0 a side chose against its own logits.
+        gaps = []
+        for x, mine, other in zip(logits, (flips.a, flips.b), (flips.b, flips.a), strict=True):
+            scores = routers.scores(choice, x)
+            if scores is None:
+                return np.zeros(0)
+            gaps.append(_preference(x, scores, mine[of], other[of], routers.shape))
+        # Below 0 a side chose against its own scores.
         tied = (gaps[0] == 0) | (gaps[1] == 0)
         return np.where(tied, 0.0, np.maximum(*np.abs(gaps)))
 
@@ -167,15 +178,37 @@ def _values(
     )
 
 
-def _preference(logits: torch.Tensor, mine: torch.Tensor, other: torch.Tensor) -> np.ndarray:
-    """By how many roundings the worst logit of the experts that only this side chose exceeds the
-    best of those that only the other did, `[n]`; a rounding is that of a difference of two."""
-    exact = logits.double()
+def _preference(
+    logits: torch.Tensor,
+    scores_NE: torch.Tensor,
+    mine: torch.Tensor,
+    other: torch.Tensor,
+    shape: ModelShape,
+) -> np.ndarray:
+    """By how many roundings a side's scores `[n, E]` prefer its own experts to the other side's,
+    `[n]`: the worst score of those that only this side chose against the best of those that only
+    the other did. A rounding is that of a difference of two scores."""
     match = mine[:, :, None] == other[:, None]
-    own = exact.gather(1, mine).masked_fill(match.any(dim=2), torch.inf).amin(dim=1)
-    left = exact.gather(1, other).masked_fill(match.any(dim=1), -torch.inf).amax(dim=1)
-    significant = DTYPES[str(logits.dtype).removeprefix("torch.")]
-    ulp = 2.0 ** (torch.frexp(torch.maximum(own.abs(), left.abs())).exponent - significant)
-    gap = (own - left) / (ulp * (2 / 12) ** 0.5)
+    own = scores_NE.gather(1, mine).masked_fill(match.any(dim=2), torch.inf).amin(dim=1)
+    left = scores_NE.gather(1, other).masked_fill(match.any(dim=1), -torch.inf).amax(dim=1)
+    if shape.top_groups == shape.groups:
+        gap = own - left
+    else:
+        # Which experts may be chosen follows from the groups that are.
+        gap = (beyond_choice(scores_NE, x, shape)[:, 0] for x in (other, mine))
+        gap = torch.sub(*gap)
+    dtype = str(logits.dtype).removeprefix("torch.")
+    rounding = _ulp(torch.maximum(own.abs(), left.abs()), dtype) / 12**0.5
+    if shape.family.sigmoid:
+        # Logits that are not rounded are sums in some order: each term is off by a rounding. The
+        # slope of a sigmoid is 1/4 at most.
+        rows = torch.arange(len(logits))[:, None]
+        largest = logits.double()[rows, torch.cat([mine, other], dim=1)].abs().amax(dim=1)
+        of_sum = _ulp(largest, dtype) * (shape.hidden / 12) ** 0.5
+        rounding = torch.hypot(rounding, of_sum / 4)
     # A NaN among the logits is beyond all rounding.
-    return gap.nan_to_num(nan=torch.inf, posinf=torch.inf).numpy()
+    return (gap / (2**0.5 * rounding)).nan_to_num(nan=torch.inf, posinf=torch.inf).numpy()
+
+
+def _ulp(magnitude: torch.Tensor, dtype: str) -> torch.Tensor:
+    return 2.0 ** (torch.frexp(magnitude).exponent - DTYPES[dtype])

@@ -92,10 +92,14 @@ def tensor_name(parameter: str, modules: Mapping[str, str] = MappingProxyType({}
     else:
         layer, _, name = path.rpartition(".")
         number = ""
-        operator = next(o for o in OPERATORS.values() if name == (o.parameter or o.name))
+        operator = next(
+            o
+            for o in OPERATORS.values()
+            if o.weight and not o.of_expert and name == (o.parameter or o.site)
+        )
     module = modules.get(operator.name, operator.module).format(number)
     inside = f"model.{layer}." if layer else ""
-    return f"{inside}{module}.{'weight' if path == parameter else 'bias'}"
+    return f"{inside}{module}.{operator.tensor if path == parameter else 'bias'}"
 
 
 def weight_files(model: Path) -> list[Path]:

@@ -10,6 +10,7 @@ from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config, stored_dtype, stored_layers
 from rlk_align.model.dtypes import DTYPES
 from rlk_align.model.operators import OPERATORS, Operator, Size
+from rlk_align.model.sparse_config import UNKNOWN_ROUTING, read_experts
 
 LayerOperators = Callable[["ModelShape", int], tuple[str, ...]]
 """(shape, index of a layer) -> that layer's operators, in execution order."""
@@ -45,6 +46,21 @@ def mixture(qk_norm: bool = False) -> LayerOperators:
     return operators
 
 
+def corrected_mixture(shape: "ModelShape", layer: int) -> tuple[str, ...]:
+    """Dense layers, and sparse ones whose router computes in float32 and adds a correction to its
+    scores for the choice alone, with experts that every token is sent to."""
+    every = dense(shape.qk_norm)(shape, layer)
+    if layer not in shape.sparse_layers:
+        return every
+    return (
+        *every[: every.index("gate_proj")],
+        *("fp32_router", "corrected_experts", "fp32_routing_weights"),
+        *("expert_gate_proj", "expert_up_proj", "expert_act", "expert_down_proj"),
+        *("shared_gate_proj", "shared_up_proj", "shared_act", "shared_down_proj"),
+        *("moe_out_with_shared", "mlp_residual"),
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """What sets one decoder family apart from the others."""
@@ -61,6 +77,19 @@ class Family:
     """The config's key for the inner size of an expert; empty for a family without experts."""
     norm_topk: bool | None = None
     """Whether the chosen experts' weights are divided by their sum; None asks the config."""
+    sigmoid: bool = False
+    """Whether a router scores experts by a sigmoid, and corrects the scores for the choice; else by
+    a softmax."""
+    known: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
+    """Settings of sparse layers -> the values that are known of this family beyond the usual ones;
+    None is every value."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What it takes for settings that the config leaves out."""
+    qk_norm: str = ""
+    """The config's key for whether q and k are normed, where a family leaves it to the config."""
+    predictors: str = ""
+    """The config's key for how many layers a checkpoint has behind the decoder's, which predict
+    further tokens; empty where it has none."""
     modules: Mapping[str, str] = field(default_factory=dict)
     """Operator -> the module that holds its parameters in a checkpoint, where that is not the
     catalogue's."""
@@ -91,6 +120,24 @@ FAMILIES = {
             "expert_down_proj": "block_sparse_moe.experts.{}.w2",
         },
     ),
+    "glm4_moe": Family(
+        layer=corrected_mixture,
+        biases={"o_proj": False},
+        expert_intermediate="moe_intermediate_size",
+        sigmoid=True,
+        known={
+            **dict.fromkeys(("n_shared_experts", "n_group", "topk_group"), None),
+            **{"routed_scaling_factor": None, "scoring_func": ("sigmoid",)},
+            "topk_method": ("noaux_tc",),
+        },
+        defaults={
+            **{"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+            **{"first_k_dense_replace": 1, "partial_rotary_factor": 0.5},
+            "routed_scaling_factor": 1.0,
+        },
+        qk_norm="use_qk_norm",
+        predictors="num_nextn_predict_layers",
+    ),
 }
 """By the config's `model_type`. A new family is an entry here."""
 
@@ -120,6 +167,18 @@ class ModelShape:
     expert_intermediate: int = 0
     norm_topk: bool = False
     """Whether the weights of a token's experts are divided by their sum."""
+    groups: int = 1
+    """Into how many groups of equal size the experts are divided."""
+    top_groups: int = 1
+    """From how many of them a token's experts are chosen: those whose two best scores add up to
+    most."""
+    weight_scale: float = 1.0
+    """What the weights of a token's experts are multiplied by in the end."""
+    shared_intermediate: int = 0
+    """The inner size of the experts that every token is sent to, which are computed as one."""
+    qk_norm: bool = False
+    """Whether the config asks for a norm on each head of q and k, in a family that leaves it to
+    the config."""
 
     @property
     def family(self) -> Family:
@@ -160,10 +219,19 @@ _LARGEST = 1 << 28
 """What a size of a model can be at most."""
 
 
-def _check_layers(model: Path, wanted: object) -> None:
+def predictor_layers(config: Mapping[str, Any]) -> int:
+    """How many layers a checkpoint may have behind the decoder's, which predict further tokens."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    count = config.get(family.predictors) if family else None
+    return count if type(count) is int and count > 0 else 0
+
+
+def _check_layers(model: Path, config: Mapping[str, Any]) -> None:
     """Raises ModelError where the checkpoint has the tensors of more or fewer layers."""
-    stored = stored_layers(model)
-    if type(wanted) is int and wanted > 0 and stored not in (0, wanted):
+    stored, wanted = stored_layers(model), config.get("num_hidden_layers")
+    if type(wanted) is not int or wanted <= 0:
+        return
+    if stored not in (0, wanted, wanted + predictor_layers(config)):
         raise ModelError(
             f"{model}/config.json states num_hidden_layers={wanted}, and the checkpoint has "
             f"tensors of {stored} layers",
@@ -180,9 +248,9 @@ def read_shape(model: Path) -> ModelShape:
     """
     config = read_config(model)
     kind = config.get("model_type")
-    if isinstance(kind, str) and kind in _UNKNOWN_ROUTING:
+    if isinstance(kind, str) and kind in UNKNOWN_ROUTING:
         raise ModelError(
-            f"{model}: model_type {kind!r} is not supported: {_UNKNOWN_ROUTING[kind]}",
+            f"{model}: model_type {kind!r} is not supported: {UNKNOWN_ROUTING[kind]}",
             f"known: {', '.join(sorted(FAMILIES))}",
         )
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -205,12 +273,13 @@ def read_shape(model: Path) -> ModelShape:
             )
         return value
 
-    _check_layers(model, config.get("num_hidden_layers"))
+    _check_layers(model, config)
     dtype = config.get("dtype") or config.get("torch_dtype") or stored_dtype(model) or "float32"
     if not isinstance(dtype, str) or dtype not in DTYPES:
         known = ", ".join(DTYPES)
         raise ModelError(f"{model}/config.json: dtype {dtype!r} is unknown", f"known: {known}")
     family = FAMILIES[kind]
+    config = {**family.defaults, **config}
     heads, hidden = size("num_attention_heads"), size("hidden_size")
     return ModelShape(
         model_type=kind,
@@ -223,70 +292,6 @@ def read_shape(model: Path) -> ModelShape:
         vocab=size("vocab_size"),
         context=size("max_position_embeddings"),
         dtype=dtype,
-        **(_experts(model, config, family, size) if family.expert_intermediate else {}),
+        qk_norm=bool(family.qk_norm and config.get(family.qk_norm)),
+        **(read_experts(model, config, family, size) if family.expert_intermediate else {}),
     )
-
-
-_SHARED = "experts that every token is sent to"
-_GROUPED = "experts chosen from the best groups of experts"
-_SIGMOID = "routers that score by a sigmoid, with a bias for the choice alone"
-_UNKNOWN_ROUTING = {
-    "deepseek_v2": f"it has {_SHARED}, {_GROUPED}, and latent attention",
-    "deepseek_v3": f"it has {_SIGMOID}, {_GROUPED}, {_SHARED}, and latent attention",
-    "glm4_moe": f"it has {_SIGMOID}, {_GROUPED}, and {_SHARED}",
-    "qwen2_moe": f"it has {_SHARED}",
-    "gpt_oss": "its routers and its experts have biases, and its attention has sinks",
-}
-"""Sparse families by what of them is not known here."""
-_UNKNOWN_SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "n_shared_experts": (_SHARED, bool),
-    "num_shared_experts": (_SHARED, bool),
-    "shared_expert_intermediate_size": (_SHARED, bool),
-    "n_group": (_GROUPED, lambda value: value not in (None, 1)),
-    "topk_group": (_GROUPED, lambda value: value not in (None, 1)),
-    "scoring_func": (
-        "routers that score by anything other than a softmax",
-        lambda value: value not in (None, "softmax"),
-    ),
-    "topk_method": (
-        "experts chosen by anything other than their scores",
-        lambda value: value not in (None, "greedy"),
-    ),
-    "routed_scaling_factor": (
-        "experts' weights that are scaled",
-        lambda value: value not in (None, 1, 1.0),
-    ),
-}
-"""Settings of a sparse family -> what they ask for, and whether a value asks for it."""
-
-
-def _experts(
-    model: Path, config: dict[str, Any], family: Family, size: Callable[..., int]
-) -> dict[str, Any]:
-    """What a config says of the experts; transformers writes their number by two names. Raises
-    ModelError for what is wrong, or not known here."""
-    name = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
-    experts, top_k = size(name), size("num_experts_per_tok", 2 if family.norm_topk else None)
-    if top_k > experts:
-        raise ModelError(
-            f"{model}/config.json: num_experts_per_tok is {top_k}, and {name} is {experts}"
-        )
-    for name, (what, asks) in _UNKNOWN_SETTINGS.items():
-        if asks(config.get(name)):
-            raise ModelError(
-                f"{model}/config.json: {name} is {config[name]!r}: {what} are not supported"
-            )
-    layers, step = size("num_hidden_layers"), size("decoder_sparse_step", 1)
-    dense_layers = config.get("mlp_only_layers") or []
-    if not isinstance(dense_layers, list) or any(type(i) is not int for i in dense_layers):
-        raise ModelError(f"{model}/config.json: mlp_only_layers is not a list of layers")
-    norm = family.norm_topk
-    return {
-        "experts": experts,
-        "top_k": top_k,
-        "expert_intermediate": size(family.expert_intermediate),
-        "norm_topk": bool(config.get("norm_topk_prob")) if norm is None else norm,
-        "sparse_layers": tuple(
-            i for i in range(layers) if i not in dense_layers and (i + 1) % step == 0
-        ),
-    }

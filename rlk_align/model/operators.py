@@ -39,6 +39,7 @@ Size = Literal[
     "experts",
     "top_k",
     "expert_intermediate",
+    "shared_intermediate",
     "expert_slots",
     "hidden_slots",
 ]
@@ -77,6 +78,10 @@ class Operator:
     """The dimensions of its weight; none where it has none."""
     module: str = ""
     """What holds its parameters in an HF checkpoint: within its layer, where it is of one."""
+    tensor: str = "weight"
+    """What its weight is called in there."""
+    weight_dtype: str = ""
+    """The dtype that engines keep its weight in; empty: the model's."""
     bias: str = ""
     """The setting of config.json that gives it a bias."""
     parameter: str = ""
@@ -88,7 +93,7 @@ class Operator:
     rounded_to: str = ""
     """The dtype of its outputs, in whose roundings its errors are counted; empty: the model's."""
     site_name: str = ""
-    """What its site is called, where an operator of dense layers has the same name."""
+    """What its site is called, where that is another operator's name in other layers or models."""
     slots_of: str = ""
     """The value that says which expert each slot of a row belongs to, by ascending id; empty where
     rows have no slots."""
@@ -143,9 +148,18 @@ _RECORDS = (
         weight=("hidden", "intermediate"), module="mlp.down_proj", bias="mlp_bias"),
     Operator("router", "matmul", "router", "mlp", ("normed",), "router_logits", "experts", WHOLE,
         weight=("experts", "hidden"), module="mlp.gate"),
+    Operator("fp32_router", "matmul", "router", "mlp", ("normed",), "router_logits", "experts",
+        WHOLE, weight=("experts", "hidden"), module="mlp.gate", site_name="router",
+        rounded_to="float32"),
     Operator("experts", "routing", "top_k", "mlp", ("router_logits",), "chosen", "top_k", WHOLE),
+    Operator("corrected_experts", "routing", "top_k", "mlp", ("router_logits",), "chosen", "top_k",
+        WHOLE, weight=("experts",), module="mlp.gate", tensor="e_score_correction_bias",
+        weight_dtype="float32", site_name="experts", rounded_to="float32"),
     Operator("routing_weights", "reduction", "routing_weights", "mlp", ("router_logits", "chosen"),
         "shares", "top_k", WHOLE),
+    Operator("fp32_routing_weights", "reduction", "routing_weights", "mlp",
+        ("router_logits", "chosen"), "shares", "top_k", WHOLE, site_name="routing_weights",
+        rounded_to="float32"),
     Operator("expert_gate_proj", "matmul", "expert_linear", "mlp", ("normed",), "gate",
         "expert_slots", WHOLE, site_name="gate_proj", slots_of="chosen",
         weight=("expert_intermediate", "hidden"), module="mlp.experts.{}.gate_proj"),
@@ -157,8 +171,19 @@ _RECORDS = (
     Operator("expert_down_proj", "matmul", "expert_linear", "mlp", ("activated",), "rows",
         "hidden_slots", WHOLE, site_name="down_proj", slots_of="chosen",
         weight=("hidden", "expert_intermediate"), module="mlp.experts.{}.down_proj"),
+    Operator("shared_gate_proj", "matmul", "linear", "mlp", ("normed",), "gate",
+        "shared_intermediate", COLUMNS, weight=("shared_intermediate", "hidden"),
+        module="mlp.shared_experts.gate_proj"),
+    Operator("shared_up_proj", "matmul", "linear", "mlp", ("normed",), "up", "shared_intermediate",
+        COLUMNS, weight=("shared_intermediate", "hidden"), module="mlp.shared_experts.up_proj"),
+    Operator("shared_act", "elementwise", "activation", "mlp", ("gate", "up"), "activated",
+        "shared_intermediate", COLUMNS),
+    Operator("shared_down_proj", "matmul", "linear", "mlp", ("activated",), "shared", "hidden",
+        ROWS, weight=("hidden", "shared_intermediate"), module="mlp.shared_experts.down_proj"),
     Operator("moe_out", "reduction", "combine", "mlp", ("rows", "shares", "chosen"), "branch",
         "hidden", WHOLE),
+    Operator("moe_out_with_shared", "reduction", "combine", "mlp",
+        ("rows", "shares", "chosen", "shared"), "branch", "hidden", WHOLE, site_name="moe_out"),
     Operator("mlp_residual", "elementwise", "residual", "mlp", ("stream", "branch"), "stream",
         "hidden", WHOLE),
     Operator("final_norm", "reduction", "rms_norm", None, ("stream",), "normed", "hidden", WHOLE,
@@ -175,5 +200,9 @@ OPERATORS = {operator.name: operator for operator in _RECORDS}
 
 
 def layer_modules() -> dict[str, str]:
-    """Operator -> the module of a decoder layer that holds its parameters, in an HF checkpoint."""
-    return {o.name: o.module for o in OPERATORS.values() if o.part and o.module}
+    """Site -> the module of a decoder layer that computes it by its weight, in an HF checkpoint."""
+    return {
+        o.site: o.module
+        for o in OPERATORS.values()
+        if o.part and o.module and o.tensor == "weight" and not o.of_expert
+    }

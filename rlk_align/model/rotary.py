@@ -6,7 +6,7 @@ from typing import Any
 
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config
-from rlk_align.model.families import ModelShape
+from rlk_align.model.families import FAMILIES, ModelShape
 
 FIXED = ("default", "linear", "llama3", "yarn")
 """Kinds whose frequencies do not depend on the sequence."""
@@ -42,6 +42,21 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     return {**scaling, "rope_type": kind, "rope_theta": theta}
 
 
+def partial_rotary_factor(config: dict[str, Any]) -> float:
+    """Which part of a head is rotated, by config.json or, where that leaves it out, the family."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    stated = rope_parameters(config).get("partial_rotary_factor")
+    default = family.defaults.get("partial_rotary_factor") if family else None
+    return float(stated or config.get("partial_rotary_factor") or default or 1.0)
+
+
+def rotates_a_part(config: dict[str, Any]) -> bool:
+    """Whether engines agree that the family rotates a part of each head, where its config says
+    so."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    return family is not None and "partial_rotary_factor" in family.defaults
+
+
 def lacks_factor(rope: dict[str, Any]) -> bool:
     """Whether `rope_parameters` are of a kind that needs a factor, and have none. HF's yarn makes
     one up then, from the lengths of the context."""
@@ -59,8 +74,7 @@ def checkpoint_rotary(model: Path, shape: ModelShape) -> Rotary | None:
     rope = rope_parameters(config)
     if rope["rope_type"] not in FIXED or shape.head_dim < 2 * _LEAST_PAIRS:
         return None
-    partial = float(config.get("partial_rotary_factor", 1.0))
-    inv_freq, scaling = _frequencies(model, shape, rope, partial)
+    inv_freq, scaling = _frequencies(model, shape, rope, partial_rotary_factor(config))
     [source] = next(s.inputs for s in model_sites(shape) if s.name == "layers.0.q_rope")
     return Rotary(
         inv_freq=inv_freq,

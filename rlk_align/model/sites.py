@@ -51,7 +51,7 @@ class Site:
 
     @property
     def sparse(self) -> bool:
-        """Whether it is an operator of sparse layers alone."""
+        """Whether it routes tokens, or is of the experts that they are routed to."""
         return bool(self.experts) or self.operator.formula in _ROUTING
 
     @property

@@ -4,32 +4,23 @@ An engine that misses a tensor fills in a default, or random numbers, and says l
 such engines even agree. So this is checked before any engine starts, for all engines alike.
 
 Left out on purpose: `*.rotary_emb.inv_freq`, which follows from the config, and the head of a
-checkpoint with tied heads, which has to be the embedding where it is stored at all. Quantized
-checkpoints have tensors of their own, and are not checked.
+checkpoint with tied heads, which has to be the embedding where it is stored at all; and layers
+behind the decoder's that predict several tokens ahead. Quantized checkpoints have tensors of their
+own, and are not checked.
 """
 
 import hashlib
 import json
-from dataclasses import dataclass
 from pathlib import Path
-
-from safetensors import SafetensorError, safe_open
 
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config, tensor_name, weight_files
-from rlk_align.model.families import ModelShape
+from rlk_align.model.families import ModelShape, predictor_layers
 from rlk_align.model.sites import model_sites, site_parameters
+from rlk_align.model.stored import StoredTensor, stored_tensors
 
 _NAMED = 4
 """Tensors of a kind that an error names; the rest is counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor as its file's header has it."""
-
-    file: Path
-    shape: tuple[int, ...]
 
 
 def expected_tensors(config: dict, shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -52,30 +43,22 @@ def biased_operators(config: dict, shape: ModelShape) -> frozenset[str]:
     return frozenset(n for n, bias in operators.items() if always.get(n, bool(config.get(bias))))
 
 
-def stored_tensors(model: Path) -> dict[str, StoredTensor]:
-    """What the files of a checkpoint hold, by their headers alone. Raises ModelError."""
-    shapes: dict[str, StoredTensor] = {}
-    for path in weight_files(model):
-        try:
-            with safe_open(path, framework="np") as file:
-                for name in file.keys():  # noqa: SIM118 - it is no dict
-                    shape = tuple(file.get_slice(name).get_shape())
-                    shapes[name] = StoredTensor(path, shape)
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"could not load {path}: {error}") from error
-    return shapes
-
-
 def check_tensors(model: Path, shape: ModelShape) -> None:
     """Raises ModelError where tensors are missing, unexpected, or of another shape."""
     config = read_config(model)
     if config.get("quantization_config"):
         weight_files(model)
         return
-    expected, stored = expected_tensors(config, shape), stored_tensors(model)
+    expected, stored = expected_tensors(config, shape), stored_tensors(model, shape.family.modules)
     head, tied = tensor_name("lm_head"), bool(config.get("tie_word_embeddings"))
     missing = [n for n in expected if n not in stored and not (tied and n == head)]
-    unexpected = [n for n in stored if n not in expected and not n.endswith(".inv_freq")]
+    more = range(shape.layers, shape.layers + predictor_layers(config))
+    ignored = tuple(f"model.layers.{i}." for i in more)
+    unexpected = [
+        n
+        for n in stored
+        if n not in expected and not n.endswith(".inv_freq") and not n.startswith(ignored)
+    ]
     shaped = [
         f"{n} {list(stored[n].shape)} instead of {list(expected[n])}"
         for n in expected

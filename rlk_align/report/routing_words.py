@@ -86,7 +86,7 @@ def _kind(layer: LayerRouting, contract: Contract) -> str:
             )
         kinds.append(gap)
     if layer.at_router > layer.measured:
-        kinds.append(f"{layer.at_router - layer.measured:,} whose logits were not kept")
+        kinds.append(f"{layer.at_router - layer.measured:,} whose gap is not known")
     return ", ".join(kinds)
 
 

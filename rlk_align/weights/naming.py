@@ -49,7 +49,9 @@ def pieces(name: str, dimensions: int, shape: ModelShape | None) -> tuple[Piece,
     return (Piece(".".join(parts)),)
 
 
-_MODULES = {o.module: o.parameter or o.name for o in OPERATORS.values() if o.module}
+_MODULES = {
+    o.module: o.parameter or o.site for o in OPERATORS.values() if o.module and o.tensor == "weight"
+}
 _HF_NAME = re.compile(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)")
 
 
@@ -91,12 +93,16 @@ def _fused_tensors(shape: ModelShape) -> dict[tuple[str, int], tuple[Piece, ...]
     return table
 
 
+_SHARED_FUSED = (("mlp.shared_experts.gate_up_proj", ("shared_gate_proj", "shared_up_proj")),)
+
+
 def _fused_hf(shape: ModelShape) -> Iterator[_Tensor]:
     """q, k, v and gate, up in one tensor each, one after another, as vLLM has them."""
     for i in range(shape.layers):
         for module, ops in (
             ("self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj")),
             ("mlp.gate_up_proj", ("gate_proj", "up_proj")),
+            *_SHARED_FUSED * bool(shape.shared_intermediate),
         ):
             sizes = [shape.size(OPERATORS[op].features) for op in ops]
             for end, suffix, dimensions in (("weight", "", 2), ("bias", ".bias", 1)):
@@ -126,6 +132,9 @@ def _experts(shape: ModelShape) -> Iterator[_Tensor]:
     for i in shape.sparse_layers:
         router = f"layers.{i}.router"
         yield _Tensor(tensor_name(router, shape.family.modules), 2, (Piece(router),))
+        if shape.family.sigmoid:
+            correction = f"layers.{i}.experts"
+            yield _Tensor(tensor_name(correction, shape.family.modules), 1, (Piece(correction),))
         for e in range(shape.experts):
             for op in _OF_EXPERT:
                 parameter = f"layers.{i}.experts.{e}.{op}"
@@ -140,7 +149,7 @@ def _experts(shape: ModelShape) -> Iterator[_Tensor]:
         yield _Tensor(f"{stacked}.down_proj", 3, tuple(second))
     for entry in expert_parameters(shape):
         here = _along_rows(entry.layout) if entry.dim == 0 else (Piece(entry.layout.ops[0]),)
-        yield _Tensor(entry.name, 2, here)
+        yield _Tensor(entry.name, 1 if entry.name.endswith(".expert_bias") else 2, here)
         # Grouped products keep the experts of a layer in one module, by number.
         grouped = re.fullmatch(r"(.+)\.local_experts\.(\d+)\.(\w+)\.weight", entry.name)
         if grouped:

@@ -1,6 +1,7 @@
 """Every fault of the catalogue, planted into a live HF model: first seen where it says, and gone
 afterwards. The same on the other engines: `rlk-align selftest`."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -32,6 +33,8 @@ NEW = 6
 HERE = {n: f for n, f in faults_of("hf").items() if not f.needs and not f.sparse}
 SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
 SPARSE_SITES = {s.name: s for s in model_sites(read_shape(SPARSE))}
+SHARED = dataclasses.replace(read_shape(SPARSE), model_type="glm4_moe", shared_intermediate=160)
+SHARED_SITES = {s.name: s for s in model_sites(SHARED)}
 OF_SPARSE = {n: f for n, f in FAULTS.items() if f.sparse}
 
 Rows = dict[tuple[str, int, int], torch.Tensor]
@@ -287,6 +290,7 @@ def test_the_catalogue_is_whole() -> None:
     assert len(FAULTS) >= 40
     for name, fault in FAULTS.items():
         sites = SPARSE_SITES if fault.sparse else dense
+        sites = SHARED_SITES if fault.needs == "shared" else sites
         of, order = {n: s.op_class for n, s in sites.items()}, list(sites)
         assert fault.fits(sites), name
         assert list(fault.sites) == sorted(fault.sites, key=order.index), name

@@ -1,6 +1,6 @@
 """Sparse models with the kernels in every engine: no bit differs, at any site, and no token goes to
-another expert. The embedded one is Qwen3-MoE; Mixtral, and weights that do not add up to 1, are
-small random ones."""
+another expert. The embedded one is Qwen3-MoE; Mixtral, weights that do not add up to 1, and
+GLM-4.5's corrected scores, groups and shared experts are small random ones."""
 
 import itertools
 from pathlib import Path
@@ -30,6 +30,30 @@ RANDOM: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "decoder_sparse_step": 2,
     },
+    "one-group": {
+        "model_type": "glm4_moe",
+        "dtype": "bfloat16",
+        "head_dim": 32,
+        "n_routed_experts": 10,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+        "n_shared_experts": 2,
+        "partial_rotary_factor": 1.0,
+    },
+    "corrected": {
+        "model_type": "glm4_moe",
+        "dtype": "bfloat16",
+        "head_dim": 32,
+        "num_hidden_layers": 3,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 96,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
 }
 MODELS = ("sparse", *RANDOM)
 EVERY = [
@@ -41,6 +65,8 @@ DEFAULT = {
     ("sparse", "bfloat16", "hf:batch=4,padding=left"),
     ("sparse", "bfloat16", "megatron:dispatcher=alltoall,batch=6"),
     ("mixtral", "float32", "megatron:input=packed"),
+    ("corrected", "bfloat16", "hf:batch=4,padding=left"),
+    ("corrected", "bfloat16", "megatron:dispatcher=alltoall,batch=6"),
 }
 """What is tested by default."""
 MATRIX = [
@@ -136,3 +162,6 @@ def test_no_operator_of_a_sparse_layer_is_left_to_the_engine(cli: Cli, folder: P
     done = compared(cli, folder, "sparse", "hf:kernels=rlk,except=moe_out+attn", "hf")
     assert done.code == 2
     assert "moe_out cannot be left to the engine" in done.err
+    done = compared(cli, folder, "corrected", "hf:kernels=rlk,except=shared_act", "hf")
+    assert done.code == 2
+    assert "shared_act cannot be left to the engine" in done.err

@@ -1,5 +1,6 @@
 """Contracts that are wrong as such: each finding has a contract that it finds, and a mended one."""
 
+import dataclasses
 import math
 from datetime import date
 
@@ -155,7 +156,9 @@ def test_a_limit_of_sites_that_no_model_has() -> None:
 def test_sites_are_those_of_the_model() -> None:
     shape = read_shape(data_path("model"))
     sites = model_sites(shape)
-    sites += model_sites(read_shape(data_path("model").parent / "sparse"))
+    sparse = read_shape(data_path("model").parent / "sparse")
+    shared = dataclasses.replace(sparse, model_type="glm4_moe", shared_intermediate=1)
+    sites += model_sites(sparse) + model_sites(shared)
     assert {s.op for s in sites} == {operator.site for operator in OPERATORS.values()}
     assert {s.op for s in sites if s.layer is None} == {
         name for name, operator in OPERATORS.items() if operator.part is None

@@ -47,6 +47,9 @@ def in_one(x):
 OPERATORS = {
     "grouped_swiglu": in_one,
     "route": lambda x: rk.route(x, 2, normalize=False)[0],
+    "route_corrected": lambda x: rk.route_corrected(
+        x, GAIN.detach().float(), 2, groups=4, top_groups=2, scale=2.5
+    )[0],
     "combine_experts, grouped_linear, group_by_expert": sparse,
     "linear": lambda x: rk.linear(x, W, GAIN),
     "rms_norm": lambda x: rk.rms_norm(x, GAIN, 1e-6),

@@ -36,7 +36,7 @@ def test_every_line_has_its_test() -> None:
     named = re.findall(r"`(test_\w+)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     of_ranks = [path.read_text(encoding="utf-8") for path in RANKS.rglob("test_*.py")]
     elsewhere = set(re.findall(r"^def (test_\w+)", "".join(of_ranks), re.MULTILINE))
-    assert len(named) == 34
+    assert len(named) == 38
     assert set(named) <= {*globals(), *elsewhere}
 
 
@@ -243,6 +243,56 @@ def test_routing_weights_are_fp32() -> None:
         assert weights.dtype == torch.float32
         assert bool(((weights - exact).abs() <= 3 * 2**-24 * exact).all())
         assert not torch.equal(weights, weights.to(BF16).float())
+
+
+def corrected(logits: torch.Tensor, k: int, normalize: bool = True) -> tuple[torch.Tensor, ...]:
+    """16 experts in 4 groups, of which the best 2 are taken."""
+    bias = (rand(16, seed=8) * 4).round().float() / 16
+    correction = profile.Correction(bias, 4, 2, 2.5)
+    return *profile.route_corrected(logits, k, normalize, correction), bias
+
+
+def test_a_corrected_choice_is_of_the_best_groups() -> None:
+    logits = (rand(200, 16) * 2).round().float()  # many are equal
+    _, ids, bias = corrected(logits, 4)
+    scores = logits.double().sigmoid().float() + bias
+    ties = 0
+    for row, chosen in zip(scores.tolist(), ids.tolist(), strict=True):
+        parts = torch.tensor(row).view(4, 4).sort(1, descending=True).values
+        sums = (parts[:, 0] + parts[:, 1]).tolist()
+        by_group = sorted(range(4), key=lambda g: (-sums[g], g))
+        inside = [e for e in range(16) if e // 4 in by_group[:2]]
+        by_score = sorted(inside, key=lambda e: (-row[e], e))
+        assert chosen == sorted(by_score[:4])
+        ties += sums[by_group[1]] == sums[by_group[2]] or row[by_score[3]] == row[by_score[4]]
+    assert ties > 0
+
+
+def test_corrected_weights_are_fp32() -> None:
+    logits = rand(40, 16, scale=3).float()
+    for normalize in (True, False):
+        weights, ids, _ = corrected(logits, 4, normalize)
+        chosen = logits.double().sigmoid().gather(1, ids.long())
+        exact = 2.5 * chosen / (chosen.sum(1, keepdim=True) if normalize else 1.0)
+        assert weights.dtype == torch.float32
+        assert bool(((weights - exact).abs() <= 4 * 2**-24 * exact).all())
+        assert not torch.equal(weights, weights.to(BF16).float())
+
+
+def test_the_shared_row_is_added_to_the_rounded_sum() -> None:
+    routed, shared = rand(40, 64), rand(40, 64, seed=1)
+    y = profile.add_shared(routed, shared)
+    assert torch.equal(y, once(routed.double() + shared.double()))
+
+
+def test_the_rest_of_a_head_is_copied() -> None:
+    q, k, at = rand(9, 4, 32), rand(9, 2, 32, seed=1), torch.arange(9)
+    inv_freq, _ = rotation({"rope_type": "default", "rope_theta": 1e4}, 16)
+    turned = profile.rope(q, k, at, inv_freq)
+    parts = profile.rope(q[..., :16].contiguous(), k[..., :16].contiguous(), at, inv_freq)
+    for whole, part, x in zip(turned, parts, (q, k), strict=True):
+        assert torch.equal(whole, torch.cat([part, x[..., 16:]], dim=-1))
+    assert not torch.equal(turned[0][1:, :, :16], q[1:, :, :16])
 
 
 def test_a_row_of_an_expert_is_a_dense_row() -> None:

@@ -244,3 +244,25 @@ def test_sparse_models_are_refused_where_vllm_makes_them_otherwise(
     config._check(vllm_config())
     monkeypatch.undo()
     assert len(registry._sparse_classes()) == 4
+
+
+def test_a_router_that_nothing_replaces_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.26 makes GLM-4.5's of torch's own linear."""
+    from vllm.model_executor.models import glm4_moe
+
+    text = {"model_type": "glm4_moe"}
+    asked = vllm_config(text=text, architecture="Glm4MoeForCausalLM")
+    config._check(asked)
+    monkeypatch.delattr(glm4_moe, "GateLinear")
+    with pytest.raises(NotServed, match="whose router is torch's own linear"):
+        config._check(asked)
+
+
+def test_a_part_of_each_head_is_rotated_where_all_engines_do() -> None:
+    rope = {"rope_type": "default", "partial_rotary_factor": 0.5}
+    glm = {"text": {"model_type": "glm4_moe"}, "architecture": "Glm4MoeForCausalLM"}
+    config._check(vllm_config(rope, **glm))
+    with pytest.raises(NotServed, match="transformers rotates whole heads in llama"):
+        config._check(vllm_config(rope))
+    with pytest.raises(NotServed, match=r"rope_type=yarn with partial_rotary_factor=0\.5"):
+        config._check(vllm_config(YARN | rope | {"rope_type": "yarn"}, **glm))

@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from rlk_align.data import data_path
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import tensor_name
 from rlk_align.model.families import ModelShape, read_shape
+from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.sites import model_sites, site_parameters
 from rlk_align.model.tensors import check_tensors, expected_tensors
 
@@ -19,6 +22,15 @@ MIXTRAL = {
     **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 100},
     **{"num_hidden_layers": 2, "max_position_embeddings": 64, "dtype": "bfloat16"},
     **{"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": True},
+}
+
+
+GLM = {
+    **{"model_type": "glm4_moe", "hidden_size": 64, "intermediate_size": 80, "head_dim": 32},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 100, "dtype": "bfloat16"},
+    **{"num_hidden_layers": 3, "max_position_embeddings": 64, "n_routed_experts": 8},
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 2},
+    **{"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "attention_bias": True},
 }
 
 
@@ -109,8 +121,8 @@ def test_settings_that_ask_for_nothing_are_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("deepseek_v3", "routers that score by a sigmoid, .* groups of experts, .* every token"),
-        ("glm4_moe", "routers that score by a sigmoid, .* groups of experts, and .* every token"),
+        ("deepseek_v3", r"latent attention \(MLA\)"),
+        ("glm4_moe_lite", r"latent attention \(MLA\)"),
         ("qwen2_moe", "experts that every token is sent to"),
         ("gpt_oss", "have biases"),
     ],
@@ -153,3 +165,74 @@ def test_each_expert_has_parameters_of_its_own(tmp_path: Path) -> None:
     assert tensors[f"{block}.gate.weight"] == (4, 64)
     assert tensors[f"{block}.experts.3.w1.weight"] == tensors[f"{block}.experts.3.w3.weight"]
     assert tensors[f"{block}.experts.3.w2.weight"] == (64, 48)
+
+
+def test_a_family_whose_scores_are_corrected(tmp_path: Path) -> None:
+    shape = shape_of(tmp_path, GLM)
+    assert (shape.sparse_layers, shape.experts, shape.top_k) == ((1, 2), 8, 2)
+    assert (shape.groups, shape.top_groups, shape.weight_scale) == (4, 2, 2.5)
+    assert (shape.shared_intermediate, shape.norm_topk, shape.qk_norm) == (96, True, False)
+    assert shape_of(tmp_path, GLM, first_k_dense_replace=0).sparse_layers == (0, 1, 2)
+    assert shape_of(tmp_path, GLM, use_qk_norm=True).has("q_norm")
+    assert shape_of(tmp_path, GLM, scoring_func="sigmoid", topk_method="noaux_tc").groups == 4
+    rotary = checkpoint_rotary(tmp_path, shape)
+    assert rotary is not None
+    assert len(rotary.inv_freq) == 8
+
+
+def test_its_sites_and_tensors(tmp_path: Path) -> None:
+    shape = shape_of(tmp_path, GLM)
+    sites = {s.name: s for s in model_sites(shape)}
+    names = [n.rpartition(".")[2] for n in sites if n.startswith("layers.1.")]
+    assert names[names.index("mlp_norm") + 1 :] == [
+        *("router", "experts", "routing_weights", "gate_proj", "up_proj", "act", "down_proj"),
+        *("shared_gate_proj", "shared_up_proj", "shared_act", "shared_down_proj"),
+        *("moe_out", "mlp_residual"),
+    ]
+    out = sites["layers.1.moe_out"]
+    wanted = ("down_proj", "routing_weights", "experts", "shared_down_proj")
+    assert out.inputs == tuple(f"layers.1.{op}" for op in wanted)
+    act = sites["layers.1.shared_act"]
+    assert act.inputs == ("layers.1.shared_gate_proj", "layers.1.shared_up_proj")
+    assert (act.features, sites["layers.1.down_proj"].features) == (96, 2 * 64)
+    assert sites["layers.1.router"].operator.rounded_to == "float32"
+    tensors = expected_tensors(GLM, shape)
+    assert tensors["model.layers.2.mlp.gate.e_score_correction_bias"] == (8,)
+    assert tensors["model.layers.2.mlp.shared_experts.down_proj.weight"] == (64, 96)
+    assert "model.layers.0.mlp.gate_proj.weight" in tensors
+    assert "model.layers.0.self_attn.q_proj.bias" in tensors
+    assert "model.layers.0.self_attn.o_proj.bias" not in tensors
+    assert tensor_name("layers.2.experts") == "model.layers.2.mlp.gate.e_score_correction_bias"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"n_group": 3}, "cannot be chosen from topk_group=2 of n_group=3 groups of 8 experts"),
+        ({"n_group": 8}, "cannot be chosen from topk_group=2 of n_group=8"),
+        ({"topk_group": 5}, "cannot be chosen from topk_group=5"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok=5 cannot be chosen"),
+        ({"routed_scaling_factor": -1.0}, "routed_scaling_factor is -1.0"),
+        (
+            {"n_routed_experts": 64, "n_group": 32, "topk_group": 16},
+            "n_group=32 and topk_group=16: so many selections",
+        ),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),
+        ({"n_shared_experts": 0}, "n_shared_experts is 0"),
+        ({"scoring_func": "softplus"}, "scoring_func is 'softplus'"),
+        ({"num_shared_experts": 1}, "num_shared_experts is 1"),
+    ],
+)
+def test_what_is_refused_of_it(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        shape_of(tmp_path, GLM, **changes)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    shape = shape_of(tmp_path, GLM)
+    tensors = {n: torch.zeros(s) for n, s in expected_tensors(GLM, shape).items()}
+    more = {"model.layers.3.eh_proj.weight": torch.zeros(64, 128)}
+    save_file(tensors | more, tmp_path / "model.safetensors")
+    check_tensors(tmp_path, shape_of(tmp_path, GLM, num_nextn_predict_layers=1))
+    with pytest.raises(ModelError, match="has tensors of 4 layers"):
+        shape_of(tmp_path, GLM)

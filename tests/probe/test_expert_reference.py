@@ -8,7 +8,7 @@ import torch
 
 from rlk_align.model.families import ModelShape
 from rlk_align.model.sites import model_sites
-from rlk_align.probe.referee.experts import ExpertReference, as_recorded, beyond_choice
+from rlk_align.probe.referee.experts import ExpertReference, as_recorded
 
 SHAPE = ModelShape(
     **{"model_type": "qwen3_moe", "layers": 1, "hidden": 6, "heads": 2, "kv_heads": 1},
@@ -104,15 +104,46 @@ def test_the_variance_is_that_of_rounded_steps() -> None:
     assert 0.5 < ratio < 1.3
 
 
-def test_what_exceeds_a_choice() -> None:
-    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]]).repeat(4, 1).double()
-    chosen = torch.tensor([[0, 1], [0, 3], [1, 1], [0, 4]])
-    beyond = beyond_choice(logits, chosen)
-    assert beyond.shape == (4, 1)
-    # An id that is there twice, or none of an expert, is beyond everything.
-    assert beyond.flatten().tolist() == [0.0, 2.0, float("inf"), float("inf")]
-
-
 def test_a_shape_of_sites_is_that_of_values() -> None:
     for op, value in VALUES.items():
         assert SITES[f"layers.0.{op}"].features == value.shape[1]
+
+
+CORRECTED = dataclasses.replace(
+    SHAPE, model_type="glm4_moe", weight_scale=2.5, shared_intermediate=5, groups=2, top_groups=1
+)
+CORRECTION = torch.tensor([0.9, -0.4, 0.1, 0.3])
+BY_NAME = {s.name: s for s in model_sites(CORRECTED)}
+
+
+def corrected(op: str, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    site = as_recorded(BY_NAME[f"layers.0.{op}"], BY_NAME, {})
+    weights = WEIGHTS | {"layers.0.experts": CORRECTION}
+    return ExpertReference(CORRECTED, "float32", weights.__getitem__).exact(site, inputs)
+
+
+def test_weights_are_of_scores_without_their_correction() -> None:
+    chosen = CHOSEN.double()
+    out, _ = corrected("routing_weights", LOGITS, chosen)
+    for got, logits, ids in zip(out, LOGITS, CHOSEN, strict=True):
+        scores = 1 / (1 + (-logits[ids]).exp())
+        torch.testing.assert_close(got, 2.5 * scores / scores.sum(), rtol=1e-12, atol=0)
+
+
+def test_the_row_of_the_shared_experts_is_added() -> None:
+    shared = torch.randn(7, 6, generator=GENERATOR, dtype=torch.float64)
+    inputs = [VALUES[op] for op in ("down_proj", "routing_weights", "experts")]
+    out, variance = corrected("moe_out", *inputs, shared)
+    torch.testing.assert_close(out, VALUES["moe_out"] + shared, rtol=1e-12, atol=1e-12)
+    assert (variance > exact("moe_out")[1]).all()
+
+
+def test_a_choice_is_held_against_the_corrected_scores() -> None:
+    weights = {"layers.0.experts": CORRECTION}
+    reference = ExpertReference(CORRECTED, "float32", weights.__getitem__)
+    logits = torch.zeros(3, 4, dtype=torch.float64)
+    # Scores 1.4, 0.1 and 0.6, 0.8: the first group is the better by 0.1.
+    chosen = torch.tensor([[0, 1], [2, 3], [0, 3]])
+    beyond = reference.beyond(BY_NAME["layers.0.experts"], logits, chosen)
+    expected = torch.tensor([[0.0], [0.1], [torch.inf]], dtype=torch.float64)
+    torch.testing.assert_close(beyond, expected, rtol=0, atol=1e-6)

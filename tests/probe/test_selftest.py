@@ -1,6 +1,7 @@
 """The self-test: real faults in a real engine, what counts as seen, and what it says of it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -239,8 +240,11 @@ def test_what_is_unknown_is_refused() -> None:
     with pytest.raises(BadOption, match="fsdp: it supports no planted fault"):
         check_engines(["hf", "fsdp"])
     of_sparse = [name for name, fault in FAULTS.items() if fault.sparse]
-    assert check_faults([], DENSE) == tuple(n for n in FAULTS if n not in of_sparse)
+    shared = [name for name, fault in FAULTS.items() if fault.needs == "shared"]
+    assert check_faults([], DENSE) == tuple(n for n in FAULTS if n not in (*of_sparse, *shared))
     planted = check_faults([], SPARSE)
+    with_shared = replace(SPARSE, model_type="glm4_moe", shared_intermediate=64, qk_norm=True)
+    assert {*check_faults([], with_shared)} == {*planted, *shared}
     assert {*of_sparse, "norm-eps", "attn-scale"} <= {*planted}
     assert "proj-bias-dropped" not in planted
 

@@ -19,3 +19,37 @@ def last_of_ties_by_top_k(model: Any) -> None:
         return scores.gather(1, ids), ids
 
     torch.topk = topk  # type: ignore[assignment]
+
+
+def all_groups(model: Any) -> None:
+    """An HF router chooses from all groups of experts."""
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp.gate.topk_group = layer.mlp.gate.num_group
+
+
+def unscaled(model: Any) -> None:
+    """The weights of a token's experts are not scaled in HF."""
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp.gate.routed_scaling_factor = 1.0
+
+
+def uncorrected(model: Any) -> None:
+    """An HF router chooses by its scores alone, and still holds their correction."""
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "experts"):
+            gate = layer.mlp.gate
+            gate.forward = _without_correction(gate, type(gate).forward)
+
+
+def _without_correction(gate: Any, route: Any) -> Any:
+    def forward(hidden: torch.Tensor) -> Any:
+        kept = gate.e_score_correction_bias
+        gate.e_score_correction_bias = torch.zeros_like(kept)
+        try:
+            return route(gate, hidden)
+        finally:
+            gate.e_score_correction_bias = kept
+
+    return forward

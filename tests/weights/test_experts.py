@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from stacked_experts import stacked
 from weights.changed import Tensors, save, unequal
 
 from rlk_align.model.families import read_shape
@@ -26,21 +27,6 @@ def stored(folder: Path, values: Tensors) -> str:
     where = save(folder, values)
     (folder / "config.json").write_bytes((SPARSE / "config.json").read_bytes())
     return where
-
-
-def stacked(values: Tensors) -> Tensors:
-    """As transformers holds them: one tensor of all experts of a layer."""
-    kept = {n: v for n, v in values.items() if ".experts." not in n}
-    for i in (1, 2, 3):
-        of = f"model.layers.{i}.mlp.experts"
-
-        def each(op: str, of: str = of) -> list[torch.Tensor]:
-            return [values[f"{of}.{e}.{op}.weight"] for e in range(8)]
-
-        pairs = zip(each("gate_proj"), each("up_proj"), strict=True)
-        kept[f"{of}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
-        kept[f"{of}.down_proj"] = torch.stack(each("down_proj"))
-    return kept
 
 
 def megatron(values: Tensors, grouped: bool) -> Tensors:
@@ -98,3 +84,28 @@ def test_mixtrals_names(tmp_path: Path) -> None:
     for name, parameter in names.items():
         (piece,) = pieces(f"{of}.{name}.weight", 2, shape)
         assert (piece.parameter, piece.rows, piece.layer) == (f"layers.1.{parameter}", (), None)
+
+
+def test_names_of_corrected_scores_and_shared_experts(tmp_path: Path) -> None:
+    config = json.loads((SPARSE / "config.json").read_text())
+    config |= {"model_type": "glm4_moe", "n_routed_experts": 8, "n_shared_experts": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = read_shape(tmp_path)
+    here, there = "model.layers.1.mlp", "decoder.layers.1.mlp"
+    whole = {
+        f"{here}.gate.e_score_correction_bias": (1, "experts"),
+        f"{there}.router.expert_bias": (1, "experts"),
+        f"{there}.router.weight": (2, "router"),
+        f"{here}.shared_experts.down_proj.weight": (2, "shared_down_proj"),
+        f"{there}.shared_experts.linear_fc2.weight": (2, "shared_down_proj"),
+    }
+    for name, (dimensions, parameter) in whole.items():
+        (piece,) = pieces(name, dimensions, shape)
+        assert (piece.parameter, piece.rows) == (f"layers.1.{parameter}", ()), name
+    # Two experts of 160 features are one of 320.
+    for name in (f"{here}.shared_experts.gate_up_proj", f"{there}.shared_experts.linear_fc1"):
+        both = [(p.parameter, p.rows) for p in pieces(f"{name}.weight", 2, shape)]
+        assert both == [
+            ("layers.1.shared_gate_proj", ((0, 320),)),
+            ("layers.1.shared_up_proj", ((320, 640),)),
+        ]

@@ -29,9 +29,16 @@ class Sparse(Counted):
         if self.rlk_show is not None and not torch.compiler.is_compiling():
             self.rlk_show(operator, value.flatten(1))
 
-    def choose(self, logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-        """(weights[T, k], ids int32 [T, k]) of logits[T, E]."""
-        weights, ids = profile.route(logits, k, normalize)
+    def choose(
+        self, logits: Tensor, k: int, normalize: bool,
+        correction: profile.Correction | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """(weights[T, k], ids int32 [T, k]) of logits[T, E]; by a softmax, or by corrected scores
+        of a sigmoid."""
+        if correction is None:
+            weights, ids = profile.route(logits, k, normalize)
+        else:
+            weights, ids = profile.route_corrected(logits, k, normalize, correction)
         self.show("experts", ids)
         self.show("routing_weights", weights)
         return weights, ids

@@ -18,14 +18,18 @@ from rlk_kernels.integrations.errors import NotServed
 LAYER = (
     *("attn_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_rope", "k_rope"),
     *("attn", "o_proj", "mlp_norm", "gate_proj", "up_proj", "act", "down_proj"),
-    *("router", "experts", "routing_weights", "moe_out"),
+    *("router", "experts", "routing_weights"),
+    *("shared_gate_proj", "shared_up_proj", "shared_act", "shared_down_proj", "moe_out"),
 )
 """Operators of a layer: those of dense layers in order, then those that sparse layers add."""
-SPARSE = frozenset(
+ROUTED = frozenset(
     ("router", "experts", "routing_weights", "gate_proj", "up_proj", "act", "down_proj", "moe_out")
 )
-"""Operators of a sparse layer, from the router to the sum. Engines compute most of them as one, so
-none of them can be excluded in a sparse model."""
+"""Operators of a sparse layer, from the router to the sum; engines compute most of them as one."""
+SHARED = frozenset(("shared_gate_proj", "shared_up_proj", "shared_act", "shared_down_proj"))
+"""Operators of the experts that every token is sent to, where a sparse layer has some."""
+SPARSE = ROUTED | SHARED
+"""None of these can be excluded in a sparse model."""
 OPERATORS = ("embed", *LAYER, "final_norm", "logits", "logprob")
 NORMS = frozenset(name for name in OPERATORS if name.endswith("norm"))
 

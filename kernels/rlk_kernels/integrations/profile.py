@@ -7,6 +7,7 @@ T = rows (all leading dimensions)   H = heads   D = head size   R = rotated pair
 """
 
 import struct
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +58,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return rlk_kernels.linear(x, weight, bias)
 
 
+def add_shared(routed: Tensor, shared: Tensor) -> Tensor:
+    """The rounded sum of a token's rows plus the row of its shared experts, in fp32, rounded."""
+    return routed + shared
+
+
 def logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same in fp32: the accumulator itself, not rounded to the model's dtype."""
     return rlk_kernels.linear(x, weight, bias, out_dtype=torch.float32)
@@ -71,6 +77,28 @@ def route(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     """(weights fp32 [T, k], ids int32 [T, k]): the k largest, ties to the lowest id, ascending; the
     softmax over them (normalize), or over all experts."""
     return rlk_kernels.route(logits, k, normalize=normalize)
+
+
+class Correction(NamedTuple):
+    """How the routers of a family choose that correct their scores, and share them out."""
+
+    bias: Tensor
+    """fp32 [E], added to the scores for the choice alone."""
+    groups: int
+    top_groups: int
+    scale: float
+
+
+def route_corrected(
+    logits: Tensor, k: int, normalize: bool, correction: Correction
+) -> tuple[Tensor, Tensor]:
+    """(weights fp32 [T, k], ids int32 [T, k]): the k largest corrected scores of the best groups,
+    ties to the lowest id, ascending; the scores themselves, divided by their sum (normalize), and
+    scaled."""
+    bias, groups, top_groups, scale = correction
+    return rlk_kernels.route_corrected(
+        logits, bias, k, normalize=normalize, groups=groups, top_groups=top_groups, scale=scale
+    )
 
 
 def expert_groups(ids: Tensor, experts: int) -> rlk_kernels.ExpertGroups:

@@ -19,6 +19,8 @@ NEEDED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
+PARTIAL = ("glm4_moe",)
+"""Families that rotate a part of each head in all engines."""
 NOT_FIXED = {
     "dynamic": "its frequencies follow the longest sequence of a batch",
     "longrope": "its frequencies and its scale follow the longest sequence of a batch",
@@ -35,10 +37,18 @@ def check(rope: Mapping[str, Any]) -> None:
     for name in NEEDED.get(kind, ()):
         if rope.get(name) is None:
             raise NotServed(f"rope_type={kind} without a {name} is not served")
-    if (partial := rope.get("partial_rotary_factor") or 1.0) != 1.0:
+    if (partial := rope.get("partial_rotary_factor") or 1.0) != 1.0 and kind != "default":
+        raise NotServed(f"rope_type={kind} with partial_rotary_factor={partial} is not served")
+
+
+def check_whole(family: str, rope: Mapping[str, Any]) -> None:
+    """Raises NotServed where a part of each head would be rotated in a family of which engines
+    disagree about that."""
+    partial = rope.get("partial_rotary_factor") or 1.0
+    if partial != 1.0 and family not in PARTIAL:
         raise NotServed(
             f"partial_rotary_factor={partial} is not served: transformers rotates whole heads in "
-            "these families, and vLLM a part"
+            f"{family}, and vLLM a part"
         )
 
 

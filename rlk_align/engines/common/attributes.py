@@ -21,6 +21,19 @@ def per_layer(name: str, values: list[Any]) -> dict[str, Any]:
     return {name: shared, **exceptions}
 
 
+def corrected_routing(
+    groups: list[int], top_groups: list[int], scale: list[float]
+) -> dict[str, Any]:
+    """Of each sparse layer whose scores are corrected, into how many groups its experts are
+    divided, from how many of them it chooses, and what its weights are multiplied by; nothing where
+    there is none."""
+    return {
+        **per_layer("expert_groups", groups),
+        **per_layer("expert_groups_chosen", top_groups),
+        **per_layer("expert_weight_scale", [float(f"{s:.6g}") for s in scale]),
+    }
+
+
 def activation_name(activation: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> str:
     """The name of a live activation, told by what it computes and not by its class."""
     x = torch.linspace(-4.0, 4.0, 33)

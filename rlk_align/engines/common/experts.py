@@ -22,15 +22,18 @@ Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @contextmanager
-def choice_replaced(choose: Choose) -> Iterator[list[int]]:
+def choice_replaced(choose: Choose, experts: int) -> Iterator[list[int]]:
     """While entered, `torch.topk` picks the experts that `choose` gives in place of its own, so
-    that an engine computes their weights as it computes all weights. Yields a list that grows by
-    one entry with each call of `torch.topk`."""
+    that an engine computes their weights as it computes all weights. Of calls that pick something
+    else, such as groups, nothing changes. Yields a list that grows by one entry with each choice
+    among so many `experts`."""
     original = torch.topk
     calls: list[int] = []
 
     @functools.wraps(original)
     def topk(scores: torch.Tensor, *args: Any, **more: Any) -> Any:
+        if scores.dim() != 2 or scores.shape[1] != experts:
+            return original(scores, *args, **more)
         calls.append(len(scores))
         chosen = choose(scores, original(scores, *args, **more)[1])
         return scores.gather(1, chosen), chosen

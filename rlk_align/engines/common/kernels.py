@@ -5,8 +5,14 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlk_align.errors import BadOption, ModelError
-from rlk_align.model.operators import OPERATORS, Formula
-from rlk_align.model.rotary import FIXED, lacks_factor, rope_parameters
+from rlk_align.model.operators import OPERATORS, Formula, Operator
+from rlk_align.model.rotary import (
+    FIXED,
+    lacks_factor,
+    partial_rotary_factor,
+    rope_parameters,
+    rotates_a_part,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -22,8 +28,8 @@ KERNELS: dict[Formula, tuple[str, ...]] = {
     "activation": ("swiglu",),
     "log_softmax": ("logp",),
     "router": ("linear",),
-    "top_k": ("route",),
-    "routing_weights": ("route",),
+    "top_k": ("route", "route_corrected"),
+    "routing_weights": ("route", "route_corrected"),
     "expert_linear": ("grouped_linear", "grouped_swiglu"),
     "expert_activation": ("swiglu", "grouped_swiglu"),
     "combine": ("combine_experts",),
@@ -54,14 +60,15 @@ def check_kernels(engine: str, config: dict[str, Any]) -> None:
     """Raises ModelError for what config.json asks for and no kernel computes."""
     rope, activation = rope_parameters(config), config.get("hidden_act") or "silu"
     kind = rope["rope_type"]
-    partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    partial = partial_rotary_factor(config)
     refused = {
         f"rope_type={kind}": (kind not in FIXED, NOT_FIXED.get(kind, "")),
         f"rope_type={kind} without a factor": (lacks_factor(rope), ""),
         f"partial_rotary_factor={partial}": (
-            partial != 1.0,
+            partial != 1.0 and not rotates_a_part(config),
             "transformers rotates whole heads in these families, and vLLM a part",
         ),
+        f"rope_type={kind} of a part of each head": (partial != 1.0 and kind != "default", ""),
         f"hidden_act={activation}": (activation != "silu", ""),
         "quantized weights": (config.get("quantization_config") is not None, ""),
     }
@@ -78,14 +85,20 @@ SPARSE: tuple[Formula, ...] = (
     *("router", "top_k", "routing_weights"),
     *("expert_linear", "expert_activation", "combine"),
 )
-"""What makes up a sparse layer: the kernels compute all of it, or nothing."""
+"""What routes tokens, and computes those that are routed."""
+
+
+def _in_sparse_layer(operator: Operator) -> bool:
+    """Whether it makes up a sparse layer, of which the kernels compute all or nothing."""
+    shared = "shared_intermediate" in (operator.features, *operator.weight)
+    return operator.formula in SPARSE or shared
 
 
 def check_excluded(engine: str, excluded: str, sites: Mapping[str, str]) -> None:
     """Raises BadOption where `except=` names an operator that the model lacks (`sites`: operator ->
     its site), since nothing would be excluded, and one of a sparse layer."""
     operators = set(sites.values())
-    sparse = {site for name, site in sites.items() if OPERATORS[name].formula in SPARSE}
+    sparse = {site for name, site in sites.items() if _in_sparse_layer(OPERATORS[name])}
     if inside := sorted(parse_excluded(excluded) & sparse):
         raise BadOption(
             f"engine {engine!r}: except={excluded}: in a model with sparse layers "

@@ -50,8 +50,9 @@ class Fault:
     """The name of the precheck's mismatch."""
     decode: bool = False
     """Whether only rows of decode steps have it."""
-    needs: Literal["", "bias", "ties"] = ""
-    """What the model has to have for it: biases, or experts whose logits tie."""
+    needs: Literal["", "bias", "ties", "shared"] = ""
+    """What the model has to have for it: biases, experts whose logits tie, or experts that every
+    token is sent to."""
 
     @property
     def site(self) -> str:

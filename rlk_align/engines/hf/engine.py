@@ -9,6 +9,7 @@ import torch
 from rlk_align.engines.base import Logprobs
 from rlk_align.engines.common.attributes import (
     activation_name,
+    corrected_routing,
     norm_attributes,
     norm_epsilons,
     per_layer,
@@ -21,7 +22,7 @@ from rlk_align.engines.common.rows import ForwardRows, padded_grid
 from rlk_align.engines.common.site_hooks import ForwardHooks
 from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.forward_engine import ForwardEngine
-from rlk_align.engines.hf.experts import expert_weights, sparse_blocks
+from rlk_align.engines.hf.experts import corrections, expert_weights, sparse_blocks
 from rlk_align.engines.hf.places import hf_places
 from rlk_align.engines.hf.taps import Tapped
 from rlk_align.errors import ModelError
@@ -78,7 +79,7 @@ class HFEngine(ForwardEngine):
 
     def weights(self) -> Iterator[ParameterRecord]:
         yield from super().weights()
-        for name, value in expert_weights(self.model):
+        for name, value in (*expert_weights(self.model), *corrections(self.model)):
             yield record_parameter(LiveParameter(name, value))
 
     def version(self) -> str:
@@ -188,7 +189,13 @@ def _routing(blocks: list[Any]) -> dict[str, Any]:
     """How the sparse layers route; nothing for a dense model."""
     # Mixtral's router has no such switch: it always divides by the sum.
     norm = [bool(getattr(b.gate, "norm_topk_prob", True)) for b in blocks]
+    corrected = [b.gate for b in blocks if hasattr(b.gate, "e_score_correction_bias")]
     return {
+        **corrected_routing(
+            groups=[g.num_group for g in corrected],
+            top_groups=[g.topk_group for g in corrected],
+            scale=[g.routed_scaling_factor for g in corrected],
+        ),
         **per_layer("experts_per_token", [b.gate.top_k for b in blocks]),
         **per_layer("norm_topk_prob", norm),
     }

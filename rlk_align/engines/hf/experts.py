@@ -47,6 +47,14 @@ def expert_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"layers.{i}.experts.{e}.down_proj", down
 
 
+def corrections(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The canonical parameters that correct the scores that experts are chosen by: buffers, which
+    no engine rounds."""
+    for i, block in sparse_blocks(model):
+        if (correction := getattr(block.gate, "e_score_correction_bias", None)) is not None:
+            yield f"layers.{i}.experts", correction.detach()
+
+
 def _whole(stacked: torch.Tensor) -> torch.Tensor:
     """A parameter whose experts ranks may share."""
     value = stacked.detach()
@@ -91,10 +99,10 @@ def replay_choices(hooks: SiteHooks, model: Any) -> None:
 def replace_choice(hooks: Hooks, block: Any, choose: Choose) -> None:
     """Has a router choose experts so: it calls `torch.topk`, and computes the weights of what that
     gives."""
-    route = block.gate.forward
+    route, experts = block.gate.forward, len(block.gate.weight)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with choice_replaced(choose):
+        with choice_replaced(choose, experts):
             return route(*args, **kwargs)
 
     hooks.replace(block.gate, "forward", forward)

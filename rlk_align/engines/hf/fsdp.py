@@ -18,7 +18,7 @@ from rlk_align.engines.common.parameters import (
 )
 from rlk_align.engines.common.weights import unfused
 from rlk_align.engines.hf.engine import HFEngine
-from rlk_align.engines.hf.experts import expert_weights
+from rlk_align.engines.hf.experts import corrections, expert_weights
 from rlk_align.model.prompts import TokenBatch
 
 
@@ -73,6 +73,9 @@ class FSDPEngine(HFEngine):
         for name, whole in expert_weights(self.model):
             if self.ranks.rank == 0:
                 yield record_parameter(LiveParameter(name, whole.to(compute)))
+        if self.ranks.rank == 0:
+            for name, value in corrections(self.model):
+                yield record_parameter(LiveParameter(name, value))
 
     # Not as HF: ranks would have to decode in step, each some samples of its own.
     sample = Engine.sample

@@ -11,6 +11,7 @@ INPUT_SITES = {
     "attn": "self_attn.o_proj",
     "attn_residual": "post_attention_layernorm",
     "act": "mlp.down_proj",
+    "shared_act": "mlp.shared_experts.down_proj",
 }
 """Operators without a module of their own -> the module whose input is that site."""
 

@@ -36,7 +36,7 @@ def stage_facts(
     layers = list(model.decoder.layers)
     attention = [layer.self_attention for layer in layers]
     heads = [_heads(a, tp) for a in attention]
-    routed, dtype = routing(model), next(model.parameters()).dtype
+    dtype = next(model.parameters()).dtype
     facts: dict[str, Any] = {
         "layers": {
             "heads": [q for q, _ in heads],
@@ -45,8 +45,7 @@ def stage_facts(
             "attention_scale": [_scale(a) for a in attention],
             "sliding_window": [getattr(a.core_attention, "window", None) for a in attention],
             "activation": [_activation(layer.mlp, dtype) for layer in layers],
-            "experts_per_token": [k for k, _ in routed],
-            "norm_topk_prob": [norm for _, norm in routed],
+            **routing(model),
         },
         "norms": norm_epsilons(model, places),
         "rope": {

@@ -20,6 +20,7 @@ from rlk_align.engines.common.places import shards_of
 from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.info import OptionValue
 from rlk_align.engines.megatron.attributes import megatron_attributes, rotation, stage_facts
+from rlk_align.engines.megatron.experts import corrections
 from rlk_align.engines.megatron.grid import Grid
 from rlk_align.engines.megatron.input import ModelInput, packed_input, padded_input
 from rlk_align.engines.megatron.layout import padded_vocab
@@ -79,9 +80,11 @@ class MegatronEngine(Engine):
         load(self.live(), self.model_path, own, self.grid.tp.rank, modules, checkpoint.tied)
         apply_patch(self.spec, self.model)
 
-    def live(self) -> dict[str, torch.nn.Parameter]:
-        """This stage's parameters, by their names in the whole model."""
-        return {self.stage.whole(name): p for name, p in self.model.named_parameters()}
+    def live(self) -> dict[str, torch.Tensor]:
+        """This stage's parameters, and what corrects its routers' scores, by their names in the
+        whole model."""
+        every = dict(self.model.named_parameters()) | dict(corrections(self.model))
+        return {self.stage.whole(name): p for name, p in every.items()}
 
     def _here(self, name: str) -> OptionValue | None:
         """An option, as it turned out in this process."""

@@ -57,6 +57,9 @@ def expert_parameters(shape: ModelShape) -> Iterator[Parameter]:
         name, mlp = f"layers.{i}", f"decoder.layers.{i}.mlp"
         router = whole(f"{name}.router", shape.experts, 1)
         yield Parameter(f"{mlp}.router.weight", router, None)
+        if shape.family.sigmoid:
+            correction = whole(f"{name}.experts", shape.experts, 1)
+            yield Parameter(f"{mlp}.router.expert_bias", correction, None)
         for e in range(shape.experts):
             of, expert = f"{name}.experts.{e}", f"{mlp}.experts.local_experts.{e}"
             halves = (even(f"{of}.{op}", shape.expert_intermediate, 1) for op in _FIRST)
@@ -68,11 +71,35 @@ def expert_parameters(shape: ModelShape) -> Iterator[Parameter]:
 _FIRST = ("gate_proj", "up_proj")
 
 
-def routing(model: Any) -> list[tuple[int, bool]]:
+def routers(model: Any) -> list[Any]:
+    """Those of the sparse layers."""
+    return [layer.mlp.router for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
+
+
+def corrections(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, value) of what corrects the scores that experts are chosen by: buffers, which trainers
+    update, and keep in float32 whatever the model is cast to."""
+    for layer, module in enumerate(model.decoder.layers):
+        router = getattr(module.mlp, "router", None)
+        if router is not None and router.expert_bias is not None:
+            router._maintain_float32_expert_bias()
+            yield f"decoder.layers.{layer}.mlp.router.expert_bias", router.expert_bias
+
+
+def routing(model: Any) -> dict[str, list[Any]]:
     """Of each sparse layer how many experts a token is sent to, and whether their weights are
-    divided by their sum."""
-    routers = [layer.mlp.router for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
-    return [(r.topk, not r.config.moe_router_pre_softmax) for r in routers]
+    divided by their sum; and of those that correct scores, how they choose and scale."""
+    every = routers(model)
+    configs = [r.config for r in every if r.expert_bias is not None]
+    return {
+        "experts_per_token": [r.topk for r in every],
+        "norm_topk_prob": [not r.config.moe_router_pre_softmax for r in every],
+        "expert_groups": [c.moe_router_num_groups or 1 for c in configs],
+        "expert_groups_chosen": [c.moe_router_group_topk or 1 for c in configs],
+        "expert_weight_scale": [
+            float(f"{c.moe_router_topk_scaling_factor or 1.0:.6g}") for c in configs
+        ],
+    }
 
 
 def on_experts(hooks: SiteHooks, model: Any, ranks: Ranks) -> None:

@@ -11,7 +11,12 @@ from rlk_align.engines.megatron.rope import ROPES, another_attention_factor
 from rlk_align.engines.megatron.stages import Stage
 from rlk_align.errors import BadOption, MissingDependency, ModelError
 from rlk_align.model.families import ModelShape
-from rlk_align.model.rotary import lacks_factor, rope_parameters
+from rlk_align.model.rotary import (
+    lacks_factor,
+    partial_rotary_factor,
+    rope_parameters,
+    rotates_a_part,
+)
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 """The values of `hidden_act` that it takes."""
@@ -36,7 +41,7 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
         _check_te(option, config)
     rope = rope_parameters(config)
     activation = config.get("hidden_act") or "silu"
-    partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    partial = partial_rotary_factor(config)
     refused = {
         f"hidden_act={activation}": activation not in ACTIVATIONS,
         # The sum of its experts is recomputed with this one.
@@ -45,7 +50,11 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
         f"rope_type={rope['rope_type']} without a factor": lacks_factor(rope),
         # megatron-core computes it, and a trainer has no switch for another.
         f"attention_factor={rope.get('attention_factor')}": another_attention_factor(rope),
-        f"partial_rotary_factor={partial}": partial != 1.0,
+        f"partial_rotary_factor={partial}": partial != 1.0 and not rotates_a_part(config),
+        f"rope_type={rope['rope_type']} of a part of each head": (
+            partial != 1.0 and rope["rope_type"] != "default"
+        ),
+        **_unknown_routing(shape),
         "quantized weights": config.get("quantization_config") is not None,
     }
     for what, is_so in refused.items():
@@ -54,6 +63,21 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
                 f"engine 'megatron' does not support {what}, which config.json asks for",
                 "compare with --train hf",
             )
+
+
+def _unknown_routing(shape: ModelShape) -> dict[str, bool]:
+    """What of a router that corrects its scores megatron-core computes otherwise."""
+    if not shape.family.sigmoid:
+        return {}
+    of_group = shape.top_k // shape.top_groups
+    return {
+        "num_experts_per_tok=1 (it does not divide a single score by itself)": shape.top_k == 1,
+        "norm_topk_prob=false (it divides a sigmoid's scores by their sum)": not shape.norm_topk,
+        f"num_experts_per_tok={shape.top_k} from topk_group={shape.top_groups} groups (it adds up "
+        f"the best {of_group} scores of a group where the model adds up 2)": (
+            shape.top_groups < shape.groups and of_group != 2
+        ),
+    }
 
 
 def _check_slices(shape: ModelShape, option: Asked, kernels: bool) -> None:

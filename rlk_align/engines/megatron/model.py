@@ -20,6 +20,7 @@ from rlk_align.engines.megatron.rope import rope_arguments, yarn_settings
 from rlk_align.engines.megatron.stages import Stage
 from rlk_align.errors import ModelError
 from rlk_align.model.families import ModelShape
+from rlk_align.model.rotary import partial_rotary_factor
 from rlk_align.model.tensors import biased_operators
 
 ACTIVATIONS = {
@@ -64,6 +65,8 @@ class Checkpoint:
     biased: frozenset[str]
     """Operators of a layer that have a bias."""
     rope: dict[str, Any]
+    rotary_percent: float
+    """Which part of a head is rotated."""
     windows: tuple[int | None, ...]
     """For each layer, how many keys a query sees; None is all."""
 
@@ -84,6 +87,7 @@ def read_checkpoint(model: Path, shape: ModelShape, option: Asked) -> Checkpoint
         tied=bool(config.tie_word_embeddings),
         biased=biased_operators(settings, shape),
         rope=dict(config.rope_parameters),
+        rotary_percent=partial_rotary_factor(settings),
         windows=_windows(config, shape.layers),
     )
 
@@ -135,15 +139,30 @@ def transformer_config(shape: ModelShape, checkpoint: Checkpoint, settings: Sett
 def expert_settings(shape: ModelShape, settings: Settings) -> dict[str, Any]:
     """What TransformerConfig asks for beside a dense model's settings."""
     return {
+        **(_corrected_settings(shape) if shape.family.sigmoid else {}),
         "num_moe_experts": shape.experts,
         "moe_router_topk": shape.top_k,
         "moe_ffn_hidden_size": shape.expert_intermediate,
         "moe_layer_freq": [int(i in shape.sparse_layers) for i in range(shape.layers)],
         # The softmax over all experts, or over the chosen ones alone.
-        "moe_router_pre_softmax": not shape.norm_topk,
+        "moe_router_pre_softmax": not (shape.norm_topk or shape.family.sigmoid),
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": settings.dispatcher,
         "expert_model_parallel_size": settings.ep,
+    }
+
+
+def _corrected_settings(shape: ModelShape) -> dict[str, Any]:
+    """Of routers that correct a sigmoid's scores, and of shared experts."""
+    grouped = shape.groups > 1
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_dtype": "fp32",
+        "moe_router_num_groups": shape.groups if grouped else None,
+        "moe_router_group_topk": shape.top_groups if grouped else None,
+        "moe_router_topk_scaling_factor": shape.weight_scale,
+        "moe_shared_expert_intermediate_size": shape.shared_intermediate,
     }
 
 
@@ -218,6 +237,7 @@ def build(
         vocab_size=padded_vocab(shape.vocab, settings.tp),
         max_sequence_length=shape.context,
         **rope_arguments(checkpoint.rope),
+        rotary_percent=checkpoint.rotary_percent,
         share_embeddings_and_output_weights=checkpoint.tied,
         pre_process=settings.stage.number == 0,
         post_process=settings.stage.is_last,

@@ -62,6 +62,11 @@ def _layer_places(i: int, shape: ModelShape, tp: int, te: bool, kernels: bool) -
     yield norm(f"{here}.pre_mlp_layernorm", "mlp_norm", f"{mlp}.linear_fc1")
     if i in shape.sparse_layers:
         yield from sparse_places(name, mlp, kernels)
+        if shape.shared_intermediate:
+            shared, hidden = f"{mlp}.shared_experts", ("shared_gate_proj", "shared_up_proj")
+            yield place(f"{shared}.linear_fc1", *hidden, access=WITH_BIAS)
+            yield place(f"{shared}.linear_fc2", "shared_act", end="input")
+            yield place(f"{shared}.linear_fc2", "shared_down_proj", access=WITH_BIAS)
         yield place(here, "mlp_residual")
         return
     yield place(f"{mlp}.linear_fc1", "gate_proj", "up_proj", access=WITH_BIAS)

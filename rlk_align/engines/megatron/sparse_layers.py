@@ -35,7 +35,7 @@ class MegatronSparseLayers(SparseLayers):
         route = router.routing
 
         def routing(*args: Any, **kwargs: Any) -> Any:
-            with choice_replaced(choose):
+            with choice_replaced(choose, len(router.weight)):
                 return route(*args, **kwargs)
 
         self._hooks.replace(router, "routing", routing)

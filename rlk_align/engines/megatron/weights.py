@@ -26,6 +26,7 @@ from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import tensor_name, weight_files
 from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import OPERATORS
+from rlk_align.model.stored import stored_tensors
 
 
 def parameter_plan(
@@ -54,11 +55,11 @@ class Tensors:
         or unreadable ones."""
         self._folder, self._modules = folder, modules
         self._open = ExitStack()
-        self._file: dict[str, Any] = {}
+        self._stored = stored_tensors(folder, modules)
+        self._file: dict[Path, Any] = {}
         try:
             for path in weight_files(folder):
-                file = self._open.enter_context(safe_open(path, framework="pt"))
-                self._file |= dict.fromkeys(file.keys(), file)
+                self._file[path] = self._open.enter_context(safe_open(path, framework="pt"))
         except (OSError, SafetensorError) as error:
             raise ModelError(f"weights of {folder} could not be loaded: {error}") from error
 
@@ -74,18 +75,18 @@ class Tensors:
         Raises ModelError where it is missing or of another shape.
         """
         name = tensor_name(op, self._modules)
-        if name not in self._file:
+        stored = self._stored.get(name)
+        if stored is None:
             raise ModelError(
                 f"{self._folder}: the checkpoint has no tensor {name}",
                 "it is incomplete, or its config.json belongs to another model",
             )
-        tensor = self._file[name].get_slice(name)
-        if tensor.get_shape() != shape:
+        if list(stored.shape) != shape:
             raise ModelError(
-                f"{self._folder}: {name} has shape {tensor.get_shape()}, config.json asks for "
+                f"{self._folder}: {name} has shape {list(stored.shape)}, config.json asks for "
                 f"{shape}"
             )
-        return tensor[start:stop] if dim == 0 else tensor[:, start:stop]
+        return stored.part(self._file[stored.file], dim, start, stop)
 
 
 HEAD = OPERATORS["logits"].parameter

@@ -40,15 +40,17 @@ def on_choices(hooks: Hooks, model: Any, show: Show) -> None:
         if has_kernels(block.experts):
             on_kernels(hooks, block.experts, i, show)
         else:
-            _Router(i, show).watch(hooks, block.experts.router)
+            # vLLM may scale the sum of a token's rows in place of their weights.
+            _Router(i, show, block.experts.routed_scaling_factor).watch(hooks, block.experts.router)
 
 
 class _Router:
     """One layer's router, and what vLLM itself records of its choice: the experts that it returns
     to clients where `enable_return_routed_experts` is set."""
 
-    def __init__(self, layer: int, show: Show) -> None:
-        self._name, self._show = f"layers.{layer}", show
+    def __init__(self, layer: int, show: Show, scale: float) -> None:
+        """`scale`: what the sum of the rows is multiplied by, in place of their weights."""
+        self._name, self._show, self._scale = f"layers.{layer}", show, scale
         self._captured: torch.Tensor | None = None
 
     def watch(self, hooks: Hooks, router: Any) -> None:
@@ -60,7 +62,7 @@ class _Router:
             self._check(chosen)
             ids, by_id = by_ascending_id(chosen, weights)
             self._show(f"{self._name}.experts", ids)
-            self._show(f"{self._name}.routing_weights", by_id)
+            self._show(f"{self._name}.routing_weights", by_id * self._scale)
             return weights, chosen
 
         hooks.replace(router, "select_experts", select_experts)
@@ -90,10 +92,10 @@ def replay_choices(hooks: SiteHooks, model: Any) -> None:
 def replace_choice(hooks: Hooks, router: Any, choose: Choose) -> None:
     """Has a router choose experts so. Raises EngineFailed as it runs, where it does not choose by
     `torch.topk`."""
-    route = router._compute_routing
+    route, experts = router._compute_routing, router.global_num_experts
 
     def compute(*args: Any, **kwargs: Any) -> Any:
-        with choice_replaced(choose) as calls:
+        with choice_replaced(choose, experts) as calls:
             routed = route(*args, **kwargs)
         if len(calls) != 1:
             raise EngineFailed(
@@ -107,9 +109,11 @@ def replace_choice(hooks: Hooks, router: Any, choose: Choose) -> None:
 
 
 def expert_weights(model: Any, inner: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """The canonical parameters of the experts; `inner`: the inner size of one, beyond which vLLM
-    pads."""
+    """The canonical parameters of the experts, and what corrects the scores that they are chosen
+    by; `inner`: the inner size of one expert, beyond which vLLM pads."""
     for i, _, block in sparse_blocks(model):
+        if (correction := getattr(block.gate, "e_score_correction_bias", None)) is not None:
+            yield f"layers.{i}.experts", correction.detach()
         routed = block.experts.routed_experts
         gate_up, down = (_unpacked(routed, name) for name in ("w13_weight", "w2_weight"))
         half = gate_up.shape[1] // 2

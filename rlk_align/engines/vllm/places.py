@@ -59,6 +59,11 @@ def _layer_places(
     if sparse is not None:
         path, block = sparse
         yield from _sparse_places(f"{here}.{path}", name, has_kernels(block.experts))
+        if hasattr(block, "shared_experts"):
+            shared = f"{here}.{path}.shared_experts"
+            yield place(f"{shared}.gate_up_proj", "shared_gate_proj", "shared_up_proj")
+            yield place(f"{shared}.act_fn", "shared_act")
+            yield place(f"{shared}.down_proj", "shared_down_proj")
         return
     yield place(f"{mlp}.gate_up_proj", "gate_proj", "up_proj")
     yield place(f"{mlp}.act_fn", "act")

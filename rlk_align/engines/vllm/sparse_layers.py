@@ -7,6 +7,7 @@ import torch
 
 from rlk_align.engines.common.experts import Choose
 from rlk_align.engines.common.hooks import Hooks
+from rlk_align.engines.common.places import first
 from rlk_align.engines.faults.sparse import Routing, SparseLayers, swap
 from rlk_align.engines.faults.unit import Formula, Unit, in_place_of
 from rlk_align.engines.vllm.experts import replace_choice, sparse_blocks
@@ -25,9 +26,9 @@ class VLLMSparseLayers(SparseLayers):
         weight = live_weight(gate).detach()
 
         def see(_module: Any, inputs: Any, output: Any) -> Any:
-            logits, *rest = output
-            unit = Unit(result=logits, inputs=(inputs[0],), weight=weight, head_dim=1)
-            return (in_place_of(formula, unit), *rest)
+            unit = Unit(result=first(output), inputs=(inputs[0],), weight=weight, head_dim=1)
+            new = in_place_of(formula, unit)
+            return (new, *output[1:]) if isinstance(output, tuple) else new
 
         self._hooks.after(gate, see)
 

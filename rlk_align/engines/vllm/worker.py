@@ -13,6 +13,7 @@ import torch
 
 from rlk_align.engines.common.attributes import (
     activation_name,
+    corrected_routing,
     norm_attributes,
     norm_epsilons,
     per_layer,
@@ -147,7 +148,7 @@ def vllm_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
         "rope_dim": rotary.rotary_dim,
         **norm_attributes(norm_epsilons(model, vllm_places(model, shape, 1))),
         **per_layer("activation", [_layer_activation(layer, dtype) for layer in layers]),
-        **_routing([block.experts.router for _, _, block in sparse_blocks(model)]),
+        **_routing([block.experts for _, _, block in sparse_blocks(model)]),
         "tie_word_embeddings": bool(config.tie_word_embeddings),
         "padding_side": None,
     }
@@ -166,9 +167,24 @@ def _layer_activation(layer: Any, dtype: torch.dtype) -> str:
     )
 
 
-def _routing(routers: list[Any]) -> dict[str, Any]:
+def _routing(layers: list[Any]) -> dict[str, Any]:
     """How the sparse layers route; nothing for a dense model."""
+    routers = [layer.router for layer in layers]
+    corrected = [
+        layer
+        for layer in layers
+        if getattr(layer.router, "e_score_correction_bias", None) is not None
+    ]
     return {
+        **corrected_routing(
+            groups=[layer.router.num_expert_group for layer in corrected],
+            top_groups=[layer.router.topk_group for layer in corrected],
+            # It scales the weights, or else the sum of the rows.
+            scale=[
+                layer.router.routed_scaling_factor * layer.routed_scaling_factor
+                for layer in corrected
+            ],
+        ),
         **per_layer("experts_per_token", [r.top_k for r in routers]),
         **per_layer("norm_topk_prob", [bool(r.renormalize) for r in routers]),
     }

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from rlk_align.compare.choice import beyond_choice, scores
 from rlk_align.model.dtypes import DTYPES
 from rlk_align.model.families import ModelShape
 from rlk_align.model.sites import Site
@@ -55,7 +56,7 @@ class ExpertReference:
         """`inputs`: float64, as `as_recorded` names them."""
         formula = site.operator.formula
         if formula == "top_k":
-            return self._tied(inputs[0])
+            return self._tied(self._scores(site, inputs[0]))
         by_op = {n.rpartition(".")[2]: x for n, x in zip(site.inputs, inputs, strict=True)}
         chosen = by_op["experts"].long()
         if formula == "routing_weights":
@@ -64,17 +65,32 @@ class ExpertReference:
             return self.product(site, inputs[0], chosen)
         return self.combined(site, by_op, chosen)
 
-    def _tied(self, logits: torch.Tensor) -> Exact:
-        """An exact choice leaves out no larger logit. A logit is rounded, and so may be the
-        probability that is compared in its place."""
-        kth = logits.topk(self._shape.top_k, dim=1).values[:, -1:]
+    def beyond(self, site: Site, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """By how much a choice `[N, K]` goes against its logits, `[N, 1]`."""
+        return beyond_choice(self._scores(site, logits), chosen, self._shape)
+
+    def _scores(self, site: Site, logits: torch.Tensor) -> torch.Tensor:
+        corrected = bool(site.operator.weight)
+        correction = self._read(site.parameter) if corrected else None
+        return scores(logits, correction)
+
+    def _tied(self, scores_NE: torch.Tensor) -> Exact:
+        """An exact choice leaves out no larger score. A logit is rounded, and so may be the
+        probability that is compared in its place; a sigmoid is, in float32, and what is added to
+        it, and the sum of two that a group is chosen by."""
+        kth = scores_NE.topk(self._shape.top_k, dim=1).values[:, -1:]
+        if self._shape.family.sigmoid:
+            return torch.zeros_like(kth), 8 * rounding_variance(kth.abs() + 1, "float32")
         of_probability = 4.0 ** -DTYPES[self._dtype] / 3
         return torch.zeros_like(kth), 2 * rounding_variance(kth, self._dtype) + 2 * of_probability
 
     def weights_of(self, logits: torch.Tensor, chosen: torch.Tensor) -> Exact:
         """The chosen experts' weights `[N, K]`, from logits `[N, E]`: softmax over all, divided by
-        the sum over the chosen where the model does that, which is softmax over these alone."""
+        the sum over the chosen where the model does that, which is softmax over these alone; or
+        their sigmoids, divided likewise, and scaled."""
         picked = logits.gather(1, chosen)
+        if self._shape.family.sigmoid:
+            return self._of_sigmoids(picked.sigmoid())
         over = picked if self._shape.norm_topk else logits
         total = over.logsumexp(dim=1, keepdim=True)
         out = (picked - total).exp()
@@ -84,6 +100,12 @@ class ExpertReference:
             rounded = (rounding_variance(x, self._dtype) for x in (total, picked - total))
             extra = extra + out.square() * sum(rounded)
         return out, extra
+
+    def _of_sigmoids(self, picked: torch.Tensor) -> Exact:
+        total = picked.sum(dim=1, keepdim=True) if self._shape.norm_topk else 1.0
+        out = picked / total * self._shape.weight_scale
+        # Sigmoids, their sum, the quotient and its multiple are within a few roundings each.
+        return out, 8 * rounding_variance(out, "float32")
 
     def product(self, site: Site, x: torch.Tensor, chosen: torch.Tensor) -> Exact:
         """A product by each token's experts. `x`: `[N, H]`, or a slot's rows `[N, K * I]`."""
@@ -96,8 +118,19 @@ class ExpertReference:
     def combined(
         self, site: Site, inputs: Mapping[str, torch.Tensor], chosen: torch.Tensor
     ) -> Exact:
-        """The sum of the experts' rows by their weights `[N, K]`, from the rows or, where an engine
-        shows none, from what it shows before: each step is then rounded."""
+        """The sum of the experts' rows by their weights `[N, K]` and of the shared experts' row."""
+        out, extra = self._routed(site, inputs, chosen)
+        if "shared_down_proj" not in inputs:
+            return out, extra
+        # Some round the routed sum, some once more where they scale it.
+        extra = extra + 2 * rounding_variance(out, self._dtype)
+        return out + inputs["shared_down_proj"], extra
+
+    def _routed(
+        self, site: Site, inputs: Mapping[str, torch.Tensor], chosen: torch.Tensor
+    ) -> Exact:
+        """The sum of the experts' rows by their weights, from the rows or, where an engine shows
+        none, from what it shows before: each step is then rounded."""
         weights = inputs["routing_weights"]
         if "down_proj" in inputs:
             rows = inputs["down_proj"]
@@ -165,16 +198,3 @@ class ExpertReference:
                 extra[at] += variance[at] @ weight.square().T
         assert out is not None
         return out, extra
-
-
-def beyond_choice(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """By how much the best expert that was left out exceeds the worst that was chosen, float64
-    `[N, 1]`: 0 where the chosen ones are the k largest. Infinite where an id is chosen twice, or is
-    none of an expert."""
-    ordered = chosen.sort(dim=1).values
-    wrong = ((ordered[:, 1:] == ordered[:, :-1]).any(1)) | (ordered[:, 0] < 0)
-    wrong |= ordered[:, -1] >= logits.shape[1]
-    at = chosen.clamp(0, logits.shape[1] - 1)
-    least = logits.gather(1, at).amin(dim=1)
-    beyond = (logits.scatter(1, at, -torch.inf).amax(dim=1) - least).clamp(min=0)
-    return beyond.where(~wrong, torch.inf)[:, None]

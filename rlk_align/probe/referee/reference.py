@@ -14,7 +14,7 @@ from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.sites import Site
 from rlk_align.model.tensors import biased_operators
 from rlk_align.probe.referee import formulas
-from rlk_align.probe.referee.experts import EXPERT_FORMULAS, ExpertReference, beyond_choice
+from rlk_align.probe.referee.experts import EXPERT_FORMULAS, ExpertReference
 from rlk_align.probe.referee.exponentials import SumOrder, lost_share, sum_orders
 from rlk_align.probe.referee.rounding import rounding_variance
 from rlk_align.probe.referee.weights import Checkpoint, CheckpointWeights, NotRefereed
@@ -122,10 +122,11 @@ class Reference:
         self, site: Site, recorded: torch.Tensor, inputs: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """What is held against `exact`: what was recorded or, of a choice of experts `[N, K]`, by
-        how much a logit that was left out exceeds one that was chosen, `[N, 1]`."""
+        how much a score that was left out exceeds one that was chosen, `[N, 1]`. Raises
+        NotRefereed."""
         if site.operator.formula != "top_k":
             return recorded
-        return beyond_choice(inputs[0], recorded.long())
+        return self._experts.beyond(site, inputs[0], recorded.long())
 
     def features(self, site: Site) -> int:
         """How many features `got` has."""

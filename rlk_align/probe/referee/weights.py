@@ -8,7 +8,9 @@ from safetensors import SafetensorError, safe_open
 
 from rlk_align.model.checkpoint import tensor_name
 from rlk_align.model.families import ModelShape
-from rlk_align.model.tensors import expected_tensors, stored_tensors
+from rlk_align.model.sites import model_sites, site_parameters
+from rlk_align.model.stored import stored_tensors
+from rlk_align.model.tensors import expected_tensors
 from rlk_align.trace.digest import digest_parameter
 from rlk_align.trace.reader import Weight
 from rlk_align.trace.writer import one_thread
@@ -31,8 +33,14 @@ class Checkpoint:
     ) -> None:
         """Raises ModelError."""
         self._dtype, self._device = getattr(torch, dtype), device
-        self._stored = stored_tensors(model)
+        self._stored = stored_tensors(model, shape.family.modules)
         self._shapes = expected_tensors(config, shape)
+        self._dtypes = {
+            parameter: getattr(torch, site.operator.weight_dtype)
+            for site in model_sites(shape)
+            if site.operator.weight_dtype
+            for parameter in site_parameters(site, shape)
+        }
         self._modules = shape.family.modules
         self._digests: dict[str, list[str]] = {}
         self._last: tuple[str, list[torch.Tensor]] | None = None
@@ -45,7 +53,8 @@ class Checkpoint:
         """Rounded, and as it is stored."""
         if self._last is None or self._last[0] != parameter:
             stored = self._read(tensor_name(parameter, self._modules))
-            self._last = (parameter, [stored.to(self._dtype).to(self._device), stored])
+            dtype = self._dtypes.get(parameter, self._dtype)
+            self._last = (parameter, [stored.to(dtype).to(self._device), stored])
         return self._last[1]
 
     def holds(self, parameter: str, digest: str) -> bool:
@@ -66,7 +75,7 @@ class Checkpoint:
             raise NotRefereed(f"the checkpoint has no {name}")
         try:
             with safe_open(at.file, framework="pt") as file:
-                tensor = file.get_tensor(name)
+                tensor = at.read(file)
         except (OSError, SafetensorError) as error:
             raise NotRefereed(f"{at.file} cannot be read: {error}") from error
         if tensor.shape != self._shapes[name]:

@@ -6,6 +6,8 @@ import torch
 from expert_suite import SPREADS, by_linear, chosen, layer, weights
 from kernel_suite import rand
 from rlk_kernels.ops.combine import portable as combine_portable
+from rlk_kernels.ops.corrected_routing import portable as corrected_portable
+from rlk_kernels.ops.corrected_routing.operator import route_corrected_ref
 from rlk_kernels.ops.experts import launch
 from rlk_kernels.ops.experts import portable as experts_portable
 from rlk_kernels.ops.experts.operator import grouped_linear_ref
@@ -141,6 +143,35 @@ def test_routing(normalize, experts):
     wide = (x.double().cpu() for x in (logits, truth))
     dz = routing_portable.backward(*wide, ids.cpu(), grad.double().cpu(), normalize)
     assert float((leaf.grad.cpu() - dz).abs().max()) <= 4e-6
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(
+    ("experts", "groups", "top_groups"), [(16, 4, 2), (160, 1, 1), (160, 8, 3), (256, 8, 4)]
+)
+def test_corrected_routing(normalize, experts, groups, top_groups):
+    logits = rand(2000, experts, dtype=torch.float32, device=CUDA, seed=3, scale=2.0)
+    correction = rand(experts, dtype=torch.float32, device=CUDA, seed=4, scale=0.1)
+    how = {"normalize": normalize, "groups": groups, "top_groups": top_groups, "scale": 2.5}
+    shares, ids = rk.route_corrected(logits, correction, 8, **how)
+    wide = logits.cpu(), correction.cpu(), 8, normalize, groups, top_groups, 2.5
+    truth, expected = route_corrected_ref(*wide)
+    # Two scores that round to one are float64's to choose from: next to none of these tie.
+    same = (ids.cpu() == expected).all(1)
+    assert float(same.float().mean()) > 0.999
+    close = (shares.cpu() - truth).abs() <= 3e-6 * truth
+    assert bool(close[same].all())
+    rows = torch.randperm(2000, device=CUDA)[:77]
+    part = rk.route_corrected(logits[rows], correction, 8, **how)
+    assert torch.equal(part[0], shares[rows])
+    assert torch.equal(part[1], ids[rows])
+    leaf = logits.clone().requires_grad_()
+    grad = rand(2000, 8, dtype=torch.float32, device=CUDA, seed=9)
+    rk.route_corrected(leaf, correction, 8, **how)[0].backward(grad)
+    exact = corrected_portable.backward(
+        logits.double().cpu(), ids.cpu(), grad.double().cpu(), normalize, 2.5
+    )
+    assert float((leaf.grad.cpu() - exact).abs().max()) <= 4e-6
 
 
 def test_a_cuda_graph_routes_anew():

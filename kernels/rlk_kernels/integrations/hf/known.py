@@ -78,7 +78,7 @@ def check_plain(name: str, module: Any) -> None:
         asked = [a for a in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, a)]
         if asked:
             raise NotServed(f"{name} with {', '.join(asked)} is not served: rows are copied")
-    if name.endswith((".act", ".moe_out")):
+    if name.endswith(("act", ".moe_out")):
         check_silu(module.act_fn)
 
 

@@ -14,9 +14,9 @@ from rlk_kernels.integrations.hf.held import hold, round_as_eager
 from rlk_kernels.integrations.hf.known import check_forwards, check_plain
 from rlk_kernels.integrations.hf.loss import causal_lm_loss
 from rlk_kernels.integrations.operators import Watch, check_sparse, excluded_operators, excludes
-from rlk_kernels.integrations.rotary import rotation
+from rlk_kernels.integrations.rotary import check_whole, rotation
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm4_moe")
 SERVED = f"served are causal LMs of transformers of model_type {', '.join(FAMILIES)}"
 
 
@@ -40,9 +40,10 @@ def _of_layer(layer: Any, rotary: Any) -> dict[str, Any]:
     if is_sparse(layer):
         routes = dict.fromkeys(("router", "experts", "routing_weights"), mlp.gate)
         inside = routes | dict.fromkeys(_BY_EXPERTS, mlp.experts)
+        if (shared := getattr(mlp, "shared_experts", None)) is not None:
+            inside |= {f"shared_{op}": module for op, module in _of_mlp(shared).items()}
     else:
-        inside = {"gate_proj": mlp.gate_proj, "up_proj": mlp.up_proj, "act": mlp}
-        inside |= {"down_proj": mlp.down_proj}
+        inside = _of_mlp(mlp)
     return {
         **{"attn_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm},
         **{"q_proj": attn.q_proj, "k_proj": attn.k_proj, "v_proj": attn.v_proj},
@@ -50,6 +51,11 @@ def _of_layer(layer: Any, rotary: Any) -> dict[str, Any]:
         **{"q_rope": rotary, "k_rope": rotary, "attn": attn, "o_proj": attn.o_proj},
         **inside,
     }
+
+
+def _of_mlp(mlp: Any) -> dict[str, Any]:
+    ops = ("gate_proj", "up_proj", "down_proj")
+    return {op: getattr(mlp, op) for op in ops} | {"act": mlp}
 
 
 _BY_EXPERTS = ("moe_out", "gate_proj", "up_proj", "act", "down_proj")
@@ -79,7 +85,10 @@ def _classes(model: Any, excluded: frozenset[str]) -> Iterator[tuple[str, Any, t
         elif op == "q_rope":
             kind = modules.HFRotary
         else:
-            kind = {"attn": attention.Marked, "act": modules.MLP, "logits": modules.Head}[op]
+            kind = {
+                **{"attn": attention.Marked, "logits": modules.Head},
+                **dict.fromkeys(("act", "shared_act"), modules.MLP),
+            }[op]
         fused = ("q_rope", "k_rope") if op == "q_rope" else (op,)
         if not excludes(excluded, *fused) and not isinstance(module, kind):
             check_plain(name, module)
@@ -102,6 +111,7 @@ def _check(model: Any) -> None:
         raise NotServed("attention_dropout is not served; set it to 0")
     if getattr(config, "router_jitter_noise", 0.0) and model.training:
         raise NotServed("router_jitter_noise is not served; set it to 0")
+    check_whole(config.model_type, config.rope_parameters)
     if not getattr(config, "is_causal", True):
         raise NotServed("is_causal=False is not served: the kernels' attention is causal")
     for name, parameter in model.named_parameters():

@@ -79,8 +79,16 @@ class HFRouter(Sparse):
         self.count()
         logits = profile.router(cast(x.reshape(-1, x.shape[-1])), cast(self.weight))
         # Mixtral's has no such setting: the weights always add up to 1.
-        weights, ids = self.choose(logits, self.top_k, getattr(self, "norm_topk_prob", True))
+        normalize = getattr(self, "norm_topk_prob", True)
+        weights, ids = self.choose(logits, self.top_k, normalize, self._correction())
         return logits, weights, ids.long()
+
+    def _correction(self) -> profile.Correction | None:
+        if not hasattr(self, "e_score_correction_bias"):
+            return None
+        # In another dtype where somebody cast the whole model, as transformers' own adds it then.
+        bias, groups = self.e_score_correction_bias.float(), (self.num_group, self.topk_group)
+        return profile.Correction(bias, *groups, self.routed_scaling_factor)
 
 
 class HFExperts(Sparse):

@@ -38,16 +38,15 @@ ONLY = {
 """Option -> the values that are served."""
 
 SPARSE_ONLY = {
-    "moe_router_score_function": ("softmax",),
+    "moe_router_score_function": ("softmax", "sigmoid"),
     "expert_tensor_parallel_size": (1,),
     "tensor_model_parallel_size": (1,),
     "add_bias_linear": (False,),
     "moe_token_dispatcher_type": ("allgather", "alltoall"),
     **dict.fromkeys(
         (
-            *("moe_shared_expert_intermediate_size", "moe_expert_capacity_factor"),
-            *("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"),
-            *("moe_router_enable_expert_bias", "moe_router_force_load_balancing"),
+            *("moe_shared_expert_gate", "moe_shared_expert_overlap", "moe_expert_capacity_factor"),
+            "moe_router_force_load_balancing",
             *("moe_apply_probs_on_input", "moe_input_jitter_eps", "moe_latent_size"),
             *("moe_grouped_gemm", "moe_enable_routing_replay"),
         ),
@@ -131,11 +130,33 @@ def check_unchanged(config: Any) -> None:
 
 def _unserved(config: Any) -> list[str]:
     only = ONLY | (SPARSE_ONLY if config.num_moe_experts else {})
-    return [
+    wrong = [
         f"{name}={_shown(value)}"
         for name, served in only.items()
         if (value := getattr(config, name, None)) is not None and value not in served
     ]
+    return wrong + (_routing(config) if config.num_moe_experts else [])
+
+
+def _routing(config: Any) -> list[str]:
+    """What of a router is not served beside its other options."""
+    corrected, k = config.moe_router_enable_expert_bias, config.moe_router_topk
+    some, groups = config.moe_router_group_topk, config.moe_router_num_groups
+    scale = config.moe_router_topk_scaling_factor
+    sigmoid = config.moe_router_score_function == "sigmoid"
+    wrong = {
+        "moe_router_score_function=sigmoid without moe_router_enable_expert_bias": sigmoid
+        and not corrected,
+        # Megatron-core divides the scores of several experts by their sum, and not that of one.
+        "moe_router_score_function=sigmoid with moe_router_topk=1": sigmoid and k == 1,
+        f"moe_router_num_groups={groups} of a softmax": bool(groups) and not sigmoid,
+        f"moe_router_topk_scaling_factor={scale} of a softmax": bool(scale) and not sigmoid,
+        # By the sum of the best moe_router_topk / moe_router_group_topk of each group.
+        f"moe_router_group_topk={some} with moe_router_topk={k}": bool(some)
+        and some != groups
+        and k // some != 2,
+    }
+    return [what for what, is_so in wrong.items() if is_so]
 
 
 def _unshared(config: Any) -> list[str]:
@@ -188,7 +209,8 @@ def check_rope(model: Any, rope: Mapping[str, Any]) -> None:
     stretched = getattr(rotary, "seq_len_interpolation_factor", None)
     wrong = {
         f"position_embedding_type={position}": position not in ("rope", "yarn"),
-        f"rotary_percent={model.rotary_percent}": model.rotary_percent != 1.0,
+        f"rotary_percent={model.rotary_percent}": model.rotary_percent
+        != (rope.get("partial_rotary_factor") or 1.0),
         f"rotary_base={model.rotary_base}": model.rotary_base != rope.get("rope_theta"),
         "rope_scaling": getattr(model, "rotary_scaling", False) and kind != "llama3",
         f"seq_len_interpolation_factor={stretched}": stretched is not None

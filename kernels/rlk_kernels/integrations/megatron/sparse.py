@@ -6,11 +6,13 @@ from typing import Any, Self
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.experts import Sparse
+from rlk_kernels.integrations.megatron.layers import GatedMLP
 from rlk_kernels.integrations.megatron.limits import check_config
 
 
@@ -47,9 +49,15 @@ class Stacked(torch.autograd.Function):
         return grad.unbind(0)
 
 
+class SharedMLP(GatedMLP, SharedExpertMLP):
+    """The experts that every token is sent to. As of an MLP, what it gives has a bias beside it,
+    None."""
+
+
 class SparseMLP(Sparse, MoELayer):
     """Computes with the parameters of its router and its experts, without calling them or the
-    dispatcher: ranks that share experts send rows as `rlk_kernels.parallel.experts` says."""
+    dispatcher: ranks that share experts send rows as `rlk_kernels.parallel.experts` says. Shared
+    experts are called."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -88,7 +96,25 @@ class SparseMLP(Sparse, MoELayer):
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = profile.router(x, router.weight)
         self.show("router", logits)
-        weights, ids = self.choose(logits, router.topk, not config.moe_router_pre_softmax)
+        weights, ids = self._route(logits, padding_mask)
         gate_up, down = (Stacked.apply(*weights) for weights in self._weights())
-        y = self.compute(x, weights, ids, gate_up, down, self.ep_group)
-        return y.view(hidden_states.shape), None
+        y = self.compute(x, weights, ids, gate_up, down, self.ep_group).view(hidden_states.shape)
+        if self.shared_experts is not None:
+            y = profile.add_shared(y, self.shared_experts(hidden_states)[0])
+        return y, None
+
+    def _route(self, logits: Tensor, padding_mask: Any) -> tuple[Tensor, Tensor]:
+        config, router = self.config, self.router
+        if router.expert_bias is None:
+            return self.choose(logits, router.topk, not config.moe_router_pre_softmax)
+        router._maintain_float32_expert_bias()
+        groups = config.moe_router_num_groups or 1, config.moe_router_group_topk or 1
+        scale = config.moe_router_topk_scaling_factor or 1.0
+        correction = profile.Correction(router.expert_bias, *groups, scale)
+        weights, ids = self.choose(logits, router.topk, True, correction)
+        if torch.is_grad_enabled():
+            # What trainers correct the bias by.
+            sent = ids if padding_mask is None else ids[~padding_mask.bool().t().reshape(-1)]
+            counts = torch.bincount(sent.flatten(), minlength=logits.shape[1])
+            router.local_tokens_per_expert += counts
+        return weights, ids

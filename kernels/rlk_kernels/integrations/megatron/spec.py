@@ -14,6 +14,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import (
@@ -27,9 +28,9 @@ from megatron.core.transformer.transformer_layer import (
 
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.megatron import attention, layers, limits
-from rlk_kernels.integrations.megatron.sparse import SparseMLP
+from rlk_kernels.integrations.megatron.sparse import SharedMLP, SparseMLP
 from rlk_kernels.integrations.operators import (
-    SPARSE,
+    ROUTED,
     Counted,
     Watch,
     check_sparse,
@@ -108,6 +109,10 @@ def _layer(
     if sparse:
         check_sparse(excluded)
         parts.mlp.module = SparseMLP
+        shared = mlp.shared_experts
+        shared.module = SharedMLP
+        shared.submodules.linear_fc1 = _linear(shared.submodules.linear_fc1, layers.Column)
+        shared.submodules.linear_fc2 = _linear(shared.submodules.linear_fc2, layers.Row)
     elif not excludes(excluded, "gate_proj", "up_proj"):
         mlp.linear_fc1 = _linear(mlp.linear_fc1, layers.Column)
     if not sparse and not excludes(excluded, "down_proj"):
@@ -132,6 +137,7 @@ def _check_modules(spec: ModuleSpec, sparse: bool) -> None:
     if sparse:
         modules["experts"] = (parts.mlp.submodules.experts.module, SequentialMLP)
         modules["router"] = (parts.mlp.submodules.router, TopKRouter)
+        modules["shared_experts"] = (parts.mlp.submodules.shared_experts.module, SharedExpertMLP)
     for name, (actual, served) in modules.items():
         if actual is not served:
             raise NotServed(
@@ -239,7 +245,10 @@ def operators(model: Any) -> dict[str, Any]:
 
 def _of_mlp(mlp: Any) -> dict[str, Any]:
     if isinstance(mlp, MoELayer):
-        return dict.fromkeys(SPARSE, mlp)
+        shared = {} if mlp.shared_experts is None else _of_mlp(mlp.shared_experts)
+        return dict.fromkeys(ROUTED, mlp) | {
+            f"shared_{op}": module for op, module in shared.items()
+        }
     fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
     return {"gate_proj": fc1, "up_proj": fc1, "act": mlp, "down_proj": fc2}
 

@@ -92,7 +92,9 @@ def _check(config: Any) -> None:
         and (others or bool(config.attention_config.backend_per_kind)),
     }
     if not {"q_rope", "k_rope"}.intersection(_excluded):
-        rotary.check(getattr(model.hf_text_config, "rope_parameters", None) or {})
+        rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
+        rotary.check(rope)
+        rotary.check_whole(model.hf_text_config.model_type, rope)
     if reasons := [what for what, is_so in refused.items() if is_so]:
         raise NotServed(f"rlk_kernels in vLLM does not serve {'; '.join(reasons)}")
 

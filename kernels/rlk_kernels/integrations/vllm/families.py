@@ -10,6 +10,7 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
 }
 """model_type -> the class that vLLM loads. Other models load through subclasses of these, which
 compute something else, or through transformers' own."""
@@ -26,7 +27,16 @@ ROPE_READ_ALONE = ("rope_dim", "mrope_section", "use_fope")
 
 def is_sparse(model: Any) -> bool:
     """Whether a ModelConfig is of a family with sparse layers."""
-    return model.hf_text_config.model_type in ("qwen3_moe", "mixtral")
+    return model.hf_text_config.model_type in ("qwen3_moe", "mixtral", "glm4_moe")
+
+
+def _plain_router(model: Any) -> bool:
+    """Whether vLLM makes a family's router of torch's own linear, which nothing replaces."""
+    if model.hf_text_config.model_type != "glm4_moe":
+        return False
+    from vllm.model_executor.models import glm4_moe
+
+    return not hasattr(glm4_moe, "GateLinear")
 
 
 def refused(model: Any) -> dict[str, bool]:
@@ -44,6 +54,9 @@ def refused(model: Any) -> dict[str, bool]:
     return {
         f"{loaded} of model_type={family}; {', '.join(ARCHITECTURES.values())} are": (
             ARCHITECTURES.get(family) != loaded
+        ),
+        f"model_type={family} of this version of vLLM, whose router is torch's own linear": (
+            _plain_router(model)
         ),
         f"runner={model.runner_type}; generate is": model.runner_type != "generate",
         "is_causal=False": not getattr(text, "is_causal", True),

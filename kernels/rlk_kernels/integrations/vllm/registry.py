@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.operators import (
     NORMS,
-    SPARSE,
+    ROUTED,
     Counted,
     excluded_operators,
     excludes,
@@ -152,7 +152,11 @@ def operators(model: Any) -> dict[str, Any]:
 
 def _of_mlp(mlp: Any) -> dict[str, Any]:
     if hasattr(mlp, "experts"):
-        return dict.fromkeys(SPARSE, mlp.experts)
+        shared = getattr(mlp, "shared_experts", None)
+        of_shared = {} if shared is None else _of_mlp(shared)
+        return dict.fromkeys(ROUTED, mlp.experts) | {
+            f"shared_{op}": module for op, module in of_shared.items()
+        }
     both = mlp.gate_up_proj
     return {"gate_proj": both, "up_proj": both, "act": mlp.act_fn, "down_proj": mlp.down_proj}
 

@@ -60,10 +60,11 @@ class RlkReplicatedLinear(VllmLinear, ReplicatedLinear):
 
 
 class RlkGateLinear(VllmLinear, GateLinear):
-    """Bypasses the kernels that it would choose from."""
+    """Bypasses the kernels that it would choose from. Its weight keeps the model's dtype: the product
+    is fp32 in any case."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **kwargs | {"params_dtype": None})
         self.quant_method = RouterMethod()
 
     def forward(self, x: Tensor) -> Any:
@@ -73,25 +74,30 @@ class RlkGateLinear(VllmLinear, GateLinear):
 class RlkMoERunner(Sparse, MoERunner):
     """Routes, computes a layer's experts and adds them up, without vLLM's router and kernels."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, shared_experts: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, shared_experts=shared_experts, **kwargs)
+        # Past vLLM's streams. The block has it as a module.
+        self.rlk_shared_experts = (shared_experts,)
         check_sparse_layer()
         experts, parallel = self.routed_experts, self.moe_config.moe_parallel_config
         refused = {
             f"experts of {type(experts.quant_method).__name__}": (
                 type(experts.quant_method) is not RlkFusedMoEMethod
             ),
-            "shared experts": self.shared_experts is not None,
+            "shared experts by a weight of their own": self.shared_expert_gate is not None,
+            "experts in another space": self.routed_input_transform is not None,
             "ranks that share experts": max(parallel.tp_size, parallel.ep_size, parallel.dp_size)
             > 1,
-            f"scoring_func={experts.scoring_func}": experts.scoring_func != "softmax",
-            "grouped top-k": experts.use_grouped_topk,
+            f"scoring_func={experts.scoring_func}": experts.scoring_func
+            != ("softmax" if experts.e_score_correction_bias is None else "sigmoid"),
+            "grouped top-k without a correction of the scores": experts.use_grouped_topk
+            and experts.e_score_correction_bias is None,
             "a routing function of the model's own": experts.custom_routing_function is not None,
-            "a correction of the scores": experts.e_score_correction_bias is not None,
             "weights of experts on their inputs": experts.apply_router_weight_on_input,
             f"an activation {self.activation}": getattr(self.activation, "value", "") != "silu",
             "a bias of experts": self.moe_config.has_bias,
-            "scaled experts": self.routed_scaling_factor != 1.0,
+            "scaled experts": self.routed_scaling_factor != 1.0
+            and experts.e_score_correction_bias is None,
             "more experts than the model has": experts.global_num_experts
             != experts.local_num_experts,
         }
@@ -103,8 +109,24 @@ class RlkMoERunner(Sparse, MoERunner):
         experts = self.routed_experts
         if self.gate is not None:
             router_logits, _ = self.gate(hidden_states)
-        weights, ids = self.choose(router_logits, experts.top_k, experts.renormalize)
-        return self.compute(hidden_states, weights, ids, experts.w13_weight, experts.w2_weight)
+        how = experts.top_k, experts.renormalize, self._correction()
+        weights, ids = self.choose(router_logits, *how)
+        stacked = experts.w13_weight, experts.w2_weight
+        y = self.compute(hidden_states, weights, ids, *stacked)
+        (shared,) = self.rlk_shared_experts
+        return y if shared is None else profile.add_shared(y, shared(hidden_states))
+
+    def _correction(self) -> profile.Correction | None:
+        experts = self.routed_experts
+        bias = experts.e_score_correction_bias
+        if bias is None:
+            return None
+        groups = (1, 1)
+        if experts.use_grouped_topk:
+            groups = (experts.num_expert_group, experts.topk_group)
+        # vLLM scales the weights or else the sum of the rows: here it is always the weights.
+        scale = self.routed_scaling_factor * experts.routed_scaling_factor
+        return profile.Correction(bias, *groups, scale)
 
 
 CLASSES: dict[type, type] = {

@@ -18,7 +18,7 @@ TAKEN = tl.constexpr(-0x80000000)
 
 
 @triton.jit
-def _sort_key(z):
+def sort_key(z):
     """int32 that orders as z does: -0 as +0, and NaN above all."""
     bits = (z + 0.0).to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -43,7 +43,7 @@ def _route_fwd_kernel(
     there = (rows[:, None] < T) & (cols[None, :] < E)
     at = rows.to(tl.int64)[:, None]
     z = tl.load(z_ptr + at * E + cols[None, :], mask=there, other=float("-inf"))
-    key = tl.where(cols[None, :] < E, _sort_key(z), TAKEN)
+    key = tl.where(cols[None, :] < E, sort_key(z), TAKEN)
     picked = cols[None, :] < tl.zeros((ROWS, 1), tl.int32)
     for _ in range(K):
         best = tl.max(key, 1)

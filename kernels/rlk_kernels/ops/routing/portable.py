@@ -14,7 +14,7 @@ def _probabilities(logits: Tensor) -> Tensor:
     return elementary.exp(z - top[:, None]) / total[:, None]
 
 
-def _in_order(x: Tensor) -> Tensor:
+def in_order(x: Tensor) -> Tensor:
     """[T, 1]: x[T, k] added up one by one."""
     total = torch.zeros_like(x[:, :1])
     for j in range(x.shape[1]):
@@ -30,14 +30,14 @@ def forward(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     else:
         chosen = logits.gather(-1, ids)
         terms = elementary.exp(chosen - chosen.amax(-1, keepdim=True)).to(logits.dtype)
-        weights = terms / _in_order(terms)
+        weights = terms / in_order(terms)
     return weights, ids.int()
 
 
 def backward(logits: Tensor, weights: Tensor, ids: Tensor, grad: Tensor, normalize: bool) -> Tensor:
     """dlogits[T, E]."""
     ids, g, w = ids.long(), grad.double(), weights.double()
-    mean = _in_order(w * g)
+    mean = in_order(w * g)
     out = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
     if normalize:
         return out.scatter_(-1, ids, w * (g - mean)).to(logits.dtype)

@@ -1,10 +1,10 @@
 """Faults of norms, projections, activations and residual adds."""
 
 from rlk_align.engines.faults.fault import Fault, Strength
-from rlk_align.model.operators import OPERATORS
 
 _SHARES = (1e-4, 5e-4, 1e-3, 5e-3, 0.02)
-_PROJECTIONS = [n for n, o in OPERATORS.items() if o.part and o.formula == "linear"]
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Of a dense layer."""
 
 NORMS = {
     "norm-eps": Fault(
@@ -146,6 +146,14 @@ PROJECTIONS = {
         "the bias is dropped",
         "linear:bias_dropped",
         needs="bias",
+    ),
+    "shared-expert-weak": Fault(
+        "projection",
+        ("layers.2.shared_down_proj",),
+        "the row of the experts that every token is sent to is too small",
+        "elementwise:scaled_down",
+        Strength("share", 0.02, _SHARES),
+        needs="shared",
     ),
     "proj-heads-swapped": Fault(
         "projection",

@@ -1,0 +1,1 @@
+"""top-k routing by corrected scores of a sigmoid, from the best groups of experts."""

@@ -1,0 +1,104 @@
+"""What a config.json says of sparse layers, and what of it is not known here."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlk_align.errors import ModelError
+
+if TYPE_CHECKING:
+    from rlk_align.model.families import Family
+
+_SHARED = "experts that every token is sent to"
+_GROUPED = "experts chosen from the best groups of experts"
+_LATENT = (
+    "it has latent attention (MLA), whose compressed keys and values no operator here computes"
+)
+UNKNOWN_ROUTING = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _LATENT),
+    "qwen2_moe": f"it has {_SHARED}, by a weight of each token's own",
+    "gpt_oss": "its routers and its experts have biases, and its attention has sinks",
+}
+"""Sparse families by what of them is not known here."""
+_UNKNOWN_SETTINGS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "n_shared_experts": (_SHARED, (None, 0)),
+    "num_shared_experts": (_SHARED, (None, 0)),
+    "shared_expert_intermediate_size": (_SHARED, (None, 0)),
+    "n_group": (_GROUPED, (None, 1)),
+    "topk_group": (_GROUPED, (None, 1)),
+    "scoring_func": ("routers that score by anything other than a softmax", (None, "softmax")),
+    "topk_method": ("experts chosen by anything other than their scores", (None, "greedy")),
+    "routed_scaling_factor": ("experts' weights that are scaled", (None, 1)),
+}
+"""Settings of a sparse family -> what they ask for, and the values that do not."""
+
+
+_MOST_SELECTIONS = 10_000
+"""Of groups: a choice is held against each of them."""
+
+
+def read_experts(
+    model: Path, config: dict[str, Any], family: "Family", size: Callable[..., int]
+) -> dict[str, Any]:
+    """What a config says of the experts; transformers writes their number by two names. Raises
+    ModelError for what is wrong, or not known here."""
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    name = next((n for n in names if config.get(n) is not None), names[-1])
+    experts, top_k = size(name), size("num_experts_per_tok", 2 if family.norm_topk else None)
+    if top_k > experts:
+        raise ModelError(
+            f"{model}/config.json: num_experts_per_tok is {top_k}, and {name} is {experts}"
+        )
+    for name, (what, usual) in _UNKNOWN_SETTINGS.items():
+        known = family.known.get(name, ())
+        if known is not None and config.get(name) not in (*usual, *known):
+            raise ModelError(
+                f"{model}/config.json: {name} is {config[name]!r}: {what} are not supported"
+            )
+    layers, step = size("num_hidden_layers"), size("decoder_sparse_step", 1)
+    dense_layers = config.get("mlp_only_layers") or []
+    if not isinstance(dense_layers, list) or any(type(i) is not int for i in dense_layers):
+        raise ModelError(f"{model}/config.json: mlp_only_layers is not a list of layers")
+    norm = family.norm_topk
+    first = config.get("first_k_dense_replace") if family.sigmoid else 0
+    if type(first) is not int or first < 0:
+        raise ModelError(f"{model}/config.json: first_k_dense_replace is {first!r}")
+    return {
+        "experts": experts,
+        "top_k": top_k,
+        "expert_intermediate": size(family.expert_intermediate),
+        "norm_topk": bool(config.get("norm_topk_prob")) if norm is None else norm,
+        "sparse_layers": tuple(
+            i for i in range(first, layers) if i not in dense_layers and (i + 1) % step == 0
+        ),
+        **(_corrected(model, config, experts, top_k, size) if family.sigmoid else {}),
+    }
+
+
+def _corrected(
+    model: Path, config: dict[str, Any], experts: int, top_k: int, size: Callable[..., int]
+) -> dict[str, Any]:
+    """What a config says of routers whose scores are corrected, and of shared experts. Raises
+    ModelError for groups that cannot be chosen from."""
+    groups, top_groups = size("n_group"), size("topk_group")
+    scale, shared = config.get("routed_scaling_factor"), size("n_shared_experts")
+    of_group, rest = divmod(experts, groups)
+    if rest or of_group < 2 or top_groups > groups or top_groups * of_group < top_k:
+        raise ModelError(
+            f"{model}/config.json: num_experts_per_tok={top_k} cannot be chosen from "
+            f"topk_group={top_groups} of n_group={groups} groups of {experts} experts"
+        )
+    if math.comb(groups, top_groups) > _MOST_SELECTIONS:
+        raise ModelError(
+            f"{model}/config.json: n_group={groups} and topk_group={top_groups}: so many "
+            f"selections of groups are not supported; {_MOST_SELECTIONS:,} are"
+        )
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
+        raise ModelError(f"{model}/config.json: routed_scaling_factor is {scale!r}")
+    return {
+        "groups": groups,
+        "top_groups": top_groups,
+        "weight_scale": float(scale),
+        "shared_intermediate": shared * size("moe_intermediate_size"),
+    }

@@ -1,0 +1,48 @@
+"""Experts that a checkpoint stores as one tensor a layer: each is found, whole and in part."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from stacked_experts import stacked
+
+from rlk_align.errors import ModelError
+from rlk_align.model.families import read_shape
+from rlk_align.model.stored import stored_tensors
+from rlk_align.model.tensors import check_tensors
+
+SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    save_file(stacked(load_file(SPARSE / "model.safetensors")), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((SPARSE / "config.json").read_bytes())
+    return tmp_path
+
+
+def test_each_expert_is_read_from_the_stack(model: Path) -> None:
+    shape = read_shape(model)
+    check_tensors(model, shape)
+    stored, truth = stored_tensors(model, {}), load_file(SPARSE / "model.safetensors")
+    assert stored.keys() == truth.keys()
+    with safe_open(model / "model.safetensors", framework="pt") as file:
+        for name, expected in truth.items():
+            assert torch.equal(stored[name].read(file), expected), name
+            assert stored[name].shape == expected.shape
+            assert torch.equal(stored[name].part(file, 0, 3, 9), expected[3:9]), name
+            if expected.dim() == 2:
+                assert torch.equal(stored[name].part(file, 1, 3, 9), expected[:, 3:9]), name
+
+
+def test_a_stack_of_another_size_is_refused(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.2.mlp.experts.down_proj"
+    save_file(tensors | {name: tensors[name][:7].clone()}, model / "model.safetensors")
+    with pytest.raises(ModelError, match=r"lacks model\.layers\.2\.mlp\.experts\.7\.down_proj"):
+        check_tensors(model, read_shape(model))
+    save_file(tensors | {name: tensors[name].mT.contiguous()}, model / "model.safetensors")
+    with pytest.raises(ModelError, match=r"other shapes: model\.layers\.2\.mlp\.experts\.0\.down"):
+        check_tensors(model, read_shape(model))
