@@ -60,8 +60,8 @@ class RlkReplicatedLinear(VllmLinear, ReplicatedLinear):
 
 
 class RlkGateLinear(VllmLinear, GateLinear):
-    """Bypasses the kernels that it would choose from. Its weight keeps the model's dtype: the product
-    is fp32 in any case."""
+    """Bypasses the kernels that it would choose from. Its weight keeps the model's dtype: the
+    product is fp32 in any case."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs | {"params_dtype": None})
