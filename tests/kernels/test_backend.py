@@ -28,9 +28,9 @@ def test_public_names():
     errors += ["UnsupportedShape", "KernelFailed"]
     operators = ["attention", "embedding", "linear", "linear_grpo_loss", "linear_logp", "logp"]
     operators += ["group_advantages", "paged_attention", "rms_norm", "rope", "swiglu"]
-    operators += ["norm_rope", "write_kv_cache", "route", "group_by_expert", "grouped_linear"]
-    operators += ["grouped_swiglu", "combine_experts", "load_balancing_loss", "router_z_loss"]
-    operators += ["policy_loss", "linear_policy_loss", "dpo_loss"]
+    operators += ["norm_rope", "write_kv_cache", "route", "route_corrected", "group_by_expert"]
+    operators += ["grouped_linear", "grouped_swiglu", "combine_experts", "load_balancing_loss"]
+    operators += ["router_z_loss", "policy_loss", "linear_policy_loss", "dpo_loss"]
     about = ["backend_calls", "last_backend", "reset_backend_calls", "warm_up"]
     about += ["ExpertGroups", "Schedule", "paged_schedule", "warm_up_paged_attention"]
     assert sorted(rk.__all__) == sorted(errors + operators + about)
