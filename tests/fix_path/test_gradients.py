@@ -309,13 +309,8 @@ def test_a_tied_embedding_of_stages_in_fp32() -> None:
         assert differing(found, expected) == differ
 
 
-@pytest.mark.parametrize(
-    ("ranks", "dtype"),
-    [
-        (2, "bfloat16"),
-        *(pytest.param(*case, marks=whole_matrix) for case in ((2, "float32"), (4, "bfloat16"))),
-    ],
-)
+@whole_matrix
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, "bfloat16"), (2, "float32"), (4, "bfloat16")])
 def test_ranks_that_share_experts_have_gradients_of_one(ranks: int, dtype: str) -> None:
     """Those of experts are sums over all samples, as of one backward; all others are sums over each
     rank's samples, added up as of two micro-batches. One rank gives both only in two ways of taking

@@ -65,7 +65,6 @@ DEFAULT = {
     ("sparse", "bfloat16", "hf:batch=4,padding=left"),
     ("sparse", "bfloat16", "megatron:dispatcher=alltoall,batch=6"),
     ("mixtral", "float32", "megatron:input=packed"),
-    ("corrected", "bfloat16", "hf:batch=4,padding=left"),
     ("corrected", "bfloat16", "megatron:dispatcher=alltoall,batch=6"),
 }
 """What is tested by default."""

@@ -80,11 +80,13 @@ def test_a_healthy_pair(tmp_path: Path, model: Path, rollout: str, train: str) -
     check_healthy(compared(tmp_path, model, rollout, train))
 
 
+@pytest.mark.whole_matrix
 def test_a_model_of_one_group(tmp_path: Path) -> None:
     plain = write_random_model(tmp_path / "plain", **PLAIN)
     check_healthy(compared(tmp_path, plain, "vllm", "megatron"))
 
 
+@pytest.mark.whole_matrix
 @pytest.mark.parametrize(("rollout", "train"), [("vllm", "megatron:ep=2"), ("hf", "fsdp:dp=2")])
 def test_experts_stored_as_one_tensor_a_layer(
     tmp_path: Path, model: Path, rollout: str, train: str
@@ -136,6 +138,7 @@ def test_a_choice_without_the_correction(tmp_path: Path, model: Path) -> None:
     assert "beyond rounding" in done.out
 
 
+@pytest.mark.whole_matrix
 @pytest.mark.parametrize(
     ("patch", "setting", "site"),
     [
@@ -155,6 +158,7 @@ def test_another_setting_is_told_by_the_precheck_and_by_the_operator(
     assert named(anyway)[0] == (f"layers.1.{site}", "train")
 
 
+@pytest.mark.whole_matrix
 @pytest.mark.parametrize("engine", ["hf", "megatron", "vllm"])
 def test_replay_gives_the_recorded_experts(tmp_path: Path, model: Path, engine: str) -> None:
     """What is left with the other side's experts and what routing does add up to the drift."""
