@@ -13,7 +13,6 @@ import triton.language as tl
 
 _ROWS, _LANES = 8, 256
 """Rows and lanes that a program has in registers at a time."""
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
@@ -53,7 +52,7 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
 
 def row_digests(weights: Sequence[torch.Tensor], table: torch.Tensor) -> torch.Tensor:
     """int64 [n * rows, 2]: `digest.digest_rows` of the rows of n matrices [rows, width] of one
-    shape, dtype of DTYPES and device, widened to float32, with -0 as +0.
+    shape, dtype (bfloat16, float16 or float32) and device, widened to float32, with -0 as +0.
 
     table: int64 [3, ceil(width / 2)], the coefficients of that many lanes.
     """

@@ -65,7 +65,7 @@ def score_tokens(
     input_ids[B, L], attention_mask[B, L] and position_ids[B or 1, L] are the model's. Given only
     the mask, positions count the tokens that it shows, as vLLM does. Without a mask, positions that
     restart mark sequences packed into one row; cu_seq_lens (int32 [sequences + 1]) says where each
-    of them begins and where the last ends, and without it the host waits for a GPU to find them.
+    of them begins and where the last ends, and is checked; without it they are searched for.
     The log-prob of padding and of a packed sequence's first token is 0, without a gradient. Logits
     are divided by the temperature.
 
