@@ -72,7 +72,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/architecture
+	$(TESTS) tests/architecture
 
 # The site of the docs, in dist/site: every link is checked. Its environment is its own.
 DOCS_VENV := .venv-docs
