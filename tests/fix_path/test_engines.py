@@ -11,15 +11,17 @@ import pytest
 from bit_equal import assert_equal
 from conftest import Cli, capture_of, require_engine
 
-TRAINING = (
-    *(("hf", "bfloat16"), ("fsdp:dp=2", "bfloat16"), ("megatron", "bfloat16")),
-    *(
-        pytest.param(train, "float32", marks=pytest.mark.whole_matrix)
-        for train in ("hf", "fsdp:dp=2", "megatron")
-    ),
-)
-"""In fp32 the trainers score a few prompts by default (`test_layouts.py`), and vLLM all of them
-(`test_vllm_batches.py`)."""
+DEFAULT = ("hf", "megatron")
+TRAINING = [
+    pytest.param(
+        train, dtype,
+        marks=() if dtype == "bfloat16" and train in DEFAULT else pytest.mark.whole_matrix,
+    )
+    for dtype in ("bfloat16", "float32")
+    for train in ("hf", "fsdp:dp=2", "megatron")
+]  # fmt: skip
+"""FSDP2, whose numbers are HF's, and in fp32 all trainers score a few prompts by default
+(`test_layouts.py`), and vLLM all of them (`test_vllm_batches.py`)."""
 ONE_OPTION = ("max_num_seqs=7", "max_num_batched_tokens=64", "enable_prefix_caching=1")
 SCORING = (
     ",".join(ONE_OPTION),
@@ -53,8 +55,10 @@ def test_vllm_scores_the_same_in_every_batch(
     assert_equal(done, TOKENS, {"prefill_vs_train", "decode_vs_train"})
 
 
+@pytest.mark.whole_matrix
 def test_without_the_kernels_there_is_drift(compare: Cli, folder: Path) -> None:
-    """The control group: the same command."""
+    """The control group: the same command. Of few prompts and each trainer it is in
+    `tests/cli/test_kernels.py`."""
     require_engine("vllm")
     require_engine("megatron")
     done = compare("--rollout", "vllm", "--train", "megatron", "--run-dir", folder / "off")

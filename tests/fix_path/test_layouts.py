@@ -11,11 +11,10 @@ from conftest import Cli, require_engine, write_few_prompts
 LAYOUTS = (
     *("hf:batch=4,padding=right", "hf:batch=4,padding=left", "hf:batch=1"),
     *("megatron:batch=4,padding=left", "megatron:batch=6,padding=right", "megatron:batch=1"),
-    *("megatron:input=packed", "vllm:max_num_seqs=1,block_size=128"),
+    *("megatron:input=packed", "fsdp:dp=2", "vllm:max_num_seqs=1,block_size=128"),
     "vllm:max_num_seqs=2,max_num_batched_tokens=64",
     "vllm:max_num_seqs=64,enable_prefix_caching=1",
 )
-"""FSDP's, of two ranks, is in `test_engines.py` in this dtype."""
 IN_FP32 = (
     *("hf:batch=4,padding=left", "megatron:input=packed", "fsdp:dp=2"),
     "vllm:max_num_seqs=2,max_num_batched_tokens=64",

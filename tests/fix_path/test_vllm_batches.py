@@ -7,8 +7,6 @@ from bit_equal import Bits
 
 BATCHES: dict[str, dict[str, Any]] = {
     "default": {},
-    "one at a time, blocks of 128": {"max_num_seqs": 1, "block_size": 128},
-    "two, chunks of 64": {"max_num_seqs": 2, "max_num_batched_tokens": 64},
     "seven, prefix caching": {"max_num_seqs": 7, "enable_prefix_caching": True},
     "all, no chunks": {
         "max_num_seqs": 64, "enable_chunked_prefill": False, "max_num_batched_tokens": 1024,
@@ -17,11 +15,18 @@ BATCHES: dict[str, dict[str, Any]] = {
         "block_size": 32, "num_gpu_blocks_override": 34, "disable_log_stats": False,
     },
 }  # fmt: skip
+SMALL: dict[str, dict[str, Any]] = {
+    "default": {},
+    "one at a time, blocks of 128": {"max_num_seqs": 1, "block_size": 128},
+    "two, chunks of 64": {"max_num_seqs": 2, "max_num_batched_tokens": 64},
+}
+"""What takes longest: `test_layouts.py` has the same batches of few prompts."""
 IN_FP32: dict[str, dict[str, Any]] = {
     "default": {},
-    "seven, prefix caching": {"max_num_seqs": 7, "enable_prefix_caching": True},
-    "eight, chunks of 40": {"max_num_seqs": 8, "max_num_batched_tokens": 40},
-}
+    "seven, chunks of 40, prefix caching": {
+        "max_num_seqs": 7, "max_num_batched_tokens": 40, "enable_prefix_caching": True,
+    },
+}  # fmt: skip
 """Several times slower."""
 ONE_OPTION: dict[str, dict[str, Any]] = {
     "default": {},
@@ -39,6 +44,7 @@ ONE_OPTION: dict[str, dict[str, Any]] = {
     [
         ("bfloat16", BATCHES),
         ("float32", IN_FP32),
+        pytest.param("bfloat16", SMALL, marks=pytest.mark.whole_matrix),
         *(
             pytest.param(dtype, ONE_OPTION, marks=pytest.mark.whole_matrix)
             for dtype in ("bfloat16", "float32")
