@@ -38,15 +38,30 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 SLOWEST = (
+    "tests/fix_path/test_engines.py",
     "tests/cli/test_ranks.py",
+    "tests/fix_path/test_vllm_batches.py",
+    "tests/fix_path/test_layouts.py",
+    "tests/fix_path/test_vllm_alone.py",
     "tests/cli/test_training_engines.py",
+    "tests/cli/test_compare_hf.py",
+    "tests/compiled/test_compile.py",
+    "tests/compiled/test_cuda_product.py",
+    "tests/compiled/test_replayed_launches.py",
+    "tests/mutation/test_guards.py",
+    "tests/cli/test_kernels.py",
+    "tests/cli/test_traces.py",
+    "tests/fix_path/test_weight_update.py",
+    "tests/probe/test_selftest.py",
     "tests/cli/test_vllm.py",
     "tests/cli/test_interruptions.py",
-    "tests/cli/test_compare_hf.py",
     "tests/cli/test_planted_training.py",
-    "tests/probe/test_real_engines.py",
-    "tests/engines/test_megatron.py",
+    "tests/fix_path/test_examples.py",
     "tests/engines/test_families.py",
+    "tests/engines/test_megatron.py",
+    "tests/kernels/ops/linear_logp/test_operator.py",
+    "tests/kernels/ops/linear_logp/test_workspace.py",
+    "tests/probe/test_real_engines.py",
 )
 """What goes first, so that short files fill up the end."""
 
