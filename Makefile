@@ -32,8 +32,9 @@ demo-loop: setup
 # Tests with the real engines; a missing one fails instead of skipping. Two files at a time, each
 # process with one thread. Engines and commands are forked from processes that have imported their
 # packages (tests/warm.py), and equal captures are made once (tests/captures.py). The files that take
-# longest go first (tests/conftest.py), and short ones fill up the end.
-TESTS := RLK_REQUIRE_ENGINES=vllm,megatron,fsdp TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
+# longest go first (tests/conftest.py), and short ones fill up the end. Each module is compiled once, whatever the
+# environment says of bytecode.
+TESTS := PYTHONDONTWRITEBYTECODE= RLK_REQUIRE_ENGINES=vllm,megatron,fsdp TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
   $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: setup

@@ -2,11 +2,12 @@
 
 import os
 import shutil
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+import warm
 from conftest import require_engine
 from weights.changed import save, tensors, unequal
 
@@ -21,11 +22,14 @@ SCRIPT = Path(__file__).with_name("save_shards.py")
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     require_engine(request.param)
     folder = tmp_path_factory.mktemp(request.param)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(SCRIPT), request.param, str(folder)]
+    kind = "hf" if request.param == "fsdp" else request.param
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words += [str(SCRIPT), request.param, str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    with tempfile.TemporaryFile("w+") as said:
+        code = warm.start(kind, words, environment, said, said).wait(300)
+        said.seek(0)
+        assert code == 0, said.read()
     shutil.copy(data_path("model") / "config.json", folder)
     return folder
 
