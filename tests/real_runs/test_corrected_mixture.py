@@ -68,12 +68,12 @@ def check_healthy(done: Outcome) -> None:
     ("rollout", "train"),
     [
         ("vllm", "megatron"),
-        ("vllm", "hf"),
+        pytest.param("vllm", "hf", marks=pytest.mark.whole_matrix),
         ("hf:experts=eager", "megatron:ep=2,dispatcher=alltoall"),
         pytest.param(
             "hf:experts=batched_mm", "megatron:pp=3,input=packed", marks=pytest.mark.whole_matrix
         ),
-        ("hf", "fsdp:dp=2"),
+        pytest.param("hf", "fsdp:dp=2", marks=pytest.mark.whole_matrix),
     ],
 )
 def test_a_healthy_pair(tmp_path: Path, model: Path, rollout: str, train: str) -> None:

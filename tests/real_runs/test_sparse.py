@@ -154,7 +154,14 @@ def test_a_tie_is_no_bug(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "engine", ["hf", "hf:experts=eager,batch=4", "megatron", "megatron:ep=2,pp=2", "vllm"]
+    "engine",
+    [
+        *("hf", "megatron:ep=2,pp=2", "vllm"),
+        *(
+            pytest.param(engine, marks=pytest.mark.whole_matrix)
+            for engine in ("hf:experts=eager,batch=4", "megatron")
+        ),
+    ],
 )
 def test_replay_takes_away_what_routing_alone_has_done(tmp_path: Path, engine: str) -> None:
     """Two captures of one engine that differ in the experts of tied tokens alone: with the experts
