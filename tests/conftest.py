@@ -28,6 +28,9 @@ from rlk_align.trace.reader import Trace
 settings.register_profile("rlk", deadline=None)
 settings.load_profile("rlk")
 
+# An import of TRL silences vLLM where nothing is said of this, and engines inherit it.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+
 _server: list[warm.Server] = []
 
 
