@@ -67,11 +67,18 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         "--master-dtype", choices=["float32", "bfloat16"], default="float32",
         help="of the weights that AdamW updates, and of its moments",
     )  # fmt: skip
+    a.add_argument(
+        "--graphs", action="store_true",
+        help="the trainer's forward and backward as CUDA graphs; changes no bit",
+    )  # fmt: skip
     a.add_argument("--kv-cache", choices=["auto", "fp8"], default="auto", help="of the control")
     a.add_argument("--resume", action="store_true")
     options = a.parse_args(words)
     if options.kernels == "rlk" and options.kv_cache != "auto":
         a.error(f"--kv-cache {options.kv_cache}: the kernels keep keys and values as they are")
+    one_gpu = options.device.startswith("cuda") and int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if options.graphs and not (one_gpu and options.kernels == "rlk"):
+        a.error("--graphs: capturing needs the kernels, and one GPU in one process; leave it out")
     return options
 
 
@@ -191,7 +198,7 @@ class Loop:
     def settings(self) -> dict[str, Any]:
         """What decides a run's bits."""
         free = {"run", "steps", "resume", "rollout_batch", "eval_every", "save_every"}
-        free |= {"cache_gib", "sleep"}
+        free |= {"cache_gib", "sleep", "graphs"}
         chosen = vars(self.options) | {"ranks": self.ranks.size}
         return {k: str(v) for k, v in chosen.items() if k not in free}
 

@@ -112,3 +112,18 @@ def test_the_log_probs_are_read_by_the_tool(loop: Any) -> None:
     ]
     assert len(lines) == 16
     assert all(line.rollout_logprobs == line.train_logprobs for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "world"),
+    [("--device cpu", "1"), ("--device cuda --kernels off", "1"), ("--device cuda", "2")],
+)
+def test_graphs_are_refused_where_they_cannot_be_captured(words: str, world: str) -> None:
+    path = os.pathsep.join(str(ROOT / name) for name in ("", "kernels"))
+    command = [sys.executable, str(ROOT / "examples/grpo/train.py"), "--run", "none", "--graphs"]
+    variables = os.environ | {"PYTHONPATH": path, "WORLD_SIZE": world}
+    ran = subprocess.run(
+        [*command, *words.split()], capture_output=True, text=True, env=variables, check=False
+    )
+    assert ran.returncode == 2
+    assert "--graphs: capturing needs the kernels, and one GPU in one process" in ran.stderr
