@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 Line = dict[str, Any]
-STAGES = ("rollout", "score", "update", "wake", "sync", "digest", "write", "step")
+STAGES = (
+    *("rollout", "batch", "score", "update", "wake", "sync", "digest", "write", "compare"), "step"
+)  # fmt: skip
 
 
 def lines(path: Path) -> list[Line]:
