@@ -49,7 +49,8 @@ class Trainer:
     def prepare(self) -> None:
         """Compiles, plans and captures for every length of a pack, so that no step does."""
         step, most = PADDED_TO[self.ranks.device.type], self.options.pack_tokens
-        for tokens in range(step, most + step, step):
+        # The longest first: what it leaves of memory has room for the others.
+        for tokens in reversed(range(step, most + step, step)):
             self.passes.forward(empty_pack(self.ranks.device, tokens), 0.0)
             self.passes.backward()
 
