@@ -90,6 +90,12 @@ class Graphs(Eager):
         self._now.backward.replay()
         return self._gradients
 
+    def _keep_gradients(self) -> None:
+        """Moves the parameters' gradients to the place of all graphs."""
+        made = _take_gradients(self._parameters)
+        self._gradients = self._gradients or made
+        torch._foreach_copy_([self._gradients[name] for name in made], list(made.values()))
+
     def _filled(self, pack: Pack) -> dict[str, Tensor]:
         """A pack's tensors, with all sequences; those without tokens stand behind the others."""
         found = {field.name: getattr(pack, field.name) for field in fields(pack)}
@@ -99,14 +105,15 @@ class Graphs(Eager):
 
     def _capture(self, pack: Pack) -> _Captured:
         """The graphs of packs as long as `pack`. All is computed once before, because kernels wait
-        at their first call: they compile, and are checked."""
+        at their first call: they are compiled, loaded and checked."""
         fixed = replace(pack, **{name: x.clone() for name, x in self._filled(pack).items()})
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._loss(self._score(fixed)[0], fixed, self._scale).backward()
-            first = _take_gradients(self._parameters)
+            self._keep_gradients()
+            # The check that a capture has in the place of one that waits.
+            torch._assert_async((fixed.starts >= 0).all())
         torch.cuda.current_stream().wait_stream(self._stream)
-        self._gradients = self._gradients or first
         # Other threads, such as vLLM's, may call CUDA meanwhile.
         how = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
@@ -115,6 +122,5 @@ class Graphs(Eager):
             last = self._loss(logprobs, fixed, self._scale)
         with torch.cuda.graph(backward, **how):
             last.backward()
-            made = _take_gradients(self._parameters)
-            torch._foreach_copy_([self._gradients[name] for name in made], list(made.values()))
+            self._keep_gradients()
         return _Captured(fixed, (logprobs.detach(), entropies.detach()), forward, backward)
