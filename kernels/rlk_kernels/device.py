@@ -24,8 +24,8 @@ GLUON_TRITON = ((3, 6), (3, 10))
 """Versions of Triton that every Gluon kernel compiles with (`scripts/compile_kernels.py`): from the
 first, below the second."""
 MANY_GROUPS = ((3, 6), (3, 7))
-"""Those whose ptxas lets the products of more than two groups of warps run ahead in a Gluon kernel;
-later ones serialize its wgmma."""
+"""Versions of Triton whose ptxas lets the products of more than two groups of warps overlap in a
+Gluon kernel; later ones serialize its wgmma."""
 
 
 def interpreting() -> bool:
@@ -45,7 +45,8 @@ HAS_TRITON = _finds_triton()
 
 
 def lazy_module(name: str) -> Callable[[], ModuleType]:
-    """() -> a module that needs Triton, imported at the first call."""
+    """A function that returns a module which needs Triton: the module is imported at the first
+    call."""
     return functools.cache(functools.partial(importlib.import_module, name))
 
 
@@ -96,7 +97,7 @@ class DeviceFacts:
     """More than two groups of warps of such a kernel multiply without waiting for each other: with
     MANY_GROUPS."""
     exclusive: bool = False
-    """No second process can use the GPU: its compute mode is EXCLUSIVE_PROCESS."""
+    """The GPU's compute mode is EXCLUSIVE_PROCESS: no second process can use it."""
     cuda: bool = False
     """The kernels in CUDA C++ run: a GPU of the Hopper generation, and NVRTC (`nvrtc.py`)."""
 
@@ -104,7 +105,7 @@ class DeviceFacts:
 _COMPUTE_MODE, _EXCLUSIVE_PROCESS = 20, 3
 """CU_DEVICE_ATTRIBUTE_COMPUTE_MODE and CU_COMPUTEMODE_EXCLUSIVE_PROCESS of cuda.h."""
 PLANNED_PROCESSORS = 132
-"""Processors that plans assume where there is no GPU (those of an H200)."""
+"""How many processors plans assume where there is no GPU (the number of an H200)."""
 
 
 class HopperKernelsUnused(RuntimeWarning):
@@ -162,7 +163,7 @@ def facts(device: torch.device) -> DeviceFacts:
 
 
 def triton_version() -> str:
-    """The version of the installed Triton; only asked where kernels of its are launched."""
+    """The version of the installed Triton; read only where Triton kernels are launched."""
     import triton
 
     return triton.__version__

@@ -22,7 +22,7 @@ from rlk_kernels.errors import UnsupportedDevice
 from rlk_kernels.parallel.peer.gather import PeerGather, peer_gather
 
 _peers: dict[str, PeerGather | None] = {}
-"""By name of vLLM's group; None where it has none."""
+"""The PeerGather of each group of vLLM, by the group's name; None where the group has none."""
 _compiled: set[tuple[tuple[int, ...], torch.dtype]] = set()
 _logger = init_logger(f"vllm.{__name__}")
 

@@ -5,10 +5,10 @@ registers. Scores are made transposed, [keys, rows], so that the weights are ope
 are. There is no room for the scores of two blocks: a group waits for its products at every block,
 and the other one works meanwhile.
 
-Not for a GPU that a second process may use. Where the driver takes such a program off the GPU for
-another process, and puts it back, its dk and dv can be wrong, and NaN
-(`tests/gpu/kernels/test_shared_gpu.py`). Why is not known: alone on a GPU it was never wrong, and
-no other kernel was where three processes shared one.
+It must not run on a GPU that a second process may use. Where the driver takes such a program off
+the GPU for another process, and puts it back, its dk and dv can be wrong, and NaN
+(`tests/gpu/kernels/test_shared_gpu.py`). The cause is not known: alone on a GPU it was never wrong,
+and no other kernel was wrong where three processes shared one.
 """
 
 from torch import Tensor

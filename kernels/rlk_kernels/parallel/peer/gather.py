@@ -31,7 +31,7 @@ from rlk_kernels.parallel.peer.channels import (
 
 MOST_RANKS = 8
 MOST_BYTES = 1 << 31
-"""Of all ranks' shards together: words are counted by 32 bits."""
+"""Bytes of all ranks' shards together: words are counted in 32 bits."""
 SECONDS = 120.0
 """How long a rank is waited for: longer than another's kernels take to compile."""
 POLLS_PER_SECOND = 4_400_000
@@ -39,7 +39,7 @@ POLLS_PER_SECOND = 4_400_000
 _on_triton = lazy_module("rlk_kernels.parallel.peer.kernels")
 _numbers = itertools.count()
 _living: "WeakValueDictionary[int, PeerGather]" = WeakValueDictionary()
-"""By number: what a custom operator can be given."""
+"""Every PeerGather, by a number: a custom operator can be given a number."""
 
 
 class PeerGather:

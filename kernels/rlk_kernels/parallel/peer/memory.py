@@ -1,6 +1,6 @@
 """Memory of one GPU that other processes write to: CUDA's own (IPC), opened by its handle.
 
-No multicast, and no memory of torch's allocator, which hands its own on and maps it anew.
+No multicast, and no memory of torch's allocator, which reuses its memory and maps it again.
 """
 
 import ctypes
