@@ -147,7 +147,7 @@ def tiles_of(x: Slice, width: int) -> int:
 
 
 def cost(x: Slice, width: int) -> int:
-    """The time that a tile of this width takes, relative: its products and about four more steps."""
+    """The time that a tile of this width takes, in relative units: its products and four steps."""
     return (-(-x.k // STEP) + 4) * width
 
 
