@@ -106,4 +106,4 @@ ERRORS: dict[str, type[RlkError]] = {
     for name, value in globals().items()
     if isinstance(value, type) and issubclass(value, RlkError)
 }
-"""By name, so that a worker process can hand its error to the parent."""
+"""Errors by name, so that a worker process can hand its error to the parent."""

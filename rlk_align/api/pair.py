@@ -202,7 +202,7 @@ def _check_recorded_kernels(recorded: Mapping[SideName, Path], wanted: str | Non
         if wanted not in (None, held):
             raise BadOption(
                 f"--kernels {wanted}: {folder} was captured with kernels={held}",
-                "capture it anew; or leave --kernels out, and say kernels= in the other engine's "
+                "capture it again; or leave --kernels out, and say kernels= in the other engine's "
                 "spec",
             )
 

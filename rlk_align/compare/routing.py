@@ -28,7 +28,7 @@ class Flips:
     flipped: np.ndarray
     """A mask over the batch's rows."""
     number: np.ndarray
-    """Those of them of which both sides keep the ids, ascending."""
+    """The numbers of the flipped rows whose ids both sides keep, ascending."""
     a: torch.Tensor
     b: torch.Tensor
     """Their ids, int64 `[n, K]`."""
@@ -68,7 +68,7 @@ class Routing:
     """What the walk along an edge's sites has found of its sparse layers."""
 
     flips: dict[str, Flips] = field(default_factory=dict)
-    """By the site of the choice."""
+    """The flips, by the site of the choice."""
     layers: list[LayerRouting] = field(default_factory=list)
     _router: PairedSite | None = None
 

@@ -38,9 +38,10 @@ part of the tokens from there to _PROBABLE, where there are enough of them."""
 _BY_CHANCE = 1e-5
 """The part of all tokens that a route through the model may throw from log-prob 0 to _LESS_SURE."""
 _OUTLIER = 6.0
-"""A sequence so many times worse than the median one of its step is an outlier."""
+"""A sequence this many times worse than the median one of its step is an outlier."""
 _MOST = 0.4
-"""Of a broken sequence's tokens, more than this share is 3 times worse than the median token."""
+"""In a broken sequence, more than this share of the tokens is 3 times worse than the median
+token."""
 _ENOUGH = 5.0
 """Σ q below which a sequence is too sure of itself to have an error of its own."""
 

@@ -136,8 +136,8 @@ def _of_site(site: SiteResult | RefereedUnit, edge: EdgeResult, **check: Any) ->
 
 
 def _of_operators(edge: EdgeResult, c: Comparison, contract: Contract) -> Iterator[LimitCheck]:
-    """Of each operator whose outputs differ, each side's statistic that uses up most of its
-    budget."""
+    """For each operator whose outputs differ, and each side, the check of the statistic that uses
+    up most of its budget."""
     differing = {s.site for s in edge.sites if s.differ}
     for unit in c.referee:
         budget = budget_of(contract, unit)
@@ -162,7 +162,7 @@ def _of_operators(edge: EdgeResult, c: Comparison, contract: Contract) -> Iterat
 
 
 def _of_routers(edge: EdgeResult, contract: Contract) -> Iterator[LimitCheck]:
-    """By how many roundings the sides prefer other experts, of each router with equal inputs."""
+    """By how many roundings the sides prefer other experts, for each router with equal inputs."""
     for layer in edge.routing.layers if edge.routing else ():
         budget = contract.budget("experts", "routing")
         if layer.measured > layer.ties and budget is not None:

@@ -68,7 +68,7 @@ Words = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Version = Annotated[str, StringConstraints(pattern=r"^\d+\.\d+\.\d+$")]
 Pattern = Annotated[str, StringConstraints(pattern=r"^[a-z0-9_.*?]+$")]
-"""Of site names, e.g. `layers.*.q_norm`."""
+"""A pattern of site names, e.g. `layers.*.q_norm`."""
 Bound = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
 """No conversions: `fail = "0.5"` and `fail = true` are no numbers."""
@@ -85,10 +85,10 @@ class Tail(BaseModel):
     value: Bound
     scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     chance: Annotated[float, Field(gt=0, lt=1)]
-    """That a healthy run is called off, of any number of tokens."""
+    """The probability with which a healthy run, of any number of tokens, exceeds the limit."""
 
     def bound(self, tokens: int) -> float:
-        """What the largest of so many tokens may be: P(max > x) ≤ N (1 − q) exp(−(x − value) /
+        """What the largest of this many tokens may be: P(max > x) ≤ N (1 − q) exp(−(x − value) /
         scale) = chance, whether tokens are independent or not."""
         return self.value + self.scale * max(
             0.0, math.log(max(1, tokens) * (1 - self.quantile) / self.chance)
@@ -107,7 +107,7 @@ class Limit(BaseModel):
     warn: Bound | None = None
     fail: Bound
     tail: Tail | None = None
-    """For a maximum: what it may be in so many tokens, `fail` being what no token may reach."""
+    """For a maximum: what it may be in this many tokens, `fail` being what no token may reach."""
     min_tokens: Annotated[int, Field(ge=0)] = 0
     """Sampled tokens below which it is not held: a quantile of few is their largest."""
     edges: Annotated[list[EdgeName], Field(min_length=1)] | None = None
@@ -133,11 +133,11 @@ class Limit(BaseModel):
         return self.metric in ("op_error", "rows_differ")
 
     def judges(self, edge: EdgeName, tokens: int) -> bool:
-        """Whether it is held against an edge of so many tokens."""
+        """Whether it is held against an edge of this many tokens."""
         return tokens >= self.min_tokens and (self.edges is None or edge in self.edges)
 
     def fail_at(self, tokens: int) -> float:
-        """What so many tokens may reach."""
+        """What this many tokens may reach."""
         return self.fail if self.tail is None else min(self.fail, self.tail.bound(tokens))
 
     def covers(self, site: str, op_class: str) -> bool:
@@ -195,7 +195,7 @@ class Budget(BaseModel):
 STATISTICS = tuple(
     n for n, f in Budget.model_fields.items() if f.annotation is float and n != "warn"
 )
-"""Of `results.RoundingErrors`: those that a budget bounds."""
+"""The statistics of `results.RoundingErrors` that a budget bounds."""
 
 
 class Regression(BaseModel):
@@ -323,7 +323,7 @@ class Contract(BaseModel):
                 yield site, f"a limit of op_error that covers the class {op_class}"
 
     def limits_for(self, dtype: str) -> list[Limit]:
-        """Those that hold for a comparison in that dtype."""
+        """The limits that hold for a comparison in that dtype."""
         return [x for x in self.limits if x.dtypes is None or dtype in x.dtypes]
 
     @model_validator(mode="after")

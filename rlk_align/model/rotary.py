@@ -65,8 +65,8 @@ def lacks_factor(rope: dict[str, Any]) -> bool:
 
 
 def checkpoint_rotary(model: Path, shape: ModelShape) -> Rotary | None:
-    """None where positions cannot be measured: the frequencies change with the sequence, or a
-    head is too small."""
+    """The rotation of the checkpoint; None where positions cannot be measured: the frequencies
+    change with the sequence, or a head is too small."""
     # With its tables, which what only names kinds of rope does not need.
     from rlk_align.model.sites import model_sites
 

@@ -59,7 +59,7 @@ def _rendered(model: Path, prompt: Prompt) -> Prompt:
 
 
 def fast_tokenizer(model: Path) -> Tokenizer:
-    """That of tokenizer.json, without transformers and what it changes: at hand in no time.
+    """The tokenizer of tokenizer.json, without transformers and its changes, and so at once.
 
     Raises ModelError where there is none.
     """

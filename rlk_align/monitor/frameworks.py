@@ -271,7 +271,7 @@ def _sample_size(weights: Floats) -> float:
 
 
 def _perplexities(p: Pairs) -> Metrics:
-    """Of each sequence, then the mean of sequences."""
+    """The perplexities of sequences, averaged over the sequences."""
     train, rollout = -p.means(p.t), -p.means(p.g)
     return {
         "training_ppl": np.exp(train).mean(),

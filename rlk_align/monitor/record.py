@@ -91,7 +91,8 @@ class StepRecord(BaseModel):
     """Share of sequences whose c is more than ten times the median sequence's."""
     profile: list[Band] = []
     version_lag: float | None = None
-    """By how many versions the trainer's weights were ahead of those that sampled, on average."""
+    """The average number of versions by which the trainer's weights were ahead of those that
+    sampled."""
     version_lag_max: int | None = None
     reward: float | None = None
     frameworks: dict[str, dict[str, float]] = {}

@@ -94,7 +94,7 @@ def _response(
 
 
 def _of_unit(graph: UnitGraph, distance: Distance, perturbed: str) -> Response | None:
-    """None where its inputs are not perturbed."""
+    """The response of a unit; None where its inputs are not perturbed."""
     inputs = _relative(distance, list(dict.fromkeys(graph.inputs + graph.prefix_inputs)))
     if inputs == 0:
         return None

@@ -96,8 +96,8 @@ class Attribution(Result):
     where the introduced differences explain all of Δ."""
 
     def interaction(self, layer: str | None = None) -> tuple[list[float], list[float]]:
-        """By token, first and last: the whole, or a layer's contribution, less the sum of its
-        parts."""
+        """The whole, or a layer's contribution, less the sum of its parts: by token, first and
+        last."""
         if layer is None:
             return _rest(self.whole, [c.first for c in self.layers]), _rest(
                 self.whole, [c.last for c in self.layers]

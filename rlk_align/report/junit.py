@@ -42,7 +42,7 @@ class JUnitCase:
     kind: str = ""
     message: str = ""
     lines: Sequence[str] = ()
-    """Its text below the message."""
+    """The case's text below the message."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ class ReportSource:
     record: RunRecord
     verdict: Verdict
     probe: Probe | None
-    """None where the run was not probed."""
+    """The probe; None where the run was not probed."""
 
     @property
     def folder(self) -> Path:

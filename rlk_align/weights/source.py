@@ -54,7 +54,7 @@ class Location:
     trace: Trace | None = None
 
     def source(self, shape: ModelShape | None) -> Source:
-        """Its canonical parameters; `shape` is the other side's, for one that does not say."""
+        """The canonical parameters; `shape` is the other side's, for one that does not say."""
         known = self.shape or shape
         head_dim = known.head_dim if known else 0
         if self.trace is not None:
@@ -135,7 +135,8 @@ def _checkpoint(path: str, folder: Path, kind: str, tensors: list[StoredTensor])
 
 
 def _shape(folder: Path) -> ModelShape | None:
-    """None where the family is not known: names are then compared as they are stored."""
+    """The model's shape; None where the family is not known: names are then compared as they are
+    stored."""
     try:
         return read_shape(folder)
     except UsageError:

@@ -78,8 +78,8 @@ def record_parameter(parameter: LiveParameter) -> ParameterRecord:
 
 
 def _count_not_finite(value: torch.Tensor) -> int:
-    """By blocks of rows: counting takes eight bytes an entry, and an engine leaves little of a
-    GPU."""
+    """The number of entries that are NaN or infinite, counted by blocks of rows: counting takes
+    eight bytes an entry, and an engine leaves little of a GPU."""
     rows = max(1, BLOCK * len(value) // max(1, value.numel()))
     return sum(int((~torch.isfinite(block)).sum()) for block in value.split(rows))
 

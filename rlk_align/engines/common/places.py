@@ -57,7 +57,7 @@ class Place:
 
     sites: tuple[str, ...]
     module: str
-    """Its path below the model."""
+    """The module's path below the model."""
     end: End = "output"
     """The module's first input, its output, or what the rotary embedding gives while that module,
     an attention, runs: first the query, then the key. What lies inside a module the engine tells by

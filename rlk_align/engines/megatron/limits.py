@@ -81,7 +81,7 @@ def _unknown_routing(shape: ModelShape) -> dict[str, bool]:
 
 
 def _check_slices(shape: ModelShape, option: Asked, kernels: bool) -> None:
-    """Of context parallelism, for which the kernels exchange heads for rows."""
+    """The limits of context parallelism, for which the kernels exchange heads for rows."""
     cp, tp = int(option("cp") or 1), int(option("tp") or 1)
     queries, heads = shape.heads // tp, max(shape.kv_heads // tp, 1)
     excluded = str(option("except") or "").split("+")

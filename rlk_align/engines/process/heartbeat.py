@@ -129,7 +129,7 @@ def _place(stack: list) -> str:
 
 
 def heartbeats(folder: Path) -> list[Heartbeat]:
-    """Of every process that has noted one."""
+    """The heartbeat of every process that has written one."""
     beats = []
     for path in sorted(folder.glob("*.json")):
         try:

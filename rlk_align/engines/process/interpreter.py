@@ -59,7 +59,7 @@ def examine(python: str, module: str) -> dict[str, str]:
 
 
 def _bare(requirement: Requirement) -> str:
-    """Without the extra that brings it."""
+    """The requirement without the extra that brings it."""
     return f"{requirement.name}{requirement.specifier}"
 
 

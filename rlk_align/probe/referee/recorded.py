@@ -33,9 +33,8 @@ class RecordedPass:
         return self._record.unexposed
 
     def comparable(self, site: Site) -> np.ndarray:
-        """Of the chosen row numbers, those at which the pass kept the values of the site and of all
-        that it reads, which is finite; of rows with the same bits in all of these, one. Raises
-        NotRefereed."""
+        """The chosen row numbers at which the pass kept finite values of the site and of all that
+        it reads; one of the rows with the same bits in all of these. Raises NotRefereed."""
         for name in (site.name, *site.inputs, *site.prefix_inputs):
             self._check_recorded(name)
         good = self._rows.has_value(site.name).copy()

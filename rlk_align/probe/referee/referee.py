@@ -51,7 +51,7 @@ class Pass:
     side: SideName
     name: str
     edges: list[EdgeName]
-    """Those that it is an end of."""
+    """The edges that the pass is an end of."""
     trace: Trace
     fused: Mapping[str, str]
     """Site -> the one that the engine computes together with it."""
@@ -262,7 +262,7 @@ class Walk:
         position = self._index.position
         cuts = np.zeros(0, dtype=np.int64)
         if site.operator.formula == "linear":
-            # As many as fit: each block widens the weight anew.
+            # As many as fit: each block widens the weight again.
             entries = PRODUCT_ELEMENTS
         elif site.operator.formula == "log_softmax":
             width = shape.vocab

@@ -23,7 +23,7 @@ from rlk_align.trace.reader import Weight
 FLOAT32_UNIT = 2.0**-24
 """Half an ulp of 1: engines add, and turn, in float32."""
 SUM_ULPS = 2.0
-"""By which a float32 sum of exponentials is off, in the mean, where all are added as a tree:
+"""The error, in ulps, of a float32 sum of exponentials in the mean, where all are added as a tree:
 exponentials, their sum and its logarithm are within an ulp each."""
 WEIGHT_ELEMENTS = 1 << 25
 """Entries of a weight that are float64 at a time."""

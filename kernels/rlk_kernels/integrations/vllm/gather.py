@@ -28,8 +28,8 @@ _logger = init_logger(f"vllm.{__name__}")
 
 
 def connect(columns: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Share memory with the other ranks, once, and compile what gathers so many columns of a rank:
-    before any CUDA graph is captured. Called on all ranks."""
+    """Share memory with the other ranks, once, and compile what gathers these numbers of columns
+    of a rank: before any CUDA graph is captured. Called on all ranks."""
     ranks = get_tp_group()
     if ranks.unique_name not in _peers:
         _peers[ranks.unique_name] = _shared(ranks)

@@ -86,7 +86,7 @@ class PeerGather:
         return call(_peer_columns, x, self.number, self.channels.ranks)
 
     def compile_for(self, columns: int, dtype: torch.dtype) -> None:
-        """Compile what gathers so many columns of a rank, of any number of rows: before a CUDA
+        """Compile what gathers this many columns of a rank, of any number of rows: before a CUDA
         graph is captured. Called on all ranks."""
         count = self.channels.count
         for size in (0, flagged_bytes(count), count * PIECE_BYTES[0]):

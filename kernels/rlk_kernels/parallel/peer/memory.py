@@ -23,7 +23,7 @@ class _Handle(ctypes.Structure):
 
 
 def allocate(size: int) -> int:
-    """Address of so many zeroed bytes on the current GPU."""
+    """Address of this many zeroed bytes on the current GPU."""
     address = c_void_p()
     driver_call("cuMemAlloc_v2", ctypes.byref(address), c_size_t(size))
     driver_call("cuMemsetD8_v2", address, c_ubyte(0), c_size_t(size))
