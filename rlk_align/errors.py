@@ -16,7 +16,7 @@ RlkError
 │   └── TraceNotWritten
 └── Interrupted           exit 130 the user stopped it
 
-A verdict that is not a pass is no error: see `rlk_align.judge.verdict`.
+A verdict that is not a pass is not an error: see `rlk_align.judge.verdict`.
 """
 
 INSTALL_ENGINES = "pip install 'rlk-align[engines]'"

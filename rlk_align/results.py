@@ -298,7 +298,7 @@ class RoundingErrors(Result):
 
 
 class RefereedUnit(Result):
-    """An operator of one pass, held against float64 on the pass's own recorded inputs."""
+    """An operator of one pass, compared with float64 on the pass's own recorded inputs."""
 
     side: SideName
     passname: str
@@ -380,7 +380,7 @@ class EngineRecord(Result):
 
 
 class Comparison(Result):
-    """comparison.json: everything that a contract can be held against."""
+    """comparison.json: everything that a contract judges."""
 
     schema_id: Literal["rlk-align/comparison/2"] = "rlk-align/comparison/2"
     model: str
@@ -398,7 +398,7 @@ class Comparison(Result):
     """The controls; None where the precheck stopped the comparison."""
     edges: list[EdgeResult]
     judged: Annotated[list[EdgeName], Field(min_length=1)]
-    """Edges that a contract is held against."""
+    """Edges that a contract judges."""
     missing_edges: dict[EdgeName, str]
     """Judged edges that could not be compared, with the reason."""
     referee: list[RefereedUnit] = []

@@ -1,4 +1,4 @@
-"""Pairs, compared bit for bit and by metric: where do two passes part, and who introduced it?
+"""Pairs, compared bit for bit and by metric: where do two passes diverge, and who introduced it?
 
 A unit whose inputs are equal and whose outputs differ introduced the difference: a proof
 without a threshold. One whose inputs differ already may only have passed it on. Equality is

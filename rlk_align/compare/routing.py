@@ -1,10 +1,9 @@
 """Sparse layers on an edge: which tokens were sent to other experts, was that the router's doing,
 and which rows of experts can be compared at all.
 
-A token whose router was given equal inputs on both sides, and chose another set of experts, parts
-*at the router*. Where the inputs differ already, its flip is an effect, which may amplify what it
-follows from. N = rows, E = experts, K = experts of a token
-"""
+A token whose router was given equal inputs on both sides, and chose another set of experts,
+diverges *at the router*. Where the inputs differ already, its flip is an effect, which may amplify
+what it follows from. N = rows, E = experts, K = experts of a token"""
 
 from dataclasses import dataclass, field
 

@@ -23,7 +23,7 @@ Indices = NDArray[np.int64]
 _SHOWN = 5
 """Tokens that a diagnosis shows."""
 _ZERO_WHILE = -0.05
-"""The other side's log-prob below which a 0.0 is no honest one."""
+"""The other side's log-prob below which a 0.0 is not genuine."""
 _SURE = -1.5
 """Below it not even a truncated law gives the token the probability 1."""
 _UNSURE = -0.5
@@ -59,7 +59,7 @@ class Evidence:
 
     @cached_property
     def filled(self) -> Mask:
-        """[N]; compared tokens whose log-prob is no log-prob: a 0.0, a sentinel or a constant in
+        """[N]; compared tokens whose log-prob is not one: a 0.0, a sentinel or a constant in
         its place, NaN, infinite, or above 0 by more than rounding."""
         both = self.run.compared
         g, t = self.run.rollout, self.run.train

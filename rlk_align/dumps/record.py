@@ -28,7 +28,7 @@ class Sampling(BaseModel):
     """-1 or 0: off."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = None
-    """Whether the rollout's log-probs are of the model's law or of the law that was sampled."""
+    """Whether the rollout's log-probs are of the model's distribution or of the sampled one."""
 
 
 class SequenceRecord(BaseModel):

@@ -1,4 +1,4 @@
-"""Every limit of a contract, held against every value that it speaks of."""
+"""Checks every limit of a contract on every value that it applies to."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ Outcome = Literal["pass", "warn", "waived", "fail"]
 
 
 class LimitCheck(Result):
-    """One limit, held against one value."""
+    """One limit, checked on one value."""
 
     limit: str
     metric: str
@@ -58,12 +58,12 @@ class LimitCheck(Result):
 
 
 def judged_metrics(edge: EdgeResult, c: Comparison, contract: Contract) -> EdgeMetrics:
-    """The metrics of an edge that a contract's limits on log-probs are held against.
+    """The metrics of an edge that a contract's limits on log-probs apply to.
 
     Of a sparse model these are the metrics of the tokens that both sides send to the same experts:
     another expert is another computation, and moves a log-prob by whatever it computes. That the
     choice itself is sound has to be known: the contract has a budget for it, and each side's was
-    held against its own logits. Where it is not, or where too few tokens are left, all count.
+    checked against its own logits. Where it is not, or where too few tokens are left, all count.
     """
     routing = edge.routing
     if routing is None or routing.unflipped is None or not contract.budget("experts", "routing"):

@@ -11,7 +11,7 @@ from rlk_align.model.families import FAMILIES, ModelShape
 FIXED = ("default", "linear", "llama3", "yarn")
 """Kinds whose frequencies do not depend on the sequence."""
 _LEAST_PAIRS = 8
-"""With fewer, a rotation by one position cannot be told from one by another."""
+"""With fewer, rotations by two positions cannot be distinguished."""
 
 
 @dataclass(frozen=True, slots=True)

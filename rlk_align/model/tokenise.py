@@ -33,9 +33,8 @@ def rendered(model: Path, prompts: Sequence[Prompt]) -> list[Prompt]:
     """The prompts, with messages as the text that the model's chat template makes of them, up to
     where the answer begins.
 
-    Raises ModelError where the model has no chat template, PromptError where it takes a prompt's
-    messages for wrong.
-    """
+    Raises ModelError where the model has no chat template, PromptError where it rejects a prompt's
+    messages."""
     return [_rendered(model, p) if p.messages else p for p in prompts]
 
 

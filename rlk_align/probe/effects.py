@@ -45,7 +45,7 @@ class Amplification(Result):
     @property
     def largest(self) -> Response | None:
         """The largest amplifier: the operator with the largest gain of its own. Log-probs, small
-        where tokens are likely, are what is measured and no amplifier."""
+        where tokens are likely, are what is measured, so they do not count as one."""
         amplifying = [r for r in self.responses if r.gain is not None and r.name != "logprob"]
         return max(amplifying, key=lambda r: r.gain or 0.0, default=None)
 

@@ -74,9 +74,8 @@ def open_sources(paths: Iterable[tuple[str, Role]]) -> list[Source]:
     """Opens several holders of one model's weights; headers are read, and no tensor.
 
     A path comes with the side that is taken of a run that compared two engines. The shape of the
-    model is that of the first that has a config. Raises UsageError for what is no checkpoint and
-    no run, CorruptCheckpoint and CorruptTrace for one that is damaged.
-    """
+    model is that of the first that has a config. Raises UsageError for what is neither a checkpoint
+    nor a run, CorruptCheckpoint and CorruptTrace for one that is damaged."""
     locations = [locate(path, role) for path, role in paths]
     shape = next((x.shape for x in locations if x.shape is not None), None)
     tied = any(x.tied for x in locations if x.shape is not None)

@@ -11,7 +11,7 @@ from rlk_align.errors import ModelError
 from rlk_align.trace.digest import digest_parameter, digest_slices
 
 BLOCK = 1 << 24
-"""Entries that are looked at at a time."""
+"""Entries that are examined at a time."""
 
 
 @dataclass(frozen=True, slots=True)

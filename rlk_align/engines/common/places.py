@@ -27,7 +27,7 @@ class Access:
     target: Callable[[Any], torch.Tensor]
     """The tensor to overwrite, so that all that follows reads the new value."""
     after_write: Callable[[Any], Any]
-    """What the module gives once that is overwritten."""
+    """What the module returns once that is overwritten."""
 
 
 def with_bias(value: Any) -> torch.Tensor:

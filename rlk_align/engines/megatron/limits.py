@@ -24,7 +24,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
 def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> None:
     """Raises ModelError for what the engine would otherwise get silently wrong, BadOption or
-    MissingDependency for options that cannot be had."""
+    MissingDependency for options that it cannot support."""
     kernels = option("kernels") == "rlk"
     check_shared("megatron", shape, int(option("tp") or 1), fused_qkv=True, kernels=kernels)
     check_alone("megatron", shape, option("tp"))

@@ -221,7 +221,7 @@ def build(
 ) -> Any:
     """A GPTModel, or this stage of it, on the device, in eval mode, its parameters not yet filled.
 
-    megatron-core's parallel state must stand.
+    megatron-core's parallel state must exist.
     """
     from megatron.core.models.gpt import GPTModel
 

@@ -1,4 +1,4 @@
-"""Whether a process of an engine still moves, written by itself and read by the parent.
+"""Whether a process of an engine still makes progress: written by itself, read by the parent.
 
 A thread of each process notes for how long the main thread has stood at one and the same
 instruction, and whether that is inside a wait for others. Needs no torch.

@@ -121,7 +121,7 @@ class Reference:
     def got(
         self, site: Site, recorded: torch.Tensor, inputs: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """What is held against `exact`: what was recorded or, of a choice of experts `[N, K]`, by
+        """What is compared with `exact`: what was recorded or, of a choice of experts `[N, K]`, by
         how much a score that was left out exceeds one that was chosen, `[N, 1]`. Raises
         NotRefereed."""
         if site.operator.formula != "top_k":
