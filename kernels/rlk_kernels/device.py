@@ -6,7 +6,6 @@ the kernels in plain Triton run instead, with the same bits at another speed, an
 once.
 """
 
-import ctypes
 import functools
 import importlib
 import importlib.util
@@ -96,14 +95,10 @@ class DeviceFacts:
     many_groups: bool = True
     """More than two groups of warps of such a kernel multiply without waiting for each other: with
     MANY_GROUPS."""
-    exclusive: bool = False
-    """The GPU's compute mode is EXCLUSIVE_PROCESS: no second process can use it."""
     cuda: bool = False
     """The kernels in CUDA C++ run: a GPU of the Hopper generation, and NVRTC (`nvrtc.py`)."""
 
 
-_COMPUTE_MODE, _EXCLUSIVE_PROCESS = 20, 3
-"""CU_DEVICE_ATTRIBUTE_COMPUTE_MODE and CU_COMPUTEMODE_EXCLUSIVE_PROCESS of cuda.h."""
 PLANNED_PROCESSORS = 132
 """How many processors plans assume where there is no GPU (the number of an H200)."""
 
@@ -119,21 +114,6 @@ def _warn(what: str) -> None:
         HopperKernelsUnused,
         stacklevel=3,
     )
-
-
-def _is_exclusive(device: torch.device) -> bool:
-    """Whether the compute mode of a GPU is CU_COMPUTEMODE_EXCLUSIVE_PROCESS; False where the driver
-    does not say."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    handle, mode = ctypes.c_int(), ctypes.c_int(-1)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    failed = driver.cuDeviceGet(ctypes.byref(handle), index) or driver.cuDeviceGetAttribute(
-        ctypes.byref(mode), _COMPUTE_MODE, handle
-    )
-    return not failed and mode.value == _EXCLUSIVE_PROCESS
 
 
 @functools.cache
@@ -157,7 +137,6 @@ def facts(device: torch.device) -> DeviceFacts:
         overlaps=newer,
         gluon=hopper and fits_gluon(triton_version()),
         many_groups=hopper and fits_gluon(triton_version(), MANY_GROUPS),
-        exclusive=device.type == "cuda" and _is_exclusive(device),
         cuda=hopper and nvrtc.is_available(),
     )
 

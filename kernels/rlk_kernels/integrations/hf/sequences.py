@@ -89,8 +89,9 @@ def check_rows(
 
 
 def _require(so: Tensor, otherwise: str) -> None:
-    """NotServed with `otherwise`; compiled, where nothing can be raised, what torch raises."""
-    if torch.compiler.is_compiling():
+    """NotServed with `otherwise`; compiled or in a CUDA graph, where nothing can be raised, what
+    torch raises."""
+    if torch.compiler.is_compiling() or (so.is_cuda and torch.cuda.is_current_stream_capturing()):
         torch._assert_async(so, otherwise)
     elif not bool(so):
         raise NotServed(otherwise)
