@@ -11,7 +11,7 @@ from rlk_align.model.families import FAMILIES, ModelShape
 FIXED = ("default", "linear", "llama3", "yarn")
 """Kinds whose frequencies do not depend on the sequence."""
 _LEAST_PAIRS = 8
-"""With fewer, rotations by two positions cannot be distinguished."""
+"""With fewer, rotations by different positions cannot be distinguished."""
 
 
 @dataclass(frozen=True, slots=True)
