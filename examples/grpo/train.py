@@ -116,8 +116,8 @@ class Loop:
         return [to_sample(answer, a) for answer, a in zip(answers, advantages, strict=True)]
 
     def sync(self) -> None:
-        """The trainer's weights into the live vLLM; then every parameter of both, as each of them
-        computes with it, is held against the other."""
+        """Loads the trainer's weights into the live vLLM, then compares every parameter as each of
+        the two computes with it."""
         before = self.digests
         with self.timed("sync"):
             self.rollout.load(self.trainer.weights())

@@ -23,8 +23,8 @@ GLUON_TRITON = ((3, 6), (3, 10))
 """Versions of Triton that every Gluon kernel compiles with (`scripts/compile_kernels.py`): from the
 first, below the second."""
 MANY_GROUPS = ((3, 6), (3, 7))
-"""Those whose ptxas lets the products of more than two groups of warps run ahead in a Gluon kernel;
-later ones serialize its wgmma."""
+"""Versions of Triton whose ptxas lets the products of more than two groups of warps overlap in a
+Gluon kernel; later ones serialize its wgmma."""
 
 
 def interpreting() -> bool:
@@ -44,7 +44,8 @@ HAS_TRITON = _finds_triton()
 
 
 def lazy_module(name: str) -> Callable[[], ModuleType]:
-    """() -> a module that needs Triton, imported at the first call."""
+    """A function that returns a module which needs Triton: the module is imported at the first
+    call."""
     return functools.cache(functools.partial(importlib.import_module, name))
 
 
@@ -99,7 +100,7 @@ class DeviceFacts:
 
 
 PLANNED_PROCESSORS = 132
-"""Processors that plans assume where there is no GPU (those of an H200)."""
+"""How many processors plans assume where there is no GPU (the number of an H200)."""
 
 
 class HopperKernelsUnused(RuntimeWarning):
@@ -141,7 +142,7 @@ def facts(device: torch.device) -> DeviceFacts:
 
 
 def triton_version() -> str:
-    """The version of the installed Triton; only asked where kernels of its are launched."""
+    """The version of the installed Triton; read only where Triton kernels are launched."""
     import triton
 
     return triton.__version__
