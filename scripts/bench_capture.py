@@ -127,17 +127,19 @@ def table(r: dict) -> str:
         f"{r['engines'][0]} against {r['engines'][1]}; {r['machine']}; {r['versions']}.",
         "",
         f"`{r['command']}`. Peak memory of the parent process: "
-        f"{r['parent_peak_bytes'] / 1e6:.0f} MB. Each pass, and its trace on disk:",
+        f"{r['parent_peak_bytes'] / 1e6:.0f} MB.",
         "",
+        "| capture | pass | seconds | over untapped | trace |",
+        "| --- | --- | ---: | ---: | ---: |",
     ]
     plain = {(p["capture"], p["pass"]): p["seconds"] for p in r["passes"]}
     for p in r["passes"]:
         kind, _, variant = p["pass"].partition(".")
         base = plain.get((p["capture"], f"{kind}.untapped"))
-        ratio = f", {p['seconds'] / base:.2f} × untapped" if base and variant != "untapped" else ""
+        ratio = f"{p['seconds'] / base:.2f} ×" if base and variant != "untapped" else ""
         lines.append(
-            f"- {p['capture']} `{p['pass']}`: {p['seconds']:.1f} s{ratio}; "
-            f"{p['bytes'] / 1e6:,.0f} MB"
+            f"| {p['capture']} | {p['pass']} | {p['seconds']:.1f} | {ratio} | "
+            f"{p['bytes'] / 1e6:,.0f} MB |"
         )
     lines += [
         "",
