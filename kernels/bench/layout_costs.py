@@ -105,6 +105,10 @@ def times(model: Model, rows: int, ranks: int, link: Link) -> tuple[float, float
     return reduce, gather
 
 
+def _row(*cells: object) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
 def ratios() -> Iterator[str]:
     """Bytes of gathers over those of all-reduces: the same for every number of ranks."""
     for model in MODELS:
@@ -114,13 +118,13 @@ def ratios() -> Iterator[str]:
         yield f"{model.name} {b / a:.2f}"
 
 
-def slower(cases: list[tuple[Link, int]]) -> Iterator[str]:
-    """A line a case, with the models in their order."""
+def times_table(cases: list[tuple[Link, int]]) -> Iterator[str]:
+    yield _row("link", "tp", *(model.name for model in MODELS))
+    yield _row("---", "---:", *("---:" for _ in MODELS))
     for link, ranks in cases:
         served = [n for n in (*BATCHES, PREFILL) if link is not PEER or n < PREFILL]
-        percent = [[_slower(model, n, ranks, link) for n in served] for model in MODELS]
-        of_models = "; ".join(", ".join(f"{x:+.0f}" for x in of) for of in percent)
-        yield f"- {link.name}, tp={ranks}: {of_models}"
+        slower = [[_slower(model, n, ranks, link) for n in served] for model in MODELS]
+        yield _row(link.name, ranks, *(", ".join(f"{x:+.0f}" for x in of) for of in slower))
 
 
 def _slower(model: Model, rows: int, ranks: int, link: Link) -> float:
@@ -150,8 +154,6 @@ By how many percent gathers and products take longer than all-reduces and produc
 **Assumed**: NVLink 360 GB/s a direction (of 450); NCCL 15 µs; by stores an engine's own all-reduce 6 µs, our gather 5;
 between nodes 40 GB/s a GPU (a 400 Gbit/s card), an all-reduce 40 µs, a gather 30; products at 600 TFLOP/s or 3.0 TB/s of weights, whichever is slower.
 
-{models}:
-
 {times}
 
 In decode latency decides: four waits a layer instead of two. In prefill bytes decide: K of down_proj is 3 to 5 times N. Across two nodes o_proj costs the same where K = N, down_proj 2 to 3 times as much. At tp=1 and in FSDP nothing is gathered.
@@ -162,8 +164,7 @@ def page() -> str:
     cases = [(NCCL, 2), (PEER, 2), (NCCL, 8), (PEER, 8), (NODES, 16)]
     return PAGE.format(
         bytes=", ".join(ratios()),
-        models="; ".join(model.name for model in MODELS),
-        times="\n".join(slower(cases)),
+        times="\n".join(times_table(cases)),
     )
 
 
