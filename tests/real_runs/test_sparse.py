@@ -92,6 +92,17 @@ def test_a_fault_is_named(tmp_path: Path, fault: str, site: str) -> None:
         assert "beyond rounding" in done.out
 
 
+@pytest.mark.parametrize("other", ["vllm", "megatron"])
+def test_a_fault_at_an_operator_that_one_side_alone_shows(tmp_path: Path, other: str) -> None:
+    require_engine(other)
+    faulty = "hf:experts=grouped_mm,fault=expert-weight-early"
+    sides = ("vllm", faulty) if other == "vllm" else (faulty, other)
+    done = compared(tmp_path, *sides)
+    assert done.code == 1, done.out + done.err
+    side = "train" if other == "vllm" else "rollout"
+    assert named(done) == [(f"{LAYER}.act", side), (f"{LAYER}.moe_out", side)]
+
+
 def test_a_fault_in_the_rollout_alone(tmp_path: Path) -> None:
     done = compared(tmp_path, "hf:fault=expert-weights-unnormalised", "hf")
     assert named(done) == [(f"{LAYER}.routing_weights", "rollout")]
