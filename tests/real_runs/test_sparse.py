@@ -11,6 +11,8 @@ from conftest import Outcome, command_line, require_engine, write_few_prompts
 from safetensors.torch import load_file, save_file
 
 from rlk_align.engines.faults.catalogue import FAULTS
+from rlk_align.probe.selftest.run import SelfTestRequest, selftest
+from rlk_align.trace.run import Run
 
 SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
 PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}
@@ -265,6 +267,29 @@ def test_the_self_test_names_every_fault_of_a_sparse_layer(tmp_path: Path) -> No
         assert {d["fault"] for d in found["detections"]} == faults
         assert all(d["others"] == [] for d in found["detections"])
         assert [c["alarms"] for c in found["clean"]] == [[]] * len(found["clean"])
+
+
+@pytest.mark.whole_matrix
+def test_the_self_test_with_the_kernels(tmp_path: Path) -> None:
+    """In all engines, on either side of each pair, beside the one in a product of transformers."""
+    engines = ("hf", "vllm", "megatron")
+    for engine in engines:
+        require_engine(engine)
+    faults = tuple(n for n, f in FAULTS.items() if f.sparse and n != "expert-weight-early")
+    request = SelfTestRequest(
+        engines=engines,
+        faults=faults,
+        seeds=1,
+        curves=False,
+        model=str(SPARSE),
+        prompts=write_few_prompts(tmp_path / "few.jsonl"),
+        settings=dict.fromkeys(engines, "kernels=rlk"),
+    )
+    report = selftest(request, Run(tmp_path), lambda *_: None, lambda _: None)
+    assert report.passed
+    assert len(report.detections) == 6 * len(faults)
+    assert all(d.others == [] for d in report.detections)
+    assert [c.alarms for c in report.clean] == [[]] * 3
 
 
 def test_graft_passes_are_left_out_with_the_reason(tmp_path: Path) -> None:
