@@ -126,26 +126,23 @@ def table(r: dict) -> str:
         f"{r['parameters'] / 1e6:.1f} M parameters (random, bf16), {r['tokens']:,} tokens; "
         f"{r['engines'][0]} against {r['engines'][1]}; {r['machine']}; {r['versions']}.",
         "",
-        f"Command: `{r['command']}`",
+        f"`{r['command']}`. Peak memory of the parent process: "
+        f"{r['parent_peak_bytes'] / 1e6:.0f} MB. Each pass, and its trace on disk:",
         "",
-        f"Peak memory of the parent process: {r['parent_peak_bytes'] / 1e6:.0f} MB.",
-        "",
-        "| capture | pass | seconds | over un-tapped | trace |",
-        "| --- | --- | ---: | ---: | ---: |",
     ]
     plain = {(p["capture"], p["pass"]): p["seconds"] for p in r["passes"]}
     for p in r["passes"]:
         kind, _, variant = p["pass"].partition(".")
         base = plain.get((p["capture"], f"{kind}.untapped"))
-        ratio = f"{p['seconds'] / base:.2f} ×" if base and variant != "untapped" else ""
+        ratio = f", {p['seconds'] / base:.2f} × untapped" if base and variant != "untapped" else ""
         lines.append(
-            f"| {p['capture']} | {p['pass']} | {p['seconds']:.1f} | {ratio} | "
-            f"{p['bytes'] / 1e6:,.0f} MB |"
+            f"- {p['capture']} `{p['pass']}`: {p['seconds']:.1f} s{ratio}; "
+            f"{p['bytes'] / 1e6:,.0f} MB"
         )
     lines += [
         "",
         "`untapped` runs without a hook; `repeat` observes every site and keeps digests; the "
-        "plain pass keeps statistics and values too, all of which go to disk while it runs.",
+        "plain pass also keeps statistics and values and writes them while it runs.",
         "",
     ]
     return "\n".join(lines)

@@ -105,10 +105,6 @@ def times(model: Model, rows: int, ranks: int, link: Link) -> tuple[float, float
     return reduce, gather
 
 
-def _row(*cells: object) -> str:
-    return "| " + " | ".join(map(str, cells)) + " |"
-
-
 def ratios() -> Iterator[str]:
     """Bytes of gathers over those of all-reduces: the same for every number of ranks."""
     for model in MODELS:
@@ -118,13 +114,13 @@ def ratios() -> Iterator[str]:
         yield f"{model.name} {b / a:.2f}"
 
 
-def times_table(cases: list[tuple[Link, int]]) -> Iterator[str]:
-    yield _row("link", "tp", *(model.name for model in MODELS))
-    yield _row("---", "---:", *("---:" for _ in MODELS))
+def slower(cases: list[tuple[Link, int]]) -> Iterator[str]:
+    """A line a case, with the models in their order."""
     for link, ranks in cases:
         served = [n for n in (*BATCHES, PREFILL) if link is not PEER or n < PREFILL]
-        slower = [[_slower(model, n, ranks, link) for n in served] for model in MODELS]
-        yield _row(link.name, ranks, *(", ".join(f"{x:+.0f}" for x in of) for of in slower))
+        percent = [[_slower(model, n, ranks, link) for n in served] for model in MODELS]
+        of_models = "; ".join(", ".join(f"{x:+.0f}" for x in of) for of in percent)
+        yield f"- {link.name}, tp={ranks}: {of_models}"
 
 
 def _slower(model: Model, rows: int, ranks: int, link: Link) -> float:
@@ -136,29 +132,29 @@ def _slower(model: Model, rows: int, ranks: int, link: Link) -> float:
 
 PAGE = """# What a layout costs, on paper
 
-**Nothing on this page is measured.** `python kernels/bench/layout_costs.py` computes it from formulas, for bf16. Measurements:
+**Nothing on this page is measured.** `python kernels/bench/layout_costs.py` computes it, for bf16. Measured:
 [two GPUs](fix-path.md#two-gpus), [the gather by stores](peer-gather.md), [a rank's products](shard-products.md).
 
-For each row-parallel product (o_proj, down_proj; y[M, N] of x[M, K], R ranks) an engine sums partial results in one all-reduce. The kernels gather
-the input and then the output: copies, so that the bits are those of one rank. A rank receives, per row:
+For a row-parallel product (o_proj, down_proj; y[M, N] of x[M, K], R ranks) an engine adds up partial results; the kernels gather
+input and output, for the bits of one rank. Bytes that a rank receives per row (two nodes of 8: each network card):
 
-    all-reduce (or sequence parallelism)   2 (R - 1)/R 2N bytes               1 wait of the device (2)
-    gathers                                (R - 1)/R (2K + 2N)                2
-    gathers, sequence parallelism          (R - 1)/R (2K + 2N/R + 2N)         3
-    two nodes of 8, each network card      all-reduce 2N/8; gathers (2K + 2N)/2/8
+    all-reduce                    2(R-1)/R 2N        (2N/8)           1 wait of the device; sequence parallelism 2
+    gathers                       (R-1)/R (2K+2N)    ((2K+2N)/2/8)    2
+    with sequence parallelism     (R-1)/R (2K+2N/R+2N)                3
 
-Megatron also exchanges the weights of o_proj and down_proj once a forward: (R - 1)/R 2KN/R bytes per rank and product.
+Megatron also exchanges both weights once a forward: (R-1)/R 2KN/R bytes each.
 
-Bytes of gathers / those of all-reduces, for any tp: {bytes}.
+Bytes of gathers / of all-reduces, any tp: {bytes}.
 
-Time: by how many percent (gathers + products) exceed (all-reduces + products) at 1, 64, 256 and, except by stores, 8,192 rows. An upper bound: nothing overlaps, and attention is left out.
-**Assumed**: NVLink 360 GB/s a direction (of 450), a collective of NCCL 15 µs; by stores
-(decode) an engine's own all-reduce 6 µs and our gather 5 µs; between nodes 40 GB/s a GPU (a card of 400 Gbit/s), an all-reduce 40 µs and a gather
-30 µs; products at 600 TFLOP/s or 3.0 TB/s of weights, whichever takes longer.
+By how many percent gathers and products take longer than all-reduces and products, at 1, 64, 256 and, except by stores, 8,192 rows; an upper bound: nothing overlaps, attention is left out.
+**Assumed**: NVLink 360 GB/s a direction (of 450); NCCL 15 µs; by stores an engine's own all-reduce 6 µs, our gather 5;
+between nodes 40 GB/s a GPU (a 400 Gbit/s card), an all-reduce 40 µs, a gather 30; products at 600 TFLOP/s or 3.0 TB/s of weights, whichever is slower.
+
+{models}:
 
 {times}
 
-In decode latency decides: four waits a layer instead of two. In prefill bytes decide: K of down_proj is 3 to 5 times N. Across two nodes o_proj costs the same where K = N, and down_proj 2 to 3 times as much. At tp=1 and in FSDP nothing is gathered.
+In decode latency decides: four waits a layer instead of two. In prefill bytes decide: K of down_proj is 3 to 5 times N. Across two nodes o_proj costs the same where K = N, down_proj 2 to 3 times as much. At tp=1 and in FSDP nothing is gathered.
 """
 
 
@@ -166,7 +162,8 @@ def page() -> str:
     cases = [(NCCL, 2), (PEER, 2), (NCCL, 8), (PEER, 8), (NODES, 16)]
     return PAGE.format(
         bytes=", ".join(ratios()),
-        times="\n".join(times_table(cases)),
+        models="; ".join(model.name for model in MODELS),
+        times="\n".join(slower(cases)),
     )
 
 

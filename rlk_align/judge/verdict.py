@@ -63,9 +63,9 @@ class Verdict(Result):
 
 
 def judge(comparison: Comparison, contract: Contract, day: date | None = None) -> Verdict:
-    """Holds a comparison against a contract, on a day, today if None. Doubt outweighs a breach, a
-    breach or an expired waiver a pass. Raises ContractError where the contract does not fit the
-    sites that were compared."""
+    """Judges a comparison by a contract, on a day, today if None. A doubt outweighs a breach; a
+    breach or an expired waiver outweighs a pass. Raises ContractError where the contract does not
+    fit the sites that were compared."""
     doubts = list(doubts_of(comparison, contract))
     checks: list[LimitCheck] = []
     if not comparison.stopped:
@@ -91,7 +91,7 @@ def judge(comparison: Comparison, contract: Contract, day: date | None = None) -
 
 
 def judge_by(comparison: Comparison, name: str | None) -> Verdict:
-    """Holds a comparison against a contract by id or file; None is the one of its dtype.
+    """Judges a comparison by a contract, given by id or file; None is the one of its dtype.
 
     Raises ContractError.
     """
@@ -148,7 +148,7 @@ def doubts_of(c: Comparison, contract: Contract) -> list[str]:
 
 
 def _noise(c: Comparison, contract: Contract) -> Iterator[str]:
-    """Sides that do not repeat themselves: what is measured of them is another each time."""
+    """Sides that do not repeat themselves: what is measured of them changes each time."""
     for side, noise in (c.controls.noise if c.controls else {}).items():
         if noise == "not measured" and contract.max_noise is None:
             yield f"it was not measured whether {side} repeats itself"
@@ -165,7 +165,7 @@ def _noise(c: Comparison, contract: Contract) -> Iterator[str]:
 
 def _notes(c: Comparison, contract: Contract) -> list[str]:
     """Untested versions, other versions of torch on the two sides, one capture for both, and rows
-    that no operator's limit was held against: their values were not kept, or they are noisy."""
+    that no operator's limit was checked on: their values were not kept, or they are noisy."""
     notes = [
         f"{role}: {e.environment['untested']}"
         for role, e in c.engines.items()
@@ -233,7 +233,7 @@ def _flipped_apart(c: Comparison, contract: Contract) -> Iterator[str]:
 
 
 def _not_held(c: Comparison, contract: Contract) -> Iterator[str]:
-    """Limits that want more tokens than there are."""
+    """Limits that need more tokens than there are."""
     for edge in c.edges:
         limits = contract.limits_for(c.dtype) if edge.name in c.judged else []
         tokens = judged_metrics(edge, c, contract).tokens

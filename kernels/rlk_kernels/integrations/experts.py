@@ -86,8 +86,8 @@ class Sparse(Counted):
         return profile.combine(inside[-1], weights, ids, experts)
 
     def _rows(self, x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
-        """Of the rows of a token's experts what `INSIDE` names, [T, k, I] each and [T, k, H];
-        the last alone where nothing is trained or shown."""
+        """The rows that `INSIDE` names, for each expert of a token: [T, k, I] each, and [T, k, H].
+        Only the last one where nothing is trained or shown."""
         groups = profile.expert_groups(ids, len(gate_up))
         if self.rlk_show is None and not torch.is_grad_enabled():
             act = profile.expert_act(x, gate_up, groups)

@@ -80,7 +80,7 @@ def route(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
 
 
 class Correction(NamedTuple):
-    """How the routers of a family choose that correct their scores, and share them out."""
+    """How routers that correct their scores choose experts and weight them."""
 
     bias: Tensor
     """fp32 [E], added to the scores for the choice alone."""
@@ -174,7 +174,8 @@ def paged_attention(
 
 
 def float32(scale: float) -> float:
-    """Rounded to fp32: engines compute D**-0.5 and 1/sqrt(D), which are two doubles for some D."""
+    """`scale`, rounded to fp32: engines compute D**-0.5 and 1/sqrt(D), which are two doubles for
+    some D."""
     return struct.unpack("f", struct.pack("f", scale))[0]
 
 

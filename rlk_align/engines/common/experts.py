@@ -25,7 +25,7 @@ def choice_replaced(choose: Choose, experts: int) -> Iterator[list[int]]:
     """While entered, `torch.topk` picks the experts that `choose` gives in place of its own, so
     that an engine computes their weights as it computes all weights. Of calls that pick something
     else, such as groups, nothing changes. Yields a list that grows by one entry with each choice
-    among so many `experts`."""
+    among this many `experts`."""
     original = torch.topk
     calls: list[int] = []
 

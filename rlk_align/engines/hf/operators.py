@@ -19,7 +19,7 @@ from rlk_align.engines.hf.taps import on_rotation
 
 
 class HFOperators(Operators):
-    """Of a model of transformers; every tensor but attention's is `[B, T, F]`."""
+    """The operators of a model of transformers; every tensor but attention's is `[B, T, F]`."""
 
     def __init__(self, engine: Any, chosen: Chosen) -> None:
         super().__init__(engine, engine.model, hf_places(engine.model), chosen)

@@ -17,7 +17,7 @@ from rlk_align.engines.hf.experts import replace_choice, sparse_blocks
 
 
 class HFSparseLayers(SparseLayers):
-    """Of a model of transformers."""
+    """The sparse layers of a model of transformers."""
 
     def __init__(self, hooks: Hooks, model: Any) -> None:
         self._hooks = hooks

@@ -23,7 +23,7 @@ from rlk_align.engines.process.ranks import all_gather
 
 
 class MegatronOperators(Operators):
-    """Of one rank's model, built from the local spec."""
+    """The operators of one rank's model, built from the local spec."""
 
     def __init__(self, engine: Any, chosen: Chosen) -> None:
         tp = engine.grid.tp

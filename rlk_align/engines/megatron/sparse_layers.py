@@ -13,7 +13,7 @@ from rlk_align.engines.faults.unit import Formula, Unit, in_place_of
 
 
 class MegatronSparseLayers(SparseLayers):
-    """Of one rank, which has all experts or a share of them."""
+    """The sparse layers of one rank, which has all experts or a share of them."""
 
     def __init__(self, hooks: Hooks, layer: Callable[[int], Any], experts: range) -> None:
         """`layer`: the model's layer of that number; `experts`: those that this rank has."""

@@ -34,7 +34,7 @@ class FaultPlan:
 
 
 class VLLMOperators(Operators):
-    """Of the model of one worker."""
+    """The operators of the model of one worker."""
 
     def __init__(self, plan: FaultPlan, runner: Any, chosen: Chosen) -> None:
         self._runner, self._parallel = runner, TensorParallel()
@@ -72,7 +72,7 @@ class VLLMOperators(Operators):
 
     @staticmethod
     def _metadata(attention: Any) -> Any:
-        """Of the forward that runs; None in vLLM's own warm-up."""
+        """The metadata of the forward that runs; None in vLLM's own warm-up."""
         from vllm.forward_context import get_forward_context
 
         metadata = get_forward_context().attn_metadata
@@ -213,7 +213,7 @@ class _Cache:
     def read(
         self, blocks: torch.Tensor, length: int, block_size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the first `length` tokens of a request, `[length, KV, D]` each."""
+        """Keys and values of the first `length` tokens of a request, `[length, KV, D]` each."""
         places = torch.arange(length, device=blocks.device)
         slots = blocks[places // block_size].long() * block_size + places % block_size
         return self._stored[0][slots], self._stored[1][slots]

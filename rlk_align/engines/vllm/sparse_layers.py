@@ -16,7 +16,7 @@ from rlk_align.engines.vllm.weights import live_weight
 
 
 class VLLMSparseLayers(SparseLayers):
-    """Of a model that one worker holds alone."""
+    """The sparse layers of a model that one worker holds alone."""
 
     def __init__(self, hooks: Hooks, model: Any) -> None:
         self._hooks = hooks

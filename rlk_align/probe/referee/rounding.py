@@ -23,7 +23,8 @@ from rlk_align.probe.referee.pattern import RowLabels, Totals, pattern
 from rlk_align.results import RoundingErrors
 
 STANDARD_ERRORS = 6.0
-"""Of the largest of a million features, about five are chance."""
+"""How many standard errors a feature must exceed: by chance alone, the largest of a million reaches
+about five."""
 LARGEST_ROW = 4.0
 """How many usual rows a large one counts for."""
 FEATURE_ROWS = 16

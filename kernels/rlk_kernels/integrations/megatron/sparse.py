@@ -50,8 +50,8 @@ class Stacked(torch.autograd.Function):
 
 
 class SharedMLP(GatedMLP, SharedExpertMLP):
-    """The experts that every token is sent to. As of an MLP, what it gives has a bias beside it,
-    None."""
+    """The experts that every token is sent to. Like an MLP, it returns its output and a bias, which
+    is None."""
 
 
 class SparseMLP(Sparse, MoELayer):
