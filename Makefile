@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: setup demo demo-loop test test-slow test-slow-all test-fix-path test-fix-path-all test-quick check compile-kernels test-gpu bench-gpu docs clean
+.PHONY: setup demo demo-loop test test-ci test-slow test-slow-all test-fix-path test-fix-path-all test-quick check compile-kernels test-gpu bench-gpu docs clean
 
 setup: $(STAMP)
 
@@ -41,14 +41,8 @@ test: setup
 
 # Engines with the kernels in them, bit for bit, in every batch and layout: some minutes; and with every operator
 # left to its engine in turn, and in other families' shapes: as long again.
-FIX_PATH := tests/fix_path/test_engines.py tests/fix_path/test_layouts.py tests/fix_path/test_vllm_alone.py \
-  tests/fix_path/test_vllm_batches.py tests/fix_path/test_weight_update.py tests/fix_path/test_examples.py \
-  tests/fix_path/test_hf_compiled.py tests/fix_path/test_tensor_parallel.py tests/fix_path/test_sparse.py \
-  tests/fix_path/test_layout_matrix.py tests/fix_path/test_rank_faults.py tests/fix_path/test_gradients.py \
-  tests/fix_path/test_grpo_loop.py tests/fix_path/test_slices_and_stages.py
-
 test-fix-path: setup
-	$(TESTS) -m 'not whole_matrix' $(FIX_PATH)
+	$(TESTS) -m 'not whole_matrix' tests/fix_path
 
 test-fix-path-all: setup
 	$(TESTS) tests/fix_path
@@ -64,6 +58,11 @@ test-slow-all: setup
 	$(TESTS) tests/mutation tests/compiled tests/real_runs
 	$(TESTS) -m whole_matrix tests
 
+# What CI runs beside `make check`: `make test` with the folders of test-slow and test-fix-path in it, so that packages
+# are imported once, and one end is waited for. tests/architecture is in `make check`.
+test-ci: TEST := -o norecursedirs=gpu --ignore=tests/architecture
+test-ci: test
+
 # What starts no engine.
 test-quick: setup
 	$(TESTS) tests/model tests/trace tests/capture tests/compare tests/judge tests/fixtures
@@ -72,7 +71,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/architecture
+	$(TESTS) tests/architecture
 
 # The site of the docs, in dist/site: every link is checked. Its environment is its own.
 DOCS_VENV := .venv-docs

@@ -174,7 +174,7 @@ class Launches:
     """Those of kernels in CUDA C++ that there were."""
 
     def launch_cuda(self, seen: dict, source: nvrtc.Source, *_) -> None:
-        """In the place of `cuda.launch`."""
+        """Instead of `cuda.launch`."""
         name = f"{source.entry}.cu"
         if not self.compiling or source in self.sources or (self.once and name in self.kernels):
             return

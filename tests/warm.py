@@ -170,6 +170,7 @@ def _prepare(kind: str) -> None:
         _start_ranks_of_torchrun(kind)
     elif kind == "vllm":
         _start_ranks_of_vllm()
+        _ask_of_models_in_place()
 
 
 def _start_ranks_of_torchrun(kind: str) -> None:
@@ -205,6 +206,13 @@ def _start_ranks_of_vllm() -> None:
         return popen.returncode
 
     util.spawnv_passfds, popen_spawn_posix.Popen.poll = spawn_warm, poll_warm
+
+
+def _ask_of_models_in_place() -> None:
+    """vLLM asks what a model's class can do in a process that starts cold, once a machine."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda ask: ask()
 
 
 class Server:

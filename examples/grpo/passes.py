@@ -54,7 +54,7 @@ class _Captured:
 
 
 class Graphs(Eager):
-    """The host launches two graphs in the place of some thousand kernels, which takes it longer
+    """The host launches two graphs instead of some thousand kernels, which takes it longer
     than a GPU takes to compute them.
 
     A graph reads and writes the memory that it was captured with, so packs are copied into it. Its
@@ -111,7 +111,7 @@ class Graphs(Eager):
         with torch.cuda.stream(self._stream):
             self._loss(self._score(fixed)[0], fixed, self._scale).backward()
             self._keep_gradients()
-            # The check that a capture has in the place of one that waits.
+            # The check that a capture has instead of one that waits.
             torch._assert_async((fixed.starts >= 0).all())
         torch.cuda.current_stream().wait_stream(self._stream)
         # Other threads, such as vLLM's, may call CUDA meanwhile.

@@ -261,7 +261,7 @@ class Evidence:
 
 
 def _zero_fill(side: Floats, other: Floats) -> Mask:
-    """Which 0.0 of the compared tokens, [n], stand in the place of a log-prob; all False where they
+    """Which 0.0 of the compared tokens, [n], stand instead of a log-prob; all False where they
     may be of a truncated law that keeps one token, to which it gives the log-prob 0."""
     zeros = (side == 0) & (other < _ZERO_WHILE)
     # Tokens of which both sides say a log-prob, and one is wild; they may be 0 by chance too.

@@ -1,6 +1,8 @@
 """Who may import whom, read from the source: the arrows of the design, and no others."""
 
 import ast
+import functools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +31,8 @@ def typing_only(tree: ast.Module) -> set[ast.AST]:
     return found
 
 
-def imports(path: Path, running: bool = False) -> set[str]:
+@functools.cache
+def imports(path: Path, running: bool = False) -> frozenset[str]:
     """Modules that a file imports anywhere, inside functions too, as `rlk_align.x` or `torch`.
 
     `running`: without those for the type checker alone.
@@ -47,7 +50,7 @@ def imports(path: Path, running: bool = False) -> set[str]:
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 found.add(full if full in MODULES else str(node.module))
-    return found
+    return frozenset(found)
 
 
 def own_imports(module: str, running: bool = False) -> set[str]:
@@ -210,48 +213,57 @@ def test_the_kernels_never_import_the_tool() -> None:
         assert "rlk_align" not in text, path
 
 
-def loaded(*modules: str) -> set[str]:
-    """What a fresh interpreter has loaded after importing these."""
-    code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
+def loaded(*modules: str) -> dict[str, set[str]]:
+    """What each of these loads that those before it have not, in one fresh interpreter."""
+    code = (
+        "import importlib, json, sys\n"
+        "names, before = {}, set()\n"
+        "for module in sys.argv[1:]:\n"
+        "    importlib.import_module(module)\n"
+        "    names[module] = sorted(sys.modules.keys() - before)\n"
+        "    before = {*sys.modules}\n"
+        "print(json.dumps(names))\n"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
+        [sys.executable, "-c", code, *modules], capture_output=True, text=True, cwd=ROOT, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
+    return {module: set(names) for module, names in json.loads(done.stdout).items()}
 
 
 HEAVY = {"torch", "transformers", "vllm", "triton", "rlk_kernels", "safetensors.torch"}
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        *("judge.verdict", "judge.contract", "results", "report.terminal", "report.verdict_json"),
-        *("diagnose.explain", "report.explained_json", "report.explained_terminal"),
-        *("writers.step_file", "writers.trl", "writers.verl"),
-        *("dumps.run", "readers.importing", "readers.miles", "readers.jsonl"),
-        *("report.source", "report.html.page", "report.html.several", "report.model_explorer"),
-        *("trace.run", "trace.schema", "engines.registry", "engines.spec", "engines.tested"),
-        *("capture.request", "model.checkpoint", "model.edges", "model.families", "model.prompts"),
-        *("model.sites", "model.operators", "progress", "text", "errors", "data", "cli.main"),
-        *("api.public", "api.loaded", "api.judging", "api.pair", "api.single"),
-        *("report.weights_terminal", "cli.weights"),
-        *("report.rescored_terminal", "report.rescored_json", "api.rescoring", "cli.compare"),
-    ],
+LIGHT = (
+    *("judge.verdict", "judge.contract", "results", "report.terminal", "report.verdict_json"),
+    *("diagnose.explain", "report.explained_json", "report.explained_terminal"),
+    *("writers.step_file", "writers.trl", "writers.verl"),
+    *("dumps.run", "readers.importing", "readers.miles", "readers.jsonl"),
+    *("report.source", "report.html.page", "report.html.several", "report.model_explorer"),
+    *("trace.run", "trace.schema", "engines.registry", "engines.spec", "engines.tested"),
+    *("capture.request", "model.checkpoint", "model.edges", "model.families", "model.prompts"),
+    *("model.sites", "model.operators", "progress", "text", "errors", "data", "cli.main"),
+    *("api.public", "api.loaded", "api.judging", "api.pair", "api.single"),
+    *("report.weights_terminal", "cli.weights"),
+    *("report.rescored_terminal", "report.rescored_json", "api.rescoring", "cli.compare"),
 )
-def test_judging_and_parsing_need_no_torch(module: str) -> None:
-    assert not loaded(f"rlk_align.{module}") & HEAVY
+"""What judges and parses."""
+
+
+def test_judging_and_parsing_need_no_torch() -> None:
+    found = loaded(*(f"rlk_align.{module}" for module in LIGHT))
+    assert {module: names & HEAVY for module, names in found.items() if names & HEAVY} == {}
 
 
 def test_the_package_itself_loads_next_to_nothing() -> None:
-    found = loaded("rlk_align")
+    found = loaded("rlk_align")["rlk_align"]
     assert not found & {*HEAVY, "pydantic", "pyarrow", "numpy", "rich", "typer"}
     assert "rlk_align.api.public" in found
 
 
 def test_an_engines_module_does_not_load_the_engine() -> None:
     # vLLM's settings must be in the environment before vLLM is imported.
-    found = loaded("rlk_align.engines.hf.engine", "rlk_align.engines.vllm.engine")
-    assert not found & {"transformers", "vllm"}
-    # The spy sees what is there.
-    assert {"torch", "rlk_align.engines.vllm.engine"} <= found
+    engines = ("rlk_align.engines.hf.engine", "rlk_align.engines.vllm.engine")
+    found = loaded("rlk_align.results", *engines, "rlk_align.cli.main")
+    assert not set().union(*found.values()) & {"transformers", "vllm"}
+    # The spy sees what is there, and who loaded it.
+    assert [module for module, names in found.items() if names & HEAVY] == [engines[0]]
+    assert engines[1] in found[engines[1]]

@@ -19,6 +19,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "kern
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
+@functools.cache
 def found_in(folder: Path, module: str) -> Path | None:
     """The file of a module, or the folder of a package without `__init__.py`."""
     path = folder.joinpath(*module.split("."))

@@ -7,6 +7,7 @@ import pytest
 from conftest import Cli, capture_of, require_engine
 from rlk_kernels.integrations.operators import OPERATORS
 
+pytestmark = pytest.mark.whole_matrix
 TOGETHER = {
     # Left to an engine with the first of those that it computes by one product or one function.
     "hf": {"k_rope"},

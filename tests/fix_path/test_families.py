@@ -11,6 +11,7 @@ from random_model import write_random_model
 
 from rlk_align.model.prompts import TokenBatch
 
+pytestmark = pytest.mark.whole_matrix
 ORIGINAL = 16
 """Positions before the ropes are stretched."""
 LLAMA3 = {

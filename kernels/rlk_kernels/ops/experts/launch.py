@@ -39,7 +39,7 @@ def tile_for(rows: int, experts: int, dtype: torch.dtype, here: DeviceFacts, sou
 
 
 def few_for(tile: Tile, sound: bool) -> int:
-    """Up to how many rows of an expert a tile half as high takes in the place of `tile`; 0: none
+    """Up to how many rows of an expert a tile half as high takes instead of `tile`; 0: none
     does. An expert's last rows fill half of a high tile in the mean."""
     return tile.m // 2 if sound and (tile.m >= 128 or tile == INTERPRETED) else 0
 

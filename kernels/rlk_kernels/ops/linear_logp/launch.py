@@ -309,7 +309,7 @@ def coefficients(
     spec: LogitOptions,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(g[T, J] of the ids, a[T], b[T] or None): dlogits = p (a + b log2 p) + the ids' g."""
-    # A number in the place of a tensor would have `where` wait for the GPU.
+    # A number instead of a tensor would have `where` wait for the GPU.
     g = g.float().masked_fill(ids < 0, 0.0) * spec.slope
     a = -(g if g.shape[1] == 1 else tree_sum(g)).squeeze(-1)
     if g_lse is not None:
