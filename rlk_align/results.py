@@ -138,10 +138,12 @@ class Introducer(Result):
     known, is left out."""
 
     @classmethod
-    def among(cls, sites: Sequence[SiteResult], at: int, cell: Cell) -> Self:
-        """The one numbered `at` of an edge's sites, in execution order, first seen in `cell`."""
-        site, (sample, position) = sites[at], cell
-        equal = [s.site for s in sites[:at] if s.rows and not s.differ]
+    def among(
+        cls, before: Sequence[SiteResult], site: "SiteResult | RefereedUnit", cell: Cell
+    ) -> Self:
+        """A site first seen in `cell`, and those of its edge that are computed before it."""
+        sample, position = cell
+        equal = [s.site for s in before if s.rows and not s.differ]
         return cls(
             site=site.site,
             layer=site.layer,
@@ -149,7 +151,7 @@ class Introducer(Result):
             sample=sample,
             position=position,
             last_equal=equal[-1] if equal else None,
-            ranks=site.ranks,
+            ranks=site.ranks if isinstance(site, SiteResult) else {},
         )
 
 

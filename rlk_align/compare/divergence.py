@@ -394,5 +394,5 @@ def _edge_result(edge: Edge, state: _EdgeState) -> EdgeResult:
 def _first_introducer(sites: list[SiteResult]) -> Introducer | None:
     for at, site in enumerate(sites):
         if site.first_introduced is not None:
-            return Introducer.among(sites, at, site.first_introduced)
+            return Introducer.among(sites[:at], site, site.first_introduced)
     return None

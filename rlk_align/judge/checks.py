@@ -136,14 +136,14 @@ def _of_site(site: SiteResult | RefereedUnit, edge: EdgeResult, **check: Any) ->
 
 
 def _of_operators(edge: EdgeResult, c: Comparison, contract: Contract) -> Iterator[LimitCheck]:
-    """For each operator whose outputs differ, and each side, the check of the statistic that uses
-    up most of its budget."""
-    differing = {s.site for s in edge.sites if s.differ}
+    """For each operator whose outputs differ, or that one side alone shows, and each side, the
+    check of the statistic that uses up most of its budget."""
+    equal = {s.site for s in edge.sites if not s.differ}
     for unit in c.referee:
         budget = budget_of(contract, unit)
         if budget is None or unit.errors is None or edge.name not in unit.edges:
             continue
-        if unit.site in differing:
+        if unit.site not in equal:
             checks = [
                 _of_site(
                     unit,

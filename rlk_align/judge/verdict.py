@@ -17,6 +17,7 @@ from rlk_align.results import (
     Noise,
     RefereedUnit,
     Result,
+    SiteResult,
 )
 
 PARITY_KINDS = ("tokens", "weights", "attributes")
@@ -290,24 +291,25 @@ class OverBudget(Result):
 
 def over_budget(verdict: Verdict, edge: EdgeResult) -> list[OverBudget]:
     """Every unit of an edge, in execution order, that is further from float64 than its budget
-    allows, or introduced more than its limit does, or a NaN or an infinity."""
+    allows, also where one side alone shows it, or introduced more than its limit does, or a NaN or
+    an infinity."""
     breaches = _by_site(b for b in verdict.breaches if b.edge == edge.name)
     refereed = _by_site(u for u in verdict.comparison.referee if edge.name in u.edges)
     over: list[OverBudget] = []
-    for at, site in enumerate(edge.sites):
-        here = breaches.get(site.site, [])
+    for at, name, site in _in_order(edge, refereed):
+        here = breaches.get(name, [])
         passes = {(b.side, b.passname) for b in here if b.side is not None}
         sides = {side for side, _ in passes}
-        units = refereed.get(site.site, [])
+        units = refereed.get(name, [])
         off = [u for u in units if (u.side, u.passname) in passes]
-        cell = site.first_nonfinite or site.first_introduced
+        cell = (site.first_nonfinite or site.first_introduced) if site else None
         if not off and not (cell and any(b.metric in _INTRODUCED for b in here)):
             continue
         side: Off | None = "both" if len(sides) > 1 else next(iter(sides), None)
         judged = units and all(u.errors and budget_of(verdict.contract, u) for u in units)
         if side is None and judged:
             side = "neither"
-        everywhere = (u for u in verdict.comparison.referee if u.site == site.site)
+        everywhere = (u for u in verdict.comparison.referee if u.site == name)
         unchecked = [u for u in everywhere if u.errors is None and u.side not in sides]
         if any(u.other_weight for u in unchecked):
             # The checkpoint does not say what the two weights should give.
@@ -315,9 +317,27 @@ def over_budget(verdict: Verdict, edge: EdgeResult) -> list[OverBudget]:
         worst = next((u.errors.row for u in off if u.errors is not None), None)
         cell = cell or worst
         assert cell is not None
-        unit = Introducer.among(edge.sites, at, cell)
+        unit = Introducer.among(edge.sites[:at], site or off[0], cell)
         over.append(OverBudget(unit=unit, side=side, units=off, unchecked=unchecked))
     return over
+
+
+def _in_order(
+    edge: EdgeResult, refereed: Iterable[str | None]
+) -> Iterator[tuple[int, str, SiteResult | None]]:
+    """(how many paired sites are computed before it, site, what the pairs say of it) of all sites
+    that an edge pairs, and of those that one side alone shows and that were recomputed."""
+    number = {s.site: at for at, s in enumerate(edge.sites)}
+    alone: dict[int, list[str]] = {}
+    before = 0
+    for name in filter(None, refereed):
+        if name in number:
+            before = number[name] + 1
+        else:
+            alone.setdefault(before, []).append(name)
+    for at in range(len(edge.sites) + 1):
+        yield from ((at, name, None) for name in alone.get(at, []))
+        yield from ((at, s.site, s) for s in edge.sites[at : at + 1])
 
 
 OfSite = TypeVar("OfSite", LimitCheck, RefereedUnit)

@@ -101,6 +101,22 @@ def route_corrected(
     )
 
 
+def weights_of(
+    logits: Tensor, ids: Tensor, normalize: bool, correction: Correction | None = None
+) -> Tensor:
+    """fp32 [T, k]: what `route`, or with a correction `route_corrected`, weighs the experts
+    ids[T, k] by, ascending, whoever has chosen them."""
+    if correction is None and not normalize:
+        every, _ = route(logits, logits.shape[1], normalize)
+        return every.gather(1, ids.long())
+    # Both weigh by the logits of the chosen alone.
+    chosen, k = logits.gather(1, ids.long()), ids.shape[1]
+    if correction is None:
+        return route(chosen, k, normalize)[0]
+    none = correction.bias.new_zeros(k)
+    return route_corrected(chosen, k, normalize, Correction(none, 1, 1, correction.scale))[0]
+
+
 def expert_groups(ids: Tensor, experts: int) -> rlk_kernels.ExpertGroups:
     """Which rows each expert has; shared by the products of a layer."""
     return rlk_kernels.group_by_expert(ids, experts)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rlk_align.engines.common.attributes import norm_epsilon
+from rlk_align.engines.common.experts import has_kernels
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import Place, first
 from rlk_align.engines.common.weights import Parameter, write_part
@@ -54,6 +55,11 @@ class Operators(Hooks, ABC):
     def faulty(self) -> bool:
         """Whether this rank has the fault."""
         return self._chosen.on(self._sharing.rank)
+
+    @property
+    def with_kernels(self) -> bool:
+        """Whether the kernels compute the model's sparse layers."""
+        return any(map(has_kernels, self._model.modules()))
 
     def replace_operator(self, site: str, formula: Formula) -> None:
         """From here on the operator returns what the formula computes."""

@@ -16,7 +16,7 @@ from rlk_align.engines.common.experts import (
     Choose,
     Show,
     by_ascending_id,
-    check_choosable,
+    choose_on_kernels,
     has_kernels,
     on_kernels,
     slots,
@@ -109,9 +109,10 @@ def on_experts(hooks: SiteHooks, model: Any, ranks: Ranks) -> None:
     for layer in model.decoder.layers:
         i = layer.layer_number - 1
         choose = hooks.recorded_choice(f"layers.{i}.experts")
-        check_choosable(layer.mlp, choose)
         if has_kernels(layer.mlp):
             on_kernels(hooks, layer.mlp, i, hooks.show)
+            if choose is not None:
+                choose_on_kernels(hooks, layer.mlp, choose)
         elif hasattr(layer.mlp, "router"):
             _Layer(i, hooks.show, choose, ranks).watch(hooks, layer.mlp)
 

@@ -7,6 +7,7 @@ import torch
 
 from rlk_align.engines.common.experts import Choose, choice_replaced
 from rlk_align.engines.common.hooks import Hooks
+from rlk_align.engines.faults.kernels import KernelLayers
 from rlk_align.engines.faults.sparse import Routing, SparseLayers, swap
 from rlk_align.engines.faults.unit import Formula, Unit, in_place_of
 
@@ -85,3 +86,12 @@ class MegatronSparseLayers(SparseLayers):
             return see(hidden, gating(hidden, *args, **kwargs))
 
         self._hooks.replace(router, "gating", changed)
+
+
+class MegatronKernelLayers(KernelLayers, MegatronSparseLayers):
+    """With the kernels in them: a token's own rank adds up the rows of its experts."""
+
+    def _chooser(self, layer: int) -> Any:
+        return self._layer(layer).mlp
+
+    _computer = _chooser

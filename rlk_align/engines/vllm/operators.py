@@ -17,7 +17,7 @@ from rlk_align.engines.faults.sharing import Sharing
 from rlk_align.engines.faults.unit import Formula, ForwardTokens, Report, Unit, in_place_of
 from rlk_align.engines.vllm.parallel import TensorParallel
 from rlk_align.engines.vllm.places import vllm_places
-from rlk_align.engines.vllm.sparse_layers import VLLMSparseLayers
+from rlk_align.engines.vllm.sparse_layers import VLLMKernelLayers, VLLMSparseLayers
 from rlk_align.engines.vllm.taps import on_rotation
 from rlk_align.engines.vllm.weights import live_parameter, parameter_plan
 from rlk_align.model.families import ModelShape
@@ -100,7 +100,8 @@ class VLLMOperators(Operators):
         self.replace(module, "forward", forward)
 
     def sparse_layers(self) -> VLLMSparseLayers:
-        return VLLMSparseLayers(self, self._model)
+        kind = VLLMKernelLayers if self.with_kernels else VLLMSparseLayers
+        return kind(self, self._model)
 
     def on_rotation(self, see: Callable[[torch.Tensor], None]) -> None:
         on_rotation(self, self._model, see)

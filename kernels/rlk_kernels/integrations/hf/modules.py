@@ -78,7 +78,7 @@ class HFRouter(Sparse):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self.count()
-        logits = profile.router(cast(x.reshape(-1, x.shape[-1])), cast(self.weight))
+        logits = self.logits(cast(x.reshape(-1, x.shape[-1])), cast(self.weight))
         # Mixtral's has no such setting: the weights always add up to 1.
         normalize = getattr(self, "norm_topk_prob", True)
         weights, ids = self.choose(logits, self.top_k, normalize, self._correction())

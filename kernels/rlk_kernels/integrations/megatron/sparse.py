@@ -94,7 +94,7 @@ class SparseMLP(Sparse, MoELayer):
                 "rlk_kernels.load_balancing_loss and router_z_loss to the model's"
             )
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        logits = profile.router(x, router.weight)
+        logits = self.logits(x, router.weight)
         self.show("router", logits)
         weights, ids = self._route(logits, padding_mask)
         gate_up, down = (Stacked.apply(*weights) for weights in self._weights())
