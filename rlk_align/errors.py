@@ -16,7 +16,7 @@ RlkError
 │   └── TraceNotWritten
 └── Interrupted           exit 130 the user stopped it
 
-A verdict that is not a pass is no error: see `rlk_align.judge.verdict`.
+A verdict that is not a pass is not an error: see `rlk_align.judge.verdict`.
 """
 
 INSTALL_ENGINES = "pip install 'rlk-align[engines]'"
@@ -106,4 +106,4 @@ ERRORS: dict[str, type[RlkError]] = {
     for name, value in globals().items()
     if isinstance(value, type) and issubclass(value, RlkError)
 }
-"""By name, so that a worker process can hand its error to the parent."""
+"""Errors by name, so that a worker process can hand its error to the parent."""

@@ -25,7 +25,7 @@ from rlk_align.trace.run import Run, RunRecord
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompareRequest:
-    """Two sides, and how they are held against each other."""
+    """Two sides, and how they are compared."""
 
     rollout: CaptureRequest | Recording
     train: CaptureRequest | Recording

@@ -37,7 +37,8 @@ class Result(BaseModel):
 
 
 class EdgeMetrics(Result):
-    """Of one edge, over the tokens that were sampled; Δ = logp of the second pass − the first."""
+    """The metrics of one edge, over the tokens that were sampled; Δ = logp of the second pass − the
+    first."""
 
     tokens: Count
     max_abs_dlogp: Size
@@ -89,7 +90,7 @@ class SiteResult(Result):
     introduced: Count
     """Rows that differ although the unit's inputs are equal; noisy rows are left out."""
     introduced_valued: Count
-    """Those of them of which both sides keep the values."""
+    """Introduced rows of which both sides keep the values."""
     noisy: Count
     """Rows that an engine does not reproduce itself."""
     nonfinite: Count
@@ -110,8 +111,8 @@ class SiteResult(Result):
     not_comparable: Count = 0
     """Rows of experts that the two sides do not share, which are not among `rows`."""
     ranks: dict[SideName, list[Count]] = Field(default_factory=dict)
-    """Side -> those of its ranks that hold what differs in the introduced rows; without a side of
-    one rank, or of which it cannot be told."""
+    """Side -> its ranks that hold what differs in the introduced rows. A side of one rank, or one
+    whose ranks are not known, is left out."""
 
     @model_validator(mode="after")
     def _within_rows(self) -> Self:
@@ -133,14 +134,16 @@ class Introducer(Result):
     last_equal: str | None
     """The site before it, the last whose every row is equal."""
     ranks: dict[SideName, list[Count]] = Field(default_factory=dict)
-    """Side -> those of its ranks that hold what differs; without a side of one rank, or of which it
-    cannot be told."""
+    """Side -> its ranks that hold what differs. A side of one rank, or one whose ranks are not
+    known, is left out."""
 
     @classmethod
-    def among(cls, sites: Sequence[SiteResult], at: int, cell: Cell) -> Self:
-        """The one numbered `at` of an edge's sites, in execution order, first seen in `cell`."""
-        site, (sample, position) = sites[at], cell
-        equal = [s.site for s in sites[:at] if s.rows and not s.differ]
+    def among(
+        cls, before: Sequence[SiteResult], site: "SiteResult | RefereedUnit", cell: Cell
+    ) -> Self:
+        """A site first seen in `cell`, and those of its edge that are computed before it."""
+        sample, position = cell
+        equal = [s.site for s in before if s.rows and not s.differ]
         return cls(
             site=site.site,
             layer=site.layer,
@@ -148,7 +151,7 @@ class Introducer(Result):
             sample=sample,
             position=position,
             last_equal=equal[-1] if equal else None,
-            ranks=site.ranks,
+            ranks=site.ranks if isinstance(site, SiteResult) else {},
         )
 
 
@@ -161,13 +164,14 @@ class LayerRouting(Result):
     flipped: Count
     """Rows that are sent to another set of experts."""
     at_router: Count
-    """Those of them whose router was given equal inputs: they part there."""
+    """Flipped rows whose router was given equal inputs: the sides diverge there."""
     measured: Count
-    """Those of these of which both sides keep the logits."""
+    """The rows at the router whose logits both sides keep."""
     ties: Count
-    """Those of these whose logits tie, on either side."""
+    """The measured rows whose logits tie, on either side."""
     largest_gap: Size
-    """By how many roundings of a logit, at most, a side prefers its own choice at the router."""
+    """The largest number of roundings of a logit by which a side prefers its own choice at the
+    router."""
     first_at_router: Cell | None
 
 
@@ -180,13 +184,14 @@ class EdgeRouting(Result):
     """Tokens that are sent to other experts in any layer."""
     sampled: Count
     flipped_sampled: Count
-    """Of the sampled tokens, those whose log-prob follows from a token that is."""
+    """Sampled tokens whose log-prob follows from a flipped token."""
     share_of_dlogp: Size
     """The share of the summed |Δ| that lies on these."""
     mean_abs_dlogp_flipped: Size
     mean_abs_dlogp_other: Size
     unflipped: EdgeMetrics | None = None
-    """Of the sampled tokens that are sent to the same experts everywhere; None where none is."""
+    """The metrics of the sampled tokens that are sent to the same experts everywhere; None where
+    there is no such token."""
 
 
 class EdgeResult(Result):
@@ -228,9 +233,9 @@ class CodePlace(Result):
     """Where an operator is in its engine's code."""
 
     module: str
-    """Its path below the model, e.g. `model.layers.3.mlp.down_proj`."""
+    """The module's path below the model, e.g. `model.layers.3.mlp.down_proj`."""
     kind: str
-    """Its class."""
+    """The module's class."""
     file: str
     """Below the installation, where it is installed; empty where it has no source."""
     line: Count
@@ -295,12 +300,12 @@ class RoundingErrors(Result):
 
 
 class RefereedUnit(Result):
-    """An operator of one pass, held against float64 on the pass's own recorded inputs."""
+    """An operator of one pass, compared with float64 on the pass's own recorded inputs."""
 
     side: SideName
     passname: str
     edges: list[EdgeName]
-    """Those that the pass is an end of."""
+    """The edges that the pass is an end of."""
     site: str
     layer: Count | None
     op: str
@@ -308,7 +313,7 @@ class RefereedUnit(Result):
     rows: Count
     """Rows that were recomputed."""
     errors: RoundingErrors | None
-    """None where no row could be recomputed."""
+    """The errors; None where no row could be recomputed."""
     reason: str = ""
     """The reason why no row could be recomputed."""
     dtype: str = ""
@@ -340,7 +345,7 @@ class Controls(Result):
     """Final log-probs with taps against those without, in one and the same mode."""
     observer_detail: list[str]
     noise: dict[SideName, Noise | NotMeasured | None]
-    """By side, the worst of its passes: None where each repeats itself bit for bit."""
+    """The worst noise of each side's passes: None where each repeats itself bit for bit."""
 
 
 Kind = Literal["tokens", "weights", "attributes"]
@@ -377,7 +382,7 @@ class EngineRecord(Result):
 
 
 class Comparison(Result):
-    """comparison.json: everything that a contract can be held against."""
+    """comparison.json: everything that a contract judges."""
 
     schema_id: Literal["rlk-align/comparison/2"] = "rlk-align/comparison/2"
     model: str
@@ -392,10 +397,10 @@ class Comparison(Result):
     allowed: list[Kind]
     """Mismatches that the user chose to measure across."""
     controls: Controls | None
-    """None where the precheck stopped the comparison."""
+    """The controls; None where the precheck stopped the comparison."""
     edges: list[EdgeResult]
     judged: Annotated[list[EdgeName], Field(min_length=1)]
-    """Edges that a contract is held against."""
+    """Edges that a contract judges."""
     missing_edges: dict[EdgeName, str]
     """Judged edges that could not be compared, with the reason."""
     referee: list[RefereedUnit] = []

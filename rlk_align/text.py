@@ -44,6 +44,6 @@ def one_line(error: BaseException) -> str:
 
 
 def short_printable(text: object, longest: int = _LONGEST, lines: bool = False) -> str:
-    """`printable`, as far as it fits in so many characters."""
+    """`printable`, cut to this many characters."""
     shown = printable(str(text)[: longest + 1], lines)
     return shown if len(shown) <= longest else f"{shown[: longest - 4]} ..."

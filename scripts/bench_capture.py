@@ -126,11 +126,10 @@ def table(r: dict) -> str:
         f"{r['parameters'] / 1e6:.1f} M parameters (random, bf16), {r['tokens']:,} tokens; "
         f"{r['engines'][0]} against {r['engines'][1]}; {r['machine']}; {r['versions']}.",
         "",
-        f"Command: `{r['command']}`",
+        f"`{r['command']}`. Peak memory of the parent process: "
+        f"{r['parent_peak_bytes'] / 1e6:.0f} MB.",
         "",
-        f"Peak memory of the parent process: {r['parent_peak_bytes'] / 1e6:.0f} MB.",
-        "",
-        "| capture | pass | seconds | over un-tapped | trace |",
+        "| capture | pass | seconds | over untapped | trace |",
         "| --- | --- | ---: | ---: | ---: |",
     ]
     plain = {(p["capture"], p["pass"]): p["seconds"] for p in r["passes"]}
@@ -145,7 +144,7 @@ def table(r: dict) -> str:
     lines += [
         "",
         "`untapped` runs without a hook; `repeat` observes every site and keeps digests; the "
-        "plain pass keeps statistics and values too, all of which go to disk while it runs.",
+        "plain pass also keeps statistics and values and writes them while it runs.",
         "",
     ]
     return "\n".join(lines)

@@ -6,9 +6,10 @@
 Runs the operators on tensors that have shapes alone (`offline_h200.py`): each launch compiles its
 kernel with the Triton that is installed. Prints a line for each variant of a kernel: registers,
 bytes spilled, shared memory, wgmma instructions. Exits with 1 where a kernel does not compile,
-spills more than it may, or, if it is a product of 64 rows or more for Hopper, has no wgmma or wgmma
-that wait for each other. --every: with the newest release of each version in the range, each
-installed into a temporary folder and run in a process of its own.
+spills more than it may, sets up a barrier that it does not use, or, if it is a product of 64 rows
+or more for Hopper, has no wgmma or wgmma that wait for each other. --every: with the newest release
+of each version in the range, each installed into a temporary folder and run in a process of its
+own.
 """
 
 import argparse
@@ -268,6 +269,8 @@ def fault(x: Compiled) -> str:
         return x.error
     if (x.gluon or x.kernel in PRODUCTS) and not (x.wgmma or x.narrow):
         return "no wgmma"
+    if x.unused_barriers:
+        return f"barriers that are set up and not used: {x.unused_barriers}"
     if x.serialized:
         return "wgmma waits for wgmma"
     if x.spills > SPILLS.get(x.kernel, 0):

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 import triton
-from rlk_kernels import cuda, device, nvrtc
+from rlk_kernels import cuda, nvrtc
 from rlk_kernels.errors import KernelFailed
 from torch._library.custom_ops import OPDEFS
 from torch.overrides import TorchFunctionMode
@@ -117,6 +117,8 @@ class Compiled:
     summed: tuple[str, ...] = field(default=(), repr=False)
     """How threads hold each tile that a reduction takes: shape, type and layout. The order of a sum
     follows from that."""
+    unused_barriers: int = 0
+    """Barriers that are set up and not used."""
 
 
 def _message(error: BaseException) -> str:
@@ -144,6 +146,17 @@ def _summed(ttgir: str) -> tuple[str, ...]:
     return tuple(f"{tile} {layouts[layout]}" for tile, layout in tiles)
 
 
+def _unused_barriers(ttgir: str) -> int:
+    """Barriers that are set up, and neither waited for nor given to a group of warps. Their memory
+    is a tile's too."""
+    slots = dict(re.findall(r"(%\w+) = ttg\.memdesc_index (%\w+)\[", ttgir))
+    begun = {slots.get(x, x) for x in re.findall(r"init_barrier (%\w+)", ttgir)}
+    used = {slots.get(x, x) for x in re.findall(r"wait_barrier (%\w+)", ttgir)}
+    for given in re.findall(r"warp_specialize\((.*?)\)", ttgir):
+        used |= set(re.findall(r"%\w+", given))
+    return len(begun - used)
+
+
 @dataclass
 class Launches:
     """What was launched, and compiled for that."""
@@ -161,7 +174,7 @@ class Launches:
     """Those of kernels in CUDA C++ that there were."""
 
     def launch_cuda(self, seen: dict, source: nvrtc.Source, *_) -> None:
-        """In the place of `cuda.launch`."""
+        """Instead of `cuda.launch`."""
         name = f"{source.entry}.cu"
         if not self.compiling or source in self.sources or (self.once and name in self.kernels):
             return
@@ -210,6 +223,7 @@ class Launches:
                 narrow=_narrow(made.asm.get("ttgir", "")),
                 ptx=made.asm["ptx"],
                 summed=_summed(made.asm.get("ttgir", "")),
+                unused_barriers=_unused_barriers(made.asm.get("ttgir", "")),
             )
         )
 
@@ -230,7 +244,6 @@ def h200() -> Iterator[Launches]:
         mock.patch.object(triton.knobs.nvidia, "dump_ptxas_log", True),
         mock.patch.object(triton.knobs.compilation, "always_compile", True),
         mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
-        mock.patch.object(device, "_is_exclusive", return_value=True),
         mock.patch("torch.cuda.get_device_properties", return_value=properties),
         mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
         # each launch is to be told of by itself

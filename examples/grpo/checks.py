@@ -1,7 +1,7 @@
-"""What the loop holds true in every step, and how a breach is named.
+"""What the loop checks in every step, and how it names a breach.
 
-Masks are held against the spans that the rollout engine returned, weights parameter by parameter
-against those of the live engine.
+Masks are compared with the spans that the rollout engine returned, and weights, parameter by
+parameter, with those of the live engine.
 """
 
 import math

@@ -18,27 +18,29 @@ LEARNABLE = ("add", "subtract", "multiply", "sequence", "largest", "story", "cou
 HELD_OUT_SEED = "held out"
 
 
-def draw(rng: random.Random) -> Problem:
+def draw(rng: random.Random, families: tuple[str, ...] = LEARNABLE) -> Problem:
     """Of one of the families."""
-    return FAMILIES[rng.choice(LEARNABLE)](rng)
+    return FAMILIES[rng.choice(families)](rng)
 
 
 @functools.cache
-def held_out(count: int) -> tuple[Problem, ...]:
+def held_out(count: int, families: tuple[str, ...] = LEARNABLE) -> tuple[Problem, ...]:
     """`count` different problems that no step trains on."""
     rng, found = random.Random(HELD_OUT_SEED), {}
     while len(found) < count:
-        problem = draw(rng)
+        problem = draw(rng, families)
         found[problem.prompt] = problem
     return tuple(found.values())
 
 
-def training(seed: int, step: int, count: int, excluded: int) -> list[Problem]:
+def training(
+    seed: int, step: int, count: int, excluded: int, families: tuple[str, ...] = LEARNABLE
+) -> list[Problem]:  # fmt: skip
     """The problems of a step, none of them among the `excluded` first ones that are held out."""
-    kept_back = {problem.prompt for problem in held_out(excluded)}
+    kept_back = {problem.prompt for problem in held_out(excluded, families)}
     rng, found = random.Random(f"{seed} {step}"), []
     while len(found) < count:
-        problem = draw(rng)
+        problem = draw(rng, families)
         if problem.prompt not in kept_back:
             found.append(problem)
     return found

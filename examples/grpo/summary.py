@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 Line = dict[str, Any]
-STAGES = ("rollout", "score", "update", "wake", "sync", "digest", "write", "step")
+STAGES = (
+    *("rollout", "batch", "score", "update", "wake", "sync", "digest", "write", "compare"), "step"
+)  # fmt: skip
 
 
 def lines(path: Path) -> list[Line]:
@@ -56,11 +58,14 @@ def _seconds(kernels: str, runs: dict[Path, list[Line]]) -> list[str]:
     steps = [line for run in runs.values() for line in (run[5:] or run)]
     medians = [statistics.median(line["seconds"].get(s, 0.0) for line in steps) for s in STAGES]
     tokens = statistics.fmean(line["mismatch"]["tokens"] for line in steps)
-    peak = max((line["peak_memory_bytes"] or 0 for line in steps), default=0) / 2**30
+    peak, reserved = (
+        max(line.get(key) or 0 for line in steps) / 2**30
+        for key in ("peak_memory_bytes", "reserved_memory_bytes")
+    )
     length = statistics.fmean(line["length"] for line in steps)
     return [
         kernels, *(f"{x:.3f}" for x in medians), f"{3600 / medians[-1]:,.0f}", f"{tokens:,.0f}",
-        f"{length:.1f}", f"{peak:.1f}",
+        f"{length:.1f}", f"{peak:.1f}", f"{reserved:.1f}",
     ]  # fmt: skip
 
 
@@ -82,7 +87,7 @@ def summary(runs: Iterable[Path]) -> str:
         "tokens with other bits", "mean k3", "largest abs Δ", "largest ratio", "steps without any",
     ]  # fmt: skip
     seconds = ["kernels", *(f"{s}, s" for s in STAGES), "steps an hour", "sampled tokens a step",
-               "tokens an answer", "peak GiB"]  # fmt: skip
+               "tokens an answer", "peak GiB", "reserved GiB"]  # fmt: skip
     return "\n\n".join(
         table(head, [row(kernels, some) for kernels, some in arms.items()])
         for head, row in ((reward, _row), (seconds, _seconds))

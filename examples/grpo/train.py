@@ -45,6 +45,11 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     a.add_argument("--kernels", choices=["rlk", "off"], default="rlk")
     a.add_argument("--steps", type=int, default=3, help="how many there are in the end")
     a.add_argument("--problems", type=int, default=8, help="of a step")
+    a.add_argument(
+        "--families", nargs="+", choices=problems.FAMILIES, default=problems.LEARNABLE,
+        metavar="FAMILY", help=f"of problems, of {', '.join(problems.FAMILIES)}; add and multiply "
+        "have the longest answers",
+    )  # fmt: skip
     a.add_argument("--group", type=int, default=8, help="answers to a problem")
     a.add_argument("--turns", type=int, default=2, help="tries; a checker speaks between them")
     a.add_argument("--max-tokens", type=int, default=48, help="of a try")
@@ -67,11 +72,18 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         "--master-dtype", choices=["float32", "bfloat16"], default="float32",
         help="of the weights that AdamW updates, and of its moments",
     )  # fmt: skip
+    a.add_argument(
+        "--graphs", action="store_true",
+        help="the trainer's forward and backward as CUDA graphs; changes no bit",
+    )  # fmt: skip
     a.add_argument("--kv-cache", choices=["auto", "fp8"], default="auto", help="of the control")
     a.add_argument("--resume", action="store_true")
     options = a.parse_args(words)
     if options.kernels == "rlk" and options.kv_cache != "auto":
         a.error(f"--kv-cache {options.kv_cache}: the kernels keep keys and values as they are")
+    one_gpu = options.device.startswith("cuda") and int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if options.graphs and not (one_gpu and options.kernels == "rlk"):
+        a.error("--graphs: capturing needs the kernels, and one GPU in one process; leave it out")
     return options
 
 
@@ -104,8 +116,8 @@ class Loop:
         return [to_sample(answer, a) for answer, a in zip(answers, advantages, strict=True)]
 
     def sync(self) -> None:
-        """The trainer's weights into the live vLLM; then every parameter of both, as each of them
-        computes with it, is held against the other."""
+        """Loads the trainer's weights into the live vLLM, then compares every parameter as each of
+        the two computes with it."""
         before = self.digests
         with self.timed("sync"):
             self.rollout.load(self.trainer.weights())
@@ -128,13 +140,14 @@ class Loop:
         if self.gpu:
             torch.cuda.reset_peak_memory_stats()
         with self.timed("rollout"):
-            asked = problems.training(o.seed, self.step, o.problems, o.held_out)
+            asked = problems.training(o.seed, self.step, o.problems, o.held_out, tuple(o.families))
             mine = asked[self.ranks.rank :: self.ranks.size]
             answers = self.rollout.answers(mine, f"step {self.step} rank {self.ranks.rank}")
             self.rollout.sleep()
-        samples = self.samples(answers)
-        check_masks(answers, samples)
-        row = self.packs(samples)
+        with self.timed("batch"):
+            samples = self.samples(answers)
+            check_masks(answers, samples)
+            row = self.packs(samples)
         scored, norm = self.trainer.update(row)
         for _ in range(o.updates - 1):
             self.trainer.update(row)
@@ -147,8 +160,9 @@ class Loop:
             lines = records(answers, samples, row, scored, self.step)
             which = {"rank": self.ranks.rank, "ranks": self.ranks.size}
             write_step(o.run / "log-probs", self.step, lines, **which)
-        drift, on = mismatch(row, scored), torch.cat([pack.mask for pack in row])
-        entropies = torch.cat([entropies for _, entropies in scored])[on]
+        with self.timed("compare"):
+            drift, on = mismatch(row, scored), torch.cat([pack.mask for pack in row])
+            entropies = torch.cat([entropies for _, entropies in scored])[on]
         line = {
             "step": self.step,
             "kernels": o.kernels,
@@ -162,6 +176,7 @@ class Loop:
             "digests_equal": len(self.digests),
             "seconds": self.seconds | {"step": time.perf_counter() - start},
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if self.gpu else None,
+            "reserved_memory_bytes": torch.cuda.memory_reserved() if self.gpu else None,
         }
         self.step += 1
         return line
@@ -169,7 +184,7 @@ class Loop:
     def hold_out(self) -> None:
         """Writes the reward on the held-out problems, greedily answered, with the weights as they
         are after `self.step` steps."""
-        asked = list(problems.held_out(self.options.held_out))
+        asked = list(problems.held_out(self.options.held_out, tuple(self.options.families)))
         answers = self.rollout.answers(asked, "", greedy=True)
         reward = sum(answer.reward for answer in answers) / len(asked)
         solved = sum(answer.reward == 1.0 for answer in answers) / len(asked)
@@ -191,7 +206,7 @@ class Loop:
     def settings(self) -> dict[str, Any]:
         """What decides a run's bits."""
         free = {"run", "steps", "resume", "rollout_batch", "eval_every", "save_every"}
-        free |= {"cache_gib", "sleep"}
+        free |= {"cache_gib", "sleep", "graphs"}
         chosen = vars(self.options) | {"ranks": self.ranks.size}
         return {k: str(v) for k, v in chosen.items() if k not in free}
 

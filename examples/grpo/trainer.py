@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
-from batch import PADDED_TO, Pack, empty_pack
+from batch import EMPTY, PADDED_TO, Pack, empty_pack
 from checks import check_gradients
+from passes import Eager, Graphs
 from ranks import Ranks, local, whole
 from rlk_kernels.integrations import hf
 from torch import Tensor
@@ -19,6 +20,11 @@ from rlk_align.trace.digest import digest_parameters
 Timed = Callable[[str], AbstractContextManager[None]]
 Scored = list[tuple[Tensor, Tensor]]
 """Log-probs and entropies of each pack, float32 [T]."""
+
+
+def _most(options: argparse.Namespace) -> int:
+    """Sequences of a pack, at most."""
+    return max(options.problems * options.group + 1, options.pack_tokens // EMPTY)
 
 
 class Trainer:
@@ -35,16 +41,18 @@ class Trainer:
         self.canonical = list(unfused(self.model, hf_places(self.model)))
         dtype, shards = getattr(torch, options.master_dtype), self.parameters.items()
         self.masters = {n: local(p.detach()).to(dtype, copy=True) for n, p in shards}
+        computes = self.score, self.loss, self.parameters
+        self.passes = Graphs(*computes, _most(options)) if options.graphs else Eager(*computes)
         adam = {"lr": options.lr, "weight_decay": 0.0, "fused": ranks.device.type == "cuda"}
         self.optimizer = torch.optim.AdamW(self.masters.values(), **adam)
 
     def prepare(self) -> None:
-        """Compiles and plans for every length of a pack, so that no step does."""
+        """Compiles, plans and captures for every length of a pack, so that no step does."""
         step, most = PADDED_TO[self.ranks.device.type], self.options.pack_tokens
-        for tokens in range(step, most + step, step):
-            logprobs, _ = self.score(empty_pack(self.ranks.device, tokens))
-            logprobs.sum().backward()
-            self.model.zero_grad()
+        # The longest first: what it leaves of memory has room for the others.
+        for tokens in reversed(range(step, most + step, step)):
+            self.passes.forward(empty_pack(self.ranks.device, tokens), 0.0)
+            self.passes.backward()
 
     def score(self, pack: Pack) -> tuple[Tensor, Tensor]:
         """(log-probs, entropies) float32 [T] of a pack; 0 at each sequence's first token."""
@@ -64,39 +72,39 @@ class Trainer:
         logprobs, entropies = (torch.nn.functional.pad(x[0], (1, 0)) for x in rows)
         return logprobs, entropies
 
+    def loss(self, logprobs: Tensor, pack: Pack, scale: Tensor | float) -> Tensor:
+        """The tokens' sum, times `scale`: DAPO's clip, on the ratio to the rollout."""
+        low, high = self.options.clip
+        ratio = (logprobs - pack.rollout_logprobs).exp()
+        clipped = ratio.clamp(1 - low, 1 + high)
+        gain = torch.minimum(ratio * pack.advantages, clipped * pack.advantages)
+        return -(gain * pack.mask).sum() * scale
+
     def update(self, row: list[Pack]) -> tuple[Scored, float]:
         """One step of AdamW on all packs: (their log-probs and entropies before it, the gradient's
         norm). Ranks have as many packs as each other."""
-        low, high = self.options.clip
         count = max(self.ranks.total(sum(pack.counted for pack in row)), 1)
+        # FSDP2 takes the mean of the ranks' gradients.
+        scale = self.ranks.size / count
         scored = []
         self.optimizer.zero_grad()
         for pack in row:
             with self.timed("score"):
-                logprobs, entropies = self.score(pack)
-                scored.append((logprobs.detach(), entropies.detach()))
+                scored.append(self.passes.forward(pack, scale))
             with self.timed("update"):
-                ratio = (logprobs - pack.rollout_logprobs).exp()
-                clipped = ratio.clamp(1 - low, 1 + high)
-                gain = torch.minimum(ratio * pack.advantages, clipped * pack.advantages)
-                # FSDP2 takes the mean of the ranks' gradients.
-                (-(gain * pack.mask).sum() * self.ranks.size / count).backward()
-                self._collect_gradients()
+                self._collect(self.passes.backward())
         with self.timed("update"):
             norm = self._clip()
             self.optimizer.step()
             self.round_masters()
         return scored, norm
 
-    def _collect_gradients(self) -> None:
+    def _collect(self, gradients: dict[str, Tensor]) -> None:
         """Packs' bf16 gradients, added up in the masters' dtype."""
         first, later = [], []
-        for name, parameter in self.parameters.items():
-            if parameter.grad is not None:
-                master = self.masters[name]
-                some = first if master.grad is None else later
-                some.append((master, local(parameter.grad)))
-                parameter.grad = None
+        for name, gradient in gradients.items():
+            master = self.masters[name]
+            (first if master.grad is None else later).append((master, local(gradient)))
         for master, _ in first:
             master.grad = torch.empty_like(master)
         for some, into in ((first, torch._foreach_copy_), (later, torch._foreach_add_)):

@@ -136,29 +136,27 @@ def _slower(model: Model, rows: int, ranks: int, link: Link) -> float:
 
 PAGE = """# What a layout costs, on paper
 
-**Nothing on this page is measured.** `python kernels/bench/layout_costs.py` computes it from formulas, for bf16. Measurements:
+**Nothing on this page is measured.** `python kernels/bench/layout_costs.py` computes it, for bf16. Measured:
 [two GPUs](fix-path.md#two-gpus), [the gather by stores](peer-gather.md), [a rank's products](shard-products.md).
 
-For each row-parallel product (o_proj, down_proj; y[M, N] of x[M, K], R ranks) an engine sums partial results in one all-reduce. The kernels gather
-the input and then the output: copies, so that the bits are those of one rank. A rank receives, per row:
+For a row-parallel product (o_proj, down_proj; y[M, N] of x[M, K], R ranks) an engine adds up partial results; the kernels gather
+input and output, for the bits of one rank. Bytes that a rank receives per row (two nodes of 8: each network card):
 
-    all-reduce (or sequence parallelism)   2 (R - 1)/R 2N bytes               1 wait of the device (2)
-    gathers                                (R - 1)/R (2K + 2N)                2
-    gathers, sequence parallelism          (R - 1)/R (2K + 2N/R + 2N)         3
-    two nodes of 8, each network card      all-reduce 2N/8; gathers (2K + 2N)/2/8
+    all-reduce                    2(R-1)/R 2N        (2N/8)           1 wait of the device; sequence parallelism 2
+    gathers                       (R-1)/R (2K+2N)    ((2K+2N)/2/8)    2
+    with sequence parallelism     (R-1)/R (2K+2N/R+2N)                3
 
-Megatron also exchanges the weights of o_proj and down_proj once a forward: (R - 1)/R 2KN/R bytes per rank and product.
+Megatron also exchanges both weights once a forward: (R-1)/R 2KN/R bytes each.
 
-Bytes of gathers / those of all-reduces, for any tp: {bytes}.
+Bytes of gathers / of all-reduces, any tp: {bytes}.
 
-Time: by how many percent (gathers + products) exceed (all-reduces + products) at 1, 64, 256 and, except by stores, 8,192 rows. An upper bound: nothing overlaps, and attention is left out.
-**Assumed**: NVLink 360 GB/s a direction (of 450), a collective of NCCL 15 µs; by stores
-(decode) an engine's own all-reduce 6 µs and our gather 5 µs; between nodes 40 GB/s a GPU (a card of 400 Gbit/s), an all-reduce 40 µs and a gather
-30 µs; products at 600 TFLOP/s or 3.0 TB/s of weights, whichever takes longer.
+By how many percent gathers and products take longer than all-reduces and products, at 1, 64, 256 and, except by stores, 8,192 rows; an upper bound: nothing overlaps, attention is left out.
+**Assumed**: NVLink 360 GB/s a direction (of 450); NCCL 15 µs; by stores an engine's own all-reduce 6 µs, our gather 5;
+between nodes 40 GB/s a GPU (a 400 Gbit/s card), an all-reduce 40 µs, a gather 30; products at 600 TFLOP/s or 3.0 TB/s of weights, whichever is slower.
 
 {times}
 
-In decode latency decides: four waits a layer instead of two. In prefill bytes decide: K of down_proj is 3 to 5 times N. Across two nodes o_proj costs the same where K = N, and down_proj 2 to 3 times as much. At tp=1 and in FSDP nothing is gathered.
+In decode latency decides: four waits a layer instead of two. In prefill bytes decide: K of down_proj is 3 to 5 times N. Across two nodes o_proj costs the same where K = N, down_proj 2 to 3 times as much. At tp=1 and in FSDP nothing is gathered.
 """
 
 

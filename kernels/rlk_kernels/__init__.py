@@ -61,7 +61,7 @@ def warm_up(
     rows: Collection[int] = (),
     out_dtype: torch.dtype | None = None,
 ) -> bool:
-    """Run the tile-invariance self-check on a GPU, once a process; call it before capturing CUDA
+    """Run the tile-invariance self-check on a GPU, once per process; call it before capturing CUDA
     graphs. Also compile, several kernels at a time, what `linear` will launch for x[M, K] with each
     (weight, bias) of `linears`, each M of `rows` and this `out_dtype`, without gradients.
 

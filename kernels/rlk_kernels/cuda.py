@@ -34,7 +34,7 @@ _TENSOR_MAP_L2_PROMOTION_128B = 2
 
 _thread = threading.local()
 _arguments = ShapeCache()
-"""Most `Arguments` kept for all kernels and shapes."""
+"""The `Arguments` that are kept, of all kernels and shapes."""
 
 
 class TensorMap(ctypes.Structure):
@@ -68,7 +68,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def _compiled(source: Source) -> bytes:
-    """From disk, where it was compiled before."""
+    """The kernel's binary: read from disk if it was compiled before, otherwise compiled."""
     key = repr((source, nvrtc.version())).encode()
     cache, name = private_api.disk_cache(hashlib.sha256(key).hexdigest()), f"{source.entry}.cubin"
     with contextlib.suppress(OSError):  # removed meanwhile
@@ -85,8 +85,8 @@ _binaries: dict[Source, "Future[bytes]"] = {}
 
 
 def binary(source: Source) -> "Future[bytes]":
-    """Compiled once a process; while `ahead.compiled_ahead` lasts, by one of its threads. What
-    failed is tried again."""
+    """The binary, compiled once per process; while `ahead.compiled_ahead` lasts, one of its threads
+    compiles it. A failed compilation is tried again at the next call."""
     compiled = _binaries.get(source)
     if compiled is None or (compiled.done() and compiled.exception() is not None):
         compiled = _binaries[source] = ahead.submit(_compiled, source)
@@ -135,7 +135,8 @@ def _function(source: Source, device: int, shared: int) -> c_void_p:
 
 
 def _config(programs: int, threads: int, shared: int, stream: int) -> Any:
-    """Of launches on a stream: each starts while its predecessor ends, and waits for it itself."""
+    """How a kernel is launched on a stream: it may start while its predecessor ends, and waits for
+    the predecessor itself."""
     overlap = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
     return ctypes.pointer(_LaunchConfig(
         (programs, 1, 1), (threads, 1, 1), shared, stream, ctypes.pointer(overlap), 1
@@ -172,9 +173,9 @@ def launch(
     cache: ShapeCache, source: Source, programs: int, threads: int, shared: int, addresses: tuple,
     make: Callable[..., Arguments], *made_from: Any,
 ) -> None:  # fmt: skip
-    """Run a kernel on the current device and stream; cache: of the call's shape. `make(*made_from)`
-    is asked once for each `addresses`. While `ahead.compiled_ahead` lasts the kernel is compiled
-    and does not run."""
+    """Run a kernel on the current device and stream; cache: the cache of the call's shape.
+    `make(*made_from)` is asked once for each `addresses`. While `ahead.compiled_ahead` lasts the
+    kernel is compiled and does not run."""
     if not count_launch():
         binary(source)
         return

@@ -6,7 +6,6 @@ the kernels in plain Triton run instead, with the same bits at another speed, an
 once.
 """
 
-import ctypes
 import functools
 import importlib
 import importlib.util
@@ -24,8 +23,8 @@ GLUON_TRITON = ((3, 6), (3, 10))
 """Versions of Triton that every Gluon kernel compiles with (`scripts/compile_kernels.py`): from the
 first, below the second."""
 MANY_GROUPS = ((3, 6), (3, 7))
-"""Those whose ptxas lets the products of more than two groups of warps run ahead in a Gluon kernel;
-later ones serialize its wgmma."""
+"""Versions of Triton whose ptxas lets the products of more than two groups of warps overlap in a
+Gluon kernel; later ones serialize its wgmma."""
 
 
 def interpreting() -> bool:
@@ -45,7 +44,8 @@ HAS_TRITON = _finds_triton()
 
 
 def lazy_module(name: str) -> Callable[[], ModuleType]:
-    """() -> a module that needs Triton, imported at the first call."""
+    """A function that returns a module which needs Triton: the module is imported at the first
+    call."""
     return functools.cache(functools.partial(importlib.import_module, name))
 
 
@@ -95,16 +95,12 @@ class DeviceFacts:
     many_groups: bool = True
     """More than two groups of warps of such a kernel multiply without waiting for each other: with
     MANY_GROUPS."""
-    exclusive: bool = False
-    """No second process can use the GPU: its compute mode is EXCLUSIVE_PROCESS."""
     cuda: bool = False
     """The kernels in CUDA C++ run: a GPU of the Hopper generation, and NVRTC (`nvrtc.py`)."""
 
 
-_COMPUTE_MODE, _EXCLUSIVE_PROCESS = 20, 3
-"""CU_DEVICE_ATTRIBUTE_COMPUTE_MODE and CU_COMPUTEMODE_EXCLUSIVE_PROCESS of cuda.h."""
 PLANNED_PROCESSORS = 132
-"""Processors that plans assume where there is no GPU (those of an H200)."""
+"""How many processors plans assume where there is no GPU (the number of an H200)."""
 
 
 class HopperKernelsUnused(RuntimeWarning):
@@ -118,21 +114,6 @@ def _warn(what: str) -> None:
         HopperKernelsUnused,
         stacklevel=3,
     )
-
-
-def _is_exclusive(device: torch.device) -> bool:
-    """Whether the compute mode of a GPU is CU_COMPUTEMODE_EXCLUSIVE_PROCESS; False where the driver
-    does not say."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    handle, mode = ctypes.c_int(), ctypes.c_int(-1)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    failed = driver.cuDeviceGet(ctypes.byref(handle), index) or driver.cuDeviceGetAttribute(
-        ctypes.byref(mode), _COMPUTE_MODE, handle
-    )
-    return not failed and mode.value == _EXCLUSIVE_PROCESS
 
 
 @functools.cache
@@ -156,13 +137,12 @@ def facts(device: torch.device) -> DeviceFacts:
         overlaps=newer,
         gluon=hopper and fits_gluon(triton_version()),
         many_groups=hopper and fits_gluon(triton_version(), MANY_GROUPS),
-        exclusive=device.type == "cuda" and _is_exclusive(device),
         cuda=hopper and nvrtc.is_available(),
     )
 
 
 def triton_version() -> str:
-    """The version of the installed Triton; only asked where kernels of its are launched."""
+    """The version of the installed Triton; read only where Triton kernels are launched."""
     import triton
 
     return triton.__version__

@@ -25,11 +25,12 @@ from rlk_kernels import private_api
 from rlk_kernels.private_api import DirectLauncher, direct_launcher
 
 MOST_VALUES = 512
-"""Values of one name that a `ShapeCache` holds."""
+"""How many values of one name a `ShapeCache` holds."""
 MOST_REPLAYS = 4096
-"""Recorded calls of all shapes."""
+"""How many recorded calls are kept, of all shapes together."""
 MOST_LAUNCHES = 16
-"""Most launches of a call that is replayed: with more, the GPU lags behind the host anyway."""
+"""The largest number of launches of a call that is replayed: with more, the GPU lags behind the
+host anyway."""
 
 
 class _Thread(threading.local):
@@ -53,7 +54,8 @@ def only_compiling() -> Iterator[None]:
 
 
 def count_launch() -> bool:
-    """Count a launch that no recording sees; False, and none, while this thread only compiles."""
+    """Count a launch that no recording sees and return True. While this thread only compiles, count
+    nothing and return False."""
     if not _thread.only_compiles:
         _thread.launches += 1
     return not _thread.only_compiles
@@ -66,7 +68,7 @@ class Compiled:
     kernel: Any
     """`triton.compiler.CompiledKernel`."""
     direct: DirectLauncher | None
-    """Its launcher without the wrapper, where that is known."""
+    """Its launcher without the wrapper, where this launcher is known."""
     device: int
     tensors: tuple[int, ...]
     """Which arguments are tensors. All were aligned to 16 bytes, which Triton relies on."""
@@ -85,15 +87,15 @@ class ShapeCache:
         self.proven: set[Callable] = set()
         """What launches on no memory but the call's (`replay_or_run`)."""
         self.compiled: dict[Any, Compiled] = {}
-        """By id of the kernel, and what else tells its launches apart."""
+        """The compiled kernels, by the kernel's id and by what else distinguishes its launches."""
         self.values: dict[str, dict] = {}
-        """What else was made, by name and key."""
+        """Other cached values, by name and key."""
 
     def get_or_create(
         self, name: str, key, make: Callable, *arguments, most: int = MOST_VALUES
     ) -> Any:
-        """The value cached for `key` (addresses, say), or `make(*arguments)`; at `most` entries the
-        values of that name are cleared."""
+        """The value cached for `key` (addresses, say), or a new one made by `make(*arguments)`; at
+        `most` entries the values of that name are cleared."""
         by_key = self.values.get(name)
         if by_key is None:
             by_key = self.values[name] = {}
@@ -107,8 +109,8 @@ class ShapeCache:
 
 @functools.lru_cache(maxsize=4096)
 def shape_cache(*shape) -> ShapeCache:
-    """The cache of calls of one `shape`: all that the kernels' arguments follow from, and with it
-    what Triton compiles, but addresses and numbers in floating point."""
+    """The cache of calls of one `shape`: all that determines the kernels' arguments, and so what
+    Triton compiles, except for addresses and floating-point numbers."""
     return ShapeCache()
 
 
@@ -195,21 +197,21 @@ def launch_compiled(
 
 
 class Recording(ShapeCache):
-    """A shape's cache in the hands of one call, which fills it with the launches that it makes."""
+    """The cache of a shape while one call uses it and adds the launches that it makes."""
 
     __slots__ = ("foreign", "known", "memory", "steps")
 
     def __init__(
         self, cache: ShapeCache, memory: tuple[Tensor | None, ...], addresses: list[int]
     ) -> None:
-        """memory, at these addresses: all that the call was given; () where nobody looks at it."""
+        """memory, at these addresses: all that the call was given; () where nobody asks for it."""
         self.plan, self.compiled, self.values = cache.plan, cache.compiled, cache.values
         self.memory, self.known = memory, addresses
         self.steps: list[tuple] = []
         """What `launch_compiled` returned, of each launch."""
         self.foreign = False
-        """Whether a kernel was given other memory: what a call allocates for itself may be
-        another's by the time of a replay."""
+        """Whether a kernel was given other memory: what a call allocates for itself may belong to
+        another one when the call is replayed."""
 
     def look_at(self, compiled: Compiled, arguments: tuple, addressed: list) -> None:
         """Look for foreign memory in a launch; `addressed` is as `_addressed` returned it."""

@@ -21,10 +21,10 @@ class Source(NamedTuple):
     """A kernel before it is compiled."""
 
     entry: str
-    """Its name, of an `extern "C"` function."""
+    """The kernel's name, that of an `extern "C"` function."""
     text: str
     options: tuple[str, ...]
-    """Of NVRTC."""
+    """Options that NVRTC is called with."""
 
 
 def _places() -> Iterator[tuple[str, ...]]:

@@ -71,7 +71,7 @@ def differentiable(op: Any) -> type[torch.autograd.Function] | None:
 
 
 def process_group(name: str) -> Any:
-    """The process group of a name: what a custom operator can be given."""
+    """The process group with a name: a custom operator can be given only the name."""
     return torch._C._distributed_c10d._resolve_process_group(name)
 
 

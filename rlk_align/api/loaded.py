@@ -39,7 +39,7 @@ class LoadedRun:
 
     @property
     def verdict(self) -> Verdict:
-        """By the contract that it was loaded with."""
+        """The run's verdict, by the contract that it was loaded with."""
         return self.source.verdict
 
     @property

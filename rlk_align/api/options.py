@@ -118,7 +118,7 @@ def side(text: str, kernels: str | None) -> Side:
 
 
 def check_sampling(max_new_tokens: int, seed: int) -> None:
-    """Raises BadOption for numbers that nothing can be sampled by."""
+    """Raises BadOption for numbers with which nothing can be sampled."""
     if max_new_tokens < 1:
         raise BadOption(f"--max-new-tokens {max_new_tokens}: must be 1 or more")
     if seed < 0:
@@ -126,7 +126,8 @@ def check_sampling(max_new_tokens: int, seed: int) -> None:
 
 
 def check_kernels(wanted: str | None) -> None:
-    """Raises BadOption for what `--kernels` cannot be: another option, say, whose name it took."""
+    """Raises BadOption for a value that `--kernels` cannot have, such as the name of another
+    option."""
     if wanted not in (None, "rlk", "off"):
         raise BadOption(
             f"--kernels {wanted!r} is unknown",

@@ -196,13 +196,14 @@ def _recorded(sides: Mapping[SideName, Side], run: Run) -> dict[SideName, Path]:
 
 
 def _check_recorded_kernels(recorded: Mapping[SideName, Path], wanted: str | None) -> None:
-    """Raises BadOption where `--kernels` says otherwise than a recording was captured."""
+    """Raises BadOption where `--kernels` contradicts the setting that a recording was captured
+    with."""
     for folder in recorded.values():
         held = "rlk" if load_record(TraceRecord, folder / "trace.json").kernels else "off"
         if wanted not in (None, held):
             raise BadOption(
                 f"--kernels {wanted}: {folder} was captured with kernels={held}",
-                "capture it anew; or leave --kernels out, and say kernels= in the other engine's "
+                "capture it again; or leave --kernels out, and say kernels= in the other engine's "
                 "spec",
             )
 

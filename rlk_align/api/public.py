@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 AnyPath = str | os.PathLike[str]
 Tell = Callable[[str, int, int], None]
-"""Is told how far long work is: (stage, done, total); total 0 where nothing is counted."""
+"""Is told the progress of long work: (stage, done, total); total 0 where nothing is counted."""
 
 
 def compare(
@@ -47,7 +47,7 @@ def compare(
     """Loads one model into both engines, scores the same tokens and compares every operator; or
     compares two `runs` that were captured earlier. Everything is kept in `run_dir`.
 
-    Raises what `rlk_align.errors` lists; a verdict that is not a pass is no error.
+    Raises what `rlk_align.errors` lists; a verdict that is not a pass is not an error.
     """
     from rlk_align.api.options import from_arguments
     from rlk_align.api.pair import Pair, prepare
@@ -81,7 +81,7 @@ def capture(
     progress: Tell | None = None,
 ) -> Path:
     """Captures one engine into the run `out`: samples and scores, or scores the `tokens` of another
-    run. Gives the run's folder, which `compare` and `tokens` take.
+    run. Returns the run's folder, which `compare` and `tokens` take.
 
     Raises what `rlk_align.errors` lists.
     """
@@ -121,11 +121,11 @@ def gate(
     recompute: bool = False,
     progress: Tell | None = None,
 ) -> "Verdict | RegressionVerdict":
-    """Holds a compared run, a folder or `@last`, against a contract, by default that of its dtype;
-    or says what became worse from one run to a `later` one. Needs neither an engine nor a GPU.
+    """Judges a compared run, a folder or `@last`, by a contract, by default that of its dtype; or
+    says what became worse from one run to a `later` one. Needs neither an engine nor a GPU.
 
     `recompute` derives the comparison again from the captures, which needs torch. Raises what
-    `rlk_align.errors` lists; a verdict that is not a pass is no error.
+    `rlk_align.errors` lists; a verdict that is not a pass is not an error.
     """
     from rlk_align.api.judging import judge_again, judge_later, open_runs
     from rlk_align.progress import silent

@@ -1,4 +1,4 @@
-"""Runs one engine in a process of its own and gives back its Trace."""
+"""Runs one engine in a process of its own and returns its Trace."""
 
 import shutil
 from collections.abc import Sequence

@@ -66,7 +66,7 @@ def _check_prompts(request: CaptureRequest, sampling: bool, model: Path, shape: 
 
 
 def _suspects(prompts: list[Prompt], model: Path, longest: int) -> list[Prompt]:
-    """Those that may have more than `longest` tokens, and all that came as token ids."""
+    """The prompts that may have more than `longest` tokens, and all that came as token ids."""
     # Hardly any text has more tokens than bytes.
     large = [p for p in prompts if len((p.text or "").encode()) > longest]
     with_ids = [p for p in prompts if p.ids]

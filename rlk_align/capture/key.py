@@ -98,7 +98,7 @@ def _kernel_sources() -> Iterator[Path]:
 
 
 def engine_versions(spec: EngineSpec) -> dict[str, str]:
-    """Of the packages that decide the numbers, in the interpreter that the engine runs in.
+    """The versions of the packages that decide the numbers, in the engine's interpreter.
 
     Raises BadOption or MissingDependency for an interpreter that cannot run it.
     """

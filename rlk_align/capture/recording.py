@@ -8,7 +8,7 @@ from rlk_align.errors import BadOption, UnknownEngine
 from rlk_align.trace.run import Role, Run
 
 NAME = "replay"
-"""What stands in the place of an engine's name."""
+"""What stands instead of an engine's name."""
 
 
 @dataclass(frozen=True, slots=True)

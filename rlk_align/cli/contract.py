@@ -30,7 +30,7 @@ ContractArgument = Annotated[
 
 @app.command()
 def show(contract: ContractArgument) -> None:
-    """Its limits and budgets, where each comes from, and its hash."""
+    """Print the limits and budgets of a contract, the source of each, and its hash."""
     show_contract(open_contract(contract), Console(highlight=False, soft_wrap=True))
 
 

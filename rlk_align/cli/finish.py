@@ -104,7 +104,7 @@ def finish_regression(
 
 
 def print_report(show_on: Callable[[Console], None], to_stderr: bool) -> None:
-    """Prints for people. Nobody reading on, or a full disk, does not change the exit code."""
+    """Prints for people. A closed pipe or a full disk does not change the exit code."""
     console = _Stdout(stderr=to_stderr, highlight=False, soft_wrap=True)
     try:
         show_on(console)

@@ -101,7 +101,7 @@ def monitor(
 
 
 def _console(to_stderr: bool) -> Console:
-    """Beside a terminal the table has the room that it needs."""
+    """In a file or a pipe the table has the width that it needs."""
     console = Console(stderr=to_stderr, highlight=False)
     return (
         console

@@ -67,7 +67,7 @@ class StepOutputs:
             logger.add(run, record)
 
     def flush(self) -> None:
-        """Writes anew what shows the last step, or the whole run."""
+        """Writes the outputs again that show the last step, or the whole run."""
         for target in self._targets:
             if target.format == "prometheus":
                 write_text(target.path, prometheus(self._latest))

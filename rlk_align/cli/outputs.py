@@ -37,7 +37,7 @@ def silence_stdout() -> None:
 def parse_outputs(
     items: list[str] | None, formats: Collection[str] = tuple(FORMATS)
 ) -> list[OutputTarget]:
-    """Raises BadOption for a format that is none of `formats`, or a path at which nothing can be
+    """Raises BadOption for a format that is not one of `formats`, or a path at which nothing can be
     written."""
     outputs = []
     for item in items or []:

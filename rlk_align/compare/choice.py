@@ -50,7 +50,7 @@ def beyond_choice(
 ) -> torch.Tensor:
     """By how much the best expert that was left out exceeds the worst that was chosen, float64
     `[N, 1]`: 0 where the chosen ones are the k largest. Infinite where an id is chosen twice, or is
-    none of an expert.
+    not the id of an expert.
 
     Where experts are chosen from some groups alone, these may be any that hold the chosen ones: of
     each such selection the larger counts of that excess, among the experts of its groups, and of

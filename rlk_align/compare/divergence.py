@@ -1,4 +1,4 @@
-"""Pairs, compared bit for bit and by metric: where do two passes part, and who introduced it?
+"""Pairs, compared bit for bit and by metric: where do two passes diverge, and who introduced it?
 
 A unit whose inputs are equal and whose outputs differ introduced the difference: a proof
 without a threshold. One whose inputs differ already may only have passed it on. Equality is
@@ -227,8 +227,8 @@ def _compare_site(
 
 
 def _comparable(paired: PairedSite, flips: Flips | None) -> tuple[PairedSite, int]:
-    """Without the rows of experts that the sides do not share, or are not known to; and how many
-    these are."""
+    """The pair without the rows of experts that the sides do not share, or are not known to share,
+    and the number of these rows."""
     if flips is None:
         return paired, 0
     keep = flips.comparable(paired.number)
@@ -365,8 +365,8 @@ def _ranks(
     edge: Edge, site: Site, paired: PairedSite, introduced: np.ndarray, features: np.ndarray,
     index: RowIndex,
 ) -> dict[SideName, list[int]]:  # fmt: skip
-    """Side -> those of its ranks that hold what differs in the introduced rows; without a side of
-    one rank, or of which it cannot be told."""
+    """Side -> its ranks that hold what differs in the introduced rows. A side of one rank, or one
+    whose ranks are not known, is left out."""
     found: dict[SideName, set[int]] = {}
     if introduced.any():
         for which, side in enumerate((edge.first, edge.second)):
@@ -394,5 +394,5 @@ def _edge_result(edge: Edge, state: _EdgeState) -> EdgeResult:
 def _first_introducer(sites: list[SiteResult]) -> Introducer | None:
     for at, site in enumerate(sites):
         if site.first_introduced is not None:
-            return Introducer.among(sites, at, site.first_introduced)
+            return Introducer.among(sites[:at], site, site.first_introduced)
     return None

@@ -35,7 +35,7 @@ class EdgeRows:
 
     @classmethod
     def of(cls, edge: str, index: RowIndex, sites: int) -> "EdgeRows":
-        """Returns an edge without errors, for a batch and so many sites."""
+        """Returns an edge without errors, for a batch and this many sites."""
         selected = np.ones(len(index), dtype=bool)
         most = MAX_ERRORS // max(1, sites)
         if len(index) > most:

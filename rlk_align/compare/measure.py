@@ -38,7 +38,7 @@ def measure(
     allowed: Sequence[Kind],
     progress: Progress,
 ) -> tuple[Comparison, pa.Table]:
-    """Everything that a contract can be held against, and the same row by row (see
+    """Everything that a contract judges, and the same row by row (see
     `rlk_align.comparison_table`).
 
     A mismatch of a kind that is not allowed ends it before any number. Raises CorruptTrace

@@ -14,8 +14,8 @@ CLIP_LOW, CLIP_HIGH = 0.8, 1.2
 
 
 def edge_metrics(first: np.ndarray, second: np.ndarray) -> EdgeMetrics:
-    """From the two passes' log-probs of the same sampled tokens, `[N]` each of one float dtype, in
-    nats.
+    """The metrics of two passes' log-probs of the same sampled tokens, `[N]` each, of one float
+    dtype, in nats.
 
     Empty input gives NaN everywhere, which every limit fails.
     """
@@ -68,10 +68,9 @@ class ValueMetrics:
     """The relative L2 of every row that was fed, in that order, block by block."""
     min_cosine: float = 1.0
     frontier: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
-    """Of the introduced rows: (magnitude, error) points, see `error_frontier`."""
+    """(magnitude, error) points of the introduced rows, see `error_frontier`."""
     features: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
-    """Of the introduced rows: which features differ in any of them, `[F]`; empty without such
-    rows."""
+    """Which features differ in any introduced row, `[F]`; empty without such rows."""
 
     def add(
         self,

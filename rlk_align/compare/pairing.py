@@ -35,7 +35,7 @@ class PairedSite:
     b: SiteRows
     b_at: np.ndarray
     copies: tuple[Copies, Copies]
-    """Of both passes: rank -> the rows of which that rank holds another copy."""
+    """For both passes: rank -> the rows for which that rank holds another copy."""
 
     @property
     def equal(self) -> np.ndarray:

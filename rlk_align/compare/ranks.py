@@ -37,8 +37,9 @@ class Holders:
         features: np.ndarray,
         index: RowIndex,
     ) -> set[int]:
-        """Of the introduced rows, bool `[N]`. `which`: the pair's first pass (0) or its second;
-        `features`: those that differ, bool `[F]`, empty where no values were kept."""
+        """The ranks that hold what differs in the introduced rows, bool `[N]`. `which`: the pair's
+        first pass (0) or its second; `features`: those that differ, bool `[F]`, empty where no
+        values were kept."""
         if copies := self._unlike(paired, which, introduced, index):
             return copies
         if self._experts and (site.experts or site.operator.formula == "combine"):
@@ -59,8 +60,8 @@ class Holders:
         return {h.rank for h in rows if not stage or h.rank in stage}
 
     def _of_experts(self, site: Site, number: np.ndarray, index: RowIndex) -> set[int]:
-        """The ranks that have the experts behind these rows, where each of them was sent to an
-        expert of theirs, and that is so of no others."""
+        """The ranks that have the experts behind these rows, where each row was sent to an
+        expert of theirs, and no other ranks have that."""
         choice, of_layer = RecordedRows(self._reader, index), f"layers.{site.layer}.experts"
         if not len(number) or not choice.has_value(of_layer)[number].all():
             return set()
@@ -88,8 +89,9 @@ class Holders:
     def _unlike(
         self, paired: PairedSite, which: int, introduced: np.ndarray, index: RowIndex
     ) -> set[int]:
-        """Of rows that ranks of one pass hold different copies of: those whose copy is unlike the
-        other pass's. Under the site's name that of the first rank is recorded that has the row."""
+        """The ranks whose copy differs from the other pass's, for rows of which ranks of one pass
+        hold different copies. The copy that is recorded under the site's name is that of the first
+        rank that has the row."""
         other = paired.b.digest[paired.b_at] if which == 0 else paired.a.digest[paired.a_at]
         found: set[int] = set()
         for rank in {0, *paired.copies[which]} if paired.copies[which] else ():

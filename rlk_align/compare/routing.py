@@ -1,10 +1,9 @@
 """Sparse layers on an edge: which tokens were sent to other experts, was that the router's doing,
 and which rows of experts can be compared at all.
 
-A token whose router was given equal inputs on both sides, and chose another set of experts, parts
-*at the router*. Where the inputs differ already, its flip is an effect, which may amplify what it
-follows from. N = rows, E = experts, K = experts of a token
-"""
+A token whose router was given equal inputs on both sides, and chose another set of experts,
+diverges *at the router*. Where the inputs differ already, its flip is an effect, which may amplify
+what it follows from. N = rows, E = experts, K = experts of a token"""
 
 from dataclasses import dataclass, field
 
@@ -28,7 +27,7 @@ class Flips:
     flipped: np.ndarray
     """A mask over the batch's rows."""
     number: np.ndarray
-    """Those of them of which both sides keep the ids, ascending."""
+    """The numbers of the flipped rows whose ids both sides keep, ascending."""
     a: torch.Tensor
     b: torch.Tensor
     """Their ids, int64 `[n, K]`."""
@@ -68,7 +67,7 @@ class Routing:
     """What the walk along an edge's sites has found of its sparse layers."""
 
     flips: dict[str, Flips] = field(default_factory=dict)
-    """By the site of the choice."""
+    """The flips, by the site of the choice."""
     layers: list[LayerRouting] = field(default_factory=list)
     _router: PairedSite | None = None
 

@@ -4,7 +4,7 @@ from rlk_align.diagnose.interval import Estimate
 from rlk_align.diagnose.record import Confidence, Diagnosis, Name, Token, Untested
 
 _REACH = 2.0
-"""An interval that reaches beyond so many limits rules nothing out."""
+"""An interval that reaches beyond this many times the limit rules nothing out."""
 RESCORE = "rlk-align compare --tokens RUN --train SPEC"
 _WEIGHTS = "rlk-align weights TRAINED SYNCED"
 NEXT: dict[Name, str] = {

@@ -143,7 +143,7 @@ def _neighbour(what: Mask, places: Indices, by: int, sequence: Indices) -> Mask:
 
 
 def missing(e: Evidence) -> Diagnosis | None:
-    """Holds where something else stands in the place of log-probs, or too many are null."""
+    """Holds where something else stands instead of log-probs, or too many are null."""
     null = e.counts.missing / e.counts.scored
     found = np.flatnonzero(e.filled)
     compared = int(e.run.compared.sum())

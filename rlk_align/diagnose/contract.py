@@ -83,15 +83,15 @@ class TrendLimits(BaseModel):
     model_config = _STRICT
 
     warn: Annotated[float, Field(gt=1, allow_inf_nan=False)]
-    """A rise is one to at least so many times the level before it."""
+    """A rise reaches at least this many times the level before it."""
     fail: Annotated[float, Field(gt=1, allow_inf_nan=False)]
-    """From so many times the level on, it fails."""
+    """From this many times the level before it on, a rise fails."""
     spread: Bound
-    """And beyond so many standard deviations of the steps before it."""
+    """A rise is also beyond this many standard deviations of the steps before it."""
     smallest: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    """And to at least this k2, scaled by (1 − p)²."""
+    """A rise also reaches at least this k2, scaled by (1 − p)²."""
     slow_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)]
-    """A slow rise is one to at least so many times the level of the run's first steps."""
+    """A slow rise reaches at least this many times the level of the run's first steps."""
     source: Words
 
 

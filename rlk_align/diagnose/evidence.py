@@ -23,7 +23,7 @@ Indices = NDArray[np.int64]
 _SHOWN = 5
 """Tokens that a diagnosis shows."""
 _ZERO_WHILE = -0.05
-"""The other side's log-prob below which a 0.0 is no honest one."""
+"""The other side's log-prob below which a 0.0 is not genuine."""
 _SURE = -1.5
 """Below it not even a truncated law gives the token the probability 1."""
 _UNSURE = -0.5
@@ -38,9 +38,10 @@ part of the tokens from there to _PROBABLE, where there are enough of them."""
 _BY_CHANCE = 1e-5
 """The part of all tokens that a route through the model may throw from log-prob 0 to _LESS_SURE."""
 _OUTLIER = 6.0
-"""A sequence so many times worse than the median one of its step is an outlier."""
+"""A sequence this many times worse than the median one of its step is an outlier."""
 _MOST = 0.4
-"""Of a broken sequence's tokens, more than this share is 3 times worse than the median token."""
+"""In a broken sequence, more than this share of the tokens is 3 times worse than the median
+token."""
 _ENOUGH = 5.0
 """Σ q below which a sequence is too sure of itself to have an error of its own."""
 
@@ -58,7 +59,7 @@ class Evidence:
 
     @cached_property
     def filled(self) -> Mask:
-        """[N]; compared tokens whose log-prob is no log-prob: a 0.0, a sentinel or a constant in
+        """[N]; compared tokens whose log-prob is not one: a 0.0, a sentinel or a constant in
         its place, NaN, infinite, or above 0 by more than rounding."""
         both = self.run.compared
         g, t = self.run.rollout, self.run.train
@@ -260,7 +261,7 @@ class Evidence:
 
 
 def _zero_fill(side: Floats, other: Floats) -> Mask:
-    """Which 0.0 of the compared tokens, [n], stand in the place of a log-prob; all False where they
+    """Which 0.0 of the compared tokens, [n], stand instead of a log-prob; all False where they
     may be of a truncated law that keeps one token, to which it gives the log-prob 0."""
     zeros = (side == 0) & (other < _ZERO_WHILE)
     # Tokens of which both sides say a log-prob, and one is wild; they may be 0 by chance too.

@@ -88,7 +88,8 @@ def share(part: int, whole: int) -> Estimate:
 
 
 def _half_width(influences: Floats, weights: Floats) -> float:
-    """Of an estimate whose sequences have these influences; as many as would weigh alike count."""
+    """Half the width of the interval of an estimate whose sequences have these influences; as many
+    as would weigh alike count."""
     effective = float(weights.sum()) ** 2 / float((weights**2).sum())
     if not effective > 1.5:
         return math.inf

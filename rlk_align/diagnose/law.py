@@ -1,6 +1,7 @@
-"""Whether both sides speak of the same law: another token, another temperature, another support.
+"""Whether both sides mean the same distribution: another token, another temperature, another
+support.
 
-Numerics have no sign. Where the sides mean different laws, Δ has one that depends on p.
+Numerics have no sign. Where the sides mean different distributions, Δ has one that depends on p.
 """
 
 import numpy as np

@@ -11,7 +11,7 @@ from rlk_align.diagnose.record import Diagnosis, Untested
 from rlk_align.dumps.sequences import UNKNOWN
 
 _WINDOW = 12
-"""Tokens on each side of a turn's start that are held against each other."""
+"""Tokens on each side of a turn's start that are compared."""
 _WORSE = 4.0
 """A sequence is clean before a turn and wrong after it where c grows by such a factor."""
 

@@ -37,7 +37,7 @@ class Token(BaseModel):
     id: str
     """The sequence's id."""
     position: int
-    """Its place in the sequence, from 0."""
+    """The token's place in the sequence, from 0."""
     token: int
     rollout: float | None
     """The rollout's log-prob; null where none was recorded."""

@@ -84,7 +84,7 @@ class RunSample:
     counts: Counts = field(default_factory=Counts)
     ratio: RatioSums = field(default_factory=RatioSums)
     kept: Sequences | None = None
-    """None where the run has no sequence."""
+    """The sequences that are kept; None where the run has no sequence."""
 
     @property
     def whole(self) -> bool:

@@ -14,7 +14,7 @@ tokens; what is not there is None or absent."""
 
 
 def batches(rows: Iterable[Row], most_tokens: int = BATCH_TOKENS) -> Iterator[pa.RecordBatch]:
-    """Yields the rows in batches of about so many tokens."""
+    """Yields the rows in batches of about this many tokens."""
     waiting: list[Row] = []
     tokens = 0
     for row in rows:

@@ -28,7 +28,7 @@ class Sampling(BaseModel):
     """-1 or 0: off."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = None
-    """Whether the rollout's log-probs are of the model's law or of the law that was sampled."""
+    """Whether the rollout's log-probs are of the model's distribution or of the sampled one."""
 
 
 class SequenceRecord(BaseModel):
@@ -50,7 +50,7 @@ class SequenceRecord(BaseModel):
     train_logprobs: LogProbs | None = None
     position_ids: list[Count] | None = None
     pack_index: Count | None = None
-    """Its place in its pack, from 0."""
+    """The sequence's place in its pack, from 0."""
     rollout_version: Count | list[Count | None] | None = None
     """Version of the weights that sampled it: one, or one for each token."""
     train_version: Count | None = None
@@ -58,7 +58,7 @@ class SequenceRecord(BaseModel):
     rollout_dtype: str | None = None
     train_dtype: str | None = None
     entropy: LogProbs | None = None
-    """Of the trainer's distribution at each token, in nats."""
+    """The entropy of the trainer's distribution at each token, in nats."""
     kept_mass: LogProbs | None = None
     """The share of probability that truncation kept at each token."""
     cached_tokens: Count | None = None

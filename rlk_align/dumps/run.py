@@ -88,7 +88,7 @@ class ImportedRun(RunFolder):
         format: str,
         framework: str | None = None,
     ) -> Manifest:
-        """Writes the run anew from batches of `table.SCHEMA`, and makes it the last run.
+        """Replaces the run by batches of `table.SCHEMA`, and makes it the last run.
 
         `findings` is what the reader learns while it yields the batches. Raises BadOption where
         another kind of run lies in the folder, DumpError where there is no sequence.

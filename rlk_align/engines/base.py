@@ -34,7 +34,7 @@ speaks for."""
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How responses are sampled, until EOS or so many tokens."""
+    """How responses are sampled, until EOS or this many tokens."""
 
     max_new_tokens: int
     seed: int
@@ -144,7 +144,7 @@ class Engine(ABC):
         )
 
     def own_samples(self, batch: TokenBatch) -> Sequence[int]:
-        """Those that this rank scores; none where there are more ranks than samples."""
+        """The samples that this rank scores; none where there are more ranks than samples."""
         return range(len(batch.samples))
 
     @abstractmethod

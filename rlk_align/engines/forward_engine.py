@@ -33,7 +33,7 @@ class ForwardEngine(Engine):
 
     @abstractmethod
     def places(self) -> Iterable[Place]:
-        """Its table of places."""
+        """The engine's table of places."""
 
     @abstractmethod
     def forward(self, batch: TokenBatch, members: Sequence[int], taps: ForwardHooks) -> Logprobs:

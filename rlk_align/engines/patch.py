@@ -75,9 +75,8 @@ class BasePatch(ABC):
     def replaced(self, engine: Engine) -> dict[str, str]:
         """Site -> the implementation that computes it now, or `own`.
 
-        Raises EngineFailed where an operator that was not excepted is still the engine's own, or
-        where one that was is not.
-        """
+        Raises EngineFailed where an operator that was not excluded is still the engine's own, or
+        where an excluded one is not."""
         ranks = self.calls(engine)
         ours = frozenset(ranks[0]).intersection(*ranks)
         implementation = backend.choose("kernels", None, _like(engine))
@@ -210,7 +209,7 @@ def fast_paths() -> dict[str, str]:
 
 @contextmanager
 def _refused(spec: EngineSpec) -> Iterator[None]:
-    """What the kernels do not serve, as the user's own error."""
+    """A setting that the kernels do not support, as the user's error."""
     try:
         yield
     except NotServed as error:

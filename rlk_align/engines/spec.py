@@ -99,7 +99,7 @@ class EngineSpec:
 
     @property
     def computed(self) -> "EngineSpec":
-        """Without what only says how it is started."""
+        """The spec without options that only say how the engine is started."""
         known = COMMON_OPTIONS | dict(self.info.options)
         chosen = {k: v for k, v in self.options.items() if not known[k].starts_only}
         return EngineSpec(self.name, chosen)

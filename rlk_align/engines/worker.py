@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 
 
 def run(job: Job, events: Events) -> None:
-    """Carries out a job, or this rank's part of it; raises RlkError for what the user can mend."""
+    """Carries out a job, or this rank's part of it; raises RlkError for errors that the user can
+    correct."""
     spec = job.engine
     shape = read_shape(job.model)
     prompts = load_prompts(job.prompts)
@@ -210,7 +211,7 @@ def _add_logprobs(writer: PassWriter, batch: TokenBatch, logprobs: Logprobs) -> 
 
 
 def _end_with_parent() -> None:
-    """A worker whose parent is gone would hold its memory for nobody (Linux only)."""
+    """Ends the worker with its parent, so that it does not keep its memory (Linux only)."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

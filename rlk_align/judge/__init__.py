@@ -1,1 +1,1 @@
-"""A Comparison held against a contract. Imports neither torch nor traces."""
+"""Judges a Comparison by a contract. Imports neither torch nor traces."""

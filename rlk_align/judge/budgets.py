@@ -8,9 +8,9 @@ from rlk_align.results import RefereedUnit
 
 
 def budget_of(contract: Contract, unit: RefereedUnit) -> Budget | None:
-    """The contract's budget for an operator. A side that computes in a dtype of which the contract
-    does not speak is held to the built-in contract of that dtype. None where the contract has no
-    budgets, or where no contract has one for that dtype."""
+    """The contract's budget for an operator. A side whose dtype the contract does not cover is
+    judged by the built-in contract of that dtype. None where the contract has no budgets, or where
+    no contract has one for that dtype."""
     if not contract.budgets or unit.dtype in ("", *contract.dtypes):
         return contract.budget(unit.op, unit.op_class)
     if unit.dtype not in BY_DTYPE:

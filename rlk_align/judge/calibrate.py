@@ -57,7 +57,7 @@ class Proposed:
 
 @dataclass(slots=True)
 class Proposal:
-    """A contract with its limits set anew."""
+    """A contract with new limits."""
 
     figures: list[Proposed]
     source: str
@@ -155,8 +155,8 @@ def _limit(
 
 
 def fitted_tail(runs: Sequence[HealthyRun]) -> Tail:
-    """Of the edge of a pair of engines whose tail is the heaviest at a million tokens, and never
-    below what was seen."""
+    """The tail of the pair of engines, and of its edge, that is the heaviest at a million tokens,
+    and never below what was seen."""
     tails = []
     for pair, edge in sorted({(run.pair, edge) for run in runs for edge in run.shifts}):
         sizes = np.concatenate([r.shifts[edge] for r in runs if r.pair == pair])

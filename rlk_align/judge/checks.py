@@ -1,4 +1,4 @@
-"""Every limit of a contract, held against every value that it speaks of."""
+"""Checks every limit of a contract on every value that it applies to."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ Outcome = Literal["pass", "warn", "waived", "fail"]
 
 
 class LimitCheck(Result):
-    """One limit, held against one value."""
+    """One limit, checked on one value."""
 
     limit: str
     metric: str
@@ -58,12 +58,12 @@ class LimitCheck(Result):
 
 
 def judged_metrics(edge: EdgeResult, c: Comparison, contract: Contract) -> EdgeMetrics:
-    """The metrics of an edge that a contract's limits on log-probs are held against.
+    """The metrics of an edge that a contract's limits on log-probs apply to.
 
     Of a sparse model these are the metrics of the tokens that both sides send to the same experts:
     another expert is another computation, and moves a log-prob by whatever it computes. That the
     choice itself is sound has to be known: the contract has a budget for it, and each side's was
-    held against its own logits. Where it is not, or where too few tokens are left, all count.
+    checked against its own logits. Where it is not, or where too few tokens are left, all count.
     """
     routing = edge.routing
     if routing is None or routing.unflipped is None or not contract.budget("experts", "routing"):
@@ -136,14 +136,14 @@ def _of_site(site: SiteResult | RefereedUnit, edge: EdgeResult, **check: Any) ->
 
 
 def _of_operators(edge: EdgeResult, c: Comparison, contract: Contract) -> Iterator[LimitCheck]:
-    """Of each operator whose outputs differ, each side's statistic that uses up most of its
-    budget."""
-    differing = {s.site for s in edge.sites if s.differ}
+    """For each operator whose outputs differ, or that one side alone shows, and each side, the
+    check of the statistic that uses up most of its budget."""
+    equal = {s.site for s in edge.sites if not s.differ}
     for unit in c.referee:
         budget = budget_of(contract, unit)
         if budget is None or unit.errors is None or edge.name not in unit.edges:
             continue
-        if unit.site in differing:
+        if unit.site not in equal:
             checks = [
                 _of_site(
                     unit,
@@ -162,7 +162,7 @@ def _of_operators(edge: EdgeResult, c: Comparison, contract: Contract) -> Iterat
 
 
 def _of_routers(edge: EdgeResult, contract: Contract) -> Iterator[LimitCheck]:
-    """By how many roundings the sides prefer other experts, of each router with equal inputs."""
+    """By how many roundings the sides prefer other experts, for each router with equal inputs."""
     for layer in edge.routing.layers if edge.routing else ():
         budget = contract.budget("experts", "routing")
         if layer.measured > layer.ties and budget is not None:

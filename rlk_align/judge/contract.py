@@ -68,10 +68,10 @@ Words = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Version = Annotated[str, StringConstraints(pattern=r"^\d+\.\d+\.\d+$")]
 Pattern = Annotated[str, StringConstraints(pattern=r"^[a-z0-9_.*?]+$")]
-"""Of site names, e.g. `layers.*.q_norm`."""
+"""A pattern of site names, e.g. `layers.*.q_norm`."""
 Bound = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
-"""No conversions: `fail = "0.5"` and `fail = true` are no numbers."""
+"""No conversions: `fail = "0.5"` and `fail = true` are not numbers."""
 
 
 class Tail(BaseModel):
@@ -85,10 +85,10 @@ class Tail(BaseModel):
     value: Bound
     scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     chance: Annotated[float, Field(gt=0, lt=1)]
-    """That a healthy run is called off, of any number of tokens."""
+    """The probability with which a healthy run, of any number of tokens, exceeds the limit."""
 
     def bound(self, tokens: int) -> float:
-        """What the largest of so many tokens may be: P(max > x) ≤ N (1 − q) exp(−(x − value) /
+        """What the largest of this many tokens may be: P(max > x) ≤ N (1 − q) exp(−(x − value) /
         scale) = chance, whether tokens are independent or not."""
         return self.value + self.scale * max(
             0.0, math.log(max(1, tokens) * (1 - self.quantile) / self.chance)
@@ -96,7 +96,7 @@ class Tail(BaseModel):
 
 
 class Limit(BaseModel):
-    """One bound. A value above `fail`, or a NaN, breaks it; one above `warn` is told of."""
+    """One bound. A value above `fail`, or a NaN, breaks it; one above `warn` is reported."""
 
     model_config = _STRICT
 
@@ -107,11 +107,11 @@ class Limit(BaseModel):
     warn: Bound | None = None
     fail: Bound
     tail: Tail | None = None
-    """For a maximum: what it may be in so many tokens, `fail` being what no token may reach."""
+    """For a maximum: what it may be in this many tokens, `fail` being what no token may reach."""
     min_tokens: Annotated[int, Field(ge=0)] = 0
-    """Sampled tokens below which it is not held: a quantile of few is their largest."""
+    """Sampled tokens below which it does not apply: a quantile of few is their largest."""
     edges: Annotated[list[EdgeName], Field(min_length=1)] | None = None
-    """Where it holds; None is every judged edge."""
+    """The edges that it applies to; None is every judged edge."""
     dtypes: Annotated[list[Dtype], Field(min_length=1)] | None = None
     """None is every dtype of the contract."""
     op_classes: Annotated[list[OpClass], Field(min_length=1)] | None = None
@@ -133,15 +133,15 @@ class Limit(BaseModel):
         return self.metric in ("op_error", "rows_differ")
 
     def judges(self, edge: EdgeName, tokens: int) -> bool:
-        """Whether it is held against an edge of so many tokens."""
+        """Whether it applies to an edge of this many tokens."""
         return tokens >= self.min_tokens and (self.edges is None or edge in self.edges)
 
     def fail_at(self, tokens: int) -> float:
-        """What so many tokens may reach."""
+        """What this many tokens may reach."""
         return self.fail if self.tail is None else min(self.fail, self.tail.bound(tokens))
 
     def covers(self, site: str, op_class: str) -> bool:
-        """Whether it is held against that site."""
+        """Whether it applies to that site."""
         if self.op_classes is not None and op_class not in self.op_classes:
             return False
         return self.sites is None or any(fnmatchcase(site, p) for p in self.sites)
@@ -168,7 +168,7 @@ class Budget(BaseModel):
     id: Name
     ops: Annotated[list[Op], Field(min_length=1)] = []
     op_classes: Annotated[list[OpClass], Field(min_length=1)] = []
-    """The classes whose operators it holds for, those aside that a budget names."""
+    """The classes whose operators it applies to, except operators that a budget names."""
     rms: Bound
     gain: Bound
     row_gain: Bound
@@ -179,7 +179,7 @@ class Budget(BaseModel):
     row_rms: Bound
     peak: Bound
     warn: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of a bound from which on it is told of."""
+    """The share of a bound from which on a value is reported."""
     why: Words
     source: Words
     reason: Words | None = None
@@ -195,7 +195,7 @@ class Budget(BaseModel):
 STATISTICS = tuple(
     n for n, f in Budget.model_fields.items() if f.annotation is float and n != "warn"
 )
-"""Of `results.RoundingErrors`: those that a budget bounds."""
+"""The statistics of `results.RoundingErrors` that a budget bounds."""
 
 
 class Regression(BaseModel):
@@ -205,8 +205,8 @@ class Regression(BaseModel):
 
     id: Name
     metric: EdgeMetric | Literal["rows_differ", "rounding_rms"]
-    """An edge's metric; or of each site the rows that differ, or of each operator that is held
-    against float64 the rms of its errors."""
+    """An edge's metric; or of each site the rows that differ, or, of each operator that is compared
+    with float64, the rms of its errors."""
     factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     plus: Bound = 0.0
     why: Words
@@ -274,7 +274,7 @@ class Contract(BaseModel):
     min_coverage: Annotated[float, Field(gt=0, le=1)]
     min_tokens: Annotated[int, Field(ge=1)]
     max_noise: Bound | None = None
-    """Largest |Δ| by which a side may differ from itself; None wants it to repeat itself bit for
+    """Largest |Δ| by which a side may differ from itself; None requires it to repeat itself bit for
     bit."""
     sequences: Sequences | None = None
     limits: Annotated[list[Limit], Field(min_length=1)]
@@ -323,7 +323,7 @@ class Contract(BaseModel):
                 yield site, f"a limit of op_error that covers the class {op_class}"
 
     def limits_for(self, dtype: str) -> list[Limit]:
-        """Those that hold for a comparison in that dtype."""
+        """The limits that hold for a comparison in that dtype."""
         return [x for x in self.limits if x.dtypes is None or dtype in x.dtypes]
 
     @model_validator(mode="after")

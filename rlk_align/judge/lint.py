@@ -186,7 +186,7 @@ def _says_nothing(contract: Contract) -> Iterator[Finding]:
 
 
 def sequence_ess(contract: Contract, tokens: int) -> float:
-    """The share of sequences of so many tokens that counts where k3 is at its limit: exp(−Tσ²), σ²
-    being 2 · k3 of small Δ that are independent along the sequence. NaN where k3 has no limit."""
+    """The share of sequences of this many tokens that counts where k3 is at its limit: exp(−Tσ²),
+    σ² being 2 · k3 of small Δ, independent along the sequence. NaN where k3 has no limit."""
     bounds = [x.fail for x in contract.limits if x.metric == "k3"]
     return math.exp(-tokens * 2 * max(bounds)) if bounds else math.nan

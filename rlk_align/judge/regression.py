@@ -9,7 +9,7 @@ from rlk_align.results import Comparison, EdgeResult, Result, SideName
 
 
 class RegressionCheck(Result):
-    """One figure of the later run, held against the earlier one."""
+    """One figure of the later run, compared with the earlier one."""
 
     limit: str
     metric: str
@@ -55,7 +55,7 @@ def judge_regression(
     before: Comparison, after: Comparison, contract: Contract
 ) -> RegressionVerdict:
     """Every regression limit on every judged edge. What one run alone cannot conclude, two cannot.
-    Raises BadOption for runs that cannot be held against each other, or a contract that has no such
+    Raises BadOption for runs that cannot be compared, or a contract that has no such
     limit."""
     if not contract.regressions:
         raise BadOption(

@@ -17,6 +17,7 @@ from rlk_align.results import (
     Noise,
     RefereedUnit,
     Result,
+    SiteResult,
 )
 
 PARITY_KINDS = ("tokens", "weights", "attributes")
@@ -62,9 +63,9 @@ class Verdict(Result):
 
 
 def judge(comparison: Comparison, contract: Contract, day: date | None = None) -> Verdict:
-    """Holds a comparison against a contract, on a day, today if None. Doubt outweighs a breach, a
-    breach or an expired waiver a pass. Raises ContractError where the contract does not fit the
-    sites that were compared."""
+    """Judges a comparison by a contract, on a day, today if None. A doubt outweighs a breach; a
+    breach or an expired waiver outweighs a pass. Raises ContractError where the contract does not
+    fit the sites that were compared."""
     doubts = list(doubts_of(comparison, contract))
     checks: list[LimitCheck] = []
     if not comparison.stopped:
@@ -90,7 +91,7 @@ def judge(comparison: Comparison, contract: Contract, day: date | None = None) -
 
 
 def judge_by(comparison: Comparison, name: str | None) -> Verdict:
-    """Holds a comparison against a contract by id or file; None is the one of its dtype.
+    """Judges a comparison by a contract, given by id or file; None is the one of its dtype.
 
     Raises ContractError.
     """
@@ -147,7 +148,7 @@ def doubts_of(c: Comparison, contract: Contract) -> list[str]:
 
 
 def _noise(c: Comparison, contract: Contract) -> Iterator[str]:
-    """Sides that do not repeat themselves: what is measured of them is another each time."""
+    """Sides that do not repeat themselves: what is measured of them changes each time."""
     for side, noise in (c.controls.noise if c.controls else {}).items():
         if noise == "not measured" and contract.max_noise is None:
             yield f"it was not measured whether {side} repeats itself"
@@ -164,7 +165,7 @@ def _noise(c: Comparison, contract: Contract) -> Iterator[str]:
 
 def _notes(c: Comparison, contract: Contract) -> list[str]:
     """Untested versions, other versions of torch on the two sides, one capture for both, and rows
-    that no operator's limit was held against: their values were not kept, or they are noisy."""
+    that no operator's limit was checked on: their values were not kept, or they are noisy."""
     notes = [
         f"{role}: {e.environment['untested']}"
         for role, e in c.engines.items()
@@ -232,7 +233,7 @@ def _flipped_apart(c: Comparison, contract: Contract) -> Iterator[str]:
 
 
 def _not_held(c: Comparison, contract: Contract) -> Iterator[str]:
-    """Limits that want more tokens than there are."""
+    """Limits that need more tokens than there are."""
     for edge in c.edges:
         limits = contract.limits_for(c.dtype) if edge.name in c.judged else []
         tokens = judged_metrics(edge, c, contract).tokens
@@ -290,24 +291,25 @@ class OverBudget(Result):
 
 def over_budget(verdict: Verdict, edge: EdgeResult) -> list[OverBudget]:
     """Every unit of an edge, in execution order, that is further from float64 than its budget
-    allows, or introduced more than its limit does, or a NaN or an infinity."""
+    allows, also where one side alone shows it, or introduced more than its limit does, or a NaN or
+    an infinity."""
     breaches = _by_site(b for b in verdict.breaches if b.edge == edge.name)
     refereed = _by_site(u for u in verdict.comparison.referee if edge.name in u.edges)
     over: list[OverBudget] = []
-    for at, site in enumerate(edge.sites):
-        here = breaches.get(site.site, [])
+    for at, name, site in _in_order(edge, refereed):
+        here = breaches.get(name, [])
         passes = {(b.side, b.passname) for b in here if b.side is not None}
         sides = {side for side, _ in passes}
-        units = refereed.get(site.site, [])
+        units = refereed.get(name, [])
         off = [u for u in units if (u.side, u.passname) in passes]
-        cell = site.first_nonfinite or site.first_introduced
+        cell = (site.first_nonfinite or site.first_introduced) if site else None
         if not off and not (cell and any(b.metric in _INTRODUCED for b in here)):
             continue
         side: Off | None = "both" if len(sides) > 1 else next(iter(sides), None)
         judged = units and all(u.errors and budget_of(verdict.contract, u) for u in units)
         if side is None and judged:
             side = "neither"
-        everywhere = (u for u in verdict.comparison.referee if u.site == site.site)
+        everywhere = (u for u in verdict.comparison.referee if u.site == name)
         unchecked = [u for u in everywhere if u.errors is None and u.side not in sides]
         if any(u.other_weight for u in unchecked):
             # The checkpoint does not say what the two weights should give.
@@ -315,9 +317,27 @@ def over_budget(verdict: Verdict, edge: EdgeResult) -> list[OverBudget]:
         worst = next((u.errors.row for u in off if u.errors is not None), None)
         cell = cell or worst
         assert cell is not None
-        unit = Introducer.among(edge.sites, at, cell)
+        unit = Introducer.among(edge.sites[:at], site or off[0], cell)
         over.append(OverBudget(unit=unit, side=side, units=off, unchecked=unchecked))
     return over
+
+
+def _in_order(
+    edge: EdgeResult, refereed: Iterable[str | None]
+) -> Iterator[tuple[int, str, SiteResult | None]]:
+    """(how many paired sites are computed before it, site, what the pairs say of it) of all sites
+    that an edge pairs, and of those that one side alone shows and that were recomputed."""
+    number = {s.site: at for at, s in enumerate(edge.sites)}
+    alone: dict[int, list[str]] = {}
+    before = 0
+    for name in filter(None, refereed):
+        if name in number:
+            before = number[name] + 1
+        else:
+            alone.setdefault(before, []).append(name)
+    for at in range(len(edge.sites) + 1):
+        yield from ((at, name, None) for name in alone.get(at, []))
+        yield from ((at, s.site, s) for s in edge.sites[at : at + 1])
 
 
 OfSite = TypeVar("OfSite", LimitCheck, RefereedUnit)

@@ -1,4 +1,4 @@
-"""The edges of a comparison: which two passes are held against each other."""
+"""The edges of a comparison: which two passes are compared."""
 
 from collections.abc import Iterable
 

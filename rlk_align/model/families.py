@@ -139,7 +139,7 @@ FAMILIES = {
         predictors="num_nextn_predict_layers",
     ),
 }
-"""By the config's `model_type`. A new family is an entry here."""
+"""Families by the config's `model_type`. A new family is an entry here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,8 +170,8 @@ class ModelShape:
     groups: int = 1
     """Into how many groups of equal size the experts are divided."""
     top_groups: int = 1
-    """From how many of them a token's experts are chosen: those whose two best scores add up to
-    most."""
+    """From how many groups a token's experts are chosen: those whose two best scores have the
+    largest sum."""
     weight_scale: float = 1.0
     """What the weights of a token's experts are multiplied by in the end."""
     shared_intermediate: int = 0

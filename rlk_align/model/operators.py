@@ -196,7 +196,8 @@ _RECORDS = (
 )
 # fmt: on
 OPERATORS = {operator.name: operator for operator in _RECORDS}
-"""By name, in the order in which a layer computes them. A new operator is a record above."""
+"""Operators by name, in the order in which a layer computes them. A new operator is a record
+above."""
 
 
 def layer_modules() -> dict[str, str]:

@@ -66,7 +66,7 @@ _COUNTED = pa.field("counted", pa.bool_())
 
 
 def _counted(sample: Sample) -> tuple[bool, ...]:
-    """Of each id of the sample whether its log-prob counts."""
+    """Whether the log-prob of each id of the sample counts."""
     response = sample.counted or (True,) * len(sample.response_ids)
     return (False,) * len(sample.prompt_ids) + response
 

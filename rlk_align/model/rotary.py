@@ -11,7 +11,7 @@ from rlk_align.model.families import FAMILIES, ModelShape
 FIXED = ("default", "linear", "llama3", "yarn")
 """Kinds whose frequencies do not depend on the sequence."""
 _LEAST_PAIRS = 8
-"""With fewer, a rotation by one position cannot be told from one by another."""
+"""With fewer, rotations by different positions cannot be distinguished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ def lacks_factor(rope: dict[str, Any]) -> bool:
 
 
 def checkpoint_rotary(model: Path, shape: ModelShape) -> Rotary | None:
-    """None where positions cannot be measured: the frequencies change with the sequence, or a
-    head is too small."""
+    """The rotation of the checkpoint; None where positions cannot be measured: the frequencies
+    change with the sequence, or a head is too small."""
     # With its tables, which what only names kinds of rope does not need.
     from rlk_align.model.sites import model_sites
 

@@ -35,7 +35,7 @@ _UNKNOWN_SETTINGS: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 
 _MOST_SELECTIONS = 10_000
-"""Of groups: a choice is held against each of them."""
+"""The largest number of selections of groups: a choice is compared with each of them."""
 
 
 def read_experts(
@@ -89,10 +89,10 @@ def _corrected(
             f"{model}/config.json: num_experts_per_tok={top_k} cannot be chosen from "
             f"topk_group={top_groups} of n_group={groups} groups of {experts} experts"
         )
-    if math.comb(groups, top_groups) > _MOST_SELECTIONS:
+    if (selections := math.comb(groups, top_groups)) > _MOST_SELECTIONS:
         raise ModelError(
-            f"{model}/config.json: n_group={groups} and topk_group={top_groups}: so many "
-            f"selections of groups are not supported; {_MOST_SELECTIONS:,} are"
+            f"{model}/config.json: n_group={groups} and topk_group={top_groups} allow "
+            f"{selections:,} selections of groups; at most {_MOST_SELECTIONS:,} are supported"
         )
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
         raise ModelError(f"{model}/config.json: routed_scaling_factor is {scale!r}")

@@ -28,7 +28,7 @@ class StoredTensor:
     expert: int | None = None
     """Which entry of a stack it is in; None where it is all of the tensor."""
     first: int = 0
-    """Its first row there."""
+    """The tensor's first row there."""
 
     def read(self, file: Any) -> Any:
         """All of it, from the file as `safe_open` gives it."""
@@ -37,7 +37,7 @@ class StoredTensor:
         return self.part(file, 0, 0, self.shape[0])
 
     def part(self, file: Any, dim: int, start: int, stop: int) -> Any:
-        """From `start` to `stop` along its first or second dimension."""
+        """The tensor from `start` to `stop` along its first or second dimension."""
         stored = file.get_slice(self.name)
         if self.expert is None:
             return stored[start:stop] if dim == 0 else stored[:, start:stop]

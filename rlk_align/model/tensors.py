@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint: what its config asks for, held against what its files hold.
+"""The tensors of a checkpoint: what its config asks for, compared with what its files hold.
 
 An engine that misses a tensor fills in a default, or random numbers, and says little about it; two
 such engines even agree. So this is checked before any engine starts, for all engines alike.

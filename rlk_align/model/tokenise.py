@@ -33,9 +33,8 @@ def rendered(model: Path, prompts: Sequence[Prompt]) -> list[Prompt]:
     """The prompts, with messages as the text that the model's chat template makes of them, up to
     where the answer begins.
 
-    Raises ModelError where the model has no chat template, PromptError where it takes a prompt's
-    messages for wrong.
-    """
+    Raises ModelError where the model has no chat template, PromptError where it rejects a prompt's
+    messages."""
     return [_rendered(model, p) if p.messages else p for p in prompts]
 
 
@@ -59,7 +58,7 @@ def _rendered(model: Path, prompt: Prompt) -> Prompt:
 
 
 def fast_tokenizer(model: Path) -> Tokenizer:
-    """That of tokenizer.json, without transformers and what it changes: at hand in no time.
+    """The tokenizer of tokenizer.json, without transformers and its changes, and so at once.
 
     Raises ModelError where there is none.
     """

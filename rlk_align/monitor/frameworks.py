@@ -1,6 +1,6 @@
 """The metrics of RL frameworks under their own names, with their own formulas and defaults.
 
-The numbers are those of a dashboard, so that both can be held side by side: whatever a framework
+The numbers are those of a dashboard, so that both can be put side by side: whatever a framework
 clips, clamps or averages by sequence is clipped, clamped and averaged here. Left out is what needs
 a third set of log-probs, advantages, or a threshold that is off by default. A new framework is a
 function and a line in FRAMEWORKS.
@@ -271,7 +271,7 @@ def _sample_size(weights: Floats) -> float:
 
 
 def _perplexities(p: Pairs) -> Metrics:
-    """Of each sequence, then the mean of sequences."""
+    """The perplexities of sequences, averaged over the sequences."""
     train, rollout = -p.means(p.t), -p.means(p.g)
     return {
         "training_ppl": np.exp(train).mean(),

@@ -1,4 +1,5 @@
-"""A step held to its limits. Comparisons are written so that NaN fails and empty is no pass."""
+"""Checks a step against its limits. Comparisons are written so that NaN fails and empty is not a
+pass."""
 
 import math
 from collections import deque

@@ -7,8 +7,8 @@ from rlk_align.errors import DumpError
 
 
 class GrowingFile:
-    """Lines are handed on once, when they are complete; a file that is written anew from its start,
-    and so shorter, is an error."""
+    """Hands each line on once, when it is complete. A file that is written again from its start,
+    and so is shorter, is an error."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

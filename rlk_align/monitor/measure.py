@@ -13,7 +13,7 @@ BANDS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999, 1.0)
 OUTLIER = 10.0
 """How many times the median sequence's noise an outlier's is."""
 QUIET = 1e-3
-"""A c of which nobody asks why it is not smaller: healthy bf16 runs have 0.03 and more."""
+"""A c below which a run counts as without noise: healthy bf16 runs have 0.03 and more."""
 
 
 def measure(step: int, sequences: Sequences) -> StepRecord:

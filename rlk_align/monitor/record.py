@@ -68,8 +68,8 @@ class StepRecord(BaseModel):
     not_finite: int = 0
     """Compared tokens with a log-prob that is NaN or infinite."""
     ratio_error: Interval | None = None
-    """E[ρ] − 1, which is 0 whatever the numerics are if the rollout's log-probs are of the law that
-    was sampled."""
+    """E[ρ] − 1, which is 0 whatever the numerics are if the rollout's log-probs are of the
+    distribution that was sampled."""
     c: Interval | None = None
     """mean |d| / mean (1 − p): the noise, independent of how sure the model is."""
     k2_scaled: Interval | None = None
@@ -91,7 +91,8 @@ class StepRecord(BaseModel):
     """Share of sequences whose c is more than ten times the median sequence's."""
     profile: list[Band] = []
     version_lag: float | None = None
-    """By how many versions the trainer's weights were ahead of those that sampled, on average."""
+    """The average number of versions by which the trainer's weights were ahead of those that
+    sampled."""
     version_lag_max: int | None = None
     reward: float | None = None
     frameworks: dict[str, dict[str, float]] = {}

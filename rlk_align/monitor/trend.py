@@ -1,10 +1,9 @@
 """Whether k2 rises over the steps, and since when.
 
 When weights are not synced any more, the rollout's fall behind the trainer's, and k2 grows with the
-square of the distance. k2 is scaled by (1 − p)², so that a change of entropy is no trend. A step is
-compared with the steps before it: with their median, and their spread on a logarithmic scale.
-Memory does not grow with the run.
-"""
+square of the distance. k2 is scaled by (1 − p)², so that a change of entropy does not look like a
+trend. A step is compared with the steps before it: with their median, and their spread on a
+logarithmic scale. Memory does not grow with the run."""
 
 import math
 from collections import deque

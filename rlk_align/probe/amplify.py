@@ -36,7 +36,7 @@ def amplification(
 ) -> list[Amplification]:
     """The response of one engine to a perturbation of each of these sites in turn, a forward each.
 
-    Raises BadOption for what is no site, or for a pass that the capture lacks.
+    Raises BadOption for what is not a site, or for a pass that the capture lacks.
     """
     trace = traces_of(run)[side]
     sites = {s.name: s for s in model_sites(trace.record.shape)}
@@ -94,7 +94,7 @@ def _response(
 
 
 def _of_unit(graph: UnitGraph, distance: Distance, perturbed: str) -> Response | None:
-    """None where its inputs are not perturbed."""
+    """The response of a unit; None where its inputs are not perturbed."""
     inputs = _relative(distance, list(dict.fromkeys(graph.inputs + graph.prefix_inputs)))
     if inputs == 0:
         return None

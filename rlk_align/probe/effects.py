@@ -45,7 +45,7 @@ class Amplification(Result):
     @property
     def largest(self) -> Response | None:
         """The largest amplifier: the operator with the largest gain of its own. Log-probs, small
-        where tokens are likely, are what is measured and no amplifier."""
+        where tokens are likely, are what is measured, so they do not count as one."""
         amplifying = [r for r in self.responses if r.gain is not None and r.name != "logprob"]
         return max(amplifying, key=lambda r: r.gain or 0.0, default=None)
 
@@ -96,8 +96,8 @@ class Attribution(Result):
     where the introduced differences explain all of Δ."""
 
     def interaction(self, layer: str | None = None) -> tuple[list[float], list[float]]:
-        """By token, first and last: the whole, or a layer's contribution, less the sum of its
-        parts."""
+        """The whole, or a layer's contribution, less the sum of its parts: by token, first and
+        last."""
         if layer is None:
             return _rest(self.whole, [c.first for c in self.layers]), _rest(
                 self.whole, [c.last for c in self.layers]

@@ -17,7 +17,7 @@ class UnitGraph:
     name: str
     """The site's, or a region's: `layers.3.attn_residual+mlp_norm`."""
     sites: tuple[Site, ...]
-    """Its outputs that both engines show."""
+    """The unit's outputs that both engines show."""
     inputs: tuple[str, ...]
     """Sites whose row p it reads for its own row p."""
     prefix_inputs: tuple[str, ...]

@@ -16,7 +16,7 @@ class ProbedEdge(Result):
     amplification: Amplification | None
     """The response of the edge's second engine; None where it was not perturbed."""
     attribution: Attribution | None
-    """None where it was not asked for."""
+    """The attribution; None where it was not asked for."""
 
     @property
     def introducers(self) -> list[Unit]:
@@ -51,7 +51,7 @@ class Probe(Result):
     left_out: str = ""
     """Why there are no graft passes: an engine, or the model, is not here."""
     replays: tuple[ReplayedEdge, ...] = ()
-    """Of the edges on which tokens are sent to other experts, where routing was replayed."""
+    """The edges on which tokens are sent to other experts, where routing was replayed."""
 
     def edge(self, name: EdgeName) -> ProbedEdge | None:
         return next((e for e in self.edges if e.name == name), None)

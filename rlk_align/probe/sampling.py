@@ -1,5 +1,5 @@
-"""What a reported log-prob is of: where log-probs part and the logits do not, the transformation of
-the logits that gives the reported values is searched, and named.
+"""What a reported log-prob was computed from: where log-probs differ and the logits do not, the
+transformation of the logits that gives the reported values is searched, and named.
 
 N = rows, V = vocabulary. Everything is float64.
 """
@@ -31,14 +31,14 @@ LEAST_SHARE = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """What the reported log-probs of some rows are of."""
+    """What the reported log-probs of some rows were computed from."""
 
     name: str | None
     """The transformation that fits, e.g. `temperature twice`; None where none does."""
     words: str
     rows: int
     explained: int
-    """Rows that it gives back, exceptions not counted."""
+    """Rows that it reproduces, exceptions not counted."""
     largest_residual: float
     """The largest |reported - computed| of those rows."""
     exceptions: dict[str, int]
@@ -95,7 +95,7 @@ def explain(
 
 
 class _Fit:
-    """How well one transformation gives the reported values back."""
+    """How well one transformation reproduces the reported values."""
 
     def __init__(
         self,

@@ -15,7 +15,8 @@ class Difference(Result):
 
     rms: Size
     rel_l2: Size
-    """Its L2 norm over that of the output of the engine that is grafted, on its own inputs."""
+    """The difference's L2 norm over that of the output of the engine that is grafted, on its own
+    inputs."""
     max_abs: Size
 
 
@@ -86,8 +87,8 @@ class Unit(Result):
     orders: list[Order]
     """B grafted, then A grafted."""
     interaction: list[Difference]
-    """By output, over rows of both orders: the difference of what the two introduced, A(xA) -
-    B(xA) - A(xB) + B(xB). Empty where one order is undetermined."""
+    """The difference of what the two introduced, by output, over rows of both orders: A(xA) - B(xA)
+    - A(xB) + B(xB). Empty where one order is undetermined."""
 
     @property
     def introduced_rows(self) -> int:

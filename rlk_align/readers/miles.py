@@ -1,6 +1,6 @@
 """miles: `train_data/{rollout_id}_{rank}.pt`, a file for each rank of the last pipeline stage.
 
-Ranks of tensor parallelism write the same samples: the copies are held equal, and one is kept.
+Ranks of tensor parallelism write the same samples: the copies must be equal, and one is kept.
 Ranks of context parallelism write zig-zag slices of each response: they are put together.
 """
 

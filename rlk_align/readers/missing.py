@@ -12,7 +12,7 @@ SENTINEL = -9999.0
 """What callers of vLLM write for a log-prob that is not there."""
 SURE = -0.05
 """Where the rollout says 0.0, which is certainty, and the trainer less than this, the 0.0 stands
-for a missing value. Healthy dumps hold no such token, but they hold honest zeros: up to 2 % of the
+for a missing value. Healthy dumps hold no such token, but they hold genuine zeros: up to 2 % of the
 scored ones."""
 
 ZERO_IS_MISSING = (

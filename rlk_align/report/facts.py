@@ -22,7 +22,7 @@ STATES = {
     "equal": ("=", "bit-equal"),
     "missing": ("–", "not compared"),
 }
-"""By state: the sign that stands beside its colour, and what it means."""
+"""The sign that stands beside each state's colour, and what it means."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class OperatorFacts:
     """One site of an edge."""
 
     order: int
-    """Its position in execution order, from 1."""
+    """The site's position in execution order, from 1."""
     site: SiteResult
     unit: Unit | None
     """What the probe says of it; None where it has not run."""

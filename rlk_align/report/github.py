@@ -29,7 +29,7 @@ SUMMARY = "GITHUB_STEP_SUMMARY"
 """The variable by which GitHub names the file of a step's summary."""
 _SHOWN = 10
 _NOTICE_DAYS = 14
-"""A waiver that ends within so many days is announced."""
+"""A waiver that ends within this many days is announced."""
 _LONGEST = 1000
 Level = Literal["error", "warning", "notice"]
 

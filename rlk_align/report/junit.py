@@ -42,7 +42,7 @@ class JUnitCase:
     kind: str = ""
     message: str = ""
     lines: Sequence[str] = ()
-    """Its text below the message."""
+    """The case's text below the message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +178,7 @@ def _of_edge(verdict: Verdict, edge: EdgeResult) -> JUnitSuite:
 
 
 def _of_limit(verdict: Verdict, name: str, checks: list[LimitCheck]) -> JUnitCase:
-    """One limit held against the operators of one class, or against the tokens of an edge."""
+    """One limit on the operators of one class, or on the tokens of an edge."""
     failed, waived, near = (
         sorted((c for c in checks if c.outcome == outcome), key=_badness, reverse=True)
         for outcome in ("fail", "waived", "warn")

@@ -25,11 +25,12 @@ class ProbedUnit:
     unit: Unit
     over: OverBudget | None
     contribution: Contribution | None
-    """None where it was not asked for, or where its layer was not looked into."""
+    """The unit's contribution; None where it was not asked for, or where its layer was not looked
+    into."""
 
 
 def probed_units(verdict: Verdict, probed: ProbedEdge) -> list[ProbedUnit]:
-    """Those over their budgets first, then those that introduced, by what they introduced, then
+    """The units over their budgets first, then those that introduced, by what they introduced, then
     the others in execution order."""
     edge = next((e for e in verdict.comparison.edges if e.name == probed.name), None)
     over = {o.unit.site: o for o in (over_budget(verdict, edge) if edge else [])}

@@ -9,8 +9,7 @@ from rlk_align.results import EdgeResult, EdgeRouting, LayerRouting
 
 
 def routing_lines(edge: EdgeResult, contract: Contract) -> Iterator[str]:
-    """Of a sparse model: how many tokens go to other experts, and what each layer has to do with
-    it."""
+    """How many tokens of a sparse model go to other experts, and each layer's part in it."""
     r = edge.routing
     if r is None:
         return

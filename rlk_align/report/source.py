@@ -16,7 +16,7 @@ class ReportSource:
     record: RunRecord
     verdict: Verdict
     probe: Probe | None
-    """None where the run was not probed."""
+    """The probe; None where the run was not probed."""
 
     @property
     def folder(self) -> Path:
@@ -34,8 +34,8 @@ class ReportSource:
 
 
 def load_source(name: str, contract: str | None) -> ReportSource:
-    """A compared run by folder or as `@last`, held against a contract by id or file, or against
-    that of its dtype.
+    """A compared run by folder or as `@last`, judged by a contract, given by id or file, or by that
+    of its dtype.
 
     Raises BadOption where there is no such run or it compares nothing, CorruptTrace where a file of
     it is missing or is not what was written, ContractError.

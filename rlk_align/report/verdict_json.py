@@ -147,7 +147,7 @@ def _edges_json(c: Comparison) -> dict[str, Any]:
 
 
 def _routing_json(verdict: Verdict, probe: Probe | None) -> dict[str, Any]:
-    """By edge; of a sparse model alone."""
+    """The routing of a sparse model, by edge."""
     c = verdict.comparison
     routing = {e.name: routing_json(e, verdict.contract, probe) for e in c.edges if e.routing}
     return {"routing": routing} if routing and not c.stopped else {}

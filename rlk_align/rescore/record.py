@@ -24,7 +24,7 @@ class SplitEdge:
     mean: Estimate
     """Mean |Δ|, clustered by sequence."""
     share: Estimate
-    """Of the sum of all edges' mean |Δ|."""
+    """The edge's share of the sum of all edges' mean |Δ|."""
     mean_ratio: Estimate
     c: Estimate
     c_limit: float

@@ -104,7 +104,7 @@ def split(
 
 
 def _sums(run: Sequences, used: NDArray[np.bool_], columns: Sequence[_Column]) -> list[Floats]:
-    """Of each edge Σ |Δ| of each sequence, [S], over the tokens whose values are all finite."""
+    """Σ |Δ| of each edge and each sequence, [S], over the tokens whose values are all finite."""
     finite = used & np.all([np.isfinite(c.values) for c in columns], axis=0)
     sums = []
     for first, second in pairwise(columns):
@@ -186,7 +186,7 @@ def _unsure(edges: Sequence[SplitEdge]) -> Iterator[str]:
 
 
 def _odd_engine(columns: Sequence[_Column], used: NDArray[np.bool_]) -> SideName | None:
-    """Of two engines the one that agrees with neither of its neighbours, which agree."""
+    """The one of two engines that agrees with neither of its neighbours, while these agree."""
     if len(columns) != 4:
         return None
     finite = used & np.all([np.isfinite(c.values) for c in columns], axis=0)

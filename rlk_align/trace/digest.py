@@ -67,7 +67,8 @@ def _block(device: torch.device) -> int:
 
 
 def row_statistics(rows: torch.Tensor) -> torch.Tensor:
-    """Of `rows` `[N, F]`: float64 `[N, 3]` = L2 norm, largest magnitude, number of NaN or Inf.
+    """Statistics of `rows` `[N, F]`: float64 `[N, 3]`, L2 norm, largest magnitude, number of NaN
+    or Inf.
 
     The first two are of the finite entries.
     """

@@ -84,7 +84,7 @@ def read_ahead(
 
 
 def blocks(rows: np.ndarray, features: int, elements: int) -> Iterator[np.ndarray]:
-    """Splits row numbers into blocks of about so many elements, of one row at least."""
+    """Splits row numbers into blocks of about this many elements, of one row at least."""
     step = max(1, elements // features)
     for start in range(0, len(rows), step):
         yield rows[start : start + step]

@@ -64,7 +64,7 @@ class RunRecord(Record):
     captures: Annotated[dict[Role, str], Field(min_length=1)]
     """Folders below the run."""
     judged: tuple[EdgeName, ...] = ()
-    """The edges that a contract is held against."""
+    """The edges that a contract judges."""
     allowed: tuple[Kind, ...] = ()
     """Mismatches that the user chose to measure across."""
 

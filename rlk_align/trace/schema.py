@@ -179,8 +179,8 @@ class TraceRecord(Record):
 
 
 def checked_trace(folder: Path) -> Checksums:
-    """Of a trace whose records and tables, each pass.json included, are what was written; what
-    the passes hold is compared where it is read. Raises CorruptTrace."""
+    """The checksums of a trace whose records and tables, each pass.json included, are what was
+    written; what the passes hold is compared where it is read. Raises CorruptTrace."""
     checksums = read_checksums(folder)
     checksums.check(folder, (*TRACE_FILES, *checksums.files))
     return checksums

@@ -11,8 +11,9 @@ from rlk_align.trace.numbered import read_rows
 from rlk_align.trace.reader import PassReader
 
 HELD_BYTES = 1 << 30
-"""Of rows' places and digests that are held at a time. Sites that were read longest ago are read
-anew when they are asked for again; an engine that decodes asks for each site at every step."""
+"""Bytes of rows' places and digests that are held at a time. Sites that were read longest ago are
+dropped, and read again when they are asked for; an engine that decodes asks for each site at every
+step."""
 
 
 @dataclass(frozen=True, slots=True)

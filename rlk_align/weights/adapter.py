@@ -118,7 +118,7 @@ class Adapter:
 
     path: str
     updates: dict[str, LowRank]
-    """By canonical parameter."""
+    """Updates by canonical parameter."""
 
 
 def read_adapter(path: str) -> Adapter:

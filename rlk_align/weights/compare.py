@@ -290,7 +290,7 @@ def _rounded_to(value: torch.Tensor, other: Parameter) -> str | None:
 
 
 def _holds(parameter: Parameter, value: torch.Tensor) -> bool:
-    """Whether the parameter has these values; what is not a number equals nothing."""
+    """Whether the parameter has these values; a NaN equals nothing."""
     held = parameter.value()
     if held is None:
         return digest_parameter(value) == parameter.digest

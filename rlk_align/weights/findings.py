@@ -19,7 +19,7 @@ class Held:
     dtype: str
     shape: tuple[int, ...]
     digest: str | None
-    """None where the other side's bits were equal and nothing had to be digested."""
+    """The digest; None where the other side's bits were equal and nothing had to be digested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Finding:
     ranks: list[int] = field(default_factory=list)
     """The processes of a trainer or an engine that hold what differs."""
     a: Held | None = None
-    """None where A lacks it."""
+    """What A holds; None where A lacks the parameter."""
     b: Held | None = None
     differing: int | None = None
     """Entries that differ; None where they were not compared."""

@@ -127,8 +127,8 @@ def _megatron(shape: ModelShape) -> Iterator[_Tensor]:
 
 
 def _experts(shape: ModelShape) -> Iterator[_Tensor]:
-    """Those of sparse layers: a tensor for each expert, as the family's checkpoints and Megatron
-    have them, or all of a layer's stacked, as transformers holds them."""
+    """The tensors of sparse layers' experts: a tensor for each expert, as the family's checkpoints
+    and Megatron have them, or all of a layer's stacked, as transformers holds them."""
     for i in shape.sparse_layers:
         router = f"layers.{i}.router"
         yield _Tensor(tensor_name(router, shape.family.modules), 2, (Piece(router),))

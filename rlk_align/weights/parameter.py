@@ -32,7 +32,7 @@ class Parameter(Protocol):
     def slices(self) -> tuple[np.ndarray, np.ndarray]: ...
 
     def value(self) -> torch.Tensor | None:
-        """Its entries; None where only digests were recorded."""
+        """The parameter's entries; None where only digests were recorded."""
 
 
 @dataclass(frozen=True)

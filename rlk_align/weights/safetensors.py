@@ -23,9 +23,8 @@ _LONGEST_HEADER = 1 << 28
 def read_safetensors(path: Path) -> list[StoredTensor]:
     """The tensors of one file.
 
-    Raises CorruptCheckpoint where the file is truncated, is no safetensors file, or holds a dtype
-    that is not read.
-    """
+    Raises CorruptCheckpoint where the file is truncated, is not a safetensors file, or holds a
+    dtype that is not read."""
     file = MappedFile(path)
     start, header = _header(file)
     tensors = []

@@ -54,7 +54,7 @@ class Location:
     trace: Trace | None = None
 
     def source(self, shape: ModelShape | None) -> Source:
-        """Its canonical parameters; `shape` is the other side's, for one that does not say."""
+        """The canonical parameters; `shape` is the other side's, for one that does not say."""
         known = self.shape or shape
         head_dim = known.head_dim if known else 0
         if self.trace is not None:
@@ -74,9 +74,8 @@ def open_sources(paths: Iterable[tuple[str, Role]]) -> list[Source]:
     """Opens several holders of one model's weights; headers are read, and no tensor.
 
     A path comes with the side that is taken of a run that compared two engines. The shape of the
-    model is that of the first that has a config. Raises UsageError for what is no checkpoint and
-    no run, CorruptCheckpoint and CorruptTrace for one that is damaged.
-    """
+    model is that of the first that has a config. Raises UsageError for what is neither a checkpoint
+    nor a run, CorruptCheckpoint and CorruptTrace for one that is damaged."""
     locations = [locate(path, role) for path, role in paths]
     shape = next((x.shape for x in locations if x.shape is not None), None)
     tied = any(x.tied for x in locations if x.shape is not None)
@@ -135,7 +134,8 @@ def _checkpoint(path: str, folder: Path, kind: str, tensors: list[StoredTensor])
 
 
 def _shape(folder: Path) -> ModelShape | None:
-    """None where the family is not known: names are then compared as they are stored."""
+    """The model's shape; None where the family is not known: names are then compared as they are
+    stored."""
     try:
         return read_shape(folder)
     except UsageError:

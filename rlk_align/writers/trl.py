@@ -67,7 +67,7 @@ def _records(
         raise DumpError(
             "TRL did not compute the trainer's log-probs (old_per_token_logps)",
             "with use_vllm=True set vllm_importance_sampling_correction=True; else set "
-            "steps_per_generation so that gradient_accumulation_steps is no multiple of "
+            "steps_per_generation so that gradient_accumulation_steps is not a multiple of "
             "steps_per_generation * num_iterations",
         )
     args, there = trainer.args, np.array(batch["completion_mask"].tolist())

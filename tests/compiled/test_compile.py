@@ -107,6 +107,7 @@ def test_a_norms_sum_does_not_follow_how_heads_lie(dim, norms_of_heads):
         ({"wgmma": 0}, "no wgmma"),
         ({"wgmma": 0, "narrow": True}, ""),
         ({"serialized": True}, "wgmma waits for wgmma"),
+        ({"unused_barriers": 1}, "barriers that are set up and not used: 1"),
         ({"spills": 4096}, "spills 4096 bytes"),
         ({"gluon": False, "kernel": "_gemm_tma_kernel", "wgmma": 0}, "no wgmma"),
         ({"gluon": False, "kernel": "_rope_kernel", "wgmma": 0}, ""),
@@ -141,6 +142,37 @@ def test_what_ptxas_says_is_recorded(rows, narrow):
     assert (x.kernel, x.call, x.gluon) == ("_sum_hopper_kernel", "linear", True)
     assert (x.registers, x.spills, x.shared, x.wgmma) == (168, 388, 1024, 8)
     assert (x.serialized, x.narrow) == (True, narrow)
+
+
+BARRIERS = """
+  %full = ttg.local_alloc : () -> !ttg.memdesc<1x1xi64, #shared1, #smem, mutable>
+  %empty = ttg.local_alloc : () -> !ttg.memdesc<1x1xi64, #shared1, #smem, mutable>
+  %8 = ttg.memdesc_index %full[%c0_i32] : !ttg.memdesc<1x1xi64, #shared1, #smem, mutable>
+  ttng.init_barrier %8, 1 : !ttg.memdesc<1xi64, #shared1, #smem, mutable>
+  %9 = ttg.memdesc_index %empty[%c0_i32] : !ttg.memdesc<1x1xi64, #shared1, #smem, mutable>
+  ttng.init_barrier %9, 1 : !ttg.memdesc<1xi64, #shared1, #smem, mutable>
+"""
+
+
+@pytest.mark.parametrize(
+    ("use", "unused"),
+    [
+        ("", 2),
+        ("ttg.warp_specialize(%k_smem, %full, %ring) attributes {}", 1),
+        ("ttg.warp_specialize(%k_smem, %full, %empty) attributes {}", 0),
+        ("ttng.wait_barrier %9, %phase : !ttg.memdesc<1xi64>", 1),
+    ],
+)
+def test_barriers_that_nobody_waits_for_are_counted(use, unused):
+    asm = {"ptx": "", "ttgir": BARRIERS + use}
+
+    def compile_it(*_, **__):
+        print(LOG)
+        return SimpleNamespace(metadata=SimpleNamespace(shared=1024), asm=asm)
+
+    launches = Launches(call="prefill")
+    launches.launch(compile_it, KERNEL, (), {})
+    assert launches.compiled[0].unused_barriers == unused
 
 
 def test_a_kernel_that_does_not_compile_is_recorded():

@@ -1,4 +1,4 @@
-"""A 0.0 in the place of a log-prob, and one that a truncated law gives."""
+"""A 0.0 instead of a log-prob, and one that a truncated law gives."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ CONTRACT = load_run_contract()
 
 
 def filled(run: Sequences) -> int:
-    """How many tokens have something in the place of a log-prob."""
+    """How many tokens have something instead of a log-prob."""
     sample = gather([run], 0)
     assert sample.kept is not None
     return int(Evidence(sample.kept, sample.counts, CONTRACT).filled.sum())

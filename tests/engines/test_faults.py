@@ -13,6 +13,7 @@ from rlk_align.data import data_path
 from rlk_align.engines.base import Sampling
 from rlk_align.engines.faults.catalogue import FAULTS, choose, faults_of
 from rlk_align.engines.hf.engine import HFEngine
+from rlk_align.engines.patch import patch_of
 from rlk_align.engines.planted import PlantedFault
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
@@ -58,6 +59,7 @@ class Watched:
     def __init__(self, options: str, model: Path = MODEL) -> None:
         self.options = options
         self.engine = HFEngine(self._spec(""), model, read_shape(model))
+        self.engine.kernels = patch_of(self._spec(""))
         self.engine.open()
         self.planted = PlantedFault(self.engine)
         self.planted.plant()
@@ -127,12 +129,12 @@ def test_a_fault_is_where_it_says(watched: Callable[[str], Watched], name: str) 
 
 
 @pytest.fixture(scope="module")
-def sparse(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Watched]]:
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Watched]]:
     """The embedded sparse model; with ties between its experts for the fault that needs them."""
     made: dict[tuple[str, str], Watched] = {}
 
-    def engine(name: str) -> Watched:
-        key = options_of(name), FAULTS[name].needs
+    def engine(name: str, options: str = "") -> Watched:
+        key = ",".join(filter(None, (options_of(name), options))), FAULTS[name].needs
         if key not in made:
             tied = tmp_path_factory.mktemp("tied") / "model"
             made[key] = Watched(key[0], tied_model(SPARSE, tied) if key[1] == "ties" else SPARSE)
@@ -142,11 +144,20 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
     made.clear()
 
 
-@pytest.mark.parametrize("name", OF_SPARSE)
+EARLY = "expert-weight-early"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, "") for name in OF_SPARSE),
+        *((name, "kernels=rlk") for name in OF_SPARSE if name != EARLY),
+    ],
+)
 def test_a_fault_of_a_sparse_layer_is_where_it_says(
-    sparse: Callable[[str], Watched], name: str
+    sparse: Callable[..., Watched], name: str, options: str
 ) -> None:
-    here = sparse(name)
+    here = sparse(name, options)
     here.plant(name)
     found = differing(here.prefill, here.scored())
     here.plant("")
@@ -154,7 +165,13 @@ def test_a_fault_of_a_sparse_layer_is_where_it_says(
     assert differing(here.prefill, here.scored()) == {}, "something is left of it"
 
 
-def test_a_fault_of_the_other_kind_of_layer_is_refused(sparse: Callable[[str], Watched]) -> None:
+def test_a_fault_of_a_product_that_the_kernels_replace_is_refused() -> None:
+    with pytest.raises(BadOption, match="the kernels compute the experts") as error:
+        EngineSpec.parse(f"hf:kernels=rlk,fault={EARLY}")
+    assert error.value.fix == "leave kernels=rlk out"
+
+
+def test_a_fault_of_the_other_kind_of_layer_is_refused(sparse: Callable[..., Watched]) -> None:
     here = sparse("expert-flipped")
     assert not FAULTS["proj-channel-shift"].fits(SPARSE_SITES)
     with pytest.raises(BadOption, match=r"layers\.2\.up_proj is of a sparse layer"):

@@ -130,10 +130,11 @@ def of_megatron(
             micro_batch_size=1 if packed else len(own[0]),
         )
     if data.world > 1:
-        # It has averaged over ranks, by a power of two; each has its share of what they add up.
-        for buffer in trained.buffers:
-            share = buffer.grad_data.chunk(data.world)[data.rank].clone()
-            buffer.grad_data.copy_(torch.cat(all_gather(share, data)))
+        # It has averaged over ranks, by a power of two; each has its share of every bucket, and a
+        # tied embedding of several stages has a bucket of its own.
+        for bucket in (bucket for buffer in trained.buffers for bucket in buffer.buckets):
+            share = bucket.grad_data.chunk(data.world)[data.rank].clone()
+            bucket.grad_data.copy_(torch.cat(all_gather(share, data)))
         for buffer in (*trained.buffers, *trained.expert_parallel_buffers):
             buffer.grad_data.mul_(data.world)
     live = {engine.stage.whole(n): p.main_grad for n, p in engine.model.named_parameters()}
@@ -310,20 +311,67 @@ def test_a_tied_embedding_of_stages_in_fp32() -> None:
 
 
 @whole_matrix
-@pytest.mark.parametrize(("ranks", "dtype"), [(2, "bfloat16"), (2, "float32"), (4, "bfloat16")])
-def test_ranks_that_share_experts_have_gradients_of_one(ranks: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "layout", "dtype"),
+    [
+        (2, "ep=2", "bfloat16"),
+        (2, "ep=2", "float32"),
+        (4, "ep=4", "bfloat16"),
+        (4, "ep=2,pp=2", "bfloat16"),
+        (4, "ep=2,pp=2", "float32"),
+    ],
+)
+def test_ranks_that_share_experts_have_gradients_of_one(
+    ranks: int, layout: str, dtype: str
+) -> None:
     """Those of experts are sums over all samples, as of one backward; all others are sums over each
-    rank's samples, added up as of two micro-batches. One rank gives both only in two ways of taking
-    the samples."""
-    options = f"dtype={dtype},input=packed,"
-    whole, parts = (_megatron_alone(options, SAMPLES, micro, SPARSE) for micro in (1, 2))
-    layout = f"ep={ranks},{options}"
-    found = together(on_ranks(ranks, of_megatron, layout, SAMPLES, 1, SPARSE))
+    rank's samples, added up as of a micro-batch a rank. One rank gives both only in two ways of
+    taking the samples, and adds up four micro-batches one by one where ranks add up in pairs."""
+    options = f"{layout},dtype={dtype},input=packed,"
+    found = together(on_ranks(ranks, of_megatron, options, SAMPLES, 1, SPARSE))
+    whole = _megatron_alone(f"dtype={dtype},input=packed,", SAMPLES, 1, SPARSE)
     experts = {name for name in whole if ".experts." in name}
-    for against, expected, micro in ((whole, experts, 1), (parts, whole.keys() - experts, 2)):
-        record(f"Megatron {layout[:-1]}", f"ep=1, micro-batches: {micro}", found, against)
-        wrong = {*differing(found, against)}
-        # One rank adds up four micro-batches one by one, and ranks add up in pairs.
-        if ranks == 2 or micro == 1:
-            assert not wrong & expected
-        assert wrong - expected, "what the condition excludes"
+    record(f"Megatron {options[:-1]}", "ep=1, one micro-batch", found, whole)
+    wrong = {*differing(found, whole)}
+    assert not wrong & experts
+    assert wrong - experts, "what the condition excludes"
+    for against, parts in _micro_batch_a_rank(layout, dtype).items():
+        record(f"Megatron {options[:-1]}", f"{against}, two micro-batches", found, parts)
+        # Of a tied embedding, stages add up all of the head's gradients first.
+        tied = {EMBEDDING} if "pp=" in layout and "pp=" not in against else set()
+        wrong = {*differing(found, parts)}
+        assert wrong - experts == tied
+        assert wrong & experts, "what the condition excludes"
+
+
+def _micro_batch_a_rank(layout: str, dtype: str) -> dict[str, Gradients]:
+    """Layouts of fewer ranks that take a rank's samples as a micro-batch -> their gradients."""
+    options = f"dtype={dtype},input=packed,"
+    if layout == "ep=4":
+        ranks = on_ranks(2, of_megatron, f"ep=2,{options}", SAMPLES, 2, SPARSE)
+        return {"ep=2": together(ranks)}
+    one = {"ep=1": _megatron_alone(options, SAMPLES, 2, SPARSE)}
+    if layout == "ep=2":
+        return one
+    ranks = on_ranks(2, of_megatron, f"pp=2,{options}", SAMPLES, 2, SPARSE)
+    return one | {"pp=2": together(ranks)}
+
+
+@whole_matrix
+def test_rows_of_experts_without_their_gradient_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A fault of ranks that share experts: no gradient goes back to the rank of the token."""
+    from rlk_kernels.parallel import experts
+
+    def nothing(ctx: Any, dy: Tensor) -> Any:
+        back = experts._sent(dy, *ctx.back)
+        return torch.zeros_like(back), None, None, None
+
+    options = "dtype=bfloat16,input=packed,"
+    expected = _megatron_alone(options, SAMPLES, 2, SPARSE)
+    monkeypatch.setattr(experts._Send, "backward", staticmethod(nothing))
+    found = together(on_ranks(4, of_megatron, f"ep=2,pp=2,{options}", SAMPLES, 1, SPARSE))
+    wrong = {name for name in expected if not torch.equal(found[name], expected[name])}
+    assert "model.layers.1.self_attn.o_proj.weight" in wrong
+    assert "model.layers.3.self_attn.o_proj.weight" in wrong

@@ -3,6 +3,8 @@ however its rollout is cut, and the loop's checks name what they are there for."
 
 import json
 import os
+import random
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -112,3 +114,29 @@ def test_the_log_probs_are_read_by_the_tool(loop: Any) -> None:
     ]
     assert len(lines) == 16
     assert all(line.rollout_logprobs == line.train_logprobs for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "world"),
+    [("--device cpu", "1"), ("--device cuda --kernels off", "1"), ("--device cuda", "2")],
+)
+def test_graphs_are_refused_where_they_cannot_be_captured(words: str, world: str) -> None:
+    path = os.pathsep.join(str(ROOT / name) for name in ("", "kernels"))
+    command = [sys.executable, str(ROOT / "examples/grpo/train.py"), "--run", "none", "--graphs"]
+    variables = os.environ | {"PYTHONPATH": path, "WORLD_SIZE": world}
+    ran = subprocess.run(
+        [*command, *words.split()], capture_output=True, text=True, env=variables, check=False
+    )
+    assert ran.returncode == 2
+    assert "--graphs: capturing needs the kernels, and one GPU in one process" in ran.stderr
+
+
+def test_problems_are_of_the_chosen_families_and_not_held_out() -> None:
+    made = runpy.run_path(str(ROOT / "examples/grpo/problems.py"))
+    kept_back = made["held_out"](64, ("multiply",))
+    asked = made["training"](0, 3, 400, 64, ("multiply",))
+    drawn = [made["draw"](random.Random(n), ("multiply",)) for n in range(400)]
+    assert {problem.family for problem in (*kept_back, *asked)} == {"multiply"}
+    assert not {problem.prompt for problem in kept_back} & {problem.prompt for problem in asked}
+    # A quarter of those that are drawn would be.
+    assert sum(problem in kept_back for problem in drawn) > 50

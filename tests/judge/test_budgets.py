@@ -104,6 +104,40 @@ def test_the_worst_statistic_is_reported() -> None:
     assert breach.metric == "rounding_gain"
 
 
+HIDDEN = "rollout prefill cannot show it: it is computed in one kernel"
+
+
+def alone(*units: RefereedUnit, by: Contract = BF16) -> Verdict:
+    """`act` is shown by one side alone, and what is computed before and behind it by both."""
+    around = [site("layers.0.up_proj"), differing("layers.0.down_proj")]
+    of = edge(sites=around, unpaired=[(NAME, HIDDEN, True)])
+    shown = [unit(name="layers.0.up_proj"), *units, unit(name="layers.0.down_proj")]
+    return judged(*shown, of=of, by=by)
+
+
+def test_what_one_side_alone_shows_is_judged() -> None:
+    hidden = unit("rollout", reason=HIDDEN)
+    healthy = alone(hidden, unit("train"))
+    assert (healthy.status, found(healthy)) == ("pass", [])
+    assert [c.site for c in healthy.checks if c.side] == [NAME, "layers.0.down_proj"]
+    verdict = alone(hidden, unit("train", rms=9.0))
+    assert verdict.status == "fail"
+    assert found(verdict) == [(NAME, "train")]
+    (over,) = over_budget(verdict, verdict.comparison.edges[0])
+    assert (over.unit.last_equal, over.unchecked) == ("layers.0.up_proj", [hidden])
+    assert verdict_json(verdict)["divergence"]["first_over_budget"]["site"] == NAME
+    said = [line.strip() for line in lines(verdict)]
+    assert f"{NAME}  the training side is off" in said
+    assert f"rollout was not checked here: {HIDDEN}" in said
+
+
+def test_what_one_side_alone_shows_is_named_in_execution_order() -> None:
+    bad = unit(name="layers.0.down_proj", op_class="matmul", rms=9.0)
+    of = edge(sites=[differing("layers.0.down_proj")], unpaired=[(NAME, HIDDEN, True)])
+    verdict = judged(unit("train", rms=9.0), bad, of=of)
+    assert found(verdict) == [(NAME, "train"), ("layers.0.down_proj", "train")]
+
+
 def test_equal_outputs_are_not_judged() -> None:
     verdict = judged(unit(rms=99.0), of=edge())
     assert (verdict.status, found(verdict)) == ("pass", [])

@@ -246,7 +246,7 @@ def diverging(name: str, site_name: str = "layers.0.act", **changes: Any) -> Edg
             frontier=[(1, 0.5)],
         ),
     ]
-    first = Introducer.among(sites, 1, (0, 1))
+    first = Introducer.among(sites[:1], sites[1], (0, 1))
     return edge(name, sites=sites, first_bitwise=first, **changes)
 
 
@@ -285,7 +285,7 @@ def test_the_first_unit_over_its_limit_is_named_beside_the_first_that_differs() 
         ),
         site("layers.1.act", introduced=1, differ=1, first_introduced=(0, 0), frontier=[(1, 9)]),
     ]
-    first = Introducer.among(sites, 0, (0, 1))
+    first = Introducer.among([], sites[0], (0, 1))
     limit = {"metric": "op_error", "atol": 0.1, "rtol": 0.1, "fail": 1}
     verdict = judge(comparison(edge(sites=sites, first_bitwise=first)), contract(limit))
     over = verdict_json(verdict)["divergence"]["first_over_budget"]

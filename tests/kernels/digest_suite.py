@@ -200,6 +200,16 @@ def _experts(at: Inputs, t: int, e: int, k: int, h: int, normalize: bool) -> dic
     return with_gradients(outputs, leaves) | {"ids": ids, "order": groups.order}
 
 
+def _route_corrected(
+    at: Inputs, t: int, e: int, k: int, groups: int, top_groups: int, normalize: bool
+) -> dict[str, Tensor]:
+    leaves = {"logits": at.normal(t, e, scale=2.0)}
+    how = {"normalize": normalize, "groups": groups, "top_groups": top_groups, "scale": 2.5}
+    correction = at.normal(e, scale=0.1, grad=False)
+    shares, ids = rk.route_corrected(leaves["logits"], correction, k, **how)
+    return with_gradients({"shares": shares}, leaves) | {"ids": ids}
+
+
 def cases(device: str, full: bool) -> Iterator[tuple[str, Case]]:
     """(name, what gives its outputs) of every case; `full`: with those for a GPU's sizes."""
 
@@ -256,6 +266,13 @@ def cases(device: str, full: bool) -> Iterator[tuple[str, Case]]:
             losses += [(4, 512, 32768, 1024, "dr_grpo"), (8, 100, 20001, 512, "grpo")]
         for sizes in losses:
             yield case("linear_grpo_loss", dtype, _grpo, *sizes)
+    for groups, top_groups in ((1, 1), (8, 3)):  # a router's scores are float32
+        for normalize in (True, False):
+            sizes = (300, 160, 8) if full else (33, 24, 4)
+            yield case(
+                "route_corrected", torch.float32, _route_corrected, *sizes, groups, top_groups,
+                normalize,
+            )  # fmt: skip
 
 
 def measure(device: str, full: bool, part: int = 0, parts: int = 1) -> dict[str, dict[str, str]]:

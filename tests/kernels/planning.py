@@ -11,13 +11,7 @@ from rlk_kernels.ops.linear_logp import launch as linear_logp_launch
 from rlk_kernels.ops.linear_logp import plan as linear_logp
 
 H200 = DeviceFacts(
-    interpreted=False,
-    processors=132,
-    tma=True,
-    overlaps=True,
-    gluon=True,
-    exclusive=True,
-    cuda=True,
+    interpreted=False, processors=132, tma=True, overlaps=True, gluon=True, cuda=True
 )
 CACHED = {
     attention: ("shape_cache",),

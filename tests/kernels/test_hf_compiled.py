@@ -84,10 +84,10 @@ def test_packed_beside_a_mask_or_a_cache_is_refused() -> None:
     hf.use_kernels(model)
     ones = torch.ones_like(LEFT_PADDED)
     for inputs in ({"use_cache": True}, {"use_cache": False, "attention_mask": ones}):
-        with pytest.raises(NotServed, match="positions start anew inside a row"):
+        with pytest.raises(NotServed, match="positions start again inside a row"):
             model(IDS, position_ids=PACKED, **inputs)
     compiled = torch.compile(model, backend="aot_eager")
-    with pytest.raises(RuntimeError, match="positions start anew inside a row"):
+    with pytest.raises(RuntimeError, match="positions start again inside a row"):
         compiled(IDS, position_ids=PACKED, attention_mask=LEFT_PADDED, use_cache=False)
 
 

@@ -279,6 +279,27 @@ def test_corrected_weights_are_fp32() -> None:
         assert not torch.equal(weights, weights.to(BF16).float())
 
 
+def test_a_given_choice_is_weighed_as_the_routers_own() -> None:
+    logits = rand(40, 16, scale=3).float()
+    correction = profile.Correction(rand(16, seed=8).float(), 4, 2, 2.5)
+    for normalize in (True, False):
+        own, ids = profile.route(logits, 4, normalize)
+        assert torch.equal(profile.weights_of(logits, ids, normalize), own)
+        own, ids = profile.route_corrected(logits, 4, normalize, correction)
+        assert torch.equal(profile.weights_of(logits, ids, normalize, correction), own)
+        others = ((ids + torch.arange(4)) % 16).sort(1).values.int()
+        for how in (None, correction):
+            weights = profile.weights_of(logits, others, normalize, how)
+            chosen = logits.double().gather(1, others.long())
+            shares = chosen.exp() if how is None else chosen.sigmoid()
+            over = shares.sum(1, keepdim=True) if normalize else 1.0
+            if how is None and not normalize:
+                over = logits.double().exp().sum(1, keepdim=True)
+            exact = (1.0 if how is None else 2.5) * shares / over
+            assert bool(((weights - exact).abs() <= 1e-6 * exact).all())
+            assert not bool(((weights - own).abs() <= 1e-6 * own).all())
+
+
 def test_the_shared_row_is_added_to_the_rounded_sum() -> None:
     routed, shared = rand(40, 64), rand(40, 64, seed=1)
     y = profile.add_shared(routed, shared)

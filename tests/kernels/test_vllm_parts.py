@@ -58,7 +58,7 @@ def test_rows_of_padding_reach_no_cache(slots: list[int]) -> None:
 
 
 def test_each_cache_is_written_that_is_given() -> None:
-    """Also one in the place of another, and one object whose memory is another."""
+    """Also one instead of another, and one object whose memory is another."""
     attention, slot = VllmAttention(), torch.tensor([1])
     caches = [torch.zeros(1, 1, 4, 16) for _ in range(2)]
     for number in (0, 1, 0, 1):

@@ -215,7 +215,7 @@ def test_its_sites_and_tensors(tmp_path: Path) -> None:
         ({"routed_scaling_factor": -1.0}, "routed_scaling_factor is -1.0"),
         (
             {"n_routed_experts": 64, "n_group": 32, "topk_group": 16},
-            "n_group=32 and topk_group=16: so many selections",
+            "n_group=32 and topk_group=16 allow 601,080,390 selections",
         ),
         ({"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),
         ({"n_shared_experts": 0}, "n_shared_experts is 0"),

@@ -323,7 +323,7 @@ def test_the_witnesses_pass_as_things_are(copy: Path) -> None:
 
 
 class Replace(ast.NodeTransformer):
-    """Puts one node in the place of every node that is written like another, and counts them."""
+    """Puts one node instead of every node that is written like another, and counts them."""
 
     def __init__(self, guard: Guard) -> None:
         self.code, self.without = (_node(text) for text in (guard.code, guard.without))

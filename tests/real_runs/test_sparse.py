@@ -11,6 +11,8 @@ from conftest import Outcome, command_line, require_engine, write_few_prompts
 from safetensors.torch import load_file, save_file
 
 from rlk_align.engines.faults.catalogue import FAULTS
+from rlk_align.probe.selftest.run import SelfTestRequest, selftest
+from rlk_align.trace.run import Run
 
 SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
 PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}
@@ -92,6 +94,17 @@ def test_a_fault_is_named(tmp_path: Path, fault: str, site: str) -> None:
         assert "beyond rounding" in done.out
 
 
+@pytest.mark.parametrize("other", ["vllm", "megatron"])
+def test_a_fault_at_an_operator_that_one_side_alone_shows(tmp_path: Path, other: str) -> None:
+    require_engine(other)
+    faulty = "hf:experts=grouped_mm,fault=expert-weight-early"
+    sides = ("vllm", faulty) if other == "vllm" else (faulty, other)
+    done = compared(tmp_path, *sides)
+    assert done.code == 1, done.out + done.err
+    side = "train" if other == "vllm" else "rollout"
+    assert named(done) == [(f"{LAYER}.act", side), (f"{LAYER}.moe_out", side)]
+
+
 def test_a_fault_in_the_rollout_alone(tmp_path: Path) -> None:
     done = compared(tmp_path, "hf:fault=expert-weights-unnormalised", "hf")
     assert named(done) == [(f"{LAYER}.routing_weights", "rollout")]
@@ -103,14 +116,15 @@ def test_a_router_in_bf16(tmp_path: Path) -> None:
     assert named(done)[0] == (f"{LAYER}.router", "train")
 
 
-def test_faults_inside_other_engines(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", ["", "kernels=rlk,"])
+def test_faults_inside_other_engines(tmp_path: Path, kernels: str) -> None:
     """On both sides at once, each named with its own."""
     require_engine("vllm")
     require_engine("megatron")
     done = compared(
         tmp_path,
-        "vllm:fault=expert-flipped",
-        "megatron:fault=expert-token-dropped",
+        f"vllm:{kernels}fault=expert-flipped",
+        f"megatron:{kernels}fault=expert-token-dropped",
     )
     assert done.code == 1, done.out + done.err
     assert named(done) == [(f"{LAYER}.experts", "rollout"), (f"{LAYER}.moe_out", "train")]
@@ -156,10 +170,13 @@ def test_a_tie_is_no_bug(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "engine",
     [
-        *("hf", "megatron:ep=2,pp=2", "vllm"),
+        *("hf", "megatron:ep=2,pp=2", "vllm", "vllm:kernels=rlk"),
         *(
             pytest.param(engine, marks=pytest.mark.whole_matrix)
-            for engine in ("hf:experts=eager,batch=4", "megatron")
+            for engine in (
+                *("hf:experts=eager,batch=4", "megatron"),
+                *("hf:kernels=rlk,batch=4", "megatron:kernels=rlk,ep=2,pp=2"),
+            )
         ),
     ],
 )
@@ -169,7 +186,9 @@ def test_replay_takes_away_what_routing_alone_has_done(tmp_path: Path, engine: s
     require_engine(engine.partition(":")[0])
     few = write_few_prompts(tmp_path / "few.jsonl")
     cli, tied = command_line(tmp_path), with_tied_experts(tmp_path)
+    # The kernels do not choose by `torch.topk`, and a replay stands behind their faults.
     patch = "patch=sparse_faults:last_of_ties_by_top_k"
+    patch = "fault=expert-tie" if "kernels" in engine else patch
     specs = {
         "sampled": "hf",
         "own": engine,
@@ -250,6 +269,29 @@ def test_the_self_test_names_every_fault_of_a_sparse_layer(tmp_path: Path) -> No
         assert {d["fault"] for d in found["detections"]} == faults
         assert all(d["others"] == [] for d in found["detections"])
         assert [c["alarms"] for c in found["clean"]] == [[]] * len(found["clean"])
+
+
+@pytest.mark.whole_matrix
+def test_the_self_test_with_the_kernels(tmp_path: Path) -> None:
+    """In all engines, on either side of each pair, beside the one in a product of transformers."""
+    engines = ("hf", "vllm", "megatron")
+    for engine in engines:
+        require_engine(engine)
+    faults = tuple(n for n, f in FAULTS.items() if f.sparse and n != "expert-weight-early")
+    request = SelfTestRequest(
+        engines=engines,
+        faults=faults,
+        seeds=1,
+        curves=False,
+        model=str(SPARSE),
+        prompts=write_few_prompts(tmp_path / "few.jsonl"),
+        settings=dict.fromkeys(engines, "kernels=rlk"),
+    )
+    report = selftest(request, Run(tmp_path), lambda *_: None, lambda _: None)
+    assert report.passed
+    assert len(report.detections) == 6 * len(faults)
+    assert all(d.others == [] for d in report.detections)
+    assert [c.alarms for c in report.clean] == [[]] * 3
 
 
 def test_graft_passes_are_left_out_with_the_reason(tmp_path: Path) -> None:

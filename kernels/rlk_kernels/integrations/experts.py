@@ -24,10 +24,20 @@ class Sparse(Counted):
     rlk_show: Callable[[str, Tensor], None] | None = None
     """Called with intermediate values that no module returns, by operator, `[T, F]`: a token's
     experts, their weights, and their rows, one after another, in the order of their ids."""
+    rlk_choose: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Given the scores [T, E] that experts are chosen by and the choice [T, k], says which experts
+    are computed, int64 [T, k]; they are weighed as if they had been the choice."""
+    rlk_weigh: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    """Given logits [T, E], experts [T, k] and their weights [T, k], says what they are weighed
+    by."""
 
     def show(self, operator: str, value: Tensor) -> None:
         if self.rlk_show is not None and not torch.compiler.is_compiling():
             self.rlk_show(operator, value.flatten(1))
+
+    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The router's, fp32 [T, E] of x[T, H]."""
+        return profile.router(x, weight)
 
     def choose(
         self, logits: Tensor, k: int, normalize: bool,
@@ -39,6 +49,12 @@ class Sparse(Counted):
             weights, ids = profile.route(logits, k, normalize)
         else:
             weights, ids = profile.route_corrected(logits, k, normalize, correction)
+        if self.rlk_choose is not None:
+            scores = logits if correction is None else logits.sigmoid() + correction.bias
+            ids = self.rlk_choose(scores, ids.long()).sort(dim=1).values.int()
+            weights = profile.weights_of(logits, ids, normalize, correction)
+        if self.rlk_weigh is not None:
+            weights = self.rlk_weigh(logits, ids, weights)
         self.show("experts", ids)
         self.show("routing_weights", weights)
         return weights, ids
@@ -70,8 +86,8 @@ class Sparse(Counted):
         return profile.combine(inside[-1], weights, ids, experts)
 
     def _rows(self, x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
-        """Of the rows of a token's experts what `INSIDE` names, [T, k, I] each and [T, k, H];
-        the last alone where nothing is trained or shown."""
+        """The rows that `INSIDE` names, for each expert of a token: [T, k, I] each, and [T, k, H].
+        Only the last one where nothing is trained or shown."""
         groups = profile.expert_groups(ids, len(gate_up))
         if self.rlk_show is None and not torch.is_grad_enabled():
             act = profile.expert_act(x, gate_up, groups)

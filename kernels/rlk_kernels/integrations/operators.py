@@ -129,7 +129,7 @@ class Watch:
                 )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Of the copy of the model."""
+        """The hook for the copy of the model."""
         copied, model = type(self).__new__(type(self)), self._model()
         vars(copied).update(vars(self))
         if model is not None:

@@ -80,7 +80,7 @@ def route(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
 
 
 class Correction(NamedTuple):
-    """How the routers of a family choose that correct their scores, and share them out."""
+    """How routers that correct their scores choose experts and weight them."""
 
     bias: Tensor
     """fp32 [E], added to the scores for the choice alone."""
@@ -99,6 +99,22 @@ def route_corrected(
     return rlk_kernels.route_corrected(
         logits, bias, k, normalize=normalize, groups=groups, top_groups=top_groups, scale=scale
     )
+
+
+def weights_of(
+    logits: Tensor, ids: Tensor, normalize: bool, correction: Correction | None = None
+) -> Tensor:
+    """fp32 [T, k]: what `route`, or with a correction `route_corrected`, weighs the experts
+    ids[T, k] by, ascending, whoever has chosen them."""
+    if correction is None and not normalize:
+        every, _ = route(logits, logits.shape[1], normalize)
+        return every.gather(1, ids.long())
+    # Both weigh by the logits of the chosen alone.
+    chosen, k = logits.gather(1, ids.long()), ids.shape[1]
+    if correction is None:
+        return route(chosen, k, normalize)[0]
+    none = correction.bias.new_zeros(k)
+    return route_corrected(chosen, k, normalize, Correction(none, 1, 1, correction.scale))[0]
 
 
 def expert_groups(ids: Tensor, experts: int) -> rlk_kernels.ExpertGroups:
@@ -158,7 +174,8 @@ def paged_attention(
 
 
 def float32(scale: float) -> float:
-    """Rounded to fp32: engines compute D**-0.5 and 1/sqrt(D), which are two doubles for some D."""
+    """`scale`, rounded to fp32: engines compute D**-0.5 and 1/sqrt(D), which are two doubles for
+    some D."""
     return struct.unpack("f", struct.pack("f", scale))[0]
 
 

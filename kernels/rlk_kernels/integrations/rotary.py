@@ -108,7 +108,8 @@ def _yarn(powers: Tensor, rope: Mapping[str, Any]) -> Tensor:
 
 
 def attention_factor(rope: Mapping[str, Any]) -> float:
-    """By which yarn multiplies cos and sin: as given, or of the factor that positions grow by."""
+    """The factor by which yarn multiplies cos and sin: the given one, or one that follows from the
+    factor by which positions grow."""
     stated, factor = rope.get("attention_factor"), rope["factor"]
     if stated is not None:
         return float(stated)

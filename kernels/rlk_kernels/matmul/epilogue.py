@@ -28,7 +28,7 @@ from rlk_kernels.numerics.lse_tree.kernels import (
 
 STATS, EXPONENTIALS, GRADIENT, LOGITS = (tl.constexpr(mode) for mode in range(4))
 NEAR = tl.constexpr(60.0)
-"""Powers of two that EXPONENTIALS may be off the largest of their row."""
+"""How many powers of two EXPONENTIALS may be away from the largest of their row."""
 
 
 @triton.jit

@@ -36,7 +36,7 @@ from rlk_kernels.matmul.tiles import (
 
 
 def most_special(ran: Iterable[str]) -> str:
-    """Of the implementations that ran in a call, the one that it is recorded as."""
+    """The implementation that a call is recorded as, of those that ran in it."""
     return "triton/hopper" if "triton/hopper" in ran else "triton"
 
 
@@ -50,7 +50,7 @@ def tma_reads(x: Tensor) -> bool:
 
 
 class ProductShape(NamedTuple):
-    """What a product is planned from, but for the device."""
+    """What a product is planned from, besides the device."""
 
     m: int
     n: int
@@ -90,7 +90,7 @@ class MatmulPlan:
     last_segment: int
     """Where the last segment begins."""
     programs: int
-    """Of the launch."""
+    """How many programs are launched."""
     stages: int
     overlap: int
     """`Tile.overlap`; 0 where the device cannot."""
@@ -199,7 +199,7 @@ class EpiloguePlan:
 
 
 class LogitsShape(NamedTuple):
-    """What logits are planned from, but for the device."""
+    """What logits are planned from, besides the device."""
 
     tokens: int
     columns: int

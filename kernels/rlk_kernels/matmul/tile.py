@@ -31,7 +31,8 @@ class Tile:
 
     @property
     def groups(self) -> int:
-        """Of four warps that multiply, in `hopper/product.py`; 0: it is not that kernel's."""
+        """How many groups of four warps multiply in `hopper/product.py`; 0 for a tile of another
+        kernel."""
         return (self.n if self.swap else self.m) // 64 if self.warp_specialized else 0
 
     @property

@@ -19,7 +19,7 @@ from rlk_kernels.matmul.tile import Tile
 
 
 class TileCost(NamedTuple):
-    """Of one tile, in microseconds."""
+    """What one tile costs, in microseconds."""
 
     launch: float
     wave: float
@@ -27,7 +27,7 @@ class TileCost(NamedTuple):
     step: float
     """Per 1000 of K."""
     crowd: float
-    """By what part a step is longer where all processors have a tile."""
+    """The part by which a step is longer where all processors have a tile."""
     empty: float
     """What part of a step is left where a tile has no rows."""
     megabyte: float
@@ -40,7 +40,7 @@ class Work(NamedTuple):
 
     waves: float
     share: float
-    """Of the processors that have a tile, in the mean wave."""
+    """The share of the processors that have a tile, in the mean wave."""
     narrow_waves: float
     k: float
     """In thousands."""

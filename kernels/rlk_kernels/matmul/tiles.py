@@ -23,13 +23,13 @@ INTERPRETED = Tile(32, 32, 32, 4, 1)
 INTERPRETED_LOGITS = Tile(64, 128, 32, 4, 1)
 
 STATISTICS = Tile(128, 256, 64, 8, 4, group=16, flatten=True, warp_specialized=True)
-"""Of the logits' statistics (`epilogue.py`: STATS)."""
+"""The tile of the logits' statistics (`epilogue.py`: STATS)."""
 STORE = Tile(128, 256, 64, 8, 3, group=16, flatten=True, warp_specialized=True)
-"""Of the epilogues that store a tile (EXPONENTIALS, GRADIENT)."""
+"""The tile of the epilogues that store a tile (EXPONENTIALS, GRADIENT)."""
 SPLIT = Tile(128, 256, 64, 8, 4, group=16, warp_specialized=True)
-"""Of split products that fill a GPU of the Hopper generation (LOGITS)."""
+"""The tile of split products that fill a GPU of the Hopper generation (LOGITS)."""
 PICK = Tile(16, 16, 128, 4, 3)
-"""Of the logits of given ids: the diagonal counts."""
+"""The tile of the logits of given ids: only the diagonal is used."""
 PICK_FLOAT32 = Tile(16, 16, 32, 4, 3)
 
 # tile, microseconds to start a wave, microseconds per unit of K and wave: of `accumulate`

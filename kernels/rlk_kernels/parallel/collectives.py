@@ -87,8 +87,8 @@ def _run(what: str, name: str, start: Callable[..., Any], x: Tensor) -> None:
 
 
 def wait(work: Any, x: Tensor, group: dist.ProcessGroup | None, what: str) -> None:
-    """Wait for a collective on x; `what` it is. On a CPU RankMissing is raised, with the ranks that
-    are; on a GPU the current stream waits."""
+    """Wait for a collective on x, called `what`. On a CPU, missing ranks raise RankMissing, which
+    names them; on a GPU the current stream waits."""
     if x.device.type != "cpu":
         work.wait()
         return

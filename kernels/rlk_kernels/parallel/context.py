@@ -80,7 +80,7 @@ def _to_rows(x: Tensor, order: Tensor, group: Any) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """One of both, and the other one as its gradient."""
+    """One of the two exchanges, whose gradient is the other one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, group: Any, gathers_rows: bool) -> Tensor:

@@ -26,7 +26,7 @@ from rlk_kernels.parallel.linear import check_divides
 from rlk_kernels.parallel.logp import check_shard, local_target, logp_and_root
 
 ROWS, COLUMNS = 1024, 4096
-"""Of the logits that are in memory at a time; they change no bit."""
+"""Rows and columns of the logits that are in memory at a time; they change no bit."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Subtree:
 
     @property
     def columns(self) -> tuple[int, int]:
-        """Its first column, and the first behind it."""
+        """The node's first column, and the first one after it."""
         size = LEAF << self.level
         return self.index * size, (self.index + 1) * size
 

@@ -24,9 +24,9 @@ def per_layer(name: str, values: list[Any]) -> dict[str, Any]:
 def corrected_routing(
     groups: list[int], top_groups: list[int], scale: list[float]
 ) -> dict[str, Any]:
-    """Of each sparse layer whose scores are corrected, into how many groups its experts are
-    divided, from how many of them it chooses, and what its weights are multiplied by; nothing where
-    there is none."""
+    """For each sparse layer whose scores are corrected: into how many groups its experts are
+    divided, from how many of them it chooses, and what its weights are multiplied by; empty where
+    no scores are corrected."""
     return {
         **per_layer("expert_groups", groups),
         **per_layer("expert_groups_chosen", top_groups),
@@ -67,7 +67,7 @@ def norm_epsilons(model: Any, places: Iterable[Place]) -> dict[str, float | None
 
 
 def norm_attributes(epsilons: Mapping[str, float | None]) -> dict[str, Any]:
-    """Of a layer's norms one epsilon, or one for each norm where they differ."""
+    """One epsilon for a layer's norms, or one for each norm where they differ."""
     layers: dict[str, dict[str, Any]] = {}
     for site, epsilon in epsilons.items():
         layer, _, op = site.rpartition(".")

@@ -31,7 +31,7 @@ class Editor:
 
     @classmethod
     def of(cls, intervention: Intervention | None, batch: TokenBatch) -> "Editor | None":
-        """None where nothing is to be overwritten."""
+        """An editor for an intervention; None where nothing is to be overwritten."""
         return None if intervention is None else cls(intervention, batch)
 
     def _open(self, source: Source | None) -> RecordedRows | None:
@@ -101,7 +101,7 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 
 def _moved(live: torch.Tensor, ulps: torch.Tensor) -> torch.Tensor:
-    """`live`, each element so many units in the last place further up; what is not finite, or
+    """`live`, each element raised by this many units in the last place; what is not finite, or
     would not be, stays."""
     kind = _INTEGERS[live.element_size()]
     lowest = torch.iinfo(kind).min

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from rlk_align.engines.common.hooks import Hooks
-from rlk_align.errors import EngineFailed
 
 Show = Callable[[str, torch.Tensor], None]
 """Takes the value of a site."""
@@ -26,7 +25,7 @@ def choice_replaced(choose: Choose, experts: int) -> Iterator[list[int]]:
     """While entered, `torch.topk` picks the experts that `choose` gives in place of its own, so
     that an engine computes their weights as it computes all weights. Of calls that pick something
     else, such as groups, nothing changes. Yields a list that grows by one entry with each choice
-    among so many `experts`."""
+    among this many `experts`."""
     original = torch.topk
     calls: list[int] = []
 
@@ -59,13 +58,15 @@ def on_kernels(hooks: Hooks, module: Any, layer: int, show: Show) -> None:
     hooks.replace(module, "rlk_show", functools.partial(_of_layer, layer, show))
 
 
-def check_choosable(module: Any, choose: Choose | None) -> None:
-    """Raises EngineFailed where the kernels would have to compute given experts."""
-    if choose is not None and has_kernels(module):
-        raise EngineFailed(
-            "the kernels choose experts themselves, and accept no recorded ones",
-            "replay in an engine without them (kernels=off)",
-        )
+def choose_on_kernels(hooks: Hooks, module: Any, choose: Choose) -> None:
+    """Has the kernels of a sparse layer compute the experts that `choose` gives. What was planted
+    there before chooses first."""
+    before: Choose | None = module.rlk_choose
+
+    def both(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        return choose(scores, chosen if before is None else before(scores, chosen))
+
+    hooks.replace(module, "rlk_choose", both)
 
 
 def _of_layer(layer: int, show: Show, operator: str, value: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ class Hooks(ExitStack):
 
     def after(self, module: torch.nn.Module, see: Callable[[Any, Any, Any], Any]) -> None:
         """`see(module, inputs, output)` after each forward; what it returns, unless None, is what
-        the module gives."""
+        the module returns."""
         self.callback(module.register_forward_hook(see).remove)
 
     def on_input(self, module: torch.nn.Module, see: Callable[[Any], None]) -> None:

@@ -41,7 +41,8 @@ REPLACEABLE = tuple(dict.fromkeys(o.site for o in OPERATORS.values() if o.formul
 
 
 def parse_excluded(text: str) -> frozenset[str]:
-    """Of `except=attn+act`. Raises ValueError naming what is no operator."""
+    """The operators that `except=attn+act` excludes. Raises ValueError, which names what is not an
+    operator."""
     names = text.split("+")
     if unknown := [n for n in names if n not in REPLACEABLE]:
         raise ValueError(", ".join(unknown))
@@ -89,7 +90,7 @@ SPARSE: tuple[Formula, ...] = (
 
 
 def _in_sparse_layer(operator: Operator) -> bool:
-    """Whether it makes up a sparse layer, of which the kernels compute all or nothing."""
+    """Whether it is a part of a sparse layer, which the kernels compute whole or not at all."""
     shared = "shared_intermediate" in (operator.features, *operator.weight)
     return operator.formula in SPARSE or shared
 
@@ -113,7 +114,7 @@ def check_excluded(engine: str, excluded: str, sites: Mapping[str, str]) -> None
 
 
 class Kernels(Protocol):
-    """Of one engine. What cannot be replaced raises BadOption or ModelError."""
+    """The kernels in one engine. What cannot be replaced raises BadOption or ModelError."""
 
     excluded: frozenset[str]
     """The operators that stay the engine's own."""

@@ -11,7 +11,7 @@ from rlk_align.errors import ModelError
 from rlk_align.trace.digest import digest_parameter, digest_slices
 
 BLOCK = 1 << 24
-"""Entries that are looked at at a time."""
+"""Entries that are examined at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ def record_parameter(parameter: LiveParameter) -> ParameterRecord:
 
 
 def _count_not_finite(value: torch.Tensor) -> int:
-    """By blocks of rows: counting takes eight bytes an entry, and an engine leaves little of a
-    GPU."""
+    """The number of entries that are NaN or infinite, counted by blocks of rows: counting takes
+    eight bytes an entry, and an engine leaves little of a GPU."""
     rows = max(1, BLOCK * len(value) // max(1, value.numel()))
     return sum(int((~torch.isfinite(block)).sum()) for block in value.split(rows))
 

@@ -27,7 +27,7 @@ class Access:
     target: Callable[[Any], torch.Tensor]
     """The tensor to overwrite, so that all that follows reads the new value."""
     after_write: Callable[[Any], Any]
-    """What the module gives once that is overwritten."""
+    """What the module returns once that is overwritten."""
 
 
 def with_bias(value: Any) -> torch.Tensor:
@@ -57,7 +57,7 @@ class Place:
 
     sites: tuple[str, ...]
     module: str
-    """Its path below the model."""
+    """The module's path below the model."""
     end: End = "output"
     """The module's first input, its output, or what the rotary embedding gives while that module,
     an attention, runs: first the query, then the key. What lies inside a module the engine tells by

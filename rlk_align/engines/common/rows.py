@@ -125,7 +125,7 @@ def packed_grid(
 
 
 def filled_length(sample: Sample, each: int) -> int:
-    """Of a sequence and what fills it up to a multiple of `each`."""
+    """The length of a sequence with what fills it up to a multiple of `each`."""
     return -(-len(sample.ids) // each) * each
 
 
@@ -147,8 +147,9 @@ def _filled(
 def packed_rows(
     owners: np.ndarray, starts: np.ndarray, position: np.ndarray, sampled: Sequence[range]
 ) -> ForwardRows:
-    """Of a batch that an engine packed itself: consecutive rows of `owners[i]` from `starts[i]`
-    on, `[requests + 1]`, at `position` `[N]`; `sampled`: by sample, where logits are wanted."""
+    """The rows of a batch that an engine packed itself: consecutive rows of `owners[i]` from
+    `starts[i]` on, `[requests + 1]`, at `position` `[N]`; `sampled`: by sample, where logits are
+    wanted."""
     sample = np.repeat(owners, np.diff(starts))
     first = np.array([r.start for r in sampled])[sample]
     stop = np.array([r.stop for r in sampled])[sample]

@@ -113,8 +113,8 @@ class SiteHooks(Hooks):
         return [local]
 
     def unequal(self, place: Place, local: torch.Tensor) -> list[torch.Tensor] | None:
-        """Of what each rank holds whole, the tensors of all ranks, on a rank that records, where
-        they are not all equal."""
+        """The tensors of all ranks, of a site that each rank holds whole, where they are not all
+        equal; returned on a rank that records."""
         return None
 
     def speaks_for(self, place: Place, site: str) -> bool:

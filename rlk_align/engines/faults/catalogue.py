@@ -101,15 +101,16 @@ def check_fault(engine: str, options: Mapping[str, object]) -> None:
         what = f"it can have {', '.join(known)}" if known else "it supports no planted fault"
         raise BadOption(f"{where} cannot be planted there", what)
     needed = chosen.needs(engine)
+    if "experts" in needed and options.get("kernels") == "rlk":
+        raise BadOption(
+            f"{where} is in a product of transformers, and the kernels compute the experts",
+            "leave kernels=rlk out",
+        )
     lacking = [f"{k}={v}" for k, v in needed.items() if str(options.get(k)) != v]
     if lacking:
         raise BadOption(f"{where} needs {', '.join(lacking)}")
     if wrong := _wrong_rank(chosen, engine, options):
         raise BadOption(f"{where}: {wrong}")
-    if chosen.name in ROUTING and options.get("kernels") == "rlk":
-        raise BadOption(
-            f"{where}: the kernels compute sparse layers whole", "leave kernels=rlk out"
-        )
     if options.get("spec") == "te":
         raise BadOption(
             f"{where} can only be planted in Megatron's local spec", "leave spec=te out"

@@ -21,7 +21,7 @@ class Strength:
     unit: str
     default: float
     curve: tuple[float, ...]
-    """From the smallest, for the curve of what is seen."""
+    """Strengths from the smallest on, for the curve of what is seen."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rlk_align.engines.common.attributes import norm_epsilon
+from rlk_align.engines.common.experts import has_kernels
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import Place, first
 from rlk_align.engines.common.weights import Parameter, write_part
@@ -31,7 +32,7 @@ class Operators(Hooks, ABC):
     where it is one that has the fault."""
 
     rows: ForwardTokens
-    """Of the forward that runs, whole; an engine's hooks keep it."""
+    """The rows of the whole forward that runs; an engine's hooks keep it up to date."""
 
     def __init__(
         self,
@@ -55,8 +56,13 @@ class Operators(Hooks, ABC):
         """Whether this rank has the fault."""
         return self._chosen.on(self._sharing.rank)
 
+    @property
+    def with_kernels(self) -> bool:
+        """Whether the kernels compute the model's sparse layers."""
+        return any(map(has_kernels, self._model.modules()))
+
     def replace_operator(self, site: str, formula: Formula) -> None:
-        """From here on the operator gives what the formula says."""
+        """From here on the operator returns what the formula computes."""
         at = self.sites[site]
         layer = -1 if at.layer is None else at.layer
         match at.operator.formula:
@@ -151,14 +157,16 @@ class Operators(Hooks, ABC):
         return local
 
     def frequencies(self) -> torch.Tensor:
-        """Of the checkpoint's rotary embedding, float64. Raises BadOption where they change."""
+        """The frequencies of the checkpoint's rotary embedding, float64. Raises BadOption where
+        they change."""
         if self._rotary is None:
             raise BadOption("the rotary embedding's frequencies change: no fault is planted there")
         device = next(self._model.parameters()).device
         return torch.tensor(self._rotary.inv_freq, dtype=torch.float64, device=device)
 
     def _module_output(self, site: str, formula: Formula) -> None:
-        """Of what has a module of its own: embeddings, norms, projections and the logits."""
+        """Replaces the output of an operator that has a module of its own: embeddings, norms,
+        projections and the logits."""
         module, op = self.module(site), self.sites[site].operator
         name = op.parameter or site
         embedding, every_row = op.formula == "embedding", op.row == "token"
@@ -190,7 +198,7 @@ class Operators(Hooks, ABC):
         self.after(module, see)
 
     def _combination(self, site: str, formula: Formula) -> None:
-        """Of what has no module: it is computed from the outputs of other operators."""
+        """Replaces what has no module: it is computed from the outputs of other operators."""
         place, inputs = self._places[site], self.sites[site].inputs
         frequencies = self.frequencies() if place.end == "rope" else None
         live: dict[str, torch.Tensor] = {}

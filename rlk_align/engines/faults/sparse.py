@@ -28,7 +28,7 @@ class Routing:
 
 
 class SparseLayers(ABC):
-    """Those of one engine."""
+    """The sparse layers of one engine."""
 
     @abstractmethod
     def change_logits(self, layer: int, formula: Formula) -> None:
@@ -44,7 +44,7 @@ class SparseLayers(ABC):
 
     @abstractmethod
     def leave_out(self, layer: int, expert: int) -> None:
-        """That expert's rows are missing from the sums."""
+        """Leaves that expert's rows out of the sums."""
 
     @abstractmethod
     def swap_experts(self, layer: int, one: int, other: int) -> None:

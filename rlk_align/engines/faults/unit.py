@@ -29,13 +29,13 @@ class Unit:
     """`[N, F]` each."""
     head_dim: int
     rows: ForwardTokens | None = None
-    """None where the operator sees some rows only."""
+    """The rows of the forward; None where the operator sees only some rows."""
     weight: torch.Tensor | None = None
-    """Of a norm `[D]` or `[F]`, of a projection `[F, F_in]`."""
+    """The weight of a norm `[D]` or `[F]`, or of a projection `[F, F_in]`."""
     bias: torch.Tensor | None = None
     eps: float = 0.0
     frequencies: torch.Tensor | None = None
-    """Of a rotary embedding: radians for each position, by pair, float64."""
+    """The frequencies of a rotary embedding: radians for each position, by pair, float64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

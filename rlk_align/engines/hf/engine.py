@@ -50,7 +50,8 @@ class HFEngine(ForwardEngine):
         return self.spec.dtype(self.shape.dtype)
 
     def load(self, dtype: str) -> Any:
-        """The model on the CPU, patched, in evaluation mode; raises what the user can mend."""
+        """The model on the CPU, patched, in evaluation mode; raises errors that the user can
+        correct."""
         from transformers import AutoModelForCausalLM
 
         try:

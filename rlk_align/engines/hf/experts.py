@@ -17,8 +17,8 @@ from rlk_align.engines.common.experts import (
     Choose,
     Show,
     by_ascending_id,
-    check_choosable,
     choice_replaced,
+    choose_on_kernels,
     has_kernels,
     on_kernels,
     slots,
@@ -91,14 +91,16 @@ def replay_choices(hooks: SiteHooks, model: Any) -> None:
     """Has the routers whose choice is overwritten take the recorded experts."""
     for i, block in sparse_blocks(model):
         choose = hooks.recorded_choice(f"layers.{i}.experts")
-        check_choosable(block.experts, choose)
         if choose is not None:
             replace_choice(hooks, block, choose)
 
 
 def replace_choice(hooks: Hooks, block: Any, choose: Choose) -> None:
-    """Has a router choose experts so: it calls `torch.topk`, and computes the weights of what that
-    gives."""
+    """Has a router choose experts so: the kernels', or one that calls `torch.topk` and computes the
+    weights of what that gives."""
+    if has_kernels(block.gate):
+        choose_on_kernels(hooks, block.gate, choose)
+        return
     route, experts = block.gate.forward, len(block.gate.weight)
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -14,12 +14,12 @@ from rlk_align.engines.faults.catalogue import Chosen
 from rlk_align.engines.faults.operators import Operators, plant
 from rlk_align.engines.faults.unit import Formula, ForwardTokens, Report
 from rlk_align.engines.hf.places import hf_places
-from rlk_align.engines.hf.sparse_layers import HFSparseLayers
+from rlk_align.engines.hf.sparse_layers import HFKernelLayers, HFSparseLayers
 from rlk_align.engines.hf.taps import on_rotation
 
 
 class HFOperators(Operators):
-    """Of a model of transformers; every tensor but attention's is `[B, T, F]`."""
+    """The operators of a model of transformers; every tensor but attention's is `[B, T, F]`."""
 
     def __init__(self, engine: Any, chosen: Chosen) -> None:
         super().__init__(engine, engine.model, hf_places(engine.model), chosen)
@@ -43,7 +43,8 @@ class HFOperators(Operators):
         return self.parameter(name), None
 
     def sparse_layers(self) -> HFSparseLayers:
-        return HFSparseLayers(self, self._model)
+        kind = HFKernelLayers if self.with_kernels else HFSparseLayers
+        return kind(self, self._model)
 
     def on_rotation(self, see: Callable[[torch.Tensor], None]) -> None:
         on_rotation(self, self._model, see)

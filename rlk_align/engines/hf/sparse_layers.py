@@ -10,13 +10,14 @@ import torch
 
 from rlk_align.engines.common.experts import Choose
 from rlk_align.engines.common.hooks import Hooks
+from rlk_align.engines.faults.kernels import KernelLayers
 from rlk_align.engines.faults.sparse import Routing, SparseLayers, swap
 from rlk_align.engines.faults.unit import Formula, Unit, in_place_of
 from rlk_align.engines.hf.experts import replace_choice, sparse_blocks
 
 
 class HFSparseLayers(SparseLayers):
-    """Of a model of transformers."""
+    """The sparse layers of a model of transformers."""
 
     def __init__(self, hooks: Hooks, model: Any) -> None:
         self._hooks = hooks
@@ -80,3 +81,13 @@ class HFSparseLayers(SparseLayers):
 
         self._hooks.before(experts, note)
         self._hooks.replace(experts, "_apply_gate", apply)
+
+
+class HFKernelLayers(KernelLayers, HFSparseLayers):
+    """With the kernels in them."""
+
+    def _chooser(self, layer: int) -> Any:
+        return self._blocks[layer].gate
+
+    def _computer(self, layer: int) -> Any:
+        return self._blocks[layer].experts

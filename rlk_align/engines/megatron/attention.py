@@ -100,7 +100,8 @@ def context_ranks() -> Ranks:
 
 
 def slices_of(rows: torch.Tensor, packed: Any, ranks: Ranks) -> Slices:
-    """Of the sequences that this rank has these rows of, `[S / R, ...]`; packed, `[T / R, ...]`."""
+    """The slices of the sequences of which this rank has these rows, `[S / R, ...]`; packed, `[T /
+    R, ...]`."""
     ends = [0, len(rows) * ranks.world] if packed is None else packed.cu_seqlens_q.tolist()
     return Slices(tuple(ends), ranks)
 

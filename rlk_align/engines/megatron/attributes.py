@@ -67,7 +67,7 @@ def stage_facts(
 
 
 def megatron_attributes(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of the whole model, by what each of its stages said."""
+    """The attributes of the whole model, from those that its stages reported."""
     names = stages[0]["layers"]
     every = {name: [value for s in stages for value in s["layers"][name]] for name in names}
     epsilons = {site: eps for s in stages for site, eps in s["norms"].items()}

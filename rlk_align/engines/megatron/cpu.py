@@ -12,10 +12,8 @@ import torch
 
 @contextmanager
 def cpu_stand_ins() -> Iterator[list[str]]:
-    """While entered, megatron-core allocates on the CPU and needs no CUDA generator.
-
-    Gives what it replaced, in words. Also right where a GPU is present but not wanted.
-    """
+    """While entered, megatron-core allocates on the CPU and needs no CUDA generator. Yields what it
+    replaced, in words. Also right where a GPU is present but not wanted."""
     from megatron.core.tensor_parallel import random as tp_random
 
     current_device = torch.cuda.current_device
@@ -39,7 +37,7 @@ def cpu_stand_ins() -> Iterator[list[str]]:
 @contextmanager
 def expert_stand_ins(on_cpu: bool) -> Iterator[list[str]]:
     """While entered, megatron-core's sparse layers run without TransformerEngine, and on a CPU
-    without CUDA's streams. Gives what it replaced, in words."""
+    without CUDA's streams. Yields what it replaced, in words."""
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 

@@ -272,7 +272,8 @@ class MegatronEngine(Engine):
         return padded_input(samples, self.settings.padding, multiple, self.grid.dp, self.grid.cp)
 
     def _of_all_slices(self, logprobs: np.ndarray, inputs: ModelInput) -> np.ndarray:
-        """Of every sampled id of the whole input, from those that this rank computed."""
+        """The log-probs of every sampled id of the whole input, from those that this rank
+        computed."""
         if self.settings.cp == 1:
             return logprobs
         # Bits, each of one rank: added to zeros they stay what they are.

@@ -16,7 +16,7 @@ from rlk_align.engines.common.experts import (
     Choose,
     Show,
     by_ascending_id,
-    check_choosable,
+    choose_on_kernels,
     has_kernels,
     on_kernels,
     slots,
@@ -72,7 +72,7 @@ _FIRST = ("gate_proj", "up_proj")
 
 
 def routers(model: Any) -> list[Any]:
-    """Those of the sparse layers."""
+    """The routers of the sparse layers."""
     return [layer.mlp.router for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
 
 
@@ -87,8 +87,8 @@ def corrections(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def routing(model: Any) -> dict[str, list[Any]]:
-    """Of each sparse layer how many experts a token is sent to, and whether their weights are
-    divided by their sum; and of those that correct scores, how they choose and scale."""
+    """For each sparse layer, how many experts a token is sent to and whether their weights are
+    divided by their sum; for those that correct scores, also how they choose and scale."""
     every = routers(model)
     configs = [r.config for r in every if r.expert_bias is not None]
     return {
@@ -109,9 +109,10 @@ def on_experts(hooks: SiteHooks, model: Any, ranks: Ranks) -> None:
     for layer in model.decoder.layers:
         i = layer.layer_number - 1
         choose = hooks.recorded_choice(f"layers.{i}.experts")
-        check_choosable(layer.mlp, choose)
         if has_kernels(layer.mlp):
             on_kernels(hooks, layer.mlp, i, hooks.show)
+            if choose is not None:
+                choose_on_kernels(hooks, layer.mlp, choose)
         elif hasattr(layer.mlp, "router"):
             _Layer(i, hooks.show, choose, ranks).watch(hooks, layer.mlp)
 

@@ -35,7 +35,7 @@ class Grid:
 
     @classmethod
     def of(cls, ranks: Ranks) -> "Grid":
-        """By megatron-core's parallel state, which must stand."""
+        """The grid of megatron-core's parallel state, which must exist."""
         from megatron.core import parallel_state as state
 
         def among(kind: str) -> Ranks:

@@ -36,7 +36,7 @@ class ModelInput:
     packed: Any
     """PackedSeqParams, or None where padded."""
     rows: ForwardRows
-    """Of a `[S, B]` output."""
+    """The rows of a `[S, B]` output."""
     index: torch.Tensor
     """int64 `[N]`: `rows.index` on the device."""
     sampled: torch.Tensor

@@ -24,7 +24,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
 def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> None:
     """Raises ModelError for what the engine would otherwise get silently wrong, BadOption or
-    MissingDependency for options that cannot be had."""
+    MissingDependency for options that it cannot support."""
     kernels = option("kernels") == "rlk"
     check_shared("megatron", shape, int(option("tp") or 1), fused_qkv=True, kernels=kernels)
     check_alone("megatron", shape, option("tp"))
@@ -81,7 +81,7 @@ def _unknown_routing(shape: ModelShape) -> dict[str, bool]:
 
 
 def _check_slices(shape: ModelShape, option: Asked, kernels: bool) -> None:
-    """Of context parallelism, for which the kernels exchange heads for rows."""
+    """The limits of context parallelism, for which the kernels exchange heads for rows."""
     cp, tp = int(option("cp") or 1), int(option("tp") or 1)
     queries, heads = shape.heads // tp, max(shape.kv_heads // tp, 1)
     excluded = str(option("except") or "").split("+")

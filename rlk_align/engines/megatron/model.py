@@ -29,7 +29,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": functools.partial(functional.gelu, approximate="tanh"),
     "relu": functional.relu,
 }
-"""By the config's `hidden_act`."""
+"""Functions, by the config's `hidden_act`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +153,7 @@ def expert_settings(shape: ModelShape, settings: Settings) -> dict[str, Any]:
 
 
 def _corrected_settings(shape: ModelShape) -> dict[str, Any]:
-    """Of routers that correct a sigmoid's scores, and of shared experts."""
+    """Settings for routers that correct a sigmoid's scores, and for shared experts."""
     grouped = shape.groups > 1
     return {
         "moe_router_score_function": "sigmoid",
@@ -181,7 +181,7 @@ def layer_spec(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) ->
     norm: Any = SequenceParallelRMSNorm if settings.sequence_parallel else WrappedTorchNorm
 
     def spec(experts: int | None) -> Any:
-        """Of a sparse layer, or of a dense one."""
+        """The spec of a sparse layer, or of a dense one."""
         layer = get_gpt_layer_local_spec(
             num_experts=experts, qk_layernorm=shape.has("q_norm"), normalization="RMSNorm"
         )
@@ -221,7 +221,7 @@ def build(
 ) -> Any:
     """A GPTModel, or this stage of it, on the device, in eval mode, its parameters not yet filled.
 
-    megatron-core's parallel state must stand.
+    megatron-core's parallel state must exist.
     """
     from megatron.core.models.gpt import GPTModel
 

@@ -16,14 +16,14 @@ from rlk_align.engines.faults.sharing import Sharing
 from rlk_align.engines.faults.unit import Formula, ForwardTokens, Report
 from rlk_align.engines.megatron.attention import slices_of
 from rlk_align.engines.megatron.input import ModelInput
-from rlk_align.engines.megatron.sparse_layers import MegatronSparseLayers
+from rlk_align.engines.megatron.sparse_layers import MegatronKernelLayers, MegatronSparseLayers
 from rlk_align.engines.megatron.stages import Stage
 from rlk_align.engines.megatron.taps import on_rotation
 from rlk_align.engines.process.ranks import all_gather
 
 
 class MegatronOperators(Operators):
-    """Of one rank's model, built from the local spec."""
+    """The operators of one rank's model, built from the local spec."""
 
     def __init__(self, engine: Any, chosen: Chosen) -> None:
         tp = engine.grid.tp
@@ -78,7 +78,8 @@ class MegatronOperators(Operators):
         self.rows = ForwardTokens(ids, positions, torch.zeros_like(ids, dtype=torch.bool))
 
     def sparse_layers(self) -> MegatronSparseLayers:
-        return MegatronSparseLayers(self, self._layer, self._stage.experts)
+        kind = MegatronKernelLayers if self.with_kernels else MegatronSparseLayers
+        return kind(self, self._layer, self._stage.experts)
 
     def on_rotation(self, see: Callable[[torch.Tensor], None]) -> None:
         on_rotation(self, self._model, see)

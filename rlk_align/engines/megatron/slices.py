@@ -16,8 +16,8 @@ from rlk_align.engines.process.ranks import Ranks, all_gather
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """Of sequences that begin at `begins[:-1]` and end at `begins[1:]`, each of a multiple of 2 R
-    rows."""
+    """The slices of sequences that begin at `begins[:-1]` and end at `begins[1:]`, each of a
+    multiple of 2 R rows."""
 
     begins: tuple[int, ...]
     ranks: Ranks

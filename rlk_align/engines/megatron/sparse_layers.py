@@ -7,12 +7,13 @@ import torch
 
 from rlk_align.engines.common.experts import Choose, choice_replaced
 from rlk_align.engines.common.hooks import Hooks
+from rlk_align.engines.faults.kernels import KernelLayers
 from rlk_align.engines.faults.sparse import Routing, SparseLayers, swap
 from rlk_align.engines.faults.unit import Formula, Unit, in_place_of
 
 
 class MegatronSparseLayers(SparseLayers):
-    """Of one rank, which has all experts or a share of them."""
+    """The sparse layers of one rank, which has all experts or a share of them."""
 
     def __init__(self, hooks: Hooks, layer: Callable[[int], Any], experts: range) -> None:
         """`layer`: the model's layer of that number; `experts`: those that this rank has."""
@@ -85,3 +86,12 @@ class MegatronSparseLayers(SparseLayers):
             return see(hidden, gating(hidden, *args, **kwargs))
 
         self._hooks.replace(router, "gating", changed)
+
+
+class MegatronKernelLayers(KernelLayers, MegatronSparseLayers):
+    """With the kernels in them: a token's own rank adds up the rows of its experts."""
+
+    def _chooser(self, layer: int) -> Any:
+        return self._layer(layer).mlp
+
+    _computer = _chooser

@@ -25,7 +25,7 @@ class Stage:
     count: int
     layers: int
     experts: range = range(0)
-    """Those of each sparse layer that this rank has."""
+    """The experts of each sparse layer that this rank has."""
 
     @property
     def share(self) -> int:
@@ -33,7 +33,7 @@ class Stage:
 
     @property
     def first(self) -> int:
-        """Its first layer."""
+        """The stage's first layer."""
         return self.number * self.share
 
     @property
@@ -64,7 +64,7 @@ class Stage:
         return self._moved(path, 1)
 
     def places(self, places: "Iterable[Place]") -> "list[Place]":
-        """Those of its sites, by the names of its modules."""
+        """The places of the stage's sites, by the names of its modules."""
         return [
             replace(p, module=self.local(p.module), parameters_in=self.local(p.parameters_in))
             for p in places

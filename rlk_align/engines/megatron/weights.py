@@ -167,7 +167,8 @@ def _of_groups(copies: Mapping[int, ParameterRecord], grid: Grid) -> ParameterRe
 
 
 def _on_every_rank(names: set[str], ranks: Ranks) -> set[str]:
-    """Those that every rank has: one that lacks a parameter would not take part in gathering it."""
+    """The names that every rank has: a rank that lacks a parameter would not take part in gathering
+    it."""
     if ranks.world == 1:
         return names
     others: list[Any] = [None] * ranks.world

@@ -1,4 +1,4 @@
-"""Whether a process of an engine still moves, written by itself and read by the parent.
+"""Whether a process of an engine still makes progress: written by itself, read by the parent.
 
 A thread of each process notes for how long the main thread has stood at one and the same
 instruction, and whether that is inside a wait for others. Needs no torch.
@@ -129,7 +129,7 @@ def _place(stack: list) -> str:
 
 
 def heartbeats(folder: Path) -> list[Heartbeat]:
-    """Of every process that has noted one."""
+    """The heartbeat of every process that has written one."""
     beats = []
     for path in sorted(folder.glob("*.json")):
         try:

@@ -29,7 +29,7 @@ def requirements() -> list[Requirement]:
 def examine(python: str, module: str) -> dict[str, str]:
     """The versions there of what rlk-align needs, and of what holds the engine's `module`.
 
-    Raises BadOption where `python` cannot be started or is no Python, MissingDependency where
+    Raises BadOption where `python` cannot be started or is not a Python, MissingDependency where
     what it has is missing or too old.
     """
     needed = requirements()
@@ -59,7 +59,7 @@ def examine(python: str, module: str) -> dict[str, str]:
 
 
 def _bare(requirement: Requirement) -> str:
-    """Without the extra that brings it."""
+    """The requirement without the extra that brings it."""
     return f"{requirement.name}{requirement.specifier}"
 
 

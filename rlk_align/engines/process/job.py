@@ -22,7 +22,7 @@ class Job(BaseModel):
     folder: Path
     """The trace's folder."""
     key: str
-    """Of everything that decides what the trace holds."""
+    """The key of everything that decides what the trace holds."""
     prompts: Path
     """Prompts; tokenised by every side for the parity precheck."""
     tokens: Path | None
@@ -31,7 +31,7 @@ class Job(BaseModel):
     """`decode` or `prefill`, alone (tapped), or with a suffix: `.untapped`, `.repeat`
     (tapped, digests only), `.production`, or another one for an intervention."""
     interventions: dict[str, Intervention] = {}
-    """By pass; a decode pass among them is given the tokens that were sampled."""
+    """Interventions by pass; a decode pass among them is given the tokens that were sampled."""
     max_new_tokens: int
     seed: int
     budget: int

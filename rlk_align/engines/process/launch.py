@@ -64,7 +64,7 @@ def _check_free(port: int) -> None:
 def first_failure(
     codes: Mapping[int, int], errors: list[dict], spec: EngineSpec, folder: Path
 ) -> RlkError:
-    """The error of the rank to blame; the others then lost it.
+    """The error of the rank to blame: the others failed because they lost it.
 
     `codes`: exit codes of the ranks that failed; `told`: the errors that ranks told, in order.
     A rank that ended without a word was killed, before those that told of losing it; torchrun

@@ -14,8 +14,8 @@ _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _ROW_BYTES = 80
 """What a row's digest and statistics take in rows.parquet, uncompressed."""
 PREFIX_SHARE = 0.25
-"""Of a budget that does not hold everything: for keys and values of whole sequences. Attention can
-be recomputed only where it is known what it read at every earlier position."""
+"""The share, of a budget that does not hold everything, for keys and values of whole sequences.
+Attention can be recomputed only where it is known what it read at every earlier position."""
 _NO_POSITION = 1 << 40
 
 
@@ -27,9 +27,9 @@ class KeepRule:
     chosen: frozenset[str] = frozenset()
     """Sites."""
     share: float = 1.0
-    """Of their rows."""
+    """The share of the sites' rows."""
     prefix_sites: frozenset[str] = frozenset()
-    """Of the chosen ones, those of which another reads every row up to its own."""
+    """Those of the chosen sites of which another site reads every row up to its own."""
     prefixes: tuple[int, ...] = ()
     """How many of each sample's first rows are kept of them beside that share."""
 
@@ -57,9 +57,9 @@ class CapturePlan:
 
     keep: KeepRule
     value_bytes: int
-    """Of the values that are kept, all passes together."""
+    """Bytes of the values that are kept, all passes together."""
     row_bytes: int
-    """Of digests and statistics."""
+    """Bytes of digests and statistics."""
 
     def __str__(self) -> str:
         share = f", values of {self.keep.share:.1%} of the rows" if self.keep.share < 1 else ""
@@ -107,8 +107,8 @@ def plan_capture(job: Job, sites: list[Site], batch: TokenBatch, dtype: str) -> 
 
 
 def _prefixes(index: RowIndex, share: float) -> tuple[int, ...]:
-    """Of each sample as many first rows that they are that share of all: whole samples in an order
-    drawn by a seed, and the beginning of one more."""
+    """How many first rows of each sample are kept, so that together they are that share of all
+    rows: whole samples in an order drawn by a seed, and the beginning of one more."""
     lengths = np.diff(index.offsets)
     order = np.argsort(_uniform(np.arange(len(lengths)), np.full(len(lengths), _NO_POSITION)))
     before = np.cumsum(lengths[order]) - lengths[order]

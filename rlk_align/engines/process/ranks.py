@@ -26,7 +26,7 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 def check_device(device: str | None) -> None:
-    """Raises BadOption for what is no device, MissingDependency for one that is not here.
+    """Raises BadOption for what is not a device, MissingDependency for one that this machine lacks.
 
     None asks nothing of CUDA, which some engines must be the first to start.
     """

@@ -44,7 +44,7 @@ class VLLMEngine(Engine):
     Requests are packed, chunked and batched as vLLM does it. A prefill asks for one more
     token than it needs, so the context has one position less to spare. Log-probs are of the
     raw distribution unless `logprobs=processed`. `kv_cache_gb` limits the cache of keys and values
-    to so many 1e9 bytes: for a GPU that others use too.
+    to this many times 1e9 bytes, for a GPU that others use too.
     """
 
     intervenes = True

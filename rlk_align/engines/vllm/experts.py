@@ -13,8 +13,8 @@ from rlk_align.engines.common.experts import (
     Choose,
     Show,
     by_ascending_id,
-    check_choosable,
     choice_replaced,
+    choose_on_kernels,
     has_kernels,
     on_kernels,
 )
@@ -84,14 +84,17 @@ def replay_choices(hooks: SiteHooks, model: Any) -> None:
     """Has the routers whose choice is overwritten take the recorded experts."""
     for i, _, block in sparse_blocks(model):
         choose = hooks.recorded_choice(f"layers.{i}.experts")
-        check_choosable(block.experts, choose)
         if choose is not None:
-            replace_choice(hooks, block.experts.router, choose)
+            replace_choice(hooks, block.experts, choose)
 
 
-def replace_choice(hooks: Hooks, router: Any, choose: Choose) -> None:
-    """Has a router choose experts so. Raises EngineFailed as it runs, where it does not choose by
-    `torch.topk`."""
+def replace_choice(hooks: Hooks, runner: Any, choose: Choose) -> None:
+    """Has a layer's router choose experts so. Raises EngineFailed as it runs, where it is not the
+    kernels' and does not choose by `torch.topk`."""
+    if has_kernels(runner):
+        choose_on_kernels(hooks, runner, choose)
+        return
+    router = runner.router
     route, experts = router._compute_routing, router.global_num_experts
 
     def compute(*args: Any, **kwargs: Any) -> Any:

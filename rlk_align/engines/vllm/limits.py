@@ -10,7 +10,7 @@ from rlk_align.model.families import ModelShape
 from rlk_align.model.rotary import lacks_factor, rope_parameters
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Those of vLLM 0.32's attention on CPUs; its kernels on GPUs take others."""
+"""The head sizes of vLLM 0.32's attention on CPUs; its kernels on GPUs take others."""
 
 
 def check_vllm(option: Asked, config: dict[str, Any], shape: ModelShape) -> None:

@@ -17,7 +17,7 @@ from rlk_align.engines.faults.sharing import Sharing
 from rlk_align.engines.faults.unit import Formula, ForwardTokens, Report, Unit, in_place_of
 from rlk_align.engines.vllm.parallel import TensorParallel
 from rlk_align.engines.vllm.places import vllm_places
-from rlk_align.engines.vllm.sparse_layers import VLLMSparseLayers
+from rlk_align.engines.vllm.sparse_layers import VLLMKernelLayers, VLLMSparseLayers
 from rlk_align.engines.vllm.taps import on_rotation
 from rlk_align.engines.vllm.weights import live_parameter, parameter_plan
 from rlk_align.model.families import ModelShape
@@ -34,7 +34,7 @@ class FaultPlan:
 
 
 class VLLMOperators(Operators):
-    """Of the model of one worker."""
+    """The operators of the model of one worker."""
 
     def __init__(self, plan: FaultPlan, runner: Any, chosen: Chosen) -> None:
         self._runner, self._parallel = runner, TensorParallel()
@@ -72,7 +72,7 @@ class VLLMOperators(Operators):
 
     @staticmethod
     def _metadata(attention: Any) -> Any:
-        """Of the forward that runs; None in vLLM's own warm-up."""
+        """The metadata of the forward that runs; None in vLLM's own warm-up."""
         from vllm.forward_context import get_forward_context
 
         metadata = get_forward_context().attn_metadata
@@ -100,7 +100,8 @@ class VLLMOperators(Operators):
         self.replace(module, "forward", forward)
 
     def sparse_layers(self) -> VLLMSparseLayers:
-        return VLLMSparseLayers(self, self._model)
+        kind = VLLMKernelLayers if self.with_kernels else VLLMSparseLayers
+        return kind(self, self._model)
 
     def on_rotation(self, see: Callable[[torch.Tensor], None]) -> None:
         on_rotation(self, self._model, see)
@@ -212,7 +213,7 @@ class _Cache:
     def read(
         self, blocks: torch.Tensor, length: int, block_size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the first `length` tokens of a request, `[length, KV, D]` each."""
+        """Keys and values of the first `length` tokens of a request, `[length, KV, D]` each."""
         places = torch.arange(length, device=blocks.device)
         slots = blocks[places // block_size].long() * block_size + places % block_size
         return self._stored[0][slots], self._stored[1][slots]

@@ -8,6 +8,7 @@ import torch
 from rlk_align.engines.common.experts import Choose
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import first
+from rlk_align.engines.faults.kernels import KernelLayers
 from rlk_align.engines.faults.sparse import Routing, SparseLayers, swap
 from rlk_align.engines.faults.unit import Formula, Unit, in_place_of
 from rlk_align.engines.vllm.experts import replace_choice, sparse_blocks
@@ -15,7 +16,7 @@ from rlk_align.engines.vllm.weights import live_weight
 
 
 class VLLMSparseLayers(SparseLayers):
-    """Of a model that one worker holds alone."""
+    """The sparse layers of a model that one worker holds alone."""
 
     def __init__(self, hooks: Hooks, model: Any) -> None:
         self._hooks = hooks
@@ -33,7 +34,7 @@ class VLLMSparseLayers(SparseLayers):
         self._hooks.after(gate, see)
 
     def change_choice(self, layer: int, choose: Choose) -> None:
-        replace_choice(self._hooks, self._router(layer), choose)
+        replace_choice(self._hooks, self._blocks[layer].experts, choose)
 
     def change_weights(self, layer: int, change: Callable[[Routing], torch.Tensor]) -> None:
         router = self._router(layer)
@@ -63,3 +64,14 @@ class VLLMSparseLayers(SparseLayers):
 
     def _router(self, layer: int) -> Any:
         return self._blocks[layer].experts.router
+
+
+class VLLMKernelLayers(KernelLayers, VLLMSparseLayers):
+    """With the kernels in them. The router's product is a module here too."""
+
+    change_logits = VLLMSparseLayers.change_logits
+
+    def _chooser(self, layer: int) -> Any:
+        return self._blocks[layer].experts
+
+    _computer = _chooser

@@ -160,7 +160,8 @@ def _window(attention: Any) -> int | None:
 
 
 def _layer_activation(layer: Any, dtype: torch.dtype) -> str:
-    """Of experts vLLM names it, and computes it inside a kernel."""
+    """The activation of an MLP or of experts: for experts, vLLM only names it and computes it
+    inside a kernel."""
     block = getattr(layer, "mlp", None) or layer.block_sparse_moe
     return (
         block.experts.activation.value if hasattr(block, "experts") else _activation(block, dtype)

@@ -20,7 +20,7 @@ _CPU_LANES = {"AVX512": (16,), "AVX2": (8,)}
 _OTHER_LANES = (4, 8)
 _GPU_BLOCK = 1024
 _LEAST_EXPONENT = -125
-"""Of float32, as `frexp` counts: below 2^-126 numbers lie 2^-149 apart."""
+"""The least exponent of float32, as `frexp` counts: below 2^-126 numbers lie 2^-149 apart."""
 
 
 @dataclass(frozen=True, slots=True)

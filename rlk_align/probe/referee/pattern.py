@@ -14,7 +14,7 @@ MOST = 0.8
 EXPLAINED = 0.6
 """The share of a place's squared error that a gain or a shift must explain."""
 ROUNDING = 3.0
-"""Squared errors up to so many times their median, in units, count as rounding."""
+"""Squared errors up to this many times their median, in units, count as rounding."""
 
 Place = Literal["everywhere", "head", "channel", "feature", "token", "position", "row"]
 

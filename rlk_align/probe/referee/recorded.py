@@ -33,9 +33,8 @@ class RecordedPass:
         return self._record.unexposed
 
     def comparable(self, site: Site) -> np.ndarray:
-        """Of the chosen row numbers, those at which the pass kept the values of the site and of all
-        that it reads, which is finite; of rows with the same bits in all of these, one. Raises
-        NotRefereed."""
+        """The chosen row numbers at which the pass kept finite values of the site and of all that
+        it reads; one of the rows with the same bits in all of these. Raises NotRefereed."""
         for name in (site.name, *site.inputs, *site.prefix_inputs):
             self._check_recorded(name)
         good = self._rows.has_value(site.name).copy()
@@ -56,8 +55,8 @@ class RecordedPass:
             raise NotRefereed(f"{site} was not recorded")
 
     def _contents(self, site: Site, number: np.ndarray) -> np.ndarray:
-        """int64 `[N, K]`: what an operator gave in each row, and of what. An output that is that of
-        another row, for other inputs, is no repetition."""
+        """int64 `[N, K]`: what an operator gave in each row, and of what. The same output for other
+        inputs is not a repetition."""
         columns = [self._rows.digests(name)[number] for name in (site.name, *site.inputs)]
         token, position = self._index.token, self._index.position
         read = {"embedding": token, "log_softmax": np.roll(token, -1)}

@@ -1,4 +1,4 @@
-"""Two traces -> every operator of each pass, held against float64.
+"""Two traces -> every operator of each pass, compared with float64.
 
 An operator is recomputed from the inputs that the same pass recorded, so that what it inherited
 does not count, and no engine is needed: which side is off, and by how many roundings.
@@ -41,7 +41,7 @@ CPU_ELEMENTS, GPU_ELEMENTS = 1 << 18, 1 << 24
 PRODUCT_ELEMENTS = 1 << 23
 """Entries of a matrix product that are recomputed at a time."""
 GPU_BYTES = 1 << 33
-"""What must be free of a GPU that is used."""
+"""Memory that must be free on a GPU that is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Pass:
     side: SideName
     name: str
     edges: list[EdgeName]
-    """Those that it is an end of."""
+    """The edges that the pass is an end of."""
     trace: Trace
     fused: Mapping[str, str]
     """Site -> the one that the engine computes together with it."""
@@ -162,7 +162,7 @@ def _fused(trace: Trace) -> dict[str, str]:
 
 
 def _explanation(site: Site, p: Pass, errors: RoundingErrors | None) -> str:
-    """What log-probs are of that are not their logits'."""
+    """What log-probs that do not follow from their logits were computed from."""
     if site.op != "logprob" or errors is None or errors.rms <= SUSPECT:
         return ""
     return explain_pass(p.trace, p.name).words
@@ -262,7 +262,7 @@ class Walk:
         position = self._index.position
         cuts = np.zeros(0, dtype=np.int64)
         if site.operator.formula == "linear":
-            # As many as fit: each block widens the weight anew.
+            # As many as fit: each block widens the weight again.
             entries = PRODUCT_ELEMENTS
         elif site.operator.formula == "log_softmax":
             width = shape.vocab

@@ -23,7 +23,7 @@ from rlk_align.trace.reader import Weight
 FLOAT32_UNIT = 2.0**-24
 """Half an ulp of 1: engines add, and turn, in float32."""
 SUM_ULPS = 2.0
-"""By which a float32 sum of exponentials is off, in the mean, where all are added as a tree:
+"""The error, in ulps, of a float32 sum of exponentials in the mean, where all are added as a tree:
 exponentials, their sum and its logarithm are within an ulp each."""
 WEIGHT_ELEMENTS = 1 << 25
 """Entries of a weight that are float64 at a time."""
@@ -121,7 +121,7 @@ class Reference:
     def got(
         self, site: Site, recorded: torch.Tensor, inputs: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """What is held against `exact`: what was recorded or, of a choice of experts `[N, K]`, by
+        """What is compared with `exact`: what was recorded or, of a choice of experts `[N, K]`, by
         how much a score that was left out exceeds one that was chosen, `[N, 1]`. Raises
         NotRefereed."""
         if site.operator.formula != "top_k":

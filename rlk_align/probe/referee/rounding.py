@@ -23,7 +23,8 @@ from rlk_align.probe.referee.pattern import RowLabels, Totals, pattern
 from rlk_align.results import RoundingErrors
 
 STANDARD_ERRORS = 6.0
-"""Of the largest of a million features, about five are chance."""
+"""How many standard errors a feature must exceed: by chance alone, the largest of a million reaches
+about five."""
 LARGEST_ROW = 4.0
 """How many usual rows a large one counts for."""
 FEATURE_ROWS = 16
@@ -57,9 +58,10 @@ class ErrorSums:
         """`heads`: in how many heads the features lie, 1 where they are no heads'."""
         self._dtype, self._heads = dtype, heads
         self._rows = 0
-        # By feature: gap, error², error⁴, unit², gap·exact, exact², (error·exact)², rounding²;
-        # gap is the distance to the correctly rounded output, and rounding what that is off by.
-        self._sums = torch.zeros(8, features, dtype=torch.float64, device=device)
+        # By feature: gap, error², error⁴, unit², gap·exact, exact², (error·exact)², rounding²,
+        # (rounding·exact)²; gap is the distance to the correctly rounded output, and rounding what
+        # that is off by.
+        self._sums = torch.zeros(9, features, dtype=torch.float64, device=device)
         # By row: error², unit², error·exact, exact², unit⁴; then, of the gains of its own in each
         # head, what they explain of error², gain² less chance, and chance².
         self._by_row: list[torch.Tensor] = []
@@ -74,8 +76,9 @@ class ErrorSums:
         error, rounded = got - exact, exact.to(getattr(torch, self._dtype)).double()
         gap, product = got - rounded, error * exact
         square, power = error.square(), exact.square()
-        parts = (gap, square, square.square(), variance, gap * exact, power, product.square())
-        for total, part in zip(self._sums, (*parts, (rounded - exact).square()), strict=True):
+        parts = [gap, square, square.square(), variance, gap * exact, power, product.square()]
+        rounding = (rounded - exact).square()
+        for total, part in zip(self._sums, (*parts, rounding, rounding * power), strict=True):
             total += part.sum(dim=0)
         of_rows = [t.sum(dim=1) for t in (square, variance, product, power, variance**2)]
         of_rows += self._row_gains(error, variance, exact)
@@ -111,11 +114,14 @@ class ErrorSums:
         weight = (LARGEST_ROW * by_row[1].median() / by_row[1]).clamp(max=1)
         row_gain, by_chance = by_row[6].sum() / n, (2 * by_row[7].sum()).sqrt() / n
         weighted = by_row * weight
-        gap, square, fourth, variance, product, power, products, rounding = self._sums
+        gap, square, fourth, variance, product, power, products, rounding, others = self._sums
+        # A side that rounds less than its dtype makes small errors, and no small gaps.
+        products = torch.maximum(products, others)
         rms = _number(_rms(weighted[0].sum(), weighted[1].sum(), (by_row[4] * weight**2).sum()))
         # By chance alone a feature's errors are off by these, and never by less than their size.
         floor = rms**2 * variance / n
-        deviation = torch.maximum(square / n - (gap / n).square(), floor).div(n).sqrt()
+        squares = torch.maximum(square, rounding) / n
+        deviation = torch.maximum(squares - (gap / n).square(), floor).div(n).sqrt()
         spread = torch.maximum(fourth / n - (square / n).square(), 2 * floor.square()).div(n).sqrt()
         scale = (torch.maximum(variance, rounding) / n).sqrt()
         feature_rms = (_beyond(square / n, spread) / scale.square()).clamp(min=0).sqrt()

@@ -105,7 +105,7 @@ def _finding(verdict: Verdict, fault: Fault, side: SideName) -> _Finding:
 
 
 def first_parting(clean: Trace, faulty: Trace, passname: str) -> str | None:
-    """The first operator, in execution order, at which an engine with a fault parts from the same
+    """The first operator, in execution order, at which an engine with a fault differs from the same
     engine without it, among rows with equal inputs; None where it never does."""
     index = RowIndex(clean.tokens)
     a = Side(clean.record.engine, "rollout", clean.read_pass(passname), None)

@@ -83,7 +83,7 @@ def _list(names: Sequence[str] | dict) -> str:
 
 
 def pairs(engines: Sequence[str]) -> list[tuple[str, str]]:
-    """(rollout, training engine) of every two engines; one engine alone is held against itself."""
+    """(rollout, training engine) of every two engines; one engine alone is compared with itself."""
     if len(engines) == 1:
         return [(engines[0], engines[0])]
     # vLLM is nobody's trainer, and what cannot sample is nobody's rollout.

@@ -26,7 +26,7 @@ class Detection(Result):
     site: str
     """Where it sits."""
     planted: str | None
-    """Where the faulty engine first parts from the same engine without the fault; None where it
+    """Where the faulty engine first differs from the same engine without the fault; None where it
     never does, or where that was not looked at."""
     seen: Outcome
     found_site: str | None
@@ -53,7 +53,7 @@ class Detection(Result):
 
     @property
     def well_planted(self) -> bool:
-        """Whether the faulty engine itself parts where the catalogue says."""
+        """Whether the faulty engine itself differs where the catalogue says."""
         return self.planted == self.site
 
 

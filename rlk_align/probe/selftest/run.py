@@ -1,4 +1,4 @@
-"""The self-test: clean captures made once, faulty ones a few at a time, each held against a clean
+"""The self-test: clean captures made once, faulty ones a few at a time, each compared with a clean
 one of another engine."""
 
 import shutil

@@ -6,7 +6,7 @@ from rlk_align.probe.selftest.record import Detection, SelfTest
 
 
 def lines(result: SelfTest) -> Iterator[str]:
-    """By operator class what was named, then all that is not as it should be, the smallest faults
+    """What was named, by operator class; then all that is not as it should be, the smallest faults
     that were seen, and the pairs without a fault."""
     engines = ", ".join(f"{name} {version}" for name, version in result.engines.items())
     yield f"engines  {engines}"

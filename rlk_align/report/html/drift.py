@@ -25,7 +25,8 @@ class Series:
 
     label: str
     operators: list[OperatorFacts]
-    """Without the log-probs, whose errors are no relative L2 of a state: see `of`."""
+    """The operators without the log-probs, whose errors are not a relative L2 of a state: see
+    `of`."""
     contract: Contract
 
     @classmethod

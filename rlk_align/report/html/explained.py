@@ -20,7 +20,7 @@ from rlk_align.report.html.page import render
 from rlk_align.report.html.steps import COLUMNS, run_steps
 
 TOKEN_COLUMNS = ("sequence", "position", "token id", "rollout", "trainer", "Δ")
-"""Of the table of tokens that show a diagnosis."""
+"""Columns of the table of tokens that show a diagnosis."""
 
 
 @dataclass(frozen=True, kw_only=True)

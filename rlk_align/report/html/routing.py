@@ -36,7 +36,7 @@ class RoutingPanel:
     lines: list[str]
     layers: Figure
     samples: list[tuple[str, Figure]]
-    """Of sequences with flips, what is said of one before it is opened, and its chart."""
+    """For each sequence with flips, what is said of it before it is opened, and its chart."""
     replays: list[list[str]]
     """Rows of the table of drift with and without routing; empty where nothing was replayed."""
 
@@ -214,7 +214,7 @@ def _column(
 
 
 def _replays(source: ReportSource) -> list[list[str]]:
-    """Of each replayed edge its drift with the engine's own routing, and the two parts of it."""
+    """The drift of each replayed edge with the engine's own routing, and the two parts of it."""
     table = []
     for edge in source.verdict.comparison.edges:
         replay = source.probe.replay(edge.name) if source.probe else None

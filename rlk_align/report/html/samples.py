@@ -107,9 +107,8 @@ def _stretches(
 
 
 def _stretch(table: pa.Table, sample: int, sites: Sequence[str], length: int) -> Stretch:
-    """Of a long sequence the stretch around the first sampled token, at most a third of it prompt
-    where there is enough that was sampled; or around its worst token, where that lies further on.
-    """
+    """The stretch of a long sequence around its first sampled token, at most a third of it prompt
+    where enough was sampled; or around its worst token, where that lies further on."""
     rows = table.filter(pc.equal(table["sample"], sample))
     sampled = rows["response"].to_pylist()
     prompt = sampled.index(True) if True in sampled else len(sampled)

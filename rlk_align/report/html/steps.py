@@ -62,7 +62,7 @@ COLUMNS = (
     *("finding", "level", "first step", "last step", "steps", "value", "limit"),
     "the finding at the last of these steps",
 )
-"""Of the table of findings."""
+"""Columns of the table of findings."""
 
 
 def steps_page(runs: Mapping[str, History]) -> str:

@@ -116,7 +116,7 @@ LEVELS = 10
 
 
 _DECADES = 3.0
-"""A ramp spans at most so many: the largest values are what a reader looks for."""
+"""A ramp spans at most this many decades: the largest values are what a reader looks for."""
 
 
 class Ramp:

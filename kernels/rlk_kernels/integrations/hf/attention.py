@@ -1,7 +1,8 @@
 """Attention under transformers' own interface, by the name `rlk`.
 
-Padding, packing and a cache are all one thing here: which rows are sequences, and where each
-begins. B = sequences of the batch, T = queries, S = keys (of the cache too), H = heads, D = size.
+Padding, packing and a cache come down to one question here: which rows are sequences, and where
+does each begin? B = sequences of the batch, T = queries, S = keys (of the cache too), H = heads,
+D = size.
 """
 
 from typing import Any

@@ -22,13 +22,14 @@ _TAKES_POSITIONS = "rlk_takes_positions"
 
 @functools.cache
 def derived(kind: type, base: Any) -> type:
-    """`kind` before `base`, as a class of base's module: modules are found by it."""
+    """A class of `kind` and then `base`, named as one of base's module: transformers finds modules
+    by it."""
     return type(f"Rlk{base.__name__}", (kind, base), {"__module__": base.__module__})
 
 
 def cast(x: Any) -> Any:
-    """A tensor, or None, in the dtype that autocast computes in, where one is on: fp32 weights
-    compute as a model of that dtype does, whose residual is of it too."""
+    """A tensor, or None, in the dtype of autocast, where autocast is on: fp32 weights compute as a
+    model of that dtype does, whose residual is of it too."""
     if x is None or not torch.is_autocast_enabled(x.device.type):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
@@ -77,7 +78,7 @@ class HFRouter(Sparse):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self.count()
-        logits = profile.router(cast(x.reshape(-1, x.shape[-1])), cast(self.weight))
+        logits = self.logits(cast(x.reshape(-1, x.shape[-1])), cast(self.weight))
         # Mixtral's has no such setting: the weights always add up to 1.
         normalize = getattr(self, "norm_topk_prob", True)
         weights, ids = self.choose(logits, self.top_k, normalize, self._correction())

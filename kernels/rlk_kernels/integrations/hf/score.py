@@ -47,7 +47,7 @@ def _targets(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tens
     targets = ids[:, 1:].long()
     if mask is not None:
         real = mask.bool()
-        return torch.where(real[:, 1:] & real[:, :-1], targets, NO_TOKEN)
+        return targets.masked_fill(~(real[:, 1:] & real[:, :-1]), NO_TOKEN)
     if positions is not None:
-        targets = torch.where(positions[:, 1:] == positions[:, :-1] + 1, targets, NO_TOKEN)
+        targets = targets.masked_fill(positions[:, 1:] != positions[:, :-1] + 1, NO_TOKEN)
     return targets

@@ -53,7 +53,7 @@ def check_starts(positions: Tensor | None, cu: Tensor, batch: int) -> None:
     behind = torch.arange(len(first), device=first.device) >= cu[-1]
     _require(
         ((first == begins) | behind).all(),
-        "cu_seq_lens_q begins sequences elsewhere than position_ids, which start anew with each",
+        "cu_seq_lens_q begins sequences elsewhere than position_ids, which start again with each",
     )
 
 
@@ -70,7 +70,7 @@ def check_rows(
             anew = anew & queries[:, 1:] & queries[:, :-1]
         _require(
             ~anew.any(),
-            "positions start anew inside a row: sequences packed into one row are served without "
+            "positions start again inside a row: sequences packed into one row are served without "
             "a mask and with use_cache=False",
         )
     if positions is not None and real is not None:
@@ -89,8 +89,9 @@ def check_rows(
 
 
 def _require(so: Tensor, otherwise: str) -> None:
-    """NotServed with `otherwise`; compiled, where nothing can be raised, what torch raises."""
-    if torch.compiler.is_compiling():
+    """NotServed with `otherwise`; compiled or in a CUDA graph, where nothing can be raised, what
+    torch raises."""
+    if torch.compiler.is_compiling() or (so.is_cuda and torch.cuda.is_current_stream_capturing()):
         torch._assert_async(so, otherwise)
     elif not bool(so):
         raise NotServed(otherwise)

@@ -137,7 +137,8 @@ def _check_pack(packed: Any, query: Tensor) -> None:
 
 
 KNOWN = "rlk_first_rows"
-"""Of a mask: `_first_rows` and the version of the mask that it is of."""
+"""The attribute of a mask that holds its `_first_rows` and the version of the mask that they were
+computed from."""
 
 
 def _first_rows(

@@ -53,7 +53,8 @@ class MegatronNorm(Counted, torch.nn.RMSNorm):
 
 
 class MegatronQueryNorm(MegatronNorm):
-    """Of heads that ranks share: megatron-core adds up its gradient over them, too."""
+    """A norm of heads that ranks share: megatron-core adds up its gradient over these ranks,
+    too."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(config, hidden_size, eps, **unused)
@@ -66,8 +67,8 @@ class MegatronQueryNorm(MegatronNorm):
 
 
 class MegatronKeyNorm(MegatronQueryNorm):
-    """Not where several ranks have the same key-value head: what they add up is no sum over the
-    rows of one rank."""
+    """Like the norm of queries, except where several ranks have the same key-value head: what they
+    would add up is not the sum over the rows of one rank."""
 
     @staticmethod
     def shares_heads(config: Any) -> bool:
@@ -180,7 +181,7 @@ class Positions(Counted, RotaryEmbedding):
     packed sequences it returns none, `[0, 1]`: positions follow from where the sequences begin."""
 
     rlk_scaling: Tensor | None
-    """Of cos and sin, `[1]`; set by `use_kernels`."""
+    """The factor of cos and sin, `[1]`; set by `use_kernels`."""
 
     def forward(
         self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, **_unused: Any
@@ -195,7 +196,7 @@ class Positions(Counted, RotaryEmbedding):
         return offset + positions[:, None]
 
     def at(self, positions: Tensor) -> Any:
-        """Of given positions, int64 `[B, S]`."""
+        """What `forward` returns, for given positions, int64 `[B, S]`."""
         self.count()
         return positions.t()
 
@@ -271,7 +272,7 @@ class RotatingAttention(SelfAttention):
 
 def _check_begin(positions: Tensor, first: Tensor | None) -> None:
     """Raises NotServed where positions[S, B or 1] do not begin with each sequence, which has
-    first[B] rows of padding in front; None for none."""
+    first[B] rows of padding in front; None where no sequence has any."""
     if first is None:
         return
     at = positions.expand(-1, len(first)).gather(0, first[None].clamp(max=len(positions) - 1))

@@ -103,7 +103,7 @@ MECHANICS_OF = (
     *("moe_", "fp8_", "fp4_", "mamba_", "dsa_", "linear_", "cuda_graph_", "tp_comm_", "expert_"),
     *("cpu_offloading", "num_layers_", "recompute_", "pipeline_", "batch_p2p_", "overlap_p2p_"),
 )
-"""How the names of others of that kind begin."""
+"""How the names of other such options begin."""
 
 
 def named(option: str) -> bool:
@@ -139,7 +139,7 @@ def _unserved(config: Any) -> list[str]:
 
 
 def _routing(config: Any) -> list[str]:
-    """What of a router is not served beside its other options."""
+    """The options of a router that are not served together with its other options."""
     corrected, k = config.moe_router_enable_expert_bias, config.moe_router_topk
     some, groups = config.moe_router_group_topk, config.moe_router_num_groups
     scale = config.moe_router_topk_scaling_factor
@@ -184,7 +184,8 @@ def _refuse(wrong: list[str]) -> None:
 
 
 def _options(config: Any) -> list[dataclasses.Field]:
-    """Those of megatron-core's own classes: others add what their own code reads."""
+    """The options of megatron-core's own classes; a subclass adds options that its own code
+    reads."""
     core_classes = [c for c in type(config).__mro__ if c.__module__.startswith("megatron.core")]
     return [
         f for c in core_classes[:1] if dataclasses.is_dataclass(c) for f in dataclasses.fields(c)

@@ -50,8 +50,8 @@ class Stacked(torch.autograd.Function):
 
 
 class SharedMLP(GatedMLP, SharedExpertMLP):
-    """The experts that every token is sent to. As of an MLP, what it gives has a bias beside it,
-    None."""
+    """The experts that every token is sent to. Like an MLP, it returns its output and a bias, which
+    is None."""
 
 
 class SparseMLP(Sparse, MoELayer):
@@ -94,7 +94,7 @@ class SparseMLP(Sparse, MoELayer):
                 "rlk_kernels.load_balancing_loss and router_z_loss to the model's"
             )
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        logits = profile.router(x, router.weight)
+        logits = self.logits(x, router.weight)
         self.show("router", logits)
         weights, ids = self._route(logits, padding_mask)
         gate_up, down = (Stacked.apply(*weights) for weights in self._weights())

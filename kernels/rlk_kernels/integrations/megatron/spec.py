@@ -64,7 +64,7 @@ def layer_spec(
 
 
 def _sparse_layers(config: Any) -> list[bool]:
-    """Of every layer of a model whether it sends each token to a few experts."""
+    """Whether each layer of a model sends each token to a few experts."""
     layers, every = config.num_layers, config.moe_layer_freq
     if not config.num_moe_experts:
         return [False] * layers
@@ -254,5 +254,5 @@ def _of_mlp(mlp: Any) -> dict[str, Any]:
 
 
 def _norm(module: Any) -> Any:
-    """None where the model has no such norm."""
+    """The module; None where the model has no such norm."""
     return module if isinstance(getattr(module, "weight", None), torch.Tensor) else None

@@ -12,30 +12,31 @@ import rlk_kernels
 
 ROW_STEP = 31
 """Rows between two products that are planned. A prime, so that most sizes of a last tile come up:
-which kernel runs follows the rows that are left for it, too. What is left out is compiled when it
-is needed."""
+which kernel runs follows the rows that are left for it, too. Sizes that are left out are compiled
+when they are needed."""
 _compiled: set[tuple[Any, ...]] = set()
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of an engine's steps."""
+    """The sizes of an engine's steps."""
 
     rows: tuple[int, ...]
-    """Of products: those of its CUDA graphs, powers of two, every `ROW_STEP`, and the most."""
+    """Rows of products: those of the engine's CUDA graphs, powers of two, every `ROW_STEP`-th
+    number, and the largest."""
     sequences: int
-    """At most."""
+    """The largest number of sequences."""
     tokens: int
-    """At most."""
+    """The largest number of tokens."""
 
     @property
     def sampled(self) -> tuple[int, ...]:
-        """Rows of the logits."""
+        """Rows that logits are computed for."""
         return *(x for x in self.rows if x < self.sequences), self.sequences
 
 
 def sizes_of(config: Any) -> Sizes:
-    """Of a VllmConfig."""
+    """The sizes that a VllmConfig allows."""
     scheduler = config.scheduler_config
     most = scheduler.max_num_batched_tokens
     powers = {2**i for i in range(most.bit_length())}

@@ -15,13 +15,13 @@ from rlk_kernels.integrations.operators import Counted
 
 
 def keys_and_values(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """[blocks, P, Hk, D] each, as they lie, of a cache [blocks, Hk, P, 2 D]."""
+    """The keys and the values, [blocks, P, Hk, D] each: views of a cache [blocks, Hk, P, 2 D]."""
     whole = cache.transpose(1, 2)
     return whole.split(whole.shape[-1] // 2, dim=-1)
 
 
 def first(x: Tensor, rows: int) -> Tensor:
-    """x[:rows]; x itself where it has no more."""
+    """The first `rows` rows of x; x itself if it has no more."""
     return x if x.shape[0] == rows else x[:rows]
 
 

@@ -25,7 +25,7 @@ from rlk_kernels.integrations.vllm.passes import Schedules
 
 @dataclass
 class Metadata:
-    """Of one batch, for all layers."""
+    """The metadata of one batch, for all layers."""
 
     num_actual_tokens: int
     query_start_loc: Tensor

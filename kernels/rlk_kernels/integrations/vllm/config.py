@@ -17,7 +17,7 @@ from rlk_kernels.integrations.operators import check_sparse
 from rlk_kernels.integrations.vllm import families, fusion
 
 KEY = "rlk_kernels"
-"""In `additional_config`."""
+"""The key in `additional_config`."""
 
 NORM_ROPE = frozenset({"q_norm", "k_norm", "q_rope", "k_rope"})
 """What `fusion.py` fuses, unless one of them is excluded."""
@@ -100,7 +100,7 @@ def _check(config: Any) -> None:
 
 
 def digest() -> str:
-    """Of the sources of the kernels and of what is excluded."""
+    """A digest of the kernels' sources and of the excluded operators."""
     return hashlib.blake2b((_sources() + ",".join(_excluded)).encode(), digest_size=16).hexdigest()
 
 

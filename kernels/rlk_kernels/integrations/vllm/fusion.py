@@ -14,9 +14,9 @@ from vllm.compilation.passes.inductor_pass import InductorPass
 from rlk_kernels.integrations.errors import NotServed
 
 KEY = "post_grad_custom_post_pass"
-"""Of `inductor_compile_config`."""
+"""The key of our pass in `inductor_compile_config`."""
 TRACED = "eager_input_vals"
-"""In a node's meta: its operator's arguments as they were traced."""
+"""The key in a node's meta under which an operator's arguments lie as they were traced."""
 _VIEWS = {
     torch.ops.aten.view.default,
     torch.ops.aten.reshape.default,
@@ -58,7 +58,7 @@ def fuse(graph: fx.Graph, rope: fx.Node) -> bool:
 
 
 def _arguments(q_norm: tuple, k_norm: tuple, rope: tuple) -> tuple:
-    """Of norm_rope, of those of the norms and the rotation."""
+    """The arguments of norm_rope, from those of the two norms and the rotation."""
     _, _, positions, inv_freq, scaling, theta, rotary_dim, _sign, *rest = rope
     q, _, q_weight, eps, hf, _backend = q_norm
     k, _, k_weight, *_ = k_norm

@@ -22,14 +22,14 @@ from rlk_kernels.errors import UnsupportedDevice
 from rlk_kernels.parallel.peer.gather import PeerGather, peer_gather
 
 _peers: dict[str, PeerGather | None] = {}
-"""By name of vLLM's group; None where it has none."""
+"""The PeerGather of each group of vLLM, by the group's name; None where the group has none."""
 _compiled: set[tuple[tuple[int, ...], torch.dtype]] = set()
 _logger = init_logger(f"vllm.{__name__}")
 
 
 def connect(columns: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Share memory with the other ranks, once, and compile what gathers so many columns of a rank:
-    before any CUDA graph is captured. Called on all ranks."""
+    """Share memory with the other ranks, once, and compile what gathers these numbers of columns
+    of a rank: before any CUDA graph is captured. Called on all ranks."""
     ranks = get_tp_group()
     if ranks.unique_name not in _peers:
         _peers[ranks.unique_name] = _shared(ranks)

@@ -62,7 +62,7 @@ def patches() -> Iterator[tuple[Any, str, Any]]:
 
 
 LISTED = "gather_specific_token_logprobs"
-"""Of the older runner's sampler: log-probs of `logprob_token_ids`."""
+"""The function of the older runner's sampler that returns log-probs of `logprob_token_ids`."""
 
 
 def _parameters(owner: Any, name: str) -> list[str] | None:

@@ -15,7 +15,7 @@ import rlk_kernels
 
 
 class Schedules:
-    """Of the layers that are given the same tables and lengths."""
+    """The schedules of the layers that are given the same tables and lengths."""
 
     def __init__(self) -> None:
         self.made: dict[tuple[Any, ...], tuple[rlk_kernels.Schedule | None, set[object]]] = {}

@@ -76,7 +76,8 @@ def _classes(excluded: frozenset[str]) -> dict[type, type]:
 
 
 def _sparse_classes() -> dict[type, type]:
-    """None in a vLLM that builds sparse layers another way: `config` then refuses their models."""
+    """Classes for sparse layers; none for a vLLM that builds these layers another way: `config`
+    then refuses their models."""
     try:
         from rlk_kernels.integrations.vllm import sparse
     except ImportError:

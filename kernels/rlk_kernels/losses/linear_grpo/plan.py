@@ -60,7 +60,7 @@ class TokenChunk:
     last: int
     vocab: tuple[VocabChunk, ...]
     tiles: tuple[EpiloguePlan, ...]
-    """Of each of `vocab`."""
+    """How each chunk of `vocab` is launched."""
     block: int
     """Elements of the workspace's own block."""
 
@@ -83,9 +83,9 @@ class LossPlan:
     dh_lo_rows: int
     """Rows of the hidden gradient whose partial accumulators have lower halves in the block."""
     dh_lo_offset: int
-    """Its element where they begin."""
+    """The element of the block where these lower halves begin."""
     block: int
-    """Its elements."""
+    """How many elements the block has."""
     lends_lo: bool
     """E lies in the lower halves of the weight gradient's partial accumulators too."""
 

@@ -36,7 +36,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Of each token, float64 [T]."""
+    """The terms of each token, float64 [T]."""
 
     value: Tensor
     slope: Tensor

@@ -21,7 +21,8 @@ class PartialProduct:
     scale: Tensor | None = None
     """[M], only with the last slice: a row's sums times a number, before they are rounded."""
     rows: int = 0
-    """Of the tensor whose rows out is, where another slice may cut them otherwise; 0: M."""
+    """Rows of the tensor that contains out's rows, where another slice may divide them differently;
+    0: M."""
 
 
 def lo_accumulator(out: Tensor, calls: int) -> Tensor:

@@ -18,11 +18,12 @@ from rlk_kernels.matmul.plan import tma_reads
 from rlk_kernels.matmul.tiles import FLOAT32, INTERPRETED, SAFE, Tile, partial_tile_for
 
 ROWS, COLUMNS, STEP = 128, 256, 64
-"""Of a tile of the kernel for Hopper: its rows, its columns (or half of them), its step of K."""
+"""A tile of the kernel for Hopper: its rows, its columns (a tile may have half of them), its step
+of K."""
 
 
 class Slice(NamedTuple):
-    """What a partial product is planned from, but for the device."""
+    """What a partial product is planned from, besides the device."""
 
     m: int
     n: int
@@ -88,7 +89,7 @@ class AccumulatePlan:
 
     slices: tuple[SlicePlan, ...]
     shared: SharedLaunch | None
-    """Of those whose kernel is that for Hopper."""
+    """How the slices whose kernel is the one for Hopper share a launch."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -146,12 +147,12 @@ def tiles_of(x: Slice, width: int) -> int:
 
 
 def cost(x: Slice, width: int) -> int:
-    """What a tile of this width takes (time only); beside its products about four steps."""
+    """The time that a tile of this width takes, in relative units: its products and four steps."""
     return (-(-x.k // STEP) + 4) * width
 
 
 def width_beside(x: Slice, other: Slice, processors: int) -> int:
-    """The width of x's tiles for a launch beside `other`; 0: better in one of its own.
+    """The width of x's tiles for a launch beside `other`; 0: a launch of its own is better.
 
     A tile of x must not last longer than the whole launch, and only sums that come whole, of the
     larger K, can have tiles half as wide.

@@ -60,18 +60,23 @@ def lead_steps(k: int, step: int) -> int:
 
 
 @gluon.jit
-def barriers(SLOTS: gl.constexpr, READERS: gl.constexpr):
-    """(full, empty)[SLOTS, 1]: a buffer is empty once READERS groups of warps have said so.
+def new_barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers [SLOTS, 1] whose phases end with ARRIVALS arrivals.
 
-    To be followed by `fence_async_shared`, once for all that is set up.
+    To be followed by `fence_async_shared`, once for all that is set up. Each one must be used: the
+    compiler puts tiles where a barrier lies that nobody waits for, and a GPU that takes a program
+    off for another process and puts it back writes the barrier into the tile.
     """
-    bars: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)
+    bars = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=READERS)
-    return full, empty
+        mbarrier.init(bars.index(slot), count=ARRIVALS)
+    return bars
+
+
+@gluon.jit
+def barriers(SLOTS: gl.constexpr, READERS: gl.constexpr):
+    """(full, empty)[SLOTS, 1]: a buffer is empty once READERS groups of warps have said so."""
+    return new_barriers(SLOTS, 1), new_barriers(SLOTS, READERS)
 
 
 @gluon.jit

@@ -64,7 +64,8 @@ def source(
 
 
 def shared_bytes(tile: Tile) -> int:
-    """Of a program: its buffers from a multiple of 1024 on, and two barriers for each."""
+    """The shared memory of a program, in bytes: its buffers, from a multiple of 1024 on, and two
+    barriers for each."""
     return 1024 + tile.stages * ((64 * tile.groups + tile.flat) * tile.k * 2 + 16)
 
 

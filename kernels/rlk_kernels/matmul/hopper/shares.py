@@ -9,7 +9,7 @@ from rlk_kernels.matmul.accumulate import plan
 
 COLUMNS = gl.constexpr(plan.COLUMNS)
 STEP = gl.constexpr(plan.STEP)
-"""Of K."""
+"""The step of K."""
 
 
 @gluon.jit

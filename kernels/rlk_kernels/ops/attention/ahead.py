@@ -11,7 +11,7 @@ from rlk_kernels.ops.attention.call import AttentionCall
 
 
 def batches(sequences: int, tokens: int, group: int, few: int) -> Iterator[tuple[int, int]]:
-    """(sequences, queries) of batches that launch every variant which any batch of up to so many
+    """(sequences, queries) of batches that launch every variant that any batch of up to this many
     does. Variants follow the next power of two of the sequences, and how many queries each has.
     few: packed rows of a sequence up to which its queries are few."""
     few = max(1, few // group)

@@ -216,7 +216,7 @@ def backward(
     are contiguous, in the inputs' dtypes.
 
     `special` (by the kernels written for Hopper) changes the time and never the bits; None leaves
-    it to the shape, and `hopper_dkv.py` to GPUs that no other process can use.
+    it to the shape.
     """
     q, k, v, batch, group = call.q, call.k, call.v, call.batch, call.group
     causal, window, softcap = call.causal, call.window, call.softcap
@@ -230,14 +230,12 @@ def backward(
         causal, window, special, q.device,
         (q.data_ptr() | k.data_ptr() | v.data_ptr() | do.data_ptr()) & 15 == 0, softcap > 0,
     )  # fmt: skip
-    special_keys = special
-    if special is None:
-        if cache.plan is None:
-            cache.plan = _special(q, k, v, do)
-        special = cache.plan
-        special_keys = special and facts(q.device).exclusive
     if softcap:
-        special = special_keys = False
+        special = False
+    if special is None:
+        special = cache.plan
+    if special is None:
+        special = cache.plan = _special(q, k, v, do)
     padded = max(16, power_of_2(dim))
     rows = 4096 // padded
     launch(
@@ -246,6 +244,13 @@ def backward(
          kv_heads, dim, padded, rows),
         {"num_warps": 4},
     )  # fmt: skip
+    if special:
+        from rlk_kernels.ops.attention.hopper_dkv import keys_gradients
+        from rlk_kernels.ops.attention.hopper_dq import queries_gradient
+
+        queries_gradient(cache, call, do, lse, delta, dq)
+        keys_gradients(cache, call, do, lse, delta, dk, dv)
+        return dq, dk, dv, "triton/hopper"
     block = 32 if interpreting() or q.dtype == torch.float32 or padded > 128 else 64
     bend, scale_log2 = capped_scales(call.scale, softcap)
     shared = (
@@ -254,24 +259,14 @@ def backward(
         group, dim, padded, block, block, causal, window is not None, softcap > 0,
     )  # fmt: skip
     options = {"num_warps": 4, "num_stages": 1 if q.dtype == torch.float32 else 2}
-    if special:
-        from rlk_kernels.ops.attention.hopper_dq import queries_gradient
-
-        queries_gradient(cache, call, do, lse, delta, dq)
-    else:
-        launch(
-            cache, _dq_kernel, (tokens * group // block + batch, kv_heads, 1),
-            (q, k, v, do, lse, delta, dq, *shared),
-            options,
-        )  # fmt: skip
-    if special_keys:
-        from rlk_kernels.ops.attention.hopper_dkv import keys_gradients
-
-        keys_gradients(cache, call, do, lse, delta, dk, dv)
-    else:
-        launch(
-            cache, _dkv_kernel, (slots // block + batch, kv_heads, 1),
-            (q, k, v, do, lse, delta, dk, dv, *shared),
-            options,
-        )  # fmt: skip
-    return dq, dk, dv, "triton/hopper" if special else "triton"
+    launch(
+        cache, _dq_kernel, (tokens * group // block + batch, kv_heads, 1),
+        (q, k, v, do, lse, delta, dq, *shared),
+        options,
+    )  # fmt: skip
+    launch(
+        cache, _dkv_kernel, (slots // block + batch, kv_heads, 1),
+        (q, k, v, do, lse, delta, dk, dv, *shared),
+        options,
+    )  # fmt: skip
+    return dq, dk, dv, "triton"

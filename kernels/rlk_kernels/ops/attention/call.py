@@ -7,7 +7,8 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class PieceList:
-    """Who attends to what where keys are split (`schedule.py`): int32 on the device."""
+    """Which queries attend to which keys where keys are split (`schedule.py`): int32 on the
+    device."""
 
     entries: Tensor
     pieces: Tensor
@@ -77,7 +78,7 @@ class AttentionPlan:
     """How keys are walked: time alone, no bit."""
 
     special: bool
-    """By the kernels written for Hopper."""
+    """The kernels written for Hopper run."""
     rows: int
     """Packed rows of a program."""
     split: bool
@@ -116,7 +117,7 @@ class Scratch:
     flags: Tensor
     """Which pieces have ended (`hopper_merge.py`)."""
     entries: Tensor
-    """Of a `PieceList`, as `pieces` are."""
+    """The entries of a `PieceList`; `pieces` are its pieces."""
     pieces: Tensor
 
     @classmethod

@@ -34,7 +34,7 @@ from rlk_kernels.ops.attention.schedule import (
 )
 
 FEW = 64
-"""Packed rows of a sequence, in the mean, up to which queries are few."""
+"""Up to this many packed rows per sequence, in the mean, queries count as few."""
 
 
 def _plan(

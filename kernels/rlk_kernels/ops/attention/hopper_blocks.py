@@ -100,7 +100,7 @@ def _close_chunk(m_all, den_all, merged, some, m, den, acc):
 
 @gluon.jit
 def _quarters(x, LAYOUT: gl.constexpr):
-    """Of columns, from the first to the last; registers alone."""
+    """x in four quarters of its columns, from the first to the last; moves registers alone."""
     HALF: gl.constexpr = x.shape[1] // 2
     a, b = gl.split(gl.permute(gl.reshape(x, (ROWS, 2, HALF)), (0, 2, 1)))
     parts = ()

@@ -4,11 +4,6 @@ A group of four warps owns 64 keys: these and their values stay in shared memory
 registers. Scores are made transposed, [keys, rows], so that the weights are operands where they
 are. There is no room for the scores of two blocks: a group waits for its products at every block,
 and the other one works meanwhile.
-
-Not for a GPU that a second process may use. Where the driver takes such a program off the GPU for
-another process, and puts it back, its dk and dv can be wrong, and NaN
-(`tests/gpu/kernels/test_shared_gpu.py`). Why is not known: alone on a GPU it was never wrong, and
-no other kernel was where three processes shared one.
 """
 
 from torch import Tensor
@@ -22,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from rlk_kernels.launching import ShapeCache, launch
-from rlk_kernels.matmul.hopper.pipeline import ROWS, async_load, barriers, thread_barrier
+from rlk_kernels.matmul.hopper.pipeline import ROWS, async_load, new_barriers, thread_barrier
 from rlk_kernels.ops.attention.call import AttentionCall
 from rlk_kernels.ops.attention.hopper_pairs import (
     BLOCK,
@@ -190,7 +185,7 @@ def _dkv_hopper_kernel(
     v_smem = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, DIM], tile)
     lse_ring = gl.allocate_shared_memory(gl.float32, [DEPTH, BLOCK], plain)
     delta_ring = gl.allocate_shared_memory(gl.float32, [DEPTH, BLOCK], plain)
-    kv_full, _ = barriers(1, 1)
+    kv_full = new_barriers(1, 1)
     ring = new_ring(dtype, DEPTH, DIM)
     fence_async_shared()
     args = (

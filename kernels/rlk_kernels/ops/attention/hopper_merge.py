@@ -3,9 +3,10 @@ front to back as `merge.py` does: no kernel runs behind the one that attends, an
 
 Who is last: each piece has a flag beside the states, in the call's own scratch. A program writes a
 number of this launch there once its states can be seen by all, and then looks at the flags of all
-pieces of the same rows. Whoever sees them all merges; two may, and write the same. He who merges
-clears them: a graph's replay has the number of its first run. So no memory is shared with another
-call or stream, and none is cleared beforehand: what holds anything else holds no flag.
+pieces of the same rows. A program that sees them all merges; two programs may, and then write
+the same. A program that merges clears the flags: a graph's replay has the number of its first run.
+So no memory is shared with another call or stream, and none is cleared beforehand: a place that
+holds anything else counts as a flag that is not set.
 """
 
 import triton
@@ -28,13 +29,13 @@ MARK = gl.constexpr(0x5EED5EED00000000)
 
 @gluon.constexpr_function
 def _threads(warps):
-    """Of [32 * warps]: a number a thread."""
+    """The layout of [32 * warps] numbers: one number per thread."""
     return gl.BlockedLayout([1], [32], [warps], [0])
 
 
 @gluon.jit
 def _launch_number():
-    """Of this launch, or of all replays of a graph's node."""
+    """A number of this launch; all replays of a graph's node have the same one."""
     return MARK + gl.inline_asm_elementwise(
         "mov.u64 $0, %gridid;", "=l", [], dtype=gl.int64, is_pure=False, pack=1
     )

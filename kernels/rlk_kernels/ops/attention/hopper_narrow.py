@@ -24,7 +24,7 @@ from rlk_kernels.ops.attention.order import _add
 
 @triton.jit
 def _weights(s, m, scale):
-    """Of scores s[keys, rows]: the first three of `order.block_weights`."""
+    """The first three results of `order.block_weights`, for scores s[keys, rows]."""
     top = tl.maximum(m, tl.max(s, 0) * scale)
     safe = tl.where(top == float("-inf"), 0.0, top)
     p = tl.exp2(tl.fma(s, scale, (0.0 - safe)[None, :]))
@@ -49,7 +49,7 @@ def _one_sum(p):
 
 @gluon.constexpr_function
 def rows_layout(dim, warps):
-    """Of [rows, dim]: a warp has whole rows."""
+    """The layout of [rows, dim] in which a warp has whole rows."""
     return gl.BlockedLayout([1, 4], [128 // dim, dim // 4], [warps, 1], [1, 0])
 
 

@@ -96,7 +96,7 @@ def _piece(
 def _blocks(
     one, window, G: gl.constexpr, BM: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr
 ):  # fmt: skip
-    """Of a piece, the blocks of its keys begin ... end, and the end of those that all rows see."""
+    """The blocks begin ... end of a piece's keys, and the end of the blocks that all rows see."""
     _, _, len_q, _, len_k, row, first, limit, only, _, _, _ = one
     visible_begin, shared_end, visible_end = visible_keys(
         row, len_q, len_k, window, G, BM, BLOCK, CAUSAL, WINDOWED

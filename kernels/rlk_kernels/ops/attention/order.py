@@ -63,8 +63,8 @@ def visible_keys(
     first_row, len_q, len_k, window, G: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Of BM packed rows: no row sees a key before the first result (a whole block) or from the
-    third on; every row sees all keys before the second."""
+    """Three keys that bound what BM packed rows see: no row sees a key before the first (a whole
+    block) or from the third on; every row sees all keys before the second."""
     begin = 0
     shared_end = len_k
     end = len_k
@@ -83,8 +83,8 @@ def attending_rows(
     first_key, len_q, len_k, window, BN: tl.constexpr, BM: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Of BN keys: the blocks of BM queries from the first result to the second, outside of which no
-    query sees one; and the queries from the third to the fourth, which see them all."""
+    """Four blocks of BM queries that bound who sees BN keys: only queries from the first to the
+    second see any of them; those from the third to the fourth see them all."""
     begin = 0
     end = len_q
     plain_begin = 0
@@ -148,8 +148,8 @@ def capped(s, bend):
 
 @triton.jit
 def block_weights(s, m, scale, LEVELS: tl.constexpr):
-    """Of scores s[R, BN] after a running maximum m[R]: (exp2(scale s - top), top, exp2(m - top),
-    eight sums of the first)."""
+    """(exp2(scale s - top), top, exp2(m - top), eight sums of the first) of scores s[R, BN] after a
+    running maximum m[R]."""
     return weights_below(s, m, tl.maximum(m, tl.max(s, 1) * scale), scale, LEVELS)
 
 

@@ -1,4 +1,5 @@
-"""Who attends to what where keys are split: a list of pieces of work, made on the device.
+"""A list of pieces of work, made on the device: which queries attend to which keys where these are
+split.
 
 A piece is a block of packed rows and a range of chunks of its keys. The list follows the lengths
 of the sequences, not the room in a block table: the host never reads it, and each replay of a CUDA
@@ -43,7 +44,7 @@ from rlk_kernels.ops.attention.call import AttentionCall, AttentionPlan
 from rlk_kernels.ops.attention.order import find_sequence
 
 SCRATCH_BYTES = 31 << 20
-"""Of all states that wait to be merged, whatever the lengths: below 32 MiB with the list."""
+"""Bytes of all states that wait to be merged, whatever the lengths: below 32 MiB with the list."""
 PIECES = {16: 16, 32: 16, 64: 6, 128: 4}
 """Rows of a block -> pieces of work a processor, where there is enough of it (time only)."""
 
@@ -54,8 +55,9 @@ COMPARED = 1024
 
 PLANES = 8
 ITEMS, FIRST, COUNT, BASE, MEMBERS, LEADER, ROWS, TAU = (tl.constexpr(i) for i in range(PLANES))
-"""By entry: pieces before it, its first chunk, its chunks, its first slot's row. By sequence: those
-that share its prefix, who leads it (-1: nobody), rows to merge before it. Then tau."""
+"""The planes of a list. Of each entry: the pieces before it, its first chunk, its chunks, the row
+of its first slot. Of each sequence: the sequences that share its prefix, the one that leads it (-1:
+none), the rows to merge before it. Then tau."""
 FIELDS = tl.constexpr(12)
 
 
@@ -317,9 +319,9 @@ def _list_pieces(
 
 @triton.jit
 def piece(pieces_ptr, item):
-    """Of a piece: (sequence whose table it reads, first token, queries, start of keys, keys, first
-    packed row, first chunk, chunk behind its last, whether it is its rows' only piece, whether it
-    merges its chunks, last chunk of the first slot, that slot's row)."""
+    """What a piece is: (sequence whose table it reads, first token, queries, start of keys, keys,
+    first packed row, first chunk, chunk behind its last, whether it is its rows' only piece,
+    whether it merges its chunks, last chunk of the first slot, that slot's row)."""
     at = pieces_ptr + item * FIELDS
     return (
         tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4),
@@ -409,15 +411,15 @@ class ListPlan:
     """How a list is made."""
 
     sizes: tuple[tuple[int], ...]
-    """Of entries, pieces and shared chunks, int32."""
+    """Sizes of the entries, the pieces and the shared chunks, all int32."""
     layout: MemoryLayout
-    """Of these."""
+    """The layout of memory for these."""
     of_shared: tuple | None
     """Constants of the kernel that compares tables, if there is one."""
     programs: int
     constants: tuple
     options: dict
-    """Of the kernel that makes the list."""
+    """Options of the kernel that makes the list."""
 
 
 def list_plan(cache: ShapeCache, plan: AttentionPlan, call: AttentionCall, chunk: int) -> ListPlan:

@@ -12,8 +12,8 @@ NAMES = ("q", "dtype", "a block of the cache", "block_table", "window", "a softc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What `paged_schedule` makes: who attends to what, on the device, for the tables and lengths
-    that it was made with."""
+    """What `paged_schedule` makes: which queries attend to which keys, on the device, for the
+    tables and lengths that it was made with."""
 
     plan: Tensor
     """int32, flat: the list's entries."""
@@ -26,7 +26,8 @@ class Schedule:
 
 
 def shape_key(q: Tensor, k_cache: Tensor, table: Tensor, window: int | None, capped: bool) -> tuple:
-    """What the size and the form of a list follow from, but for the device and how caches lie."""
+    """What the size and the form of a list follow from, besides the device and the layout of the
+    caches."""
     return q.shape, q.dtype, k_cache.shape[1:], table.shape, window, capped
 
 

@@ -13,7 +13,7 @@ from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
 from rlk_kernels.memory import empty
 
 CHUNK = 128
-"""Rows; up to so many one program sorts them all."""
+"""Up to this many rows one program sorts them all."""
 SCANNED, COLUMNS = 128, 16
 """Chunks and experts that a program of the scan takes at a time."""
 

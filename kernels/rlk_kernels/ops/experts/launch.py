@@ -23,7 +23,7 @@ BY_ROWS = (
 )
 MANY_ROWS = Tile(128, 256, 64, 8, 4)
 WEIGHT_GRAD = Tile(128, 128, 64, 8, 3)
-"""m and n: of the gradient; k: rows of a step."""
+"""m and n are those of the gradient, k is the rows of a step."""
 
 
 def tile_for(rows: int, experts: int, dtype: torch.dtype, here: DeviceFacts, sound: bool) -> Tile:
@@ -39,7 +39,7 @@ def tile_for(rows: int, experts: int, dtype: torch.dtype, here: DeviceFacts, sou
 
 
 def few_for(tile: Tile, sound: bool) -> int:
-    """Up to how many rows of an expert a tile half as high takes in the place of `tile`; 0: none
+    """Up to how many rows of an expert a tile half as high takes instead of `tile`; 0: none
     does. An expert's last rows fill half of a high tile in the mean."""
     return tile.m // 2 if sound and (tile.m >= 128 or tile == INTERPRETED) else 0
 
@@ -87,7 +87,7 @@ def _strides(b: Tensor) -> tuple[int, int, int]:
 
 def _describable(b: Tensor, transposed: bool, tile: Tile) -> bool:
     """Whether one tensor map can describe all weights, one below the other. Where the sum runs over
-    the rows of a weight, a tile must not reach into the next one's: 0 times infinity is none."""
+    the rows of a weight, a tile must not reach into the next one's: 0 times infinity is not 0."""
     weight = b.mT if transposed else b
     aligned = weight.is_contiguous() and weight.data_ptr() % 16 == 0
     rows_end = transposed or weight.shape[1] % tile.k == 0

@@ -152,7 +152,7 @@ def _pick_fixed(
 
 
 def row_shapes(ids: Tensor, entropy: bool) -> tuple[tuple[int, ...], ...]:
-    """Of `RowStatistics` of ids[T, J], or [T]."""
+    """The shapes of the `RowStatistics` of ids[T, J], or [T]."""
     t = ids.shape[0]
     return ids.shape, (t,), (t if entropy else 0,), (t,), (t,), ids.shape
 
@@ -186,7 +186,8 @@ def finish(
 
 @functools.lru_cache(maxsize=1024)
 def plane_shapes(nodes: int, t: int, entropy: bool) -> tuple[tuple[int, int], ...]:
-    """Of the planes of t rows: the tiles' nodes, then those above them, 32 to 1, down to 32."""
+    """The shapes of the planes of t rows: the tiles' nodes, then those above them, 32 to 1, down to
+    32."""
     each = 3 if entropy else 2
     return ((nodes, t),) * each + (() if nodes <= 32 else plane_shapes(cdiv(nodes, 32), t, entropy))
 
@@ -236,12 +237,12 @@ class _Planned:
 
     plan: plan.ForwardPlan
     results: MemoryLayout
-    """Of logp, lse and entropy."""
+    """The layout of logp, lse and entropy."""
     inner: tuple[tuple[int, ...], ...]
     """Shapes of the other `RowStatistics`, which a call that no backward follows has in its
     scratch, before the planes."""
     scratch: tuple[MemoryLayout, MemoryLayout]
-    """Without and with `inner`."""
+    """The layouts without `inner` and with it."""
 
 
 def _planned(
@@ -308,7 +309,8 @@ def coefficients(
     spec: LogitOptions,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(g[T, J] of the ids, a[T], b[T] or None): dlogits = p (a + b log2 p) + the ids' g."""
-    g = torch.where(ids < 0, 0.0, g.float()) * spec.slope
+    # A number instead of a tensor would have `where` wait for the GPU.
+    g = g.float().masked_fill(ids < 0, 0.0) * spec.slope
     a = -(g if g.shape[1] == 1 else tree_sum(g)).squeeze(-1)
     if g_lse is not None:
         a = a + g_lse.float() * spec.slope

@@ -62,7 +62,7 @@ class ForwardPlan:
     pick: PickPlan
     tiles: EpiloguePlan
     nodes: int
-    """Of the tree, one a tile of columns."""
+    """Nodes of the tree, one for each tile of columns."""
     chunks: tuple[tuple[int, int], ...]
     """Tokens whose statistics are there at a time: first and last."""
 
@@ -91,7 +91,7 @@ class BackwardPlan:
     """Both gradients are made of the same dlogits."""
     vocab: tuple[VocabChunk, ...]
     tiles: tuple[EpiloguePlan, ...]
-    """Of each of `vocab`."""
+    """How each chunk of `vocab` is launched."""
     block: int
     """Elements of the workspace's own block."""
 

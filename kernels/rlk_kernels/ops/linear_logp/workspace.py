@@ -22,7 +22,8 @@ from torch import Tensor
 UNIT = 256
 """Columns of a chunk are a multiple of it, but for the last one's."""
 MOST_CHUNKS = 10
-"""Of those that lie there at the same time: more would cost more than they save."""
+"""The largest number of chunks that lie there at the same time: more would cost more than they
+save."""
 CHOICES = 32
 """Widths of a chunk that are compared."""
 
@@ -38,7 +39,7 @@ class VocabChunk:
     buffer: int
     """0: the block   1: the weight gradient   2: its lower halves"""
     offset: int
-    """Its first element there."""
+    """Where the chunk begins in that buffer, in elements."""
 
     @property
     def columns(self) -> slice:
@@ -71,7 +72,7 @@ def _time(t: int, k: int, wide: int, processors: int) -> int:
 
 @functools.lru_cache(4096)
 def _best(t: int, k: int, most: int, processors: int) -> int:
-    """Of the widths up to `most` and above its half, the one that takes least time a column."""
+    """The width up to `most` and above half of it that takes the least time per column."""
     step = UNIT * max(1, most // (2 * UNIT * CHOICES))
     widths = range(most, max(most // 2, UNIT - 1), -step)
     return min(widths, key=lambda wide: _time(t, k, wide, processors) / wide)

@@ -11,7 +11,8 @@ from rlk_kernels.memory import empty
 
 HEADS_AT_A_TIME = 32
 MANY_TOKENS = 2048
-"""From here on a program walks all heads of its token, and computes its angles once."""
+"""From this many tokens on, a program walks all heads of its token, and computes the token's angles
+once."""
 
 
 @triton.jit

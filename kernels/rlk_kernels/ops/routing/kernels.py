@@ -12,7 +12,7 @@ from rlk_kernels.numerics.lse_tree.kernels import leaf_stats, merge_neighbours, 
 from rlk_kernels.numerics.lse_tree.tree import LEAF, levels
 
 ELEMENTS = 2048
-"""Of a program's block."""
+"""Elements of a program's block."""
 LARGEST = tl.constexpr(0x7FFFFFFF)
 TAKEN = tl.constexpr(-0x80000000)
 

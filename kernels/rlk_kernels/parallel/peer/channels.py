@@ -14,14 +14,14 @@ PIECE_BYTES = 8192, 16384
 piece, otherwise the larger, so that a message for each piece costs little."""
 SLOT_BYTES = PIECE_BYTES[-1]
 SLOTS = 4
-"""Of a channel and source, a power of two: see `kernels`."""
+"""Slots of a channel for each source, a power of two: see `kernels`."""
 FLAGGED_WORDS = 512
-"""Of 4 bytes that a program copies in `flagged`, each with its epoch."""
+"""Words of 4 bytes that a program copies in `flagged`, each with its epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """Those of one rank."""
+    """The channels of one rank."""
 
     rank: int
     ranks: int
@@ -46,10 +46,10 @@ def flagged_offset(ranks: int, count: int) -> int:
 
 
 def region_bytes(ranks: int, count: int = CHANNELS) -> int:
-    """Of a rank."""
+    """Bytes of a rank's region."""
     return flagged_offset(ranks, count) + 2 * ranks * count * FLAGGED_WORDS * 8
 
 
 def flagged_bytes(count: int) -> int:
-    """Of a rank's shard that `flagged` takes at most."""
+    """Bytes of a rank's shard that `flagged` takes at most."""
     return 4 * FLAGGED_WORDS * count

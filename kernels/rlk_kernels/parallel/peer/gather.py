@@ -31,7 +31,7 @@ from rlk_kernels.parallel.peer.channels import (
 
 MOST_RANKS = 8
 MOST_BYTES = 1 << 31
-"""Of all ranks' shards together: words are counted by 32 bits."""
+"""Bytes of all ranks' shards together: words are counted in 32 bits."""
 SECONDS = 120.0
 """How long a rank is waited for: longer than another's kernels take to compile."""
 POLLS_PER_SECOND = 4_400_000
@@ -39,7 +39,7 @@ POLLS_PER_SECOND = 4_400_000
 _on_triton = lazy_module("rlk_kernels.parallel.peer.kernels")
 _numbers = itertools.count()
 _living: "WeakValueDictionary[int, PeerGather]" = WeakValueDictionary()
-"""By number: what a custom operator can be given."""
+"""Every PeerGather, by a number: a custom operator can be given a number."""
 
 
 class PeerGather:
@@ -86,7 +86,7 @@ class PeerGather:
         return call(_peer_columns, x, self.number, self.channels.ranks)
 
     def compile_for(self, columns: int, dtype: torch.dtype) -> None:
-        """Compile what gathers so many columns of a rank, of any number of rows: before a CUDA
+        """Compile what gathers this many columns of a rank, of any number of rows: before a CUDA
         graph is captured. Called on all ranks."""
         count = self.channels.count
         for size in (0, flagged_bytes(count), count * PIECE_BYTES[0]):

@@ -1,6 +1,6 @@
 """Memory of one GPU that other processes write to: CUDA's own (IPC), opened by its handle.
 
-No multicast, and no memory of torch's allocator, which hands its own on and maps it anew.
+No multicast, and no memory of torch's allocator, which reuses its memory and maps it again.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ class _Handle(ctypes.Structure):
 
 
 def allocate(size: int) -> int:
-    """Address of so many zeroed bytes on the current GPU."""
+    """Address of this many zeroed bytes on the current GPU."""
     address = c_void_p()
     driver_call("cuMemAlloc_v2", ctypes.byref(address), c_size_t(size))
     driver_call("cuMemsetD8_v2", address, c_ubyte(0), c_size_t(size))

@@ -99,7 +99,7 @@ def stale_weight(strength: float) -> Formula:
 
 
 def element_changed(strength: float) -> Formula:
-    """Element [5, 7] plus so many standard deviations."""
+    """Element [5, 7] plus this many standard deviations."""
 
     def change(weight: torch.Tensor) -> torch.Tensor:
         changed = weight.clone()

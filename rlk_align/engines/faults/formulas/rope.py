@@ -88,7 +88,7 @@ def later_position_in_decode(strength: float) -> Formula:
 
 
 def left_out(_: float) -> Formula:
-    """Not turned."""
+    """The rotation is left out."""
     return lambda unit: unit.inputs[0]
 
 

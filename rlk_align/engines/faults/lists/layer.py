@@ -4,7 +4,7 @@ from rlk_align.engines.faults.fault import Fault, Strength
 
 _SHARES = (1e-4, 5e-4, 1e-3, 5e-3, 0.02)
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Of a dense layer."""
+"""The projections of a dense layer."""
 
 NORMS = {
     "norm-eps": Fault(
@@ -171,7 +171,7 @@ PROJECTIONS = {
     "proj-ulp": Fault(
         "projection",
         ("layers.1.v_proj",),
-        "every element is so many units in the last place away from zero",
+        "every element is moved away from zero by this many units in the last place",
         "elementwise:ulps",
         Strength("ulps", 1.0, (1.0, 2.0, 4.0, 8.0)),
         expected="rounding",
