@@ -131,7 +131,7 @@ def together(run: Cli, folder: Path, one: str, other: str) -> Outcome:
     [
         ("hf", "fsdp:dp=1"),
         ("fsdp:dp=1", "fsdp:dp=2"),
-        ("fsdp:dp=2", "fsdp:dp=2,mixed=0"),
+        pytest.param("fsdp:dp=2", "fsdp:dp=2,mixed=0", marks=pytest.mark.whole_matrix),
         ("fsdp:dp=2", "fsdp:dp=2,checkpointing=1"),
         ("megatron:tp=2", "megatron:tp=2,sp=1"),
         ("megatron", "megatron:padding=left"),
