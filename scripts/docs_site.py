@@ -4,6 +4,7 @@ Pages stay where they are read in the repository; their links are turned into th
 `make docs` builds it.
 """
 
+import html
 import json
 import os
 import re
@@ -105,7 +106,18 @@ def moved(text: str, source: str, site: dict[str, str]) -> str:
         return f"{words} (`{named}`)" if (ROOT / named).exists() else match[0]
 
     parts = FENCE.split(text)
-    return "".join(p if n % 2 else LINK.sub(link, p) for n, p in enumerate(parts))
+    return "".join(p if n % 2 else LINK.sub(link, piped(p)) for n, p in enumerate(parts))
+
+
+def piped(text: str) -> str:
+    """Writes code that holds an escaped pipe, as tables on GitHub need it, in HTML: Python-Markdown
+    would show the backslash."""
+    return re.sub(r"`([^`\n]*\\\|[^`\n]*)`", lambda m: code(m[1].replace("\\|", "|")), text)
+
+
+def code(text: str) -> str:
+    """Text as code, also in a table's cell."""
+    return f"<code>{html.escape(text, quote=False).replace('|', '&#124;')}</code>"
 
 
 def references() -> dict[str, str]:
@@ -152,22 +164,35 @@ def usage(name: str, command: Any) -> Iterator[str]:
     """The table of a command's arguments and options."""
     if getattr(command, "commands", None):
         return
+    shown = [p for p in command.params if not getattr(p, "hidden", False)]
+    if not shown:
+        yield "No options.\n"
+        return
     yield "| argument or option | meaning |\n| --- | --- |"
-    for parameter in command.params:
-        if getattr(parameter, "hidden", False):
-            continue
+    for parameter in shown:
         if parameter.param_type_name == "argument":
             words = parameter.metavar or parameter.name.upper()
         else:
             words = ", ".join([*parameter.opts, *parameter.secondary_opts])
             words += "" if parameter.is_flag else f" {parameter.metavar or 'VALUE'}"
-        yield f"| `{words.replace('|', chr(92) + '|')}` | {escaped(parameter.help or '')} |"
+        yield f"| {code(words)} | {escaped(parameter.help or '')}{default(parameter)} |"
     yield ""
 
 
+def default(parameter: Any) -> str:
+    """The default of an option, in words, as `--help` shows it."""
+    shown, value = getattr(parameter, "show_default", None), parameter.default
+    if isinstance(shown, str):
+        return f" (default: {escaped(shown)})"
+    return f" (default: {code(str(value))})" if shown and value not in (None, False) else ""
+
+
 def escaped(text: str) -> str:
-    """Text without a meaning in Markdown's tables or HTML."""
-    return re.sub(r"([|<>*_\[\]`])", r"\\\1", " ".join(text.split()))
+    """Text whose only meaning in Markdown's tables or HTML is that of its pairs of backticks."""
+    words = re.split(r"`([^`]*)`", " ".join(text.split()))
+    plain = (re.sub(r"([|<>*_\[\]`])", r"\\\1", part) for part in words[::2])
+    spans = [*map(code, words[1::2]), ""]
+    return "".join(part + span for part, span in zip(plain, spans, strict=True))
 
 
 def contract_schema() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 PANELS = (
     ("training reward, mean of 10 steps", lambda line: line["reward"]),
     ("largest |Δ log-prob|", lambda line: line["mismatch"]["max"]),
-    ("share of tokens with other bits", lambda line: _share(line["mismatch"])),
+    ("share of tokens whose log-prob differs", lambda line: _share(line["mismatch"])),
 )
 
 
@@ -29,7 +29,10 @@ def steps(run: Path) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
-COLORS = {"rlk": "tab:blue", "off": "tab:orange"}
+LOOKS = {
+    "rlk": {"color": "tab:blue", "linestyle": "-", "label": "with the kernels"},
+    "off": {"color": "tab:orange", "linestyle": "--", "label": "without"},
+}
 SMOOTHED_OVER = 10
 """Steps of a moving mean, of the training reward alone."""
 
@@ -50,9 +53,7 @@ def draw(runs: list[Path], output: Path) -> None:
     figure, axes = plt.subplots(1 + len(PANELS), sharex=True, figsize=(7, 10))
     for run in runs:
         lines = steps(run)
-        kernels = lines[-1]["kernels"]
-        look = {"color": COLORS[kernels], "alpha": 0.8, "linewidth": 1}
-        look["label"] = f"{run.name} (kernels {kernels})"
+        look = LOOKS[lines[-1]["kernels"]] | {"alpha": 0.8, "linewidth": 1}
         path = run / "held_out.jsonl"
         held = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
         axes[0].plot([x["step"] for x in held], [x["reward"] for x in held], marker="o", **look)
@@ -64,7 +65,9 @@ def draw(runs: list[Path], output: Path) -> None:
     for axis, title in zip(axes, titles, strict=True):
         axis.set_title(title, loc="left", fontsize=10)
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=7)
+    handles, labels = axes[0].get_legend_handles_labels()
+    one_of_each = dict(zip(labels, handles, strict=True))
+    axes[0].legend(one_of_each.values(), one_of_each.keys(), fontsize=8)
     axes[-1].set_xlabel("step")
     figure.tight_layout()
     figure.savefig(output)

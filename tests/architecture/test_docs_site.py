@@ -40,6 +40,20 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert yaml.safe_load(text)["hooks"] == ["scripts/docs_site.py"]
 
 
+def test_cells_show_pipes_and_code_as_they_are_meant() -> None:
+    assert docs_site.moved(r"| `on\|off` | `a` |", "docs/probe.md", SITE) == (
+        "| <code>on&#124;off</code> | `a` |"
+    )
+    assert docs_site.escaped("`a|b` | <c>") == r"<code>a&#124;b</code> \| \<c\>"
+
+
+def test_the_command_line_shows_defaults_as_help_does() -> None:
+    page = docs_site.command_line()
+    for words in ("(default: <code>8GB</code>)", "(default: vllm, else hf)", "No options."):
+        assert words in page
+    assert "(default: <code>False</code>)" not in page
+
+
 def test_links_become_those_of_the_site() -> None:
     text = "[r](../reports/probe.md#x) [t](../tests/padded.py) [h](https://a.b/c)\n```\n[r](../reports/probe.md)\n```\n"
     moved = docs_site.moved(text, "docs/probe.md", SITE)
