@@ -184,7 +184,8 @@ def default(parameter: Any) -> str:
     shown, value = getattr(parameter, "show_default", None), parameter.default
     if isinstance(shown, str):
         return f" (default: {escaped(shown)})"
-    return f" (default: {code(str(value))})" if shown and value not in (None, False) else ""
+    said = shown and value is not None and not isinstance(value, bool)
+    return f" (default: {code(str(value))})" if said else ""
 
 
 def escaped(text: str) -> str:
