@@ -237,4 +237,5 @@ def _draw_histogram(axes: "Axes", series: Sequence[ChartSeries]) -> None:
     axes.set_ylim(bottom=0.7)
     axes.yaxis.set_major_formatter(lambda count, _: f"{count:,.0f}")
     axes.minorticks_off()
-    axes.legend(**_LEGEND, loc="upper right")
+    # Above the axes: a limit's line may be anywhere inside.
+    axes.legend(**_LEGEND, loc="lower right", bbox_to_anchor=(1, 1), ncols=3)

@@ -188,3 +188,11 @@ def test_a_missing_matplotlib_names_the_extra(
     code, text = command("report", "chart", run.folder, "-o", tmp_path / "drift.png")
     assert code == 2
     assert "pip install 'rlk-align[charts]'" in text
+
+
+def test_no_legend_covers_a_limit_of_the_histogram(tmp_path: Path) -> None:
+    run = report_run(tmp_path / "run", probed=False)
+    figure = run_chart(load_source(str(run.folder), None))
+    figure.draw_without_rendering()
+    histogram = figure.axes[1]
+    assert histogram.get_legend().get_window_extent().y0 >= histogram.get_window_extent().y1
