@@ -12,14 +12,21 @@ from torch import Tensor
 DEVICE = torch.device("cuda")
 
 
-@contextmanager
-def parallel(tp: int) -> Iterator[None]:
+def initialize(tp: int) -> None:
     """megatron-core's state for so many tensor-parallel ranks of those that torch has."""
     from megatron.core import parallel_state, tensor_parallel
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     if DEVICE.type == "cuda":
         tensor_parallel.model_parallel_cuda_manual_seed(0)
+
+
+@contextmanager
+def parallel(tp: int) -> Iterator[None]:
+    """`initialize`, for as long as the context lasts."""
+    from megatron.core import parallel_state
+
+    initialize(tp)
     try:
         yield
     finally:

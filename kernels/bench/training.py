@@ -51,8 +51,8 @@ def megatron_model(
 
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
-    with megatron_models.parallel(1):
-        model = megatron_models.gpt_model(shape, LENGTH, kernels, experts=experts)
+    megatron_models.initialize(1)
+    model = megatron_models.gpt_model(shape, LENGTH, kernels, experts=experts)
     at = torch.arange(LENGTH, device="cuda").expand(TOGETHER, LENGTH)
     hidden = megatron_models.causal_mask(LENGTH)
     return model, lambda ids: model(ids, at, hidden)
@@ -90,6 +90,8 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     shape = json.loads(args.shape.read_text())
+    if "num_local_experts" in shape:  # the other name of the number
+        shape["num_experts"] = shape.pop("num_local_experts")
     shape["num_hidden_layers"] = args.layers or shape["num_hidden_layers"]
     torch.manual_seed(0)
     make = {"hf": hf_model, "megatron": megatron_model}[args.trainer]

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlk_kernels.device import facts
 from rlk_kernels.launching import cdiv, launch, shape_cache
 from rlk_kernels.memory import empty
 
@@ -16,8 +17,11 @@ SEPARATE = {"num_warps": 4, "enable_fp_fusion": False}
 @triton.jit
 def _combine_fwd_kernel(
     y_ptr, w_ptr, ids_ptr, out_ptr, H, E, K: tl.constexpr, WEIGHTED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < H
@@ -62,12 +66,13 @@ def forward(rows: Tensor, weights: Tensor | None, ids: Tensor | None, experts: i
     y = empty((t, h), rows.dtype, rows.device)
     weighted = weights is not None
     if y.numel():
+        overlap = facts(rows.device).overlaps
         cache = shape_cache("combine", k, h, experts, weighted, rows.dtype, rows.device)
         launch(
             cache, _combine_fwd_kernel, (t, cdiv(h, BLOCK), 1),
             (rows, weights if weighted else rows, ids if weighted else rows, y, h, experts, k,
-             weighted, BLOCK),
-            SEPARATE,
+             weighted, BLOCK, overlap),
+            SEPARATE | {"launch_pdl": overlap},
         )  # fmt: skip
     return y
 

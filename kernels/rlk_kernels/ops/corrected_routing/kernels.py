@@ -5,9 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
+from rlk_kernels.device import facts
+from rlk_kernels.launching import launch, power_of_2, shape_cache
 from rlk_kernels.memory import empty
-from rlk_kernels.ops.routing.kernels import ELEMENTS, TAKEN, sort_key
+from rlk_kernels.ops.routing.kernels import TAKEN, sort_key, warps_for
 
 
 @triton.jit
@@ -52,8 +53,11 @@ def _chosen_groups(
 def _route_corrected_fwd_kernel(
     z_ptr, correction_ptr, w_ptr, ids_ptr, T, E, scale, K: tl.constexpr, NORMALIZE: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BG: tl.constexpr, ROWS: tl.constexpr,
-    BE: tl.constexpr,
+    BE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BE)
     there = (rows[:, None] < T) & (cols[None, :] < E)
@@ -89,8 +93,11 @@ def _route_corrected_fwd_kernel(
 @triton.jit(do_not_specialize=["T"])
 def _route_corrected_bwd_kernel(
     z_ptr, ids_ptr, g_ptr, dz_ptr, T, E, scale, K: tl.constexpr, NORMALIZE: tl.constexpr,
-    ROWS: tl.constexpr, BE: tl.constexpr,
+    ROWS: tl.constexpr, BE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BE)
     at = rows.to(tl.int64)
@@ -123,11 +130,12 @@ def _launch(kernel, logits: Tensor, tensors: tuple[Tensor, ...], scale: float, h
     if not t:
         return
     block = power_of_2(experts)
-    rows = max(1, ELEMENTS // block)
+    overlap = facts(logits.device).overlaps
     cache = shape_cache("route_corrected", kernel.__name__, experts, *how, logits.device)
     launch(
-        cache, kernel, (cdiv(t, rows), 1, 1),
-        (logits, *tensors, t, experts, scale, *how, rows, block), {"num_warps": 4},
+        cache, kernel, (t, 1, 1),
+        (logits, *tensors, t, experts, scale, *how, 1, block, overlap),
+        {"num_warps": warps_for(block), "launch_pdl": overlap},
     )  # fmt: skip
 
 

@@ -9,11 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlk_kernels.device import facts
 from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
 from rlk_kernels.memory import empty
 
+FEW = (32, 128, 256)
+"""Up to so many rows one program sorts them all, the smallest that can."""
 CHUNK = 128
-"""Up to this many rows one program sorts them all."""
+"""Rows of a program where there are more."""
 SCANNED, COLUMNS = 128, 16
 """Chunks and experts that a program of the scan takes at a time."""
 
@@ -47,7 +50,12 @@ def _place(
 
 
 @triton.jit(do_not_specialize=["S"])
-def _group_few_kernel(ids_ptr, order_ptr, offsets_ptr, S, E, C: tl.constexpr, BE: tl.constexpr):
+def _group_few_kernel(
+    ids_ptr, order_ptr, offsets_ptr, S, E, C: tl.constexpr, BE: tl.constexpr, OVERLAP: tl.constexpr
+):
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     rows, bins = _chunk(ids_ptr, 0, S, E, C)
     total = tl.histogram(bins, BE)
     before = tl.zeros((C,), tl.int32)
@@ -55,7 +63,12 @@ def _group_few_kernel(ids_ptr, order_ptr, offsets_ptr, S, E, C: tl.constexpr, BE
 
 
 @triton.jit(do_not_specialize=["S"])
-def _count_kernel(ids_ptr, counts_ptr, S, E, C: tl.constexpr, BE: tl.constexpr):
+def _count_kernel(
+    ids_ptr, counts_ptr, S, E, C: tl.constexpr, BE: tl.constexpr, OVERLAP: tl.constexpr
+):
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     chunk = tl.program_id(0)
     _, bins = _chunk(ids_ptr, chunk, S, E, C)
     tl.store(counts_ptr + chunk.to(tl.int64) * BE + tl.arange(0, BE), tl.histogram(bins, BE))
@@ -63,9 +76,13 @@ def _count_kernel(ids_ptr, counts_ptr, S, E, C: tl.constexpr, BE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["chunks"])
 def _scan_kernel(
-    counts_ptr, total_ptr, chunks, N: tl.constexpr, COLUMNS: tl.constexpr, BE: tl.constexpr
-):
+    counts_ptr, total_ptr, chunks, N: tl.constexpr, COLUMNS: tl.constexpr, BE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
     """Counts of each chunk -> counts of all chunks before it, and of all."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     experts = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.int32)
     for start in range(0, chunks, N):
@@ -81,8 +98,11 @@ def _scan_kernel(
 @triton.jit(do_not_specialize=["S"])
 def _place_kernel(
     ids_ptr, counts_ptr, total_ptr, order_ptr, offsets_ptr, S, E, C: tl.constexpr,
-    BE: tl.constexpr,
+    BE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     chunk = tl.program_id(0)
     rows, bins = _chunk(ids_ptr, chunk, S, E, C)
     before = tl.load(counts_ptr + chunk.to(tl.int64) * BE + bins)
@@ -90,22 +110,24 @@ def _place_kernel(
     _place(rows, bins, total, before, order_ptr, offsets_ptr, chunk, S, E, C, BE)
 
 
-def group(ids: Tensor, experts: int, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
-    """(order, offsets) of `ExpertGroups`; up to `chunk` rows in one launch."""
+def group(ids: Tensor, experts: int, few: tuple[int, ...] = FEW) -> tuple[Tensor, Tensor]:
+    """(order, offsets) of `ExpertGroups`; up to the last of `few` rows in one launch."""
     rows, bins, device = ids.numel(), power_of_2(experts + 2), ids.device
     order = empty((rows,), torch.int32, device)
     offsets = empty((experts + 1,), torch.int32, device)
+    chunk = next((most for most in few if rows <= most), CHUNK)
     cache = shape_cache("group_by_expert", experts, chunk, device)
-    options = {"num_warps": 8}
-    sizes = (rows, experts, chunk, bins)
-    if rows <= chunk:
+    overlap = facts(device).overlaps
+    options = {"num_warps": chunk // 32, "launch_pdl": overlap}
+    sizes = (rows, experts, chunk, bins, overlap)
+    if rows <= max(few, default=0):
         launch(cache, _group_few_kernel, (1, 1, 1), (ids, order, offsets, *sizes), options)
         return order, offsets
     chunks, columns = cdiv(rows, chunk), min(COLUMNS, bins)
     counts = empty((chunks + 1, bins), torch.int32, device)
     total = counts[chunks:]
     launch(cache, _count_kernel, (chunks, 1, 1), (ids, counts, *sizes), options)
-    scanned = (counts, total, chunks, SCANNED, columns, bins)
+    scanned = (counts, total, chunks, SCANNED, columns, bins, overlap)
     launch(cache, _scan_kernel, (bins // columns, 1, 1), scanned, options)
     placed = (ids, counts, total, order, offsets, *sizes)
     launch(cache, _place_kernel, (chunks, 1, 1), placed, options)

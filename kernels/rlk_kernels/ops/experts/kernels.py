@@ -89,10 +89,13 @@ def _grouped_kernel(
     stride_be, stride_bk, stride_bn,
     TRANS_B: tl.constexpr, TMA_B: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, FEW: tl.constexpr, GROUP: tl.constexpr,
-    BE: tl.constexpr, FULL_K: tl.constexpr, PRECISION: tl.constexpr,
+    BE: tl.constexpr, FULL_K: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """TRANS_B: B[e] is the weight [N, K] transposed, else a weight [K, N]. FEW: up to so many rows
     a shorter tile takes; 0: none."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tiles_n = tl.cdiv(N, BN)
     per_group = GROUP * tiles_n
     pid = tl.program_id(0)

@@ -75,8 +75,8 @@ def product(
         cache, kernels._grouped_kernel, (row_tiles * cdiv(n, columns), 1, 1),
         (x, b, described, out, order, offsets, rows, n, k, experts, each, row_tiles, *_strides(b),
          transposed, reads, act, tile.m, columns, tile.k, few, tile.group, power_of_2(experts + 1),
-         k % tile.k == 0, "ieee"),
-        {"num_warps": tile.warps, "num_stages": tile.stages},
+         k % tile.k == 0, "ieee", here.overlaps),
+        {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": here.overlaps},
     )  # fmt: skip
     return "triton"
 

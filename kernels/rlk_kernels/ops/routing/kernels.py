@@ -6,13 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
+from rlk_kernels.device import facts
+from rlk_kernels.launching import launch, power_of_2, shape_cache
 from rlk_kernels.memory import empty
 from rlk_kernels.numerics.lse_tree.kernels import leaf_stats, merge_neighbours, scaled
 from rlk_kernels.numerics.lse_tree.tree import LEAF, levels
 
-ELEMENTS = 2048
-"""Elements of a program's block."""
+WARP_COLUMNS, MOST_WARPS = 256, 8
+"""Experts that a warp takes of a row."""
 LARGEST = tl.constexpr(0x7FFFFFFF)
 TAKEN = tl.constexpr(-0x80000000)
 
@@ -36,8 +37,11 @@ def _softmax(z, ROWS: tl.constexpr, BE: tl.constexpr, LEAVES: tl.constexpr, LEVE
 @triton.jit(do_not_specialize=["T"])
 def _route_fwd_kernel(
     z_ptr, w_ptr, ids_ptr, T, E, K: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
-    BE: tl.constexpr, LEAVES: tl.constexpr, LEVELS: tl.constexpr,
+    BE: tl.constexpr, LEAVES: tl.constexpr, LEVELS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BE)
     there = (rows[:, None] < T) & (cols[None, :] < E)
@@ -77,7 +81,11 @@ def _route_fwd_kernel(
 def _route_bwd_kernel(
     z_ptr, w_ptr, ids_ptr, g_ptr, dz_ptr, T, E, K: tl.constexpr, NORMALIZE: tl.constexpr,
     ROWS: tl.constexpr, BE: tl.constexpr, LEAVES: tl.constexpr, LEVELS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BE)
     at = rows.to(tl.int64)
@@ -103,18 +111,23 @@ def _route_bwd_kernel(
     tl.store(dz_ptr + at[:, None] * E + cols[None, :], dz, mask=there)
 
 
+def warps_for(block: int) -> int:
+    """Warps of a program that takes a row of so many columns, a power of two."""
+    return min(MOST_WARPS, max(1, block // WARP_COLUMNS))
+
+
 def _launch(kernel, logits: Tensor, tensors: tuple[Tensor, ...], k: int, normalize: bool) -> None:
     t, experts = logits.shape
     if not t:
         return
     block = max(power_of_2(experts), LEAF)
-    rows = max(1, ELEMENTS // block)
-    leaves = block // LEAF
+    leaves, overlap = block // LEAF, facts(logits.device).overlaps
     cache = shape_cache("route", kernel.__name__, experts, k, normalize, logits.device)
     launch(
-        cache, kernel, (cdiv(t, rows), 1, 1),
-        (logits, *tensors, t, experts, k, normalize, rows, block, leaves, levels(leaves)),
-        {"num_warps": 4},
+        cache, kernel, (t, 1, 1),
+        (logits, *tensors, t, experts, k, normalize, 1, block, leaves, levels(leaves),
+         overlap),
+        {"num_warps": warps_for(block), "launch_pdl": overlap},
     )  # fmt: skip
 
 
