@@ -3,27 +3,33 @@
     PYTHONPATH=kernels python kernels/bench/bench_experts.py [--tokens 1 16 ...] [--json PATH]
 
 Prints a line of microseconds a shape, then the table. "products": the two grouped products alone,
-beside one torch.mm an expert (cuBLAS), torch._grouped_mm and DeepGEMM, all three on rows that lie
-sorted, whose counts the host knows for the first. "layer": from router logits to the sum, beside
-vLLM's topk and fused_experts, on logits of bf16 as its router gives them: "vllm" with the tiles
-that it takes on this card, "vllm-h200" with those that it has tuned for the H200. What does not
-import or run is named and left out.
+beside those of grouped_products.py, whose rows lie sorted and padded: one torch.mm an expert
+("cublas", whose host knows the counts), torch._grouped_mm, and DeepGEMM, on one buffer and, up to
+DECODE tokens, on a buffer an expert ("deep_gemm_masked"). Every result is checked before it is
+timed. "layer": from router logits to the sum, beside vLLM's topk and fused_experts, on logits of
+bf16 as its router gives them: "vllm" with the tiles that it takes on this card, "vllm-h200" with
+those that it has tuned for the H200. What is not installed or does not run is named and left out.
 """
 
 import argparse
-import importlib.util
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import grouped_products as grouped
 import rlk_kernels as rk
 import torch
+from grouped_products import Products, Task
 from timing import graphs_ms
 from torch import Tensor
 
 HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8
-PRODUCTS, LAYERS = ("cublas", "grouped_mm", "deep_gemm"), ("vllm", "vllm-h200")
+PRODUCTS = ("cublas", "grouped_mm", "deep_gemm", "deep_gemm_masked")
+LAYERS = ("vllm", "vllm-h200")
 """What the products, and the layer, are held against."""
+DECODE = 256
+"""Tokens up to which an expert gets a buffer that would hold them all."""
 RATIOS = ("products ratio", "layer ratio")
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 
@@ -36,24 +42,6 @@ def logits_of(t: int, spread: str) -> Tensor:
     return noise
 
 
-def by_cublas(x: Tensor, up: Tensor, inner: Tensor, down: Tensor, counts: list[int]) -> Callable:
-    """One product an expert that has rows, of rows that lie sorted."""
-    parts = [
-        (e, a, b, torch.empty(len(a), 2 * INNER, device="cuda", dtype=x.dtype),
-         torch.empty(len(a), HIDDEN, device="cuda", dtype=x.dtype))
-        for e, (a, b) in enumerate(zip(x.split(counts), inner.split(counts), strict=True))
-        if len(a)
-    ]  # fmt: skip
-
-    def run() -> None:
-        for e, a, _, first, _ in parts:
-            torch.mm(a, up[e].T, out=first)
-        for e, _, b, _, second in parts:
-            torch.mm(b, down[e].T, out=second)
-
-    return run
-
-
 def rivals(t: int, spread: str, up: Tensor, down: Tensor) -> dict[str, Callable[[], object]]:
     """What is measured, by name."""
     x = torch.randn(t, HIDDEN, device="cuda", dtype=torch.bfloat16)
@@ -61,10 +49,10 @@ def rivals(t: int, spread: str, up: Tensor, down: Tensor) -> dict[str, Callable[
     shares, ids = rk.route(logits, TOP_K)
     groups = rk.group_by_expert(ids, EXPERTS)
     inner = torch.randn(t, TOP_K, INNER, device="cuda", dtype=torch.bfloat16)
+    rows = torch.randn(t, TOP_K, HIDDEN, device="cuda", dtype=torch.bfloat16)
 
-    def products() -> None:
-        rk.grouped_linear(x, up, groups)
-        rk.grouped_linear(inner, down, groups)
+    def products() -> tuple[Tensor, Tensor]:
+        return rk.grouped_linear(x, up, groups), rk.grouped_linear(inner, down, groups)
 
     def layer() -> Tensor:
         shares, ids = rk.route(logits, TOP_K)
@@ -72,31 +60,36 @@ def rivals(t: int, spread: str, up: Tensor, down: Tensor) -> dict[str, Callable[
         rows = rk.grouped_linear(rk.grouped_swiglu(x, up, groups), down, groups)
         return rk.combine_experts(rows, shares, ids, EXPERTS)
 
-    counts = groups.offsets.diff().tolist()
     order = groups.order.long()
-    sorted_x, sorted_inner = x[order // TOP_K], inner.flatten(0, 1)[order]
+    task = Task(
+        x[order // TOP_K], up, inner.flatten(0, 1)[order], down, groups.offsets.diff().tolist()
+    )
+    right = grouped.exact(task)
+    grouped.check(Products(products, order), right)
     found: dict[str, Callable[[], object]] = {
         "products": products,
-        "cublas": by_cublas(sorted_x, up, sorted_inner, down, counts),
         "layer": layer,
         "route": lambda: rk.route(logits, TOP_K),
         "group": lambda: rk.group_by_expert(ids, EXPERTS),
         "up": lambda: rk.grouped_linear(x, up, groups),
         "up and act": lambda: rk.grouped_swiglu(x, up, groups),
-        "combine": lambda: rk.combine_experts(inner_rows, shares, ids, EXPERTS),
+        "combine": lambda: rk.combine_experts(rows, shares, ids, EXPERTS),
     }
-    inner_rows = torch.randn(t, TOP_K, HIDDEN, device="cuda", dtype=torch.bfloat16)
-    ends = groups.offsets[1:].contiguous()
 
-    def grouped_mm() -> None:
-        torch._grouped_mm(sorted_x, up.mT, offs=ends)
-        torch._grouped_mm(sorted_inner, down.mT, offs=ends)
+    def checked(name: str, make: Callable[[Task], Products]) -> dict[str, Callable[[], object]]:
+        made = make(task)
+        grouped.check(made, right)
+        return {name: made.run}
 
     others: dict[str, Callable[[], dict[str, Callable[[], object]]]] = {
-        "torch._grouped_mm": lambda: {"grouped_mm": grouped_mm},
-        "DeepGEMM": lambda: deep_gemm(sorted_x, up, sorted_inner, down, counts),
+        "cuBLAS": lambda: checked("cublas", grouped.by_cublas),
+        "torch._grouped_mm": lambda: checked("grouped_mm", grouped.by_grouped_mm),
+        "DeepGEMM": lambda: checked("deep_gemm", grouped.by_deep_gemm),
         "vLLM": lambda: vllm_layers(x, logits.bfloat16(), up, down),
     }
+    if t <= DECODE:
+        masked = partial(grouped.by_deep_gemm_masked, most=t)
+        others["DeepGEMM, masked"] = lambda: checked("deep_gemm_masked", masked)
     for name, make in others.items():
         try:
             calls = make()
@@ -104,35 +97,11 @@ def rivals(t: int, spread: str, up: Tensor, down: Tensor) -> dict[str, Callable[
                 call()
             torch.cuda.synchronize()
             found |= calls
+        except ModuleNotFoundError as error:
+            print(f"{name} is not installed: {error}", flush=True)
         except Exception as error:  # of any kind: what does not run here is named
             print(f"{name} does not run: {type(error).__name__}: {error}"[:300], flush=True)
     return found
-
-
-def deep_gemm(
-    x: Tensor, up: Tensor, inner: Tensor, down: Tensor, counts: list[int]
-) -> dict[str, Callable[[], object]]:
-    """DeepGEMM's grouped product, whose groups begin at multiples of a tile's rows."""
-    deep = importlib.import_module(
-        "deep_gemm" if importlib.util.find_spec("deep_gemm") else "vllm.third_party.deep_gemm"
-    )
-    unit = deep.get_mk_alignment_for_contiguous_layout()
-    experts = torch.arange(len(counts), device="cuda", dtype=torch.int32)
-    padded = torch.tensor([-(-n // unit) * unit for n in counts], device="cuda")
-    owner = experts.repeat_interleave(padded)
-    rows = torch.zeros(len(owner), dtype=torch.long, device="cuda")
-    begins, ends = padded.cumsum(0) - padded, torch.tensor(counts, device="cuda").cumsum(0)
-    for e, n in enumerate(counts):
-        rows[begins[e] : begins[e] + n] = torch.arange(ends[e] - n, ends[e], device="cuda")
-    a, b = x[rows], inner[rows]
-    first = torch.empty(len(owner), up.shape[1], device="cuda", dtype=x.dtype)
-    second = torch.empty(len(owner), down.shape[1], device="cuda", dtype=x.dtype)
-
-    def run() -> None:
-        deep.m_grouped_bf16_gemm_nt_contiguous(a, up, first, owner)
-        deep.m_grouped_bf16_gemm_nt_contiguous(b, down, second, owner)
-
-    return {"deep_gemm": run}
 
 
 def vllm_layers(
