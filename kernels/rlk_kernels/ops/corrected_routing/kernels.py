@@ -6,9 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts
-from rlk_kernels.launching import launch, power_of_2, shape_cache
+from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
 from rlk_kernels.memory import empty
-from rlk_kernels.ops.routing.kernels import TAKEN, sort_key, warps_for
+from rlk_kernels.ops.routing.kernels import TAKEN, rows_and_warps, sort_key
 
 
 @triton.jit
@@ -130,12 +130,13 @@ def _launch(kernel, logits: Tensor, tensors: tuple[Tensor, ...], scale: float, h
     if not t:
         return
     block = power_of_2(experts)
+    rows, warps = rows_and_warps(block, kernel is _route_corrected_bwd_kernel)
     overlap = facts(logits.device).overlaps
     cache = shape_cache("route_corrected", kernel.__name__, experts, *how, logits.device)
     launch(
-        cache, kernel, (t, 1, 1),
-        (logits, *tensors, t, experts, scale, *how, 1, block, overlap),
-        {"num_warps": warps_for(block), "launch_pdl": overlap},
+        cache, kernel, (cdiv(t, rows), 1, 1),
+        (logits, *tensors, t, experts, scale, *how, rows, block, overlap),
+        {"num_warps": warps, "launch_pdl": overlap},
     )  # fmt: skip
 
 

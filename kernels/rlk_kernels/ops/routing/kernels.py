@@ -7,13 +7,15 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts
-from rlk_kernels.launching import launch, power_of_2, shape_cache
+from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
 from rlk_kernels.memory import empty
 from rlk_kernels.numerics.lse_tree.kernels import leaf_stats, merge_neighbours, scaled
 from rlk_kernels.numerics.lse_tree.tree import LEAF, levels
 
 WARP_COLUMNS, MOST_WARPS = 256, 8
-"""Experts that a warp takes of a row."""
+"""Forward: experts that a warp takes of a program's one row, and warps."""
+ELEMENTS, WARPS = 512, 4
+"""Backward: elements of a program's block of rows, and warps."""
 LARGEST = tl.constexpr(0x7FFFFFFF)
 TAKEN = tl.constexpr(-0x80000000)
 
@@ -111,9 +113,11 @@ def _route_bwd_kernel(
     tl.store(dz_ptr + at[:, None] * E + cols[None, :], dz, mask=there)
 
 
-def warps_for(block: int) -> int:
-    """Warps of a program that takes a row of so many columns, a power of two."""
-    return min(MOST_WARPS, max(1, block // WARP_COLUMNS))
+def rows_and_warps(block: int, backward: bool) -> tuple[int, int]:
+    """Of a program, for rows of so many columns, a power of two."""
+    if backward:
+        return max(1, ELEMENTS // block), WARPS
+    return 1, min(MOST_WARPS, max(1, block // WARP_COLUMNS))
 
 
 def _launch(kernel, logits: Tensor, tensors: tuple[Tensor, ...], k: int, normalize: bool) -> None:
@@ -121,13 +125,13 @@ def _launch(kernel, logits: Tensor, tensors: tuple[Tensor, ...], k: int, normali
     if not t:
         return
     block = max(power_of_2(experts), LEAF)
+    rows, warps = rows_and_warps(block, kernel is _route_bwd_kernel)
     leaves, overlap = block // LEAF, facts(logits.device).overlaps
     cache = shape_cache("route", kernel.__name__, experts, k, normalize, logits.device)
     launch(
-        cache, kernel, (t, 1, 1),
-        (logits, *tensors, t, experts, k, normalize, 1, block, leaves, levels(leaves),
-         overlap),
-        {"num_warps": warps_for(block), "launch_pdl": overlap},
+        cache, kernel, (cdiv(t, rows), 1, 1),
+        (logits, *tensors, t, experts, k, normalize, rows, block, leaves, levels(leaves), overlap),
+        {"num_warps": warps, "launch_pdl": overlap},
     )  # fmt: skip
 
 
