@@ -58,5 +58,5 @@ def test_no_bit_differs(tmp_path: Path, model: str) -> None:
 def test_without_the_kernels_there_is_drift(tmp_path: Path, model: str) -> None:
     """The control group: the same command."""
     code, verdict, said = compared(tmp_path, model, "--kernels", "off", "--no-production")
-    assert code == 1, said
+    assert code != 0, said
     assert verdict["edges"]["prefill_vs_train"]["bit_mismatches"] > 100
