@@ -1,6 +1,7 @@
 """GLM-4.5 in a vLLM whose routers are torch's own linears, as in 0.26: the kernels take their
 place, with the bits of vLLM 0.32's."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +14,17 @@ GLM: dict[str, Any] = {
     **{"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "use_qk_norm": True},
     **{"max_position_embeddings": 1024},
 }
-COMPILED = {"options": {"enforce_eager": False}}
 
 
 @pytest.fixture(scope="module")
-def said(vllm_bits: Bits, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_random_model(tmp_path_factory.mktemp("glm") / "model", **GLM))
+
+
+@pytest.fixture(scope="module")
+def said(vllm_bits: Bits, model: str) -> dict[str, Any]:
     """What vLLM 0.32 says, in the form that it has and in that of 0.26."""
-    model = write_random_model(tmp_path_factory.mktemp("glm") / "model", **GLM)
-    common = {"model": str(model), "kernels": "registered", "check": True}
+    common = {"model": model, "kernels": "registered", "check": True}
     plain = common | {"plain routers": True}
     return vllm_bits(
         [
@@ -53,3 +57,24 @@ def test_a_router_that_is_not_replaced_is_named(said: dict[str, Any]) -> None:
     assert said["not replaced"]["refusal"] == (
         "the engine's own still computes layers.1.router, layers.2.router"
     )
+
+
+@pytest.mark.whole_matrix
+def test_compiled_and_with_new_weights(
+    vllm_bits: Bits, model: str, said: dict[str, Any], tmp_path: Path
+) -> None:
+    other = str(write_random_model(tmp_path / "other", **GLM | {"initializer_range": 0.06}))
+    common = {"model": model, "kernels": "registered"}
+    plain = common | {"plain routers": True}
+    answers = vllm_bits(
+        [
+            plain | {"name": "compiled", "options": {"enforce_eager": False}},
+            common | {"name": "own form, reloaded", "reload": other},
+            plain | {"name": "plain, reloaded", "reload": other},
+        ],
+        few=True,
+    )
+    for what in ("tokens", "decode", "prefill"):
+        assert answers["compiled"][what] == said["plain"][what]
+        reloaded = answers["plain, reloaded"][what]
+        assert reloaded == answers["own form, reloaded"][what] != said["plain"][what]
