@@ -5,19 +5,23 @@ said, bit for bit.
 
 CASES.json: a list of {"name", "model", "prompts", "new_tokens", "kernels" (off, registered,
 plugin), "options" (LLM's), "reload" (a checkpoint), "all tokens" (whether to ask for them),
-"apart" (whether the model is in a process of its own, as vLLM has it by default)};
-FOUND.json: by name, greedy tokens, and the
-bits of the log-probs of decoding and of scoring the same sequences. Where prefixes are cached it
-decodes twice, and says what it said with the cache filled; where a checkpoint is to be loaded into
-the live engine it decodes before and after, and says what it said after.
+"apart" (whether the model is in a process of its own, as vLLM has it by default), "plain routers"
+(see `plain_routers`), "stock model" (whether GLM-4.5's class stays vLLM's), "check" (whether to)};
+FOUND.json: by name, greedy tokens, the bits of the log-probs of decoding and of scoring the same
+sequences, and what `check` says. Where prefixes are cached it decodes twice, and says what it said
+with the cache filled; where a checkpoint is to be loaded into the live engine it decodes before and
+after, and says what it said after.
 """
 
+import contextlib
 import gc
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
@@ -28,6 +32,8 @@ os.environ |= {
 import rlk_kernels
 import torch
 from rlk_kernels.integrations import vllm as kernels
+from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.vllm import registry
 from vllm import LLM, SamplingParams, plugins
 from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -72,12 +78,43 @@ def preemptions(llm: LLM) -> int:
     return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
 
 
+@contextlib.contextmanager
+def plain_routers() -> Iterator[None]:
+    """GLM-4.5 as vLLM 0.26 has it: a router is torch's own linear in fp32, is given rows in fp32,
+    and returns logits alone."""
+    from vllm.model_executor.models import glm4_moe
+
+    def router(inputs: int, outputs: int, **_: Any) -> torch.nn.Linear:
+        return torch.nn.Linear(inputs, outputs, bias=False, dtype=torch.float32)
+
+    def forward(block: Any, rows: torch.Tensor) -> torch.Tensor:
+        return block.experts(hidden_states=rows, router_logits=block.gate(rows.float()))
+
+    with (
+        patch.object(glm4_moe, "GateLinear", router),
+        patch.object(glm4_moe.Glm4MoE, "forward", forward),
+    ):
+        yield
+
+
+def refusal(llm: LLM) -> str:
+    """What `check` says of a live model that it refuses."""
+    try:
+        kernels.check(llm)
+    except NotServed as error:
+        return str(error)
+    return ""
+
+
 def run(case: dict[str, Any]) -> dict[str, Any]:
     how = case["kernels"]
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if case.get("apart") else "0"
     plugins.plugins_loaded = False
     if how == "registered":
-        kernels.register()
+        if case.get("stock model"):
+            kernels.unregister()
+        with patch.dict(registry.MODELS, clear=case.get("stock model", False)):
+            kernels.register()
     else:
         kernels.unregister()
         # What vLLM calls by its entry point, whether the variable is set or not.
@@ -87,6 +124,12 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     rlk_kernels.reset_backend_calls()
     usual = {"enable_prefix_caching": False, "enforce_eager": True, "disable_log_stats": True}
     options = usual | case.get("options", {})
+    form = plain_routers() if case.get("plain routers") else contextlib.nullcontext()
+    with form:
+        return ask(case, options)
+
+
+def ask(case: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     llm = LLM(model=case["model"], max_model_len=1024, **options)
     prompts = [{"prompt_token_ids": ids} for ids in case["prompts"]]
     greedy = SamplingParams(
@@ -121,6 +164,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "preempted": 0 if options["disable_log_stats"] else preemptions(llm),
         "ran": sorted({op for op, _ in rlk_kernels.backend_calls()}),
         "all tokens": of_all_tokens(llm, case["prompts"][1]) if case.get("all tokens") else {},
+        "refusal": refusal(llm) if case.get("check") else "",
         "hash": llm.llm_engine.vllm_config.compute_hash(),
     }
     del llm, outputs, decoded, scored

@@ -246,16 +246,16 @@ def test_sparse_models_are_refused_where_vllm_makes_them_otherwise(
     assert len(registry._sparse_classes()) == 4
 
 
-def test_a_router_that_nothing_replaces_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM 0.26 makes GLM-4.5's of torch's own linear."""
-    from vllm.model_executor.models import glm4_moe
+def test_the_classes_of_models_are_vllms_own_again() -> None:
+    from rlk_kernels.integrations.vllm.registry import MODELS
+    from vllm.model_executor.models import ModelRegistry
 
-    text = {"model_type": "glm4_moe"}
-    asked = vllm_config(text=text, architecture="Glm4MoeForCausalLM")
-    config._check(asked)
-    monkeypatch.delattr(glm4_moe, "GateLinear")
-    with pytest.raises(NotServed, match="whose router is torch's own linear"):
-        config._check(asked)
+    before = dict(ModelRegistry.models)
+    vllm.register()
+    registered = dict(ModelRegistry.models)
+    vllm.unregister()
+    assert dict(ModelRegistry.models) == before
+    assert {name for name in before if registered[name] != before[name]} == set(MODELS)
 
 
 def test_a_part_of_each_head_is_rotated_where_all_engines_do() -> None:

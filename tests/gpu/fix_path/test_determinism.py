@@ -1,76 +1,38 @@
 """On a GPU, the real vLLM with the kernels: what it says of a sequence does not depend on who else
 asks, nor on whether it decodes or scores, nor on whether it is compiled or replays CUDA graphs.
 
-The model: the folder that RLK_TEST_MODEL names, else the embedded one.
+The models: the folder that RLK_TEST_MODEL names, else the embedded one; and GLM-4.5's shape.
 """
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from glm import write_glm
+from modes import MODES, ask_all, runs
 
-ROOT = Path(__file__).resolve().parents[3]
-SCRIPT = Path(__file__).with_name("ask_vllm.py")
-GRAPHS: dict[str, Any] = {}
-MODES: dict[str, dict[str, Any]] = {
-    "eager": {"enforce_eager": True},
-    "compiled": {"compilation_config": {"cudagraph_mode": "NONE"}},
-    "graphs": GRAPHS,
-    "chunks of 128": {"max_num_batched_tokens": 128, "enable_prefix_caching": False},
-}
-"""Mode -> the LLM's options. Prefixes are cached but in the last."""
+pytestmark = pytest.mark.skipif(not runs(), reason="needs vLLM and an NVIDIA GPU")
 
 
-def _there() -> bool:
-    try:
-        import vllm  # noqa: F401
-    except ImportError:
-        return False
-    return torch.cuda.is_available()
-
-
-pytestmark = pytest.mark.skipif(not _there(), reason="needs vLLM and an NVIDIA GPU")
-
-
-def _model() -> str:
+def _dense() -> str:
     from rlk_align.data import data_path
 
     return os.environ.get("RLK_TEST_MODEL") or str(data_path("model"))
 
 
+@pytest.fixture(scope="module", params=["dense", "glm"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    if request.param == "dense":
+        return _dense()
+    return write_glm(tmp_path_factory.mktemp("glm") / "model")
+
+
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What each mode said, and vLLM's own kernels; all at once, each in a process."""
-    folder = tmp_path_factory.mktemp("said")
-    cases = {name: {"kernels": "on", "options": options} for name, options in MODES.items()}
-    cases["own kernels"] = {"kernels": "off", "options": GRAPHS}
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(
-            [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
-        )
-    }
-    running = {}
-    for name, case in cases.items():
-        at = folder / name.replace(" ", "-")
-        at.mkdir()
-        (at / "case.json").write_text(json.dumps(case | {"model": _model()}))
-        running[name] = subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(at / "case.json"), str(at / "found.json")],
-            env=environment | {"VLLM_CACHE_ROOT": str(at / "cache")},
-            stdout=(at / "log").open("w"),
-            stderr=subprocess.STDOUT,
-        )
-    answers = {}
-    for name, process in running.items():
-        at = folder / name.replace(" ", "-")
-        assert process.wait(timeout=500) == 0, (at / "log").read_text()[-6000:]
-        answers[name] = json.loads((at / "found.json").read_text())
-    return answers
+def said(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What each mode said, and vLLM's own kernels."""
+    return ask_all(tmp_path_factory.mktemp("said"), model)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -105,9 +67,11 @@ def test_modes_agree(said: Any) -> None:
         assert {k: said[mode][k] for k in first} == first, mode
 
 
-def test_every_operator_is_replaced(said: Any) -> None:
-    config = json.loads((Path(_model()) / "config.json").read_text())
-    assert said["eager"]["replaced"] == 4 + 15 * config["num_hidden_layers"]
+def test_every_operator_is_replaced(said: Any, model: str) -> None:
+    config = json.loads((Path(model) / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    dense = config.get("first_k_dense_replace", layers)
+    assert said["eager"]["replaced"] == 4 + 15 * dense + 23 * (layers - dense)
 
 
 def test_without_the_kernels_bits_move(said: Any) -> None:

@@ -30,15 +30,6 @@ def is_sparse(model: Any) -> bool:
     return model.hf_text_config.model_type in ("qwen3_moe", "mixtral", "glm4_moe")
 
 
-def _plain_router(model: Any) -> bool:
-    """Whether vLLM makes a family's router of torch's own linear, which nothing replaces."""
-    if model.hf_text_config.model_type != "glm4_moe":
-        return False
-    from vllm.model_executor.models import glm4_moe
-
-    return not hasattr(glm4_moe, "GateLinear")
-
-
 def refused(model: Any) -> dict[str, bool]:
     """A setting of vLLM's ModelConfig that is not served -> whether it is set."""
     text = model.hf_text_config
@@ -54,9 +45,6 @@ def refused(model: Any) -> dict[str, bool]:
     return {
         f"{loaded} of model_type={family}; {', '.join(ARCHITECTURES.values())} are": (
             ARCHITECTURES.get(family) != loaded
-        ),
-        f"model_type={family} of this version of vLLM, whose router is torch's own linear": (
-            _plain_router(model)
         ),
         f"runner={model.runner_type}; generate is": model.runner_type != "generate",
         "is_causal=False": not getattr(text, "is_causal", True),

@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -21,8 +22,12 @@ from rlk_kernels.integrations.operators import (
 from rlk_kernels.integrations.operators import check as check_operators
 from rlk_kernels.integrations.vllm import config, logprobs
 
+MODELS = {"Glm4MoeForCausalLM": "glm4_moe:RlkGlm4MoeForCausalLM"}
+"""Architecture -> the model's class, where classes of its layers are not enough."""
+
 _undo = ExitStack()
 _registered: list[frozenset[str]] = []
+_PACKAGE = __name__.rpartition(".")[0]
 
 
 def register(excluded: Iterable[str]) -> None:
@@ -35,6 +40,8 @@ def register(excluded: Iterable[str]) -> None:
         config.leave(excluded)
         for base, ours in _classes(excluded).items():
             _put_in(undo, base, ours)
+        for architecture, name in MODELS.items():
+            _put_model_in(undo, architecture, f"{_PACKAGE}.{name}")
         if "attn" not in excluded:
             _put_attention_in(undo)
         if "logprob" not in excluded:
@@ -95,19 +102,28 @@ def _put_in(undo: ExitStack, base: Any, ours: type) -> None:
     undo.callback(custom_op.op_registry_oot.pop, base.__name__)
 
 
+def _put_model_in(undo: ExitStack, architecture: str, ours: str) -> None:
+    models = ModelRegistry.models
+    undo.callback(models.__setitem__, architecture, models[architecture])
+    ModelRegistry.register_model(architecture, ours)
+
+
 def _put_attention_in(undo: ExitStack) -> None:
     backend, name = AttentionBackendEnum.CUSTOM, "attention_gpu.RlkAttentionBackend"
     if current_platform.is_cpu():
         backend, name = AttentionBackendEnum.CPU_ATTN, "attention_cpu.RlkCPUAttentionBackend"
-    register_backend(backend, f"{__name__.rpartition('.')[0]}.{name}")
+    register_backend(backend, f"{_PACKAGE}.{name}")
     undo.callback(backend.clear_override)
 
 
 def _forget_made() -> None:
-    """vLLM keeps rotary embeddings and chosen backends from one model to the next."""
+    """vLLM keeps rotary embeddings, chosen backends and classes of models from one model to the
+    next."""
     from vllm.model_executor.layers import rotary_embedding
+    from vllm.model_executor.model_loader import utils
 
     rotary_embedding._ROPE_DICT.clear()
+    utils._MODEL_ARCH_BY_HASH.clear()
     selector._cached_get_attn_backend.cache_clear()
 
 
@@ -155,8 +171,10 @@ def _of_mlp(mlp: Any) -> dict[str, Any]:
     if hasattr(mlp, "experts"):
         shared = getattr(mlp, "shared_experts", None)
         of_shared = {} if shared is None else _of_mlp(shared)
-        return dict.fromkeys(ROUTED, mlp.experts) | {
-            f"shared_{op}": module for op, module in of_shared.items()
+        return {
+            **dict.fromkeys(ROUTED, mlp.experts),
+            "router": mlp.gate,
+            **{f"shared_{op}": module for op, module in of_shared.items()},
         }
     both = mlp.gate_up_proj
     return {"gate_proj": both, "up_proj": both, "act": mlp.act_fn, "down_proj": mlp.down_proj}

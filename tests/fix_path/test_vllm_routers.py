@@ -1,0 +1,80 @@
+"""GLM-4.5 in a vLLM whose routers are torch's own linears, as in 0.26: the kernels take their
+place, with the bits of vLLM 0.32's."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bit_equal import Bits
+from random_model import write_random_model
+
+GLM: dict[str, Any] = {
+    **{"model_type": "glm4_moe", "dtype": "bfloat16", "head_dim": 32, "num_hidden_layers": 3},
+    **{"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 96},
+    **{"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "use_qk_norm": True},
+    **{"max_position_embeddings": 1024},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_random_model(tmp_path_factory.mktemp("glm") / "model", **GLM))
+
+
+@pytest.fixture(scope="module")
+def said(vllm_bits: Bits, model: str) -> dict[str, Any]:
+    """What vLLM 0.32 says, in the form that it has and in that of 0.26."""
+    common = {"model": model, "kernels": "registered", "check": True}
+    plain = common | {"plain routers": True}
+    return vllm_bits(
+        [
+            common | {"name": "own form"},
+            plain | {"name": "plain"},
+            plain | {"name": "without kernels", "kernels": "off", "check": False},
+            plain | {"name": "not replaced", "stock model": True},
+        ],
+        few=True,
+    )
+
+
+def test_plain_routers_are_replaced(said: dict[str, Any]) -> None:
+    for name in ("own form", "plain"):
+        assert said[name]["refusal"] == "", name
+        assert said[name]["decode"] == said[name]["prefill"], name
+    assert len(said["plain"]["decode"]) > 5
+    assert said["plain"] == said["own form"]
+
+
+def test_without_the_kernels_the_routers_are_vllms_own(said: dict[str, Any]) -> None:
+    """The control, in the process that has run the kernels' class of the model."""
+    stock = said["without kernels"]
+    assert stock["ran"] == []
+    assert stock["decode"] != said["plain"]["decode"]
+
+
+def test_a_router_that_is_not_replaced_is_named(said: dict[str, Any]) -> None:
+    """A planted fault: the model's class stays vLLM's, and with it the routers."""
+    assert said["not replaced"]["refusal"] == (
+        "the engine's own still computes layers.1.router, layers.2.router"
+    )
+
+
+@pytest.mark.whole_matrix
+def test_compiled_and_with_new_weights(
+    vllm_bits: Bits, model: str, said: dict[str, Any], tmp_path: Path
+) -> None:
+    other = str(write_random_model(tmp_path / "other", **GLM | {"initializer_range": 0.06}))
+    common = {"model": model, "kernels": "registered"}
+    plain = common | {"plain routers": True}
+    answers = vllm_bits(
+        [
+            plain | {"name": "compiled", "options": {"enforce_eager": False}},
+            common | {"name": "own form, reloaded", "reload": other},
+            plain | {"name": "plain, reloaded", "reload": other},
+        ],
+        few=True,
+    )
+    for what in ("tokens", "decode", "prefill"):
+        assert answers["compiled"][what] == said["plain"][what]
+        reloaded = answers["plain, reloaded"][what]
+        assert reloaded == answers["own form, reloaded"][what] != said["plain"][what]

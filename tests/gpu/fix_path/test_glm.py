@@ -1,0 +1,62 @@
+"""On a GPU, GLM-4.5's shape with the kernels: vLLM's decode and prefill, compiled with CUDA graphs
+too, and HF give the same bits at every site, and send every token to the same experts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from glm import write_glm
+from modes import ROOT, environment, runs
+
+pytestmark = pytest.mark.skipif(not runs(), reason="needs vLLM and an NVIDIA GPU")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_glm(tmp_path_factory.mktemp("glm") / "model")
+
+
+def compared(folder: Path, model: str, *more: str) -> tuple[int, dict[str, Any], str]:
+    """The exit code, the verdict, and what was said of vLLM against HF."""
+    prompts = (ROOT / "fixtures/prompts.jsonl").read_text().splitlines(keepends=True)
+    (folder / "few.jsonl").write_text("".join(prompts[:24]))
+    command = [
+        *(sys.executable, "-m", "rlk_align", "compare", "--model", model),
+        *("--rollout", "vllm", "--train", "hf", "--contract", "bitwise"),
+        *("--prompts", str(folder / "few.jsonl"), "--max-new-tokens", "16"),
+        *("--run-dir", str(folder / "run"), "--output", f"json={folder / 'verdict.json'}", *more),
+    ]
+    done = subprocess.run(
+        command, env=environment(), cwd=folder, capture_output=True, text=True, timeout=550
+    )
+    said = (done.stdout + done.stderr)[-6000:]
+    assert (folder / "verdict.json").exists(), said
+    return done.returncode, json.loads((folder / "verdict.json").read_text()), said
+
+
+def test_no_bit_differs(tmp_path: Path, model: str) -> None:
+    code, verdict, said = compared(tmp_path, model, "--kernels", "rlk", "--production")
+    assert code == 0, said
+    edges = verdict["edges"]
+    assert set(edges) == {
+        "decode_vs_prefill", "prefill_vs_train", "decode_vs_train", "production_vs_observed"
+    }  # fmt: skip
+    for name, edge in edges.items():
+        assert edge["tokens"] == verdict["tokens"] > 200, name
+        assert edge["bit_mismatches"] == 0, name
+    assert verdict["coverage"]["paired"] == verdict["coverage"]["expected"] > 50_000
+    assert verdict["coverage"]["unpaired"] == []
+    for name, routing in verdict["routing"].items():
+        assert len(routing["layers"]) == 3, name
+        assert routing["tokens"] > 500, name
+        assert routing["flipped_tokens"] == 0, name
+
+
+def test_without_the_kernels_there_is_drift(tmp_path: Path, model: str) -> None:
+    """The control group: the same command."""
+    code, verdict, said = compared(tmp_path, model, "--kernels", "off", "--no-production")
+    assert code != 0, said
+    assert verdict["edges"]["prefill_vs_train"]["bit_mismatches"] > 100
