@@ -30,7 +30,8 @@ def _unshared(shape: ModelShape, tp: int, fused_qkv: bool, kernels: bool) -> str
     if shape.intermediate % tp:
         return f"{shape.intermediate} MLP features cannot be divided among {tp} ranks"
     if shape.expert_intermediate % tp:
-        return f"{shape.expert_intermediate} features of an expert cannot be divided among {tp} ranks"
+        inner = shape.expert_intermediate
+        return f"{inner} features of an expert cannot be divided among {tp} ranks"
     if fused_qkv and qkv % tp:
         return f"{qkv} rows of q, k and v cannot be divided among {tp} ranks"
     if kernels and shape.hidden % tp:
