@@ -124,7 +124,6 @@ class RlkMoERunner(Sparse, MoERunner):
             ),
             "shared experts by a weight of their own": self.shared_expert_gate is not None,
             "experts in another space": self.routed_input_transform is not None,
-            "expert parallelism": parallel.ep_size > 1,
             "data parallelism": parallel.dp_size > 1,
             "results that the next module adds up": self.moe_config.skip_final_all_reduce,
             f"scoring_func={experts.scoring_func}": experts.scoring_func
