@@ -8,7 +8,7 @@ import torch
 from bit_equal import Bits
 from conftest import Cli, Outcome, command_line, require_engine, write_few_prompts
 from safetensors.torch import load_file, save_file
-from test_sparse import SPARSE, model_of
+from sparse_models import SPARSE, model_of
 
 PATCHES = Path(__file__).resolve().parents[1] / "cli"
 UPDATE = "vllm:tp=2,kernels=rlk,model={},patch=patches:update_weights"
