@@ -102,7 +102,7 @@ def test_a_fault_of_one_rank_is_named_with_it(
     else:
         # Two ranks round more than one, before that layer.
         assert first["site"] == "layers.0.o_proj"
-        assert re.search(r"layers\.2\.moe_out +rollout is off", done.out)
+        assert re.search(r"layers\.2\.moe_out +the rollout side is off", done.out)
 
 
 @whole_matrix
