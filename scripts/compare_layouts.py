@@ -4,7 +4,8 @@
                                       [--max-new-tokens 32] [--limit 540]
 
 Needs two GPUs, vLLM and megatron-core, the kernels installed as vLLM's plugin, and a model with its
-prompts as `fixtures/make_large_model.py` makes them. vLLM at tp=2 samples, scores again, and scores
+prompts as `fixtures/make_large_model.py` makes them: a dense or a sparse one, whose experts
+Megatron's ranks share then. vLLM at tp=2 samples, scores again, and scores
 once more compiled and with CUDA graphs; each training engine scores those tokens with the kernels,
 and the contract is `bitwise`. vLLM on one GPU samples by itself. Without the kernels, two pairs
 show the drift. Writes OUT/layouts.json and OUT/layouts.md, and fails where a pair with the kernels
@@ -28,11 +29,21 @@ from typing import Any
 import torch
 
 from rlk_align.engines.spec import EngineSpec
+from rlk_align.model.families import read_shape
 
 VLLM = "kv_cache_gb=4"
 ROLLOUT = f"vllm:tp=2,{VLLM}"
 ONE_GPU = f"vllm:{VLLM}"
-TRAIN = ("megatron:tp=2", "megatron:tp=2,sp=1", "megatron", "fsdp:dp=2", "hf")
+DENSE = {
+    "megatron:tp=2": "0,1",
+    "megatron:tp=2,sp=1": "0,1",
+    "megatron": "0",
+    "fsdp:dp=2": "0,1",
+    "hf": "1",
+}
+"""Layouts of training engines -> the GPUs of each."""
+SPARSE = {"megatron:ep=2": "0,1", "megatron": "0", "fsdp:dp=2": "0,1", "hf": "1"}
+"""The same for a model that has sparse layers."""
 EDGES = ("decode_vs_prefill", "prefill_vs_train")
 
 
@@ -125,16 +136,18 @@ def prompts(model: Path, tokens: int) -> tuple[str, ...]:
     return ("--prompts", str(model / "prompts.jsonl"), "--max-new-tokens", str(tokens))
 
 
+def layouts(model: Path) -> list[tuple[str, str]]:
+    """Each training engine's spec, and its GPUs."""
+    return list((SPARSE if read_shape(model).experts else DENSE).items())
+
+
 def with_the_kernels(out: Path, model: Path, tokens: int, until: float) -> list[dict[str, Any]]:
     sampling = [*asked(model), *prompts(model, tokens)]
+    (train, gpus), *others = layouts(model)
     first = compared(
-        out,
-        with_kernels(ROLLOUT, "rlk"),
-        TRAIN[0],
-        "rlk",
-        [*sampling, "--production"],
-        f"vllm:tp=2 / {TRAIN[0]}",
-    ).start()
+        out, with_kernels(ROLLOUT, "rlk"), train, "rlk", [*sampling, "--production"],
+        f"vllm:tp=2 / {train}", gpus,
+    ).start()  # fmt: skip
     lone = out / "one-gpu"
     capture = ["capture", "--engine", with_kernels(ONE_GPU, "rlk"), "-o", str(lone / "run")]
     one_gpu = Job("vllm", "rlk", [*capture, *sampling], lone, gpus="1").start()
@@ -146,7 +159,7 @@ def with_the_kernels(out: Path, model: Path, tokens: int, until: float) -> list[
             out, f"replay:path={recorded}", train, "rlk", [*asked(model), "--no-production"],
             f"vllm:tp=2 / {train}", gpus,
         ).start()
-        for train, gpus in zip(TRAIN[1:], ("0,1", "0", "0,1", "1"), strict=True)
+        for train, gpus in others
     ]  # fmt: skip
     folder = out / "tp2-tp1"
     words = ["compare", str(recorded), str(lone / "run"), "--contract", "bitwise"]
@@ -158,10 +171,10 @@ def with_the_kernels(out: Path, model: Path, tokens: int, until: float) -> list[
 
 def without(out: Path, model: Path, tokens: int, until: float) -> list[dict[str, Any]]:
     """One by one. The second one scores the tokens of the first."""
-    words = [*asked(model), "--no-production"]
+    words, (train, gpus) = [*asked(model), "--no-production"], layouts(model)[0]
     pair = compared(
-        out, with_kernels(ROLLOUT, "off"), TRAIN[0], "off", [*words, *prompts(model, tokens)],
-        f"vllm:tp=2 / {TRAIN[0]}",
+        out, with_kernels(ROLLOUT, "off"), train, "off", [*words, *prompts(model, tokens)],
+        f"vllm:tp=2 / {train}", gpus,
     )  # fmt: skip
     replay = f"replay:path={pair.folder / 'run'}"
     lone = compared(out, replay, "hf", "off", words, "vllm:tp=2 / hf")
@@ -177,14 +190,16 @@ def row(found: dict[str, Any]) -> str:
     if "paired" not in coverage:  # it did not come to that
         code = found["exit"]
         ended = "did not finish" if code is None else f"exit {code}"
-        return f"| {found['pair']} | {found['kernels']} | {ended} |" + " |" * 5
+        return f"| {found['pair']} | {found['kernels']} | {ended} |" + " |" * 6
     edges = [verdict["edges"].get(name) or {} for name in EDGES]
+    routing = (verdict.get("routing") or {}).get(EDGES[1])
     first = (verdict["divergence"] or {}).get("first_bitwise")
     cells = [
         found["pair"], found["kernels"], verdict["status"],
         f"{coverage['paired']:,} of {coverage['expected']:,}",
         *(f"{e['bit_mismatches']:,}" if e else "" for e in edges),
         f"{edges[1]['max_abs_dlogp']:.2g}" if edges[1] else "",
+        f"{routing['flipped_tokens']:,} of {routing['tokens']:,}" if routing else "",
         first["site"] if first else "none",
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
@@ -193,9 +208,10 @@ def row(found: dict[str, Any]) -> str:
 def table(found: list[dict[str, Any]]) -> str:
     columns = (
         "rollout / train", "kernels", "verdict", "rows paired", "other log-probs, decode / prefill",
-        "prefill / training", "its max abs Δ", "first site with another bit",
+        "prefill / training", "its max abs Δ", "tokens sent to other experts",
+        "first site with another bit",
     )  # fmt: skip
-    rule = "| --- | --- | --- | ---: | ---: | ---: | ---: | --- |"
+    rule = "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |"
     return "\n".join(["| " + " | ".join(columns) + " |", rule, *map(row, found), ""])
 
 

@@ -9,52 +9,8 @@ from typing import Any
 import pytest
 from bit_equal import Bits
 from conftest import Cli, Outcome, command_line, require_engine, write_few_prompts
-from random_model import write_random_model
+from sparse_models import RANDOM, SPARSE, model_of
 
-SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
-RANDOM: dict[str, dict[str, Any]] = {
-    "mixtral": {
-        "model_type": "mixtral",
-        "dtype": "bfloat16",
-        "head_dim": 32,
-        "num_local_experts": 6,
-        "num_experts_per_tok": 3,
-    },
-    "not-normalized": {
-        "model_type": "qwen3_moe",
-        "dtype": "bfloat16",
-        "head_dim": 32,
-        "num_experts": 16,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 96,
-        "norm_topk_prob": False,
-        "decoder_sparse_step": 2,
-    },
-    "one-group": {
-        "model_type": "glm4_moe",
-        "dtype": "bfloat16",
-        "head_dim": 32,
-        "n_routed_experts": 10,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 64,
-        "n_shared_experts": 2,
-        "partial_rotary_factor": 1.0,
-    },
-    "corrected": {
-        "model_type": "glm4_moe",
-        "dtype": "bfloat16",
-        "head_dim": 32,
-        "num_hidden_layers": 3,
-        "n_routed_experts": 16,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 96,
-        "n_group": 4,
-        "topk_group": 2,
-        "routed_scaling_factor": 2.5,
-        "use_qk_norm": True,
-        "attention_bias": True,
-    },
-}
 MODELS = ("sparse", *RANDOM)
 EVERY = [
     ("hf", "hf:batch=4,padding=left", "fsdp:dp=2"),
@@ -83,14 +39,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cli(folder: Path) -> Cli:
     return command_line(folder)
-
-
-def model_of(folder: Path, name: str) -> Path:
-    if name == "sparse":
-        return SPARSE
-    if not (folder / name).exists():
-        write_random_model(folder / name, **RANDOM[name])
-    return folder / name
 
 
 def compared(cli: Cli, folder: Path, name: str, rollout: str, train: str) -> Outcome:

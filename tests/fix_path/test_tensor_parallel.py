@@ -10,7 +10,8 @@ from random_model import write_random_model
 
 whole_matrix = pytest.mark.whole_matrix
 PAIRS = (
-    ("vllm:tp=2", "megatron:tp=2,sp=1", "bfloat16"),
+    ("vllm", "megatron:tp=2,sp=1", "bfloat16"),
+    pytest.param("vllm:tp=2", "megatron:tp=2,sp=1", "bfloat16", marks=whole_matrix),
     pytest.param("vllm:tp=4", "megatron:tp=4", "bfloat16", marks=whole_matrix),
     pytest.param("vllm:tp=4", "hf", "bfloat16", marks=whole_matrix),
     pytest.param("vllm:tp=2", "fsdp:dp=2", "float32", marks=whole_matrix),

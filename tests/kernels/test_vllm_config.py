@@ -32,7 +32,9 @@ def vllm_config(
         "architecture": "LlamaForCausalLM", "runner_type": "generate",
     }  # fmt: skip
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(**dict.fromkeys(("tensor_parallel_size", *PARALLEL), 1)),
+        parallel_config=SimpleNamespace(
+            **dict.fromkeys(("tensor_parallel_size", *PARALLEL), 1), enable_expert_parallel=False
+        ),
         model_config=SimpleNamespace(
             hf_text_config=SimpleNamespace(rope_parameters=rope, **usual | (text or {})),
             **usual_model | model,
@@ -145,6 +147,22 @@ def test_a_model_in_parts_is_refused(option: str) -> None:
     setattr(asked.parallel_config, option, 2)
     with pytest.raises(NotServed, match=PARALLEL[option]):
         config._check(asked)
+
+
+def test_whole_experts_on_other_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one rank vLLM's switch changes nothing, and of a dense model neither."""
+    monkeypatch.setattr(config, "_sparse_served", [True])
+    sparse, dense = vllm_config(text={"model_type": "mixtral"}), vllm_config()
+    sparse.model_config.architecture = "MixtralForCausalLM"
+    for asked in (sparse, dense):
+        asked.parallel_config.enable_expert_parallel = True
+        config._check(asked)
+        asked.parallel_config.tensor_parallel_size = 2
+    config._check(dense)
+    with pytest.raises(NotServed, match="does not serve expert parallelism"):
+        config._check(sparse)
+    sparse.parallel_config.enable_expert_parallel = False
+    config._check(sparse)
 
 
 def test_a_model_that_ranks_cannot_share_is_refused() -> None:

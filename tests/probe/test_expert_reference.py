@@ -138,6 +138,47 @@ def test_the_row_of_the_shared_experts_is_added() -> None:
     assert (variance > exact("moe_out")[1]).all()
 
 
+def test_shares_that_ranks_add_up_are_rounded_by_each() -> None:
+    """By rounding what vLLM's ranks round, with the shared experts' shares among it."""
+    ranks, n, generator = 2, 400, torch.Generator().manual_seed(7)
+    down = torch.randn(6, 5, generator=generator, dtype=torch.float64)
+    weights = WEIGHTS | {"layers.0.shared_down_proj": down}
+    shape = dataclasses.replace(CORRECTED, dtype="bfloat16")
+    unexposed = dict.fromkeys([*INNER, "layers.0.shared_down_proj"], "added up")
+    site = as_recorded(BY_NAME["layers.0.moe_out"], BY_NAME, unexposed)
+    x, shared_act = (torch.randn(n, f, generator=generator).bfloat16().double() for f in (6, 5))
+    shares = torch.rand(n, 2, generator=generator).bfloat16().double()
+    chosen = torch.tensor([[0, 3]]).repeat(n, 1)
+    named = {"mlp_norm": x, "routing_weights": shares, "experts": chosen.double()}
+    named["shared_act"] = shared_act
+    inputs = [named[name.rpartition(".")[2]] for name in site.inputs]
+
+    def once(value: torch.Tensor) -> torch.Tensor:
+        return value.bfloat16().double()
+
+    acts = []
+    for e in (0, 3):
+        gate, up = (
+            once(x @ WEIGHTS[f"layers.0.experts.{e}.{op}"].T) for op in ("gate_proj", "up_proj")
+        )
+        acts.append(once(gate * gate.sigmoid() * up))
+    parts = []
+    for own in torch.arange(5).chunk(ranks):
+        rows = [
+            once(act[:, own] @ WEIGHTS[f"layers.0.experts.{e}.down_proj"][:, own].T)
+            for e, act in zip((0, 3), acts, strict=True)
+        ]
+        routed = once(rows[0] * shares[:, :1] + rows[1] * shares[:, 1:])
+        parts.append(once(routed + once(shared_act[:, own] @ down[:, own].T)))
+    got = once(parts[0] + parts[1])
+    out, extra = ExpertReference(shape, "bfloat16", weights.__getitem__, ranks).exact(site, inputs)
+    alone, less = ExpertReference(shape, "bfloat16", weights.__getitem__).exact(site, inputs)
+    torch.testing.assert_close(out, alone, rtol=1e-12, atol=1e-12)
+    error = (got - out).square().sum()
+    assert 0.5 < (error / extra.sum()).sqrt() < 1.3
+    assert extra.sum() > 1.2 * less.sum()
+
+
 def test_a_choice_is_held_against_the_corrected_scores() -> None:
     weights = {"layers.0.experts": CORRECTION}
     reference = ExpertReference(CORRECTED, "float32", weights.__getitem__)

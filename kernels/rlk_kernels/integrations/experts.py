@@ -23,7 +23,8 @@ class Sparse(Counted):
 
     rlk_show: Callable[[str, Tensor], None] | None = None
     """Called with intermediate values that no module returns, by operator, `[T, F]`: a token's
-    experts, their weights, and their rows, one after another, in the order of their ids."""
+    experts, their weights, and their rows, one after another, in the order of their ids; of rows
+    this rank's columns."""
     rlk_choose: Callable[[Tensor, Tensor], Tensor] | None = None
     """Given the scores [T, E] that experts are chosen by and the choice [T, k], says which experts
     are computed, int64 [T, k]; they are weighed as if they had been the choice."""
@@ -64,7 +65,8 @@ class Sparse(Counted):
         ranks: ProcessGroup | None = None,
     ) -> Tensor:  # fmt: skip
         """The layer's output [T, H] of x[T, H]; gate_up[E, 2 I, H], down[E, H, I]: with `ranks`,
-        this rank's experts of those that all of them share."""
+        this rank's experts of those that all of them share; where `columns` gathers, this rank's
+        outputs of all experts, gate_up[E, 2 I / R, H] and down[E, H / R, I]."""
         experts, inner = len(gate_up) * size_of(ranks), gate_up.shape[1] // 2
 
         def here(rows: Tensor, local: Tensor) -> tuple[Tensor, ...]:
@@ -83,15 +85,20 @@ class Sparse(Counted):
             inside = tuple(part.contiguous() for part in every.split(sizes, dim=-1))
         for operator, value in zip(INSIDE[-len(inside) :], inside, strict=True):
             self.show(operator, value)
-        return profile.combine(inside[-1], weights, ids, experts)
+        return self.columns(profile.combine(inside[-1], weights, ids, experts))
+
+    def columns(self, x: Tensor) -> Tensor:
+        """[..., R F]: this rank's columns x[..., F] beside those of the others, where R ranks have
+        each some outputs of all products by expert."""
+        return x
 
     def _rows(self, x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
-        """The rows that `INSIDE` names, for each expert of a token: [T, k, I] each, and [T, k, H].
-        Only the last one where nothing is trained or shown."""
+        """The rows that `INSIDE` names, for each expert of a token: [T, k, I] each, and [T, k, H];
+        this rank's columns of them. Only the last one where nothing is trained or shown."""
         groups = profile.expert_groups(ids, len(gate_up))
         if self.rlk_show is None and not torch.is_grad_enabled():
             act = profile.expert_act(x, gate_up, groups)
-            return (profile.expert_linear(act, down, groups),)
+            return (profile.expert_linear(self.columns(act), down, groups),)
         gate, up = profile.expert_linear(x, gate_up, groups).chunk(2, dim=-1)
         inner = profile.act(gate, up)
-        return gate, up, inner, profile.expert_linear(inner, down, groups)
+        return gate, up, inner, profile.expert_linear(self.columns(inner), down, groups)

@@ -130,6 +130,21 @@ def fused(*layouts: Layout) -> Layout:
     )
 
 
+def in_slots(op: str, size: int, slots: int, tp: int) -> Layout:
+    """One operator in equal slices of each slot of a row, which holds `slots` of `size` features:
+    each rank holds its slice of the first, then of the second, and so on."""
+    step = size // tp
+    return Layout(
+        tuple(
+            tuple(
+                FeatureSlice(op, at + r * step, at + (r + 1) * step)
+                for at in range(0, slots * size, size)
+            )
+            for r in range(tp)
+        )
+    )
+
+
 def of_outputs(sites: Sequence[str], shape: ModelShape, tp: int) -> Layout | None:
     """What each rank holds of these sites' values, which one tensor has where they are several, by
     the catalogue; None where each rank holds them whole."""

@@ -29,6 +29,9 @@ def _unshared(shape: ModelShape, tp: int, fused_qkv: bool, kernels: bool) -> str
         return f"{kv} key-value heads are neither a multiple nor a divisor of tp"
     if shape.intermediate % tp:
         return f"{shape.intermediate} MLP features cannot be divided among {tp} ranks"
+    if shape.expert_intermediate % tp:
+        inner = shape.expert_intermediate
+        return f"{inner} features of an expert cannot be divided among {tp} ranks"
     if fused_qkv and qkv % tp:
         return f"{qkv} rows of q, k and v cannot be divided among {tp} ranks"
     if kernels and shape.hidden % tp:

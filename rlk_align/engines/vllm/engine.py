@@ -17,7 +17,7 @@ from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampl
 from rlk_align.engines.common.attributes import processing
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import ParameterRecord
-from rlk_align.engines.vllm.experts import FUSED
+from rlk_align.engines.vllm.experts import BY_EXPERT, FUSED, PARTIAL
 from rlk_align.engines.vllm.worker import TapPlan
 from rlk_align.errors import BadOption, EngineFailed, ModelError
 from rlk_align.model.prompts import TokenBatch
@@ -131,10 +131,13 @@ class VLLMEngine(Engine):
         return self._rpc("rlk_code", self.shape)
 
     def unexposed(self, kind: str) -> dict[str, str]:
+        reasons = dict.fromkeys(BY_EXPERT, FUSED)
+        if self._ranks > 1 and self.shape.shared_intermediate:
+            reasons["shared_down_proj"] = PARTIAL
         fused = {
-            f"layers.{i}.{op}": FUSED
+            f"layers.{i}.{op}": reason
             for i in (self.shape.sparse_layers if self.kernels is None else ())
-            for op in ("gate_proj", "up_proj", "act", "down_proj")
+            for op, reason in reasons.items()
         }
         if kind == "decode" or self.attributes()["logprobs"] == "raw":
             return fused

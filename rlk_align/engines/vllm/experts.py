@@ -19,10 +19,17 @@ from rlk_align.engines.common.experts import (
     on_kernels,
 )
 from rlk_align.engines.common.hooks import Hooks
+from rlk_align.engines.common.layout import even
+from rlk_align.engines.common.parameters import LiveParameter
 from rlk_align.engines.common.site_hooks import SiteHooks
+from rlk_align.engines.vllm.parallel import TensorParallel
 from rlk_align.errors import EngineFailed
+from rlk_align.model.families import ModelShape
 
 FUSED = "vLLM computes a layer's experts in one kernel, which never writes their rows"
+PARTIAL = "vLLM's ranks add up their shares of shared experts together with those of the experts"
+BY_EXPERT = ("gate_proj", "up_proj", "act", "down_proj")
+"""The operators by expert."""
 
 
 def sparse_blocks(model: Any) -> Iterator[tuple[int, str, Any]]:
@@ -111,20 +118,41 @@ def replace_choice(hooks: Hooks, runner: Any, choose: Choose) -> None:
     hooks.replace(router, "_compute_routing", compute)
 
 
-def expert_weights(model: Any, inner: int) -> Iterator[tuple[str, torch.Tensor]]:
+def expert_weights(
+    model: Any, shape: ModelShape, parallel: TensorParallel
+) -> Iterator[LiveParameter]:
     """The canonical parameters of the experts, and what corrects the scores that they are chosen
-    by; `inner`: the inner size of one expert, beyond which vLLM pads."""
+    by; called on all ranks."""
+    tp = parallel.world
+    inner = shape.expert_intermediate // tp
     for i, _, block in sparse_blocks(model):
         if (correction := getattr(block.gate, "e_score_correction_bias", None)) is not None:
-            yield f"layers.{i}.experts", correction.detach()
+            copies = parallel.parts(correction.detach())
+            yield LiveParameter(f"layers.{i}.experts", copies[0], replicas=tuple(copies[1:]))
         routed = block.experts.routed_experts
         gate_up, down = (_unpacked(routed, name) for name in ("w13_weight", "w2_weight"))
         half = gate_up.shape[1] // 2
+        # The kernels' ranks share its rows.
+        dim = 0 if tp > 1 and has_kernels(block.experts) else 1
         for e in range(len(gate_up)):
-            yield f"layers.{i}.experts.{e}.gate_proj", gate_up[e, :inner]
-            yield f"layers.{i}.experts.{e}.up_proj", gate_up[e, half : half + inner]
-        for e in range(len(down)):
-            yield f"layers.{i}.experts.{e}.down_proj", down[e, :, :inner]
+            of = f"layers.{i}.experts.{e}"
+            # Behind the inner size vLLM pads.
+            for op, rows in (
+                ("gate_proj", gate_up[e, :inner]),
+                ("up_proj", gate_up[e, half : half + inner]),
+            ):
+                yield _shared_evenly(f"{of}.{op}", rows, 0, parallel)
+            columns = down[e] if dim == 0 else down[e, :, :inner]
+            yield _shared_evenly(f"{of}.down_proj", columns, dim, parallel)
+
+
+def _shared_evenly(
+    name: str, local: torch.Tensor, dim: int, parallel: TensorParallel
+) -> LiveParameter:
+    """A parameter of which each rank has an equal slice along `dim`."""
+    layout = even(name, local.shape[dim] * parallel.world, parallel.world)
+    parts = parallel.parts(local)
+    return LiveParameter(name, layout.assemble(name, parts, dim), layout.shards(name, dim))
 
 
 def _unpacked(routed: Any, name: str) -> torch.Tensor:

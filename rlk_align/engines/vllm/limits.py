@@ -3,7 +3,7 @@
 import importlib.metadata
 from typing import Any
 
-from rlk_align.engines.common.tensor_parallel import check_alone, check_shared
+from rlk_align.engines.common.tensor_parallel import check_shared
 from rlk_align.engines.info import Asked
 from rlk_align.errors import ModelError
 from rlk_align.model.families import ModelShape
@@ -17,7 +17,6 @@ def check_vllm(option: Asked, config: dict[str, Any], shape: ModelShape) -> None
     """Raises ModelError or BadOption for what vLLM would fail on when it loads the model."""
     kernels = option("kernels") == "rlk"
     check_shared("vllm", shape, int(option("tp") or 1), fused_qkv=False, kernels=kernels)
-    check_alone("vllm", shape, option("tp"))
     activation = config.get("hidden_act") or "silu"
     rope = rope_parameters(config)
     refused = {

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlk_align.engines.common.experts import has_kernels
-from rlk_align.engines.common.layout import of_outputs
+from rlk_align.engines.common.layout import in_slots, of_outputs
 from rlk_align.engines.common.places import SECOND, End, Place
-from rlk_align.engines.vllm.experts import FUSED, sparse_blocks
+from rlk_align.engines.vllm.experts import BY_EXPERT, FUSED, PARTIAL, sparse_blocks
 from rlk_align.model.families import ModelShape
 
 
@@ -32,7 +32,7 @@ def _layer_places(
 ) -> Iterator[Place]:
     here, attention, mlp = f"model.{name}", f"model.{name}.self_attn", f"model.{name}.mlp"
 
-    def place(module: str, *ops: str, end: End = "output") -> Place:
+    def place(module: str, *ops: str, end: End = "output", unexposed: str = "") -> Place:
         sites = tuple(f"{name}.{op}" for op in ops)
         return Place(
             sites=sites,
@@ -40,6 +40,7 @@ def _layer_places(
             end=end,
             layout=of_outputs(sites, shape, tp),
             shares_outputs=getattr(model.get_submodule(module), "rlk_shares_outputs", False),
+            unexposed=unexposed,
         )
 
     stream = f"layers.{i - 1}.mlp_residual" if i else ""
@@ -58,26 +59,36 @@ def _layer_places(
     sparse = next(((path, block) for at, path, block in sparse_blocks(model) if at == i), None)
     if sparse is not None:
         path, block = sparse
-        yield from _sparse_places(f"{here}.{path}", name, has_kernels(block.experts))
+        kernels = has_kernels(block.experts)
+        yield from _sparse_places(f"{here}.{path}", name, shape, tp if kernels else 0)
         if hasattr(block, "shared_experts"):
             shared = f"{here}.{path}.shared_experts"
             yield place(f"{shared}.gate_up_proj", "shared_gate_proj", "shared_up_proj")
             yield place(f"{shared}.act_fn", "shared_act")
-            yield place(f"{shared}.down_proj", "shared_down_proj")
+            partial = "" if tp == 1 or kernels else PARTIAL
+            yield place(f"{shared}.down_proj", "shared_down_proj", unexposed=partial)
         return
     yield place(f"{mlp}.gate_up_proj", "gate_proj", "up_proj")
     yield place(f"{mlp}.act_fn", "act")
     yield place(f"{mlp}.down_proj", "down_proj")
 
 
-def _sparse_places(block: str, name: str, kernels: bool) -> Iterator[Place]:
+def _sparse_places(block: str, name: str, shape: ModelShape, shown: int) -> Iterator[Place]:
+    """`shown`: the ranks, each of which has its columns of every row of the experts; 0 where these
+    rows are no tensors."""
     yield Place(sites=(f"{name}.router",), module=f"{block}.gate")
     for op in ("experts", "routing_weights"):
         yield Place(sites=(f"{name}.{op}",), module=f"{block}.experts", end="inside")
-    unexposed = "" if kernels else FUSED
-    for op in ("gate_proj", "up_proj", "act", "down_proj"):
-        site = (f"{name}.{op}",)
-        yield Place(sites=site, module=f"{block}.experts", end="inside", unexposed=unexposed)
+    for op in BY_EXPERT:
+        site = f"{name}.{op}"
+        size = shape.hidden if op == "down_proj" else shape.expert_intermediate
+        yield Place(
+            sites=(site,),
+            module=f"{block}.experts",
+            end="inside",
+            layout=in_slots(site, size, shape.top_k, shown) if shown > 1 else None,
+            unexposed="" if shown else FUSED,
+        )
     yield Place(sites=(f"{name}.moe_out",), module=block)
 
 

@@ -28,8 +28,7 @@ def vllm_weights(
     layout."""
     plan = parameter_plan(model, shape, parallel.world)
     yield from canonical(plan, lambda path: live_parameter(model, path), parallel.parts)
-    for name, value in expert_weights(model, shape.expert_intermediate):
-        yield LiveParameter(name, value)
+    yield from expert_weights(model, shape, parallel)
 
 
 def live_parameter(model: Any, path: str) -> torch.Tensor | None:

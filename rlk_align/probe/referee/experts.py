@@ -27,12 +27,12 @@ EXPERT_FORMULAS = ("top_k", "routing_weights", "expert_linear", "combine")
 
 def as_recorded(site: Site, sites: Mapping[str, Site], unexposed: Collection[str]) -> Site:
     """The operator with what it is recomputed from: the choice of experts, where its rows have
-    slots; and of the experts' sum, in place of rows that an engine does not show, what these are
-    of."""
+    slots; and of the experts' sum, in place of rows and of products that an engine does not show,
+    what these are of."""
 
     def seen(name: str) -> Iterator[str]:
         of = sites[name]
-        if name not in unexposed or not of.experts:
+        if name not in unexposed or not (of.experts or of.operator.formula == "linear"):
             yield name
             return
         for deeper in of.inputs:
@@ -49,8 +49,10 @@ def as_recorded(site: Site, sites: Mapping[str, Site], unexposed: Collection[str
 class ExpertReference:
     """One side's sparse layers."""
 
-    def __init__(self, shape: ModelShape, dtype: str, read: Read) -> None:
-        self._shape, self._dtype, self._read = shape, dtype, read
+    def __init__(self, shape: ModelShape, dtype: str, read: Read, ranks: int = 1) -> None:
+        """`ranks`: how many have a share of each expert's inner features, round what their shares
+        give, and add it up."""
+        self._shape, self._dtype, self._read, self._ranks = shape, dtype, read, ranks
 
     def exact(self, site: Site, inputs: Sequence[torch.Tensor]) -> Exact:
         """`inputs`: float64, as `as_recorded` names them."""
@@ -119,22 +121,46 @@ class ExpertReference:
         self, site: Site, inputs: Mapping[str, torch.Tensor], chosen: torch.Tensor
     ) -> Exact:
         """The sum of the experts' rows by their weights `[N, K]` and of the shared experts' row."""
-        out, extra = self._routed(site, inputs, chosen)
-        if "shared_down_proj" not in inputs:
-            return out, extra
+        shares = self._routed(site, inputs, chosen)
+        if shared := self._shared(site, inputs):
+            shares = [self._with_shared(*both) for both in zip(shares, shared, strict=True)]
+        out, extra = shares[0]
+        for share, variance in shares[1:]:
+            out, extra = out + share, extra + variance
+            # The sum of the ranks' shares is rounded as it grows.
+            extra = extra + rounding_variance(out, self._dtype)
+        if len(shares) > 1:
+            extra = extra + sum(rounding_variance(share, self._dtype) for share, _ in shares)
+        return out, extra
+
+    def _with_shared(self, routed: Exact, shared: Exact) -> Exact:
+        (out, extra), (row, variance) = routed, shared
         # Some round the routed sum, some once more where they scale it.
-        extra = extra + 2 * rounding_variance(out, self._dtype)
-        return out + inputs["shared_down_proj"], extra
+        return out + row, extra + variance + 2 * rounding_variance(out, self._dtype)
+
+    def _shared(self, site: Site, inputs: Mapping[str, torch.Tensor]) -> list[Exact]:
+        """The row of the shared experts, of each rank that has a share of it; none where there is
+        none."""
+        if "shared_down_proj" in inputs:
+            row = inputs["shared_down_proj"]
+            return [(row, torch.zeros_like(row))]
+        if "shared_act" not in inputs:
+            return []
+        weight = self._read(f"layers.{site.layer}.shared_down_proj").double()
+        parts = (inputs["shared_act"].chunk(self._ranks, 1), weight.chunk(self._ranks, 1))
+        rows = [formulas.linear(*part, None) for part in zip(*parts, strict=True)]
+        return [(row, rounding_variance(row, self._dtype)) for row in rows]
 
     def _routed(
         self, site: Site, inputs: Mapping[str, torch.Tensor], chosen: torch.Tensor
-    ) -> Exact:
+    ) -> list[Exact]:
         """The sum of the experts' rows by their weights, from the rows or, where an engine shows
-        none, from what it shows before: each step is then rounded."""
+        none, from what it shows before: each step is then rounded. Of each rank that has a share
+        of it."""
         weights = inputs["routing_weights"]
         if "down_proj" in inputs:
-            rows = inputs["down_proj"]
-            return self._summed(rows.reshape(len(rows), weights.shape[1], -1) * weights[..., None])
+            rows = inputs["down_proj"].unflatten(1, (weights.shape[1], -1))
+            return [self._summed(rows * weights[..., None])]
         if "gate_proj" in inputs:
             gate, up = (self._exactly(inputs[op]) for op in ("gate_proj", "up_proj"))
         else:
@@ -153,7 +179,7 @@ class ExpertReference:
 
     def _after_first(
         self, site: Site, gate: Exact, up: Exact, chosen: torch.Tensor, weights: torch.Tensor
-    ) -> Exact:
+    ) -> list[Exact]:
         (g, g_variance), (u, u_variance) = gate, up
         sigmoid = g.sigmoid()
         act = g * sigmoid * u
@@ -161,11 +187,15 @@ class ExpertReference:
         # The activation is rounded once or twice, and once more where the weight comes first.
         variance = slope.square() * g_variance + (g * sigmoid).square() * u_variance
         variance = variance + 2 * rounding_variance(act, self._dtype)
-        down, extra = self._by_expert(site.layer, "down_proj", act, chosen, variance)
-        extra = extra + rounding_variance(down, self._dtype)
-        w = weights[..., None]
-        out, summed = self._summed(down * w)
-        return out, summed + (extra * w.square()).sum(dim=1)
+        shares, w = [], weights[..., None]
+        for columns in torch.arange(act.shape[2], device=act.device).chunk(self._ranks):
+            down, extra = self._by_expert(
+                site.layer, "down_proj", act[..., columns], chosen, variance[..., columns], columns
+            )
+            extra = extra + rounding_variance(down, self._dtype)
+            out, summed = self._summed(down * w)
+            shares.append((out, summed + (extra * w.square()).sum(dim=1)))
+        return shares
 
     def _summed(self, parts: torch.Tensor) -> Exact:
         """`[N, K, H]` added up; some round each part, and each partial sum."""
@@ -181,13 +211,14 @@ class ExpertReference:
         slots: torch.Tensor,
         chosen: torch.Tensor,
         variance: torch.Tensor | None = None,
+        columns: torch.Tensor | slice = slice(None),
     ) -> Exact:
         """Products `[N, K, F]` of `[N, K, D]`, expert by expert, and the variance of their sums in
-        float32, and of what inexact inputs leave."""
+        float32, and of what inexact inputs leave; `columns`: which of each weight."""
         out: torch.Tensor | None = None
         for e in chosen.unique().tolist():
             at = chosen == e
-            weight = self._read(f"layers.{layer}.experts.{e}.{op}").double()
+            weight = self._read(f"layers.{layer}.experts.{e}.{op}")[:, columns].double()
             if out is None:
                 out = slots.new_zeros(*chosen.shape, len(weight))
                 extra = torch.zeros_like(out)

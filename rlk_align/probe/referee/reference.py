@@ -75,7 +75,8 @@ class Reference:
         self._weights = CheckpointWeights(self._checkpoint, live)
         self._biased = biased_operators(self._config, shape)
         self._rotary = checkpoint_rotary(model, shape)
-        self._experts = ExpertReference(shape, dtype, self._weights.read)
+        shares = tp if "down_proj" in added else 1
+        self._experts = ExpertReference(shape, dtype, self._weights.read, shares)
 
     def heads(self, site: Site) -> int:
         """In how many heads its features lie; 1 where they are no heads'."""

@@ -10,6 +10,7 @@ from gloo_ranks import on_ranks
 from rlk_kernels.errors import UnsupportedShape
 from rlk_kernels.integrations.experts import Sparse
 from rlk_kernels.parallel import experts as shared
+from rlk_kernels.parallel.copies import gather_columns
 from torch import Tensor
 
 EXPERTS, TOP_K, HIDDEN, INNER = 8, 3, 48, 24
@@ -81,6 +82,52 @@ def test_shared_experts_have_the_bits_of_one_rank(world: int, skewed: bool) -> N
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
         assert bool(value.any()), name
+
+
+class OfOutputs(Sparse):
+    """Has some outputs of all products by expert."""
+
+    def __init__(self, group: Any, wrong: bool) -> None:
+        self.group, self.wrong = group, wrong
+
+    def columns(self, x: Tensor) -> Tensor:
+        every = gather_columns(x, self.group)
+        return every.roll(x.shape[-1], -1) if self.wrong else every
+
+
+def _share_of_outputs(group: Any, skewed: bool, wrong: bool = False) -> dict[str, Tensor]:
+    parts, world, rank = problem(skewed), group.size(), group.rank()
+    halves = [half.chunk(world, 1)[rank] for half in parts["gate_up"].chunk(2, 1)]
+    down = parts["down"].chunk(world, 1)[rank].contiguous()
+    layer, shown = OfOutputs(group, wrong), {}
+    with torch.no_grad():
+        weights, ids = layer.choose(parts["logits"], TOP_K, True)
+        y = layer.compute(parts["x"], weights, ids, torch.cat(halves, 1), down)
+        layer.rlk_show = shown.__setitem__
+        again = layer.compute(parts["x"], weights, ids, torch.cat(halves, 1), down)
+    assert torch.equal(y, again)
+    return {"y": y} | shown
+
+
+def test_shared_outputs_have_the_bits_of_one_rank() -> None:
+    """And what each rank shows of an expert's rows are its columns of them."""
+    layer, whole, parts = Sparse(), {}, problem(True)
+    layer.rlk_show = whole.__setitem__
+    weights, ids = layer.choose(parts["logits"], TOP_K, True)
+    layer.compute(parts["x"], weights, ids, parts["gate_up"], parts["down"])
+    for world in (2, 4):
+        found = on_ranks(world, _share_of_outputs, True)
+        for rank in found:
+            assert torch.equal(rank.pop("y"), alone(True)["y"])
+        for name in found[0]:
+            slots = [rank[name].unflatten(1, (TOP_K, -1)) for rank in found]
+            assert torch.equal(torch.cat(slots, -1).flatten(1), whole[name]), name
+            assert bool(whole[name].any()), name
+
+
+def test_columns_of_another_rank_are_noticed() -> None:
+    (found, _) = on_ranks(2, functools.partial(_share_of_outputs, wrong=True), True)
+    assert not torch.equal(found["y"], alone(True)["y"])
 
 
 def test_rows_that_come_back_in_another_order_are_noticed() -> None:

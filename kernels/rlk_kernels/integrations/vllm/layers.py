@@ -141,7 +141,10 @@ class RlkRowParallelLinear(VllmLinear, RowParallelLinear):
 
     def _share_outputs(self) -> None:
         """Replace the parameters, which hold a share of the inputs, by a share of the outputs."""
-        if not self.input_is_parallel or not self.reduce_results or self.skip_bias_add:
+        # Those of shared experts stay partial in vLLM, whose sparse layer adds all up at once; ours
+        # takes whole ones.
+        partial = not self.reduce_results and ".shared_experts." not in self.prefix
+        if not self.input_is_parallel or partial or self.skip_bias_add:
             raise NotServed(
                 "a RowParallelLinear whose input is whole, whose results stay partial or whose "
                 "bias is added by the next module is not served on several ranks"

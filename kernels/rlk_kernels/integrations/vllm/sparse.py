@@ -1,4 +1,12 @@
-"""The out-of-tree classes of vLLM's sparse layers. T = packed tokens of all requests."""
+"""The out-of-tree classes of vLLM's sparse layers.
+
+Tensor-parallel ranks have each some outputs of both products of every expert, and gather them: of
+gate and up as vLLM shares them, of down by rows, where vLLM shares its columns and adds up. Each
+rank routes every token.
+
+T = packed tokens of all requests   E = experts   H = hidden size   I = inner size of an expert
+R = ranks
+"""
 
 from typing import Any
 
@@ -10,18 +18,48 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
 from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.utils import set_weight_attrs
 
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.experts import Sparse
+from rlk_kernels.integrations.vllm import gather
 from rlk_kernels.integrations.vllm.ahead import compile_products
 from rlk_kernels.integrations.vllm.config import check_sparse_layer
 from rlk_kernels.integrations.vllm.layers import RlkLinearMethod, VllmLinear
 
 
 class RlkFusedMoEMethod(UnquantizedFusedMoEMethod):
-    """Keeps the experts' weights as they were loaded, w13[E, 2 I, H] and w2[E, H, I]: vLLM's own
-    method pads and packs them for its kernels."""
+    """Keeps the experts' weights as they were loaded, w13[E, 2 I / R, H] and w2[E, H / R, I]:
+    vLLM's own method pads and packs them for its kernels."""
+
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        super().create_weights(layer, *args, **kwargs)
+        ranks = self.moe.moe_parallel_config.tp_size
+        if ranks == 1:
+            return
+        partial = layer.w2_weight
+        experts, hidden, inner = partial.shape
+        if hidden % ranks:
+            raise NotServed(
+                f"{hidden} outputs of experts are not served on {ranks} ranks, which do not divide "
+                "them"
+            )
+        # The same number of entries, and all else that vLLM notes of the parameter.
+        rows = partial.data.view(experts, hidden // ranks, inner * ranks)
+        layer.w2_weight = torch.nn.Parameter(rows, requires_grad=False)
+        set_weight_attrs(layer.w2_weight, vars(partial) | {"weight_loader": self._load_rows})
+
+    def _load_rows(
+        self, param: Tensor, loaded_weight: Tensor, weight_name: str, shard_id: str,
+        expert_id: int, return_success: bool = False,
+    ) -> bool | None:  # fmt: skip
+        """As `RoutedExperts.weight_loader`, which loads w2 by columns: one expert's [H, I], or
+        all experts'."""
+        rows = param.shape[1]
+        target = param.data if loaded_weight.dim() == 3 else param.data[expert_id]
+        target.copy_(loaded_weight.narrow(-2, self.moe.tp_rank * rows, rows))
+        return True if return_success else None
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, *_: Any, **__: Any
@@ -87,8 +125,8 @@ class RlkMoERunner(Sparse, MoERunner):
             ),
             "shared experts by a weight of their own": self.shared_expert_gate is not None,
             "experts in another space": self.routed_input_transform is not None,
-            "ranks that share experts": max(parallel.tp_size, parallel.ep_size, parallel.dp_size)
-            > 1,
+            "data parallelism": parallel.dp_size > 1,
+            "results that the next module adds up": self.moe_config.skip_final_all_reduce,
             f"scoring_func={experts.scoring_func}": experts.scoring_func
             != ("softmax" if experts.e_score_correction_bias is None else "sigmoid"),
             "grouped top-k without a correction of the scores": experts.use_grouped_topk
@@ -104,6 +142,13 @@ class RlkMoERunner(Sparse, MoERunner):
         }
         if reasons := [what for what, is_so in refused.items() if is_so]:
             raise NotServed(f"a sparse layer with {'; '.join(reasons)} is not served")
+        self.rlk_ranks = parallel.tp_size
+        if self.rlk_ranks > 1:
+            columns = experts.w13_weight.shape[1] // 2, experts.w2_weight.shape[1]
+            gather.connect(columns, experts.w13_weight.dtype)
+
+    def columns(self, x: Tensor) -> Tensor:
+        return x if self.rlk_ranks == 1 else gather.columns(x, self.rlk_ranks)
 
     def forward(self, hidden_states: Tensor, router_logits: Tensor, *_: Any, **__: Any) -> Tensor:
         self.count()

@@ -116,6 +116,35 @@ def test_the_sum_is_right_and_rounded_once(backend, spread):
         assert torch.equal(part, y[7:9])
 
 
+def test_shares_of_the_outputs_have_the_bits_of_all(backend):
+    """Of all products by expert, for ranks that gather the activation and the sums."""
+    for dtype in FEWER[backend]:
+        x, router = (
+            rand(9, 48, dtype=dtype, device="cpu", seed=1),
+            weights(1, EXPERTS, 48, dtype, "cpu")[0],
+        )
+        up, down = weights(EXPERTS, 80, 48, dtype, "cpu"), weights(EXPERTS, 52, 40, dtype, "cpu")
+        shares, ids = rk.route(rk.linear(x, router, out_dtype=torch.float32), TOP_K)
+        groups = rk.group_by_expert(ids, EXPERTS, backend=backend)
+        halves = zip(*(half.chunk(2, 1) for half in up.chunk(2, 1)), strict=True)
+        act = torch.cat(
+            [rk.grouped_swiglu(x, torch.cat(h, 1), groups, backend=backend) for h in halves], -1
+        )
+        y = torch.cat(
+            [
+                rk.combine_experts(
+                    rk.grouped_linear(act, rows.contiguous(), groups, backend=backend),
+                    shares, ids, EXPERTS, backend=backend,
+                )
+                for rows in down.chunk(2, 1)
+            ],
+            -1,
+        )  # fmt: skip
+        whole = layer(x, router, up, down, TOP_K, backend)
+        assert bool(whole.any())
+        assert torch.equal(y, whole)
+
+
 def test_a_layer_does_not_depend_on_its_batch(backend):
     for dtype in FEWER[backend]:
         x = rand(21, 48, dtype=dtype, device="cpu", seed=1)
