@@ -10,6 +10,7 @@ A kind's first request makes the server fork and import what KINDS names; each r
 more. The server ends when its standard input does.
 """
 
+import atexit
 import contextlib
 import fcntl
 import gc
@@ -23,6 +24,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -55,7 +57,14 @@ KINDS = {
     "light": (COMMAND,),
     # without rlk_align itself
     "tests": ("pytest", "torch", "pydantic", "packaging.version", *_FILES),
-    "command": (COMMAND, "rlk_align.cli.finish", "rlk_align.pipeline", *_ROPE, *_FILES),
+    "command": (
+        COMMAND,
+        "rlk_align.cli.finish",
+        "rlk_align.pipeline",
+        *_ROPE,
+        *_TOKENIZER,
+        *_FILES,
+    ),
     "hf": (WORKER, *_HF, _KERNELS, *_TOKENIZER, *_FILES),
     "megatron": (
         WORKER,
@@ -383,6 +392,17 @@ def _run(request: dict[str, Any]) -> None:
     module.main()
 
 
+def _leave(code: int) -> None:
+    """Ends this process as the interpreter does, and frees nothing: that would copy what is shared.
+    Returns where what it said cannot be written."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError):
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+
+
 def main() -> None:
     """The server, and every process that it forks."""
     kind, listener = _wait_for_kinds(Path(sys.argv[1]))
@@ -396,7 +416,13 @@ def main() -> None:
     _prepare(kind)
     # What is there is shared by all that is forked: the collector must not touch it.
     gc.freeze()
-    _run(_wait_for_requests(listener))
+    try:
+        _run(_wait_for_requests(listener))
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            _leave(end.code)
+        raise
+    _leave(0)
 
 
 if __name__ == "__main__":
