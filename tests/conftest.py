@@ -52,6 +52,8 @@ SLOWEST = (
     "tests/compiled/test_cuda_product.py",
     "tests/compiled/test_replayed_launches.py",
     "tests/mutation/test_guards.py",
+    "tests/fix_path/test_examples.py",
+    "tests/real_runs/test_sparse.py",
     "tests/cli/test_kernels.py",
     "tests/cli/test_traces.py",
     "tests/fix_path/test_weight_update.py",
@@ -59,12 +61,13 @@ SLOWEST = (
     "tests/cli/test_vllm.py",
     "tests/cli/test_interruptions.py",
     "tests/cli/test_planted_training.py",
-    "tests/fix_path/test_examples.py",
     "tests/engines/test_families.py",
     "tests/engines/test_megatron.py",
     "tests/kernels/ops/linear_logp/test_operator.py",
     "tests/kernels/ops/linear_logp/test_workspace.py",
     "tests/probe/test_real_engines.py",
+    "tests/real_runs/test_corrected_mixture.py",
+    "tests/real_runs/test_processors.py",
 )
 """What goes first, so that short files fill up the end."""
 

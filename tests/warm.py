@@ -10,6 +10,7 @@ A kind's first request makes the server fork and import what KINDS names; each r
 more. The server ends when its standard input does.
 """
 
+import atexit
 import contextlib
 import fcntl
 import gc
@@ -23,6 +24,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,23 +41,37 @@ _TOKENIZER = (
     "transformers.tokenization_utils_tokenizers",
     "transformers.tokenization_utils_sentencepiece",
 )
+_MODELS = ("qwen3", "llama", "qwen2", "mistral")
+_ROPE = (
+    "transformers.modeling_rope_utils",
+    *(f"transformers.models.{m}.configuration_{m}" for m in _MODELS),
+)
+_KERNELS = "rlk_align.engines.patch"
 _HF = (
     "rlk_align.engines.hf.fsdp",
     "rlk_align.engines.hf.taps",
-    *(f"transformers.models.{m}.modeling_{m}" for m in ("qwen3", "llama", "qwen2", "mistral")),
+    *(f"transformers.models.{m}.modeling_{m}" for m in _MODELS),
     "torch.distributed.run",
 )
 KINDS = {
     "light": (COMMAND,),
     # without rlk_align itself
     "tests": ("pytest", "torch", "pydantic", "packaging.version", *_FILES),
-    "command": (COMMAND, "rlk_align.cli.finish", "rlk_align.pipeline", *_FILES),
-    "hf": (WORKER, *_HF, *_TOKENIZER, *_FILES),
+    "command": (
+        COMMAND,
+        "rlk_align.cli.finish",
+        "rlk_align.pipeline",
+        *_ROPE,
+        *_TOKENIZER,
+        *_FILES,
+    ),
+    "hf": (WORKER, *_HF, _KERNELS, *_TOKENIZER, *_FILES),
     "megatron": (
         WORKER,
         "rlk_align.engines.megatron.engine",
         "megatron.core.models.gpt.gpt_layer_specs",
         "torch.distributed.run",
+        _KERNELS,
         *_TOKENIZER,
         *_FILES,
     ),
@@ -64,7 +81,11 @@ KINDS = {
         "vllm.entrypoints.llm",
         "vllm.v1.engine.core",
         "vllm.v1.worker.cpu_worker",
-        *(f"vllm.model_executor.models.{m}" for m in ("qwen3", "llama", "qwen2", "mistral")),
+        "vllm.model_executor.layers.quantization.online.base",
+        "vllm.entrypoints.launchers.cli_args",
+        *(f"vllm.model_executor.models.{m}" for m in _MODELS),
+        _KERNELS,
+        "rlk_kernels.integrations.vllm.registry",
         *_TOKENIZER,
         *_FILES,
     ),
@@ -168,9 +189,12 @@ def _prepare(kind: str) -> None:
         capture.run_worker = partial(captures.run_worker, capture.run_worker)
     elif kind in ("hf", "megatron"):
         _start_ranks_of_torchrun(kind)
+        if kind == "hf":
+            _make_table_of_renamed_weights()
     elif kind == "vllm":
         _start_ranks_of_vllm()
         _ask_of_models_in_place()
+        _put_kernels_of_cpus_in_place()
 
 
 def _start_ranks_of_torchrun(kind: str) -> None:
@@ -213,6 +237,23 @@ def _ask_of_models_in_place() -> None:
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda ask: ask()
+
+
+def _put_kernels_of_cpus_in_place() -> None:
+    """vLLM looks for what they replace in every module that there is, once a process."""
+    from vllm.platforms import current_platform
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of names that are deprecated
+        current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda platform: None)
+
+
+def _make_table_of_renamed_weights() -> None:
+    """transformers makes it, of thousands of patterns, at a process's first model."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("qwen3")
 
 
 class Server:
@@ -351,6 +392,17 @@ def _run(request: dict[str, Any]) -> None:
     module.main()
 
 
+def _leave(code: int) -> None:
+    """Ends this process as the interpreter does, and frees nothing: that would copy what is shared.
+    Returns where what it said cannot be written."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError):
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+
+
 def main() -> None:
     """The server, and every process that it forks."""
     kind, listener = _wait_for_kinds(Path(sys.argv[1]))
@@ -364,7 +416,13 @@ def main() -> None:
     _prepare(kind)
     # What is there is shared by all that is forked: the collector must not touch it.
     gc.freeze()
-    _run(_wait_for_requests(listener))
+    try:
+        _run(_wait_for_requests(listener))
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            _leave(end.code)
+        raise
+    _leave(0)
 
 
 if __name__ == "__main__":

@@ -170,9 +170,8 @@ def test_what_has_no_kernel_is_refused_before_anything_starts(
 
 def test_captures_with_kernels_lie_beside_those_without(compare: Cli, folder: Path) -> None:
     for kernels in ("rlk", "off", "rlk"):
-        done = compare(
-            *(part for side in ("--rollout", "--train") for part in (side, f"hf:kernels={kernels}"))
-        )
+        sides = ("--rollout", f"hf:kernels={kernels}", "--train", f"hf:kernels={kernels}")
+        done = compare(*sides, "--edges", "prefill_vs_train")
         assert done.code in (0, 1), done.err
         assert bool(kinds(folder, "train")) == (kernels == "rlk")
         asked = done.verdict["engines"]["train"]["options"]

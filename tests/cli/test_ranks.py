@@ -206,8 +206,11 @@ def test_a_rerun_goes_on_after_a_killed_rank(prompts: Path, tmp_path: Path) -> N
     assert again.passes["prefill"] == first.passes["prefill"]
 
 
-def test_ctrl_c_ends_all_ranks_and_keeps_what_is_finished(rollout: Path, tmp_path: Path) -> None:
-    run = score(tmp_path, "fsdp:dp=2,patch=rank_patches:asleep", rollout, real=True)
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.whole_matrix)])
+def test_ctrl_c_ends_all_ranks_and_keeps_what_is_finished(
+    rollout: Path, tmp_path: Path, real: bool
+) -> None:
+    run = score(tmp_path, "fsdp:dp=2,patch=rank_patches:asleep", rollout, real=real)
     deadline = time.monotonic() + 120
     while not (tmp_path / "asleep").exists():
         assert run.process.poll() is None, run.wait().err

@@ -132,8 +132,8 @@ def together(run: Cli, folder: Path, one: str, other: str) -> Outcome:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ("hf", "fsdp:dp=1"),
-        ("fsdp:dp=1", "fsdp:dp=2"),
+        ("hf", "fsdp:dp=2"),
+        pytest.param("fsdp:dp=1", "fsdp:dp=2", marks=pytest.mark.whole_matrix),
         pytest.param("fsdp:dp=2", "fsdp:dp=2,mixed=0", marks=pytest.mark.whole_matrix),
         ("fsdp:dp=2", "fsdp:dp=2,checkpointing=1"),
         ("megatron:tp=2", "megatron:tp=2,sp=1"),

@@ -59,7 +59,7 @@ def sampled(folder: Path) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def vllm_bits(tmp_path_factory: pytest.TempPathFactory) -> Bits:
-    """What `vllm_bits.py` says of cases, in a process of its own; all prompts, or few.
+    """What `vllm_bits.py` says of cases, in a process of its own; of each `step`-th prompt.
 
     The process starts warm, and does not compile; with `cold` it starts as a user's does.
     """
@@ -68,11 +68,10 @@ def vllm_bits(tmp_path_factory: pytest.TempPathFactory) -> Bits:
     every = sorted(tokenise(data_path("model"), prompts).values(), key=len)
 
     def run(
-        cases: list[dict[str, Any]], few: bool = False, cold: bool = False, **environment: str
+        cases: list[dict[str, Any]], step: int = 1, cold: bool = False, **environment: str
     ) -> Any:
         folder = tmp_path_factory.mktemp("bits")
-        ids = every[::10] if few else every
-        common = {"model": str(data_path("model")), "prompts": ids, "new_tokens": 6}
+        common = {"model": str(data_path("model")), "prompts": every[::step], "new_tokens": 6}
         asked, answers = folder / "cases.json", folder / "answers.json"
         asked.write_text(json.dumps([common | case for case in cases]))
         words = [str(Path(__file__).with_name("vllm_bits.py")), str(asked), str(answers)]

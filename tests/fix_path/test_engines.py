@@ -21,12 +21,11 @@ TRAINING = [
     for train in ("hf", "fsdp:dp=2", "megatron")
 ]  # fmt: skip
 """FSDP2, whose numbers are HF's, and in fp32 all trainers score a few prompts by default
-(`test_layouts.py`), and vLLM all of them (`test_vllm_batches.py`)."""
+(`test_layouts.py`), and vLLM half of them (`test_vllm_batches.py`)."""
 ONE_OPTION = ("max_num_seqs=7", "max_num_batched_tokens=64", "enable_prefix_caching=1")
-SCORING = (
-    ",".join(ONE_OPTION),
-    *(pytest.param(option, marks=pytest.mark.whole_matrix) for option in ONE_OPTION),
-)
+SCORING = (",".join(ONE_OPTION), *ONE_OPTION)
+"""By default such batches are of a few prompts at every site (`test_layouts.py`), and of all of
+them at the log-probs (`test_vllm_batches.py`)."""
 TOKENS = 1500
 """Some 1,800 are sampled."""
 
@@ -43,6 +42,7 @@ def test_rollout_is_training(
         assert set(capture_of(folder / "run", role).record.kernels.values()) == {"torch"}
 
 
+@pytest.mark.whole_matrix
 @pytest.mark.parametrize("options", SCORING)
 def test_vllm_scores_the_same_in_every_batch(
     compare: Cli, folder: Path, sampled: Callable[..., str], options: str

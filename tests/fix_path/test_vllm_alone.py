@@ -21,8 +21,18 @@ def eager(vllm_bits: Bits) -> dict[str, dict[str, Any]]:
     cases = {"plain": {}, "stretched": STRETCHED}
     return vllm_bits(
         [{"name": n, "kernels": "registered", "options": options} for n, options in cases.items()],
-        few=True,
+        step=10,
     )
+
+
+@pytest.fixture(scope="module")
+def cold(vllm_bits: Bits) -> dict[str, dict[str, Any]]:
+    """What a process says that starts as a user's does, with the kernels: with the model in a
+    process of its own, as vLLM makes it by default, and compiled, with a stretched rope."""
+    apart = {"name": "apart", "apart": True}
+    compiled = {"name": "compiled", "options": STRETCHED | {"enforce_eager": False}}
+    cases = [case | {"kernels": "registered"} for case in (apart, compiled)]
+    return vllm_bits(cases, step=10, cold=True)
 
 
 def test_off_is_off(vllm_bits: Bits) -> None:
@@ -30,7 +40,7 @@ def test_off_is_off(vllm_bits: Bits) -> None:
     hows = {"own": "off", "on": "registered", "taken out": "off", "plugin": "plugin"}
     every = {"all tokens": True, "options": {"max_logprobs": -1}}
     cases = [{"name": n, "kernels": k} | every for n, k in hows.items()]
-    found = vllm_bits(cases, few=True)
+    found = vllm_bits(cases, step=10)
     for how in ("own", "on"):
         check_all_tokens(found[how])
     assert found["taken out"] == found["own"]
@@ -46,14 +56,11 @@ def test_off_is_off(vllm_bits: Bits) -> None:
 
 
 def test_a_model_in_a_process_of_its_own_has_the_kernels_too(
-    vllm_bits: Bits, eager: dict[str, dict[str, Any]]
+    eager: dict[str, dict[str, Any]], cold: dict[str, dict[str, Any]]
 ) -> None:
-    """As vLLM makes it by default: what is registered here is told to it."""
-    apart = vllm_bits(
-        [{"name": "apart", "kernels": "registered", "apart": True}], few=True, cold=True
-    )
+    """What is registered here is told to it."""
     for what in ("tokens", "decode", "prefill"):
-        assert apart["apart"][what] == eager["plain"][what]
+        assert cold["apart"][what] == eager["plain"][what]
 
 
 def check_all_tokens(found: dict[str, Any]) -> None:
@@ -103,7 +110,7 @@ def test_compiled_code_is_loaded_where_it_belongs(
     def compiled(kernels: str) -> dict[str, Any]:
         case = {"name": "compiled", "kernels": kernels, "options": {"enforce_eager": False}}
         cache = str(tmp_path / "cache")
-        return vllm_bits([case], few=True, cold=True, VLLM_CACHE_ROOT=cache)["compiled"]
+        return vllm_bits([case], step=10, cold=True, VLLM_CACHE_ROOT=cache)["compiled"]
 
     on, off = compiled("registered"), compiled("off")
     for what in ("tokens", "decode", "prefill"):
@@ -117,14 +124,11 @@ def test_compiled_code_is_loaded_where_it_belongs(
 
 
 def test_a_rope_that_an_override_stretches(
-    vllm_bits: Bits, eager: dict[str, dict[str, Any]]
+    eager: dict[str, dict[str, Any]], cold: dict[str, dict[str, Any]]
 ) -> None:
     """Eager and compiled, where its factor goes through the compiler's graph."""
-    case = {"name": "compiled", "kernels": "registered"}
-    case["options"] = STRETCHED | {"enforce_eager": False}
-    compiled = vllm_bits([case], few=True, cold=True)["compiled"]
     assert eager["stretched"]["decode"] != eager["plain"]["decode"]
     assert eager["stretched"]["decode"] == eager["stretched"]["prefill"]
     for what in ("tokens", "decode", "prefill"):
-        assert compiled[what] == eager["stretched"][what]
-    assert "norm_rope" in compiled["ran"]
+        assert cold["compiled"][what] == eager["stretched"][what]
+    assert "norm_rope" in cold["compiled"]["ran"]

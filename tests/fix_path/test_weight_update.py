@@ -191,7 +191,7 @@ def test_weights_reloaded_into_the_live_vllm_keep_every_bit(vllm_bits: Bits, ste
         on | {"name": "reloaded", "reload": str(stepped)},
         on | {"name": "fresh", "model": str(stepped)},
     ]
-    found = vllm_bits(cases, few=True)
+    found = vllm_bits(cases, step=10)
     for what in ("tokens", "decode", "prefill"):
         assert found["reloaded"][what] == found["fresh"][what]
     assert found["reloaded"]["decode"] == found["reloaded"]["prefill"]

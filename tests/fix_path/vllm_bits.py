@@ -25,7 +25,6 @@ from unittest.mock import patch
 
 os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
@@ -130,7 +129,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def ask(case: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    llm = LLM(model=case["model"], max_model_len=1024, **options)
+    llm = LLM(
+        model=case["model"], max_model_len=1024, kv_cache_memory_bytes=1 << 28, **options
+    )  # fmt: skip
     prompts = [{"prompt_token_ids": ids} for ids in case["prompts"]]
     greedy = SamplingParams(
         temperature=0.0, max_tokens=case["new_tokens"], logprobs=0, ignore_eos=True,

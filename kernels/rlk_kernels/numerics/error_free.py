@@ -56,21 +56,21 @@ def matmul_nt(a: Tensor, b: Tensor) -> Tensor:
         hi_b, lo_b = _two_slices(b, exp_b, width)
         high = hi_a @ hi_b.mT
         middle = torch.cat([hi_a, lo_a], -1) @ torch.cat([lo_b, hi_b], -1).mT
-        total = high + middle * 2.0**-width
-        return total * pow2(exp_a - width) * pow2(exp_b - width).mT
+        total = middle.mul_(2.0**-width).add_(high)
+        return total.mul_(pow2(exp_a - width)).mul_(pow2(exp_b - width).mT)
     bits = 53 - math.ceil(math.log2(k))
     width_b = bits // 2
     width_a = bits - width_b
     total = _slice(a, exp_a, width_a) @ _slice(b, exp_b, width_b).mT
-    return total * pow2(exp_a - width_a) * pow2(exp_b - width_b).mT
+    return total.mul_(pow2(exp_a - width_a)).mul_(pow2(exp_b - width_b).mT)
 
 
 def _slice(x: Tensor, exponent: Tensor, width: int) -> Tensor:
-    return (x.double() * pow2(width - exponent)).round_()
+    return x.double().mul_(pow2(width - exponent)).round_()
 
 
 def _two_slices(x: Tensor, exponent: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    scaled = x.double() * pow2(width - exponent)
+    scaled = x.double().mul_(pow2(width - exponent))
     high = scaled.round()
-    low = (scaled - high).mul_(2.0**width).round_()
+    low = scaled.sub_(high).mul_(2.0**width).round_()
     return high, low

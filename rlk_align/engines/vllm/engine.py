@@ -29,12 +29,15 @@ _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     # With several ranks vLLM binds each to a NUMA node of its own, which a small machine lacks.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
 _LITTLE = 0.01
+_CPU_CACHE = 1e9
+"""Bytes of keys and values on a CPU, at most; a small model needs fewer."""
+_CPU_SEQUENCES = 64
+"""How many sequences, each as long as the context, they hold."""
 
 
 class VLLMEngine(Engine):
@@ -86,7 +89,7 @@ class VLLMEngine(Engine):
                 tensor_parallel_size=self._ranks,
                 logprobs_mode=f"{option('logprobs')}_logprobs",
                 **{k: option(k) for k in passed if option(k) is not None},
-                **self._cache(),
+                **self._cache(here),
                 **self._attention(here),
             )
         except (ValueError, OSError, SafetensorError) as error:
@@ -144,17 +147,19 @@ class VLLMEngine(Engine):
         raw = "vLLM's log-probs of a prompt are raw, whatever processing sampled ones get"
         return fused | {"logprob": raw}
 
-    def _cache(self) -> dict[str, Any]:
+    def _cache(self, device: str) -> dict[str, Any]:
         """What limits the cache of keys and values, which otherwise takes all of a GPU that is
-        free."""
-        size = self.spec.option("kv_cache_gb")
-        if size is None:
+        free. On a CPU its zeros are written when the engine starts."""
+        asked, shape = self.spec.option("kv_cache_gb"), self.shape
+        if asked is not None:
+            size = float(asked) * 1e9
+        elif device == "cpu":
+            token = 2 * 4 * shape.layers * shape.kv_heads * shape.head_dim  # in fp32
+            size = min(_CPU_CACHE, _CPU_SEQUENCES * shape.context * token)
+        else:
             return {}
         # The share of the memory that vLLM asks for before it starts: the cache does not follow it.
-        return {
-            "kv_cache_memory_bytes": int(float(size) * 1e9),
-            "gpu_memory_utilization": _LITTLE,
-        }
+        return {"kv_cache_memory_bytes": int(size), "gpu_memory_utilization": _LITTLE}
 
     def _attention(self, device: str) -> dict[str, Any]:
         """The backend that the kernels register; on CPUs they stand in for the only one."""

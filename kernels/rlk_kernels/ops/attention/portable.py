@@ -58,16 +58,16 @@ def _weighted_chunk(p: Tensor, v: Tensor) -> Tensor:
     exponent = exponent_of(v)
     p = p * pow2(exponent).mT
     top = exponent_of(p).clamp(min=LEAST)
-    p = p * pow2(width - top)
+    p.mul_(pow2(width - top))
     p_high = p.round()
-    p_low = ((p - p_high) * 2.0**width).round_()
-    v = v.double() * pow2(width - exponent)
+    p_low = p.sub_(p_high).mul_(2.0**width).round_()
+    v = v.double().mul_(pow2(width - exponent))
     v_high = v.round()
-    v_low = ((v - v_high) * 2.0**width).round_()
+    v_low = v.sub_(v_high)
     low = p_low @ v_high
     if bool((v_low != 0).any()):  # else exact zeros would be added
-        low += p_high @ v_low
-    return (p_high @ v_high + low * 2.0**-width) * pow2(top - 2 * width)
+        low += p_high @ v_low.mul_(2.0**width).round_()
+    return low.mul_(2.0**-width).add_(p_high @ v_high).mul_(pow2(top - 2 * width))
 
 
 def _scores(q: Tensor, k: Tensor, visible: Tensor, scale: float, softcap: float) -> Tensor:

@@ -31,6 +31,8 @@ WINDOWS = {torch.bfloat16: 40, torch.float16: None, torch.float32: 40}
 )
 def test_prefill_equals_paged_decode_and_every_chunking(dtype, window):
     n = 300  # crosses a chunk of 256 keys
+    # Every place in a page, and all lengths around the chunk's end.
+    cuts = (*range(1, 34), *range(35, 245, 30), *range(245, n))
     q, k, v, cu_q, cu_k = packed([n], [n], 4, 2, 16, dtype, "cpu")
     whole, lse = rk.attention(q, k, v, cu_q, cu_k, window=window, return_lse=True)
     k_cache, v_cache, table, _ = paged_cache(k, v, cu_k, page=16)
@@ -41,7 +43,7 @@ def test_prefill_equals_paged_decode_and_every_chunking(dtype, window):
     )  # fmt: skip
     assert torch.equal(out, whole[at])
     assert torch.equal(part, lse[:, at])
-    for cut in range(1, n):  # a cached prefix of every length, then the rest in one piece
+    for cut in cuts:  # a cached prefix of that length, then the rest in one piece
         rest = rk.paged_attention(
             q[cut:], k_cache, v_cache, table, torch.tensor([n]),
             cu_seqlens_q=torch.tensor([0, n - cut]), window=window,
