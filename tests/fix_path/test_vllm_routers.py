@@ -33,7 +33,7 @@ def said(vllm_bits: Bits, model: str) -> dict[str, Any]:
             plain | {"name": "without kernels", "kernels": "off", "check": False},
             plain | {"name": "not replaced", "stock model": True},
         ],
-        few=True,
+        step=10,
     )
 
 
@@ -72,7 +72,8 @@ def test_compiled_and_with_new_weights(
             common | {"name": "own form, reloaded", "reload": other},
             plain | {"name": "plain, reloaded", "reload": other},
         ],
-        few=True,
+        step=10,
+        cold=True,
     )
     for what in ("tokens", "decode", "prefill"):
         assert answers["compiled"][what] == said["plain"][what]
