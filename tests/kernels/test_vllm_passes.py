@@ -109,11 +109,11 @@ def test_another_stream_and_a_capture_have_their_own(second, made, monkeypatch):
     assert len(made) == 2
 
 
-@pytest.mark.whole_matrix  # other tests of the same process may have left a reference
+# Fails in some processes that ran many other tests before; what holds the plan there is not known.
+@pytest.mark.whole_matrix
 def test_it_is_kept_no_longer_than_the_pass():
     x, of_pass = batch(), Schedules()
     plan = weakref.ref(of_pass.of(LAYERS[0], None, *x).plan)
-    gc.collect()  # what the interpreter has left
     gc.disable()  # no circle holds it
     try:
         del of_pass
