@@ -25,7 +25,7 @@ def compared(folder: Path, model: str, *more: str) -> tuple[int, dict[str, Any],
     (folder / "few.jsonl").write_text("".join(prompts[:24]))
     command = [
         *(sys.executable, "-m", "rlk_align", "compare", "--model", model),
-        *("--rollout", "vllm", "--train", "hf", "--contract", "bitwise"),
+        *("--rollout", "vllm:kv_cache_gb=4", "--train", "hf", "--contract", "bitwise"),
         *("--prompts", str(folder / "few.jsonl"), "--max-new-tokens", "16"),
         *("--run-dir", str(folder / "run"), "--output", f"json={folder / 'verdict.json'}", *more),
     ]

@@ -147,6 +147,10 @@ class RlkMoERunner(Sparse, MoERunner):
             columns = experts.w13_weight.shape[1] // 2, experts.w2_weight.shape[1]
             gather.connect(columns, experts.w13_weight.dtype)
 
+    def maybe_init_modular_kernel(self) -> None:
+        """vLLM 0.26 calls this on tensor-parallel ranks to choose a kernel for the experts. This
+        class uses none of vLLM's kernels."""
+
     def columns(self, x: Tensor) -> Tensor:
         return x if self.rlk_ranks == 1 else gather.columns(x, self.rlk_ranks)
 
