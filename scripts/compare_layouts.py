@@ -42,7 +42,7 @@ DENSE = {
     "hf": "1",
 }
 """Layouts of training engines -> the GPUs of each."""
-SPARSE = {"megatron:ep=2": "0,1", "megatron": "0", "fsdp:dp=2": "0,1", "hf": "1"}
+SPARSE = {"megatron": "0", "megatron:ep=2": "0,1", "fsdp:dp=2": "0,1", "hf": "1"}
 """The same for a model that has sparse layers."""
 EDGES = ("decode_vs_prefill", "prefill_vs_train")
 
@@ -143,10 +143,10 @@ def layouts(model: Path) -> list[tuple[str, str]]:
 
 def with_the_kernels(out: Path, model: Path, tokens: int, until: float) -> list[dict[str, Any]]:
     sampling = [*asked(model), *prompts(model, tokens)]
-    (train, gpus), *others = layouts(model)
+    (train, _), *others = layouts(model)
     first = compared(
         out, with_kernels(ROLLOUT, "rlk"), train, "rlk", [*sampling, "--production"],
-        f"vllm:tp=2 / {train}", gpus,
+        f"vllm:tp=2 / {train}",
     ).start()  # fmt: skip
     lone = out / "one-gpu"
     capture = ["capture", "--engine", with_kernels(ONE_GPU, "rlk"), "-o", str(lone / "run")]
@@ -171,10 +171,10 @@ def with_the_kernels(out: Path, model: Path, tokens: int, until: float) -> list[
 
 def without(out: Path, model: Path, tokens: int, until: float) -> list[dict[str, Any]]:
     """One by one. The second one scores the tokens of the first."""
-    words, (train, gpus) = [*asked(model), "--no-production"], layouts(model)[0]
+    words, (train, _) = [*asked(model), "--no-production"], layouts(model)[0]
     pair = compared(
         out, with_kernels(ROLLOUT, "off"), train, "off", [*words, *prompts(model, tokens)],
-        f"vllm:tp=2 / {train}", gpus,
+        f"vllm:tp=2 / {train}",
     )  # fmt: skip
     replay = f"replay:path={pair.folder / 'run'}"
     lone = compared(out, replay, "hf", "off", words, "vllm:tp=2 / hf")

@@ -79,6 +79,8 @@ class Pack:
     """Without padding."""
     counted: int
     """How many of them the loss counts."""
+    answers: int
+    """How many samples have such tokens."""
     ids: Tensor
     """int64 [1, T]."""
     positions: Tensor
@@ -144,4 +146,5 @@ def _pack(row: list[Sample], device: torch.device) -> Pack:
     starts = [*accumulate((len(s.ids) for s in row), initial=0)]
     tensors["starts"] = torch.tensor(starts, dtype=torch.int32, device=device)
     two = {name: tensors[name][None] for name in ("ids", "positions")}
-    return Pack(tokens=count, counted=sum(flat["mask"]), **tensors | two)
+    counts = {"counted": sum(flat["mask"]), "answers": sum(any(s.mask) for s in row)}
+    return Pack(tokens=count, **counts, **tensors | two)

@@ -37,6 +37,9 @@ from trainer import Trainer
 from rlk_align.data import data_path
 from rlk_align.writers.step_file import write_step
 
+CLIPS = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}
+"""Each loss's clip, as its paper has it."""
+
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     a = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -57,7 +60,14 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     a.add_argument("--pack-tokens", type=int, default=4096, help="tokens of a forward, at most")
     a.add_argument("--updates", type=int, default=1, help="of a rollout")
     a.add_argument("--lr", type=float, default=1e-5)
-    a.add_argument("--clip", type=float, nargs=2, default=(0.2, 0.28), metavar=("LOW", "HIGH"))
+    a.add_argument(
+        "--loss", choices=CLIPS, default="dapo",
+        help="DAPO clips each token's ratio, GSPO the ratio of each sequence's mean",
+    )  # fmt: skip
+    a.add_argument(
+        "--clip", type=float, nargs=2, metavar=("LOW", "HIGH"),
+        help="the paper's unless given: " + ", ".join(f"{k} {v}" for k, v in CLIPS.items()),
+    )  # fmt: skip
     a.add_argument("--held-out", type=int, default=32, help="problems that measure the reward")
     a.add_argument("--eval-every", type=int, default=0, help="steps; 0 for never")
     a.add_argument("--save-every", type=int, default=1, help="steps; 0 for never")
@@ -81,9 +91,12 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     options = a.parse_args(words)
     if options.kernels == "rlk" and options.kv_cache != "auto":
         a.error(f"--kv-cache {options.kv_cache}: the kernels keep keys and values as they are")
+    options.clip = tuple(options.clip or CLIPS[options.loss])
     one_gpu = options.device.startswith("cuda") and int(os.environ.get("WORLD_SIZE", "1")) == 1
     if options.graphs and not (one_gpu and options.kernels == "rlk"):
         a.error("--graphs: capturing needs the kernels, and one GPU in one process; leave it out")
+    if options.graphs and options.loss != "dapo":
+        a.error(f"--graphs: the loss {options.loss} waits for the GPU, which a graph cannot")
     return options
 
 
@@ -161,6 +174,7 @@ class Loop:
             which = {"rank": self.ranks.rank, "ranks": self.ranks.size}
             write_step(o.run / "log-probs", self.step, lines, **which)
         with self.timed("compare"):
+            clipped = self.trainer.clip_fraction(row, scored)
             drift, on = mismatch(row, scored), torch.cat([pack.mask for pack in row])
             entropies = torch.cat([entropies for _, entropies in scored])[on]
         line = {
@@ -173,6 +187,7 @@ class Loop:
             "gradient_norm": norm,
             "counted_tokens": int(on.sum()),
             "mismatch": drift,
+            "clip_fraction": clipped,
             "digests_equal": len(self.digests),
             "seconds": self.seconds | {"step": time.perf_counter() - start},
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if self.gpu else None,

@@ -9,6 +9,7 @@ from batch import EMPTY, PADDED_TO, Pack, empty_pack
 from checks import check_gradients
 from passes import Eager, Graphs
 from ranks import Ranks, local, whole
+from rlk_kernels import policy_loss
 from rlk_kernels.integrations import hf
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -73,17 +74,34 @@ class Trainer:
         return logprobs, entropies
 
     def loss(self, logprobs: Tensor, pack: Pack, scale: Tensor | float) -> Tensor:
-        """The tokens' sum, times `scale`: DAPO's clip, on the ratio to the rollout."""
+        """A sum times `scale`: of DAPO's clipped tokens, or of GSPO's clipped sequences. Ratios are
+        to the rollout."""
         low, high = self.options.clip
+        if self.options.loss == "gspo":
+            mean, _ = self._policy_loss(logprobs, pack)
+            return mean * (len(pack.starts) - 1) * scale
         ratio = (logprobs - pack.rollout_logprobs).exp()
         clipped = ratio.clamp(1 - low, 1 + high)
         gain = torch.minimum(ratio * pack.advantages, clipped * pack.advantages)
         return -(gain * pack.mask).sum() * scale
 
+    def _policy_loss(self, logprobs: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
+        return policy_loss(
+            logprobs, pack.rollout_logprobs, pack.advantages[pack.starts[:-1]], pack.mask,
+            cu_seqlens=pack.starts, loss_type=self.options.loss, clip=self.options.clip,
+        )  # fmt: skip
+
+    def clip_fraction(self, row: list[Pack], scored: Scored) -> float:
+        """The share of the counted tokens that the clip leaves without a gradient."""
+        found = [self._policy_loss(x, pack)[1] for pack, (x, _) in zip(row, scored, strict=True)]
+        clipped = sum(float(m["clip_fraction"] * m["tokens"]) for m in found)
+        return clipped / max(sum(pack.counted for pack in row), 1)
+
     def update(self, row: list[Pack]) -> tuple[Scored, float]:
         """One step of AdamW on all packs: (their log-probs and entropies before it, the gradient's
         norm). Ranks have as many packs as each other."""
-        count = max(self.ranks.total(sum(pack.counted for pack in row)), 1)
+        unit = "answers" if self.options.loss == "gspo" else "counted"
+        count = max(self.ranks.total(sum(getattr(pack, unit) for pack in row)), 1)
         # FSDP2 takes the mean of the ranks' gradients.
         scale = self.ranks.size / count
         scored = []

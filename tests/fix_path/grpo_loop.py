@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,34 @@ def fault(loop: Loop) -> str:
     return ""
 
 
+def of_gspo(loop: Loop, answers: list[Answer]) -> dict[str, Any]:
+    """GSPO's loss of answers with an advantage of 1, before and after the first one's tokens are
+    likelier by 0.1 % in the trainer: what is clipped, and each sequence's counted tokens and their
+    gradients."""
+    dapo = vars(loop.options).copy()
+    vars(loop.options).update(loss="gspo", clip=(3e-4, 4e-4), pack_tokens=4096)
+    (pack,) = row = loop.packs([to_sample(answer, 1.0) for answer in answers])
+    with torch.no_grad():
+        logprobs, entropies = loop.trainer.score(pack)
+    first, *others = (slice(a, b) for a, b in pairwise(pack.starts[: len(answers) + 1].tolist()))
+    likelier = logprobs.clone()
+    likelier[first] += 1e-3
+    likelier.requires_grad_()
+    loop.trainer.loss(likelier, pack, 0.5).backward()
+    gradient, on = likelier.grad, pack.mask
+    assert gradient is not None
+    found = {
+        "clipped": [
+            loop.trainer.clip_fraction(row, [(x.detach(), entropies)]) for x in (logprobs, likelier)
+        ],
+        "tokens": [int(on[one].sum()) for one in (first, *others)],
+        "gradients": [gradient[one][on[one]].tolist() for one in (first, *others)],
+        "not counted": int(gradient[~on].count_nonzero()),
+    }
+    vars(loop.options).update(dapo)
+    return found
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     words = "--problems 2 --group 4 --seed 10 --max-tokens 20 --pack-tokens 120 --device cpu"
@@ -124,6 +153,7 @@ def main() -> None:
     found["tries"] = [len(answer.spans) for answer in answers]
     found["cut"] = [answer.cut for answer in cut]
     whole = [answer for answer in answers if not answer.cut]
+    found["gspo"] = of_gspo(loop, whole)
     loop.options.group, found["masks"] = 1, {}
     for name, mask in MASKS.items():
         some = cut[:2] if name == "cut" else whole

@@ -48,6 +48,7 @@ def test_no_token_has_another_bit_in_any_step(loop: Any) -> None:
         assert drift["ratio_max"] == 1.0
         assert line["digests_equal"] > 40
         assert line["gradient_norm"] > 0
+        assert line["clip_fraction"] == 0.0
     # Something was learned in between: the second step's weights are others.
     assert loop["once"][0]["bits"][0] != loop["once"][1]["bits"][0]
 
@@ -73,6 +74,17 @@ def test_a_wrong_mask_is_named(loop: Any, fault: str, name: str) -> None:
     assert max(loop["tries"]) > 1
     assert all(loop["cut"])
     assert loop["masks"][fault].startswith(name)
+
+
+def test_gspo_clips_the_sequence_that_the_trainer_computes_otherwise(loop: Any) -> None:
+    found = loop["gspo"]
+    first, *others = found["tokens"]
+    assert min(first, *others) > 3
+    assert found["clipped"] == [0.0, pytest.approx(first / (first + sum(others)))]
+    assert set(found["gradients"][0]) == {0.0}
+    for tokens, gradient in zip(others, found["gradients"][1:], strict=True):
+        assert gradient == pytest.approx([-0.5 / tokens] * tokens)
+    assert found["not counted"] == 0
 
 
 def test_a_layer_that_was_not_synced_is_named(loop: Any) -> None:
@@ -117,10 +129,15 @@ def test_the_log_probs_are_read_by_the_tool(loop: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "world"),
-    [("--device cpu", "1"), ("--device cuda --kernels off", "1"), ("--device cuda", "2")],
+    ("words", "world", "why"),
+    [
+        ("--device cpu", "1", "needs the kernels, and one GPU in one process"),
+        ("--device cuda --kernels off", "1", "needs the kernels, and one GPU in one process"),
+        ("--device cuda", "2", "needs the kernels, and one GPU in one process"),
+        ("--device cuda --loss gspo", "1", "the loss gspo waits for the GPU"),
+    ],
 )
-def test_graphs_are_refused_where_they_cannot_be_captured(words: str, world: str) -> None:
+def test_graphs_are_refused_where_they_cannot_be_captured(words: str, world: str, why: str) -> None:
     path = os.pathsep.join(str(ROOT / name) for name in ("", "kernels"))
     command = [sys.executable, str(ROOT / "examples/grpo/train.py"), "--run", "none", "--graphs"]
     variables = os.environ | {"PYTHONPATH": path, "WORLD_SIZE": world}
@@ -128,7 +145,8 @@ def test_graphs_are_refused_where_they_cannot_be_captured(words: str, world: str
         [*command, *words.split()], capture_output=True, text=True, env=variables, check=False
     )
     assert ran.returncode == 2
-    assert "--graphs: capturing needs the kernels, and one GPU in one process" in ran.stderr
+    assert "--graphs: " in ran.stderr
+    assert why in ran.stderr
 
 
 def test_problems_are_of_the_chosen_families_and_not_held_out() -> None:
