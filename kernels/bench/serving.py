@@ -10,7 +10,7 @@ checkpoint's. Rivals run at the same time, each in its process, and measure in t
 when --rivals of them have told --out that they started: whoever holds --lock has the GPU alone.
 
 Prefill: prompts that nobody has seen, one token each. Decode: the time of 1 + --new tokens less
-that of 1, over prompts whose prefix is cached. Temperature 1, log-probs of the sampled tokens, as
+the median time of 1, over prompts whose prefix is cached. Temperature 1, log-probs of the sampled tokens, as
 rollouts ask for. A line of JSON for each batch, as it comes.
 """
 
@@ -22,6 +22,7 @@ import hashlib
 import json
 import os
 import random
+import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -99,12 +100,13 @@ class Bench:
         prompts = self.prompts(count, length)
         with alone(self.lock):
             self.seconds(prompts, 8)
-        rates = []
+        times = []
         for _ in range(self.repeats):
             with alone(self.lock):
-                first, all_of_them = self.seconds(prompts, 1), self.seconds(prompts, 1 + self.new)
-            rates.append(count * self.new / (all_of_them - first))
-        return rates
+                times.append((self.seconds(prompts, 1), self.seconds(prompts, 1 + self.new)))
+        # Of all repetitions: the host may disturb one of them by more than the difference.
+        first = statistics.median(one for one, _ in times)
+        return [count * self.new / (whole - first) for _, whole in times]
 
     def bits(self) -> str:
         """A digest of what a few prompts are answered, greedily, log-probs included."""
