@@ -10,8 +10,8 @@ checkpoint's. Rivals run at the same time, each in its process, and measure in t
 when --rivals of them have told --out that they started: whoever holds --lock has the GPU alone.
 
 Prefill: prompts that nobody has seen, one token each. Decode: the time of 1 + --new tokens less
-the median time of 1, over prompts whose prefix is cached. Temperature 1, log-probs of the sampled tokens, as
-rollouts ask for. A line of JSON for each batch, as it comes.
+the median time of 1, over prompts whose prefix is cached. Temperature 1, log-probs of the sampled
+tokens, as rollouts ask for. A line of JSON for each batch, as it comes.
 """
 
 import argparse
