@@ -50,6 +50,7 @@ def _row(kernels: str, runs: dict[Path, list[Line]]) -> list[str]:
         f"{other:,} of {tokens:,}", f"{statistics.fmean(d['k3'] for d in drift):.1e}",
         *(f"{np.max([d[key] for d in drift]):.3f}" for key in ("max", "ratio_max")),
         str(sum(d["other_bits"] == 0 for d in drift)) + f" of {len(drift)}",
+        spread(100 * line["clip_fraction"] for line in steps if "clip_fraction" in line),
     ]  # fmt: skip
 
 
@@ -85,6 +86,7 @@ def summary(runs: Iterable[Path]) -> str:
     reward = [
         "kernels", "runs", "steps", "held-out reward before", "in the middle", "after",
         "tokens with other bits", "mean k3", "largest abs Δ", "largest ratio", "steps without any",
+        "clipped before the first update, %",
     ]  # fmt: skip
     seconds = ["kernels", *(f"{s}, s" for s in STAGES), "steps an hour", "sampled tokens a step",
                "tokens an answer", "peak GiB", "reserved GiB"]  # fmt: skip

@@ -114,6 +114,7 @@ def test_a_summary_shows_what_is_not_a_number(loop: Any, tmp_path: Path) -> None
     words = [sys.executable, str(ROOT / "examples/grpo/summary.py"), str(tmp_path)]
     said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     assert "| nan |" in said
+    assert "| 0.000 (0.000 to 0.000) |" in said  # clipped
 
 
 def test_the_log_probs_are_read_by_the_tool(loop: Any) -> None:
