@@ -25,7 +25,7 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +124,9 @@ class Bench:
 
 def profile_of(folder: Path) -> dict[str, Any]:
     """What the newest profile says, times in milliseconds: from the first kernel to the end of the
-    last, of that the GPU's own, and [name, in all, how many] of kernels and of what the host did,
-    longest first."""
+    last, how long of that any kernel was on the GPU, and [name, in all, how many] of kernels and of
+    what the host did, longest first. A kernel may start before the one whose results it awaits has
+    ended: the times of all kernels may add up to more than `busy`."""
     newest = max(folder.glob("**/*.json.gz"), key=lambda path: path.stat().st_mtime)
     with gzip.open(newest) as file:
         events = [e for e in json.load(file)["traceEvents"] if "dur" in e]
@@ -134,10 +135,19 @@ def profile_of(folder: Path) -> dict[str, Any]:
     end = max(e["ts"] + e["dur"] for e in kernels)
     return {
         "span": (end - min(e["ts"] for e in kernels)) / 1000,
-        "busy": sum(e["dur"] for e in kernels) / 1000,
+        "busy": _covered((e["ts"], e["ts"] + e["dur"]) for e in kernels) / 1000,
         "kernels": _longest(kernels),
         "host": _longest(host),
     }
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """How long at least one of them lasts."""
+    total, until = 0.0, 0.0
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
 
 
 def _longest(events: list[dict[str, Any]]) -> list[tuple[str, float, int]]:
