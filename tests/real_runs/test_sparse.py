@@ -176,6 +176,7 @@ def test_a_tie_is_no_bug(tmp_path: Path) -> None:
             for engine in (
                 *("hf:experts=eager,batch=4", "megatron"),
                 *("hf:kernels=rlk,batch=4", "megatron:kernels=rlk,ep=2,pp=2"),
+                *("vllm:tp=2", "vllm:tp=2,kernels=rlk"),
             )
         ),
     ],
