@@ -11,6 +11,8 @@ from conftest import Cli, Outcome, command_line, require_engine, write_few_promp
 from safetensors.torch import load_file, save_file
 from sparse_models import SPARSE, model_of
 
+from rlk_align.data import data_path
+
 PATCHES = Path(__file__).resolve().parents[1] / "cli"
 UPDATE = "vllm:tp=2,kernels=rlk,model={},patch=patches:update_weights"
 whole_matrix = pytest.mark.whole_matrix
@@ -82,6 +84,36 @@ def test_without_the_kernels_no_operator_is_blamed(cli: Cli, folder: Path, name:
     reasons = " ".join(entry["reason"] for entry in done.verdict["coverage"]["unpaired"])
     assert "in one kernel, which never writes their rows" in reasons
     assert ("add up their shares of shared experts" in reasons) == (name == "corrected")
+
+
+@whole_matrix
+@pytest.mark.parametrize(
+    ("fault", "op"),
+    [
+        ("", ""),
+        ("router-bf16", "router"),
+        ("expert-token-dropped", "moe_out"),
+        ("expert-missing", "moe_out"),
+    ],
+)
+def test_in_float32_a_fault_alone_is_blamed(cli: Cli, folder: Path, fault: str, op: str) -> None:
+    """On prompts whose rows are off as a whole by three roundings, which sums before the activation
+    leave."""
+    require_engine("vllm")
+    lines = data_path("prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts = folder / "three.jsonl"
+    prompts.write_text("\n".join(lines[i] for i in (3, 32, 45)) + "\n", encoding="utf-8")
+    faulty = f",fault={fault}" if fault else ""
+    done = cli(
+        *("compare", "--model", SPARSE, "--max-new-tokens", 12, "--prompts", prompts),
+        *("--rollout", f"vllm:tp=2,dtype=float32{faulty}", "--train", "hf:dtype=float32"),
+        *("--run-dir", folder / "float32"),
+    )
+    assert done.code == (1 if fault else 0), done.out + done.err
+    assert done.verdict is not None
+    over = done.verdict["divergences"]["prefill_vs_train"]["over_budget"]
+    named = [(f"layers.2.{op}", "rollout")] if fault else []
+    assert [(o["site"], o["side"]) for o in over] == named
 
 
 @whole_matrix

@@ -159,7 +159,7 @@ def test_whole_experts_on_other_ranks_are_refused(monkeypatch: pytest.MonkeyPatc
         config._check(asked)
         asked.parallel_config.tensor_parallel_size = 2
     config._check(dense)
-    with pytest.raises(NotServed, match="does not serve expert parallelism"):
+    with pytest.raises(NotServed, match="expert parallelism; leave enable_expert_parallel out"):
         config._check(sparse)
     sparse.parallel_config.enable_expert_parallel = False
     config._check(sparse)

@@ -3,12 +3,17 @@
 import dataclasses
 from collections.abc import Mapping
 
+import numpy as np
 import pytest
 import torch
 
+from rlk_align.judge.load import load_contract
 from rlk_align.model.families import ModelShape
-from rlk_align.model.sites import model_sites
+from rlk_align.model.prompts import Sample, TokenBatch
+from rlk_align.model.sites import RowIndex, model_sites
 from rlk_align.probe.referee.experts import ExpertReference, as_recorded
+from rlk_align.probe.referee.rounding import ErrorSums, rounding_variance
+from rlk_align.results import RoundingErrors
 
 SHAPE = ModelShape(
     **{"model_type": "qwen3_moe", "layers": 1, "hidden": 6, "heads": 2, "kv_heads": 1},
@@ -58,7 +63,8 @@ VALUES = layer()
 def exact(op: str, unexposed: Mapping[str, str] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     site = as_recorded(SITES[f"layers.0.{op}"], SITES, unexposed or {})
     inputs = [VALUES[name.rpartition(".")[2]] for name in site.inputs]
-    return ExpertReference(SHAPE, "float32", WEIGHTS.__getitem__).exact(site, inputs)
+    out, extra, _ = ExpertReference(SHAPE, "float32", WEIGHTS.__getitem__).exact(site, inputs)
+    return out, extra
 
 
 @pytest.mark.parametrize("op", ["routing_weights", "gate_proj", "up_proj", "down_proj", "moe_out"])
@@ -94,7 +100,7 @@ def test_the_variance_is_that_of_rounded_steps() -> None:
     gate, up = (torch.randn(n, 10, generator=generator).bfloat16().double() for _ in range(2))
     shares = torch.rand(n, 2, generator=generator).bfloat16().double()
     chosen = torch.tensor([[0, 3]]).repeat(n, 1)
-    out, extra = reference.exact(site, [gate, up, shares, chosen.double()])
+    out, extra, _ = reference.exact(site, [gate, up, shares, chosen.double()])
     g, u = (x.reshape(n, 2, 5) for x in (gate, up))
     act = (g * g.sigmoid()).bfloat16().double() * u
     act = (act.bfloat16().double() * shares[..., None]).bfloat16().double()
@@ -119,7 +125,8 @@ BY_NAME = {s.name: s for s in model_sites(CORRECTED)}
 def corrected(op: str, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     site = as_recorded(BY_NAME[f"layers.0.{op}"], BY_NAME, {})
     weights = WEIGHTS | {"layers.0.experts": CORRECTION}
-    return ExpertReference(CORRECTED, "float32", weights.__getitem__).exact(site, inputs)
+    out, extra, _ = ExpertReference(CORRECTED, "float32", weights.__getitem__).exact(site, inputs)
+    return out, extra
 
 
 def test_weights_are_of_scores_without_their_correction() -> None:
@@ -171,12 +178,63 @@ def test_shares_that_ranks_add_up_are_rounded_by_each() -> None:
         routed = once(rows[0] * shares[:, :1] + rows[1] * shares[:, 1:])
         parts.append(once(routed + once(shared_act[:, own] @ down[:, own].T)))
     got = once(parts[0] + parts[1])
-    out, extra = ExpertReference(shape, "bfloat16", weights.__getitem__, ranks).exact(site, inputs)
-    alone, less = ExpertReference(shape, "bfloat16", weights.__getitem__).exact(site, inputs)
+    out, extra, _ = ExpertReference(shape, "bfloat16", weights.__getitem__, ranks).exact(
+        site, inputs
+    )
+    alone, less, _ = ExpertReference(shape, "bfloat16", weights.__getitem__).exact(site, inputs)
     torch.testing.assert_close(out, alone, rtol=1e-12, atol=1e-12)
     error = (got - out).square().sum()
     assert 0.5 < (error / extra.sum()).sqrt() < 1.3
     assert extra.sum() > 1.2 * less.sum()
+
+
+def errors_of_sums(ranks: int, gains: float, shared: bool) -> RoundingErrors:
+    """Of what vLLM computes in float32, product by product, from inputs whose large values come
+    from products that agree in sign. `gains`: by how much a row is off as a whole; `shared`:
+    whether the referee is told what a row's features share."""
+    rows, hidden, inner, generator = 300, 64, 24, torch.Generator().manual_seed(3)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.float64).float().double()
+
+    first = {op: random(inner, hidden) for op in ("gate_proj", "up_proj")}
+    weights = {f"layers.0.experts.{e}.{op}": w for op, w in first.items() for e in (0, 1)}
+    down = random(hidden, inner)
+    weights |= {f"layers.0.experts.{e}.down_proj": down for e in (0, 1)}
+    along = random(rows, 1) * first["gate_proj"][:1] + random(rows, 1) * first["up_proj"][:1]
+    x = (random(rows, hidden) + along).float()
+    shape = dataclasses.replace(SHAPE, hidden=hidden, expert_intermediate=inner)
+    sites = {s.name: s for s in model_sites(shape)}
+    site = as_recorded(sites["layers.0.moe_out"], sites, dict.fromkeys(INNER, "fused"))
+    chosen, shares = torch.tensor([[0, 1]]).repeat(rows, 1), torch.full((rows, 2), 0.5)
+    inputs = [x.double(), shares.double(), chosen.double()]
+    gate, up = (torch.zeros(rows, inner) for _ in first)
+    for k in range(hidden):
+        gate += x[:, k : k + 1] * first["gate_proj"][:, k].float()
+        up += x[:, k : k + 1] * first["up_proj"][:, k].float()
+    act = torch.nn.functional.silu(gate) * up
+    # Both experts are the same one: the sum is its row.
+    parts = [act[:, i] @ down.float()[:, i].T for i in torch.arange(inner).chunk(ranks)]
+    got = sum(parts[1:], parts[0]).double() * (1 + gains * torch.randn(rows, 1).sign())
+    reference = ExpertReference(shape, "float32", weights.__getitem__, ranks)
+    out, extra, of_rows = reference.exact(site, inputs)
+    sums = ErrorSums(hidden, 1, "float32", torch.device("cpu"))
+    variance = rounding_variance(out, "float32") + extra
+    sums.add(got, out, variance, of_rows * shared, np.arange(rows))
+    return sums.errors(RowIndex(TokenBatch((Sample("a", (1,) * rows),))))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_are_off_as_a_whole_by_sums_before_the_activation(ranks: int) -> None:
+    """One rounded value before down's product moves all features of a row. A gain of rows beyond
+    that is an error."""
+    budget = load_contract("fp32", "float32").budget("moe_out", "reduction")
+    assert budget is not None
+    healthy = errors_of_sums(ranks, 0.0, shared=True)
+    assert 0.5 < healthy.rms < 1.3
+    assert healthy.row_gain < budget.row_gain / 3
+    assert errors_of_sums(ranks, 0.0, shared=False).row_gain > budget.row_gain
+    assert errors_of_sums(ranks, 1e-6, shared=True).row_gain > budget.row_gain
 
 
 def test_a_choice_is_held_against_the_corrected_scores() -> None:

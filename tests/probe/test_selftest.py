@@ -239,6 +239,9 @@ def test_what_is_unknown_is_refused() -> None:
         check_faults(["proj-channel-shift"], SPARSE)
     with pytest.raises(BadOption, match="fsdp: it supports no planted fault"):
         check_engines(["hf", "fsdp"])
+    # A comma stands between engines, and so between options too.
+    with pytest.raises(BadOption, match="vllm:tp=2: the self-test takes engines without options"):
+        check_engines(["vllm:tp=2", "dtype=float32", "hf"])
     of_sparse = [name for name, fault in FAULTS.items() if fault.sparse]
     shared = [name for name, fault in FAULTS.items() if fault.needs == "shared"]
     assert check_faults([], DENSE) == tuple(n for n in FAULTS if n not in (*of_sparse, *shared))

@@ -176,6 +176,7 @@ def test_a_tie_is_no_bug(tmp_path: Path) -> None:
             for engine in (
                 *("hf:experts=eager,batch=4", "megatron"),
                 *("hf:kernels=rlk,batch=4", "megatron:kernels=rlk,ep=2,pp=2"),
+                *("vllm:tp=2", "vllm:tp=2,kernels=rlk"),
             )
         ),
     ],
@@ -305,4 +306,5 @@ def test_graft_passes_are_left_out_with_the_reason(tmp_path: Path) -> None:
 def test_what_does_not_run_is_refused(tmp_path: Path) -> None:
     done = compared(tmp_path, "hf", "megatron:tp=2")
     assert done.code == 2, done.err
-    assert "does not support sparse layers" in done.err
+    assert "tp=2 does not support sparse layers" in done.err
+    assert "ep=2 has ranks share the experts" in done.err

@@ -37,9 +37,3 @@ def _unshared(shape: ModelShape, tp: int, fused_qkv: bool, kernels: bool) -> str
     if kernels and shape.hidden % tp:
         return f"{shape.hidden} hidden features cannot be divided among {tp} ranks"
     return ""
-
-
-def check_alone(engine: str, shape: ModelShape, tp: object) -> None:
-    """Raises BadOption where ranks are to share a sparse model."""
-    if shape.experts and tp not in (None, 1):
-        raise BadOption(f"engine {engine!r}: tp={tp} does not support sparse layers", "tp=1")

@@ -4,7 +4,7 @@ import importlib.util
 import math
 from typing import Any
 
-from rlk_align.engines.common.tensor_parallel import check_alone, check_shared
+from rlk_align.engines.common.tensor_parallel import check_shared
 from rlk_align.engines.faults.catalogue import choose
 from rlk_align.engines.info import Asked
 from rlk_align.engines.megatron.rope import ROPES, another_attention_factor
@@ -27,7 +27,11 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
     MissingDependency for options that it cannot support."""
     kernels = option("kernels") == "rlk"
     check_shared("megatron", shape, int(option("tp") or 1), fused_qkv=True, kernels=kernels)
-    check_alone("megatron", shape, option("tp"))
+    if shape.experts and (tp := int(option("tp") or 1)) > 1:
+        raise BadOption(
+            f"engine 'megatron': tp={tp} does not support sparse layers",
+            f"leave tp out; ep={tp} has ranks share the experts",
+        )
     _check_slices(shape, option, kernels)
     _check_stages(shape, int(option("pp") or 1))
     _check_experts(shape, int(option("ep") or 1))

@@ -54,18 +54,23 @@ class ExpertReference:
         give, and add it up."""
         self._shape, self._dtype, self._read, self._ranks = shape, dtype, read, ranks
 
-    def exact(self, site: Site, inputs: Sequence[torch.Tensor]) -> Exact:
-        """`inputs`: float64, as `as_recorded` names them."""
+    def exact(
+        self, site: Site, inputs: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What an operator should give, the variance of its rounding, and of this what the features
+        of a row share: `[N]`, the variance of their sum weighted by the row itself. `inputs`:
+        float64, as `as_recorded` names them."""
         formula = site.operator.formula
-        if formula == "top_k":
-            return self._tied(self._scores(site, inputs[0]))
         by_op = {n.rpartition(".")[2]: x for n, x in zip(site.inputs, inputs, strict=True)}
-        chosen = by_op["experts"].long()
-        if formula == "routing_weights":
-            return self.weights_of(inputs[0], chosen)
-        if formula == "expert_linear":
-            return self.product(site, inputs[0], chosen)
-        return self.combined(site, by_op, chosen)
+        if formula == "combine":
+            return self.combined(site, by_op)
+        if formula == "top_k":
+            out, extra = self._tied(self._scores(site, inputs[0]))
+        elif formula == "routing_weights":
+            out, extra = self.weights_of(inputs[0], by_op["experts"].long())
+        else:
+            out, extra = self.product(site, inputs[0], by_op["experts"].long())
+        return out, extra, out.new_zeros(len(out))
 
     def beyond(self, site: Site, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """By how much a choice `[N, K]` goes against its logits, `[N, 1]`."""
@@ -118,10 +123,19 @@ class ExpertReference:
         return out.flatten(1), extra.flatten(1)
 
     def combined(
-        self, site: Site, inputs: Mapping[str, torch.Tensor], chosen: torch.Tensor
-    ) -> Exact:
-        """The sum of the experts' rows by their weights `[N, K]` and of the shared experts' row."""
-        shares = self._routed(site, inputs, chosen)
+        self, site: Site, inputs: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The sum of the experts' rows by their weights `[N, K]` and of the shared experts' row.
+        It is computed from the rows or, where an engine shows none, from what it shows before: each
+        step is then rounded."""
+        weights, chosen = inputs["routing_weights"], inputs["experts"].long()
+        act: Exact | None = None
+        if "down_proj" in inputs:
+            rows = inputs["down_proj"].unflatten(1, (weights.shape[1], -1))
+            shares = [self._summed(rows * weights[..., None])]
+        else:
+            act = self._activated(site, inputs, chosen)
+            shares = self._after_activation(site, act, chosen, weights)
         if shared := self._shared(site, inputs):
             shares = [self._with_shared(*both) for both in zip(shares, shared, strict=True)]
         out, extra = shares[0]
@@ -131,7 +145,27 @@ class ExpertReference:
             extra = extra + rounding_variance(out, self._dtype)
         if len(shares) > 1:
             extra = extra + sum(rounding_variance(share, self._dtype) for share, _ in shares)
-        return out, extra
+        if act is None:
+            return out, extra, out.new_zeros(len(out))
+        return out, extra, self._in_common(site, act[1], out, chosen, weights)
+
+    def _in_common(
+        self,
+        site: Site,
+        variance: torch.Tensor,
+        out: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """The variance of Σ error · out of each row, `[N]`, that is left by errors of activated
+        values, of that `variance`: down's product takes each to all features of the row."""
+        of_slots = torch.zeros_like(weights)
+        along = out[:, None].expand(-1, chosen.shape[1], -1)
+        for e in chosen.unique().tolist():
+            at = chosen == e
+            reach = along[at] @ self._read(f"layers.{site.layer}.experts.{e}.down_proj").double()
+            of_slots[at] = (variance[at] * reach.square()).sum(dim=1)
+        return (of_slots * weights.square()).sum(dim=1)
 
     def _with_shared(self, routed: Exact, shared: Exact) -> Exact:
         (out, extra), (row, variance) = routed, shared
@@ -151,22 +185,23 @@ class ExpertReference:
         rows = [formulas.linear(*part, None) for part in zip(*parts, strict=True)]
         return [(row, rounding_variance(row, self._dtype)) for row in rows]
 
-    def _routed(
+    def _activated(
         self, site: Site, inputs: Mapping[str, torch.Tensor], chosen: torch.Tensor
-    ) -> list[Exact]:
-        """The sum of the experts' rows by their weights, from the rows or, where an engine shows
-        none, from what it shows before: each step is then rounded. Of each rank that has a share
-        of it."""
-        weights = inputs["routing_weights"]
-        if "down_proj" in inputs:
-            rows = inputs["down_proj"].unflatten(1, (weights.shape[1], -1))
-            return [self._summed(rows * weights[..., None])]
+    ) -> Exact:
+        """The activated values `[N, K, I]`, from their factors or, where an engine shows none, from
+        the layer's input."""
         if "gate_proj" in inputs:
             gate, up = (self._exactly(inputs[op]) for op in ("gate_proj", "up_proj"))
         else:
             x = inputs["mlp_norm"]
             gate, up = (self._rounded(site, op, x, chosen) for op in ("gate_proj", "up_proj"))
-        return self._after_first(site, gate, up, chosen, weights)
+        (g, g_variance), (u, u_variance) = gate, up
+        sigmoid = g.sigmoid()
+        act = g * sigmoid * u
+        slope = sigmoid * (1 + g * (1 - sigmoid)) * u
+        # The activation is rounded once or twice, and once more where the weight comes first.
+        variance = slope.square() * g_variance + (g * sigmoid).square() * u_variance
+        return act, variance + 2 * rounding_variance(act, self._dtype)
 
     def _exactly(self, rows: torch.Tensor) -> Exact:
         slots = rows.reshape(len(rows), self._shape.top_k, -1)
@@ -175,19 +210,15 @@ class ExpertReference:
     def _rounded(self, site: Site, op: str, x: torch.Tensor, chosen: torch.Tensor) -> Exact:
         slots = x[:, None].expand(-1, chosen.shape[1], -1)
         out, extra = self._by_expert(site.layer, op, slots, chosen)
+        # A sum is large where its products agree in sign: partial sums grow to all of it then.
+        extra = extra + x.shape[1] / 3 * rounding_variance(out, "float32")
         return out, extra + rounding_variance(out, self._dtype)
 
-    def _after_first(
-        self, site: Site, gate: Exact, up: Exact, chosen: torch.Tensor, weights: torch.Tensor
+    def _after_activation(
+        self, site: Site, activated: Exact, chosen: torch.Tensor, weights: torch.Tensor
     ) -> list[Exact]:
-        (g, g_variance), (u, u_variance) = gate, up
-        sigmoid = g.sigmoid()
-        act = g * sigmoid * u
-        slope = sigmoid * (1 + g * (1 - sigmoid)) * u
-        # The activation is rounded once or twice, and once more where the weight comes first.
-        variance = slope.square() * g_variance + (g * sigmoid).square() * u_variance
-        variance = variance + 2 * rounding_variance(act, self._dtype)
-        shares, w = [], weights[..., None]
+        """The sum of the experts' rows by their weights, of each rank that has a share of it."""
+        (act, variance), shares, w = activated, [], weights[..., None]
         for columns in torch.arange(act.shape[2], device=act.device).chunk(self._ranks):
             down, extra = self._by_expert(
                 site.layer, "down_proj", act[..., columns], chosen, variance[..., columns], columns

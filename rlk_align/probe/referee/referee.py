@@ -249,11 +249,11 @@ class Walk:
                 inputs += [
                     of.recorded.sequence(name, whole).double() for name in site.prefix_inputs
                 ]
-            exact, variance = reference.exact(site, inputs, rows)
+            exact, variance, shared = reference.exact(site, inputs, rows)
             got = reference.got(site, got, inputs)
             for start in range(0, len(part), compared):
                 at = slice(start, start + compared)
-                sums.add(got[at], exact[at], variance[at], part[at])
+                sums.add(got[at], exact[at], variance[at], shared[at], part[at])
         return sums
 
     def _blocks(self, number: np.ndarray, site: Site, shape: ModelShape) -> Iterator[np.ndarray]:

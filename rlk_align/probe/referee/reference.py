@@ -84,14 +84,16 @@ class Reference:
 
     def exact(
         self, site: Site, inputs: Sequence[torch.Tensor], rows: RowTokens
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What `site` should be, and the variance of its rounding: float64 `[N, F]` both. Of a
-        choice of experts that is 0: `got` says by how much it is off.
+        choice of experts that is 0: `got` says by how much it is off. Then, float64 `[N]`, the
+        variance of Σ error · exact of a row by errors that its features share.
 
         `inputs`: the recorded rows of each input, float64; for attention k and v of the rows' one
         sequence, from its first position to the last of the rows. Raises NotRefereed.
         """
         extra: torch.Tensor | float = 0.0
+        shared: torch.Tensor | None = None
         formula = site.operator.formula
         if formula == "embedding":
             out = self._weights.read(site.parameter)[rows.token].double()
@@ -114,10 +116,11 @@ class Reference:
         elif formula in ("linear", "router"):
             out, extra = self._product(site, inputs[0])
         elif formula in EXPERT_FORMULAS:
-            out, extra = self._experts.exact(site, inputs)
+            out, extra, shared = self._experts.exact(site, inputs)
         else:
             raise AssertionError(formula)
-        return out, rounding_variance(out, self.rounded_to(site)) + extra
+        variance = rounding_variance(out, self.rounded_to(site)) + extra
+        return out, variance, out.new_zeros(len(out)) if shared is None else shared
 
     def got(
         self, site: Site, recorded: torch.Tensor, inputs: Sequence[torch.Tensor]

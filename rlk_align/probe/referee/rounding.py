@@ -69,10 +69,16 @@ class ErrorSums:
         self._peak = 0.0
 
     def add(
-        self, got: torch.Tensor, exact: torch.Tensor, variance: torch.Tensor, number: np.ndarray
+        self,
+        got: torch.Tensor,
+        exact: torch.Tensor,
+        variance: torch.Tensor,
+        shared: torch.Tensor,
+        number: np.ndarray,
     ) -> None:
-        """float64 `[N, F]` each: what the side has, what is exact, and the squared unit; `number`
-        `[N]`: which rows they are."""
+        """float64 `[N, F]` each: what the side has, what is exact, and the squared unit; `shared`
+        `[N]`: the variance of Σ error · exact of a row by errors that its features share, 0 where
+        there are several heads; `number` `[N]`: which rows they are."""
         error, rounded = got - exact, exact.to(getattr(torch, self._dtype)).double()
         gap, product = got - rounded, error * exact
         square, power = error.square(), exact.square()
@@ -81,18 +87,23 @@ class ErrorSums:
         for total, part in zip(self._sums, (*parts, rounding, rounding * power), strict=True):
             total += part.sum(dim=0)
         of_rows = [t.sum(dim=1) for t in (square, variance, product, power, variance**2)]
-        of_rows += self._row_gains(error, variance, exact)
+        of_rows += self._row_gains(error, variance, shared, exact)
         self._by_row.append(torch.stack(of_rows))
         self._numbers.append(number)
         unit = torch.maximum(variance, variance.mean(dim=1, keepdim=True))
         self._peak = max(self._peak, math.sqrt(_number((square / unit).max())))
 
     def _row_gains(
-        self, error: torch.Tensor, variance: torch.Tensor, exact: torch.Tensor
+        self,
+        error: torch.Tensor,
+        variance: torch.Tensor,
+        shared: torch.Tensor,
+        exact: torch.Tensor,
     ) -> list[torch.Tensor]:
         """Of the gain of each row in each head: the squared error that it explains, its square less
         what chance makes of it, and the square of the latter. Chance is what is left of the errors,
-        but never less than rounding, which one large entry alone would hide."""
+        but never less than rounding, which one large entry alone would hide; and what features
+        share, which is a gain like any other."""
         if error.shape[1] == self._heads:
             return [error.new_zeros(len(error))] * 3
         by_head = (len(error), self._heads, -1)
@@ -101,7 +112,7 @@ class ErrorSums:
         gain = (e * y).sum(dim=-1) / power
         residual = (e - gain[..., None] * y).square() * (width / (width - 1))
         by_chance = [(t * y.square()).sum(dim=-1) for t in (residual, v)]
-        chance = torch.maximum(*by_chance) / power.square()
+        chance = (torch.maximum(*by_chance) + shared[:, None]) / power.square()
         terms = (gain**2 * power, (gain**2 - chance) / self._heads, (chance / self._heads).square())
         return [t.where(power > 0, 0.0).sum(dim=1) for t in terms]
 

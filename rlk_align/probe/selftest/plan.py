@@ -51,6 +51,11 @@ def check_engines(names: Sequence[str]) -> tuple[str, ...]:
     if not names:
         return tuple(name for name in ALL if engine_info(name).installed)
     for name in names:
+        if ":" in name:
+            raise BadOption(
+                f"--engines {name}: the self-test takes engines without options",
+                f"--engines {name.partition(':')[0]}",
+            )
         require_installed(name)
         if not faults_of(name):
             raise BadOption(

@@ -91,7 +91,7 @@ def errors(
     variance, numbers = rounding_variance(exact, dtype), np.arange(len(exact))
     for start in range(0, len(exact), block):
         at = slice(start, start + block)
-        sums.add(got[at], exact[at], variance[at], numbers[at])
+        sums.add(got[at], exact[at], variance[at], torch.zeros(len(got[at])).double(), numbers[at])
     return sums.errors(batch(len(exact)))
 
 

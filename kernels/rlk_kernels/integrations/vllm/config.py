@@ -76,7 +76,7 @@ def _check(config: Any) -> None:
         f"hidden_size={hidden}, which {ranks} ranks cannot share": hidden % ranks != 0,
         "sparse layers of this version of vLLM": families.is_sparse(model)
         and not all(_sparse_served),
-        "expert parallelism": families.is_sparse(model)
+        "expert parallelism; leave enable_expert_parallel out": families.is_sparse(model)
         and ranks > 1
         and parallel.enable_expert_parallel,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
