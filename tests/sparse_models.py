@@ -24,6 +24,15 @@ RANDOM: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "decoder_sparse_step": 2,
     },
+    "odd-sizes": {
+        "model_type": "qwen3_moe",
+        "dtype": "bfloat16",
+        "head_dim": 32,
+        "hidden_size": 100,
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 36,
+    },
     "one-group": {
         "model_type": "glm4_moe",
         "dtype": "bfloat16",

@@ -96,7 +96,8 @@ def pair_site(
         else:
             why = f"{name} cannot show it: {reason}"
             unpaired.append(Unpaired(site.name, wanted, why, True))
-    if a is None or b is None:
+    # What an engine cannot show in all of a pass it may have shown in some of it.
+    if a is None or b is None or reasons != (None, None):
         return None, unpaired
     number, a_in, b_in = np.intersect1d(a.number, b.number, assume_unique=True, return_indices=True)
     wanted_here = expected[number]

@@ -59,10 +59,13 @@ def check_tensors(model: Path, shape: ModelShape) -> None:
         for n in stored
         if n not in expected and not n.endswith(".inv_freq") and not n.startswith(ignored)
     ]
+    misshapen = [n for n in expected if n in stored and stored[n].shape != expected[n]]
+    # Of a stack, the first part.
+    by_tensor = {stored[n].name: n for n in reversed(misshapen)}
     shaped = [
-        f"{n} {list(stored[n].shape)} instead of {list(expected[n])}"
-        for n in expected
-        if n in stored and stored[n].shape != expected[n]
+        f"{tensor}{'' if tensor == n else f' (as {n})'} {list(stored[n].shape)} instead of "
+        f"{list(expected[n])}"
+        for tensor, n in reversed(by_tensor.items())
     ]
     kinds = {"lacks": missing, "has, and its config does not ask for,": unexpected}
     wrong = [f"{verb} {_list(names)}" for verb, names in kinds.items() if names]

@@ -145,6 +145,14 @@ def test_an_engine_explains_what_it_cannot_show() -> None:
     assert "train prefill" in only.reason
 
 
+def test_what_an_engine_showed_in_a_part_of_a_pass_alone_is_not_paired() -> None:
+    reasons = (None, "rows in an order that is not known")
+    sides = numbered(CELLS), numbered(CELLS[:3])
+    paired, [only] = pair_site(EMBED, *sides, everything(), NAMES, reasons)
+    assert paired is None
+    assert (only.rows, only.explained) == (len(CELLS), True)
+
+
 def test_an_explanation_of_one_side_does_not_excuse_the_other() -> None:
     reasons = (None, "fused into the kernel")
     _, unpaired = pair_site(EMBED, None, None, everything(), NAMES, reasons)

@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import math
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from rlk_align.data import data_path
 from rlk_align.engines.common.tensor_parallel import check_shared
 from rlk_align.engines.info import EngineInfo
 from rlk_align.engines.spec import EngineSpec
-from rlk_align.engines.vllm.limits import CPU_HEAD_SIZES
+from rlk_align.engines.vllm import limits
+from rlk_align.engines.vllm.limits import CPU_EXPERT_STEP, CPU_HEAD_SIZES
 from rlk_align.errors import BadOption, ModelError
 from rlk_align.model.checkpoint import read_config
 from rlk_align.model.families import read_shape
@@ -194,20 +196,61 @@ def test_of_another_interpreter_only_the_model_is_known(monkeypatch: pytest.Monk
 
 def test_activations_are_those_that_the_model_is_built_with() -> None:
     require_engine("megatron")
-    from rlk_align.engines.megatron import limits, model
+    from rlk_align.engines.megatron import model
+    from rlk_align.engines.megatron.limits import ACTIVATIONS
 
-    assert tuple(model.ACTIVATIONS) == limits.ACTIVATIONS
+    assert tuple(model.ACTIVATIONS) == ACTIVATIONS
 
 
-def test_head_sizes_are_those_of_vllms_attention_on_cpus() -> None:
+@pytest.mark.parametrize(("k", "normed"), [(1, True), (1, False), (2, True)])
+def test_a_softmax_over_a_single_expert_is_refused_by_megatron(k: int, normed: bool) -> None:
+    spec, model = EngineSpec.parse("megatron"), ROOT / "fixtures/sparse"
+    shape = replace(read_shape(model), top_k=k, norm_topk=normed)
+    refused = pytest.raises(ModelError, match="num_experts_per_tok=1 with weights that are divided")
+    with refused if k == 1 and normed else nullcontext():
+        spec.info.check(spec.option, read_config(model), shape)
+
+
+@pytest.mark.parametrize(("hidden", "kernels"), [(128, False), (136, False), (136, True)])
+def test_vllm_takes_experts_on_a_cpu_in_steps_of_their_hidden_size(
+    hidden: int, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "_on_cpu", lambda: True)
+    model = ROOT / "fixtures/sparse"
+    spec = EngineSpec.parse("vllm:kernels=rlk" if kernels else "vllm")
+    shape = replace(read_shape(model), hidden=hidden, expert_intermediate=36)
+    refused = pytest.raises(ModelError, match="hidden size 136: its kernels take multiples of 32")
+    with refused if hidden == 136 and not kernels else nullcontext():
+        spec.info.check(spec.option, read_config(model), shape)
+    dense = replace(shape, experts=0, sparse_layers=())
+    spec.info.check(spec.option, read_config(model), dense)
+
+
+def source_of_vllm(*path: str) -> ast.Module:
     require_engine("vllm")
     package = importlib.util.find_spec("vllm")
     assert package is not None
     assert package.origin is not None
-    path = Path(package.origin).parent / "v1" / "attention" / "backends" / "cpu_attn.py"
+    file = Path(package.origin).parent.joinpath(*path)
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def test_the_step_is_that_of_vllms_kernels_for_experts_on_cpus() -> None:
+    tree = source_of_vllm("model_executor", "layers", "fused_moe", "experts", "cpu_moe.py")
+    [portable] = [n for n in tree.body if getattr(n, "name", "") == "CPUUnquantizedExperts"]
+    [step] = [
+        ast.literal_eval(node.value)
+        for node in ast.walk(portable)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "output_alignment"
+    ]
+    assert step == CPU_EXPERT_STEP
+
+
+def test_head_sizes_are_those_of_vllms_attention_on_cpus() -> None:
+    tree = source_of_vllm("v1", "attention", "backends", "cpu_attn.py")
     returned = [
         ast.literal_eval(node.value)
-        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for function in ast.walk(tree)
         if getattr(function, "name", "") == "get_supported_head_sizes"
         for node in ast.walk(function)
         if isinstance(node, ast.Return) and node.value is not None

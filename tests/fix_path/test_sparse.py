@@ -1,6 +1,7 @@
 """Sparse models with the kernels in every engine: no bit differs, at any site, and no token goes to
-another expert. The embedded one is Qwen3-MoE; Mixtral, weights that do not add up to 1, and
-GLM-4.5's corrected scores, groups and shared experts are small random ones."""
+another expert. The embedded one is Qwen3-MoE; Mixtral, weights that do not add up to 1, sizes that
+vLLM's own kernels do not take, and GLM-4.5's corrected scores, groups and shared experts are small
+random ones."""
 
 import itertools
 from pathlib import Path
@@ -21,6 +22,7 @@ DEFAULT = {
     ("sparse", "bfloat16", "hf:batch=4,padding=left"),
     ("sparse", "bfloat16", "megatron:dispatcher=alltoall,batch=6"),
     ("mixtral", "float32", "megatron:input=packed"),
+    ("odd-sizes", "bfloat16", "hf:batch=4,padding=left"),
     ("corrected", "bfloat16", "megatron:dispatcher=alltoall,batch=6"),
 }
 """What is tested by default."""

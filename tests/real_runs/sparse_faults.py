@@ -1,5 +1,4 @@
-"""Ties between experts that a live engine breaks otherwise, as `patch=sparse_faults:NAME`, in a way
-that leaves a replay of routing room to overwrite them, as `fault=expert-tie` does not."""
+"""Changes to the sparse layers of a live engine, as `patch=sparse_faults:NAME`."""
 
 from typing import Any
 
@@ -7,7 +6,8 @@ import torch
 
 
 def last_of_ties_by_top_k(model: Any) -> None:
-    """The process's `torch.topk` takes the last of equal values."""
+    """The process's `torch.topk` takes the last of equal values, in a way that leaves a replay of
+    routing room to overwrite them, as `fault=expert-tie` does not."""
     del model
     original = torch.topk
 
@@ -53,3 +53,33 @@ def _without_correction(gate: Any, route: Any) -> Any:
             gate.e_score_correction_bias = kept
 
     return forward
+
+
+def one_at_a_time(model: Any) -> None:
+    """HF's layer 1 computes a token's experts one after another: this changes the order of the
+    rows, and no number."""
+    experts = model.model.layers[1].mlp.experts
+    compute = type(experts).forward
+
+    def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        parts = zip(chosen.split(1, dim=1), weights.split(1, dim=1), strict=True)
+        return sum(compute(experts, hidden, *part) for part in parts)
+
+    experts.forward = forward
+
+
+def summed_in_bf16(model: Any) -> None:
+    """The same, and the sum over a token's experts is rounded to bf16."""
+    one_at_a_time(model)
+    experts = model.model.layers[1].mlp.experts
+    compute = experts.forward
+    experts.forward = lambda *args: compute(*args).bfloat16().to(args[0].dtype)
+
+
+def next_experts(model: Any) -> None:
+    """HF's layer 1 computes the experts after those that its router chose."""
+    experts = model.model.layers[1].mlp.experts
+    compute = experts.forward
+    experts.forward = lambda hidden, chosen, weights: compute(
+        hidden, (chosen + 1) % experts.num_experts, weights
+    )

@@ -16,7 +16,7 @@ from rlk_align.trace.run import Run
 
 SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
 PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}
-LAYER = "layers.2"
+FIRST, LAYER = "layers.1", "layers.2"
 
 
 def compared(
@@ -108,6 +108,29 @@ def test_a_fault_at_an_operator_that_one_side_alone_shows(tmp_path: Path, other:
 def test_a_fault_in_the_rollout_alone(tmp_path: Path) -> None:
     done = compared(tmp_path, "hf:fault=expert-weights-unnormalised", "hf")
     assert named(done) == [(f"{LAYER}.routing_weights", "rollout")]
+
+
+@pytest.mark.parametrize(
+    ("patch", "dtype", "wrong"),
+    [
+        ("one_at_a_time", "bfloat16", []),
+        ("summed_in_bf16", "float32", [(f"{FIRST}.moe_out", "train")]),
+        ("next_experts", "bfloat16", [(f"{FIRST}.moe_out", "train")]),
+    ],
+)
+def test_rows_of_experts_in_another_order_are_not_blamed(
+    tmp_path: Path, patch: str, dtype: str, wrong: list[tuple[str, str]]
+) -> None:
+    """They are not shown, and the sum is recomputed without them."""
+    done = compared(tmp_path, f"hf:dtype={dtype}", f"hf:dtype={dtype},patch=sparse_faults:{patch}")
+    assert done.code == bool(wrong), done.out + done.err
+    assert named(done) == wrong
+    assert done.verdict is not None
+    coverage = done.verdict["coverage"]
+    assert coverage["fraction"] == 1
+    hidden = {u["site"] for u in coverage["unpaired"]}
+    assert hidden == {f"{FIRST}.{op}" for op in ("gate_proj", "up_proj", "act", "down_proj")}
+    assert "not compute their rows in the order of experts=grouped_mm" in done.out
 
 
 def test_a_router_in_bf16(tmp_path: Path) -> None:

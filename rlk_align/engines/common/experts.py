@@ -44,7 +44,9 @@ def choice_replaced(choose: Choose, experts: int) -> Iterator[list[int]]:
         torch.topk = original
 
 
-INSIDE = ("experts", "routing_weights", "gate_proj", "up_proj", "act", "down_proj")
+BY_EXPERT = ("gate_proj", "up_proj", "act", "down_proj")
+"""The operators by expert."""
+INSIDE = ("experts", "routing_weights", *BY_EXPERT)
 """What the kernels compute inside of a sparse layer, behind its router."""
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlk_align.engines.base import Logprobs
+from rlk_align.engines.base import Logprobs, Tap
 from rlk_align.engines.common.attributes import (
     activation_name,
     corrected_routing,
@@ -16,6 +16,7 @@ from rlk_align.engines.common.attributes import (
     processing,
     rope_theta,
 )
+from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, record_parameter
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.rows import ForwardRows, padded_grid
@@ -37,7 +38,7 @@ class HFEngine(ForwardEngine):
     incrementally with a KV cache.
     """
 
-    hooks = Tapped
+    _unexposed: dict[str, str]
 
     def open(self) -> None:
         here = "cuda" if torch.cuda.is_available() else "cpu"
@@ -98,6 +99,15 @@ class HFEngine(ForwardEngine):
             # None where a forward has one sequence, and so no padding.
             "padding_side": self.spec.option("padding") if self.batch_size > 1 else None,
         }
+
+    def tapped(self, tap: Tap | None, editor: Editor | None) -> Tapped:
+        hooks = Tapped(self.model, self.places(), tap, editor)
+        self._unexposed = hooks.unexposed
+        return hooks
+
+    def unexposed(self, kind: str) -> dict[str, str]:
+        """What the latest pass did not show."""
+        return dict(self._unexposed)
 
     def forward(self, batch: TokenBatch, members: Sequence[int], taps: ForwardHooks) -> Logprobs:
         side = str(self.spec.option("padding"))

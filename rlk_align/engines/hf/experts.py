@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rlk_align.engines.common.experts import (
+    BY_EXPERT,
     Choose,
     Show,
     by_ascending_id,
@@ -27,6 +28,10 @@ from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.site_hooks import SiteHooks
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+OTHER_ROWS = (
+    "its experts did not compute their rows in the order of experts={}: whose each row is, is not "
+    "known"
+)
 
 
 def sparse_blocks(model: Any) -> Iterator[tuple[int, Any]]:
@@ -61,9 +66,10 @@ def _whole(stacked: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def on_experts(hooks: Hooks, model: Any, show: Show) -> None:
-    """`show(site, value)` of all that a sparse layer computes between its router and its output."""
-    running = _Running(show)
+def on_experts(hooks: Hooks, model: Any, show: Show, unexposed: dict[str, str]) -> None:
+    """`show(site, value)` of all that a sparse layer computes between its router and its output;
+    `unexposed` takes the sites whose rows cannot be told apart, each with its reason."""
+    running = _Running(show, unexposed)
     blocks = []
     for i, block in sparse_blocks(model):
         if has_kernels(block.experts):
@@ -120,12 +126,12 @@ def _show_choice(show: Show, layer: int, _module: Any, _inputs: Any, output: Any
 class _Running:
     """The experts that are computed now."""
 
-    def __init__(self, show: Show) -> None:
-        self._show = show
+    def __init__(self, show: Show, unexposed: dict[str, str]) -> None:
+        self._show, self._unexposed = show, unexposed
         self._layer: int | None = None
 
     def begin(self, layer: int, module: Any, inputs: Any) -> None:
-        self._layer, self._chosen = layer, inputs[1].long()
+        self._layer, self._hidden, self._chosen = layer, inputs[0], inputs[1].long()
         self._kind = module.config._experts_implementation
         self._products: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -143,15 +149,33 @@ class _Running:
         return observed
 
     def end(self, *_: Any) -> None:
-        layer, self._layer = self._layer, None
+        name, self._layer = f"layers.{self._layer}", None
+        token, expert = self._order()
+        if not self._in_order(token, expert):
+            reason = OTHER_ROWS.format(self._kind)
+            self._unexposed |= {f"{name}.{op}": reason for op in BY_EXPERT}
+            return
         # Two products: of all experts, or of one expert after another.
         parts = [[torch.cat(x) for x in zip(*self._products[n::2], strict=True)] for n in (0, 1)]
         (_, gate_up), (act, down) = parts
         gate, up = gate_up.chunk(2, dim=1)
-        token, expert = self._order()
         k = self._chosen.shape[1]
-        for op, rows in (("gate_proj", gate), ("up_proj", up), ("act", act), ("down_proj", down)):
-            self._show(f"layers.{layer}.{op}", slots(rows, token, expert, k))
+        for op, rows in zip(BY_EXPERT, (gate, up, act, down), strict=True):
+            self._show(f"{name}.{op}", slots(rows, token, expert, k))
+
+    def _in_order(self, token: torch.Tensor, expert: torch.Tensor) -> bool:
+        """Whether the products are those of these rows: two of each block of rows, the first of
+        them of the tokens' own."""
+        blocks = [len(token)]
+        if self._kind == "eager":
+            blocks = expert.unique_consecutive(return_counts=True)[1].tolist()
+        rows = [len(x) for x, _ in self._products]
+        if rows != [size for size in blocks for _ in range(2)]:
+            return False
+        x = torch.cat([x for x, _ in self._products[::2]])
+        own = self._hidden[token]
+        # By their bits: NaN too may be a token's own.
+        return torch.equal(x.contiguous().view(torch.uint8), own.view(torch.uint8))
 
     def _order(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The token and the expert of each row of a product, as transformers orders them."""

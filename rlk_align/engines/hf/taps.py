@@ -15,10 +15,15 @@ from rlk_align.engines.hf.experts import on_experts, replay_choices
 class Tapped(ForwardHooks):
     """Hooks on a live HF model."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.unexposed: dict[str, str] = {}
+        """Sites that the forwards turned out not to show, each with its reason."""
+
     def install(self) -> None:
         super().install()
         on_rotation(self, self._model, self.rope)
-        on_experts(self, self._model, self.show)
+        on_experts(self, self._model, self.show, self.unexposed)
         replay_choices(self, self._model)
 
 

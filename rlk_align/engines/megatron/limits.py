@@ -70,9 +70,11 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
 
 
 def _unknown_routing(shape: ModelShape) -> dict[str, bool]:
-    """What of a router that corrects its scores megatron-core computes otherwise."""
+    """What of a router megatron-core computes otherwise."""
     if not shape.family.sigmoid:
-        return {}
+        # Its softmax over a single expert would be 1 whatever the scores, and it refuses that.
+        alone = shape.top_k == 1 and shape.norm_topk
+        return {"num_experts_per_tok=1 with weights that are divided by their sum": alone}
     of_group = shape.top_k // shape.top_groups
     return {
         "num_experts_per_tok=1 (it does not divide a single score by itself)": shape.top_k == 1,

@@ -15,9 +15,10 @@ from safetensors import SafetensorError
 
 from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling, Tap
 from rlk_align.engines.common.attributes import processing
+from rlk_align.engines.common.experts import BY_EXPERT
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import ParameterRecord
-from rlk_align.engines.vllm.experts import BY_EXPERT, FUSED, PARTIAL
+from rlk_align.engines.vllm.experts import FUSED, PARTIAL
 from rlk_align.engines.vllm.worker import TapPlan
 from rlk_align.errors import BadOption, EngineFailed, ModelError
 from rlk_align.model.prompts import TokenBatch

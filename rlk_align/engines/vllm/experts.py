@@ -28,8 +28,6 @@ from rlk_align.model.families import ModelShape
 
 FUSED = "vLLM computes a layer's experts in one kernel, which never writes their rows"
 PARTIAL = "vLLM's ranks add up their shares of shared experts together with those of the experts"
-BY_EXPERT = ("gate_proj", "up_proj", "act", "down_proj")
-"""The operators by expert."""
 
 
 def sparse_blocks(model: Any) -> Iterator[tuple[int, str, Any]]:

@@ -12,6 +12,10 @@ from rlk_align.model.rotary import lacks_factor, rope_parameters
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """The head sizes of vLLM 0.32's attention on CPUs; its kernels on GPUs take others."""
 
+CPU_EXPERT_STEP = 32
+"""What the hidden size is a multiple of in vLLM 0.32's kernels for experts on CPUs; it pads their
+inner size."""
+
 
 def check_vllm(option: Asked, config: dict[str, Any], shape: ModelShape) -> None:
     """Raises ModelError or BadOption for what vLLM would fail on when it loads the model."""
@@ -40,6 +44,13 @@ def check_vllm(option: Asked, config: dict[str, Any], shape: ModelShape) -> None
             f"engine 'vllm' on a CPU does not support heads of size {shape.head_dim}: its "
             f"attention has {', '.join(map(str, CPU_HEAD_SIZES))}",
             "compare with --rollout hf",
+        )
+    odd = bool(shape.experts) and shape.hidden % CPU_EXPERT_STEP != 0
+    if odd and not kernels and option("python") is None and _on_cpu():
+        raise ModelError(
+            f"engine 'vllm' on a CPU does not support experts of hidden size {shape.hidden}: its "
+            f"kernels take multiples of {CPU_EXPERT_STEP}",
+            "add kernels=rlk, or compare with --rollout hf",
         )
 
 

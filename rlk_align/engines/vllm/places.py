@@ -7,10 +7,10 @@ vLLM fuses q, k, v and gate, up, and adds the residual inside the next norm, whi
 from collections.abc import Iterator
 from typing import Any
 
-from rlk_align.engines.common.experts import has_kernels
+from rlk_align.engines.common.experts import BY_EXPERT, has_kernels
 from rlk_align.engines.common.layout import in_slots, of_outputs
 from rlk_align.engines.common.places import SECOND, End, Place
-from rlk_align.engines.vllm.experts import BY_EXPERT, FUSED, PARTIAL, sparse_blocks
+from rlk_align.engines.vllm.experts import FUSED, PARTIAL, sparse_blocks
 from rlk_align.model.families import ModelShape
 
 

@@ -19,6 +19,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 )
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.utils import set_weight_attrs
+from vllm.platforms import current_platform
 
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotServed
@@ -32,6 +33,15 @@ from rlk_kernels.integrations.vllm.layers import RlkLinearMethod, VllmLinear
 class RlkFusedMoEMethod(UnquantizedFusedMoEMethod):
     """Keeps the experts' weights as they were loaded, w13[E, 2 I / R, H] and w2[E, H / R, I]:
     vLLM's own method pads and packs them for its kernels."""
+
+    supports_pre_processed_weights = True
+
+    def __init__(self, moe: Any) -> None:
+        if not current_platform.is_cpu():
+            super().__init__(moe)
+            return
+        # Past its choice of a kernel of vLLM's, none of which takes every size on a CPU.
+        super(UnquantizedFusedMoEMethod, self).__init__(moe)
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         super().create_weights(layer, *args, **kwargs)
