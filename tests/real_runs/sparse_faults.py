@@ -83,3 +83,15 @@ def next_experts(model: Any) -> None:
     experts.forward = lambda hidden, chosen, weights: compute(
         hidden, (chosen + 1) % experts.num_experts, weights
     )
+
+
+def weighed_too_much(model: Any) -> None:
+    """The router of HF's layer 1 gives weights that are 2 % too large."""
+    gate = model.model.layers[1].mlp.gate
+    route = gate.forward
+
+    def forward(hidden: torch.Tensor) -> Any:
+        logits, weights, chosen = route(hidden)
+        return logits, weights * 1.02, chosen
+
+    gate.forward = forward

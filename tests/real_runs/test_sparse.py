@@ -331,3 +331,12 @@ def test_what_does_not_run_is_refused(tmp_path: Path) -> None:
     assert done.code == 2, done.err
     assert "tp=2 does not support sparse layers" in done.err
     assert "ep=2 has ranks share the experts" in done.err
+
+
+@pytest.mark.parametrize("kernels", ["off", "rlk"])
+def test_what_a_patch_makes_of_a_routers_output_is_named_there(
+    tmp_path: Path, kernels: str
+) -> None:
+    train = f"hf:kernels={kernels},patch=sparse_faults:weighed_too_much"
+    done = compared(tmp_path, f"hf:kernels={kernels}", train)
+    assert named(done) == [(f"{FIRST}.routing_weights", "train")]

@@ -72,13 +72,12 @@ def on_experts(hooks: Hooks, model: Any, show: Show, unexposed: dict[str, str]) 
     running = _Running(show, unexposed)
     blocks = []
     for i, block in sparse_blocks(model):
+        hooks.after(block.gate, functools.partial(_show_choice, show, i))
         if has_kernels(block.experts):
-            on_kernels(hooks, block.gate, i, show)
             on_kernels(hooks, block.experts, i, show)
         else:
             blocks.append((i, block))
     for i, block in blocks:
-        hooks.after(block.gate, functools.partial(_show_choice, show, i))
         hooks.before(block.experts, functools.partial(running.begin, i))
         hooks.after(block.experts, running.end)
     if not blocks:
