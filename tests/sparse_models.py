@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from conftest import Outcome
 from random_model import write_random_model
 
 SPARSE = Path(__file__).parents[1] / "fixtures/sparse"
@@ -67,3 +68,19 @@ def model_of(folder: Path, name: str) -> Path:
     if not (folder / name).exists():
         write_random_model(folder / name, **RANDOM[name])
     return folder / name
+
+
+def assert_no_bit_differs(done: Outcome) -> None:
+    """Of a compare of two engines, and every token goes to the same experts."""
+    assert done.code == 0, done.out + done.err
+    assert done.verdict is not None
+    assert done.first is None
+    for edge in done.verdict["edges"].values():
+        assert edge["tokens"] == done.verdict["tokens"] > 60
+        assert edge["bit_mismatches"] == 0
+    coverage = done.verdict["coverage"]
+    assert coverage["unpaired"] == []
+    assert coverage["paired"] == coverage["expected"] > 5000
+    for routing in done.verdict["routing"].values():
+        assert routing["tokens"] > 100
+        assert routing["flipped_tokens"] == 0

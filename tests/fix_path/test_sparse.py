@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from bit_equal import Bits
 from conftest import Cli, Outcome, command_line, require_engine, write_few_prompts
-from sparse_models import RANDOM, SPARSE, model_of
+from sparse_models import RANDOM, SPARSE, assert_no_bit_differs, model_of
 
 MODELS = ("sparse", *RANDOM)
 EVERY = [
@@ -57,18 +57,7 @@ def compared(cli: Cli, folder: Path, name: str, rollout: str, train: str) -> Out
 def test_no_bit_differs(cli: Cli, folder: Path, name: str, dtype: str, train: str) -> None:
     spec = f"{train}{',' if ':' in train else ':'}dtype={dtype},kernels=rlk"
     done = compared(cli, folder, name, f"vllm:dtype={dtype},kernels=rlk", spec)
-    assert done.code == 0, done.out + done.err
-    assert done.verdict is not None
-    assert done.first is None
-    for edge in done.verdict["edges"].values():
-        assert edge["tokens"] == done.verdict["tokens"] > 60
-        assert edge["bit_mismatches"] == 0
-    coverage = done.verdict["coverage"]
-    assert coverage["unpaired"] == []
-    assert coverage["paired"] == coverage["expected"] > 5000
-    for routing in done.verdict["routing"].values():
-        assert routing["tokens"] > 100
-        assert routing["flipped_tokens"] == 0
+    assert_no_bit_differs(done)
 
 
 @pytest.mark.whole_matrix

@@ -9,7 +9,7 @@ import torch
 from bit_equal import Bits
 from conftest import Cli, Outcome, command_line, require_engine, write_few_prompts
 from safetensors.torch import load_file, save_file
-from sparse_models import SPARSE, model_of
+from sparse_models import SPARSE, assert_no_bit_differs, model_of
 
 from rlk_align.data import data_path
 
@@ -60,16 +60,7 @@ def test_ranks_move_no_bit(
         f"{spec}{',' if ':' in spec else ':'}dtype={dtype},kernels=rlk" for spec in (rollout, train)
     ]
     done = compared(cli, folder, name, *engines, "--contract", "bitwise")
-    assert done.code == 0, done.out + done.err
-    assert done.verdict is not None
-    assert done.first is None
-    for edge in done.verdict["edges"].values():
-        assert edge["tokens"] == done.verdict["tokens"] > 60
-        assert edge["bit_mismatches"] == 0
-    coverage = done.verdict["coverage"]
-    assert coverage["unpaired"] == []
-    assert coverage["paired"] == coverage["expected"] > 5000
-    assert all(r["flipped_tokens"] == 0 for r in done.verdict["routing"].values())
+    assert_no_bit_differs(done)
 
 
 @whole_matrix
