@@ -18,6 +18,10 @@ def lines(result: SelfTest) -> Iterator[str]:
         yield ""
         yield f"not as expected: {len(unexpected)}"
         yield from (f"  {_sentence(d)}" for d in unexpected)
+    if result.left_out:
+        yield ""
+        yield f"left out: {len(result.left_out)}"
+        yield from (f"  {text}" for text in result.left_out)
     curves = [*smallest(result.detections)]
     if curves:
         yield ""
