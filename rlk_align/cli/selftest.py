@@ -21,8 +21,8 @@ def selftest(
         str | None,
         typer.Option(
             metavar="E,...",
-            help="Engines that get the faults and are compared with each other, with their options "
-            "as compare takes them: vllm:tp=2,kernels=rlk,hf.",
+            help="Engines that get the faults and are compared with each other, each once, with "
+            "options as in compare: vllm:tp=2,kernels=rlk,hf.",
             show_default="hf, vllm and megatron, where installed",
         ),
     ] = None,

@@ -41,9 +41,9 @@ PLANTED = {
         *("norm-output-fp8", "rope-key-position", "attn-scale", "proj-gain", "act-swapped"),
         *("residual-branch", "logprob-temperature", "weight-norm"),
     ),
-    "vllm:tp=2,batch_invariant=0,hf": ("proj-gain", "logits-bf16", "weight-element"),
+    "vllm:tp=2,max_num_seqs=4,hf": ("proj-gain", "logits-bf16", "weight-norm"),
 }
-SEEDS = {"hf": 1, "vllm,megatron": 0, "vllm:tp=2,batch_invariant=0,hf": 1}
+SEEDS = {"hf": 1, "vllm,megatron": 0, "vllm:tp=2,max_num_seqs=4,hf": 1}
 DENSE = read_shape(data_path("model"))
 SPARSE = read_shape(Path(__file__).parents[2] / "fixtures/sparse")
 Found = tuple[str, int, str, dict[str, Any]]
@@ -56,7 +56,7 @@ Found = tuple[str, int, str, dict[str, Any]]
         "vllm,megatron",
         *(
             pytest.param(engines, marks=pytest.mark.whole_matrix)
-            for engines in ("hf", "vllm:tp=2,batch_invariant=0,hf")
+            for engines in ("hf", "vllm:tp=2,max_num_seqs=4,hf")
         ),
     ],
 )
@@ -230,6 +230,9 @@ def test_pairs_have_each_engine_on_a_side_that_it_has() -> None:
     ]
     assert of_pairs(pairs(specs("hf"))) == [("hf", "hf")]
     every = specs(*ALL)
+    assert of_pairs(pairs(specs("fsdp:dp=2", "hf"))) == [("hf", "fsdp:dp=2")]
+    sharded = cases(specs("hf", "fsdp:dp=2"), ("norm-eps", "router-bf16"), curves=False)
+    assert [c.engine.name for c in sharded] == ["hf", "hf"], "faults are not planted in FSDP"
     stale = of_pairs(pairs_of(usual("kv-stale", "hf"), every))
     assert stale == [("hf", "megatron")], "only a rollout decodes"
     twice = of_pairs(pairs_of(usual("logprob-temperature-twice", "megatron"), every))
@@ -317,7 +320,7 @@ def test_what_is_unknown_is_refused() -> None:
         ("nope:tp=2,hf", "engine 'nope' is unknown; choose from fsdp, hf, megatron, vllm"),
         ("hf:tp=2", "engine 'hf' has no option 'tp'"),
         ("hf,tp=2", "engine 'tp=2' is unknown"),
-        ("hf,fsdp:dp=2", "--engines fsdp:dp=2: it supports no planted fault"),
+        ("fsdp:dp=2", "--engines fsdp:dp=2: none of them supports planted faults"),
         (
             "hf:batch=4,padding=left,hf",
             "--engines hf:batch=4,padding=left,hf: engine 'hf' is named",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rlk_align.engines.faults.catalogue import FAULTS, Chosen, faults_of
 from rlk_align.engines.faults.fault import ALL
 from rlk_align.engines.registry import engine_info, require_installed
-from rlk_align.engines.spec import EngineSpec
+from rlk_align.engines.spec import COMMON_OPTIONS, EngineSpec
 from rlk_align.errors import BadOption
 from rlk_align.model.families import ModelShape
 from rlk_align.model.sites import model_sites
@@ -48,8 +48,8 @@ class Case:
 
 
 def check_engines(texts: Sequence[str]) -> tuple[EngineSpec, ...]:
-    """Engines in which faults can be planted; all that are installed where none is named. Raises
-    BadOption, MissingDependency, UnknownEngine."""
+    """The engines to compare; those that faults can be planted in and that are installed where none
+    is named. Raises BadOption, MissingDependency, UnknownEngine."""
     if not texts:
         return tuple(EngineSpec(name) for name in ALL if engine_info(name).installed)
     chosen: dict[str, EngineSpec] = {}
@@ -59,16 +59,16 @@ def check_engines(texts: Sequence[str]) -> tuple[EngineSpec, ...]:
             raise BadOption(f"--engines {text}: {OWN[option]}")
         if spec.option("python") is None:
             require_installed(spec.name)
-        if not faults_of(spec.name):
-            raise BadOption(
-                f"--engines {text}: it supports no planted fault", f"choose {_list(ALL)}"
-            )
         if spec.name in chosen:
             raise BadOption(
                 f"--engines {chosen[spec.name]},{text}: engine {spec.name!r} is named twice",
                 "name it once; `compare` takes the same engine on both sides",
             )
         chosen[spec.name] = spec
+    if not any(faults_of(name) for name in chosen):
+        raise BadOption(
+            f"--engines {_list(texts)}: none of them supports planted faults", f"add {_list(ALL)}"
+        )
     if not any(spec.info.samples for spec in chosen.values()):
         raise BadOption(f"--engines {_list(texts)}: none of them samples", "add hf or vllm")
     return tuple(chosen.values())
@@ -119,7 +119,7 @@ def pairs_of(case: Case, engines: Sequence[EngineSpec]) -> Iterator[tuple[Engine
     chosen = [p for p in pairs(engines) if case.engine in p]
     if fault.decode:
         chosen = [p for p in chosen if p[0] == case.engine]
-    if fault.both:
+    if fault.both and fault.both.partition("=")[0] not in COMMON_OPTIONS:
         # An engine that cannot have the fault may not mean the same by these options.
         having = {written.partition(":")[0] for written in fault.engines}
         chosen = [p for p in chosen if having.issuperset(e.name for e in p)]
