@@ -267,6 +267,7 @@ def test_an_engine_keeps_its_options_beside_a_fault() -> None:
         ("logits-bf16", "vllm", "hf:dtype=bf16", "has dtype=bfloat16, and dtype=float32 is needed"),
         ("packed-boundary", "megatron:cp=2", "hf", "with cp=2 sequences end where ranks can share"),
         ("norm-eps", "megatron:spec=te", "hf", "only be planted in Megatron's local spec"),
+        ("norm-cast-order", "hf:dtype=fp32", "vllm", "changes nothing with dtype=float32"),
     ],
 )
 def test_what_options_rule_out_is_left_out_with_the_reason(
