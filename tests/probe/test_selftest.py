@@ -185,6 +185,17 @@ def test_what_counts_as_seen(changes: dict[str, Any], good: bool) -> None:
     assert ("not as expected: 1" in "\n".join(lines(result))) != good
 
 
+@pytest.mark.parametrize(
+    ("planted", "said"),
+    [
+        ("layers.1.attn_norm", "; the engine diverges from itself at layers.1.attn_norm"),
+        (None, "; the engine diverges from itself nowhere: the fault changes nothing"),
+    ],
+)
+def test_it_says_where_a_fault_was_planted_instead(planted: str | None, said: str) -> None:
+    assert any(x.endswith(said) for x in lines(_selftest(_detection(planted=planted))))
+
+
 def test_a_false_alarm_fails() -> None:
     result = _selftest(_detection(), clean=_clean("layers.1.attn of train"))
     assert not result.passed

@@ -58,7 +58,8 @@ def _sentence(d: Detection) -> str:
     if d.others:
         text += f"; also blamed: {', '.join(d.others)}"
     if not d.curve and not d.well_planted:
-        text += f"; the engine diverges from itself at {d.planted}"
+        parting = f"at {d.planted}" if d.planted else "nowhere: the fault changes nothing"
+        text += f"; the engine diverges from itself {parting}"
     return text
 
 
