@@ -18,8 +18,9 @@ import problems
 import torch
 from batch import Answer, Sample, to_sample
 from checks import LoopFault
+from options import arguments
 from record import STATE
-from train import Loop, arguments
+from train import Loop
 
 
 def bits(loop: Loop, step: int) -> list[str]:
@@ -144,6 +145,8 @@ def main() -> None:
     loop.train_step()
     loop.save()
     found["resumed, cut otherwise"] = bits(loop, 1)
+    loop.options.resume, loop.options.steps = True, 2
+    found["resumed at its end"] = {"code": loop.run(), "bits": bits(loop, 1)}
 
     # The faults, on answers that vLLM gave: some cut, some wrong and tried again.
     loop.options.group, loop.options.max_tokens = 4, 24

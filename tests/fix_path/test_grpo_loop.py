@@ -59,6 +59,10 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(loop: Any) -> None:
     assert len(loop["resumed, cut otherwise"]) == 2
 
 
+def test_a_run_at_its_end_is_not_a_failure_to_resume(loop: Any) -> None:
+    assert loop["resumed at its end"] == {"code": 0, "bits": loop["once"][1]["bits"]}
+
+
 @pytest.mark.parametrize(
     ("fault", "name"),
     [
