@@ -234,7 +234,7 @@ def main() -> int:
         print(f"error: {fault}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("stopped before the first step: nothing was to save")
+        print("stopped before the first step: there was nothing to save")
         return 130
 
 
