@@ -23,8 +23,8 @@ APART = 0.22
 
 
 def engine(d: Detection) -> str:
-    """The one with the fault."""
-    return d.rollout if d.side == "rollout" else d.train
+    """The name of the one with the fault."""
+    return (d.rollout if d.side == "rollout" else d.train).partition(":")[0]
 
 
 def by_strength(detections: list[Detection]) -> dict[float, bool]:

@@ -292,15 +292,15 @@ class Probe:
         """The self-test of these faults, in either engine, on the short prompts."""
         pair = [EngineSpec.parse(s) for s in (self.args.rollout, self.args.train)]
         asked = self.args.faults.split(",") if self.args.faults else ()
-        named = check_faults(asked, read_shape(Path(self.args.model)))
+        engines = tuple({s.name: s for s in pair}.values())
+        named = check_faults(asked, read_shape(Path(self.args.model)), engines)
         request = SelfTestRequest(
-            engines=tuple(dict.fromkeys(s.name for s in pair)),
+            engines=engines,
             faults=named,
             seeds=0,
             curves=self.args.curves,
             model=str(self.args.model),
             prompts=self.short,
-            settings={s.name: str(s).partition(":")[2] for s in pair},
             planted=tuple(filter(None, self.args.planted.split(","))),
             together=self.args.together,
         )

@@ -197,6 +197,18 @@ def names(text: str | None) -> list[str]:
     return [item.strip() for item in (text or "").split(",") if item.strip()]
 
 
+def specs(text: str | None) -> list[str]:
+    """Splits a comma-separated list of engine specs. `vllm:tp=2,dtype=float32,hf` has two: what
+    stands before a `=` is an option of the engine before it."""
+    found: list[str] = []
+    for item in names(text):
+        if found and ":" in found[-1] and re.match("[^:=]+=", item):
+            found[-1] += f",{item}"
+        else:
+            found.append(item)
+    return found
+
+
 def choose_run(run_dir: Path | None, kind: str, *settings: object) -> Run:
     """The folder `run_dir`, or one named after the settings, so that a rerun finds it again.
 

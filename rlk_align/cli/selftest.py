@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from rlk_align.api.options import choose_run, names
+from rlk_align.api.options import choose_run, names, specs
 from rlk_align.cli import options
 from rlk_align.cli.outputs import check_outputs, parse_outputs, takes_stdout, write_text
 from rlk_align.errors import EXIT_FAIL
@@ -21,7 +21,8 @@ def selftest(
         str | None,
         typer.Option(
             metavar="E,...",
-            help="Engines that get the faults and are compared with each other.",
+            help="Engines that get the faults and are compared with each other, each once, with "
+            "options as in compare: vllm:tp=2,kernels=rlk,hf.",
             show_default="hf, vllm and megatron, where installed",
         ),
     ] = None,
@@ -44,11 +45,12 @@ def selftest(
     from rlk_align.model.families import read_shape
     from rlk_align.probe.selftest.plan import check_engines, check_faults
 
-    chosen = check_engines(names(engines))
+    chosen = check_engines(specs(engines))
     checkpoint = resolve_model(model or default_model())
-    planted = check_faults(names(faults), read_shape(checkpoint))
+    planted = check_faults(names(faults), read_shape(checkpoint), chosen)
     outputs = parse_outputs(output, ["json"])
-    run = choose_run(run_dir, "selftest", chosen, planted, seeds, curves, model, prompts)
+    settings = (tuple(map(str, chosen)), planted, seeds, curves, model, prompts)
+    run = choose_run(run_dir, "selftest", *settings)
     check_outputs(outputs, run)
 
     from rlk_align.data import data_path

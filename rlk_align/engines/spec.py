@@ -104,6 +104,19 @@ class EngineSpec:
         chosen = {k: v for k, v in self.options.items() if not known[k].starts_only}
         return EngineSpec(self.name, chosen)
 
+    def plus(self, text: str) -> "EngineSpec":
+        """The spec with the options `key=value,...` as well. Raises BadOption where one has another
+        value already, or where `parse` refuses them."""
+        who, known = f"engine {self.name!r}", COMMON_OPTIONS | dict(self.info.options)
+        added = dict(given_options(who, text, known))
+        for key, value in added.items():
+            if key in self.options and str(self.options[key]) != value:
+                raise BadOption(
+                    f"{who} has {key}={self.options[key]}, and {key}={value} is needed",
+                    f"leave {key} out",
+                )
+        return EngineSpec.parse(str(EngineSpec(self.name, {**self.options, **added})))
+
     def __str__(self) -> str:
         options = ",".join(f"{k}={v}" for k, v in self.options.items())
         return f"{self.name}:{options}" if options else self.name

@@ -20,6 +20,7 @@ from rlk_align.api.options import (
     parse_kinds,
     parse_layers,
     parse_size,
+    specs,
 )
 from rlk_align.capture.request import TracePlan
 from rlk_align.errors import BadOption
@@ -73,6 +74,22 @@ def test_layers() -> None:
     for bad in ("", "3-1", "-1", "1-", "a", "1-2-3", "1,2", "0x1", "1.0", "1 - 2"):
         with pytest.raises(BadOption, match="--layers"):
             parse_layers(bad)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (None, []),
+        ("hf, vllm,megatron", ["hf", "vllm", "megatron"]),
+        ("vllm:tp=2,kernels=rlk,hf", ["vllm:tp=2,kernels=rlk", "hf"]),
+        ("hf,vllm:tp=2, patch=a.b:c,hf:batch=4", ["hf", "vllm:tp=2,patch=a.b:c", "hf:batch=4"]),
+        # An option needs a colon before it, and a name has no equals sign.
+        ("hf,tp=2", ["hf", "tp=2"]),
+        ("vllm:tp=2,dtype", ["vllm:tp=2", "dtype"]),
+    ],
+)
+def test_a_list_of_engines_has_their_options(text: str | None, found: list[str]) -> None:
+    assert specs(text) == found
 
 
 def test_edges() -> None:

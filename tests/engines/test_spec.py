@@ -85,6 +85,7 @@ def test_an_unknown_engine_is_refused_with_the_known_ones(text: str, names: list
         ("hf:fault=padding-positions", "needs batch=4, padding=left"),
         ("hf:fault=padding-positions,batch=4", "needs padding=left"),
         ("hf:fault=proj-tf32", "needs dtype=float32"),
+        ("hf:fault=norm-cast-order,dtype=fp32", "changes nothing with dtype=float32"),
         ("megatron:fault=norm-eps@rank0.1", "a positive number"),
         ("megatron:fault=norm-eps@rank1@0.1", "a positive number"),
         ("megatron:fault=attn-scale-twice@2@rank0", "it has no strength"),

@@ -1,6 +1,7 @@
 """The self-test: real faults in a real engine, what counts as seen, and what it says of it."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,18 +11,26 @@ import pytest
 from conftest import command_line, require_engine, write_few_prompts
 from inprocess import command
 
+from rlk_align.api.options import specs as split
 from rlk_align.cli.selftest import RESULTS
 from rlk_align.data import data_path
 from rlk_align.engines.faults.catalogue import FAULTS, Chosen
 from rlk_align.engines.faults.fault import ALL
+from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
 from rlk_align.model.families import read_shape
 from rlk_align.probe.selftest import detect
-from rlk_align.probe.selftest.plan import Case, cases, check_engines, check_faults, pairs, pairs_of
+from rlk_align.probe.selftest.plan import (
+    Case,
+    cases,
+    check_engines,
+    check_faults,
+    pairs,
+    pairs_of,
+    refused,
+)
 from rlk_align.probe.selftest.record import CleanPair, Detection, SelfTest
-from rlk_align.probe.selftest.run import SelfTestRequest, _SelfTest
 from rlk_align.probe.selftest.table import lines
-from rlk_align.trace.run import Run
 
 PLANTED = {
     "hf": (
@@ -32,8 +41,9 @@ PLANTED = {
         *("norm-output-fp8", "rope-key-position", "attn-scale", "proj-gain", "act-swapped"),
         *("residual-branch", "logprob-temperature", "weight-norm"),
     ),
+    "vllm:tp=2,max_num_seqs=4,hf": ("proj-gain", "logits-bf16", "weight-norm"),
 }
-SEEDS = {"hf": 1, "vllm,megatron": 0}
+SEEDS = {"hf": 1, "vllm,megatron": 0, "vllm:tp=2,max_num_seqs=4,hf": 1}
 DENSE = read_shape(data_path("model"))
 SPARSE = read_shape(Path(__file__).parents[2] / "fixtures/sparse")
 Found = tuple[str, int, str, dict[str, Any]]
@@ -42,13 +52,20 @@ Found = tuple[str, int, str, dict[str, Any]]
 
 @pytest.fixture(
     scope="module",
-    params=["vllm,megatron", pytest.param("hf", marks=pytest.mark.whole_matrix)],
+    params=[
+        "vllm,megatron",
+        *(
+            pytest.param(engines, marks=pytest.mark.whole_matrix)
+            for engines in ("hf", "vllm:tp=2,max_num_seqs=4,hf")
+        ),
+    ],
 )
 def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """A self-test of real engines: HF against itself, and vLLM against Megatron."""
+    """A self-test of real engines: HF against itself, vLLM against Megatron, and vLLM's two ranks
+    against HF."""
     engines = request.param
-    for name in engines.split(","):
-        require_engine(name)
+    for text in split(engines):
+        require_engine(text.partition(":")[0])
     folder = tmp_path_factory.mktemp("selftest")
     few = write_few_prompts(folder / "few.jsonl")
     done = command_line(folder)(
@@ -83,13 +100,21 @@ def test_every_planted_fault_is_named_on_its_side(real: Found) -> None:
     assert code == 0, out
 
 
+def test_engines_are_named_with_their_options(real: Found) -> None:
+    engines, _, out, found = real
+    asked = [str(EngineSpec.parse(text)) for text in split(engines)]
+    assert [*found["engines"]] == asked
+    assert {d[side] for d in found["detections"] for side in ("rollout", "train")} == {*asked}
+    assert all(text in out.splitlines()[0] for text in asked)
+
+
 def test_a_faulty_log_prob_is_explained(real: Found) -> None:
     words = {d["fault"]: d["words"] for d in real[3]["detections"] if d["op_class"] == "logprob"}
     said = {
         "logprob-label-shift": "scored against the label of the row after",
         "logprob-temperature": "of temperature 1.1:",
     }
-    assert words
+    assert {*words} == {*said} & {*PLANTED[real[0]]}
     for fault, text in words.items():
         assert said[fault] in text
 
@@ -160,6 +185,17 @@ def test_what_counts_as_seen(changes: dict[str, Any], good: bool) -> None:
     assert ("not as expected: 1" in "\n".join(lines(result))) != good
 
 
+@pytest.mark.parametrize(
+    ("planted", "said"),
+    [
+        ("layers.1.attn_norm", "; the engine diverges from itself at layers.1.attn_norm"),
+        (None, "; the engine diverges from itself nowhere: the fault changes nothing"),
+    ],
+)
+def test_it_says_where_a_fault_was_planted_instead(planted: str | None, said: str) -> None:
+    assert any(x.endswith(said) for x in lines(_selftest(_detection(planted=planted))))
+
+
 def test_a_false_alarm_fails() -> None:
     result = _selftest(_detection(), clean=_clean("layers.1.attn of train"))
     assert not result.passed
@@ -182,74 +218,149 @@ def test_the_smallest_strength_is_the_last_that_is_named_without_a_gap() -> None
     assert row.split()[-2:] == ["≤", "0.0001"]
 
 
+def specs(*texts: str) -> tuple[EngineSpec, ...]:
+    return tuple(map(EngineSpec.parse, texts))
+
+
+def usual(fault: str, engine: str) -> Case:
+    """The fault, as strong as usual, in that engine."""
+    strength = FAULTS[fault].strength
+    chosen = Chosen(fault, FAULTS[fault], strength.default if strength else 0.0)
+    return Case(chosen, EngineSpec.parse(engine))
+
+
+def of_pairs(found: Iterable[tuple[EngineSpec, EngineSpec]]) -> list[tuple[str, str]]:
+    return [(str(a), str(b)) for a, b in found]
+
+
 def test_pairs_have_each_engine_on_a_side_that_it_has() -> None:
-    assert pairs(("hf", "vllm", "megatron")) == [
-        ("vllm", "hf"),
-        ("vllm", "megatron"),
+    assert of_pairs(pairs(specs("hf", "vllm:tp=2", "megatron"))) == [
+        ("vllm:tp=2", "hf"),
+        ("vllm:tp=2", "megatron"),
         ("hf", "megatron"),
     ]
-    assert pairs(("hf",)) == [("hf", "hf")]
-    stale = Case(Chosen("kv-stale", FAULTS["kv-stale"], 0.0), "hf")
-    assert [*pairs_of(stale, ALL)] == [("hf", "megatron")], "only a rollout decodes"
-    twice = Case(
-        Chosen("logprob-temperature-twice", FAULTS["logprob-temperature-twice"], 0.0), "megatron"
-    )
-    assert [*pairs_of(twice, ALL)] == [("hf", "megatron")], "vLLM's prompts know no temperature"
+    assert of_pairs(pairs(specs("hf"))) == [("hf", "hf")]
+    every = specs(*ALL)
+    assert of_pairs(pairs(specs("fsdp:dp=2", "hf"))) == [("hf", "fsdp:dp=2")]
+    sharded = cases(specs("hf", "fsdp:dp=2"), ("norm-eps", "router-bf16"), curves=False)
+    assert [c.engine.name for c in sharded] == ["hf", "hf"], "faults are not planted in FSDP"
+    stale = of_pairs(pairs_of(usual("kv-stale", "hf"), every))
+    assert stale == [("hf", "megatron")], "only a rollout decodes"
+    twice = of_pairs(pairs_of(usual("logprob-temperature-twice", "megatron"), every))
+    assert twice == [("hf", "megatron")], "vLLM's prompts know no temperature"
 
 
 def test_cases_are_faults_by_engine_with_their_curves() -> None:
-    once = cases(("hf", "megatron"), tuple(FAULTS), curves=False)
-    assert len(once) == len({(c.engine, c.chosen.name) for c in once})
-    assert {c.engine for c in once} == {"hf", "megatron"}
-    more = cases(("hf",), ("norm-eps", "attn-scale-twice", "weight-element"), curves=True)
+    once = cases(specs("hf", "megatron"), tuple(FAULTS), curves=False)
+    assert len(once) == len({(c.engine.name, c.chosen.name) for c in once})
+    assert {c.engine.name for c in once} == {"hf", "megatron"}
+    more = cases(specs("hf"), ("norm-eps", "attn-scale-twice", "weight-element"), curves=True)
     points = [c.chosen.strength for c in more if c.curve]
     assert points == [s for s in FAULTS["norm-eps"].strength.curve if s != 1e-3]
 
 
 def test_cases_are_in_the_order_that_is_asked_for() -> None:
     asked = ("proj-gain", "weight-norm", "norm-eps")
-    assert [c.chosen.name for c in cases(("hf",), asked, curves=False)] == list(asked)
+    assert [c.chosen.name for c in cases(specs("hf"), asked, curves=False)] == list(asked)
 
 
-def test_an_engine_is_given_its_settings_beside_a_fault(tmp_path: Path) -> None:
-    request = SelfTestRequest(
-        engines=("vllm", "megatron"),
-        faults=("norm-eps",),
-        seeds=0,
-        curves=False,
-        model="m",
-        prompts=tmp_path / "p.jsonl",
-        settings={"vllm": "kv_cache_gb=0.5"},
-    )
-    test = _SelfTest(request, Run(tmp_path), lambda *_: None, lambda _: None)
-    assert str(test._spec("vllm:fault=norm-eps")) == "vllm:kv_cache_gb=0.5,fault=norm-eps"
-    assert str(test._spec("megatron")) == "megatron"
+def test_an_engine_keeps_its_options_beside_a_fault() -> None:
+    case = usual("logits-bf16", "vllm:tp=2,dtype=fp32")
+    assert str(case.clean) == "vllm:tp=2,dtype=float32"
+    assert str(case.faulty) == "vllm:tp=2,dtype=float32,fault=logits-bf16"
+    assert str(case.beside(EngineSpec.parse("hf:batch=4"))) == "hf:batch=4,dtype=float32"
+
+
+@pytest.mark.parametrize(
+    ("fault", "engine", "other", "why"),
+    [
+        ("logits-bf16", "hf:dtype=bf16", "vllm", "has dtype=bfloat16, and dtype=float32 is needed"),
+        ("logits-bf16", "vllm", "hf:dtype=bf16", "has dtype=bfloat16, and dtype=float32 is needed"),
+        ("packed-boundary", "megatron:cp=2", "hf", "with cp=2 sequences end where ranks can share"),
+        ("norm-eps", "megatron:spec=te", "hf", "only be planted in Megatron's local spec"),
+        ("norm-cast-order", "hf:dtype=fp32", "vllm", "changes nothing with dtype=float32"),
+    ],
+)
+def test_what_options_rule_out_is_left_out_with_the_reason(
+    fault: str, engine: str, other: str, why: str
+) -> None:
+    """And refused, where it is named and no engine of the test can have it."""
+    engines, name = specs(engine, other), engine.partition(":")[0]
+    assert name not in [c.engine.name for c in cases(engines, [fault], curves=False)]
+    assert cases(specs(*{name, "hf", "vllm"}), [fault], curves=False), "without the options"
+    (error,) = [e for case, e in refused(engines, [fault]) if case.engine.name == name]
+    assert why in error.message
+    if not cases(engines, [fault], curves=False):
+        with pytest.raises(BadOption, match=f"--faults {fault}: .*{why}"):
+            check_faults([fault], DENSE, engines)
+
+
+def test_what_is_left_out_is_told() -> None:
+    report = _selftest(_detection()).model_copy(update={"left_out": ("norm-eps in hf: why",)})
+    text = "\n".join(lines(report))
+    assert "left out: 1\n  norm-eps in hf: why" in text
+    assert "left out" not in "\n".join(lines(_selftest(_detection())))
 
 
 def test_what_is_unknown_is_refused() -> None:
+    hf = specs("hf")
     with pytest.raises(BadOption, match="nope: unknown"):
-        check_faults(["norm-eps", "nope"], DENSE)
+        check_faults(["norm-eps", "nope"], DENSE, hf)
     with pytest.raises(BadOption, match="expert-flipped: this qwen3 model lacks the operator"):
-        check_faults(["norm-eps", "expert-flipped"], DENSE)
+        check_faults(["norm-eps", "expert-flipped"], DENSE, hf)
     with pytest.raises(
         BadOption,
         match=r"lacks the operator where it is planted, "
         r"layers\.2\.up_proj",
     ):
-        check_faults(["proj-channel-shift"], SPARSE)
-    with pytest.raises(BadOption, match="fsdp: it supports no planted fault"):
-        check_engines(["hf", "fsdp"])
-    # A comma stands between engines, and so between options too.
-    with pytest.raises(BadOption, match="vllm:tp=2: the self-test takes engines without options"):
-        check_engines(["vllm:tp=2", "dtype=float32", "hf"])
+        check_faults(["proj-channel-shift"], SPARSE, hf)
+    with pytest.raises(BadOption, match="packed-boundary: it cannot be planted in hf"):
+        check_faults(["packed-boundary"], DENSE, hf)
     of_sparse = [name for name, fault in FAULTS.items() if fault.sparse]
     shared = [name for name, fault in FAULTS.items() if fault.needs == "shared"]
-    assert check_faults([], DENSE) == tuple(n for n in FAULTS if n not in (*of_sparse, *shared))
-    planted = check_faults([], SPARSE)
+    assert check_faults([], DENSE, hf) == tuple(n for n in FAULTS if n not in (*of_sparse, *shared))
+    planted = check_faults([], SPARSE, hf)
     with_shared = replace(SPARSE, model_type="glm4_moe", shared_intermediate=64, qk_norm=True)
-    assert {*check_faults([], with_shared)} == {*planted, *shared}
+    assert {*check_faults([], with_shared, hf)} == {*planted, *shared}
     assert {*of_sparse, "norm-eps", "attn-scale"} <= {*planted}
     assert "proj-bias-dropped" not in planted
+
+
+@pytest.mark.parametrize(
+    ("engines", "said"),
+    [
+        ("nope:tp=2,hf", "engine 'nope' is unknown; choose from fsdp, hf, megatron, vllm"),
+        ("hf:tp=2", "engine 'hf' has no option 'tp'"),
+        ("hf,tp=2", "engine 'tp=2' is unknown"),
+        ("fsdp:dp=2", "--engines fsdp:dp=2: none of them supports planted faults"),
+        (
+            "hf:batch=4,padding=left,hf",
+            "--engines hf:batch=4,padding=left,hf: engine 'hf' is named",
+        ),
+        ("hf:fault=norm-eps", "the self-test plants the faults itself: name them by --faults"),
+        ("hf:model=other", "the self-test gives all engines one model: name it by --model"),
+    ],
+)
+def test_engines_that_cannot_be_tested_are_refused(engines: str, said: str) -> None:
+    code, text = command("selftest", "--engines", engines)
+    assert code == 2, text
+    assert said in " ".join(text.split())
+
+
+def test_a_trainer_alone_is_refused() -> None:
+    require_engine("megatron")
+    with pytest.raises(BadOption, match="--engines megatron:tp=2: none of them samples"):
+        check_engines(["megatron:tp=2"])
+
+
+def test_ranks_that_the_model_does_not_take_are_refused_before_an_engine_starts(
+    tmp_path: Path,
+) -> None:
+    require_engine("vllm")
+    code, text = command("selftest", "--engines", "vllm:tp=3,hf", "--run-dir", tmp_path / "run")
+    assert code == 2, text
+    assert "tp=3: 8 heads cannot be divided among 3 ranks" in " ".join(text.split())
+    assert not (tmp_path / "run/captures").exists()
 
 
 @pytest.mark.parametrize(("seen", "code"), [("named", 0), ("missed", 1)])

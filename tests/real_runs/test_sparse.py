@@ -11,6 +11,7 @@ from conftest import Outcome, command_line, require_engine, write_few_prompts
 from safetensors.torch import load_file, save_file
 
 from rlk_align.engines.faults.catalogue import FAULTS
+from rlk_align.engines.spec import EngineSpec
 from rlk_align.probe.selftest.run import SelfTestRequest, selftest
 from rlk_align.trace.run import Run
 
@@ -298,9 +299,9 @@ def test_the_self_test_names_every_fault_of_a_sparse_layer(tmp_path: Path) -> No
 @pytest.mark.whole_matrix
 def test_the_self_test_with_the_kernels(tmp_path: Path) -> None:
     """In all engines, on either side of each pair, beside the one in a product of transformers."""
-    engines = ("hf", "vllm", "megatron")
+    engines = tuple(EngineSpec.parse(f"{e}:kernels=rlk") for e in ("hf", "vllm", "megatron"))
     for engine in engines:
-        require_engine(engine)
+        require_engine(engine.name)
     faults = tuple(n for n, f in FAULTS.items() if f.sparse and n != "expert-weight-early")
     request = SelfTestRequest(
         engines=engines,
@@ -309,7 +310,6 @@ def test_the_self_test_with_the_kernels(tmp_path: Path) -> None:
         curves=False,
         model=str(SPARSE),
         prompts=write_few_prompts(tmp_path / "few.jsonl"),
-        settings=dict.fromkeys(engines, "kernels=rlk"),
     )
     report = selftest(request, Run(tmp_path), lambda *_: None, lambda _: None)
     assert report.passed

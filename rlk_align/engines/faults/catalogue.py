@@ -109,6 +109,9 @@ def check_fault(engine: str, options: Mapping[str, object]) -> None:
     lacking = [f"{k}={v}" for k, v in needed.items() if str(options.get(k)) != v]
     if lacking:
         raise BadOption(f"{where} needs {', '.join(lacking)}")
+    idle, _, value = chosen.fault.idle.partition("=")
+    if idle and str(options.get(idle)) == value:
+        raise BadOption(f"{where} changes nothing with {idle}={value}", f"leave {idle} out")
     if wrong := _wrong_rank(chosen, engine, options):
         raise BadOption(f"{where}: {wrong}")
     if options.get("spec") == "te":

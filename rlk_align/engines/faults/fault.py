@@ -42,6 +42,8 @@ class Fault:
     """Specs on which it can be planted, with the options that it needs."""
     both: str = ""
     """Options that both sides need for it to matter, e.g. `dtype=float32`."""
+    idle: str = ""
+    """An option with which it changes nothing, e.g. `dtype=float32`."""
     kind: Kind = "computation"
     expected: Expected = "named"
     """`rounding`: legitimate in itself, so that a bitwise comparison sees it, and no budget has to;

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from rlk_align.compare.divergence import Edge, Side, compare_edges
 from rlk_align.compare.measure import measure
 from rlk_align.engines.faults.fault import Fault
+from rlk_align.engines.spec import EngineSpec
 from rlk_align.judge.verdict import Verdict, judge_by, over_budget
 from rlk_align.judge.wording import how_off
 from rlk_align.model.sites import RowIndex, model_sites
@@ -36,7 +37,7 @@ def detection(
     case: Case,
     faulty: Trace,
     clean: Trace,
-    pair: tuple[str, str],
+    pair: tuple[EngineSpec, EngineSpec],
     side: SideName,
     planted: str | None,
     progress: Progress,
@@ -57,8 +58,8 @@ def detection(
         unit=fault.strength.unit if fault.strength else "",
         expected=fault.expected,
         curve=case.curve,
-        rollout=pair[0],
-        train=pair[1],
+        rollout=str(pair[0]),
+        train=str(pair[1]),
         side=side,
         site=fault.site,
         planted=planted,

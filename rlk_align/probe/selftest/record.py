@@ -20,6 +20,7 @@ class Detection(Result):
     curve: bool
     """Whether it is a point of a curve."""
     rollout: str
+    """The engine with its options."""
     train: str
     side: SideName
     """Whose engine has the fault."""
@@ -62,6 +63,7 @@ class CleanPair(Result):
 
     seed: int
     rollout: str
+    """The engine with its options."""
     train: str
     tokens: int
     alarms: list[str]
@@ -73,10 +75,12 @@ class SelfTest(Result):
 
     schema_id: Literal["rlk-align/selftest/1"] = "rlk-align/selftest/1"
     engines: dict[str, str]
-    """Name -> version."""
+    """The engine with its options -> its version."""
     rows: int
     """Rows of the tokens that the faults are seen on."""
     detections: list[Detection]
+    left_out: tuple[str, ...] = ()
+    """Faults that the engines' options rule out, each with its engine and the reason."""
     clean: list[CleanPair]
 
     @property

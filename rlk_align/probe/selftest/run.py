@@ -2,20 +2,21 @@
 one of another engine."""
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
 from rlk_align.capture.capture import capture, capture_each
+from rlk_align.capture.check import check_request
 from rlk_align.capture.request import CaptureRequest
 from rlk_align.engines.faults.fault import Fault
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.model.prompts import load_prompts, save_prompts
 from rlk_align.probe.selftest.biased import biased_model
 from rlk_align.probe.selftest.detect import alarms, detection, first_parting, shown_as, verdict_of
-from rlk_align.probe.selftest.plan import Case, cases, pairs, pairs_of, spec
+from rlk_align.probe.selftest.plan import Case, cases, pairs, pairs_of, refused
 from rlk_align.probe.selftest.record import CleanPair, Detection, SelfTest
 from rlk_align.probe.selftest.tied import tied_model
 from rlk_align.progress import Progress
@@ -34,17 +35,16 @@ PROMPTS, NEW_TOKENS = 8, 16
 class SelfTestRequest:
     """What is planted, and on what."""
 
-    engines: tuple[str, ...]
+    engines: tuple[EngineSpec, ...]
+    """Each name once."""
     faults: tuple[str, ...]
     seeds: int
     """Seeds of the pairs that have no fault."""
     curves: bool
     model: str
     prompts: Path
-    settings: Mapping[str, str] = field(default_factory=dict)
-    """Options that an engine is given in all of it, by its name."""
     planted: tuple[str, ...] = ()
-    """Engines that get the faults; empty is all."""
+    """Names of engines that get the faults; empty is all."""
     together: int = TOGETHER
     """Faults whose captures are on disk at a time."""
 
@@ -55,7 +55,7 @@ def _quiet(_stage: str, _done: int, _total: int) -> None:
 
 def _together(case: Case) -> tuple[str, str, bool, str]:
     """Cases that agree in it can follow each other in one process."""
-    return case.engine, case.options, case.chosen.fault.decode, case.chosen.fault.needs
+    return case.engine.name, str(case.clean), case.chosen.fault.decode, case.chosen.fault.needs
 
 
 def _name(detection: Detection) -> tuple[str, str, float]:
@@ -81,7 +81,7 @@ class _SelfTest:
     run: Run
     progress: Progress
     tell: Callable[[Detection | CleanPair], None]
-    _clean: dict[tuple[str, str, str], Trace] = field(default_factory=dict)
+    _clean: dict[tuple[str, str], Trace] = field(default_factory=dict)
 
     def done(self) -> SelfTest:
         """The whole of it."""
@@ -92,10 +92,13 @@ class _SelfTest:
         first = max(0, (len(every) - PROMPTS) // 2)
         save_prompts(every[first : first + PROMPTS], self._prompts)
         # One that samples stands first in every pair.
-        self._base = self._sampled(pairs(r.engines)[0][0], "", 0)
+        first_engine = pairs(r.engines)[0][0]
+        for engine in r.engines:
+            check_request(self._request(engine, None), sampling=engine == first_engine)
+        self._base = self._sampled(first_engine, 0)
         every_case = cases(r.engines, r.faults, r.curves)
         todo = sorted(
-            (c for c in every_case if c.engine in (r.planted or r.engines)), key=_together
+            (c for c in every_case if not r.planted or c.engine.name in r.planted), key=_together
         )
         detections: list[Detection] = []
         for _, some in groupby(todo, key=_together):
@@ -107,17 +110,25 @@ class _SelfTest:
         rows = sum(len(s.ids) for s in self._base.tokens.samples)
         clean = [self._reported(c) for c in self._clean_pairs()]
         versions = {t.record.engine: t.record.version for t in self._clean.values()}
-        return SelfTest(engines=versions, rows=rows, detections=detections, clean=clean)
+        return SelfTest(
+            engines={str(e): versions[e.name] for e in r.engines if e.name in versions},
+            rows=rows,
+            detections=detections,
+            left_out=tuple(
+                f"{c.chosen} in {c.engine}: {e.message}" for c, e in refused(r.engines, r.faults)
+            ),
+            clean=clean,
+        )
 
     def _reported(self, result: Reported) -> Reported:
         self.tell(result)
         return result
 
     def _request(
-        self, engine: str, fault: Fault | None, seed: int = 0, decode: bool = False
+        self, engine: EngineSpec, fault: Fault | None, seed: int = 0, decode: bool = False
     ) -> CaptureRequest:
         return CaptureRequest(
-            engine=self._spec(engine),
+            engine=engine,
             model=str(self._model(fault.needs if fault else "")),
             prompts=self._prompts,
             max_new_tokens=NEW_TOKENS,
@@ -126,11 +137,6 @@ class _SelfTest:
             controls=False,
         )
 
-    def _spec(self, text: str) -> EngineSpec:
-        name, _, options = text.partition(":")
-        merged = ",".join(filter(None, (self.request.settings.get(name, ""), options)))
-        return EngineSpec.parse(spec(name, merged))
-
     def _model(self, needs: str) -> Path:
         """The checkpoint, or one made of it that has what a fault needs."""
         model, folder = Path(self.request.model), self.run.folder
@@ -138,15 +144,15 @@ class _SelfTest:
             return biased_model(model, folder / "biased-model")
         return tied_model(model, folder / "tied-model") if needs == "ties" else model
 
-    def _sampled(self, engine: str, options: str, seed: int) -> Trace:
-        request = self._request(spec(engine, options), None, seed, decode=True)
+    def _sampled(self, engine: EngineSpec, seed: int) -> Trace:
+        request = self._request(engine, None, seed, decode=True)
         return capture(request, "rollout", self.run, None, False, _quiet)
 
-    def _scored(self, engine: str, options: str, fault: Fault) -> Trace:
+    def _scored(self, engine: EngineSpec, fault: Fault) -> Trace:
         """A clean capture of the tokens that all faults are seen on."""
-        key = (engine, options, fault.needs)
+        key = (str(engine), fault.needs)
         if key not in self._clean:
-            request = self._request(spec(engine, options), fault)
+            request = self._request(engine, fault)
             tokens = self._base.folder / "tokens.parquet"
             self._clean[key] = capture(request, "train", self.run, tokens, False, _quiet)
         return self._clean[key]
@@ -154,7 +160,7 @@ class _SelfTest:
     def _detections(self, some: Sequence[Case], done: int, total: int) -> Iterator[Detection]:
         """Detects faults that one process can have one after another."""
         decode = some[0].chosen.fault.decode
-        requests = [self._request(c.spec, c.chosen.fault, decode=decode) for c in some]
+        requests = [self._request(c.faulty, c.chosen.fault, decode=decode) for c in some]
         tokens = None if decode else self._base.folder / "tokens.parquet"
         traces = capture_each(requests, "rollout", self.run, [tokens] * len(some), _quiet)
         for number, (case, faulty) in enumerate(zip(some, traces, strict=True), done):
@@ -178,7 +184,7 @@ class _SelfTest:
                     tokens = faulty.folder / "tokens.parquet"
                     clean = capture(request, "train", self.run, tokens, False, _quiet)
                 else:
-                    clean = self._scored(other, case.other_options, fault)
+                    clean = self._scored(case.beside(other), fault)
                 yield detection(case, faulty, clean, pair, side, planted, _quiet)
                 if fault.decode:
                     shutil.rmtree(clean.folder)
@@ -188,10 +194,7 @@ class _SelfTest:
         shows behind the fault's, at the fault's."""
         fault = case.chosen.fault
         passname = "decode" if fault.decode else "prefill"
-        if fault.decode:
-            clean = self._sampled(case.engine, case.options, 0)
-        else:
-            clean = self._scored(case.engine, case.options, fault)
+        clean = self._sampled(case.clean, 0) if fault.decode else self._scored(case.clean, fault)
         parting = first_parting(clean, faulty, passname)
         return fault.site if parting == shown_as(fault.site, faulty, passname) else parting
 
@@ -207,8 +210,8 @@ class _SelfTest:
                 for seed, a, b in zip(seeds, sampled, scored, strict=True):
                     yield CleanPair(
                         seed=seed,
-                        rollout=pair[0],
-                        train=pair[1],
+                        rollout=str(pair[0]),
+                        train=str(pair[1]),
                         tokens=a.tokens.sampled_tokens,
                         alarms=_blamed(a, b),
                     )
@@ -216,7 +219,7 @@ class _SelfTest:
                 shutil.rmtree(folder)
 
     def _clean_captures(
-        self, pair: tuple[str, str], seeds: Sequence[int]
+        self, pair: tuple[EngineSpec, EngineSpec], seeds: Sequence[int]
     ) -> tuple[list[Trace], list[Trace]]:
         """What the rollout engine samples for each seed, and what the other makes of it."""
         requests = [self._request(pair[0], None, seed, decode=True) for seed in seeds]

@@ -18,6 +18,10 @@ def lines(result: SelfTest) -> Iterator[str]:
         yield ""
         yield f"not as expected: {len(unexpected)}"
         yield from (f"  {_sentence(d)}" for d in unexpected)
+    if result.left_out:
+        yield ""
+        yield f"left out: {len(result.left_out)}"
+        yield from (f"  {text}" for text in result.left_out)
     curves = [*smallest(result.detections)]
     if curves:
         yield ""
@@ -54,7 +58,8 @@ def _sentence(d: Detection) -> str:
     if d.others:
         text += f"; also blamed: {', '.join(d.others)}"
     if not d.curve and not d.well_planted:
-        text += f"; the engine diverges from itself at {d.planted}"
+        parting = f"at {d.planted}" if d.planted else "nowhere: the fault changes nothing"
+        text += f"; the engine diverges from itself {parting}"
     return text
 
 
