@@ -25,8 +25,10 @@ demo: setup
 	$(BIN)/rlk-align compare --kernels rlk --run-dir rlk-runs/demo $(DEMO) || [ $$? -eq 1 ]
 
 # Three steps of GRPO on the embedded model: vLLM samples, a model of transformers learns, weights are synced,
-# and no token's log-prob has another bit on the other side. Steps and their log-probs lie in the run's folder.
+# and no token's log-prob has another bit on the other side. Steps and their log-probs lie in the run's folder,
+# in the place of those of the demonstration before.
 demo-loop: setup
+	rm -rf rlk-runs/demo-loop
 	PYTHONPATH=.:kernels $(BIN)/python examples/grpo/train.py --run rlk-runs/demo-loop --problems 2 --group 4 $(DEMO_LOOP)
 
 # Tests with the real engines; a missing one fails instead of skipping. Two files at a time, each

@@ -5,9 +5,10 @@ python examples/grpo/chart.py runs/grpo runs/off -o chart.svg
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
+
+from summary import lines
 
 PANELS = (
     ("training reward, mean of 10 steps", lambda line: line["reward"]),
@@ -21,12 +22,11 @@ def _share(mismatch: dict[str, float]) -> float:
 
 
 def steps(run: Path) -> list[dict]:
-    """The lines of a run's metrics. Raises ValueError where there are none."""
+    """The lines of a run's metrics. Raises ValueError where there are none, or one is cut."""
     path = run / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    if not lines:
+    if not (found := lines(path)):
         raise ValueError(f"{path} has no steps; name the folder of a run of train.py")
-    return [json.loads(line) for line in lines]
+    return found
 
 
 LOOKS = {
@@ -52,15 +52,13 @@ def draw(runs: list[Path], output: Path) -> None:
 
     figure, axes = plt.subplots(1 + len(PANELS), sharex=True, figsize=(7, 10))
     for run in runs:
-        lines = steps(run)
-        look = LOOKS[lines[-1]["kernels"]] | {"alpha": 0.8, "linewidth": 1}
-        path = run / "held_out.jsonl"
-        held = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+        taken, held = steps(run), lines(run / "held_out.jsonl")
+        look = LOOKS[taken[-1]["kernels"]] | {"alpha": 0.8, "linewidth": 1}
         axes[0].plot([x["step"] for x in held], [x["reward"] for x in held], marker="o", **look)
         for axis, (_, value) in zip(axes[1:], PANELS, strict=True):
-            values = [value(x) for x in lines]
+            values = [value(x) for x in taken]
             values = smoothed(values) if axis is axes[1] else values
-            axis.plot([x["step"] for x in lines], values, **look)
+            axis.plot([x["step"] for x in taken], values, **look)
     titles = ("held-out reward", *(title for title, _ in PANELS))
     for axis, title in zip(axes, titles, strict=True):
         axis.set_title(title, loc="left", fontsize=10)

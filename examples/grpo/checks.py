@@ -17,11 +17,20 @@ class LoopFault(Exception):
 
 def check_masks(answers: Sequence[Answer], samples: Sequence[Sample]) -> None:
     """Raises LoopFault for the first sample whose mask counts what is not to be trained on, or
-    leaves out what is."""
+    leaves out what is, or whose log-probs are of other tokens than those that were sampled."""
     for number, (answer, sample) in enumerate(zip(answers, samples, strict=True)):
         sampled = {place for span in answer.spans for place in span.places}
         counted = {place for place, on in enumerate(sample.mask) if on}
         where = f"in sample {number}, at token {{}}"
+        tokens, lengths = len(answer.ids), {len(sample.mask), len(sample.rollout_logprobs)}
+        if lengths != {tokens}:
+            raise LoopFault(
+                f"lists of other lengths: sample {number} has {tokens} tokens, {len(sample.mask)} "
+                f"of the mask and {len(sample.rollout_logprobs)} log-probs"
+            )
+        known = {place for place, x in enumerate(sample.rollout_logprobs) if x is not None}
+        if others := sorted(known ^ sampled):
+            raise LoopFault(f"log-prob of another token: {where.format(others[0])}")
         if not counted:
             if sampled and not answer.cut:
                 raise LoopFault(f"nothing counted: sample {number} has {len(sampled)} tokens")

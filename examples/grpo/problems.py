@@ -7,6 +7,7 @@ with the same ones. The held-out set shares no question with any of them.
 import functools
 import random
 import sys
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fixtures"))
@@ -16,6 +17,8 @@ from corpus import FAMILIES, Problem, check, final_answer
 LEARNABLE = ("add", "subtract", "multiply", "sequence", "largest", "story", "count", "sort")
 """Families of which the embedded model solves some and misses some."""
 HELD_OUT_SEED = "held out"
+MOST_MISSED = 10_000
+"""Draws in a row without a new problem, after which there are no others."""
 
 
 def draw(rng: random.Random, families: tuple[str, ...] = LEARNABLE) -> Problem:
@@ -23,12 +26,31 @@ def draw(rng: random.Random, families: tuple[str, ...] = LEARNABLE) -> Problem:
     return FAMILIES[rng.choice(families)](rng)
 
 
+def _others(
+    rng: random.Random, families: tuple[str, ...], known: Collection[str]
+) -> Iterator[Problem]:
+    """Drawn problems whose prompts are not `known`. Raises ValueError where there are none."""
+    missed = 0
+    while missed < MOST_MISSED:
+        problem = draw(rng, families)
+        missed += 1
+        if problem.prompt not in known:
+            missed = 0
+            yield problem
+    raise ValueError(
+        f"of the families {', '.join(families)} there are no problems but {len(known)} that are "
+        "held out; hold out fewer (--held-out), or take more --families"
+    )
+
+
 @functools.cache
 def held_out(count: int, families: tuple[str, ...] = LEARNABLE) -> tuple[Problem, ...]:
-    """`count` different problems that no step trains on."""
-    rng, found = random.Random(HELD_OUT_SEED), {}
+    """`count` different problems that no step trains on. Raises ValueError where there are not as
+    many."""
+    rng, found = random.Random(HELD_OUT_SEED), dict[str, Problem]()
+    others = _others(rng, families, found)
     while len(found) < count:
-        problem = draw(rng, families)
+        problem = next(others)
         found[problem.prompt] = problem
     return tuple(found.values())
 
@@ -36,14 +58,11 @@ def held_out(count: int, families: tuple[str, ...] = LEARNABLE) -> tuple[Problem
 def training(
     seed: int, step: int, count: int, excluded: int, families: tuple[str, ...] = LEARNABLE
 ) -> list[Problem]:  # fmt: skip
-    """The problems of a step, none of them among the `excluded` first ones that are held out."""
+    """The problems of a step, none of them among the `excluded` first ones that are held out.
+    Raises ValueError where there are no others."""
     kept_back = {problem.prompt for problem in held_out(excluded, families)}
-    rng, found = random.Random(f"{seed} {step}"), []
-    while len(found) < count:
-        problem = draw(rng, families)
-        if problem.prompt not in kept_back:
-            found.append(problem)
-    return found
+    others = _others(random.Random(f"{seed} {step}"), families, kept_back)
+    return [next(others) for _ in range(count)]
 
 
 def observation(problem: Problem, text: str) -> str | None:

@@ -2,18 +2,23 @@
 line of JSON, and the state to go on from."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from batch import Answer, Pack, Sample
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from trainer import Scored
 
+from rlk_align.files import whole_file
+
 STATE, METRICS, HELD_OUT = "state.safetensors", "metrics.jsonl", "held_out.jsonl"
+LOG_PROBS = "log-probs"
+"""The folder of the sequences."""
 
 
 def mismatch(row: Sequence[Pack], scored: Scored) -> dict[str, float | int]:
@@ -68,34 +73,52 @@ def _where(there: list[bool], values: list[float]) -> list[float | None]:
     return [x if on else None for on, x in zip(there, values, strict=True)]
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises OSError that names `path` where what writes it fails."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise OSError(
+            f"{path} could not be written: {error}; free some space, and go on with --resume from "
+            "what was saved before"
+        ) from error
+
+
 def append(path: Path, line: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
+    with writing(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
 
-def forget_after(folder: Path, step: int) -> None:
+def forget_after(folder: Path, log_probs: Path, step: int) -> None:
     """Leaves out what was written of steps that are done again."""
     for path in (folder / METRICS, folder / HELD_OUT):
         if path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            # A last line without an end was cut while it was written: its step was not saved.
+            lines = [x for x in path.read_text("utf-8").splitlines(True) if x.endswith("\n")]
             before = [line for line in lines if json.loads(line)["step"] < step]
-            path.write_text("".join(before), encoding="utf-8")
+            with writing(path), whole_file(path) as partial:
+                partial.write_text("".join(before), encoding="utf-8")
+    for path in log_probs.glob("step_*.jsonl"):
+        if int(path.name.split("_")[1]) >= step:
+            path.unlink(missing_ok=True)
 
 
 def save(
     folder: Path, step: int, settings: dict[str, Any], masters: dict[str, Tensor],
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer, wait: Callable[[], object],
 ) -> None:  # fmt: skip
-    """The state after `step` steps, whole or not at all."""
+    """The state after `step` steps, whole or not at all. `wait` comes between the writing of a new
+    state and the end of the one before."""
     tensors = {f"master {name}": value for name, value in masters.items()}
     for name, value in masters.items():
         for part, moment in optimizer.state[value].items():
             tensors[f"{part} {name}"] = moment
     cpu = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    partial = folder / f"{STATE}.partial"
-    # Under one key: the order of several in the file is chance.
-    save_file(cpu, partial, {"about": json.dumps({"step": step, "settings": settings})})
-    partial.replace(folder / STATE)
+    with writing(folder / STATE), whole_file(folder / STATE) as partial:
+        # Under one key: the order of several in the file is chance.
+        save_file(cpu, partial, {"about": json.dumps({"step": step, "settings": settings})})
+        wait()
 
 
 def load(
@@ -103,10 +126,24 @@ def load(
     optimizer: torch.optim.Optimizer,
 ) -> int:  # fmt: skip
     """Puts the saved state into `masters` and the optimiser; returns how many steps are done.
-    Raises ValueError where none was saved, or the run was made with other settings."""
-    path, fused = folder / STATE, optimizer.defaults["fused"]
+    Raises ValueError where none was saved, the file is damaged, or the run was made with other
+    settings."""
+    path = folder / STATE
     if not path.exists():
         raise ValueError(f"{path} does not exist: nothing was saved to resume; leave --resume out")
+    try:
+        return _load(path, settings, masters, optimizer)
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is damaged: {error}; put a copy in its place, or begin another run"
+        ) from error
+
+
+def _load(
+    path: Path, settings: dict[str, Any], masters: dict[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> int:  # fmt: skip
+    fused = optimizer.defaults["fused"]
     with safe_open(path, "pt") as file:
         about, names = json.loads(file.metadata()["about"]), list(file.keys())
         before = about["settings"]

@@ -19,9 +19,17 @@ STAGES = (
 
 
 def lines(path: Path) -> list[Line]:
-    """Of a file of JSON lines; none where it is not there."""
+    """Of a file of JSON lines; none where it is not there. Raises ValueError where one is cut."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines()]
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{path}: line {number} is not whole; train.py --resume writes it again"
+            ) from error
+    return found
 
 
 def spread(values: Iterable[float], digits: int = 3) -> str:
@@ -76,13 +84,15 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def summary(runs: Iterable[Path]) -> str:
-    """Tables of reward and mismatch, and of seconds and memory, an arm a row."""
+    """Tables of reward and mismatch, and of seconds and memory, an arm a row; and which runs have
+    no step. Raises ValueError where a line is cut."""
     arms: dict[str, dict[Path, list[Line]]] = {}
+    without = []
     for path in runs:
         if steps := lines(path / "metrics.jsonl"):
             arms.setdefault(steps[0]["kernels"], {})[path] = steps
-    if not arms:
-        return "no step was taken"
+        else:
+            without.append(f"no step was taken in {path}")
     reward = [
         "kernels", "runs", "steps", "held-out reward before", "in the middle", "after",
         "tokens with other bits", "mean k3", "largest abs Δ", "largest ratio", "steps without any",
@@ -90,11 +100,16 @@ def summary(runs: Iterable[Path]) -> str:
     ]  # fmt: skip
     seconds = ["kernels", *(f"{s}, s" for s in STAGES), "steps an hour", "sampled tokens a step",
                "tokens an answer", "peak GiB", "reserved GiB"]  # fmt: skip
-    return "\n\n".join(
+    tables = [
         table(head, [row(kernels, some) for kernels, some in arms.items()])
         for head, row in ((reward, _row), (seconds, _seconds))
-    )
+        if arms
+    ]
+    return "\n\n".join((*tables, *without))
 
 
 if __name__ == "__main__":
-    print(summary(map(Path, sys.argv[1:])))
+    try:
+        print(summary(map(Path, sys.argv[1:])))
+    except ValueError as error:
+        sys.exit(f"error: {error}")

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
@@ -28,76 +27,25 @@ import problems
 import torch
 from batch import Answer, Pack, Sample, empty_pack, packs, to_sample
 from checks import LoopFault, check_masks, check_weights
+from options import arguments
 from ranks import Ranks
-from record import HELD_OUT, METRICS, append, forget_after, load, mismatch, records, save
+from record import (
+    HELD_OUT,
+    LOG_PROBS,
+    METRICS,
+    append,
+    forget_after,
+    load,
+    mismatch,
+    records,
+    save,
+)  # fmt: skip
 from rlk_kernels import group_advantages
 from rollout import Rollout
 from trainer import Trainer
 
-from rlk_align.data import data_path
+from rlk_align.errors import RlkError
 from rlk_align.writers.step_file import write_step
-
-CLIPS = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}
-"""Each loss's clip, as its paper has it."""
-
-
-def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    a = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    a.add_argument("--run", type=Path, required=True, help="folder of the run")
-    a.add_argument("--model", type=Path, default=data_path("model"))
-    a.add_argument("--kernels", choices=["rlk", "off"], default="rlk")
-    a.add_argument("--steps", type=int, default=3, help="how many there are in the end")
-    a.add_argument("--problems", type=int, default=8, help="of a step")
-    a.add_argument(
-        "--families", nargs="+", choices=problems.FAMILIES, default=problems.LEARNABLE,
-        metavar="FAMILY", help=f"of problems, of {', '.join(problems.FAMILIES)}; add and multiply "
-        "have the longest answers",
-    )  # fmt: skip
-    a.add_argument("--group", type=int, default=8, help="answers to a problem")
-    a.add_argument("--turns", type=int, default=2, help="tries; a checker speaks between them")
-    a.add_argument("--max-tokens", type=int, default=48, help="of a try")
-    a.add_argument("--rollout-batch", type=int, help="answers sampled at a time; changes no bit")
-    a.add_argument("--pack-tokens", type=int, default=4096, help="tokens of a forward, at most")
-    a.add_argument("--updates", type=int, default=1, help="of a rollout")
-    a.add_argument("--lr", type=float, default=1e-5)
-    a.add_argument(
-        "--loss", choices=CLIPS, default="dapo",
-        help="DAPO clips each token's ratio, GSPO the ratio of each sequence's mean",
-    )  # fmt: skip
-    a.add_argument(
-        "--clip", type=float, nargs=2, metavar=("LOW", "HIGH"),
-        help="the paper's unless given: " + ", ".join(f"{k} {v}" for k, v in CLIPS.items()),
-    )  # fmt: skip
-    a.add_argument("--held-out", type=int, default=32, help="problems that measure the reward")
-    a.add_argument("--eval-every", type=int, default=0, help="steps; 0 for never")
-    a.add_argument("--save-every", type=int, default=1, help="steps; 0 for never")
-    a.add_argument("--seed", type=int, default=0)
-    a.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    a.add_argument("--cache-gib", type=float, default=8, help="of keys and values, on a GPU")
-    a.add_argument(
-        "--sleep", action=argparse.BooleanOptionalAction, default=True,
-        help="vLLM's memory is the trainer's in an update, on a GPU",
-    )  # fmt: skip
-    a.add_argument(
-        "--master-dtype", choices=["float32", "bfloat16"], default="float32",
-        help="of the weights that AdamW updates, and of its moments",
-    )  # fmt: skip
-    a.add_argument(
-        "--graphs", action="store_true",
-        help="the trainer's forward and backward as CUDA graphs; changes no bit",
-    )  # fmt: skip
-    a.add_argument("--kv-cache", choices=["auto", "fp8"], default="auto", help="of the control")
-    a.add_argument("--resume", action="store_true")
-    options = a.parse_args(words)
-    if options.kernels == "rlk" and options.kv_cache != "auto":
-        a.error(f"--kv-cache {options.kv_cache}: the kernels keep keys and values as they are")
-    options.clip = tuple(options.clip or CLIPS[options.loss])
-    one_gpu = options.device.startswith("cuda") and int(os.environ.get("WORLD_SIZE", "1")) == 1
-    if options.graphs and not (one_gpu and options.kernels == "rlk"):
-        a.error("--graphs: capturing needs the kernels, and one GPU in one process; leave it out")
-    if options.graphs and options.loss != "dapo":
-        a.error(f"--graphs: the loss {options.loss} waits for the GPU, which a graph cannot")
-    return options
 
 
 class Loop:
@@ -172,7 +120,7 @@ class Loop:
         with self.timed("write"):
             lines = records(answers, samples, row, scored, self.step)
             which = {"rank": self.ranks.rank, "ranks": self.ranks.size}
-            write_step(o.run / "log-probs", self.step, lines, **which)
+            write_step(o.run / LOG_PROBS, self.step, lines, **which)
         with self.timed("compare"):
             clipped = self.trainer.clip_fraction(row, scored)
             drift, on = mismatch(row, scored), torch.cat([pack.mask for pack in row])
@@ -208,12 +156,19 @@ class Loop:
         print(f"after step {self.step}: held-out reward {reward:.3f}", flush=True)
 
     def save(self) -> None:
-        trainer = self.trainer
-        save(self.folder, self.step, self.settings(), trainer.masters, trainer.optimizer)
+        state = self.trainer.masters, self.trainer.optimizer
+        # No rank's state is replaced before all new ones are whole.
+        save(self.folder, self.step, self.settings(), *state, wait=lambda: self.ranks.most(0))
 
     def load(self) -> None:
         trainer = self.trainer
         self.step = load(self.folder, self.settings(), trainer.masters, trainer.optimizer)
+        first, last = -self.ranks.most(-self.step), self.ranks.most(self.step)
+        if first != last:
+            raise ValueError(
+                f"the states in {self.options.run} are of step {last:.0f} in one rank, and of step "
+                f"{first:.0f} in another; begin another run"
+            )
         trainer.round_masters()
 
     # --- a run ------------------------------------------------------------------------------
@@ -231,7 +186,8 @@ class Loop:
         self.folder.mkdir(parents=True, exist_ok=True)
         if o.resume:
             self.load()
-        forget_after(self.folder, self.step)
+        begun = self.step
+        forget_after(self.folder, o.run / LOG_PROBS, begun)
         if self.gpu:
             with self.timed("prepare"):
                 self.trainer.prepare()
@@ -256,6 +212,9 @@ class Loop:
                 self.save()
         if o.eval_every and self.step == o.steps:
             self.hold_out()
+        if self.step == begun:
+            print(f"no step was taken: {begun} are done, and --steps asks for {o.steps}")
+            return 0
         every = " in every step" if differing == 0 else ""
         print(f"mismatch {differing} of {total} tokens{every}")
         if stops:
@@ -265,17 +224,17 @@ class Loop:
 
 
 def main() -> int:
-    options = arguments()
+    options = arguments(about=__doc__)
     try:
         loop = Loop(options)
         # A step that has begun is finished, so that what is saved is whole.
         signal.signal(signal.SIGINT, lambda *_: setattr(loop, "stopped", True))
         return loop.run()
-    except (LoopFault, ValueError) as fault:
+    except (LoopFault, RlkError, ValueError, OSError) as fault:
         print(f"error: {fault}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("stopped before the first step: nothing was to save")
+        print("stopped before the first step: there was nothing to save")
         return 130
 
 

@@ -18,8 +18,9 @@ import problems
 import torch
 from batch import Answer, Sample, to_sample
 from checks import LoopFault
+from options import arguments
 from record import STATE
-from train import Loop, arguments
+from train import Loop
 
 
 def bits(loop: Loop, step: int) -> list[str]:
@@ -82,6 +83,23 @@ def left_out(answer: Answer) -> Sample:
     return with_token(sample, answer.spans[0].places[-1], False)
 
 
+def of_another(answer: Answer) -> Sample:
+    """As if the mask were that of an answer that is one token longer."""
+    sample = to_sample(answer, 1.0)
+    return replace(sample, mask=[*sample.mask, False])
+
+
+def without_logprob(answer: Answer) -> Sample:
+    """Its last token would be counted, with a log-prob of 0, and compared with nothing."""
+    sample = to_sample(answer, 1.0)
+    return replace(sample, rollout_logprobs=[*sample.rollout_logprobs[:-1], None])
+
+
+def late_logprobs(answer: Answer) -> Sample:
+    sample = to_sample(answer, 1.0)
+    return replace(sample, rollout_logprobs=[None, *sample.rollout_logprobs[:-1]])
+
+
 MASKS: dict[str, Callable[[Answer], Sample]] = {
     "none": lambda answer: to_sample(answer, 1.0),
     "shift": shifted,
@@ -90,6 +108,9 @@ MASKS: dict[str, Callable[[Answer], Sample]] = {
     "tool": of_tool,
     "left out": left_out,
     "cut": counted,
+    "another": of_another,
+    "no log-prob": without_logprob,
+    "late log-probs": late_logprobs,
 }
 
 
@@ -144,6 +165,8 @@ def main() -> None:
     loop.train_step()
     loop.save()
     found["resumed, cut otherwise"] = bits(loop, 1)
+    loop.options.resume, loop.options.steps = True, 2
+    found["resumed at its end"] = {"code": loop.run(), "bits": bits(loop, 1)}
 
     # The faults, on answers that vLLM gave: some cut, some wrong and tried again.
     loop.options.group, loop.options.max_tokens = 4, 24

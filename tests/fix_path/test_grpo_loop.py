@@ -59,6 +59,10 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(loop: Any) -> None:
     assert len(loop["resumed, cut otherwise"]) == 2
 
 
+def test_a_run_at_its_end_is_not_a_failure_to_resume(loop: Any) -> None:
+    assert loop["resumed at its end"] == {"code": 0, "bits": loop["once"][1]["bits"]}
+
+
 @pytest.mark.parametrize(
     ("fault", "name"),
     [
@@ -68,6 +72,9 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(loop: Any) -> None:
         ("tool", "tool's token counted: in sample "),
         ("left out", "sampled token left out: in sample 0, at token "),
         ("cut", "cut answer counted: sample 0 ends at its limit of tokens"),
+        ("another", "lists of other lengths: sample 0 has "),
+        ("no log-prob", "log-prob of another token: in sample 0, at token "),
+        ("late log-probs", "log-prob of another token: in sample 0, at token "),
     ],
 )
 def test_a_wrong_mask_is_named(loop: Any, fault: str, name: str) -> None:

@@ -151,5 +151,14 @@ def test_what_is_not_served_is_refused(model: Any) -> None:
         hf.score_tokens(model, IDS, last=17)
     with pytest.raises(NotServed, match="temperature=0"):
         hf.score_tokens(model, IDS, temperature=0.0)
+    with pytest.raises(ValueError, match=r"input_ids\[B, L\] are needed, not \(17,\)"):
+        hf.score_tokens(model, IDS[0])
+    with pytest.raises(ValueError, match=r"attention_mask \(3, 16\) does not fit input_ids"):
+        hf.score_tokens(model, IDS, MASK[:, 1:])
+    # A mask that hides nothing would hide that a sequence's first token follows another sequence.
+    starts = torch.tensor([0, 9, 17], dtype=torch.int32)
+    positions = torch.cat([torch.arange(9), torch.arange(8)])[None]
+    with pytest.raises(ValueError, match="give one of them"):
+        hf.score_tokens(model, IDS[:1], MASK[:1] | 1, positions, cu_seq_lens=starts)
     # Logits are logits again afterwards.
     assert logits(model).shape == (3, 16, VOCABULARY)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ from conftest import require_engine
 pytestmark = pytest.mark.whole_matrix
 
 ROOT = Path(__file__).resolve().parents[2]
-GROUP = 4
+GROUP, STATE = 4, "state.safetensors"
 WORDS = f"--problems 4 --group {GROUP} --max-tokens 24 --pack-tokens 150 --seed 3 --device cpu"
 
 
@@ -24,18 +25,24 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps of two ranks, and a third one by a process that resumed."""
     require_engine("vllm")
     folder = tmp_path_factory.mktemp("ranks") / "run"
+    for how in ("--steps 2", "--steps 3 --resume"):
+        done = start(folder, how)
+        assert done.returncode == 0, done.stderr[-3000:]
+        state = folder / "rank-1" / STATE
+        shutil.copy(state, folder / f"{STATE} of rank 1, {how}")
+    return folder
+
+
+def start(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     variables = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    for how in (["--steps", "2"], ["--steps", "3", "--resume"]):
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        program = ["--nproc-per-node", "2", "--", str(ROOT / "examples" / "grpo" / "train.py")]
-        words = ["--run", str(folder), *WORDS.split(), *how]
-        done = subprocess.run(
-            [*launcher, *program, *words], env=variables, capture_output=True, text=True,
-            timeout=300,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-    return folder
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    program = ["--nproc-per-node", "2", "--", str(ROOT / "examples" / "grpo" / "train.py")]
+    words = ["--run", str(folder), *WORDS.split(), *how.split()]
+    return subprocess.run(
+        [*launcher, *program, *words], env=variables, capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
 
 
 def metrics(run: Path, rank: int) -> list[dict[str, Any]]:
@@ -64,9 +71,9 @@ def test_the_gradient_is_that_of_all_answers(
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "grpo"))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     from batch import Sample, packs
+    from options import arguments
     from ranks import Ranks
     from rlk_kernels import group_advantages
-    from train import arguments
     from trainer import Trainer
 
     files = sorted((run / "log-probs").glob("step_000000_rank_*_of_2.jsonl"))
@@ -83,3 +90,15 @@ def test_the_gradient_is_that_of_all_answers(
     trainer = Trainer(options, Ranks(device), lambda _stage: nullcontext())
     _, norm = trainer.update(list(packs(samples, options.pack_tokens, device)))
     assert norm == pytest.approx(metrics(run, 0)[0]["gradient_norm"], rel=0.01)
+
+
+def test_states_of_different_steps_are_not_trained_on(run: Path, tmp_path: Path) -> None:
+    """A run that was killed after one rank had saved, and the other had not."""
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    shutil.copy(run / f"{STATE} of rank 1, --steps 2", folder / "rank-1" / STATE)
+    done = start(folder, "--steps 4 --resume")
+    assert done.returncode != 0
+    assert "error: " in done.stderr
+    assert "of step 3 in one rank, and of step 2 in another" in done.stderr
+    assert not list(folder.glob("log-probs/step_000003*"))

@@ -10,9 +10,9 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[3] / "examples" / "grpo"))
 
 from batch import Pack, Sample, packs
+from options import arguments
 from passes import Graphs
 from ranks import Ranks
-from train import arguments
 from trainer import Trainer
 
 GPU = torch.device("cuda")

@@ -184,6 +184,86 @@ def test_what_is_not_a_number_is_seen_and_what_is_masked_is_not() -> None:
     assert float(loss) == float(metrics["tokens"]) == 0.0
 
 
+def test_a_gradient_in_fp16_is_rounded_once_behind_the_loss_scale() -> None:
+    """A GradScaler multiplies a loss by 65,536 because fp16 does not hold small gradients."""
+    count, scale = 4096, 65536.0
+    logp = torch.full((count,), -2.0, dtype=torch.float16, requires_grad=True)
+    how = {"cu_seqlens": torch.tensor([0, count]), "loss_type": "dapo"}
+    loss, _ = rk.policy_loss(logp, None, torch.tensor([1e-4]), torch.ones(count), **how)
+    (loss * scale).backward()
+    assert logp.grad.dtype == torch.float16
+    expected = torch.tensor(-scale * float(torch.tensor(1e-4)) / count).half()
+    assert (logp.grad == expected).all()
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("correction", CORRECTIONS[1:])
+def test_what_a_correction_removes_may_overflow(kind: str, correction: str) -> None:
+    """exp(logp - old_logp) is infinite and exp(old_logp - rollout_logp) is 0."""
+    p, how = problem(), {"correction": correction, "limits": (0.0, 2.0), "max_tokens": 12}
+    assert float(call(p, kind, how)[0]) != 0.0
+    p["old"], p["rollout"] = p["logp"] - 1000, p["logp"] + 0
+    p["logp"].requires_grad_()
+    loss, _ = call(p, kind, how)
+    loss.backward()
+    assert float(loss) == 0.0
+    assert not p["logp"].grad.any()
+    p["rollout"][2] = float("nan")
+    assert call(p, kind, how)[0].isnan()
+
+
+def test_a_reference_without_beta_is_no_part_of_the_loss() -> None:
+    """Neither is its k3 where that is infinite; the metric shows it."""
+    p = problem()
+    expected, _ = call(p | {"ref": p["logp"]}, "grpo", {"beta": 0.0})
+    p["ref"] = p["logp"] + 1000
+    loss, metrics = call(p, "grpo", {"beta": 0.0})
+    assert loss.equal(expected)
+    assert float(metrics["kl"]) == float("inf")
+    assert call(p, "grpo", {"beta": 0.1})[0].isinf()
+
+
+def test_as_many_advantages_as_sequences_are_one_for_each() -> None:
+    """Where there are as many tokens too, by a sequence without any."""
+    cu, ones = torch.tensor([0, 2, 2, 3]), torch.ones(3)
+    advantages, mask = torch.tensor([1.0, 50.0, -2.0]), torch.ones(3)
+    how: dict[str, Any] = {"cu_seqlens": cu, "loss_type": "dapo"}
+    loss, _ = rk.policy_loss(-ones, -ones, advantages, mask, **how)
+    assert float(loss) == pytest.approx(-(1 + 1 - 2) / 3, abs=1e-7)
+    hidden, weight, target = torch.ones(3, 4), torch.eye(4), torch.arange(3)
+    arguments = (hidden, weight, target, None, advantages, mask)
+    one, other = (f(*arguments, **how)[0] for f in (rk.linear_policy_loss, rk.linear_grpo_loss))
+    assert one.equal(other)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"old_logp": torch.empty(T, device="meta")}, RuntimeError, "move them to one device"),
+        ({"advantages": torch.empty(4, device="meta")}, RuntimeError, "move them to one device"),
+        ({"cu_seqlens": CU.to("meta")}, RuntimeError, "move them to one device"),
+        ({"cu_seqlens": CU + 0.5}, TypeError, "int32 or int64 is needed"),
+        ({"advantages": torch.ones(4) * 1j}, TypeError, "an input is torch.complex64"),
+        ({"logp": torch.ones(T, dtype=torch.int64)}, TypeError, "not torch.int64"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(wrong: Any, error: type, message: str) -> None:
+    p = problem()
+    given = {
+        "logp": p["logp"], "old_logp": p["old"], "advantages": p["advantages"], "mask": p["mask"],
+        "cu_seqlens": CU,
+    } | wrong  # fmt: skip
+    with pytest.raises(error, match=f"policy_loss: .*{message}"):
+        rk.policy_loss(**given)
+
+
+def test_a_mask_of_another_length_is_not_spread() -> None:
+    p = problem()
+    operands = (torch.ones(T, 4), torch.eye(4), torch.zeros(T, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"linear_policy_loss: inputs must be \[T\]"):
+        rk.linear_policy_loss(*operands, p["old"], p["advantages"], p["mask"][:1], cu_seqlens=CU)
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -193,7 +273,10 @@ def test_what_is_not_a_number_is_seen_and_what_is_masked_is_not() -> None:
         ({"correction": "token_mask"}, "correction needs rollout_logp"),
         ({"beta": 0.1}, "beta needs ref_logp"),
         ({"loss_type": "dr_grpo"}, "dr_grpo needs max_tokens"),
+        ({"loss_type": "dr_grpo", "max_tokens": -5}, "at least 1, not -5"),
         ({"clip": (1.5, 0.2)}, "must not be negative"),
+        ({"clip": 0.2}, "clip is \\(low, high\\), not 0.2"),
+        ({"limits": 2.0}, "limits is \\(low, high\\), not 2.0"),
         ({"cu_seqlens": CU[:-1]}, "cu_seqlens must rise from 0 to the 22 tokens"),
         ({"ref_logp": rand(0)[:-1], "beta": 0.1}, "one number a token"),
     ],

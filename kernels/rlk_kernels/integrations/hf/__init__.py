@@ -71,7 +71,8 @@ def score_tokens(
 
     The result has the bits of `token_logprobs(model(...).logits, ...)`, without a [tokens,
     vocabulary] tensor in memory. The model, wrapped (FSDP2, DDP) or not, runs its own forward.
-    Raises NotServed where its output layer has no kernel, ValueError where `last` is out of range.
+    Raises NotServed where its output layer has no kernel, ValueError where `last` is out of range,
+    shapes do not fit, or both a mask and cu_seq_lens are given.
     """
     from rlk_kernels.integrations.hf.score import score_tokens
 

@@ -15,6 +15,18 @@ def score_tokens(
     last: int | None, temperature: float, return_entropy: bool, cu_seq_lens: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """See the package."""
+    if input_ids.dim() != 2:
+        raise ValueError(f"score_tokens: input_ids[B, L] are needed, not {tuple(input_ids.shape)}")
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"score_tokens: attention_mask {tuple(attention_mask.shape)} does not fit input_ids "
+            f"{tuple(input_ids.shape)}"
+        )
+    if attention_mask is not None and cu_seq_lens is not None:
+        raise ValueError(
+            "score_tokens: attention_mask is of padded rows and cu_seq_lens of packed ones; give "
+            "one of them"
+        )
     length = input_ids.shape[1]
     count = length - 1 if last is None else last
     if not 0 <= count < length:

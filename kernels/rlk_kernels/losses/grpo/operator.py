@@ -61,6 +61,7 @@ def group_advantages(
     if scale not in ("std", "none"):
         raise ValueError(f"group_advantages: scale {scale!r} is unknown; choose 'std' or 'none'")
     x = rewards.double().view(-1, group_size)
+    x = x - x[:, :1]  # equal rewards give exactly 0: their mean may be rounded
     x = x - tree_sum(x) / group_size
     if scale == "std":
         x = x / ((tree_sum(x * x) / max(group_size - 1, 1)).sqrt() + eps)

@@ -29,8 +29,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlk_kernels.errors import UnsupportedShape
+from rlk_kernels.backend import choose
+from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.losses.grpo.operator import by_sequence
 from rlk_kernels.losses.grpo.portable import sequence_of, token_weights
+from rlk_kernels.losses.linear_grpo.operator import NUMBERS
 from rlk_kernels.losses.policy.terms import (
     AVERAGES,
     CORRECTIONS,
@@ -48,14 +51,17 @@ class _WithSlope(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logp: Tensor, loss: Tensor, slope: Tensor) -> Tensor:
-        ctx.save_for_backward(slope.to(logp.dtype))
-        return loss.to(torch.promote_types(logp.dtype, torch.float32))
+        # Not yet in fp16, which does not hold what a loss scale is to lift.
+        wide = torch.promote_types(logp.dtype, torch.float32)
+        ctx.save_for_backward(slope.to(wide))
+        ctx.dtype = logp.dtype
+        return loss.to(wide)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
         (slope,) = ctx.saved_tensors
-        return torch.where(slope == 0, 0.0, g * slope).to(slope.dtype), None, None
+        return torch.where(slope == 0, 0.0, g * slope).to(ctx.dtype), None, None
 
 
 def policy_loss(
@@ -83,7 +89,8 @@ def policy_loss(
     needs rollout_logp, beta above 0 needs ref_logp, dr_grpo needs max_tokens.
 
     metrics: detached float32 scalars over the tokens that count: tokens, clip_fraction, ratio_mean,
-    ratio_max, correction_mean, and kl, before beta. Raises UnsupportedShape, ValueError.
+    ratio_max, correction_mean, and kl, before beta. Raises UnsupportedShape, UnsupportedDtype,
+    UnsupportedDevice, ValueError.
     """
     name = "policy_loss"
     _one_of(name, "loss_type", loss_type, tuple(AVERAGES))
@@ -93,10 +100,14 @@ def policy_loss(
     for needs, what, given in (
         (correction is not None, "correction needs rollout_logp", rollout_logp),
         (beta != 0, "beta needs ref_logp", ref_logp),
-        (loss_type == "dr_grpo", "dr_grpo needs max_tokens of at least 1", max_tokens or None),
     ):
         if needs and given is None:
             raise ValueError(f"{name}: {what}")
+    if loss_type == "dr_grpo" and not (max_tokens and max_tokens > 0):
+        raise ValueError(f"{name}: dr_grpo needs max_tokens of at least 1, not {max_tokens}")
+    for what, pair in (("clip", clip), ("limits", limits)):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ValueError(f"{name}: {what} is (low, high), not {pair!r}")
     (low, high), (least, most) = clip, limits
     if not (0 <= low <= 1 and high >= 0 and 0 <= least <= most and beta >= 0):
         raise ValueError(
@@ -106,9 +117,9 @@ def policy_loss(
     per_token = {"logp": logp, "mask": mask}
     others = {"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp}
     per_token |= {what: x for what, x in others.items() if x is not None}
-    cu = _bounds(name, cu_seqlens, per_token)
+    cu = _bounds(name, cu_seqlens, per_token, advantages)
     sequences, t = len(cu) - 1, len(logp)
-    if advantages.shape == (sequences,) and (sequences != t or loss_type == "gspo"):
+    if by_sequence(advantages, sequences):
         advantages = advantages[sequence_of(t, cu)]
     elif advantages.shape != (t,) or loss_type == "gspo":
         raise UnsupportedShape(
@@ -145,6 +156,7 @@ def linear_policy_loss(
     """
     logp = linear_logp(hidden, weight, target, bias=bias, temperature=temperature, backend=backend)
     assert isinstance(logp, Tensor)  # nothing else was asked for
+    _bounds("linear_policy_loss", cu_seqlens, {"logp": logp, "mask": mask})
     on = (mask != 0) & (target >= 0)
     loss, metrics = policy_loss(logp, old_logp, advantages, on, cu_seqlens=cu_seqlens, **objective)
     return loss, metrics | {"logp": logp.detach()}
@@ -158,7 +170,7 @@ def dpo_loss(
     accuracy and margin, means over pairs.
 
     logp, ref_logp and mask are [T], cu_seqlens[B + 1] with B even. Raises UnsupportedShape,
-    ValueError.
+    UnsupportedDtype, UnsupportedDevice, ValueError.
     """
     name = "dpo_loss"
     cu = _bounds(name, cu_seqlens, {"logp": logp, "ref_logp": ref_logp, "mask": mask})
@@ -186,8 +198,17 @@ def _one_of(name: str, what: str, value: str, known: tuple[str, ...]) -> None:
         raise ValueError(f"{name}: {what} {value!r} is unknown; choose from {known}")
 
 
-def _bounds(name: str, cu_seqlens: Tensor, per_token: dict[str, Tensor]) -> Tensor:
-    """cu_seqlens int64. Raises UnsupportedShape where it, or an input [T], does not fit."""
+def _bounds(name: str, cu_seqlens: Tensor, per_token: dict[str, Tensor], *others: Tensor) -> Tensor:
+    """cu_seqlens int64. Raises UnsupportedShape where it, or an input [T], does not fit,
+    UnsupportedDtype and UnsupportedDevice also for the `others`."""
+    for x in (*per_token.values(), *others):
+        if x.dtype not in NUMBERS:
+            raise UnsupportedDtype(f"{name}: an input is {x.dtype}; it takes one of {NUMBERS}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise UnsupportedDtype(
+            f"{name}: cu_seqlens is {cu_seqlens.dtype}; int32 or int64 is needed"
+        )
+    choose(name, "torch", per_token["logp"], cu_seqlens, *per_token.values(), *others)
     t = per_token["logp"].shape
     wrong = {what: tuple(x.shape) for what, x in per_token.items() if x.shape != t or x.dim() != 1}
     if wrong:

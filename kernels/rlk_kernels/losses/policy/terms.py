@@ -88,14 +88,20 @@ def token_terms(
         factor = _correction(old - rollout.double(), on, cu_seqlens, objective)
         # A sequence's ratio is part of each token's loss: its gradient sums all their factors.
         whole = objective.loss_type == "gspo"
-        value = value * factor
-        slope = slope * (_mean_of_sequence(factor, on, cu_seqlens) if whole else factor)
+        shared = _mean_of_sequence(factor, on, cu_seqlens) if whole else factor
+        value, slope = _weighted(value, factor), _weighted(slope, shared)
     kl = torch.zeros_like(value)
     if ref is not None:
         d = ref.double() - logp
         kl, kl_slope = _kl(d, objective.kl)
-        value, slope = value + objective.beta * kl, slope + objective.beta * kl_slope
+        if objective.beta:
+            value, slope = value + objective.beta * kl, slope + objective.beta * kl_slope
     return Terms(value, slope, ratio, active, factor, kl)
+
+
+def _weighted(x: Tensor, factor: Tensor) -> Tensor:
+    """x times factor; 0 for a factor of 0, also of an x that overflows."""
+    return torch.where((factor == 0) & x.isinf(), 0.0, x * factor)
 
 
 def _mean_of_sequence(x: Tensor, on: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -22,3 +22,15 @@ def test_group_advantages():
         rk.group_advantages(rewards, 3)
     with pytest.raises(ValueError, match="scale"):
         rk.group_advantages(rewards, 4, scale="max")
+
+
+def test_equal_rewards_teach_nothing_though_their_mean_is_rounded():
+    rewards = torch.tensor([0.1, 0.1, 0.1, 0.7, 0.7, 0.7], dtype=torch.float64)
+    assert (rewards[:3].sum() / 3 != rewards[0]).item()
+    for scale in ("std", "none"):
+        assert not rk.group_advantages(rewards, 3, scale=scale).any()
+    # What is not a number does not pass for an equal one.
+    for bad in ("nan", "inf"):
+        wrong = torch.tensor([float(bad)] * 3 + [1.0, 0.0, 1.0])
+        assert rk.group_advantages(wrong, 3)[:3].isnan().all()
+        assert rk.group_advantages(wrong, 3)[3:].isfinite().all()
