@@ -136,27 +136,6 @@ def test_the_log_probs_are_read_by_the_tool(loop: Any) -> None:
     assert all(line.rollout_logprobs == line.train_logprobs for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("words", "world", "why"),
-    [
-        ("--device cpu", "1", "needs the kernels, and one GPU in one process"),
-        ("--device cuda --kernels off", "1", "needs the kernels, and one GPU in one process"),
-        ("--device cuda", "2", "needs the kernels, and one GPU in one process"),
-        ("--device cuda --loss gspo", "1", "the loss gspo waits for the GPU"),
-    ],
-)
-def test_graphs_are_refused_where_they_cannot_be_captured(words: str, world: str, why: str) -> None:
-    path = os.pathsep.join(str(ROOT / name) for name in ("", "kernels"))
-    command = [sys.executable, str(ROOT / "examples/grpo/train.py"), "--run", "none", "--graphs"]
-    variables = os.environ | {"PYTHONPATH": path, "WORLD_SIZE": world}
-    ran = subprocess.run(
-        [*command, *words.split()], capture_output=True, text=True, env=variables, check=False
-    )
-    assert ran.returncode == 2
-    assert "--graphs: " in ran.stderr
-    assert why in ran.stderr
-
-
 def test_problems_are_of_the_chosen_families_and_not_held_out() -> None:
     made = runpy.run_path(str(ROOT / "examples/grpo/problems.py"))
     kept_back = made["held_out"](64, ("multiply",))

@@ -29,9 +29,13 @@ def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--eval-every 1 --held-out 0", "1", "leaves no problems to measure the reward by"),
         ("--model runs/none", "1", "--model runs/none: no config.json is there"),
         ("--device cuda:99", "1", "--device cuda:99: torch finds no GPU"),
+        ("--graphs", "1", "--graphs: capturing needs the kernels, and one GPU in one process"),
+        ("--graphs --device cuda --kernels off", "1", "--graphs: capturing needs the kernels, and"),
+        ("--graphs --device cuda", "2", "--graphs: capturing needs the kernels, and one GPU"),
+        ("--graphs --device cuda --loss gspo", "1", "--graphs: the loss gspo waits for the GPU"),
     ],
 )
-def test_options_that_train_nothing_are_refused_at_once(
+def test_options_that_cannot_be_run_are_refused_at_once(
     words: str, ranks: str, why: str, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
     from options import arguments
