@@ -52,7 +52,7 @@ test-fix-path-all: setup
 	$(TESTS) tests/fix_path
 
 # Every guard of a verdict taken out in turn: does its test notice? Every kernel for Hopper compiled for an H200.
-# What real trainers, engines and frameworks wrote, hold or compute, read back.
+# Real engines, trainers and frameworks: compared over ranks, with faults planted, and what they wrote or hold, read back.
 test-slow: setup
 	$(TESTS) -m 'not whole_matrix' tests/mutation tests/compiled tests/real_runs
 

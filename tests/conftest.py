@@ -42,11 +42,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 SLOWEST = (
     "tests/fix_path/test_engines.py",
-    "tests/cli/test_ranks.py",
+    "tests/real_runs/test_ranks.py",
     "tests/fix_path/test_vllm_batches.py",
     "tests/fix_path/test_layouts.py",
     "tests/fix_path/test_vllm_alone.py",
-    "tests/cli/test_training_engines.py",
+    "tests/real_runs/test_training_engines.py",
     "tests/cli/test_compare_hf.py",
     "tests/compiled/test_compile.py",
     "tests/compiled/test_cuda_product.py",
@@ -60,12 +60,12 @@ SLOWEST = (
     "tests/probe/test_selftest.py",
     "tests/cli/test_vllm.py",
     "tests/cli/test_interruptions.py",
-    "tests/cli/test_planted_training.py",
+    "tests/real_runs/test_planted_training.py",
     "tests/engines/test_families.py",
     "tests/engines/test_megatron.py",
     "tests/kernels/ops/linear_logp/test_operator.py",
     "tests/kernels/ops/linear_logp/test_workspace.py",
-    "tests/probe/test_real_engines.py",
+    "tests/real_runs/test_graft_passes.py",
     "tests/real_runs/test_corrected_mixture.py",
     "tests/real_runs/test_processors.py",
 )

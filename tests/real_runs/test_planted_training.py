@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 from conftest import Cli, Outcome, command_line, require_engine, write_few_prompts
 
-PATCHES = {
-    "PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parent.parent / 'engines'}",
-}
+TESTS = Path(__file__).parents[1]
+PATCHES = {"PYTHONPATH": f"{TESTS / 'cli'}:{TESTS / 'engines'}"}
 FLAGS = ("--max-new-tokens", 6, "--edges", "prefill_vs_train")
 
 
