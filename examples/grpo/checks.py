@@ -16,8 +16,11 @@ class LoopFault(Exception):
 
 
 def check_masks(answers: Sequence[Answer], samples: Sequence[Sample]) -> None:
-    """Raises LoopFault for the first sample whose mask counts what is not to be trained on, or
-    leaves out what is, or whose log-probs are of other tokens than those that were sampled."""
+    """Raises LoopFault where there are not as many samples as answers, and for the first sample
+    with other tokens than its answer's, whose mask counts what is not to be trained on, or leaves
+    out what is, or whose log-probs are of other tokens than those that were sampled."""
+    if len(samples) != len(answers):
+        raise LoopFault(f"other number of samples: {len(samples)} of {len(answers)} answers")
     for number, (answer, sample) in enumerate(zip(answers, samples, strict=True)):
         sampled = {place for span in answer.spans for place in span.places}
         counted = {place for place, on in enumerate(sample.mask) if on}
@@ -27,6 +30,11 @@ def check_masks(answers: Sequence[Answer], samples: Sequence[Sample]) -> None:
             raise LoopFault(
                 f"lists of other lengths: sample {number} has {tokens} tokens, {len(sample.mask)} "
                 f"of the mask and {len(sample.rollout_logprobs)} log-probs"
+            )
+        if (sample.ids, sample.prompt_length) != (answer.ids, answer.prompt_length):
+            raise LoopFault(
+                f"tokens of another answer: sample {number} does not have the prompt and the "
+                f"tokens of answer {number}"
             )
         known = {place for place, x in enumerate(sample.rollout_logprobs) if x is not None}
         if others := sorted(known ^ sampled):

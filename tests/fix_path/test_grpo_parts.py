@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,38 @@ def test_a_saved_run_is_not_written_over(folder: str, capsys: Any, tmp_path: Pat
     with pytest.raises(SystemExit):
         arguments(words)
     assert "a run is saved there; give --resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ("lost", "other number of samples: 1 of 2 answers"),
+        ("twice", "other number of samples: 3 of 2 answers"),
+        ("exchanged", "tokens of another answer: sample 0 "),
+        ("longer prompt", "tokens of another answer: sample 1 "),
+    ],
+)
+def test_samples_of_other_answers_are_named(fault: str, name: str) -> None:
+    from batch import Answer, Span, to_sample
+    from checks import LoopFault, check_masks
+    from problems import held_out
+
+    answers = [
+        Answer(held_out(1)[0], 0, [1, 2, token, 4], 2, [Span(2, (-0.5, -0.25), cut=False)])
+        for token in (3, 5)
+    ]
+    first, second = samples = [to_sample(answer, 1.0) for answer in answers]
+    check_masks(answers, samples)
+    with pytest.raises(LoopFault, match=name):
+        check_masks(
+            answers,
+            {
+                "lost": [first],
+                "twice": [first, first, second],
+                "exchanged": [second, first],
+                "longer prompt": [first, replace(second, prompt_length=3)],
+            }[fault],
+        )
 
 
 def trained() -> tuple[dict[str, torch.Tensor], torch.optim.Optimizer]:
