@@ -24,7 +24,8 @@ def deviations(candidates: int) -> float:
 
 def widest_row(features: int, rows: int) -> float:
     """What the largest rms of so many rows is, in units of the rms of all: the mean of F squared
-    normal errors exceeds 1 + 2 √(t/F) + 2 t/F with probability exp(−t) (Laurent and Massart 2000)."""
+    normal errors exceeds 1 + 2 √(t/F) + 2 t/F with probability exp(−t) (Laurent and Massart
+    2000)."""
     t = math.log(max(1, rows) / CHECK_RATE)
     return math.sqrt(1 + 2 * math.sqrt(t / features) + 2 * t / features)
 

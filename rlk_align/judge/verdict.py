@@ -102,7 +102,7 @@ def judge_by(comparison: Comparison, name: str | None) -> Verdict:
 
 
 def _alike(checks: Iterable[LimitCheck]) -> Iterator[str]:
-    """Operators in which both sides exceed the budget alike: a doubt where nothing else is wrong."""
+    """Operators of which both sides exceed the budget alike: a doubt if nothing else is wrong."""
     by_site: dict[str | None, dict[tuple[str, str | None], LimitCheck]] = {}
     for check in checks:
         if check.outcome == "alike":
@@ -113,8 +113,8 @@ def _alike(checks: Iterable[LimitCheck]) -> Iterator[str]:
         metric = next(iter(found.values())).metric.removeprefix("rounding_")
         yield (
             f"{site}: both sides exceed the budget alike, {metric} {figures[0]:.3g} to "
-            f"{figures[-1]:.3g} roundings where {fails:.3g} is allowed: a wrong unit is more likely "
-            "than two wrong sides"
+            f"{figures[-1]:.3g} roundings where {fails:.3g} is allowed: a wrong unit is more "
+            "likely than two wrong sides"
         )
 
 

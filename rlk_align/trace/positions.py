@@ -41,8 +41,8 @@ class PositionCheck:
         return PositionRecord.of(self._checked, self._wrong, self._first)
 
     def _turned(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The angle of each pair, summed over heads: `[N, F]` twice -> radians `[N, pairs]`, NaN for
-        a pair that is 0: the query of a padding token's embedding has no direction."""
+        """The angle of each pair, summed over heads: `[N, F]` twice -> radians `[N, pairs]`; NaN of
+        a pair that is 0, as in the query of a padding token, whose embedding is 0."""
         if x.shape != y.shape:
             return torch.zeros(0, len(self._frequency), dtype=torch.float64)
         pairs = len(self._frequency)
@@ -60,7 +60,7 @@ class PositionCheck:
         self._checked += len(turned)
         expected = torch.from_numpy(position).double()[:, None] * self._frequency
         off = torch.remainder(turned - expected + np.pi, 2 * np.pi) - np.pi
-        # Where a value is not finite, or 0, there is no angle; the comparison itself sees the former.
+        # Where a value is not finite, or 0, there is no angle.
         for row in torch.nonzero((off.abs() > RESOLUTION).any(dim=1)).flatten().tolist():
             if len(self._first) >= 4 * WRONG_ROWS:
                 self._wrong += 1

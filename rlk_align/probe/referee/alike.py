@@ -15,8 +15,8 @@ ENTRIES = 1 << 18
 
 class Alike:
     """The factor by which Σ error · exact of a row varies more than with independent errors: from
-    groups of features that round to the same number (cluster-robust variance, Liang and Zeger 1986),
-    over the first rows that are seen."""
+    groups of features that round to the same number (cluster-robust variance, Liang and Zeger
+    1986), over the first rows that are seen."""
 
     def __init__(self) -> None:
         self._rows = 0

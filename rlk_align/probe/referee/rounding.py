@@ -7,9 +7,9 @@ does not count by its own tiny ulp.
 
 A systematic part (a gain, a shift) is that of the distance to the correctly rounded output: where a
 feature hardly varies, rounding alone is off to one side. It is counted as far as it stands out: by
-what is left of it after as many of its own standard errors as the largest of so many figures reaches
-by chance (`judge.chance`), so that few rows raise no alarm. No row counts for more than a few
-others: the first token of a sequence may be a thousand times as large as the rest.
+what is left of it after as many of its own standard errors as the largest of so many figures
+reaches by chance (`judge.chance`), so that few rows raise no alarm. No row counts for more than a
+few others: the first token of a sequence may be a thousand times as large as the rest.
 """
 
 import math
@@ -102,10 +102,10 @@ class ErrorSums:
         shared: torch.Tensor,
         exact: torch.Tensor,
     ) -> list[torch.Tensor]:
-        """Of the gain of each row in each head: the squared error that it explains, its square, what
-        chance makes of that, and the square of the latter. Chance is what is left of the errors,
-        but never less than rounding, which one large entry alone would hide; and what features
-        share, which is a gain like any other."""
+        """Of the gain of each row in each head: the squared error that it explains, its square,
+        what chance makes of that, and the square of the latter. Chance is what is left of the
+        errors, but never less than rounding, which one large entry alone would hide; and what
+        features share, which is a gain like any other."""
         if error.shape[1] == self._heads:
             return [error.new_zeros(len(error))] * 4
         by_head = (len(error), self._heads, -1)
