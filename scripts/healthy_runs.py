@@ -1,0 +1,220 @@
+#!/usr/bin/env python3
+"""Makes healthy runs of many models: pairs of engines x dtypes x levels of the processor.
+
+    python scripts/healthy_models.py --out models
+    python scripts/healthy_runs.py --models models --out runs --workers 2
+    python scripts/healthy_report.py --models models --runs runs --out table.md
+
+A run holds what was compared, as those of scripts/calibration_runs.py do, in
+
+    OUT/MODEL/DTYPE-PROCESSOR/PAIR/SEED
+
+and its captures lie beside it where `--keep-captures` asks for them. What is there already is left
+as it is, so that an interrupted call may be given again. What an engine cannot run is recorded in
+PAIR/skipped.json, with the reason.
+
+The packages are imported once: processes start warm, as those of the tests do.
+"""
+
+import argparse
+import fnmatch
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+import torch  # noqa: E402
+import warm  # noqa: E402
+from calibration_runs import keep, pair_name, sample, score  # noqa: E402
+
+from rlk_align.capture import supervise  # noqa: E402
+from rlk_align.data import data_path  # noqa: E402
+from rlk_align.engines.registry import engine_info  # noqa: E402
+from rlk_align.errors import RlkError  # noqa: E402
+from rlk_align.model.prompts import load_prompts, save_prompts  # noqa: E402
+from rlk_align.progress import silent  # noqa: E402
+from rlk_align.trace.run import Run  # noqa: E402
+
+PAIRS = {
+    "hf": ("hf:attn=eager", "fsdp", "megatron"),
+    "vllm": ("hf", "megatron"),
+}
+"""Rollout engine -> training engines."""
+PROCESSORS = {
+    "scalar": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "avx512": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+    "native": {},
+}
+"""Level -> the environment that holds torch's and oneDNN's kernels to it."""
+DTYPES = ("bfloat16", "float16", "float32")
+LONGEST = 260
+"""Bytes of the longest prompt: a tokenizer of bytes makes as many tokens of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """The runs of one model whose samples are the same."""
+
+    model: Path
+    dtype: str
+    processor: str
+    rollout: str
+    trains: tuple[str, ...]
+
+    def folder(self, out: Path, train: str) -> Path:
+        setting = f"{self.dtype}-{self.processor}"
+        return out / self.model.name / setting / pair_name(self.rollout, train)
+
+
+def cells(models: Sequence[Path], options: argparse.Namespace) -> Iterator[Cell]:
+    """Every dtype of every model; the processor's level changes from one to the next, unless
+    `--all-processors` asks for each."""
+    levels = options.processors
+    for number, model in enumerate(models):
+        for k, dtype in enumerate(options.dtypes):
+            used = levels if options.all_processors else [levels[(number + k) % len(levels)]]
+            for processor in used:
+                for rollout in options.rollout:
+                    trains = tuple(t for t in PAIRS[rollout] if installed(t))
+                    if installed(rollout) and trains:
+                        yield Cell(
+                            model=model,
+                            dtype=dtype,
+                            processor=processor,
+                            rollout=rollout,
+                            trains=trains,
+                        )
+
+
+def installed(spec: str) -> bool:
+    return engine_info(spec.partition(":")[0]).installed
+
+
+def missing(cell: Cell, train: str, seeds: Sequence[int], out: Path) -> bool:
+    folder = cell.folder(out, train)
+    whole = all((folder / str(seed) / "checksums.json").exists() for seed in seeds)
+    return not whole and not (folder / "skipped.json").exists()
+
+
+def run_cell(cell: Cell, options: argparse.Namespace) -> str:
+    """Makes what is missing of a cell; returns what there is to say of it."""
+    start = time.monotonic()
+    torch.set_num_threads(1)
+    trains = [t for t in cell.trains if missing(cell, t, options.seeds, options.out)]
+    work = Run(cell.folder(options.out, "").with_name(f"captures-{cell.rollout}"))
+    settings = argparse.Namespace(**vars(options) | {"model": cell.model, "dtype": cell.dtype})
+    skipped = 0
+    try:
+        sampled = sample(cell.rollout, options.seeds, work, settings, silent)
+    except RlkError as error:
+        for train in trains:
+            skip(cell, train, error, options.out)
+        skipped = len(trains)
+    else:
+        for train in trains:
+            try:
+                scored = score(train, options.seeds, sampled, work, settings, silent)
+            except RlkError as error:
+                skip(cell, train, error, options.out)
+                skipped += 1
+                continue
+            for seed, a, b in zip(options.seeds, sampled, scored, strict=True):
+                keep(a, b, cell.folder(options.out, train) / str(seed), silent)
+                if not options.keep_captures:
+                    shutil.rmtree(b.folder)
+    if not options.keep_captures:
+        shutil.rmtree(work.folder, ignore_errors=True)
+    runs, seconds = len(trains) - skipped, time.monotonic() - start
+    return (
+        f"{cell.model.name} {cell.dtype} {cell.processor} {cell.rollout}: {runs} pairs, "
+        f"{skipped} skipped, {seconds:.0f} s"
+    )
+
+
+def skip(cell: Cell, train: str, error: RlkError, out: Path) -> None:
+    folder = cell.folder(out, train)
+    folder.mkdir(parents=True, exist_ok=True)
+    told = {"kind": type(error).__name__, "reason": error.message}
+    (folder / "skipped.json").write_text(json.dumps(told) + "\n")
+
+
+def run_level(level: str, todo: Sequence[Cell], options: argparse.Namespace) -> None:
+    """The cells of one level, in processes that were started under its environment."""
+    before = dict(os.environ)
+    os.environ.update(PROCESSORS[level])
+    server, real = warm.Server(), supervise.start_process
+    supervise.start_process = partial(warm.start_worker, real)
+    try:
+        with ProcessPoolExecutor(options.workers, get_context("fork")) as pool:
+            for future in as_completed([pool.submit(run_cell, c, options) for c in todo]):
+                print(future.result(), flush=True)
+    finally:
+        supervise.start_process = real
+        server.end()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def write_prompts(out: Path, count: int) -> Path:
+    """The first embedded prompts that are short enough."""
+    path = out / f"prompts-{count}.jsonl"
+    if not path.exists():
+        short = [
+            p
+            for p in load_prompts(data_path("prompts.jsonl"))
+            if len((p.text or "").encode()) <= LONGEST
+        ]
+        out.mkdir(parents=True, exist_ok=True)
+        save_prompts(short[:count], path)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", type=Path, required=True, help="a folder of models")
+    parser.add_argument("--only", nargs="+", default=["*"], help="patterns of names")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rollout", nargs="+", default=list(PAIRS), choices=PAIRS)
+    parser.add_argument("--dtypes", nargs="+", default=DTYPES)
+    parser.add_argument("--processors", nargs="+", default=list(PROCESSORS), choices=PROCESSORS)
+    parser.add_argument("--all-processors", action="store_true", help="each with each dtype")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--prompt-count", type=int, default=12)
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--engine-options", default="", help="for every engine, as ,key=value")
+    parser.add_argument("--vllm-options", default="", help="for vLLM beside them")
+    parser.add_argument("--controls", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--pass-budget", type=float, default=4e9, help="bytes of a pass's values")
+    parser.add_argument("--keep-captures", action="store_true")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args()
+    options.prompts = write_prompts(options.out, options.prompt_count)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    models = [
+        p.parent
+        for p in sorted(options.models.glob("*/made.json"))
+        if any(fnmatch.fnmatch(p.parent.name, x) for x in options.only)
+    ]
+    todo = [
+        c
+        for c in cells(models, options)
+        if any(missing(c, t, options.seeds, options.out) for t in c.trains)
+    ]
+    for level in options.processors:
+        if there := [c for c in todo if c.processor == level]:
+            run_level(level, there, options)
+
+
+if __name__ == "__main__":
+    main()
