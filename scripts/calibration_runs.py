@@ -27,6 +27,7 @@ from rlk_align.model.checkpoint import default_model, resolve_model
 from rlk_align.model.edges import EDGES
 from rlk_align.pipeline import measured
 from rlk_align.progress import Progress, show_progress
+from rlk_align.results import Kind
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.run import Run, RunRecord
 
@@ -92,16 +93,27 @@ def pair_name(rollout: str, train: str) -> str:
     return f"{rollout}-{train}".replace(":", "-")
 
 
-def keep(rollout: Trace, train: Trace, folder: Path, progress: Progress) -> None:
+def keep(
+    rollout: Trace,
+    train: Trace,
+    folder: Path,
+    progress: Progress,
+    allowed: tuple[Kind, ...] = (),
+) -> None:
     """A run of what was compared, row by row of the log-probs alone; the captures that it names
     go."""
     run = Run(folder)
-    comparison, rows = measured(rollout, train, EDGES, (), progress)
+    comparison, rows = measured(rollout, train, EDGES, allowed, progress)
     rows = rows.select(list(HEAD)).filter(rows["first_logprob"].is_valid())
     with run.locked():
         captures = run.relative({"rollout": rollout.folder, "train": train.folder})
         run.save(
-            RunRecord(command=["scripts/calibration_runs.py"], captures=captures, judged=EDGES)
+            RunRecord(
+                command=["scripts/calibration_runs.py"],
+                captures=captures,
+                judged=EDGES,
+                allowed=allowed,
+            )
         )
         run.save_comparison(comparison, rows)
         run.save_verdict({})

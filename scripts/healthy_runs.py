@@ -130,7 +130,8 @@ def run_cell(cell: Cell, options: argparse.Namespace) -> str:
                 skipped += 1
                 continue
             for seed, a, b in zip(options.seeds, sampled, scored, strict=True):
-                keep(a, b, cell.folder(options.out, train) / str(seed), silent)
+                # What the precheck says of a healthy pair is kept, and measured across.
+                keep(a, b, cell.folder(options.out, train) / str(seed), silent, ("attributes",))
                 if not options.keep_captures:
                     shutil.rmtree(b.folder)
     if not options.keep_captures:
