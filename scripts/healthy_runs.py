@@ -86,7 +86,8 @@ def cells(models: Sequence[Path], options: argparse.Namespace) -> Iterator[Cell]
             used = levels if options.all_processors else [levels[(number + k) % len(levels)]]
             for processor in used:
                 for rollout in options.rollout:
-                    trains = tuple(t for t in PAIRS[rollout] if installed(t))
+                    asked = options.train or PAIRS[rollout]
+                    trains = tuple(t for t in PAIRS[rollout] if t in asked and installed(t))
                     if installed(rollout) and trains:
                         yield Cell(
                             model=model,
@@ -187,6 +188,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=["*"], help="patterns of names")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rollout", nargs="+", default=list(PAIRS), choices=PAIRS)
+    parser.add_argument("--train", nargs="+", help="default: all that a rollout engine is held to")
     parser.add_argument("--dtypes", nargs="+", default=DTYPES)
     parser.add_argument("--processors", nargs="+", default=list(PROCESSORS), choices=PROCESSORS)
     parser.add_argument("--all-processors", action="store_true", help="each with each dtype")
