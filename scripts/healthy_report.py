@@ -24,7 +24,7 @@ from rlk_align.judge.budgets import budget_of
 from rlk_align.judge.contract import STATISTICS, Contract
 from rlk_align.judge.load import BY_DTYPE, open_contract
 from rlk_align.judge.verdict import judge
-from rlk_align.results import Comparison
+from rlk_align.results import Comparison, Controls
 from rlk_align.trace.run import Run
 
 EDGE = "decode_vs_train"
@@ -102,6 +102,13 @@ def shares(comparison: Comparison, contract: Contract) -> dict[str, Told]:
 
 
 def verdict_of(comparison: Comparison, contract: Contract) -> Told:
+    """Without control passes, as if each side repeated itself and the taps changed nothing."""
+    controls = comparison.controls
+    if controls is not None and set(controls.noise.values()) == {"not measured"}:
+        repeated = Controls(
+            observer="bitwise", observer_detail=[], noise=dict.fromkeys(controls.noise)
+        )
+        comparison = comparison.model_copy(update={"controls": repeated})
     try:
         verdict = judge(comparison, contract)
     except ContractError as error:
@@ -121,7 +128,7 @@ def table(runs: Sequence[Told], by: Sequence[str]) -> Iterator[str]:
     budgets = sorted({b for run in runs for b in run["shares"]})
     titles = [b.removeprefix("rounding-") for b in budgets]
     head = ["runs", "tokens", "c", "c-max", "mean-Δ", "max-Δ", "E[ρ]−1", "k3"]
-    yield "| " + " | ".join([*by, *head, *titles, "pass/fail/unsure", "breached"]) + " |"
+    yield "| " + " | ".join([*by, *head, *titles, "pass/fail/?", "breached"]) + " |"
     numeric = " ---: |" * (len(head) + len(titles) + 1)
     yield "|" + " --- |" * len(by) + numeric + " --- |"
     for key, some in sorted(groups.items()):

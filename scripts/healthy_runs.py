@@ -13,7 +13,8 @@ and its captures lie beside it where `--keep-captures` asks for them. What is th
 as it is, so that an interrupted call may be given again. What an engine cannot run is recorded in
 PAIR/skipped.json, with the reason.
 
-The packages are imported once: processes start warm, as those of the tests do.
+The packages are imported once: processes start warm, as those of the tests do. A process that
+has used a GPU cannot be forked: `--cold`.
 """
 
 import argparse
@@ -23,12 +24,14 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -108,22 +111,25 @@ def missing(cell: Cell, train: str, seeds: Sequence[int], out: Path) -> bool:
     return not whole and not (folder / "skipped.json").exists()
 
 
-def run_cell(cell: Cell, options: argparse.Namespace) -> str:
-    """Makes what is missing of a cell; returns what there is to say of it."""
+def run_cell(cell: Cell, servers: Mapping[str, str], options: argparse.Namespace) -> str:
+    """Makes what is missing of a cell, unless time is up; returns what there is to say of it."""
     start = time.monotonic()
+    name = f"{cell.model.name} {cell.dtype} {cell.processor} {cell.rollout}"
+    if start > options.deadline:
+        return f"{name}: no time was left"
     torch.set_num_threads(1)
     trains = [t for t in cell.trains if missing(cell, t, options.seeds, options.out)]
     work = Run(cell.folder(options.out, "").with_name(f"captures-{cell.rollout}"))
     settings = argparse.Namespace(**vars(options) | {"model": cell.model, "dtype": cell.dtype})
     skipped = 0
-    try:
-        sampled = sample(cell.rollout, options.seeds, work, settings, silent)
-    except RlkError as error:
-        for train in trains:
-            skip(cell, train, error, options.out)
-        skipped = len(trains)
-    else:
-        for train in trains:
+    with engines_started(cell.processor, servers):
+        try:
+            sampled = sample(cell.rollout, options.seeds, work, settings, silent)
+        except RlkError as error:
+            sampled, skipped = [], len(trains)
+            for train in trains:
+                skip(cell, train, error, options.out)
+        for train in trains if sampled else ():
             try:
                 scored = score(train, options.seeds, sampled, work, settings, silent)
             except RlkError as error:
@@ -137,11 +143,25 @@ def run_cell(cell: Cell, options: argparse.Namespace) -> str:
                     shutil.rmtree(b.folder)
     if not options.keep_captures:
         shutil.rmtree(work.folder, ignore_errors=True)
-    runs, seconds = len(trains) - skipped, time.monotonic() - start
-    return (
-        f"{cell.model.name} {cell.dtype} {cell.processor} {cell.rollout}: {runs} pairs, "
-        f"{skipped} skipped, {seconds:.0f} s"
-    )
+    seconds = time.monotonic() - start
+    return f"{name}: {len(trains) - skipped} pairs, {skipped} skipped, {seconds:.0f} s"
+
+
+@contextmanager
+def engines_started(level: str, servers: Mapping[str, str]) -> Iterator[None]:
+    """Engines start under a level's environment, warm where it has a server."""
+    real = supervise.start_process
+    warmly = partial(warm.start_worker, real) if level in servers else real
+
+    def start(command: Sequence[str], environment: Mapping[str, str], output: IO[str]) -> Any:
+        return warmly(command, {**environment, **PROCESSORS[level]}, output)
+
+    os.environ[warm.FOLDER] = servers.get(level, "")
+    supervise.start_process = start
+    try:
+        yield
+    finally:
+        supervise.start_process = real
 
 
 def skip(cell: Cell, train: str, error: RlkError, out: Path) -> None:
@@ -151,21 +171,36 @@ def skip(cell: Cell, train: str, error: RlkError, out: Path) -> None:
     (folder / "skipped.json").write_text(json.dumps(told) + "\n")
 
 
-def run_level(level: str, todo: Sequence[Cell], options: argparse.Namespace) -> None:
-    """The cells of one level, in processes that were started under its environment."""
-    before = dict(os.environ)
-    os.environ.update(PROCESSORS[level])
-    server, real = warm.Server(), supervise.start_process
-    supervise.start_process = partial(warm.start_worker, real)
+def run_all(todo: Sequence[Cell], options: argparse.Namespace) -> None:
+    """The costliest first. Of each level a server of processes that have imported the packages:
+    libraries choose their kernels for good when they are first used."""
+    levels = set() if options.cold else {c.processor for c in todo}
+    started = {level: server_of(level) for level in sorted(levels)}
+    folders = {level: server.folder.name for level, server in started.items()}
     try:
         with ProcessPoolExecutor(options.workers, get_context("fork")) as pool:
-            for future in as_completed([pool.submit(run_cell, c, options) for c in todo]):
+            made = [pool.submit(run_cell, c, folders, options) for c in sorted(todo, key=cost)]
+            for future in as_completed(made):
                 print(future.result(), flush=True)
     finally:
-        supervise.start_process = real
-        server.end()
+        for server in started.values():
+            server.end()
+
+
+def server_of(level: str) -> warm.Server:
+    before = dict(os.environ)
+    os.environ.update(PROCESSORS[level])
+    try:
+        return warm.Server()
+    finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def cost(cell: Cell) -> float:
+    """Less than 0, and lowest for the slowest: each layer, and every million weights."""
+    made = json.loads((cell.model / "made.json").read_text())
+    return -(made["layers"] + made["parameters"] / 3e6)
 
 
 def write_prompts(out: Path, count: int) -> Path:
@@ -200,6 +235,8 @@ def main() -> None:
     parser.add_argument("--controls", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--pass-budget", type=float, default=4e9, help="bytes of a pass's values")
     parser.add_argument("--keep-captures", action="store_true")
+    parser.add_argument("--cold", action="store_true", help="engines that use a GPU start cold")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin none later")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     options.prompts = write_prompts(options.out, options.prompt_count)
@@ -214,9 +251,8 @@ def main() -> None:
         for c in cells(models, options)
         if any(missing(c, t, options.seeds, options.out) for t in c.trains)
     ]
-    for level in options.processors:
-        if there := [c for c in todo if c.processor == level]:
-            run_level(level, there, options)
+    options.deadline = time.monotonic() + 60 * options.minutes
+    run_all(todo, options)
 
 
 if __name__ == "__main__":
