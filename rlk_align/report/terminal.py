@@ -35,6 +35,7 @@ from rlk_align.report.words import (
     next_step,
     noise_words,
     parting_words,
+    production_words,
     rank_words,
     site_figures,
     whose_off,
@@ -112,6 +113,8 @@ def _sides(c: Comparison) -> Iterator[Text]:
                 f"         production against observed: max |Δ| {c.production.max_abs_dlogp:.2g}, "
                 f"mean |Δ| {c.production.mean_abs_dlogp:.2g}"
             )
+            for name, found in c.production_passes.items():
+                yield line(f"           {name}: {production_words(found)}", style="dim")
 
 
 def _edge_figures(c: Comparison, console: Console) -> Iterator[Table | Text]:
