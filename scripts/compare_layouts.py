@@ -6,11 +6,12 @@
 
 Needs two GPUs, vLLM and megatron-core, the kernels installed as vLLM's plugin, and a model with its
 prompts as `fixtures/make_large_model.py` makes them: a dense or a sparse one, whose experts
-Megatron's ranks share then. vLLM at tp=2 samples and scores,
-eager and once more compiled, with CUDA graphs; each training engine scores those tokens with the
-kernels, and the contract is `bitwise`. vLLM on one GPU samples by itself. Without the kernels, two pairs
-show the drift. Writes OUT/layouts.json and OUT/layouts.md, and fails where a pair with the kernels
-has another bit or did not finish. The same call again goes on with what did not finish.
+Megatron's ranks share then. vLLM at tp=2 samples and scores, eager and once more compiled, with
+CUDA graphs; each training engine scores those tokens with the kernels, and the contract is
+`bitwise`. vLLM on one GPU samples by itself. Without the kernels, two pairs show the drift. Writes
+OUT/layouts.json and OUT/layouts.md, and fails where a pair with the kernels has another bit, where
+nothing compiled replayed a CUDA graph, or where one did not finish. The same call again goes on
+with what did not finish.
 Comparisons with the kernels run side by side: their times say nothing. Those without them run one
 by one, because two engines of their own memory do not fit beside others: `--kernels off` asks for
 them alone.

@@ -138,7 +138,7 @@ def _production(
         if not rollout.has_pass(f"{name}.production") or not rollout.has_pass(name):
             continue
         production = rollout.read_pass(f"{name}.production")
-        _, *found[name] = paired_logprobs(production, rollout.read_pass(name), index)
+        found[name] = paired_logprobs(production, rollout.read_pass(name), index)[1:]
         passes[name] = ProductionPass(
             metrics=edge_metrics(*found[name]),
             expected=int(index.counted.sum()),
