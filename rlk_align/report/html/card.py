@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from rlk_align.judge.checks import LimitCheck
 from rlk_align.judge.verdict import PARITY_KINDS, closest_limit, coverage, parity
 from rlk_align.report.source import ReportSource
-from rlk_align.report.words import check_words, finding, next_step, noise_words, side_off
+from rlk_align.report.words import (
+    check_words,
+    finding,
+    next_step,
+    noise_words,
+    production_words,
+    side_off,
+)
 
 SIGNS = {"pass": "✓", "fail": "✕", "inconclusive": "?"}
 
@@ -73,6 +80,8 @@ def _facts(source: ReportSource) -> list[tuple[str, str]]:
     if c.production is not None:
         p = c.production
         production = f"max |Δ| {p.max_abs_dlogp:.2g}, mean |Δ| {p.mean_abs_dlogp:.2g} from observed"
+        passes = (f"; {name}: {production_words(f)}" for name, f in c.production_passes.items())
+        production += "".join(passes)
     return [
         *facts,
         ("coverage", f"{paired:,} of {expected:,} rows paired{share}"),
