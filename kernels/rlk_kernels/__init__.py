@@ -61,13 +61,16 @@ def warm_up(
     linears: Iterable[tuple[torch.Tensor, torch.Tensor | None]] = (),
     rows: Collection[int] = (),
     out_dtype: torch.dtype | None = None,
+    wait: bool = True,
 ) -> bool:
     """Run the tile-invariance self-check on a GPU, once per process; call it before capturing CUDA
     graphs. Also compile, several kernels at a time, what `linear` will launch for x[M, K] with each
     (weight, bias) of `linears`, each M of `rows` and this `out_dtype`, without gradients.
 
     Returns True where every tile gives the same bits, so that all are in use; without Triton there
-    is nothing to check.
+    is nothing to check. Without `wait` nothing is checked yet, which is True too: threads compile
+    what `linears` and their check will launch, a launch waits for its own kernel, and the first
+    product runs the check.
     """
     there = torch.empty(0, device=device)
     if not HAS_TRITON:
@@ -76,10 +79,10 @@ def warm_up(
     from rlk_kernels.matmul.self_check import holds
 
     with on_device_of(there):
-        sound = all([holds(there.device), holds(there.device, split=True)])
+        sound = not wait or all([holds(there.device), holds(there.device, split=True)])
         for weight, bias in linears:
             if choose("linear", None, weight) == "triton":
-                compile_ahead(weight, bias, rows, out_dtype)
+                compile_ahead(weight, bias, rows, out_dtype, wait)
     return sound
 
 

@@ -1,6 +1,10 @@
 """Compiles what an engine will launch on a GPU while it starts, several kernels at a time, so that
 no request waits for a compiler. (Without CUDA graphs vLLM may not call attention while it starts;
-its kernels are then compiled at the first request.)"""
+its kernels are then compiled at the first request.)
+
+What weights alone decide is compiled by threads while vLLM goes on to torch.compile; before graphs
+are captured and anything is served, `finish` waits for the rest.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +13,7 @@ import torch
 from torch import Tensor
 
 import rlk_kernels
+from rlk_kernels.ahead import finish
 
 ROW_STEP = 31
 """Rows between two products that are planned. A prime, so that most sizes of a last tile come up:
@@ -53,7 +58,9 @@ def compile_products(
     form = weight.shape, weight.stride(), weight.dtype, weight.device, of_bias, rows, out_dtype
     if form not in _compiled:
         linears = [(weight.detach(), bias)]
-        rlk_kernels.warm_up(weight.device, linears=linears, rows=rows, out_dtype=out_dtype)
+        rlk_kernels.warm_up(
+            weight.device, linears=linears, rows=rows, out_dtype=out_dtype, wait=False
+        )
         _compiled.add(form)
 
 
@@ -68,7 +75,7 @@ def compile_experts(
     if form not in _compiled:
         rlk_kernels.warm_up_experts(
             gate_up.detach(), down.detach(), experts_per_token=experts_per_token,
-            normalize=normalize, tokens=tokens,
+            normalize=normalize, tokens=tokens, wait=False,
         )  # fmt: skip
         _compiled.add(form)
 
@@ -83,6 +90,7 @@ def compile_attention(
         table.stride(), window, sizes,
     )  # fmt: skip
     if form not in _compiled:
+        finish()
         if not rlk_kernels.warm_up_paged_attention(
             q, k_cache, v_cache, table, window=window, sequences=sizes.sequences,
             tokens=sizes.tokens,

@@ -13,24 +13,21 @@ from rlk_kernels.ops.routing.operator import route
 
 
 def warm_up_experts(
-    gate_up: Tensor,
-    down: Tensor,
-    *,
-    experts_per_token: int,
-    normalize: bool,
-    tokens: Collection[int],
-) -> None:
+    gate_up: Tensor, down: Tensor, *, experts_per_token: int, normalize: bool,
+    tokens: Collection[int], wait: bool = True,
+) -> None:  # fmt: skip
     """Compile, several kernels at a time, what `route`, `group_by_expert`, `grouped_swiglu`,
     `grouped_linear` and `combine_experts` will launch, without gradients, for gate_up[E, 2 I, H]
     and down[E, H', I'], each number of `tokens`, and ids that `route` chooses.
 
     I' and H' may be other sizes than I and H: ranks gather rows between the products. On the torch
-    backend there is nothing to compile, and nothing is while a CUDA graph is captured.
+    backend there is nothing to compile, and nothing is while a CUDA graph is captured. Without
+    `wait`, threads go on compiling, and a launch waits for its own kernel.
     """
     if choose("warm_up_experts", None, gate_up, down) == "torch":
         return
     experts, out, inner = down.shape
-    with on_device_of(gate_up), torch.no_grad(), compiled_ahead(gate_up.device) as ahead:
+    with on_device_of(gate_up), torch.no_grad(), compiled_ahead(gate_up.device, wait) as ahead:
         most = max(tokens, default=0) if ahead else 0
         x = gate_up.new_empty(most, gate_up.shape[2])
         act = gate_up.new_empty(most, experts_per_token, inner)
