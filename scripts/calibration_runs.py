@@ -27,6 +27,7 @@ from rlk_align.model.checkpoint import default_model, resolve_model
 from rlk_align.model.edges import EDGES
 from rlk_align.pipeline import measured
 from rlk_align.progress import Progress, show_progress
+from rlk_align.results import Kind
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.run import Run, RunRecord
 
@@ -57,30 +58,62 @@ def runs_of(
     rollout: str, seeds: Sequence[int], options: argparse.Namespace, progress: Progress
 ) -> None:
     work = Run(options.out / "captures")
-    work.folder.mkdir(parents=True, exist_ok=True)
-    asked = [request(rollout, seed, options, sampling=True) for seed in seeds]
-    sampled = capture_each(asked, "rollout", work, [None] * len(seeds), progress)
-    tokens = [t.folder / "tokens.parquet" for t in sampled]
+    sampled = sample(rollout, seeds, work, options, progress)
     for train in options.train or PAIRS[rollout]:
-        asked = [request(train, seed, options, sampling=False) for seed in seeds]
-        scored = capture_each(asked, "train", work, tokens, progress)
+        scored = score(train, seeds, sampled, work, options, progress)
         for seed, a, b in zip(seeds, sampled, scored, strict=True):
-            keep(a, b, options.out / f"{rollout}-{train}".replace(":", "-") / str(seed), progress)
+            keep(a, b, options.out / pair_name(rollout, train) / str(seed), progress)
             shutil.rmtree(b.folder)
     for trace in sampled:
         shutil.rmtree(trace.folder)
 
 
-def keep(rollout: Trace, train: Trace, folder: Path, progress: Progress) -> None:
+def sample(
+    rollout: str, seeds: Sequence[int], work: Run, options: argparse.Namespace, progress: Progress
+) -> list[Trace]:
+    work.folder.mkdir(parents=True, exist_ok=True)
+    asked = [request(rollout, seed, options, sampling=True) for seed in seeds]
+    return capture_each(asked, "rollout", work, [None] * len(seeds), progress)
+
+
+def score(
+    train: str,
+    seeds: Sequence[int],
+    sampled: Sequence[Trace],
+    work: Run,
+    options: argparse.Namespace,
+    progress: Progress,
+) -> list[Trace]:
+    tokens = [t.folder / "tokens.parquet" for t in sampled]
+    asked = [request(train, seed, options, sampling=False) for seed in seeds]
+    return capture_each(asked, "train", work, tokens, progress)
+
+
+def pair_name(rollout: str, train: str) -> str:
+    return f"{rollout}-{train}".replace(":", "-")
+
+
+def keep(
+    rollout: Trace,
+    train: Trace,
+    folder: Path,
+    progress: Progress,
+    allowed: tuple[Kind, ...] = (),
+) -> None:
     """A run of what was compared, row by row of the log-probs alone; the captures that it names
     go."""
     run = Run(folder)
-    comparison, rows = measured(rollout, train, EDGES, (), progress)
+    comparison, rows = measured(rollout, train, EDGES, allowed, progress)
     rows = rows.select(list(HEAD)).filter(rows["first_logprob"].is_valid())
     with run.locked():
         captures = run.relative({"rollout": rollout.folder, "train": train.folder})
         run.save(
-            RunRecord(command=["scripts/calibration_runs.py"], captures=captures, judged=EDGES)
+            RunRecord(
+                command=["scripts/calibration_runs.py"],
+                captures=captures,
+                judged=EDGES,
+                allowed=allowed,
+            )
         )
         run.save_comparison(comparison, rows)
         run.save_verdict({})

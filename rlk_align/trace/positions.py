@@ -41,7 +41,8 @@ class PositionCheck:
         return PositionRecord.of(self._checked, self._wrong, self._first)
 
     def _turned(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The angle of each pair, summed over heads: `[N, F]` twice -> radians `[N, pairs]`."""
+        """The angle of each pair, summed over heads: `[N, F]` twice -> radians `[N, pairs]`; NaN of
+        a pair that is 0, as in the query of a padding token, whose embedding is 0."""
         if x.shape != y.shape:
             return torch.zeros(0, len(self._frequency), dtype=torch.float64)
         pairs = len(self._frequency)
@@ -49,7 +50,9 @@ class PositionCheck:
         real = a * b
         cross = a[..., :pairs] * b[..., pairs:] - a[..., pairs:] * b[..., :pairs]
         dot = real[..., :pairs] + real[..., pairs:]
-        return torch.atan2(cross.sum(1), dot.sum(1)).double().cpu()
+        across, along = cross.sum(1), dot.sum(1)
+        angle = torch.atan2(across, along).where((across != 0) | (along != 0), torch.nan)
+        return angle.double().cpu()
 
     def _check(self, turned: torch.Tensor, sample: np.ndarray, position: np.ndarray) -> None:
         if not len(turned):
@@ -57,7 +60,7 @@ class PositionCheck:
         self._checked += len(turned)
         expected = torch.from_numpy(position).double()[:, None] * self._frequency
         off = torch.remainder(turned - expected + np.pi, 2 * np.pi) - np.pi
-        # Where a value is not finite there is no angle, and the comparison itself will say so.
+        # Where a value is not finite, or 0, there is no angle.
         for row in torch.nonzero((off.abs() > RESOLUTION).any(dim=1)).flatten().tolist():
             if len(self._first) >= 4 * WRONG_ROWS:
                 self._wrong += 1
@@ -75,6 +78,6 @@ class PositionCheck:
         """The position whose rotation it is; None where it is that of none."""
         # One before 0 too: positions that are off by one the other way.
         candidates = torch.arange(-1, self._rotary.context, dtype=torch.float64)
-        match = torch.cos(turned - candidates[:, None] * self._frequency).mean(dim=1)
+        match = torch.cos(turned - candidates[:, None] * self._frequency).nanmean(dim=1)
         best = int(match.argmax())
         return best - 1 if match[best] >= MATCH else None

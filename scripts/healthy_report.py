@@ -1,0 +1,211 @@
+#!/usr/bin/env python3
+"""What healthy runs of many models look like, and what the contracts say of them.
+
+    python scripts/healthy_report.py --models models --runs runs --out table.md
+    python scripts/healthy_report.py ... --contracts bf16=new/bf16.toml --by dtype,hidden dtype,pair
+
+The runs are those of scripts/healthy_runs.py. `table.md` has a table for each `--by`, a line a
+group; beside it `table.json` has every run. Δ = log-prob of the trainer − that of the rollout.
+"""
+
+import argparse
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlk_align.errors import ContractError
+from rlk_align.judge.budgets import budget_of
+from rlk_align.judge.contract import STATISTICS, Contract
+from rlk_align.judge.load import BY_DTYPE, open_contract
+from rlk_align.judge.verdict import judge
+from rlk_align.results import Comparison, Controls
+from rlk_align.trace.run import Run
+
+EDGE = "decode_vs_train"
+AXES = ["family", "hidden", "layers", "head_dim", "vocabulary", "tied", "stored", "steps"]
+"""What a table may be grouped by, beside `model`, `dtype`, `processor` and `pair`."""
+TABLES = (
+    "dtype,pair",
+    "dtype,processor",
+    "dtype,hidden",
+    "dtype,layers",
+    "dtype,head_dim",
+    "dtype,vocabulary",
+    "dtype,steps",
+)
+Told = dict[str, Any]
+
+
+def tell(folder: Path, models: Path, contracts: dict[str, Contract]) -> Told:
+    """One run: its place on the axes, its figures, and its verdict."""
+    model, setting, pair, seed = folder.parts[-4:]
+    dtype, _, processor = setting.partition("-")
+    made = json.loads((models / model / "made.json").read_text())
+    run = Run.open(str(folder))
+    comparison = run.comparison
+    contract = contracts[dtype]
+    return {
+        "model": model,
+        "dtype": dtype,
+        "processor": processor,
+        "pair": pair,
+        "seed": int(seed),
+        **{axis: made[axis] for axis in (*AXES, "held_out_loss", "median_top_logit")},
+        **figures(run),
+        "shares": shares(comparison, contract),
+        **verdict_of(comparison, contract),
+        "precheck": [f"{m.kind} {m.name}: {m.detail}" for m in comparison.mismatches],
+    }
+
+
+def figures(run: Run) -> Told:
+    """Sums over the sampled tokens, from which those of groups follow."""
+    rows = run.rows(["edge", "first_logprob", "second_logprob"]).drop_null()
+    there = np.array(rows["edge"].to_pylist()) == EDGE
+    first, second = (rows[n].to_numpy()[there] for n in ("first_logprob", "second_logprob"))
+    shift = second - first
+    return {
+        "tokens": len(shift),
+        "sum_abs_dlogp": float(np.abs(shift).sum()),
+        "sum_1_minus_p": float(-np.expm1(first).sum()),
+        "max_abs_dlogp": float(np.abs(shift).max(initial=0.0)),
+        "sum_ratio_minus_1": float(np.expm1(shift).sum()),
+        "sum_k3": float((np.expm1(shift) - shift).sum()),
+    }
+
+
+def shares(comparison: Comparison, contract: Contract) -> dict[str, Told]:
+    """Of each budget the statistic that uses up most of it, and whose."""
+    most: dict[str, Told] = {}
+    for unit in comparison.referee:
+        budget = budget_of(contract, unit)
+        if budget is None or unit.errors is None:
+            continue
+        for name in STATISTICS:
+            value, limit = abs(getattr(unit.errors, name)), getattr(budget, name)
+            share = value / limit if limit else float("inf") if value else 0.0
+            if not share <= most.get(budget.id, {"share": -1.0})["share"]:
+                most[budget.id] = {
+                    "share": share,
+                    "statistic": name,
+                    "site": unit.site,
+                    "side": unit.side,
+                    "pass": unit.passname,
+                }
+    return most
+
+
+def verdict_of(comparison: Comparison, contract: Contract) -> Told:
+    """Without control passes, as if each side repeated itself and the taps changed nothing."""
+    controls = comparison.controls
+    if controls is not None and set(controls.noise.values()) == {"not measured"}:
+        repeated = Controls(
+            observer="bitwise", observer_detail=[], noise=dict.fromkeys(controls.noise)
+        )
+        comparison = comparison.model_copy(update={"controls": repeated})
+    try:
+        verdict = judge(comparison, contract)
+    except ContractError as error:
+        return {"status": "refused", "breaches": [], "doubts": [error.message]}
+    breaches = [
+        {"limit": b.limit, "metric": b.metric, "site": b.site, "edge": b.edge, "side": b.side}
+        | {"value": b.value, "fail": b.fail}
+        for b in verdict.breaches
+    ]
+    return {"status": verdict.status, "breaches": breaches, "doubts": verdict.doubts}
+
+
+def table(runs: Sequence[Told], by: Sequence[str]) -> Iterator[str]:
+    groups: dict[tuple[Any, ...], list[Told]] = defaultdict(list)
+    for run in runs:
+        groups[tuple(run[axis] for axis in by)].append(run)
+    budgets = sorted({b for run in runs for b in run["shares"]})
+    titles = [b.removeprefix("rounding-") for b in budgets]
+    head = ["runs", "tokens", "c", "c-max", "mean-Δ", "max-Δ", "E[ρ]−1", "k3"]
+    yield "| " + " | ".join([*by, *head, *titles, "pass/fail/?", "breached"]) + " |"
+    numeric = " ---: |" * (len(head) + len(titles) + 1)
+    yield "|" + " --- |" * len(by) + numeric + " --- |"
+    for key, some in sorted(groups.items()):
+        used = [max(r["shares"][b]["share"] for r in some if b in r["shares"]) for b in budgets]
+        cells = [*map(str, key), *measures(some), *(f"{share:.0%}" for share in used)]
+        yield "| " + " | ".join([*cells, statuses(some), breached(some)]) + " |"
+
+
+def measures(some: Sequence[Told]) -> list[str]:
+    def total(name: str) -> float:
+        return sum(r[name] for r in some)
+
+    tokens = total("tokens")
+    worst = max(ratio(r["sum_abs_dlogp"], r["sum_1_minus_p"]) for r in some)
+    return [
+        str(len(some)),
+        f"{tokens:,}",
+        f"{ratio(total('sum_abs_dlogp'), total('sum_1_minus_p')):.2g}",
+        f"{worst:.2g}",
+        f"{ratio(total('sum_abs_dlogp'), tokens):.2g}",
+        f"{max(r['max_abs_dlogp'] for r in some):.2g}",
+        f"{ratio(total('sum_ratio_minus_1'), tokens):.1e}",
+        f"{ratio(total('sum_k3'), tokens):.1e}",
+    ]
+
+
+def ratio(a: float, b: float) -> float:
+    return a / b if b else float("nan")
+
+
+def statuses(some: Sequence[Told]) -> str:
+    count = Counter(r["status"] for r in some)
+    return f"{count['pass']}/{count['fail']}/{len(some) - count['pass'] - count['fail']}"
+
+
+def breached(some: Sequence[Told]) -> str:
+    """Limits with the number of runs that break them, and how many runs the precheck stops."""
+    count = Counter(limit for r in some for limit in {b["limit"] for b in r["breaches"]})
+    words = [f"{limit} {n}" for limit, n in count.most_common()]
+    stopped = sum(bool(r["precheck"]) for r in some)
+    return ", ".join([*words, *([f"precheck {stopped}"] if stopped else [])]) or "–"
+
+
+def skips(folder: Path) -> Iterator[str]:
+    reasons: Counter[tuple[str, str]] = Counter()
+    for path in sorted(folder.glob("*/*/*/skipped.json")):
+        reasons[path.parent.name, json.loads(path.read_text())["reason"]] += 1
+    if reasons:
+        yield "## Pairs that were left out"
+        yield ""
+        for (pair, reason), count in reasons.most_common():
+            yield f"- {pair}, {count} times: {' '.join(reason.split())}"
+        yield ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", type=Path, required=True)
+    parser.add_argument("--runs", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--contracts", nargs="+", default=[], metavar="BUILT-IN=FILE")
+    parser.add_argument("--by", nargs="+", default=TABLES, help="axes, joined by commas")
+    parser.add_argument("--workers", type=int, default=1)
+    options = parser.parse_args()
+    other = dict(text.split("=", 1) for text in options.contracts)
+    contracts = {d: open_contract(other.get(name, name)) for d, name in BY_DTYPE.items()}
+    found = [path.parent for path in sorted(options.runs.glob("*/*/*/*/checksums.json"))]
+    one = partial(tell, models=options.models, contracts=contracts)
+    with ProcessPoolExecutor(options.workers) as pool:
+        runs = list(pool.map(one, found, chunksize=8))
+    lines = [f"# {len(runs)} healthy runs of {len({r['model'] for r in runs})} models", ""]
+    for by in options.by:
+        lines += [f"## By {by.replace(',', ' and ')}", "", *table(runs, by.split(",")), ""]
+    lines += skips(options.runs)
+    options.out.write_text("\n".join(lines))
+    options.out.with_suffix(".json").write_text(json.dumps(runs, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

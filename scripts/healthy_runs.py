@@ -1,0 +1,259 @@
+#!/usr/bin/env python3
+"""Makes healthy runs of many models: pairs of engines x dtypes x levels of the processor.
+
+    python scripts/healthy_models.py --out models
+    python scripts/healthy_runs.py --models models --out runs --workers 2
+    python scripts/healthy_report.py --models models --runs runs --out table.md
+
+A run holds what was compared, as those of scripts/calibration_runs.py do, in
+
+    OUT/MODEL/DTYPE-PROCESSOR/PAIR/SEED
+
+and its captures lie beside it where `--keep-captures` asks for them. What is there already is left
+as it is, so that an interrupted call may be given again. What an engine cannot run is recorded in
+PAIR/skipped.json, with the reason.
+
+The packages are imported once: processes start warm, as those of the tests do. A process that
+has used a GPU cannot be forked: `--cold`.
+"""
+
+import argparse
+import fnmatch
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+import torch  # noqa: E402
+import warm  # noqa: E402
+from calibration_runs import keep, pair_name, sample, score  # noqa: E402
+
+from rlk_align.capture import supervise  # noqa: E402
+from rlk_align.data import data_path  # noqa: E402
+from rlk_align.engines.registry import engine_info  # noqa: E402
+from rlk_align.errors import RlkError  # noqa: E402
+from rlk_align.model.prompts import load_prompts, save_prompts  # noqa: E402
+from rlk_align.progress import silent  # noqa: E402
+from rlk_align.trace.run import Run  # noqa: E402
+
+PAIRS = {
+    "hf": ("hf:attn=eager", "fsdp", "megatron"),
+    "vllm": ("hf", "megatron"),
+}
+"""Rollout engine -> training engines."""
+PROCESSORS = {
+    "scalar": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "avx512": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+    "native": {},
+}
+"""Level -> the environment that holds torch's and oneDNN's kernels to it."""
+DTYPES = ("bfloat16", "float16", "float32")
+LONGEST = 260
+"""Bytes of the longest prompt: a tokenizer of bytes makes as many tokens of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """The runs of one model whose samples are the same."""
+
+    model: Path
+    dtype: str
+    processor: str
+    rollout: str
+    trains: tuple[str, ...]
+
+    def folder(self, out: Path, train: str) -> Path:
+        setting = f"{self.dtype}-{self.processor}"
+        return out / self.model.name / setting / pair_name(self.rollout, train)
+
+
+def cells(models: Sequence[Path], options: argparse.Namespace) -> Iterator[Cell]:
+    """Every dtype of every model; the processor's level changes from one to the next, unless
+    `--all-processors` asks for each."""
+    levels = options.processors
+    for number, model in enumerate(models):
+        for k, dtype in enumerate(options.dtypes):
+            used = levels if options.all_processors else [levels[(number + k) % len(levels)]]
+            for processor in used:
+                for rollout in options.rollout:
+                    asked = options.train or PAIRS[rollout]
+                    trains = tuple(t for t in PAIRS[rollout] if t in asked and installed(t))
+                    if installed(rollout) and trains:
+                        yield Cell(
+                            model=model,
+                            dtype=dtype,
+                            processor=processor,
+                            rollout=rollout,
+                            trains=trains,
+                        )
+
+
+def installed(spec: str) -> bool:
+    return engine_info(spec.partition(":")[0]).installed
+
+
+def missing(cell: Cell, train: str, seeds: Sequence[int], out: Path) -> bool:
+    folder = cell.folder(out, train)
+    whole = all((folder / str(seed) / "checksums.json").exists() for seed in seeds)
+    return not whole and not (folder / "skipped.json").exists()
+
+
+def run_cell(cell: Cell, servers: Mapping[str, str], options: argparse.Namespace) -> str:
+    """Makes what is missing of a cell, unless time is up; returns what there is to say of it."""
+    start = time.monotonic()
+    name = f"{cell.model.name} {cell.dtype} {cell.processor} {cell.rollout}"
+    if start > options.deadline:
+        return f"{name}: no time was left"
+    torch.set_num_threads(1)
+    trains = [t for t in cell.trains if missing(cell, t, options.seeds, options.out)]
+    work = Run(cell.folder(options.out, "").with_name(f"captures-{cell.rollout}"))
+    settings = argparse.Namespace(**vars(options) | {"model": cell.model, "dtype": cell.dtype})
+    skipped = 0
+    with engines_started(cell.processor, servers):
+        try:
+            sampled = sample(cell.rollout, options.seeds, work, settings, silent)
+        except RlkError as error:
+            sampled, skipped = [], len(trains)
+            for train in trains:
+                skip(cell, train, error, options.out)
+        for train in trains if sampled else ():
+            try:
+                scored = score(train, options.seeds, sampled, work, settings, silent)
+            except RlkError as error:
+                skip(cell, train, error, options.out)
+                skipped += 1
+                continue
+            for seed, a, b in zip(options.seeds, sampled, scored, strict=True):
+                # What the precheck says of a healthy pair is kept, and measured across.
+                keep(a, b, cell.folder(options.out, train) / str(seed), silent, ("attributes",))
+                if not options.keep_captures:
+                    shutil.rmtree(b.folder)
+    if not options.keep_captures:
+        shutil.rmtree(work.folder, ignore_errors=True)
+    seconds = time.monotonic() - start
+    return f"{name}: {len(trains) - skipped} pairs, {skipped} skipped, {seconds:.0f} s"
+
+
+@contextmanager
+def engines_started(level: str, servers: Mapping[str, str]) -> Iterator[None]:
+    """Engines start under a level's environment, warm where it has a server."""
+    real = supervise.start_process
+    warmly = partial(warm.start_worker, real) if level in servers else real
+
+    def start(command: Sequence[str], environment: Mapping[str, str], output: IO[str]) -> Any:
+        return warmly(command, {**environment, **PROCESSORS[level]}, output)
+
+    os.environ[warm.FOLDER] = servers.get(level, "")
+    supervise.start_process = start
+    try:
+        yield
+    finally:
+        supervise.start_process = real
+
+
+def skip(cell: Cell, train: str, error: RlkError, out: Path) -> None:
+    folder = cell.folder(out, train)
+    folder.mkdir(parents=True, exist_ok=True)
+    told = {"kind": type(error).__name__, "reason": error.message}
+    (folder / "skipped.json").write_text(json.dumps(told) + "\n")
+
+
+def run_all(todo: Sequence[Cell], options: argparse.Namespace) -> None:
+    """The costliest first. Of each level a server of processes that have imported the packages:
+    libraries choose their kernels for good when they are first used."""
+    levels = set() if options.cold else {c.processor for c in todo}
+    started = {level: server_of(level) for level in sorted(levels)}
+    folders = {level: server.folder.name for level, server in started.items()}
+    try:
+        with ProcessPoolExecutor(options.workers, get_context("fork")) as pool:
+            made = [pool.submit(run_cell, c, folders, options) for c in sorted(todo, key=cost)]
+            for future in as_completed(made):
+                print(future.result(), flush=True)
+    finally:
+        for server in started.values():
+            server.end()
+
+
+def server_of(level: str) -> warm.Server:
+    before = dict(os.environ)
+    os.environ.update(PROCESSORS[level])
+    try:
+        return warm.Server()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def cost(cell: Cell) -> float:
+    """Less than 0, and lowest for the slowest: each layer, and every million weights."""
+    made = json.loads((cell.model / "made.json").read_text())
+    return -(made["layers"] + made["parameters"] / 3e6)
+
+
+def write_prompts(out: Path, count: int) -> Path:
+    """The first embedded prompts that are short enough."""
+    path = out / f"prompts-{count}.jsonl"
+    if not path.exists():
+        short = [
+            p
+            for p in load_prompts(data_path("prompts.jsonl"))
+            if len((p.text or "").encode()) <= LONGEST
+        ]
+        out.mkdir(parents=True, exist_ok=True)
+        save_prompts(short[:count], path)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", type=Path, required=True, help="a folder of models")
+    parser.add_argument("--only", nargs="+", default=["*"], help="patterns of names")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rollout", nargs="+", default=list(PAIRS), choices=PAIRS)
+    parser.add_argument("--train", nargs="+", help="default: all that a rollout engine is held to")
+    parser.add_argument("--dtypes", nargs="+", default=DTYPES)
+    parser.add_argument("--processors", nargs="+", default=list(PROCESSORS), choices=PROCESSORS)
+    parser.add_argument("--all-processors", action="store_true", help="each with each dtype")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--prompt-count", type=int, default=12)
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--engine-options", default="", help="for every engine, as ,key=value")
+    parser.add_argument("--vllm-options", default="", help="for vLLM beside them")
+    parser.add_argument("--controls", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--pass-budget", type=float, default=4e9, help="bytes of a pass's values")
+    parser.add_argument("--keep-captures", action="store_true")
+    parser.add_argument("--cold", action="store_true", help="engines that use a GPU start cold")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin none later")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args()
+    options.prompts = write_prompts(options.out, options.prompt_count)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    models = [
+        p.parent
+        for p in sorted(options.models.glob("*/made.json"))
+        if any(fnmatch.fnmatch(p.parent.name, x) for x in options.only)
+    ]
+    todo = [
+        c
+        for c in cells(models, options)
+        if any(missing(c, t, options.seeds, options.out) for t in c.trains)
+    ]
+    options.deadline = time.monotonic() + 60 * options.minutes
+    run_all(todo, options)
+
+
+if __name__ == "__main__":
+    main()
