@@ -39,6 +39,12 @@ class Config:
     class compilation_config:
         cudagraph_capture_sizes = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 
+    class cache_config:
+        block_size = 16
+
+    class model_config:
+        max_model_len = 40_960
+
 
 def attend(sequences: int, tokens: int, pages: int, cache: torch.Tensor) -> None:
     arguments = empty(tokens, HEADS, DIM), *cache.split(DIM, -1)
@@ -115,6 +121,15 @@ def main(fault: bool) -> int:
         ahead.compile_products(head, None, sizes.sampled, torch.float32)
         if fault:
             sizes = ahead.Sizes(sizes.rows, 1, TOKENS)
+        before = len(known)
+        ahead.expect_attention(HEADS, KV_HEADS, DIM, torch.bfloat16, None, Config)
+        print("expected:", len(known) - before)
+        before = len(known)
+        many, arguments = empty(12_345, 16, KV_HEADS, 2 * DIM), (empty(1, HEADS, DIM),)
+        assert ahead.compile_attention(
+            *arguments, *many.split(DIM, -1), integers(1, 2560), None, ahead.sizes_of(Config)
+        )
+        print("unexpected:", len(known) - before)
         for pages in (40, 2560):
             arguments = empty(1, HEADS, DIM), *cache.split(DIM, -1), integers(1, pages)
             assert ahead.compile_attention(*arguments, None, sizes)

@@ -166,6 +166,9 @@ def test_an_engine_compiles_what_it_serves_with_while_it_starts() -> None:
     assert lines["late:"] == []
     assert status == 0
     assert int(lines["compiled:"][0]) > 60
+    # With its own cache and tables the engine launches what was expected.
+    assert int(lines["expected:"][0]) > 20
+    assert lines["unexpected:"] == ["0"]
     # By the tiles of both products and by sizes of groups, not by numbers of tokens.
     assert 10 < int(lines["sparse:"][0]) < 24
 

@@ -80,6 +80,27 @@ def compile_experts(
         _compiled.add(form)
 
 
+def expect_attention(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, window: int | None, config: Any
+) -> None:
+    """Have threads compile what attention will launch, by a VllmConfig and for a cache and tables
+    as vLLM usually lays them out. `compile_attention` sees those that there are: most of a minute's
+    compiling would otherwise begin there, while graphs are captured."""
+    block, sizes = config.cache_config.block_size, sizes_of(config)
+    form = heads, kv_heads, dim, dtype, window, block, sizes
+    if block is None or form in _compiled:
+        return
+    blocks = -(-config.model_config.max_model_len // block)
+    here = {"dtype": dtype, "device": "cuda"}
+    cache = torch.empty(1, block, kv_heads, 2 * dim, **here)
+    table = torch.empty(1, blocks, dtype=torch.int32, device=here["device"])
+    rlk_kernels.warm_up_paged_attention(
+        torch.empty(1, heads, dim, **here), *cache.split(dim, -1), table, window=window,
+        sequences=sizes.sequences, tokens=sizes.tokens, wait=False,
+    )  # fmt: skip
+    _compiled.add(form)
+
+
 def compile_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, window: int | None, sizes: Sizes
 ) -> bool:
