@@ -120,14 +120,15 @@ def main(fault: bool) -> int:
         print("sparse:", len(known) - before)
         ahead.compile_products(head, None, sizes.sampled, torch.float32)
         if fault:
-            sizes = ahead.Sizes(sizes.rows, 1, TOKENS)
+            Scheduler.max_num_seqs = 1
+        sizes = ahead.sizes_of(Config)
         before = len(known)
         ahead.expect_attention(HEADS, KV_HEADS, DIM, torch.bfloat16, None, Config)
         print("expected:", len(known) - before)
         before = len(known)
         many, arguments = empty(12_345, 16, KV_HEADS, 2 * DIM), (empty(1, HEADS, DIM),)
         assert ahead.compile_attention(
-            *arguments, *many.split(DIM, -1), integers(1, 2560), None, ahead.sizes_of(Config)
+            *arguments, *many.split(DIM, -1), integers(1, 2560), None, sizes
         )
         print("unexpected:", len(known) - before)
         for pages in (40, 2560):
