@@ -1,5 +1,7 @@
-"""Progress of long work, on stderr: a live line on a terminal, a line per stage elsewhere."""
+"""Progress of long work, on stderr: a live line on a terminal; elsewhere a line per stage, and a
+sign of life from a stage that lasts."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,9 +14,17 @@ from rlk_align.text import printable
 Progress = Callable[[str, int, int], None]
 """Receives the progress of long work: (stage, done, total); total is 0 if nothing is counted."""
 
+SIGN_OF_LIFE = 20.0
+"""Seconds after which a stage is named again where there is no terminal."""
+
 
 def silent(_stage: str, _done: int, _total: int) -> None:
     """Discards the progress."""
+
+
+def labelled(progress: Progress, what: str) -> Progress:
+    """The progress of a part of the work, whose stages are told as that part's."""
+    return lambda stage, done, total: progress(f"{what}: {stage}", done, total)
 
 
 @contextmanager
@@ -22,7 +32,6 @@ def show_progress(name: str) -> Iterator[Progress]:
     """Shows what is told for as long as the context is entered."""
     console = Console(stderr=True, highlight=False)
     started = time.monotonic()
-    last = ""
 
     def line(stage: str, done: int, total: int) -> str:
         count = f" {done}/{total}" if total else ""
@@ -34,10 +43,28 @@ def show_progress(name: str) -> Iterator[Progress]:
             yield lambda stage, done, total: status.update(line(stage, done, total))
         return
 
+    last = ("", 0, 0)
+    told, ended = threading.Event(), threading.Event()
+
     def tell(stage: str, done: int, total: int) -> None:
         nonlocal last
-        if stage != last:
-            last = stage
+        if stage != last[0]:
             console.print(line(stage, 0, 0), soft_wrap=True)
+            told.set()
+        last = stage, done, total
 
-    yield tell
+    def live() -> None:
+        while not ended.is_set():
+            if told.wait(SIGN_OF_LIFE):
+                told.clear()
+            elif last[0] and not ended.is_set():
+                console.print(line(f"still {last[0]}", *last[1:]), soft_wrap=True)
+
+    thread = threading.Thread(target=live, daemon=True)
+    thread.start()
+    try:
+        yield tell
+    finally:
+        ended.set()
+        told.set()
+        thread.join()

@@ -13,7 +13,7 @@ from rlk_align.engines.registry import require_installed
 from rlk_align.errors import CorruptTrace
 from rlk_align.model.checkpoint import resolve_model
 from rlk_align.model.families import read_shape
-from rlk_align.progress import Progress
+from rlk_align.progress import Progress, labelled
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.records import REPAIR, writing
 from rlk_align.trace.run import Role, Run
@@ -39,7 +39,7 @@ def capture(
     if isinstance(request, Recording):
         return Trace(request.folder(role))
     job = _planned(request, role, run, tokens)
-    folder = job.folder
+    folder, progress = job.folder, labelled(progress, role)
     if fresh and folder.is_symlink():
         folder.unlink()
     elif fresh and folder.exists():
@@ -48,7 +48,7 @@ def capture(
     finished = passes_in(folder)
     missing = tuple(p for p in job.passes if p not in finished)
     if not missing:
-        progress(f"the {role} capture already exists and is used as it is", 0, 0)
+        progress("the capture already exists and is used as it is", 0, 0)
     else:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from rlk_align.cli.explain import explain
 from rlk_align.cli.outputs import check_outputs, parse_outputs
 from rlk_align.diagnose.contract import RUN_CONTRACT
 from rlk_align.errors import BadOption
-from rlk_align.progress import show_progress
+from rlk_align.progress import labelled, show_progress
 from rlk_align.trace.run import is_imported
 
 WITHOUT = "kernels-off"
@@ -99,7 +99,8 @@ def compare(
     probed = beside = None
     with show_progress("compare") as progress:
         if without is not None:
-            beside = without.start(progress), without.run
+            beside = without.start(labelled(progress, "kernels off")), without.run
+            progress = labelled(progress, "kernels rlk")
         verdict = prepared.start(progress)
         grafts = probe or attribute
         if (grafts or replay_routing) and not verdict.comparison.stopped:

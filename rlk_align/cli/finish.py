@@ -46,16 +46,13 @@ def finish(
     """Prints the verdict, on stderr where an output takes stdout, writes each output, and exits
     with its code, whether anybody could read it or not.
 
-    `beside`: the same pair without the kernels, which is shown before it.
+    `beside`: the same pair without the kernels, of which a summary below shows both.
     """
 
     def everything(console: Console) -> None:
-        if beside is not None:
-            show(beside[0], beside[1].folder, console)
-            console.print()
         show(verdict, run.folder, console, probe)
         if beside is not None:
-            show_change(beside[0], verdict, console)
+            show_change(beside[0], verdict, beside[1].folder, console)
             for text in cost_lines(beside[1].reopened(), run.reopened()):
                 console.print(line(text, style="dim"))
 

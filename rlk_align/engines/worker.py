@@ -67,7 +67,8 @@ def run(job: Job, events: Events) -> None:
     events.send(stage=str(plan))
     if spec.info.ranks:
         engine.ranks = join(spec.device, job.timeout)
-    events.send(stage=f"loading {spec.name}")
+    mode = ", compiled" if production and spec.info.compiles else ""
+    events.send(stage=f"loading {spec.name}{mode}")
     if job.interventions and not engine.intervenes:
         raise BadOption(
             f"engine {spec.name!r} does not support interventions: its sites cannot be written"

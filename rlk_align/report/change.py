@@ -1,12 +1,14 @@
 """What the kernels change: the drift of a pair of engines without them, and with them."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from rlk_align.judge.verdict import Verdict
+from rlk_align.judge.verdict import Verdict, headline
 from rlk_align.report.columns import columns
+from rlk_align.report.terminal import STYLES
 from rlk_align.report.words import EDGE_FIGURES, edge_figures
 from rlk_align.results import EdgeMetrics
 from rlk_align.text import line
@@ -16,8 +18,14 @@ SHOWN = ("max |Δ|", "mean |Δ|", "k3", "≠ bits")
 """The figures of an edge that fit into 80 columns."""
 
 
-def show_change(off: Verdict, on: Verdict, console: Console) -> None:
-    """Prints the figures of each edge that both have, without the kernels above those with them."""
+def show_change(off: Verdict, on: Verdict, folder: Path, console: Console) -> None:
+    """Prints both verdicts, a line each, and the figures of each edge that both have, without the
+    kernels above those with them. `folder`: the run without them."""
+    console.print()
+    for kernels, verdict in (("off", off), ("rlk", on)):
+        status = line(f" {verdict.status.upper()} ", style=STYLES[verdict.status] + " reverse")
+        console.print(f"kernels {kernels} ", status, line(_in_short(verdict)))
+    console.print(line(f"the run without the kernels: {folder}", style="dim"))
     rows = list(_rows(off, on))
     if not rows:
         return
@@ -26,6 +34,17 @@ def show_change(off: Verdict, on: Verdict, console: Console) -> None:
         table.add_row(*row)
     console.print()
     console.print(table)
+
+
+def _in_short(verdict: Verdict) -> str:
+    """What a verdict rests on, in a line."""
+    if verdict.comparison.stopped:
+        return "the precheck stopped it"
+    edge = headline(verdict)
+    if edge is None or edge.first_bitwise is None:
+        return "no first divergence"
+    breaches = f"; {len(verdict.breaches):,} limits exceeded" if verdict.breaches else ""
+    return f"first divergence: {edge.first_bitwise.site}{breaches}"
 
 
 def _rows(off: Verdict, on: Verdict) -> Iterator[list[Text | str]]:

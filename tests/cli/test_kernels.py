@@ -201,8 +201,14 @@ def test_drift_is_shown_without_and_with_the_kernels(compare: Cli, folder: Path)
                    "--output", f"html={page}")  # fmt: skip
     assert done.code == 0, done.out + done.err
     assert done.verdict["engines"]["train"]["options"] == {"kernels": "rlk"}
-    shown = [line.split() for line in done.out.splitlines()]
-    after = [line for line in shown if line[1:2] == ["off"] or line[:1] == ["rlk"]]
+    shown = [line.split() for line in done.out.splitlines() if line.strip()]
+    # The verdict is the one with the kernels; below it, one line each, and the drift.
+    assert shown[0][0] == "PASS"
+    [off, on] = [line for line in shown if line[:1] == ["kernels"]]
+    assert (off[1:3], on[1:3]) == (["off", "FAIL"], ["rlk", "PASS"])
+    assert [line[0] for line in shown].count("FAIL") == 0
+    assert "kernels off: rollout: loading hf" in done.err
+    after = [line for line in shown[shown.index(on) :] if line[1:2] == ["off"] or line[0] == "rlk"]
     assert len(after) == 6
     assert [line[-1] for line in after if line[0] == "rlk"] == ["0"] * 3
     assert int(next(line for line in after if line[0] == "prefill_vs_train")[-1]) > 0

@@ -406,6 +406,11 @@ def test_production_is_an_edge_of_its_own() -> None:
     shown = comparison(production=metrics(max_abs_dlogp=0.3))
     record = verdict_json(judge(shown, contract()))
     assert record["edges"]["production_vs_observed"]["max_abs_dlogp"] == 0.3
+    # A run of an earlier version says nothing of its passes, and loads.
+    old = shown.model_dump() | {"production_passes": {}}
+    del old["production_passes"]
+    assert Comparison.model_validate(old) == shown
+    assert record["controls"]["production"] == {}
     silent = verdict_json(judge(comparison(), contract()))
     assert silent["controls"]["production"] == {}
     assert "production_vs_observed" not in silent["edges"]
