@@ -21,7 +21,7 @@ from rlk_align.progress import Progress
 from rlk_align.results import SideName
 from rlk_align.trace.records import load_record
 from rlk_align.trace.run import Run
-from rlk_align.trace.schema import TraceRecord
+from rlk_align.trace.schema import TraceRecord, check_trace
 
 if TYPE_CHECKING:
     from rlk_align.capture.check import CheckedRequest
@@ -200,7 +200,9 @@ def _measure_production(wanted: bool | None, request: CaptureRequest) -> bool:
 
 
 def _recorded(sides: Mapping[SideName, Side], run: Run) -> dict[SideName, Path]:
-    """The traces that stand for engines. Raises BadOption where one lies in the run to be made."""
+    """The traces that stand for engines. Raises BadOption where one lies in the run to be made, and
+    CorruptTrace where any file of one is not what was written, in passes too that are not compared:
+    `gate` would refuse that recording."""
     traces: dict[SideName, Path] = {}
     for side, recording in sides.items():
         if isinstance(recording, Recording):
@@ -211,6 +213,7 @@ def _recorded(sides: Mapping[SideName, Side], run: Run) -> dict[SideName, Path]:
                     "name another --run-dir",
                 )
             traces[side] = source.capture_folder(side)
+            check_trace(traces[side])
     return traces
 
 
