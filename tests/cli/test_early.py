@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import Cli, command_line, require_engine
+from synthetic import compared_run
 
 REFUSED = {
     "hf:attn=flesh": ("attn=flesh is unknown", "eager, sdpa"),
@@ -138,7 +139,13 @@ def test_what_the_request_and_config_json_say_is_said_before_torch_is_imported(
     long.write_text("two\n" + "7 " * 600 + "\n" + "8 " * 500 + "\n")
     chat.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     hf = ("--rollout", "hf", "--train", "hf")
+    recorded = str(compared_run(tmp_path / "recorded").folder)
     said = {
+        ("probe", recorded, "--layers", "99"): "no layer 99",
+        ("probe", recorded, "--sites", "nosuch"): "'nosuch' is not a site",
+        ("probe", recorded, "--contract", "nosuch"): "no contract 'nosuch'",
+        ("gate", recorded, "--contract", "nosuch"): "no contract 'nosuch'",
+        ("explain", recorded, "--contract", "nosuch"): "nosuch",
         ("compare", "--layers", "99"): "no layer 99",
         ("probe", "--layers", "99"): "no layer 99",
         ("compare", "--sites", "nosuch"): "'nosuch' is not a site",
