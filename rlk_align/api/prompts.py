@@ -68,8 +68,9 @@ class RunPrompts:
                 "lower --max-new-tokens, or name shorter prompts by --prompts",
             )
         warn(
-            f"{len(long)} of the {len(self.prompts)} embedded prompts are left out: they have up "
-            f"to {max(long.values())} tokens, and the model leaves {room}; --prompts names others"
+            f"{len(long)} of the {len(self.prompts)} embedded prompts "
+            f"{'is' if len(long) == 1 else 'are'} left out: the model leaves {room}, and the "
+            f"longest prompt has {max(long.values())} tokens; --prompts names others"
         )
         own = run.folder / RUN_PROMPTS
         return replace(self, prompts=fitting, path=own, unwritten=True)
