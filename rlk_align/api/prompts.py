@@ -10,13 +10,11 @@ from rlk_align.data import data_path
 from rlk_align.errors import PromptError
 from rlk_align.model.prompts import Prompt, as_prompts, load_prompts, save_prompts
 from rlk_align.trace.records import writing
-from rlk_align.trace.run import Run
+from rlk_align.trace.run import RUN_PROMPTS, Run
 
 if TYPE_CHECKING:
     from rlk_align.capture.check import CheckedRequest
 
-RUN_PROMPTS = "prompts.jsonl"
-"""In the run's folder: prompts that are no file of the user's."""
 GivenPrompts = Path | Sequence[Any] | None
 
 
