@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Self
 from rlk_align.api.options import Warn
 from rlk_align.data import data_path
 from rlk_align.errors import PromptError
-from rlk_align.model.prompts import Prompt, as_prompts, load_prompts, save_prompts
 from rlk_align.trace.records import writing
 from rlk_align.trace.run import RUN_PROMPTS, Run
 
 if TYPE_CHECKING:
     from rlk_align.capture.check import CheckedRequest
+    from rlk_align.model.prompts import Prompt
 
 GivenPrompts = Path | Sequence[Any] | None
 
@@ -22,7 +22,7 @@ GivenPrompts = Path | Sequence[Any] | None
 class RunPrompts:
     """The prompts of a run, and the file that its engines read them from."""
 
-    prompts: tuple[Prompt, ...]
+    prompts: "tuple[Prompt, ...]"
     path: Path
     embedded: bool = False
     """Whether nobody named prompts."""
@@ -32,6 +32,8 @@ class RunPrompts:
     @classmethod
     def of(cls, given: GivenPrompts, run: Run) -> Self:
         """Raises PromptError for what is no file of prompts, and no list of them."""
+        from rlk_align.model.prompts import as_prompts, load_prompts
+
         own = run.folder / RUN_PROMPTS
         if isinstance(given, Path):
             return cls(prompts=tuple(load_prompts(given)), path=given)
@@ -75,6 +77,8 @@ class RunPrompts:
 
     def save(self) -> None:
         """Writes the run's own file, where it has one. Raises TraceNotWritten."""
+        from rlk_align.model.prompts import save_prompts
+
         if self.unwritten:
             with writing(self.path):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
