@@ -43,7 +43,6 @@ def selftest(
     output: options.JsonOutput = None,
 ) -> None:
     """Plant known faults into the engines, and report which of them the comparison names."""
-    from rlk_align.capture.check import check_request
     from rlk_align.model.checkpoint import default_model, resolve_model
     from rlk_align.model.families import read_shape
     from rlk_align.probe.selftest.plan import (
@@ -61,6 +60,9 @@ def selftest(
     settings = (tuple(map(str, chosen)), planted, seeds, curves, model, prompts)
     run = choose_run(run_dir, "selftest", *settings)
     check_outputs(outputs, run)
+
+    from rlk_align.capture.check import check_request
+
     given = RunPrompts.of(prompts, run)
     given = replace(given, prompts=tuple(middle(given.prompts)))
     requests = [scoring_request(engine, str(checkpoint), given.path) for engine in chosen]
