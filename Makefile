@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: setup demo demo-loop test test-ci test-slow test-slow-all test-fix-path test-fix-path-all test-quick check compile-kernels test-gpu bench-gpu docs clean
+.PHONY: setup browser demo demo-loop test test-ci test-slow test-slow-all test-fix-path test-fix-path-all test-quick check compile-kernels test-gpu bench-gpu docs clean
 
 setup: $(STAMP)
 
@@ -40,8 +40,12 @@ KEPT := MALLOC_MMAP_THRESHOLD_=67108864 MALLOC_TRIM_THRESHOLD_=268435456 MALLOC_
 TESTS := $(KEPT) PYTHONDONTWRITEBYTECODE= RLK_REQUIRE_ENGINES=vllm,megatron,fsdp TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
   $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test: setup
+test: setup browser
 	$(TESTS) -m 'not whole_matrix' $(TEST)
+
+# The browser of tests/browser, a package of the system, which only these tests need.
+browser:
+	@bash scripts/browser.sh
 
 # Engines with the kernels in them, bit for bit, in every batch and layout: some minutes; and with every operator
 # left to its engine in turn, and in other families' shapes: as long again.

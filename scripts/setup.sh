@@ -18,12 +18,4 @@ else
   pip install --no-deps -r requirements/cpu.txt
 fi
 pip install --no-deps --no-build-isolation --editable . --editable kernels
-
-# The tests of the HTML report need a browser; where it cannot be installed from here, they say so.
-browser() { command -v chromium || command -v chromium-browser || command -v google-chrome; }
-if [ "$GPU" != yes ] && ! browser >/dev/null && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
-  apt-get install -y -qq chromium >/dev/null 2>&1 ||
-    { apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } ||
-    echo "setup: chromium could not be installed; tests/browser needs it" >&2
-fi
 "$VENV/bin/rlk-align" --version

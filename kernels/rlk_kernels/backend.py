@@ -146,6 +146,9 @@ def call(op: CustomOpDef, *args, inference: Callable | None = None):
     if _lies_elsewhere(args[0]):
         with on_device_of(args[0]):
             return call(op, *args, inference=inference)
+    if not private_api.DIRECT_DISPATCH:
+        refuse_transforms(private_api.qualified_name(op))
+        return op(*args)
     if private_api.innermost_transform() is not None or private_api.in_forward_mode():
         refuse_transforms(private_api.qualified_name(op))
         return op(*args)

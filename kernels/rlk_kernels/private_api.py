@@ -1,7 +1,8 @@
 """The private parts of torch and Triton that the host code uses, and the fast paths they give.
 
 No other file of the kernels uses private parts of either (`tests/architecture`). A fast path
-changes the host's time and no bit: without it, the public function does the same.
+changes the host's time and no bit: without it, the public function does the same. So a name that a
+later version lacks turns the fast paths off that need it, and `fast_paths` says which.
 
     part                                         seen working on
     CUDA device, stream, allocator               torch 2.11.0+cu130
@@ -12,16 +13,15 @@ changes the host's time and no bit: without it, the public function does the sam
 """
 
 import functools
-import operator
+import importlib
 import os
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch._library.custom_ops import OPDEFS
 from torch.autograd import forward_ad
 
 from rlk_kernels.device import HAS_TRITON, fits_gluon, triton_version
@@ -32,28 +32,68 @@ REPLAY = os.environ.get("RLK_REPLAY", "1") != "0"
 """Whether repeated calls are replayed (`launching.replay_or_run`). RLK_REPLAY=0 turns that off; it
 is read when this module is imported."""
 
+_GONE: list[str] = []
+"""Names that were not found where they are known."""
+
+
+def _find(path: str) -> Any:
+    """What a dotted name is; None where there is no such name."""
+    first, *names = path.split(".")
+    found: Any = importlib.import_module(first)
+    for name in names:
+        found = getattr(found, name, None)
+    if found is None:
+        _GONE.append(path)
+    return found
+
+
+def _public_device() -> int:
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+
+
+def _public_stream(device: int) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if torch.cuda.is_initialized() else -1
+
+
 # () -> the current GPU, (GPU) -> its current stream; -1 where torch is built without CUDA.
-current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
-current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: -1)
+current_device = getattr(torch._C, "_cuda_getDevice", _public_device)
+current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
 # As Inductor's code allocates, past torch's dispatch: (shape, strides, dtype) -> a tensor on the
 # current GPU; (tensor, shape, strides, first element) -> the same memory, and no view for autograd.
-allocate: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-reinterpret: Any = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", torch.as_strided)
+_guards = _find("torch._C._dynamo.guards")
+allocate: Any = getattr(_guards, "_empty_strided_cuda", None)
+reinterpret: Any = getattr(_guards, "_reinterpret_tensor", torch.as_strided)
 # () -> the transforms of torch.func that run now and the innermost of them, or None.
-transforms = torch._C._functorch.get_interpreter_stack
-innermost_transform = torch._C._functorch.peek_interpreter_stack
-gradient_transform = torch._C._functorch.TransformType.Grad
+transforms = _find("torch._C._functorch.get_interpreter_stack") or (lambda: ())
+innermost_transform = _find("torch._C._functorch.peek_interpreter_stack")
+gradient_transform = _find("torch._C._functorch.TransformType.Grad")
 # () -> how many dispatch modes are active.
-dispatch_modes = torch._C._len_torch_dispatch_stack
-# Of a custom operator: the function that was registered, and its name.
-implementation = operator.attrgetter("_init_fn")
-qualified_name = operator.attrgetter("_qualname")
+dispatch_modes = _find("torch._C._len_torch_dispatch_stack")
+_operators = _find("torch._library.custom_ops.OPDEFS")
+_find("torch.autograd.forward_ad._current_level")
+
+DIRECT_DISPATCH = not set(_GONE) - {"torch._C._dynamo.guards"}
+"""Whether operators may be called past torch's dispatch, which needs to know all that is open."""
+
+
+def implementation(op: Any) -> Any:
+    """The function that was registered as a custom operator; the operator, which does the same,
+    where it does not tell."""
+    return getattr(op, "_init_fn", op)
+
+
+def qualified_name(op: Any) -> str:
+    """A custom operator's name."""
+    return getattr(op, "_qualname", "this operator")
 
 
 @functools.cache
 def differentiable(op: Any) -> type[torch.autograd.Function] | None:
     """A custom operator's function and backward for autograd alone, without the dispatch around
-    them; None for one that changes an argument, or has no backward."""
+    them; None for one that changes an argument, or has no backward, or does not tell."""
+    parts = ("_backward_fn", "_opoverload", "_init_fn", "_setup_context_fn", "_name")
+    if not all(hasattr(op, part) for part in parts):
+        return None
     if op._backward_fn is None or op._opoverload._schema.is_mutable:
         return None
 
@@ -84,19 +124,33 @@ def store_of(group: Any) -> Any:
 
 def in_forward_mode() -> bool:
     """Whether a level of forward-mode differentiation is open."""
-    return forward_ad._current_level >= 0
+    level = getattr(forward_ad, "_current_level", None)
+    if level is not None:
+        return level >= 0
+    try:
+        forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+    except RuntimeError:  # no level is open
+        return False
+    return True
 
 
 def custom_operators(namespace: str) -> dict[str, Any]:
-    """Name -> custom operator of a namespace."""
+    """Name -> custom operator of a namespace whose function is known."""
     prefix = f"{namespace}::"
-    return {n.removeprefix(prefix): op for n, op in OPDEFS.items() if n.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): op
+        for name, op in (_operators or {}).items()
+        if name.startswith(prefix) and implementation(op) is not op
+    }
 
 
 def compiling_in(threads: Executor) -> AbstractContextManager:
-    """A context in which `kernel.warmup` compiles in `threads`; at its end all is compiled."""
-    from triton.runtime._async_compile import AsyncCompileMode
-
+    """A context in which `kernel.warmup` compiles in `threads`, or at once where Triton cannot do
+    that; at its end all is compiled."""
+    try:
+        from triton.runtime._async_compile import AsyncCompileMode
+    except ImportError:
+        return nullcontext()
     return AsyncCompileMode(threads)
 
 
@@ -108,24 +162,41 @@ def stop_submitting() -> None:
     _async_compile.active_mode.set(None)
 
 
+class NoCache:
+    """Keeps nothing, where Triton's folder cannot be found: each process compiles."""
+
+    def get_file(self, name: str) -> None:
+        """Never finds anything."""
+
+    def put(self, data: Any, name: str, binary: bool) -> None:
+        """Forgets it."""
+
+
 def disk_cache(digest: str) -> Any:
     """Triton's folder for what was compiled from the content of a digest: get_file, put."""
-    from triton.runtime.cache import get_cache_manager
-
+    try:
+        from triton.runtime.cache import get_cache_manager
+    except ImportError:
+        return NoCache()
     return get_cache_manager(digest)
 
 
 @functools.cache
-def _triton_knobs() -> Any:
+def _launch_hooks() -> tuple[Any, Any] | None:
+    """Triton's hooks around each launch; None where they are not where they are known."""
     import triton  # what runs without it may import this file
 
-    return triton.knobs.runtime
+    knobs = getattr(getattr(triton, "knobs", None), "runtime", None)
+    hooks = (getattr(knobs, f"launch_{when}_hook", None) for when in ("enter", "exit"))
+    before, after = hooks
+    return (before, after) if hasattr(before, "calls") and hasattr(after, "calls") else None
 
 
 def profiled() -> bool:
-    """Whether a profiler has hooked into Triton's launches."""
-    knobs = _triton_knobs()
-    return bool(knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls)
+    """Whether a profiler has hooked into Triton's launches, or may have: where that cannot be told,
+    each launch is an ordinary one."""
+    hooks = _launch_hooks()
+    return hooks is None or bool(hooks[0].calls or hooks[1].calls)
 
 
 def survive_compile_hooks(kernel: Any) -> None:
@@ -172,12 +243,21 @@ class DirectLauncher:
         return arguments
 
 
+_LAUNCHER = (
+    *("launch", "global_scratch_size", "profile_scratch_size"),
+    *("launch_cooperative_grid", "launch_pdl"),
+)
+"""What is asked of a launcher."""
+
+
 def direct_launcher(kernel: Any) -> DirectLauncher | None:
     """The launcher of a compiled kernel without its wrapper; None where Triton's version, or the
     launcher's form, is not the one that is known here."""
     if not fits_gluon(triton_version(), DIRECT_TRITON):
         return None
     launcher = kernel.run
+    if not all(hasattr(launcher, name) for name in _LAUNCHER):
+        return None
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return None
     launch, maps, encode = launcher.launch, (), None
@@ -188,7 +268,9 @@ def direct_launcher(kernel: Any) -> DirectLauncher | None:
             return None
         if None in inside["tensordesc_meta"]:
             return None
-        encode = launch.__globals__["make_tensordesc_arg"]
+        encode = launch.__globals__.get("make_tensordesc_arg")
+        if encode is None:
+            return None
         described = list(
             zip(sorted(inside["tensordesc_indices"]), inside["tensordesc_meta"], strict=True)
         )
@@ -202,8 +284,17 @@ def fast_paths() -> dict[str, str]:
     """Fast path -> `on`, or `off` and why."""
     triton = triton_version() if HAS_TRITON else "0.0"
     off = "off (seen working on Triton {}.{} alone)".format(*DIRECT_TRITON[0])
+    gone = ", ".join(_GONE)
+    hidden = HAS_TRITON and _launch_hooks() is None
+    unhooked = f"off (Triton {triton} has no triton.knobs.runtime.launch_enter_hook)"
+    replay = "on" if REPLAY else "off (RLK_REPLAY=0)"
     return {
-        "direct launch": "on" if fits_gluon(triton, DIRECT_TRITON) else off,
+        "direct dispatch": "on"
+        if DIRECT_DISPATCH
+        else f"off (torch {torch.__version__}: no {gone})",
+        "direct launch": (unhooked if hidden else "on")
+        if fits_gluon(triton, DIRECT_TRITON)
+        else off,
         "direct allocation": "on" if allocate else f"off (torch {torch.__version__} has none)",
-        "replay": "on" if REPLAY else "off (RLK_REPLAY=0)",
+        "replay": unhooked if hidden and REPLAY else replay,
     }

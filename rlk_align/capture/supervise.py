@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -24,6 +25,9 @@ from rlk_align.trace.schema import passes_in
 STARTING = 1800.0
 """Seconds within which all its processes must have started. vLLM's ranks are silent until they
 have loaded the model."""
+
+PATIENCE = 5.0
+"""Seconds that processes get to end after they were told to."""
 
 
 def run_worker(job: Job, progress: Progress) -> None:
@@ -159,13 +163,32 @@ def _log_of(folder: Path, name: str) -> Path:
 
 
 def _end_group(worker: subprocess.Popen) -> None:
-    """Ends whatever the worker's process group still runs."""
-    for number, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+    """Ends whatever the worker's process group still runs. All of it gets the same time to end by
+    itself: a rank may have more to do than the worker that started it."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(worker.pid, number)
         except ProcessLookupError:
             return
-        try:
-            worker.wait(patience)
-        except subprocess.TimeoutExpired:
-            continue
+        patience_ends = time.monotonic() + PATIENCE
+        while worker.poll() is None or _runs(worker.pid):
+            if time.monotonic() > patience_ends:
+                break
+            time.sleep(0.02)
+        else:
+            return
+
+
+def _runs(group: int) -> bool:
+    """Whether any process of a group still computes: one that ended and that nobody has asked for
+    its exit code is there, and does not."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, of_group = stat.read_text(errors="replace").rpartition(")")[2].split()[:3]
+            if int(of_group) == group and state not in "ZX":
+                return True
+    return not Path("/proc/self/stat").exists()

@@ -1,5 +1,6 @@
 """`rlk-align`: the commands, and how errors leave the process."""
 
+import importlib.util
 import io
 import signal
 import sys
@@ -85,8 +86,10 @@ def _missing_packages() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "rlk_align").startswith("rlk_align"):
             raise
+        # Whichever package of the extra is asked for first: without torch, it is torch that counts.
+        missing = error.name if importlib.util.find_spec("torch") else "torch"
         raise MissingDependency(
-            f"this command needs {error.name}, which is not installed",
+            f"this command needs {missing}, which is not installed",
             INSTALL_ENGINES,
         ) from error
 

@@ -6,11 +6,15 @@ import typer
 
 from rlk_align.api.options import from_arguments, parse_edges
 from rlk_align.api.pair import Pair, prepare
+from rlk_align.capture.request import TracePlan
 from rlk_align.cli import options
 from rlk_align.cli.outputs import check_outputs, parse_outputs
 from rlk_align.errors import BadOption
+from rlk_align.judge.load import default_contract, load_contract
 from rlk_align.progress import show_progress
+from rlk_align.trace.records import load_record
 from rlk_align.trace.run import Run
+from rlk_align.trace.schema import TraceRecord
 
 
 def probe(
@@ -20,7 +24,7 @@ def probe(
     *,
     layerwise: Annotated[
         bool,
-        typer.Option("--layerwise", help="No effect: a probe always works operator by operator."),
+        typer.Option("--layerwise", help="Operator by operator, as a probe always does."),
     ] = True,
     model: options.Model = None,
     rollout: options.Rollout = None,
@@ -59,6 +63,7 @@ def probe(
                 "options of a comparison"
             )
         run = Run.open(of)
+        _check_probed(run, plan, contract)
     else:
         prepared = prepare(pair, [], options.warn, options.command_line())
         prepared.check_replay(replay_routing)
@@ -85,3 +90,14 @@ def probe(
         )
         verdict, probed = pipeline.probe(request, run, progress)
     finish(verdict, run, outputs, probed)
+
+
+def _check_probed(run: Run, plan: TracePlan, contract: str | None) -> None:
+    """Raises what would fail once torch is imported and engines run: BadOption for layers and sites
+    that the run's model lacks, or a run that compared nothing; ContractError; CorruptTrace."""
+    from rlk_align.capture.check import check_kept
+
+    dtype = run.comparison.dtype
+    load_contract(contract or default_contract(dtype), dtype)
+    record = load_record(TraceRecord, run.capture_folder("rollout") / "trace.json")
+    check_kept(plan, record.shape)

@@ -1,5 +1,7 @@
 """Frozen records on disk, each a JSON file that is there whole or not at all."""
 
+import errno
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -57,6 +59,18 @@ def writing(path: Path) -> Iterator[None]:
     except failures as error:
         raise TraceNotWritten(
             f"the trace could not be written to {path}: {error}",
-            "free some space, choose another --run-dir, or lower --trace-budget; "
-            "finished passes are kept, and a rerun continues from there",
+            f"{_remedy(error)}; finished passes are kept, and a rerun continues from there",
         ) from error
+
+
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def _remedy(error: Exception) -> str:
+    """What helps against a failed write, by the system's number for it, which some libraries give
+    in their message alone."""
+    told = re.search(r"(?:os error|errno:?) (\d+)", str(error), re.IGNORECASE)
+    number = getattr(error, "errno", None) or (int(told[1]) if told else None)
+    if number in FORBIDDEN:
+        return "choose a folder that you may write to (--run-dir), or get the right to write there"
+    return "free some space, choose another --run-dir, or lower --trace-budget"

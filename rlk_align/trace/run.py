@@ -2,6 +2,7 @@
 
 RUN/
   run.json            what was asked for, and where the captures lie
+  prompts.jsonl       the prompts that engines read, where they are no file of the user's
   captures/NAME/      a Trace each, named after everything that decides its content
   comparison.json     what the comparison found
   comparison.parquet  the same, row by row
@@ -31,9 +32,10 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 PROBE = "probe.json"
+RUN_PROMPTS = "prompts.jsonl"
 ROWS = "comparison.parquet"
 CONCLUSIONS = ("comparison.json", ROWS, "verdict.json")
-RUN_FILES = (RUN_JSON, *CONCLUSIONS, PROBE, CHECKSUMS)
+RUN_FILES = (RUN_JSON, RUN_PROMPTS, *CONCLUSIONS, PROBE, CHECKSUMS)
 R = TypeVar("R", bound=BaseModel)
 IMPORTED: Literal["rlk-align/imported-run/1"] = "rlk-align/imported-run/1"
 """The schema in run.json of a run that `rlk-align import` wrote."""

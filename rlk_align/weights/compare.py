@@ -283,7 +283,7 @@ def _rounded_to(value: torch.Tensor, other: Parameter) -> str | None:
     for name in dict.fromkeys((other.dtype, *_ROUNDINGS)):
         rounded = value.to(DTYPES[name])
         if _holds(other, rounded):
-            lossless = torch.equal(rounded.to(value.dtype), value)
+            lossless = _same_values(rounded.to(value.dtype), value)
             stored = f", stored as {other.dtype}" if name != other.dtype else ""
             return "" if lossless else f"{name}{stored}"
     return None
@@ -295,12 +295,21 @@ def _holds(parameter: Parameter, value: torch.Tensor) -> bool:
     if held is None:
         return digest_parameter(value) == parameter.digest
     wanted = value.to(held.dtype)
-    return _same_bits(wanted, held) or torch.equal(wanted, held)
+    return _same_bits(wanted, held) or _same_values(wanted, held)
 
 
 def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Compares bytes, at the speed of memory."""
     return torch.equal(_bytes(x), _bytes(y))
+
+
+def _same_values(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return torch.equal(_computable(x), _computable(y))
+
+
+def _computable(x: torch.Tensor) -> torch.Tensor:
+    """The same values in a dtype that torch computes in: it compares no floats of eight bits."""
+    return x.float() if x.dtype.is_floating_point and x.dtype.itemsize == 1 else x
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
@@ -312,7 +321,7 @@ def _not_finite(parameter: Parameter) -> int:
     value = parameter.value()
     if value is None or not value.dtype.is_floating_point or not value.numel():
         return 0
-    wide = value.float() if value.dtype.itemsize == 1 else value
+    wide = _computable(value)
     if all(bool(torch.isfinite(end)) for end in wide.aminmax()):
         return 0
     return int((~torch.isfinite(wide)).sum())

@@ -5,14 +5,19 @@ from pathlib import Path
 import pytest
 from synthetic import compared_run
 
+import rlk_align
 from rlk_align.api.options import side
+from rlk_align.api.pair import Pair, prepare
 from rlk_align.capture.capture import capture
 from rlk_align.capture.recording import Recording, parse_side
 from rlk_align.engines.registry import ENGINES
 from rlk_align.engines.spec import EngineSpec
-from rlk_align.errors import BadOption, UnknownEngine
+from rlk_align.errors import BadOption, CorruptTrace, UnknownEngine
+from rlk_align.model.edges import EDGES
 from rlk_align.progress import silent
 from rlk_align.trace.run import Run
+
+CONTRACT = str(Path(__file__).parents[1] / "synthetic.toml")
 
 
 def test_a_side_is_an_engine_or_a_recording() -> None:
@@ -58,6 +63,26 @@ def test_an_unknown_side_names_engines_and_recordings() -> None:
     with pytest.raises(UnknownEngine, match="choose from fsdp, hf, megatron, vllm") as error:
         parse_side("nope")
     assert "replay:path=RUN" in error.value.fix
+
+
+@pytest.mark.parametrize("damaged", ["decode", "prefill"])
+def test_every_file_of_a_recording_is_checked_also_of_passes_that_are_not_compared(
+    tmp_path: Path, damaged: str
+) -> None:
+    """As `gate` does: one recording is not whole for the one and corrupt for the other."""
+    run = compared_run(tmp_path / "run", judged=EDGES)
+    flags = Pair(edges="prefill_vs_train", contract=CONTRACT, run_dir=tmp_path / "new")
+    prepare(flags, [str(run.folder)] * 2, pytest.fail)
+    [table] = (run.capture_folder("rollout") / damaged).glob("rows*.parquet")
+    content = bytearray(table.read_bytes())
+    content[len(content) // 2] ^= 1
+    table.write_bytes(content)
+    for check in (
+        lambda: prepare(flags, [str(run.folder)] * 2, pytest.fail),
+        lambda: rlk_align.gate(run.folder, contract=CONTRACT),
+    ):
+        with pytest.raises(CorruptTrace, match=f"{damaged}/{table.name} was changed"):
+            check()
 
 
 def test_a_recording_gives_the_trace_of_its_role(tmp_path: Path) -> None:

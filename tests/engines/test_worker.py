@@ -19,7 +19,7 @@ from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, record_parameter
 from rlk_align.engines.process.job import Events, Job
 from rlk_align.engines.spec import EngineSpec
-from rlk_align.errors import BadOption, CorruptTrace, PromptError, TraceNotWritten
+from rlk_align.errors import BadOption, CorruptTrace, ModelError, PromptError, TraceNotWritten
 from rlk_align.judge.load import load_contract
 from rlk_align.judge.verdict import judge
 from rlk_align.model.prompts import TokenBatch
@@ -277,6 +277,15 @@ def test_prompts_that_do_not_fit_are_refused_before_loading(
     with pytest.raises(PromptError, match=says):
         run(job, max_new_tokens=new)
     assert engine().calls == []
+
+
+def test_a_parameter_in_eight_bits_is_recorded() -> None:
+    """As a user's patch may leave it in an engine."""
+    value = torch.ones(4, 4).to(torch.float8_e4m3fn)
+    assert record_parameter(LiveParameter("embed", value)).dtype == "float8_e4m3fn"
+    value[1, 2] = float("nan")
+    with pytest.raises(ModelError, match="1 of 16 entries are NaN"):
+        record_parameter(LiveParameter("embed", value))
 
 
 def test_damaged_tokens_are_corrupt(job: Job, tmp_path: Path) -> None:

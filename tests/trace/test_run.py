@@ -1,5 +1,6 @@
 """The RUN folder: found again, kept inside itself, and never written by two at once."""
 
+import errno
 import json
 import shutil
 import subprocess
@@ -7,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 from synthetic import compared_run, draw, write_trace
 
 from rlk_align.errors import BadOption, CorruptTrace, ToolError, TraceNotWritten
 from rlk_align.trace.checksums import CHECKSUMS
+from rlk_align.trace.records import writing
 from rlk_align.trace.run import Run, RunRecord
 from rlk_align.trace.run_folder import RUNS
 
@@ -237,3 +240,21 @@ def test_a_verdict_is_json(tmp_path: Path) -> None:
     assert json.loads(text) == {"status": "pass", "value": None}
     with pytest.raises(ValueError, match="JSON"):
         run.save_verdict({"value": float("nan")})
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (OSError(errno.EROFS, "Read-only file system"), "may write to"),
+        (PermissionError(errno.EACCES, "Permission denied"), "may write to"),
+        (SafetensorError("I/O error: Permission denied (os error 13)"), "may write to"),
+        (OSError(errno.ENOSPC, "No space left on device"), "free some space"),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), "free some space"),
+        (OSError("unknown"), "free some space"),
+    ],
+)
+def test_a_failed_write_says_what_helps(tmp_path: Path, error: Exception, remedy: str) -> None:
+    with pytest.raises(TraceNotWritten) as raised, writing(tmp_path):
+        raise error
+    assert remedy in raised.value.fix
+    assert ("free some space" in raised.value.fix) == (remedy == "free some space")

@@ -81,6 +81,18 @@ def test_a_cast_names_its_dtype(tmp_path: Path, dtype: str) -> None:
     assert stored == f"B is A rounded to {dtype}, stored as float32"
 
 
+def test_floats_of_eight_bits_are_compared(tmp_path: Path) -> None:
+    low = {n: v.to(torch.float8_e4m3fn) for n, v in BASE.items()}
+    a = save(tmp_path / "a", low)
+    assert compare_weights(a, save(tmp_path / "b", low)).counts["equal"] == len(BASE)
+    rounded = compare_weights(save(tmp_path / "c", BASE), a)
+    assert {f.detail for f in rounded.findings} == {"B is A rounded to float8_e4m3fn"}
+    other = low[q_proj(1)].clone()
+    other.view(torch.uint8)[3, 5] ^= 1
+    [found] = unequal(compare_weights(a, save(tmp_path / "d", low | {q_proj(1): other}))).values()
+    assert (found.name, found.status, found.differing) == ("layers.1.q_proj", "other", 1)
+
+
 def test_one_entry_rounded_otherwise_is_no_cast(tmp_path: Path) -> None:
     master = trained({n: v.float() for n, v in BASE.items()}, 1)
     low = {n: v.bfloat16() for n, v in master.items()}
