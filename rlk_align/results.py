@@ -392,6 +392,11 @@ class Comparison(Result):
     """Sampled tokens."""
     longest_response: Count = 0
     """Sampled tokens of the longest sequence."""
+    longest_sequence: Count = 0
+    """Tokens of the longest sequence, its prompt among them: one for each position that is tested;
+    0 in a run of an older version."""
+    context: Count = 0
+    """Positions that the checkpoint allows; 0 in a run of an older version."""
     engines: dict[SideName, EngineRecord]
     mismatches: list[Mismatch]
     allowed: list[Kind]

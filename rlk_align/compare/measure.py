@@ -71,6 +71,8 @@ def measure(
         dtype=lower_precision(rollout.record.dtype, train.record.dtype),
         tokens=rollout.tokens.counted_tokens,
         longest_response=max((len(s.response_ids) for s in rollout.tokens.samples), default=0),
+        longest_sequence=max((len(s.ids) for s in rollout.tokens.samples), default=0),
+        context=rollout.record.shape.context,
         engines={s: engine_record(t) for s, t in sides.items()},
         mismatches=mismatches,
         allowed=list(allowed),

@@ -309,8 +309,7 @@ def over_budget(verdict: Verdict, edge: EdgeResult) -> list[OverBudget]:
         judged = units and all(u.errors and budget_of(verdict.contract, u) for u in units)
         if side is None and judged:
             side = "neither"
-        everywhere = (u for u in verdict.comparison.referee if u.site == name)
-        unchecked = [u for u in everywhere if u.errors is None and u.side not in sides]
+        unchecked = [u for u in units if u.errors is None and u.side not in sides]
         if any(u.other_weight for u in unchecked):
             # The checkpoint does not say what the two weights should give.
             side = None

@@ -71,6 +71,16 @@ def share(value: float) -> str:
     return f"{value:.2%}" if value >= 5e-5 else f"{value:.1e}"
 
 
+def _factor(amount: float) -> str:
+    """1 + amount, with the digits of the amount where rounding to four of them would leave few."""
+    if not abs(amount) < _NEAR_ONE:
+        return f"{1 + amount:.4g}"
+    return f"1 {'-' if amount < 0 else '+'} {abs(amount):.2g}"
+
+
+_NEAR_ONE = 0.01
+
+
 def _looks(pattern: ErrorPattern) -> str:
     places = {
         "everywhere": "",
@@ -82,7 +92,7 @@ def _looks(pattern: ErrorPattern) -> str:
         "head": f"head {pattern.at} only: ",
     }
     manners = {
-        "scaled": f"scaled by {1 + pattern.amount:.4g}",
+        "scaled": f"scaled by {_factor(pattern.amount)}",
         "shifted": f"shifted by {pattern.amount:+.3g}",
         "rows scaled": f"rows scaled by ±{share(pattern.amount)}",
         "scattered": "",

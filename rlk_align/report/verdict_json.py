@@ -47,6 +47,7 @@ def verdict_json(verdict: Verdict, probe: Probe | None = None) -> dict[str, Any]
         "model": c.model,
         "dtype": c.dtype,
         "tokens": c.tokens,
+        "positions": {"tested": c.longest_sequence, "context": c.context},
         "engines": {
             role: e.model_dump(include={"name", "version", "options", "dtype", "environment"})
             for role, e in c.engines.items()
@@ -94,6 +95,7 @@ def too_few_json(contract: Contract, model: str, dtype: str, doubt: str) -> dict
         "model": model,
         "dtype": dtype,
         "tokens": 0,
+        "positions": {"tested": 0, "context": 0},
         "engines": {},
         "precheck": {**dict.fromkeys(PARITY_KINDS, "not checked"), "mismatches": []},
         "controls": {},

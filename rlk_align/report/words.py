@@ -10,6 +10,7 @@ from rlk_align.judge.verdict import OverBudget, Verdict, headline, over_budget
 from rlk_align.judge.wording import how_off, why_legitimate
 from rlk_align.results import (
     CodePlace,
+    Comparison,
     EdgeMetrics,
     EdgeResult,
     EngineRecord,
@@ -74,6 +75,18 @@ def site_figures(s: SiteResult) -> str:
     if s.valued_rows:
         text += f"; relative L2 up to {s.max_rel_l2:.2g}, max |error| {s.max_abs:.2g}"
     return text
+
+
+def positions_words(c: Comparison) -> str:
+    """Says how far into its context a model was tested; empty where that is all of it, or where a
+    run does not say."""
+    if not 0 < c.longest_sequence < c.context:
+        return ""
+    return f"positions up to {c.longest_sequence:,} of {c.context:,} tested"
+
+
+LONGER_PROMPTS = "longer prompts (--prompts FILE) test later ones"
+"""The advice beside `positions_words`."""
 
 
 def rank_words(unit: Introducer) -> str:

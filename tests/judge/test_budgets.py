@@ -162,6 +162,26 @@ def test_sides() -> None:
     assert "prefill: " in how["rollout"]
 
 
+def test_a_side_that_is_no_end_of_the_edge_is_not_missed_there() -> None:
+    of = {"edges": ["decode_vs_prefill"]}
+    bad = unit("rollout", passname="decode", rms=9.0, **of)
+    elsewhere = unit("train", reason="a patch changed it", other_weight=True)
+    decode = edge("decode_vs_prefill", sites=[differing()])
+    verdict = judged(bad, unit("rollout", **of), elsewhere, of=decode)
+    assert found(verdict) == [(NAME, "rollout")]
+    assert "train was not checked here" not in " ".join(lines(verdict))
+
+
+def test_a_factor_near_1_keeps_its_digits() -> None:
+    def said(amount: float) -> str:
+        scaled = ErrorPattern(place="everywhere", at=0, manner="scaled", amount=amount)
+        return how_off(unit(rms=9.0, pattern=scaled), BF16)
+
+    assert said(2.3e-4).startswith("scaled by 1 + 0.00023; ")
+    assert said(-7.1e-6).startswith("scaled by 1 - 7.1e-06; ")
+    assert said(-0.0688).startswith("scaled by 0.9312; ")
+
+
 def too_far() -> EdgeResult:
     return edge(sites=[differing(frontier=[(1.0, 0.5)])])
 
