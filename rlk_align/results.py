@@ -399,6 +399,9 @@ class Comparison(Result):
     """Positions that the checkpoint allows; 0 in a run of an older version."""
     engines: dict[SideName, EngineRecord]
     mismatches: list[Mismatch]
+    casts: dict[SideName, str] = {}
+    """Side -> the dtype in which it holds the other side's weights, rounded; without a side that
+    holds them as they are."""
     allowed: list[Kind]
     """Mismatches that the user chose to measure across."""
     controls: Controls | None

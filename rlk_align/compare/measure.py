@@ -11,6 +11,7 @@ from rlk_align.compare.divergence import Edge, Side, compare_edges
 from rlk_align.compare.edge_rows import NO_ROWS, rows_table
 from rlk_align.compare.metrics import edge_metrics
 from rlk_align.compare.parity import check_parity
+from rlk_align.compare.parity_weights import cast_sides
 from rlk_align.model.dtypes import lower_precision
 from rlk_align.model.edges import EDGE_ENDS, passes_for
 from rlk_align.model.sites import RowIndex, model_sites
@@ -75,6 +76,7 @@ def measure(
         context=rollout.record.shape.context,
         engines={s: engine_record(t) for s, t in sides.items()},
         mismatches=mismatches,
+        casts=cast_sides(rollout, train),
         allowed=list(allowed),
         controls=controls,
         edges=edges,

@@ -99,10 +99,16 @@ def judge_by(comparison: Comparison, name: str | None) -> Verdict:
     return judge(comparison, contract)
 
 
+_SIDES = {"rollout": "rollout", "train": "training"}
+
+
 def parity(comparison: Comparison, kind: str) -> str:
-    """`equal`, `mismatch`, or `mismatch allowed`."""
+    """`equal`, `mismatch`, `mismatch allowed` or, of weights that a side holds rounded, e.g.
+    `cast to bfloat16 on the rollout side`."""
     if not any(m.kind == kind and m.stops for m in comparison.mismatches):
-        return "equal"
+        casts = comparison.casts.items() if kind == "weights" else ()
+        words = [f"to {dtype} on the {_SIDES[side]} side" for side, dtype in casts]
+        return f"cast {' and '.join(words)}" if words else "equal"
     return "mismatch allowed" if kind in comparison.allowed else "mismatch"
 
 

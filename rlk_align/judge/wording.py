@@ -2,7 +2,7 @@
 
 from rlk_align.judge.budgets import budget_of
 from rlk_align.judge.contract import STATISTICS, Contract
-from rlk_align.judge.verdict import Verdict
+from rlk_align.judge.verdict import Verdict, parity
 from rlk_align.results import EdgeResult, ErrorPattern, RefereedUnit
 
 
@@ -35,6 +35,8 @@ def why_legitimate(verdict: Verdict, edge: EdgeResult, site: str) -> str:
     if any(u.errors is None or how_off(u, verdict.contract) for u in units):
         return ""
     rms = {u.side: u.errors.rms for u in units if u.errors is not None}
+    if rms and verdict.comparison.casts and not any(rms.values()):
+        return f"legitimate: weights are {parity(verdict.comparison, 'weights')}"
     if len(rms) < 2 and edge.name != "decode_vs_prefill":
         return ""
     allowed = [f"{b.rms:g}" for b in budgets.values() if b is not None]

@@ -156,9 +156,9 @@ def _evidence(source: ReportSource) -> JUnitSuite:
 
 def _of_parity(verdict: Verdict, kind: str) -> JUnitCase:
     c, state = verdict.comparison, parity(verdict.comparison, kind)
-    if state == "equal":
-        return JUnitCase(name=kind)
-    mismatches = [mismatch_words(m) for m in c.mismatches if m.kind == kind]
+    mismatches = [mismatch_words(m) for m in c.mismatches if m.kind == kind and m.stops]
+    if not mismatches:
+        return JUnitCase(name=kind, lines=[] if state == "equal" else [f"{kind}: {state}"])
     return JUnitCase(
         name=kind,
         outcome="error" if state == "mismatch" else "skipped",

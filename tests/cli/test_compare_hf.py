@@ -261,6 +261,35 @@ def test_a_side_in_another_dtype_is_compared_by_value(compare: Cli) -> None:
     assert done.first == "layers.0.attn_norm", "the embedding has the same values in both"
 
 
+def test_a_side_that_rounds_the_weights_of_the_other_is_compared(compare: Cli, model_copy) -> None:
+    """One checkpoint in float32; then one whose values differ in one entry."""
+
+    def master(tensors: dict[str, torch.Tensor]) -> None:
+        drawn = torch.Generator().manual_seed(0)
+        for name, value in tensors.items():
+            noise = torch.rand(value.shape, generator=drawn) - 0.5
+            tensors[name] = value.float() * (1 + 2.0**-9 * noise)
+
+    def moved(tensors: dict[str, torch.Tensor]) -> None:
+        master(tensors)
+        tensors["model.layers.2.mlp.down_proj.weight"][3, 5] += 0.1
+
+    held = {
+        name: model_copy(name, weights=change) for name, change in (("a", master), ("b", moved))
+    }
+    sides = ("--rollout", f"hf:dtype=bfloat16,model={held['a']}", "--train")
+    done = compare(*sides, f"hf:dtype=float32,model={held['a']}", *EDGE)
+    assert done.code == 0, done.out
+    assert done.verdict["precheck"]["weights"] == "cast to bfloat16 on the rollout side"
+    assert "weights cast to bfloat16 on the rollout side" in done.out
+    assert done.first == "embed"
+    assert "legitimate: weights are cast to bfloat16 on the rollout side" in done.out
+    stopped = compare(*sides, f"hf:dtype=float32,model={held['b']}", *EDGE)
+    assert stopped.code == 4
+    (mismatch,) = stopped.verdict["precheck"]["mismatches"]
+    assert (mismatch["name"], mismatch["detail"]) == ("layers.2.down_proj", "columns 5 differ")
+
+
 @pytest.mark.parametrize(("rollout", "train"), [("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_each_side_is_held_to_its_own_dtype(compare: Cli, rollout: str, train: str) -> None:
     """The more exact side is not blamed for what the other's dtype makes of it."""

@@ -13,8 +13,8 @@ from rich.console import Console
 from rlk_align.errors import ContractError
 from rlk_align.judge.contract import STATISTICS, Contract
 from rlk_align.judge.load import load_contract
-from rlk_align.judge.verdict import Verdict, judge, over_budget
-from rlk_align.judge.wording import how_off
+from rlk_align.judge.verdict import Verdict, judge, over_budget, parity
+from rlk_align.judge.wording import how_off, why_legitimate
 from rlk_align.report.terminal import show
 from rlk_align.report.verdict_json import verdict_json
 from rlk_align.results import EdgeResult, ErrorPattern, Introducer, RefereedUnit, RoundingErrors
@@ -474,3 +474,16 @@ def test_a_model_with_an_operator_of_no_budget_is_not_judged(tmp_path: Path) -> 
 def test_built_in_contracts_bound_every_operator(name: str) -> None:
     built_in = load_contract(name, {"bf16": "bfloat16", "fp16": "float16"}.get(name, "float32"))
     assert all(built_in.budget(op) for op in json.loads(EVERY))
+
+
+def test_a_difference_that_rounded_weights_make_is_legitimate() -> None:
+    site = "embed"
+    exact = {**dict.fromkeys(STATISTICS, 0.0), "op_class": "embedding"}
+    of = edge(sites=[differing(site)])
+    units = [unit(side, site, **exact) for side in ("rollout", "train")]
+    made = comparison(of, referee=units, casts={"rollout": "bfloat16"})
+    verdict = judge(made, BF16)
+    assert why_legitimate(verdict, of, site) == (
+        "legitimate: weights are cast to bfloat16 on the rollout side"
+    )
+    assert parity(made.model_copy(update={"casts": {}}), "weights") == "equal"
