@@ -252,6 +252,18 @@ class CodePlace(Result):
         return {n: v for n, v in self.settings.items() if (type(v), v) not in known}
 
 
+class LiveSetting(Result):
+    """A setting that a live engine has otherwise than the checkpoint's config.json."""
+
+    name: str
+    """As the precheck names the attribute."""
+    live: bool | int | float | str
+    configured: bool | int | float | str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.live} live, {self.configured} in config.json"
+
+
 class ErrorPattern(Result):
     """Where most of an operator's error lies that is beyond rounding, and what it looks like."""
 
@@ -323,6 +335,8 @@ class RefereedUnit(Result):
     checkpoint."""
     explanation: str = ""
     """What the side computes instead, where that is known to fit."""
+    unlike_config: list[LiveSetting] = []
+    """What it computes by otherwise than config.json says."""
     fused_with: str = ""
     """The site that the engine computes together with this one."""
     code: CodePlace | None = None

@@ -54,7 +54,7 @@ def check_weights(rollout: Trace, train: Trace) -> list[Mismatch]:
 
 
 def cast_sides(rollout: Trace, train: Trace) -> dict[SideName, str]:
-    """Side -> the dtype that it holds the other side's weights in, rounded, where there are such."""
+    """Side -> the dtype in which it holds the other side's weights, rounded."""
     found: dict[SideName, str] = {}
     b = train.weights
     for name, mine in rollout.weights.items():

@@ -7,8 +7,8 @@ from rlk_align.results import EdgeResult, ErrorPattern, RefereedUnit
 
 
 def how_off(unit: RefereedUnit, contract: Contract) -> str:
-    """E.g. `scaled by 1.02; errors of 12.3 roundings, 1.3 allowed`; empty for an operator within
-    its budget."""
+    """E.g. `scaled by 1.02; errors of 12.3 roundings, 1.3 allowed`, after the settings that its
+    engine has otherwise than the checkpoint's config; empty for an operator within its budget."""
     errors, budget = unit.errors, budget_of(contract, unit)
     if errors is None or budget is None:
         return ""
@@ -24,7 +24,7 @@ def how_off(unit: RefereedUnit, contract: Contract) -> str:
         looks = f"rows scaled by ±{share(errors.row_gain * errors.unit)}"
     if looks.startswith("rows scaled") and errors.row_gain < LOW_PRECISION:
         looks += ", as by statistics in low precision"
-    return "; ".join(filter(None, [looks, figure]))
+    return "; ".join(filter(None, [*map(str, unit.unlike_config), looks, figure]))
 
 
 def why_legitimate(verdict: Verdict, edge: EdgeResult, site: str) -> str:

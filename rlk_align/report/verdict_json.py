@@ -224,7 +224,14 @@ def _over_budget_json(verdict: Verdict, over: OverBudget) -> dict[str, Any]:
         for u in verdict.comparison.referee
         if u.site == over.unit.site and u.code is not None
     }
-    details = {"side": over.side, "how": how, "computed_with": region, "code": code}
+    settings = {u.side: [s.model_dump() for s in u.unlike_config] for u in over.units}
+    details = {
+        "side": over.side,
+        "how": how,
+        "unlike_config": {side: unlike for side, unlike in settings.items() if unlike},
+        "computed_with": region,
+        "code": code,
+    }
     return over.unit.model_dump() | details
 
 

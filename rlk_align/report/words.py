@@ -266,6 +266,13 @@ def next_step(verdict: Verdict, folder: Path) -> str:
     where = shlex.quote(str(folder))
     if edge.name == "decode_vs_prefill":
         return f"compare {first.site} in the rollout engine's decode and in its prefill"
+    unlike = [s for u in over[0].units for s in u.unlike_config] if over else []
+    if unlike:
+        s = unlike[0]
+        return (
+            f"give the {over[0].units[0].side} side {s.name} {s.configured} at {first.site}, as "
+            f"config.json says: it computes by {s.live}"
+        )
     if over and over[0].side in ("rollout", "train"):
         return f"check {first.site} on the {over[0].side} side"
     if first.op == "logprob":

@@ -92,6 +92,19 @@ def test_another_config_is_named_by_attribute_and_by_operator(
     assert measured.code == 1, "a wrong config is far beyond the contract"
 
 
+def test_a_setting_that_is_not_the_configs_is_shown_beside_it(compare: Cli) -> None:
+    """In words, in JSON, and as the thing to do."""
+    sides = ("--rollout", "hf", "--train", "hf:patch=patches:larger_epsilon")
+    done = compare(*sides, *EDGE, "--allow-mismatch", "attributes")
+    over = done.verdict["divergence"]["first_over_budget"]
+    assert (done.code, over["site"], over["side"]) == (1, "layers.0.attn_norm", "train")
+    setting = {"name": "norm_eps", "live": 0.01, "configured": 0.0001}
+    assert over["unlike_config"] == {"train": [setting]}
+    assert over["how"]["train"].startswith("norm_eps 0.01 live, 0.0001 in config.json; scaled by")
+    assert "train prefill: norm_eps 0.01 live, 0.0001 in config.json" in done.out
+    assert "next     give the train side norm_eps 0.0001 at layers.0.attn_norm" in done.out
+
+
 def test_a_bos_on_one_side_is_shown(compare: Cli, model_copy) -> None:
     import json
 

@@ -36,7 +36,7 @@ def test_every_format_says_it(tmp_path: Path) -> None:
         assert ADVICE in text, name
 
 
-@pytest.mark.parametrize("longest, context", [(4096, 4096), (0, 0)])
+@pytest.mark.parametrize(("longest", "context"), [(4096, 4096), (0, 0)])
 def test_nothing_is_said_where_all_was_tested_or_nothing_is_known(
     longest: int, context: int, tmp_path: Path
 ) -> None:

@@ -30,7 +30,14 @@ from rlk_align.probe.referee.row_choice import choose_rows
 from rlk_align.probe.referee.weights import NotRefereed, OtherWeight
 from rlk_align.probe.sampling import explain_pass
 from rlk_align.progress import Progress
-from rlk_align.results import Comparison, EdgeName, RefereedUnit, RoundingErrors, SideName
+from rlk_align.results import (
+    Comparison,
+    EdgeName,
+    LiveSetting,
+    RefereedUnit,
+    RoundingErrors,
+    SideName,
+)
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.values import RecordedRows
 
@@ -168,6 +175,10 @@ def _explanation(site: Site, p: Pass, errors: RoundingErrors | None) -> str:
     return explain_pass(p.trace, p.name).words
 
 
+def _unlike_config(site: Site, p: Pass) -> list[LiveSetting]:
+    return [] if isinstance(p.reference, str) else p.reference.unlike_config(site)
+
+
 def _worst_rows(
     comparison: Comparison, sides: Mapping[SideName, Trace], index: RowIndex
 ) -> list[int]:
@@ -215,6 +226,7 @@ class Walk:
                 dtype=p.trace.record.dtype,
                 other_weight=other_weight,
                 explanation=_explanation(site, p, errors),
+                unlike_config=_unlike_config(site, p),
                 fused_with=p.fused.get(site.name, ""),
                 code=p.trace.record.code.get(site.name),
             )
