@@ -40,11 +40,9 @@ def check_weights(rollout: Trace, train: Trace) -> list[Mismatch]:
         elif stale := _stale_copies(mine, theirs):
             mismatches.append(_mismatch(a[name], b[name], *stale))
         elif mine.digest != theirs.digest:
-            sides = [
-                _Recorded(trace, name, as_compared.dtype if as_compared is not held else "")
-                for trace, as_compared, held in ((rollout, mine, a[name]), (train, theirs, b[name]))
-            ]
-            found = difference(*sides, _SIDES, rollout.record.shape.head_dim)
+            first = _Recorded(rollout, name, "" if mine is a[name] else mine.dtype)
+            second = _Recorded(train, name, "" if theirs is b[name] else theirs.dtype)
+            found = difference(first, second, _SIDES, rollout.record.shape.head_dim)
             ranks, detail = found.ranks, found.detail
             other = named.get(theirs.digest)
             if other is not None:

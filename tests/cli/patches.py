@@ -13,6 +13,13 @@ def tanh_gelu_in_layer_1(model: Any) -> None:
     model.model.layers[1].mlp.act_fn = torch.nn.GELU(approximate="tanh")
 
 
+def training_mode(model: Any) -> None:
+    """A trainer that forgot model.eval()."""
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.05
+    model.train()
+
+
 def larger_epsilon(model: Any) -> None:
     """Norms whose epsilon is not the config's."""
     for layer in model.model.layers:

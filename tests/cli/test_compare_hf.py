@@ -92,6 +92,21 @@ def test_another_config_is_named_by_attribute_and_by_operator(
     assert measured.code == 1, "a wrong config is far beyond the contract"
 
 
+def test_a_trainer_in_training_mode_is_named(compare: Cli) -> None:
+    sides = ("--rollout", "hf", "--train", "hf:patch=patches:training_mode")
+    done = compare(*sides, *EDGE)
+    assert done.code == 4, done.out
+    (mismatch,) = done.verdict["precheck"]["mismatches"]
+    where = "0.05 in model.layers.0.self_attn and 3 more modules"
+    assert (mismatch["name"], mismatch["rollout"], mismatch["train"]) == ("dropout", "none", where)
+    assert "call model.eval()" in done.out
+    # Measured across it, the noise is what is said; no row is blamed for another sequence.
+    done = compare(*sides, *EDGE, "--allow-mismatch", "attributes")
+    assert done.code == 4
+    assert "train does not repeat itself" in done.out
+    assert "boundar" not in done.out
+
+
 def test_a_setting_that_is_not_the_configs_is_shown_beside_it(compare: Cli) -> None:
     """In words, in JSON, and as the thing to do."""
     sides = ("--rollout", "hf", "--train", "hf:patch=patches:larger_epsilon")

@@ -56,8 +56,8 @@ def _configured(site: Site, config: dict[str, Any], shape: ModelShape) -> dict[s
         case "attention":
             assert site.layer is not None
             window = sliding_window(config, shape, site.layer)
-            scale = float(f"{shape.head_dim**-0.5:.6g}")
-            return {"attention_scale": scale, "sliding_window": window or NO_WINDOW}
+            attention_scale = float(f"{shape.head_dim**-0.5:.6g}")
+            return {"attention_scale": attention_scale, "sliding_window": window or NO_WINDOW}
         case "activation" | "expert_activation":
             return {"activation": _ACTIVATIONS.get(str(config.get("hidden_act")))}
         case "top_k":
