@@ -15,7 +15,7 @@ from rlk_align.model.sites import RowIndex
 from rlk_align.results import Kind, Mismatch, SideName
 from rlk_align.trace.numbered import read_rows
 from rlk_align.trace.reader import Trace
-from rlk_align.trace.schema import PassRecord
+from rlk_align.trace.schema import SHIFT_IS_HARMLESS, PassRecord, PositionRecord
 
 DROPOUT = "dropout"
 """The attribute that says where a model drops values; a side without it drops none."""
@@ -106,8 +106,15 @@ def _positions(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
             sample=first.sample,
             position=first.position,
             detail=f"{side} {name}: {record.positions.wrong} of {record.positions.checked} "
-            "rows are rotated by a position that is not their own",
+            f"rows are rotated by a position that is not their own{_harmless(record.positions)}",
         )
+
+
+def _harmless(positions: PositionRecord) -> str:
+    """What follows where the positions of each sequence are shifted by one number."""
+    if not positions.harmless:
+        return ""
+    return f"; all queries and keys are shifted by {positions.shift_words}; {SHIFT_IS_HARMLESS}"
 
 
 def _boundaries(rollout: Trace, train: Trace) -> Iterator[Mismatch]:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Cli
+from random_model import write_random_model
 
 EDGE = ("--edges", "prefill_vs_train")
 SHORT = ("--max-new-tokens", 6)
@@ -105,6 +106,49 @@ def test_a_trainer_in_training_mode_is_named(compare: Cli) -> None:
     assert done.code == 4
     assert "train does not repeat itself" in done.out
     assert "boundar" not in done.out
+
+
+def small_llama(folder: Path) -> Path:
+    """Hidden size 64, heads of 8."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
+    norms = {"rms_norm_eps": 1e-5, "initializer_range": 0.04}
+    return write_random_model(folder, model_type="llama", dtype="float32", **sizes, **norms)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("patch", "operator"),
+    [("epsilon_outside_of_the_root", "layers.0.attn_norm"), ("head_of_an_earlier_step", "logits")],
+)
+def test_faults_that_users_plant_in_a_small_model_are_named(
+    compare: Cli, tmp_path: Path, patch: str, operator: str, dtype: str
+) -> None:
+    sides = ("--rollout", f"hf:dtype={dtype}", "--train", f"hf:dtype={dtype},patch=patches:{patch}")
+    done = compare("--model", small_llama(tmp_path / "small"), *sides, *EDGE)
+    assert done.code == 1, done.out
+    over = done.verdict["divergence"]["first_over_budget"]
+    assert (over["site"], over["side"]) == (operator, "train")
+
+
+def test_positions_that_are_off_by_one_everywhere_name_their_side(
+    compare: Cli, tmp_path: Path
+) -> None:
+    """With heads as small as they are made: the side, and that the attention's output is the
+    same."""
+    small = small_llama(tmp_path / "small")
+    args = ("--model", small, "--rollout", "hf", "--train", "hf:patch=patches:positions_off_by_one")
+    stopped = compare(*args, *EDGE)
+    assert stopped.code == 4
+    (mismatch,) = stopped.verdict["precheck"]["mismatches"]
+    assert (mismatch["name"], mismatch["rollout"], mismatch["train"]) == ("position", 0, 1)
+    assert "so its output cannot change" in stopped.out
+    done = compare(*args, *EDGE, "--allow-mismatch", "attributes")
+    over = done.verdict["divergence"]["over_budget"]
+    rotations = {f"layers.{i}.{op}" for i in range(2) for op in ("q_rope", "k_rope")}
+    named = {o["site"]: o["side"] for o in over if o["site"] in rotations}
+    assert named == dict.fromkeys(rotations, "train")
+    how = done.verdict["divergence"]["first_over_budget"]["how"]["train"]
+    assert how.startswith("turned by positions that are all shifted by +1; attention reads")
 
 
 def test_a_setting_that_is_not_the_configs_is_shown_beside_it(compare: Cli) -> None:

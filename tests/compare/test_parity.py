@@ -279,6 +279,21 @@ def test_boundaries_are_told_by_a_side_that_repeats_its_attention_alone(
     assert named == (["sequence_boundary"] if repeats else [])
 
 
+def test_a_shift_that_no_attention_sees_is_said_to_be_harmless(make: Make) -> None:
+    trace = with_pass(make("b"), "prefill", 5, None)
+    path = trace.folder / "prefill" / "pass.json"
+    record = load_record(PassRecord, path)
+    path.unlink()
+    shifted = record.positions.model_copy(update={"shift": (3, 3)})
+    save_record(record.model_copy(update={"positions": shifted}), path)
+    seal(trace.folder)
+    (mismatch,) = check_parity(make("a"), Trace(trace.folder))
+    assert mismatch.detail.endswith(
+        "all queries and keys are shifted by +3; attention reads differences of positions alone, "
+        "so its output cannot change"
+    )
+
+
 def test_a_model_in_training_mode_is_named_on_either_side(make: Make) -> None:
     drops = {"dropout": "0.05 in model.layers.0.self_attn and 4 more modules"}
     a, b = make("a"), make("b", attributes=drops)

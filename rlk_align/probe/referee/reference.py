@@ -189,7 +189,7 @@ class Reference:
         self, x: torch.Tensor, rows: RowTokens, heads: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._rotary is None:
-            raise NotRefereed("its heads are small, or its rotary embedding changes")
+            raise NotRefereed("its rotary embedding changes with the sequence")
         inv_freq = torch.tensor(self._rotary.inv_freq, dtype=torch.float64, device=x.device)
         angle = rows.position.double()[:, None] * inv_freq
         out, slope = formulas.rotate(x, angle, heads, self._rotary.scaling)
