@@ -36,6 +36,33 @@ class Result(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
+class TokenNoise(Result):
+    """How the Δ of sampled tokens compares with the law of healthy noise, E|Δ| = c · (1 − p), where
+    p is the geometric mean of both sides' probabilities (`compare.token_noise`).
+
+    An interval is clustered by sequence and four standard deviations wide on each side; its ends
+    are NaN where there are too few sequences for one."""
+
+    sequences: Count
+    """Sequences with a sampled token."""
+    room: Size
+    """mean (1 − p)."""
+    c: Size
+    """mean |Δ| / mean (1 − p); 0 where the sides are equal."""
+    c_low: Size
+    c_high: Size
+    ratio_low: float
+    """The interval of mean ρ."""
+    ratio_high: float
+    largest: Size
+    """The largest |Δ| / (1 − p) of a token, 1 − p being 0.01 at least."""
+    far_share: Share
+    """The share of the tokens, of those with 1 − p ≥ 0.01, whose |Δ| / (1 − p) is more than 10
+    times the median."""
+    far_low: Share
+    far_high: Share
+
+
 class EdgeMetrics(Result):
     """The metrics of one edge, over the tokens that were sampled; Δ = logp of the second pass − the
     first."""
@@ -60,6 +87,8 @@ class EdgeMetrics(Result):
     """mean exp|Δ|."""
     bit_mismatches: Count
     """Log-probs whose float32 bits differ."""
+    noise: TokenNoise | None = None
+    """None in a run of an older version, and where sequences are not told apart."""
 
     @property
     def ratio_mean_error(self) -> float:
@@ -287,6 +316,8 @@ class RoundingErrors(Result):
 
     unit: Annotated[float, Field(gt=0)]
     """The unit of gains: the relative error that one rounding leaves."""
+    features: Count = 0
+    """The features of a row; 0 in a run of an older version."""
     rms: Size
     """Over all entries: 1 for one rounding."""
     gain: float

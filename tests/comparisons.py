@@ -11,6 +11,7 @@ from rlk_align.results import (
     EdgeResult,
     EngineRecord,
     SiteResult,
+    TokenNoise,
 )
 
 
@@ -43,7 +44,19 @@ def metrics(**changes: Any) -> EdgeMetrics:
         (changes[n] for n in SIZES if not math.isnan(changes.get(n, math.nan))), default=0
     )
     counts = {"tokens": 100, "bit_mismatches": int(largest > 0), "max_abs_dlogp": largest}
-    return EdgeMetrics(**zero | ones | counts | changes)
+    fields = zero | ones | counts | changes
+    return EdgeMetrics(**fields | {"noise": changes.get("noise", noise(fields))})
+
+
+ROOM = 0.4
+
+
+def noise(fields: dict[str, Any], **changes: Any) -> TokenNoise:
+    """The law of noise that goes with metrics, of tokens with 1 − p = 0.4 in many sequences."""
+    c, off = fields["mean_abs_dlogp"] / ROOM, fields["ratio_mean"]
+    known = {"sequences": 50, "room": ROOM, "c": c, "c_low": 0.9 * c, "c_high": 1.1 * c}
+    known |= {"ratio_low": off, "ratio_high": off, "largest": fields["max_abs_dlogp"] / ROOM}
+    return TokenNoise(**known | {"far_share": 0.0, "far_low": 0.0, "far_high": 0.0} | changes)
 
 
 def site(name: str = "layers.0.act", **changes: Any) -> SiteResult:

@@ -132,7 +132,7 @@ def compare_edges(
         for edge in edges:
             _compare_site(edge, site, index, rows, states[edge.name], graph)
         progress("comparing", done, len(sites))
-    results = [_edge_result(e, states[e.name]) for e in edges]
+    results = [_edge_result(e, states[e.name], index) for e in edges]
     return results, [states[e.name].rows for e in edges]
 
 
@@ -221,7 +221,7 @@ def _compare_site(
         counts = index.counted[paired.number]
         logp_a = a.values("logprob", paired.a, paired.a_at[counts])[:, 0].numpy()
         logp_b = b.values("logprob", paired.b, paired.b_at[counts])[:, 0].numpy()
-        state.metrics = edge_metrics(logp_a, logp_b)
+        state.metrics = edge_metrics(logp_a, logp_b, index.sample[paired.number[counts]])
         state.rows.add_logprobs(paired.number[counts], logp_a, logp_b)
         state.logprobs = (paired.number[counts], logp_a, logp_b)
 
@@ -377,7 +377,7 @@ def _ranks(
     return {side: sorted(ranks) for side, ranks in found.items()}
 
 
-def _edge_result(edge: Edge, state: _EdgeState) -> EdgeResult:
+def _edge_result(edge: Edge, state: _EdgeState, index: RowIndex) -> EdgeResult:
     empty = np.zeros(0)
     return EdgeResult(
         name=edge.name,
@@ -387,7 +387,7 @@ def _edge_result(edge: Edge, state: _EdgeState) -> EdgeResult:
         expected_rows=state.expected,
         paired_rows=state.paired,
         unpaired=[(u.site, u.reason, u.explained) for u in state.unpaired],
-        routing=state.routing.result(state.logprobs),
+        routing=state.routing.result(state.logprobs, index),
     )
 
 

@@ -4,18 +4,23 @@ NaN stays NaN: whoever judges a metric must write the comparison so that NaN fai
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
+from rlk_align.compare.token_noise import token_noise
 from rlk_align.results import EdgeMetrics
 
 CLIP_LOW, CLIP_HIGH = 0.8, 1.2
 
 
-def edge_metrics(first: np.ndarray, second: np.ndarray) -> EdgeMetrics:
+def edge_metrics(
+    first: np.ndarray, second: np.ndarray, sequence: np.ndarray | None = None
+) -> EdgeMetrics:
     """The metrics of two passes' log-probs of the same sampled tokens, `[N]` each, of one float
-    dtype, in nats.
+    dtype, in nats. `sequence`: the number of each token's sequence, int `[N]`; None leaves out the
+    law of noise, whose intervals are clustered by sequence.
 
     Empty input gives NaN everywhere, which every limit fails.
     """
@@ -24,7 +29,8 @@ def edge_metrics(first: np.ndarray, second: np.ndarray) -> EdgeMetrics:
         delta = b - a
     if not len(delta):
         names = [n for n, f in EdgeMetrics.model_fields.items() if f.annotation is float]
-        return EdgeMetrics(tokens=0, bit_mismatches=0, **dict.fromkeys(names, float("nan")))
+        nothing: dict[str, Any] = dict.fromkeys(names, float("nan"))
+        return EdgeMetrics(tokens=0, bit_mismatches=0, **nothing)
     size = np.abs(delta)
     with np.errstate(over="ignore", invalid="ignore"):
         ratio = np.exp(delta)
@@ -43,6 +49,7 @@ def edge_metrics(first: np.ndarray, second: np.ndarray) -> EdgeMetrics:
             ess_fraction=float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
             token_mult_prob_error=float(np.exp(size).mean()),
             bit_mismatches=int((_bits(first) != _bits(second)).sum()),
+            noise=None if sequence is None else token_noise(a, b, sequence),
         )
 
 

@@ -138,7 +138,9 @@ class Routing:
         tied = (gaps[0] == 0) | (gaps[1] == 0)
         return np.where(tied, 0.0, np.maximum(*np.abs(gaps)))
 
-    def result(self, logp: tuple[np.ndarray, np.ndarray, np.ndarray]) -> EdgeRouting | None:
+    def result(
+        self, logp: tuple[np.ndarray, np.ndarray, np.ndarray], index: RowIndex
+    ) -> EdgeRouting | None:
         """`logp`: rows of the batch, and both sides' log-probs at them. None for a dense model."""
         if not self.layers:
             return None
@@ -146,6 +148,8 @@ class Routing:
         anywhere = np.logical_or.reduce([f.flipped for f in self.flips.values()])
         delta, flipped = np.abs(second.astype(np.float64) - first), anywhere[number]
         with_flip, total = delta[flipped].sum(), delta.sum()
+        same = ~flipped
+        unflipped = (first[same], second[same], index.sample[number[same]])
         return EdgeRouting(
             layers=self.layers,
             tokens=max(layer.rows for layer in self.layers),
@@ -154,8 +158,8 @@ class Routing:
             flipped_sampled=int(flipped.sum()),
             share_of_dlogp=float(with_flip / total) if total > 0 else 0.0,
             mean_abs_dlogp_flipped=float(delta[flipped].mean()) if flipped.any() else 0.0,
-            mean_abs_dlogp_other=float(delta[~flipped].mean()) if (~flipped).any() else 0.0,
-            unflipped=edge_metrics(first[~flipped], second[~flipped]) if (~flipped).any() else None,
+            mean_abs_dlogp_other=float(delta[same].mean()) if same.any() else 0.0,
+            unflipped=edge_metrics(*unflipped) if same.any() else None,
         )
 
 

@@ -1,8 +1,9 @@
-"""Which budget a side's operator is held to: one of its own dtype."""
+"""Which budget a side's operator is held to: one of its own dtype, for rows of its own width."""
 
 from functools import cache
 
-from rlk_align.judge.contract import Budget, Contract
+from rlk_align.judge.chance import by_width
+from rlk_align.judge.contract import STATISTICS, Budget, Contract
 from rlk_align.judge.load import BY_DTYPE, open_contract
 from rlk_align.results import RefereedUnit
 
@@ -16,6 +17,27 @@ def budget_of(contract: Contract, unit: RefereedUnit) -> Budget | None:
     if unit.dtype not in BY_DTYPE:
         return None
     return _built_in(BY_DTYPE[unit.dtype]).budget(unit.op, unit.op_class)
+
+
+def exceeded(contract: Contract, unit: RefereedUnit) -> list[str]:
+    """The statistics of an operator that exceed its budget; none where it has no budget."""
+    bounds = bounds_of(contract, unit)
+    if bounds is None or unit.errors is None:
+        return []
+    # `not <=`: a NaN is over any budget.
+    return [n for n in STATISTICS if not abs(getattr(unit.errors, n)) <= bounds[n]]
+
+
+def bounds_of(contract: Contract, unit: RefereedUnit) -> dict[str, float] | None:
+    """What each statistic of an operator may reach: its budget, and where the contract says so that
+    of the rms of a row for the width of its rows. None where it has no budget."""
+    budget = budget_of(contract, unit)
+    if budget is None:
+        return None
+    bounds = {name: float(getattr(budget, name)) for name in STATISTICS}
+    if budget.row_rms_by_width and unit.errors is not None:
+        bounds["row_rms"] *= by_width(unit.errors.features, unit.rows)
+    return bounds
 
 
 @cache

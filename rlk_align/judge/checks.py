@@ -6,8 +6,8 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from rlk_align.errors import ContractError
-from rlk_align.judge.budgets import budget_of
-from rlk_align.judge.contract import STATISTICS, Contract, Limit, Waiver
+from rlk_align.judge.budgets import bounds_of, budget_of
+from rlk_align.judge.contract import LAW_METRICS, STATISTICS, Contract, Limit, Waiver
 from rlk_align.results import (
     Comparison,
     EdgeMetrics,
@@ -18,7 +18,7 @@ from rlk_align.results import (
     SiteResult,
 )
 
-Outcome = Literal["pass", "warn", "waived", "fail"]
+Outcome = Literal["pass", "warn", "waived", "alike", "fail"]
 
 
 class LimitCheck(Result):
@@ -27,6 +27,9 @@ class LimitCheck(Result):
     limit: str
     metric: str
     value: float
+    low: float | None = None
+    """The low end of the value's interval, which is what is held against the limit; None for a
+    value without an interval."""
     warn: float | None = None
     fail: float
     site: str | None
@@ -37,22 +40,29 @@ class LimitCheck(Result):
     """Whose operator it is, in which pass, of a budget."""
     waiver: Waiver | None = None
     """Who answers for it, where it is in breach."""
+    alike: bool = False
+    """Whether the other side exceeds the same budget by as much, and both by little."""
+
+    @property
+    def size(self) -> float:
+        """The magnitude that is held against the limit; a NaN stays one."""
+        return abs(self.value if self.low is None or math.isnan(self.value) else self.low)
 
     @property
     def holds(self) -> bool:
         """False for a NaN."""
-        return abs(self.value) <= self.fail
+        return self.size <= self.fail
 
     @property
     def outcome(self) -> Outcome:
         if not self.holds:
-            return "fail" if self.waiver is None else "waived"
-        return "pass" if self.warn is None or abs(self.value) <= self.warn else "warn"
+            return "waived" if self.waiver else "alike" if self.alike else "fail"
+        return "pass" if self.warn is None or self.size <= self.warn else "warn"
 
     @property
     def excess(self) -> float:
         """The value over its limit: above 1 in breach; infinite for a NaN, and above 0."""
-        size = abs(self.value)
+        size = self.size
         ratio = size / self.fail if self.fail else (math.inf if size else 0.0)
         return math.inf if math.isnan(ratio) else ratio
 
@@ -81,7 +91,15 @@ def check_edge(edge: EdgeResult, c: Comparison, contract: Contract) -> list[Limi
     limits = [x for x in contract.limits_for(c.dtype) if x.judges(edge.name, metrics.tokens)]
     _check_covered(edge, limits, contract)
     of_operators = _of_operators(edge, c, contract)
-    return [*_of_edge(edge, metrics, limits), *of_operators, *_of_routers(edge, contract)]
+    of_edge = _of_edge(edge, metrics, limits, _refereed(edge, c, contract))
+    return [*of_edge, *of_operators, *_of_routers(edge, contract)]
+
+
+def _refereed(edge: EdgeResult, c: Comparison, contract: Contract) -> set[str]:
+    """The sites whose operator was recomputed in each pass of an edge, and has a budget."""
+    units = [u for u in c.referee if edge.name in u.edges]
+    judged = {u.site for u in units if u.errors is not None and budget_of(contract, u)}
+    return judged - {u.site for u in units if u.errors is None}
 
 
 def _check_covered(edge: EdgeResult, limits: list[Limit], contract: Contract) -> None:
@@ -109,7 +127,10 @@ def check_operators(
         )
 
 
-def _of_edge(edge: EdgeResult, metrics: EdgeMetrics, limits: list[Limit]) -> Iterator[LimitCheck]:
+def _of_edge(
+    edge: EdgeResult, metrics: EdgeMetrics, limits: list[Limit], refereed: set[str]
+) -> Iterator[LimitCheck]:
+    """`refereed`: the sites that each side's budgets judge."""
     for site in edge.sites:
         value = float(site.nonfinite)
         yield _of_site(site, edge, limit="finite", metric="nonfinite", value=value, fail=0.0)
@@ -124,11 +145,37 @@ def _of_edge(edge: EdgeResult, metrics: EdgeMetrics, limits: list[Limit]) -> Ite
         }
         if limit.of_site:
             for site in edge.sites:
+                if limit.unrefereed and site.site in refereed:
+                    continue
                 if limit.covers(site.site, site.op_class):
                     yield _of_site(site, edge, value=_site_value(limit, site), **bounds)
         else:
-            value = float(getattr(metrics, limit.metric))
-            yield LimitCheck(value=value, site=None, edge=edge.name, **bounds)
+            value, low = _edge_value(limit, metrics)
+            yield LimitCheck(value=value, low=low, site=None, edge=edge.name, **bounds)
+
+
+def _edge_value(limit: Limit, metrics: EdgeMetrics) -> tuple[float, float | None]:
+    """A limit's metric, and the low end of its interval where it has one: the value itself where
+    there are too few sequences for an interval."""
+    if limit.metric not in LAW_METRICS:
+        return float(getattr(metrics, limit.metric)), None
+    noise = metrics.noise
+    if noise is None:
+        return math.nan, None
+    if limit.metric == "noise_c":
+        return noise.c, _or(noise.c_low, noise.c)
+    if limit.metric == "ratio_bias":
+        value = metrics.ratio_mean_error
+        return value, _or(max(noise.ratio_low - 1, 1 - noise.ratio_high, 0.0), value)
+    assert limit.floor is not None
+    if limit.metric == "far_share":
+        # `not <=`: a NaN is judged.
+        return (0.0, None) if noise.c <= limit.floor else (noise.far_share, noise.far_low)
+    return noise.largest / max(noise.c, limit.floor), None
+
+
+def _or(low: float, value: float) -> float:
+    return value if math.isnan(low) else low
 
 
 def _of_site(site: SiteResult | RefereedUnit, edge: EdgeResult, **check: Any) -> LimitCheck:
@@ -140,8 +187,8 @@ def _of_operators(edge: EdgeResult, c: Comparison, contract: Contract) -> Iterat
     check of the statistic that uses up most of its budget."""
     equal = {s.site for s in edge.sites if not s.differ}
     for unit in c.referee:
-        budget = budget_of(contract, unit)
-        if budget is None or unit.errors is None or edge.name not in unit.edges:
+        budget, bounds = budget_of(contract, unit), bounds_of(contract, unit)
+        if budget is None or bounds is None or unit.errors is None or edge.name not in unit.edges:
             continue
         if unit.site not in equal:
             checks = [
@@ -151,14 +198,39 @@ def _of_operators(edge: EdgeResult, c: Comparison, contract: Contract) -> Iterat
                     limit=budget.id,
                     metric=f"rounding_{name}",
                     value=getattr(unit.errors, name),
-                    warn=None if budget.warn is None else budget.warn * getattr(budget, name),
-                    fail=getattr(budget, name),
+                    warn=None if budget.warn is None else budget.warn * bounds[name],
+                    fail=bounds[name],
                     side=unit.side,
                     passname=unit.passname,
                 )
                 for name in STATISTICS
             ]
             yield max(checks, key=lambda check: (not check.holds, check.excess))
+
+
+def mark_alike(checks: list[LimitCheck], contract: Contract) -> list[LimitCheck]:
+    """The checks, with those marked in which both sides exceed an operator's budget by little, and
+    by as much: a sign of a wrong unit, and of no guilty side."""
+    alike = contract.alike
+    if alike is None:
+        return checks
+    exceeded: dict[tuple[str | None, str], list[LimitCheck]] = {}
+    for check in checks:
+        if check.side is not None and not check.holds:
+            exceeded.setdefault((check.site, check.metric), []).append(check)
+    marked = {
+        site
+        for (site, _), of_site in exceeded.items()
+        if len({check.side for check in of_site}) > 1
+        and max(check.excess for check in of_site) < alike.within
+        and max(c.size for c in of_site) <= alike.apart * min(c.size for c in of_site)
+    }
+    return [
+        check.model_copy(update={"alike": True})
+        if check.site in marked and check.side is not None and check.excess < alike.within
+        else check
+        for check in checks
+    ]
 
 
 def _of_routers(edge: EdgeResult, contract: Contract) -> Iterator[LimitCheck]:

@@ -57,7 +57,16 @@ EdgeMetric = Literal[
     "clip_fraction",
     "token_mult_prob_error",
     "bit_mismatches",
+    "noise_c",
+    "ratio_bias",
+    "excess",
+    "far_share",
 ]
+LAW_METRICS = ("noise_c", "ratio_bias", "excess", "far_share")
+"""The metrics of `results.TokenNoise`, the law of healthy noise. `noise_c` is c; `ratio_bias` is
+|mean ρ − 1|; `excess` is the largest |Δ| / (1 − p) of a token in multiples of c; `far_share` is the
+share of tokens far above the median. All but `excess` have an interval, and break a limit where the
+whole interval lies above it."""
 SiteMetric = Literal["op_error", "rows_differ"]
 if TYPE_CHECKING:
     Op = str
@@ -77,7 +86,7 @@ _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
 class Tail(BaseModel):
     """How the largest of N tokens grows with N, as in healthy runs: a token is above `value` with
     probability 1 − `quantile`, and how far above is exponential with the mean `scale` (peaks over
-    a threshold, Pickands 1975)."""
+    a threshold, Pickands 1975). In the unit of the limit's metric."""
 
     model_config = _STRICT
 
@@ -108,6 +117,9 @@ class Limit(BaseModel):
     fail: Bound
     tail: Tail | None = None
     """For a maximum: what it may be in this many tokens, `fail` being what no token may reach."""
+    floor: Bound | None = None
+    """For `excess` and `far_share`: the least c. An excess is counted in multiples of it where the
+    run's own c is smaller, and a share far above the median says nothing there."""
     min_tokens: Annotated[int, Field(ge=0)] = 0
     """Sampled tokens below which it does not apply: a quantile of few is their largest."""
     edges: Annotated[list[EdgeName], Field(min_length=1)] | None = None
@@ -120,6 +132,9 @@ class Limit(BaseModel):
     """For a site's metric: which sites; None is all."""
     atol: Bound | None = None
     rtol: Bound | None = None
+    unrefereed: bool = False
+    """For `op_error`: whether it applies only where a side's operator could not be recomputed in
+    float64, so that no budget judges it."""
     healthy: Bound | None = None
     """The largest value that was measured on healthy pairs."""
     why: Words
@@ -154,8 +169,12 @@ class Limit(BaseModel):
             raise ValueError(f"limit {self.id!r}: op_classes and sites belong to a site's metric")
         if self.warn is not None and self.warn > self.fail:
             raise ValueError(f"limit {self.id!r}: its `fail` is below its `warn`")
-        if self.tail is not None and self.metric != "max_abs_dlogp":
+        if self.tail is not None and self.metric not in ("max_abs_dlogp", "excess"):
             raise ValueError(f"limit {self.id!r}: only a maximum has a tail")
+        if (self.floor is not None) != (self.metric in ("excess", "far_share")):
+            raise ValueError(f"limit {self.id!r}: a floor belongs to excess and far_share")
+        if self.unrefereed and self.metric != "op_error":
+            raise ValueError(f"limit {self.id!r}: unrefereed belongs to op_error")
         return self
 
 
@@ -177,6 +196,9 @@ class Budget(BaseModel):
     feature_gain: Bound
     feature_shift: Bound
     row_rms: Bound
+    row_rms_by_width: bool = False
+    """Whether `row_rms` is that of rows of 96 features, and grows for narrower rows and shrinks for
+    wider ones as the largest of their rms does by chance (`judge.chance`)."""
     peak: Bound
     warn: Annotated[float, Field(gt=0, le=1)] | None = None
     """The share of a bound from which on a value is reported."""
@@ -246,6 +268,35 @@ class Sequences(BaseModel):
     """At least this share of the sequences counts, at limits that are used up."""
 
 
+class Healthy(BaseModel):
+    """Where healthy models lie in a metric that is shown."""
+
+    model_config = _STRICT
+
+    metric: EdgeMetric
+    low: Bound
+    high: Bound
+    source: Words
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "Healthy":
+        if self.low > self.high:
+            raise ValueError(f"healthy {self.metric}: its `high` is below its `low`")
+        return self
+
+
+class Alike(BaseModel):
+    """When an excess that both sides share says that the unit is wrong, and no side: nothing is
+    concluded then."""
+
+    model_config = _STRICT
+
+    within: Annotated[float, Field(gt=1, allow_inf_nan=False)]
+    """Both sides exceed an operator's budget by less than this factor."""
+    apart: Annotated[float, Field(gt=1, allow_inf_nan=False)]
+    """The larger of the two figures is at most this many times the smaller."""
+
+
 class Extends(BaseModel):
     """The contract that another one starts from, pinned."""
 
@@ -276,7 +327,11 @@ class Contract(BaseModel):
     max_noise: Bound | None = None
     """Largest |Δ| by which a side may differ from itself; None requires it to repeat itself bit for
     bit."""
+    alike: Alike | None = None
+    """None blames both sides for an excess that they share."""
     sequences: Sequences | None = None
+    healthy: list[Healthy] = []
+    """Where healthy models lie, for what is shown and not judged."""
     limits: Annotated[list[Limit], Field(min_length=1)]
     budgets: list[Budget] = []
     """None, or for every operator of the model that is judged."""

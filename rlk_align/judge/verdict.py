@@ -6,8 +6,8 @@ from typing import Literal, TypeVar
 
 from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS
 from rlk_align.judge.budgets import budget_of
-from rlk_align.judge.checks import LimitCheck, check_edge, judged_metrics
-from rlk_align.judge.contract import Contract
+from rlk_align.judge.checks import LimitCheck, check_edge, judged_metrics, mark_alike
+from rlk_align.judge.contract import LAW_METRICS, Contract
 from rlk_align.judge.load import default_contract, load_contract
 from rlk_align.judge.waivers import WaiverUse, today, waive
 from rlk_align.results import (
@@ -72,7 +72,9 @@ def judge(comparison: Comparison, contract: Contract, day: date | None = None) -
         for edge in comparison.edges:
             if edge.name in comparison.judged:
                 checks += check_edge(edge, comparison, contract)
-    checks, uses = waive(checks, contract.waivers, day or today())
+    checks, uses = waive(mark_alike(checks, contract), contract.waivers, day or today())
+    if not any(c.outcome == "fail" for c in checks):
+        doubts += _alike(checks)
     status: Status = "pass"
     if doubts:
         status = "inconclusive"
@@ -97,6 +99,38 @@ def judge_by(comparison: Comparison, name: str | None) -> Verdict:
     """
     contract = load_contract(name or default_contract(comparison.dtype), comparison.dtype)
     return judge(comparison, contract)
+
+
+def _alike(checks: Iterable[LimitCheck]) -> Iterator[str]:
+    """Operators of which both sides exceed the budget alike: a doubt if nothing else is wrong."""
+    by_site: dict[str | None, dict[tuple[str, str | None], LimitCheck]] = {}
+    for check in checks:
+        if check.outcome == "alike":
+            by_site.setdefault(check.site, {})[check.side or "", check.passname] = check
+    for site, found in by_site.items():
+        figures = sorted(check.size for check in found.values())
+        fails = max(check.fail for check in found.values())
+        metric = next(iter(found.values())).metric.removeprefix("rounding_")
+        yield (
+            f"{site}: both sides exceed the budget alike, {metric} {figures[0]:.3g} to "
+            f"{figures[-1]:.3g} roundings where {fails:.3g} is allowed: a wrong unit is more "
+            "likely than two wrong sides"
+        )
+
+
+Cause = Literal["operator", "drift", "none"]
+
+
+def cause_of(verdict: Verdict) -> Cause | None:
+    """What a verdict rests on: an operator that is further from exact than its budget allows, or
+    drift beyond the contract that no operator explains, or nothing; None where nothing was
+    concluded."""
+    if verdict.status == "inconclusive":
+        return None
+    c = verdict.comparison
+    if any(over_budget(verdict, e) for e in c.edges if e.name in c.judged):
+        return "operator"
+    return "drift" if verdict.breaches else "none"
 
 
 _SIDES = {"rollout": "rollout", "train": "training"}
@@ -137,6 +171,7 @@ def doubts_of(c: Comparison, contract: Contract) -> list[str]:
                     f"contract {contract.id} applies no limit to {edge.name}, which has {tokens} "
                     "sampled tokens"
                 )
+            doubts += _no_law(edge, c, contract)
             doubts += [
                 f"{edge.name}: {site}: {reason}"
                 for site, reason, explained in edge.unpaired
@@ -151,6 +186,18 @@ def doubts_of(c: Comparison, contract: Contract) -> list[str]:
         detail = "; ".join(c.controls.observer_detail) if c.controls else "no control"
         doubts.append(f"observer: {detail}")
     return doubts
+
+
+def _no_law(edge: EdgeResult, c: Comparison, contract: Contract) -> Iterator[str]:
+    """An edge whose tokens were not held against the law of healthy noise that its contract asks
+    for."""
+    judged = judged_metrics(edge, c, contract)
+    asked = [x for x in contract.limits_for(c.dtype) if x.metric in LAW_METRICS]
+    if judged.noise is None and any(x.judges(edge.name, judged.tokens) for x in asked):
+        yield (
+            f"{edge.name}: the run does not hold {asked[0].metric}, which contract {contract.id} "
+            "limits: it was made by an older version; gate it with --recompute"
+        )
 
 
 def _noise(c: Comparison, contract: Contract) -> Iterator[str]:

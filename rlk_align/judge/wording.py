@@ -1,24 +1,22 @@
 """How an operator is off, in words: by what its error looks like, and what its budget allows."""
 
-from rlk_align.judge.budgets import budget_of
-from rlk_align.judge.contract import STATISTICS, Contract
+from collections.abc import Mapping
+
+from rlk_align.judge.budgets import bounds_of, budget_of, exceeded
+from rlk_align.judge.contract import Contract
 from rlk_align.judge.verdict import Verdict, parity
-from rlk_align.results import EdgeResult, ErrorPattern, RefereedUnit
+from rlk_align.results import EdgeResult, ErrorPattern, RefereedUnit, RoundingErrors
 
 
 def how_off(unit: RefereedUnit, contract: Contract) -> str:
     """E.g. `scaled by 1.02; errors of 12.3 roundings, 1.3 allowed`, after the settings that its
     engine has otherwise than the checkpoint's config; empty for an operator within its budget."""
-    errors, budget = unit.errors, budget_of(contract, unit)
-    if errors is None or budget is None:
+    errors, bounds, over = unit.errors, bounds_of(contract, unit), exceeded(contract, unit)
+    if errors is None or bounds is None or not over:
         return ""
-    # `not <=`: a NaN is over any budget.
-    over = [n for n in STATISTICS if not abs(getattr(errors, n)) <= getattr(budget, n)]
-    if not over:
-        return ""
-    name = over[0] if "rms" in over else max(over, key=lambda n: _share(unit, contract, n))
-    value, allowed = getattr(errors, name), getattr(budget, name)
-    figure = f"{_FIGURES[name]} {abs(value):.3g} roundings, {allowed:g} allowed"
+    name = over[0] if "rms" in over else max(over, key=lambda n: _share(errors, bounds, n))
+    value, allowed = getattr(errors, name), bounds[name]
+    figure = f"{_FIGURES[name]} {abs(value):.3g} roundings, {allowed:.3g} allowed"
     looks = unit.explanation or _looks(errors.pattern)
     if not looks and name == "row_gain":
         looks = f"rows scaled by ±{share(errors.row_gain * errors.unit)}"
@@ -62,9 +60,9 @@ _FIGURES = {
 }
 
 
-def _share(unit: RefereedUnit, contract: Contract, name: str) -> float:
+def _share(errors: RoundingErrors, bounds: Mapping[str, float], name: str) -> float:
     """How much of a budget is used up."""
-    value, allowed = (getattr(of, name) for of in (unit.errors, budget_of(contract, unit)))
+    value, allowed = getattr(errors, name), bounds[name]
     return abs(value) / allowed if allowed else float("inf")
 
 

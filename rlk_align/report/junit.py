@@ -11,7 +11,7 @@ from typing import Literal
 from xml.etree import ElementTree
 
 from rlk_align.judge.checks import LimitCheck
-from rlk_align.judge.verdict import PARITY_KINDS, Verdict, parity
+from rlk_align.judge.verdict import PARITY_KINDS, Verdict, cause_of, parity
 from rlk_align.judge.waivers import WaiverUse
 from rlk_align.judge.wording import how_off
 from rlk_align.report.source import ReportSource
@@ -128,6 +128,7 @@ def _evidence(source: ReportSource) -> JUnitSuite:
     properties: Properties = {
         "status": verdict.status,
         "exit_code": verdict.exit_code,
+        "cause": cause_of(verdict) or "unknown",
         "contract": f"{contract.id} {contract.version}",
         "contract.sha256": contract.sha256,
         "model": c.model,

@@ -28,12 +28,15 @@ from rlk_align.report.routing_words import replay_lines, routing_lines
 from rlk_align.report.words import (
     EDGE_FIGURES,
     LONGER_PROMPTS,
+    cause_words,
     code_places,
     edge_figures,
     engine_spec,
+    healthy_figures,
     how_words,
     mismatch_words,
     next_step,
+    noise_law,
     noise_words,
     parting_words,
     positions_words,
@@ -58,6 +61,8 @@ def show(verdict: Verdict, folder: Path, console: Console, probe: Probe | None =
     head = line(f" {verdict.status.upper()} ", style=STYLES[verdict.status] + " reverse")
     contract = f"contract {verdict.contract.id} {verdict.contract.version}"
     console.print(head, line(f"{contract}, {c.dtype}, {c.tokens:,} sampled tokens"))
+    if cause := cause_words(verdict):
+        console.print(line(f"cause    {cause}", style=STYLES[verdict.status]))
     for part in _parts(verdict, folder, console, probe):
         console.print(part)
 
@@ -70,7 +75,7 @@ def _parts(
     yield from _sides(c)
     yield line()
     if not c.stopped:
-        yield from _edge_figures(c, console)
+        yield from _edge_figures(verdict, console)
         yield from _divergence(verdict)
         for e in c.edges:
             yield from (line(text) for text in routing_lines(e, verdict.contract))
@@ -116,11 +121,21 @@ def _sides(c: Comparison) -> Iterator[Text]:
             )
 
 
-def _edge_figures(c: Comparison, console: Console) -> Iterator[Table | Text]:
-    """A row for each edge; where that does not fit, a line for each figure: none is ever cut."""
+def _edge_figures(verdict: Verdict, console: Console) -> Iterator[Table | Text]:
+    """A row for each edge, and for healthy models; where that does not fit, a line for each figure:
+    none is ever cut. Then the law of noise."""
+    yield from _raw_figures(verdict, console)
+    edge = headline(verdict)
+    if edge is not None and (law := noise_law(verdict, edge)):
+        yield line(f"{edge.name}: {law}")
+
+
+def _raw_figures(verdict: Verdict, console: Console) -> Iterator[Table | Text]:
     # 80 columns, so that a CI log does not break it.
     table = columns(["edge"], EDGE_FIGURES)
-    rows = {e.name: edge_figures(e.metrics) for e in c.edges}
+    rows: dict[str, list[str]] = {e.name: edge_figures(e.metrics) for e in verdict.comparison.edges}
+    if rows and (healthy := healthy_figures(verdict)):
+        rows["healthy models"] = healthy
     for edge, row in rows.items():
         table.add_row(line(edge), *row)
     unbounded = console.options.update(max_width=1000)
@@ -235,7 +250,7 @@ def _problems(verdict: Verdict) -> Iterator[Text]:
             for m in c.mismatches
         ],
     )
-    breaches = ((b, f"{b.value:.4g} > {b.fail:g}") for b in verdict.breaches)
+    breaches = ((b, _over(b)) for b in verdict.breaches)
     yield from _section("breaches", "bold red", [_check(*b) for b in breaches])
     warnings = ((w, f"{w.value:.4g} > {w.warn:g}, {w.fail:g} allowed") for w in verdict.warnings)
     yield from _section("near a limit", "bold yellow", [_check(*w) for w in warnings])
@@ -268,6 +283,12 @@ def _section(heading: str, style: str, entries: Sequence[Iterable[Text]]) -> Ite
         for lines in entries[:_SHOWN]:
             yield from lines
         yield from _rest(len(entries))
+
+
+def _over(breach: LimitCheck) -> str:
+    """E.g. `0.12 > 0.09`, and where there is an interval its low end."""
+    at_least = "" if breach.low is None else f", at least {breach.low:.4g}"
+    return f"{breach.value:.4g}{at_least} > {breach.fail:.4g}"
 
 
 def _check(check: LimitCheck, figure: str) -> Iterator[Text]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlk_align.judge.checks import LimitCheck
-from rlk_align.judge.verdict import OverBudget, Verdict, headline, over_budget
+from rlk_align.judge.verdict import OverBudget, Verdict, cause_of, headline, over_budget
 from rlk_align.judge.wording import how_off, why_legitimate
 from rlk_align.results import (
     CodePlace,
@@ -109,6 +109,48 @@ def edge_figures(m: EdgeMetrics) -> list[str]:
     return [*(f"{x:.2g}" for x in sizes), shift, clipped, str(m.bit_mismatches)]
 
 
+_HEALTHY = ("max_abs_dlogp", "mean_abs_dlogp", "p99_abs_dlogp", "k3", "ratio_mean_error")
+
+
+def healthy_figures(verdict: Verdict) -> list[str]:
+    """Up to where healthy models lie in each of EDGE_FIGURES, by the contract; empty where it does
+    not say so."""
+    high = {h.metric: h.high for h in verdict.contract.healthy}
+    if not high:
+        return []
+    sizes = [f"≤ {high[name]:.2g}" if name in high else "" for name in _HEALTHY]
+    clipped = f"≤ {high['clip_fraction']:.1%}" if "clip_fraction" in high else ""
+    return [*sizes, clipped, ""]
+
+
+def noise_law(verdict: Verdict, edge: EdgeResult) -> str:
+    """How the Δ of an edge compares with the law of healthy noise; empty for a run of an older
+    version."""
+    noise = edge.metrics.noise
+    if noise is None:
+        return ""
+    limits = [x for x in verdict.checks if x.edge == edge.name and x.metric == "noise_c"]
+    allowed = f", {limits[0].fail:.2g} allowed" if limits else ""
+    interval = f" ({noise.c_low:.2g} to {noise.c_high:.2g})" if noise.c_high > noise.c_low else ""
+    return f"c = mean |Δ| / mean (1 − p) is {noise.c:.2g}{interval}{allowed}"
+
+
+def cause_words(verdict: Verdict) -> str:
+    """In a few words what a verdict rests on: a bug of an operator, drift, or nothing; empty where
+    nothing was concluded."""
+    cause = cause_of(verdict)
+    if cause == "drift":
+        return "drift beyond what the contract allows; no operator is at fault"
+    if cause == "none":
+        return "a waiver has expired" if verdict.expired else "healthy"
+    if cause is None:
+        return ""
+    c = verdict.comparison
+    edges = [headline(verdict), *(e for e in c.edges if e.name in c.judged)]
+    first = next(over[0] for e in edges if e is not None and (over := over_budget(verdict, e)))
+    return f"a bug: {first.unit.site}, {_WHOSE_OFF[first.side]}"
+
+
 def how_words(verdict: Verdict, over: OverBudget) -> list[tuple[str, str]]:
     """(side and pass, how the operator is off there)."""
     return [(f"{u.side} {u.passname}", how_off(u, verdict.contract)) for u in over.units]
@@ -160,6 +202,13 @@ def finding(verdict: Verdict) -> str:
         return f"The two sides were not given the same: {mismatch_words(first)}."
     if verdict.status == "inconclusive" or edge is None:
         return f"Nothing can be concluded: {verdict.doubts[0]}."
+    cause = cause_words(verdict)
+    return f"{cause[0].upper()}{cause[1:]}. {_finding(verdict, edge)}"
+
+
+def _finding(verdict: Verdict, edge: EdgeResult) -> str:
+    """What is wrong on an edge, or what a pass rests on."""
+    c = verdict.comparison
     over = over_budget(verdict, edge)
     if over:
         return _over_words(verdict, edge, over)

@@ -56,7 +56,8 @@ class PositionCheck:
         return found.model_copy(update={"shift": shift})
 
     def _turned(self, x: torch.Tensor, y: torch.Tensor, heads: int) -> torch.Tensor:
-        """The angle of each pair, summed over heads: `[N, F]` twice -> radians `[N, pairs]`."""
+        """The angle of each pair, summed over heads: `[N, F]` twice -> radians `[N, pairs]`; NaN of
+        a pair that is 0, as in the query of a padding token, whose embedding is 0."""
         if x.shape != y.shape:
             return torch.zeros(0, len(self._frequency), dtype=torch.float64)
         pairs = len(self._frequency)
@@ -64,7 +65,9 @@ class PositionCheck:
         real = a * b
         cross = a[..., :pairs] * b[..., pairs:] - a[..., pairs:] * b[..., :pairs]
         dot = real[..., :pairs] + real[..., pairs:]
-        return torch.atan2(cross.sum(1), dot.sum(1)).double().cpu()
+        across, along = cross.sum(1), dot.sum(1)
+        angle = torch.atan2(across, along).where((across != 0) | (along != 0), torch.nan)
+        return angle.double().cpu()
 
     def _check(self, turned: torch.Tensor, sample: np.ndarray, position: np.ndarray) -> None:
         if not len(turned):
@@ -72,7 +75,7 @@ class PositionCheck:
         self._checked += len(turned)
         off = self._off(turned, position)
         self._follow(turned, off, sample, position)
-        # Where a value is not finite there is no angle, and the comparison itself will say so.
+        # Where a value is not finite, or 0, there is no angle.
         for row in torch.nonzero((off.abs() > RESOLUTION).any(dim=1)).flatten().tolist():
             if len(self._first) >= 4 * WRONG_ROWS:
                 self._wrong += 1
@@ -97,7 +100,9 @@ class PositionCheck:
         """Whether the rows of each sequence are shifted as its first one is; `off`: how far they
         are from their own positions."""
         for number in np.unique(sample).tolist() if self._constant and len(turned) else ():
-            rows = np.flatnonzero(sample == number)
+            rows = np.flatnonzero((sample == number) & turned.isfinite().all(dim=1).numpy())
+            if not len(rows):
+                continue
             if number not in self._shifts:
                 own = not bool((off[rows[0]].abs() > RESOLUTION).any())
                 effective = int(position[rows[0]]) if own else self._effective(turned[rows[0]])
@@ -113,6 +118,6 @@ class PositionCheck:
         """The position whose rotation it is; None where it is that of none."""
         # One before 0 too: positions that are off by one the other way.
         candidates = torch.arange(-1, self._rotary.context, dtype=torch.float64)
-        match = torch.cos(turned - candidates[:, None] * self._frequency).mean(dim=1)
+        match = torch.cos(turned - candidates[:, None] * self._frequency).nanmean(dim=1)
         best = int(match.argmax())
         return best - 1 if match[best] >= MATCH else None

@@ -107,9 +107,7 @@ class Measured(Record, Generic[W]):
         return cls.of(sum(p.checked for p in parts), sum(p.wrong for p in parts), wrong_rows)
 
 
-SHIFT_IS_HARMLESS = (
-    "attention reads differences of positions alone, so its output cannot change"
-)
+SHIFT_IS_HARMLESS = "attention reads differences of positions alone, so its output cannot change"
 """Where all queries and keys of a sequence are shifted by one number."""
 
 

@@ -116,6 +116,21 @@ def test_not_a_number_is_left_to_the_comparison() -> None:
     assert check.record().wrong == 0
 
 
+def test_a_query_of_zeros_has_no_position() -> None:
+    """As that of a padding token, whose embedding is 0; a pair that is not 0 still tells."""
+    torch.manual_seed(0)
+    x = torch.randn(40, HEADS * 2 * PAIRS)
+    x[7] = 0.0
+    x[9, : 2 * PAIRS] = 0.0
+    x[11].view(HEADS, 2, PAIRS)[..., 1:] = 0.0
+    for used, wrong in ((ALL[:40], 0), (ALL[:40] + 1, 39)):
+        check = PositionCheck(ROTARY)
+        sample = np.zeros(40, dtype=np.int64)
+        check.see("layers.0.q_norm", x, sample, ALL[:40])
+        check.see("layers.0.q_rope", rotate(x, used), sample, ALL[:40])
+        assert (check.record().checked, check.record().wrong) == (40, wrong)
+
+
 def test_parts_are_put_together_in_order() -> None:
     own = ALL[:20]
     late, early = measured(own + 1, own), measured(own + 2, own)

@@ -168,8 +168,7 @@ class Reference:
         """x · weightᵀ + bias, and what adding K products up in float32, on each rank, leaves."""
         out = formulas.linear(x, weight, bias)
         # K partial sums are rounded, each about as large as the part of the sum that it is of.
-        lengths = x.square().sum(dim=1)[:, None] * weight.square().sum(dim=1)
-        extra = (2 * FLOAT32_UNIT) ** 2 / 12 * lengths
+        extra = (2 * FLOAT32_UNIT) ** 2 / 12 * self._partial_sums(x, weight)
         if bias is not None:
             # Some round the product before they add the bias.
             extra = extra + rounding_variance(out - bias, self.dtype)
@@ -184,6 +183,15 @@ class Reference:
                 extra = extra + rounding_variance(partial, self.dtype)
                 extra = extra + rounding_variance(total, self.dtype)
         return out, extra
+
+    def _partial_sums(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The squares of a sum's K partial sums, added up, float64 `[N, F]`. One large term stands
+        in all that follow it: K Σ (x w)². Where outputs are rounded to fewer bits than float32 has,
+        |x|² |w|², which is the same for terms of one size, is close enough."""
+        if self.dtype != "float32":
+            return x.square().sum(dim=1)[:, None] * weight.square().sum(dim=1)
+        terms = x.square().float() @ weight.square().float().T
+        return x.shape[1] * terms.double()
 
     def _rotated(
         self, x: torch.Tensor, rows: RowTokens, heads: int

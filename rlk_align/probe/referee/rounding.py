@@ -7,9 +7,9 @@ does not count by its own tiny ulp.
 
 A systematic part (a gain, a shift) is that of the distance to the correctly rounded output: where a
 feature hardly varies, rounding alone is off to one side. It is counted as far as it stands out: by
-what is left of it after six of its own standard errors, so that few rows raise no alarm. No row
-counts for more than a few others: the first token of a sequence may be a thousand times as large as
-the rest.
+what is left of it after as many of its own standard errors as the largest of so many figures
+reaches by chance (`judge.chance`), so that few rows raise no alarm. No row counts for more than a
+few others: the first token of a sequence may be a thousand times as large as the rest.
 """
 
 import math
@@ -17,14 +17,13 @@ import math
 import numpy as np
 import torch
 
+from rlk_align.judge.chance import deviations
 from rlk_align.model.dtypes import DTYPES
 from rlk_align.model.sites import RowIndex
+from rlk_align.probe.referee.alike import Alike
 from rlk_align.probe.referee.pattern import RowLabels, Totals, pattern
 from rlk_align.results import RoundingErrors
 
-STANDARD_ERRORS = 6.0
-"""How many standard errors a feature must exceed: by chance alone, the largest of a million reaches
-about five."""
 LARGEST_ROW = 4.0
 """How many usual rows a large one counts for."""
 FEATURE_ROWS = 16
@@ -63,10 +62,12 @@ class ErrorSums:
         # that is off by.
         self._sums = torch.zeros(9, features, dtype=torch.float64, device=device)
         # By row: error², unit², error·exact, exact², unit⁴; then, of the gains of its own in each
-        # head, what they explain of error², gain² less chance, and chance².
+        # head, what they explain of error², the mean of gain², what chance makes of that, and the
+        # sum of the squares of the latter.
         self._by_row: list[torch.Tensor] = []
         self._numbers: list[np.ndarray] = []
         self._peak = 0.0
+        self._alike = Alike()
 
     def add(
         self,
@@ -86,6 +87,7 @@ class ErrorSums:
         rounding = (rounded - exact).square()
         for total, part in zip(self._sums, (*parts, rounding, rounding * power), strict=True):
             total += part.sum(dim=0)
+        self._alike.add(error, exact, rounded, variance)
         of_rows = [t.sum(dim=1) for t in (square, variance, product, power, variance**2)]
         of_rows += self._row_gains(error, variance, shared, exact)
         self._by_row.append(torch.stack(of_rows))
@@ -100,12 +102,12 @@ class ErrorSums:
         shared: torch.Tensor,
         exact: torch.Tensor,
     ) -> list[torch.Tensor]:
-        """Of the gain of each row in each head: the squared error that it explains, its square less
-        what chance makes of it, and the square of the latter. Chance is what is left of the errors,
-        but never less than rounding, which one large entry alone would hide; and what features
-        share, which is a gain like any other."""
+        """Of the gain of each row in each head: the squared error that it explains, its square,
+        what chance makes of that, and the square of the latter. Chance is what is left of the
+        errors, but never less than rounding, which one large entry alone would hide; and what
+        features share, which is a gain like any other."""
         if error.shape[1] == self._heads:
-            return [error.new_zeros(len(error))] * 3
+            return [error.new_zeros(len(error))] * 4
         by_head = (len(error), self._heads, -1)
         e, v, y = (t.reshape(by_head) for t in (error, variance, exact))
         power, width = y.square().sum(dim=-1), y.shape[-1]
@@ -113,7 +115,10 @@ class ErrorSums:
         residual = (e - gain[..., None] * y).square() * (width / (width - 1))
         by_chance = [(t * y.square()).sum(dim=-1) for t in (residual, v)]
         chance = (torch.maximum(*by_chance) + shared[:, None]) / power.square()
-        terms = (gain**2 * power, (gain**2 - chance) / self._heads, (chance / self._heads).square())
+        terms = (
+            gain**2 * power, gain**2 / self._heads, chance / self._heads,
+            (chance / self._heads).square(),
+        )  # fmt: skip
         return [t.where(power > 0, 0.0).sum(dim=1) for t in terms]
 
     def errors(self, index: RowIndex) -> RoundingErrors:
@@ -123,11 +128,14 @@ class ErrorSums:
         n, row_rms = len(number), (by_row[0] / by_row[1]).sqrt()
         highest, row = _largest(row_rms)
         weight = (LARGEST_ROW * by_row[1].median() / by_row[1]).clamp(max=1)
-        row_gain, by_chance = by_row[6].sum() / n, (2 * by_row[7].sum()).sqrt() / n
+        alike = self._alike.factor
+        row_gain = (by_row[6].sum() - alike * by_row[7].sum()) / n
+        by_chance = alike * (2 * by_row[8].sum()).sqrt() / n
         weighted = by_row * weight
         gap, square, fourth, variance, product, power, products, rounding, others = self._sums
         # A side that rounds less than its dtype makes small errors, and no small gaps.
         products = torch.maximum(products, others)
+        in_rows = alike * products
         rms = _number(_rms(weighted[0].sum(), weighted[1].sum(), (by_row[4] * weight**2).sum()))
         # By chance alone a feature's errors are off by these, and never by less than their size.
         floor = rms**2 * variance / n
@@ -135,17 +143,17 @@ class ErrorSums:
         deviation = torch.maximum(squares - (gap / n).square(), floor).div(n).sqrt()
         spread = torch.maximum(fourth / n - (square / n).square(), 2 * floor.square()).div(n).sqrt()
         scale = (torch.maximum(variance, rounding) / n).sqrt()
-        feature_rms = (_beyond(square / n, spread) / scale.square()).clamp(min=0).sqrt()
-        shift = _beyond(gap / n, deviation) / scale
+        feature_rms = (_beyond(square / n, spread, len(gap)) / scale.square()).clamp(min=0).sqrt()
+        shift = _beyond(gap / n, deviation, len(gap)) / scale
         gain = _gain(product, power, products)
-        by_head = [t.reshape(self._heads, -1).sum(dim=1) for t in (product, power, products)]
+        by_head = [t.reshape(self._heads, -1).sum(dim=1) for t in (product, power, in_rows)]
         of_feature = [_largest(x) for x in (feature_rms, shift, gain / unit)]
         if n < FEATURE_ROWS:
             of_feature = [(0.0 if math.isfinite(x) else x, at) for x, at in of_feature]
         head_gain, head = _largest(_gain(*by_head) / unit)
         return RoundingErrors(
             rms=rms,
-            gain=float(_gain(product.sum(), power.sum(), products.sum()) / unit),
+            gain=float(_gain(product.sum(), power.sum(), in_rows.sum()) / unit),
             row_gain=_number(_beyond(row_gain, by_chance).clamp(min=0).sqrt() / unit),
             head_gain=head_gain if self._heads > 1 else 0.0,
             head=head if self._heads > 1 else 0,
@@ -157,6 +165,7 @@ class ErrorSums:
             row=index.locate(int(number[row])),
             peak=self._peak,
             unit=unit,
+            features=len(gap),
             pattern=pattern(
                 Totals(*weighted[:4].cpu().numpy()),
                 Totals(*(t.cpu().numpy() for t in (square, variance, product, power))),
@@ -168,9 +177,10 @@ class ErrorSums:
         )
 
 
-def _beyond(value: torch.Tensor, standard_error: torch.Tensor) -> torch.Tensor:
-    """What of a value stands out of chance, with its sign."""
-    return value.sign() * (value.abs() - STANDARD_ERRORS * standard_error).clamp(min=0)
+def _beyond(value: torch.Tensor, standard_error: torch.Tensor, candidates: int = 1) -> torch.Tensor:
+    """What of a value stands out of chance, with its sign, if the largest of so many is asked
+    for."""
+    return value.sign() * (value.abs() - deviations(candidates) * standard_error).clamp(min=0)
 
 
 def _rms(square: torch.Tensor, variance: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
@@ -183,7 +193,7 @@ def _rms(square: torch.Tensor, variance: torch.Tensor, squares: torch.Tensor) ->
 def _gain(product: torch.Tensor, power: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
     """The error regressed on the exact output, as far as it stands out; 0 where that is 0, and
     infinite where it is not finite."""
-    gain = _beyond(product / power, products.sqrt() / power)
+    gain = _beyond(product / power, products.sqrt() / power, product.numel())
     return _infinite(gain).where(power != 0, 0.0)
 
 

@@ -1,0 +1,58 @@
+"""The law of healthy noise of tokens: E|Δ| = c · (1 − p), one c for all tokens of two engines.
+
+Rounding and summation order move the logits by about as much for every token. To first order Δ is
+Σ (δ_ij − p_j) dz_j, which is in proportion to 1 − p, so that c depends on the engines and the model
+and not on how sure the model is of its tokens. `diagnose.evidence` puts the same law to dumps.
+"""
+
+import numpy as np
+
+from rlk_align.diagnose.interval import Estimate, Floats, ratio
+from rlk_align.results import TokenNoise
+
+LEAST_ROOM = 0.01
+"""The 1 − p below which a token is too sure to have an error of its own."""
+FAR = 10.0
+"""How many times the median |Δ| / (1 − p) that of a token is that counts as far off."""
+
+
+def token_noise(first: Floats, second: Floats, sequence: np.ndarray) -> TokenNoise:
+    """`first`, `second`: log-probs of the same sampled tokens, float64 `[N]`, in nats; `sequence`:
+    the number of the sequence of each, int `[N]`. A NaN or an infinite value makes NaN of what it
+    enters."""
+    number = np.unique(sequence, return_inverse=True)[1]
+
+    def sums(values: Floats) -> Floats:
+        return np.bincount(number, values).astype(np.float64)
+
+    with np.errstate(invalid="ignore", over="ignore"):
+        size = np.abs(second - first)
+        room = np.maximum(-np.expm1((first + second) / 2), 0.0)
+        scaled = size / np.maximum(room, LEAST_ROOM)
+        c = _known(ratio(sums(size), sums(room))) if size.any() else Estimate(0.0, 0.0, 0.0)
+        mean_ratio = _known(ratio(sums(np.exp(second - first)), sums(np.ones_like(size))))
+    unsure = room >= LEAST_ROOM
+    median = float(np.median(scaled[unsure])) if unsure.any() else 0.0
+    far = unsure & (scaled > FAR * median)
+    share = ratio(sums(far.astype(np.float64)), sums(unsure.astype(np.float64)))
+    share = _known(share) if unsure.any() else Estimate(0.0, 0.0, 0.0)
+    return TokenNoise(
+        sequences=int(number.max()) + 1,
+        room=float(room.mean()),
+        c=c.value,
+        c_low=max(c.low, 0.0) if c.low == c.low else c.low,
+        c_high=c.high,
+        ratio_low=mean_ratio.low,
+        ratio_high=mean_ratio.high,
+        largest=float(scaled.max()),
+        far_share=share.value,
+        far_low=float(np.clip(share.low, 0.0, 1.0)),
+        far_high=float(np.clip(share.high, 0.0, 1.0)),
+    )
+
+
+def _known(estimate: Estimate) -> Estimate:
+    """NaN for the ends of an interval that is infinite, as that of one sequence is."""
+    if np.isfinite([estimate.low, estimate.high]).all():
+        return estimate
+    return Estimate(estimate.value, float("nan"), float("nan"))
