@@ -70,10 +70,10 @@ def test_help_shows_the_defaults(light: Cli, command: str) -> None:
         assert f"[default: ({default})]" in said or f"[default: {default}]" in said, said
 
 
-def test_help_says_that_layerwise_changes_nothing(light: Cli) -> None:
+def test_help_says_what_layerwise_does(light: Cli) -> None:
     said = light("probe", "--help", env={"COLUMNS": "200"}).out
     (row,) = (line for line in said.splitlines() if "--layerwise" in line)
-    assert "No effect" in row
+    assert "Operator by operator, as a probe always does" in row
 
 
 def test_doctor_says_what_each_engine_can_do(cli: Cli) -> None:
