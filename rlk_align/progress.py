@@ -17,12 +17,17 @@ def silent(_stage: str, _done: int, _total: int) -> None:
     """Discards the progress."""
 
 
+REPEATED = 20.0
+"""Seconds after which a log is told how far a stage has come."""
+
+
 @contextmanager
 def show_progress(name: str) -> Iterator[Progress]:
-    """Shows what is told for as long as the context is entered."""
+    """Shows what is told for as long as the context is entered: on a terminal at once, in a log
+    each stage as it begins, and again where it takes long."""
     console = Console(stderr=True, highlight=False)
     started = time.monotonic()
-    last = ""
+    last, told = "", started
 
     def line(stage: str, done: int, total: int) -> str:
         count = f" {done}/{total}" if total else ""
@@ -35,9 +40,10 @@ def show_progress(name: str) -> Iterator[Progress]:
         return
 
     def tell(stage: str, done: int, total: int) -> None:
-        nonlocal last
-        if stage != last:
-            last = stage
-            console.print(line(stage, 0, 0), soft_wrap=True)
+        nonlocal last, told
+        now, begins = time.monotonic(), stage != last
+        if begins or now - told >= REPEATED:
+            last, told = stage, now
+            console.print(line(stage, done, 0 if begins else total), soft_wrap=True)
 
     yield tell

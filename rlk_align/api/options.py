@@ -8,7 +8,6 @@ from typing import Any, Self, TypeVar, get_args
 
 from rlk_align.capture.recording import Recording, Side, parse_side
 from rlk_align.capture.request import CaptureRequest, TracePlan
-from rlk_align.data import data_path
 from rlk_align.engines.registry import engine_info, require_installed
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
@@ -53,7 +52,8 @@ class CaptureOptions:
 
     model: str | None = None
     kernels: str | None = None
-    prompts: Path | None = None
+    prompts: Path | Sequence[Any] | None = None
+    """A file, or the prompts themselves."""
     max_new_tokens: int = 32
     seed: int = 0
     fresh: bool = False
@@ -75,9 +75,9 @@ class CaptureOptions:
         engine: EngineSpec,
         plan: TracePlan,
         passes: tuple[str, ...],
-        production: bool = False,
+        prompts: Path,
     ) -> CaptureRequest:
-        """What one engine is asked to do, with the embedded model and prompts by default.
+        """What one engine is asked to do, with the embedded model by default.
 
         Raises BadOption for an empty name.
         """
@@ -86,20 +86,21 @@ class CaptureOptions:
         return CaptureRequest(
             engine=engine,
             model=self.model or default_model(),
-            prompts=self.prompts or data_path("prompts.jsonl"),
+            prompts=prompts,
             max_new_tokens=self.max_new_tokens,
             seed=self.seed,
             trace=plan,
             passes=passes,
-            production=production,
         )
 
     def recorded_by(self, trace: Path) -> Self:
         """The same with the model and the prompts of a trace, so that both sides load and tokenize
         what was captured; those that are set already stay."""
-        model, prompts = self.model, self.prompts or trace / "prompts.jsonl"
+        model, prompts = self.model, self.prompts
         if model is None:
             model = load_record(TraceRecord, trace / "trace.json").model
+        if prompts is None:
+            prompts = trace / "prompts.jsonl"
         return replace(self, model=model, prompts=prompts)
 
 

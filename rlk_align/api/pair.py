@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlk_align.api import options
+from rlk_align.api.prompts import RunPrompts
 from rlk_align.capture.recording import Recording, Side, parse_side
 from rlk_align.capture.request import CaptureRequest
 from rlk_align.engines.spec import EngineSpec
@@ -23,6 +24,7 @@ from rlk_align.trace.run import Run
 from rlk_align.trace.schema import TraceRecord
 
 if TYPE_CHECKING:
+    from rlk_align.capture.check import CheckedRequest
     from rlk_align.judge.verdict import Verdict
     from rlk_align.pipeline import CompareRequest
 
@@ -69,6 +71,8 @@ class PreparedPair:
     """Sampled tokens at most; None where they are recorded already."""
     sparse: bool
     """Whether the model sends tokens to experts."""
+    prompts: RunPrompts | None
+    """The prompts that engines read; None where both sides are recordings."""
 
     @property
     def too_few_tokens(self) -> bool:
@@ -86,6 +90,8 @@ class PreparedPair:
         """Compares, and returns the verdict."""
         from rlk_align.pipeline import compare
 
+        if self.prompts is not None:
+            self.prompts.save()
         return compare(self.request, self.run, progress)
 
 
@@ -106,38 +112,51 @@ def prepare(
     recorded = _recorded(sides, run)
     _check_recorded_kernels(recorded, pair.kernels)
     captured = pair.recorded_by(next(iter(recorded.values()))) if recorded else pair
+    recordings = {side: each for side, each in sides.items() if isinstance(each, Recording)}
+    specs = {side: each for side, each in sides.items() if isinstance(each, EngineSpec)}
+    prompts = RunPrompts.of(captured.prompts, run) if specs else None
+    # A side that no edge needs is scored too: its weights and tokens are the precheck's.
+    passes = {side: passes_for(judged, side) or ("prefill",) for side in specs}
     requests = {
-        side: spec
-        if isinstance(spec, Recording)
-        else captured.request(
-            spec,
-            plan,
-            # A side that no edge needs is scored too: its weights and tokens are the precheck's.
-            passes_for(judged, side) or ("prefill",),
-            side == "rollout" and _measure_production(pair.production, spec),
-        )
-        for side, spec in sides.items()
+        side: captured.request(spec, plan, passes[side], prompts.path)
+        for side, spec in specs.items()
+        if prompts is not None
     }
-    contract, dtype, sparse = _check_contract(pair.contract, requests, recorded, warn)
+
+    from rlk_align.capture.check import check_request
+
+    checked = {side: check_request(r, side == "rollout") for side, r in requests.items()}
+    contract, dtype, sparse = _check_contract(pair.contract, requests, checked, recorded)
+    if prompts is not None:
+        prompts = prompts.fitting(checked.values(), run, warn)
+        requests = {side: replace(r, prompts=prompts.path) for side, r in requests.items()}
+    for warning in (w for c in checked.values() for w in c.warnings):
+        warn(warning)
+    final: dict[SideName, CaptureRequest | Recording] = {**recordings}
+    for side, request in requests.items():
+        production = side == "rollout" and _measure_production(pair.production, request)
+        final[side] = replace(request, production=production)
+    given = pair if prompts is None or pair.prompts is None else replace(pair, prompts=prompts.path)
 
     from rlk_align.pipeline import CompareRequest
 
     return PreparedPair(
         request=CompareRequest(
-            rollout=requests["rollout"],
-            train=requests["train"],
+            rollout=final["rollout"],
+            train=final["train"],
             judged=judged,
             contract=pair.contract,
             allowed=allowed,
             fresh=pair.fresh,
-            command=tuple(command or options.command("compare", runs, pair)),
+            command=tuple(command or options.command("compare", runs, given)),
         ),
         run=run,
         contract=contract,
         model=captured.model or default_model(),
         dtype=dtype,
-        most_tokens=_most_tokens(requests["rollout"]),
+        most_tokens=_most_tokens(final["rollout"], prompts),
         sparse=sparse,
+        prompts=prompts,
     )
 
 
@@ -172,12 +191,12 @@ def without_kernels(pair: Pair, folder: Path) -> Pair | None:
     return replace(pair, rollout=rollout, train=train, run_dir=folder, kernels=None)
 
 
-def _measure_production(wanted: bool | None, spec: EngineSpec) -> bool:
-    if wanted is not None:
-        return wanted
+def _measure_production(wanted: bool | None, request: CaptureRequest) -> bool:
+    if wanted is not None or not request.engine.info.compiles:
+        return bool(wanted)
     import torch
 
-    return spec.info.compiles and torch.cuda.is_available()
+    return torch.cuda.is_available()
 
 
 def _recorded(sides: Mapping[SideName, Side], run: Run) -> dict[SideName, Path]:
@@ -210,39 +229,26 @@ def _check_recorded_kernels(recorded: Mapping[SideName, Path], wanted: str | Non
 
 def _check_contract(
     name: str | None,
-    requests: Mapping[SideName, CaptureRequest | Recording],
+    requests: Mapping[SideName, CaptureRequest],
+    checked: "Mapping[SideName, CheckedRequest]",
     recorded: Mapping[SideName, Path],
-    warn: options.Warn,
 ) -> tuple[Contract, str, bool]:
     """The contract that will judge, the lower-precision dtype of the two sides, and whether their
-    model has sparse layers. Raises what `check_request` raises, and ContractError for a contract
-    that lacks an operator's limit."""
-    from rlk_align.capture.check import check_request
-    from rlk_align.model.sites import Site, model_sites
+    model has sparse layers. Raises ContractError for a contract that lacks an operator's limit."""
+    from rlk_align.model.sites import model_sites
 
-    dtypes: list[str] = []
-    sites: list[Site] = []
-    for side, request in requests.items():
-        if isinstance(request, Recording):
-            record = load_record(TraceRecord, recorded[side] / "trace.json")
-            dtypes.append(record.dtype)
-            sites += model_sites(record.shape)
-            continue
-        shape, warnings = check_request(request, sampling=side == "rollout")
-        for warning in warnings:
-            warn(warning)
-        dtypes.append(request.engine.dtype(shape.dtype))
-        sites += model_sites(shape)
-    dtype = lower_precision(*dtypes)
+    records = [load_record(TraceRecord, folder / "trace.json") for folder in recorded.values()]
+    dtypes = [requests[side].engine.dtype(c.shape.dtype) for side, c in checked.items()]
+    dtype = lower_precision(*dtypes, *(r.dtype for r in records))
+    shapes = [*(c.shape for c in checked.values()), *(r.shape for r in records)]
+    sites = [site for shape in shapes for site in model_sites(shape)]
     contract = load_contract(name or default_contract(dtype), dtype)
     operators = ((s.name, s.op, s.op_class) for s in sites)
     check_operators(contract, contract.limits_for(dtype), operators)
     return contract, dtype, any(s.op == "experts" for s in sites)
 
 
-def _most_tokens(rollout: CaptureRequest | Recording) -> int | None:
-    if isinstance(rollout, Recording):
+def _most_tokens(rollout: CaptureRequest | Recording, prompts: RunPrompts | None) -> int | None:
+    if isinstance(rollout, Recording) or prompts is None:
         return None
-    from rlk_align.model.prompts import load_prompts
-
-    return len(load_prompts(rollout.prompts)) * rollout.max_new_tokens
+    return len(prompts.prompts) * rollout.max_new_tokens

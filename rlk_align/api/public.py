@@ -1,13 +1,14 @@
 """The public functions. To import them loads nothing; each loads what it needs when it is called.
 
-Their arguments are the command line's flags, with the same meaning and the same defaults.
+Their arguments are the command line's flags, with the same meaning and the same defaults. What the
+command line takes as names between commas may be a list of names, and prompts may be a list.
 """
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 # Loaded before the functions of these names are: an import of a package's module for the first time
 # would put the package in the function's place.
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from rlk_align.judge.verdict import Verdict
 
 AnyPath = str | os.PathLike[str]
+Names = str | Sequence[str]
+"""Names as the command line takes them, separated by commas, or a list of them."""
+Prompts = AnyPath | Sequence[str | Sequence[Any] | Mapping[str, Any]]
+"""A file of prompts; or the prompts: texts, lists of messages, lists of token ids."""
 Tell = Callable[[str, int, int], None]
 """Is told the progress of long work: (stage, done, total); total 0 where nothing is counted."""
 
@@ -29,17 +34,17 @@ def compare(
     rollout: str | None = None,
     train: str | None = None,
     model: AnyPath | None = None,
-    prompts: AnyPath | None = None,
+    prompts: Prompts | None = None,
     contract: AnyPath | None = None,
     kernels: str | None = None,
     max_new_tokens: int = 32,
     seed: int = 0,
     run_dir: AnyPath | None = None,
-    allow_mismatch: Sequence[str] = (),
+    allow_mismatch: Names = (),
     fresh: bool = False,
-    layers: str | None = None,
-    sites: str | None = None,
-    edges: str | None = None,
+    layers: str | int | Sequence[int] | None = None,
+    sites: Names | None = None,
+    edges: Names | None = None,
     production: bool | None = None,
     trace_budget: str = "8GB",
     progress: Tell | None = None,
@@ -49,19 +54,16 @@ def compare(
 
     Raises what `rlk_align.errors` lists; a verdict that is not a pass is not an error.
     """
-    from rlk_align.api.options import from_arguments
+    from rlk_align.api import options, values
     from rlk_align.api.pair import Pair, prepare
     from rlk_align.progress import silent
 
-    converted = {
-        "model": _text(model),
-        "prompts": _path(prompts),
-        "contract": _text(contract),
-        "run_dir": _path(run_dir),
-        "allow_mismatch": [allow_mismatch] if isinstance(allow_mismatch, str) else allow_mismatch,
-    }
-    pair = from_arguments(Pair, locals() | converted)
-    return prepare(pair, [os.fspath(run) for run in runs], _warn).start(progress or silent)
+    given = values.converted(locals())
+    given["allow_mismatch"] = options.names(given["allow_mismatch"])
+    pair = options.from_arguments(Pair, given)
+    return prepare(pair, [values.text("a run", run) for run in runs], _warn).start(
+        progress or silent
+    )
 
 
 def capture(
@@ -71,12 +73,12 @@ def capture(
     tokens: AnyPath | None = None,
     model: AnyPath | None = None,
     kernels: str | None = None,
-    prompts: AnyPath | None = None,
+    prompts: Prompts | None = None,
     max_new_tokens: int = 32,
     seed: int = 0,
     fresh: bool = False,
-    layers: str | None = None,
-    sites: str | None = None,
+    layers: str | int | Sequence[int] | None = None,
+    sites: Names | None = None,
     trace_budget: str = "8GB",
     progress: Tell | None = None,
 ) -> Path:
@@ -85,13 +87,11 @@ def capture(
 
     Raises what `rlk_align.errors` lists.
     """
-    from rlk_align.api.options import from_arguments
+    from rlk_align.api import options, values
     from rlk_align.api.single import Single, prepare
     from rlk_align.progress import silent
 
-    converted = {"model": _text(model), "prompts": _path(prompts)}
-    converted |= {"out": Path(out), "tokens": _text(tokens)}
-    single = from_arguments(Single, locals() | converted)
+    single = options.from_arguments(Single, values.converted(locals()))
     prepared = prepare(single, _warn)
     prepared.start(progress or silent)
     return prepared.run.folder
@@ -127,13 +127,15 @@ def gate(
     `recompute` derives the comparison again from the captures, which needs torch. Raises what
     `rlk_align.errors` lists; a verdict that is not a pass is not an error.
     """
+    from rlk_align.api import values
     from rlk_align.api.judging import judge_again, judge_later, open_runs
     from rlk_align.progress import silent
 
-    first, second = open_runs(os.fspath(run), _text(later), recompute)
+    given = values.converted(locals())
+    first, second = open_runs(given["run"], given["later"], recompute)
     if second is not None:
-        return judge_later(first, second, _text(contract))
-    return judge_again(first, _text(contract), recompute, progress or silent, _warn)
+        return judge_later(first, second, given["contract"])
+    return judge_again(first, given["contract"], recompute, progress or silent, _warn)
 
 
 def load_run(run: AnyPath, contract: AnyPath | None = None) -> "LoadedRun":
@@ -142,18 +144,12 @@ def load_run(run: AnyPath, contract: AnyPath | None = None) -> "LoadedRun":
 
     Raises BadOption where there is none, CorruptTrace for a damaged one, and ContractError.
     """
+    from rlk_align.api import values
     from rlk_align.api.loaded import LoadedRun
     from rlk_align.report.source import load_source
 
-    return LoadedRun(load_source(os.fspath(run), _text(contract)))
-
-
-def _text(path: AnyPath | None) -> str | None:
-    return None if path is None else os.fspath(path)
-
-
-def _path(path: AnyPath | None) -> Path | None:
-    return None if path is None else Path(path)
+    given = values.converted({"run": run, "contract": contract})
+    return LoadedRun(load_source(given["run"], given["contract"]))
 
 
 def _warn(text: str) -> None:

@@ -1,7 +1,7 @@
 """A dump that engines are to score again: from words to a request that may start."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,6 @@ from rlk_align.diagnose.explain import explain
 from rlk_align.dumps.run import ImportedRun
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
-from rlk_align.model.checkpoint import resolve_model
-from rlk_align.model.families import read_shape
 from rlk_align.model.prompts import TokenBatch, save_prompts
 from rlk_align.progress import Progress
 from rlk_align.readers.importing import import_dump
@@ -116,27 +114,26 @@ def prepare(
     specs, temperature = _engines(rescoring)
     settings = (rescoring.tokens, rescoring.model, rescoring.sequences, rescoring.seed)
     run = options.choose_run(rescoring.run_dir, "rescore", *settings, *map(str, specs.values()))
+    folder = run.folder / CHOSEN
+    requests: dict[SideName, CaptureRequest] = {
+        side: rescoring.request(spec, plan, ("prefill",), folder / "prompts.jsonl")
+        for side, spec in specs.items()
+    }
+
+    from rlk_align.capture.check import check_request
+
+    checked = {side: check_request(r, sampling=False) for side, r in requests.items()}
+    for warning in (w for c in checked.values() for w in c.warnings):
+        warn(warning)
     dump = _dump(rescoring.tokens, run, command, progress)
     choice = choose(dump, rescoring.sequences, rescoring.seed, temperature)
     batch = token_batch(choice.sequences)
-    folder = run.folder / CHOSEN
+    for side, each in checked.items():
+        check_fits(batch, each.shape, each.context, side)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         save_prompts(prompts_of(batch), folder / "prompts.jsonl")
         batch.save(folder / "tokens.parquet")
-    scored = replace(rescoring, prompts=folder / "prompts.jsonl")
-    requests: dict[SideName, CaptureRequest] = {}
-    for side, spec in specs.items():
-        request = scored.request(spec, plan, ("prefill",))
-        shape = read_shape(resolve_model(request.model_path))
-        check_fits(batch, shape, shape.context - spec.info.spare_positions, side)
-        requests[side] = request
-
-    from rlk_align.capture.check import check_request
-
-    for request in requests.values():
-        for warning in check_request(request, sampling=False)[1]:
-            warn(warning)
     return PreparedRescoring(
         requests=requests,
         dump=dump,

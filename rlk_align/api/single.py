@@ -1,11 +1,12 @@
 """One engine that is to be captured: from words to a request that may start."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlk_align.api import options
+from rlk_align.api.prompts import RunPrompts
 from rlk_align.capture.recording import Recording
 from rlk_align.capture.request import CaptureRequest
 from rlk_align.errors import BadOption
@@ -34,6 +35,7 @@ class PreparedSingle:
     """The run that keeps the capture."""
     tokens: Path | None
     """The ids to score; None lets the engine sample them."""
+    prompts: RunPrompts
     fresh: bool
     command: tuple[str, ...]
 
@@ -41,6 +43,7 @@ class PreparedSingle:
         """Captures, and returns the trace."""
         from rlk_align.capture.alone import capture_alone
 
+        self.prompts.save()
         return capture_alone(
             self.request, self.run, self.tokens, self.fresh, self.command, progress
         )
@@ -56,26 +59,31 @@ def prepare(
     engine = options.side(single.engine, single.kernels)
     if isinstance(engine, Recording):
         raise BadOption("a replay is a capture already")
-    if single.tokens and single.prompts:
+    if single.tokens and single.prompts is not None:
         raise BadOption("--tokens scores that run's own prompts", "leave --prompts out")
     options.check_sampling(single.max_new_tokens, single.seed)
     plan = single.plan
     run = options.choose_run(single.out, "capture")
     source = _source(single.tokens, run) if single.tokens else None
     captured = single.recorded_by(source) if source else single
-    request = captured.request(engine, plan, ("prefill",) if source else ("decode", "prefill"))
+    prompts = RunPrompts.of(captured.prompts, run)
+    passes = ("prefill",) if source else ("decode", "prefill")
+    request = captured.request(engine, plan, passes, prompts.path)
 
     from rlk_align.capture.check import check_request
 
-    _, warnings = check_request(request, sampling=source is None)
-    for warning in warnings:
+    checked = check_request(request, sampling=source is None)
+    prompts = prompts.fitting([checked], run, warn)
+    for warning in checked.warnings:
         warn(warning)
+    given = single if single.prompts is None else replace(single, prompts=prompts.path)
     return PreparedSingle(
-        request=request,
+        request=replace(request, prompts=prompts.path),
         run=run,
+        prompts=prompts,
         tokens=source / "tokens.parquet" if source else None,
         fresh=single.fresh,
-        command=tuple(command or options.command("capture", (), single)),
+        command=tuple(command or options.command("capture", (), given)),
     )
 
 

@@ -1,25 +1,49 @@
-"""What can be refused before any engine starts: everything that config and flags decide."""
+"""What can be refused before any engine starts: everything that config and flags decide.
 
+Nothing here imports torch or an engine. transformers, which takes seconds, is asked where it alone
+can tell: for chats, and for a prompt whose length is within a few tokens of the limit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlk_align.capture.key import engine_versions
-from rlk_align.capture.request import CaptureRequest
+from rlk_align.capture.request import CaptureRequest, TracePlan
 from rlk_align.engines.common.kernels import check_excluded, check_kernels
 from rlk_align.engines.registry import require_installed, require_kernels
 from rlk_align.engines.tested import untested
 from rlk_align.errors import BadOption, ModelError
 from rlk_align.model.checkpoint import check_tokenizer, read_config, resolve_model
 from rlk_align.model.families import ModelShape, read_shape
-from rlk_align.model.prompts import Prompt, Sample, TokenBatch, check_lengths, load_prompts
+from rlk_align.model.prompts import Prompt, Sample, TokenBatch, check_ids, refuse_long
 from rlk_align.model.sites import check_selection, model_sites
-from rlk_align.model.tensors import check_tensors
+from rlk_align.model.tensors import check_not_quantized, check_tensors
 from rlk_align.model.tokenise import fast_tokenizer, rendered, tokenise
 
+_CLEAR = 1.05
+"""By which factor a prompt of text is too long where tokenizer.json alone says so: transformers
+changes some tokenizers as it loads them, which moves the number of tokens by a few."""
 
-def check_request(request: CaptureRequest, sampling: bool) -> tuple[ModelShape, list[str]]:
-    """The model's shape, and what the user should be warned of.
 
-    Raises BadOption, MissingDependency, ModelError or PromptError.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedRequest:
+    """What a request comes to, by its model's files."""
+
+    model: Path
+    shape: ModelShape
+    warnings: Sequence[str]
+    """What the user should be warned of."""
+    context: int
+    """Positions that the engine has for a prompt and the tokens after it."""
+    new_tokens: int
+    """Tokens that are sampled after each prompt."""
+
+
+def check_request(request: CaptureRequest, sampling: bool) -> CheckedRequest:
+    """Checks everything but the prompts.
+
+    Raises BadOption, MissingDependency or ModelError.
     """
     spec = request.engine
     if sampling and not spec.info.samples:
@@ -30,52 +54,67 @@ def check_request(request: CaptureRequest, sampling: bool) -> tuple[ModelShape, 
     if spec.option("python") is None:
         require_installed(spec.name)
     model = resolve_model(request.model_path)
-    shape = read_shape(model)
-    check_selection(request.trace.sites, model_sites(shape))
-    if request.trace.layers is not None and request.trace.layers[1] >= shape.layers:
-        raise BadOption(
-            f"--layers: the model has no layer {request.trace.layers[1]}",
-            f"its layers are 0 to {shape.layers - 1}",
-        )
-    spec.info.check(spec.option, read_config(model), shape)
+    shape, config = read_shape(model), read_config(model)
+    check_not_quantized(model, config)
+    check_kept(request.trace, shape)
+    spec.info.check(spec.option, config, shape)
     if spec.option("kernels") != "off":
         require_kernels(spec.name)
-        check_kernels(spec.name, read_config(model))
+        check_kernels(spec.name, config)
     if excluded := spec.option("except"):
         operators = {site.operator.name: site.op for site in model_sites(shape)}
         check_excluded(spec.name, str(excluded), operators)
     check_tensors(model, shape)
-    _check_prompts(request, sampling, model, shape)
-    return shape, untested(engine_versions(spec))
+    return CheckedRequest(
+        model=model,
+        shape=shape,
+        warnings=untested(engine_versions(spec)),
+        context=shape.context - spec.info.spare_positions,
+        new_tokens=request.max_new_tokens if sampling else 0,
+    )
 
 
-def _check_prompts(request: CaptureRequest, sampling: bool, model: Path, shape: ModelShape) -> None:
+def check_kept(plan: TracePlan, shape: ModelShape) -> None:
+    """Raises BadOption where values are to be kept of sites or layers that the model lacks."""
+    check_selection(plan.sites, model_sites(shape))
+    if plan.layers is not None and plan.layers[1] >= shape.layers:
+        raise BadOption(
+            f"--layers: the model has no layer {plan.layers[1]}",
+            f"its layers are 0 to {shape.layers - 1}",
+        )
+
+
+def check_prompts(checked: CheckedRequest, prompts: Sequence[Prompt]) -> None:
     """Raises ModelError where the model has no tokenizer or chat template and one is needed, and
-    PromptError for a prompt that does not fit."""
-    prompts = load_prompts(request.prompts)
+    PromptError for prompts that do not fit."""
+    with_ids = tuple(Sample(p.id, p.ids) for p in prompts if p.ids)
+    check_ids(TokenBatch(with_ids), checked.shape.vocab)
+    refuse_long(too_long(checked, prompts), checked.context, checked.new_tokens)
+
+
+def too_long(checked: CheckedRequest, prompts: Sequence[Prompt]) -> dict[str, int]:
+    """The number of tokens of each prompt that does not fit, by its id. What only seems to fit is
+    refused by the engine's own process. Raises ModelError and PromptError as `rendered` does."""
+    model, longest = checked.model, checked.context - checked.new_tokens
     if any(p.ids is None for p in prompts):
         check_tokenizer(model)
-    context = shape.context - request.engine.info.spare_positions
-    new_tokens = request.max_new_tokens if sampling else 0
-    # To import transformers takes seconds: only where a prompt seems to be too long, which it alone
-    # can tell. What only seems to fit is refused by the engine's own process.
-    suspects = _suspects(rendered(model, prompts), model, context - new_tokens)
-    ids = tokenise(model, suspects)
-    batch = TokenBatch(tuple(Sample(p.id, tuple(ids[p.id])) for p in suspects))
-    check_lengths(batch, context, shape.vocab, new_tokens)
-
-
-def _suspects(prompts: list[Prompt], model: Path, longest: int) -> list[Prompt]:
-    """The prompts that may have more than `longest` tokens, and all that came as token ids."""
+    prompts = rendered(model, prompts)
     # Hardly any text has more tokens than bytes.
-    large = [p for p in prompts if len((p.text or "").encode()) > longest]
-    with_ids = [p for p in prompts if p.ids]
+    large = [p for p in prompts if p.ids is None and len((p.text or "").encode()) > longest]
+    lengths = {p.id: len(p.ids) for p in prompts if p.ids} | _lengths(model, large, longest)
+    return {p.id: lengths[p.id] for p in prompts if lengths.get(p.id, 0) > longest}
+
+
+def _lengths(model: Path, large: Sequence[Prompt], longest: int) -> dict[str, int]:
+    """The number of tokens of each text, exact where it is close to the longest that fits."""
     if not large:
-        return with_ids
+        return {}
     try:
         tokenizer = fast_tokenizer(model)
     except ModelError:
         # transformers reads tokenizers of other kinds, too.
-        return [*with_ids, *large]
-    long = [p for p in large if len(tokenizer.encode(p.text or "").ids) > longest]
-    return [*with_ids, *long]
+        close, lengths = large, {}
+    else:
+        lengths = {p.id: len(tokenizer.encode(p.text or "").ids) for p in large}
+        close = [p for p in large if longest < lengths[p.id] <= longest * _CLEAR]
+    return lengths | {name: len(ids) for name, ids in tokenise(model, close).items()}

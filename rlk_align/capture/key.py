@@ -11,8 +11,6 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from rlk_align.capture.request import CaptureRequest
 from rlk_align.engines.process.interpreter import examine
 from rlk_align.engines.process.versions import versions
@@ -111,6 +109,8 @@ def engine_versions(spec: EngineSpec) -> dict[str, str]:
 
 def _device(spec: EngineSpec) -> list[str]:
     """What the engine computes on here: the processor, and the GPUs unless it is told not to."""
+    import torch
+
     processor = [platform.machine(), _processor(), torch.backends.cpu.get_cpu_capability()]
     if spec.device == "cpu":
         return processor

@@ -20,7 +20,7 @@ def probe(
     *,
     layerwise: Annotated[
         bool,
-        typer.Option("--layerwise", help="No effect: a probe always works operator by operator."),
+        typer.Option("--layerwise", help="Operator by operator, as a probe always does."),
     ] = True,
     model: options.Model = None,
     rollout: options.Rollout = None,

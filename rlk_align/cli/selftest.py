@@ -1,11 +1,13 @@
 """`rlk-align selftest`: planted faults on real engines, and whether each of them is named."""
 
 import sys
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from rlk_align.api.options import choose_run, names, specs
+from rlk_align.api.prompts import RunPrompts
 from rlk_align.cli import options
 from rlk_align.cli.outputs import check_outputs, parse_outputs, takes_stdout, write_text
 from rlk_align.errors import EXIT_FAIL
@@ -41,9 +43,16 @@ def selftest(
     output: options.JsonOutput = None,
 ) -> None:
     """Plant known faults into the engines, and report which of them the comparison names."""
+    from rlk_align.capture.check import check_request
     from rlk_align.model.checkpoint import default_model, resolve_model
     from rlk_align.model.families import read_shape
-    from rlk_align.probe.selftest.plan import check_engines, check_faults
+    from rlk_align.probe.selftest.plan import (
+        check_engines,
+        check_faults,
+        middle,
+        pairs,
+        scoring_request,
+    )
 
     chosen = check_engines(specs(engines))
     checkpoint = resolve_model(model or default_model())
@@ -52,8 +61,14 @@ def selftest(
     settings = (tuple(map(str, chosen)), planted, seeds, curves, model, prompts)
     run = choose_run(run_dir, "selftest", *settings)
     check_outputs(outputs, run)
+    given = RunPrompts.of(prompts, run)
+    given = replace(given, prompts=tuple(middle(given.prompts)))
+    requests = [scoring_request(engine, str(checkpoint), given.path) for engine in chosen]
+    samples = pairs(chosen)[0][0]
+    checked = [check_request(request, request.engine == samples) for request in requests]
+    fitting = given.fitting(checked, run, options.warn)
+    fitting.save()
 
-    from rlk_align.data import data_path
     from rlk_align.probe.selftest.record import CleanPair, Detection
     from rlk_align.probe.selftest.run import SelfTestRequest, selftest
     from rlk_align.probe.selftest.table import lines
@@ -64,7 +79,7 @@ def selftest(
         seeds=seeds,
         curves=curves,
         model=str(checkpoint),
-        prompts=prompts or data_path("prompts.jsonl"),
+        prompts=fitting.path,
     )
     results = run.folder / RESULTS
     results.unlink(missing_ok=True)

@@ -5,7 +5,7 @@ from rlk_align.diagnose.record import Confidence, Diagnosis, Name, Token, Untest
 
 _REACH = 2.0
 """An interval that reaches beyond this many times the limit rules nothing out."""
-RESCORE = "rlk-align compare --tokens RUN --train SPEC"
+RESCORE = "rlk-align compare --tokens {RUN} --train SPEC"
 _WEIGHTS = "rlk-align weights TRAINED SYNCED"
 NEXT: dict[Name, str] = {
     "vacuous": "dump a run in which both sides compute their log-probs: the trainer's before its "
@@ -40,7 +40,7 @@ NEXT: dict[Name, str] = {
     "kernels make the error",
     "numerics": f"nothing to repair; {RESCORE} says which operator the rest comes from",
 }
-"""Diagnosis -> the next command, or what to change."""
+"""Diagnosis -> the next command, or what to change, with {RUN} for the run's folder."""
 
 
 def diagnosis(

@@ -140,6 +140,12 @@ FAMILIES = {
     ),
 }
 """Families by the config's `model_type`. A new family is an entry here."""
+WITHOUT_FAMILY = (
+    f"known: {', '.join(sorted(FAMILIES))}; any model's log-probs can be judged all the same: "
+    "`import` and `explain` a dump of the run, or `monitor` it; and `weights` compares any two "
+    "checkpoints"
+)
+"""What to do with a model of another family."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,12 +257,13 @@ def read_shape(model: Path) -> ModelShape:
     if isinstance(kind, str) and kind in UNKNOWN_ROUTING:
         raise ModelError(
             f"{model}: model_type {kind!r} is not supported: {UNKNOWN_ROUTING[kind]}",
-            f"known: {', '.join(sorted(FAMILIES))}",
+            WITHOUT_FAMILY,
         )
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ModelError(
-            f"{model}: model_type {kind!r} is not a known family",
-            f"known: {', '.join(sorted(FAMILIES))}; a decoder like them is an entry in families.py",
+            f"{model}: model_type {kind!r} in config.json is not a known family of decoders: which "
+            "operators its layers have is unknown, and so is what to compare",
+            WITHOUT_FAMILY,
         )
 
     def size(name: str, default: int | None = None, largest: int = _LARGEST) -> int:

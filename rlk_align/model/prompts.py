@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -188,7 +189,51 @@ def load_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
-def save_prompts(prompts: list[Prompt], path: Path) -> None:
+def as_prompts(items: Sequence[Any]) -> list[Prompt]:
+    """Prompts from values of Python: texts, lists of messages, lists of token ids, or the records
+    that a line of a file holds.
+
+    Raises PromptError, naming the entry, for what is none of these.
+    """
+    if not items:
+        raise PromptError("prompts is an empty list", "give at least one prompt")
+    prompts = [
+        _parse_record(f"prompts[{i}]", f"prompt{i}", _as_record(i, item))
+        for i, item in enumerate(items)
+    ]
+    ids = Counter(p.id for p in prompts)
+    for i, prompt in enumerate(prompts):
+        if ids[prompt.id] > 1:
+            raise PromptError(f"prompts[{i}]: id {prompt.id!r} is given twice")
+    return prompts
+
+
+def _as_record(index: int, item: Any) -> Mapping[str, Any]:
+    if isinstance(item, str):
+        return {"prompt": item}
+    if isinstance(item, Mapping):
+        if "role" in item:
+            raise PromptError(
+                f"prompts[{index}] is one message, and a chat is a list of them",
+                'give a list of lists: [[{"role": "user", "content": "..."}]]',
+            )
+        return dict(item)
+    if isinstance(item, Sequence) and item:
+        if all(isinstance(entry, Mapping) for entry in item):
+            return {"messages": [dict(entry) for entry in item]}
+        return {"ids": list(item)}
+    raise PromptError(
+        f"prompts[{index}] is {_short(item)}, which is no prompt",
+        "give a text, a list of messages, or a list of token ids",
+    )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) < 40 else f"{text[:40]}..."
+
+
+def save_prompts(prompts: Sequence[Prompt], path: Path) -> None:
     """Writes prompts as JSON Lines, all of them or nothing."""
     lines = "".join(json.dumps(_record(p), ensure_ascii=False) + "\n" for p in prompts)
     with whole_file(path) as partial:
@@ -213,7 +258,12 @@ def _parse_line(path: Path, number: int, line: str) -> Prompt:
         raise PromptError(f"{where}: not JSON: {error}") from error
     if not isinstance(record, dict):
         raise PromptError(f"{where}: not a JSON object")
-    name = str(record.get("id", f"line{number}"))
+    return _parse_record(where, f"line{number}", record)
+
+
+def _parse_record(where: str, default_id: str, record: Mapping[str, Any]) -> Prompt:
+    """`default_id`: what a prompt without an id of its own is called."""
+    name = str(record.get("id", default_id))
     text, ids = record.get("prompt"), record.get("ids")
     if ids is not None:
         if not isinstance(ids, list) or not ids or not all(type(t) is int and t >= 0 for t in ids):
@@ -229,7 +279,7 @@ def _parse_line(path: Path, number: int, line: str) -> Prompt:
     return Prompt(name, text, rendered=record.get(RENDERED) is True)
 
 
-def _parse_messages(where: str, record: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+def _parse_messages(where: str, record: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     messages = record["messages"]
     if "prompt" in record:
         raise PromptError(f"{where}: 'prompt' and 'messages' are both given", "leave one out")
@@ -251,9 +301,21 @@ def _check_text(where: str, text: str) -> None:
         raise PromptError(f"{where}: not text: {error}") from error
 
 
+_NAMED = 4
+"""Prompts that an error names; the rest is counted."""
+
+
 def check_lengths(batch: TokenBatch, context: int, vocab: int, max_new_tokens: int) -> None:
-    """Raises PromptError for a prompt that has no tokens, does not fit the model's context
-    together with the tokens to sample, or has ids beyond the vocabulary."""
+    """Raises PromptError for a prompt that has no tokens or has ids beyond the vocabulary, and for
+    those that do not fit the model's context together with the tokens to sample."""
+    check_ids(batch, vocab)
+    lengths = {s.prompt_id: len(s.ids) for s in batch.samples}
+    long = {name: length for name, length in lengths.items() if length + max_new_tokens > context}
+    refuse_long(long, context, max_new_tokens)
+
+
+def check_ids(batch: TokenBatch, vocab: int) -> None:
+    """Raises PromptError for a prompt that has no tokens or has ids beyond the vocabulary."""
     for s in batch.samples:
         if not s.prompt_ids:
             raise PromptError(f"prompt {s.prompt_id!r} has no tokens")
@@ -262,9 +324,25 @@ def check_lengths(batch: TokenBatch, context: int, vocab: int, max_new_tokens: i
                 f"prompt {s.prompt_id!r} has token id {max(s.ids)}; "
                 f"the model's vocabulary has {vocab} entries"
             )
-        if len(s.ids) + max_new_tokens > context:
-            raise PromptError(
-                f"prompt {s.prompt_id!r} is too long: {len(s.ids)} tokens and {max_new_tokens} "
-                f"new ones exceed the {context} positions that the engine has for them",
-                "shorten the prompt or lower --max-new-tokens",
-            )
+
+
+def refuse_long(lengths: Mapping[str, int], context: int, max_new_tokens: int) -> None:
+    """Raises PromptError for prompts that do not fit, where there are any. `lengths`: each one's
+    number of tokens, by its id."""
+    if not lengths:
+        return
+    exceed = (
+        f"and {max_new_tokens} new ones exceed the {context} positions that the engine has for them"
+    )
+    if len(lengths) == 1:
+        [(name, length)] = lengths.items()
+        raise PromptError(
+            f"prompt {name!r} is too long: {length} tokens {exceed}",
+            "shorten the prompt or lower --max-new-tokens",
+        )
+    named = ", ".join(f"{n!r} of {k}" for n, k in list(lengths.items())[:_NAMED])
+    more = f" and {len(lengths) - _NAMED} more" if len(lengths) > _NAMED else ""
+    raise PromptError(
+        f"{len(lengths)} prompts are too long: {named} tokens{more}; each of them {exceed}",
+        "shorten or leave out these prompts, or lower --max-new-tokens",
+    )

@@ -23,6 +23,8 @@ class StoredTensor:
 
     file: Path
     shape: tuple[int, ...]
+    dtype: str
+    """As safetensors names it, e.g. `BF16`."""
     name: str
     """What holds it is called so in the file."""
     expert: int | None = None
@@ -55,8 +57,9 @@ def stored_tensors(model: Path, modules: Mapping[str, str]) -> dict[str, StoredT
         try:
             with safe_open(path, framework="np") as file:
                 for name in file.keys():  # noqa: SIM118 - it is no dict
-                    shape = tuple(file.get_slice(name).get_shape())
-                    whole = StoredTensor(path, shape, name)
+                    stored = file.get_slice(name)
+                    shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+                    whole = StoredTensor(path, shape, dtype, name)
                     found |= dict(_experts(whole, modules)) or {name: whole}
         except (OSError, SafetensorError) as error:
             raise ModelError(f"could not load {path}: {error}") from error
@@ -76,4 +79,5 @@ def _experts(stack: StoredTensor, modules: Mapping[str, str]) -> Iterator[tuple[
         for i, each in enumerate(ops):
             name = tensor_name(f"{layer}.experts.{expert}.{each}", modules)
             shape = (size, columns)
-            yield name, StoredTensor(stack.file, shape, stack.name, expert, i * size)
+            part = StoredTensor(stack.file, shape, stack.dtype, stack.name, expert, i * size)
+            yield name, part

@@ -6,19 +6,23 @@ such engines even agree. So this is checked before any engine starts, for all en
 Left out on purpose: `*.rotary_emb.inv_freq`, which follows from the config, and the head of a
 checkpoint with tied heads, which has to be the embedding where it is stored at all; and layers
 behind the decoder's that predict several tokens ahead. Quantized checkpoints have tensors of their
-own, and are not checked.
+own, and are refused.
 """
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rlk_align.errors import ModelError
-from rlk_align.model.checkpoint import read_config, tensor_name, weight_files
+from rlk_align.model.checkpoint import STORED_DTYPES, read_config, tensor_name
 from rlk_align.model.families import ModelShape, predictor_layers
 from rlk_align.model.sites import model_sites, site_parameters
 from rlk_align.model.stored import StoredTensor, stored_tensors
 
+_QUANTIZED = ("quantization_config", "compression_config")
+"""Keys of config.json that say how weights are quantized."""
 _NAMED = 4
 """Tensors of a kind that an error names; the rest is counted."""
 
@@ -44,12 +48,10 @@ def biased_operators(config: dict, shape: ModelShape) -> frozenset[str]:
 
 
 def check_tensors(model: Path, shape: ModelShape) -> None:
-    """Raises ModelError where tensors are missing, unexpected, or of another shape."""
+    """Raises ModelError where tensors are missing, unexpected, of another shape, or quantized."""
     config = read_config(model)
-    if config.get("quantization_config"):
-        weight_files(model)
-        return
     expected, stored = expected_tensors(config, shape), stored_tensors(model, shape.family.modules)
+    _check_dtypes(model, [stored[name] for name in expected if name in stored])
     head, tied = tensor_name("lm_head"), bool(config.get("tie_word_embeddings"))
     missing = [n for n in expected if n not in stored and not (tied and n == head)]
     more = range(shape.layers, shape.layers + predictor_layers(config))
@@ -77,6 +79,32 @@ def check_tensors(model: Path, shape: ModelShape) -> None:
             f"{model}: the checkpoint {'; it '.join(wrong)}",
             "it is incomplete, or its config.json belongs to another model",
         )
+
+
+def check_not_quantized(model: Path, config: Mapping[str, Any]) -> None:
+    """Raises ModelError where config.json says that the weights are quantized."""
+    settings = next((config[key] for key in _QUANTIZED if config.get(key) is not None), None)
+    if settings is None:
+        return
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    raise _quantized(model, f"config.json states quantization by {method or repr(settings)}")
+
+
+def _check_dtypes(model: Path, tensors: Sequence[StoredTensor]) -> None:
+    """Raises ModelError where weights are stored in a dtype that no engine computes in."""
+    foreign = {t.name: t.dtype for t in tensors if t.dtype not in STORED_DTYPES}
+    if foreign:
+        name, dtype = next(iter(foreign.items()))
+        raise _quantized(model, f"{name} is stored as {dtype}, one of {len(foreign):,} such")
+
+
+def _quantized(model: Path, why: str) -> ModelError:
+    return ModelError(
+        f"{model}: its weights are quantized ({why}), and quantized weights are not supported: "
+        "operators are recorded and recomputed with weights in bf16, fp16 or fp32",
+        "name the checkpoint that it was made from; patch=module:function in an engine's spec can "
+        "quantize that after it was loaded",
+    )
 
 
 def _list(names: list[str]) -> str:

@@ -39,12 +39,13 @@ def rendered(model: Path, prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _rendered(model: Path, prompt: Prompt) -> Prompt:
-    tokenizer = _tokenizer(model)
-    if not tokenizer.chat_template:
+    # Said of its files first: to load transformers takes seconds.
+    if not _may_have_template(model) or not _tokenizer(model).chat_template:
         raise ModelError(
             f"{model} has no chat template, and prompt {prompt.id!r} is given as messages",
             'give the text that the model is to continue: {"prompt": "..."}',
         )
+    tokenizer = _tokenizer(model)
     messages = [*(prompt.messages or ())]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -55,6 +56,15 @@ def _rendered(model: Path, prompt: Prompt) -> Prompt:
     if not text:
         raise PromptError(f"the chat template of {model} does not render prompt {prompt.id!r}")
     return replace(prompt, text=text, messages=None, rendered=True)
+
+
+def _may_have_template(model: Path) -> bool:
+    """Whether any of the files that may hold a chat template is there and names one."""
+    files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    config = model / "tokenizer_config.json"
+    return any((model / name).exists() for name in files) or (
+        config.is_file() and b'"chat_template"' in config.read_bytes()
+    )
 
 
 def fast_tokenizer(model: Path) -> Tokenizer:

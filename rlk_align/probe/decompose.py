@@ -71,6 +71,7 @@ def decompose(edge: GraftedEdge, progress: Progress) -> list[Unit]:
     }
     graphs = unit_graphs(sites.values(), edge.fused, hidden)
     units = {}
+    progress("decomposing", 0, len(graphs))
     for done, graph in enumerate(graphs, 1):
         units[graph.sites[0].name] = _unit(walk, graph)
         progress("decomposing", done, len(graphs))

@@ -75,5 +75,5 @@ def scope(explained: Explanation) -> str:
 
 
 def next_command(text: str, folder: str) -> str:
-    """A command with the run's folder instead of RUN."""
-    return text.replace("RUN", shlex.quote(folder))
+    """A command with the run's folder instead of {RUN}."""
+    return text.format(RUN=shlex.quote(folder))

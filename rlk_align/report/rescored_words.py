@@ -1,6 +1,5 @@
 """Sentences about a rescored dump that its outputs share."""
 
-import re
 import shlex
 
 from rlk_align.report.words import engine_spec
@@ -63,6 +62,5 @@ def temperature(rescored: Rescored) -> str:
 
 
 def next_command(text: str, dump: str, scores: str) -> str:
-    """A command with the folders in the places of DUMP and RUN."""
-    folders = {"DUMP": shlex.quote(dump), "RUN": shlex.quote(scores)}
-    return re.sub(r"\b(DUMP|RUN)\b", lambda match: folders[match[0]], text)
+    """A command with the folders in the places of {DUMP} and {RUN}."""
+    return text.format(DUMP=shlex.quote(dump), RUN=shlex.quote(scores))

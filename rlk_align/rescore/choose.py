@@ -1,6 +1,7 @@
 """Which sequences of a dump are scored again: all of a small dump, else the worst and a seeded
 choice of the others."""
 
+import shlex
 from collections import Counter
 from dataclasses import dataclass
 
@@ -40,7 +41,7 @@ def choose(run: ImportedRun, count: int, seed: int, temperature: float | None) -
     if temperature is None:
         temperature, usable = _temperature(stated, usable, notes)
     if not usable.any():
-        raise DumpError(f"{run.folder}: no scored token has both log-probs", _WHAT_IS_MISSING)
+        raise DumpError(f"{run.folder}: no scored token has both log-probs", _what_is_missing(run))
     number, worst = _indices(sizes, usable, count, seed)
     return Choice(
         sequences=_take(run, number),
@@ -52,7 +53,8 @@ def choose(run: ImportedRun, count: int, seed: int, temperature: float | None) -
     )
 
 
-_WHAT_IS_MISSING = "rlk-align explain RUN reports what the dump lacks"
+def _what_is_missing(run: ImportedRun) -> str:
+    return f"rlk-align explain {shlex.quote(str(run.folder))} reports what the dump lacks"
 
 
 def _survey(run: ImportedRun) -> tuple[NDArray[np.float64], list[float | None]]:
@@ -79,7 +81,7 @@ def _survey(run: ImportedRun) -> tuple[NDArray[np.float64], list[float | None]]:
             raise DumpError(
                 f"{run.folder}: no scored token has a log-prob of the {side}: there is no mismatch "
                 "to split",
-                _WHAT_IS_MISSING,
+                _what_is_missing(run),
             )
     return np.concatenate(sizes), stated
 

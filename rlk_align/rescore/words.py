@@ -33,7 +33,7 @@ BOOKKEEPING: frozenset[Name] = frozenset(
     )
 )
 """Diagnoses of an edge whose cause is in the run's code and not in an engine."""
-_PROBE = "rlk-align probe RUN --layerwise: which operator the engines' difference comes from"
+_PROBE = "rlk-align probe {RUN} --layerwise: which operator the engines' difference comes from"
 
 
 def sentence(
@@ -70,22 +70,23 @@ def next_step(
     engines: Mapping[SideName, EngineRecord],
     status: Status,
 ) -> str:
-    """The next command, with RUN for the run that holds the scores and DUMP for the dump."""
+    """The next command, a format with {RUN} for the run that holds the scores and {DUMP} for the
+    dump."""
     if status == "inconclusive":
-        return "rlk-align explain DUMP reports what the dump alone shows"
+        return "rlk-align explain {DUMP} reports what the dump alone shows"
     if status == "pass":
         return "nothing to repair" + (f"; {_PROBE}" if len(engines) == 2 else "")
     largest = max(edges, key=lambda e: e.mean.value)
     edge = next((e for e in edges if e.name == carrier), largest)
     if edge.diagnosis in BOOKKEEPING and edge.name != "prefill_vs_train":
-        return NEXT[edge.diagnosis].replace("RUN", "DUMP")
+        return NEXT[edge.diagnosis].replace("{RUN}", "{DUMP}")
     if edge.name == "decode_vs_prefill":
         side = engines["rollout"]
+        model, rollout = (_literal(shlex.quote(text)) for text in (side.model, _spec(side)))
         return (
-            f"rlk-align compare --model {shlex.quote(side.model)} --rollout "
-            f"{shlex.quote(_spec(side))} --edges decode_vs_prefill: does the engine alone decode "
-            "like this? If not, compare the rollout's weights (rlk-align weights), its cache and "
-            "its sampler's settings"
+            f"rlk-align compare --model {model} --rollout {rollout} --edges decode_vs_prefill: "
+            "does the engine alone decode like this? If not, compare the rollout's weights "
+            "(rlk-align weights), its cache and its sampler's settings"
         )
     if edge.name == "prefill_vs_train":
         return _PROBE
@@ -95,8 +96,13 @@ def next_step(
         return "the same command with --train SPEC: is it the trainer, or the engines' kernels"
     return (
         "rlk-align weights TRAINED SCORED: did the trainer have these weights; then its dropout, "
-        "its micro-batches and packing; rlk-align explain DUMP for its bookkeeping"
+        "its micro-batches and packing; rlk-align explain {DUMP} for its bookkeeping"
     )
+
+
+def _literal(text: str) -> str:
+    """A text that stands in a format as it is."""
+    return text.replace("{", "{{").replace("}", "}}")
 
 
 def _spec(side: EngineRecord) -> str:

@@ -7,14 +7,17 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from inprocess import command
 from synthetic import compared_run, corrupt, draw
 from typer.main import get_command
 
 import rlk_align
-from rlk_align.api import public
+from rlk_align.api import pair, public
+from rlk_align.capture.request import TracePlan
 from rlk_align.cli.main import app
 from rlk_align.errors import BadOption, ContractError, CorruptTrace, UnknownEngine
 from rlk_align.trace.run import Run
@@ -143,6 +146,72 @@ def test_what_became_worse(runs: tuple[Path, Path], tmp_path: Path) -> None:
     assert rlk_align.gate(faulty, equal, contract=contract).status == "pass"
     with pytest.raises(BadOption, match="--recompute takes one run"):
         rlk_align.gate(equal, faulty, recompute=True)  # type: ignore[call-overload]
+
+
+def test_a_list_is_taken_where_the_command_line_takes_commas(
+    runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[pair.Pair] = []
+
+    def prepare(given: pair.Pair, *_: object) -> pair.PreparedPair:
+        asked.append(given)
+        raise BadOption("nothing is started")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pair, "prepare", prepare)
+        for arguments in (
+            {
+                "edges": ["prefill_vs_train", "decode_vs_train"],
+                "sites": ("attn", "embed"),
+                "layers": range(1, 4),
+                "allow_mismatch": ["weights", "tokens"],
+            },
+            {"edges": EDGE, "layers": np.int64(2), "allow_mismatch": "weights,tokens"},
+        ):
+            with pytest.raises(BadOption, match="nothing is started"):
+                rlk_align.compare(**arguments)
+    first, second = asked
+    assert first.edges == "prefill_vs_train,decode_vs_train"
+    assert first.plan == TracePlan(layers=(1, 3), sites=("attn", "embed"))
+    assert first.allow_mismatch == second.allow_mismatch == ["weights", "tokens"]
+    assert (second.edges, second.layers) == (EDGE, "2-2")
+    equal, _ = runs
+    verdict = rlk_align.compare(equal, equal, edges=[EDGE], contract=CONTRACT, run_dir="listed")
+    assert verdict.status == "pass"
+    assert Run(Path("listed")).record.command[-2:] == ["--edges", EDGE]
+
+
+NOT_VALUES: dict[str, dict[str, Any]] = {
+    "edges is 3; it must be text, or a list of names": {"edges": 3},
+    "edges is an empty list": {"edges": []},
+    "sites is [1]": {"sites": [1]},
+    "allow_mismatch is {'weights'}": {"allow_mismatch": {"weights"}},
+    "layers is [0, 3], and values are kept from one layer to another": {"layers": [0, 3]},
+    "layers is 1.5": {"layers": 1.5},
+    "rollout is ['hf']; it must be text": {"rollout": ["hf"]},
+    "model is 3": {"model": 3},
+    "contract is ['bf16']": {"contract": ["bf16"]},
+    "run_dir is ('a', 'b')": {"run_dir": ("a", "b")},
+    "max_new_tokens is '32'; it must be a whole number": {"max_new_tokens": "32"},
+    "seed is True": {"seed": True},
+    "fresh is 'no'; it must be True or False": {"fresh": "no"},
+    "prompts is 5; it must be a file, or a list of prompts": {"prompts": 5},
+}
+
+
+@pytest.mark.parametrize("said", NOT_VALUES)
+def test_a_value_of_another_kind_is_refused_by_its_name(said: str) -> None:
+    with pytest.raises(BadOption, match=re.escape(said)):
+        rlk_align.compare(**NOT_VALUES[said])
+
+
+def test_a_run_of_another_kind_is_refused_by_its_name() -> None:
+    with pytest.raises(BadOption, match="run is 3"):
+        rlk_align.load_run(3)  # type: ignore[arg-type]
+    with pytest.raises(BadOption, match="a run is 4"):
+        rlk_align.compare(4, 5)  # type: ignore[arg-type]
+    with pytest.raises(BadOption, match="recompute is 1"):
+        rlk_align.gate("run", recompute=1)  # type: ignore[call-overload]
 
 
 def test_mistakes_are_the_tools_own_errors(runs: tuple[Path, Path]) -> None:

@@ -2,6 +2,10 @@
 
 import importlib.metadata
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,10 +70,10 @@ def test_help_shows_the_defaults(light: Cli, command: str) -> None:
         assert f"[default: ({default})]" in said or f"[default: {default}]" in said, said
 
 
-def test_help_says_that_layerwise_changes_nothing(light: Cli) -> None:
+def test_help_says_what_layerwise_does(light: Cli) -> None:
     said = light("probe", "--help", env={"COLUMNS": "200"}).out
     (row,) = (line for line in said.splitlines() if "--layerwise" in line)
-    assert "No effect" in row
+    assert "Operator by operator, as a probe always does" in row
 
 
 def test_doctor_says_what_each_engine_can_do(cli: Cli) -> None:
@@ -104,6 +108,76 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 256,
 }
+_SPY = """
+import json, sys
+from rlk_align.cli import main
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["rlk-align", *words]
+    try:
+        main.main()
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    heavy = [name for name in ("torch", "vllm", "transformers") if name in sys.modules]
+    print(json.dumps([code, heavy]), flush=True)
+    print("SPY", file=sys.stderr, flush=True)
+"""
+
+
+def test_what_the_request_and_config_json_say_is_said_before_torch_is_imported(
+    tmp_path: Path, model_copy: Callable[..., Path]
+) -> None:
+    """Importing torch or an engine takes seconds, and loading a model takes minutes."""
+    for name in ("vllm", "megatron"):
+        require_engine(name)
+    short = model_copy("short", config={"max_position_embeddings": 512})
+    fp8 = model_copy("fp8", config={"quantization_config": {"quant_method": "fp8"}})
+    foreign = model_copy("foreign", config={"model_type": "gemma3_text"})
+    heads = model_copy("heads", config={"hidden_act": "gelu"})
+    long, chat = tmp_path / "long.txt", tmp_path / "chat.jsonl"
+    long.write_text("two\n" + "7 " * 600 + "\n" + "8 " * 500 + "\n")
+    chat.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    hf = ("--rollout", "hf", "--train", "hf")
+    said = {
+        ("compare", "--layers", "99"): "no layer 99",
+        ("probe", "--layers", "99"): "no layer 99",
+        ("compare", "--sites", "nosuch"): "'nosuch' is not a site",
+        ("compare", "--edges", "nosuch"): "--edges 'nosuch' is unknown",
+        ("compare", "--contract", "nosuch"): "no contract 'nosuch'",
+        ("compare", "--train", "megatron:tp=3"): "8 heads cannot be divided among 3 ranks",
+        ("selftest", "--engines", "hf,megatron:tp=3"): "8 heads cannot be divided among 3 ranks",
+        ("compare", "--model", str(heads)): "does not support hidden_act=gelu",
+        ("compare", "--model", str(fp8)): "its weights are quantized",
+        ("compare", *hf, "--model", str(fp8)): "its weights are quantized",
+        ("capture", "--engine", "vllm", "-o", "x", "--model", str(fp8)): "weights are quantized",
+        ("probe", *hf, "--model", str(fp8)): "its weights are quantized",
+        ("selftest", "--engines", "hf", "--model", str(fp8)): "its weights are quantized",
+        ("compare", "--tokens", "d", "--train", "hf", "--model", str(fp8)): "weights are quantized",
+        ("compare", "--model", str(foreign)): "'gemma3_text' in config.json is not a known family",
+        ("compare", "--prompts", str(long), "--model", str(short)): (
+            "2 prompts are too long: 'line2' of 1200, 'line3' of 1000 tokens; each of them and 32 "
+            "new ones exceed the 511 positions"
+        ),
+        ("capture", "--engine", "hf", "-o", "x", "--prompts", str(chat)): "has no chat template",
+        ("compare", *hf, "--model", str(short), "--max-new-tokens", "512"): (
+            "none of the 64 embedded prompts fits"
+        ),
+    }
+    environment = os.environ | {"COLUMNS": "1000"}
+    done = subprocess.run(
+        [sys.executable, "-c", _SPY, json.dumps([*said])],
+        **{"cwd": tmp_path, "env": environment, "capture_output": True, "text": True},
+        timeout=120,
+    )
+    for words, error, line in zip(
+        said, done.stderr.split("SPY\n"), done.stdout.splitlines(), strict=False
+    ):
+        assert said[words] in error, (words, error)
+        assert json.loads(line) == [2, []], (words, line)
+    assert len(done.stdout.splitlines()) == len(said), done.stderr
+    assert not [p for p in tmp_path.iterdir() if p.name in ("x", "rlk-runs")], "nothing was begun"
+
+
 UNFIT: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "dynamic rope": ("megatron", DYNAMIC, ("rope_type=dynamic", "--train hf")),
     "longrope": (
@@ -122,11 +196,6 @@ UNFIT: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         ("partial_rotary_factor=0.5", "--train hf"),
     ),
     "activation": ("megatron", {"hidden_act": "gelu_new"}, ("hidden_act=gelu_new", "--train hf")),
-    "quantized": (
-        "megatron",
-        {"quantization_config": {"quant_method": "fp8"}},
-        ("quantized weights", "--train hf"),
-    ),
     "megatron tp": ("megatron:tp=3", {}, ("tp=3", "8 heads", "tp=1|2|4|8")),
     "te": ("megatron:spec=te", {}, ("transformer_engine", "spec=local")),
     "no factor": ("megatron", {"rope_scaling": {"type": "yarn"}}, ("yarn without a factor",)),

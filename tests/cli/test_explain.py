@@ -9,6 +9,8 @@ from conftest import Cli
 from imported_runs import imported_run
 from simulate_dumps import faulty, healthy
 
+from rlk_align.diagnose.advice import NEXT
+
 FIELDS = {
     *("schema", "status", "exit_code", "contract", "model", "dtype", "tokens", "engines"),
     *("precheck", "controls", "coverage", "edges", "divergence", "divergences", "breaches"),
@@ -52,8 +54,9 @@ def test_a_faulty_run_is_named(cli: Cli, tmp_path: Path, fault: str, name: str, 
     assert done.verdict["exit_code"] == code
     assert done.verdict["diagnoses"][0]["name"] == name
     assert f"### {name}" in (tmp_path / "page.md").read_text(encoding="utf-8")
-    if "RUN" in done.verdict["diagnoses"][0]["next"]:
-        assert "'a run'" in done.out
+    advice = done.verdict["diagnoses"][0]["next"]
+    assert ("'a run'" in advice) == ("{RUN}" in NEXT[name])
+    assert "RUN" not in advice
 
 
 def test_names_from_a_file_are_escaped(cli: Cli, tmp_path: Path) -> None:

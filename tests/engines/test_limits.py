@@ -187,8 +187,8 @@ def test_a_window_that_is_not_used_is_none(monkeypatch: pytest.MonkeyPatch) -> N
 def test_of_another_interpreter_only_the_model_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     check("megatron:spec=te,python=/usr/bin/python3")
-    with pytest.raises(ModelError, match="quantized"):
-        check("megatron:python=/usr/bin/python3", quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ModelError, match="hidden_act=gelu_new"):
+        check("megatron:python=/usr/bin/python3", hidden_act="gelu_new")
     spec = EngineSpec.parse("vllm:python=/usr/bin/python3")
     model = data_path("model")
     spec.info.check(spec.option, read_config(model), replace(read_shape(model), head_dim=24))

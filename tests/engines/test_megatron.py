@@ -143,7 +143,6 @@ CASES: dict[str, Case] = {
     "misshapen": Case("misshapen"),
     "no_weights": Case("no_weights"),
     "te": Case("embedded", 1, {"spec": "te"}),
-    "quantized": Case("quantized"),
 }
 
 REFUSED = {
@@ -153,7 +152,6 @@ REFUSED = {
     "misshapen": ("ModelError", "up_proj.weight", "[55, 48]", "[56, 48]"),
     "no_weights": ("ModelError", "model.safetensors"),
     "te": ("MissingDependency", "transformer_engine", "spec=local"),
-    "quantized": ("ModelError", "quantized weights"),
 }
 """Case -> words of its error."""
 WHOLE = [
@@ -218,10 +216,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     damaged("incomplete", lambda t: t.pop(lost))
     damaged("misshapen", lambda t: t.update({lost: t[lost][:-1]}))
     damaged("no_weights", lambda t: t.clear())
-    damaged("quantized", lambda t: None)
-    path = found["quantized"] / "config.json"
-    quantization = {"quantization_config": {"quant_method": "fp8"}}
-    path.write_text(json.dumps(json.loads(path.read_text()) | quantization))
     return found
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from inprocess import command
 from synthetic import compared_run
 
-from rlk_align.capture.check import check_request
+from rlk_align.capture.check import check_prompts, check_request
 from rlk_align.capture.request import CaptureRequest
 from rlk_align.data import data_path
 from rlk_align.engines import worker
@@ -221,7 +221,9 @@ def test_configs(tiny: Path, seed: int) -> None:
         error: RlkError | None = None
         request = CaptureRequest(engine=spec, model=str(model), prompts=prompts, max_new_tokens=2)
         try:
-            shape, _ = check_request(request, sampling=True)
+            checked = check_request(request, sampling=True)
+            check_prompts(checked, load_prompts(prompts))
+            shape = checked.shape
             folder = Path(temporary) / "capture"
             folder.mkdir()
             shutil.copy(prompts, folder / "prompts.jsonl")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from rlk_align.data import data_path
 from rlk_align.errors import ModelError
 from rlk_align.model.families import read_shape
-from rlk_align.model.tensors import check_tensors, expected_tensors
+from rlk_align.model.tensors import check_not_quantized, check_tensors, expected_tensors
 
 SIZES = {
     **{"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4},
@@ -65,6 +65,27 @@ def test_every_missing_tensor_is_named(saved: Path) -> None:
         save_file(kept, saved / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ModelError, match=f"lacks {name}"):
             check(saved)
+
+
+def test_weights_in_eight_bits_are_refused_by_name(saved: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    change(saved, lambda t: t.update({name: t[name].to(torch.float8_e4m3fn)}))
+    with pytest.raises(ModelError, match=f"quantized .{name} is stored as F8_E4M3, one of 1 such"):
+        check(saved)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization by fp8"),
+        ({"quantization_config": {}}, "quantization by {}"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "by compressed-tensors"),
+    ],
+)
+def test_a_quantized_checkpoint_is_refused_by_its_config(config: dict, said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        check_not_quantized(Path("model"), config)
+    check_not_quantized(Path("model"), {"quantization_config": None})
 
 
 def test_unexpected_tensors_and_other_shapes_are_named(saved: Path) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 
 import numpy as np
 import pytest
@@ -27,7 +28,9 @@ def noisy(values: np.ndarray, seed: int, c: float = 0.04) -> np.ndarray:
     return np.where(other > 0, values, other)
 
 
-def rescored(run: Sequences, missing: np.ndarray | None = None, **sides: np.ndarray) -> Rescored:
+def rescored(
+    run: Sequences, missing: np.ndarray | None = None, model: str = "m", **sides: np.ndarray
+) -> Rescored:
     choice = Choice(
         sequences=run,
         temperature=1.0,
@@ -39,7 +42,12 @@ def rescored(run: Sequences, missing: np.ndarray | None = None, **sides: np.ndar
     nothing = np.zeros(run.tokens, dtype=bool) if missing is None else missing
     scores = {side: Scores(values, nothing, "bfloat16") for side, values in sides.items()}
     engine = EngineRecord(
-        name="hf", version="1", options={"attn": "a b"}, dtype="bfloat16", model="m", environment={}
+        name="hf",
+        version="1",
+        options={"attn": "a b"},
+        dtype="bfloat16",
+        model=model,
+        environment={},
     )
     engines = dict.fromkeys(sides, engine)
     return split(choice, explain([run], CONTRACT), scores, engines, CONTRACT)  # type: ignore[arg-type]
@@ -81,13 +89,22 @@ def test_the_rollouts_decode_is_the_decodes() -> None:
     assert "--model m --rollout 'hf:attn=a b' --edges decode_vs_prefill" in done.next
 
 
+def test_a_path_in_the_advice_stays_what_it_is() -> None:
+    run = dataclasses.replace(RUN, rollout=noisy(G, 5, **FAR))
+    sides = {"rollout": noisy(RUN.train, 1), "train": noisy(RUN.train, 2)}
+    for model in ("/ckpt/RUN/step_1", "/ckpt/DUMP-RUN", "/ckpt/{RUN}/{0}"):
+        done = rescored(run, model=model, **sides)
+        said = json.loads(rescored_json(done, "a dump", "a run"))["next"]
+        assert f"--model {shlex.quote(model)} --rollout" in said
+
+
 def test_the_engines_kernels_are_the_engines() -> None:
     other = noisy(G, 7, **FAR)
     run = dataclasses.replace(RUN, train=noisy(other, 8))
     done = rescored(run, rollout=noisy(G, 1), train=noisy(other, 2))
     assert done.carrier == "prefill_vs_train"
     assert done.odd is None
-    assert done.next.startswith("rlk-align probe RUN")
+    assert done.next.startswith("rlk-align probe {RUN}")
 
 
 @pytest.mark.parametrize(("side", "other"), [("train", "rollout"), ("rollout", "train")])

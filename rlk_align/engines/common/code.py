@@ -35,11 +35,14 @@ def code_places(model: Any, places: Iterable[Place]) -> dict[str, CodePlace]:
 
 
 def _source(kind: type) -> tuple[str, int]:
-    """The file below its installation, and the line at which a class computes."""
+    """The file below its installation, and the line at which a class computes: a class may inherit
+    its `forward` from another file."""
     try:
-        path = Path(inspect.getsourcefile(kind) or "")
-        line = inspect.getsourcelines(getattr(kind, "forward", kind))[1]
-    except (OSError, TypeError):
+        defines = next((k for k in kind.__mro__ if "forward" in vars(k)), kind)
+        forward = inspect.unwrap(vars(defines).get("forward", defines))
+        path = Path(inspect.getsourcefile(forward) or "")
+        line = inspect.getsourcelines(forward)[1]
+    except (OSError, TypeError, ValueError):
         return "", 0
     parts = path.parts
     if "site-packages" in parts:

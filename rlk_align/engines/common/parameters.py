@@ -103,7 +103,13 @@ def _count_not_finite(value: torch.Tensor) -> int:
     """The number of entries that are NaN or infinite, counted by blocks of rows: counting takes
     eight bytes an entry, and an engine leaves little of a GPU."""
     rows = max(1, BLOCK * len(value) // max(1, value.numel()))
-    return sum(int((~torch.isfinite(block)).sum()) for block in value.split(rows))
+    return sum(int((~_finite(block)).sum()) for block in value.split(rows))
+
+
+def _finite(block: torch.Tensor) -> torch.Tensor:
+    """torch has no `isfinite` of floats of eight bits, which a user's patch may leave."""
+    eight_bits = block.is_floating_point() and block.element_size() == 1
+    return torch.isfinite(block.float() if eight_bits else block)
 
 
 def even_shards(dim: int, sizes: Sequence[int]) -> tuple[Shard, ...]:

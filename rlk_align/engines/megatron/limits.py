@@ -59,7 +59,6 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
             partial != 1.0 and rope["rope_type"] != "default"
         ),
         **_unknown_routing(shape),
-        "quantized weights": config.get("quantization_config") is not None,
     }
     for what, is_so in refused.items():
         if is_so:

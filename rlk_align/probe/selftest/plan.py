@@ -2,13 +2,16 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from rlk_align.capture.request import CaptureRequest
 from rlk_align.engines.faults.catalogue import FAULTS, Chosen, faults_of
 from rlk_align.engines.faults.fault import ALL
 from rlk_align.engines.registry import engine_info, require_installed
 from rlk_align.engines.spec import COMMON_OPTIONS, EngineSpec
 from rlk_align.errors import BadOption
 from rlk_align.model.families import ModelShape
+from rlk_align.model.prompts import Prompt
 from rlk_align.model.sites import model_sites
 
 OWN = {
@@ -16,6 +19,29 @@ OWN = {
     "model": "the self-test gives all engines one model: name it by --model",
 }
 """Options of engines that the self-test sets -> what to say where they are given."""
+
+
+PROMPTS, NEW_TOKENS = 8, 16
+"""How much text the faults are seen on: some 600 rows of the embedded prompts."""
+
+
+def middle(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts of middle length: short ones show little of attention, long ones take long."""
+    every = sorted(prompts, key=lambda p: len(p.ids or p.text or ""))
+    first = max(0, (len(every) - PROMPTS) // 2)
+    return every[first : first + PROMPTS]
+
+
+def scoring_request(engine: EngineSpec, model: str, prompts: Path) -> CaptureRequest:
+    """A capture of what a self-test compares."""
+    return CaptureRequest(
+        engine=engine,
+        model=model,
+        prompts=prompts,
+        max_new_tokens=NEW_TOKENS,
+        passes=("prefill",),
+        controls=False,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,20 +3,27 @@ one of another engine."""
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
 from rlk_align.capture.capture import capture, capture_each
-from rlk_align.capture.check import check_request
 from rlk_align.capture.request import CaptureRequest
 from rlk_align.engines.faults.fault import Fault
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.model.prompts import load_prompts, save_prompts
 from rlk_align.probe.selftest.biased import biased_model
 from rlk_align.probe.selftest.detect import alarms, detection, first_parting, shown_as, verdict_of
-from rlk_align.probe.selftest.plan import Case, cases, pairs, pairs_of, refused
+from rlk_align.probe.selftest.plan import (
+    Case,
+    cases,
+    middle,
+    pairs,
+    pairs_of,
+    refused,
+    scoring_request,
+)
 from rlk_align.probe.selftest.record import CleanPair, Detection, SelfTest
 from rlk_align.probe.selftest.tied import tied_model
 from rlk_align.progress import Progress
@@ -27,8 +34,6 @@ from rlk_align.trace.run import Run
 Reported = TypeVar("Reported", Detection, CleanPair)
 TOGETHER, SEEDS_TOGETHER = 16, 5
 """Faults, and seeds, whose captures are on disk at a time."""
-PROMPTS, NEW_TOKENS = 8, 16
-"""How much text the faults are seen on: some 600 rows of the embedded prompts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,14 +92,9 @@ class _SelfTest:
         """The whole of it."""
         r = self.request
         self._prompts = self.run.folder / "selftest-prompts.jsonl"
-        every = sorted(load_prompts(r.prompts), key=lambda p: len(p.ids or p.text or ""))
-        # Of middle length: short ones show little of attention, long ones take long.
-        first = max(0, (len(every) - PROMPTS) // 2)
-        save_prompts(every[first : first + PROMPTS], self._prompts)
+        save_prompts(middle(load_prompts(r.prompts)), self._prompts)
         # One that samples stands first in every pair.
         first_engine = pairs(r.engines)[0][0]
-        for engine in r.engines:
-            check_request(self._request(engine, None), sampling=engine == first_engine)
         self._base = self._sampled(first_engine, 0)
         every_case = cases(r.engines, r.faults, r.curves)
         todo = sorted(
@@ -127,15 +127,10 @@ class _SelfTest:
     def _request(
         self, engine: EngineSpec, fault: Fault | None, seed: int = 0, decode: bool = False
     ) -> CaptureRequest:
-        return CaptureRequest(
-            engine=engine,
-            model=str(self._model(fault.needs if fault else "")),
-            prompts=self._prompts,
-            max_new_tokens=NEW_TOKENS,
-            seed=seed,
-            passes=("decode", "prefill") if decode else ("prefill",),
-            controls=False,
-        )
+        model = str(self._model(fault.needs if fault else ""))
+        request = scoring_request(engine, model, self._prompts)
+        passes = ("decode", *request.passes) if decode else request.passes
+        return replace(request, seed=seed, passes=passes)
 
     def _model(self, needs: str) -> Path:
         """The checkpoint, or one made of it that has what a fault needs."""

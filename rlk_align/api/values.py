@@ -1,0 +1,100 @@
+"""Arguments of the public functions, as the flags whose text the command line parses.
+
+What cannot be a flag's value is refused by its name.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+from rlk_align.errors import BadOption
+
+
+def converted(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments by name, each as its flag is. Raises BadOption for one of another kind."""
+    return {
+        name: None if value is None else _KINDS.get(name, _as_it_is)(name, value)
+        for name, value in arguments.items()
+    }
+
+
+def text(name: str, value: Any) -> str:
+    """A text, or a path as text."""
+    if isinstance(value, str | os.PathLike):
+        path = os.fspath(value)
+        if isinstance(path, str):
+            return path
+    raise BadOption(f"{name} is {value!r}; it must be text")
+
+
+def _path(name: str, value: Any) -> Path:
+    return Path(text(name, value))
+
+
+def _number(name: str, value: Any) -> int:
+    if not _is_whole(value):
+        raise BadOption(f"{name} is {value!r}; it must be a whole number")
+    return int(value)
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether it is a whole number, of Python or NumPy."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise BadOption(f"{name} is {value!r}; it must be True or False")
+    return value
+
+
+def _names(name: str, value: Any) -> str:
+    """Names between commas, from such a text or from a list of names."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
+        raise BadOption(f"{name} is {value!r}; it must be text, or a list of names")
+    if not value and name != "allow_mismatch":
+        raise BadOption(f"{name} is an empty list", "leave it out for all")
+    return ",".join(value)
+
+
+def _layers(name: str, value: Any) -> str:
+    """`A-B`, from such a text, one layer, or a list of layers that follow one another."""
+    if isinstance(value, str):
+        return value
+    layers = [value] if _is_whole(value) else value
+    if not isinstance(layers, Sequence) or not layers or not all(map(_is_whole, layers)):
+        raise BadOption(f"{name} is {value!r}; it must be text, a layer, or a list of layers")
+    if list(layers) != list(range(layers[0], layers[0] + len(layers))):
+        raise BadOption(
+            f"{name} is {value!r}, and values are kept from one layer to another",
+            f'"{min(layers)}-{max(layers)}" has all of them',
+        )
+    return f"{layers[0]}-{layers[-1]}"
+
+
+def _prompts(name: str, value: Any) -> Path | tuple[Any, ...]:
+    if isinstance(value, str | os.PathLike):
+        return _path(name, value)
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
+        raise BadOption(f"{name} is {value!r}; it must be a file, or a list of prompts")
+    return tuple(value)
+
+
+def _as_it_is(_name: str, value: Any) -> Any:
+    return value
+
+
+_KINDS: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(("engine", "rollout", "train", "kernels", "trace_budget"), text),
+    **dict.fromkeys(("model", "contract", "tokens", "run", "later"), text),
+    **dict.fromkeys(("run_dir", "out"), _path),
+    **dict.fromkeys(("max_new_tokens", "seed"), _number),
+    **dict.fromkeys(("fresh", "production", "recompute"), _flag),
+    **dict.fromkeys(("sites", "edges", "allow_mismatch"), _names),
+    **{"layers": _layers, "prompts": _prompts},
+}
+"""Argument -> what makes a flag's value of it."""
