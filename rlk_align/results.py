@@ -426,6 +426,46 @@ class EngineRecord(Result):
     environment: dict[str, str]
 
 
+class GraphReplays(Result):
+    """The CUDA graphs of one pass, counted in the engine while it ran."""
+
+    steps: Count
+    """Forwards of the model."""
+    replayed_steps: Count
+    """Those that replayed a CUDA graph."""
+    replays: dict[str, Count]
+    """Replays by mode: `full`, of a whole forward, or `piecewise`, of a part of one."""
+    captured: dict[str, Count]
+    """How many graphs of each mode the engine had captured before the pass."""
+
+    @property
+    def total(self) -> int:
+        """All replays."""
+        return sum(self.replays.values())
+
+
+class ProductionPass(Result):
+    """One un-tapped pass of the production mode against the observed one."""
+
+    metrics: EdgeMetrics
+    """Of the tokens that both have; Δ = observed − production."""
+    expected: Count
+    """Sampled tokens of the batch."""
+    parted: list[Cell] = []
+    """Where a decode sampled another token than the observed one, by sample: from there on its
+    text is another, and nothing is compared."""
+    graphs: GraphReplays | None = None
+    """None where the engine has no CUDA graphs, or tells nothing of them."""
+
+    @property
+    def replays(self) -> int:
+        """CUDA graphs that were replayed, and seen to be."""
+        return self.graphs.total if self.graphs else 0
+
+
+PassName = Literal["decode", "prefill"]
+
+
 class Comparison(Result):
     """comparison.json: everything that a contract judges."""
 
@@ -459,7 +499,10 @@ class Comparison(Result):
     referee: list[RefereedUnit] = []
     """Every operator of every pass of the edges, in execution order."""
     production: EdgeMetrics | None = None
-    """The un-tapped production mode against the observed one; None where not measured."""
+    """The un-tapped production mode against the observed one, over the tokens of all its passes;
+    None where not measured."""
+    production_passes: dict[PassName, ProductionPass] = {}
+    """The same by pass; empty too in a run of an earlier version, which had a prefill alone."""
     same_capture: bool = False
     """Whether both sides are one capture: their equality says nothing."""
 

@@ -1,15 +1,17 @@
 """vLLM on two GPUs against every layout of every training engine, in one table.
 
     python scripts/compare_layouts.py --model M --out OUT [--kernels rlk off]
-                                      [--max-new-tokens 32] [--limit 540]
+                                      [--train megatron:tp=2,sp=1] [--max-new-tokens 32]
+                                      [--limit 540]
 
 Needs two GPUs, vLLM and megatron-core, the kernels installed as vLLM's plugin, and a model with its
 prompts as `fixtures/make_large_model.py` makes them: a dense or a sparse one, whose experts
-Megatron's ranks share then. vLLM at tp=2 samples, scores again, and scores
-once more compiled and with CUDA graphs; each training engine scores those tokens with the kernels,
-and the contract is `bitwise`. vLLM on one GPU samples by itself. Without the kernels, two pairs
-show the drift. Writes OUT/layouts.json and OUT/layouts.md, and fails where a pair with the kernels
-has another bit or did not finish. The same call again goes on with what did not finish.
+Megatron's ranks share then. vLLM at tp=2 samples and scores, eager and once more compiled, with
+CUDA graphs; each training engine scores those tokens with the kernels, and the contract is
+`bitwise`. vLLM on one GPU samples by itself. Without the kernels, two pairs show the drift. Writes
+OUT/layouts.json and OUT/layouts.md, and fails where a pair with the kernels has another bit, where
+nothing compiled replayed a CUDA graph, or where one did not finish. The same call again goes on
+with what did not finish.
 Comparisons with the kernels run side by side: their times say nothing. Those without them run one
 by one, because two engines of their own memory do not fit beside others: `--kernels off` asks for
 them alone.
@@ -136,14 +138,17 @@ def prompts(model: Path, tokens: int) -> tuple[str, ...]:
     return ("--prompts", str(model / "prompts.jsonl"), "--max-new-tokens", str(tokens))
 
 
-def layouts(model: Path) -> list[tuple[str, str]]:
-    """Each training engine's spec, and its GPUs."""
-    return list((SPARSE if read_shape(model).experts else DENSE).items())
+def layouts(model: Path, wanted: list[str] | None) -> list[tuple[str, str]]:
+    """Each training engine's spec, and its GPUs; of those that are wanted."""
+    found = SPARSE if read_shape(model).experts else DENSE
+    return [(train, gpus) for train, gpus in found.items() if wanted is None or train in wanted]
 
 
-def with_the_kernels(out: Path, model: Path, tokens: int, until: float) -> list[dict[str, Any]]:
+def with_the_kernels(
+    out: Path, model: Path, wanted: list[str] | None, tokens: int, until: float
+) -> list[dict[str, Any]]:
     sampling = [*asked(model), *prompts(model, tokens)]
-    (train, _), *others = layouts(model)
+    (train, _), *others = layouts(model, wanted)
     first = compared(
         out, with_kernels(ROLLOUT, "rlk"), train, "rlk", [*sampling, "--production"],
         f"vllm:tp=2 / {train}",
@@ -169,9 +174,11 @@ def with_the_kernels(out: Path, model: Path, tokens: int, until: float) -> list[
     return [job.result() for job in done]
 
 
-def without(out: Path, model: Path, tokens: int, until: float) -> list[dict[str, Any]]:
+def without(
+    out: Path, model: Path, wanted: list[str] | None, tokens: int, until: float
+) -> list[dict[str, Any]]:
     """One by one. The second one scores the tokens of the first."""
-    words, (train, _) = [*asked(model), "--no-production"], layouts(model)[0]
+    words, (train, _) = [*asked(model), "--no-production"], layouts(model, wanted)[0]
     pair = compared(
         out, with_kernels(ROLLOUT, "off"), train, "off", [*words, *prompts(model, tokens)],
         f"vllm:tp=2 / {train}",
@@ -184,13 +191,38 @@ def without(out: Path, model: Path, tokens: int, until: float) -> list[dict[str,
 RUNS = {"rlk": with_the_kernels, "off": without}
 
 
+def production_cells(verdict: dict[str, Any]) -> list[str]:
+    """Of the compiled passes, decode and prefill: log-probs with other bits than the eager ones',
+    and CUDA graphs that were replayed; empty where there are none."""
+    passes = (verdict["controls"].get("production") or {}).values()
+    return [
+        ", ".join(f"{p['metrics']['bit_mismatches']:,} of {p['expected']:,}" for p in passes),
+        ", ".join(f"{p['cuda_graph_replays']:,}" for p in passes),
+    ]
+
+
+def replayed(verdict: dict[str, Any]) -> bool:
+    """Whether each compiled pass has every token, each with the bits of the eager one, and replayed
+    CUDA graphs where there is a GPU."""
+    passes = (verdict["controls"].get("production") or {}).values()
+    return all(
+        p["metrics"]["tokens"] == p["expected"]
+        and p["metrics"]["bit_mismatches"] == 0
+        and (p["cuda_graph_replays"] > 0 or not torch.cuda.is_available())
+        for p in passes
+    )
+
+
+PRODUCTION = ("compiled: other log-probs, decode, prefill", "CUDA graph replays")
+
+
 def row(found: dict[str, Any]) -> str:
     verdict = found["verdict"]
     coverage = verdict["coverage"] if verdict else {}
     if "paired" not in coverage:  # it did not come to that
         code = found["exit"]
         ended = "did not finish" if code is None else f"exit {code}"
-        return f"| {found['pair']} | {found['kernels']} | {ended} |" + " |" * 6
+        return f"| {found['pair']} | {found['kernels']} | {ended} |" + " |" * 8
     edges = [verdict["edges"].get(name) or {} for name in EDGES]
     routing = (verdict.get("routing") or {}).get(EDGES[1])
     first = (verdict["divergence"] or {}).get("first_bitwise")
@@ -201,6 +233,7 @@ def row(found: dict[str, Any]) -> str:
         f"{edges[1]['max_abs_dlogp']:.2g}" if edges[1] else "",
         f"{routing['flipped_tokens']:,} of {routing['tokens']:,}" if routing else "",
         first["site"] if first else "none",
+        *production_cells(verdict),
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
 
@@ -209,9 +242,9 @@ def table(found: list[dict[str, Any]]) -> str:
     columns = (
         "rollout / train", "kernels", "verdict", "rows paired", "other log-probs, decode / prefill",
         "prefill / training", "its max abs Δ", "tokens sent to other experts",
-        "first site with another bit",
+        "first site with another bit", *PRODUCTION,
     )  # fmt: skip
-    rule = "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |"
+    rule = "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- | ---: | ---: |"
     return "\n".join(["| " + " | ".join(columns) + " |", rule, *map(row, found), ""])
 
 
@@ -219,6 +252,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    choices = tuple(dict.fromkeys([*DENSE, *SPARSE]))
+    parser.add_argument("--train", nargs="+", choices=choices, help="default: all of the model's")
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument(
         "--limit", type=float, default=540, help="seconds; what runs then is killed"
@@ -227,11 +262,13 @@ def main() -> int:
         "--kernels", nargs="+", choices=RUNS, default=tuple(RUNS), help="which pairs"
     )
     args = parser.parse_args()
+    if not layouts(args.model, args.train):
+        parser.error("no layout of --train is one of the model's")
     until = time.monotonic() + args.limit
     found = [
         pair
         for kernels in args.kernels
-        for pair in RUNS[kernels](args.out, args.model, args.max_new_tokens, until)
+        for pair in RUNS[kernels](args.out, args.model, args.train, args.max_new_tokens, until)
     ]
     cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     report = {
@@ -243,7 +280,8 @@ def main() -> int:
     (args.out / "layouts.json").write_text(json.dumps(report, indent=1) + "\n")
     (args.out / "layouts.md").write_text(table(found))
     print(table(found))
-    return int(any(f["exit"] != 0 for f in found if f["kernels"] == "rlk"))
+    equal = [f["exit"] == 0 and replayed(f["verdict"]) for f in found if f["kernels"] == "rlk"]
+    return int(not all(equal))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
     python scripts/compare_sparse.py --model M --out OUT [--train hf] [--kernels rlk] \\
         [--max-new-tokens 32] [--limit 400]
 
-With the kernels vLLM samples, scores again, and scores once more compiled and with CUDA graphs;
+With the kernels vLLM samples and scores, eager and once more compiled, with CUDA graphs;
 Megatron and HF score those tokens, and the contract is `bitwise`. Without them the same pairs show
 the drift, and the tokens that are sent to other experts. Writes OUT/sparse.json and OUT/sparse.md,
 and fails where a pair with the kernels has another bit or did not finish. The same call again goes
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compare_layouts import compared, with_kernels
+from compare_layouts import PRODUCTION, compared, production_cells, replayed, with_kernels
 
 ROOT = Path(__file__).parents[1]
 TRAIN, MODES = ("megatron", "hf"), ("rlk", "off")
@@ -39,6 +39,7 @@ COLUMNS = (
     "its max abs Δ",
     "tokens sent to other experts",
     "first site with another bit",
+    *PRODUCTION,
 )
 
 
@@ -91,22 +92,25 @@ def row(found: dict[str, Any]) -> str:
         *(f"{trained[k]:.2g}" if trained else "" for k in ("mean_abs_dlogp", "max_abs_dlogp")),
         f"{routing['flipped_tokens']:,} of {routing['tokens']:,}" if routing else "",
         first["site"] if first else "none",
+        *production_cells(verdict),
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    rule = "| --- | --- | --- |" + " ---: |" * (len(COLUMNS) - 4) + " --- |"
+    rule = "| --- | --- | --- |" + " ---: |" * 6 + " --- | ---: | ---: |"
     return "\n".join(["| " + " | ".join(COLUMNS) + " |", rule, *map(row, found), ""])
 
 
 def equal(found: dict[str, Any]) -> bool:
-    """Whether a pair finished, with rows and log-probs on each edge and no bit of them another."""
+    """Whether a pair finished, with rows and log-probs on each edge and no bit of them another,
+    compiled too."""
     verdict = found["verdict"]
     if found["exit"] != 0 or verdict is None:
         return False
     edges = [verdict["edges"].get(name) for name in EDGES]
-    return all(e is not None and e["tokens"] > 0 and e["bit_mismatches"] == 0 for e in edges)
+    same = all(e is not None and e["tokens"] > 0 and e["bit_mismatches"] == 0 for e in edges)
+    return same and replayed(verdict)
 
 
 def tiny_prompts(path: Path) -> Path:

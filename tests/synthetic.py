@@ -23,7 +23,7 @@ from rlk_align.model.prompts import Prompt, Sample, TokenBatch, save_prompts
 from rlk_align.model.sites import Site, model_sites
 from rlk_align.pipeline import measured
 from rlk_align.report.verdict_json import verdict_json
-from rlk_align.results import Comparison
+from rlk_align.results import Comparison, GraphReplays
 from rlk_align.trace.checksums import CHECKSUMS, add_checksums
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.records import save_record
@@ -147,6 +147,8 @@ def write_pass(
     without: dict[str, Cells | None] | None = None,
     also: Sequence[tuple[str, torch.Tensor, Sequence[int], Sequence[int]]] = (),
     unexposed: dict[str, str] | None = None,
+    graphs: GraphReplays | None = None,
+    parted: Cells = (),
 ) -> None:
     """Writes one pass; `without` drops rows of sites (None: all of them), `also` adds rows."""
     order = {cell: n for n, cell in enumerate(all_cells(batch))}
@@ -162,7 +164,7 @@ def write_pass(
             writer(site.name, rows, sample, position)
         for name, extra, sample_list, position_list in also:
             writer(name, extra, np.array(sample_list), np.array(position_list))
-        writer.finish(unexposed or {})
+        writer.finish(unexposed or {}, graphs, list(parted))
 
 
 def write_trace(

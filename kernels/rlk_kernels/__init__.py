@@ -35,6 +35,7 @@ from rlk_kernels.ops.attention.shared_schedule import Schedule
 from rlk_kernels.ops.combine.operator import combine_experts
 from rlk_kernels.ops.corrected_routing.operator import route_corrected
 from rlk_kernels.ops.embedding.operator import embedding
+from rlk_kernels.ops.experts.ahead import warm_up_experts
 from rlk_kernels.ops.experts.operator import (
     ExpertGroups,
     group_by_expert,
@@ -119,6 +120,7 @@ __all__ = [
     "router_z_loss",
     "swiglu",
     "warm_up",
+    "warm_up_experts",
     "warm_up_paged_attention",
     "write_kv_cache",
 ]

@@ -122,5 +122,6 @@ def _passes(request: CaptureRequest, sampling: bool) -> tuple[str, ...]:
         if name != "decode" or sampling:
             passes += [name, *(f"{name}.{v}" for v in CONTROL_VARIANTS if request.controls)]
     if request.production:
-        passes.append("prefill.production")
+        shown = (name for name in request.passes if name != "decode" or sampling)
+        passes += (f"{name}.production" for name in shown)
     return tuple(passes)

@@ -33,7 +33,7 @@ class CaptureRequest:
     controls: bool = True
     """Whether each observed pass is also run without taps, and again."""
     production: bool = False
-    """Whether to score once more in the engine's un-tapped production mode."""
+    """Whether each observed pass is run once more in the engine's un-tapped production mode."""
 
     @property
     def model_path(self) -> str:

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import get_args
 
+import numpy as np
 import pyarrow as pa
 
 from rlk_align.compare.choice import Routers
@@ -24,6 +26,8 @@ from rlk_align.results import (
     EdgeResult,
     EngineRecord,
     Kind,
+    PassName,
+    ProductionPass,
     SideName,
 )
 from rlk_align.trace.reader import Trace
@@ -53,6 +57,7 @@ def measure(
     rows = NO_ROWS
     missing: dict[EdgeName, str] = {}
     production: EdgeMetrics | None = None
+    passes: dict[PassName, ProductionPass] = {}
     if all(m.kind in allowed or not m.stops for m in mismatches):
         index = RowIndex(rollout.tokens)
         sites = model_sites(rollout.record.shape)
@@ -66,7 +71,7 @@ def measure(
         wanted = [_edge(name, sides, index) for name in present]
         edges, by_row = compare_edges(wanted, sites, index, progress)
         rows = rows_table(by_row, index, Path(rollout.record.model))
-        production = _production(rollout, index)
+        production, passes = _production(rollout, index)
     comparison = Comparison(
         model=rollout.record.model,
         dtype=lower_precision(rollout.record.dtype, train.record.dtype),
@@ -83,6 +88,7 @@ def measure(
         judged=list(judged),
         missing_edges=missing,
         production=production,
+        production_passes=passes,
         same_capture=rollout.checksums == train.checksums,
     )
     return comparison, rows
@@ -125,14 +131,28 @@ def _side(trace: Trace, side: SideName, passname: str) -> Side:
     )
 
 
-def _production(rollout: Trace, index: RowIndex) -> EdgeMetrics | None:
-    """The engine's un-tapped production mode against its observed prefill."""
-    if not rollout.has_pass("prefill.production") or not rollout.has_pass("prefill"):
-        return None
-    _, first, second = paired_logprobs(
-        rollout.read_pass("prefill.production"), rollout.read_pass("prefill"), index
-    )
-    return edge_metrics(first, second)
+def _production(
+    rollout: Trace, index: RowIndex
+) -> tuple[EdgeMetrics | None, dict[PassName, ProductionPass]]:
+    """The engine's un-tapped production mode against its observed one: over all tokens, and by
+    pass."""
+    found: dict[PassName, tuple[np.ndarray, np.ndarray]] = {}
+    passes: dict[PassName, ProductionPass] = {}
+    for name in get_args(PassName):
+        if not rollout.has_pass(f"{name}.production") or not rollout.has_pass(name):
+            continue
+        production = rollout.read_pass(f"{name}.production")
+        found[name] = paired_logprobs(production, rollout.read_pass(name), index)[1:]
+        passes[name] = ProductionPass(
+            metrics=edge_metrics(*found[name]),
+            expected=int(index.counted.sum()),
+            parted=production.record.parted,
+            graphs=production.record.graphs,
+        )
+    if not passes:
+        return None, {}
+    both = zip(*found.values(), strict=True)
+    return edge_metrics(*(np.concatenate(logprobs) for logprobs in both)), passes
 
 
 def engine_record(trace: Trace) -> EngineRecord:

@@ -21,7 +21,7 @@ from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
 from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import TokenBatch
-from rlk_align.results import CodePlace
+from rlk_align.results import CodePlace, GraphReplays
 
 Found = TypeVar("Found")
 SamplesDone = Callable[[int], None]
@@ -66,6 +66,8 @@ class Engine(ABC):
     """Where processes that the engine starts itself note their heartbeat."""
     kernels: Kernels | None = None
     """What is put under its operators; set before `open`."""
+    graphs: GraphReplays | None = None
+    """The CUDA graphs that its last pass in production replayed; None where it counts none."""
     replaced: Mapping[str, str] = MappingProxyType({})
     """Site -> the implementation of ours that computes it, or `own`; empty without `kernels`."""
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rlk_align.engines.base import Engine, Logprobs, Sampling
+from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling
 from rlk_align.engines.manifest import write_manifest
 from rlk_align.engines.planted import PlantedFault
 from rlk_align.engines.process import heartbeat
@@ -38,6 +38,7 @@ from rlk_align.model.prompts import Prompt, Sample, TokenBatch, check_lengths, l
 from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.sites import model_sites
 from rlk_align.model.tokenise import tokenise
+from rlk_align.results import Cell
 from rlk_align.trace.checksums import add_checksums
 from rlk_align.trace.records import writing
 from rlk_align.trace.schema import TRACE_FILES
@@ -142,31 +143,60 @@ def _run_pass(
             events.send(**_stage(job, name, done, total))
 
     progress(0)
-    extra: dict[str, Any] = {}
-    if name in job.interventions:
-        extra["intervention"] = job.interventions[name]
+    if variant == "production" and job.engine.info.compiles:
+        # The first one compiles what is left; the second one is timed, and kept.
+        _computed(job, engine, batch, name, None, progress)
     with _open_part(job, engine, name, plan) as writer:
-        tap = writer if variant in ("", "repeat") or extra else None
-        if kind == "decode":
-            sampling = Sampling(job.max_new_tokens, job.seed, forced=bool(extra))
-            with _all_called(engine, batch):
-                sampled = engine.sample(batch, sampling, tap, progress, **extra)
-            logprobs = sampled.logprobs
-            if not batch.sampled_tokens:
-                batch = batch.with_responses(sampled.responses)
-                with writing(job.folder / "tokens.parquet"):
-                    batch.save(job.folder / "tokens.parquet")
-        else:
-            with _all_called(engine, batch):
-                logprobs = engine.score(batch, tap, progress, **extra)
-        _add_logprobs(writer, batch, logprobs)
+        tapped = variant in ("", "repeat") or name in job.interventions
+        with _all_called(engine, batch):
+            found = _computed(job, engine, batch, name, writer if tapped else None, progress)
+        if kind == "decode" and not batch.sampled_tokens:
+            batch = batch.with_responses(found.responses)
+            with writing(job.folder / "tokens.parquet"):
+                batch.save(job.folder / "tokens.parquet")
+        parted: list[Cell] = []
+        if variant == "production" and kind == "decode":
+            found, parted = _in_common(batch, found)
+        _add_logprobs(writer, batch, found.logprobs)
         if not first:
             writer.close()
         barrier(engine.ranks)
         if first:
-            writer.finish(engine.unexposed(kind))
+            writer.finish(engine.unexposed(kind), engine.graphs, parted)
             add_checksums(job.folder, (*TRACE_FILES, f"{name}/pass.json"))
     return batch
+
+
+def _computed(
+    job: Job,
+    engine: Engine,
+    batch: TokenBatch,
+    name: str,
+    tap: PassWriter | None,
+    progress: SamplesDone,
+) -> Sampled:
+    """The log-probs of a pass, and what a decode sampled."""
+    extra: dict[str, Any] = {}
+    if name in job.interventions:
+        extra["intervention"] = job.interventions[name]
+    if name.partition(".")[0] != "decode":
+        return Sampled([], engine.score(batch, tap, progress, **extra))
+    sampling = Sampling(job.max_new_tokens, job.seed, forced=bool(extra))
+    return engine.sample(batch, sampling, tap, progress, **extra)
+
+
+def _in_common(batch: TokenBatch, sampled: Sampled) -> tuple[Sampled, list[Cell]]:
+    """What a decode sampled, as far as it is what the batch has; and where it is not, by sample."""
+    common: list[list[int]] = []
+    parted: list[Cell] = []
+    for i, (s, ids) in enumerate(zip(batch.samples, sampled.responses, strict=True)):
+        pairs = zip(s.response_ids, ids, strict=False)
+        equal = next((k for k, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(s.ids)))
+        common.append(ids[:equal])
+        if equal < len(s.response_ids):
+            parted.append((i, len(s.prompt_ids) - 1 + equal))
+    logprobs = {i: logprob[: len(common[i])] for i, logprob in sampled.logprobs.items()}
+    return Sampled(common, logprobs), parted
 
 
 def _all_called(engine: Engine, batch: TokenBatch) -> AbstractContextManager[None]:

@@ -40,6 +40,7 @@ from rlk_align.report.words import (
     noise_words,
     parting_words,
     positions_words,
+    production_words,
     rank_words,
     site_figures,
     whose_off,
@@ -119,6 +120,8 @@ def _sides(c: Comparison) -> Iterator[Text]:
                 f"         production against observed: max |Δ| {c.production.max_abs_dlogp:.2g}, "
                 f"mean |Δ| {c.production.mean_abs_dlogp:.2g}"
             )
+            for name, found in c.production_passes.items():
+                yield line(f"           {name}: {production_words(found)}", style="dim")
 
 
 def _edge_figures(verdict: Verdict, console: Console) -> Iterator[Table | Text]:

@@ -125,6 +125,10 @@ def _controls_json(c: Comparison) -> dict[str, Any]:
         "observer_detail": c.controls.observer_detail,
         "noise_floor": noise,
         "production_vs_observed": production,
+        "production": {
+            name: found.model_dump() | {"cuda_graph_replays": found.replays}
+            for name, found in c.production_passes.items()
+        },
     }
 
 

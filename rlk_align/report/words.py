@@ -17,6 +17,7 @@ from rlk_align.results import (
     Introducer,
     Mismatch,
     Noise,
+    ProductionPass,
     SiteResult,
 )
 
@@ -25,6 +26,27 @@ def engine_spec(engine: EngineRecord) -> str:
     """E.g. `vllm:tp=2`, as the command line takes it."""
     options = ",".join(f"{k}={v}" for k, v in engine.options.items())
     return f"{engine.name}:{options}" if options else engine.name
+
+
+def production_words(found: ProductionPass) -> str:
+    """What one pass of the production mode rests on: tokens, and CUDA graphs."""
+    words = f"{found.metrics.tokens:,} of {found.expected:,} tokens compared"
+    if found.parted:
+        sample, position = found.parted[0]
+        words += (
+            f", {len(found.parted):,} samples part from the observed text "
+            f"(first sample {sample}, after position {position})"
+        )
+    graphs = found.graphs
+    if graphs is None:
+        return f"{words}; without CUDA graphs"
+    if not found.replays:
+        return f"{words}; no CUDA graph was replayed in {graphs.steps:,} steps"
+    by_mode = ", ".join(f"{count:,} {mode}" for mode, count in sorted(graphs.replays.items()))
+    return (
+        f"{words}; {found.replays:,} CUDA graph replays ({by_mode}) in {graphs.replayed_steps:,} "
+        f"of {graphs.steps:,} steps"
+    )
 
 
 def noise_words(noise: Noise | str | None) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 from pydantic import Field
 
 from rlk_align.model.families import ModelShape
-from rlk_align.results import CodePlace
+from rlk_align.results import Cell, CodePlace, GraphReplays
 from rlk_align.trace.checksums import CHECKSUMS, Checksums, FileRecord, check_files, read_checksums
 from rlk_align.trace.records import Record, load_record
 
@@ -175,6 +175,11 @@ class PassRecord(Record):
     held: list[HeldRows] = Field(default_factory=list)
     """Which rank has which rows of the sites that are not in the trace's `shards`; empty where each
     rank has them all."""
+    graphs: GraphReplays | None = None
+    """The CUDA graphs that a production pass replayed; None where the engine has none."""
+    parted: list[Cell] = Field(default_factory=list)
+    """Where a production decode sampled another token than the batch has, by sample: its log-probs
+    end before that."""
     files: dict[str, FileRecord]
     """Every other file of the pass."""
     seconds: float

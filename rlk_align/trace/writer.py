@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from rlk_align.errors import EngineFailed
 from rlk_align.model.rotary import Rotary
+from rlk_align.results import Cell, GraphReplays
 from rlk_align.trace.boundaries import BoundaryCheck
 from rlk_align.trace.checksums import FileRecord
 from rlk_align.trace.digest import digest_rows, row_statistics
@@ -217,7 +218,12 @@ class PassWriter:
         )
         save_record(record, self._folder / f"part-{self._part}.json")
 
-    def finish(self, unexposed: dict[str, str]) -> None:
+    def finish(
+        self,
+        unexposed: dict[str, str],
+        graphs: GraphReplays | None = None,
+        parted: Sequence[Cell] = (),
+    ) -> None:
         """Closes part 0, puts the parts together and gives the folder its final name."""
         self.close()
         paths = sorted(self._folder.glob("part-*.json"))
@@ -234,6 +240,8 @@ class PassWriter:
             unexposed=unexposed,
             overwritten=sum((Counter(p.overwritten) for p in parts), Counter()),
             held=[rows for p in parts for rows in p.held],
+            graphs=graphs,
+            parted=list(parted),
             files=files,
             seconds=max(p.seconds for p in parts),
         )

@@ -29,7 +29,7 @@ from rlk_align.judge.verdict import judge
 from rlk_align.model.edges import EDGES, passes_for
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.report.verdict_json import verdict_json
-from rlk_align.results import Comparison
+from rlk_align.results import Comparison, GraphReplays
 from rlk_align.trace.reader import Trace
 
 VALUES = draw()
@@ -251,6 +251,28 @@ def test_production_is_measured_against_the_observed_prefill(tmp_path: Path) -> 
     assert comparison.production.bit_mismatches == 1
     # Δ = the observed mode minus production.
     assert comparison.production.k1 == pytest.approx(0.5 / BATCH.sampled_tokens, abs=1e-6)
+
+
+def test_each_pass_of_production_is_told_of(tmp_path: Path) -> None:
+    """Of both the log-probs count together; a decode that parts is compared up to there."""
+    passes = ("decode", "prefill")
+    first = write_trace(tmp_path / "a", VALUES, passes=passes, production=nudged([CELL], 0.5))
+    graphs = GraphReplays(steps=9, replayed_steps=8, replays={"full": 8}, captured={"full": 3})
+    logprob = {"sites": [s for s in SITES if s.op == "logprob"], "statistics": False}
+    parted = {"logprob": [(1, 4), (1, 5)]}
+    write_pass(
+        tmp_path / "a/decode.production", VALUES, decode=True, without=parted,
+        graphs=graphs, parted=[(1, 4)], **logprob,
+    )  # fmt: skip
+    seal(tmp_path / "a")
+    found = compared(Trace(first.folder), write_trace(tmp_path / "b", VALUES, passes=passes))
+    sampled = BATCH.sampled_tokens
+    assert found.production.tokens == 2 * sampled - 2
+    assert found.production.bit_mismatches == 1
+    decode, prefill = found.production_passes["decode"], found.production_passes["prefill"]
+    assert (decode.metrics.tokens, decode.expected, decode.replays) == (sampled - 2, sampled, 8)
+    assert decode.parted == [(1, 4)]
+    assert (prefill.metrics.bit_mismatches, prefill.replays, prefill.graphs) == (1, 0, None)
 
 
 def test_a_damaged_pass_is_no_result(tmp_path: Path) -> None:

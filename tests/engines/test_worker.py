@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,6 +37,8 @@ class Imaginary(Engine):
     closed = 0
     noise = 0.0
     fails_in = ""
+    samples_otherwise: ClassVar[dict[int, int]] = {}
+    """Sample -> which of its tokens is another one in production."""
 
     def open(self) -> None:
         type(self).calls.append("open")
@@ -58,6 +62,8 @@ class Imaginary(Engine):
             [(sampling.seed + len(s.prompt_ids) + k) % 16 for k in range(sampling.max_new_tokens)]
             for s in batch.samples
         ]
+        for i, k in type(self).samples_otherwise.items() if self.production else ():
+            responses[i][k:] = [t ^ 1 for t in responses[i][k:]]
         logprobs = self._compute("decode", batch.with_responses(responses), tap, done)
         return Sampled(responses, logprobs)
 
@@ -226,6 +232,34 @@ def test_production_is_a_job_of_its_own_and_is_measured(job: Job) -> None:
     production = compared(trace, trace).production
     assert production.tokens == 10
     assert production.max_abs_dlogp == pytest.approx(0.25, abs=1e-6)
+
+
+def test_production_compares_a_decode_as_far_as_it_samples_the_same(job: Job) -> None:
+    run(job)
+    engine().samples_otherwise = {1: 2}
+    trace = run(job, passes=("decode.production",))
+    [(_, found)] = compared(trace, trace).production_passes.items()
+    assert (found.metrics.tokens, found.expected) == (7, 10)
+    assert found.metrics.bit_mismatches == 0
+    # The prompt's one token, and two that were sampled alike.
+    assert found.parted == [(1, 2)]
+    assert found.graphs is None
+
+
+def test_what_is_compiled_at_first_is_not_timed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(job)
+    engine().calls.clear()
+    monkeypatch.setattr(EngineSpec, "info", replace(job.engine.info, compiles=True))
+    first = engine()._compute
+
+    def slow_at_first(self: Imaginary, *args: Any) -> Logprobs:
+        time.sleep(1.0 * (len(type(self).calls) == 1))
+        return first(self, *args)
+
+    monkeypatch.setattr(engine(), "_compute", slow_at_first)
+    trace = run(job, passes=("prefill.production",))
+    assert engine().calls == ["open", "prefill production", "prefill production"]
+    assert trace.read_pass("prefill.production").record.seconds < 0.5
 
 
 @pytest.mark.parametrize(

@@ -407,6 +407,7 @@ def test_production_is_an_edge_of_its_own() -> None:
     record = verdict_json(judge(shown, contract()))
     assert record["edges"]["production_vs_observed"]["max_abs_dlogp"] == 0.3
     silent = verdict_json(judge(comparison(), contract()))
+    assert silent["controls"]["production"] == {}
     assert "production_vs_observed" not in silent["edges"]
     assert silent["controls"]["production_vs_observed"] == "not measured"
 

@@ -107,9 +107,11 @@ def test_an_engine_compiles_what_it_serves_with_while_it_starts() -> None:
     assert lines["late:"] == []
     assert status == 0
     assert int(lines["compiled:"][0]) > 60
+    # By the tiles of both products and by sizes of groups, not by numbers of tokens.
+    assert 10 < int(lines["sparse:"][0]) < 24
 
 
 def test_what_was_not_compiled_while_it_started_is_noticed() -> None:
     status, lines = run("served_ahead.py", "--fault")
     assert status == 1
-    assert {"_merge_kernel", "_pieces_hopper_kernel"} <= set(lines["late:"])
+    assert {"_merge_kernel", "_pieces_hopper_kernel", "_grouped_kernel"} <= set(lines["late:"])

@@ -5,18 +5,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from comparisons import metrics
 from inprocess import command
 from jsonschema import Draft202012Validator
 from report_runs import report_run
 
 from rlk_align.judge.load import load_contract
 from rlk_align.report.verdict_json import too_few_json
-from rlk_align.results import Mismatch
+from rlk_align.results import GraphReplays, Mismatch, ProductionPass
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/verdict.schema.json").read_text("utf-8"))
 RUNS: dict[str, dict[str, Any]] = {
     "healthy": {"probed": False},
     "failing": {"over": ["layers.1.act"], "nan": ["layers.0.act"]},
+    "production": {
+        "production": metrics(),
+        "production_passes": {
+            "decode": ProductionPass(
+                metrics=metrics(),
+                expected=100,
+                parted=[(1, 7)],
+                graphs=GraphReplays(
+                    steps=2, replayed_steps=1, replays={"full": 1}, captured={"full": 9}
+                ),
+            ),
+            "prefill": ProductionPass(metrics=metrics(), expected=100),
+        },
+    },
     "stopped": {"mismatches": [Mismatch(kind="tokens", name="0", rollout="1", train="2")]},
 }
 

@@ -7,6 +7,7 @@ vLLM reaches its workers through `worker_extension_cls`; what needs the live mod
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -272,6 +273,9 @@ class VLLMEngine(Engine):
         salt = str(self._passes)
         prompts = [{"prompt_token_ids": list(ids), "cache_salt": salt} for ids in sequences]
         requests = self.llm.enqueue(prompts, params, use_tqdm=False)
+        counts = self.production and torch.cuda.is_available()
+        if counts:
+            self._rpc("rlk_count_graphs")
         if tap is not None:
             sampled = (
                 [range(len(ids) - 1, self.shape.context) for ids in sequences]
@@ -285,14 +289,32 @@ class VLLMEngine(Engine):
             )
             self._rpc("rlk_tap", plan)
         try:
-            outputs = self.llm.wait_for_completion(use_tqdm=False)
+            with self._small_batches() if kind == "prefill" and counts else nullcontext():
+                outputs = self.llm.wait_for_completion(use_tqdm=False)
         finally:
             if tap is not None:
                 self._rpc("rlk_untap")
+            if counts:
+                ranks = self.llm.collective_rpc("rlk_counted_graphs")
+                self.graphs = min(ranks, key=lambda graphs: graphs.total)
         if len(outputs) != len(sequences):
             raise EngineFailed(f"vLLM answered {len(outputs)} of {len(sequences)} requests")
         order = {str(r).split("-")[0]: i for i, r in enumerate(requests)}
         return sorted(outputs, key=lambda o: order[o.request_id.split("-")[0]])
+
+    @contextmanager
+    def _small_batches(self) -> Iterator[None]:
+        """While it lasts, no step has more tokens than the largest CUDA graph: longer prompts are
+        computed in chunks, each of which replays one."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        largest = core.vllm_config.compilation_config.max_cudagraph_capture_size
+        scheduler = core.scheduler
+        usual = scheduler.max_num_scheduled_tokens
+        scheduler.max_num_scheduled_tokens = min(usual, largest or usual)
+        try:
+            yield
+        finally:
+            scheduler.max_num_scheduled_tokens = usual
 
     def on_models(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(model, *args)` of each rank's live model, where it is; the function is one that

@@ -27,6 +27,7 @@ from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.process import heartbeat
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.vllm.experts import sparse_blocks
+from rlk_align.engines.vllm.graphs import GraphCounter
 from rlk_align.engines.vllm.operators import FaultPlan, plant_in_worker
 from rlk_align.engines.vllm.parallel import TensorParallel
 from rlk_align.engines.vllm.places import vllm_places
@@ -35,7 +36,7 @@ from rlk_align.engines.vllm.weights import vllm_weights
 from rlk_align.errors import BadOption
 from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import TokenBatch
-from rlk_align.results import CodePlace
+from rlk_align.results import CodePlace, GraphReplays
 from rlk_align.trace.writer import PassWriter
 
 
@@ -126,6 +127,13 @@ class WorkerExtension:
         self._rlk_taps.close()
         if self._rlk_writer is not None:
             self._rlk_writer.close()
+
+    def rlk_count_graphs(self) -> None:
+        self._rlk_graphs = GraphCounter(self.model_runner)
+
+    def rlk_counted_graphs(self) -> GraphReplays:
+        self._rlk_graphs.close()
+        return self._rlk_graphs.counted()
 
 
 def vllm_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from rlk_align.report.words import (
     next_step,
     noise_words,
     positions_words,
+    production_words,
     side_off,
 )
 
@@ -83,6 +84,8 @@ def _facts(source: ReportSource) -> list[tuple[str, str]]:
     if c.production is not None:
         p = c.production
         production = f"max |Δ| {p.max_abs_dlogp:.2g}, mean |Δ| {p.mean_abs_dlogp:.2g} from observed"
+        passes = (f"; {name}: {production_words(f)}" for name, f in c.production_passes.items())
+        production += "".join(passes)
     return [
         *facts,
         ("coverage", f"{paired:,} of {expected:,} rows paired{share}"),

@@ -57,6 +57,22 @@ def compile_products(
         _compiled.add(form)
 
 
+def compile_experts(
+    gate_up: Tensor, down: Tensor, experts_per_token: int, normalize: bool, tokens: tuple[int, ...]
+) -> None:
+    """Compile what a sparse layer launches; once for layers of one form."""
+    form = (
+        gate_up.shape, gate_up.stride(), down.shape, down.stride(), down.dtype, down.device,
+        experts_per_token, normalize, tokens,
+    )  # fmt: skip
+    if form not in _compiled:
+        rlk_kernels.warm_up_experts(
+            gate_up.detach(), down.detach(), experts_per_token=experts_per_token,
+            normalize=normalize, tokens=tokens,
+        )  # fmt: skip
+        _compiled.add(form)
+
+
 def compile_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, window: int | None, sizes: Sizes
 ) -> bool:
