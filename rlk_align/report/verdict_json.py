@@ -231,11 +231,11 @@ def _over_budget_json(verdict: Verdict, over: OverBudget) -> dict[str, Any]:
         for u in verdict.comparison.referee
         if u.site == over.unit.site and u.code is not None
     }
-    settings = {u.side: [s.model_dump() for s in u.unlike_config] for u in over.units}
+    settings = {u.side: [s.model_dump() for s in u.settings] for u in over.units}
     details = {
         "side": over.side,
         "how": how,
-        "unlike_config": {side: unlike for side, unlike in settings.items() if unlike},
+        "settings": {side: known for side, known in settings.items() if known},
         "computed_with": region,
         "code": code,
     }

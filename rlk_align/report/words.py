@@ -15,9 +15,11 @@ from rlk_align.results import (
     EdgeResult,
     EngineRecord,
     Introducer,
+    LiveSetting,
     Mismatch,
     Noise,
     ProductionPass,
+    RefereedUnit,
     SiteResult,
 )
 
@@ -187,13 +189,19 @@ def bounded(lines: Sequence[str], most: int) -> list[str]:
 def code_places(
     verdict: Verdict, edge: EdgeResult, site: str
 ) -> Iterator[tuple[str, CodePlace, list[str]]]:
-    """(side, where the operator is in its code, the settings that the other side does not have)."""
+    """(side, where the operator is in its code, the settings that the other side does not have, and
+    those that are as the checkpoint's config.json has them)."""
     units = [u for u in verdict.comparison.referee if u.site == site and edge.name in u.edges]
     places = {u.side: u.code for u in units if u.code is not None}
     for side, place in places.items():
         others = [p for s, p in places.items() if s != side]
         unlike = place.settings_unlike(others[0]) if others else {}
-        yield side, place, [f"{name}={value}" for name, value in unlike.items()]
+        known = [str(s) for s in _settings(units, side) if not s.differs]
+        yield side, place, [*(f"{name}={value}" for name, value in unlike.items()), *known]
+
+
+def _settings(units: Sequence[RefereedUnit], side: str) -> list[LiveSetting]:
+    return next((u.settings for u in units if u.side == side and u.settings), [])
 
 
 def mismatch_words(m: Mismatch) -> str:

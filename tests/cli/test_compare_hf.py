@@ -128,6 +128,9 @@ def test_faults_that_users_plant_in_a_small_model_are_named(
     assert done.code == 1, done.out
     over = done.verdict["divergence"]["first_over_budget"]
     assert (over["site"], over["side"]) == (operator, "train")
+    # Not the file of the class, in which nothing is wrong.
+    assert over["code"]["train"]["file"].endswith("tests/cli/patches.py")
+    assert over["code"]["rollout"]["file"].startswith(("transformers/", "torch/"))
 
 
 def test_positions_that_are_off_by_one_everywhere_name_their_side(
@@ -157,10 +160,11 @@ def test_a_setting_that_is_not_the_configs_is_shown_beside_it(compare: Cli) -> N
     done = compare(*sides, *EDGE, "--allow-mismatch", "attributes")
     over = done.verdict["divergence"]["first_over_budget"]
     assert (done.code, over["site"], over["side"]) == (1, "layers.0.attn_norm", "train")
-    setting = {"name": "norm_eps", "live": 0.01, "configured": 0.0001}
-    assert over["unlike_config"] == {"train": [setting]}
+    setting = {"name": "norm_eps", "live": 0.01, "configured": 0.0001, "differs": True}
+    assert over["settings"] == {"train": [setting]}
     assert over["how"]["train"].startswith("norm_eps 0.01 live, 0.0001 in config.json; scaled by")
     assert "train prefill: norm_eps 0.01 live, 0.0001 in config.json" in done.out
+    assert "norm_eps 0.0001 as in config.json" in done.out, "the other side's"
     assert "next     give the train side norm_eps 0.0001 at layers.0.attn_norm" in done.out
 
 

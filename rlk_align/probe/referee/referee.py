@@ -178,8 +178,8 @@ def _explanation(site: Site, p: Pass, errors: RoundingErrors | None) -> str:
     return explain_pass(p.trace, p.name).words
 
 
-def _unlike_config(site: Site, p: Pass) -> list[LiveSetting]:
-    return [] if isinstance(p.reference, str) else p.reference.unlike_config(site)
+def _settings(site: Site, p: Pass) -> list[LiveSetting]:
+    return [] if isinstance(p.reference, str) else p.reference.settings(site)
 
 
 def _worst_rows(
@@ -229,7 +229,7 @@ class Walk:
                 dtype=p.trace.record.dtype,
                 other_weight=other_weight,
                 explanation=_explanation(site, p, errors) or self._shifted(site, p, errors),
-                unlike_config=_unlike_config(site, p),
+                settings=_settings(site, p),
                 fused_with=p.fused.get(site.name, ""),
                 code=p.trace.record.code.get(site.name),
             )

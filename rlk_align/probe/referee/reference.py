@@ -17,7 +17,7 @@ from rlk_align.probe.referee import formulas
 from rlk_align.probe.referee.experts import EXPERT_FORMULAS, ExpertReference
 from rlk_align.probe.referee.exponentials import SumOrder, lost_share, sum_orders
 from rlk_align.probe.referee.rounding import rounding_variance
-from rlk_align.probe.referee.settings import sliding_window, unlike_config
+from rlk_align.probe.referee.settings import live_settings, sliding_window
 from rlk_align.probe.referee.weights import Checkpoint, CheckpointWeights, NotRefereed
 from rlk_align.results import LiveSetting
 from rlk_align.trace.reader import Weight
@@ -135,9 +135,9 @@ class Reference:
             return recorded
         return self._experts.beyond(site, inputs[0], recorded.long())
 
-    def unlike_config(self, site: Site) -> list[LiveSetting]:
-        """What the side computes it by otherwise than config.json says."""
-        return unlike_config(site, self._attributes, self._config, self.shape)
+    def settings(self, site: Site) -> list[LiveSetting]:
+        """What the side computes it by, beside what config.json says."""
+        return live_settings(site, self._attributes, self._config, self.shape)
 
     def features(self, site: Site) -> int:
         """How many features `got` has."""

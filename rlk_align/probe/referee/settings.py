@@ -26,17 +26,19 @@ def sliding_window(config: Mapping[str, Any], shape: ModelShape, layer: int) -> 
     return int(window) if layer >= config.get("max_window_layers", 0) else None
 
 
-def unlike_config(
+def live_settings(
     site: Site, attributes: Mapping[str, Any], config: dict[str, Any], shape: ModelShape
 ) -> list[LiveSetting]:
-    """The settings of an operator that its live engine has and config.json has otherwise. What
-    either does not name is left out."""
+    """The settings of an operator, as its live engine has them and as config.json does. What either
+    does not name is left out."""
     wanted = _configured(site, config, shape)
     lived = {name: _live(site, name, attributes) for name in wanted}
     return [
-        LiveSetting(name=name, live=lived[name], configured=value)
+        LiveSetting(
+            name=name, live=lived[name], configured=value, differs=not _equal(value, lived[name])
+        )
         for name, value in wanted.items()
-        if None not in (value, lived[name]) and not _equal(value, lived[name])
+        if None not in (value, lived[name])
     ]
 
 

@@ -10,7 +10,7 @@ from rlk_align.data import data_path
 from rlk_align.model.checkpoint import read_config
 from rlk_align.model.families import read_shape
 from rlk_align.model.sites import model_sites
-from rlk_align.probe.referee.settings import unlike_config
+from rlk_align.probe.referee.settings import live_settings
 
 MODEL = data_path("model")
 LIVE: dict[str, Any] = {
@@ -28,12 +28,16 @@ LIVE: dict[str, Any] = {
 def unlike(attributes: dict[str, Any], folder: Path = MODEL) -> dict[str, list[str]]:
     """Site -> what is said of its settings."""
     config, shape = read_config(folder), read_shape(folder)
-    found = {s.name: unlike_config(s, attributes, config, shape) for s in model_sites(shape)}
-    return {name: list(map(str, some)) for name, some in found.items() if some}
+    found = {s.name: live_settings(s, attributes, config, shape) for s in model_sites(shape)}
+    unlike = {name: [str(s) for s in some if s.differs] for name, some in found.items()}
+    return {name: some for name, some in unlike.items() if some}
 
 
 def test_a_healthy_engine_has_what_the_config_says() -> None:
     assert unlike(LIVE) == {}
+    (site,) = [s for s in model_sites(read_shape(MODEL)) if s.name == "layers.1.attn_norm"]
+    (setting,) = live_settings(site, LIVE, read_config(MODEL), read_shape(MODEL))
+    assert str(setting) == "norm_eps 0.0001 as in config.json"
     assert unlike({}) == {}, "an engine that says nothing contradicts nothing"
 
 
