@@ -11,8 +11,8 @@ from rlk_align.model.sites import Site
 from rlk_align.results import LiveSetting
 
 NO_WINDOW = "none"
-CLOSE = 1e-4
-"""Relative difference up to which two numbers are one: some engines give five digits."""
+DIGITS = ".5g"
+"""What engines give of a number, some of them."""
 
 
 def sliding_window(config: Mapping[str, Any], shape: ModelShape, layer: int) -> int | None:
@@ -93,5 +93,5 @@ def _live(site: Site, name: str, attributes: Mapping[str, Any]) -> Any:
 
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, float) or isinstance(b, float):
-        return math.isclose(a, b, rel_tol=CLOSE)
+        return f"{a:{DIGITS}}" == f"{b:{DIGITS}}"
     return bool(a == b)
