@@ -261,19 +261,38 @@ class CodePlace(Result):
     kind: str
     """The module's class."""
     file: str
-    """Below the installation, where it is installed; empty where it has no source."""
+    """Of the function that computes it, also where that was put on the module; below the
+    installation, where it is installed; empty where it has no source."""
     line: Count
+    hooks: list[str] = []
+    """`file:line` of the hooks that change what the module is given or gives."""
     settings: dict[str, bool | int | float | str]
     """The scalars that it computes by, as far as it keeps them itself."""
 
     def __str__(self) -> str:
         where = f", {self.file}:{self.line}" if self.file else ""
+        where += "".join(f", hook {hook}" for hook in self.hooks)
         return f"{self.module} ({self.kind}{where})"
 
     def settings_unlike(self, other: "CodePlace") -> dict[str, bool | int | float | str]:
         """The settings whose value the other place has under no name."""
         known = {(type(v), v) for v in other.settings.values()}
         return {n: v for n, v in self.settings.items() if (type(v), v) not in known}
+
+
+class LiveSetting(Result):
+    """What a live engine computes an operator by, beside what the checkpoint's config.json says."""
+
+    name: str
+    """As the precheck names the attribute."""
+    live: bool | int | float | str
+    configured: bool | int | float | str
+    differs: bool
+
+    def __str__(self) -> str:
+        if not self.differs:
+            return f"{self.name} {self.live} as in config.json"
+        return f"{self.name} {self.live} live, {self.configured} in config.json"
 
 
 class ErrorPattern(Result):
@@ -349,9 +368,16 @@ class RefereedUnit(Result):
     checkpoint."""
     explanation: str = ""
     """What the side computes instead, where that is known to fit."""
+    settings: list[LiveSetting] = []
+    """What it computes by, as far as both the live engine and config.json say."""
     fused_with: str = ""
     """The site that the engine computes together with this one."""
     code: CodePlace | None = None
+
+    @property
+    def unlike_config(self) -> list[LiveSetting]:
+        """The settings that the engine has otherwise than config.json."""
+        return [s for s in self.settings if s.differs]
 
     @model_validator(mode="after")
     def _measured(self) -> Self:
@@ -458,8 +484,16 @@ class Comparison(Result):
     """Sampled tokens."""
     longest_response: Count = 0
     """Sampled tokens of the longest sequence."""
+    longest_sequence: Count = 0
+    """Tokens of the longest sequence, its prompt among them: one for each position that is tested;
+    0 in a run of an older version."""
+    context: Count = 0
+    """Positions that the checkpoint allows; 0 in a run of an older version."""
     engines: dict[SideName, EngineRecord]
     mismatches: list[Mismatch]
+    casts: dict[SideName, str] = {}
+    """Side -> the dtype in which it holds the other side's weights, rounded; without a side that
+    holds them as they are."""
     allowed: list[Kind]
     """Mismatches that the user chose to measure across."""
     controls: Controls | None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+from tokenizers import Tokenizer
 
 from rlk_align.comparison_table import HEAD
 from rlk_align.errors import ModelError
@@ -92,13 +93,18 @@ def _errors(edge: EdgeRows, site: str) -> pa.Array:
     return pa.array(full, pa.float32(), mask=full == UNKNOWN)
 
 
+def _text(tokenizer: Tokenizer, token: int) -> str:
+    """What one id says within a text: some decoders strip the space before the first of them, and
+    so the id is decoded behind itself."""
+    alone, twice = (tokenizer.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
+    return twice.removeprefix(alone) if twice.startswith(alone) else alone
+
+
 def _texts(token: np.ndarray, model: Path) -> pa.Array:
     """What each id says; nulls where the checkpoint has no tokenizer file that can be read."""
     try:
         tokenizer = fast_tokenizer(model)
     except ModelError:
         return pa.nulls(len(token), pa.string())
-    words = {
-        int(i): tokenizer.decode([int(i)], skip_special_tokens=False) for i in np.unique(token)
-    }
+    words = {int(i): _text(tokenizer, int(i)) for i in np.unique(token)}
     return pa.array([words[int(i)] for i in token], pa.string())

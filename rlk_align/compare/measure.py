@@ -13,6 +13,7 @@ from rlk_align.compare.divergence import Edge, Side, compare_edges
 from rlk_align.compare.edge_rows import NO_ROWS, rows_table
 from rlk_align.compare.metrics import edge_metrics
 from rlk_align.compare.parity import check_parity
+from rlk_align.compare.parity_weights import cast_sides
 from rlk_align.model.dtypes import lower_precision
 from rlk_align.model.edges import EDGE_ENDS, passes_for
 from rlk_align.model.sites import RowIndex, model_sites
@@ -76,8 +77,11 @@ def measure(
         dtype=lower_precision(rollout.record.dtype, train.record.dtype),
         tokens=rollout.tokens.counted_tokens,
         longest_response=max((len(s.response_ids) for s in rollout.tokens.samples), default=0),
+        longest_sequence=max((len(s.ids) for s in rollout.tokens.samples), default=0),
+        context=rollout.record.shape.context,
         engines={s: engine_record(t) for s, t in sides.items()},
         mismatches=mismatches,
+        casts=cast_sides(rollout, train),
         allowed=list(allowed),
         controls=controls,
         edges=edges,

@@ -8,11 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
-from rlk_align.compare.parity_weights import check_weights
-from rlk_align.results import Kind, Mismatch
-from rlk_align.trace.reader import Trace
-from rlk_align.trace.schema import PassRecord
+import numpy as np
 
+from rlk_align.compare.parity_weights import check_weights
+from rlk_align.model.sites import RowIndex
+from rlk_align.results import Kind, Mismatch, SideName
+from rlk_align.trace.numbered import read_rows
+from rlk_align.trace.reader import Trace
+from rlk_align.trace.schema import SHIFT_IS_HARMLESS, PassRecord, PositionRecord
+
+DROPOUT = "dropout"
+"""The attribute that says where a model drops values; a side without it drops none."""
 UNSET_AGREES = frozenset({"padding_side"})
 """Attributes that a side without them does not contradict."""
 
@@ -27,9 +33,25 @@ def check_parity(rollout: Trace, train: Trace) -> list[Mismatch]:
         *check_weights(rollout, train),
         *attributes,
         *(_positions(rollout, train) if same_rotary else ()),
+        *_dropout(rollout, train),
         *_boundaries(rollout, train),
         *_padding(rollout, train),
     ]
+
+
+def _dropout(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
+    """Sides whose model is in training mode and drops values at random."""
+    said = {s: t.record.attributes.get(DROPOUT) for s, t in _sides(rollout, train)}
+    for side, where in said.items():
+        if where is not None:
+            yield Mismatch(
+                kind="attributes",
+                name=DROPOUT,
+                rollout=said["rollout"] or "none",
+                train=said["train"] or "none",
+                detail=f"the {side} model is in training mode and drops values at random: "
+                "call model.eval(), or set its dropout to 0",
+            )
 
 
 def _tokens(rollout: Trace, train: Trace) -> list[Mismatch]:
@@ -84,13 +106,24 @@ def _positions(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
             sample=first.sample,
             position=first.position,
             detail=f"{side} {name}: {record.positions.wrong} of {record.positions.checked} "
-            "rows are rotated by a position that is not their own",
+            f"rows are rotated by a position that is not their own{_harmless(record.positions)}",
         )
 
 
+def _harmless(positions: PositionRecord) -> str:
+    """What follows where the positions of each sequence are shifted by one number."""
+    if not positions.harmless:
+        return ""
+    return f"; all queries and keys are shifted by {positions.shift_words}; {SHIFT_IS_HARMLESS}"
+
+
 def _boundaries(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
-    """Rows whose attention sees another sequence, or not their own, by side the first."""
+    """Rows whose attention sees another sequence, or not their own, by side the first. A side that
+    does not repeat its attention tells nothing of it."""
+    sides = dict(_sides(rollout, train))
     for side, name, record in _first_wrong(rollout, train, lambda r: r.boundaries.first):
+        if not _repeats(sides[side], name, "layers.0.attn"):
+            continue
         first = record.boundaries.first[0]
         expected = "itself alone" if first.position == 0 else "other tokens"
         yield Mismatch(
@@ -105,11 +138,22 @@ def _boundaries(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
         )
 
 
+def _repeats(trace: Trace, name: str, site: str) -> bool:
+    """Whether a pass, run again, gave a site the same bits; as far as is known."""
+    if not trace.has_pass(f"{name}.repeat"):
+        return True
+    index = RowIndex(trace.tokens)
+    first, again = (read_rows(trace.read_pass(n), site, index) for n in (name, f"{name}.repeat"))
+    if first is None or again is None or not np.array_equal(first.number, again.number):
+        return first is again
+    return np.array_equal(first.rows.digest[first.at], again.rows.digest[again.at])
+
+
 def _padding(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
     """Logits with more columns than the vocabulary has tokens, on one side alone or on both: the
     rows are compared over the vocabulary."""
     columns, vocab = {}, rollout.record.shape.vocab
-    for side, trace in (("rollout", rollout), ("train", train)):
+    for side, trace in _sides(rollout, train):
         records = (trace.read_pass(n).record for n in ("decode", "prefill") if trace.has_pass(n))
         logits = [r.sites["logits"] for r in records if "logits" in r.sites]
         columns[side] = max((s.features + s.padding for s in logits), default=vocab)
@@ -127,9 +171,9 @@ def _padding(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
 
 def _first_wrong(
     rollout: Trace, train: Trace, wrong: Callable[[PassRecord], Sequence[object]]
-) -> Iterator[tuple[str, str, PassRecord]]:
+) -> Iterator[tuple[SideName, str, PassRecord]]:
     """(side, pass, record) of the first observed pass of each side that has a wrong row."""
-    for side, trace in (("rollout", rollout), ("train", train)):
+    for side, trace in _sides(rollout, train):
         for name in ("decode", "prefill"):
             record = trace.read_pass(name).record if trace.has_pass(name) else None
             if record is not None and wrong(record):
@@ -137,11 +181,16 @@ def _first_wrong(
                 break
 
 
+def _sides(rollout: Trace, train: Trace) -> tuple[tuple[SideName, Trace], ...]:
+    return ("rollout", rollout), ("train", train)
+
+
 def _attributes(a: dict[str, Any], b: dict[str, Any]) -> list[Mismatch]:
     """Names each attribute that differs, by layer where a side has `layers.i.NAME` beside NAME."""
     mismatches = []
     by_layer = {name.split(".", 2)[2] for name in [*a, *b] if name.startswith("layers.")}
-    for name in dict.fromkeys(n for n in [*a, *b] if not n.startswith("layers.")):
+    whole = (n for n in [*a, *b] if not n.startswith("layers.") and n != DROPOUT)
+    for name in dict.fromkeys(whole):
         names = [name]
         if name in by_layer:
             layers = range(max(_layers(a), _layers(b)))

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from rlk_align.model.operators import OPERATORS
-from rlk_align.results import Mismatch
+from rlk_align.results import Mismatch, SideName
 from rlk_align.trace.reader import Trace, Weight
 
 _SHOWN = 4
@@ -24,27 +24,51 @@ Shards = list[tuple[int, int, int, int]]
 
 
 def check_weights(rollout: Trace, train: Trace) -> list[Mismatch]:
-    """Every canonical parameter that differs, in the order of the model."""
+    """Every canonical parameter that differs, in the order of the model; one that a side holds in a
+    narrower dtype is compared with what rounding to that dtype makes of the other's."""
     a, b = rollout.weights, train.weights
-    named = {w.digest: name for name, w in a.items()}
+    named = {digest: name for name, w in a.items() for digest in (w.digest, *w.casts.values())}
     mismatches = []
     for name in dict.fromkeys([*a, *b]):
         if name not in a or name not in b:
             here = ["present" if name in side else "absent" for side in (a, b)]
             mismatches.append(Mismatch(kind="weights", name=name, rollout=here[0], train=here[1]))
-        elif a[name].shape != b[name].shape:
+            continue
+        mine, theirs = _in_one_dtype(a[name], b[name])
+        if mine.shape != theirs.shape:
             mismatches.append(_mismatch(a[name], b[name], [], ""))
-        elif stale := _stale_copies(a[name], b[name]):
+        elif stale := _stale_copies(mine, theirs):
             mismatches.append(_mismatch(a[name], b[name], *stale))
-        elif a[name].digest != b[name].digest:
-            sides = _Recorded(rollout, name), _Recorded(train, name)
-            found = difference(*sides, _SIDES, rollout.record.shape.head_dim)
+        elif mine.digest != theirs.digest:
+            first = _Recorded(rollout, name, "" if mine is a[name] else mine.dtype)
+            second = _Recorded(train, name, "" if theirs is b[name] else theirs.dtype)
+            found = difference(first, second, _SIDES, rollout.record.shape.head_dim)
             ranks, detail = found.ranks, found.detail
-            other = named.get(b[name].digest)
+            other = named.get(theirs.digest)
             if other is not None:
                 detail = f"train holds what the rollout holds as {other}"
             mismatches.append(_mismatch(a[name], b[name], ranks, detail))
     return mismatches
+
+
+def cast_sides(rollout: Trace, train: Trace) -> dict[SideName, str]:
+    """Side -> the dtype in which it holds the other side's weights, rounded."""
+    found: dict[SideName, str] = {}
+    b = train.weights
+    for name, mine in rollout.weights.items():
+        if name in b and mine.digest != b[name].digest:
+            as_compared = _in_one_dtype(mine, b[name])
+            if as_compared[0].digest == as_compared[1].digest:
+                side: SideName = "train" if as_compared[0] is not mine else "rollout"
+                found[side] = as_compared[0].dtype
+    return found
+
+
+def _in_one_dtype(a: Weight, b: Weight) -> tuple[Weight, Weight]:
+    """The wider one rounded as the other is held, where that is known and their values differ."""
+    if a.digest == b.digest:
+        return a, b
+    return a.rounded(b.dtype) or a, b.rounded(a.dtype) or b
 
 
 def _mismatch(a: Weight, b: Weight, ranks: list[int], detail: str) -> Mismatch:
@@ -130,6 +154,8 @@ class _Recorded:
 
     trace: Trace
     name: str
+    cast: str = ""
+    """The dtype that it is rounded to; empty where it is not."""
 
     @property
     def shards(self) -> Shards:
@@ -137,7 +163,7 @@ class _Recorded:
 
     @property
     def slices(self) -> tuple[np.ndarray, np.ndarray]:
-        return self.trace.weight_slices(self.name)
+        return self.trace.weight_slices(self.name, self.cast)
 
 
 def _permuted(a: np.ndarray, b: np.ndarray) -> bool:

@@ -133,10 +133,16 @@ def cause_of(verdict: Verdict) -> Cause | None:
     return "drift" if verdict.breaches else "none"
 
 
+_SIDES = {"rollout": "rollout", "train": "training"}
+
+
 def parity(comparison: Comparison, kind: str) -> str:
-    """`equal`, `mismatch`, or `mismatch allowed`."""
+    """`equal`, `mismatch`, `mismatch allowed` or, of weights that a side holds rounded, e.g.
+    `cast to bfloat16 on the rollout side`."""
     if not any(m.kind == kind and m.stops for m in comparison.mismatches):
-        return "equal"
+        casts = comparison.casts.items() if kind == "weights" else ()
+        words = [f"to {dtype} on the {_SIDES[side]} side" for side, dtype in casts]
+        return f"cast {' and '.join(words)}" if words else "equal"
     return "mismatch allowed" if kind in comparison.allowed else "mismatch"
 
 
@@ -356,8 +362,7 @@ def over_budget(verdict: Verdict, edge: EdgeResult) -> list[OverBudget]:
         judged = units and all(u.errors and budget_of(verdict.contract, u) for u in units)
         if side is None and judged:
             side = "neither"
-        everywhere = (u for u in verdict.comparison.referee if u.site == name)
-        unchecked = [u for u in everywhere if u.errors is None and u.side not in sides]
+        unchecked = [u for u in units if u.errors is None and u.side not in sides]
         if any(u.other_weight for u in unchecked):
             # The checkpoint does not say what the two weights should give.
             side = None

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 
 from rlk_align.judge.budgets import bounds_of, budget_of, exceeded
 from rlk_align.judge.contract import Contract
-from rlk_align.judge.verdict import Verdict
+from rlk_align.judge.verdict import Verdict, parity
 from rlk_align.results import EdgeResult, ErrorPattern, RefereedUnit, RoundingErrors
 
 
 def how_off(unit: RefereedUnit, contract: Contract) -> str:
-    """E.g. `scaled by 1.02; errors of 12.3 roundings, 1.3 allowed`; empty for an operator within
-    its budget."""
+    """E.g. `scaled by 1.02; errors of 12.3 roundings, 1.3 allowed`, after the settings that its
+    engine has otherwise than the checkpoint's config; empty for an operator within its budget."""
     errors, bounds, over = unit.errors, bounds_of(contract, unit), exceeded(contract, unit)
     if errors is None or bounds is None or not over:
         return ""
@@ -22,7 +22,7 @@ def how_off(unit: RefereedUnit, contract: Contract) -> str:
         looks = f"rows scaled by ±{share(errors.row_gain * errors.unit)}"
     if looks.startswith("rows scaled") and errors.row_gain < LOW_PRECISION:
         looks += ", as by statistics in low precision"
-    return "; ".join(filter(None, [looks, figure]))
+    return "; ".join(filter(None, [*map(str, unit.unlike_config), looks, figure]))
 
 
 def why_legitimate(verdict: Verdict, edge: EdgeResult, site: str) -> str:
@@ -33,6 +33,8 @@ def why_legitimate(verdict: Verdict, edge: EdgeResult, site: str) -> str:
     if any(u.errors is None or how_off(u, verdict.contract) for u in units):
         return ""
     rms = {u.side: u.errors.rms for u in units if u.errors is not None}
+    if rms and verdict.comparison.casts and not any(rms.values()):
+        return f"legitimate: weights are {parity(verdict.comparison, 'weights')}"
     if len(rms) < 2 and edge.name != "decode_vs_prefill":
         return ""
     allowed = [f"{b.rms:g}" for b in budgets.values() if b is not None]
@@ -69,6 +71,16 @@ def share(value: float) -> str:
     return f"{value:.2%}" if value >= 5e-5 else f"{value:.1e}"
 
 
+def _factor(amount: float) -> str:
+    """1 + amount, with the digits of the amount where rounding to four of them would leave few."""
+    if not abs(amount) < _NEAR_ONE:
+        return f"{1 + amount:.4g}"
+    return f"1 {'-' if amount < 0 else '+'} {abs(amount):.2g}"
+
+
+_NEAR_ONE = 0.01
+
+
 def _looks(pattern: ErrorPattern) -> str:
     places = {
         "everywhere": "",
@@ -80,7 +92,7 @@ def _looks(pattern: ErrorPattern) -> str:
         "head": f"head {pattern.at} only: ",
     }
     manners = {
-        "scaled": f"scaled by {1 + pattern.amount:.4g}",
+        "scaled": f"scaled by {_factor(pattern.amount)}",
         "shifted": f"shifted by {pattern.amount:+.3g}",
         "rows scaled": f"rows scaled by ±{share(pattern.amount)}",
         "scattered": "",

@@ -10,7 +10,7 @@ from rlk_align.model.families import FAMILIES, ModelShape
 
 FIXED = ("default", "linear", "llama3", "yarn")
 """Kinds whose frequencies do not depend on the sequence."""
-_LEAST_PAIRS = 8
+_LEAST_PAIRS = 4
 """With fewer, rotations by different positions cannot be distinguished."""
 
 
@@ -22,12 +22,21 @@ class Rotary:
     """w_j, radians for each position; the rotated width is twice their number."""
     heads: int
     """How many heads the queries have."""
+    kv_heads: int
+    """How many heads the keys have."""
     context: int
     """Positions are below it."""
     source: str
     """The site that layer 0's `q_rope` rotates."""
+    key_source: str
+    """The site that layer 0's `k_rope` rotates."""
     scaling: float = 1.0
     """The factor that a rotated vector is multiplied by: yarn's attention factor."""
+
+    @property
+    def tells_positions(self) -> bool:
+        """Whether a position can be measured by its rotation."""
+        return len(self.inv_freq) >= _LEAST_PAIRS
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
@@ -65,23 +74,24 @@ def lacks_factor(rope: dict[str, Any]) -> bool:
 
 
 def checkpoint_rotary(model: Path, shape: ModelShape) -> Rotary | None:
-    """The rotation of the checkpoint; None where positions cannot be measured: the frequencies
-    change with the sequence, or a head is too small."""
+    """The rotation of the checkpoint; None where its frequencies change with the sequence."""
     # With its tables, which what only names kinds of rope does not need.
     from rlk_align.model.sites import model_sites
 
     config = read_config(model)
     rope = rope_parameters(config)
-    if rope["rope_type"] not in FIXED or shape.head_dim < 2 * _LEAST_PAIRS:
+    if rope["rope_type"] not in FIXED:
         return None
     inv_freq, scaling = _frequencies(model, shape, rope, partial_rotary_factor(config))
-    [source] = next(s.inputs for s in model_sites(shape) if s.name == "layers.0.q_rope")
+    inputs = {s.name: s.inputs for s in model_sites(shape) if s.operator.formula == "rotary"}
     return Rotary(
         inv_freq=inv_freq,
         scaling=scaling,
         heads=shape.heads,
+        kv_heads=shape.kv_heads,
         context=shape.context,
-        source=source,
+        source=inputs["layers.0.q_rope"][0],
+        key_source=inputs["layers.0.k_rope"][0],
     )
 
 

@@ -14,11 +14,13 @@ from typing import Literal, get_args
 from rlk_align.judge.verdict import Verdict, headline, over_budget
 from rlk_align.report.source import ReportSource
 from rlk_align.report.words import (
+    LONGER_PROMPTS,
     check_words,
     code_places,
     finding,
     how_words,
     next_step,
+    positions_words,
     side_off,
     whose_off,
 )
@@ -144,6 +146,10 @@ def _warnings(verdict: Verdict) -> Iterator[Annotation]:
 
 
 def _notices(verdict: Verdict) -> Iterator[Annotation]:
+    tested = positions_words(verdict.comparison)
+    if verdict.status == "pass" and tested:
+        message = f"{tested}: {LONGER_PROMPTS}."
+        yield Annotation(level="notice", title="tested positions", message=message)
     for use in verdict.waivers:
         if 0 <= use.days_left <= _NOTICE_DAYS:
             yield Annotation(level="notice", title="a waiver ends soon", message=str(use))

@@ -16,12 +16,14 @@ from rlk_align.judge.waivers import WaiverUse
 from rlk_align.judge.wording import how_off
 from rlk_align.report.source import ReportSource
 from rlk_align.report.words import (
+    LONGER_PROMPTS,
     bounded,
     check_words,
     engine_spec,
     finding,
     mismatch_words,
     next_step,
+    positions_words,
     side_off,
 )
 from rlk_align.results import EdgeResult
@@ -132,11 +134,15 @@ def _evidence(source: ReportSource) -> JUnitSuite:
         "model": c.model,
         "dtype": c.dtype,
         "tokens": c.tokens,
+        "positions.tested": c.longest_sequence,
+        "positions.context": c.context,
     }
     for side, engine in c.engines.items():
         properties[side] = f"{engine_spec(engine)} {engine.version}"
     step = next_step(verdict, source.place)
     lines = [finding(verdict), f"side: {side_off(verdict)}", f"next: {step}"]
+    if tested := positions_words(c):
+        lines.append(f"{tested}: {LONGER_PROMPTS}")
     doubts = verdict.doubts
     conclusive = JUnitCase(
         name="conclusive",
@@ -151,9 +157,9 @@ def _evidence(source: ReportSource) -> JUnitSuite:
 
 def _of_parity(verdict: Verdict, kind: str) -> JUnitCase:
     c, state = verdict.comparison, parity(verdict.comparison, kind)
-    if state == "equal":
-        return JUnitCase(name=kind)
-    mismatches = [mismatch_words(m) for m in c.mismatches if m.kind == kind]
+    mismatches = [mismatch_words(m) for m in c.mismatches if m.kind == kind and m.stops]
+    if not mismatches:
+        return JUnitCase(name=kind, lines=[] if state == "equal" else [f"{kind}: {state}"])
     return JUnitCase(
         name=kind,
         outcome="error" if state == "mismatch" else "skipped",

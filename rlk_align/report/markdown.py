@@ -22,6 +22,7 @@ from rlk_align.report.probe_units import summary
 from rlk_align.report.source import ReportSource
 from rlk_align.report.words import (
     EDGE_FIGURES,
+    LONGER_PROMPTS,
     bounded,
     check_words,
     code_places,
@@ -32,6 +33,7 @@ from rlk_align.report.words import (
     mismatch_words,
     next_step,
     noise_words,
+    positions_words,
     side_off,
     whose_off,
 )
@@ -80,6 +82,9 @@ def _head(source: ReportSource) -> str:
         noise = "; ".join(f"{side} {noise_words(n)}" for side, n in c.controls.noise.items())
         lines.append(f"- **Rests on:** {paired:,} of {expected:,} rows paired; {prose(noise)}")
     closest = closest_limit(verdict)
+    tested = positions_words(c)
+    if verdict.status == "pass" and tested:
+        lines.append(f"- **Tested:** {tested}; {prose(LONGER_PROMPTS)}")
     if verdict.status == "pass" and closest is not None:
         lines.append(f"- **Closest to its limit:** {prose(check_words(closest))}")
     return "\n".join(lines) + "\n"

@@ -27,6 +27,7 @@ from rlk_align.report.probe_units import probe_lines
 from rlk_align.report.routing_words import replay_lines, routing_lines
 from rlk_align.report.words import (
     EDGE_FIGURES,
+    LONGER_PROMPTS,
     cause_words,
     code_places,
     edge_figures,
@@ -38,6 +39,7 @@ from rlk_align.report.words import (
     noise_law,
     noise_words,
     parting_words,
+    positions_words,
     production_words,
     rank_words,
     site_figures,
@@ -308,6 +310,8 @@ def _rests_on(verdict: Verdict) -> Iterator[Text]:
     differ = sum(s.differ for e in edges for s in e.sites)
     rows = sum(s.rows for e in edges for s in e.sites)
     yield line()
+    if tested := positions_words(verdict.comparison):
+        yield line(f"{tested}: {LONGER_PROMPTS}")
     if not differ:
         yield line(f"all {rows:,} rows are bit-equal")
         return

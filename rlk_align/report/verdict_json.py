@@ -49,6 +49,7 @@ def verdict_json(verdict: Verdict, probe: Probe | None = None) -> dict[str, Any]
         "model": c.model,
         "dtype": c.dtype,
         "tokens": c.tokens,
+        "positions": {"tested": c.longest_sequence, "context": c.context},
         "engines": {
             role: e.model_dump(include={"name", "version", "options", "dtype", "environment"})
             for role, e in c.engines.items()
@@ -97,6 +98,7 @@ def too_few_json(contract: Contract, model: str, dtype: str, doubt: str) -> dict
         "model": model,
         "dtype": dtype,
         "tokens": 0,
+        "positions": {"tested": 0, "context": 0},
         "engines": {},
         "precheck": {**dict.fromkeys(PARITY_KINDS, "not checked"), "mismatches": []},
         "controls": {},
@@ -229,7 +231,14 @@ def _over_budget_json(verdict: Verdict, over: OverBudget) -> dict[str, Any]:
         for u in verdict.comparison.referee
         if u.site == over.unit.site and u.code is not None
     }
-    details = {"side": over.side, "how": how, "computed_with": region, "code": code}
+    settings = {u.side: [s.model_dump() for s in u.settings] for u in over.units}
+    details = {
+        "side": over.side,
+        "how": how,
+        "settings": {side: known for side, known in settings.items() if known},
+        "computed_with": region,
+        "code": code,
+    }
     return over.unit.model_dump() | details
 
 

@@ -10,13 +10,16 @@ from rlk_align.judge.verdict import OverBudget, Verdict, cause_of, headline, ove
 from rlk_align.judge.wording import how_off, why_legitimate
 from rlk_align.results import (
     CodePlace,
+    Comparison,
     EdgeMetrics,
     EdgeResult,
     EngineRecord,
     Introducer,
+    LiveSetting,
     Mismatch,
     Noise,
     ProductionPass,
+    RefereedUnit,
     SiteResult,
 )
 
@@ -98,6 +101,18 @@ def site_figures(s: SiteResult) -> str:
     return text
 
 
+def positions_words(c: Comparison) -> str:
+    """Says how far into its context a model was tested; empty where that is all of it, or where a
+    run does not say."""
+    if not 0 < c.longest_sequence < c.context:
+        return ""
+    return f"positions up to {c.longest_sequence:,} of {c.context:,} tested"
+
+
+LONGER_PROMPTS = "longer prompts (--prompts FILE) test later ones"
+"""The advice beside `positions_words`."""
+
+
 def rank_words(unit: Introducer) -> str:
     """Says which ranks of a sharded side hold what differs; empty where that cannot be told."""
     sides = [
@@ -174,13 +189,19 @@ def bounded(lines: Sequence[str], most: int) -> list[str]:
 def code_places(
     verdict: Verdict, edge: EdgeResult, site: str
 ) -> Iterator[tuple[str, CodePlace, list[str]]]:
-    """(side, where the operator is in its code, the settings that the other side does not have)."""
+    """(side, where the operator is in its code, the settings that the other side does not have, and
+    those that are as the checkpoint's config.json has them)."""
     units = [u for u in verdict.comparison.referee if u.site == site and edge.name in u.edges]
     places = {u.side: u.code for u in units if u.code is not None}
     for side, place in places.items():
         others = [p for s, p in places.items() if s != side]
         unlike = place.settings_unlike(others[0]) if others else {}
-        yield side, place, [f"{name}={value}" for name, value in unlike.items()]
+        known = [str(s) for s in _settings(units, side) if not s.differs]
+        yield side, place, [*(f"{name}={value}" for name, value in unlike.items()), *known]
+
+
+def _settings(units: Sequence[RefereedUnit], side: str) -> list[LiveSetting]:
+    return next((u.settings for u in units if u.side == side and u.settings), [])
 
 
 def mismatch_words(m: Mismatch) -> str:
@@ -324,6 +345,13 @@ def next_step(verdict: Verdict, folder: Path) -> str:
     where = shlex.quote(str(folder))
     if edge.name == "decode_vs_prefill":
         return f"compare {first.site} in the rollout engine's decode and in its prefill"
+    unlike = [s for u in over[0].units for s in u.unlike_config] if over else []
+    if unlike:
+        s = unlike[0]
+        return (
+            f"give the {over[0].units[0].side} side {s.name} {s.configured} at {first.site}, as "
+            f"config.json says: it computes by {s.live}"
+        )
     if over and over[0].side in ("rollout", "train"):
         return f"check {first.site} on the {over[0].side} side"
     if first.op == "logprob":

@@ -1,6 +1,7 @@
 """Reads a trace, site by site, and refuses one that is not what was written."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from rlk_align.model.prompts import TokenBatch
 from rlk_align.trace.checksums import check_files, check_sizes
 from rlk_align.trace.records import REPAIR, load_record
 from rlk_align.trace.schema import PassRecord, TraceRecord, checked_trace, finished_passes
-from rlk_align.trace.tables import ROWS_SCHEMA, WEIGHTS_SCHEMA
+from rlk_align.trace.tables import OLDER_WEIGHTS_SCHEMA, ROWS_SCHEMA, WEIGHTS_SCHEMA
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ class Weight:
     """(rank, dimension, start, stop); empty where one rank holds it whole."""
     replicas: list[str]
     """Digests of the copies of ranks 1, 2, ...; empty for a rank that has none."""
+    casts: Mapping[str, str] = field(default_factory=dict)
+    """Dtype -> the digest of the parameter rounded to it."""
 
     @property
     def copies(self) -> dict[int, str]:
@@ -57,6 +60,15 @@ class Weight:
         copies = {0: self.digest} | {r: d for r, d in enumerate(self.replicas, 1) if d}
         holders = {rank for rank, *_ in self.shards} or copies.keys()
         return {rank: digest for rank, digest in copies.items() if rank in holders}
+
+    def rounded(self, dtype: str) -> "Weight | None":
+        """The same rounded to a narrower dtype, as far as its copies are equal; None where that is
+        not known."""
+        if dtype not in self.casts:
+            return None
+        digest = {self.digest: self.casts[dtype]}
+        replicas = [digest.get(r, r) for r in self.replicas]
+        return replace(self, dtype=dtype, digest=self.casts[dtype], replicas=replicas, casts={})
 
 
 def _is_rows(name: str) -> bool:
@@ -177,25 +189,41 @@ class Trace:
     def weights(self) -> dict[str, Weight]:
         table = self._weights_table(["name", "shape", "dtype", "digest", "shards", "replicas"])
         return {
-            row["name"]: Weight(**row | {"shape": tuple(row["shape"])}) for row in table.to_pylist()
+            row["name"]: Weight(**row | {"shape": tuple(row["shape"]), "casts": casts})
+            for row, casts in zip(table.to_pylist(), self._casts(), strict=True)
         }
 
-    def weight_slices(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+    def _casts(self) -> list[dict[str, str]]:
+        """Of each parameter: dtype -> the digest of its cast."""
+        casts = self._weights_table(["casts"])["casts"]
+        fields = ((c.values.field("dtype"), c.values.field("digest")) for c in casts)
+        return [dict(zip(*(f.to_pylist() for f in two), strict=True)) for two in fields]
+
+    def weight_slices(self, name: str, cast: str = "") -> tuple[np.ndarray, np.ndarray]:
         """Digests of a parameter's slices along dimensions 0 and 1, int64; the second may be
-        empty."""
-        table = self._weights_table(["name", "rows", "columns"])
+        empty. `cast`: the dtype that it is rounded to, one of its casts; by default it is not."""
+        table = self._weights_table(["name", "rows", "columns", *(["casts"] if cast else [])])
         at = table["name"].to_pylist().index(name)
-        return tuple(table[c][at].values.to_numpy() for c in ("rows", "columns"))
+        if not cast:
+            return tuple(table[c][at].values.to_numpy() for c in ("rows", "columns"))
+        casts = table["casts"][at].values
+        number = casts.field("dtype").to_pylist().index(cast)
+        return tuple(casts.field(c)[number].values.to_numpy() for c in ("rows", "columns"))
 
     def _weights_table(self, columns: list[str]) -> pa.Table:
         path = self.folder / "weights.parquet"
         try:
             with pq.ParquetFile(path, page_checksum_verification=True) as file:
-                if not file.schema_arrow.equals(WEIGHTS_SCHEMA):
+                known = (WEIGHTS_SCHEMA, OLDER_WEIGHTS_SCHEMA)
+                if not any(file.schema_arrow.equals(schema) for schema in known):
                     raise CorruptTrace(f"{path} does not have the columns of a table of weights")
-                return file.read(columns)
+                table = file.read([c for c in columns if c in file.schema_arrow.names])
         except (OSError, ValueError, pa.ArrowException) as error:
             raise CorruptTrace(f"{path} cannot be read: {error}") from error
+        if "casts" in columns and "casts" not in table.column_names:
+            casts = WEIGHTS_SCHEMA.field("casts")
+            table = table.append_column(casts, pa.array([[]] * file.metadata.num_rows, casts.type))
+        return table
 
     def has_pass(self, name: str) -> bool:
         return name in self.passes

@@ -107,8 +107,46 @@ class Measured(Record, Generic[W]):
         return cls.of(sum(p.checked for p in parts), sum(p.wrong for p in parts), wrong_rows)
 
 
-PositionRecord = Measured[WrongPosition]
-"""Measures by which positions the engine's rotary embedding rotated."""
+SHIFT_IS_HARMLESS = "attention reads differences of positions alone, so its output cannot change"
+"""Where all queries and keys of a sequence are shifted by one number."""
+
+
+class PositionRecord(Measured[WrongPosition]):
+    """Measures by which positions the engine's rotary embedding rotated."""
+
+    shift: tuple[int, int] | None = None
+    """By how much the queries and keys of each sequence are shifted, the least and the most of a
+    sequence; None where that is not one number within each, or is not known."""
+
+    @property
+    def harmless(self) -> bool:
+        """Whether positions are wrong, and the differences of two of them are right."""
+        return bool(self.wrong) and self.shift is not None
+
+    @property
+    def one_shift(self) -> int:
+        """The number by which all positions are shifted; 0 where there is none."""
+        return self.shift[0] if self.shift and self.shift[0] == self.shift[1] else 0
+
+    @property
+    def shift_words(self) -> str:
+        """E.g. `+1`, or `-3 to +5, one shift in each sequence`."""
+        assert self.shift is not None
+        least, most = self.shift
+        one = f"{least:+d}"
+        return one if least == most else f"{one} to {most:+d}, one shift in each sequence"
+
+    @classmethod
+    def together(cls, parts: Sequence[Self]) -> Self:
+        found = super().together(parts)
+        shifts = {p.shift for p in parts if p.checked}
+        shift = shifts.pop() if len(shifts) == 1 else None
+        # Several parts may hold rows of one sequence.
+        if shift is not None and len(parts) > 1 and shift[0] != shift[1]:
+            shift = None
+        return found.model_copy(update={"shift": shift})
+
+
 BoundaryRecord = Measured[WrongBoundary]
 """Whether sequences begin where they should for the attention."""
 

@@ -29,8 +29,25 @@ WEIGHTS_SCHEMA = pa.schema(
         ("columns", pa.list_(pa.int64())),
         ("shards", pa.list_(pa.list_(pa.int64(), 4))),
         ("replicas", pa.list_(pa.string())),
+        (
+            "casts",
+            pa.list_(
+                pa.struct(
+                    [
+                        ("dtype", pa.string()),
+                        ("digest", pa.string()),
+                        ("rows", pa.list_(pa.int64())),
+                        ("columns", pa.list_(pa.int64())),
+                    ]
+                )
+            ),
+        ),
     ]
 )
 """rows and columns: a digest of each slice along dimension 0 and 1, so that a mismatch can be
 placed; shards: (rank, dimension, start, stop) of what each rank holds; replicas: the digest of
-every further rank's own copy."""
+every further rank's own copy; casts: the same digests of the parameter rounded to each narrower
+dtype that another engine may hold it in."""
+
+OLDER_WEIGHTS_SCHEMA = WEIGHTS_SCHEMA.remove(WEIGHTS_SCHEMA.get_field_index("casts"))
+"""That of traces without casts."""

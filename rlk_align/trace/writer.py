@@ -118,7 +118,8 @@ class PassWriter:
         self._checks = checks
         self._vocab = vocab
         self._padding: Counter[str] = Counter()
-        self._positions = PositionCheck(checks.rotary) if checks.rotary else None
+        measurable = checks.rotary is not None and checks.rotary.tells_positions
+        self._positions = PositionCheck(checks.rotary) if measurable and checks.rotary else None
         self._boundaries = BoundaryCheck(*checks.heads) if checks.heads else None
         self._part = part
         self._buffers: dict[str, list[Buffered]] = {}

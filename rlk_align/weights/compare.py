@@ -15,6 +15,7 @@ import torch
 from rlk_align.compare.parity_weights import Difference, Shards, Sides, difference
 from rlk_align.progress import Progress, silent
 from rlk_align.trace.digest import digest_parameter, digest_slices
+from rlk_align.trace.reader import Weight
 from rlk_align.weights.adapter import Adapter, LowRank, Merge, ways
 from rlk_align.weights.findings import Finding, Held, Status, WeightsReport
 from rlk_align.weights.parameter import Parameter, RecordedParameter
@@ -152,7 +153,9 @@ class Comparer:
         key = (parameter.name, b.dtype)
         if key not in self.digests:
             value = parameter.value()
-            if value is None or parameter.dtype == b.dtype:
+            if isinstance(parameter, RecordedParameter):
+                self.digests[key] = parameter.weight.casts.get(b.dtype, parameter.digest)
+            elif value is None or parameter.dtype == b.dtype:
                 self.digests[key] = parameter.digest
             else:
                 self.digests[key] = digest_parameter(value.to(DTYPES[b.dtype]))
@@ -204,6 +207,8 @@ class _Rounded:
 
     @property
     def slices(self) -> tuple[np.ndarray, np.ndarray]:
+        if isinstance(self.parameter, RecordedParameter):
+            return self.parameter.slices_as(self.dtype)
         value = self.parameter.value()
         if value is None or self.dtype == self.parameter.dtype:
             return self.parameter.slices
@@ -266,12 +271,22 @@ def _rounding(a: Parameter, b: Parameter) -> str | None:
     """Which side is a rounding of the other, in words: empty where both have the same values, None
     where neither is."""
     x, y = a.value(), b.value()
-    if x is None and y is None:
-        return "" if a.digest == b.digest else None
+    if isinstance(a, RecordedParameter) and isinstance(b, RecordedParameter):
+        return _recorded_rounding(a.weight, b.weight)
     for value, other, words in ((x, b, "B is A"), (y, a, "A is B")):
         dtype = None if value is None else _rounded_to(value, other)
         if dtype is not None:
             return f"{words} rounded to {dtype}" if dtype else ""
+    return None
+
+
+def _recorded_rounding(a: Weight, b: Weight) -> str | None:
+    """The same of two recordings, by their digests."""
+    if a.digest == b.digest:
+        return ""
+    for wide, narrow, words in ((a, b, "B is A"), (b, a, "A is B")):
+        if wide.casts.get(narrow.dtype) == narrow.digest:
+            return f"{words} rounded to {narrow.dtype}"
     return None
 
 

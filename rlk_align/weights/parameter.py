@@ -126,5 +126,10 @@ class RecordedParameter:
     def slices(self) -> tuple[np.ndarray, np.ndarray]:
         return self.trace.weight_slices(self.name)
 
+    def slices_as(self, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+        """The slices of the parameter rounded to a dtype, where that was recorded."""
+        known = dtype in self.weight.casts
+        return self.trace.weight_slices(self.name, dtype if known else "")
+
     def value(self) -> None:
         return None

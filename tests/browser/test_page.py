@@ -173,6 +173,23 @@ def test_hostile_text_is_read_as_it_is(visit) -> None:
 
 
 @pytest.mark.parametrize("width", [400, 1400])
+def test_charts_of_a_run_can_be_read(visit, width: int) -> None:
+    """On a narrow screen they scroll sideways, and the page does not."""
+    page = visit("failing")
+    page.set_viewport_size({"width": width, "height": 900})
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    labels = page.locator(".chart text:visible")
+    heights = labels.evaluate_all(
+        "all => all.map(e => [e.getBBox().height, e.ownerSVGElement]).map(([height, svg]) =>"
+        "  height * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width)"
+    )
+    assert len(heights) > 100
+    assert min(heights) >= 9
+    drawn = page.locator(".drawing:has(#drift-chart)")
+    assert drawn.evaluate("e => e.scrollWidth > e.clientWidth") == (width < 900)
+
+
+@pytest.mark.parametrize("width", [400, 1400])
 def test_charts_over_steps_can_be_read(visit, width: int) -> None:
     page = visit("imported")
     page.set_viewport_size({"width": width, "height": 900})

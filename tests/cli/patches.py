@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,19 @@ import torch
 def tanh_gelu_in_layer_1(model: Any) -> None:
     """Another activation, and only there."""
     model.model.layers[1].mlp.act_fn = torch.nn.GELU(approximate="tanh")
+
+
+def training_mode(model: Any) -> None:
+    """A trainer that forgot model.eval()."""
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.05
+    model.train()
+
+
+def larger_epsilon(model: Any) -> None:
+    """Norms whose epsilon is not the config's."""
+    for layer in model.model.layers:
+        layer.input_layernorm.variance_epsilon = 1e-2
 
 
 def nan_in_layer_2(model: Any) -> None:
@@ -277,3 +291,25 @@ def logits_padded_with_infinities(model):
     model.lm_head.register_forward_hook(
         lambda _m, _args, out: torch.nn.functional.pad(out, (0, 64), value=float("-inf"))
     )
+
+
+def epsilon_outside_of_the_root(model: Any) -> None:
+    """RMSNorm as x / (sqrt(mean x²) + eps)."""
+    norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
+    assert norms
+    for norm in norms:
+        norm.forward = partial(_rms_norm_with_epsilon_outside, norm)
+
+
+def _rms_norm_with_epsilon_outside(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    root = x.float().square().mean(-1, keepdim=True).sqrt()
+    return norm.weight * (x.float() / (root + norm.variance_epsilon)).to(x.dtype)
+
+
+def head_of_an_earlier_step(model: Any) -> None:
+    """Logits by a copy of the head, from before the last update; the live parameter is today's."""
+    head = model.lm_head
+    drawn = torch.Generator().manual_seed(0)
+    noise = torch.randn(head.weight.shape, generator=drawn).to(head.weight.device)
+    earlier = (head.weight.detach().float() * (1 + 0.01 * noise)).to(head.weight.dtype)
+    head.forward = lambda x: torch.nn.functional.linear(x, earlier)

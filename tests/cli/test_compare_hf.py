@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Cli
+from random_model import write_random_model
 
 EDGE = ("--edges", "prefill_vs_train")
 SHORT = ("--max-new-tokens", 6)
@@ -90,6 +91,81 @@ def test_another_config_is_named_by_attribute_and_by_operator(
     measured = compare(*args, "--allow-mismatch", "attributes")
     assert measured.first == operator
     assert measured.code == 1, "a wrong config is far beyond the contract"
+
+
+def test_a_trainer_in_training_mode_is_named(compare: Cli) -> None:
+    sides = ("--rollout", "hf", "--train", "hf:patch=patches:training_mode")
+    done = compare(*sides, *EDGE)
+    assert done.code == 4, done.out
+    (mismatch,) = done.verdict["precheck"]["mismatches"]
+    where = "0.05 in model.layers.0.self_attn and 3 more modules"
+    assert (mismatch["name"], mismatch["rollout"], mismatch["train"]) == ("dropout", "none", where)
+    assert "call model.eval()" in done.out
+    # Measured across it, the noise is what is said; no row is blamed for another sequence.
+    done = compare(*sides, *EDGE, "--allow-mismatch", "attributes")
+    assert done.code == 4
+    assert "train does not repeat itself" in done.out
+    assert "boundar" not in done.out
+
+
+def small_llama(folder: Path) -> Path:
+    """Hidden size 64, heads of 8."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
+    norms = {"rms_norm_eps": 1e-5, "initializer_range": 0.04}
+    return write_random_model(folder, model_type="llama", dtype="float32", **sizes, **norms)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("patch", "operator"),
+    [("epsilon_outside_of_the_root", "layers.0.attn_norm"), ("head_of_an_earlier_step", "logits")],
+)
+def test_faults_that_users_plant_in_a_small_model_are_named(
+    compare: Cli, tmp_path: Path, patch: str, operator: str, dtype: str
+) -> None:
+    sides = ("--rollout", f"hf:dtype={dtype}", "--train", f"hf:dtype={dtype},patch=patches:{patch}")
+    done = compare("--model", small_llama(tmp_path / "small"), *sides, *EDGE)
+    assert done.code == 1, done.out
+    over = done.verdict["divergence"]["first_over_budget"]
+    assert (over["site"], over["side"]) == (operator, "train")
+    # Not the file of the class, in which nothing is wrong.
+    assert over["code"]["train"]["file"].endswith("tests/cli/patches.py")
+    assert over["code"]["rollout"]["file"].startswith(("transformers/", "torch/"))
+
+
+def test_positions_that_are_off_by_one_everywhere_name_their_side(
+    compare: Cli, tmp_path: Path
+) -> None:
+    """With heads as small as they are made: the side, and that the attention's output is the
+    same."""
+    small = small_llama(tmp_path / "small")
+    args = ("--model", small, "--rollout", "hf", "--train", "hf:patch=patches:positions_off_by_one")
+    stopped = compare(*args, *EDGE)
+    assert stopped.code == 4
+    (mismatch,) = stopped.verdict["precheck"]["mismatches"]
+    assert (mismatch["name"], mismatch["rollout"], mismatch["train"]) == ("position", 0, 1)
+    assert "so its output cannot change" in stopped.out
+    done = compare(*args, *EDGE, "--allow-mismatch", "attributes")
+    over = done.verdict["divergence"]["over_budget"]
+    rotations = {f"layers.{i}.{op}" for i in range(2) for op in ("q_rope", "k_rope")}
+    named = {o["site"]: o["side"] for o in over if o["site"] in rotations}
+    assert named == dict.fromkeys(rotations, "train")
+    how = done.verdict["divergence"]["first_over_budget"]["how"]["train"]
+    assert how.startswith("turned by positions that are all shifted by +1; attention reads")
+
+
+def test_a_setting_that_is_not_the_configs_is_shown_beside_it(compare: Cli) -> None:
+    """In words, in JSON, and as the thing to do."""
+    sides = ("--rollout", "hf", "--train", "hf:patch=patches:larger_epsilon")
+    done = compare(*sides, *EDGE, "--allow-mismatch", "attributes")
+    over = done.verdict["divergence"]["first_over_budget"]
+    assert (done.code, over["site"], over["side"]) == (1, "layers.0.attn_norm", "train")
+    setting = {"name": "norm_eps", "live": 0.01, "configured": 0.0001, "differs": True}
+    assert over["settings"] == {"train": [setting]}
+    assert over["how"]["train"].startswith("norm_eps 0.01 live, 0.0001 in config.json; scaled by")
+    assert "train prefill: norm_eps 0.01 live, 0.0001 in config.json" in done.out
+    assert "norm_eps 0.0001 as in config.json" in done.out, "the other side's"
+    assert "next     give the train side norm_eps 0.0001 at layers.0.attn_norm" in done.out
 
 
 def test_a_bos_on_one_side_is_shown(compare: Cli, model_copy) -> None:
@@ -259,6 +335,35 @@ def test_a_side_in_another_dtype_is_compared_by_value(compare: Cli) -> None:
     assert done.verdict["precheck"]["weights"] == "equal", "the same checkpoint, widened"
     assert done.verdict["contract"]["id"] == "bf16"
     assert done.first == "layers.0.attn_norm", "the embedding has the same values in both"
+
+
+def test_a_side_that_rounds_the_weights_of_the_other_is_compared(compare: Cli, model_copy) -> None:
+    """One checkpoint in float32; then one whose values differ in one entry."""
+
+    def master(tensors: dict[str, torch.Tensor]) -> None:
+        drawn = torch.Generator().manual_seed(0)
+        for name, value in tensors.items():
+            noise = torch.rand(value.shape, generator=drawn) - 0.5
+            tensors[name] = value.float() * (1 + 2.0**-9 * noise)
+
+    def moved(tensors: dict[str, torch.Tensor]) -> None:
+        master(tensors)
+        tensors["model.layers.2.mlp.down_proj.weight"][3, 5] += 0.1
+
+    held = {
+        name: model_copy(name, weights=change) for name, change in (("a", master), ("b", moved))
+    }
+    sides = ("--rollout", f"hf:dtype=bfloat16,model={held['a']}", "--train")
+    done = compare(*sides, f"hf:dtype=float32,model={held['a']}", *EDGE)
+    assert done.code == 0, done.out
+    assert done.verdict["precheck"]["weights"] == "cast to bfloat16 on the rollout side"
+    assert "weights cast to bfloat16 on the rollout side" in done.out
+    assert done.first == "embed"
+    assert "legitimate: weights are cast to bfloat16 on the rollout side" in done.out
+    stopped = compare(*sides, f"hf:dtype=float32,model={held['b']}", *EDGE)
+    assert stopped.code == 4
+    (mismatch,) = stopped.verdict["precheck"]["mismatches"]
+    assert (mismatch["name"], mismatch["detail"]) == ("layers.2.down_proj", "columns 5 differ")
 
 
 @pytest.mark.parametrize(("rollout", "train"), [("bfloat16", "float32"), ("float32", "bfloat16")])

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import tokenizers
 from synthetic import BATCH, all_cells, compared_run, corrupt, draw, keep_logprobs, write_trace
 
 from rlk_align.compare import edge_rows
@@ -14,6 +15,7 @@ from rlk_align.compare.edge_rows import EdgeRows, rows_table
 from rlk_align.compare.measure import measure
 from rlk_align.comparison_table import HEAD, load_rows, save_rows, sites_of
 from rlk_align.errors import CorruptTrace
+from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.model.sites import RowIndex
 
 VALUES = draw()
@@ -59,6 +61,35 @@ def test_without_a_tokenizer_that_can_be_read_the_texts_are_null(
     edge = EdgeRows.of("prefill_vs_train", index, 1)
     table = rows_table([edge], index, tmp_path)
     assert table["text"].null_count == table.num_rows == len(index)
+
+
+def test_each_id_keeps_the_spaces_before_it(tmp_path: Path) -> None:
+    """Decoders of SentencePiece strip those of the first id."""
+    pieces = ["<unk>", "a", "▁a", "▁▁b", "▁", "c▁d", "é"]
+    model = tokenizers.models.WordLevel({p: n for n, p in enumerate(pieces)}, unk_token="<unk>")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    batch = TokenBatch((Sample("0", tuple(range(len(pieces)))),))
+    table = rows_table(
+        [EdgeRows.of("prefill_vs_train", RowIndex(batch), 1)], RowIndex(batch), tmp_path
+    )
+    assert table["text"].to_pylist() == ["<unk>", "a", " a", "  b", " ", "c d", "é"]
+
+
+def test_ids_that_are_parts_of_a_character_stay_so(tmp_path: Path) -> None:
+    """The bytes A9 C3 twice have an é in their middle."""
+    byte = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    assert {"©", "Ã"} <= set(byte)
+    model = tokenizers.models.WordLevel({"Ã": 0, "©Ã": 1, "Ġa": 2}, unk_token="Ã")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    batch = TokenBatch((Sample("0", (0, 1, 2)),))
+    table = rows_table(
+        [EdgeRows.of("prefill_vs_train", RowIndex(batch), 1)], RowIndex(batch), tmp_path
+    )
+    assert table["text"].to_pylist() == ["\ufffd", "\ufffd\ufffd", " a"]
 
 
 def test_errors_are_of_their_row_and_site(tmp_path: Path) -> None:

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from synthetic import BATCH, seal, write_weights
+from synthetic import BATCH, corrupt, draw, seal, write_trace, write_weights
 
 from rlk_align.compare.parity import check_parity
 from rlk_align.engines.common.attributes import per_layer
 from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.results import Mismatch
 from rlk_align.trace.reader import Trace
-from rlk_align.trace.records import save_record
+from rlk_align.trace.records import load_record, save_record
 from rlk_align.trace.schema import (
     BoundaryRecord,
     PassRecord,
@@ -257,6 +257,55 @@ def test_wrong_positions_and_boundaries_are_named_in_whichever_pass(make: Make) 
     assert position.detail.startswith("rollout prefill: 1 of 9 rows")
     assert (boundary.rollout, boundary.train) == ("sees other tokens", "sees itself alone")
     assert boundary.detail.startswith("rollout decode")
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_boundaries_are_told_by_a_side_that_repeats_its_attention_alone(
+    tmp_path: Path, repeats: bool
+) -> None:
+    """What drops values at random sees other values in each row, and its own neighbours alone."""
+    values = draw()
+    again = values if repeats else corrupt(values, "layers.0.attn", [(0, 0)])
+    a = write_trace(tmp_path / "a", values)
+    b = write_trace(tmp_path / "b", values, repeat=again)
+    path = b.folder / "prefill" / "pass.json"
+    crossed = [WrongBoundary(sample=0, position=0, sees="other tokens")]
+    boundaries = BoundaryRecord(checked=9, wrong=1, first=crossed)
+    record = load_record(PassRecord, path)
+    path.unlink()
+    save_record(record.model_copy(update={"boundaries": boundaries}), path)
+    seal(b.folder)
+    named = [m.name for m in check_parity(a, Trace(b.folder))]
+    assert named == (["sequence_boundary"] if repeats else [])
+
+
+def test_a_shift_that_no_attention_sees_is_said_to_be_harmless(make: Make) -> None:
+    trace = with_pass(make("b"), "prefill", 5, None)
+    path = trace.folder / "prefill" / "pass.json"
+    record = load_record(PassRecord, path)
+    path.unlink()
+    shifted = record.positions.model_copy(update={"shift": (3, 3)})
+    save_record(record.model_copy(update={"positions": shifted}), path)
+    seal(trace.folder)
+    (mismatch,) = check_parity(make("a"), Trace(trace.folder))
+    assert mismatch.detail.endswith(
+        "all queries and keys are shifted by +3; attention reads differences of positions alone, "
+        "so its output cannot change"
+    )
+
+
+def test_a_model_in_training_mode_is_named_on_either_side(make: Make) -> None:
+    drops = {"dropout": "0.05 in model.layers.0.self_attn and 4 more modules"}
+    a, b = make("a"), make("b", attributes=drops)
+    (mismatch,) = check_parity(a, b)
+    assert (mismatch.name, mismatch.rollout, mismatch.train) == (
+        "dropout",
+        "none",
+        drops["dropout"],
+    )
+    assert mismatch.detail.startswith("the train model is in training mode")
+    # Both alike is no agreement: each drops others.
+    assert [m.name for m in check_parity(make("c", attributes=drops), b)] == ["dropout", "dropout"]
 
 
 def test_another_rotary_embedding_tells_no_positions(make: Make) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from synthetic import draw, write_trace
 
-from rlk_align.compare.parity_weights import check_weights
+from rlk_align.compare.parity_weights import cast_sides, check_weights
 from rlk_align.engines.common import parameters as live
 from rlk_align.engines.common.parameters import LiveParameter, Shard, even_shards, record_parameter
 from rlk_align.errors import ModelError
@@ -168,3 +168,69 @@ def test_a_vector_is_placed_by_element(tmp_path: Path) -> None:
     name = "layers.0.q_proj.bias"
     mismatch = only(tmp_path, LiveParameter(name, w), LiveParameter(name, stale))
     assert mismatch.detail == "rows 3-5 differ"
+
+
+def rounded(name: str, w: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> LiveParameter:
+    return LiveParameter(name, w.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("side", ["rollout", "train"])
+def test_weights_that_a_side_holds_rounded_are_no_mismatch(
+    tmp_path: Path, side: str, dtype: torch.dtype
+) -> None:
+    w = weight()
+    held = {False: LiveParameter("embed", w), True: rounded("embed", w, dtype)}
+    a = trace(tmp_path / "a", held[side == "rollout"])
+    b = trace(tmp_path / "b", held[side == "train"])
+    assert check_weights(a, b) == []
+    assert cast_sides(a, b) == {side: str(dtype).removeprefix("torch.")}
+
+
+def test_one_changed_element_of_rounded_weights_is_named_and_placed(tmp_path: Path) -> None:
+    w, embed = weight(), weight(seed=1)
+    other = w.clone()
+    other[3, 5] += 2.0**-5
+    name = "layers.0.down_proj"
+    a = trace(tmp_path / "a", rounded(name, other), rounded("embed", embed))
+    b = trace(tmp_path / "b", LiveParameter(name, w), LiveParameter("embed", embed))
+    (mismatch,) = check_weights(a, b)
+    assert (mismatch.name, mismatch.detail) == (name, "rows 3 differ")
+    assert cast_sides(a, b) == {"rollout": "bfloat16"}
+
+
+def test_values_that_are_rounded_and_held_in_float32_are_a_mismatch(tmp_path: Path) -> None:
+    """Both sides compute in float32, and by other weights."""
+    w = weight()
+    a = LiveParameter("embed", w.bfloat16().float())
+    assert "differ" in only(tmp_path, a, LiveParameter("embed", w)).detail
+
+
+def test_a_stale_copy_of_rounded_weights_is_named(tmp_path: Path) -> None:
+    w, stale = weight(16, 1)[:, 0], weight(16, 1, seed=1)[:, 0]
+    name = "layers.0.attn_norm"
+    held = LiveParameter(name, w, (), (stale, w))
+    mismatch = only(tmp_path, rounded(name, w), held)
+    assert (mismatch.ranks, mismatch.detail) == ([1], "train: rank 1 has another copy than rank 0")
+    held = LiveParameter(name, w.bfloat16(), (), (stale.bfloat16(), w.bfloat16()))
+    assert only(tmp_path / "narrow", held, LiveParameter(name, w)).ranks == [1]
+
+
+def test_rounded_weights_in_another_place_are_told(tmp_path: Path) -> None:
+    first, second = weight(), weight(seed=1)
+    one, two = "layers.0.q_proj", "layers.1.q_proj"
+    a = trace(tmp_path / "a", LiveParameter(one, first), LiveParameter(two, second))
+    b = trace(tmp_path / "b", rounded(one, first), rounded(two, first))
+    (mismatch,) = check_weights(a, b)
+    assert mismatch.detail == f"train holds what the rollout holds as {one}"
+
+
+def test_an_older_trace_has_no_casts(tmp_path: Path) -> None:
+    """Its weights are read as ever, and differ from rounded ones."""
+    w = weight()
+    a, b = trace(tmp_path / "a", LiveParameter("embed", w)), LiveParameter("embed", w.bfloat16())
+    path = tmp_path / "a" / "weights.parquet"
+    pq.write_table(pq.read_table(path).drop_columns(["casts"]), path)
+    assert a.weights["embed"].casts == {}
+    assert len(check_weights(a, trace(tmp_path / "b", b))) == 1
+    assert check_weights(a, trace(tmp_path / "c", LiveParameter("embed", w))) == []

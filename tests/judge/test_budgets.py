@@ -13,8 +13,8 @@ from rich.console import Console
 from rlk_align.errors import ContractError
 from rlk_align.judge.contract import STATISTICS, Contract
 from rlk_align.judge.load import load_contract
-from rlk_align.judge.verdict import Verdict, judge, over_budget
-from rlk_align.judge.wording import how_off
+from rlk_align.judge.verdict import Verdict, judge, over_budget, parity
+from rlk_align.judge.wording import how_off, why_legitimate
 from rlk_align.report.terminal import show
 from rlk_align.report.verdict_json import verdict_json
 from rlk_align.results import EdgeResult, ErrorPattern, Introducer, RefereedUnit, RoundingErrors
@@ -160,6 +160,26 @@ def test_sides() -> None:
     how = verdict_json(verdict)["divergence"]["first_over_budget"]["how"]
     assert how["rollout"].count("errors of 9 roundings") == 2
     assert "prefill: " in how["rollout"]
+
+
+def test_a_side_that_is_no_end_of_the_edge_is_not_missed_there() -> None:
+    of = {"edges": ["decode_vs_prefill"]}
+    bad = unit("rollout", passname="decode", rms=9.0, **of)
+    elsewhere = unit("train", reason="a patch changed it", other_weight=True)
+    decode = edge("decode_vs_prefill", sites=[differing()])
+    verdict = judged(bad, unit("rollout", **of), elsewhere, of=decode)
+    assert found(verdict) == [(NAME, "rollout")]
+    assert "train was not checked here" not in " ".join(lines(verdict))
+
+
+def test_a_factor_near_1_keeps_its_digits() -> None:
+    def said(amount: float) -> str:
+        scaled = ErrorPattern(place="everywhere", at=0, manner="scaled", amount=amount)
+        return how_off(unit(rms=9.0, pattern=scaled), BF16)
+
+    assert said(2.3e-4).startswith("scaled by 1 + 0.00023; ")
+    assert said(-7.1e-6).startswith("scaled by 1 - 7.1e-06; ")
+    assert said(-0.0688).startswith("scaled by 0.9312; ")
 
 
 def too_far() -> EdgeResult:
@@ -454,3 +474,16 @@ def test_a_model_with_an_operator_of_no_budget_is_not_judged(tmp_path: Path) -> 
 def test_built_in_contracts_bound_every_operator(name: str) -> None:
     built_in = load_contract(name, {"bf16": "bfloat16", "fp16": "float16"}.get(name, "float32"))
     assert all(built_in.budget(op) for op in json.loads(EVERY))
+
+
+def test_a_difference_that_rounded_weights_make_is_legitimate() -> None:
+    site = "embed"
+    exact = {**dict.fromkeys(STATISTICS, 0.0), "op_class": "embedding"}
+    of = edge(sites=[differing(site)])
+    units = [unit(side, site, **exact) for side in ("rollout", "train")]
+    made = comparison(of, referee=units, casts={"rollout": "bfloat16"})
+    verdict = judge(made, BF16)
+    assert why_legitimate(verdict, of, site) == (
+        "legitimate: weights are cast to bfloat16 on the rollout side"
+    )
+    assert parity(made.model_copy(update={"casts": {}}), "weights") == "equal"

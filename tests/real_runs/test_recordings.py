@@ -93,7 +93,14 @@ def test_two_recordings(tmp_path: Path) -> None:
     assert compared(tmp_path / "1", live, LiveParameter(NAME, NOW.clone())).status == "equal"
     assert compared(tmp_path / "2", live, LiveParameter(NAME, BEFORE)).status == "stale"
     assert compared(tmp_path / "3", live, LiveParameter(NAME, random(5))).status == "other"
-    assert compared(tmp_path / "4", live, LiveParameter(NAME, NOW.bfloat16())).status == "other"
+    cast = compared(tmp_path / "4", live, LiveParameter(NAME, NOW.bfloat16()))
+    assert (cast.status, cast.detail) == ("cast", "B is A rounded to bfloat16")
+    cast = compared(tmp_path / "5", LiveParameter(NAME, NOW.bfloat16()), live)
+    assert (cast.status, cast.detail) == ("cast", "A is B rounded to bfloat16")
+    changed = NOW.clone()
+    changed[3, 5] += 2.0**-5
+    found = compared(tmp_path / "6", live, LiveParameter(NAME, changed.bfloat16()))
+    assert (found.status, found.detail) == ("other", "rows 3 differ")
 
 
 def test_an_adapter_that_a_live_engine_merged(cli: Cli, few_prompts: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -16,7 +17,9 @@ from synthetic import compared_run
 from rlk_align.data import data_path
 from rlk_align.errors import CorruptTrace
 from rlk_align.report.html.page import run_page
+from rlk_align.report.html.samples import Stretch
 from rlk_align.report.html.several import several_page
+from rlk_align.report.html.tokens import delta_ramp, error_ramp, sample_view
 from rlk_align.report.source import load_source
 from rlk_align.results import Controls, Noise
 from rlk_align.trace.run import Run
@@ -361,3 +364,22 @@ def test_two_runs_are_overlaid_and_more_are_small_multiples(healthy: Run, failin
     assert "B failing" in two
     assert "✓ PASS" in two
     assert "✕ FAIL" in two
+
+
+def test_a_token_is_underlined_by_its_sign_alone() -> None:
+    """One that is equally likely on both sides, and a NaN, are neither."""
+    count = 5
+    stretch = Stretch(
+        sample=0,
+        positions=list(range(count)),
+        ids=list(range(count)),
+        texts=["a"] * count,
+        sampled=[False] + [True] * 4,
+        delta=[None, 0.0, 0.1, -0.1, math.nan],
+        errors={},
+        before=0,
+        after=0,
+    )
+    view = sample_view(stretch, 0.5, delta_ramp([stretch]), error_ramp([stretch]))
+    signs = [set(t.classes.split()) & {"up", "down"} for t in view.tokens]
+    assert signs == [set(), set(), {"up"}, {"down"}, set()]

@@ -153,3 +153,11 @@ def test_hostile_text_is_text(tmp_path: Path, made) -> None:
 def test_it_is_the_same_wherever_the_run_lies(tmp_path: Path) -> None:
     run = report_run(tmp_path / "run", over=[OVER])
     assert str(tmp_path) not in junit(load_source(str(run.folder), None))
+
+
+def test_weights_that_a_side_holds_rounded_are_no_error(tmp_path: Path) -> None:
+    run = report_run(tmp_path / "run", casts={"rollout": "bfloat16"})
+    text = junit(load_source(str(run.folder), None))
+    (case,) = ElementTree.fromstring(text).iterfind(".//testcase[@name='weights']")
+    assert [child.tag for child in case] == ["system-out"]
+    assert case[0].text == "weights: cast to bfloat16 on the rollout side"

@@ -1,5 +1,7 @@
 """Which position a row was rotated by, measured: real rotations in, positions out."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,21 +9,25 @@ import torch
 from rlk_align.trace.positions import PositionCheck, Rotary
 from rlk_align.trace.schema import WRONG_ROWS, PositionRecord
 
-HEADS, PAIRS, CONTEXT = 3, 16, 400
+HEADS, KV_HEADS, PAIRS, CONTEXT = 3, 1, 16, 400
 ROTARY = Rotary(
     inv_freq=tuple(10000.0 ** (-j / PAIRS) for j in range(PAIRS)),
     heads=HEADS,
+    kv_heads=KV_HEADS,
     context=CONTEXT,
     source="layers.0.q_norm",
+    key_source="layers.0.k_norm",
 )
 
 
-def rotate(x: torch.Tensor, position: np.ndarray, theta: float = 10000.0) -> torch.Tensor:
+def rotate(
+    x: torch.Tensor, position: np.ndarray, theta: float = 10000.0, count: int = HEADS
+) -> torch.Tensor:
     """The half-split rotary embedding, rounded as an engine in x's dtype rounds: `[N, F]`."""
     frequency = torch.tensor([theta ** (-j / PAIRS) for j in range(PAIRS)])
     angle = torch.from_numpy(position).float()[:, None] * frequency
     cos, sin = (t.to(x.dtype)[:, None] for t in (angle.cos(), angle.sin()))
-    heads = x.reshape(len(x), HEADS, -1)
+    heads = x.reshape(len(x), count, -1)
     a, b, rest = heads[..., :PAIRS], heads[..., PAIRS : 2 * PAIRS], heads[..., 2 * PAIRS :]
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).reshape(len(x), -1)
 
@@ -131,3 +137,70 @@ def test_parts_are_put_together_in_order() -> None:
     both = PositionRecord.together([late, early])
     assert (both.checked, both.wrong) == (40, 40)
     assert [w.position for w in both.first] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def both_turned(
+    queries: np.ndarray, keys: np.ndarray, own: np.ndarray, sample: np.ndarray
+) -> PositionRecord:
+    """Queries and keys of sequences, turned by these positions."""
+    torch.manual_seed(0)
+    q, k = (torch.randn(len(own), n * 2 * PAIRS).bfloat16() for n in (HEADS, KV_HEADS))
+    check = PositionCheck(ROTARY)
+    check.see("layers.0.q_norm", q, sample, own)
+    check.see("layers.0.k_norm", k, sample, own)
+    check.see("layers.0.q_rope", rotate(q, queries), sample, own)
+    check.see("layers.0.k_rope", rotate(k, keys, count=KV_HEADS), sample, own)
+    return check.record()
+
+
+OWN, SAMPLE = np.tile(np.arange(30), 2), np.repeat([0, 1], 30)
+
+
+def test_one_shift_of_queries_and_keys_is_harmless() -> None:
+    record = both_turned(OWN + 1, OWN + 1, OWN, SAMPLE)
+    assert (record.wrong, record.shift, record.harmless, record.one_shift) == (60, (1, 1), True, 1)
+    assert record.shift_words == "+1"
+    each = OWN + np.where(SAMPLE == 0, 3, -1)
+    record = both_turned(each, each, OWN, SAMPLE)
+    assert (record.shift, record.harmless, record.one_shift) == ((-1, 3), True, 0)
+    assert record.shift_words == "-1 to +3, one shift in each sequence"
+    assert PositionRecord.together([record]).shift == (-1, 3)
+    # Another part may hold the rest of a sequence.
+    assert PositionRecord.together([record, record]).shift is None
+
+
+def test_what_changes_a_difference_of_positions_is_not_harmless() -> None:
+    healthy = both_turned(OWN, OWN, OWN, SAMPLE)
+    assert (healthy.wrong, healthy.shift, healthy.harmless) == (0, (0, 0), False)
+    later = OWN + (OWN > 20)
+    for queries, keys in ((OWN + 1, OWN), (OWN, OWN + 1), (later, later), (OWN + 1, OWN + 2)):
+        record = both_turned(queries, keys, OWN, SAMPLE)
+        assert (record.shift, record.harmless, record.one_shift) == (None, False, 0)
+    one = both_turned(OWN + 1, OWN + 1, OWN, SAMPLE)
+    for other in (healthy, both_turned(OWN + 2, OWN + 2, OWN, SAMPLE)):
+        assert PositionRecord.together([one, other]).shift is None
+    # Keys that were not measured are not known to follow.
+    assert measured(OWN[:30] + 1, OWN[:30]).shift is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_heads_of_eight_tell_positions(dtype: torch.dtype) -> None:
+    rotary = replace(ROTARY, inv_freq=tuple(10000.0 ** (-j / 4) for j in range(4)), context=2048)
+    assert rotary.tells_positions
+    assert not replace(rotary, inv_freq=rotary.inv_freq[:3]).tells_positions
+    torch.manual_seed(0)
+    own = np.arange(2040)
+    x = torch.randn(len(own), HEADS * 8).to(dtype)
+    frequency = torch.tensor(rotary.inv_freq)
+    for shift in (0, 1, -1, 7):
+        angle = torch.from_numpy(own + shift).float()[:, None] * frequency
+        cos, sin = (t.to(dtype)[:, None] for t in (angle.cos(), angle.sin()))
+        a, b = x.reshape(len(x), HEADS, -1).split(4, dim=-1)
+        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).reshape(len(x), -1)
+        check = PositionCheck(rotary)
+        sample = np.zeros(len(own), dtype=np.int64)
+        check.see("layers.0.q_norm", x, sample, own)
+        check.see("layers.0.q_rope", turned, sample, own)
+        record = check.record()
+        assert record.wrong == (len(own) if shift else 0)
+        assert all(w.effective == w.position + shift for w in record.first)

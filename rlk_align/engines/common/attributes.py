@@ -86,6 +86,26 @@ def rope_theta(inv_freq: torch.Tensor) -> float:
     return float(f"{theta:.5g}")
 
 
+def active_dropout(model: torch.nn.Module) -> dict[str, str]:
+    """`dropout`: where a model in training mode drops values, and with which probability; empty
+    where it drops none."""
+    active = {name: p for name, m in model.named_modules() if m.training and (p := _dropout(m))}
+    if not active:
+        return {}
+    first, *more = active
+    others = f" and {len(more)} more modules" if more else ""
+    return {"dropout": f"{max(active.values()):g} in {first or 'the model'}{others}"}
+
+
+def _dropout(module: torch.nn.Module) -> float:
+    """The largest probability with which a module drops values in training mode: one of torch's
+    own, or what an attention or a layer keeps by such a name."""
+    if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+        return module.p
+    named = (v for n, v in vars(module).items() if "dropout" in n and isinstance(v, float))
+    return max(named, default=0.0)
+
+
 def processing(temperature: float, top_p: float = 1.0) -> dict[str, Any]:
     """What reported log-probs are of: the whole raw distribution, or a processed one."""
     raw = temperature == 1.0 and top_p == 1.0

@@ -1,5 +1,6 @@
 """Where in its engine's code each operator is, for whoever has to look at it."""
 
+import functools
 import inspect
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,26 +23,46 @@ def code_places(model: Any, places: Iterable[Place]) -> dict[str, CodePlace]:
         path = place.module.rpartition(".")[0] if place.end == "input" else place.module
         module = model.get_submodule(path)
         kind = type(module)
-        file, line = _source(kind)
+        file, line = _source(_computes(module))
+        hooks = _hooks(module)
         for site in place.sites:
             code[site] = CodePlace(
                 module=path,
                 kind=kind.__qualname__,
                 file=file,
                 line=line,
+                hooks=hooks,
                 settings=_scalars(module),
             )
     return code
 
 
-def _source(kind: type) -> tuple[str, int]:
-    """The file below its installation, and the line at which a class computes: a class may inherit
-    its `forward` from another file."""
+def _computes(module: Any) -> Any:
+    """The function by which a module computes: one that was put on it, or that of its class, which
+    may inherit its `forward` from another file."""
+    if "forward" in vars(module):
+        return module.forward
+    kind = type(module)
+    defines = next((k for k in kind.__mro__ if "forward" in vars(k)), kind)
+    return vars(defines).get("forward", defines)
+
+
+def _hooks(module: Any) -> list[str]:
+    """Where the hooks are that change what a module is given or gives, but for those of installed
+    packages."""
+    tables = (getattr(module, name, {}) for name in ("_forward_pre_hooks", "_forward_hooks"))
+    found = [_source(hook) for table in tables for hook in table.values()]
+    return [f"{file}:{line}" for file, line in found if file and Path(file).is_absolute()]
+
+
+def _source(function: Any) -> tuple[str, int]:
+    """The file, below its installation where it is installed, and the line of a function."""
     try:
-        defines = next((k for k in kind.__mro__ if "forward" in vars(k)), kind)
-        forward = inspect.unwrap(vars(defines).get("forward", defines))
-        path = Path(inspect.getsourcefile(forward) or "")
-        line = inspect.getsourcelines(forward)[1]
+        function = inspect.unwrap(function)
+        while isinstance(function, functools.partial):
+            function = inspect.unwrap(function.func)
+        path = Path(inspect.getsourcefile(function) or "")
+        line = inspect.getsourcelines(function)[1]
     except (OSError, TypeError, ValueError):
         return "", 0
     parts = path.parts

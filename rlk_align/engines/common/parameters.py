@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -38,6 +39,19 @@ class LiveParameter:
     """The copies of ranks 1, 2, ... of a parameter that every rank holds whole."""
 
 
+CASTS = ("bfloat16", "float16")
+"""What engines hold a float32 checkpoint in."""
+
+
+class Cast(TypedDict):
+    """A parameter rounded to another dtype."""
+
+    dtype: str
+    digest: str
+    rows: np.ndarray
+    columns: np.ndarray
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterRecord:
     """A row of weights.parquet."""
@@ -50,6 +64,7 @@ class ParameterRecord:
     columns: np.ndarray
     shards: list[tuple[int, int, int, int]]
     replicas: list[str]
+    casts: list[Cast]
 
 
 def record_parameter(parameter: LiveParameter) -> ParameterRecord:
@@ -74,7 +89,14 @@ def record_parameter(parameter: LiveParameter) -> ParameterRecord:
         columns=columns,
         shards=[(s.rank, s.dim, s.start, s.stop) for s in parameter.shards],
         replicas=[digest_parameter(r) for r in parameter.replicas],
+        casts=[_cast(value, dtype) for dtype in CASTS] if value.dtype == torch.float32 else [],
     )
+
+
+def _cast(value: torch.Tensor, dtype: str) -> Cast:
+    rounded = value.to(getattr(torch, dtype))
+    rows, columns = digest_slices(rounded)
+    return Cast(dtype=dtype, digest=digest_parameter(rounded), rows=rows, columns=columns)
 
 
 def _count_not_finite(value: torch.Tensor) -> int:

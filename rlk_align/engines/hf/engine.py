@@ -9,6 +9,7 @@ import torch
 from rlk_align.engines.base import Logprobs, Tap
 from rlk_align.engines.common.attributes import (
     activation_name,
+    active_dropout,
     corrected_routing,
     norm_attributes,
     norm_epsilons,
@@ -181,6 +182,7 @@ def hf_attributes(model: Any) -> dict[str, Any]:
         **per_layer("activation", [_activation(layer.mlp, dtype) for layer in layers]),
         **_routing([block for _, block in sparse_blocks(model)]),
         "tie_word_embeddings": (model.lm_head.weight is model.model.embed_tokens.weight),
+        **active_dropout(model),
     }
 
 

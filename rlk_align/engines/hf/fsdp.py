@@ -35,7 +35,8 @@ class FSDPEngine(HFEngine):
         mixed = bool(self.spec.option("mixed"))
         model = self.load("float32" if mixed else self.compute_dtype)
         if self.spec.option("checkpointing"):
-            # transformers asks for training mode before it checkpoints; nothing here drops out.
+            # transformers asks for training mode before it checkpoints; the precheck names a config
+            # with dropout.
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.train()
         mesh = init_device_mesh(self.device.type, (self.ranks.world,))

@@ -8,6 +8,7 @@ import torch
 
 from rlk_align.engines.common.attributes import (
     activation_name,
+    active_dropout,
     norm_attributes,
     norm_epsilons,
     per_layer,
@@ -48,6 +49,7 @@ def stage_facts(
             **routing(model),
         },
         "norms": norm_epsilons(model, places),
+        "dropout": active_dropout(model),
         "rope": {
             "rope_type": _rope_type(model),
             "rope_theta": _theta(model, rope, built),
@@ -81,6 +83,7 @@ def megatron_attributes(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
     for name, values in every.items():
         found |= per_layer(name, values)
+    found |= next((s["dropout"] for s in stages if s["dropout"]), {})
     if any(s["rope"] != stages[0]["rope"] for s in stages):
         found["rope_theta"] = math.nan
     return found

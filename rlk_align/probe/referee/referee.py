@@ -30,12 +30,22 @@ from rlk_align.probe.referee.row_choice import choose_rows
 from rlk_align.probe.referee.weights import NotRefereed, OtherWeight
 from rlk_align.probe.sampling import explain_pass
 from rlk_align.progress import Progress
-from rlk_align.results import Comparison, EdgeName, RefereedUnit, RoundingErrors, SideName
+from rlk_align.results import (
+    Comparison,
+    EdgeName,
+    LiveSetting,
+    RefereedUnit,
+    RoundingErrors,
+    SideName,
+)
 from rlk_align.trace.reader import Trace
+from rlk_align.trace.schema import SHIFT_IS_HARMLESS
 from rlk_align.trace.values import RecordedRows
 
 SUSPECT = 100.0
 """Roundings beyond which a log-prob is of something else than its logits."""
+EXPLAINED = 10.0
+"""How many times smaller the errors of what explains a rotation must be."""
 CPU_ELEMENTS, GPU_ELEMENTS = 1 << 18, 1 << 24
 """Entries that are compared at a time."""
 PRODUCT_ELEMENTS = 1 << 23
@@ -168,6 +178,10 @@ def _explanation(site: Site, p: Pass, errors: RoundingErrors | None) -> str:
     return explain_pass(p.trace, p.name).words
 
 
+def _settings(site: Site, p: Pass) -> list[LiveSetting]:
+    return [] if isinstance(p.reference, str) else p.reference.settings(site)
+
+
 def _worst_rows(
     comparison: Comparison, sides: Mapping[SideName, Trace], index: RowIndex
 ) -> list[int]:
@@ -214,7 +228,8 @@ class Walk:
                 reason=reason,
                 dtype=p.trace.record.dtype,
                 other_weight=other_weight,
-                explanation=_explanation(site, p, errors),
+                explanation=_explanation(site, p, errors) or self._shifted(site, p, errors),
+                settings=_settings(site, p),
                 fused_with=p.fused.get(site.name, ""),
                 code=p.trace.record.code.get(site.name),
             )
@@ -235,14 +250,35 @@ class Walk:
             return known, len(number)
         return self._sums(site, p, p.reference, number).errors(self._index), len(number)
 
-    def _sums(self, site: Site, of: Pass, reference: Reference, number: np.ndarray) -> ErrorSums:
+    def _shifted(self, site: Site, p: Pass, errors: RoundingErrors | None) -> str:
+        """Says of a rotation that it is one of positions that are all shifted by the number that
+        was measured in layer 0, where that explains it and that of its partner."""
+        shift = p.trace.read_pass(p.name).record.positions.one_shift
+        if site.operator.formula != "rotary" or errors is None or not shift:
+            return ""
+        for op in ("q_rope", "k_rope"):
+            partner = self._sites[f"layers.{site.layer}.{op}"]
+            try:
+                number = p.recorded.comparable(partner)
+                assert isinstance(p.reference, Reference)
+                found = self._sums(partner, p, p.reference, number, shift).errors(self._index)
+            except NotRefereed:
+                return ""
+            if not found.rms * EXPLAINED < errors.rms:
+                return ""
+        return f"turned by positions that are all shifted by {shift:+d}; {SHIFT_IS_HARMLESS}"
+
+    def _sums(
+        self, site: Site, of: Pass, reference: Reference, number: np.ndarray, shift: int = 0
+    ) -> ErrorSums:
+        """`shift`: what is added to every position."""
         dtype, heads = reference.rounded_to(site), reference.heads(site)
         sums = ErrorSums(reference.features(site), heads, dtype, self._device)
         compared = max(1, self._block // site.features)
         for part in self._blocks(number, site, reference.shape):
             got = of.recorded.values(site.name, part)
             inputs = [of.recorded.values(name, part) for name in site.inputs]
-            rows = self._rows(part)
+            rows = self._rows(part, shift)
             if site.prefix_inputs:
                 first = int(part[0] - self._index.position[part[0]])
                 whole = np.arange(first, part[-1] + 1)
@@ -273,8 +309,8 @@ class Walk:
         for group in np.split(number, cuts):
             yield from (group[at : at + step] for at in range(0, len(group), step))
 
-    def _rows(self, number: np.ndarray) -> RowTokens:
+    def _rows(self, number: np.ndarray, shift: int) -> RowTokens:
         index = self._index
         # The target of a sequence's last row is never asked for.
-        columns = (index.position, index.token, np.roll(index.token, -1))
+        columns = (index.position + shift, index.token, np.roll(index.token, -1))
         return RowTokens(*(torch.from_numpy(c[number]).to(self._device) for c in columns))

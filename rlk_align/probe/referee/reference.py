@@ -17,7 +17,9 @@ from rlk_align.probe.referee import formulas
 from rlk_align.probe.referee.experts import EXPERT_FORMULAS, ExpertReference
 from rlk_align.probe.referee.exponentials import SumOrder, lost_share, sum_orders
 from rlk_align.probe.referee.rounding import relative_unit, rounding_variance
+from rlk_align.probe.referee.settings import live_settings, sliding_window
 from rlk_align.probe.referee.weights import Checkpoint, CheckpointWeights, NotRefereed
+from rlk_align.results import LiveSetting
 from rlk_align.trace.reader import Weight
 
 FLOAT32_UNIT = 2.0**-24
@@ -108,7 +110,8 @@ class Reference:
             out = self._activation(inputs[0]) * inputs[1]
         elif formula == "attention":
             assert site.layer is not None
-            heads, window = (self.shape.heads, self.shape.kv_heads), self._window(site.layer)
+            heads = (self.shape.heads, self.shape.kv_heads)
+            window = sliding_window(self._config, self.shape, site.layer)
             q, k, v = inputs
             out, extra, shared = formulas.attention(
                 q, k, v, rows.position, heads, window, self._attention_roundings
@@ -134,6 +137,10 @@ class Reference:
         if site.operator.formula != "top_k":
             return recorded
         return self._experts.beyond(site, inputs[0], recorded.long())
+
+    def settings(self, site: Site) -> list[LiveSetting]:
+        """What the side computes it by, beside what config.json says."""
+        return live_settings(site, self._attributes, self._config, self.shape)
 
     def features(self, site: Site) -> int:
         """How many features `got` has."""
@@ -183,7 +190,7 @@ class Reference:
         self, x: torch.Tensor, rows: RowTokens, heads: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._rotary is None:
-            raise NotRefereed("its heads are small, or its rotary embedding changes")
+            raise NotRefereed("its rotary embedding changes with the sequence")
         inv_freq = torch.tensor(self._rotary.inv_freq, dtype=torch.float64, device=x.device)
         angle = rows.position.double()[:, None] * inv_freq
         out, slope = formulas.rotate(x, angle, heads, self._rotary.scaling)
@@ -228,13 +235,3 @@ class Reference:
         if name not in formulas.ACTIVATIONS:
             raise NotRefereed(f"hidden_act={name} has no formula")
         return formulas.ACTIVATIONS[name]
-
-    def _window(self, layer: int) -> int | None:
-        """The sliding window of a layer, in tokens."""
-        config = {**self.shape.family.window, **self._config}
-        window, kinds = config.get("sliding_window"), config.get("layer_types")
-        if window is None or not config.get("use_sliding_window"):
-            return None
-        if kinds:
-            return int(window) if kinds[layer] == "sliding_attention" else None
-        return int(window) if layer >= config.get("max_window_layers", 0) else None

@@ -8,10 +8,12 @@ from rlk_align.judge.checks import LimitCheck
 from rlk_align.judge.verdict import PARITY_KINDS, closest_limit, coverage, parity
 from rlk_align.report.source import ReportSource
 from rlk_align.report.words import (
+    LONGER_PROMPTS,
     check_words,
     finding,
     next_step,
     noise_words,
+    positions_words,
     production_words,
     side_off,
 )
@@ -65,9 +67,11 @@ def _badness(check: LimitCheck) -> tuple[bool, bool, float]:
 def _facts(source: ReportSource) -> list[tuple[str, str]]:
     verdict, c = source.verdict, source.verdict.comparison
     contract = f"{verdict.contract.id} {verdict.contract.version}"
+    tested = positions_words(c)
     facts = [
         ("contract", f"{contract}, sha256 {verdict.contract.sha256[:12]}"),
         ("measured", f"{c.tokens:,} sampled tokens, {c.dtype}"),
+        *([("tested", f"{tested}; {LONGER_PROMPTS}")] if tested else []),
         ("precheck", ", ".join(f"{kind} {parity(c, kind)}" for kind in PARITY_KINDS)),
     ]
     if c.controls is None:

@@ -96,6 +96,9 @@ def _code(o: OperatorFacts) -> Iterator[str]:
         unlike = [f"{n}={v}" for other in others for n, v in place.settings_unlike(other).items()]
         if unlike and o.state in ("over", "introducer"):
             yield f"only there: {', '.join(unlike)}"
+    for unit in o.refereed if o.state == "over" else ():
+        if unit.settings:
+            yield f"{unit.side} {unit.passname}: {', '.join(map(str, unit.settings))}"
     for unit in o.refereed:
         if unit.errors is None:
             yield f"{unit.side} {unit.passname} not recomputed: {unit.reason}"

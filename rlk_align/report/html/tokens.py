@@ -81,8 +81,8 @@ def _tokens(stretch: Stretch, bound: float | None, ramp: Ramp) -> Iterator[Token
             continue
         # `not <=`: a NaN is above any bound.
         breach = bound is not None and not abs(delta) <= bound
-        sign = "up" if delta > 0 else "down"
-        classes = f"{ramp.level(abs(delta))} ink {sign}"
+        sign = " up" if delta > 0 else " down" if delta < 0 else ""
+        classes = f"{ramp.level(abs(delta))} ink{sign}"
         title = f"{title}, Δlogp {delta:+.2g}"
         yield Token(text=word(stretch, n), title=title, classes=classes, breach=breach)
 

@@ -54,3 +54,26 @@ def test_the_line_is_of_the_file(kind: type[torch.nn.Linear], file: str, of: Any
     assert place.line == inspect.getsourcelines(of)[1]
     source = Path(inspect.getsourcefile(of) or "").read_text().splitlines()
     assert any("def forward" in line for line in source[place.line - 1 : place.line + 1])
+
+
+def test_what_is_put_on_a_module_is_where_it_computes() -> None:
+    model = torch.nn.ModuleDict({"proj": torch.nn.Linear(2, 2)})
+    place = Place(sites=("layers.0.q_proj",), module="proj")
+
+    def own(x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        return x * factor
+
+    def hook(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output
+
+    for forward in (own, functools.partial(own, factor=2.0), wrapped(own)):
+        model["proj"].forward = forward
+        found = code_places(model, [place])["layers.0.q_proj"]
+        assert (found.file, found.line) == (__file__, inspect.getsourcelines(own)[1])
+        assert found.hooks == []
+    del model["proj"].forward
+    model["proj"].register_forward_hook(hook)
+    found = code_places(model, [place])["layers.0.q_proj"]
+    assert found.file == "torch/nn/modules/linear.py"
+    assert found.hooks == [f"{__file__}:{inspect.getsourcelines(hook)[1]}"]
+    assert str(found).endswith(f", hook {found.hooks[0]})")

@@ -24,7 +24,7 @@ from rlk_align.model.edges import EDGES, passes_for
 from rlk_align.model.families import read_shape
 from rlk_align.probe.referee import referee as module
 from rlk_align.probe.referee.referee import referee
-from rlk_align.probe.referee.reference import Reference
+from rlk_align.probe.referee.settings import sliding_window
 from rlk_align.results import Comparison, RefereedUnit
 from rlk_align.trace.reader import Trace
 
@@ -593,8 +593,7 @@ def test_windows_are_those_of_transformers(
     config = tiny.SIZES | {"model_type": family} | given
     (folder / "config.json").write_text(json.dumps(config))
     shape = read_shape(folder)
-    reference = Reference(folder, shape, "bfloat16", 1, {}, {}, torch.device("cpu"))
-    assert [reference._window(i) for i in range(2)] == windows
+    assert [sliding_window(config, shape, i) for i in range(2)] == windows
     if family == "llama":
         return
     from transformers import AutoConfig

@@ -15,6 +15,7 @@ from rlk_align.judge.contract import STATISTICS
 from rlk_align.judge.load import load_contract
 from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.model.sites import RowIndex
+from rlk_align.probe.referee import formulas
 from rlk_align.probe.referee.rounding import ErrorSums, relative_unit, rounding_variance
 from rlk_align.results import RoundingErrors
 
@@ -323,3 +324,48 @@ def test_narrow_outputs(features: int) -> None:
     assert "rms" in over(errors(rounded(exact * 1.1), exact, heads=1))
     as_heads = errors(rounded(exact), exact, heads=features)
     assert as_heads.row_gain == 0
+
+
+def norm_errors(dtype: str, mean_square: float, outside: bool) -> RoundingErrors:
+    """1,000 rows of 64 entries with this mean square, normed in `dtype` with an epsilon of 1e-5
+    inside or outside of the root; the exact one has it inside."""
+    drawn, eps = torch.Generator().manual_seed(0), 1e-5
+    x = (torch.randn(1000, 64, generator=drawn) * math.sqrt(mean_square)).to(TORCH[dtype])
+    weight = (torch.rand(64, generator=drawn) + 0.5).to(TORCH[dtype])
+    squares = x.float().square().mean(-1, keepdim=True)
+    root = squares.sqrt() + eps if outside else (squares + eps).sqrt()
+    got = weight * (x.float() / root).to(TORCH[dtype])
+    wide = x.double()
+    exact = weight.double() * formulas.rms_norm(wide, torch.ones(64, dtype=torch.float64), eps)
+    return errors_of(got.double(), exact, dtype)
+
+
+def errors_of(got: torch.Tensor, exact: torch.Tensor, dtype: str) -> RoundingErrors:
+    sums = ErrorSums(exact.shape[1], 1, dtype, CPU)
+    nothing = torch.zeros(len(exact), dtype=torch.float64)
+    sums.add(got, exact, rounding_variance(exact, dtype), nothing, np.arange(len(exact)))
+    batch = TokenBatch((Sample("0", tuple(range(len(exact)))),))
+    return sums.errors(RowIndex(batch))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mean_square", "gain"),
+    [
+        ("bfloat16", 1e-4, 21.0),
+        ("bfloat16", 1e-3, 2.0),
+        ("bfloat16", 3e-3, 0.6),
+        ("bfloat16", 0.1, 0.0),
+        ("bfloat16", 1.0, 0.0),
+        ("float32", 1e-3, 1.34e5),
+        ("float32", 1.0, -141.0),
+    ],
+)
+def test_an_epsilon_outside_of_the_root_shows_by_the_size_of_its_rows(
+    dtype: str, mean_square: float, gain: float
+) -> None:
+    """It scales a row by 1 + eps / (2 ms) − eps / √ms: in bf16 that is beyond a rounding where the
+    mean square is small beside eps, and in float32 always, but at 1/4, where the two are equal."""
+    outside = norm_errors(dtype, mean_square, outside=True)
+    assert outside.gain == pytest.approx(gain, rel=0.1, abs=0.05)
+    healthy = norm_errors(dtype, mean_square, outside=False)
+    assert abs(healthy.gain) < 0.5

@@ -1,0 +1,97 @@
+"""What an operator computes by, beside its inputs and its weights: what the live engine says, held
+against the checkpoint's config.json."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rlk_align.model.families import ModelShape
+from rlk_align.model.rotary import partial_rotary_factor, rope_parameters
+from rlk_align.model.sites import Site
+from rlk_align.results import LiveSetting
+
+NO_WINDOW = "none"
+DIGITS = ".5g"
+"""What engines give of a number, some of them."""
+
+
+def sliding_window(config: Mapping[str, Any], shape: ModelShape, layer: int) -> int | None:
+    """The sliding window of a layer, in tokens."""
+    config = {**shape.family.window, **config}
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    if window is None or not config.get("use_sliding_window"):
+        return None
+    if kinds:
+        return int(window) if kinds[layer] == "sliding_attention" else None
+    return int(window) if layer >= config.get("max_window_layers", 0) else None
+
+
+def live_settings(
+    site: Site, attributes: Mapping[str, Any], config: dict[str, Any], shape: ModelShape
+) -> list[LiveSetting]:
+    """The settings of an operator, as its live engine has them and as config.json does. What either
+    does not name is left out."""
+    wanted = _configured(site, config, shape)
+    lived = {name: _live(site, name, attributes) for name in wanted}
+    return [
+        LiveSetting(
+            name=name, live=lived[name], configured=value, differs=not _equal(value, lived[name])
+        )
+        for name, value in wanted.items()
+        if None not in (value, lived[name])
+    ]
+
+
+def _configured(site: Site, config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
+    """Attribute -> its value, by config.json; None where that does not say."""
+    match site.operator.formula:
+        case "rms_norm":
+            name = "norm_eps" if site.layer is not None else "final_norm_eps"
+            return {name: config.get("rms_norm_eps")}
+        case "rotary":
+            rope = rope_parameters(config)
+            return {
+                "rope_type": rope["rope_type"],
+                "rope_theta": rope["rope_theta"],
+                "rope_dim": int(shape.head_dim * partial_rotary_factor(config)),
+            }
+        case "attention":
+            assert site.layer is not None
+            window = sliding_window(config, shape, site.layer)
+            attention_scale = float(f"{shape.head_dim**-0.5:.6g}")
+            return {"attention_scale": attention_scale, "sliding_window": window or NO_WINDOW}
+        case "activation" | "expert_activation":
+            return {"activation": _ACTIVATIONS.get(str(config.get("hidden_act")))}
+        case "top_k":
+            return {"experts_per_token": shape.top_k}
+        case "routing_weights":
+            scale = shape.weight_scale if shape.family.sigmoid else None
+            return {"norm_topk_prob": shape.norm_topk, "expert_weight_scale": scale}
+    return {}
+
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+"""hidden_act -> the name that engines' attributes give it."""
+
+
+def _live(site: Site, name: str, attributes: Mapping[str, Any]) -> Any:
+    """The live value; None where the engine does not say."""
+    key = f"layers.{site.layer}.{name}"
+    value = attributes.get(key, attributes.get(name))
+    if isinstance(value, dict):
+        return value.get(site.op)
+    if name == "sliding_window" and (key in attributes or name in attributes):
+        return value or NO_WINDOW
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, float) or isinstance(b, float):
+        return f"{a:{DIGITS}}" == f"{b:{DIGITS}}"
+    return bool(a == b)
