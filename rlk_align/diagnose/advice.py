@@ -14,9 +14,14 @@ NEXT: dict[Name, str] = {
     "gathers drop the first or the last one, padding moves them; then import again",
     "mask-shifted": "compare the mask with the tokens at the start and the end of a response: it "
     "must be 1 where the rollout sampled, and nowhere else",
+    "above-zero": "write log p, which is at most 0, of a normalised distribution: −log p is a loss, "
+    "and p is a probability",
     "missing": "find what writes the value in place of a log-prob (a default of 0.0, a sentinel, "
     "nan_to_num) and write null instead",
     "low-precision": "compute and store log-probs in float32: cast the logits before log_softmax",
+    "duplicated": "give every sample a seed of its own (n > 1 in one request, or no seed at all): "
+    "equal seeds on several workers or requests sample the same answer; or was the dump imported "
+    "twice",
     "wrong-token": "take the log-prob of the sampled token's id, not the first entry of the "
     "engine's dictionary, which belongs to the most probable token",
     "logprob-scaled": "divide the logits by the temperature before log_softmax, never the "

@@ -42,6 +42,11 @@ NEEDED: tuple[tuple[Name, str | None], ...] = (
 )
 """(Diagnosis, statistic) that a contract gives a limit, beside quantisation, which has one for each
 dtype; None is the statistic of the diagnosis itself."""
+OPTIONAL: frozenset[tuple[Name, str | None]] = frozenset(
+    {("duplicated", None), ("duplicated", "chance"), ("missing", "rescored")}
+)
+"""Those that contracts of an earlier version lack: what they limit is then not asked, or is asked
+by the limit that stood for it."""
 DTYPES: tuple[Dtype, ...] = ("bfloat16", "float16", "float32")
 
 
@@ -51,7 +56,7 @@ class RunLimit(BaseModel):
     model_config = _STRICT
 
     diagnosis: Name
-    statistic: Literal["null", "negligible"] | None = None
+    statistic: Literal["null", "rescored", "chance", "negligible"] | None = None
     dtype: Dtype | None = None
     fail: Bound
     healthy: Bound | None = None
@@ -119,6 +124,10 @@ class RunContract(BaseModel):
         """The bound of a diagnosis."""
         return self._limits[name, statistic, dtype].fail
 
+    def asks(self, name: Name, statistic: str | None = None) -> bool:
+        """Whether it has this limit of OPTIONAL."""
+        return (name, statistic, None) in self._limits
+
     @cached_property
     def _limits(self) -> dict[tuple[Name, str | None, Dtype | None], RunLimit]:
         return {(x.diagnosis, x.statistic, x.dtype): x for x in self.limits}
@@ -129,7 +138,8 @@ class RunContract(BaseModel):
         names = {x.name for x in self.steps}
         if len(self._limits) != len(self.limits) or len(names) != len(self.steps):
             raise ValueError("a limit is given twice")
-        for name, statistic, dtype in wanted ^ self._limits.keys():
+        optional = {(*key, None) for key in OPTIONAL}
+        for name, statistic, dtype in wanted ^ (self._limits.keys() - optional):
             what = " ".join(x for x in (name, statistic, dtype) if x)
             known = (name, statistic, dtype) in wanted
             raise ValueError(f"the limit of {what} is {'missing' if known else 'unknown'}")

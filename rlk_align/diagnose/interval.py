@@ -84,7 +84,9 @@ def share(part: int, whole: int) -> Estimate:
     z2, p = DEVIATIONS**2, part / whole
     middle = (p + z2 / (2 * whole)) / (1 + z2 / whole)
     half = math.sqrt(p * (1 - p) / whole + z2 / (4 * whole**2)) * DEVIATIONS / (1 + z2 / whole)
-    return Estimate(p, max(0.0, middle - half), min(1.0, middle + half))
+    # None of them is exactly 0, whatever the sums round to.
+    low = max(0.0, middle - half) if part else 0.0
+    return Estimate(p, low, min(1.0, middle + half) if part < whole else 1.0)
 
 
 def _half_width(influences: Floats, weights: Floats) -> float:

@@ -5,7 +5,7 @@ import numpy as np
 
 from rlk_align.diagnose.advice import diagnosis, untested
 from rlk_align.diagnose.evidence import Evidence
-from rlk_align.diagnose.interval import Estimate, ratio
+from rlk_align.diagnose.interval import Estimate
 from rlk_align.diagnose.record import Diagnosis, Untested
 from rlk_align.dumps.sequences import UNKNOWN
 
@@ -73,7 +73,7 @@ def routing(e: Evidence) -> Diagnosis | Untested | None:
         return None
     median = float(np.median(e.scaled[known]))
     far = known & (np.where(known, e.scaled, 0.0) > 10 * median)
-    estimate = ratio(e.sums(far.astype(float)), e.sums(known.astype(float)))
+    estimate = e.share(far.astype(float), known.astype(float))
     statistic = "share of tokens whose |Δ|/(1 − p) is more than 10 times the median"
     # Where the whole error is negligible, a long tail of it is so too.
     if not e.c(known).value > e.contract.limit("numerics", "negligible"):
