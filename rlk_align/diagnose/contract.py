@@ -43,7 +43,10 @@ NEEDED: tuple[tuple[Name, str | None], ...] = (
 """(Diagnosis, statistic) that a contract gives a limit, beside quantisation, which has one for each
 dtype; None is the statistic of the diagnosis itself."""
 OPTIONAL: frozenset[tuple[Name, str | None]] = frozenset(
-    {("duplicated", None), ("duplicated", "chance"), ("missing", "rescored")}
+    {
+        *(("duplicated", None), ("duplicated", "chance"), ("missing", "rescored")),
+        ("stale-weights", "labels"),
+    }
 )
 """Those that contracts of an earlier version lack: what they limit is then not asked, or is asked
 by the limit that stood for it."""
@@ -56,7 +59,7 @@ class RunLimit(BaseModel):
     model_config = _STRICT
 
     diagnosis: Name
-    statistic: Literal["null", "rescored", "chance", "negligible"] | None = None
+    statistic: Literal["null", "rescored", "chance", "labels", "negligible"] | None = None
     dtype: Dtype | None = None
     fail: Bound
     healthy: Bound | None = None

@@ -3,8 +3,9 @@ and altogether."""
 
 import numpy as np
 
+from rlk_align.diagnose import versions
 from rlk_align.diagnose.advice import diagnosis, untested
-from rlk_align.diagnose.evidence import Evidence
+from rlk_align.diagnose.evidence import Evidence, Mask
 from rlk_align.diagnose.interval import Estimate
 from rlk_align.diagnose.record import Diagnosis, Untested
 from rlk_align.dumps.sequences import UNKNOWN
@@ -15,26 +16,53 @@ _NEEDS = f"needs {_STEPS}"
 
 
 def stale_weights(e: Evidence) -> Diagnosis | Untested | None:
-    """Holds where the error grows with the steps, or with the age of the weights."""
-    return _by_age(e) or _by_step(e)
+    """Holds where the error grows with the steps, or with the age of the weights, or where the
+    labels of their versions do not fit it."""
+    answers = [_by_age(e), versions.mislabelled(e), _by_step(e)]
+    found = [x for x in answers if isinstance(x, Diagnosis)]
+    if found:
+        return found[0]
+    untold = [x for x in answers if isinstance(x, Untested)]
+    if not untold:
+        return None
+    return Untested(
+        name="stale-weights",
+        why="; ".join(x.why for x in untold),
+        suspected=any(x.suspected for x in untold),
+    )
 
 
 def _by_age(e: Evidence) -> Diagnosis | None:
     trained = e.run.train_versions[e.sequence]
     sampled = e.run.rollout_versions[e.index]
     known = (trained != UNKNOWN) & (sampled != UNKNOWN) & e.usual
-    estimate = e.between(known & (sampled < trained), known & (sampled == trained))
+    older, own = known & (sampled < trained), known & (sampled == trained)
+    estimate = e.between(older, own)
     limit = e.contract.limit("stale-weights")
+    if e.between(own, older).above(limit):
+        return _labels_swapped(e, own, older)
     if not estimate.above(limit):
         return None
-    age = float(np.mean((trained - sampled)[known & (sampled < trained)]))
+    age = float(np.mean((trained - sampled)[older]))
     why = (
         f"tokens that older weights sampled are {estimate.value:.1f} times worse than those of "
         f"the trainer's own version; they are {age:.1f} versions old on average"
     )
     statistic = "c of tokens from older weights over that of tokens from the trainer's version"
-    samples = e.worst(e.size, known & (sampled < trained))
+    samples = e.worst(e.size, older)
     return diagnosis("stale-weights", statistic, estimate, limit, why, samples)
+
+
+def _labels_swapped(e: Evidence, own: Mask, older: Mask) -> Diagnosis:
+    estimate = e.between(own, older)
+    why = (
+        "the labels of the weights' versions do not fit the noise: tokens whose label is the "
+        f"trainer's own version are {estimate.value:.1f} times worse than those whose label is "
+        "older. The labels are not those of the weights that sampled"
+    )
+    statistic = "c of tokens labelled with the trainer's version over that of older ones"
+    limit, samples = e.contract.limit("stale-weights"), e.worst(e.size, own)
+    return diagnosis("stale-weights", statistic, estimate, limit, why, samples, "moderate")
 
 
 def _by_step(e: Evidence) -> Diagnosis | Untested | None:
