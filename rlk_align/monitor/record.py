@@ -64,7 +64,7 @@ class StepRecord(BaseModel):
     tokens: int | None = None
     """Compared tokens, likewise."""
     missing: int = 0
-    """Scored tokens of which a side recorded no log-prob."""
+    """Scored tokens of which a side recorded no log-prob, or another value in its place."""
     not_finite: int = 0
     """Compared tokens with a log-prob that is NaN or infinite."""
     ratio_error: Interval | None = None
@@ -89,6 +89,8 @@ class StepRecord(BaseModel):
     """k3 / mean entropy"""
     outliers: float | None = None
     """Share of sequences whose c is more than ten times the median sequence's."""
+    duplicated: float | None = None
+    """Share of groups whose samples are copies of one another."""
     profile: list[Band] = []
     version_lag: float | None = None
     """The average number of versions by which the trainer's weights were ahead of those that

@@ -21,6 +21,11 @@ FEWEST = 6
 """Steps that a level is taken from, at least."""
 BASELINE = 40
 """Steps that a level is taken from, at most: those that came last, or first for a slow rise."""
+FEWEST_OF_TREND = 5
+"""Steps that show whether noise grows over a run, at least."""
+PARTS, RISES, ONE_RISE = 6, 0.6, 0.6
+"""A run is cut into so many parts, most of which are above the one before; where one rise makes more
+than this part of all, noise has changed at once."""
 TINY = 1e-12
 """What a k2 of 0 counts as on the logarithmic scale."""
 
@@ -132,6 +137,70 @@ class RisingK2:
         if self._above_first < FEWEST:
             return None
         return Rise(self._first[-1].step + 1, math.exp(point.log - level), False, slow=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """The noise of a run's last steps, held against that of its first ones."""
+
+    since: int
+    """The first of the last steps."""
+    factor: float
+    steady: bool
+    """Whether it grew over several steps, and not at one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Noise:
+    first: int
+    """The first step that is in it."""
+    steps: int
+    c: float
+    error: float
+    """Half the width of the interval of c."""
+
+
+class GrowingNoise:
+    """Steps go in, in order; `add` says whether c of the run's last third is above that of its
+    first, which is what `explain` asks of the whole run. A run of many steps is held as the means of
+    some steps in a row."""
+
+    def __init__(self, limit: float, negligible: float) -> None:
+        self._limit, self._negligible = limit, negligible
+        self._noise: list[_Noise] = []
+
+    def add(self, step: int, c: Interval | None) -> Growth | None:
+        """Returns the growth that the step continues; None where there is none. A step whose
+        interval is not finite is left out."""
+        if c is None or not (math.isfinite(c.low) and math.isfinite(c.high) and c.value > 0):
+            return None
+        self._noise.append(_Noise(step, 1, c.value, (c.high - c.low) / 2))
+        if len(self._noise) > 2 * BASELINE:
+            pairs = zip(self._noise[::2], self._noise[1::2], strict=False)
+            last = self._noise[-1:] if len(self._noise) % 2 else []
+            self._noise = [_mean([a, b]) for a, b in pairs] + last
+        return self._growth() if len(self._noise) >= FEWEST_OF_TREND else None
+
+    def _growth(self) -> Growth | None:
+        third = len(self._noise) // 3 or 1
+        first, last = _mean(self._noise[:third]), _mean(self._noise[-third:])
+        error = math.hypot(first.error / first.c, last.error / last.c)
+        factor = last.c / first.c
+        if not (last.c > self._negligible and factor * math.exp(-error) > self._limit):
+            return None
+        ends = np.linspace(0, len(self._noise), min(len(self._noise), PARTS) + 1).astype(int)
+        rises = np.diff([math.log(_mean(self._noise[a:b]).c) for a, b in pairwise(ends)])
+        if not np.mean(rises > 0) >= RISES:
+            return None
+        steady = bool(rises.max() <= ONE_RISE * rises[rises > 0].sum())
+        return Growth(last.first, factor, steady)
+
+
+def _mean(noise: list[_Noise]) -> _Noise:
+    steps = sum(x.steps for x in noise)
+    c = sum(x.steps * x.c for x in noise) / steps
+    error = math.hypot(*(x.steps * x.error for x in noise)) / steps
+    return _Noise(noise[0].first, steps, c, error)
 
 
 def _rises(points: list[_Point]) -> bool:
