@@ -95,8 +95,8 @@ def mask_shifted(e: Evidence) -> Diagnosis | None:
     run = e.run
     if run.mask_rewritten.any():
         return None
-    # The trainer scores every token, whatever the mask. A value that is not finite was computed, and
-    # one above 0 is no default: they are broken, and no sign of a wrong mask.
+    # The trainer scores every token, whatever the mask. A value that is not finite was computed,
+    # and one above 0 is no default: they are broken, and no sign of a wrong mask.
     default = np.isfinite(run.rollout) & ~fills.above_zero(run.rollout)
     blank = run.rollout_missing | (
         e.filled_sides[0] & default & (np.abs(run.train) <= 1e3) & run.scored
@@ -120,7 +120,10 @@ def mask_shifted(e: Evidence) -> Diagnosis | None:
         return None
     left_out_beside = (left_out_before | left_out_after)[shifted]
     # A token whose log-prob a side drops, such as the end of a sequence, is always the same one.
-    if _only_id(run, np.where(early, first, last)[shifted]) is not None and left_out_beside.mean() < 0.5:
+    if (
+        _only_id(run, np.where(early, first, last)[shifted]) is not None
+        and left_out_beside.mean() < 0.5
+    ):
         return None
     way = "early" if early.sum() >= late.sum() else "late"
     why = (
@@ -158,10 +161,11 @@ def above_zero(e: Evidence) -> Diagnosis | None:
         ("rollout", counts.rollout_above_zero, e.run.rollout),
         ("trainer", counts.train_above_zero, e.run.train),
     )
-    side, count, values = max(sides, key=lambda x: x[1])
+    count, values = max((x[1:] for x in sides), key=lambda x: x[0])
     estimate = share(count, counts.compared)
     if not estimate.above(limit):
         return None
+    side = " and ".join(name for name, number, _ in sides if number)
     places = np.flatnonzero(e.run.compared & fills.above_zero(values))
     found = values[places]
     cause = "they are not of a normalised distribution, or are not log-probs"
@@ -173,7 +177,7 @@ def above_zero(e: Evidence) -> Diagnosis | None:
         f"{count:,} of {counts.compared:,} compared tokens have a value above 0 from the {side}, "
         f"where a log-prob is at most 0: {cause}"
     )
-    statistic = f"share of compared tokens whose value of the {side} is above 0"
+    statistic = "share of compared tokens whose value is above 0"
     return diagnosis("above-zero", statistic, estimate, limit, why, e.tokens(places))
 
 
@@ -194,9 +198,10 @@ def missing(e: Evidence) -> Diagnosis | None:
         of = of if counts.filled >= filled.sum() else int(run.compared.sum())
         estimate, limit = share(number, of), e.contract.limit("missing")
         why = (
-            f"{number:,} of {of:,} compared tokens have another value in place of a log-prob, and "
-            f"so a wrong importance ratio{': ' if said else ''}{'; '.join(said)}"
+            f"{number:,} of {of:,} compared tokens {_have(number)} another value in place of a "
+            "log-prob, and so a wrong importance ratio"
         )
+        why += f": {'; '.join(said)}" if said else ""
         if counts.missing:
             why += f". {counts.missing:,} more have no value on one side or on both"
         statistic = "share of compared tokens with another value in place of a log-prob"
@@ -206,8 +211,8 @@ def missing(e: Evidence) -> Diagnosis | None:
         part = counts.missing / counts.scored
         estimate, limit = Estimate(part, part, part), e.contract.limit("missing", "null")
         why = (
-            f"{counts.missing:,} of {counts.scored:,} scored tokens have no log-prob on one side "
-            f"or on both{_where_words(e, null)}"
+            f"{counts.missing:,} of {counts.scored:,} scored tokens "
+            f"{_have(counts.missing)} no log-prob on one side or on both{_where_words(e, null)}"
         )
         statistic, places = "share of scored tokens without a log-prob", null
     if not estimate.above(limit):
@@ -217,6 +222,10 @@ def missing(e: Evidence) -> Diagnosis | None:
 
 _KINDS = 3
 """Values that are named of those in place of log-probs."""
+
+
+def _have(count: int) -> str:
+    return "has" if count == 1 else "have"
 
 
 def _fill_words(e: Evidence, side: str, places: Indices, values: Floats) -> list[str]:

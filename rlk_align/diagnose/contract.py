@@ -75,11 +75,9 @@ class StepLimit(BaseModel):
     model_config = _STRICT
 
     name: Words
-    metric: Literal[
-        "ratio_error", "c", "k3", "mean_abs", "outliers", "missing_share", "duplicated"
-    ]
-    """`missing_share` is that of the scored tokens, `duplicated` that of the groups. Where k3 is not known, `k3` is k2, or else k1:
-    all three estimate one KL divergence."""
+    metric: Literal["ratio_error", "c", "k3", "mean_abs", "outliers", "missing_share", "duplicated"]
+    """`missing_share` is that of the scored tokens, `duplicated` that of the groups. Where k3 is
+    not known, `k3` is k2, or else k1: all three estimate one KL divergence."""
     warn: Bound
     fail: Bound
     why: Words

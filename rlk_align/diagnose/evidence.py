@@ -185,7 +185,9 @@ class Evidence:
 
     def pooled(self, a: Mask, b: Mask) -> Estimate:
         """c of a over c of b, over all sequences: for tokens of which a sequence has few."""
-        return self._contrast(a, b, lambda _x, _y: quotient(self._noise_of_answers(a), self._noise_of_answers(b)))
+        return self._contrast(
+            a, b, lambda _x, _y: quotient(self._noise_of_answers(a), self._noise_of_answers(b))
+        )
 
     def _contrast(self, a: Mask, b: Mask, how: Callable[[Floats, Floats], Estimate]) -> Estimate:
         """Where c of a is negligible, it is no worse than that of b."""

@@ -32,7 +32,7 @@ FAMILIES: tuple[tuple[Check, ...], ...] = (
 the statistics of later families, which are not asked then."""
 BOOKKEEPING = 2
 """The number of families whose questions few tokens answer."""
-GOES_ON: frozenset[Name] = frozenset({"above-zero", "missing", "low-precision", "duplicated"})
+GOES_ON: frozenset[Name] = frozenset({"missing", "low-precision", "duplicated"})
 """Diagnoses after which later families can be asked all the same: what they found is set aside,
 counted once or too small to matter."""
 

@@ -145,7 +145,8 @@ def quantisation(e: Evidence) -> Diagnosis | None:
     why = (
         f"the error has the shape of rounding, and is {estimate.value / limit:.1f} times what "
         f"{e.dtype} may make: a side computes in fewer bits (fp8, int8, a quantised cache or "
-        "merged weights), or its kernels are less exact. A dump cannot tell which side"
+        "merged weights), its kernels are less exact, or the trainer has dropout on (behind an MLP "
+        "it looks like rounding). A dump cannot tell which"
     )
     statistic = "c: mean |Δ| over mean 1 − p"
     samples = e.worst(e.size)

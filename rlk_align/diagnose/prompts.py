@@ -160,8 +160,8 @@ def decode_state(e: Evidence) -> Diagnosis | None:
         "for some lengths)"
     )
     why = (
-        f"{count:,} of {int(e.distinct.sum()):,} sequences are more than 6 times worse than the median one "
-        f"of their step, {how}; {which}"
+        f"{count:,} of {int(e.distinct.sum()):,} sequences are more than 6 times worse than the "
+        f"median one of their step, {how}; {which}"
     )
     statistic = "share of sequences that are far off"
     samples = e.worst(e.size, ~e.usual)

@@ -96,7 +96,9 @@ class RatioSums:
         if not self.answers:
             return np.zeros(0), np.zeros(0)
         number = np.unique(np.concatenate(self.answers), return_inverse=True)[1]
-        excess, tokens = (np.bincount(number, np.concatenate(x)) for x in (self.excess, self.tokens))
+        excess, tokens = (
+            np.bincount(number, np.concatenate(x)) for x in (self.excess, self.tokens)
+        )
         return excess[tokens > 0], tokens[tokens > 0]
 
 

@@ -1,5 +1,5 @@
-"""Whether the labels of the weights' versions fit the noise: tokens of one label are of one version,
-and so equally bad.
+"""Whether the labels of the weights' versions fit the noise: tokens of one label are of one
+version, and so equally bad.
 
 What is chosen by the noise of half of the tokens is measured on the other half, so that a choice
 makes no difference of its own.

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from rlk_align.diagnose.contract import RunContract, StepLimit, TrendLimits
 from rlk_align.monitor.record import Finding, Interval, Level, StepRecord
-from rlk_align.monitor.trend import Growth, GrowingNoise, Rise, RisingK2
+from rlk_align.monitor.trend import GrowingNoise, Growth, Rise, RisingK2
 
 LAGS = 5
 """Steps over which a version lag must grow, every time, to be a trend."""

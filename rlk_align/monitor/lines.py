@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlk_align.errors import DumpError
+from rlk_align.readers.files import BOM, not_utf8
 
 
 class GrowingFile:
@@ -29,6 +30,10 @@ class GrowingFile:
                     self._read += len(line)
                     self._number += 1
                     if line.strip():
-                        yield f"{self.path}, line {self._number}", line
+                        where = f"{self.path}, line {self._number}"
+                        line = line.removeprefix(BOM) if self._number == 1 else line
+                        if (why := not_utf8(line)) is not None:
+                            raise DumpError(f"{where}: {why}", "write it in UTF-8")
+                        yield where, line
         except OSError as error:
             raise DumpError(f"{self.path} cannot be read: {error.strerror}") from error

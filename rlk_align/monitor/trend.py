@@ -24,8 +24,8 @@ BASELINE = 40
 FEWEST_OF_TREND = 5
 """Steps that show whether noise grows over a run, at least."""
 PARTS, RISES, ONE_RISE = 6, 0.6, 0.6
-"""A run is cut into so many parts, most of which are above the one before; where one rise makes more
-than this part of all, noise has changed at once."""
+"""A run is cut into so many parts, most of which are above the one before; where one rise makes
+more than this part of all, noise has changed at once."""
 TINY = 1e-12
 """What a k2 of 0 counts as on the logarithmic scale."""
 
@@ -162,8 +162,8 @@ class _Noise:
 
 class GrowingNoise:
     """Steps go in, in order; `add` says whether c of the run's last third is above that of its
-    first, which is what `explain` asks of the whole run. A run of many steps is held as the means of
-    some steps in a row."""
+    first, which is what `explain` asks of the whole run. Of a run of many steps the means of a
+    few steps in a row are held."""
 
     def __init__(self, limit: float, negligible: float) -> None:
         self._limit, self._negligible = limit, negligible

@@ -1,6 +1,7 @@
 """Sentences about an explained run that its outputs share."""
 
 import shlex
+from math import isnan
 
 from rlk_align.diagnose.explain import Breach, Explanation
 from rlk_align.diagnose.interval import Estimate
@@ -49,6 +50,8 @@ def sentence(explained: Explanation) -> str:
 
 def interval(estimate: Estimate) -> str:
     """A value with its interval."""
+    if isnan(estimate.value):
+        return "not known: no tokens to tell it from"
     if not estimate.low <= estimate.high:
         return f"{estimate.value:.4g}, without an interval"
     return f"{estimate.value:.4g} ({estimate.low:.4g} to {estimate.high:.4g})"
