@@ -8,6 +8,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rlk_align.diagnose.fills import ZeroCounts, above_zero, not_finite, sentinels
+from rlk_align.diagnose.interval import Floats
 from rlk_align.diagnose.repeats import answers
 from rlk_align.dumps.sequences import Sequences, join
 from rlk_align.dumps.table import SCHEMA, sequences_of
@@ -91,14 +92,13 @@ class RatioSums:
         self.excess.append(np.bincount(sequence, excess, len(batch)).astype(np.float64))
         self.tokens.append(np.bincount(sequence, usable, len(batch)).astype(np.float64))
 
-    def by_answer(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def by_answer(self) -> tuple[Floats, Floats]:
         """Σ (ρ − 1) and the tokens of each distinct answer that has any."""
         if not self.answers:
             return np.zeros(0), np.zeros(0)
         number = np.unique(np.concatenate(self.answers), return_inverse=True)[1]
-        excess, tokens = (
-            np.bincount(number, np.concatenate(x)) for x in (self.excess, self.tokens)
-        )
+        excess: Floats = np.bincount(number, np.concatenate(self.excess)).astype(np.float64)
+        tokens: Floats = np.bincount(number, np.concatenate(self.tokens)).astype(np.float64)
         return excess[tokens > 0], tokens[tokens > 0]
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from rlk_align.diagnose.contract import RunContract, StepLimit, TrendLimits
-from rlk_align.monitor.record import Finding, Interval, Level, StepRecord
+from rlk_align.diagnose.interval import Moments
+from rlk_align.monitor.record import Finding, Interval, Level, Spread, StepRecord
 from rlk_align.monitor.trend import GrowingNoise, Growth, Rise, RisingK2
 
 LAGS = 5
@@ -98,7 +99,7 @@ class Trends:
         # A log of metrics has k3 at best, which is k2 where the policies are close.
         k2 = record.k2_scaled or record.k3
         rise = self._k2.add(record.step, k2)
-        growth = self._c.add(record.step, record.c)
+        growth = self._c.add(record.step, _moments(record.noise_logs))
         found = None
         if k2 is not None and rise is not None:
             found = _rise_finding(rise, k2.value, self._limits)
@@ -120,6 +121,12 @@ class Trends:
                 why="the weights that sample fall behind the trainer's with every step: are they "
                 "still synced?",
             )
+
+
+def _moments(spread: Spread | None) -> Moments:
+    if spread is None:
+        return Moments()
+    return Moments(spread.count, spread.mean, spread.squares)
 
 
 def _growth_finding(growth: Growth, c: float) -> Finding:

@@ -25,7 +25,7 @@ class GrowingFile:
                 file.seek(self._read)
                 for line in file:
                     whole = line.endswith(b"\n") or (ended and line.rstrip().endswith(b"}"))
-                    if not whole:
+                    if not whole and not (ended and b"\0" in line):
                         return
                     self._read += len(line)
                     self._number += 1

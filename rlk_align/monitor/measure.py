@@ -5,17 +5,19 @@ from dataclasses import replace
 import numpy as np
 
 from rlk_align.diagnose.fills import filled_places, not_finite, zeros_of
-from rlk_align.diagnose.interval import Estimate, ratio
+from rlk_align.diagnose.interval import Estimate, Moments, ratio
 from rlk_align.diagnose.repeats import repeats
 from rlk_align.dumps.sequences import UNKNOWN, Sequences
 from rlk_align.monitor.pairs import Floats, Pairs, pairs_of
-from rlk_align.monitor.record import Band, Interval, StepRecord
+from rlk_align.monitor.record import Band, Interval, Spread, StepRecord
 
 CLIP_LOW, CLIP_HIGH = 0.8, 1.2
 BANDS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999, 1.0)
 """Bounds of the profile's bands of p."""
 OUTLIER = 10.0
 """How many times the median sequence's noise an outlier's is."""
+ROOM = 1.0
+"""Σ (1 − p) from which on a sequence has a noise of its own."""
 QUIET = 1e-3
 """A c below which a run counts as without noise: healthy bf16 runs have 0.03 and more."""
 
@@ -44,6 +46,7 @@ def measure(step: int, sequences: Sequences, chance: float | None = None) -> Ste
             not_finite=int((~(np.isfinite(pairs.g) & np.isfinite(pairs.t))).sum()),
             ratio_error=_interval(ratio(pairs.by_answer(pairs.ratio), counts), minus=1.0),
             c=_noise(size, pairs, 1),
+            noise_logs=_noise_logs(size, pairs),
             k2_scaled=_noise(size**2, pairs, 2),
             mean_abs=float(size.mean()),
             k1=float(-pairs.d.mean()),
@@ -95,6 +98,12 @@ def _noise(values: Floats, pairs: Pairs, power: int) -> Interval | None:
     return None if room.sum() == 0 else _interval(ratio(pairs.by_answer(values), room))
 
 
+def _noise_logs(size: Floats, pairs: Pairs) -> Spread:
+    noise, room = pairs.by_answer(size), pairs.by_answer(pairs.room)
+    logs = Moments.of(np.log(noise / room)[(room >= ROOM) & (noise > 0) & np.isfinite(noise)])
+    return Spread(count=logs.count, mean=logs.mean, squares=logs.squares)
+
+
 def _interval(estimate: Estimate, minus: float = 0.0) -> Interval:
     return Interval(
         value=estimate.value - minus, low=estimate.low - minus, high=estimate.high - minus
@@ -110,11 +119,11 @@ def kl_entropy(k3: float, pairs: Pairs) -> float | None:
 def outliers(pairs: Pairs) -> float:
     """Returns the share of sequences that are far noisier than the median one.
 
-    A sequence counts where its tokens leave room for noise, Σ (1 − p) ≥ 1; a sequence whose noise
-    is not finite is an outlier, and a noise below QUIET is none.
+    A sequence counts where its tokens leave room for noise, Σ (1 − p) ≥ ROOM; one whose noise is
+    not finite is an outlier, and a noise below QUIET is none.
     """
     room = pairs.sums(pairs.room)
-    noise = pairs.sums(np.abs(pairs.d))[~(room < 1)] / room[~(room < 1)]
+    noise = pairs.sums(np.abs(pairs.d))[~(room < ROOM)] / room[~(room < ROOM)]
     if not len(noise):
         return 0.0
     return float((~(noise <= OUTLIER * max(float(np.median(noise)), QUIET))).mean())

@@ -18,6 +18,16 @@ class Interval(BaseModel):
     high: float
 
 
+class Spread(BaseModel):
+    """Figures of a step, as their number, their mean and the sum of squared deviations from it."""
+
+    model_config = _FROZEN
+
+    count: int
+    mean: float
+    squares: float
+
+
 class Band(BaseModel):
     """The noise of the tokens whose probability lies between two bounds."""
 
@@ -72,6 +82,8 @@ class StepRecord(BaseModel):
     distribution that was sampled."""
     c: Interval | None = None
     """mean |d| / mean (1 − p): the noise, independent of how sure the model is."""
+    noise_logs: Spread | None = None
+    """The logarithm of c of each distinct answer whose tokens leave room for noise."""
     k2_scaled: Interval | None = None
     """mean d² / mean (1 − p)²: k2, independent of how sure the model is."""
     mean_abs: float | None = None

@@ -6,13 +6,16 @@ trend. A step is compared with the steps before it: with their median, and their
 logarithmic scale. Memory does not grow with the run."""
 
 import math
+import operator
 from collections import deque
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
 
 import numpy as np
 
 from rlk_align.diagnose.contract import TrendLimits
+from rlk_align.diagnose.interval import Moments, factor
 from rlk_align.monitor.record import Interval
 
 RECENT = 3
@@ -154,53 +157,49 @@ class Growth:
 class _Noise:
     first: int
     """The first step that is in it."""
-    steps: int
-    c: float
-    error: float
-    """Half the width of the interval of c."""
+    logs: Moments
+    """Of the logarithms of c of its answers."""
+
+    def __add__(self, other: "_Noise") -> "_Noise":
+        return _Noise(self.first, self.logs + other.logs)
 
 
 class GrowingNoise:
     """Steps go in, in order; `add` says whether c of the run's last third is above that of its
-    first, which is what `explain` asks of the whole run. Of a run of many steps the means of a
-    few steps in a row are held."""
+    first, which is what `explain` asks of the whole run. Of a run of many steps a few in a row are
+    held as one."""
 
     def __init__(self, limit: float, negligible: float) -> None:
         self._limit, self._negligible = limit, negligible
         self._noise: list[_Noise] = []
 
-    def add(self, step: int, c: Interval | None) -> Growth | None:
-        """Returns the growth that the step continues; None where there is none. A step whose
-        interval is not finite is left out."""
-        if c is None or not (math.isfinite(c.low) and math.isfinite(c.high) and c.value > 0):
-            return None
-        self._noise.append(_Noise(step, 1, c.value, (c.high - c.low) / 2))
+    def add(self, step: int, logs: Moments) -> Growth | None:
+        """Returns the growth that the step continues; None where there is none. `logs` are the
+        moments of the logarithms of c of the step's answers."""
+        if logs.count:
+            self._noise.append(_Noise(step, logs))
         if len(self._noise) > 2 * BASELINE:
             pairs = zip(self._noise[::2], self._noise[1::2], strict=False)
             last = self._noise[-1:] if len(self._noise) % 2 else []
-            self._noise = [_mean([a, b]) for a, b in pairs] + last
+            self._noise = [a + b for a, b in pairs] + last
         return self._growth() if len(self._noise) >= FEWEST_OF_TREND else None
 
     def _growth(self) -> Growth | None:
         third = len(self._noise) // 3 or 1
-        first, last = _mean(self._noise[:third]), _mean(self._noise[-third:])
-        error = math.hypot(first.error / first.c, last.error / last.c)
-        factor = last.c / first.c
-        if not (last.c > self._negligible and factor * math.exp(-error) > self._limit):
+        first, last = (_joined(part) for part in (self._noise[:third], self._noise[-third:]))
+        grown = factor(last.logs, first.logs)
+        if math.exp(last.logs.mean) <= self._negligible or not grown.above(self._limit):
             return None
         ends = np.linspace(0, len(self._noise), min(len(self._noise), PARTS) + 1).astype(int)
-        rises = np.diff([math.log(_mean(self._noise[a:b]).c) for a, b in pairwise(ends)])
+        rises = np.diff([_joined(self._noise[a:b]).logs.mean for a, b in pairwise(ends)])
         if not np.mean(rises > 0) >= RISES:
             return None
         steady = bool(rises.max() <= ONE_RISE * rises[rises > 0].sum())
-        return Growth(last.first, factor, steady)
+        return Growth(last.first, grown.value, steady)
 
 
-def _mean(noise: list[_Noise]) -> _Noise:
-    steps = sum(x.steps for x in noise)
-    c = sum(x.steps * x.c for x in noise) / steps
-    error = math.hypot(*(x.steps * x.error for x in noise)) / steps
-    return _Noise(noise[0].first, steps, c, error)
+def _joined(noise: list[_Noise]) -> _Noise:
+    return reduce(operator.add, noise)
 
 
 def _rises(points: list[_Point]) -> bool:
