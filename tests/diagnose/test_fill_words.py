@@ -97,7 +97,21 @@ def test_one_value_above_0_fails() -> None:
     assert found.exit_code == 1
 
 
-def test_a_value_of_another_encoding_of_nothing_is_named_with_its_count() -> None:
+def test_a_sentinel_is_named_with_its_count() -> None:
     run = healthy(0, 20_000)
     run.rollout[np.flatnonzero(run.compared)[:40]] = -9999.0
     assert "-9999 from the rollout at 40 tokens" in explained(run).diagnoses[0].why
+
+
+def test_a_mask_one_token_late_is_shifted_though_it_ends_on_one_id() -> None:
+    """The token behind each response is the same one, and the mask leaves out the first sampled
+    one."""
+    run = healthy(0, 20_000)
+    run.token_ids[run.token_ids == END] = END + 1
+    first = run.offsets[:-1] + run.prompt_lengths
+    run.scored[first] = False
+    last = run.offsets[1:] - 1
+    run.token_ids[last] = END
+    run.rollout[last], run.rollout_missing[last] = np.nan, True
+    found = explained(run).diagnoses[0]
+    assert found.name == "mask-shifted"
