@@ -45,7 +45,7 @@ dtype; None is the statistic of the diagnosis itself."""
 OPTIONAL: frozenset[tuple[Name, str | None]] = frozenset(
     {
         *(("duplicated", None), ("duplicated", "chance"), ("missing", "rescored")),
-        ("stale-weights", "labels"),
+        *(("stale-weights", "labels"), ("dropout", "repeat")),
     }
 )
 """Those that contracts of an earlier version lack: what they limit is then not asked, or is asked
@@ -59,7 +59,7 @@ class RunLimit(BaseModel):
     model_config = _STRICT
 
     diagnosis: Name
-    statistic: Literal["null", "rescored", "chance", "labels", "negligible"] | None = None
+    statistic: Literal["null", "rescored", "chance", "labels", "repeat", "negligible"] | None = None
     dtype: Dtype | None = None
     fail: Bound
     healthy: Bound | None = None

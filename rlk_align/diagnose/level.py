@@ -6,8 +6,9 @@ import numpy as np
 from rlk_align.diagnose import versions
 from rlk_align.diagnose.advice import diagnosis, untested
 from rlk_align.diagnose.evidence import Evidence, Mask
-from rlk_align.diagnose.interval import Estimate
+from rlk_align.diagnose.interval import Estimate, ratio
 from rlk_align.diagnose.record import Diagnosis, Untested
+from rlk_align.diagnose.repeats import prompts_of, shared_prefixes
 from rlk_align.dumps.sequences import UNKNOWN
 
 _STEPS = 5
@@ -126,6 +127,8 @@ def dropout(e: Evidence) -> Diagnosis | Untested | None:
     level = e.contract.limit("quantisation", dtype=e.dtype)
     if not e.c().value > level:
         return None
+    if e.c().above(level) and (found := _not_repeated(e)) is not None:
+        return found
     if not estimate.above(limit) or not e.c().above(level):
         return untested("dropout", statistic, estimate, limit)
     why = (
@@ -134,6 +137,39 @@ def dropout(e: Evidence) -> Diagnosis | Untested | None:
         "Because it does not grow with the steps, dropout is more likely; a dump cannot tell more"
     )
     return diagnosis("dropout", statistic, estimate, limit, why, e.worst(e.size, sure), "moderate")
+
+
+def _not_repeated(e: Evidence) -> Diagnosis | None:
+    """Holds where the trainer gives a token another log-prob in each sample, behind the same
+    tokens."""
+    if not e.contract.asks("dropout", "repeat"):
+        return None
+    limit = e.contract.limit("dropout", "repeat")
+    cell = shared_prefixes(e.run)[e.index]
+    shared = np.flatnonzero((cell >= 0) & e.usual)
+    cells, number, times = np.unique(cell[shared], return_inverse=True, return_counts=True)
+    kept = times[number] > 1
+    shared, number = shared[kept], number[kept]
+    if not len(shared):
+        return None
+    middle = np.bincount(number, e.t[shared], len(cells)) / np.maximum(times, 1)
+    variance, square = np.zeros(len(e.index)), np.zeros(len(e.index))
+    freedom = times[number] / (times[number] - 1)
+    variance[shared] = (e.t[shared] - middle[number]) ** 2 * freedom
+    square[shared] = e.size[shared] ** 2
+    # The samples of a group share these tokens: it is the unit.
+    groups = np.unique(prompts_of(e.run), return_inverse=True)[1]
+    estimate = ratio(*(np.bincount(groups, e.sums(x)).astype(float) for x in (variance, square)))
+    if not estimate.above(limit):
+        return None
+    why = (
+        f"behind the same tokens the trainer gives one token another log-prob in each sample "
+        f"({len(shared):,} tokens), by about as much as the sides differ: it does not repeat "
+        "itself, as where dropout is on, or where its precision's scales depend on the batch"
+    )
+    statistic = "variance of the trainer's log-probs of one token behind one prefix, of Δ²"
+    worst = e.worst(variance)
+    return diagnosis("dropout", statistic, estimate, limit, why, worst, "moderate")
 
 
 def quantisation(e: Evidence) -> Diagnosis | None:

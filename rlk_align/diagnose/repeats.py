@@ -23,6 +23,7 @@ _ALLOWED = 0.5
 _IMPROBABLE, _GREEDY = math.log(0.05), 0.002
 """Greedy decoding takes tokens of such a log-prob in at most this share of its steps: they are the
 most probable ones there."""
+_ODD = np.uint64(0x9E3779B97F4A7C15)
 _MOST = 0.5
 """A group's samples repeat one another where more than this part of those that could do."""
 
@@ -58,6 +59,15 @@ def answers(run: Sequences) -> NDArray[np.uint64]:
     return names
 
 
+def prompts_of(run: Sequences) -> NDArray[np.uint64]:
+    """[S]; a number that sequences of one step with one prompt share: a group."""
+    ids = np.ascontiguousarray(run.token_ids, dtype="<i8")
+    ends = run.offsets[:-1] + run.prompt_lengths
+    contents = (ids[a:b].tobytes() for a, b in zip(run.offsets, ends, strict=False))
+    names = [_number(x, int(step)) for x, step in zip(contents, run.steps, strict=True)]
+    return np.array(names, dtype=np.uint64)
+
+
 def _number(content: bytes, step: int) -> int:
     digest = hashlib.blake2b(content, digest_size=8, salt=step.to_bytes(8, "little", signed=True))
     return int.from_bytes(digest.digest(), "little")
@@ -67,11 +77,9 @@ def repeats(run: Sequences, chance: float) -> Repeats:
     """Returns the groups whose samples repeat one another with less than this probability. Samples
     of one step with one prompt are a group; those that the loss leaves out are not counted."""
     names, logs = answers(run), _log_probs(run)
-    of_group: dict[int, list[int]] = {}
-    for s in np.flatnonzero(np.bincount(run.sequence, run.scored, len(run)) > 0):
-        prompt = run.token_ids[run.offsets[s] : run.offsets[s] + run.prompt_lengths[s]]
-        key = _number(np.ascontiguousarray(prompt, dtype="<i8").tobytes(), int(run.steps[s]))
-        of_group.setdefault(key, []).append(int(s))
+    prompts, of_group = prompts_of(run), dict[int, list[int]]()
+    for s in np.flatnonzero(np.bincount(run.sequence, run.scored, len(run)) > 0).tolist():
+        of_group.setdefault(int(prompts[s]), []).append(s)
     groups = [g for g in of_group.values() if len(g) > 1 and not _all_greedy(run, g)]
     found = [(g, log) for g in groups if (log := _log_chance(names[g], logs[g])) < math.log(chance)]
     first = np.array([g[0] for g, _ in found], dtype=np.int64)
@@ -126,3 +134,24 @@ def _greedy(run: Sequences, distinct: NDArray[np.int64], members: NDArray[np.int
     tokens = ~run.rollout_missing & _responses(run) & own[run.sequence]
     improbable = tokens & (np.where(tokens, run.rollout, 0.0) < _IMPROBABLE)
     return not share(int(improbable.sum()), int(tokens.sum())).above(_GREEDY)
+
+
+def shared_prefixes(run: Sequences) -> NDArray[np.int64]:
+    """[N]; a number, from 0, that response tokens of one step share which are the same token behind
+    the same tokens; −1 where a token has no such companion in another sequence, or ids are not
+    known."""
+    found = np.full(run.tokens, -1, dtype=np.int64)
+    place = run.offsets[:-1] + run.prompt_lengths
+    state = prompts_of(run)
+    alive, count = np.arange(len(run)), 0
+    while len(alive := alive[place[alive] < run.offsets[alive + 1]]):
+        ids = run.token_ids[place[alive]]
+        state[alive] = (state[alive] ^ ids.astype(np.uint64)) * _ODD
+        state[alive] ^= state[alive] >> np.uint64(29)
+        _, cell, times = np.unique(state[alive], return_inverse=True, return_counts=True)
+        shared = (times[cell] > 1) & (ids >= 0)
+        alive, cell = alive[shared], np.unique(cell[shared], return_inverse=True)[1]
+        found[place[alive]] = count + cell
+        count += int(cell.max(initial=-1)) + 1
+        place[alive] += 1
+    return found
