@@ -19,7 +19,7 @@ def explain(
 ) -> NoReturn:
     """Name the kind of mismatch that a run has, from its log-probs alone.
 
-    Nineteen kinds are distinguished, from a mask that is off by one to weights that
+    Twenty-one kinds are distinguished, from a mask that is off by one to weights that
     were never synced; the first that applies is the verdict. The exit code is the
     gate: 0 for ordinary numerics, 1 for a mismatch, 4 if nothing can be
     concluded.

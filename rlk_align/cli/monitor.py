@@ -4,7 +4,7 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 from rich.console import Console
@@ -66,38 +66,88 @@ def monitor(
         raise BadOption("a run is named twice", "name each once")
     limits = load_run_contract(contract)
     sources = [(open_source(path), RunMonitor(limits)) for path in paths]
-    shown: deque[tuple[str, StepRecord]] = deque(maxlen=SHOWN)
     console = _console(takes_stdout(outputs))
     several = len(sources) > 1
-    told: dict[str, set[tuple[str, str]]] = {}
-    with StepOutputs(outputs) as written:
+    with StepOutputs(outputs) as written, _shown(console, several) as shown:
 
         def look() -> None:
             for source, watched in sources:
                 for record in source.poll(watched, ended=once):
-                    shown.append((source.name, record))
                     written.add(source.name, record)
-                    # What goes on from the step before is in the table.
-                    for text in finding_lines(
-                        source.name if several else "", record, told.get(source.name)
-                    ):
-                        live.console.print(text)
-                    told[source.name] = {(f.level, f.name) for f in record.findings}
-                    live.update(steps_table([*shown], several))
+                    shown.add(source.name, record)
 
-        with Live(console=console, auto_refresh=False, transient=False) as live:
+        look()
+        while not once:
+            shown.refresh()
+            written.flush()
+            time.sleep(POLL)
             look()
-            while not once:
-                live.refresh()
-                written.flush()
-                time.sleep(POLL)
-                look()
-            live.refresh()
+        shown.refresh()
     console.print()
     for source, watched in sources:
         console.print(_summary(source.name, watched))
     codes = {watched.exit_code for _, watched in sources}
     sys.exit(next(code for code in (4, 1, 0) if code in codes))
+
+
+class _Rows:
+    """Each step as a row of its own, once it is there: for a file or a pipe."""
+
+    def __init__(self, console: Console, several: bool) -> None:
+        self._console, self._several = console, several
+        self._told: dict[str, set[tuple[str, str]]] = {}
+        self._header = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        pass
+
+    def add(self, run: str, record: StepRecord) -> None:
+        """Shows the next step of a run."""
+        self._console.print(steps_table([(run, record)], self._several, self._header))
+        self._header = False
+        self._tell(run, record)
+
+    def _tell(self, run: str, record: StepRecord) -> None:
+        """Says what a step breaks; what goes on from the step before is in its row."""
+        for text in finding_lines(run if self._several else "", record, self._told.get(run)):
+            self._console.print(text)
+        self._told[run] = {(f.level, f.name) for f in record.findings}
+
+    def refresh(self) -> None:
+        """Shows what is not shown yet."""
+
+
+class _LiveTable(_Rows):
+    """The last steps as a table that is drawn again: for a terminal."""
+
+    def __init__(self, console: Console, several: bool) -> None:
+        super().__init__(console, several)
+        self._live = Live(console=console, auto_refresh=False, transient=False)
+        self._last: deque[tuple[str, StepRecord]] = deque(maxlen=SHOWN)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._live.stop()
+
+    def add(self, run: str, record: StepRecord) -> None:
+        """Shows the next step of a run."""
+        self._last.append((run, record))
+        self._tell(run, record)
+        self._live.update(steps_table([*self._last], self._several))
+
+    def refresh(self) -> None:
+        """Draws the table again."""
+        self._live.refresh()
+
+
+def _shown(console: Console, several: bool) -> _Rows:
+    return (_LiveTable if console.is_terminal else _Rows)(console, several)
 
 
 def _console(to_stderr: bool) -> Console:

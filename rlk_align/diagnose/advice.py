@@ -14,9 +14,15 @@ NEXT: dict[Name, str] = {
     "gathers drop the first or the last one, padding moves them; then import again",
     "mask-shifted": "compare the mask with the tokens at the start and the end of a response: it "
     "must be 1 where the rollout sampled, and nowhere else",
+    "above-zero": "write log p of a normalised distribution, which is at most 0: −log p is a loss, "
+    "and p a probability",
     "missing": "find what writes the value in place of a log-prob (a default of 0.0, a sentinel, "
-    "nan_to_num) and write null instead",
+    "nan_to_num) and record the log-prob, or leave the token out of the loss; NaN and infinite "
+    "values were computed: look at that side's logits",
     "low-precision": "compute and store log-probs in float32: cast the logits before log_softmax",
+    "duplicated": "give every sample a seed of its own (n > 1 in one request, or no seed at all): "
+    "equal seeds on several workers or requests sample the same answer; or was the dump imported "
+    "twice",
     "wrong-token": "take the log-prob of the sampled token's id, not the first entry of the "
     "engine's dictionary, which belongs to the most probable token",
     "logprob-scaled": "divide the logits by the temperature before log_softmax, never the "
@@ -36,8 +42,8 @@ NEXT: dict[Name, str] = {
     "routing": f"{RESCORE}: replay the rollout's routes in the trainer, or compare the routers",
     "dropout": "put the trainer into evaluation mode while it computes log-probs, and set every "
     "dropout to 0",
-    "quantisation": f"{RESCORE} with each side in its full precision: which side's format or "
-    "kernels make the error",
+    "quantisation": f"{RESCORE} with each side in its full precision and the trainer in evaluation "
+    "mode: which side's format, kernels or dropout make the error",
     "numerics": f"nothing to repair; {RESCORE} says which operator the rest comes from",
 }
 """Diagnosis -> the next command, or what to change, with {RUN} for the run's folder."""

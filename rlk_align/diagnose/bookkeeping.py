@@ -3,10 +3,12 @@ or stored in fewer bits."""
 
 import numpy as np
 
+from rlk_align.diagnose import fills
 from rlk_align.diagnose.advice import diagnosis
 from rlk_align.diagnose.evidence import Evidence, Indices, Mask
 from rlk_align.diagnose.interval import Estimate, Floats, share
 from rlk_align.diagnose.record import Diagnosis
+from rlk_align.dumps.sequences import Sequences
 
 _LAGS = tuple(k for k in range(-3, 4) if k)
 _LAG_TOKENS = 16
@@ -51,7 +53,8 @@ def misaligned(e: Evidence) -> Diagnosis | None:
     # A first token that is far off alone is left out at another lag.
     far_there = np.take_along_axis(far[:, 1:], best[:, None], 1)[:, 0]
     fits &= (far[:, 0] >= _LAG_FAR) & (far_there < _LAG_RATIO * far[:, 0])
-    estimate = share(int(fits.sum()), int((counts[:, 0] >= _LAG_TOKENS).sum()))
+    long = e.distinct & (counts[:, 0] >= _LAG_TOKENS)
+    estimate = share(int((fits & e.distinct).sum()), int(long.sum()))
     limit = e.contract.limit("misaligned")
     if not estimate.above(limit):
         return None
@@ -92,9 +95,11 @@ def mask_shifted(e: Evidence) -> Diagnosis | None:
     run = e.run
     if run.mask_rewritten.any():
         return None
-    # A NaN or an infinite value was computed: it is broken, and no sign of a wrong mask.
+    # The trainer scores every token, whatever the mask. A value that is not finite was computed,
+    # and one above 0 is no default: they are broken, and no sign of a wrong mask.
+    default = np.isfinite(run.rollout) & ~fills.above_zero(run.rollout)
     blank = run.rollout_missing | (
-        e.filled & np.isfinite(run.rollout) & (np.abs(run.train) <= 1e3) & run.scored
+        e.filled_sides[0] & default & (np.abs(run.train) <= 1e3) & run.scored
     )
     sampled = ~run.rollout_missing & (run.rollout != 0) & (run.rollout > -1e3)
     first = np.flatnonzero(e.first_of_segment)
@@ -112,6 +117,13 @@ def mask_shifted(e: Evidence) -> Diagnosis | None:
     edges = int(blank[first].sum() + blank[last].sum())
     limit = e.contract.limit("mask-shifted")
     if not estimate.above(limit) or inner > edges:
+        return None
+    left_out_beside = (left_out_before | left_out_after)[shifted]
+    # A token whose log-prob a side drops, such as the end of a sequence, is always the same one.
+    if (
+        _only_id(run, np.where(early, first, last)[shifted]) is not None
+        and left_out_beside.mean() < 0.5
+    ):
         return None
     way = "early" if early.sum() >= late.sum() else "late"
     why = (
@@ -142,37 +154,112 @@ def _neighbour(what: Mask, places: Indices, by: int, sequence: Indices) -> Mask:
     return what[other] & (sequence[other] == sequence[places]) & (other != places)
 
 
-def missing(e: Evidence) -> Diagnosis | None:
-    """Holds where something else stands instead of log-probs, or too many are null."""
-    null = e.counts.missing / e.counts.scored
-    found = np.flatnonzero(e.filled)
-    compared = int(e.run.compared.sum())
-    if len(found):
-        estimate, limit = share(len(found), compared), e.contract.limit("missing")
-        values, times = np.unique(_fill(e)[found], return_counts=True)
-        common = values[times.argmax()]
-        why = (
-            f"{len(found):,} of {compared:,} compared tokens have another value in place of a "
-            f"log-prob, most often {common:g}, and so a wrong importance ratio"
-        )
-        statistic = "share of compared tokens with another value in place of a log-prob"
-    else:
-        # It is counted over the whole run: no sample, and so no interval.
-        estimate, limit = Estimate(null, null, null), e.contract.limit("missing", "null")
-        why = f"{null:.1%} of the scored tokens have no log-prob on one side or on both"
-        statistic = "share of scored tokens without a log-prob"
-        found = np.flatnonzero(e.run.scored & ~e.run.compared)
+def above_zero(e: Evidence) -> Diagnosis | None:
+    """Holds where a side's values are above 0, as no log-prob is."""
+    counts, limit = e.counts, e.contract.limit("missing")
+    sides = (
+        ("rollout", counts.rollout_above_zero, e.run.rollout),
+        ("trainer", counts.train_above_zero, e.run.train),
+    )
+    count, values = max((x[1:] for x in sides), key=lambda x: x[0])
+    estimate = share(count, counts.compared)
     if not estimate.above(limit):
         return None
-    return diagnosis("missing", statistic, estimate, limit, why, e.tokens(found))
+    side = " and ".join(name for name, number, _ in sides if number)
+    places = np.flatnonzero(e.run.compared & fills.above_zero(values))
+    found = values[places]
+    cause = "they are not of a normalised distribution, or are not log-probs"
+    if 2 * count > counts.compared:
+        cause = "the sign is flipped: they are −log p"
+        if len(found) and found.max() <= 1:
+            cause = "they look like probabilities, without a logarithm, or their sign is flipped"
+    why = (
+        f"{count:,} of {counts.compared:,} compared tokens have a value above 0 from the {side}, "
+        f"where a log-prob is at most 0: {cause}"
+    )
+    statistic = "share of compared tokens whose value is above 0"
+    return diagnosis("above-zero", statistic, estimate, limit, why, e.tokens(places))
 
 
-def _fill(e: Evidence) -> Floats:
-    """[N]; of each filled token the value that is the less likely log-prob."""
-    g, t = e.run.rollout, e.run.train
-    constant = {float(v) for v in t[e.filled][:1000]}
-    of_train = len(constant) < len({float(v) for v in g[e.filled][:1000]})
-    return t if of_train else g
+def missing(e: Evidence) -> Diagnosis | None:
+    """Holds where scored tokens have no log-prob, or something else stands in its place."""
+    counts, run = e.counts, e.run
+    sides = (("rollout", e.filled_sides[0], run.rollout), ("trainer", e.filled_sides[1], run.train))
+    filled = np.zeros(run.tokens, dtype=bool)
+    said: list[str] = []
+    for side, mask, values in sides:
+        places = np.flatnonzero(mask & ~fills.above_zero(values))
+        filled[places] = True
+        said += _fill_words(e, side, places, values[places])
+    null = np.flatnonzero(run.scored & ~run.compared)
+    if filled.any() or counts.filled:
+        number, of = max(int(filled.sum()), counts.filled), counts.compared
+        # The counts are of the whole run, the places of what was looked at.
+        of = of if counts.filled >= filled.sum() else int(run.compared.sum())
+        estimate, limit = share(number, of), e.contract.limit("missing")
+        why = (
+            f"{number:,} of {of:,} compared tokens {_have(number)} another value in place of a "
+            "log-prob, and so a wrong importance ratio"
+        )
+        why += f": {'; '.join(said)}" if said else ""
+        if counts.missing:
+            why += f". {counts.missing:,} more have no value on one side or on both"
+        statistic = "share of compared tokens with another value in place of a log-prob"
+        places = np.flatnonzero(filled)
+    else:
+        # It is counted over the whole run: no sample, and so no interval.
+        part = counts.missing / counts.scored
+        estimate, limit = Estimate(part, part, part), e.contract.limit("missing", "null")
+        why = (
+            f"{counts.missing:,} of {counts.scored:,} scored tokens "
+            f"{_have(counts.missing)} no log-prob on one side or on both{_where_words(e, null)}"
+        )
+        statistic, places = "share of scored tokens without a log-prob", null
+    if not estimate.above(limit):
+        return None
+    return diagnosis("missing", statistic, estimate, limit, why, e.tokens(places))
+
+
+_KINDS = 3
+"""Values that are named of those in place of log-probs."""
+
+
+def _have(count: int) -> str:
+    return "has" if count == 1 else "have"
+
+
+def _fill_words(e: Evidence, side: str, places: Indices, values: Floats) -> list[str]:
+    """What a side has in place of its log-probs, the most frequent first, and at which tokens."""
+    found = [(what, places[of]) for what, of in fills.kinds(values) if of.any()]
+    found.sort(key=lambda x: -len(x[1]))
+    return [
+        f"{what} from the {side} at {len(at):,} token{'s' if len(at) > 1 else ''}"
+        f"{_where_words(e, at)}"
+        for what, at in found[:_KINDS]
+    ]
+
+
+def _where_words(e: Evidence, places: Indices) -> str:
+    """What several tokens have in common: their id, or that their turns end or start there."""
+    if len(places) < 2:
+        return ""
+    said = []
+    token = _only_id(e.run, places)
+    if token is not None:
+        said.append(f"each of them is token {token}")
+    first = np.flatnonzero(e.first_of_segment)
+    for edge, word in ((_last_of_segments(e, first), "last"), (first, "first")):
+        if np.isin(places, edge).all():
+            said.append(f"each is the {word} scored one of its turn")
+            break
+    return f" ({', and '.join(said)})" if said else ""
+
+
+def _only_id(run: Sequences, places: Indices) -> int | None:
+    """The token id that all of these places have; None where there are several, or it is not
+    known."""
+    ids = np.unique(run.token_ids[places])
+    return int(ids[0]) if len(ids) == 1 and ids[0] >= 0 else None
 
 
 def low_precision(e: Evidence) -> Diagnosis | None:

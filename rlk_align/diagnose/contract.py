@@ -42,6 +42,14 @@ NEEDED: tuple[tuple[Name, str | None], ...] = (
 )
 """(Diagnosis, statistic) that a contract gives a limit, beside quantisation, which has one for each
 dtype; None is the statistic of the diagnosis itself."""
+OPTIONAL: frozenset[tuple[Name, str | None]] = frozenset(
+    {
+        *(("duplicated", None), ("duplicated", "chance"), ("missing", "rescored")),
+        *(("stale-weights", "labels"), ("dropout", "repeat")),
+    }
+)
+"""Those that contracts of an earlier version lack: what they limit is then not asked, or is asked
+by the limit that stood for it."""
 DTYPES: tuple[Dtype, ...] = ("bfloat16", "float16", "float32")
 
 
@@ -51,7 +59,7 @@ class RunLimit(BaseModel):
     model_config = _STRICT
 
     diagnosis: Name
-    statistic: Literal["null", "negligible"] | None = None
+    statistic: Literal["null", "rescored", "chance", "labels", "repeat", "negligible"] | None = None
     dtype: Dtype | None = None
     fail: Bound
     healthy: Bound | None = None
@@ -67,9 +75,9 @@ class StepLimit(BaseModel):
     model_config = _STRICT
 
     name: Words
-    metric: Literal["ratio_error", "c", "k3", "mean_abs", "outliers", "missing_share"]
-    """`missing_share` is that of the scored tokens. Where k3 is not known, `k3` is k2, or else k1:
-    all three estimate one KL divergence."""
+    metric: Literal["ratio_error", "c", "k3", "mean_abs", "outliers", "missing_share", "duplicated"]
+    """`missing_share` is that of the scored tokens, `duplicated` that of the groups. Where k3 is
+    not known, `k3` is k2, or else k1: all three estimate one KL divergence."""
     warn: Bound
     fail: Bound
     why: Words
@@ -119,6 +127,10 @@ class RunContract(BaseModel):
         """The bound of a diagnosis."""
         return self._limits[name, statistic, dtype].fail
 
+    def asks(self, name: Name, statistic: str | None = None) -> bool:
+        """Whether it has this limit of OPTIONAL."""
+        return (name, statistic, None) in self._limits
+
     @cached_property
     def _limits(self) -> dict[tuple[Name, str | None, Dtype | None], RunLimit]:
         return {(x.diagnosis, x.statistic, x.dtype): x for x in self.limits}
@@ -129,7 +141,8 @@ class RunContract(BaseModel):
         names = {x.name for x in self.steps}
         if len(self._limits) != len(self.limits) or len(names) != len(self.steps):
             raise ValueError("a limit is given twice")
-        for name, statistic, dtype in wanted ^ self._limits.keys():
+        optional = {(*key, None) for key in OPTIONAL}
+        for name, statistic, dtype in wanted ^ (self._limits.keys() - optional):
             what = " ".join(x for x in (name, statistic, dtype) if x)
             known = (name, statistic, dtype) in wanted
             raise ValueError(f"the limit of {what} is {'missing' if known else 'unknown'}")

@@ -13,30 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlk_align.diagnose.contract import DTYPES, Dtype, RunContract
+from rlk_align.diagnose.fills import filled_places
 from rlk_align.diagnose.interval import Estimate, Floats, mean_factor, quotient, ratio
 from rlk_align.diagnose.record import Token
-from rlk_align.diagnose.sample import SENTINEL, Counts
+from rlk_align.diagnose.repeats import answers
+from rlk_align.diagnose.sample import Counts
 from rlk_align.dumps.sequences import Sequences
 
 Mask = NDArray[np.bool_]
 Indices = NDArray[np.int64]
 _SHOWN = 5
 """Tokens that a diagnosis shows."""
-_ZERO_WHILE = -0.05
-"""The other side's log-prob below which a 0.0 is not genuine."""
-_SURE = -1.5
-"""Below it not even a truncated law gives the token the probability 1."""
-_UNSURE = -0.5
-"""Below it a law that keeps only the most probable token is cut at less than 0.61 of its mass."""
-_RARE = 0.005
-"""A truncated law that is cut so low gives more than this share of its tokens the log-prob 0."""
-_LESS_SURE = -0.2
-"""Where a 0.0 is not of a truncated law, it is no log-prob below this one of the other side."""
-_PROBABLE, _ENOUGH_PROBABLE, _ZERO_PART = -0.002, 20, 0.1
-"""A truncated law that gives a token with the log-prob _ZERO_WHILE a 0 gives it to more than this
-part of the tokens from there to _PROBABLE, where there are enough of them."""
-_BY_CHANCE = 1e-5
-"""The part of all tokens that a route through the model may throw from log-prob 0 to _LESS_SURE."""
 _OUTLIER = 6.0
 """A sequence this many times worse than the median one of its step is an outlier."""
 _MOST = 0.4
@@ -58,27 +45,29 @@ class Evidence:
     contract: RunContract
 
     @cached_property
+    def filled_sides(self) -> tuple[Mask, Mask]:
+        """Two of [N]; compared tokens of which the rollout, and the trainer, has no log-prob but
+        another value: a 0.0, a sentinel or a constant in its place, NaN, infinite, or above 0 by
+        more than rounding."""
+        return filled_places(self.run, self.counts.zeros)
+
+    @cached_property
     def filled(self) -> Mask:
-        """[N]; compared tokens whose log-prob is not one: a 0.0, a sentinel or a constant in
-        its place, NaN, infinite, or above 0 by more than rounding."""
-        both = self.run.compared
-        g, t = self.run.rollout, self.run.train
-        found = np.zeros(len(g), dtype=bool)
-        for side, other in ((g, t), (t, g)):
-            with np.errstate(invalid="ignore"):
-                wild = ~np.isfinite(side) | (side < SENTINEL) | (side > 1e-3)
-                far = (side < -3) & (np.abs(side - other) > 1) & both & ~wild
-            found |= wild
-            zeros = _zero_fill(side[both], other[both])
-            found[np.flatnonzero(both)[zeros]] = True
-            if far.any():
-                # Samples of one prompt repeat a token with both of its log-probs; what stands in
-                # the place of a log-prob meets a different one each time.
-                pairs = np.unique(np.stack([side[far], other[far]]), axis=1)
-                values, times = np.unique(pairs[0], return_counts=True)
-                if times.max() >= max(3, 0.1 * pairs.shape[1]):
-                    found |= side == values[times.argmax()]
-        return found & both
+        """[N]; compared tokens of which a side has another value in place of a log-prob."""
+        rollout, train = self.filled_sides
+        return rollout | train
+
+    @cached_property
+    def answer(self) -> Indices:
+        """[S]; which distinct answer each sequence is, from 0."""
+        return np.asarray(np.unique(answers(self.run), return_inverse=True)[1])
+
+    @cached_property
+    def distinct(self) -> Mask:
+        """[S]; the first sequence of each distinct answer."""
+        found = np.zeros(len(self.run), dtype=bool)
+        found[np.unique(self.answer, return_index=True)[1]] = True
+        return found
 
     @cached_property
     def index(self) -> Indices:
@@ -160,13 +149,26 @@ class Evidence:
         weights = values if where is None else np.where(where, values, 0.0)
         return np.bincount(self.sequence, weights, len(self.run)).astype(np.float64)
 
+    def share(self, values: Floats, of: Floats) -> Estimate:
+        """Σ values / Σ of, both [n], with an interval that is clustered by distinct answer."""
+        return ratio(self.by_answer(self.sums(values)), self.by_answer(self.sums(of)))
+
+    def by_answer(self, sums: Floats) -> Floats:
+        """The sums of each distinct answer, from those of each sequence, [S]: one that was sampled
+        several times is one unit of an interval."""
+        return np.bincount(self.answer, sums).astype(np.float64)
+
     def noise(self, where: Mask | None = None) -> tuple[Floats, Floats]:
         """[S], [S]; Σ|d| and Σq of each sequence, whose ratio is c."""
         return self.sums(self.size, where), self.sums(self.q, where)
 
+    def _noise_of_answers(self, where: Mask | None = None) -> tuple[Floats, Floats]:
+        sizes, qs = self.noise(where)
+        return self.by_answer(sizes), self.by_answer(qs)
+
     def c(self, where: Mask | None = None) -> Estimate:
         """How bad a part of the run is, for its 1 − p."""
-        estimate = ratio(*self.noise(where))
+        estimate = ratio(*self._noise_of_answers(where))
         return Estimate(estimate.value, max(estimate.low, 0.0), estimate.high)
 
     def between(self, a: Mask, b: Mask) -> Estimate:
@@ -183,7 +185,9 @@ class Evidence:
 
     def pooled(self, a: Mask, b: Mask) -> Estimate:
         """c of a over c of b, over all sequences: for tokens of which a sequence has few."""
-        return self._contrast(a, b, lambda _x, _y: quotient(self.noise(a), self.noise(b)))
+        return self._contrast(
+            a, b, lambda _x, _y: quotient(self._noise_of_answers(a), self._noise_of_answers(b))
+        )
 
     def _contrast(self, a: Mask, b: Mask, how: Callable[[Floats, Floats], Estimate]) -> Estimate:
         """Where c of a is negligible, it is no worse than that of b."""
@@ -192,8 +196,8 @@ class Evidence:
         return how(self._logs(a), self._logs(b))
 
     def _logs(self, where: Mask) -> Floats:
-        """[S]; the logarithm of c of each sequence, NaN where it has too few such tokens."""
-        sizes, qs = self.noise(where)
+        """The logarithm of c of each distinct answer, NaN where it has too few such tokens."""
+        sizes, qs = self._noise_of_answers(where)
         known = (qs >= _PART) & (sizes > 0)
         return np.log(np.where(known, sizes, np.nan) / np.where(known, qs, 1.0))
 
@@ -258,24 +262,6 @@ class Evidence:
             )
             for i, s in zip(shown, sequences, strict=True)
         ]
-
-
-def _zero_fill(side: Floats, other: Floats) -> Mask:
-    """Which 0.0 of the compared tokens, [n], stand instead of a log-prob; all False where they
-    may be of a truncated law that keeps one token, to which it gives the log-prob 0."""
-    zeros = (side == 0) & (other < _ZERO_WHILE)
-    # Tokens of which both sides say a log-prob, and one is wild; they may be 0 by chance too.
-    nearly = other[(side < 0) & (side > -0.01)]
-    sure = (other[zeros] < _SURE).sum() > (nearly < _SURE).sum()
-    # Such a law gives the log-prob 0 often, and never where the other side is this unsure.
-    unsure = (other[zeros] < _UNSURE).sum() > 1 + (nearly < _UNSURE).sum()
-    rare = zeros.sum() < _RARE * len(side) and unsure
-    # And it gives it to the more probable tokens too.
-    probable = side[(other > _ZERO_WHILE) & (other < _PROBABLE)]
-    alone = len(probable) >= _ENOUGH_PROBABLE and (probable == 0).mean() <= _ZERO_PART
-    chance = (nearly < _LESS_SURE).sum() + _BY_CHANCE * len(side)
-    alone = alone and (other[zeros] < _LESS_SURE).sum() > chance
-    return zeros if sure or rare or alone else np.zeros(len(side), dtype=bool)
 
 
 def _value(value: float, missing: bool) -> float | None:

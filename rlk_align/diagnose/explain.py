@@ -20,7 +20,7 @@ Breach = tuple[str, str, float, float]
 """(Limit, metric, value, the limit's bound)."""
 FAMILIES: tuple[tuple[Check, ...], ...] = (
     (bookkeeping.misaligned, bookkeeping.mask_shifted),
-    (bookkeeping.missing, bookkeeping.low_precision),
+    (bookkeeping.above_zero, bookkeeping.missing, bookkeeping.low_precision, prompts.duplicated),
     (law.wrong_token, law.logprob_scaled, law.temperature, law.truncation),
     (place.turn_boundary, place.packing, place.rope, prompts.stale_cache),
     (level.stale_weights, prompts.decode_state),
@@ -32,9 +32,9 @@ FAMILIES: tuple[tuple[Check, ...], ...] = (
 the statistics of later families, which are not asked then."""
 BOOKKEEPING = 2
 """The number of families whose questions few tokens answer."""
-GOES_ON: frozenset[Name] = frozenset({"missing", "low-precision"})
-"""Diagnoses after which later families can be asked all the same: what they found is set aside or
-too small to matter."""
+GOES_ON: frozenset[Name] = frozenset({"missing", "low-precision", "duplicated"})
+"""Diagnoses after which later families can be asked all the same: what they found is set aside,
+counted once or too small to matter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +72,17 @@ def explain(batches: Iterable[Sequences], contract: RunContract, seed: int = 0) 
     counts, mean_ratio = sample.counts, mean_of(sample.ratio)
     evidence = Evidence(sample.kept or EMPTY, counts, contract)
     few = counts.compared < contract.min_tokens
-    found, untested = _answers(evidence, FAMILIES[:BOOKKEEPING] if few else FAMILIES)
+    # Of what stands in place of log-probs, no law and no noise can be asked.
+    unusable = len(evidence.index) < contract.min_tokens
+    found, untested = _answers(evidence, FAMILIES[:BOOKKEEPING] if unusable else FAMILIES)
     doubts = []
     if counts.compared and few:
         doubts.append(f"{counts.compared:,} tokens are compared, {contract.min_tokens:,} needed")
+    elif unusable and not found:
+        doubts.append(
+            f"of the tokens that were looked at, {len(evidence.index):,} have log-probs on both "
+            f"sides, {contract.min_tokens:,} needed"
+        )
     if not found:
         doubts += [f"{x.name} is probable: {x.why}" for x in untested if x.suspected]
         found = [] if doubts else [level.numerics(evidence, mean_ratio)]
@@ -133,12 +140,13 @@ def _answers(
 
 
 def mean_of(sums: RatioSums) -> Estimate:
-    """E[ρ] with its interval, from sums over sequences."""
-    if sums.tokens == 0 or sums.sequences < 2:
+    """E[ρ] with its interval, from sums over answers."""
+    excess, tokens = sums.by_answer()
+    if len(tokens) < 2:
         return UNKNOWN
-    mean = sums.excess / sums.tokens
-    squares = sums.excess2 - 2 * mean * sums.excess_tokens + mean**2 * sums.tokens2
-    error = math.sqrt(max(squares, 0.0) * sums.sequences / (sums.sequences - 1)) / sums.tokens
+    mean = float(excess.sum() / tokens.sum())
+    squares = float(((excess - mean * tokens) ** 2).sum())
+    error = math.sqrt(squares * len(tokens) / (len(tokens) - 1)) / float(tokens.sum())
     return Estimate(1 + mean, 1 + mean - DEVIATIONS * error, 1 + mean + DEVIATIONS * error)
 
 

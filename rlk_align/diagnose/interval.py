@@ -59,16 +59,47 @@ def quotient(a: tuple[Floats, Floats], b: tuple[Floats, Floats]) -> Estimate:
     return _around(math.log(value), half)
 
 
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """How many figures there are, their mean, and the sum of their squared deviations from it."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, values: Floats) -> "Moments":
+        """Those of some figures."""
+        if not len(values):
+            return cls()
+        return cls(len(values), float(values.mean()), float(values.var()) * len(values))
+
+    def __add__(self, other: "Moments") -> "Moments":
+        """Those of both together (Chan, Golub and LeVeque 1979)."""
+        count = self.count + other.count
+        if not count:
+            return self
+        apart = other.mean - self.mean
+        mean = self.mean + apart * other.count / count
+        between = apart**2 * self.count * other.count / count
+        return Moments(count, mean, self.squares + other.squares + between)
+
+
 def mean_factor(logs: Floats, others: Floats | None = None) -> Estimate:
     """The exponential of the mean of `logs`, or of how far it is above that of `others`: figures of
-    sequences that weigh alike, so that none decides alone (Welch 1947)."""
+    sequences that weigh alike, so that none decides alone."""
+    return factor(Moments.of(logs), None if others is None else Moments.of(others))
+
+
+def factor(logs: Moments, others: Moments | None = None) -> Estimate:
+    """The same of figures whose moments are known (Welch 1947)."""
     groups = [logs] if others is None else [logs, others]
-    if any(len(x) < 2 for x in groups):
+    if any(x.count < 2 for x in groups):
         return UNKNOWN
-    errors = [float(x.var(ddof=1)) / len(x) for x in groups]
-    middle = float(logs.mean()) - (0.0 if others is None else float(others.mean()))
-    below = sum(v**2 / (len(x) - 1) for v, x in zip(errors, groups, strict=True))
-    freedom = sum(errors) ** 2 / below if below > 0 else float(min(map(len, groups)) - 1)
+    errors = [x.squares / (x.count - 1) / x.count for x in groups]
+    middle = logs.mean - (0.0 if others is None else others.mean)
+    below = sum(v**2 / (x.count - 1) for v, x in zip(errors, groups, strict=True))
+    freedom = sum(errors) ** 2 / below if below > 0 else float(min(x.count for x in groups) - 1)
     return _around(middle, student(freedom) * math.sqrt(sum(errors)))
 
 
@@ -84,7 +115,9 @@ def share(part: int, whole: int) -> Estimate:
     z2, p = DEVIATIONS**2, part / whole
     middle = (p + z2 / (2 * whole)) / (1 + z2 / whole)
     half = math.sqrt(p * (1 - p) / whole + z2 / (4 * whole**2)) * DEVIATIONS / (1 + z2 / whole)
-    return Estimate(p, max(0.0, middle - half), min(1.0, middle + half))
+    # None of them is exactly 0, whatever the sums round to.
+    low = max(0.0, middle - half) if part else 0.0
+    return Estimate(p, low, min(1.0, middle + half) if part < whole else 1.0)
 
 
 def _half_width(influences: Floats, weights: Floats) -> float:

@@ -8,7 +8,7 @@ import numpy as np
 
 from rlk_align.diagnose.advice import diagnosis
 from rlk_align.diagnose.evidence import Evidence, Mask
-from rlk_align.diagnose.interval import Estimate, ratio
+from rlk_align.diagnose.interval import Estimate
 from rlk_align.diagnose.record import Diagnosis
 
 _RARE = -2.5
@@ -26,7 +26,7 @@ def wrong_token(e: Evidence) -> Diagnosis | None:
         # Of broken sequences the improbable tokens are those that noise made so.
         rare = (low < _RARE) & e.usual
         wrong = rare & (e.d * sign > 1)
-        estimate = ratio(e.sums(wrong.astype(float)), e.sums(rare.astype(float)))
+        estimate = e.share(wrong.astype(float), rare.astype(float))
         other = int((e.d * sign < -1).sum())
         clean = e.scaled[(np.maximum(e.g, e.t) > -0.7) & (e.size < 1)]
         clean = clean[np.isfinite(clean)]
@@ -96,7 +96,7 @@ def truncation(e: Evidence) -> Diagnosis | None:
     """Holds where Δ has one sign at every p, and a size that does not grow with −log p."""
     limit = e.contract.limit("truncation")
     where = _band(e, 0.0, 0.9)
-    negative = ratio(e.sums((e.d < 0).astype(float), where), e.sums(np.ones_like(e.d), where))
+    negative = e.share((where & (e.d < 0)).astype(float), where.astype(float))
     positive = Estimate(1 - negative.value, 1 - negative.high, 1 - negative.low)
     purity = negative if negative.value > 0.5 else positive
     one_sided = lean(e, _band(e, 0.0, 0.3)).value * lean(e, _band(e, 0.9, 0.9995)).value > 0
@@ -123,7 +123,7 @@ def _band(e: Evidence, low: float, high: float) -> Mask:
 
 def lean(e: Evidence, where: Mask) -> Estimate:
     """The signed part of d in a band, of its size."""
-    return ratio(e.sums(np.clip(e.d, -20, 20), where), e.sums(e.size, where))
+    return e.share(np.where(where, np.clip(e.d, -20, 20), 0.0), np.where(where, e.size, 0.0))
 
 
 def sharp(e: Evidence) -> bool:
@@ -135,9 +135,8 @@ def sharp(e: Evidence) -> bool:
 
 def slope(e: Evidence, where: Mask) -> Estimate:
     """d for each nat of log-prob in a band."""
-    return ratio(
-        e.sums(np.clip(e.d, -20, 20), where), e.sums(np.clip(e.g + e.t, -40, 0) / -2, where)
-    )
+    logs = np.clip(e.g + e.t, -40, 0) / -2
+    return e.share(np.where(where, np.clip(e.d, -20, 20), 0.0), np.where(where, logs, 0.0))
 
 
 def slope_through(e: Evidence) -> float:

@@ -22,7 +22,7 @@ def turn_boundary(e: Evidence) -> Diagnosis | Untested | None:
     several = np.bincount(e.sequence, e.segment > 0, len(e.run)) > 0
     turn = _worst_turn(e)
     affected = turn > 0
-    part = share(int(affected.sum()), int(several.sum()))
+    part = share(int((affected & e.distinct).sum()), int((several & e.distinct).sum()))
     if affected.sum() < 2 or not part.above(e.contract.limit("decode-state")):
         return None
     of_affected = affected[e.sequence]

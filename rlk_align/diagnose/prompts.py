@@ -7,6 +7,7 @@ from rlk_align.diagnose.advice import diagnosis, untested
 from rlk_align.diagnose.evidence import Evidence, Indices, Mask
 from rlk_align.diagnose.interval import share
 from rlk_align.diagnose.record import Confidence, Diagnosis, Untested
+from rlk_align.diagnose.repeats import repeats
 from rlk_align.dumps.sequences import UNKNOWN
 
 _BY_CHANCE = 0.3
@@ -109,11 +110,37 @@ def broken_groups(e: Evidence) -> tuple[Indices, Mask]:
     return groups, np.bincount(groups, e.outliers) >= 0.75 * np.bincount(groups)
 
 
+def duplicated(e: Evidence) -> Diagnosis | Untested | None:
+    """Holds where the samples of a prompt are copies of one another."""
+    if not e.contract.asks("duplicated"):
+        return None
+    chance = e.contract.limit("duplicated", "chance")
+    found, limit = repeats(e.run, chance), e.contract.limit("duplicated")
+    estimate = share(len(found.repeated), found.groups)
+    if not estimate.above(limit):
+        return None
+    what = (
+        f"in {len(found.repeated):,} of {found.groups:,} groups most samples repeat one another: "
+        f"{found.samples:,} samples are {found.distinct:,} different answers"
+    )
+    if found.greedy:
+        why = f"{what}, and hardly any of their tokens is improbable, as in greedy decoding"
+        return Untested(name="duplicated", why=why)
+    why = (
+        f"{what}. By their own log-probs chance does so with a probability below "
+        f"1e{max(found.chance, -300):.0f}: they were sampled with one seed, or copied. A group of "
+        "one answer teaches nothing, and every interval here counts an answer once"
+    )
+    statistic = "share of groups whose samples repeat one another"
+    places = e.run.offsets[found.repeated] + e.run.prompt_lengths[found.repeated]
+    return diagnosis("duplicated", statistic, estimate, limit, why, e.tokens(places))
+
+
 def decode_state(e: Evidence) -> Diagnosis | None:
     """Holds where some sequences are far worse than the others of their step."""
     limit: float = e.contract.limit("decode-state")
-    count = int(e.outliers.sum())
-    estimate = share(count, len(e.run))
+    count = int((e.outliers & e.distinct).sum())
+    estimate = share(count, int(e.distinct.sum()))
     if count < 2 or not estimate.above(limit):
         return None
     groups, broken = broken_groups(e)
@@ -133,8 +160,8 @@ def decode_state(e: Evidence) -> Diagnosis | None:
         "for some lengths)"
     )
     why = (
-        f"{count:,} of {len(e.run):,} sequences are more than 6 times worse than the median one "
-        f"of their step, {how}; {which}"
+        f"{count:,} of {int(e.distinct.sum()):,} sequences are more than 6 times worse than the "
+        f"median one of their step, {how}; {which}"
     )
     statistic = "share of sequences that are far off"
     samples = e.worst(e.size, ~e.usual)

@@ -5,7 +5,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
+from rlk_align.diagnose.fills import ZeroCounts, above_zero, not_finite, sentinels
+from rlk_align.diagnose.interval import Floats
+from rlk_align.diagnose.repeats import answers
 from rlk_align.dumps.sequences import Sequences, join
 from rlk_align.dumps.table import SCHEMA, sequences_of
 
@@ -13,8 +17,6 @@ SAMPLE_TOKENS = 1 << 20
 """Tokens that a sample holds at most, prompts included; a smaller run is held whole."""
 EMPTY = sequences_of(pa.RecordBatch.from_pylist([], schema=SCHEMA))
 """A run without a sequence."""
-SENTINEL = -1e3
-"""Below it no log-prob lies: frameworks write −9999 for what they do not have."""
 
 
 @dataclass
@@ -28,10 +30,24 @@ class Counts:
     compared: int = 0
     not_finite: int = 0
     """NaN or infinite on a side, of the compared."""
+    impossible: int = 0
+    """NaN, infinite, or too small for a log-prob on a side, of the compared."""
+    rollout_above_zero: int = 0
+    """Log-probs above 0 by more than rounding, of the compared."""
+    train_above_zero: int = 0
     equal: int = 0
     """Bit for bit, of the compared."""
     rollout_zero: int = 0
     train_zero: int = 0
+    zeros: tuple[ZeroCounts, ZeroCounts] = field(
+        default_factory=lambda: (ZeroCounts(), ZeroCounts())
+    )
+    """What tells of the rollout's and of the trainer's 0.0 whether they are log-probs."""
+
+    @property
+    def filled(self) -> int:
+        """A lower bound of the compared tokens with another value in place of a log-prob."""
+        return max(self.impossible, *(side.filled for side in self.zeros))
 
     def add(self, batch: Sequences) -> None:
         """Counts one more batch."""
@@ -41,7 +57,13 @@ class Counts:
         self.scored += int(batch.scored.sum())
         self.compared += len(rollout)
         self.missing += int(batch.scored.sum()) - len(rollout)
-        self.not_finite += int((~(np.isfinite(rollout) & np.isfinite(train))).sum())
+        self.not_finite += int((not_finite(rollout) | not_finite(train)).sum())
+        wild = [not_finite(side) | sentinels(side) for side in (rollout, train)]
+        self.impossible += int((wild[0] | wild[1]).sum())
+        self.rollout_above_zero += int(above_zero(rollout).sum())
+        self.train_above_zero += int(above_zero(train).sum())
+        self.zeros[0].add(rollout, train)
+        self.zeros[1].add(train, rollout)
         self.equal += int((rollout == train).sum())
         self.rollout_zero += int((rollout == 0).sum())
         self.train_zero += int((train == 0).sum())
@@ -49,16 +71,15 @@ class Counts:
 
 @dataclass
 class RatioSums:
-    """Sums over sequences that the mean ratio E[ρ] and its clustered interval follow from."""
+    """What the mean ratio E[ρ] and its interval follow from, which is clustered by answer: a
+    sequence that is sampled again says nothing new."""
 
-    tokens: float = 0.0
-    excess: float = 0.0
-    """Σ (ρ − 1)."""
-    excess2: float = 0.0
-    """Σ over sequences of the square of the sequence's Σ (ρ − 1)."""
-    excess_tokens: float = 0.0
-    tokens2: float = 0.0
-    sequences: int = 0
+    answers: list[NDArray[np.uint64]] = field(default_factory=list)
+    """Of each batch, which answer each sequence is."""
+    excess: list[NDArray[np.float64]] = field(default_factory=list)
+    """Of each batch, Σ (ρ − 1) of each sequence."""
+    tokens: list[NDArray[np.float64]] = field(default_factory=list)
+    """Of each batch, how many tokens of each sequence are in that sum."""
 
     def add(self, batch: Sequences) -> None:
         """Adds one more batch."""
@@ -67,14 +88,18 @@ class RatioSums:
         # A ratio beyond e^30 is that of a sentinel, and would overflow a sum.
         excess = np.expm1(np.minimum(difference, 30.0))
         sequence = batch.sequence
-        sums = np.bincount(sequence, excess, len(batch))
-        counts = np.bincount(sequence, usable, len(batch))
-        self.tokens += float(counts.sum())
-        self.excess += float(sums.sum())
-        self.excess2 += float((sums**2).sum())
-        self.excess_tokens += float((sums * counts).sum())
-        self.tokens2 += float((counts**2).sum())
-        self.sequences += int((counts > 0).sum())
+        self.answers.append(answers(batch))
+        self.excess.append(np.bincount(sequence, excess, len(batch)).astype(np.float64))
+        self.tokens.append(np.bincount(sequence, usable, len(batch)).astype(np.float64))
+
+    def by_answer(self) -> tuple[Floats, Floats]:
+        """Σ (ρ − 1) and the tokens of each distinct answer that has any."""
+        if not self.answers:
+            return np.zeros(0), np.zeros(0)
+        number = np.unique(np.concatenate(self.answers), return_inverse=True)[1]
+        excess: Floats = np.bincount(number, np.concatenate(self.excess)).astype(np.float64)
+        tokens: Floats = np.bincount(number, np.concatenate(self.tokens)).astype(np.float64)
+        return excess[tokens > 0], tokens[tokens > 0]
 
 
 @dataclass

@@ -9,7 +9,7 @@ RUN/
 
 import shlex
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Literal
 
@@ -33,6 +33,8 @@ class ImportRecord(Record):
     schema_id: Literal["rlk-align/imported-run/1"] = IMPORTED
     command: list[str]
     """The command line that reproduces it."""
+    failed: str | None = None
+    """Why the dump could not be read; the folder then holds no run."""
 
 
 class ImportedRun(RunFolder):
@@ -91,25 +93,46 @@ class ImportedRun(RunFolder):
         """Replaces the run by batches of `table.SCHEMA`, and makes it the last run.
 
         `findings` is what the reader learns while it yields the batches. Raises BadOption where
-        another kind of run lies in the folder, DumpError where there is no sequence.
+        another kind of run lies in the folder, DumpError where the dump cannot be read or holds no
+        sequence: the folder then says why it holds no run.
         """
         if (self.folder / RUN_JSON).is_file() and schema_of(self.folder) != IMPORTED:
             raise BadOption(f"{self.folder} holds another run", "name another folder with -o")
         with self.locked():
-            with writing(self.folder):
-                for name in self.files:
-                    (self.folder / name).unlink(missing_ok=True)
-            save_record(ImportRecord(command=command), self.folder / RUN_JSON)
-            tally = Tally()
-            with writing(self.folder / TABLE):
-                write_table(tally.counting(batches), self.folder / TABLE)
-            if not tally.sequences:
-                raise DumpError("the dump holds no sequence", "; ".join(findings.skipped))
-            manifest = tally.manifest(format, framework, findings)
-            save_record(manifest, self.folder / MANIFEST)
-            add_checksums(self.folder, (RUN_JSON, MANIFEST, TABLE))
+            self._discard()
+            try:
+                manifest = self._write(batches, findings, command, format, framework)
+            except DumpError as error:
+                self._discard()
+                failed = ImportRecord(command=command, failed=str(error))
+                save_record(failed, self.folder / RUN_JSON)
+                raise
             self._remember()
         return manifest
+
+    def _write(
+        self,
+        batches: Iterable[pa.RecordBatch],
+        findings: Findings,
+        command: list[str],
+        format: str,
+        framework: str | None,
+    ) -> Manifest:
+        save_record(ImportRecord(command=command), self.folder / RUN_JSON)
+        tally = Tally()
+        with writing(self.folder / TABLE):
+            write_table(tally.counting(batches), self.folder / TABLE)
+        if not tally.sequences:
+            raise DumpError("the dump holds no sequence", "; ".join(findings.skipped))
+        manifest = tally.manifest(format, framework, findings)
+        save_record(manifest, self.folder / MANIFEST)
+        add_checksums(self.folder, (RUN_JSON, MANIFEST, TABLE))
+        return manifest
+
+    def _discard(self) -> None:
+        with writing(self.folder):
+            for name in self.files:
+                (self.folder / name).unlink(missing_ok=True)
 
     @contextmanager
     def _import_again(self) -> Iterator[None]:
@@ -117,8 +140,11 @@ class ImportedRun(RunFolder):
         try:
             yield
         except CorruptTrace as error:
-            try:
-                command = shlex.join(self.record.command)
-            except CorruptTrace:
-                command = "rlk-align import FORMAT PATH... -o RUN"
-            raise CorruptTrace(error.message, f"import it again: {command}") from error
+            command, failed = "rlk-align import FORMAT PATH... -o RUN", None
+            with suppress(CorruptTrace):
+                command, failed = shlex.join(self.record.command), self.record.failed
+            fix = f"import it again: {command}"
+            if failed is not None:
+                # To import the same files again would fail again.
+                fix = f"the import failed: {failed}. Mend or leave out that file, then: {command}"
+            raise CorruptTrace(error.message, fix) from error

@@ -6,9 +6,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
-from rlk_align.diagnose.contract import StepLimit, TrendLimits
-from rlk_align.monitor.record import Finding, Interval, Level, StepRecord
-from rlk_align.monitor.trend import Rise, RisingK2
+from rlk_align.diagnose.contract import RunContract, StepLimit, TrendLimits
+from rlk_align.diagnose.interval import Moments
+from rlk_align.monitor.record import Finding, Interval, Level, Spread, StepRecord
+from rlk_align.monitor.trend import GrowingNoise, Growth, Rise, RisingK2
 
 LAGS = 5
 """Steps over which a version lag must grow, every time, to be a trend."""
@@ -50,6 +51,8 @@ def _value(record: StepRecord, limit: StepLimit) -> Interval | None:
     """The metric, a plain value as an interval without width; None where it is not known."""
     if limit.metric == "outliers":
         return _exactly(record.outliers)
+    if limit.metric == "duplicated":
+        return _exactly(record.duplicated)
     if limit.metric == "missing_share":
         scored = (record.tokens or 0) + record.missing
         return _exactly(record.missing / scored) if scored else None
@@ -83,9 +86,12 @@ def _level(beyond: float, limit: StepLimit) -> Level | None:
 class Trends:
     """What steps say together; it remembers a bounded number of them."""
 
-    def __init__(self, limits: TrendLimits) -> None:
-        self._limits = limits
-        self._k2 = RisingK2(limits)
+    def __init__(self, contract: RunContract) -> None:
+        self._limits = contract.trend
+        self._k2 = RisingK2(contract.trend)
+        self._c = GrowingNoise(
+            contract.limit("stale-weights"), contract.limit("numerics", "negligible")
+        )
         self._lags: deque[tuple[int, float]] = deque(maxlen=LAGS)
 
     def add(self, record: StepRecord) -> Iterator[Finding]:
@@ -93,8 +99,13 @@ class Trends:
         # A log of metrics has k3 at best, which is k2 where the policies are close.
         k2 = record.k2_scaled or record.k3
         rise = self._k2.add(record.step, k2)
+        growth = self._c.add(record.step, _moments(record.noise_logs))
+        found = None
         if k2 is not None and rise is not None:
-            yield _rise_finding(rise, k2.value, self._limits)
+            found = _rise_finding(rise, k2.value, self._limits)
+            yield found
+        if record.c is not None and growth is not None and (found is None or found.level != "fail"):
+            yield _growth_finding(growth, record.c.value)
         if record.version_lag is None:
             self._lags.clear()
             return
@@ -110,6 +121,31 @@ class Trends:
                 why="the weights that sample fall behind the trainer's with every step: are they "
                 "still synced?",
             )
+
+
+def _moments(spread: Spread | None) -> Moments:
+    if spread is None:
+        return Moments()
+    return Moments(spread.count, spread.mean, spread.squares)
+
+
+def _growth_finding(growth: Growth, c: float) -> Finding:
+    name, how = "shifted", "has changed at once"
+    if growth.steady:
+        name = "stale-weights"
+        how = (
+            "grows with the steps, as it does when the rollout's weights are not synced: compare "
+            "them with `rlk-align weights`"
+        )
+    return Finding(
+        level="fail",
+        name=name,
+        value=c,
+        limit=c / growth.factor,
+        since=growth.since,
+        why=f"c {how}; in the last third of the steps it is {growth.factor:.3g} times that of the "
+        "first third",
+    )
 
 
 def _rise_finding(rise: Rise, k2: float, limits: TrendLimits) -> Finding:

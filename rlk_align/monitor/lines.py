@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlk_align.errors import DumpError
+from rlk_align.readers.files import BOM, not_utf8
 
 
 class GrowingFile:
@@ -24,11 +25,15 @@ class GrowingFile:
                 file.seek(self._read)
                 for line in file:
                     whole = line.endswith(b"\n") or (ended and line.rstrip().endswith(b"}"))
-                    if not whole:
+                    if not whole and not (ended and b"\0" in line):
                         return
                     self._read += len(line)
                     self._number += 1
                     if line.strip():
-                        yield f"{self.path}, line {self._number}", line
+                        where = f"{self.path}, line {self._number}"
+                        line = line.removeprefix(BOM) if self._number == 1 else line
+                        if (why := not_utf8(line)) is not None:
+                            raise DumpError(f"{where}: {why}", "write it in UTF-8")
+                        yield where, line
         except OSError as error:
             raise DumpError(f"{self.path} cannot be read: {error.strerror}") from error

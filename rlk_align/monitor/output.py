@@ -10,7 +10,15 @@ from rlk_align.text import printable
 SCHEMA = "rlk-align/step/1"
 PLAIN = (
     *("sequences", "tokens", "missing", "not_finite", "mean_abs", "k1", "k2", "ess"),
-    *("clip_fraction", "kl_entropy", "outliers", "version_lag", "version_lag_max", "reward"),
+    *(
+        "clip_fraction",
+        "kl_entropy",
+        "outliers",
+        "duplicated",
+        "version_lag",
+        "version_lag_max",
+        "reward",
+    ),
 )
 """Fields of a record that are a number."""
 INTERVALS = ("ratio_error", "c", "k2_scaled", "k3")

@@ -5,10 +5,12 @@ g is the rollout's log-prob of a token, t the trainer's, d = t − g, ρ = exp d
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlk_align.diagnose.repeats import answers
 from rlk_align.dumps.sequences import Sequences
 
 Floats = NDArray[np.float64]
@@ -28,6 +30,9 @@ class Pairs:
     """[M]; the stretch of scored tokens, such as a turn, that each token belongs to, from 0."""
     entropy: Floats
     """[M]; of the trainer's distribution, NaN where it was not recorded."""
+    answer: NDArray[np.int64]
+    """[S]; which distinct answer each sequence is, from 0: one that was sampled several times is
+    one unit of an interval."""
 
     @cached_property
     def d(self) -> Floats:
@@ -61,6 +66,10 @@ class Pairs:
         """[S]; the sum of a figure of tokens [M] over each sequence."""
         return np.bincount(self.sequence, weights=values).astype(np.float64, copy=False)
 
+    def by_answer(self, values: Floats) -> Floats:
+        """The sum of a figure of tokens [M] over each distinct answer."""
+        return np.bincount(self.answer, weights=self.sums(values)).astype(np.float64, copy=False)
+
     def means(self, values: Floats) -> Floats:
         """[S]; the mean of a figure of tokens [M] over each sequence."""
         return self.sums(values) / self.counts
@@ -77,8 +86,9 @@ def pairs_of(sequences: Sequences) -> Pairs:
         sequence=_from_zero(sequence[compared]),
         segment=_from_zero(np.cumsum(begins, dtype=np.int64)[compared]),
         entropy=sequences.entropy[compared],
+        answer=_from_zero(answers(sequences)[np.unique(sequence[compared])]),
     )
 
 
-def _from_zero(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+def _from_zero(numbers: NDArray[Any]) -> NDArray[np.int64]:
     return np.unique(numbers, return_inverse=True)[1].astype(np.int64)

@@ -18,6 +18,16 @@ class Interval(BaseModel):
     high: float
 
 
+class Spread(BaseModel):
+    """Figures of a step, as their number, their mean and the sum of squared deviations from it."""
+
+    model_config = _FROZEN
+
+    count: int
+    mean: float
+    squares: float
+
+
 class Band(BaseModel):
     """The noise of the tokens whose probability lies between two bounds."""
 
@@ -64,7 +74,7 @@ class StepRecord(BaseModel):
     tokens: int | None = None
     """Compared tokens, likewise."""
     missing: int = 0
-    """Scored tokens of which a side recorded no log-prob."""
+    """Scored tokens of which a side recorded no log-prob, or another value in its place."""
     not_finite: int = 0
     """Compared tokens with a log-prob that is NaN or infinite."""
     ratio_error: Interval | None = None
@@ -72,6 +82,8 @@ class StepRecord(BaseModel):
     distribution that was sampled."""
     c: Interval | None = None
     """mean |d| / mean (1 − p): the noise, independent of how sure the model is."""
+    noise_logs: Spread | None = None
+    """The logarithm of c of each distinct answer whose tokens leave room for noise."""
     k2_scaled: Interval | None = None
     """mean d² / mean (1 − p)²: k2, independent of how sure the model is."""
     mean_abs: float | None = None
@@ -89,6 +101,8 @@ class StepRecord(BaseModel):
     """k3 / mean entropy"""
     outliers: float | None = None
     """Share of sequences whose c is more than ten times the median sequence's."""
+    duplicated: float | None = None
+    """Share of groups whose samples are copies of one another."""
     profile: list[Band] = []
     version_lag: float | None = None
     """The average number of versions by which the trainer's weights were ahead of those that

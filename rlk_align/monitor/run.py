@@ -40,7 +40,7 @@ class RunMonitor:
         self.patience, self.on_step = patience, on_step
         self.steps = self.failed = self.inconclusive = 0
         self._failing = 0
-        self._trends = Trends(self.contract.trend)
+        self._trends = Trends(self.contract)
 
     @property
     def stop(self) -> bool:
@@ -61,7 +61,9 @@ class RunMonitor:
         if not whole:
             return self.record(StepRecord(step=step, sequences=0, tokens=0))
         sequences = join(whole)
-        measured = measure(step, sequences)
+        asked = self.contract.asks("duplicated", "chance")
+        chance = self.contract.limit("duplicated", "chance") if asked else None
+        measured = measure(step, sequences, chance)
         named = framework_metrics(pairs_of(sequences))
         return self.record(measured.model_copy(update={"frameworks": named}))
 

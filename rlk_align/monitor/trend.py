@@ -6,13 +6,16 @@ trend. A step is compared with the steps before it: with their median, and their
 logarithmic scale. Memory does not grow with the run."""
 
 import math
+import operator
 from collections import deque
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
 
 import numpy as np
 
 from rlk_align.diagnose.contract import TrendLimits
+from rlk_align.diagnose.interval import Moments, factor
 from rlk_align.monitor.record import Interval
 
 RECENT = 3
@@ -21,6 +24,11 @@ FEWEST = 6
 """Steps that a level is taken from, at least."""
 BASELINE = 40
 """Steps that a level is taken from, at most: those that came last, or first for a slow rise."""
+FEWEST_OF_TREND = 5
+"""Steps that show whether noise grows over a run, at least."""
+PARTS, RISES, ONE_RISE = 6, 0.6, 0.6
+"""A run is cut into so many parts, most of which are above the one before; where one rise makes
+more than this part of all, noise has changed at once."""
 TINY = 1e-12
 """What a k2 of 0 counts as on the logarithmic scale."""
 
@@ -132,6 +140,66 @@ class RisingK2:
         if self._above_first < FEWEST:
             return None
         return Rise(self._first[-1].step + 1, math.exp(point.log - level), False, slow=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """The noise of a run's last steps, held against that of its first ones."""
+
+    since: int
+    """The first of the last steps."""
+    factor: float
+    steady: bool
+    """Whether it grew over several steps, and not at one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Noise:
+    first: int
+    """The first step that is in it."""
+    logs: Moments
+    """Of the logarithms of c of its answers."""
+
+    def __add__(self, other: "_Noise") -> "_Noise":
+        return _Noise(self.first, self.logs + other.logs)
+
+
+class GrowingNoise:
+    """Steps go in, in order; `add` says whether c of the run's last third is above that of its
+    first, which is what `explain` asks of the whole run. Of a run of many steps a few in a row are
+    held as one."""
+
+    def __init__(self, limit: float, negligible: float) -> None:
+        self._limit, self._negligible = limit, negligible
+        self._noise: list[_Noise] = []
+
+    def add(self, step: int, logs: Moments) -> Growth | None:
+        """Returns the growth that the step continues; None where there is none. `logs` are the
+        moments of the logarithms of c of the step's answers."""
+        if logs.count:
+            self._noise.append(_Noise(step, logs))
+        if len(self._noise) > 2 * BASELINE:
+            pairs = zip(self._noise[::2], self._noise[1::2], strict=False)
+            last = self._noise[-1:] if len(self._noise) % 2 else []
+            self._noise = [a + b for a, b in pairs] + last
+        return self._growth() if len(self._noise) >= FEWEST_OF_TREND else None
+
+    def _growth(self) -> Growth | None:
+        third = len(self._noise) // 3 or 1
+        first, last = (_joined(part) for part in (self._noise[:third], self._noise[-third:]))
+        grown = factor(last.logs, first.logs)
+        if math.exp(last.logs.mean) <= self._negligible or not grown.above(self._limit):
+            return None
+        ends = np.linspace(0, len(self._noise), min(len(self._noise), PARTS) + 1).astype(int)
+        rises = np.diff([_joined(self._noise[a:b]).logs.mean for a, b in pairwise(ends)])
+        if not np.mean(rises > 0) >= RISES:
+            return None
+        steady = bool(rises.max() <= ONE_RISE * rises[rises > 0].sum())
+        return Growth(last.first, grown.value, steady)
+
+
+def _joined(noise: list[_Noise]) -> _Noise:
+    return reduce(operator.add, noise)
 
 
 def _rises(points: list[_Point]) -> bool:

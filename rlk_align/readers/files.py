@@ -1,5 +1,6 @@
 """Files of a dump: opened, told from pickles, and read line by line."""
 
+import codecs
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,6 +16,8 @@ from rlk_align.text import short_printable
 
 PICKLES = (".pkl", ".pickle", ".dp")
 GZIP = b"\x1f\x8b"
+BOM = codecs.BOM_UTF8
+"""Some programs write it in front of a text in UTF-8; it is no part of the text."""
 LONGEST = 1 << 28
 """Bytes that a line holds at most; a longer one would fill the memory."""
 CONVERTER = (
@@ -67,13 +70,14 @@ def read_lines(
                 continue
             progress(f"reading {path.name}", done >> 20, size >> 20)
             try:
-                made = row(line, number)
+                made = row(line.removeprefix(BOM) if number == 1 else line, number)
             except (ValueError, OverflowError, RecursionError) as error:
-                if not line.endswith(b"\n") and not _is_json(line):
+                if not line.endswith(b"\n") and not _is_json(line) and not_utf8(line) is None:
                     findings.skip(f"{path}: line {number}, the last, is cut off")
                     return
                 where = f"{path}, line {number}"
-                raise DumpError(f"{where}: {_reason(error)}", "see docs/import.md") from error
+                why = not_utf8(line) or _reason(error)
+                raise DumpError(f"{where}: {why}", "see docs/import.md") from error
             yield made
             done += len(line)
 
@@ -91,7 +95,9 @@ def first_object(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             lines = iter(partial(file.readline, LONGEST), b"")
-            return json_object(next((line for line in lines if line.strip()), b""))
+            return json_object(
+                next((line for line in lines if line.strip()), b"").removeprefix(BOM)
+            )
     except (OSError, ValueError, RecursionError):
         return {}
 
@@ -101,6 +107,20 @@ def require(record: dict[str, Any], names: tuple[str, ...]) -> None:
     absent = [name for name in names if name not in record]
     if absent:
         raise WrongValue(f"{', '.join(absent)}: missing")
+
+
+def not_utf8(line: bytes) -> str | None:
+    """Why a line cannot be read where it is in another encoding than UTF-8."""
+    try:
+        line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in line:
+            return "its encoding is UTF-16 or UTF-32, not UTF-8"
+        return (
+            f"its encoding is not UTF-8 (byte {error.start + 1} of the line is "
+            f"{line[error.start]:#04x}), but Latin-1 or the like, or it is damaged"
+        )
+    return "its encoding is UTF-16 or UTF-32, not UTF-8" if b"\0" in line else None
 
 
 def _is_json(line: bytes) -> bool:
@@ -114,8 +134,6 @@ def _is_json(line: bytes) -> bool:
 def _reason(error: Exception) -> str:
     if isinstance(error, WrongValue):
         return str(error)
-    if isinstance(error, UnicodeDecodeError):
-        return "no UTF-8"
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error.msg} at character {error.pos}"
     return short_printable(error)

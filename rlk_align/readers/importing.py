@@ -6,7 +6,7 @@ from rlk_align.dumps.batches import batches
 from rlk_align.dumps.manifest import Findings, Manifest
 from rlk_align.dumps.run import ImportedRun
 from rlk_align.progress import Progress, silent
-from rlk_align.readers.registry import AUTO, detect, files_of, reader
+from rlk_align.readers.registry import AUTO, detect, files_of, reader, recognised_files
 
 
 def import_dump(
@@ -18,9 +18,14 @@ def import_dump(
 ) -> Manifest:
     """Reads the dump at these paths, and writes it as a run into `folder`. Raises BadOption for a
     format that is not known, DumpError for a dump that cannot be read."""
-    chosen = detect(paths) if format == AUTO else reader(format)
     findings = Findings()
-    rows = chosen.read(files_of(chosen, paths), findings, progress)
+    if format == AUTO:
+        chosen = detect(paths)
+        files = recognised_files(chosen, paths, findings)
+    else:
+        chosen = reader(format)
+        files = files_of(chosen, paths)
+    rows = chosen.read(files, findings, progress)
     return ImportedRun(folder).write(
         batches(rows), findings, command=command, format=chosen.name, framework=chosen.framework
     )

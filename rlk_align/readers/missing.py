@@ -10,14 +10,9 @@ from rlk_align.readers.values import replaced_by_null
 
 SENTINEL = -9999.0
 """What callers of vLLM write for a log-prob that is not there."""
-SURE = -0.05
-"""Where the rollout says 0.0, which is certainty, and the trainer less than this, the 0.0 stands
-for a missing value. Healthy dumps hold no such token, but they hold genuine zeros: up to 2 % of the
-scored ones."""
-
 ZERO_IS_MISSING = (
-    "0.0 of the rollout is read as missing outside of the mask, and inside of it where the "
-    f"trainer's log-prob is below {SURE}"
+    "0.0 of the rollout is read as missing outside of the mask; inside of it, it is a value, and "
+    "explain and monitor tell whether it is a log-prob"
 )
 
 
@@ -31,14 +26,10 @@ def without_missing(
     first = np.zeros(len(rollout), dtype=bool)
     first[:1] = True
     g = _values(rollout)
-    zero = g == 0.0
     if train is not None:
-        t = _values(train)
-        zero &= ~scored | (t < SURE)
-        train = replaced_by_null(train, first | (t == SENTINEL))
-    else:
-        zero &= ~scored
-    return replaced_by_null(rollout, first | zero | (g == SENTINEL)), train
+        train = replaced_by_null(train, first | (_values(train) == SENTINEL))
+    absent = first | ((g == 0.0) & ~scored) | (g == SENTINEL)
+    return replaced_by_null(rollout, absent), train
 
 
 def first_scored(scored: NDArray[np.bool_]) -> int:

@@ -6,13 +6,13 @@ Reader.
 
 import importlib
 import importlib.metadata
-from collections.abc import Iterator
+import re
 from pathlib import Path
 
 from rlk_align.dumps.manifest import Findings
 from rlk_align.errors import BadOption, DumpError
 from rlk_align.readers.base import Reader
-from rlk_align.readers.files import opened
+from rlk_align.readers.files import LONGEST, not_utf8, opened
 
 READERS = {
     "nemo-rl": "rlk_align.readers.nemo_rl:READER",
@@ -23,6 +23,9 @@ READERS = {
 }
 """Name -> where its Reader stands."""
 AUTO = "auto"
+TEXTS = (".jsonl", ".json", ".ndjson")
+_SHOWN = 3
+"""Files of a format that a message names."""
 _GROUP = "rlk_align.readers"
 
 
@@ -60,22 +63,63 @@ def files_of(chosen: Reader, paths: list[Path]) -> list[Path]:
 
 def detect(paths: list[Path]) -> Reader:
     """Returns the reader whose format the files at these paths are, by content. Raises DumpError
-    where there is none."""
+    where no file has a known one, or where several formats are there."""
     for path in paths:
         if not path.exists():
             raise DumpError(f"{path} does not exist", "check the path")
-    for chosen in map(reader, (*READERS, *(set(names()) - set(READERS)))):
-        files = list(_all_files(chosen, paths))
-        if files and chosen.recognises(files[0]):
-            return chosen
-    for path in paths:
-        if path.is_file():
-            opened(path, Findings())
-    raise DumpError(
-        f"{', '.join(map(str, paths))}: no known format", f"name one of {', '.join(names())}"
-    )
+    found, unknown = _by_format(paths)
+    if len(found) > 1:
+        listed = "; ".join(f"{chosen}: {_some(files)}" for chosen, files in found.items())
+        raise DumpError(
+            f"{', '.join(map(str, paths))}: files of several formats: {listed}",
+            "import each format by its name and its files, into a run of its own",
+        )
+    if not found:
+        for path in paths:
+            if path.is_file():
+                opened(path, Findings())
+                _check_encoding(path)
+        in_folders = [file for file in unknown if file not in paths]
+        looked = f" (looked at {_some(in_folders)})" if in_folders else ""
+        raise DumpError(
+            f"{', '.join(map(str, paths))}: no known format{looked}",
+            f"name one of {', '.join(names())}",
+        )
+    return reader(next(iter(found)))
 
 
-def _all_files(chosen: Reader, paths: list[Path]) -> Iterator[Path]:
-    for path in paths:
-        yield from chosen.files(path)
+def _check_encoding(path: Path) -> None:
+    """Raises DumpError where a file of lines is not in UTF-8."""
+    with path.open("rb") as file:
+        why = not_utf8(file.readline(LONGEST)) if path.suffix in TEXTS else None
+    if why is not None:
+        raise DumpError(f"{path}: {why}", "write it in UTF-8")
+
+
+def recognised_files(chosen: Reader, paths: list[Path], findings: Findings) -> list[Path]:
+    """Returns the files at these paths that are of the format of a detected reader; others, which
+    have no known one, are listed as skipped."""
+    found, unknown = _by_format(paths)
+    for file in unknown:
+        findings.skip(f"{file}: no known format")
+    return found[chosen.name]
+
+
+def _by_format(paths: list[Path]) -> tuple[dict[str, list[Path]], list[Path]]:
+    """Format -> its files at these paths, and files without a known one. Files that differ in
+    numbers alone, such as those of steps and ranks, are of the format of one of them."""
+    readers = [reader(name) for name in (*READERS, *(set(names()) - set(READERS)))]
+    alike: dict[str, list[Path]] = {}
+    for file in dict.fromkeys(f for path in paths for r in readers for f in r.files(path)):
+        alike.setdefault(re.sub(r"\d+", "#", str(file)), []).append(file)
+    found: dict[str, list[Path]] = {}
+    unknown: list[Path] = []
+    for files in alike.values():
+        name = next((r.name for file in files for r in readers if r.recognises(file)), None)
+        (unknown if name is None else found.setdefault(name, [])).extend(files)
+    return found, unknown
+
+
+def _some(files: list[Path]) -> str:
+    shown = ", ".join(map(str, files[:_SHOWN]))
+    return f"{shown} and {len(files) - _SHOWN:,} more" if len(files) > _SHOWN else shown

@@ -1,6 +1,7 @@
 """Sentences about an explained run that its outputs share."""
 
 import shlex
+from math import isnan
 
 from rlk_align.diagnose.explain import Breach, Explanation
 from rlk_align.diagnose.interval import Estimate
@@ -10,8 +11,10 @@ MEANING: dict[Name, str] = {
     "vacuous": "There is nothing to compare.",
     "misaligned": "The two sides' log-probs belong to different positions.",
     "mask-shifted": "The loss mask does not lie on the sampled tokens.",
-    "missing": "Log-probs are missing, and another value is in their place.",
+    "above-zero": "One side wrote values above 0, which are no log-probs.",
+    "missing": "Log-probs are missing, or another value is in their place.",
     "low-precision": "Log-probs were stored in too few bits.",
+    "duplicated": "Samples of one prompt are copies of one another.",
     "wrong-token": "One side's log-probs belong to a token that was not sampled.",
     "logprob-scaled": "One side divided log-probs by the temperature instead of logits.",
     "temperature": "The two sides use different temperatures.",
@@ -47,6 +50,8 @@ def sentence(explained: Explanation) -> str:
 
 def interval(estimate: Estimate) -> str:
     """A value with its interval."""
+    if isnan(estimate.value):
+        return "not known: no tokens to tell it from"
     if not estimate.low <= estimate.high:
         return f"{estimate.value:.4g}, without an interval"
     return f"{estimate.value:.4g} ({estimate.low:.4g} to {estimate.high:.4g})"

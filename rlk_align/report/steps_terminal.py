@@ -1,6 +1,7 @@
 """The steps of a monitored run on the terminal."""
 
 from collections.abc import Iterator
+from typing import Literal
 
 from rich.table import Table
 from rich.text import Text
@@ -15,11 +16,17 @@ COLUMNS = (
 )
 
 
-def steps_table(steps: list[tuple[str, StepRecord]], several: bool) -> Table:
-    """Returns the last steps as a table; `several` runs are named in it."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
+WIDTHS = {"step": 6, "tokens": 9, "E[ρ] − 1": 18, "c": 16, "reward": 7, "run": 12}
+"""Characters that a column has at least; the others have 8."""
+
+
+def steps_table(steps: list[tuple[str, StepRecord]], several: bool, header: bool = True) -> Table:
+    """Returns the last steps as a table; `several` runs are named in it. Columns have widths of
+    their own, so that tables below one another read as one; only the first has a `header` then."""
+    table = Table(box=None, pad_edge=False, header_style="dim", show_header=header)
     for name in ("run", *COLUMNS) if several else COLUMNS:
-        table.add_column(name, justify="left" if name in ("run", "findings") else "right")
+        justify: Literal["left", "right"] = "left" if name in ("run", "findings") else "right"
+        table.add_column(name, justify=justify, min_width=WIDTHS.get(name, 8))
     for run, record in steps:
         cells = [line(text) for text in cells_of(record)]
         table.add_row(*([line(run)] if several else []), *cells, _findings(record))

@@ -213,7 +213,8 @@ def _doubts(
 ) -> list[str]:
     """Why the edges say nothing of the dump."""
     doubts = []
-    allowed = contract.limit("missing", "null")
+    which = "rescored" if contract.asks("missing", "rescored") else "null"
+    allowed = contract.limit("missing", which)
     if not missing <= allowed * int(wanted.sum()):
         doubts.append(
             f"{missing:,} of {int(wanted.sum()):,} tokens were not scored again: the values of "

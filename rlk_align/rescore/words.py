@@ -28,7 +28,8 @@ WHAT: dict[SplitName, str] = {
 """Edge -> what makes it."""
 BOOKKEEPING: frozenset[Name] = frozenset(
     (
-        *("misaligned", "mask-shifted", "missing", "low-precision", "wrong-token"),
+        *("misaligned", "mask-shifted", "above-zero", "missing", "low-precision", "duplicated"),
+        "wrong-token",
         *("logprob-scaled", "temperature", "truncation", "turn-boundary", "packing"),
     )
 )

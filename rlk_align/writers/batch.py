@@ -17,12 +17,15 @@ from numpy.typing import NDArray
 
 from rlk_align.dumps.record import Sampling
 from rlk_align.errors import DumpError
-from rlk_align.readers.missing import SENTINEL, SURE, prompt_digest
+from rlk_align.readers.missing import SENTINEL, prompt_digest
 
 Array = Any
 """A NumPy array, a tensor of torch or of another package, or lists: what has `tolist`."""
 Record = dict[str, Any]
 """A line of the neutral file, without what `step_file` adds: schema, id and step."""
+SURE = -0.05
+"""Below it a side is not certain of a token, so that the other's 0.0 at every token are no
+log-probs."""
 
 
 def batch_records(
@@ -109,7 +112,8 @@ def _columns(
                 f"{name} is 0.0 at every token that the loss counts",
                 "zeros stand for log-probs that were never recorded: switch on what records them",
             )
-    zero = (g == 0.0) & (~scored | (t < SURE))
+    # Inside of the mask it is told from the whole run whether a 0.0 is a log-prob.
+    zero = (g == 0.0) & ~scored
     none = np.zeros_like(scored)
     columns = {
         "mask": (scored, none),

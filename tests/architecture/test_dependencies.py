@@ -104,6 +104,7 @@ RULES = {
     ),
     "monitor": (
         *("monitor", "readers", "dumps", "diagnose.interval", "diagnose.contract"),
+        *("diagnose.fills", "diagnose.repeats"),
         *("trace.run", "trace.run_folder", "progress", "text", "errors"),
     ),
     "model": ("model", "results", "data", "files", "text", "errors"),

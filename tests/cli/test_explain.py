@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from imported_runs import imported_run
 from simulate_dumps import faulty, healthy
 
 from rlk_align.diagnose.advice import NEXT
+from rlk_align.diagnose.record import Name
 
 FIELDS = {
     *("schema", "status", "exit_code", "contract", "model", "dtype", "tokens", "engines"),
@@ -145,3 +147,8 @@ def test_an_imported_run_is_no_engine(
     assert done.code == 2
     assert said in " ".join(done.err.split())
     assert "Traceback" not in done.err
+
+
+def test_the_page_of_mismatches_lists_every_diagnosis() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "mismatch.md").read_text(encoding="utf-8")
+    assert [name for name in get_args(Name) if f"\n| `{name}` |" not in page] == []

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from simulate_dumps import faulty, healthy
 
+from rlk_align.diagnose.bookkeeping import missing
 from rlk_align.diagnose.contract import load_run_contract
 from rlk_align.diagnose.evidence import Evidence
 from rlk_align.diagnose.explain import explain
@@ -37,17 +38,30 @@ def test_one_zero_of_a_token_that_is_not_sure_is_named(side: str) -> None:
 
 def test_a_zero_of_a_token_that_is_nearly_sure_may_be_honest() -> None:
     run = healthy(3, 2_000)
-    run.rollout[at(run, -0.19, -0.06)[0]] = 0.0
+    run.rollout[at(run, -0.045, -0.01)[0]] = 0.0
     assert filled(run) == 0
 
 
-def test_one_token_in_a_large_run_may_be_thrown_off_by_chance() -> None:
+def test_one_zero_fails_at_any_share() -> None:
     run = healthy(3, 110_000)
-    places = at(run, -0.45, -0.3)
-    run.rollout[places[0]] = 0.0
-    assert filled(run) == 0
-    run.rollout[places[1]] = 0.0
-    assert filled(run) == 2
+    run.rollout[at(run, -0.1, -0.06)[0]] = 0.0
+    assert filled(run) == 1
+    found = explain([run], CONTRACT)
+    assert found.exit_code == 1
+    assert "1 of 110,424 compared tokens has another value" in found.diagnoses[0].why
+
+
+def test_a_zero_that_no_sampled_sequence_has_fails() -> None:
+    """A run that is larger than the sample is counted as a whole."""
+    run = healthy(3, 20_000)
+    run.train[at(run, -3.0, -2.0)[-1]] = 0.0
+    sample = gather([run], 0, most=2_000)
+    assert sample.kept is not None
+    assert sample.counts.filled == 1
+    assert not Evidence(sample.kept, sample.counts, CONTRACT).filled.any()
+    found = missing(Evidence(sample.kept, sample.counts, CONTRACT))
+    assert found is not None
+    assert found.name == "missing"
 
 
 @pytest.mark.parametrize(("low", "high"), [(-0.6, -0.3), (-5.0, -1.6)])

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from simulate_dumps import GROUP, Dump
 from simulated_steps import Loop
 
 from rlk_align.data import data_path
 from rlk_align.diagnose.contract import load_run_contract
+from rlk_align.diagnose.explain import explain
+from rlk_align.dumps.sequences import Sequences
 from rlk_align.errors import BadOption
 from rlk_align.monitor.record import Interval, StepRecord
 from rlk_align.monitor.run import RunMonitor
@@ -148,3 +151,56 @@ def test_a_contract_of_ones_own_is_asked(tmp_path: Path) -> None:
         g = -rng.exponential(1.0, (32, 64)) - 1e-3
         monitor.arrays(0, g, g + 0.04 * -np.expm1(g) * rng.standard_normal(g.shape), g < 0)
         assert monitor.exit_code == code
+
+
+def steps_of(run: Sequences) -> tuple[RunMonitor, list[StepRecord]]:
+    monitor = RunMonitor()
+    parts = ((s, run.take(np.flatnonzero(run.steps == s))) for s in np.unique(run.steps))
+    return monitor, [monitor.sequences(int(s), [part]) for s, part in parts]
+
+
+@pytest.mark.parametrize("value", [None, 0.0, -9999.0])
+@pytest.mark.parametrize("side", ["rollout", "train"])
+def test_one_scored_token_without_a_log_prob_fails(side: str, value: float | None) -> None:
+    run = Dump(3, 20_000).sequences_of()
+    assert steps_of(run)[0].exit_code == 0
+    place = int(np.flatnonzero(run.compared & (run.train < -0.5) & (run.rollout < -0.5))[4])
+    getattr(run, side)[place] = math.nan if value is None else value
+    getattr(run, f"{side}_missing")[place] = value is None
+    monitor, records = steps_of(run)
+    assert [[f.name for f in r.findings] for r in records] == [["missing"], *[[]] * 5]
+    assert records[0].missing == 1
+    assert monitor.exit_code == 1
+
+
+def test_zeros_of_a_law_that_both_sides_truncate_are_log_probs() -> None:
+    dump = Dump(3, 20_000)
+    dump.top_p = 0.9
+    assert steps_of(dump.sequences_of())[0].exit_code == 0
+
+
+def test_copies_of_samples_fail() -> None:
+    run = Dump(3, 20_000).sequences_of()
+    copies = run.take(np.arange(len(run)) // GROUP * GROUP)
+    monitor, records = steps_of(copies)
+    assert "duplicated" in {f.name for f in records[0].findings}
+    assert records[0].duplicated == 1.0
+    assert monitor.exit_code == 1
+
+
+@pytest.mark.parametrize("steps", [6, 8, 20])
+@pytest.mark.parametrize("seed", range(3))
+def test_stale_weights_that_explain_fails_do_not_pass(seed: int, steps: int) -> None:
+    dump = Dump(seed, 60_000, steps=steps)
+    dump.margin = 0.2 / steps * dump.steps[dump.sequence]
+    run = dump.sequences_of()
+    assert explain([run], load_run_contract()).diagnoses[0].name == "stale-weights"
+    monitor, records = steps_of(run)
+    assert "stale-weights" in {f.name for r in records for f in r.findings if f.level == "fail"}
+    assert monitor.exit_code == 1
+
+
+@pytest.mark.parametrize("steps", [6, 8, 20])
+def test_a_healthy_run_of_few_steps_has_no_trend(steps: int) -> None:
+    for seed in range(5):
+        assert steps_of(Dump(seed, 40_000, steps=steps).sequences_of())[0].exit_code == 0

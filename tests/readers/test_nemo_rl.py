@@ -61,9 +61,9 @@ def test_every_field(imported, format: str, change) -> None:
 
 @pytest.mark.parametrize(
     ("g", "t", "missing"),
-    [(0.0, -0.04, False), (0.0, 0.0, False), (0.0, -0.06, True), (-9999.0, -1.0, True)],
+    [(0.0, -0.04, False), (0.0, 0.0, False), (0.0, -0.06, False), (-9999.0, -1.0, True)],
 )
-def test_zeros_are_honest_or_missing(imported, g: float, t: float, missing: bool) -> None:
+def test_a_scored_zero_is_a_value(imported, g: float, t: float, missing: bool) -> None:
     record = sample()
     record["generation_logprobs"][0][3] = g
     record["prev_logprobs"][0][3] = t

@@ -119,10 +119,11 @@ def test_bf16_loses_nothing(imported) -> None:
     assert read.train[2:6].tolist() == torch.tensor(T, dtype=torch.bfloat16).tolist()
 
 
-def test_an_honest_zero_and_a_missing_one(imported) -> None:
+def test_a_zero_is_missing_outside_of_the_mask_alone(imported) -> None:
     saved(format_2(rollout_log_probs=[0.0, 0.0, 0.0, -1.0], log_probs=[-0.01, -2.0, -1.0, -1.0]))
     _, read = imported("slime", "train_data")
-    assert read.rollout_missing[2:6].tolist() == [False, True, True, False]
+    assert read.scored[2:6].tolist() == [True, True, False, True]
+    assert read.rollout_missing[2:6].tolist() == [False, False, True, False]
 
 
 @pytest.mark.parametrize(
