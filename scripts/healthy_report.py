@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from rlk_align.compare.metrics import edge_metrics
 from rlk_align.errors import ContractError
-from rlk_align.judge.budgets import budget_of
+from rlk_align.judge.budgets import bounds_of, budget_of
 from rlk_align.judge.contract import STATISTICS, Contract
 from rlk_align.judge.load import BY_DTYPE, open_contract
 from rlk_align.judge.verdict import judge
@@ -48,7 +49,7 @@ def tell(folder: Path, models: Path, contracts: dict[str, Contract]) -> Told:
     dtype, _, processor = setting.partition("-")
     made = json.loads((models / model / "made.json").read_text())
     run = Run.open(str(folder))
-    comparison = run.comparison
+    comparison = measured_again(run)
     contract = contracts[dtype]
     return {
         "model": model,
@@ -64,11 +65,29 @@ def tell(folder: Path, models: Path, contracts: dict[str, Contract]) -> Told:
     }
 
 
+def logprobs(run: Run, edge: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of the sampled tokens the log-probs of both passes, and the number of the sequence."""
+    rows = run.rows(["edge", "sample", "first_logprob", "second_logprob"]).drop_null()
+    there = np.array(rows["edge"].to_pylist()) == edge
+    first, second, sample = (
+        rows[n].to_numpy()[there] for n in ("first_logprob", "second_logprob", "sample")
+    )
+    return first, second, sample
+
+
+def measured_again(run: Run) -> Comparison:
+    """The run's comparison with the metrics of log-probs that are measured today."""
+    comparison = run.comparison
+    edges = [
+        e.model_copy(update={"metrics": edge_metrics(*logprobs(run, e.name))})
+        for e in comparison.edges
+    ]
+    return comparison.model_copy(update={"edges": edges})
+
+
 def figures(run: Run) -> Told:
     """Sums over the sampled tokens, from which those of groups follow."""
-    rows = run.rows(["edge", "first_logprob", "second_logprob"]).drop_null()
-    there = np.array(rows["edge"].to_pylist()) == EDGE
-    first, second = (rows[n].to_numpy()[there] for n in ("first_logprob", "second_logprob"))
+    first, second, _ = logprobs(run, EDGE)
     shift = second - first
     return {
         "tokens": len(shift),
@@ -84,11 +103,11 @@ def shares(comparison: Comparison, contract: Contract) -> dict[str, Told]:
     """Of each budget the statistic that uses up most of it, and whose."""
     most: dict[str, Told] = {}
     for unit in comparison.referee:
-        budget = budget_of(contract, unit)
-        if budget is None or unit.errors is None:
+        budget, bounds = budget_of(contract, unit), bounds_of(contract, unit)
+        if budget is None or bounds is None or unit.errors is None:
             continue
         for name in STATISTICS:
-            value, limit = abs(getattr(unit.errors, name)), getattr(budget, name)
+            value, limit = abs(getattr(unit.errors, name)), bounds[name]
             share = value / limit if limit else float("inf") if value else 0.0
             if not share <= most.get(budget.id, {"share": -1.0})["share"]:
                 most[budget.id] = {
@@ -112,13 +131,18 @@ def verdict_of(comparison: Comparison, contract: Contract) -> Told:
     try:
         verdict = judge(comparison, contract)
     except ContractError as error:
-        return {"status": "refused", "breaches": [], "doubts": [error.message]}
-    breaches = [
-        {"limit": b.limit, "metric": b.metric, "site": b.site, "edge": b.edge, "side": b.side}
-        | {"value": b.value, "fail": b.fail}
-        for b in verdict.breaches
-    ]
-    return {"status": verdict.status, "breaches": breaches, "doubts": verdict.doubts}
+        return {"status": "refused", "breaches": [], "alike": [], "doubts": [error.message]}
+    beyond: dict[str, list[Told]] = {"fail": [], "alike": []}
+    for check in verdict.checks:
+        if check.outcome in beyond:
+            kept = {"limit", "metric", "site", "edge", "side", "value", "fail"}
+            beyond[check.outcome].append(check.model_dump(include=kept))
+    return {
+        "status": verdict.status,
+        "breaches": beyond["fail"],
+        "alike": beyond["alike"],
+        "doubts": verdict.doubts,
+    }
 
 
 def table(runs: Sequence[Told], by: Sequence[str]) -> Iterator[str]:
@@ -132,9 +156,13 @@ def table(runs: Sequence[Told], by: Sequence[str]) -> Iterator[str]:
     numeric = " ---: |" * (len(head) + len(titles) + 1)
     yield "|" + " --- |" * len(by) + numeric + " --- |"
     for key, some in sorted(groups.items()):
-        used = [max(r["shares"][b]["share"] for r in some if b in r["shares"]) for b in budgets]
-        cells = [*map(str, key), *measures(some), *(f"{share:.0%}" for share in used)]
+        cells = [*map(str, key), *measures(some), *(most_used(some, b) for b in budgets)]
         yield "| " + " | ".join([*cells, statuses(some), breached(some)]) + " |"
+
+
+def most_used(some: Sequence[Told], budget: str) -> str:
+    used = [r["shares"][budget]["share"] for r in some if budget in r["shares"]]
+    return f"{max(used):.0%}" if used else "–"
 
 
 def measures(some: Sequence[Told]) -> list[str]:
@@ -165,11 +193,12 @@ def statuses(some: Sequence[Told]) -> str:
 
 
 def breached(some: Sequence[Told]) -> str:
-    """Limits with the number of runs that break them, and how many runs the precheck stops."""
+    """Limits with the number of runs that break them; of how many runs both sides break one alike,
+    and how many the precheck stops."""
     count = Counter(limit for r in some for limit in {b["limit"] for b in r["breaches"]})
-    words = [f"{limit} {n}" for limit, n in count.most_common()]
-    stopped = sum(bool(r["precheck"]) for r in some)
-    return ", ".join([*words, *([f"precheck {stopped}"] if stopped else [])]) or "–"
+    for name in ("alike", "precheck"):
+        count[name] = sum(bool(r[name]) for r in some)
+    return ", ".join(f"{name} {n}" for name, n in count.most_common() if n) or "–"
 
 
 def skips(folder: Path) -> Iterator[str]:

@@ -105,10 +105,10 @@ def installed(spec: str) -> bool:
     return engine_info(spec.partition(":")[0]).installed
 
 
-def missing(cell: Cell, train: str, seeds: Sequence[int], out: Path) -> bool:
-    folder = cell.folder(out, train)
-    whole = all((folder / str(seed) / "checksums.json").exists() for seed in seeds)
-    return not whole and not (folder / "skipped.json").exists()
+def missing(cell: Cell, train: str, options: argparse.Namespace) -> bool:
+    folder = cell.folder(options.out, train)
+    whole = all((folder / str(seed) / "checksums.json").exists() for seed in options.seeds)
+    return not (folder / "skipped.json").exists() and (options.again or not whole)
 
 
 def run_cell(cell: Cell, servers: Mapping[str, str], options: argparse.Namespace) -> str:
@@ -118,7 +118,7 @@ def run_cell(cell: Cell, servers: Mapping[str, str], options: argparse.Namespace
     if start > options.deadline:
         return f"{name}: no time was left"
     torch.set_num_threads(1)
-    trains = [t for t in cell.trains if missing(cell, t, options.seeds, options.out)]
+    trains = [t for t in cell.trains if missing(cell, t, options)]
     work = Run(cell.folder(options.out, "").with_name(f"captures-{cell.rollout}"))
     settings = argparse.Namespace(**vars(options) | {"model": cell.model, "dtype": cell.dtype})
     skipped = 0
@@ -235,6 +235,7 @@ def main() -> None:
     parser.add_argument("--controls", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--pass-budget", type=float, default=4e9, help="bytes of a pass's values")
     parser.add_argument("--keep-captures", action="store_true")
+    parser.add_argument("--again", action="store_true", help="compare again what is captured")
     parser.add_argument("--cold", action="store_true", help="engines that use a GPU start cold")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin none later")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
@@ -246,11 +247,7 @@ def main() -> None:
         for p in sorted(options.models.glob("*/made.json"))
         if any(fnmatch.fnmatch(p.parent.name, x) for x in options.only)
     ]
-    todo = [
-        c
-        for c in cells(models, options)
-        if any(missing(c, t, options.seeds, options.out) for t in c.trains)
-    ]
+    todo = [c for c in cells(models, options) if any(missing(c, t, options) for t in c.trains)]
     options.deadline = time.monotonic() + 60 * options.minutes
     run_all(todo, options)
 
