@@ -31,15 +31,15 @@ from rlk_align.trace.run import Run
 EDGE = "decode_vs_train"
 AXES = ["family", "hidden", "layers", "head_dim", "vocabulary", "tied", "stored", "steps"]
 """What a table may be grouped by, beside `model`, `dtype`, `processor` and `pair`."""
-TABLES = (
-    "dtype,pair",
-    "dtype,processor",
-    "dtype,hidden",
-    "dtype,layers",
-    "dtype,head_dim",
-    "dtype,vocabulary",
-    "dtype,steps",
-)
+RANGES = {
+    "hidden": (128, 512),
+    "layers": (4, 12),
+    "head_dim": (16, 64),
+    "vocabulary": (4096, 32000),
+    "steps": (0, 200),
+}
+"""The tables group by ranges: up to the first, up to the second, and above."""
+TABLES = ("dtype,pair", "dtype,processor", *(f"dtype,{axis}" for axis in RANGES))
 Told = dict[str, Any]
 
 
@@ -148,16 +148,30 @@ def verdict_of(comparison: Comparison, contract: Contract) -> Told:
 def table(runs: Sequence[Told], by: Sequence[str]) -> Iterator[str]:
     groups: dict[tuple[Any, ...], list[Told]] = defaultdict(list)
     for run in runs:
-        groups[tuple(run[axis] for axis in by)].append(run)
-    budgets = sorted({b for run in runs for b in run["shares"]})
+        groups[tuple(place(axis, run[axis]) for axis in by)].append(run)
+    budgets = sorted({b for run in runs for b, used in run["shares"].items() if used["share"]})
     titles = [b.removeprefix("rounding-") for b in budgets]
     head = ["runs", "tokens", "c", "c-max", "mean-Δ", "max-Δ", "E[ρ]−1", "k3"]
     yield "| " + " | ".join([*by, *head, *titles, "pass/fail/?", "breached"]) + " |"
     numeric = " ---: |" * (len(head) + len(titles) + 1)
     yield "|" + " --- |" * len(by) + numeric + " --- |"
     for key, some in sorted(groups.items()):
-        cells = [*map(str, key), *measures(some), *(most_used(some, b) for b in budgets)]
+        cells = [
+            *(name for _, name in key),
+            *measures(some),
+            *(most_used(some, b) for b in budgets),
+        ]
         yield "| " + " | ".join([*cells, statuses(some), breached(some)]) + " |"
+
+
+def place(axis: str, value: Any) -> tuple[Any, str]:
+    """The range of an axis that a value lies in, and its name; the value where there are none."""
+    if axis not in RANGES:
+        return value, str(value)
+    low, high = RANGES[axis]
+    if value > high:
+        return 2, f"above {high}"
+    return (1, f"to {high}") if value > low else (0, f"to {low}")
 
 
 def most_used(some: Sequence[Told], budget: str) -> str:

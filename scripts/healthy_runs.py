@@ -43,7 +43,7 @@ from calibration_runs import keep, pair_name, sample, score  # noqa: E402
 from rlk_align.capture import supervise  # noqa: E402
 from rlk_align.data import data_path  # noqa: E402
 from rlk_align.engines.registry import engine_info  # noqa: E402
-from rlk_align.errors import RlkError  # noqa: E402
+from rlk_align.errors import EngineFailed, RlkError  # noqa: E402
 from rlk_align.model.prompts import load_prompts, save_prompts  # noqa: E402
 from rlk_align.progress import silent  # noqa: E402
 from rlk_align.trace.run import Run  # noqa: E402
@@ -108,7 +108,12 @@ def installed(spec: str) -> bool:
 def missing(cell: Cell, train: str, options: argparse.Namespace) -> bool:
     folder = cell.folder(options.out, train)
     whole = all((folder / str(seed) / "checksums.json").exists() for seed in options.seeds)
-    return not (folder / "skipped.json").exists() and (options.again or not whole)
+    return not refused(folder / "skipped.json") and (options.again or not whole)
+
+
+def refused(record: Path) -> bool:
+    """Whether an engine cannot run it; one that failed is tried again."""
+    return record.exists() and json.loads(record.read_text())["kind"] != EngineFailed.__name__
 
 
 def run_cell(cell: Cell, servers: Mapping[str, str], options: argparse.Namespace) -> str:
@@ -136,6 +141,7 @@ def run_cell(cell: Cell, servers: Mapping[str, str], options: argparse.Namespace
                 skip(cell, train, error, options.out)
                 skipped += 1
                 continue
+            (cell.folder(options.out, train) / "skipped.json").unlink(missing_ok=True)
             for seed, a, b in zip(options.seeds, sampled, scored, strict=True):
                 # What the precheck says of a healthy pair is kept, and measured across.
                 keep(a, b, cell.folder(options.out, train) / str(seed), silent, ("attributes",))
@@ -179,9 +185,10 @@ def run_all(todo: Sequence[Cell], options: argparse.Namespace) -> None:
     folders = {level: server.folder.name for level, server in started.items()}
     try:
         with ProcessPoolExecutor(options.workers, get_context("fork")) as pool:
-            made = [pool.submit(run_cell, c, folders, options) for c in sorted(todo, key=cost)]
+            made = {pool.submit(run_cell, c, folders, options): c for c in sorted(todo, key=cost)}
             for future in as_completed(made):
-                print(future.result(), flush=True)
+                error = future.exception()
+                print(f"{made[future]}: {error!r}" if error else future.result(), flush=True)
     finally:
         for server in started.values():
             server.end()
