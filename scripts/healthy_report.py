@@ -215,6 +215,31 @@ def breached(some: Sequence[Told]) -> str:
     return ", ".join(f"{name} {n}" for name, n in count.most_common() if n) or "–"
 
 
+def alarms(runs: Sequence[Told]) -> Iterator[str]:
+    """Each statistic that healthy runs break, by operator: in how many runs, and by how much."""
+    groups: dict[tuple[str, ...], list[tuple[float, Told, Told]]] = defaultdict(list)
+    for run in runs:
+        for kind in ("breaches", "alike"):
+            for check in run[kind]:
+                operator = (check["site"] or "tokens").rpartition(".")[2]
+                key = (run["dtype"], check["metric"], operator, kind)
+                excess = ratio(abs(check["value"]), check["fail"])
+                groups[key].append((excess, run, check))
+    if not groups:
+        return
+    yield "## Alarms"
+    yield ""
+    yield "| dtype | statistic | operator | | runs | largest / limit | that is |"
+    yield "| --- | --- | --- | --- | ---: | ---: | --- |"
+    for key, some in sorted(groups.items()):
+        excess, run, check = max(some, key=lambda each: each[0])
+        count = len({id(run) for _, run, _ in some})
+        whose = f"{check['value']:.3g} of {check['fail']:.3g}, {check['site'] or check['edge']}"
+        where = f"{run['model']}, {run['pair']}, {run['processor']}, {check['side'] or 'both'}"
+        yield f"| {' | '.join(key)} | {count} | {excess:.2f} | {whose}; {where} |"
+    yield ""
+
+
 def skips(folder: Path) -> Iterator[str]:
     reasons: Counter[tuple[str, str]] = Counter()
     for path in sorted(folder.glob("*/*/*/skipped.json")):
@@ -245,7 +270,7 @@ def main() -> None:
     lines = [f"# {len(runs)} healthy runs of {len({r['model'] for r in runs})} models", ""]
     for by in options.by:
         lines += [f"## By {by.replace(',', ' and ')}", "", *table(runs, by.split(",")), ""]
-    lines += skips(options.runs)
+    lines += [*alarms(runs), *skips(options.runs)]
     options.out.write_text("\n".join(lines))
     options.out.with_suffix(".json").write_text(json.dumps(runs, indent=1) + "\n")
 
