@@ -136,7 +136,8 @@ def verdict_of(comparison: Comparison, contract: Contract) -> Told:
     for check in verdict.checks:
         if check.outcome in beyond:
             kept = {"limit", "metric", "site", "edge", "side", "value", "fail"}
-            beyond[check.outcome].append(check.model_dump(include=kept))
+            told = check.model_dump(include=kept)
+            beyond[check.outcome].append({**told, "excess": check.excess})
     return {
         "status": verdict.status,
         "breaches": beyond["fail"],
@@ -184,14 +185,14 @@ def measures(some: Sequence[Told]) -> list[str]:
         return sum(r[name] for r in some)
 
     tokens = total("tokens")
-    worst = max(ratio(r["sum_abs_dlogp"], r["sum_1_minus_p"]) for r in some)
+    worst = np.max([ratio(r["sum_abs_dlogp"], r["sum_1_minus_p"]) for r in some])
     return [
         str(len(some)),
         f"{tokens:,}",
         f"{ratio(total('sum_abs_dlogp'), total('sum_1_minus_p')):.2g}",
         f"{worst:.2g}",
         f"{ratio(total('sum_abs_dlogp'), tokens):.2g}",
-        f"{max(r['max_abs_dlogp'] for r in some):.2g}",
+        f"{np.max([r['max_abs_dlogp'] for r in some]):.2g}",
         f"{ratio(total('sum_ratio_minus_1'), tokens):.1e}",
         f"{ratio(total('sum_k3'), tokens):.1e}",
     ]
@@ -223,8 +224,7 @@ def alarms(runs: Sequence[Told]) -> Iterator[str]:
             for check in run[kind]:
                 operator = (check["site"] or "tokens").rpartition(".")[2]
                 key = (run["dtype"], check["metric"], operator, kind)
-                excess = ratio(abs(check["value"]), check["fail"])
-                groups[key].append((excess, run, check))
+                groups[key].append((check["excess"], run, check))
     if not groups:
         return
     yield "## Alarms"
