@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlk_align.capture.capture import capture_each
+from rlk_align.capture.check import check_request
 from rlk_align.capture.request import CaptureRequest, TracePlan
 from rlk_align.comparison_table import HEAD
 from rlk_align.data import data_path
@@ -73,6 +74,7 @@ def sample(
 ) -> list[Trace]:
     work.folder.mkdir(parents=True, exist_ok=True)
     asked = [request(rollout, seed, options, sampling=True) for seed in seeds]
+    check_request(asked[0], sampling=True)
     return capture_each(asked, "rollout", work, [None] * len(seeds), progress)
 
 
@@ -86,6 +88,7 @@ def score(
 ) -> list[Trace]:
     tokens = [t.folder / "tokens.parquet" for t in sampled]
     asked = [request(train, seed, options, sampling=False) for seed in seeds]
+    check_request(asked[0], sampling=False)
     return capture_each(asked, "train", work, tokens, progress)
 
 

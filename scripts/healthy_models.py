@@ -75,8 +75,16 @@ class ModelSpec:
     """Entries of its tokenizer, BYTES or EMBEDDED; the rows beyond are never trained."""
     steps: int
     """0 is a random model."""
-    step_tokens: int = 2048
     seed: int = 0
+
+    @property
+    def step_tokens(self) -> int:
+        return 1024 if self.vocabulary > 100_000 else 2048
+
+    @property
+    def trained_in(self) -> torch.dtype:
+        """Several are trained on one GPU at a time: AdamW has four numbers for each weight."""
+        return torch.bfloat16 if self.hidden * self.vocabulary > 350e6 else torch.float32
 
 
 COLUMNS = (
@@ -206,12 +214,13 @@ def batches(
         yield pool[(start + offsets).to(device)]
 
 
-def make_optimizer(model: PreTrainedModel, rate: torch.Tensor) -> torch.optim.Optimizer:
+def make_optimizer(model: PreTrainedModel) -> torch.optim.Optimizer:
+    """AdamW whose rate is a tensor, as a graph reads it anew in each step."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     gains = [p for p in model.parameters() if p.ndim == 1]
     return torch.optim.AdamW(
         [{"params": matrices, "weight_decay": DECAY}, {"params": gains, "weight_decay": 0.0}],
-        lr=rate,
+        lr=torch.zeros((), device=model.device),
         betas=(0.9, 0.95),
         fused=True,
         capturable=model.device.type == "cuda",
@@ -221,17 +230,16 @@ def make_optimizer(model: PreTrainedModel, rate: torch.Tensor) -> torch.optim.Op
 def train(
     model: PreTrainedModel, spec: ModelSpec, stream: Iterator[torch.Tensor], graphs: bool
 ) -> float:
-    """AdamW in fp32; linear warm-up, then a cosine to a tenth. Returns the last mean loss."""
+    """AdamW; linear warm-up, then a cosine to a tenth. Returns the last mean loss."""
     device = model.device
-    rate, last = torch.zeros((), device=device), torch.zeros((), device=device)
-    optimizer = make_optimizer(model, rate)
-    id_BT = next(stream)
+    optimizer = make_optimizer(model)
+    id_BT, last = next(stream), torch.zeros((), device=device)
     # Given, so that transformers computes none: it asks the device for values, as a graph may not.
     mask = torch.ones(ROW_LENGTH, ROW_LENGTH, dtype=torch.bool, device=device).tril()[None, None]
 
     def step() -> None:
         logits_BTV = model(input_ids=id_BT, attention_mask=mask, use_cache=False).logits
-        loss = next_token_loss(logits_BTV, id_BT)
+        loss = next_token_loss(logits_BTV.float(), id_BT)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
@@ -243,7 +251,8 @@ def train(
     for number in range(spec.steps):
         warm = min((number + 1) / min(WARM_UP, spec.steps / 5), 1.0)
         cosine = 0.55 + 0.45 * math.cos(math.pi * number / spec.steps)
-        rate.fill_(PEAK / math.sqrt(spec.hidden) * warm * cosine)
+        for group in optimizer.param_groups:
+            group["lr"].fill_(PEAK / math.sqrt(spec.hidden) * warm * cosine)
         id_BT.copy_(next(stream))
         if graphs and number == EAGER_STEPS:
             run = recorded(step)
@@ -281,12 +290,15 @@ def measured(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> dict
 
 
 def make(spec: ModelSpec, out: Path, device: str, graphs: bool) -> dict[str, object]:
-    """Writes the model, its tokenizer and `made.json`. Random weights are made on the CPU."""
+    """Writes the model, its tokenizer and `made.json`. A model that is not trained has the same
+    weights whatever the device."""
     start = time.monotonic()
     torch.manual_seed(spec.seed)
     tokenizer = train_tokenizer(spec.tokenizer)
     config = make_config(spec, tokenizer)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device)
+    with torch.device(device if spec.steps else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=spec.trained_in)
+    model.to(device)
     stream = batches(tokenizer, spec, device)
     loss = train(model, spec, stream, graphs) if spec.steps else None
     told = measured(model.eval(), tokenizer)

@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from rlk_align.compare.metrics import edge_metrics
 from rlk_align.errors import ContractError
-from rlk_align.judge.budgets import budget_of
+from rlk_align.judge.budgets import bounds_of, budget_of
 from rlk_align.judge.contract import STATISTICS, Contract
 from rlk_align.judge.load import BY_DTYPE, open_contract
 from rlk_align.judge.verdict import judge
@@ -30,15 +31,15 @@ from rlk_align.trace.run import Run
 EDGE = "decode_vs_train"
 AXES = ["family", "hidden", "layers", "head_dim", "vocabulary", "tied", "stored", "steps"]
 """What a table may be grouped by, beside `model`, `dtype`, `processor` and `pair`."""
-TABLES = (
-    "dtype,pair",
-    "dtype,processor",
-    "dtype,hidden",
-    "dtype,layers",
-    "dtype,head_dim",
-    "dtype,vocabulary",
-    "dtype,steps",
-)
+RANGES = {
+    "hidden": (128, 512),
+    "layers": (4, 12),
+    "head_dim": (16, 64),
+    "vocabulary": (4096, 32000),
+    "steps": (0, 200),
+}
+"""The tables group by ranges: up to the first, up to the second, and above."""
+TABLES = ("dtype,pair", "dtype,processor", *(f"dtype,{axis}" for axis in RANGES))
 Told = dict[str, Any]
 
 
@@ -48,7 +49,7 @@ def tell(folder: Path, models: Path, contracts: dict[str, Contract]) -> Told:
     dtype, _, processor = setting.partition("-")
     made = json.loads((models / model / "made.json").read_text())
     run = Run.open(str(folder))
-    comparison = run.comparison
+    comparison = measured_again(run)
     contract = contracts[dtype]
     return {
         "model": model,
@@ -64,11 +65,29 @@ def tell(folder: Path, models: Path, contracts: dict[str, Contract]) -> Told:
     }
 
 
+def logprobs(run: Run, edge: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of the sampled tokens the log-probs of both passes, and the number of the sequence."""
+    rows = run.rows(["edge", "sample", "first_logprob", "second_logprob"]).drop_null()
+    there = np.array(rows["edge"].to_pylist()) == edge
+    first, second, sample = (
+        rows[n].to_numpy()[there] for n in ("first_logprob", "second_logprob", "sample")
+    )
+    return first, second, sample
+
+
+def measured_again(run: Run) -> Comparison:
+    """The run's comparison with the metrics of log-probs that are measured today."""
+    comparison = run.comparison
+    edges = [
+        e.model_copy(update={"metrics": edge_metrics(*logprobs(run, e.name))})
+        for e in comparison.edges
+    ]
+    return comparison.model_copy(update={"edges": edges})
+
+
 def figures(run: Run) -> Told:
     """Sums over the sampled tokens, from which those of groups follow."""
-    rows = run.rows(["edge", "first_logprob", "second_logprob"]).drop_null()
-    there = np.array(rows["edge"].to_pylist()) == EDGE
-    first, second = (rows[n].to_numpy()[there] for n in ("first_logprob", "second_logprob"))
+    first, second, _ = logprobs(run, EDGE)
     shift = second - first
     return {
         "tokens": len(shift),
@@ -84,11 +103,11 @@ def shares(comparison: Comparison, contract: Contract) -> dict[str, Told]:
     """Of each budget the statistic that uses up most of it, and whose."""
     most: dict[str, Told] = {}
     for unit in comparison.referee:
-        budget = budget_of(contract, unit)
-        if budget is None or unit.errors is None:
+        budget, bounds = budget_of(contract, unit), bounds_of(contract, unit)
+        if budget is None or bounds is None or unit.errors is None:
             continue
         for name in STATISTICS:
-            value, limit = abs(getattr(unit.errors, name)), getattr(budget, name)
+            value, limit = abs(getattr(unit.errors, name)), bounds[name]
             share = value / limit if limit else float("inf") if value else 0.0
             if not share <= most.get(budget.id, {"share": -1.0})["share"]:
                 most[budget.id] = {
@@ -112,29 +131,53 @@ def verdict_of(comparison: Comparison, contract: Contract) -> Told:
     try:
         verdict = judge(comparison, contract)
     except ContractError as error:
-        return {"status": "refused", "breaches": [], "doubts": [error.message]}
-    breaches = [
-        {"limit": b.limit, "metric": b.metric, "site": b.site, "edge": b.edge, "side": b.side}
-        | {"value": b.value, "fail": b.fail}
-        for b in verdict.breaches
-    ]
-    return {"status": verdict.status, "breaches": breaches, "doubts": verdict.doubts}
+        return {"status": "refused", "breaches": [], "alike": [], "doubts": [error.message]}
+    beyond: dict[str, list[Told]] = {"fail": [], "alike": []}
+    for check in verdict.checks:
+        if check.outcome in beyond:
+            kept = {"limit", "metric", "site", "edge", "side", "value", "fail"}
+            told = check.model_dump(include=kept)
+            beyond[check.outcome].append({**told, "excess": check.excess})
+    return {
+        "status": verdict.status,
+        "breaches": beyond["fail"],
+        "alike": beyond["alike"],
+        "doubts": verdict.doubts,
+    }
 
 
 def table(runs: Sequence[Told], by: Sequence[str]) -> Iterator[str]:
     groups: dict[tuple[Any, ...], list[Told]] = defaultdict(list)
     for run in runs:
-        groups[tuple(run[axis] for axis in by)].append(run)
-    budgets = sorted({b for run in runs for b in run["shares"]})
+        groups[tuple(place(axis, run[axis]) for axis in by)].append(run)
+    budgets = sorted({b for run in runs for b, used in run["shares"].items() if used["share"]})
     titles = [b.removeprefix("rounding-") for b in budgets]
     head = ["runs", "tokens", "c", "c-max", "mean-Δ", "max-Δ", "E[ρ]−1", "k3"]
     yield "| " + " | ".join([*by, *head, *titles, "pass/fail/?", "breached"]) + " |"
     numeric = " ---: |" * (len(head) + len(titles) + 1)
     yield "|" + " --- |" * len(by) + numeric + " --- |"
     for key, some in sorted(groups.items()):
-        used = [max(r["shares"][b]["share"] for r in some if b in r["shares"]) for b in budgets]
-        cells = [*map(str, key), *measures(some), *(f"{share:.0%}" for share in used)]
+        cells = [
+            *(name for _, name in key),
+            *measures(some),
+            *(most_used(some, b) for b in budgets),
+        ]
         yield "| " + " | ".join([*cells, statuses(some), breached(some)]) + " |"
+
+
+def place(axis: str, value: Any) -> tuple[Any, str]:
+    """The range of an axis that a value lies in, and its name; the value where there are none."""
+    if axis not in RANGES:
+        return value, str(value)
+    low, high = RANGES[axis]
+    if value > high:
+        return 2, f"above {high}"
+    return (1, f"to {high}") if value > low else (0, f"to {low}")
+
+
+def most_used(some: Sequence[Told], budget: str) -> str:
+    used = [r["shares"][budget]["share"] for r in some if budget in r["shares"]]
+    return f"{max(used):.0%}" if used else "–"
 
 
 def measures(some: Sequence[Told]) -> list[str]:
@@ -142,14 +185,14 @@ def measures(some: Sequence[Told]) -> list[str]:
         return sum(r[name] for r in some)
 
     tokens = total("tokens")
-    worst = max(ratio(r["sum_abs_dlogp"], r["sum_1_minus_p"]) for r in some)
+    worst = np.max([ratio(r["sum_abs_dlogp"], r["sum_1_minus_p"]) for r in some])
     return [
         str(len(some)),
         f"{tokens:,}",
         f"{ratio(total('sum_abs_dlogp'), total('sum_1_minus_p')):.2g}",
         f"{worst:.2g}",
         f"{ratio(total('sum_abs_dlogp'), tokens):.2g}",
-        f"{max(r['max_abs_dlogp'] for r in some):.2g}",
+        f"{np.max([r['max_abs_dlogp'] for r in some]):.2g}",
         f"{ratio(total('sum_ratio_minus_1'), tokens):.1e}",
         f"{ratio(total('sum_k3'), tokens):.1e}",
     ]
@@ -165,11 +208,36 @@ def statuses(some: Sequence[Told]) -> str:
 
 
 def breached(some: Sequence[Told]) -> str:
-    """Limits with the number of runs that break them, and how many runs the precheck stops."""
+    """Limits with the number of runs that break them; of how many runs both sides break one alike,
+    and how many the precheck stops."""
     count = Counter(limit for r in some for limit in {b["limit"] for b in r["breaches"]})
-    words = [f"{limit} {n}" for limit, n in count.most_common()]
-    stopped = sum(bool(r["precheck"]) for r in some)
-    return ", ".join([*words, *([f"precheck {stopped}"] if stopped else [])]) or "–"
+    for name in ("alike", "precheck"):
+        count[name] = sum(bool(r[name]) for r in some)
+    return ", ".join(f"{name} {n}" for name, n in count.most_common() if n) or "–"
+
+
+def alarms(runs: Sequence[Told]) -> Iterator[str]:
+    """Each statistic that healthy runs break, by operator: in how many runs, and by how much."""
+    groups: dict[tuple[str, ...], list[tuple[float, Told, Told]]] = defaultdict(list)
+    for run in runs:
+        for kind in ("breaches", "alike"):
+            for check in run[kind]:
+                operator = (check["site"] or "tokens").rpartition(".")[2]
+                key = (run["dtype"], check["metric"], operator, kind)
+                groups[key].append((check["excess"], run, check))
+    if not groups:
+        return
+    yield "## Alarms"
+    yield ""
+    yield "| dtype | statistic | operator | | runs | largest / limit | that is |"
+    yield "| --- | --- | --- | --- | ---: | ---: | --- |"
+    for key, some in sorted(groups.items()):
+        excess, run, check = max(some, key=lambda each: each[0])
+        count = len({id(run) for _, run, _ in some})
+        whose = f"{check['value']:.3g} of {check['fail']:.3g}, {check['site'] or check['edge']}"
+        where = f"{run['model']}, {run['pair']}, {run['processor']}, {check['side'] or 'both'}"
+        yield f"| {' | '.join(key)} | {count} | {excess:.2f} | {whose}; {where} |"
+    yield ""
 
 
 def skips(folder: Path) -> Iterator[str]:
@@ -202,7 +270,7 @@ def main() -> None:
     lines = [f"# {len(runs)} healthy runs of {len({r['model'] for r in runs})} models", ""]
     for by in options.by:
         lines += [f"## By {by.replace(',', ' and ')}", "", *table(runs, by.split(",")), ""]
-    lines += skips(options.runs)
+    lines += [*alarms(runs), *skips(options.runs)]
     options.out.write_text("\n".join(lines))
     options.out.with_suffix(".json").write_text(json.dumps(runs, indent=1) + "\n")
 

@@ -43,7 +43,7 @@ from calibration_runs import keep, pair_name, sample, score  # noqa: E402
 from rlk_align.capture import supervise  # noqa: E402
 from rlk_align.data import data_path  # noqa: E402
 from rlk_align.engines.registry import engine_info  # noqa: E402
-from rlk_align.errors import RlkError  # noqa: E402
+from rlk_align.errors import EngineFailed, RlkError  # noqa: E402
 from rlk_align.model.prompts import load_prompts, save_prompts  # noqa: E402
 from rlk_align.progress import silent  # noqa: E402
 from rlk_align.trace.run import Run  # noqa: E402
@@ -105,10 +105,15 @@ def installed(spec: str) -> bool:
     return engine_info(spec.partition(":")[0]).installed
 
 
-def missing(cell: Cell, train: str, seeds: Sequence[int], out: Path) -> bool:
-    folder = cell.folder(out, train)
-    whole = all((folder / str(seed) / "checksums.json").exists() for seed in seeds)
-    return not whole and not (folder / "skipped.json").exists()
+def missing(cell: Cell, train: str, options: argparse.Namespace) -> bool:
+    folder = cell.folder(options.out, train)
+    whole = all((folder / str(seed) / "checksums.json").exists() for seed in options.seeds)
+    return not refused(folder / "skipped.json") and (options.again or not whole)
+
+
+def refused(record: Path) -> bool:
+    """Whether an engine cannot run it; one that failed is tried again."""
+    return record.exists() and json.loads(record.read_text())["kind"] != EngineFailed.__name__
 
 
 def run_cell(cell: Cell, servers: Mapping[str, str], options: argparse.Namespace) -> str:
@@ -118,7 +123,7 @@ def run_cell(cell: Cell, servers: Mapping[str, str], options: argparse.Namespace
     if start > options.deadline:
         return f"{name}: no time was left"
     torch.set_num_threads(1)
-    trains = [t for t in cell.trains if missing(cell, t, options.seeds, options.out)]
+    trains = [t for t in cell.trains if missing(cell, t, options)]
     work = Run(cell.folder(options.out, "").with_name(f"captures-{cell.rollout}"))
     settings = argparse.Namespace(**vars(options) | {"model": cell.model, "dtype": cell.dtype})
     skipped = 0
@@ -136,6 +141,7 @@ def run_cell(cell: Cell, servers: Mapping[str, str], options: argparse.Namespace
                 skip(cell, train, error, options.out)
                 skipped += 1
                 continue
+            (cell.folder(options.out, train) / "skipped.json").unlink(missing_ok=True)
             for seed, a, b in zip(options.seeds, sampled, scored, strict=True):
                 # What the precheck says of a healthy pair is kept, and measured across.
                 keep(a, b, cell.folder(options.out, train) / str(seed), silent, ("attributes",))
@@ -179,9 +185,10 @@ def run_all(todo: Sequence[Cell], options: argparse.Namespace) -> None:
     folders = {level: server.folder.name for level, server in started.items()}
     try:
         with ProcessPoolExecutor(options.workers, get_context("fork")) as pool:
-            made = [pool.submit(run_cell, c, folders, options) for c in sorted(todo, key=cost)]
+            made = {pool.submit(run_cell, c, folders, options): c for c in sorted(todo, key=cost)}
             for future in as_completed(made):
-                print(future.result(), flush=True)
+                error = future.exception()
+                print(f"{made[future]}: {error!r}" if error else future.result(), flush=True)
     finally:
         for server in started.values():
             server.end()
@@ -235,6 +242,7 @@ def main() -> None:
     parser.add_argument("--controls", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--pass-budget", type=float, default=4e9, help="bytes of a pass's values")
     parser.add_argument("--keep-captures", action="store_true")
+    parser.add_argument("--again", action="store_true", help="compare again what is captured")
     parser.add_argument("--cold", action="store_true", help="engines that use a GPU start cold")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin none later")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
@@ -246,11 +254,7 @@ def main() -> None:
         for p in sorted(options.models.glob("*/made.json"))
         if any(fnmatch.fnmatch(p.parent.name, x) for x in options.only)
     ]
-    todo = [
-        c
-        for c in cells(models, options)
-        if any(missing(c, t, options.seeds, options.out) for t in c.trains)
-    ]
+    todo = [c for c in cells(models, options) if any(missing(c, t, options) for t in c.trains)]
     options.deadline = time.monotonic() + 60 * options.minutes
     run_all(todo, options)
 
