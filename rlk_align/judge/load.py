@@ -6,7 +6,7 @@ description = "bf16, tighter in the mean"
 
 [extends]
 id = "bf16"
-version = "2.0.0"           another version, or another hash, is an error
+version = "2.0.0"           the built-in version, or an earlier one that is shipped with it
 sha256 = "…"                `rlk-align contract show bf16` tells it
 
 [[limits]]                  one with the id of the parent's takes its place, key by key
@@ -92,7 +92,7 @@ def _resolved(path: Path, below: tuple[Path, ...]) -> Contract:
         pinned = Extends.model_validate(document["extends"])
     except ValidationError as error:
         raise ContractError(f"{path}: extends: {complaint(error)}") from error
-    file = path.parent / pinned.file if pinned.file else built_in().get(pinned.id)
+    file = path.parent / pinned.file if pinned.file else _shipped(pinned)
     if file is None or not file.is_file():
         raise ContractError(f"{path} extends {pinned.id!r}, which does not exist")
     if file.resolve() in below:
@@ -102,6 +102,12 @@ def _resolved(path: Path, below: tuple[Path, ...]) -> Contract:
     contract = _validated(_merged(parent, document), path)
     _check_reasons(parent, contract, path)
     return contract
+
+
+def _shipped(pinned: Extends) -> Path | None:
+    """The built-in contract that is pinned: an earlier version where there is one."""
+    earlier = data_path("contracts") / "earlier" / f"{pinned.id}-{pinned.version}.toml"
+    return earlier if earlier.is_file() else built_in().get(pinned.id)
 
 
 def _check_pin(pinned: Extends, parent: Contract, path: Path) -> None:

@@ -111,7 +111,10 @@ RULES = {
     "trace": ("trace", "model", "results", "comparison_table", "files", "text", "errors"),
     "engines": ("engines", "trace", "model", "results", "files", "text", "errors"),
     "capture": ("capture", "engines", "trace", "model", "progress", "version", "errors"),
-    "compare": ("compare", "trace", "model", "results", "comparison_table", "progress", "errors"),
+    "compare": (
+        *("compare", "diagnose.interval", "trace", "model"),
+        *("results", "comparison_table", "progress", "errors"),
+    ),
     "probe": (
         *("probe", "capture", "engines", "compare", "judge", "trace", "model"),
         *("results", "progress", "errors"),

@@ -220,7 +220,7 @@ def errors_of_sums(ranks: int, gains: float, shared: bool) -> RoundingErrors:
     out, extra, of_rows = reference.exact(site, inputs)
     sums = ErrorSums(hidden, 1, "float32", torch.device("cpu"))
     variance = rounding_variance(out, "float32") + extra
-    sums.add(got, out, variance, of_rows * shared, np.arange(rows))
+    sums.add(got, out, variance, (of_rows * shared)[:, None], np.arange(rows))
     return sums.errors(RowIndex(TokenBatch((Sample("a", (1,) * rows),))))
 
 
@@ -233,7 +233,7 @@ def test_rows_are_off_as_a_whole_by_sums_before_the_activation(ranks: int) -> No
     healthy = errors_of_sums(ranks, 0.0, shared=True)
     assert 0.5 < healthy.rms < 1.3
     assert healthy.row_gain < budget.row_gain / 3
-    assert errors_of_sums(ranks, 0.0, shared=False).row_gain > budget.row_gain
+    assert errors_of_sums(ranks, 0.0, shared=False).row_gain > 10 * (healthy.row_gain + 0.01)
     assert errors_of_sums(ranks, 1e-6, shared=True).row_gain > budget.row_gain
 
 

@@ -92,7 +92,7 @@ def errors(
     variance, numbers = rounding_variance(exact, dtype), np.arange(len(exact))
     for start in range(0, len(exact), block):
         at = slice(start, start + block)
-        sums.add(got[at], exact[at], variance[at], torch.zeros(len(got[at])).double(), numbers[at])
+        sums.add(got[at], exact[at], variance[at], torch.zeros(len(got[at]), 1).double(), numbers[at])
     return sums.errors(batch(len(exact)))
 
 
@@ -342,7 +342,7 @@ def norm_errors(dtype: str, mean_square: float, outside: bool) -> RoundingErrors
 
 def errors_of(got: torch.Tensor, exact: torch.Tensor, dtype: str) -> RoundingErrors:
     sums = ErrorSums(exact.shape[1], 1, dtype, CPU)
-    nothing = torch.zeros(len(exact), dtype=torch.float64)
+    nothing = torch.zeros(len(exact), 1, dtype=torch.float64)
     sums.add(got, exact, rounding_variance(exact, dtype), nothing, np.arange(len(exact)))
     batch = TokenBatch((Sample("0", tuple(range(len(exact)))),))
     return sums.errors(RowIndex(batch))
