@@ -56,11 +56,6 @@ class TokenNoise(Result):
     ratio_high: float
     largest: Size
     """The largest |Δ| / (1 − p) of a token, 1 − p being 0.01 at least."""
-    far_share: Share
-    """The share of the tokens, of those with 1 − p ≥ 0.01, whose |Δ| / (1 − p) is more than 10
-    times the median."""
-    far_low: Share
-    far_high: Share
 
 
 class EdgeMetrics(Result):

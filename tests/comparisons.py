@@ -56,7 +56,7 @@ def noise(fields: dict[str, Any], **changes: Any) -> TokenNoise:
     c, off = fields["mean_abs_dlogp"] / ROOM, fields["ratio_mean"]
     known = {"sequences": 50, "room": ROOM, "c": c, "c_low": 0.9 * c, "c_high": 1.1 * c}
     known |= {"ratio_low": off, "ratio_high": off, "largest": fields["max_abs_dlogp"] / ROOM}
-    return TokenNoise(**known | {"far_share": 0.0, "far_low": 0.0, "far_high": 0.0} | changes)
+    return TokenNoise(**known | changes)
 
 
 def site(name: str = "layers.0.act", **changes: Any) -> SiteResult:

@@ -12,8 +12,6 @@ from rlk_align.results import TokenNoise
 
 LEAST_ROOM = 0.01
 """The 1 − p below which a token is too sure to have an error of its own."""
-FAR = 10.0
-"""How many times the median |Δ| / (1 − p) that of a token is that counts as far off."""
 
 
 def token_noise(first: Floats, second: Floats, sequence: np.ndarray) -> TokenNoise:
@@ -31,11 +29,6 @@ def token_noise(first: Floats, second: Floats, sequence: np.ndarray) -> TokenNoi
         scaled = size / np.maximum(room, LEAST_ROOM)
         c = _known(ratio(sums(size), sums(room))) if size.any() else Estimate(0.0, 0.0, 0.0)
         mean_ratio = _known(ratio(sums(np.exp(second - first)), sums(np.ones_like(size))))
-    unsure = room >= LEAST_ROOM
-    median = float(np.median(scaled[unsure])) if unsure.any() else 0.0
-    far = unsure & (scaled > FAR * median)
-    share = ratio(sums(far.astype(np.float64)), sums(unsure.astype(np.float64)))
-    share = _known(share) if unsure.any() else Estimate(0.0, 0.0, 0.0)
     return TokenNoise(
         sequences=int(number.max()) + 1,
         room=float(room.mean()),
@@ -45,9 +38,6 @@ def token_noise(first: Floats, second: Floats, sequence: np.ndarray) -> TokenNoi
         ratio_low=mean_ratio.low,
         ratio_high=mean_ratio.high,
         largest=float(scaled.max()),
-        far_share=share.value,
-        far_low=float(np.clip(share.low, 0.0, 1.0)),
-        far_high=float(np.clip(share.high, 0.0, 1.0)),
     )
 
 

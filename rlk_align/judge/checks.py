@@ -168,9 +168,6 @@ def _edge_value(limit: Limit, metrics: EdgeMetrics) -> tuple[float, float | None
         value = metrics.ratio_mean_error
         return value, _or(max(noise.ratio_low - 1, 1 - noise.ratio_high, 0.0), value)
     assert limit.floor is not None
-    if limit.metric == "far_share":
-        # `not <=`: a NaN is judged.
-        return (0.0, None) if noise.c <= limit.floor else (noise.far_share, noise.far_low)
     return noise.largest / max(noise.c, limit.floor), None
 
 

@@ -60,13 +60,11 @@ EdgeMetric = Literal[
     "noise_c",
     "ratio_bias",
     "excess",
-    "far_share",
 ]
-LAW_METRICS = ("noise_c", "ratio_bias", "excess", "far_share")
+LAW_METRICS = ("noise_c", "ratio_bias", "excess")
 """The metrics of `results.TokenNoise`, the law of healthy noise. `noise_c` is c; `ratio_bias` is
-|mean ρ − 1|; `excess` is the largest |Δ| / (1 − p) of a token in multiples of c; `far_share` is the
-share of tokens far above the median. All but `excess` have an interval, and break a limit where the
-whole interval lies above it."""
+|mean ρ − 1|; both have an interval, and break a limit where the whole interval lies above it.
+`excess` is the largest |Δ| / (1 − p) of a token in multiples of c."""
 SiteMetric = Literal["op_error", "rows_differ"]
 if TYPE_CHECKING:
     Op = str
@@ -118,8 +116,8 @@ class Limit(BaseModel):
     tail: Tail | None = None
     """For a maximum: what it may be in this many tokens, `fail` being what no token may reach."""
     floor: Bound | None = None
-    """For `excess` and `far_share`: the least c. An excess is counted in multiples of it where the
-    run's own c is smaller, and a share far above the median says nothing there."""
+    """For `excess`: the least c. An excess is counted in multiples of it where the run's own c is
+    smaller."""
     min_tokens: Annotated[int, Field(ge=0)] = 0
     """Sampled tokens below which it does not apply: a quantile of few is their largest."""
     edges: Annotated[list[EdgeName], Field(min_length=1)] | None = None
@@ -171,8 +169,8 @@ class Limit(BaseModel):
             raise ValueError(f"limit {self.id!r}: its `fail` is below its `warn`")
         if self.tail is not None and self.metric not in ("max_abs_dlogp", "excess"):
             raise ValueError(f"limit {self.id!r}: only a maximum has a tail")
-        if (self.floor is not None) != (self.metric in ("excess", "far_share")):
-            raise ValueError(f"limit {self.id!r}: a floor belongs to excess and far_share")
+        if (self.floor is not None) != (self.metric == "excess"):
+            raise ValueError(f"limit {self.id!r}: a floor belongs to excess, and only there")
         if self.unrefereed and self.metric != "op_error":
             raise ValueError(f"limit {self.id!r}: unrefereed belongs to op_error")
         return self

@@ -19,7 +19,6 @@ Read = Callable[[str], torch.Tensor]
 """A canonical parameter."""
 Exact = tuple[torch.Tensor, torch.Tensor]
 """What an operator should give, and the variance of its rounding."""
-FLOAT32_UNIT = 2.0**-24
 
 
 EXPERT_FORMULAS = ("top_k", "routing_weights", "expert_linear", "combine")
@@ -254,8 +253,7 @@ class ExpertReference:
                 out = slots.new_zeros(*chosen.shape, len(weight))
                 extra = torch.zeros_like(out)
             out[at] = formulas.linear(slots[at], weight, None)
-            lengths = slots[at].square().sum(dim=1)[:, None] * weight.square().sum(dim=1)
-            extra[at] = (2 * FLOAT32_UNIT) ** 2 / 12 * lengths
+            extra[at] = formulas.sum_rounding(slots[at], weight, self._dtype)
             if variance is not None:
                 extra[at] += variance[at] @ weight.square().T
         assert out is not None

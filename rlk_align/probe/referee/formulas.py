@@ -6,6 +6,8 @@ N = rows, F = features, H = heads, D = head width, L = keys of a sequence.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +18,34 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": torch.relu,
 }
 """Activations by the config's `hidden_act`."""
+
+
+FLOAT32_SUM = (2 * 2.0**-24) ** 2 / 12
+"""The variance of rounding a partial sum near 1 in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRoundings:
+    """What an engine may round on the way through attention, as relative variances."""
+
+    score: float
+    """Of q · k, before and after it is scaled."""
+    exponent: float
+    """Of a score less the largest one."""
+    probability: float
+    float32_sums: bool
+    """Whether the rounding of sums in float32 counts."""
+
+
+class Attended(NamedTuple):
+    """What attention gives; float64. H = heads."""
+
+    out: torch.Tensor
+    """`[N, H·D]`."""
+    variance: torch.Tensor
+    """What rounding on the way leaves of each output, `[N, H·D]`."""
+    shared: torch.Tensor
+    """The variance of Σ error · output over a head, whose features share these errors `[N, H]`."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -30,6 +60,20 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     """x · weightᵀ + bias: `[N, K]`, `[F, K]`, `[F]` -> `[N, F]`."""
     out = x @ weight.T
     return out if bias is None else out + bias
+
+
+def sum_rounding(x: torch.Tensor, weight: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The variance that adding K products up in float32 leaves of x · weightᵀ: `[N, K]`, `[F, K]`
+    -> `[N, F]`. Each of K partial sums is rounded.
+
+    One large term stands in all partial sums that follow it: K Σ (x w)². Where outputs are rounded
+    to fewer bits than float32 has, |x|² |w|² is close enough, which is the same for terms of one
+    size.
+    """
+    x2, w2 = x.square(), weight.square()
+    if dtype == "float32":
+        return FLOAT32_SUM * x.shape[1] * (x2.float() @ w2.float().T).double()
+    return FLOAT32_SUM * x2.sum(dim=1)[:, None] * w2.sum(dim=1)
 
 
 def rotate(
@@ -53,11 +97,15 @@ def attention(
     v: torch.Tensor,
     position: torch.Tensor,
     heads: tuple[int, int],
-    window: int | None = None,
-) -> torch.Tensor:
-    """softmax(q · kᵀ / √D) · v over the keys at positions p − window < j ≤ p of one sequence.
+    window: int | None,
+    roundings: AttentionRoundings,
+) -> Attended:
+    """softmax(q · kᵀ / √D) · v over the keys at positions p − window < j ≤ p of one sequence, and
+    what rounding on the way leaves of it.
 
     q: `[N, H·D]` at `position` `[N]`; k, v: `[L, Hkv·D]` of positions 0 … L − 1; `heads`: H, Hkv.
+    A score that is off by δ moves the output by p δ (v − output), and a probability that is off by
+    a share of δ by p δ v.
     """
     count, groups = heads
     query = q.reshape(len(q), groups, count // groups, -1)
@@ -67,8 +115,26 @@ def attention(
     visible = at <= position[:, None]
     if window is not None:
         visible &= at > position[:, None] - window
-    scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
-    return torch.einsum("nghl,lgd->nghd", scores.softmax(dim=-1), value).reshape(len(q), -1)
+    hidden = ~visible[:, None, None]
+    seen = scores.masked_fill(hidden, -torch.inf)
+    p = seen.softmax(dim=-1)
+    out = torch.einsum("nghl,lgd->nghd", p, value)
+    # The variance of each score, and of each probability as a share of it.
+    off = roundings.score * scores.square()
+    off += roundings.exponent * (scores - seen.amax(dim=-1, keepdim=True)).square()
+    if roundings.float32_sums:
+        terms = torch.einsum("nghd,lgd->nghl", query.square(), key.square())
+        off += FLOAT32_SUM * terms
+    off = (p.square() * off).masked_fill(hidden, 0.0)
+    share = p.square() * (roundings.probability + roundings.float32_sums * len(k) * FLOAT32_SUM)
+    of_value = torch.einsum("nghl,lgd->nghd", off, value)
+    of_square = torch.einsum("nghl,lgd->nghd", off + share, value.square())
+    variance = of_square - 2 * out * of_value + out.square() * off.sum(dim=-1, keepdim=True)
+    along = torch.einsum("nghd,lgd->nghl", out, value)
+    power = out.square().sum(dim=-1, keepdim=True)
+    shared = (off * (along - power).square() + share * along.square()).sum(dim=-1)
+    variance = variance.clamp(min=0).reshape(len(q), -1)
+    return Attended(out.reshape(len(q), -1), variance, shared.reshape(len(q), -1))
 
 
 def log_prob(logits: torch.Tensor, target: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -16,7 +16,7 @@ from rlk_align.model.tensors import biased_operators
 from rlk_align.probe.referee import formulas
 from rlk_align.probe.referee.experts import EXPERT_FORMULAS, ExpertReference
 from rlk_align.probe.referee.exponentials import SumOrder, lost_share, sum_orders
-from rlk_align.probe.referee.rounding import rounding_variance
+from rlk_align.probe.referee.rounding import relative_unit, rounding_variance
 from rlk_align.probe.referee.weights import Checkpoint, CheckpointWeights, NotRefereed
 from rlk_align.trace.reader import Weight
 
@@ -86,8 +86,8 @@ class Reference:
         self, site: Site, inputs: Sequence[torch.Tensor], rows: RowTokens
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What `site` should be, and the variance of its rounding: float64 `[N, F]` both. Of a
-        choice of experts that is 0: `got` says by how much it is off. Then, float64 `[N]`, the
-        variance of Σ error · exact of a row by errors that its features share.
+        choice of experts that is 0: `got` says by how much it is off. Then, float64 `[N, H]`, the
+        variance of Σ error · exact over a head, or a whole row, by errors that its features share.
 
         `inputs`: the recorded rows of each input, float64; for attention k and v of the rows' one
         sequence, from its first position to the last of the rows. Raises NotRefereed.
@@ -110,17 +110,20 @@ class Reference:
             assert site.layer is not None
             heads, window = (self.shape.heads, self.shape.kv_heads), self._window(site.layer)
             q, k, v = inputs
-            out = formulas.attention(q, k, v, rows.position, heads, window)
+            out, extra, shared = formulas.attention(
+                q, k, v, rows.position, heads, window, self._attention_roundings
+            )
         elif formula == "log_softmax":
             out, extra = self._log_prob(inputs[0], rows)
         elif formula in ("linear", "router"):
             out, extra = self._product(site, inputs[0])
         elif formula in EXPERT_FORMULAS:
-            out, extra, shared = self._experts.exact(site, inputs)
+            out, extra, of_row = self._experts.exact(site, inputs)
+            shared = of_row[:, None]
         else:
             raise AssertionError(formula)
         variance = rounding_variance(out, self.rounded_to(site)) + extra
-        return out, variance, out.new_zeros(len(out)) if shared is None else shared
+        return out, variance, out.new_zeros(len(out), 1) if shared is None else shared
 
     def got(
         self, site: Site, recorded: torch.Tensor, inputs: Sequence[torch.Tensor]
@@ -160,8 +163,7 @@ class Reference:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x · weightᵀ + bias, and what adding K products up in float32, on each rank, leaves."""
         out = formulas.linear(x, weight, bias)
-        # K partial sums are rounded, each about as large as the part of the sum that it is of.
-        extra = (2 * FLOAT32_UNIT) ** 2 / 12 * self._partial_sums(x, weight)
+        extra = formulas.sum_rounding(x, weight, self.dtype)
         if bias is not None:
             # Some round the product before they add the bias.
             extra = extra + rounding_variance(out - bias, self.dtype)
@@ -176,15 +178,6 @@ class Reference:
                 extra = extra + rounding_variance(partial, self.dtype)
                 extra = extra + rounding_variance(total, self.dtype)
         return out, extra
-
-    def _partial_sums(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The squares of a sum's K partial sums, added up, float64 `[N, F]`. One large term stands
-        in all that follow it: K Σ (x w)². Where outputs are rounded to fewer bits than float32 has,
-        |x|² |w|², which is the same for terms of one size, is close enough."""
-        if self.dtype != "float32":
-            return x.square().sum(dim=1)[:, None] * weight.square().sum(dim=1)
-        terms = x.square().float() @ weight.square().float().T
-        return x.shape[1] * terms.double()
 
     def _rotated(
         self, x: torch.Tensor, rows: RowTokens, heads: int
@@ -212,6 +205,15 @@ class Reference:
         exponentials = (scaled - scaled.amax(dim=1, keepdim=True)).exp()
         lost = (SUM_ULPS * FLOAT32_UNIT) ** 2 + lost_share(exponentials, self._orders)
         return out, sum(rounded) + lost
+
+    @property
+    def _attention_roundings(self) -> formulas.AttentionRoundings:
+        """Engines may round scores twice and probabilities once to the model's dtype; exponentials
+        are float32."""
+        once = relative_unit(self.dtype) ** 2
+        in_float32 = self.dtype == "float32"
+        exponent = relative_unit("float32") ** 2
+        return formulas.AttentionRoundings(2 * once, exponent, once, in_float32)
 
     @property
     def _eps(self) -> float:

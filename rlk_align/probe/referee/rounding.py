@@ -63,8 +63,10 @@ class ErrorSums:
         self._sums = torch.zeros(9, features, dtype=torch.float64, device=device)
         # By row: error², unit², error·exact, exact², unit⁴; then, of the gains of its own in each
         # head, what they explain of error², the mean of gain², what chance makes of that, and the
-        # sum of the squares of the latter.
+        # sum of the squares of the latter, gains being in units.
         self._by_row: list[torch.Tensor] = []
+        # By row and head: gap·exact, exact², and the variance of the former by shared errors.
+        self._by_head: list[torch.Tensor] = []
         self._numbers: list[np.ndarray] = []
         self._peak = 0.0
         self._alike = Alike()
@@ -78,8 +80,8 @@ class ErrorSums:
         number: np.ndarray,
     ) -> None:
         """float64 `[N, F]` each: what the side has, what is exact, and the squared unit; `shared`
-        `[N]`: the variance of Σ error · exact of a row by errors that its features share, 0 where
-        there are several heads; `number` `[N]`: which rows they are."""
+        `[N, G]`, or `[N, 1]` for each: the variance of Σ error · exact over a head by errors that
+        its features share; `number` `[N]`: which rows they are."""
         error, rounded = got - exact, exact.to(getattr(torch, self._dtype)).double()
         gap, product = got - rounded, error * exact
         square, power = error.square(), exact.square()
@@ -89,6 +91,8 @@ class ErrorSums:
             total += part.sum(dim=0)
         self._alike.add(error, exact, rounded, variance)
         of_rows = [t.sum(dim=1) for t in (square, variance, product, power, variance**2)]
+        by_head = [t.reshape(len(t), self._heads, -1).sum(dim=-1) for t in (gap * exact, power)]
+        self._by_head.append(torch.stack([*by_head, shared.expand_as(by_head[0])]))
         of_rows += self._row_gains(error, variance, shared, exact)
         self._by_row.append(torch.stack(of_rows))
         self._numbers.append(number)
@@ -114,12 +118,15 @@ class ErrorSums:
         gain = (e * y).sum(dim=-1) / power
         residual = (e - gain[..., None] * y).square() * (width / (width - 1))
         by_chance = [(t * y.square()).sum(dim=-1) for t in (residual, v)]
-        chance = (torch.maximum(*by_chance) + shared[:, None]) / power.square()
-        terms = (
-            gain**2 * power, gain**2 / self._heads, chance / self._heads,
-            (chance / self._heads).square(),
-        )  # fmt: skip
+        chance = (torch.maximum(*by_chance) + shared) / power.square()
+        unit = self._gain_unit(v.sum(dim=-1), power).square() * self._heads
+        terms = (gain**2 * power, gain**2 / unit, chance / unit, (chance / unit).square())
         return [t.where(power > 0, 0.0).sum(dim=1) for t in terms]
+
+    def _gain_unit(self, variance: torch.Tensor, power: torch.Tensor) -> torch.Tensor:
+        """The unit of a gain: the relative error that a rounding leaves, and where sums cancel, or
+        their rounding is more than that of their result, the relative error of these outputs."""
+        return (variance / power).sqrt().clamp(min=relative_unit(self._dtype))
 
     def errors(self, index: RowIndex) -> RoundingErrors:
         """What was collected, in units of rounding; infinite where a NaN was."""
@@ -135,7 +142,7 @@ class ErrorSums:
         gap, square, fourth, variance, product, power, products, rounding, others = self._sums
         # A side that rounds less than its dtype makes small errors, and no small gaps.
         products = torch.maximum(products, others)
-        in_rows = alike * products
+        together = torch.cat(self._by_head, dim=1)
         rms = _number(_rms(weighted[0].sum(), weighted[1].sum(), (by_row[4] * weight**2).sum()))
         # By chance alone a feature's errors are off by these, and never by less than their size.
         floor = rms**2 * variance / n
@@ -145,16 +152,20 @@ class ErrorSums:
         scale = (torch.maximum(variance, rounding) / n).sqrt()
         feature_rms = (_beyond(square / n, spread, len(gap)) / scale.square()).clamp(min=0).sqrt()
         shift = _beyond(gap / n, deviation, len(gap)) / scale
-        gain = _gain(product, power, products)
-        by_head = [t.reshape(self._heads, -1).sum(dim=1) for t in (product, power, in_rows)]
-        of_feature = [_largest(x) for x in (feature_rms, shift, gain / unit)]
+        gain = _gain(product, power, products) / self._gain_unit(variance, power)
+        of_feature = [_largest(x) for x in (feature_rms, shift, gain)]
+        entries = alike * products
+        whole = _gain_of_rows(together.sum(dim=2, keepdim=True), entries.sum())
+        whole = whole / self._gain_unit(variance.sum(), power.sum())
+        of_heads = [t.reshape(self._heads, -1).sum(dim=1) for t in (entries, variance, power)]
+        by_head = _gain_of_rows(together, of_heads[0]) / self._gain_unit(*of_heads[1:])
         if n < FEATURE_ROWS:
             of_feature = [(0.0 if math.isfinite(x) else x, at) for x, at in of_feature]
-        head_gain, head = _largest(_gain(*by_head) / unit)
+        head_gain, head = _largest(by_head)
         return RoundingErrors(
             rms=rms,
-            gain=float(_gain(product.sum(), power.sum(), in_rows.sum()) / unit),
-            row_gain=_number(_beyond(row_gain, by_chance).clamp(min=0).sqrt() / unit),
+            gain=float(whole),
+            row_gain=_number(_beyond(row_gain, by_chance).clamp(min=0).sqrt()),
             head_gain=head_gain if self._heads > 1 else 0.0,
             head=head if self._heads > 1 else 0,
             feature_rms=of_feature[0][0],
@@ -195,6 +206,19 @@ def _gain(product: torch.Tensor, power: torch.Tensor, products: torch.Tensor) ->
     infinite where it is not finite."""
     gain = _beyond(product / power, products.sqrt() / power, product.numel())
     return _infinite(gain).where(power != 0, 0.0)
+
+
+def _gain_of_rows(sums: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+    """The gain of each head, `[G]`, from sums of each row `[3, N, G]`: gap · exact, exact², and
+    the variance of the former by shared errors. Its standard error is that of independent rows,
+    whose features may be off together, and never less than that of independent `entries`, `[G]`:
+    Σ (error · exact)²."""
+    product, power, shared = sums
+    rows, total = len(product), power.sum(dim=0)
+    gain = product.sum(dim=0) / total
+    left = (product - gain * power).square().sum(dim=0) * (rows / max(1, rows - 1))
+    squares = torch.maximum(left, torch.maximum(shared.sum(dim=0), entries))
+    return _gain(product.sum(dim=0), total, squares)
 
 
 def _largest(values: torch.Tensor) -> tuple[float, int]:

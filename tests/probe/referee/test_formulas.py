@@ -134,15 +134,45 @@ def test_attention(
     position = np.sort(rng.choice(length, rng.integers(1, length + 1), replace=False))
     q = drawn(seed, len(position), heads[0] * width)
     k, v = (drawn(seed + i, length, heads[1] * width) for i in (1, 2))
-    got = formulas.attention(tensor(q), tensor(k), tensor(v), tensor(position), heads, window)
+    got = formulas.attention(
+        tensor(q), tensor(k), tensor(v), tensor(position), heads, window, ROUNDINGS
+    ).out
     agree(got, attended_by_hand(q, k, v, position, heads, window))
+
+
+ROUNDINGS = formulas.AttentionRoundings(
+    score=2.0**-14, exponent=0.0, probability=2.0**-16, float32_sums=False
+)
+
+
+@pytest.mark.parametrize("sharp", [0.3, 3.0])
+def test_what_rounding_leaves_of_attention(sharp: float) -> None:
+    """Scores and probabilities that are off at random, many times over: by as much as is said."""
+    torch.manual_seed(0)
+    heads, length, width, times = 2, 9, 8, 4000
+    q, k, v = (torch.randn(length, heads * width).double() for _ in range(3))
+    q = q * sharp * width**0.5
+    said = formulas.attention(q, k, v, torch.arange(length), (heads, heads), None, ROUNDINGS)
+    x, y, z = (t.reshape(length, heads, width).transpose(0, 1) for t in (q, k, v))
+    scores = x @ y.mT / width**0.5
+    off = [torch.randn(times, *scores.shape).double() for _ in range(2)]
+    moved = scores * (1 + ROUNDINGS.score**0.5 * off[0])
+    later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    p = moved.masked_fill(later, -torch.inf).softmax(dim=-1)
+    got = p * (1 + ROUNDINGS.probability**0.5 * off[1]) @ z
+    error = got.transpose(1, 2).reshape(times, length, -1) - said.out
+    assert torch.allclose(error.square().mean(dim=0), said.variance, rtol=0.15, atol=1e-12)
+    along = (error * said.out).reshape(times, length, heads, width).sum(dim=-1)
+    assert torch.allclose(along.square().mean(dim=0), said.shared, rtol=0.15, atol=1e-12)
 
 
 def test_peaked_attention_is_one_value() -> None:
     q, k = np.full((1, 4), 1e3), np.eye(4)[:3] * 1e3
     k[1] *= 2
     v = drawn(1, 3, 4)
-    got = formulas.attention(tensor(q), tensor(k), tensor(v), torch.tensor([2]), (1, 1))
+    got = formulas.attention(
+        tensor(q), tensor(k), tensor(v), torch.tensor([2]), (1, 1), None, ROUNDINGS
+    ).out
     agree(got, v[1:2])
 
 
