@@ -52,9 +52,10 @@ def capture(
     else:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        # Production runs compiled and cannot be tapped: an engine, and so a process, of its own.
+        # What is compiled cannot be tapped: an engine, and so a process, of its own.
+        apart = job.engine.info.compiles
         for production in (False, True):
-            part = tuple(p for p in missing if p.endswith(".production") == production)
+            part = tuple(p for p in missing if (apart and p.endswith(".production")) == production)
             if part:
                 run_worker(job.model_copy(update={"passes": part}), progress)
     return _opened(job)

@@ -36,6 +36,19 @@ def test_an_engine_equals_itself_bit_for_bit(compare: Cli) -> None:
     assert done.verdict["breaches"] == []
 
 
+def test_an_engine_that_compiles_nothing_is_started_once_for_production_too(compare: Cli) -> None:
+    sides = ("--rollout", "hf:attn=eager", "--train", "hf:attn=eager")
+    done = compare(*sides, "--production", "--contract", "bitwise", shared=False)
+    assert done.code == 0, done.out + done.err
+    assert done.err.count("rollout: loading hf") == 1
+    production = done.verdict["controls"]["production"]
+    assert list(production) == ["decode", "prefill"]
+    for found in production.values():
+        assert found["metrics"]["tokens"] == found["expected"] == done.verdict["tokens"]
+        assert found["metrics"]["bit_mismatches"] == found["cuda_graph_replays"] == 0
+    assert done.out.count("without CUDA graphs") == 2
+
+
 def test_eager_against_sdpa_names_the_attention_core(compare: Cli) -> None:
     args = ("--rollout", "hf:attn=eager", "--train", "hf:attn=sdpa", *EDGE)
     done = compare(*args)

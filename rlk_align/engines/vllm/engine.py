@@ -305,8 +305,12 @@ class VLLMEngine(Engine):
     @contextmanager
     def _small_batches(self) -> Iterator[None]:
         """While it lasts, no step has more tokens than the largest CUDA graph: longer prompts are
-        computed in chunks, each of which replays one."""
-        core = self.llm.llm_engine.engine_core.engine_core
+        computed in chunks, each of which replays one. Not where vLLM takes prompts whole, or where
+        its scheduler is in another process."""
+        core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
+        if core is None or not core.vllm_config.scheduler_config.enable_chunked_prefill:
+            yield
+            return
         largest = core.vllm_config.compilation_config.max_cudagraph_capture_size
         scheduler = core.scheduler
         usual = scheduler.max_num_scheduled_tokens
