@@ -267,19 +267,19 @@ class Sequences(BaseModel):
 
 
 class Healthy(BaseModel):
-    """Where healthy models lie in a metric that is shown."""
+    """Where healthy models lie in metrics that are shown beside what is judged."""
 
     model_config = _STRICT
 
-    metric: EdgeMetric
-    low: Bound
-    high: Bound
     source: Words
+    ranges: dict[EdgeMetric, Annotated[list[Bound], Field(min_length=2, max_length=2)]]
+    """Metric -> the least and the largest value."""
 
     @model_validator(mode="after")
     def _ordered(self) -> "Healthy":
-        if self.low > self.high:
-            raise ValueError(f"healthy {self.metric}: its `high` is below its `low`")
+        for metric, (low, high) in self.ranges.items():
+            if low > high:
+                raise ValueError(f"healthy {metric}: {low:g} is above {high:g}")
         return self
 
 
@@ -328,7 +328,7 @@ class Contract(BaseModel):
     alike: Alike | None = None
     """None blames both sides for an excess that they share."""
     sequences: Sequences | None = None
-    healthy: list[Healthy] = []
+    healthy: Healthy | None = None
     """Where healthy models lie, for what is shown and not judged."""
     limits: Annotated[list[Limit], Field(min_length=1)]
     budgets: list[Budget] = []

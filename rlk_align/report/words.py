@@ -139,9 +139,10 @@ _HEALTHY = ("max_abs_dlogp", "mean_abs_dlogp", "p99_abs_dlogp", "k3", "ratio_mea
 def healthy_figures(verdict: Verdict) -> list[str]:
     """Up to where healthy models lie in each of EDGE_FIGURES, by the contract; empty where it does
     not say so."""
-    high = {h.metric: h.high for h in verdict.contract.healthy}
-    if not high:
+    healthy = verdict.contract.healthy
+    if healthy is None:
         return []
+    high = {metric: high for metric, (_, high) in healthy.ranges.items()}
     sizes = [f"≤ {high[name]:.2g}" if name in high else "" for name in _HEALTHY]
     clipped = f"≤ {high['clip_fraction']:.1%}" if "clip_fraction" in high else ""
     return [*sizes, clipped, ""]

@@ -187,11 +187,11 @@ def test_a_built_in_contract_can_be_extended(tmp_path: Path) -> None:
     path = tmp_path / "ours.toml"
     path.write_text(
         f'id = "ours"\nversion = "1.0.0"\n[extends]\nid = "bf16"\nversion = "{bf16.version}"\n'
-        f'sha256 = "{bf16.sha256}"\n[[limits]]\nid = "mean-dlogp"\nfail = 0.001\nwarn = 0.001\n'
+        f'sha256 = "{bf16.sha256}"\n[[limits]]\nid = "noise"\nfail = 0.05\n'
     )
     contract = open_contract(str(path))
     assert contract.budgets == bf16.budgets
-    assert next(x for x in contract.limits if x.id == "mean-dlogp").fail == 0.001
+    assert next(x for x in contract.limits if x.id == "noise").fail == 0.05
 
 
 def test_the_contract_that_the_page_shows_is_one(tmp_path: Path) -> None:
@@ -202,4 +202,4 @@ def test_the_contract_that_the_page_shows_is_one(tmp_path: Path) -> None:
     path.write_text(shown.replace("…", open_contract("bf16").sha256))
     contract = open_contract(str(path))
     assert [w.owner for w in contract.waivers] == ["ada"]
-    assert next(x for x in contract.limits if x.id == "mean-dlogp").fail == 0.004
+    assert next(x for x in contract.limits if x.id == "noise").fail == 0.06

@@ -4,7 +4,7 @@ of experts is known to be sound."""
 from typing import Any
 
 import pytest
-from comparisons import comparison, contract, edge, metrics, site
+from comparisons import ROOM, comparison, contract, edge, metrics, site
 
 from rlk_align.judge.load import load_contract
 from rlk_align.judge.verdict import Verdict, judge
@@ -78,8 +78,8 @@ def verdict(
 def test_a_flipped_token_may_be_far_off() -> None:
     found = verdict(load_contract("bf16", "bfloat16"))
     assert [b.metric for b in found.breaches] == []
-    (limit,) = [c for c in found.checks if c.limit == "max-dlogp"]
-    assert limit.value == NEAR
+    (limit,) = [c for c in found.checks if c.limit == "noise-excess"]
+    assert limit.value == NEAR / ROOM / 0.01
     (note,) = [n for n in found.notes if "same experts" in n]
     assert "1,964 tokens" in note
     assert "the 36 others count apart" in note
@@ -100,7 +100,7 @@ def test_a_flipped_token_may_be_far_off() -> None:
 )
 def test_it_may_not_where_that_is_not_known(changes: dict[str, Any]) -> None:
     found = verdict(load_contract("bf16", "bfloat16"), **changes)
-    assert "max_abs_dlogp" in [b.metric for b in found.breaches]
+    assert "excess" in [b.metric for b in found.breaches]
 
 
 def test_nor_by_a_contract_that_has_no_budget_for_the_choice() -> None:

@@ -144,7 +144,7 @@ def test_memory_is_constant_over_10_000_steps() -> None:
 def test_a_contract_of_ones_own_is_asked(tmp_path: Path) -> None:
     shipped = (data_path("contracts") / "run.toml").read_text(encoding="utf-8")
     stricter = tmp_path / "mine.toml"
-    stricter.write_text(shipped.replace("warn = 0.15\nfail = 0.5", "warn = 0.001\nfail = 0.002"))
+    stricter.write_text(shipped.replace("warn = 0.072\nfail = 0.09", "warn = 0.001\nfail = 0.002"))
     for contract, code in ((None, 0), (load_run_contract(str(stricter)), 1)):
         monitor = RunMonitor(contract)
         rng = np.random.default_rng(0)

@@ -61,7 +61,7 @@ def test_the_first_error_is_the_first_operator_that_is_off(tmp_path: Path) -> No
     assert "Side: the training side is off." in first.message
     assert f"Next: check {OVER} on the train side" in first.message
     assert any("layers.1.down_proj" in c.properties["title"] for c in rest)
-    assert any("max-dlogp is breached" in c.properties["title"] for c in rest)
+    assert any("noise-excess is breached" in c.properties["title"] for c in rest)
     assert len({str(c) for c in rest}) == len(rest)
 
 

@@ -84,7 +84,10 @@ def test_it_says_what_is_wrong_where_and_what_to_do(tmp_path: Path) -> None:
     run = report_run(tmp_path / "failing", over=[OVER])
     text = markdown(load_source(str(run.folder), None))
     head, edges, operators, *_ = text.split("\n### ")
-    assert head.startswith("## rlk-align: FAIL\n\n**`layers.1.act` is further from exact")
+    assert head.startswith(
+        "## rlk-align: FAIL\n\n**A bug: `layers.1.act`, the training side is off. "
+    )
+    assert "`layers.1.act` is further from exact" in head
     assert "- **Side:** the training side is off" in head
     assert f"- **Next:** check `{OVER}` on the train side" in head
     assert edges.startswith("Edges")

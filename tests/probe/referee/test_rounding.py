@@ -92,7 +92,9 @@ def errors(
     variance, numbers = rounding_variance(exact, dtype), np.arange(len(exact))
     for start in range(0, len(exact), block):
         at = slice(start, start + block)
-        sums.add(got[at], exact[at], variance[at], torch.zeros(len(got[at]), 1).double(), numbers[at])
+        sums.add(
+            got[at], exact[at], variance[at], torch.zeros(len(got[at]), 1).double(), numbers[at]
+        )
     return sums.errors(batch(len(exact)))
 
 

@@ -1,0 +1,51 @@
+"""Features that round to the same number: their errors are one error."""
+
+import pytest
+import torch
+
+from rlk_align.probe.referee.alike import Alike
+from rlk_align.probe.referee.rounding import rounding_variance
+
+
+def factor(exact: torch.Tensor, dtype: str, gain: float = 0.0) -> float:
+    rounded = exact.to(getattr(torch, dtype)).double()
+    alike = Alike()
+    alike.add(rounded - exact + gain * exact, exact, rounded, rounding_variance(exact, dtype))
+    return alike.factor
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("features", [8, 64, 512, 20_000])
+def test_independent_features_are_not_alike(features: int, dtype: str) -> None:
+    torch.manual_seed(features)
+    exact = 3 * torch.randn(32, features).double()
+    assert 1.0 <= factor(exact, dtype) < 1.3
+    # A fault of the rows is no sign of it.
+    assert factor(exact, dtype, gain=0.01) < 1.3
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_equal_features_are_off_together(share: float) -> None:
+    """As the logits of tokens that were never trained are."""
+    torch.manual_seed(1)
+    exact = 3 * torch.randn(32, 512).double()
+    equal = int(share * 512)
+    exact[:, :equal] = exact[:, :1]
+    found = factor(exact, "bfloat16")
+    # Of n equal errors the sum varies n times as much as with independent ones.
+    assert 0.2 * share * equal < found < 3 * equal
+
+
+def test_a_row_that_equal_features_make_up_is_known_too() -> None:
+    """A gain of the row explains their error wholly, and leaves nothing to be seen."""
+    torch.manual_seed(2)
+    exact = torch.randn(32, 64).double()
+    exact[:, :32] = 1000 * exact[:, :1]
+    assert factor(exact, "bfloat16") > 10
+
+
+def test_what_is_not_finite_is_left_out() -> None:
+    exact = torch.randn(4, 16).double()
+    exact[1, 3] = float("nan")
+    assert factor(exact, "bfloat16") < 3
+    assert Alike().factor == 1.0
