@@ -4,12 +4,13 @@ A mismatch is not drift. It is reported as what it is: a token span, a parameter
 attribute, and where it is first.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from difflib import SequenceMatcher
 from typing import Any
 
 import numpy as np
 
+from rlk_align.compare.own_value import rounds_to_own_value
 from rlk_align.compare.parity_weights import check_weights
 from rlk_align.model.sites import RowIndex
 from rlk_align.results import Kind, Mismatch, SideName
@@ -96,7 +97,11 @@ def _span(name: str, sample: int, a: list[int], b: list[int]) -> Mismatch:
 
 def _positions(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
     """Rows that a side rotated by another position than their own, by side the first."""
-    for side, name, record in _first_wrong(rollout, train, lambda r: r.positions.first):
+
+    def rotated(trace: Trace, name: str) -> bool:
+        return bool(trace.read_pass(name).record.positions.first)
+
+    for side, name, record in _first_wrong(rollout, train, rotated):
         first = record.positions.first[0]
         yield Mismatch(
             kind="attributes",
@@ -121,7 +126,7 @@ def _boundaries(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
     """Rows whose attention sees another sequence, or not their own, by side the first. A side that
     does not repeat its attention tells nothing of it."""
     sides = dict(_sides(rollout, train))
-    for side, name, record in _first_wrong(rollout, train, lambda r: r.boundaries.first):
+    for side, name, record in _first_wrong(rollout, train, _crossed):
         if not _repeats(sides[side], name, "layers.0.attn"):
             continue
         first = record.boundaries.first[0]
@@ -136,6 +141,16 @@ def _boundaries(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
             detail=f"{side} {name}: {record.boundaries.wrong} rows attend across the "
             "boundaries of their sequences",
         )
+
+
+def _crossed(trace: Trace, name: str) -> bool:
+    """Whether a pass has rows that see another sequence, or not their own, which are no rows that
+    give themselves nearly all weight."""
+    record = trace.read_pass(name).record.boundaries
+    return len(record.first) < record.wrong or not all(
+        row.sees == "itself alone" and rounds_to_own_value(trace, name, row.sample, row.position)
+        for row in record.first
+    )
 
 
 def _repeats(trace: Trace, name: str, site: str) -> bool:
@@ -170,14 +185,13 @@ def _padding(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
 
 
 def _first_wrong(
-    rollout: Trace, train: Trace, wrong: Callable[[PassRecord], Sequence[object]]
+    rollout: Trace, train: Trace, wrong: Callable[[Trace, str], bool]
 ) -> Iterator[tuple[SideName, str, PassRecord]]:
     """(side, pass, record) of the first observed pass of each side that has a wrong row."""
     for side, trace in _sides(rollout, train):
         for name in ("decode", "prefill"):
-            record = trace.read_pass(name).record if trace.has_pass(name) else None
-            if record is not None and wrong(record):
-                yield side, name, record
+            if trace.has_pass(name) and wrong(trace, name):
+                yield side, name, trace.read_pass(name).record
                 break
 
 

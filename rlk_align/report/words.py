@@ -143,8 +143,8 @@ def healthy_figures(verdict: Verdict) -> list[str]:
     if healthy is None:
         return []
     high = {metric: high for metric, (_, high) in healthy.ranges.items()}
-    sizes = [f"≤ {high[name]:.2g}" if name in high else "" for name in _HEALTHY]
-    clipped = f"≤ {high['clip_fraction']:.1%}" if "clip_fraction" in high else ""
+    sizes = [f"≤{high[name]:.2g}" if name in high else "" for name in _HEALTHY]
+    clipped = f"≤{high['clip_fraction']:.1%}" if "clip_fraction" in high else ""
     return [*sizes, clipped, ""]
 
 

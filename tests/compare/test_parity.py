@@ -279,6 +279,25 @@ def test_boundaries_are_told_by_a_side_that_repeats_its_attention_alone(
     assert named == (["sequence_boundary"] if repeats else [])
 
 
+@pytest.mark.parametrize(("sharp", "named"), [(30.0, []), (0.1, ["sequence_boundary"])])
+def test_a_row_that_gives_itself_all_weight_crosses_no_boundary(
+    tmp_path: Path, sharp: float, named: list[str]
+) -> None:
+    """Rounding leaves nothing of the tokens before it; where it would, the row did not see them."""
+    values = draw()
+    for site in ("layers.0.q_rope", "layers.0.k_rope"):
+        values[site][2] = sharp
+    a, b = write_trace(tmp_path / "a", values), write_trace(tmp_path / "b", values)
+    path = b.folder / "prefill" / "pass.json"
+    alone = [WrongBoundary(sample=0, position=2, sees="itself alone")]
+    record = load_record(PassRecord, path)
+    path.unlink()
+    boundaries = BoundaryRecord(checked=9, wrong=1, first=alone)
+    save_record(record.model_copy(update={"boundaries": boundaries}), path)
+    seal(b.folder)
+    assert [m.name for m in check_parity(a, Trace(b.folder))] == named
+
+
 def test_a_shift_that_no_attention_sees_is_said_to_be_harmless(make: Make) -> None:
     trace = with_pass(make("b"), "prefill", 5, None)
     path = trace.folder / "prefill" / "pass.json"
