@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rlk_align.cli.contract import healthy_run
 from rlk_align.judge.calibrate import HealthyRun
+from rlk_align.judge.checks import edge_value
 from rlk_align.judge.contract import STATISTICS, Budget, Contract, Limit
 from rlk_align.judge.load import open_contract
 from rlk_align.judge.verdict import judge
@@ -32,7 +33,7 @@ def runs_in(folder: Path) -> dict[str, list[HealthyRun]]:
 
 def figures(runs: Sequence[HealthyRun], limit: Limit) -> list[float]:
     edges = [e for r in runs for e in r.comparison.edges]
-    return [float(getattr(e.metrics, limit.metric)) for e in edges]
+    return [edge_value(limit, e.metrics)[0] for e in edges]
 
 
 def limits_table(
@@ -97,7 +98,8 @@ def breaks(limit: Limit, metrics: EdgeMetrics | None) -> bool:
     """Whether the limit of tokens alone would have stopped it, of however few tokens."""
     if metrics is None:
         return False
-    return not abs(float(getattr(metrics, limit.metric))) <= limit.fail_at(metrics.tokens)
+    value, low = edge_value(limit, metrics)
+    return not abs(value if low is None else low) <= limit.fail_at(metrics.tokens)
 
 
 def smallest_table(faults: Sequence[Detection]) -> Iterator[str]:

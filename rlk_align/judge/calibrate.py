@@ -15,9 +15,11 @@ import tomli_w
 
 from rlk_align.errors import BadOption
 from rlk_align.judge.budgets import budget_of
+from rlk_align.judge.chance import by_width
+from rlk_align.judge.checks import edge_value
 from rlk_align.judge.contract import STATISTICS, Budget, Contract, Limit, Tail
 from rlk_align.judge.verdict import doubts_of
-from rlk_align.results import Comparison, EdgeName
+from rlk_align.results import Comparison, EdgeName, RefereedUnit
 
 MARGIN = 1.5
 """Room for models and machines that were not measured."""
@@ -127,7 +129,7 @@ def _limit(
     if limit.of_site:
         return limit
     values = [
-        float(getattr(e.metrics, limit.metric))
+        edge_value(limit, e.metrics)[0]
         for r in runs
         for e in r.comparison.edges
         if limit.judges(e.name, e.metrics.tokens)
@@ -147,7 +149,7 @@ def _limit(
         proposals.append(
             Proposed(limit.id, f"of {tokens:,} tokens", limit.fail_at(tokens), largest, proposed)
         )
-    else:
+    elif limit.tail is None:
         changes["fail"] = rounded_up(MARGIN * largest)
         proposals.append(Proposed(limit.id, limit.metric, limit.fail, largest, changes["fail"]))
     changes["warn"] = min(changes["healthy"], changes["fail"])
@@ -188,7 +190,7 @@ def _budget(
     proposals: list[Proposed],
 ) -> Budget:
     units = [
-        u.errors
+        u
         for r in runs
         for u in r.comparison.referee
         if u.errors is not None and budget_of(base, u) is budget
@@ -197,10 +199,19 @@ def _budget(
         return budget
     changes: dict = {"source": source}
     for name in STATISTICS:
-        largest = max(abs(getattr(u, name)) for u in units)
+        largest = max(_as_measured(u, name, budget) for u in units)
         changes[name] = rounded_up(MARGIN * largest)
         proposals.append(Proposed(budget.id, name, getattr(budget, name), largest, changes[name]))
     return budget.model_copy(update=changes)
+
+
+def _as_measured(unit: RefereedUnit, name: str, budget: Budget) -> float:
+    """The magnitude of a statistic, for rows of the width that the budget's bound is of."""
+    assert unit.errors is not None
+    size = abs(float(getattr(unit.errors, name)))
+    if name == "row_rms" and budget.row_rms_by_width:
+        return size / by_width(unit.errors.features, unit.rows)
+    return size
 
 
 def rounded_up(value: float) -> float:

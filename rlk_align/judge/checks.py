@@ -150,11 +150,11 @@ def _of_edge(
                 if limit.covers(site.site, site.op_class):
                     yield _of_site(site, edge, value=_site_value(limit, site), **bounds)
         else:
-            value, low = _edge_value(limit, metrics)
+            value, low = edge_value(limit, metrics)
             yield LimitCheck(value=value, low=low, site=None, edge=edge.name, **bounds)
 
 
-def _edge_value(limit: Limit, metrics: EdgeMetrics) -> tuple[float, float | None]:
+def edge_value(limit: Limit, metrics: EdgeMetrics) -> tuple[float, float | None]:
     """A limit's metric, and the low end of its interval where it has one: the value itself where
     there are too few sequences for an interval."""
     if limit.metric not in LAW_METRICS:

@@ -40,14 +40,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StringConstraints, model_validator
 
 from rlk_align.model.operators import OPERATORS, OpClass
 from rlk_align.results import EdgeName
 
-EdgeMetric = Literal[
+RawMetric = Literal[
     "max_abs_dlogp",
     "mean_abs_dlogp",
     "p99_abs_dlogp",
@@ -57,14 +57,14 @@ EdgeMetric = Literal[
     "clip_fraction",
     "token_mult_prob_error",
     "bit_mismatches",
-    "noise_c",
-    "ratio_bias",
-    "excess",
 ]
-LAW_METRICS = ("noise_c", "ratio_bias", "excess")
+"""The metrics of `results.EdgeMetrics`."""
+LawMetric = Literal["noise_c", "ratio_bias", "excess"]
+LAW_METRICS = get_args(LawMetric)
 """The metrics of `results.TokenNoise`, the law of healthy noise. `noise_c` is c; `ratio_bias` is
 |mean ρ − 1|; both have an interval, and break a limit where the whole interval lies above it.
 `excess` is the largest |Δ| / (1 − p) of a token in multiples of c."""
+EdgeMetric = RawMetric | LawMetric
 SiteMetric = Literal["op_error", "rows_differ"]
 if TYPE_CHECKING:
     Op = str
@@ -224,7 +224,7 @@ class Regression(BaseModel):
     model_config = _STRICT
 
     id: Name
-    metric: EdgeMetric | Literal["rows_differ", "rounding_rms"]
+    metric: RawMetric | Literal["rows_differ", "rounding_rms"]
     """An edge's metric; or of each site the rows that differ, or, of each operator that is compared
     with float64, the rms of its errors."""
     factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
@@ -272,7 +272,7 @@ class Healthy(BaseModel):
     model_config = _STRICT
 
     source: Words
-    ranges: dict[EdgeMetric, Annotated[list[Bound], Field(min_length=2, max_length=2)]]
+    ranges: dict[RawMetric, Annotated[list[Bound], Field(min_length=2, max_length=2)]]
     """Metric -> the least and the largest value."""
 
     @model_validator(mode="after")

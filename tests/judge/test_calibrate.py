@@ -10,6 +10,7 @@ from rlk_align.errors import BadOption
 from rlk_align.judge.calibrate import MARGIN, HealthyRun, calibrated, fitted_tail, rounded_up
 from rlk_align.judge.contract import Contract
 from rlk_align.judge.lint import lint
+from rlk_align.judge.load import open_contract
 from rlk_align.judge.verdict import judge
 
 BASE = contract(
@@ -82,3 +83,11 @@ def test_rounding_up() -> None:
     given = (0.0123, 0.012, 3.01, 0.0, 99.1)
     assert [rounded_up(x) for x in given] == [0.013, 0.012, 3.1, 0.0, 100]
     assert MARGIN > 1
+
+
+def test_a_limit_of_the_law_of_noise_is_proposed() -> None:
+    """By the built-in contract, whose limits of tokens are those."""
+    proposal = calibrated([healthy(seed) for seed in range(20)], open_contract("bf16"))
+    proposed = {p.entry: p for p in proposal.figures}
+    assert proposed["noise"].proposed > proposed["noise"].healthy > 0
+    assert "noise-excess" not in proposed
