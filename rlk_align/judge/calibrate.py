@@ -149,7 +149,10 @@ def _limit(
         proposals.append(
             Proposed(limit.id, f"of {tokens:,} tokens", limit.fail_at(tokens), largest, proposed)
         )
-    elif limit.tail is None:
+    elif limit.metric == "excess":
+        # Its tail is that of many models, and one pair of engines says too little of it.
+        return limit.model_copy(update=changes)
+    else:
         changes["fail"] = rounded_up(MARGIN * largest)
         proposals.append(Proposed(limit.id, limit.metric, limit.fail, largest, changes["fail"]))
     changes["warn"] = min(changes["healthy"], changes["fail"])

@@ -59,6 +59,10 @@ def _largest(metric: str, most: float) -> float:
         "token_mult_prob_error": grown + 1,
         "clip_fraction": 0.0 if most <= min(math.log(CLIP_HIGH), -math.log(CLIP_LOW)) else 1.0,
         "bit_mismatches": math.inf if most else 0.0,
+        # The mean ratio is bounded; what is divided by a small 1 − p is not.
+        "ratio_bias": grown,
+        "noise_c": math.inf if most else 0.0,
+        "excess": math.inf if most else 0.0,
     }[metric]
 
 

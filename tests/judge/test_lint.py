@@ -173,3 +173,12 @@ def test_operators_of_which_nothing_is_said() -> None:
         "it limits operators in bfloat16, and has no limit for attn: add a budget of the class "
         "attention"
     ]
+
+
+def test_a_limit_of_the_largest_change_forestalls_no_limit_of_noise() -> None:
+    """|Δ| is divided by 1 − p, which may be small."""
+    noise = {"metric": "noise_c", "fail": 0.09}
+    excess = {"metric": "excess", "fail": 400.0, "floor": 0.01}
+    bias = {"metric": "ratio_bias", "fail": 0.5}
+    found = lint(contract({"metric": "max_abs_dlogp", "fail": 0.1}, noise, excess, bias))
+    assert [(f.entry, "never fire" in f.text) for f in found] == [("l3", True)]
