@@ -96,7 +96,11 @@ def check_edge(edge: EdgeResult, c: Comparison, contract: Contract) -> list[Limi
 
 
 def _refereed(edge: EdgeResult, c: Comparison, contract: Contract) -> set[str]:
-    """The sites whose operator was recomputed in each pass of an edge, and has a budget."""
+    """The sites whose operator was recomputed in each pass of an edge, and has a budget; none where
+    the sides were allowed to differ: each may be what its own checkpoint says, and still be far
+    from the other."""
+    if any(m.stops for m in c.mismatches):
+        return set()
     units = [u for u in c.referee if edge.name in u.edges]
     judged = {u.site for u in units if u.errors is not None and budget_of(contract, u)}
     return judged - {u.site for u in units if u.errors is None}
@@ -155,8 +159,8 @@ def _of_edge(
 
 
 def edge_value(limit: Limit, metrics: EdgeMetrics) -> tuple[float, float | None]:
-    """A limit's metric, and the low end of its interval where it has one: the value itself where
-    there are too few sequences for an interval."""
+    """A limit's metric, and the low end of its interval where it has one. Where there are too few
+    sequences for an interval, c stands for itself, and nothing is known of the mean ratio."""
     if limit.metric not in LAW_METRICS:
         return float(getattr(metrics, limit.metric)), None
     noise = metrics.noise
@@ -166,7 +170,7 @@ def edge_value(limit: Limit, metrics: EdgeMetrics) -> tuple[float, float | None]
         return noise.c, _or(noise.c_low, noise.c)
     if limit.metric == "ratio_bias":
         value = metrics.ratio_mean_error
-        return value, _or(max(noise.ratio_low - 1, 1 - noise.ratio_high, 0.0), value)
+        return value, _or(max(noise.ratio_low - 1, 1 - noise.ratio_high, 0.0), 0.0)
     assert limit.floor is not None
     return noise.largest / max(noise.c, limit.floor), None
 

@@ -8,8 +8,10 @@ from pydantic import ValidationError
 
 from rlk_align.errors import ContractError
 from rlk_align.judge.contract import Contract, Limit, Tail
+from rlk_align.judge.load import load_contract
 from rlk_align.judge.verdict import judge
 from rlk_align.report.verdict_json import verdict_json
+from rlk_align.results import Mismatch
 
 DAY = date(2026, 5, 1)
 
@@ -221,3 +223,27 @@ def test_the_schema_names_every_key() -> None:
     schema = Contract.model_json_schema()
     assert {"limits", "budgets", "waivers", "extends", "regressions"} <= schema["properties"].keys()
     assert schema["additionalProperties"] is False
+
+
+def test_tolerances_of_operators_hold_where_no_budget_does() -> None:
+    """Where the sides were allowed to differ, each may be what its own checkpoint says, and still
+    be far from the other."""
+    bf16 = load_contract("bf16", "bfloat16")
+    far = edge(sites=[site(differ=1, introduced=1, introduced_valued=1, valued_rows=1,
+                           first_introduced=(0, 1), frontier=[(1.0, 0.5)])])  # fmt: skip
+    allowed = {
+        "mismatches": [Mismatch(kind="attributes", name="rope_theta", rollout=1e4, train=2e4)],
+        "allowed": ["attributes"],
+    }
+    assert judge(comparison(far), bf16).status == "fail"
+    assert judge(comparison(far, **allowed), bf16).status == "fail"
+
+
+@pytest.mark.parametrize(("sequences", "status"), [(50, "fail"), (1, "pass")])
+def test_a_mean_ratio_without_an_interval_is_no_breach(sequences: int, status: str) -> None:
+    nan = float("nan")
+    shifted = metrics(mean_abs_dlogp=0.01, max_abs_dlogp=0.05, ratio_mean=1.01)
+    known = {} if sequences > 1 else {"ratio_low": nan, "ratio_high": nan}
+    law = shifted.noise.model_copy(update={"sequences": sequences, **known})
+    of = edge(metrics=shifted.model_copy(update={"noise": law}))
+    assert judge(comparison(of), load_contract("bf16", "bfloat16")).status == status
