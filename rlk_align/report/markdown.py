@@ -29,9 +29,11 @@ from rlk_align.report.words import (
     edge_figures,
     engine_spec,
     finding,
+    healthy_figures,
     how_words,
     mismatch_words,
     next_step,
+    noise_law,
     noise_words,
     positions_words,
     side_off,
@@ -101,7 +103,12 @@ def _sections(source: ReportSource) -> Iterator[Section]:
     verdict, c = source.verdict, source.verdict.comparison
     if not c.stopped and c.edges:
         rows = [[code(e.name), *edge_figures(e.metrics)] for e in c.edges]
-        yield "Edges", table(["edge", *EDGE_FIGURES], rows, True)
+        if healthy := healthy_figures(verdict):
+            rows.append(["healthy models", *healthy])
+        edges = table(["edge", *EDGE_FIGURES], rows, True)
+        shown = headline(verdict)
+        law = noise_law(verdict, shown) if shown else ""
+        yield "Edges", f"{edges}\n{code(shown.name)}: {prose(law)}\n" if shown and law else edges
     if edge := headline(verdict):
         over = over_budget(verdict, edge)
         if over and not c.stopped:

@@ -167,7 +167,9 @@ def cause_words(verdict: Verdict) -> str:
     if cause == "drift":
         return "drift beyond what the contract allows; no operator is at fault"
     if cause == "none":
-        return "a waiver has expired" if verdict.expired else "healthy"
+        if verdict.expired:
+            return "a waiver has expired"
+        return "within the contract by waivers" if verdict.waived else "healthy"
     if cause is None:
         return ""
     c = verdict.comparison
@@ -219,7 +221,10 @@ def _short(value: Any) -> str:
 def check_words(check: LimitCheck) -> str:
     """E.g. `prefill_vs_train max_abs_dlogp: 0.082, 0.06 allowed (max-dlogp)`."""
     where = " ".join(filter(None, [check.edge, check.side, check.site, check.metric]))
-    words = f"{where}: {abs(check.value):.3g}, {check.fail:.3g} allowed ({check.limit})"
+    value = f"{abs(check.value):.3g}"
+    if check.low is not None:
+        value += f" (at least {check.low:.3g})"
+    words = f"{where}: {value}, {check.fail:.3g} allowed ({check.limit})"
     if check.outcome == "warn":
         words += f", warns above {check.warn:.3g}"
     return f"{words}; waived by {check.waiver.owner}" if check.waiver else words

@@ -37,15 +37,40 @@ WORDS = {
 }
 
 
+LAW_WORDS = {
+    "noise_c": "c, mean |Δ| / mean (1 − p)",
+    "ratio_bias": "|mean ρ − 1| beyond chance",
+    "excess": "largest |Δ| / (1 − p), in c",
+}
+"""The figures of the law of healthy noise, where a contract limits them."""
+
+
 def metric_rows(
     verdict: Verdict, edges: list[EdgeResult]
 ) -> list[tuple[str, list[tuple[str, LimitCheck | None]]]]:
     """Each metric in words, with its value on each edge and the limit that applies to the value."""
     checks = {(c.edge, c.metric): c for c in verdict.checks if c.site is None}
-    return [
+    raw = [
         (words, [(metric_value(e.metrics, name), checks.get((e.name, name))) for e in edges])
         for name, words in WORDS.items()
     ]
+    of_law = {c.metric for c in verdict.checks if c.metric in LAW_WORDS}
+    law = [
+        (
+            words,
+            [(_law_value(checks.get((e.name, name))), checks.get((e.name, name))) for e in edges],
+        )
+        for name, words in LAW_WORDS.items()
+        if name in of_law
+    ]
+    return [*raw, *law]
+
+
+def _law_value(check: LimitCheck | None) -> str:
+    """A figure of the law of noise, with the low end of its interval."""
+    if check is None:
+        return "–"
+    return figure(check.value) + ("" if check.low is None else f", at least {figure(check.low)}")
 
 
 def metric_value(metrics: EdgeMetrics, name: str) -> str:
@@ -106,7 +131,7 @@ def histogram(delta: np.ndarray, bound: float | None, noise: float, edge: str) -
         ),
         legend=[
             ("bar", "tokens"),
-            ("limit", "the contract's bound on max |Δ|"),
+            *([("limit", "the contract's bound on max |Δ|")] if bound is not None else []),
             ("quantile", ", ".join(f"{name} {value:.2g}" for name, value in quantiles)),
             *([("noisy", f"noise floor, ±{noise:.2g}")] if noise else []),
         ],
