@@ -87,7 +87,7 @@ def made_comparison(
     large = bool(over)
     metrics = comparisons.metrics(
         tokens=ROWS,
-        max_abs_dlogp=0.4 if large else 0.01,
+        max_abs_dlogp=0.6 if large else 0.01,
         mean_abs_dlogp=0.002,
         p99_abs_dlogp=0.01,
         p999_abs_dlogp=0.01,
@@ -184,7 +184,7 @@ def made_rows(
     spoken = (position >= half - 1) & (position < length - 1)
     first = -drawn.random(count)
     # The second sample holds the worst token.
-    delta = drawn.normal(0, 0.003, count) + 0.4 * (
+    delta = drawn.normal(0, 0.003, count) + 0.6 * (
         (sample == 1) & (position == (half + 2 if worst is None else worst - 1))
     )
     if nan:

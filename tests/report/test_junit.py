@@ -103,8 +103,8 @@ def test_a_test_case_for_each_limit_and_class_of_operators(tmp_path: Path) -> No
     assert "engine/layers.py:12" in (said.text or "")
     properties = {p.get("name"): p.get("value") for p in root.iter("property")}
     assert properties["status"] == "fail"
-    assert float(properties["max_abs_dlogp"] or "nan") == 0.4
-    assert float(properties["noise-excess value"] or "nan") == pytest.approx(0.4 / ROOM / 0.01)
+    assert float(properties["max_abs_dlogp"] or "nan") == 0.6
+    assert float(properties["noise-excess value"] or "nan") == pytest.approx(0.6 / ROOM / 0.01)
 
 
 def test_a_healthy_run_has_no_failure(tmp_path: Path) -> None:

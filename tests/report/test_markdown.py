@@ -91,7 +91,7 @@ def test_it_says_what_is_wrong_where_and_what_to_do(tmp_path: Path) -> None:
     assert "- **Side:** the training side is off" in head
     assert f"- **Next:** check `{OVER}` on the train side" in head
     assert edges.startswith("Edges")
-    assert "| `prefill_vs_train` | 0.4 | 0.002 |" in edges
+    assert "| `prefill_vs_train` | 0.6 | 0.002 |" in edges
     assert operators.startswith("Operators beyond their budgets (prefill_vs_train)")
     assert f"**`{OVER}`**: the training side is off (sample" in operators
     assert "engine/layers.py:12" in operators
