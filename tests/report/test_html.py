@@ -319,7 +319,7 @@ def test_waivers_are_shown_with_the_days_that_are_left(
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1895529600")  # 2030-01-25
     text = page(failing, contract)
     assert "✓ PASS" in section(text, "verdict")
-    assert "Within the contract by waivers. 1 breach is waived." in section(text, "verdict")
+    assert "Within the contract by waivers. 2 breaches are waived." in section(text, "verdict")
     waivers = section(text, "waivers")
     assert '<td class="num" data-v="6.0">6</td>' in waivers
     assert "Ada &lt;ada@example.org&gt;" in waivers
