@@ -1,5 +1,6 @@
 """A compared run and its figures, for notebooks; needs neither an engine nor torch."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ Columns = dict[str, list[Any]]
 """A table by its columns, all of one length: `pandas.DataFrame(columns)`, `polars.DataFrame(...)`
 and `pyarrow.table(...)` take it."""
 
-METRICS = tuple(EdgeMetrics.model_fields)
+METRICS = tuple(name for name in EdgeMetrics.model_fields if name != "noise")
 FIGURES_OF_SITES = tuple(
     name
     for name in SiteResult.model_fields
@@ -55,10 +56,15 @@ class LoadedRun:
         """A row for each edge: its metrics over the sampled tokens, and whether it is judged."""
         compared = self.verdict.comparison
         rows = (
-            {"edge": e.name, "judged": e.name in compared.judged, **_values(e.metrics, METRICS)}
+            {
+                "edge": e.name,
+                "judged": e.name in compared.judged,
+                **_values(e.metrics, METRICS),
+                "c": e.metrics.noise.c if e.metrics.noise else math.nan,
+            }
             for e in compared.edges
         )
-        return _columns(("edge", "judged", *METRICS), rows)
+        return _columns(("edge", "judged", *METRICS, "c"), rows)
 
     def sites(self) -> Columns:
         """A row for each site of each edge, in execution order: how many rows differ, how many

@@ -104,6 +104,7 @@ def _frequencies(
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = AutoConfig.from_pretrained(model, local_files_only=True)
+    # The dtype does not matter here; transformers cannot print one that is no name.
+    config = AutoConfig.from_pretrained(model, local_files_only=True, dtype="float32")
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
     return tuple(inv_freq.tolist()), float(scaling)

@@ -207,7 +207,8 @@ def test_drift_is_shown_without_and_with_the_kernels(compare: Cli, folder: Path)
     [off, on] = [line for line in shown if line[:1] == ["kernels"]]
     assert (off[1:3], on[1:3]) == (["off", "FAIL"], ["rlk", "PASS"])
     assert [line[0] for line in shown].count("FAIL") == 0
-    assert "kernels off: rollout: loading hf" in done.err
+    # The rollout may be a capture that another test has made.
+    assert "kernels off: train: " in done.err
     after = [line for line in shown[shown.index(on) :] if line[1:2] == ["off"] or line[0] == "rlk"]
     assert len(after) == 6
     assert [line[-1] for line in after if line[0] == "rlk"] == ["0"] * 3

@@ -105,8 +105,8 @@ def test_a_healthy_pair_is_within_its_budgets(tmp_path: Path, family: str) -> No
         assert unit.errors is not None, (side, site, unit.reason)
         most = 2.0 if site.endswith("norm") and side == "train" else 1.2
         # Half of a llama's head is not turned here, and not rounded; a bias has room for a rounding
-        # of the product before it.
-        least = {"embed": 0.0, "logprob": 0.2}.get(site, 0.6)
+        # of the product before it. Attention rounds its output alone here, of what its unit holds.
+        least = {"embed": 0.0, "logprob": 0.2}.get(site, 0.3 if site.endswith(".attn") else 0.6)
         assert least <= unit.errors.rms <= most, (side, site, unit.errors)
     differing = {s.site for s in verdict.comparison.edges[0].sites if s.differ}
     checked = {c.site for c in verdict.checks if c.side}
