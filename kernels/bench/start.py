@@ -38,7 +38,6 @@ PHASES = (
     "load model",
     "  compile products ahead",
     "  compile experts ahead",
-    "  wait for compilers",
     "self-check of tiles",
     "profile run and torch.compile",
     "KV cache",
@@ -119,8 +118,6 @@ def watch_kernels(times: Times) -> None:
     times.wrap(sparse, "compile_products", "  compile products ahead")
     times.wrap(attention_gpu, "compile_attention", "  compile attention ahead")
     times.wrap(self_check, "disagreements", "self-check of tiles")
-    times.wrap(sparse, "compile_experts", "  compile experts ahead")
-    times.wrap(layers, "finish", "  wait for compilers")
 
 
 def watch_vllm(times: Times, profile: bool) -> None:
