@@ -20,7 +20,7 @@ import torch
 from rlk_align.judge.chance import deviations
 from rlk_align.model.dtypes import DTYPES
 from rlk_align.model.sites import RowIndex
-from rlk_align.probe.referee.alike import Alike
+from rlk_align.probe.referee.correlated import CorrelatedErrors
 from rlk_align.probe.referee.pattern import RowLabels, Totals, pattern
 from rlk_align.results import RoundingErrors
 
@@ -69,7 +69,7 @@ class ErrorSums:
         self._by_head: list[torch.Tensor] = []
         self._numbers: list[np.ndarray] = []
         self._peak = 0.0
-        self._alike = Alike()
+        self._correlated = CorrelatedErrors()
 
     def add(
         self,
@@ -89,7 +89,7 @@ class ErrorSums:
         rounding = (rounded - exact).square()
         for total, part in zip(self._sums, (*parts, rounding, rounding * power), strict=True):
             total += part.sum(dim=0)
-        self._alike.add(error, exact, rounded, variance)
+        self._correlated.add(error, exact, rounded, variance)
         of_rows = [t.sum(dim=1) for t in (square, variance, product, power, variance**2)]
         by_head = [t.reshape(len(t), self._heads, -1).sum(dim=-1) for t in (gap * exact, power)]
         self._by_head.append(torch.stack([*by_head, shared.expand_as(by_head[0])]))
@@ -135,9 +135,9 @@ class ErrorSums:
         n, row_rms = len(number), (by_row[0] / by_row[1]).sqrt()
         highest, row = _largest(row_rms)
         weight = (LARGEST_ROW * by_row[1].median() / by_row[1]).clamp(max=1)
-        alike = self._alike.factor
-        row_gain = (by_row[6].sum() - alike * by_row[7].sum()) / n
-        by_chance = alike * (2 * by_row[8].sum()).sqrt() / n
+        correlated = self._correlated.factor
+        row_gain = (by_row[6].sum() - correlated * by_row[7].sum()) / n
+        by_chance = correlated * (2 * by_row[8].sum()).sqrt() / n
         weighted = by_row * weight
         gap, square, fourth, variance, product, power, products, rounding, others = self._sums
         # A side that rounds less than its dtype makes small errors, and no small gaps.
@@ -154,7 +154,7 @@ class ErrorSums:
         shift = _beyond(gap / n, deviation, len(gap)) / scale
         gain = _gain(product, power, products) / self._gain_unit(variance, power)
         of_feature = [_largest(x) for x in (feature_rms, shift, gain)]
-        entries = alike * products
+        entries = correlated * products
         whole = _gain_of_rows(together.sum(dim=2, keepdim=True), entries.sum())
         whole = whole / self._gain_unit(variance.sum(), power.sum())
         of_heads = [t.reshape(self._heads, -1).sum(dim=1) for t in (entries, variance, power)]

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from rlk_align.probe.referee.alike import Alike
+from rlk_align.probe.referee.correlated import CorrelatedErrors
 from rlk_align.probe.referee.rounding import rounding_variance
 
 
 def factor(exact: torch.Tensor, dtype: str, gain: float = 0.0) -> float:
     rounded = exact.to(getattr(torch, dtype)).double()
-    alike = Alike()
-    alike.add(rounded - exact + gain * exact, exact, rounded, rounding_variance(exact, dtype))
-    return alike.factor
+    errors = CorrelatedErrors()
+    errors.add(rounded - exact + gain * exact, exact, rounded, rounding_variance(exact, dtype))
+    return errors.factor
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -48,4 +48,4 @@ def test_what_is_not_finite_is_left_out() -> None:
     exact = torch.randn(4, 16).double()
     exact[1, 3] = float("nan")
     assert factor(exact, "bfloat16") < 3
-    assert Alike().factor == 1.0
+    assert CorrelatedErrors().factor == 1.0

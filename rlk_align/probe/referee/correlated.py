@@ -13,7 +13,7 @@ ENTRIES = 1 << 18
 """The most entries of these rows."""
 
 
-class Alike:
+class CorrelatedErrors:
     """The factor by which Σ error · exact of a row varies more than with independent errors: from
     groups of features that round to the same number (cluster-robust variance, Liang and Zeger
     1986), over the first rows that are seen."""
