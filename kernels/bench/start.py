@@ -38,6 +38,7 @@ PHASES = (
     "load model",
     "  compile products ahead",
     "  compile experts ahead",
+    "  wait for compilers",
     "self-check of tiles",
     "profile run and torch.compile",
     "KV cache",
@@ -118,6 +119,8 @@ def watch_kernels(times: Times) -> None:
     times.wrap(sparse, "compile_products", "  compile products ahead")
     times.wrap(attention_gpu, "compile_attention", "  compile attention ahead")
     times.wrap(self_check, "disagreements", "self-check of tiles")
+    times.wrap(sparse, "compile_experts", "  compile experts ahead")
+    times.wrap(layers, "finish", "  wait for compilers")
 
 
 def watch_vllm(times: Times, profile: bool) -> None:

@@ -35,6 +35,7 @@ from rlk_kernels.ops.attention.shared_schedule import Schedule
 from rlk_kernels.ops.combine.operator import combine_experts
 from rlk_kernels.ops.corrected_routing.operator import route_corrected
 from rlk_kernels.ops.embedding.operator import embedding
+from rlk_kernels.ops.experts.ahead import warm_up_experts
 from rlk_kernels.ops.experts.operator import (
     ExpertGroups,
     group_by_expert,
@@ -60,13 +61,16 @@ def warm_up(
     linears: Iterable[tuple[torch.Tensor, torch.Tensor | None]] = (),
     rows: Collection[int] = (),
     out_dtype: torch.dtype | None = None,
+    wait: bool = True,
 ) -> bool:
     """Run the tile-invariance self-check on a GPU, once per process; call it before capturing CUDA
     graphs. Also compile, several kernels at a time, what `linear` will launch for x[M, K] with each
     (weight, bias) of `linears`, each M of `rows` and this `out_dtype`, without gradients.
 
     Returns True where every tile gives the same bits, so that all are in use; without Triton there
-    is nothing to check.
+    is nothing to check. Without `wait` nothing is checked yet, which is True too: threads compile
+    what `linears` and their check will launch, a launch waits for its own kernel, and the first
+    product runs the check.
     """
     there = torch.empty(0, device=device)
     if not HAS_TRITON:
@@ -75,10 +79,10 @@ def warm_up(
     from rlk_kernels.matmul.self_check import holds
 
     with on_device_of(there):
-        sound = all([holds(there.device), holds(there.device, split=True)])
+        sound = not wait or all([holds(there.device), holds(there.device, split=True)])
         for weight, bias in linears:
             if choose("linear", None, weight) == "triton":
-                compile_ahead(weight, bias, rows, out_dtype)
+                compile_ahead(weight, bias, rows, out_dtype, wait)
     return sound
 
 
@@ -119,6 +123,7 @@ __all__ = [
     "router_z_loss",
     "swiglu",
     "warm_up",
+    "warm_up_experts",
     "warm_up_paged_attention",
     "write_kv_cache",
 ]

@@ -5,18 +5,19 @@ kernels take a minute. `compiled_ahead` takes the same launches without running 
 in threads: most of the work is the compiler's, outside of the interpreter's lock.
 """
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from rlk_kernels.device import interpreting
 from rlk_kernels.launching import only_compiling
-from rlk_kernels.private_api import compiling_in
+from rlk_kernels.private_api import compiling_in, stop_submitting
 
 MOST_THREADS = 16
 _thread = threading.local()
@@ -34,18 +35,49 @@ def submit(make: Callable, *arguments) -> "Future[Any]":
 
 
 @contextmanager
-def compiled_ahead(device: torch.device) -> Iterator[bool]:
+def compiled_ahead(device: torch.device, wait: bool = True) -> Iterator[bool]:
     """A context in which `launching.launch` compiles and runs nothing: outputs keep their values.
-    At its end everything is compiled. Yields False, and launches as usual, where it cannot help:
-    without a GPU, or while a graph is captured."""
+    At its end everything is compiled; without `wait` threads go on compiling, and a launch waits
+    for its own kernel (`finish` for all). Yields False, and launches as usual, where it cannot
+    help: without a GPU, or while a graph is captured."""
     if device.type != "cuda" or interpreting() or torch.cuda.is_current_stream_capturing():
         yield False
         return
-    threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
-    with threads, compiling_in(threads):
+    with _waiting() if wait else _going_on() as threads:
         _thread.pool = threads
         try:
             with only_compiling():
                 yield True
         finally:
             _thread.pool = None
+
+
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
+
+
+@contextmanager
+def _waiting() -> Iterator[Executor]:
+    with _threads() as threads, compiling_in(threads):
+        yield threads
+
+
+_background = functools.cache(_threads)
+_unfinished: list[AbstractContextManager] = []
+
+
+@contextmanager
+def _going_on() -> Iterator[Executor]:
+    compiling = compiling_in(_background())
+    compiling.__enter__()
+    _unfinished.append(compiling)
+    try:
+        yield _background()
+    finally:
+        stop_submitting()
+
+
+def finish() -> None:
+    """Wait until all is compiled that `compiled_ahead` did not wait for; raises what failed."""
+    while _unfinished:
+        _unfinished.pop().__exit__(None, None, None)

@@ -53,6 +53,11 @@ def only_compiling() -> Iterator[None]:
         _thread.only_compiles = False
 
 
+def compiles_only() -> bool:
+    """Whether launches of this thread run nothing (`only_compiling`)."""
+    return _thread.only_compiles
+
+
 def count_launch() -> bool:
     """Count a launch that no recording sees and return True. While this thread only compiles, count
     nothing and return False."""

@@ -154,6 +154,14 @@ def compiling_in(threads: Executor) -> AbstractContextManager:
     return AsyncCompileMode(threads)
 
 
+def stop_submitting() -> None:
+    """Have `kernel.warmup` compile at once again, in a context of `compiling_in` that goes on: its
+    threads compile what they were given, and a launch waits for its own kernel."""
+    from triton.runtime import _async_compile
+
+    _async_compile.active_mode.set(None)
+
+
 class NoCache:
     """Keeps nothing, where Triton's folder cannot be found: each process compiles."""
 

@@ -23,7 +23,7 @@ ROOT = tuple(
     f"rlk_kernels.{name}"
     for name in (
         *("ahead", "backend", "cuda", "device", "errors", "launching", "memory", "nvrtc"),
-        "private_api",
+        *("private_api", "sources"),
     )
 )
 """The files that stand in no folder; every folder may import them."""

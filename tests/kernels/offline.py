@@ -18,5 +18,5 @@ def run(program: str, *arguments: str) -> tuple[int, dict[str, list[str]]]:
         env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert done.stdout, done.stderr
-    lines = (line.split() for line in done.stdout.splitlines())
+    lines = filter(None, map(str.split, done.stdout.splitlines()))
     return done.returncode, {first: rest for first, *rest in lines}

@@ -2,7 +2,8 @@
 while it started, on an H200 that is not there.
 
 Triton chooses each variant as it always does, and compiles none. Prints how many were compiled
-ahead, and those that were not. With `--fault` the engine says that it serves one request at a time.
+ahead, and those that were not. With `--fault` the engine says that it serves one request at a time,
+and one token to experts.
 Not under TRITON_INTERPRET, so in a process of its own, with kernels/ and scripts/ on its path
 (`test_ahead.py`).
 """
@@ -22,6 +23,7 @@ from triton.runtime.jit import JITFunction, compute_cache_key
 
 HIDDEN, MIDDLE, VOCABULARY = 1024, 3072, 151_936
 HEADS, KV_HEADS, DIM = 16, 8, 128
+EXPERTS, CHOSEN, INNER = 128, 8, 768
 SEQUENCES, TOKENS = 256, 8192
 
 
@@ -37,6 +39,12 @@ class Config:
     class compilation_config:
         cudagraph_capture_sizes = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 
+    class cache_config:
+        block_size = 16
+
+    class model_config:
+        max_model_len = 40_960
+
 
 def attend(sequences: int, tokens: int, pages: int, cache: torch.Tensor) -> None:
     arguments = empty(tokens, HEADS, DIM), *cache.split(DIM, -1)
@@ -46,7 +54,20 @@ def attend(sequences: int, tokens: int, pages: int, cache: torch.Tensor) -> None
     rk.paged_attention(*arguments, *tables, **options, schedule=schedule)
 
 
-def serve(weights: list[torch.Tensor], head: torch.Tensor, cache: torch.Tensor) -> None:
+def sparse_layer(tokens: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+    logits = torch.empty(tokens, EXPERTS, device=gate_up.device)
+    weights, ids = rk.route(logits, CHOSEN)
+    groups = rk.group_by_expert(ids, EXPERTS)
+    act = rk.grouped_swiglu(empty(tokens, HIDDEN), gate_up, groups)
+    rk.combine_experts(rk.grouped_linear(act, down, groups), weights, ids, EXPERTS)
+
+
+def serve(
+    weights: list[torch.Tensor],
+    experts: tuple[torch.Tensor, torch.Tensor],
+    head: torch.Tensor,
+    cache: torch.Tensor,
+) -> None:
     """Steps of all sizes: some of decoding alone, some with prompts or pieces of prompts."""
     random_ = random.Random(0)
     for _ in range(60):
@@ -57,6 +78,8 @@ def serve(weights: list[torch.Tensor], head: torch.Tensor, cache: torch.Tensor) 
                 attend(batch, queries, pages, cache)
         for weight in weights:
             rk.linear(empty(tokens, weight.shape[1]), weight)
+        sparse_layer(tokens, *experts)
+        sparse_layer(sequences, *experts)
         rk.linear(empty(sequences, HIDDEN), head, out_dtype=torch.float32)
 
 
@@ -88,17 +111,31 @@ def main(fault: bool) -> int:
         sizes = ahead.sizes_of(Config)
         weights = [empty((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), empty(HIDDEN, HEADS * DIM)]
         weights += [empty(2 * MIDDLE, HIDDEN), empty(HIDDEN, MIDDLE)]
+        experts = empty(EXPERTS, 2 * INNER, HIDDEN), empty(EXPERTS, HIDDEN, INNER)
         head, cache = empty(VOCABULARY, HIDDEN), empty(64, 16, KV_HEADS, 2 * DIM)
         for weight in weights:
             ahead.compile_products(weight, None, sizes.rows)
+        before = len(known)
+        ahead.compile_experts(*experts, CHOSEN, True, (1,) if fault else sizes.rows)
+        print("sparse:", len(known) - before)
         ahead.compile_products(head, None, sizes.sampled, torch.float32)
         if fault:
-            sizes = ahead.Sizes(sizes.rows, 1, TOKENS)
+            Scheduler.max_num_seqs = 1
+        sizes = ahead.sizes_of(Config)
+        before = len(known)
+        ahead.expect_attention(HEADS, KV_HEADS, DIM, torch.bfloat16, None, Config)
+        print("expected:", len(known) - before)
+        before = len(known)
+        many, arguments = empty(12_345, 16, KV_HEADS, 2 * DIM), (empty(1, HEADS, DIM),)
+        assert ahead.compile_attention(
+            *arguments, *many.split(DIM, -1), integers(1, 2560), None, sizes
+        )
+        print("unexpected:", len(known) - before)
         for pages in (40, 2560):
             arguments = empty(1, HEADS, DIM), *cache.split(DIM, -1), integers(1, pages)
             assert ahead.compile_attention(*arguments, None, sizes)
         compiled, compiling = len(known), False
-        serve(weights, head, cache)
+        serve(weights, experts, head, cache)
     print("compiled:", compiled)
     print("late:", *sorted(late))
     return int(bool(late) or not compiled)

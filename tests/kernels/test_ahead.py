@@ -1,6 +1,7 @@
 """Kernels are compiled before they are launched, and only where there is something to compile."""
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,10 +97,68 @@ def test_every_number_of_rows_is_launched_once(monkeypatch: pytest.MonkeyPatch) 
 
     pytest.importorskip("triton")
     monkeypatch.setattr(products, "trusted", lambda *_: True)
-    monkeypatch.setattr(products, "compiled_ahead", lambda _: Ahead())
+    checks: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(products, "compile_check", lambda *asked: checks.append(asked))
+    monkeypatch.setattr(products, "compiled_ahead", lambda _, wait: Ahead())
     monkeypatch.setattr(products, "product", product)
     products.compile_ahead(torch.empty(6, 4), None, [1, 3])
     assert launched == [((1, 4), (1, 6), False, True), ((3, 4), (3, 6), False, True)]
+    assert checks == []
+    products.compile_ahead(torch.empty(6, 4), None, [], wait=False)
+    assert checks == [(torch.device("cpu"), torch.float32, False)]
+
+
+def test_without_waiting_threads_go_on(on_gpu: torch.device) -> None:
+    may_end, made = threading.Event(), []
+
+    def make() -> str:
+        may_end.wait(30)
+        made.append("made")
+        return "binary"
+
+    with compiled_ahead(on_gpu, wait=False) as is_ahead:
+        assert is_ahead
+        future = ahead.submit(make)
+    assert not future.done()
+    # Launches run again, and what is submitted now is made at once.
+    kernel = Kernel()
+    launching.launch(None, kernel, (1, 1, 1), (), {})
+    assert len(kernel.ran) == 1
+    assert ahead.submit(len, "at once").result() == 7
+    may_end.set()
+    assert future.result() == "binary"
+    ahead.finish()
+    assert made == ["made"]
+
+
+def test_what_triton_compiles_without_waiting_is_awaited_by_its_launch_or_at_the_end() -> None:
+    status, lines = run("compiled_behind.py")
+    assert status == 0, lines
+    assert lines["submitted:"] == ["2"]
+    assert lines["early:"] == []
+    assert lines["done:"] == ["2"]
+
+
+def test_a_plan_that_is_only_compiled_is_made_again_for_its_first_run(
+    on_gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check comes in between, and may fail."""
+    asked: list[bool] = []
+
+    def plan_for(*_: Any) -> Any:
+        asked.append(launching.compiles_only())
+        return SimpleNamespace(implementation="triton")
+
+    monkeypatch.setattr(products, "plan_for", plan_for)
+    monkeypatch.setattr(products, "launch", lambda *_: None)
+    cache = launching.ShapeCache()
+    monkeypatch.setattr(products, "shape_cache", lambda *_: cache)
+    x, weight, out = torch.ones(3, 5), torch.ones(7, 5), torch.empty(3, 7)
+    with launching.only_compiling():
+        products.product(x, weight, None, False, True, out)
+    for _ in range(2):
+        products.product(x, weight, None, False, True, out)
+    assert asked == [True, False]
 
 
 def test_an_engine_compiles_what_it_serves_with_while_it_starts() -> None:
@@ -107,9 +166,14 @@ def test_an_engine_compiles_what_it_serves_with_while_it_starts() -> None:
     assert lines["late:"] == []
     assert status == 0
     assert int(lines["compiled:"][0]) > 60
+    # With its own cache and tables the engine launches what was expected.
+    assert int(lines["expected:"][0]) > 20
+    assert lines["unexpected:"] == ["0"]
+    # By the tiles of both products and by sizes of groups, not by numbers of tokens.
+    assert 10 < int(lines["sparse:"][0]) < 24
 
 
 def test_what_was_not_compiled_while_it_started_is_noticed() -> None:
     status, lines = run("served_ahead.py", "--fault")
     assert status == 1
-    assert {"_merge_kernel", "_pieces_hopper_kernel"} <= set(lines["late:"])
+    assert {"_merge_kernel", "_pieces_hopper_kernel", "_grouped_kernel"} <= set(lines["late:"])

@@ -26,7 +26,7 @@ def test_every_public_operator_is_in_the_set():
     inside = {name.partition("-")[0] for name in digest_suite.recorded("torch")}
     assert operators | {"experts"} == inside
     about = {"backend_calls", "last_backend", "paged_schedule", "reset_backend_calls"}
-    about |= {"warm_up", "warm_up_paged_attention"}
+    about |= {"warm_up", "warm_up_experts", "warm_up_paged_attention"}
     errors = {n for n in rk.__all__ if isinstance(getattr(rk, n), type)}
     # a result among those of linear_grpo_loss, and the bits of rms_norm and rope (test_norm_rope)
     elsewhere = {"group_advantages", "norm_rope"}

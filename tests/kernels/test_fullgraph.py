@@ -107,7 +107,7 @@ def test_a_graph_break_is_noticed():
 
 def test_all_of_them_are_here():
     about = {"backend_calls", "last_backend", "reset_backend_calls"}
-    about |= {"warm_up", "warm_up_paged_attention"}
+    about |= {"warm_up", "warm_up_experts", "warm_up_paged_attention"}
     about.add("paged_schedule")  # called outside of what is compiled
     # they wait for the sequences' lengths
     about |= {"policy_loss", "linear_policy_loss", "dpo_loss"}

@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("vllm")
 
+from rlk_kernels import sources
 from rlk_kernels.integrations import vllm
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.vllm import config
@@ -196,12 +197,12 @@ def test_a_config_is_checked_that_has_another_digest(monkeypatch: pytest.MonkeyP
 def test_an_edited_source_is_another_digest(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(config.rlk_kernels, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(sources, "__file__", str(tmp_path / "sources.py"))
     (tmp_path / name).parent.mkdir(exist_ok=True)
     digests = []
     for text in ("one", "two", "two"):
         (tmp_path / name).write_text(text)
-        digests.append(config._sources.__wrapped__())
+        digests.append(sources.sources_digest.__wrapped__())
     assert digests[0] != digests[1] == digests[2]
 
 

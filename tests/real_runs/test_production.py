@@ -16,7 +16,7 @@ def test_production_decodes_and_scores(
     require_engine("vllm")
     done = cli(
         *("compare", "--rollout", f"vllm:kernels={kernels}", "--train", f"hf:kernels={kernels}"),
-        *("--prompts", few_prompts, "--max-new-tokens", 6, "--production"),
+        *("--prompts", few_prompts, "--max-new-tokens", 12, "--production"),
         *("--run-dir", tmp_path / "run"),
         shared=False,
     )

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from rlk_kernels.ahead import compiled_ahead
 from rlk_kernels.device import facts
-from rlk_kernels.launching import shape_cache
+from rlk_kernels.launching import compiles_only, shape_cache
 from rlk_kernels.matmul import plan
 from rlk_kernels.matmul.launch import launch
 from rlk_kernels.matmul.plan import MatmulPlan
-from rlk_kernels.matmul.self_check import trusted
+from rlk_kernels.matmul.self_check import compile_check, trusted
 from rlk_kernels.matmul.split import segments
 
 
@@ -41,19 +41,28 @@ def product(
     )  # fmt: skip
     planned = cache.plan
     if planned is None:
-        planned = cache.plan = plan_for(a, b, trans_a, trans_b, out)
+        planned = plan_for(a, b, trans_a, trans_b, out)
+        if not compiles_only():  # its tiles may not have been checked yet
+            cache.plan = planned
     launch(planned, cache, a, b, bias, trans_a, trans_b, out)
     return planned.implementation
 
 
 def compile_ahead(
-    weight: Tensor, bias: Tensor | None, rows: Collection[int], out_dtype: torch.dtype | None = None
-) -> None:
-    """Compile what `product` will launch for x[M, K] @ weight^T (+ bias), each M of `rows`."""
+    weight: Tensor, bias: Tensor | None, rows: Collection[int],
+    out_dtype: torch.dtype | None = None, wait: bool = True,
+) -> None:  # fmt: skip
+    """Compile what `product` will launch for x[M, K] @ weight^T (+ bias), each M of `rows`, and run
+    the self-check; or, without `wait`, have threads compile both, and leave the check to the first
+    product."""
     out_dtype = out_dtype or weight.dtype
     n, k = weight.shape
-    trusted(weight.device, weight.dtype, segments(k, weight.dtype, out_dtype)[0] > 0)
-    with compiled_ahead(weight.device) as ahead:
+    split = segments(k, weight.dtype, out_dtype)[0] > 0
+    if wait:
+        trusted(weight.device, weight.dtype, split)
+    else:
+        compile_check(weight.device, weight.dtype, split)
+    with compiled_ahead(weight.device, wait) as ahead:
         most = max(rows, default=0) if ahead else 0
         x, out = weight.new_empty(most, k), weight.new_empty(most, n, dtype=out_dtype)
         for m in rows if ahead else ():

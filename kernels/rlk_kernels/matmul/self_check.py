@@ -2,10 +2,11 @@
 
 `linear` picks its tile by M; that is batch-invariant only as long as a tensor core adds the
 products of one output element in the same order for every tile shape. It holds on an H200 with
-Triton 3.6. Another GPU or another Triton could break it, so the first bf16 or fp16 product on a
-device runs this check once (well under a second once compiled), and the first one with split
-accumulation (`split.py`) again, with that; where it fails, the library warns and uses one tile,
-`tiles.SAFE`, for every M.
+Triton 3.6. Another GPU or another Triton could break it, so the first bf16 and the first fp16
+product on a device run this check, and the first one with split accumulation (`split.py`) again,
+with that; where it fails, the library warns and uses one tile, `tiles.SAFE`, for every M. That it
+held is noted in Triton's cache, for this kind of GPU, these compilers and these sources: processes
+that read it there do not compile some 90 kernels for the check alone.
 
     tiles of                         are run by
     products                         the kernel that launches them
@@ -16,17 +17,21 @@ accumulation (`split.py`) again, with that; where it fails, the library warns an
     the logits of given ids          the pointer kernel of the product, with the same tile
 """
 
+import contextlib
 import functools
+import hashlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from rlk_kernels import nvrtc
 from rlk_kernels.ahead import compiled_ahead
 from rlk_kernels.device import facts, interpreting
-from rlk_kernels.launching import ShapeCache
+from rlk_kernels.launching import ShapeCache, compiles_only
 from rlk_kernels.matmul.accumulate import plan as accumulate
 from rlk_kernels.matmul.accumulate.launch import launch_pointer, launch_tma
 from rlk_kernels.matmul.accumulate.partial import PartialProduct, lo_accumulator
@@ -34,6 +39,8 @@ from rlk_kernels.matmul.launch import launch
 from rlk_kernels.matmul.plan import MatmulPlan, plan_tile, shape_of
 from rlk_kernels.matmul.split import segments
 from rlk_kernels.matmul.tiles import PICK, SAFE, SPLIT, Tile, partial_tiles, product_tiles
+from rlk_kernels.private_api import disk_cache
+from rlk_kernels.sources import sources_digest
 
 
 class TilesDiffer(RuntimeWarning):
@@ -144,17 +151,35 @@ def _checks(
     return checks
 
 
-def disagreements(
-    device: torch.device, split: bool = False
-) -> list[tuple[Tile | str, torch.dtype]]:
-    """The tiles in use, and kernels with their own tile, whose bits differ from SAFE's."""
-    differing = []
-    with compiled_ahead(device) as ahead:
-        for dtype in (torch.bfloat16, torch.float16) if ahead else ():
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def compile_ahead(
+    device: torch.device, dtypes: Iterable[torch.dtype], split: bool, wait: bool = True
+) -> None:
+    """Compile what the check runs."""
+    with compiled_ahead(device, wait) as ahead:
+        for dtype in dtypes if ahead else ():
             tile_bits(SAFE, dtype, device, split=split)
             for _, run in _checks(dtype, device, split):
                 run()
-    for dtype in (torch.bfloat16, torch.float16):
+
+
+@functools.cache
+def compile_check(device: torch.device, dtype: torch.dtype, split: bool) -> None:
+    """Have threads compile what the checks run that the first product of `dtype` will ask for."""
+    for wanted in (False, True)[: 1 + split] if dtype in HALVES else ():
+        if not held_before(device, dtype, wanted):
+            compile_ahead(device, (dtype,), wanted, wait=False)
+
+
+def disagreements(
+    device: torch.device, split: bool = False, dtypes: Iterable[torch.dtype] = HALVES
+) -> list[tuple[Tile | str, torch.dtype]]:
+    """The tiles in use, and kernels with their own tile, whose bits differ from SAFE's."""
+    differing = []
+    compile_ahead(device, dtypes, split)
+    for dtype in dtypes:
         expected = tile_bits(SAFE, dtype, device, split=split)
         for what, run in _checks(dtype, device, split):
             bits = run()
@@ -163,20 +188,24 @@ def disagreements(
     return differing
 
 
-def holds(device: torch.device, split: bool = False) -> bool:
+def holds(
+    device: torch.device, split: bool = False, dtypes: Iterable[torch.dtype] = HALVES
+) -> bool:
     """Whether all tiles agree on `device`; checked once a process, outside CUDA graph capture."""
-    return _checked(device, split)
+    return all(_checked(device, dtype, split) for dtype in dtypes)
 
 
-@functools.cache  # takes f(x), f(x, False) and f(x, split=False) for three calls
-def _checked(device: torch.device, split: bool) -> bool:
+@functools.cache
+def _checked(device: torch.device, dtype: torch.dtype, split: bool) -> bool:
     on_gpu = device.type == "cuda"
     if on_gpu and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "rlk_kernels checks its tiles at the first product on a device, which was inside a "
             "CUDA graph capture; call rlk_kernels.warm_up(device) before capturing"
         )
-    differing = disagreements(device, split)
+    if on_gpu and held_before(device, dtype, split):
+        return True
+    differing = disagreements(device, split, (dtype,))
     if differing:
         name = torch.cuda.get_device_name(device) if on_gpu else device.type
         warnings.warn(
@@ -185,12 +214,35 @@ def _checked(device: torch.device, split: bool) -> bool:
             TilesDiffer,
             stacklevel=2,
         )
+    elif on_gpu:
+        _note(device, dtype, split)
     return not differing
+
+
+_NOTE = "tiles_agree"
+
+
+def _notes(device: torch.device, dtype: torch.dtype, split: bool) -> Any:
+    """Triton's folder for what was found with all that could change it."""
+    gpu = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    compilers = triton.__version__, torch.version.cuda, nvrtc.version() if facts(device).cuda else 0
+    key = repr((_NOTE, gpu, compilers, str(dtype), split, sources_digest()))
+    return disk_cache(hashlib.sha256(key.encode()).hexdigest())
+
+
+def held_before(device: torch.device, dtype: torch.dtype, split: bool) -> bool:
+    """Whether an earlier process noted that all tiles agree on such a GPU."""
+    return not interpreting() and _notes(device, dtype, split).get_file(_NOTE) is not None
+
+
+def _note(device: torch.device, dtype: torch.dtype, split: bool) -> None:
+    with contextlib.suppress(OSError):  # a full disk: the next process checks again
+        _notes(device, dtype, split).put("", _NOTE, binary=False)
 
 
 def trusted(device: torch.device, dtype: torch.dtype, split: bool = False) -> bool:
     """Whether products of `dtype` may take any tile: fp32 has one, and the interpreter adds one by
-    one."""
-    if dtype == torch.float32 or interpreting():
+    one. What is only compiled may be wanted by products that come after the check."""
+    if dtype == torch.float32 or interpreting() or compiles_only():
         return True
-    return holds(device) and (not split or holds(device, split=True))
+    return holds(device, False, (dtype,)) and (not split or holds(device, True, (dtype,)))

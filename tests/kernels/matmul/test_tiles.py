@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rlk_kernels.launching import only_compiling
 from rlk_kernels.matmul import self_check, tile_time, tiles
 from rlk_kernels.matmul.hopper import product as hopper
 from rlk_kernels.matmul.tile import evenly
@@ -165,7 +166,61 @@ def test_it_is_checked_once_however_it_is_asked_for(monkeypatch):
     monkeypatch.setattr(self_check, "disagreements", lambda *asked: checked.append(asked) or [])
     assert all([self_check.holds(CPU), self_check.holds(CPU, False)])
     assert self_check.holds(CPU, split=False)
-    assert checked == [(CPU, False)]
+    assert self_check.trusted(CPU, torch.bfloat16)
+    assert checked == [(CPU, False, (dtype,)) for dtype in self_check.HALVES]
+
+
+def test_what_is_compiled_ahead_of_the_check_asks_for_none(monkeypatch):
+    monkeypatch.setattr(self_check, "disagreements", lambda *_: pytest.fail("it was checked"))
+    with only_compiling():
+        assert self_check.trusted(CPU, torch.bfloat16, split=True)
+
+
+class Notes:
+    """Triton's cache of a machine, for one digest at a time."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+
+    def folder(self, digest: str) -> SimpleNamespace:
+        def put(text: str, name: str, binary: bool) -> None:
+            self.files.add(digest)
+
+        return SimpleNamespace(
+            get_file=lambda name: name if digest in self.files else None, put=put
+        )
+
+
+def test_that_it_held_is_noted_for_such_a_gpu_and_these_sources_alone(monkeypatch):
+    notes, checked, gpu = Notes(), [], ["NVIDIA H100"]
+    on_gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(self_check, "disk_cache", notes.folder)
+    monkeypatch.setattr(self_check, "interpreting", lambda: False)
+    monkeypatch.setattr(self_check, "facts", lambda device: SimpleNamespace(cuda=False))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu[0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    wrong: list = []
+    monkeypatch.setattr(self_check, "disagreements", lambda *asked: checked.append(asked) or wrong)
+
+    def again(dtype=torch.bfloat16, split=False) -> int:
+        """How often a new process checks."""
+        self_check._checked.cache_clear()
+        checked.clear()
+        assert self_check.trusted(on_gpu, dtype, split)
+        return len(checked)
+
+    assert (again(), again()) == (1, 0)
+    assert (again(torch.float16), again(split=True), again(split=True)) == (1, 1, 0)
+    gpu[0] = "NVIDIA H200"
+    assert (again(), again()) == (1, 0)
+    monkeypatch.setattr(self_check, "sources_digest", lambda: "edited")
+    assert again() == 1
+    gpu[0], wrong[:] = "NVIDIA H20", ["a tile"]
+    for _ in range(2):  # a failure is noted nowhere
+        self_check._checked.cache_clear()
+        with pytest.warns(self_check.TilesDiffer):
+            assert not self_check.trusted(on_gpu, torch.bfloat16)
 
 
 def test_one_tile_that_differs_is_noticed_and_said(odd):

@@ -1,6 +1,10 @@
 """Compiles what an engine will launch on a GPU while it starts, several kernels at a time, so that
 no request waits for a compiler. (Without CUDA graphs vLLM may not call attention while it starts;
-its kernels are then compiled at the first request.)"""
+its kernels are then compiled at the first request.)
+
+What weights alone decide is compiled by threads while vLLM goes on to torch.compile; before graphs
+are captured and anything is served, `finish` waits for the rest.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +13,7 @@ import torch
 from torch import Tensor
 
 import rlk_kernels
+from rlk_kernels.ahead import finish
 
 ROW_STEP = 31
 """Rows between two products that are planned. A prime, so that most sizes of a last tile come up:
@@ -53,8 +58,47 @@ def compile_products(
     form = weight.shape, weight.stride(), weight.dtype, weight.device, of_bias, rows, out_dtype
     if form not in _compiled:
         linears = [(weight.detach(), bias)]
-        rlk_kernels.warm_up(weight.device, linears=linears, rows=rows, out_dtype=out_dtype)
+        rlk_kernels.warm_up(
+            weight.device, linears=linears, rows=rows, out_dtype=out_dtype, wait=False
+        )
         _compiled.add(form)
+
+
+def compile_experts(
+    gate_up: Tensor, down: Tensor, experts_per_token: int, normalize: bool, tokens: tuple[int, ...]
+) -> None:
+    """Compile what a sparse layer launches; once for layers of one form."""
+    form = (
+        gate_up.shape, gate_up.stride(), down.shape, down.stride(), down.dtype, down.device,
+        experts_per_token, normalize, tokens,
+    )  # fmt: skip
+    if form not in _compiled:
+        rlk_kernels.warm_up_experts(
+            gate_up.detach(), down.detach(), experts_per_token=experts_per_token,
+            normalize=normalize, tokens=tokens, wait=False,
+        )  # fmt: skip
+        _compiled.add(form)
+
+
+def expect_attention(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, window: int | None, config: Any
+) -> None:
+    """Have threads compile what attention will launch, by a VllmConfig and for a cache and tables
+    as vLLM usually lays them out. `compile_attention` sees those that there are: most of a minute's
+    compiling would otherwise begin there, while graphs are captured."""
+    block, sizes = config.cache_config.block_size, sizes_of(config)
+    form = heads, kv_heads, dim, dtype, window, block, sizes
+    if block is None or form in _compiled:
+        return
+    blocks = -(-config.model_config.max_model_len // block)
+    here = {"dtype": dtype, "device": "cuda"}
+    cache = torch.empty(1, block, kv_heads, 2 * dim, **here)
+    table = torch.empty(1, blocks, dtype=torch.int32, device=here["device"])
+    rlk_kernels.warm_up_paged_attention(
+        torch.empty(1, heads, dim, **here), *cache.split(dim, -1), table, window=window,
+        sequences=sizes.sequences, tokens=sizes.tokens, wait=False,
+    )  # fmt: skip
+    _compiled.add(form)
 
 
 def compile_attention(
@@ -67,6 +111,7 @@ def compile_attention(
         table.stride(), window, sizes,
     )  # fmt: skip
     if form not in _compiled:
+        finish()
         if not rlk_kernels.warm_up_paged_attention(
             q, k_cache, v_cache, table, window=window, sequences=sizes.sequences,
             tokens=sizes.tokens,

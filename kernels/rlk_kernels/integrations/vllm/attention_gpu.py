@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -18,7 +19,12 @@ from vllm.v1.attention.backend import (
 )
 
 import rlk_kernels
-from rlk_kernels.integrations.vllm.ahead import Sizes, compile_attention, sizes_of
+from rlk_kernels.integrations.vllm.ahead import (
+    Sizes,
+    compile_attention,
+    expect_attention,
+    sizes_of,
+)
 from rlk_kernels.integrations.vllm.attention import VllmAttention, refuse
 from rlk_kernels.integrations.vllm.passes import Schedules
 
@@ -98,6 +104,12 @@ class RlkAttentionImpl(VllmAttention, AttentionImpl):
                 "keys shared between layers": kv_sharing_target_layer_name is not None,
             }
         )
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        expect_attention(
+            self.num_heads, self.num_kv_heads, self.head_size, act_dtype, self.rlk_window,
+            get_current_vllm_config(),
+        )  # fmt: skip
 
     def forward(
         self,

@@ -1,20 +1,18 @@
 """What a replaced layer requires of its VllmConfig, and what it writes there."""
 
-import functools
 import hashlib
 import os
-from pathlib import Path
 from typing import Any
 
 from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-import rlk_kernels
 from rlk_kernels.integrations import rotary
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.operators import check_sparse
 from rlk_kernels.integrations.vllm import families, fusion
+from rlk_kernels.sources import sources_digest
 
 KEY = "rlk_kernels"
 """The key in `additional_config`."""
@@ -104,13 +102,6 @@ def _check(config: Any) -> None:
 
 def digest() -> str:
     """A digest of the kernels' sources and of the excluded operators."""
-    return hashlib.blake2b((_sources() + ",".join(_excluded)).encode(), digest_size=16).hexdigest()
-
-
-@functools.cache
-def _sources() -> str:
-    folder = Path(rlk_kernels.__file__).parent
-    hasher = hashlib.blake2b(digest_size=16)
-    for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.cu")]):
-        hasher.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
-    return hasher.hexdigest()
+    return hashlib.blake2b(
+        (sources_digest() + ",".join(_excluded)).encode(), digest_size=16
+    ).hexdigest()

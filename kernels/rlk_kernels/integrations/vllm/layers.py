@@ -30,6 +30,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
+from rlk_kernels.ahead import finish
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.operators import Counted
@@ -290,6 +291,7 @@ class RlkLogitsProcessor(Counted, LogitsProcessor):
         gather.check()
         if lm_head.weight.is_cuda:
             compile_products(lm_head.weight, embedding_bias, self.rlk_rows, torch.float32)
+            finish()
         return profile.logits(hidden_states, lm_head.weight, embedding_bias)
 
     def _gather_logits(self, logits: Tensor) -> Tensor | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
@@ -25,7 +26,7 @@ from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.experts import Sparse
 from rlk_kernels.integrations.vllm import gather
-from rlk_kernels.integrations.vllm.ahead import compile_products
+from rlk_kernels.integrations.vllm.ahead import compile_experts, compile_products, sizes_of
 from rlk_kernels.integrations.vllm.config import check_sparse_layer
 from rlk_kernels.integrations.vllm.layers import RlkLinearMethod, VllmLinear
 
@@ -37,6 +38,7 @@ class RlkFusedMoEMethod(UnquantizedFusedMoEMethod):
     supports_pre_processed_weights = True
 
     def __init__(self, moe: Any) -> None:
+        self.rlk_tokens = sizes_of(get_current_vllm_config()).rows
         if not current_platform.is_cpu():
             super().__init__(moe)
             return
@@ -77,7 +79,9 @@ class RlkFusedMoEMethod(UnquantizedFusedMoEMethod):
         return hidden_size, intermediate_size_per_partition
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        return
+        gate_up, down = layer.w13_weight, layer.w2_weight
+        if down.is_cuda:
+            compile_experts(gate_up, down, layer.top_k, layer.renormalize, self.rlk_tokens)
 
 
 class RouterMethod(RlkLinearMethod):

@@ -24,14 +24,15 @@ def batches(sequences: int, tokens: int, group: int, few: int) -> Iterator[tuple
 
 def warm_up_paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, *, window: int | None = None,
-    sequences: int, tokens: int,
+    sequences: int, tokens: int, wait: bool = True,
 ) -> bool:  # fmt: skip
     """Compile, several kernels at a time, what `paged_attention` and `paged_schedule` will launch
     for calls like this one, in batches of at most `sequences` sequences and `queries` queries.
 
     The tensors are as theirs: of q the heads and the dtype count, of the block table its width, and
     no values. Neither a softcap nor sinks. False, with nothing compiled, while a CUDA graph is
-    captured; on the torch backend there is nothing to compile.
+    captured; on the torch backend there is nothing to compile. Without `wait`, threads go on
+    compiling, and a launch waits for its own kernel.
     """
     if choose("warm_up_paged_attention", None, q, k_cache, v_cache, block_table) == "torch":
         return True
@@ -39,7 +40,7 @@ def warm_up_paged_attention(
 
     heads, width = q.shape[1:], block_table.shape[1]
     pitch = max(block_table.stride(0), width)
-    with on_device_of(q), compiled_ahead(q.device) as ahead:
+    with on_device_of(q), compiled_ahead(q.device, wait) as ahead:
         group = q.shape[1] // k_cache.shape[-2]
         for batch, queries in batches(sequences, tokens, group, FEW) if ahead else ():
             integers = block_table.new_empty(batch + 1, dtype=torch.int32)

@@ -83,7 +83,9 @@ def _rows_by_weight(
     tl.store(where, acc.to(c_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+# Neither changes the code that is worth having, and both follow the number of tokens: a variant for
+# each of their values would be compiled while an engine captures its graphs.
+@triton.jit(do_not_specialize=["S", "row_tiles"])
 def _grouped_kernel(
     a_ptr, b_ptr, b_desc, c_ptr, order_ptr, offsets_ptr, S, N, K, E, each, row_tiles,
     stride_be, stride_bk, stride_bn,
