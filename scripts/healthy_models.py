@@ -13,6 +13,7 @@ these rows nearly equal.
 
 import argparse
 import fnmatch
+import functools
 import json
 import math
 import os
@@ -154,15 +155,15 @@ qwen2-w4096-d2-h128-v4096-s0 qwen2 4096 2 32 8 128 2048 4096 tied bfloat16 1024 
 qwen3-w4096-d2-h256-v4096-s0 qwen3 4096 2 16 16 256 2048 4096 tied float32 1024 0
 qwen3-w4096-d2-h32-v4096-s0 qwen3 4096 2 16 16 32 2048 4096 tied float16 1024 0
 qwen3-w4096-d2-h64-v4096-s0 qwen3 4096 2 16 16 64 2048 4096 tied float16 1024 0
-gpu-qwen2.5-0.5b qwen2 896 24 14 2 64 4864 151936 tied bfloat16 1024 300
-gpu-qwen3-0.6b qwen3 1024 28 16 8 128 3072 151936 tied bfloat16 1024 300
-gpu-qwen2.5-1.5b qwen2 1536 12 12 2 128 8960 151936 tied bfloat16 1024 300
-gpu-llama-3.2-1b llama 2048 16 32 8 64 8192 128256 tied bfloat16 1024 300
-gpu-qwen3-1.7b qwen3 2048 10 16 8 128 6144 151936 tied bfloat16 1024 300
-gpu-qwen3-4b qwen3 2560 8 32 8 128 9728 151936 tied bfloat16 1024 300
-gpu-qwen2.5-7b qwen2 3584 3 28 4 128 18944 152064 untied bfloat16 1024 300
-gpu-llama-3-8b llama 4096 4 32 8 128 14336 128256 untied bfloat16 1024 300
-gpu-qwen3-8b qwen3 4096 4 32 8 128 12288 151936 untied bfloat16 1024 300
+gpu-qwen2.5-0.5b qwen2 896 24 14 2 64 4864 151936 tied bfloat16 1024 100
+gpu-qwen3-0.6b qwen3 1024 28 16 8 128 3072 151936 tied bfloat16 1024 100
+gpu-qwen2.5-1.5b qwen2 1536 12 12 2 128 8960 151936 tied bfloat16 1024 100
+gpu-llama-3.2-1b llama 2048 16 32 8 64 8192 128256 tied bfloat16 1024 100
+gpu-qwen3-1.7b qwen3 2048 10 16 8 128 6144 151936 tied bfloat16 1024 100
+gpu-qwen3-4b qwen3 2560 8 32 8 128 9728 151936 tied bfloat16 1024 100
+gpu-qwen2.5-7b qwen2 3584 3 28 4 128 18944 152064 untied bfloat16 1024 100
+gpu-llama-3-8b llama 4096 4 32 8 128 14336 128256 untied bfloat16 1024 100
+gpu-qwen3-8b qwen3 4096 4 32 8 128 12288 151936 untied bfloat16 1024 100
 gpu-llama-3-8b-random llama 4096 2 32 8 128 14336 128256 untied bfloat16 1024 0
 """
 
@@ -201,11 +202,18 @@ def make_config(spec: ModelSpec, tokenizer: PreTrainedTokenizerFast) -> AutoConf
     )
 
 
-def batches(
-    tokenizer: PreTrainedTokenizerFast, spec: ModelSpec, device: str
-) -> Iterator[torch.Tensor]:
+tokenizer_of = functools.cache(train_tokenizer)
+
+
+@functools.cache
+def text_of(entries: int) -> torch.Tensor:
+    """POOL tokens in one row, the same for all models with a tokenizer of `entries`."""
+    return torch.tensor(next(rows(tokenizer_of(entries), TRAIN_SEED, POOL)))
+
+
+def batches(spec: ModelSpec, device: str) -> Iterator[torch.Tensor]:
     """Id batches of rows cut out of one text anywhere."""
-    pool = torch.tensor(next(rows(tokenizer, TRAIN_SEED, POOL)), device=device)
+    pool = text_of(spec.tokenizer).to(device)
     generator = torch.Generator().manual_seed(spec.seed)
     offsets = torch.arange(ROW_LENGTH)
     while True:
@@ -294,13 +302,12 @@ def make(spec: ModelSpec, out: Path, device: str, graphs: bool) -> dict[str, obj
     weights whatever the device."""
     start = time.monotonic()
     torch.manual_seed(spec.seed)
-    tokenizer = train_tokenizer(spec.tokenizer)
+    tokenizer = tokenizer_of(spec.tokenizer)
     config = make_config(spec, tokenizer)
     with torch.device(device if spec.steps else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=spec.trained_in)
     model.to(device)
-    stream = batches(tokenizer, spec, device)
-    loss = train(model, spec, stream, graphs) if spec.steps else None
+    loss = train(model, spec, batches(spec, device), graphs) if spec.steps else None
     told = measured(model.eval(), tokenizer)
     model.to(getattr(torch, spec.stored)).save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -321,8 +328,11 @@ def make_in_process(spec: ModelSpec, out: Path, graphs: bool) -> dict[str, objec
     if not torch.cuda.is_available():
         return make(spec, out, "cpu", graphs=False)
     torch.set_float32_matmul_precision("high")
-    with torch.cuda.stream(torch.cuda.Stream()):
-        return make(spec, out, "cuda", graphs)
+    try:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return make(spec, out, "cuda", graphs)
+    finally:
+        torch.cuda.empty_cache()
 
 
 def make_all(specs: Sequence[ModelSpec], out: Path, workers: int, graphs: bool) -> None:
@@ -331,7 +341,7 @@ def make_all(specs: Sequence[ModelSpec], out: Path, workers: int, graphs: bool) 
     missing = [s for s in specs if not (out / s.name / "made.json").exists()]
     missing.sort(key=lambda s: -s.steps * s.hidden * s.layers)
     failed = []
-    with ProcessPoolExecutor(workers, get_context("spawn"), max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         made = {pool.submit(make_in_process, s, out / s.name, graphs): s for s in missing}
         for future in as_completed(made):
             if error := future.exception():
