@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlk_align.compare.own_value import rounds_to_own_value
+from rlk_align.compare.own_value import round_to_own_value
 from rlk_align.compare.parity_weights import check_weights
 from rlk_align.model.sites import RowIndex
 from rlk_align.results import Kind, Mismatch, SideName
@@ -147,10 +147,8 @@ def _crossed(trace: Trace, name: str) -> bool:
     """Whether a pass has rows that see another sequence, or not their own, which are no rows that
     give themselves nearly all weight."""
     record = trace.read_pass(name).record.boundaries
-    return len(record.first) < record.wrong or not all(
-        row.sees == "itself alone" and rounds_to_own_value(trace, name, row.sample, row.position)
-        for row in record.first
-    )
+    alone = all(row.sees == "itself alone" for row in record.first)
+    return bool(record.wrong) and not (alone and round_to_own_value(trace, name))
 
 
 def _repeats(trace: Trace, name: str, site: str) -> bool:

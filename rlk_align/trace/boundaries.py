@@ -15,6 +15,12 @@ ALIKE = 2.0**-5
 """Relative distance up to which an output is the value itself: one rounding in bf16 is 2^-8."""
 
 
+def alike(out: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Which rows of attention `[N, F]` are the value of the one token that they see, `[N]`."""
+    a, b = out.double(), value.double()
+    return ~((a - b).norm(dim=1) / b.norm(dim=1) > ALIKE)
+
+
 class BoundaryCheck:
     """Follows layer 0 of one pass."""
 
@@ -53,9 +59,7 @@ class BoundaryCheck:
         among = np.zeros(len(out), dtype=bool)
         if first.any():
             at = torch.from_numpy(np.flatnonzero(first)).to(out.device)
-            a, b = out[at].double(), repeated[at].double()
-            distance = (a - b).norm(dim=1) / b.norm(dim=1)
-            among[first] = (distance > ALIKE).cpu().numpy()
+            among[first] = (~alike(out[at], repeated[at])).cpu().numpy()
         suspects: tuple[tuple[np.ndarray, Attended], ...]
         suspects = ((among, "other tokens"), (alone, "itself alone"))
         for wrong, sees in suspects:

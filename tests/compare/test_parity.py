@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from synthetic import BATCH, corrupt, draw, seal, write_trace, write_weights
+from synthetic import BATCH, SHAPE, all_cells, corrupt, draw, seal, write_trace, write_weights
 
 from rlk_align.compare.parity import check_parity
 from rlk_align.engines.common.attributes import per_layer
@@ -30,7 +30,6 @@ WEIGHTS = {"embed": torch.arange(12.0).reshape(3, 4), "final_norm": torch.ones(4
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
     """Writes a trace without passes."""
-    from synthetic import SHAPE
 
     def trace(
         name: str,
@@ -279,20 +278,26 @@ def test_boundaries_are_told_by_a_side_that_repeats_its_attention_alone(
     assert named == (["sequence_boundary"] if repeats else [])
 
 
+@pytest.mark.parametrize("wrong", [1, 20])
 @pytest.mark.parametrize(("sharp", "named"), [(30.0, []), (0.1, ["sequence_boundary"])])
 def test_a_row_that_gives_itself_all_weight_crosses_no_boundary(
-    tmp_path: Path, sharp: float, named: list[str]
+    tmp_path: Path, sharp: float, named: list[str], wrong: int
 ) -> None:
     """Rounding leaves nothing of the tokens before it; where it would, the row did not see them."""
     values = draw()
+    position = torch.tensor([p for _, p in all_cells()])
+    own = values["layers.0.v_proj"].reshape(-1, SHAPE.kv_heads, 1, SHAPE.head_dim)
+    own = own.expand(-1, -1, SHAPE.heads // SHAPE.kv_heads, -1)
+    alone = (position == 0) | (position == 2)
+    values["layers.0.attn"][alone] = own.reshape(len(own), -1)[alone]
     for site in ("layers.0.q_rope", "layers.0.k_rope"):
-        values[site][2] = sharp
+        values[site][position == 2] = sharp
     a, b = write_trace(tmp_path / "a", values), write_trace(tmp_path / "b", values)
     path = b.folder / "prefill" / "pass.json"
-    alone = [WrongBoundary(sample=0, position=2, sees="itself alone")]
+    first = [WrongBoundary(sample=0, position=2, sees="itself alone")]
     record = load_record(PassRecord, path)
     path.unlink()
-    boundaries = BoundaryRecord(checked=9, wrong=1, first=alone)
+    boundaries = BoundaryRecord(checked=9, wrong=wrong, first=first)
     save_record(record.model_copy(update={"boundaries": boundaries}), path)
     seal(b.folder)
     assert [m.name for m in check_parity(a, Trace(b.folder))] == named

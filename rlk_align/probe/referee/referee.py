@@ -287,6 +287,7 @@ class Walk:
                 ]
             exact, variance, shared = reference.exact(site, inputs, rows)
             got = reference.got(site, got, inputs)
+            exact = reference.nearest(site, exact, got)
             for start in range(0, len(part), compared):
                 at = slice(start, start + compared)
                 sums.add(got[at], exact[at], variance[at], shared[at], part[at])

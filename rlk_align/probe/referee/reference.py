@@ -138,6 +138,18 @@ class Reference:
             return recorded
         return self._experts.beyond(site, inputs[0], recorded.long())
 
+    def nearest(self, site: Site, exact: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
+        """What `got` is measured against, `[N, F]`: `exact`, or the sum of the rounded product and
+        the bias where that is closer. An engine may round a product before it adds the bias: most
+        of a bias below half an ulp is then lost in every row alike, which is no rounding by chance.
+        """
+        if site.operator.formula != "linear" or site.op not in self._biased:
+            return exact
+        bias = self._bias(site)
+        rounded = (exact - bias).to(getattr(torch, self.rounded_to(site))).double() + bias
+        distances = [(got - each).square().sum() for each in (exact, rounded)]
+        return rounded if distances[1] < distances[0] else exact
+
     def settings(self, site: Site) -> list[LiveSetting]:
         """What the side computes it by, beside what config.json says."""
         return live_settings(site, self._attributes, self._config, self.shape)
@@ -153,8 +165,7 @@ class Reference:
     def _product(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A linear layer, some features at a time."""
         parameter = site.parameter
-        biased = site.op in self._biased
-        bias = self._weights.read(f"{parameter}.bias").double() if biased else None
+        bias = self._bias(site) if site.op in self._biased else None
         tied_to = site.operator.tied_to if self._config.get("tie_word_embeddings") else ""
         weight = self._weights.read(tied_to or parameter, used_as=parameter)
         out, extra = (x.new_empty(len(x), len(weight)) for _ in range(2))
@@ -164,6 +175,9 @@ class Reference:
             some = None if bias is None else bias[at]
             out[:, at], extra[:, at] = self._sums(site, x, weight[at].double(), some)
         return out, extra
+
+    def _bias(self, site: Site) -> torch.Tensor:
+        return self._weights.read(f"{site.parameter}.bias").double()
 
     def _sums(
         self, site: Site, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None

@@ -3,6 +3,7 @@
 import math
 import struct
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tiny import checkpoint
+
 from rlk_align.judge.contract import STATISTICS
 from rlk_align.judge.load import load_contract
+from rlk_align.model.families import read_shape
 from rlk_align.model.prompts import Sample, TokenBatch
-from rlk_align.model.sites import RowIndex
+from rlk_align.model.sites import RowIndex, model_sites
 from rlk_align.probe.referee import formulas
+from rlk_align.probe.referee.reference import Reference
 from rlk_align.probe.referee.rounding import ErrorSums, relative_unit, rounding_variance
 from rlk_align.results import RoundingErrors
 
@@ -152,6 +157,28 @@ def test_large_and_small_rows_features_and_entries_raise_no_alarm(dtype: str) ->
         exact[7, 9] = 400
         measured = errors(rounded(exact, dtype), exact, dtype)
         assert over(measured, dtype=dtype) == set(), measured
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_bias_that_is_added_to_a_rounded_product_is_no_gain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """Most of a bias below half an ulp is lost in every row alike; what loses the bias is found."""
+    made = checkpoint(tmp_path, "qwen2")
+    shape = read_shape(made)
+    site = next(s for s in model_sites(shape) if s.op == "q_proj")
+    reference = Reference(made, shape, "bfloat16", 1, {}, {}, torch.device("cpu"))
+    sign = outputs(1).sign()
+    product, bias = outputs() + 2 * sign, 0.002 * sign[0]
+    monkeypatch.setattr(reference, "_bias", lambda site: bias)
+    exact, summed = product + bias, rounded(product) + bias
+    got = rounded(summed) if late else rounded(product + bias)
+    assert bool(over(errors(got, exact))) == late
+    assert over(errors(got, reference.nearest(site, exact, got))) == set()
+    lost = rounded(product)
+    large = product + 0.02 * sign
+    monkeypatch.setattr(reference, "_bias", lambda site: 0.02 * sign[0])
+    assert over(errors(lost, reference.nearest(site, large, lost)))
 
 
 def test_one_large_feature_in_every_head_is_no_gain_of_a_row() -> None:
