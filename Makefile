@@ -33,7 +33,7 @@ demo-loop: setup
 
 # Tests with the real engines; a missing one fails instead of skipping. Two files at a time, each
 # process with one thread. Engines and commands are forked from processes that have imported their
-# packages (tests/warm.py), and equal captures are made once (tests/captures.py). The files that take
+# packages (tests/support/warm.py), and equal captures are made once (tests/captures.py). The files that take
 # longest go first (tests/conftest.py), and short ones fill up the end. Each module is compiled once, whatever the
 # environment says of bytecode. A process keeps the memory that it frees, instead of asking for zeroed pages again.
 KEPT := MALLOC_MMAP_THRESHOLD_=67108864 MALLOC_TRIM_THRESHOLD_=268435456 MALLOC_TOP_PAD_=16777216

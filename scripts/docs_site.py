@@ -42,7 +42,10 @@ PYTHON = {
             ["rlk_align.judge.verdict.Verdict", "rlk_align.judge.regression.RegressionVerdict"],
         ),
         ("Errors", ["rlk_align.errors"]),
-        ("Writers for training scripts", ["rlk_align.writers.trl", "rlk_align.writers.verl"]),
+        (
+            "Writers for training scripts",
+            ["rlk_align.logs.writers.trl", "rlk_align.logs.writers.verl"],
+        ),
     ],
     "rlk_kernels": [("Operators", ["rlk_kernels"])],
 }

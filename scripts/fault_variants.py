@@ -17,7 +17,7 @@ from simulate_dumps import (
     truncated,
 )
 
-from rlk_align.dumps.sequences import UNKNOWN, Sequences
+from rlk_align.logs.dumps.sequences import UNKNOWN, Sequences
 
 RAW = {"rollout": "train_raw", "trainer": "rollout_raw"}
 """Side whose log-probs are of the processed law -> which flag makes the other's raw."""

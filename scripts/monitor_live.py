@@ -15,8 +15,8 @@ import numpy as np
 from rl_loop import Rollout, Tasks, Trainer, lines
 
 from rlk_align.files import whole_file
-from rlk_align.monitor.record import StepRecord
-from rlk_align.monitor.run import RunMonitor
+from rlk_align.logs.monitor.record import StepRecord
+from rlk_align.logs.monitor.run import RunMonitor
 
 PROMPTS = 4
 RATE = 2e-4

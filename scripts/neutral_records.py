@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from rlk_align.dumps.sequences import Sequences
+from rlk_align.logs.dumps.sequences import Sequences
 
 
 def records(run: Sequences) -> Iterator[dict[str, Any]]:

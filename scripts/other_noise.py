@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 from simulate_dumps import Dump
 
-from rlk_align.dumps.sequences import Sequences
+from rlk_align.logs.dumps.sequences import Sequences
 
 
 def _heavy_tails(dump: Dump) -> None:

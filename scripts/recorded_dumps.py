@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from simulate_dumps import FAULTS, GROUP, PROMPT, Dump, Floats
 
-from rlk_align.dumps.sequences import Sequences
+from rlk_align.logs.dumps.sequences import Sequences
 from rlk_align.model.sites import RowIndex
 from rlk_align.trace.numbered import read_rows
 from rlk_align.trace.reader import Trace

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rlk_align.dumps.record import Sampling
-from rlk_align.dumps.sequences import UNKNOWN, Sequences
+from rlk_align.logs.dumps.record import Sampling
+from rlk_align.logs.dumps.sequences import UNKNOWN, Sequences
 
 ALTERNATIVES = 16
 PROMPT = 12

@@ -19,9 +19,9 @@ from fault_variants import INSTEAD, LESS, VARIANTS, variant, with_less
 from recorded_dumps import RecordedDump, Recording, planted
 from simulate_dumps import FAULTS, NOISE, faulty, healthy
 
-from rlk_align.diagnose.contract import RunContract, load_run_contract
-from rlk_align.diagnose.explain import explain
-from rlk_align.dumps.sequences import Sequences
+from rlk_align.logs.diagnose.contract import RunContract, load_run_contract
+from rlk_align.logs.diagnose.explain import explain
+from rlk_align.logs.dumps.sequences import Sequences
 
 SIZES = (2_000, 20_000, 200_000)
 SEEDS = 10

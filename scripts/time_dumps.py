@@ -23,7 +23,7 @@ import torch
 from neutral_records import records
 from simulate_dumps import healthy
 
-from rlk_align.dumps.sequences import Sequences
+from rlk_align.logs.dumps.sequences import Sequences
 
 TOKENS = 1_000_000
 _RUN = """

@@ -45,7 +45,7 @@ from rollout import Rollout
 from trainer import Trainer
 
 from rlk_align.errors import RlkError
-from rlk_align.writers.step_file import write_step
+from rlk_align.logs.writers.step_file import write_step
 
 
 class Loop:

@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING
 from rlk_align.api import options
 from rlk_align.capture.recording import Recording
 from rlk_align.capture.request import CaptureRequest
-from rlk_align.diagnose.contract import RUN_CONTRACT, RunContract, load_run_contract
-from rlk_align.diagnose.explain import explain
-from rlk_align.dumps.run import ImportedRun
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
+from rlk_align.logs.diagnose.contract import RUN_CONTRACT, RunContract, load_run_contract
+from rlk_align.logs.diagnose.explain import explain
+from rlk_align.logs.dumps.run import ImportedRun
+from rlk_align.logs.readers.importing import import_dump
+from rlk_align.logs.readers.registry import AUTO
+from rlk_align.logs.rescore.batch import check_fits, prompts_of, token_batch
+from rlk_align.logs.rescore.choose import Choice, choose
 from rlk_align.model.prompts import TokenBatch, save_prompts
 from rlk_align.progress import Progress
-from rlk_align.readers.importing import import_dump
-from rlk_align.readers.registry import AUTO
-from rlk_align.rescore.batch import check_fits, prompts_of, token_batch
-from rlk_align.rescore.choose import Choice, choose
 from rlk_align.results import Kind, SideName
 from rlk_align.trace.records import writing
 from rlk_align.trace.run import Run
 from rlk_align.trace.run_folder import RUN_JSON
 
 if TYPE_CHECKING:
-    from rlk_align.rescore.record import Rescored
+    from rlk_align.logs.rescore.record import Rescored
     from rlk_align.trace.reader import Trace
 
 DUMP, CHOSEN = "dump", "chosen"
@@ -65,9 +65,9 @@ class PreparedRescoring:
     def start(self, progress: Progress) -> "Rescored":
         """Scores the ids on each engine, and splits the dump's mismatch."""
         from rlk_align.compare.measure import engine_record
+        from rlk_align.logs.rescore.logprobs import token_logprobs
+        from rlk_align.logs.rescore.split import Scores, split
         from rlk_align.model.sites import RowIndex
-        from rlk_align.rescore.logprobs import token_logprobs
-        from rlk_align.rescore.split import Scores, split
 
         traces = self._capture(progress)
         index = RowIndex(self.batch)

@@ -11,8 +11,8 @@ from rlk_align.api.pair import Pair, prepare, without_kernels
 from rlk_align.cli import options
 from rlk_align.cli.explain import explain
 from rlk_align.cli.outputs import check_outputs, parse_outputs
-from rlk_align.diagnose.contract import RUN_CONTRACT
 from rlk_align.errors import BadOption
+from rlk_align.logs.diagnose.contract import RUN_CONTRACT
 from rlk_align.progress import labelled, show_progress
 from rlk_align.trace.run import is_imported
 

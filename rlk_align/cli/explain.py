@@ -8,7 +8,7 @@ import typer
 from rlk_align.cli import options
 from rlk_align.cli.finish import print_report
 from rlk_align.cli.outputs import check_outputs, parse_outputs, takes_stdout, write_text
-from rlk_align.diagnose.contract import RUN_CONTRACT, load_run_contract
+from rlk_align.logs.diagnose.contract import RUN_CONTRACT, load_run_contract
 from rlk_align.report.formats import EXPLAINED_FORMATS, renderer
 
 
@@ -24,8 +24,8 @@ def explain(
     gate: 0 for ordinary numerics, 1 for a mismatch, 4 if nothing can be
     concluded.
     """
-    from rlk_align.diagnose.explain import explain as explain_run
-    from rlk_align.dumps.run import ImportedRun
+    from rlk_align.logs.diagnose.explain import explain as explain_run
+    from rlk_align.logs.dumps.run import ImportedRun
     from rlk_align.report.explained_terminal import show_explanation
 
     outputs = parse_outputs(output, tuple(EXPLAINED_FORMATS))

@@ -10,7 +10,7 @@ from rlk_align.cli import options
 from rlk_align.cli.explain import explain
 from rlk_align.cli.finish import finish, finish_regression
 from rlk_align.cli.outputs import check_outputs, parse_outputs
-from rlk_align.diagnose.contract import RUN_CONTRACT
+from rlk_align.logs.diagnose.contract import RUN_CONTRACT
 from rlk_align.probe.record import Probe
 from rlk_align.progress import show_progress, silent
 from rlk_align.report.formats import FORMATS, REGRESSION_FORMATS

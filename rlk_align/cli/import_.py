@@ -11,7 +11,7 @@ from rlk_align.progress import show_progress
 from rlk_align.text import line
 
 if TYPE_CHECKING:
-    from rlk_align.dumps.manifest import Manifest
+    from rlk_align.logs.dumps.manifest import Manifest
 
 
 def import_(
@@ -25,7 +25,7 @@ def import_(
     out: Annotated[Path, typer.Option("-o", "--out", metavar="RUN", help="The run's folder.")],
 ) -> None:
     """Turn the log-probs that a framework wrote during training into a run."""
-    from rlk_align.readers.importing import import_dump
+    from rlk_align.logs.readers.importing import import_dump
 
     with show_progress("import") as progress:
         manifest = import_dump(format, paths, out, options.command_line(), progress)

@@ -14,14 +14,14 @@ from rich.text import Text
 from rlk_align.cli import options
 from rlk_align.cli.monitor_outputs import FORMATS, StepOutputs
 from rlk_align.cli.outputs import parse_outputs, takes_stdout
-from rlk_align.diagnose.contract import RUN_CONTRACT, load_run_contract
 from rlk_align.errors import BadOption
-from rlk_align.monitor.record import StepRecord
+from rlk_align.logs.diagnose.contract import RUN_CONTRACT, load_run_contract
+from rlk_align.logs.monitor.record import StepRecord
 from rlk_align.report.steps_terminal import finding_lines, steps_table
 from rlk_align.text import line
 
 if TYPE_CHECKING:
-    from rlk_align.monitor.run import RunMonitor
+    from rlk_align.logs.monitor.run import RunMonitor
 
 SHOWN = 20
 """Steps of the live table."""
@@ -58,8 +58,8 @@ def monitor(
     Steps are read while the run writes them. With --once the exit code is 0 where every step keeps
     the limits, 1 where one does not, and 4 where nothing was compared.
     """
-    from rlk_align.monitor.run import RunMonitor
-    from rlk_align.monitor.source import open_source
+    from rlk_align.logs.monitor.run import RunMonitor
+    from rlk_align.logs.monitor.source import open_source
 
     outputs = parse_outputs(output, FORMATS)
     if len({path.absolute() for path in paths}) < len(paths):

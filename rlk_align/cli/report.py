@@ -10,18 +10,18 @@ from rich.console import Console
 from rlk_align.cli import options
 from rlk_align.cli.compare import WITHOUT
 from rlk_align.cli.outputs import check_outputs, make_output, write_run, write_text
-from rlk_align.diagnose.contract import RUN_CONTRACT
 from rlk_align.errors import BadOption, TraceNotWritten
 from rlk_align.files import whole_file
+from rlk_align.logs.diagnose.contract import RUN_CONTRACT
 from rlk_align.report.source import ReportSource, load_source
 from rlk_align.text import line
 from rlk_align.trace.run import is_imported
 from rlk_align.trace.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from rlk_align.diagnose.contract import RunContract
-    from rlk_align.dumps.run import ImportedRun
-    from rlk_align.monitor.history import History
+    from rlk_align.logs.diagnose.contract import RunContract
+    from rlk_align.logs.dumps.run import ImportedRun
+    from rlk_align.logs.monitor.history import History
 
 report = typer.Typer(no_args_is_help=True, help="Write a run's findings in a format for people.")
 """A command for each format."""
@@ -54,9 +54,9 @@ def html(
 def _imported_html(runs: list[str], out: Path, contract: str) -> None:
     """Writes the page of imported runs: of one its diagnoses and its steps, of several their steps.
     Raises BadOption where one is a run of engines."""
-    from rlk_align.diagnose.contract import load_run_contract
-    from rlk_align.diagnose.explain import explain
-    from rlk_align.dumps.run import ImportedRun
+    from rlk_align.logs.diagnose.contract import load_run_contract
+    from rlk_align.logs.diagnose.explain import explain
+    from rlk_align.logs.dumps.run import ImportedRun
     from rlk_align.report.html.explained import explained_page
     from rlk_align.report.html.steps import steps_page
 
@@ -73,8 +73,8 @@ def _imported_html(runs: list[str], out: Path, contract: str) -> None:
 
 def _history(run: "ImportedRun", limits: "RunContract") -> "History":
     """The run's steps, each held to its limits; none where the dump says no step."""
-    from rlk_align.monitor.history import History
-    from rlk_align.monitor.run import RunMonitor
+    from rlk_align.logs.monitor.history import History
+    from rlk_align.logs.monitor.run import RunMonitor
 
     history = History()
     monitor = RunMonitor(limits, on_step=history.add)
@@ -85,9 +85,9 @@ def _history(run: "ImportedRun", limits: "RunContract") -> "History":
 
 def _imported_markdown(name: str, out: str, contract: str) -> None:
     """Writes what was explained of an imported run."""
-    from rlk_align.diagnose.contract import load_run_contract
-    from rlk_align.diagnose.explain import explain
-    from rlk_align.dumps.run import ImportedRun
+    from rlk_align.logs.diagnose.contract import load_run_contract
+    from rlk_align.logs.diagnose.explain import explain
+    from rlk_align.logs.dumps.run import ImportedRun
     from rlk_align.report.explained_markdown import explained_markdown
 
     output = make_output("markdown", out)

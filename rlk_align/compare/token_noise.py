@@ -7,7 +7,7 @@ and not on how sure the model is of its tokens. `diagnose.evidence` puts the sam
 
 import numpy as np
 
-from rlk_align.diagnose.interval import Estimate, Floats, ratio
+from rlk_align.interval import Estimate, Floats, ratio
 from rlk_align.results import TokenNoise
 
 LEAST_ROOM = 0.01

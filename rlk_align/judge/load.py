@@ -32,7 +32,7 @@ BY_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 OF_RUNS = ("run",)
-"""Contracts of another kind, for imported runs: `rlk_align.diagnose.contract`."""
+"""Contracts of another kind, for imported runs: `rlk_align.logs.diagnose.contract`."""
 
 
 def default_contract(dtype: str) -> str:

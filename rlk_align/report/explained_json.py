@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from rlk_align.diagnose.explain import Explanation
-from rlk_align.diagnose.interval import Estimate
+from rlk_align.interval import Estimate
+from rlk_align.logs.diagnose.explain import Explanation
 from rlk_align.report.explained_words import BLIND, next_command, sentence
 from rlk_align.report.verdict_json import finite, record_text
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from rlk_align.diagnose.explain import Explanation
+from rlk_align.logs.diagnose.explain import Explanation
 from rlk_align.report.explained_words import (
     BLIND,
     breach_words,

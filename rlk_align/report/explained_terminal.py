@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from rlk_align.diagnose.explain import Explanation
-from rlk_align.diagnose.record import Diagnosis, Token
+from rlk_align.logs.diagnose.explain import Explanation
+from rlk_align.logs.diagnose.record import Diagnosis, Token
 from rlk_align.report.explained_words import (
     BLIND,
     breach_words,

@@ -3,9 +3,9 @@
 import shlex
 from math import isnan
 
-from rlk_align.diagnose.explain import Breach, Explanation
-from rlk_align.diagnose.interval import Estimate
-from rlk_align.diagnose.record import Diagnosis, Name
+from rlk_align.interval import Estimate
+from rlk_align.logs.diagnose.explain import Breach, Explanation
+from rlk_align.logs.diagnose.record import Diagnosis, Name
 
 MEANING: dict[Name, str] = {
     "vacuous": "There is nothing to compare.",

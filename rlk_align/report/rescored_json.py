@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from rlk_align.diagnose.interval import Estimate
+from rlk_align.interval import Estimate
+from rlk_align.logs.rescore.record import Rescored, SplitEdge
+from rlk_align.logs.rescore.words import WHAT
 from rlk_align.report.explained_json import explained_record
 from rlk_align.report.rescored_words import chosen, next_command, temperature
 from rlk_align.report.verdict_json import finite, record_text
-from rlk_align.rescore.record import Rescored, SplitEdge
-from rlk_align.rescore.words import WHAT
 
 
 def rescored_json(rescored: Rescored, dump: str, scores: str) -> str:

@@ -1,5 +1,7 @@
 """A dump that engines scored again, for a pull request."""
 
+from rlk_align.logs.rescore.record import Rescored
+from rlk_align.logs.rescore.words import WHAT
 from rlk_align.report.explained_markdown import diagnosis_sections, measured
 from rlk_align.report.explained_words import scope
 from rlk_align.report.explained_words import sentence as explained_sentence
@@ -13,8 +15,6 @@ from rlk_align.report.rescored_words import (
     next_command,
     temperature,
 )
-from rlk_align.rescore.record import Rescored
-from rlk_align.rescore.words import WHAT
 
 
 def rescored_markdown(rescored: Rescored, dump: str, scores: str) -> str:

@@ -3,6 +3,8 @@
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
+from rlk_align.logs.rescore.record import Rescored
+from rlk_align.logs.rescore.words import WHAT
 from rlk_align.report.explained_words import sentence as explained_sentence
 from rlk_align.report.rescored_words import (
     EDGE_COLUMNS,
@@ -14,8 +16,6 @@ from rlk_align.report.rescored_words import (
     temperature,
 )
 from rlk_align.report.terminal import STYLES
-from rlk_align.rescore.record import Rescored
-from rlk_align.rescore.words import WHAT
 from rlk_align.text import line
 
 

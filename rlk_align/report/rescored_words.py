@@ -2,9 +2,9 @@
 
 import shlex
 
+from rlk_align.logs.rescore.record import Rescored
+from rlk_align.logs.rescore.words import percent
 from rlk_align.report.words import engine_spec
-from rlk_align.rescore.record import Rescored
-from rlk_align.rescore.words import percent
 from rlk_align.results import EdgeMetrics, EngineRecord
 
 EDGE_COLUMNS = ("edge", "mean |Δ|", "share", "k3", "E[ρ]", "c", "looks like")

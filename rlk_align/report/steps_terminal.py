@@ -6,7 +6,7 @@ from typing import Literal
 from rich.table import Table
 from rich.text import Text
 
-from rlk_align.monitor.record import Interval, StepRecord
+from rlk_align.logs.monitor.record import Interval, StepRecord
 from rlk_align.text import line
 
 STYLES = {"fail": "bold red", "inconclusive": "bold yellow", "warn": "yellow"}

@@ -92,19 +92,21 @@ RULES = {
     "text": (),
     "progress": ("text",),
     "version": (),
+    "interval": (),
     "results": (),
     "comparison_table": ("files", "text", "errors"),
-    "dumps": ("dumps", "trace", "results", "files", "progress", "text", "errors"),
-    "readers": ("readers", "dumps", "progress", "text", "errors"),
-    "writers": ("writers", "readers.missing", "dumps", "files", "errors"),
-    "diagnose": ("diagnose", "dumps", "data", "files", "text", "errors"),
-    "rescore": (
-        *("rescore", "diagnose", "dumps", "compare.metrics", "trace", "model"),
+    "logs.dumps": ("logs.dumps", "trace", "results", "files", "progress", "text", "errors"),
+    "logs.readers": ("logs.readers", "logs.dumps", "progress", "text", "errors"),
+    "logs.writers": ("logs.writers", "logs.readers.missing", "logs.dumps", "files", "errors"),
+    "logs.diagnose": ("logs.diagnose", "logs.dumps", "interval", "data", "files", "text", "errors"),
+    "logs.rescore": (
+        *("logs.rescore", "logs.diagnose", "logs.dumps", "compare.metrics", "interval"),
+        *("trace", "model"),
         *("results", "text", "errors"),
     ),
-    "monitor": (
-        *("monitor", "readers", "dumps", "diagnose.interval", "diagnose.contract"),
-        *("diagnose.fills", "diagnose.repeats"),
+    "logs.monitor": (
+        *("logs.monitor", "logs.readers", "logs.dumps", "interval", "logs.diagnose.contract"),
+        *("logs.diagnose.fills", "logs.diagnose.repeats"),
         *("trace.run", "trace.run_folder", "progress", "text", "errors"),
     ),
     "model": ("model", "results", "data", "files", "text", "errors"),
@@ -112,7 +114,7 @@ RULES = {
     "engines": ("engines", "trace", "model", "results", "files", "text", "errors"),
     "capture": ("capture", "engines", "trace", "model", "progress", "version", "errors"),
     "compare": (
-        *("compare", "diagnose.interval", "trace", "model"),
+        *("compare", "interval", "trace", "model"),
         *("results", "comparison_table", "progress", "errors"),
     ),
     "probe": (
@@ -121,8 +123,21 @@ RULES = {
     ),
     "judge": ("judge", "model.operators", "data", "results", "files", "text", "errors"),
     "report": (
-        *("report", "diagnose", "judge", "probe.record", "probe.units", "probe.effects"),
-        *("monitor.record", "monitor.history", "rescore.record", "rescore.words"),
+        *(
+            "report",
+            "logs.diagnose",
+            "interval",
+            "judge",
+            "probe.record",
+            "probe.units",
+            "probe.effects",
+        ),
+        *(
+            "logs.monitor.record",
+            "logs.monitor.history",
+            "logs.rescore.record",
+            "logs.rescore.words",
+        ),
         *(
             "trace.run",
             "model.operators",
@@ -145,7 +160,7 @@ RULES = {
     ),
     "api": (
         *("api", "pipeline", "capture", "compare", "probe.record", "judge", "report", "engines"),
-        *("rescore", "diagnose", "dumps", "readers"),
+        *("logs.rescore", "logs.diagnose", "logs.dumps", "logs.readers"),
         *("trace", "model", "data", "results", "comparison_table", "progress", "text", "errors"),
     ),
 }
@@ -174,7 +189,9 @@ def test_a_module_imports_only_what_lies_below_it(who: str) -> None:
 
 def test_every_part_of_the_package_has_a_rule() -> None:
     parts = {m.split(".")[1] for m in MODULES if m != "rlk_align"}
-    assert parts == {*RULES, "cli", "__main__"}
+    assert parts == {*(rule.split(".")[0] for rule in RULES), "cli", "__main__"}
+    logs = {p.name for p in (PACKAGE / "logs").iterdir() if (p / "__init__.py").is_file()}
+    assert {f"logs.{name}" for name in logs} == {rule for rule in RULES if rule.startswith("logs.")}
     assert own_imports("rlk_align") == {f"rlk_align.{m}" for m in (*PUBLIC, "version")}
 
 
@@ -238,9 +255,9 @@ def loaded(*modules: str) -> dict[str, set[str]]:
 HEAVY = {"torch", "transformers", "vllm", "triton", "rlk_kernels", "safetensors.torch"}
 LIGHT = (
     *("judge.verdict", "judge.contract", "results", "report.terminal", "report.verdict_json"),
-    *("diagnose.explain", "report.explained_json", "report.explained_terminal"),
-    *("writers.step_file", "writers.trl", "writers.verl"),
-    *("dumps.run", "readers.importing", "readers.miles", "readers.jsonl"),
+    *("logs.diagnose.explain", "report.explained_json", "report.explained_terminal"),
+    *("logs.writers.step_file", "logs.writers.trl", "logs.writers.verl"),
+    *("logs.dumps.run", "logs.readers.importing", "logs.readers.miles", "logs.readers.jsonl"),
     *("report.source", "report.html.page", "report.html.several", "report.model_explorer"),
     *("trace.run", "trace.schema", "engines.registry", "engines.spec", "engines.tested"),
     *("capture.request", "model.checkpoint", "model.edges", "model.families", "model.prompts"),

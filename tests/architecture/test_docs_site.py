@@ -60,8 +60,8 @@ def test_the_command_line_shows_defaults_as_help_does() -> None:
 
 
 def test_links_become_those_of_the_site() -> None:
-    text = "[r](../reports/probe.md#x) [t](../tests/padded.py) [h](https://a.b/c)\n```\n[r](../reports/probe.md)\n```\n"
+    text = "[r](../reports/probe.md#x) [t](../tests/support/padded.py) [h](https://a.b/c)\n```\n[r](../reports/probe.md)\n```\n"
     moved = docs_site.moved(text, "docs/probe.md", SITE)
     assert moved.startswith(
-        "[r](reports/probe.md#x) t (`tests/padded.py`) [h](https://a.b/c)\n```\n[r](../reports"
+        "[r](reports/probe.md#x) t (`tests/support/padded.py`) [h](https://a.b/c)\n```\n[r](../reports"
     )

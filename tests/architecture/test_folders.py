@@ -53,4 +53,5 @@ def test_the_tests_mirror_the_packages() -> None:
         "mutation",
         "outside_engine",
         "real_runs",
+        "support",
     }

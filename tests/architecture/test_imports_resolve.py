@@ -12,7 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("rlk_align", "kernels", "tests", "scripts", "examples")
 PACKAGES = ("rlk_align", "rlk_kernels")
-SHARED = tuple(ROOT / name for name in ("", "kernels", "tests", "scripts", "tests/outside_engine"))
+SHARED = tuple(
+    ROOT / name for name in ("", "kernels", "tests/support", "scripts", "tests/outside_engine")
+)
 """What stands in the path of every file; a script's own folder does too."""
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "kernels/README.md"])

@@ -11,10 +11,10 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from report_runs import HOSTILE, hostile_engines, hostile_mismatch, report_run
 from simulate_dumps import Dump, faulty
 
-from rlk_align.diagnose.contract import load_run_contract
-from rlk_align.diagnose.explain import Explanation, explain
-from rlk_align.monitor.history import History
-from rlk_align.monitor.run import RunMonitor
+from rlk_align.logs.diagnose.contract import load_run_contract
+from rlk_align.logs.diagnose.explain import Explanation, explain
+from rlk_align.logs.monitor.history import History
+from rlk_align.logs.monitor.run import RunMonitor
 from rlk_align.report.html.explained import explained_page
 from rlk_align.report.html.page import run_page
 from rlk_align.report.html.several import several_page

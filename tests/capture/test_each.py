@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import warm
-from conftest import write_few_prompts
+from command import write_few_prompts
 
 from rlk_align.capture import capture as capturing
 from rlk_align.capture import supervise

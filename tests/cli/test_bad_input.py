@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Cli, Outcome, require_engine
+from command import Cli, Outcome, require_engine
 
 from rlk_align.data import data_path
 

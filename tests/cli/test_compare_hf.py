@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Cli
+from command import Cli
 from random_model import write_random_model
 
 EDGE = ("--edges", "prefill_vs_train")

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import Cli
+from command import Cli
 from synthetic import FIRST_EDGE, compared_run, corrupt, draw
 
 CONTRACTS = ("bf16", "fp16", "fp32", "bitwise", "bf16-statistical", "ws1")

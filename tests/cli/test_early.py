@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Cli, command_line, require_engine
+from command import Cli, command_line, require_engine
 from synthetic import compared_run
 
 REFUSED = {

@@ -6,12 +6,12 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from conftest import Cli
+from command import Cli
 from imported_runs import imported_run
 from simulate_dumps import faulty, healthy
 
-from rlk_align.diagnose.advice import NEXT
-from rlk_align.diagnose.record import Name
+from rlk_align.logs.diagnose.advice import NEXT
+from rlk_align.logs.diagnose.record import Name
 
 FIELDS = {
     *("schema", "status", "exit_code", "contract", "model", "dtype", "tokens", "engines"),

@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import Cli
+from command import Cli
 from dump_files import lines
 
-from rlk_align.readers import registry
-from rlk_align.readers.base import Reader
+from rlk_align.logs.readers import registry
+from rlk_align.logs.readers.base import Reader
 
 RECORD = {
     "schema": "rlk-align/logprobs/1",

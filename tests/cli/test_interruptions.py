@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import warm
-from conftest import Cli, running_in
+from command import Cli, running_in
 
 ARGS = ("--max-new-tokens", "12", "--edges", "prefill_vs_train")
 PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}

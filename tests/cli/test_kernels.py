@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Cli, Outcome, capture_of, command_line, require_engine, write_few_prompts
+from command import Cli, Outcome, capture_of, command_line, require_engine, write_few_prompts
 
 PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}
 TRAINING = ("hf", "fsdp:dp=2", "megatron")

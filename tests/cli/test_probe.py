@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import Cli, Outcome
+from command import Cli, Outcome
 
 EDGE = ("--edges", "prefill_vs_train")
 PAIR = ("--rollout", "hf:attn=eager", "--max-new-tokens", 6, *EDGE)

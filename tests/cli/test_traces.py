@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import Cli, Outcome, command_line, write_few_prompts
+from command import Cli, Outcome, command_line, write_few_prompts
 from safetensors.torch import load_file, save_file
 from synthetic import seal
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Cli, Outcome, capture_of, require_engine, values
+from command import Cli, Outcome, capture_of, require_engine, values
 
 from rlk_align.data import data_path
 from rlk_align.model.prompts import TokenBatch

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Cli, capture_of, require_engine, values
+from command import Cli, capture_of, require_engine, values
 from random_model import write_random_model
 
 from rlk_align.model.prompts import TokenBatch

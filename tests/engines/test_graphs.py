@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import require_engine
+from command import require_engine
 
 
 class Graph:

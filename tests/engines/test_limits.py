@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import require_engine
+from command import require_engine
 
 from rlk_align.data import data_path
 from rlk_align.engines.common.tensor_parallel import check_shared

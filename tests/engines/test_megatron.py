@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import warm
-from conftest import require_engine
+from command import require_engine
 from engines.megatron_run import Sites, observe, token_batch
 from safetensors.torch import load_file, save_file
 

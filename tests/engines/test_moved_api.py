@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from conftest import Cli
+from command import Cli
 
 PATCH = """
 def take_away(model):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Cli, Outcome, capture_of
+from command import Cli, Outcome, capture_of
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parent / "outside_engine"

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import Cli, require_engine
+from command import Cli, require_engine
 
 HERE = Path(__file__).parent
 

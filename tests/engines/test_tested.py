@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import Cli
+from command import Cli
 
 from rlk_align.engines import worker
 from rlk_align.engines.process.job import Job

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import require_engine
+from command import require_engine
 
 
 def engine_of(core: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import warm
 from bit_equal import Bits
-from conftest import Cli, Outcome, command_line, require_engine, write_few_prompts
+from command import Cli, Outcome, command_line, require_engine, write_few_prompts
 
 from rlk_align.data import data_path
 from rlk_align.model.prompts import load_prompts

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from bit_equal import assert_equal
-from conftest import Cli, capture_of, require_engine
+from command import Cli, capture_of, require_engine
 
 DEFAULT = ("hf", "megatron")
 TRAINING = [

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import require_engine
+from command import require_engine
 
 from rlk_align.data import data_path
 

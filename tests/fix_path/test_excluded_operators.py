@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Cli, capture_of, require_engine
+from command import Cli, capture_of, require_engine
 from rlk_kernels.integrations.operators import OPERATORS
 
 pytestmark = pytest.mark.whole_matrix

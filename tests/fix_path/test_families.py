@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Cli, capture_of, command_line, require_engine, write_few_prompts
+from command import Cli, capture_of, command_line, require_engine, write_few_prompts
 from random_model import write_random_model
 
 from rlk_align.model.prompts import TokenBatch

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import require_engine
+from command import require_engine
 from gloo_ranks import on_ranks
 from rlk_kernels.parallel.gradients import (
     MicroBatches,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import warm
-from conftest import require_engine
+from command import require_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -125,7 +125,7 @@ def test_a_summary_shows_what_is_not_a_number(loop: Any, tmp_path: Path) -> None
 
 
 def test_the_log_probs_are_read_by_the_tool(loop: Any) -> None:
-    from rlk_align.dumps.record import SequenceRecord
+    from rlk_align.logs.dumps.record import SequenceRecord
 
     lines = [
         SequenceRecord.model_validate_json(line)

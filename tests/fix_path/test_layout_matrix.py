@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import command_line, require_engine, write_few_prompts
+from command import command_line, require_engine, write_few_prompts
 from random_model import write_random_model
 
 from rlk_align.data import data_path

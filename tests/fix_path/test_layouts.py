@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from bit_equal import assert_equal
-from conftest import Cli, require_engine, write_few_prompts
+from command import Cli, require_engine, write_few_prompts
 
 LAYOUTS = (
     *("hf:batch=4,padding=right", "hf:batch=1"),

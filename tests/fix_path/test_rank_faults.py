@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import warm
-from conftest import require_engine
+from command import require_engine
 
 from rlk_align.data import data_path
 from rlk_align.engines.faults.catalogue import FAULTS, faults_of

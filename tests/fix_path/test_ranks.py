@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Outcome, command_line, require_engine, write_few_prompts
+from command import Outcome, command_line, require_engine, write_few_prompts
 
 from rlk_align.data import data_path
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from bit_equal import THREE
-from conftest import Cli, Outcome, command_line, require_engine, write_few_prompts
+from command import Cli, Outcome, command_line, require_engine, write_few_prompts
 
 from rlk_align.data import data_path
 

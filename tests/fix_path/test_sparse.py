@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from bit_equal import Bits
-from conftest import Cli, Outcome, command_line, require_engine, write_few_prompts
+from command import Cli, Outcome, command_line, require_engine, write_few_prompts
 from sparse_models import RANDOM, SPARSE, assert_no_bit_differs, model_of
 
 MODELS = ("sparse", *RANDOM)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from bit_equal import Bits
-from conftest import Cli, Outcome, command_line, require_engine, write_few_prompts
+from command import Cli, Outcome, command_line, require_engine, write_few_prompts
 from safetensors.torch import load_file, save_file
 from sparse_models import SPARSE, assert_no_bit_differs, model_of
 

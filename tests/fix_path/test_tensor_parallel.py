@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from bit_equal import assert_equal
-from conftest import Cli, Outcome, require_engine, write_few_prompts
+from command import Cli, Outcome, require_engine, write_few_prompts
 from random_model import write_random_model
 
 whole_matrix = pytest.mark.whole_matrix

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from bit_equal import Bits
-from conftest import Cli, Outcome, command_line, require_engine, write_few_prompts
+from command import Cli, Outcome, command_line, require_engine, write_few_prompts
 from gloo_ranks import on_ranks
 from safetensors.torch import load_file, save_file
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from rlk_align.diagnose.contract import load_run_contract
 from rlk_align.errors import ContractError
 from rlk_align.judge.contract import LAW_METRICS, Contract
 from rlk_align.judge.load import BY_DTYPE, built_in, default_contract, load_contract, open_contract
+from rlk_align.logs.diagnose.contract import load_run_contract
 from rlk_align.model.dtypes import lower_precision
 
 LIMIT = {"id": "x", "metric": "k3", "fail": 0.1, "why": "w", "source": "derived: s"}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Cli
+from command import Cli
 from safetensors.torch import load_file, save_file
 
 from rlk_align.data import data_path

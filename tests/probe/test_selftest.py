@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import command_line, require_engine, write_few_prompts
+from command import command_line, require_engine, write_few_prompts
 from inprocess import command
 
 from rlk_align.api.options import specs as split

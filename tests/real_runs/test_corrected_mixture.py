@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Outcome, command_line, require_engine, write_few_prompts
+from command import Outcome, command_line, require_engine, write_few_prompts
 from random_model import write_random_model
 from safetensors.torch import load_file, save_file
 from stacked_experts import stacked

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import warm
-from conftest import command_line, require_engine, write_few_prompts
+from command import command_line, require_engine, write_few_prompts
 
 from rlk_align.capture import supervise
 from rlk_align.errors import BadOption

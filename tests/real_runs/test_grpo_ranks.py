@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import require_engine
+from command import require_engine
 
 pytestmark = pytest.mark.whole_matrix
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from padded import padded
 
-from rlk_align.monitor.frameworks import framework_metrics
-from rlk_align.monitor.pairs import pairs_of
-from rlk_align.monitor.run import padded_sequences
-from rlk_align.monitor.verl_rejection import PRESETS
+from rlk_align.logs.monitor.frameworks import framework_metrics
+from rlk_align.logs.monitor.pairs import pairs_of
+from rlk_align.logs.monitor.run import padded_sequences
+from rlk_align.logs.monitor.verl_rejection import PRESETS
 
 torch = pytest.importorskip("torch")
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Cli, Outcome, command_line, require_engine, write_few_prompts
+from command import Cli, Outcome, command_line, require_engine, write_few_prompts
 
 TESTS = Path(__file__).parents[1]
 PATCHES = {"PYTHONPATH": f"{TESTS / 'cli'}:{TESTS / 'engines'}"}

@@ -4,7 +4,7 @@ processor than this one may be."""
 from pathlib import Path
 
 import pytest
-from conftest import Cli, require_engine
+from command import Cli, require_engine
 from first_runs import PROMPTS
 
 PROCESSORS = {

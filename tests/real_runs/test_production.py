@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import Cli, capture_of, require_engine
+from command import Cli, capture_of, require_engine
 
 from rlk_align.trace.records import load_record
 from rlk_align.trace.schema import PassRecord

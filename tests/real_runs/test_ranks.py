@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 import warm
-from conftest import Cli, require_engine, running_in
+from command import Cli, require_engine, running_in
 
 from rlk_align.data import data_path
 

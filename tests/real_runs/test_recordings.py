@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import Cli, require_engine
+from command import Cli, require_engine
 from synthetic import draw, write_trace
 from weights.changed import changed, q_proj, save, save_adapter, tensors, trained, unequal
 

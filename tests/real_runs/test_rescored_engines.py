@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import Cli, capture_of, require_engine
+from command import Cli, capture_of, require_engine
 from engine_dumps import hf_logprobs, recorded_logprobs, scaled, texts, write_dump
 
 from rlk_align.data import data_path

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import warm
-from conftest import require_engine
+from command import require_engine
 from weights.changed import save, tensors, unequal
 
 from rlk_align.data import data_path

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Outcome, command_line, require_engine, write_few_prompts
+from command import Outcome, command_line, require_engine, write_few_prompts
 from safetensors.torch import load_file, save_file
 
 from rlk_align.engines.faults.catalogue import FAULTS

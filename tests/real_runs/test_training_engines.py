@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Cli, Outcome, command_line, require_engine, values, write_few_prompts
+from command import Cli, Outcome, command_line, require_engine, values, write_few_prompts
 from safetensors.torch import load_file
 
 from rlk_align.data import data_path

@@ -12,11 +12,11 @@ import pytest
 from imported_runs import sequences_in
 
 from rlk_align.data import data_path
-from rlk_align.diagnose.contract import load_run_contract
-from rlk_align.diagnose.explain import explain
-from rlk_align.dumps.sequences import Sequences
 from rlk_align.errors import DumpError
-from rlk_align.writers.trl import log_steps
+from rlk_align.logs.diagnose.contract import load_run_contract
+from rlk_align.logs.diagnose.explain import explain
+from rlk_align.logs.dumps.sequences import Sequences
+from rlk_align.logs.writers.trl import log_steps
 
 torch = pytest.importorskip("torch")
 trl = pytest.importorskip("trl")
@@ -212,7 +212,7 @@ def test_a_side_that_trl_does_not_compute_is_refused(
 
 def test_a_mask_of_tools_that_is_not_cut_is_refused(trained) -> None:
     """TRL pads it with 1, beyond the end of the shorter completions."""
-    from rlk_align.writers.batch import batch_records
+    from rlk_align.logs.writers.batch import batch_records
 
     batch = trained[1][0]
     with pytest.raises(DumpError, match="tokens of padding"):

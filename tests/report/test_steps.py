@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from rlk_align.monitor.history import MOST, History
-from rlk_align.monitor.record import Finding, Interval, Level, StepRecord
+from rlk_align.logs.monitor.history import MOST, History
+from rlk_align.logs.monitor.record import Finding, Interval, Level, StepRecord
 from rlk_align.report.html.steps import run_steps, steps_page
 from rlk_align.report.html.svg import round_ticks
 

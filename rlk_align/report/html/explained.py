@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlk_align.diagnose.explain import Explanation
-from rlk_align.diagnose.record import Diagnosis
-from rlk_align.monitor.history import History
+from rlk_align.logs.diagnose.explain import Explanation
+from rlk_align.logs.diagnose.record import Diagnosis
+from rlk_align.logs.monitor.history import History
 from rlk_align.report.explained_words import (
     BLIND,
     breach_words,

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from rlk_align.logs.rescore.record import Rescored
+from rlk_align.logs.rescore.words import WHAT
 from rlk_align.report.explained_words import breach_words
 from rlk_align.report.explained_words import sentence as explained_sentence
 from rlk_align.report.html.card import SIGNS, Card
@@ -21,8 +23,6 @@ from rlk_align.report.rescored_words import (
     next_command,
     temperature,
 )
-from rlk_align.rescore.record import Rescored
-from rlk_align.rescore.words import WHAT
 
 
 def rescored_page(rescored: Rescored, dump: str, scores: str) -> str:

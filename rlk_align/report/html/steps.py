@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlk_align.monitor.history import History
+from rlk_align.logs.monitor.history import History
 from rlk_align.report.html.figure import Figure
 from rlk_align.report.html.page import render
 from rlk_align.report.html.steps_chart import Series, steps_figure

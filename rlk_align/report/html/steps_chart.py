@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from rlk_align.monitor.record import Interval, StepRecord
+from rlk_align.logs.monitor.record import Interval, StepRecord
 from rlk_align.report.html.figure import Figure
 from rlk_align.report.html.svg import chart, el, figure, round_ticks, text
 

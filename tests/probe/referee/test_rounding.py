@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from tiny import checkpoint
 
 from rlk_align.judge.contract import STATISTICS

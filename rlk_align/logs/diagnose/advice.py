@@ -1,0 +1,91 @@
+"""What to do next, for each diagnosis, and what could not be tested."""
+
+from rlk_align.interval import Estimate
+from rlk_align.logs.diagnose.record import Confidence, Diagnosis, Name, Token, Untested
+
+_REACH = 2.0
+"""An interval that reaches beyond this many times the limit rules nothing out."""
+RESCORE = "rlk-align compare --tokens {RUN} --train SPEC"
+_WEIGHTS = "rlk-align weights TRAINED SYNCED"
+NEXT: dict[Name, str] = {
+    "vacuous": "dump a run in which both sides compute their log-probs: the trainer's before its "
+    "first update of the step, not a copy of the rollout's (bypass, on-policy shortcuts)",
+    "misaligned": "check which token index j of each side's log-probs belongs to: heads and "
+    "gathers drop the first or the last one, padding moves them; then import again",
+    "mask-shifted": "compare the mask with the tokens at the start and the end of a response: it "
+    "must be 1 where the rollout sampled, and nowhere else",
+    "above-zero": "write log p of a normalised distribution, which is at most 0: −log p is a loss, "
+    "and p a probability",
+    "missing": "find what writes the value in place of a log-prob (a default of 0.0, a sentinel, "
+    "nan_to_num) and record the log-prob, or leave the token out of the loss; NaN and infinite "
+    "values were computed: look at that side's logits",
+    "low-precision": "compute and store log-probs in float32: cast the logits before log_softmax",
+    "duplicated": "give every sample a seed of its own (n > 1 in one request, or no seed at all): "
+    "equal seeds on several workers or requests sample the same answer; or was the dump imported "
+    "twice",
+    "wrong-token": "take the log-prob of the sampled token's id, not the first entry of the "
+    "engine's dictionary, which belongs to the most probable token",
+    "logprob-scaled": "divide the logits by the temperature before log_softmax, never the "
+    "log-probs after it",
+    "temperature": "ask the rollout for log-probs of the distribution that it samples from "
+    "(vLLM: logprobs_mode=processed_logprobs), and divide the trainer's logits by the same T",
+    "truncation": "use top_p 1 and top_k off for training, or give both sides the same kept set",
+    "turn-boundary": "compare the ids that the rollout saw with those that the trainer gets, at "
+    "the turn that is shown: keep ids from turn to turn and never tokenise text again",
+    "packing": "train the same batch without packing, or look for position ids and state that are "
+    f"not reset at a sequence's start; then {RESCORE}",
+    "rope": f"compare rope_theta, rope_scaling and the longest position of both sides; then "
+    f"{RESCORE}",
+    "stale-cache": "reset the rollout's prefix cache after every update of the weights",
+    "stale-weights": f"{_WEIGHTS}: are the weights of the rollout those of the trainer",
+    "decode-state": f"{RESCORE} --rollout SPEC: does the rollout's own prefill confirm its decode",
+    "routing": f"{RESCORE}: replay the rollout's routes in the trainer, or compare the routers",
+    "dropout": "put the trainer into evaluation mode while it computes log-probs, and set every "
+    "dropout to 0",
+    "quantisation": f"{RESCORE} with each side in its full precision and the trainer in evaluation "
+    "mode: which side's format, kernels or dropout make the error",
+    "numerics": f"nothing to repair; {RESCORE} says which operator the rest comes from",
+}
+"""Diagnosis -> the next command, or what to change, with {RUN} for the run's folder."""
+
+
+def diagnosis(
+    name: Name,
+    statistic: str,
+    estimate: Estimate,
+    limit: float,
+    why: str,
+    samples: list[Token],
+    confidence: Confidence = "high",
+) -> Diagnosis:
+    """Returns the record of a diagnosis that holds."""
+    return Diagnosis(
+        name=name,
+        statistic=statistic,
+        value=estimate.value,
+        low=estimate.low,
+        high=estimate.high,
+        limit=limit,
+        confidence=confidence,
+        why=why,
+        samples=samples,
+        next=NEXT[name],
+    )
+
+
+def untested(
+    name: Name, statistic: str, estimate: Estimate, limit: float, shaped: bool = True
+) -> Untested | None:
+    """Returns the record of a diagnosis that does not hold, where that says little: the interval
+    reaches beyond twice the limit. It is suspected where half of the interval's lower arm is above
+    the limit, and the error is `shaped` like it."""
+    if estimate.high <= _REACH * limit:
+        return None
+    if not estimate.low <= estimate.high:
+        return Untested(name=name, why="too few sequences have a measurable error to compare")
+    why = (
+        f"{statistic} is {estimate.value:.2g} and may be {estimate.low:.2g} to "
+        f"{estimate.high:.2g}, where more than {limit:g} would be a fault"
+    )
+    suspected = shaped and (estimate.value + estimate.low) / 2 > limit
+    return Untested(name=name, why=why, suspected=suspected)

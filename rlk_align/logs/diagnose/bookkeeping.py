@@ -1,0 +1,283 @@
+"""Whether the two sides' numbers belong to each other: nothing, misaligned, masked wrongly, missing
+or stored in fewer bits."""
+
+import numpy as np
+
+from rlk_align.interval import Estimate, Floats, share
+from rlk_align.logs.diagnose import fills
+from rlk_align.logs.diagnose.advice import diagnosis
+from rlk_align.logs.diagnose.evidence import Evidence, Indices, Mask
+from rlk_align.logs.diagnose.record import Diagnosis
+from rlk_align.logs.dumps.sequences import Sequences
+
+_LAGS = tuple(k for k in range(-3, 4) if k)
+_LAG_TOKENS = 16
+"""Tokens that a sequence needs for a lag of its own."""
+_LAG_FAR = 5
+"""Tokens that are far off, |d| > 0.3, that such a sequence has."""
+_LAG_RATIO = 0.3
+"""Another lag fits where the mean |d| falls below this part of that at lag 0."""
+_MANTISSA = {"bfloat16": 16, "float16": 13}
+"""Low bits of float32 that are 0 in each."""
+
+
+def vacuous(e: Evidence) -> Diagnosis | None:
+    """Holds where nothing is compared, or a side is empty or a copy of the other."""
+    counts = e.counts
+    if counts.compared == 0:
+        known = "no token is scored" if counts.scored == 0 else "no scored token has both log-probs"
+        why = f"{known}: there is nothing to compare"
+    elif counts.equal == counts.compared:
+        why = (
+            "both sides are equal in every bit: the trainer's log-probs are a copy of the "
+            "rollout's, or the engines are bitwise equal; a dump cannot tell which"
+        )
+    elif counts.compared in (counts.rollout_zero, counts.train_zero):
+        side = "rollout" if counts.compared == counts.rollout_zero else "trainer"
+        why = f"every log-prob of the {side} is 0: it never computed them"
+    else:
+        return None
+    one = Estimate(1.0, 1.0, 1.0)
+    return diagnosis("vacuous", "share of scored tokens without information", one, 0.0, why, [])
+
+
+def misaligned(e: Evidence) -> Diagnosis | None:
+    """Holds where a sequence's log-probs fit those of the other side a few tokens further on."""
+    apart, far, counts = lag_errors(e)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means = apart / counts
+    at_zero = means[:, 0]
+    enough = (counts >= _LAG_TOKENS).all(1) & (at_zero > e.contract.limit("numerics", "negligible"))
+    best = means[:, 1:].argmin(1)
+    fits = enough & (means[:, 1:].min(1) < _LAG_RATIO * at_zero)
+    # A first token that is far off alone is left out at another lag.
+    far_there = np.take_along_axis(far[:, 1:], best[:, None], 1)[:, 0]
+    fits &= (far[:, 0] >= _LAG_FAR) & (far_there < _LAG_RATIO * far[:, 0])
+    long = e.distinct & (counts[:, 0] >= _LAG_TOKENS)
+    estimate = share(int((fits & e.distinct).sum()), int(long.sum()))
+    limit = e.contract.limit("misaligned")
+    if not estimate.above(limit):
+        return None
+    there = float(np.median(means[fits, 1 + best[fits]]))
+    common = _LAGS[np.bincount(best[fits]).argmax()]
+    way = "further on" if common > 0 else "earlier"
+    why = (
+        f"in {int(fits.sum()):,} sequences the trainer's log-probs fit the rollout's "
+        f"{abs(common)} token{'s' if abs(common) > 1 else ''} {way}: mean |Δ| is "
+        f"{np.nanmedian(at_zero[fits]):.2g} as dumped, {there:.2g} there"
+    )
+    samples = e.worst(e.size, fits[e.sequence])
+    statistic = "share of sequences that fit at another lag"
+    return diagnosis("misaligned", statistic, estimate, limit, why, samples)
+
+
+def lag_errors(e: Evidence) -> tuple[Floats, Floats, Floats]:
+    """Three of [S, 7], at lag 0 and at each k of _LAGS: the sums of |t[i + k] − g[i]|, the numbers
+    of tokens where that is far off, and those of all tokens."""
+    run = e.run
+    usable = np.zeros(run.tokens, dtype=bool)
+    usable[e.index] = True
+    sums, far, counts = [], [], []
+    for lag in (0, *_LAGS):
+        other = e.index + lag
+        inside = (other >= run.offsets[e.sequence]) & (other < run.offsets[e.sequence + 1])
+        other = np.where(inside, other, 0)
+        inside &= usable[other]
+        apart = np.minimum(np.abs(run.train[other] - e.g), 20.0)
+        sums.append(e.sums(np.where(inside, apart, 0.0)))
+        far.append(e.sums((inside & (apart > 0.3)).astype(np.float64)))
+        counts.append(e.sums(inside.astype(np.float64)))
+    return np.stack(sums, 1), np.stack(far, 1), np.stack(counts, 1)
+
+
+def mask_shifted(e: Evidence) -> Diagnosis | None:
+    """Holds where segments of the mask start or end on a token that was not sampled."""
+    run = e.run
+    if run.mask_rewritten.any():
+        return None
+    # The trainer scores every token, whatever the mask. A value that is not finite was computed,
+    # and one above 0 is no default: they are broken, and no sign of a wrong mask.
+    default = np.isfinite(run.rollout) & ~fills.above_zero(run.rollout)
+    blank = run.rollout_missing | (
+        e.filled_sides[0] & default & (np.abs(run.train) <= 1e3) & run.scored
+    )
+    sampled = ~run.rollout_missing & (run.rollout != 0) & (run.rollout > -1e3)
+    first = np.flatnonzero(e.first_of_segment)
+    last = _last_of_segments(e, first)
+    response = run.position >= np.repeat(run.prompt_lengths, np.diff(run.offsets))
+    sequence = run.sequence
+    left_out = sampled & response & ~run.scored
+    left_out_before = _alone_beside(left_out, first, -1, sequence)
+    left_out_after = _alone_beside(left_out, last, 1, sequence)
+    early = blank[first] | (left_out_after & ~left_out_before & ~response[first])
+    late = blank[last] | (left_out_before & ~left_out_after & ~blank[first])
+    shifted = early | late
+    estimate = share(int(shifted.sum()), len(first))
+    inner = int((blank & run.scored).sum() - blank[first].sum() - blank[last].sum())
+    edges = int(blank[first].sum() + blank[last].sum())
+    limit = e.contract.limit("mask-shifted")
+    if not estimate.above(limit) or inner > edges:
+        return None
+    left_out_beside = (left_out_before | left_out_after)[shifted]
+    # A token whose log-prob a side drops, such as the end of a sequence, is always the same one.
+    if (
+        _only_id(run, np.where(early, first, last)[shifted]) is not None
+        and left_out_beside.mean() < 0.5
+    ):
+        return None
+    way = "early" if early.sum() >= late.sum() else "late"
+    why = (
+        f"{int(shifted.sum()):,} of {len(first):,} segments of the mask lie {way}: they start or "
+        "end on a token that the rollout did not sample, or leave out one that it sampled"
+    )
+    places = np.where(early, first, last)[shifted]
+    statistic = "share of the mask's segments whose edge is misplaced"
+    return diagnosis("mask-shifted", statistic, estimate, limit, why, e.tokens(places))
+
+
+def _last_of_segments(e: Evidence, first: Indices) -> Indices:
+    scored = np.flatnonzero(e.run.scored)
+    ends = np.searchsorted(scored, first[1:]) - 1
+    return np.concatenate([scored[ends], scored[-1:]]) if len(first) else first
+
+
+def _alone_beside(what: Mask, places: Indices, by: int, sequence: Indices) -> Mask:
+    """Whether one token next to each place is `what`, and no more: a mask that leaves out a part of
+    the response on purpose leaves out several."""
+    one = _neighbour(what, places, by, sequence)
+    return one & ~_neighbour(what, places, 2 * by, sequence)
+
+
+def _neighbour(what: Mask, places: Indices, by: int, sequence: Indices) -> Mask:
+    """Whether the token before or after each place, in its sequence, is `what`."""
+    other = np.clip(places + by, 0, len(what) - 1)
+    return what[other] & (sequence[other] == sequence[places]) & (other != places)
+
+
+def above_zero(e: Evidence) -> Diagnosis | None:
+    """Holds where a side's values are above 0, as no log-prob is."""
+    counts, limit = e.counts, e.contract.limit("missing")
+    sides = (
+        ("rollout", counts.rollout_above_zero, e.run.rollout),
+        ("trainer", counts.train_above_zero, e.run.train),
+    )
+    count, values = max((x[1:] for x in sides), key=lambda x: x[0])
+    estimate = share(count, counts.compared)
+    if not estimate.above(limit):
+        return None
+    side = " and ".join(name for name, number, _ in sides if number)
+    places = np.flatnonzero(e.run.compared & fills.above_zero(values))
+    found = values[places]
+    cause = "they are not of a normalised distribution, or are not log-probs"
+    if 2 * count > counts.compared:
+        cause = "the sign is flipped: they are −log p"
+        if len(found) and found.max() <= 1:
+            cause = "they look like probabilities, without a logarithm, or their sign is flipped"
+    why = (
+        f"{count:,} of {counts.compared:,} compared tokens have a value above 0 from the {side}, "
+        f"where a log-prob is at most 0: {cause}"
+    )
+    statistic = "share of compared tokens whose value is above 0"
+    return diagnosis("above-zero", statistic, estimate, limit, why, e.tokens(places))
+
+
+def missing(e: Evidence) -> Diagnosis | None:
+    """Holds where scored tokens have no log-prob, or something else stands in its place."""
+    counts, run = e.counts, e.run
+    sides = (("rollout", e.filled_sides[0], run.rollout), ("trainer", e.filled_sides[1], run.train))
+    filled = np.zeros(run.tokens, dtype=bool)
+    said: list[str] = []
+    for side, mask, values in sides:
+        places = np.flatnonzero(mask & ~fills.above_zero(values))
+        filled[places] = True
+        said += _fill_words(e, side, places, values[places])
+    null = np.flatnonzero(run.scored & ~run.compared)
+    if filled.any() or counts.filled:
+        number, of = max(int(filled.sum()), counts.filled), counts.compared
+        # The counts are of the whole run, the places of what was looked at.
+        of = of if counts.filled >= filled.sum() else int(run.compared.sum())
+        estimate, limit = share(number, of), e.contract.limit("missing")
+        why = (
+            f"{number:,} of {of:,} compared tokens {_have(number)} another value in place of a "
+            "log-prob, and so a wrong importance ratio"
+        )
+        why += f": {'; '.join(said)}" if said else ""
+        if counts.missing:
+            why += f". {counts.missing:,} more have no value on one side or on both"
+        statistic = "share of compared tokens with another value in place of a log-prob"
+        places = np.flatnonzero(filled)
+    else:
+        # It is counted over the whole run: no sample, and so no interval.
+        part = counts.missing / counts.scored
+        estimate, limit = Estimate(part, part, part), e.contract.limit("missing", "null")
+        why = (
+            f"{counts.missing:,} of {counts.scored:,} scored tokens "
+            f"{_have(counts.missing)} no log-prob on one side or on both{_where_words(e, null)}"
+        )
+        statistic, places = "share of scored tokens without a log-prob", null
+    if not estimate.above(limit):
+        return None
+    return diagnosis("missing", statistic, estimate, limit, why, e.tokens(places))
+
+
+_KINDS = 3
+"""Values that are named of those in place of log-probs."""
+
+
+def _have(count: int) -> str:
+    return "has" if count == 1 else "have"
+
+
+def _fill_words(e: Evidence, side: str, places: Indices, values: Floats) -> list[str]:
+    """What a side has in place of its log-probs, the most frequent first, and at which tokens."""
+    found = [(what, places[of]) for what, of in fills.kinds(values) if of.any()]
+    found.sort(key=lambda x: -len(x[1]))
+    return [
+        f"{what} from the {side} at {len(at):,} token{'s' if len(at) > 1 else ''}"
+        f"{_where_words(e, at)}"
+        for what, at in found[:_KINDS]
+    ]
+
+
+def _where_words(e: Evidence, places: Indices) -> str:
+    """What several tokens have in common: their id, or that their turns end or start there."""
+    if len(places) < 2:
+        return ""
+    said = []
+    token = _only_id(e.run, places)
+    if token is not None:
+        said.append(f"each of them is token {token}")
+    first = np.flatnonzero(e.first_of_segment)
+    for edge, word in ((_last_of_segments(e, first), "last"), (first, "first")):
+        if np.isin(places, edge).all():
+            said.append(f"each is the {word} scored one of its turn")
+            break
+    return f" ({', and '.join(said)})" if said else ""
+
+
+def _only_id(run: Sequences, places: Indices) -> int | None:
+    """The token id that all of these places have; None where there are several, or it is not
+    known."""
+    ids = np.unique(run.token_ids[places])
+    return int(ids[0]) if len(ids) == 1 and ids[0] >= 0 else None
+
+
+def low_precision(e: Evidence) -> Diagnosis | None:
+    """Holds where a side's log-probs end in the zero bits of a smaller format."""
+    limit = e.contract.limit("low-precision")
+    for side, values in (("rollout", e.g), ("train", e.t)):
+        bits = values.astype(np.float32).view(np.uint32)[values != 0]
+        for dtype, low in _MANTISSA.items():
+            short = int((bits & np.uint32((1 << low) - 1) == 0).sum())
+            estimate = share(short, len(bits))
+            if estimate.above(limit):
+                why = (
+                    f"{short / len(bits):.0%} of the {side} side's log-probs fit into {dtype}: "
+                    "they were stored in that dtype, and each is off by up to "
+                    f"{2.0 ** (low - 24):.1%} of its value"
+                )
+                statistic = f"share of the {side} side's log-probs that fit into {dtype}"
+                error = np.abs(values) * (values != 0)
+                samples = e.worst(error)
+                return diagnosis("low-precision", statistic, estimate, limit, why, samples)
+    return None

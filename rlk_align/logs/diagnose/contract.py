@@ -1,0 +1,172 @@
+"""The contract of a run: the limit of each diagnosis, and of each step while the run is watched,
+with their reasons and sources."""
+
+import hashlib
+import tomllib
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from rlk_align.data import data_path
+from rlk_align.errors import ContractError
+from rlk_align.files import read_text
+from rlk_align.logs.diagnose.record import Name
+from rlk_align.text import complaint
+
+Words = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+Bound = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Dtype = Literal["bfloat16", "float16", "float32"]
+_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
+NEEDED: tuple[tuple[Name, str | None], ...] = (
+    ("misaligned", None),
+    ("mask-shifted", None),
+    ("missing", None),
+    ("missing", "null"),
+    ("low-precision", None),
+    ("wrong-token", None),
+    ("logprob-scaled", None),
+    ("temperature", None),
+    ("truncation", None),
+    ("turn-boundary", None),
+    ("packing", None),
+    ("rope", None),
+    ("stale-cache", None),
+    ("stale-weights", None),
+    ("decode-state", None),
+    ("routing", None),
+    ("dropout", None),
+    ("numerics", None),
+    ("numerics", "negligible"),
+)
+"""(Diagnosis, statistic) that a contract gives a limit, beside quantisation, which has one for each
+dtype; None is the statistic of the diagnosis itself."""
+OPTIONAL: frozenset[tuple[Name, str | None]] = frozenset(
+    {
+        *(("duplicated", None), ("duplicated", "chance"), ("missing", "rescored")),
+        *(("stale-weights", "labels"), ("dropout", "repeat")),
+    }
+)
+"""Those that contracts of an earlier version lack: what they limit is then not asked, or is asked
+by the limit that stood for it."""
+DTYPES: tuple[Dtype, ...] = ("bfloat16", "float16", "float32")
+
+
+class RunLimit(BaseModel):
+    """A diagnosis holds where the whole interval of its statistic is above `fail`."""
+
+    model_config = _STRICT
+
+    diagnosis: Name
+    statistic: Literal["null", "rescored", "chance", "labels", "repeat", "negligible"] | None = None
+    dtype: Dtype | None = None
+    fail: Bound
+    healthy: Bound | None = None
+    """The largest value of healthy runs."""
+    why: Words
+    source: Words
+    """`published: …`, `measured: …` or `derived: …`."""
+
+
+class StepLimit(BaseModel):
+    """A bound on a metric of one step; a value beyond it, or a NaN, breaks it."""
+
+    model_config = _STRICT
+
+    name: Words
+    metric: Literal["ratio_error", "c", "k3", "mean_abs", "outliers", "missing_share", "duplicated"]
+    """`missing_share` is that of the scored tokens, `duplicated` that of the groups. Where k3 is
+    not known, `k3` is k2, or else k1: all three estimate one KL divergence."""
+    warn: Bound
+    fail: Bound
+    why: Words
+    """What a value beyond the limit means."""
+    source: Words
+
+
+class TrendLimits(BaseModel):
+    """When k2 is said to rise, in multiples of its own earlier values."""
+
+    model_config = _STRICT
+
+    warn: Annotated[float, Field(gt=1, allow_inf_nan=False)]
+    """A rise reaches at least this many times the level before it."""
+    fail: Annotated[float, Field(gt=1, allow_inf_nan=False)]
+    """From this many times the level before it on, a rise fails."""
+    spread: Bound
+    """A rise is also beyond this many standard deviations of the steps before it."""
+    smallest: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    """A rise also reaches at least this k2, scaled by (1 − p)²."""
+    slow_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)]
+    """A slow rise reaches at least this many times the level of the run's first steps."""
+    source: Words
+
+
+class RunContract(BaseModel):
+    """What the two sides of a run owe each other."""
+
+    model_config = _STRICT
+
+    kind: Literal["run"]
+    id: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    version: Annotated[str, StringConstraints(pattern=r"^\d+\.\d+\.\d+$")]
+    description: Words
+    min_tokens: Annotated[int, Field(ge=1)]
+    """Compared tokens below which nothing can be concluded."""
+    limits: list[RunLimit]
+    steps: list[StepLimit]
+    trend: TrendLimits
+
+    @cached_property
+    def sha256(self) -> str:
+        """A digest of what it says, comments and layout aside."""
+        return hashlib.sha256(self.model_dump_json(exclude_defaults=True).encode()).hexdigest()
+
+    def limit(self, name: Name, statistic: str | None = None, dtype: Dtype | None = None) -> float:
+        """The bound of a diagnosis."""
+        return self._limits[name, statistic, dtype].fail
+
+    def asks(self, name: Name, statistic: str | None = None) -> bool:
+        """Whether it has this limit of OPTIONAL."""
+        return (name, statistic, None) in self._limits
+
+    @cached_property
+    def _limits(self) -> dict[tuple[Name, str | None, Dtype | None], RunLimit]:
+        return {(x.diagnosis, x.statistic, x.dtype): x for x in self.limits}
+
+    def model_post_init(self, _context: object) -> None:
+        """Raises ValueError where a limit is missing, superfluous or there twice."""
+        wanted = {(*key, None) for key in NEEDED} | {("quantisation", None, d) for d in DTYPES}
+        names = {x.name for x in self.steps}
+        if len(self._limits) != len(self.limits) or len(names) != len(self.steps):
+            raise ValueError("a limit is given twice")
+        optional = {(*key, None) for key in OPTIONAL}
+        for name, statistic, dtype in wanted ^ (self._limits.keys() - optional):
+            what = " ".join(x for x in (name, statistic, dtype) if x)
+            known = (name, statistic, dtype) in wanted
+            raise ValueError(f"the limit of {what} is {'missing' if known else 'unknown'}")
+
+
+RUN_CONTRACT = "run"
+"""The name of the contract for runs that is built in."""
+
+
+def load_run_contract(name: str = RUN_CONTRACT) -> RunContract:
+    """The contract for runs that is built in, or a TOML file by path. Raises ContractError."""
+    path = data_path("contracts") / "run.toml" if name == RUN_CONTRACT else Path(name)
+    if path.suffix != ".toml" or not path.is_file():
+        raise ContractError(
+            f"unknown contract for runs: {name!r}", "built in: run; or a path to a .toml"
+        )
+    try:
+        return RunContract.model_validate(tomllib.loads(read_text(path)))
+    except ValidationError as error:
+        raise ContractError(f"{path}: {complaint(error)}", _LIKE) from error
+    except ValueError as error:
+        raise ContractError(f"{path} is not TOML: {error}") from error
+    except OSError as error:
+        raise ContractError(f"{path} cannot be read: {error.strerror}") from error
+
+
+_LIKE = "start from a copy of contracts/run.toml; the contracts of two engines are of another kind"

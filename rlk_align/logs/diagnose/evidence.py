@@ -1,0 +1,268 @@
+"""What diagnoses compute on: the compared tokens of a sample, in flat arrays.
+
+g is the rollout's log-prob of a token, t the trainer's, d = t − g, p = exp((g + t)/2) and
+q = 1 − p. Healthy numerics make E|d| = c q at every p, so sums of |d| over sums of q tell how bad a
+part of the run is, whichever tokens are in it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlk_align.interval import Estimate, Floats, mean_factor, quotient, ratio
+from rlk_align.logs.diagnose.contract import DTYPES, Dtype, RunContract
+from rlk_align.logs.diagnose.fills import filled_places
+from rlk_align.logs.diagnose.record import Token
+from rlk_align.logs.diagnose.repeats import answers
+from rlk_align.logs.diagnose.sample import Counts
+from rlk_align.logs.dumps.sequences import Sequences
+
+Mask = NDArray[np.bool_]
+Indices = NDArray[np.int64]
+_SHOWN = 5
+"""Tokens that a diagnosis shows."""
+_OUTLIER = 6.0
+"""A sequence this many times worse than the median one of its step is an outlier."""
+_MOST = 0.4
+"""In a broken sequence, more than this share of the tokens is 3 times worse than the median
+token."""
+_ENOUGH = 5.0
+"""Σ q below which a sequence is too sure of itself to have an error of its own."""
+
+_PART = 1.0
+"""Σ q below which a part of a sequence is too sure of itself to have an error of its own."""
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """A sample of a run and what is derived from it."""
+
+    run: Sequences
+    counts: Counts
+    contract: RunContract
+
+    @cached_property
+    def filled_sides(self) -> tuple[Mask, Mask]:
+        """Two of [N]; compared tokens of which the rollout, and the trainer, has no log-prob but
+        another value: a 0.0, a sentinel or a constant in its place, NaN, infinite, or above 0 by
+        more than rounding."""
+        return filled_places(self.run, self.counts.zeros)
+
+    @cached_property
+    def filled(self) -> Mask:
+        """[N]; compared tokens of which a side has another value in place of a log-prob."""
+        rollout, train = self.filled_sides
+        return rollout | train
+
+    @cached_property
+    def answer(self) -> Indices:
+        """[S]; which distinct answer each sequence is, from 0."""
+        return np.asarray(np.unique(answers(self.run), return_inverse=True)[1])
+
+    @cached_property
+    def distinct(self) -> Mask:
+        """[S]; the first sequence of each distinct answer."""
+        found = np.zeros(len(self.run), dtype=bool)
+        found[np.unique(self.answer, return_index=True)[1]] = True
+        return found
+
+    @cached_property
+    def index(self) -> Indices:
+        """[n]; the places of the tokens that are compared and have log-probs on both sides."""
+        return np.flatnonzero(self.run.compared & ~self.filled)
+
+    @cached_property
+    def sequence(self) -> Indices:
+        """[n]"""
+        return self.run.sequence[self.index]
+
+    @cached_property
+    def position(self) -> Indices:
+        """[n]; the place of each token in its sequence."""
+        return self.run.position[self.index]
+
+    @cached_property
+    def g(self) -> Floats:
+        """[n]; the rollout's log-probs."""
+        return self.run.rollout[self.index]
+
+    @cached_property
+    def t(self) -> Floats:
+        """[n]; the trainer's log-probs."""
+        return self.run.train[self.index]
+
+    @cached_property
+    def d(self) -> Floats:
+        """[n]; t − g."""
+        return self.t - self.g
+
+    @cached_property
+    def size(self) -> Floats:
+        """[n]; |d|, at most 20: what is farther off is as wrong."""
+        return np.minimum(np.abs(self.d), 20.0)
+
+    @cached_property
+    def q(self) -> Floats:
+        """[n]; 1 − exp((g + t)/2)."""
+        return np.maximum(-np.expm1((self.g + self.t) / 2), 0.0)
+
+    @cached_property
+    def scaled(self) -> Floats:
+        """[n]; |d| / q; NaN for tokens that are too sure (q < 0.01) to have one."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(self.q >= 0.01, self.size / self.q, np.nan)
+
+    @cached_property
+    def steps(self) -> Indices:
+        """[n]; the step of each token."""
+        return self.run.steps[self.sequence]
+
+    @cached_property
+    def first_of_segment(self) -> Mask:
+        """[N]; scored tokens without a scored one before them in their sequence."""
+        scored = self.run.scored
+        before = np.concatenate([[False], scored[:-1]])
+        before[self.run.offsets[:-1][np.diff(self.run.offsets) > 0]] = False
+        return scored & ~before
+
+    @cached_property
+    def segment(self) -> Indices:
+        """[n]; the place of each token's segment in its sequence, from 0."""
+        number = np.cumsum(self.first_of_segment)[self.index]
+        lowest = np.full(len(self.run), np.iinfo(np.int64).max)
+        np.minimum.at(lowest, self.sequence, number)
+        return np.asarray(number - lowest[self.sequence])
+
+    @cached_property
+    def dtype(self) -> Dtype:
+        """The lower precision of the two sides; a sequence's side that names none that is known
+        counts as bfloat16."""
+        names = {*self.run.rollout_dtypes, *self.run.train_dtypes}
+        known = [d for d in DTYPES if d in names]
+        return known[0] if known and names <= set(DTYPES) else "bfloat16"
+
+    def sums(self, values: Floats, where: Mask | None = None) -> Floats:
+        """[S]; the sums over the tokens of each sequence."""
+        weights = values if where is None else np.where(where, values, 0.0)
+        return np.bincount(self.sequence, weights, len(self.run)).astype(np.float64)
+
+    def share(self, values: Floats, of: Floats) -> Estimate:
+        """Σ values / Σ of, both [n], with an interval that is clustered by distinct answer."""
+        return ratio(self.by_answer(self.sums(values)), self.by_answer(self.sums(of)))
+
+    def by_answer(self, sums: Floats) -> Floats:
+        """The sums of each distinct answer, from those of each sequence, [S]: one that was sampled
+        several times is one unit of an interval."""
+        return np.bincount(self.answer, sums).astype(np.float64)
+
+    def noise(self, where: Mask | None = None) -> tuple[Floats, Floats]:
+        """[S], [S]; Σ|d| and Σq of each sequence, whose ratio is c."""
+        return self.sums(self.size, where), self.sums(self.q, where)
+
+    def _noise_of_answers(self, where: Mask | None = None) -> tuple[Floats, Floats]:
+        sizes, qs = self.noise(where)
+        return self.by_answer(sizes), self.by_answer(qs)
+
+    def c(self, where: Mask | None = None) -> Estimate:
+        """How bad a part of the run is, for its 1 − p."""
+        estimate = ratio(*self._noise_of_answers(where))
+        return Estimate(estimate.value, max(estimate.low, 0.0), estimate.high)
+
+    def between(self, a: Mask, b: Mask) -> Estimate:
+        """How many times worse the typical sequence of tokens a is than that of tokens b."""
+        return self._contrast(a, b, lambda x, y: mean_factor(x[~np.isnan(x)], y[~np.isnan(y)]))
+
+    def within(self, a: Mask, b: Mask) -> Estimate:
+        """How many times worse tokens a are than tokens b of the same sequence, typically."""
+
+        def paired(x: Floats, y: Floats) -> Estimate:
+            return mean_factor((x - y)[~np.isnan(x - y)])
+
+        return self._contrast(a, b, paired)
+
+    def pooled(self, a: Mask, b: Mask) -> Estimate:
+        """c of a over c of b, over all sequences: for tokens of which a sequence has few."""
+        return self._contrast(
+            a, b, lambda _x, _y: quotient(self._noise_of_answers(a), self._noise_of_answers(b))
+        )
+
+    def _contrast(self, a: Mask, b: Mask, how: Callable[[Floats, Floats], Estimate]) -> Estimate:
+        """Where c of a is negligible, it is no worse than that of b."""
+        if self.c(a).value <= self.contract.limit("numerics", "negligible"):
+            return Estimate(1.0, 0.0, 1.0)
+        return how(self._logs(a), self._logs(b))
+
+    def _logs(self, where: Mask) -> Floats:
+        """The logarithm of c of each distinct answer, NaN where it has too few such tokens."""
+        sizes, qs = self._noise_of_answers(where)
+        known = (qs >= _PART) & (sizes > 0)
+        return np.log(np.where(known, sizes, np.nan) / np.where(known, qs, 1.0))
+
+    @cached_property
+    def outliers(self) -> Mask:
+        """[S]; sequences that are far worse than the median one of their step."""
+        size, q = self.noise()
+        largest = np.zeros(len(size))
+        np.maximum.at(largest, self.sequence, self.size)
+        # One token alone makes no broken sequence.
+        size -= largest
+        enough = q >= _ENOUGH
+        c = np.where(enough, size / np.maximum(q, _ENOUGH), np.nan)
+        found = np.zeros(len(c), dtype=bool)
+        good = float(np.quantile(c[enough], 0.25)) if enough.any() else np.nan
+        for step in np.unique(self.run.steps):
+            of_step = (self.run.steps == step) & enough
+            if of_step.any():
+                # A step whose sequences are mostly broken is no measure.
+                usual = min(float(np.median(c[of_step])), 2.5 * good)
+                found |= of_step & (c > _OUTLIER * usual)
+        found &= c > self.contract.limit("numerics", "negligible")
+        return found & self._throughout(~found)
+
+    def _throughout(self, good: Mask) -> Mask:
+        """[S]; whether more than a few tokens of a sequence are worse than those of good ones."""
+        known = np.isfinite(self.scaled)
+        of_good = self.scaled[known & good[self.sequence]]
+        usual = float(np.median(of_good)) if len(of_good) else 0.0
+        wide = known & (np.where(known, self.scaled, 0.0) > 3 * usual)
+        return self.sums(wide.astype(float)) > _MOST * self.sums(known.astype(float))
+
+    @cached_property
+    def usual(self) -> Mask:
+        """[n]; tokens of sequences that are no outliers."""
+        return ~self.outliers[self.sequence]
+
+    def worst(self, score: Floats, where: Mask | None = None) -> list[Token]:
+        """The compared tokens with the highest scores, [n], at most two of a sequence."""
+        order = np.argsort(-np.where(True if where is None else where, score, -np.inf))
+        picked: list[int] = []
+        for k in order[:200]:
+            mine = [j for j in picked if self.sequence[j] == self.sequence[k]]
+            allowed = where is None or where[k]
+            if len(mine) < 2 and allowed and np.isfinite(score[k]):
+                picked.append(int(k))
+            if len(picked) == _SHOWN:
+                break
+        return self.tokens(self.index[picked])
+
+    def tokens(self, places: Indices) -> list[Token]:
+        """The records of tokens, by their places in the run's arrays."""
+        run, shown = self.run, places[:_SHOWN]
+        sequences = np.searchsorted(run.offsets, shown, side="right") - 1
+        return [
+            Token(
+                id=run.ids[s],
+                position=int(i - run.offsets[s]),
+                token=int(run.token_ids[i]),
+                rollout=_value(run.rollout[i], bool(run.rollout_missing[i])),
+                train=_value(run.train[i], bool(run.train_missing[i])),
+            )
+            for i, s in zip(shown, sequences, strict=True)
+        ]
+
+
+def _value(value: float, missing: bool) -> float | None:
+    return None if missing else float(value)

@@ -1,0 +1,156 @@
+"""The diagnoses in their order, and the verdict on a run."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS
+from rlk_align.interval import DEVIATIONS, UNKNOWN, Estimate
+from rlk_align.logs.diagnose import bookkeeping, law, level, place, prompts
+from rlk_align.logs.diagnose.contract import Dtype, RunContract
+from rlk_align.logs.diagnose.evidence import Evidence
+from rlk_align.logs.diagnose.record import Diagnosis, Name, Untested
+from rlk_align.logs.diagnose.sample import EMPTY, Counts, RatioSums, gather
+from rlk_align.logs.dumps.sequences import Sequences
+
+Status = Literal["pass", "fail", "inconclusive"]
+Check = Callable[[Evidence], Diagnosis | Untested | None]
+Breach = tuple[str, str, float, float]
+"""(Limit, metric, value, the limit's bound)."""
+FAMILIES: tuple[tuple[Check, ...], ...] = (
+    (bookkeeping.misaligned, bookkeeping.mask_shifted),
+    (bookkeeping.above_zero, bookkeeping.missing, bookkeeping.low_precision, prompts.duplicated),
+    (law.wrong_token, law.logprob_scaled, law.temperature, law.truncation),
+    (place.turn_boundary, place.packing, place.rope, prompts.stale_cache),
+    (level.stale_weights, prompts.decode_state),
+    (level.dropout,),
+    (level.routing,),
+    (level.quantisation,),
+)
+"""In this order; the first that holds is the verdict. What a family finds or suspects disturbs
+the statistics of later families, which are not asked then."""
+BOOKKEEPING = 2
+"""The number of families whose questions few tokens answer."""
+GOES_ON: frozenset[Name] = frozenset({"missing", "low-precision", "duplicated"})
+"""Diagnoses after which later families can be asked all the same: what they found is set aside,
+counted once or too small to matter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """The verdict on a run, and what it rests on."""
+
+    status: Status
+    contract: RunContract
+    diagnoses: list[Diagnosis]
+    """The first is the verdict's, the others are also seen; none where the mean ratio alone is
+    off, or nothing was concluded."""
+    counts: Counts
+    mean_ratio: Estimate
+    """E[ρ] over the whole run."""
+    c: Estimate
+    sampled: int | None
+    """The number of sequences that the diagnoses were made from; None for all."""
+    dtype: Dtype
+    doubts: list[str]
+    """Why nothing can be concluded."""
+    untested: list[Untested]
+    """What was asked, and can be neither found nor ruled out."""
+    breaches: list[Breach]
+
+    @property
+    def exit_code(self) -> int:
+        """What the process ends with."""
+        codes = {"pass": EXIT_PASS, "fail": EXIT_FAIL, "inconclusive": EXIT_INCONCLUSIVE}
+        return codes[self.status]
+
+
+def explain(batches: Iterable[Sequences], contract: RunContract, seed: int = 0) -> Explanation:
+    """Reads a run once and says what kind of mismatch it has."""
+    sample = gather(batches, seed)
+    counts, mean_ratio = sample.counts, mean_of(sample.ratio)
+    evidence = Evidence(sample.kept or EMPTY, counts, contract)
+    few = counts.compared < contract.min_tokens
+    # Of what stands in place of log-probs, no law and no noise can be asked.
+    unusable = len(evidence.index) < contract.min_tokens
+    found, untested = _answers(evidence, FAMILIES[:BOOKKEEPING] if unusable else FAMILIES)
+    doubts = []
+    if counts.compared and few:
+        doubts.append(f"{counts.compared:,} tokens are compared, {contract.min_tokens:,} needed")
+    elif unusable and not found:
+        doubts.append(
+            f"of the tokens that were looked at, {len(evidence.index):,} have log-probs on both "
+            f"sides, {contract.min_tokens:,} needed"
+        )
+    if not found:
+        doubts += [f"{x.name} is probable: {x.why}" for x in untested if x.suspected]
+        found = [] if doubts else [level.numerics(evidence, mean_ratio)]
+    if found and found[0].name == "vacuous":
+        doubts.append(found[0].why)
+    c = evidence.c()
+    level_limit = contract.limit("quantisation", dtype=evidence.dtype)
+    if found and found[0].name == "numerics" and not c.value <= level_limit:
+        doubts.append(
+            f"c is {c.value:.2g}, more than {level_limit:g}, and may be {max(c.low, 0.0):.2g} to "
+            f"{c.high:.2g}: the sequences are too few or too different to name a cause"
+        )
+        found = []
+    breaches: list[Breach] = [
+        (d.name, d.statistic, d.value, d.limit) for d in found if d.name != "numerics"
+    ]
+    breaches += _ratio_breach(mean_ratio, contract)
+    if breaches and found and found[0].name == "numerics":
+        found = []
+    status: Status = "inconclusive" if doubts else "fail" if breaches else "pass"
+    assert doubts or breaches or found, "an explanation says something"
+    return Explanation(
+        status=status,
+        contract=contract,
+        diagnoses=found,
+        counts=counts,
+        mean_ratio=mean_ratio,
+        c=c,
+        sampled=None if sample.whole or sample.kept is None else len(sample.kept),
+        dtype=evidence.dtype,
+        doubts=doubts,
+        untested=untested,
+        breaches=breaches,
+    )
+
+
+def _answers(
+    e: Evidence, families: Sequence[tuple[Check, ...]]
+) -> tuple[list[Diagnosis], list[Untested]]:
+    nothing = bookkeeping.vacuous(e)
+    if nothing is not None:
+        return [nothing], []
+    found: list[Diagnosis] = []
+    untested: list[Untested] = []
+    for family in families:
+        for check in family:
+            answer = check(e)
+            if isinstance(answer, Diagnosis):
+                found.append(answer)
+            elif answer is not None:
+                untested.append(answer)
+        if any(d.name not in GOES_ON for d in found) or any(x.suspected for x in untested):
+            break
+    return found, untested
+
+
+def mean_of(sums: RatioSums) -> Estimate:
+    """E[ρ] with its interval, from sums over answers."""
+    excess, tokens = sums.by_answer()
+    if len(tokens) < 2:
+        return UNKNOWN
+    mean = float(excess.sum() / tokens.sum())
+    squares = float(((excess - mean * tokens) ** 2).sum())
+    error = math.sqrt(squares * len(tokens) / (len(tokens) - 1)) / float(tokens.sum())
+    return Estimate(1 + mean, 1 + mean - DEVIATIONS * error, 1 + mean + DEVIATIONS * error)
+
+
+def _ratio_breach(mean_ratio: Estimate, contract: RunContract) -> list[Breach]:
+    limit = contract.limit("numerics")
+    off = mean_ratio.above(1 + limit) or (-mean_ratio).above(limit - 1)
+    return [("numerics", "|E[ρ] − 1|", abs(mean_ratio.value - 1), limit)] if off else []

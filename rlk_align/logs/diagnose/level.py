@@ -1,0 +1,200 @@
+"""How large the error is everywhere: over steps and weight versions, in its tail, at sure tokens,
+and altogether."""
+
+import numpy as np
+
+from rlk_align.interval import Estimate, ratio
+from rlk_align.logs.diagnose import versions
+from rlk_align.logs.diagnose.advice import diagnosis, untested
+from rlk_align.logs.diagnose.evidence import Evidence, Mask
+from rlk_align.logs.diagnose.record import Diagnosis, Untested
+from rlk_align.logs.diagnose.repeats import prompts_of, shared_prefixes
+from rlk_align.logs.dumps.sequences import UNKNOWN
+
+_STEPS = 5
+"""Steps that a trend needs."""
+_NEEDS = f"needs {_STEPS}"
+
+
+def stale_weights(e: Evidence) -> Diagnosis | Untested | None:
+    """Holds where the error grows with the steps, or with the age of the weights, or where the
+    labels of their versions do not fit it."""
+    answers = [_by_age(e), versions.mislabelled(e), _by_step(e)]
+    found = [x for x in answers if isinstance(x, Diagnosis)]
+    if found:
+        return found[0]
+    untold = [x for x in answers if isinstance(x, Untested)]
+    if not untold:
+        return None
+    return Untested(
+        name="stale-weights",
+        why="; ".join(x.why for x in untold),
+        suspected=any(x.suspected for x in untold),
+    )
+
+
+def _by_age(e: Evidence) -> Diagnosis | None:
+    trained = e.run.train_versions[e.sequence]
+    sampled = e.run.rollout_versions[e.index]
+    known = (trained != UNKNOWN) & (sampled != UNKNOWN) & e.usual
+    older, own = known & (sampled < trained), known & (sampled == trained)
+    estimate = e.between(older, own)
+    limit = e.contract.limit("stale-weights")
+    if e.between(own, older).above(limit):
+        return _labels_swapped(e, own, older)
+    if not estimate.above(limit):
+        return None
+    age = float(np.mean((trained - sampled)[older]))
+    why = (
+        f"tokens that older weights sampled are {estimate.value:.1f} times worse than those of "
+        f"the trainer's own version; they are {age:.1f} versions old on average"
+    )
+    statistic = "c of tokens from older weights over that of tokens from the trainer's version"
+    samples = e.worst(e.size, older)
+    return diagnosis("stale-weights", statistic, estimate, limit, why, samples)
+
+
+def _labels_swapped(e: Evidence, own: Mask, older: Mask) -> Diagnosis:
+    estimate = e.between(own, older)
+    why = (
+        "the labels of the weights' versions do not fit the noise: tokens whose label is the "
+        f"trainer's own version are {estimate.value:.1f} times worse than those whose label is "
+        "older. The labels are not those of the weights that sampled"
+    )
+    statistic = "c of tokens labelled with the trainer's version over that of older ones"
+    limit, samples = e.contract.limit("stale-weights"), e.worst(e.size, own)
+    return diagnosis("stale-weights", statistic, estimate, limit, why, samples, "moderate")
+
+
+def _by_step(e: Evidence) -> Diagnosis | Untested | None:
+    steps = np.unique(e.run.steps[e.run.steps != UNKNOWN])
+    if len(steps) < 2:
+        why = f"the run has {len(steps) or 'no'} step{'s' * (not len(steps))}, and a trend {_NEEDS}"
+        return Untested(name="stale-weights", why=why)
+    third = max(1, len(steps) // 3)
+    last = e.usual & np.isin(e.steps, steps[-third:])
+    first = e.usual & np.isin(e.steps, steps[:third])
+    estimate = e.between(last, first)
+    limit = e.contract.limit("stale-weights")
+    parts = np.array_split(steps, min(len(steps), 6))
+    c = [e.c(e.usual & np.isin(e.steps, part)).value for part in parts]
+    rises = np.mean(np.diff(c) > 0)
+    statistic = "c of the last third of the steps over that of the first"
+    rising = bool(rises >= 0.6)
+    if len(steps) < _STEPS:
+        why = f"the run has {len(steps)} steps, and a trend {_NEEDS}"
+        suspected = rising and estimate.above(limit)
+        return Untested(name="stale-weights", why=why, suspected=suspected)
+    if not estimate.above(limit) or not rising:
+        return untested("stale-weights", statistic, estimate, limit, rising)
+    why = (
+        f"the error grows from step to step: c is {c[0]:.2g} at first and {c[-1]:.2g} at last. The "
+        "rollout's weights, or an adapter, are not those of the trainer, and the difference adds up"
+    )
+    return diagnosis("stale-weights", statistic, estimate, limit, why, e.worst(e.size, last))
+
+
+def routing(e: Evidence) -> Diagnosis | Untested | None:
+    """Holds where more single tokens are far off than numerics put there."""
+    limit = e.contract.limit("routing")
+    known = np.isfinite(e.scaled) & e.usual
+    if not known.any():
+        return None
+    median = float(np.median(e.scaled[known]))
+    far = known & (np.where(known, e.scaled, 0.0) > 10 * median)
+    estimate = e.share(far.astype(float), known.astype(float))
+    statistic = "share of tokens whose |Δ|/(1 − p) is more than 10 times the median"
+    # Where the whole error is negligible, a long tail of it is so too.
+    if not e.c(known).value > e.contract.limit("numerics", "negligible"):
+        return None
+    if not estimate.above(limit):
+        return untested("routing", statistic, estimate, limit)
+    why = (
+        f"{estimate.value:.1%} of the tokens, spread over all sequences, are more than 10 times "
+        "worse than the median one, and the others are healthy: experts are chosen differently "
+        "there, or another choice flips. A dump cannot tell which"
+    )
+    return diagnosis("routing", statistic, estimate, limit, why, e.worst(e.size, far), "low")
+
+
+def dropout(e: Evidence) -> Diagnosis | Untested | None:
+    """Holds where sure tokens are worse for their 1 − p than others, without a trend."""
+    limit = e.contract.limit("dropout")
+    sure, others = (e.q >= 1e-4) & (e.q < 0.05), (e.q >= 0.1) & (e.q < 0.9)
+    estimate = e.pooled(sure & e.usual, others & e.usual)
+    statistic = "c of tokens with p > 0.95 over that of tokens with 0.1 < p < 0.9"
+    # Small errors of healthy engines are larger at sure tokens too.
+    level = e.contract.limit("quantisation", dtype=e.dtype)
+    if not e.c().value > level:
+        return None
+    if e.c().above(level) and (found := _not_repeated(e)) is not None:
+        return found
+    if not estimate.above(limit) or not e.c().above(level):
+        return untested("dropout", statistic, estimate, limit)
+    why = (
+        f"nearly certain tokens are {estimate.value:.1f} times worse for their 1 − p than others, "
+        "as where dropout is on or the weights differ; numerics are equally bad everywhere. "
+        "Because it does not grow with the steps, dropout is more likely; a dump cannot tell more"
+    )
+    return diagnosis("dropout", statistic, estimate, limit, why, e.worst(e.size, sure), "moderate")
+
+
+def _not_repeated(e: Evidence) -> Diagnosis | None:
+    """Holds where the trainer gives a token another log-prob in each sample, behind the same
+    tokens."""
+    if not e.contract.asks("dropout", "repeat"):
+        return None
+    limit = e.contract.limit("dropout", "repeat")
+    cell = shared_prefixes(e.run)[e.index]
+    shared = np.flatnonzero((cell >= 0) & e.usual)
+    cells, number, times = np.unique(cell[shared], return_inverse=True, return_counts=True)
+    kept = times[number] > 1
+    shared, number = shared[kept], number[kept]
+    if not len(shared):
+        return None
+    middle = np.bincount(number, e.t[shared], len(cells)) / np.maximum(times, 1)
+    variance, square = np.zeros(len(e.index)), np.zeros(len(e.index))
+    freedom = times[number] / (times[number] - 1)
+    variance[shared] = (e.t[shared] - middle[number]) ** 2 * freedom
+    square[shared] = e.size[shared] ** 2
+    # The samples of a group share these tokens: it is the unit.
+    groups = np.unique(prompts_of(e.run), return_inverse=True)[1]
+    estimate = ratio(*(np.bincount(groups, e.sums(x)).astype(float) for x in (variance, square)))
+    if not estimate.above(limit):
+        return None
+    why = (
+        f"behind the same tokens the trainer gives one token another log-prob in each sample "
+        f"({len(shared):,} tokens), by about as much as the sides differ: it does not repeat "
+        "itself, as where dropout is on, or where its precision's scales depend on the batch"
+    )
+    statistic = "variance of the trainer's log-probs of one token behind one prefix, of Δ²"
+    worst = e.worst(variance)
+    return diagnosis("dropout", statistic, estimate, limit, why, worst, "moderate")
+
+
+def quantisation(e: Evidence) -> Diagnosis | None:
+    """Holds where the error has the shape of numerics and is larger than the dtype's own."""
+    limit = e.contract.limit("quantisation", dtype=e.dtype)
+    estimate = e.c()
+    if not estimate.above(limit):
+        return None
+    why = (
+        f"the error has the shape of rounding, and is {estimate.value / limit:.1f} times what "
+        f"{e.dtype} may make: a side computes in fewer bits (fp8, int8, a quantised cache or "
+        "merged weights), its kernels are less exact, or the trainer has dropout on (behind an MLP "
+        "it looks like rounding). A dump cannot tell which"
+    )
+    statistic = "c: mean |Δ| over mean 1 − p"
+    samples = e.worst(e.size)
+    return diagnosis("quantisation", statistic, estimate, limit, why, samples, "moderate")
+
+
+def numerics(e: Evidence, mean_ratio: Estimate) -> Diagnosis:
+    """What is left: rounding and summation order."""
+    limit = e.contract.limit("quantisation", dtype=e.dtype)
+    why = (
+        f"the error has no sign, is equally large at every probability, and E[ρ] is "
+        f"{mean_ratio.value:.4f}: ordinary rounding and summation order"
+    )
+    statistic = "c: mean |Δ| over mean 1 − p"
+    return diagnosis("numerics", statistic, e.c(), limit, why, e.worst(e.size))

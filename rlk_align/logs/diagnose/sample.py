@@ -1,0 +1,150 @@
+"""What is kept of a run that may be larger than memory: exact counts, and a seeded sample."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from rlk_align.interval import Floats
+from rlk_align.logs.diagnose.fills import ZeroCounts, above_zero, not_finite, sentinels
+from rlk_align.logs.diagnose.repeats import answers
+from rlk_align.logs.dumps.sequences import Sequences, join
+from rlk_align.logs.dumps.table import SCHEMA, sequences_of
+
+SAMPLE_TOKENS = 1 << 20
+"""Tokens that a sample holds at most, prompts included; a smaller run is held whole."""
+EMPTY = sequences_of(pa.RecordBatch.from_pylist([], schema=SCHEMA))
+"""A run without a sequence."""
+
+
+@dataclass
+class Counts:
+    """Exact counts over all scored tokens of a run."""
+
+    sequences: int = 0
+    scored: int = 0
+    missing: int = 0
+    """One side or both recorded nothing."""
+    compared: int = 0
+    not_finite: int = 0
+    """NaN or infinite on a side, of the compared."""
+    impossible: int = 0
+    """NaN, infinite, or too small for a log-prob on a side, of the compared."""
+    rollout_above_zero: int = 0
+    """Log-probs above 0 by more than rounding, of the compared."""
+    train_above_zero: int = 0
+    equal: int = 0
+    """Bit for bit, of the compared."""
+    rollout_zero: int = 0
+    train_zero: int = 0
+    zeros: tuple[ZeroCounts, ZeroCounts] = field(
+        default_factory=lambda: (ZeroCounts(), ZeroCounts())
+    )
+    """What tells of the rollout's and of the trainer's 0.0 whether they are log-probs."""
+
+    @property
+    def filled(self) -> int:
+        """A lower bound of the compared tokens with another value in place of a log-prob."""
+        return max(self.impossible, *(side.filled for side in self.zeros))
+
+    def add(self, batch: Sequences) -> None:
+        """Counts one more batch."""
+        both = batch.compared
+        rollout, train = batch.rollout[both], batch.train[both]
+        self.sequences += len(batch)
+        self.scored += int(batch.scored.sum())
+        self.compared += len(rollout)
+        self.missing += int(batch.scored.sum()) - len(rollout)
+        self.not_finite += int((not_finite(rollout) | not_finite(train)).sum())
+        wild = [not_finite(side) | sentinels(side) for side in (rollout, train)]
+        self.impossible += int((wild[0] | wild[1]).sum())
+        self.rollout_above_zero += int(above_zero(rollout).sum())
+        self.train_above_zero += int(above_zero(train).sum())
+        self.zeros[0].add(rollout, train)
+        self.zeros[1].add(train, rollout)
+        self.equal += int((rollout == train).sum())
+        self.rollout_zero += int((rollout == 0).sum())
+        self.train_zero += int((train == 0).sum())
+
+
+@dataclass
+class RatioSums:
+    """What the mean ratio E[ρ] and its interval follow from, which is clustered by answer: a
+    sequence that is sampled again says nothing new."""
+
+    answers: list[NDArray[np.uint64]] = field(default_factory=list)
+    """Of each batch, which answer each sequence is."""
+    excess: list[NDArray[np.float64]] = field(default_factory=list)
+    """Of each batch, Σ (ρ − 1) of each sequence."""
+    tokens: list[NDArray[np.float64]] = field(default_factory=list)
+    """Of each batch, how many tokens of each sequence are in that sum."""
+
+    def add(self, batch: Sequences) -> None:
+        """Adds one more batch."""
+        usable = batch.compared & np.isfinite(batch.rollout) & np.isfinite(batch.train)
+        difference = np.where(usable, batch.train - batch.rollout, 0.0)
+        # A ratio beyond e^30 is that of a sentinel, and would overflow a sum.
+        excess = np.expm1(np.minimum(difference, 30.0))
+        sequence = batch.sequence
+        self.answers.append(answers(batch))
+        self.excess.append(np.bincount(sequence, excess, len(batch)).astype(np.float64))
+        self.tokens.append(np.bincount(sequence, usable, len(batch)).astype(np.float64))
+
+    def by_answer(self) -> tuple[Floats, Floats]:
+        """Σ (ρ − 1) and the tokens of each distinct answer that has any."""
+        if not self.answers:
+            return np.zeros(0), np.zeros(0)
+        number = np.unique(np.concatenate(self.answers), return_inverse=True)[1]
+        excess: Floats = np.bincount(number, np.concatenate(self.excess)).astype(np.float64)
+        tokens: Floats = np.bincount(number, np.concatenate(self.tokens)).astype(np.float64)
+        return excess[tokens > 0], tokens[tokens > 0]
+
+
+@dataclass
+class RunSample:
+    """The counts of a whole run and the sequences that were kept of it."""
+
+    counts: Counts = field(default_factory=Counts)
+    ratio: RatioSums = field(default_factory=RatioSums)
+    kept: Sequences | None = None
+    """The sequences that are kept; None where the run has no sequence."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether every sequence was kept."""
+        return self.kept is None or len(self.kept) == self.counts.sequences
+
+
+def gather(batches: Iterable[Sequences], seed: int = 0, most: int = SAMPLE_TOKENS) -> RunSample:
+    """Reads a run once. Every sequence draws a number; those with the smallest numbers are kept, in
+    the order of the run, as far as `most` tokens go."""
+    draw = np.random.default_rng(seed)
+    sample = RunSample()
+    parts: list[Sequences] = []
+    ranks: list[np.ndarray] = []
+    for batch in batches:
+        sample.counts.add(batch)
+        sample.ratio.add(batch)
+        if len(batch):
+            parts.append(batch)
+            ranks.append(draw.random(len(batch)))
+        if sum(p.tokens for p in parts) > 2 * most:
+            parts, ranks = _smallest(parts, ranks, most)
+    if parts:
+        if sum(p.tokens for p in parts) > most:
+            parts, ranks = _smallest(parts, ranks, most)
+        sample.kept = join(parts)
+    return sample
+
+
+def _smallest(
+    parts: list[Sequences], ranks: list[np.ndarray], most: int
+) -> tuple[list[Sequences], list[np.ndarray]]:
+    whole, rank = join(parts), np.concatenate(ranks)
+    order = np.argsort(rank)
+    fits = np.cumsum(np.diff(whole.offsets)[order]) <= most
+    fits[0] = True
+    keep = np.sort(order[fits])
+    return [whole.take(keep)], [rank[keep]]

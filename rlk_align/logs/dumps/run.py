@@ -1,0 +1,150 @@
+"""The run that `rlk-align import` writes.
+
+RUN/
+  run.json          the command, and that this is an imported run
+  dump.json         what was read, and what of it is there (`rlk_align.logs.dumps.manifest`)
+  logprobs.parquet  a row for each sequence (`rlk_align.logs.dumps.table`)
+  checksums.json    of all these; written last, so its presence means complete
+"""
+
+import shlex
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from typing import Literal
+
+import pyarrow as pa
+
+from rlk_align.errors import BadOption, CorruptTrace, DumpError
+from rlk_align.logs.dumps.manifest import Findings, Manifest, Tally
+from rlk_align.logs.dumps.sequences import Sequences
+from rlk_align.logs.dumps.table import read_steps, read_table, write_table
+from rlk_align.trace.checksums import CHECKSUMS, add_checksums
+from rlk_align.trace.records import Record, load_record, save_record, writing
+from rlk_align.trace.run import IMPORTED
+from rlk_align.trace.run_folder import RUN_JSON, RunFolder, find_run, schema_of
+
+MANIFEST, TABLE = "dump.json", "logprobs.parquet"
+
+
+class ImportRecord(Record):
+    """run.json of an imported run."""
+
+    schema_id: Literal["rlk-align/imported-run/1"] = IMPORTED
+    command: list[str]
+    """The command line that reproduces it."""
+    failed: str | None = None
+    """Why the dump could not be read; the folder then holds no run."""
+
+
+class ImportedRun(RunFolder):
+    """The folder of an imported run."""
+
+    files = (RUN_JSON, MANIFEST, TABLE, CHECKSUMS)
+
+    @classmethod
+    def open(cls, name: str) -> "ImportedRun":
+        """Returns a finished run, by folder or as `@last`. Raises BadOption where there is none,
+        or one that engines made, CorruptTrace where it is not whole or was changed."""
+        run = cls(find_run(name))
+        schema = schema_of(run.folder)
+        if schema is not None and schema.startswith("rlk-align/run/"):
+            raise BadOption(
+                f"{run.folder} is a run of engines, not an imported dump",
+                "rlk-align import FORMAT PATH... -o RUN makes one of a framework's dump",
+            )
+        with run._import_again():
+            run._check_whole("it was interrupted, or another command is still writing it")
+            run._checksums.check(run.folder, [MANIFEST])
+        return run
+
+    @property
+    def record(self) -> ImportRecord:
+        return load_record(ImportRecord, self.folder / RUN_JSON)
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """What was read. Raises CorruptTrace where it is damaged."""
+        with self._import_again():
+            return load_record(Manifest, self.folder / MANIFEST)
+
+    def sequences(self) -> Iterator[Sequences]:
+        """Yields all sequences, in batches that fit in memory. Raises CorruptTrace where the table
+        is not the one that was written."""
+        with self._import_again():
+            self._checksums.check(self.folder, [TABLE])
+        yield from read_table(self.folder / TABLE)
+
+    def steps(self) -> Iterator[tuple[int, Iterator[Sequences]]]:
+        """Yields each training step, in order, with its sequences. Raises CorruptTrace likewise."""
+        with self._import_again():
+            self._checksums.check(self.folder, [TABLE])
+        yield from read_steps(self.folder / TABLE)
+
+    def write(
+        self,
+        batches: Iterable[pa.RecordBatch],
+        findings: Findings,
+        *,
+        command: list[str],
+        format: str,
+        framework: str | None = None,
+    ) -> Manifest:
+        """Replaces the run by batches of `table.SCHEMA`, and makes it the last run.
+
+        `findings` is what the reader learns while it yields the batches. Raises BadOption where
+        another kind of run lies in the folder, DumpError where the dump cannot be read or holds no
+        sequence: the folder then says why it holds no run.
+        """
+        if (self.folder / RUN_JSON).is_file() and schema_of(self.folder) != IMPORTED:
+            raise BadOption(f"{self.folder} holds another run", "name another folder with -o")
+        with self.locked():
+            self._discard()
+            try:
+                manifest = self._write(batches, findings, command, format, framework)
+            except DumpError as error:
+                self._discard()
+                failed = ImportRecord(command=command, failed=str(error))
+                save_record(failed, self.folder / RUN_JSON)
+                raise
+            self._remember()
+        return manifest
+
+    def _write(
+        self,
+        batches: Iterable[pa.RecordBatch],
+        findings: Findings,
+        command: list[str],
+        format: str,
+        framework: str | None,
+    ) -> Manifest:
+        save_record(ImportRecord(command=command), self.folder / RUN_JSON)
+        tally = Tally()
+        with writing(self.folder / TABLE):
+            write_table(tally.counting(batches), self.folder / TABLE)
+        if not tally.sequences:
+            raise DumpError("the dump holds no sequence", "; ".join(findings.skipped))
+        manifest = tally.manifest(format, framework, findings)
+        save_record(manifest, self.folder / MANIFEST)
+        add_checksums(self.folder, (RUN_JSON, MANIFEST, TABLE))
+        return manifest
+
+    def _discard(self) -> None:
+        with writing(self.folder):
+            for name in self.files:
+                (self.folder / name).unlink(missing_ok=True)
+
+    @contextmanager
+    def _import_again(self) -> Iterator[None]:
+        """Says of a damaged run with which command it was imported."""
+        try:
+            yield
+        except CorruptTrace as error:
+            command, failed = "rlk-align import FORMAT PATH... -o RUN", None
+            with suppress(CorruptTrace):
+                command, failed = shlex.join(self.record.command), self.record.failed
+            fix = f"import it again: {command}"
+            if failed is not None:
+                # To import the same files again would fail again.
+                fix = f"the import failed: {failed}. Mend or leave out that file, then: {command}"
+            raise CorruptTrace(error.message, fix) from error

@@ -1,0 +1,50 @@
+"""The records of a run, as many as a chart has room for, and every finding once."""
+
+from dataclasses import dataclass
+
+from rlk_align.logs.monitor.record import Finding, StepRecord
+
+MOST = 1000
+
+
+@dataclass
+class FindingSpan:
+    """A finding over all steps of a run that have it."""
+
+    first: int
+    last: int
+    steps: int
+    """How many steps have it; others may lie between."""
+    latest: Finding
+    """As the last of these steps has it."""
+
+
+class History:
+    """At most MOST records. Beyond that, of two neighbours the one that says more is kept: the one
+    with findings, or else with the larger k3. Findings are counted over all steps."""
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+        self._spans: dict[tuple[str, str], FindingSpan] = {}
+
+    @property
+    def spans(self) -> list[FindingSpan]:
+        """Each finding, by level and name; the one that was seen first comes first."""
+        return list(self._spans.values())
+
+    def add(self, record: StepRecord) -> None:
+        """Adds the next step."""
+        for finding in record.findings:
+            key = (finding.level, finding.name)
+            span = self._spans.setdefault(key, FindingSpan(record.step, record.step, 0, finding))
+            span.last, span.latest = record.step, finding
+            span.steps += 1
+        self.records.append(record.model_copy(update={"frameworks": {}, "profile": []}))
+        if len(self.records) > MOST:
+            pairs = zip(self.records[::2], self.records[1::2], strict=False)
+            last = self.records[-1:] if len(self.records) % 2 else []
+            self.records = [max(pair, key=_weight) for pair in pairs] + last
+
+
+def _weight(record: StepRecord) -> tuple[int, float]:
+    return len(record.findings), 0.0 if record.k3 is None else record.k3.value

@@ -1,0 +1,168 @@
+"""Where a run's steps come from: its folder of dumps, a file that grows, or an imported run.
+
+A step is handed on once, when it is complete. How that is known differs: prime-rl puts a file
+STABLE beside it; the others' dumps are complete once a later step's file is there (NeMo-RL writes
+over a step that is done again), and a line of a growing file once it ends. The files of our own
+writers say in their names how many a step has. Where the run has ended, what is there is complete.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from rlk_align.errors import DumpError
+from rlk_align.logs.dumps.batches import Row, batches
+from rlk_align.logs.dumps.manifest import Findings
+from rlk_align.logs.dumps.record import SCHEMA
+from rlk_align.logs.dumps.run import ImportedRun
+from rlk_align.logs.dumps.table import sequences_of
+from rlk_align.logs.monitor.lines import GrowingFile
+from rlk_align.logs.monitor.metrics_log import MetricsLog
+from rlk_align.logs.monitor.record import StepRecord
+from rlk_align.logs.monitor.run import RunMonitor
+from rlk_align.logs.readers.base import Reader
+from rlk_align.logs.readers.files import first_object
+from rlk_align.logs.readers.jsonl import row_of_line
+from rlk_align.logs.readers.prime_rl import STABLE
+from rlk_align.logs.readers.registry import READERS, reader
+from rlk_align.progress import silent
+from rlk_align.trace.run import IMPORTED
+from rlk_align.trace.run_folder import RUN_JSON, schema_of
+
+STEP_IN_NAME = {
+    "nemo-rl": r"train_data_step(\d+)\.jsonl$",
+    "prime-rl": r"step_(\d+)/rank_\d+\.jsonl$",
+    "miles": r"train_data/(\d+)_\d+\.pt$",
+    "slime": r"train_data/(\d+)\.pt$",
+    "jsonl": r"(?:^|/)step_(\d+)(?:_rank_\d+_of_\d+)?\.(?:jsonl|parquet)$",
+}
+"""Format -> where a file's path has its step."""
+
+
+class Source(Protocol):
+    """Steps of one run."""
+
+    name: str
+
+    def poll(self, monitor: RunMonitor, ended: bool) -> Iterator[StepRecord]:
+        """Yields the records of the steps that are complete and were not handed on yet; `ended`
+        says that nothing will be added. Raises DumpError."""
+        ...
+
+
+def open_source(path: Path) -> Source:
+    """Returns the source of what lies at a path. Raises DumpError where it is nothing known."""
+    if not path.exists():
+        raise DumpError(f"{path} does not exist", "give a run's folder, or its log of metrics")
+    if path.is_dir():
+        if (path / RUN_JSON).is_file() and schema_of(path) == IMPORTED:
+            return ImportedSource(path)
+        return FolderSource(path)
+    if path.suffix not in (".jsonl", ".json", ".ndjson"):
+        raise DumpError(
+            f"{path}: only JSON Lines can be followed as a single file",
+            "give its folder, or import it with `rlk-align import`",
+        )
+    if "schema" in first_object(path) or "token_ids" in first_object(path):
+        return LinesSource(path)
+    return MetricsLog(path)
+
+
+class ImportedSource:
+    """An imported run: all of its steps are there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name = str(folder)
+        self._run: ImportedRun | None = ImportedRun.open(self.name)
+
+    def poll(self, monitor: RunMonitor, ended: bool) -> Iterator[StepRecord]:
+        """See Source."""
+        run, self._run = self._run, None
+        if run is not None:
+            for step, parts in run.steps():
+                yield monitor.sequences(step, parts)
+
+
+class FolderSource:
+    """A folder into which a framework dumps step after step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name, self.folder = str(folder), folder
+        self._reader: Reader | None = None
+        self._last = -1
+
+    def poll(self, monitor: RunMonitor, ended: bool) -> Iterator[StepRecord]:
+        """See Source."""
+        steps = self._steps()
+        newest = max(steps, default=-1)
+        for step in sorted(s for s in steps if s > self._last):
+            if self._complete(steps[step], ended or step < newest):
+                assert self._reader is not None
+                rows = self._reader.read(steps[step], Findings(), silent)
+                self._last = step
+                yield monitor.sequences(step, map(sequences_of, batches(rows)))
+        if ended and self._reader is None:
+            names = ", ".join(STEP_IN_NAME)
+            raise DumpError(
+                f"{self.folder} holds no step in a known format",
+                f"known: {names}, whose files are named step_N.jsonl; other names: "
+                "`rlk-align import` first",
+            )
+
+    def _complete(self, files: list[Path], followed: bool) -> bool:
+        assert self._reader is not None
+        if self._reader.name == "prime-rl":
+            return all((file.parent / STABLE).is_file() for file in files)
+        if self._reader.name == "jsonl" and any("_of_" in file.stem for file in files):
+            return all(file.stem.endswith(f"_of_{len(files)}") for file in files)
+        return followed
+
+    def _steps(self) -> dict[int, list[Path]]:
+        """The files of each step, of the first format that has any."""
+        names = [self._reader.name] if self._reader else [n for n in STEP_IN_NAME if n in READERS]
+        for name in names:
+            steps: dict[int, list[Path]] = {}
+            for file in reader(name).files(self.folder):
+                match = re.search(STEP_IN_NAME[name], file.absolute().as_posix())
+                if match:
+                    steps.setdefault(int(match[1]), []).append(file)
+            if steps:
+                self._reader = reader(name)
+                return steps
+        return {}
+
+
+class LinesSource:
+    """A neutral file to which lines are added; a step ends where a later one begins."""
+
+    def __init__(self, path: Path) -> None:
+        self.name, self._file = str(path), GrowingFile(path)
+        self._step: int | None = None
+        self._rows: list[Row] = []
+
+    def poll(self, monitor: RunMonitor, ended: bool) -> Iterator[StepRecord]:
+        """See Source."""
+        for where, line in self._file.lines(ended):
+            try:
+                row = row_of_line(line)
+            except ValueError as error:
+                raise DumpError(f"{where}: {error}", f"each line must be a {SCHEMA}") from error
+            step = row["step"]
+            if step is None or (self._step is not None and step < self._step):
+                raise DumpError(
+                    f"{where}: step {step} follows step {self._step}",
+                    "a file that is followed has its steps in order; "
+                    "`rlk-align import` reads any order",
+                )
+            if step != self._step:
+                yield from self._finished(monitor)
+            self._step = step
+            self._rows.append(row)
+        if ended:
+            yield from self._finished(monitor)
+
+    def _finished(self, monitor: RunMonitor) -> Iterator[StepRecord]:
+        if self._step is not None and self._rows:
+            rows, self._rows = self._rows, []
+            yield monitor.sequences(self._step, map(sequences_of, batches(rows)))

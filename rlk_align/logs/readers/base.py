@@ -1,0 +1,33 @@
+"""What a reader of a framework's dumps is."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlk_align.logs.dumps.batches import Row
+from rlk_align.logs.dumps.manifest import Findings
+from rlk_align.progress import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """A format of dumps."""
+
+    name: str
+    """As the command line names it."""
+    framework: str | None
+    """What writes it; None where many do."""
+    patterns: tuple[str, ...]
+    """Names of its files below a folder, as glob patterns."""
+    recognises: Callable[[Path], bool]
+    """Whether a file is of this format, by its content."""
+    read: Callable[[list[Path], Findings, Progress], Iterator[Row]]
+    """Yields the sequences of these files. Raises DumpError where they cannot be read."""
+
+    def files(self, path: Path) -> list[Path]:
+        """Returns the files that it would read at `path`, a file or a folder."""
+        if not path.is_dir():
+            return [path]
+        # Matched from the right, so that `train_data/*.pt` finds what lies in `train_data` itself.
+        below = ((file, file.absolute()) for file in path.rglob("*"))
+        return sorted(f for f, full in below if any(map(full.match, self.patterns)))

@@ -1,0 +1,179 @@
+"""What torch.save wrote, loaded without running any code of the file, as slime and miles use it."""
+
+import warnings
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from rlk_align.errors import INSTALL_ENGINES, DumpError, MissingDependency
+from rlk_align.logs.dumps.batches import Row
+from rlk_align.logs.dumps.manifest import Findings
+from rlk_align.logs.readers.files import CONVERTER, opened
+from rlk_align.logs.readers.missing import prompt_digest, without_missing
+from rlk_align.logs.readers.values import (
+    WrongValue,
+    flags,
+    integers,
+    numbers,
+    response,
+    whole_number,
+)
+from rlk_align.text import one_line
+
+ENDING = ".pt"
+
+
+def load(path: Path, findings: Findings | None = None) -> dict[str, Any]:
+    """Returns the dictionary in a file. Raises MissingDependency without torch, DumpError where it
+    is none or holds objects that only a pickle's code can make."""
+    opened(path, findings if findings is not None else Findings())
+    if not zipfile.is_zipfile(path):
+        raise DumpError(f"{path} is not what torch.save writes, or was cut off", "write it again")
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise MissingDependency(
+            f"{path} needs torch, which is not installed", INSTALL_ENGINES
+        ) from error
+    from pickle import UnpicklingError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except UnpicklingError as error:
+        raise DumpError(
+            f"{path} holds objects other than tensors and plain values", CONVERTER
+        ) from error
+    except (RuntimeError, OSError, EOFError, ValueError) as error:
+        raise DumpError(f"{path} cannot be read: {one_line(error)}", "write it again") from error
+    if not isinstance(value, dict):
+        raise DumpError(f"{path} does not hold a dictionary", "see docs/import.md")
+    return value
+
+
+def is_torch_file(path: Path) -> bool:
+    """Whether a file may be one of torch.save, by name and content."""
+    return path.suffix == ENDING and path.is_file() and zipfile.is_zipfile(path)
+
+
+def transposed(columns: Any) -> list[dict[str, Any]]:
+    """Returns a sample each of `rollout_data`, whose columns hold a value a sample. Raises
+    WrongValue."""
+    if not isinstance(columns, dict):
+        raise WrongValue("rollout_data is not a dictionary")
+    lengths = columns.get("response_lengths")
+    if not _is_column(lengths):
+        raise WrongValue("rollout_data has no response_lengths")
+    count = len(lengths)
+    full = {k: v for k, v in columns.items() if _is_column(v) and len(v) == count}
+    return [{name: column[i] for name, column in full.items()} for i in range(count)]
+
+
+def _is_column(value: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, list | tuple) or (hasattr(value, "detach") and value.ndim > 0)
+
+
+def checked(sample: Any) -> dict[str, Any]:
+    """Returns a sample with its lists as arrays. Raises WrongValue where what is compared is not
+    there or is of another type."""
+    if not isinstance(sample, dict):
+        raise WrongValue("a sample is not a dictionary")
+    for field in ("tokens", "loss_masks", "response_lengths", *SIDES):
+        if sample.get(field) is None:
+            raise WrongValue(f"{field}: missing{_REASONS.get(field, '')}")
+    ids = integers(_array(sample["tokens"]), "tokens")
+    length = whole_number(plain(sample["response_lengths"]), "response_lengths")
+    if length > len(ids):
+        raise WrongValue(f"response_lengths is {length}, of {len(ids)} tokens")
+    mask = flags(_array(sample["loss_masks"]), "loss_masks")
+    if len(mask) != length:
+        raise WrongValue(f"loss_masks has {len(mask)} entries, {length} are expected")
+    values = {
+        field: numbers(_array(sample[field]), field)
+        for field in PER_RESPONSE
+        if sample.get(field) is not None
+    }
+    whole = {"tokens": ids, "loss_masks": mask, "response_lengths": length}
+    return sample | whole | values
+
+
+SIDES = ("rollout_log_probs", "log_probs")
+PER_RESPONSE = (*SIDES, "entropy")
+"""Fields with a number for each token of the response."""
+_REASONS = {
+    "rollout_log_probs": "; the run kept no log-probs of the rollout",
+    "log_probs": "; the trainer computed none, so there is nothing to compare",
+}
+
+
+def row(sample: dict[str, Any], step: int, name: str, reward: Any = None) -> Row:
+    """Returns a checked sample as a row. Raises WrongValue."""
+    ids, total = sample["tokens"], len(sample["tokens"])
+    prompt = total - sample["response_lengths"]
+    scored = np.zeros(total, dtype=bool)
+    scored[prompt:] = sample["loss_masks"]
+    scored[:1] = False
+    lists = {
+        field: response(sample[field], total, prompt, field)
+        for field in PER_RESPONSE
+        if sample.get(field) is not None
+    }
+    rollout, train = without_missing(lists["rollout_log_probs"], lists["log_probs"], scored)
+    reward = plain(sample.get("rewards") if reward is None else reward)
+    return {
+        "id": name,
+        "group": prompt_digest(ids, prompt),
+        "step": step,
+        "prompt_length": prompt,
+        "token_ids": ids,
+        "mask": pa.array(scored),
+        "rollout_logprobs": rollout,
+        "train_logprobs": train,
+        "rollout_version": _versions(sample.get("weight_versions"), scored),
+        "cached_tokens": _cached_tokens(sample.get("prefix_cache_info")),
+        "entropy": lists.get("entropy"),
+        "reward": float(reward) if isinstance(reward, int | float) else None,
+    }
+
+
+def plain(value: Any) -> Any:
+    """Returns a tensor of one number as Python's own number, all else as it is."""
+    return value.item() if hasattr(value, "detach") and value.numel() == 1 else value
+
+
+def _array(value: Any) -> Any:
+    """Returns a tensor as numpy, with floating point widened to float64; all else as it is."""
+    if not hasattr(value, "detach"):
+        return list(value) if isinstance(value, tuple) else value
+    tensor = value.detach()
+    return (tensor.double() if tensor.dtype.is_floating_point else tensor).numpy()
+
+
+def _versions(value: Any, scored: NDArray[np.bool_]) -> pa.Array | None:
+    """Returns the version of the weights of each scored token, from one version a turn. Turns are
+    the segments of the mask; None where they cannot be told apart."""
+    if not isinstance(value, list | tuple) or not value:
+        return None
+    texts = [str(plain(version)) for version in value]
+    if not all(text.isdecimal() and len(text) < 19 for text in texts):
+        return None
+    starts = scored & ~np.concatenate([[False], scored[:-1]])
+    if len(set(texts)) == 1:
+        turn = np.zeros(len(scored), dtype=np.int64)
+    elif starts.sum() == len(texts):
+        turn = np.maximum(np.cumsum(starts) - 1, 0)
+    else:
+        return None
+    of_turn = np.array([int(text) for text in texts], dtype=np.int64)
+    return pa.array(of_turn[turn], mask=~scored)
+
+
+def _cached_tokens(info: Any) -> int | None:
+    value = plain(info.get("cached_tokens")) if isinstance(info, dict) else None
+    return value if isinstance(value, int) and 0 <= value < 2**63 else None

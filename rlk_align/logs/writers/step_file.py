@@ -1,0 +1,45 @@
+"""A training step on disk: `step_000007_rank_0_of_2.jsonl`, one file for each rank.
+
+A file takes its name when it is whole, and its name says how many belong to the step: what follows
+the folder knows without a marker that the step is complete.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlk_align.errors import DumpError, TraceNotWritten
+from rlk_align.files import whole_file
+from rlk_align.logs.dumps.record import SCHEMA
+from rlk_align.logs.writers.batch import Record
+
+
+def write_step(
+    folder: str | Path, step: int, records: Sequence[Record], *, rank: int = 0, ranks: int = 1
+) -> Path:
+    """Writes all samples of a training step that this rank has, and returns the file.
+
+    Each of the `ranks` processes that hold samples writes its own. A step that is done again
+    replaces what it left, however many ranks there were. Raises DumpError where there is no sample,
+    TraceNotWritten where the file cannot be written.
+    """
+    if not records:
+        raise DumpError(f"step {step} has no sample", "write a step after its batch was made")
+    if step < 0 or not 0 <= rank < ranks:
+        raise DumpError(f"step {step} of rank {rank} of {ranks}", "steps and ranks count from 0")
+    path = Path(folder) / f"step_{step:06d}_rank_{rank}_of_{ranks}.jsonl"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for earlier in path.parent.glob(f"step_{step:06d}_rank_*.jsonl"):
+            if not earlier.name.endswith(f"_of_{ranks}.jsonl"):
+                earlier.unlink(missing_ok=True)
+        with whole_file(path) as partial, partial.open("w", encoding="utf-8") as file:
+            for number, record in enumerate(records):
+                head = {"schema": SCHEMA, "id": f"{step}-{rank}-{number}", "step": step}
+                file.write(json.dumps(head | record) + "\n")
+    except OSError as error:
+        raise TraceNotWritten(
+            f"log-probs could not be written to {path}: {error.strerror}",
+            "name a folder that can be written to, on a disk with space",
+        ) from error
+    return path

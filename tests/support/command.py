@@ -1,0 +1,130 @@
+"""The command line as the tests run it, and what a run of it left behind."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import captures
+import numpy as np
+import psutil
+import pytest
+import torch
+import warm
+
+from rlk_align.data import data_path
+from rlk_align.engines.registry import engine_info
+from rlk_align.trace.reader import Trace
+
+REQUIRED = set(filter(None, os.environ.get("RLK_REQUIRE_ENGINES", "").split(",")))
+
+
+def require_engine(name: str) -> None:
+    """Skips where the engine is not installed, and fails instead where it is required."""
+    if not engine_info(name).installed:
+        assert name not in REQUIRED, f"{name} is required by RLK_REQUIRE_ENGINES and missing"
+        pytest.skip(f"{name} is not installed")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run of the command line left behind."""
+
+    code: int
+    out: str
+    err: str
+    verdict: dict[str, Any] | None
+
+    @property
+    def first(self) -> str | None:
+        """The first bitwise introducer."""
+        assert self.verdict is not None, self.err
+        first = self.verdict["divergence"]["first_bitwise"]
+        return None if first is None else first["site"]
+
+
+Cli = Callable[..., Outcome]
+
+
+def command_line(folder: Path, kind: str = "command") -> Cli:
+    """What runs `rlk-align ARGS` in that directory, in a process of its own that starts warm.
+
+    `shared`: whether it may take captures that other tests have made; `real`: start it, and the
+    engines' workers, as users do.
+    """
+
+    def run(
+        *args: object,
+        env: dict[str, str] | None = None,
+        cwd: Path = folder,
+        shared: bool = True,
+        real: bool = False,
+    ) -> Outcome:
+        output = folder / "verdict.json"
+        output.unlink(missing_ok=True)
+        words = [str(a) for a in args]
+        if words and words[0] in ("compare", "probe", "gate", "explain"):
+            words += ["--output", f"json={output}"]
+        environment = os.environ | {"COLUMNS": "100"} | (env or {})
+        if shared:
+            environment[captures.FOLDER] = str(Path(os.environ[warm.FOLDER]) / "captures")
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            process: warm.WarmProcess | subprocess.Popen
+            if real:
+                command = [sys.executable, "-m", "rlk_align", *words]
+                process = subprocess.Popen(
+                    command, stdout=out, stderr=err, cwd=cwd, env=environment
+                )
+            else:
+                words = ["-m", warm.COMMAND, *words]
+                process = warm.start(kind, words, environment, out, err, cwd)
+            try:
+                code = process.wait(timeout=300)
+            finally:
+                process.kill()
+            said = []
+            for file in (out, err):
+                file.seek(0)
+                said.append(file.read())
+        verdict = json.loads(output.read_text()) if output.exists() else None
+        return Outcome(code, *said, verdict)
+
+    return run
+
+
+def write_few_prompts(path: Path) -> Path:
+    """Six prompts of the embedded set: short ones, and one of middle length."""
+    lines = data_path("prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    by_length = sorted(lines, key=len)
+    path.write_text("\n".join([*by_length[2:7], by_length[30]]) + "\n", encoding="utf-8")
+    return path
+
+
+def capture_of(run: Path, role: str) -> Trace:
+    """A side's trace in a run."""
+    names = json.loads((run / "run.json").read_text())["captures"]
+    return Trace(run / names[role])
+
+
+def values(run: Path, role: str, site: str) -> torch.Tensor:
+    """All values of a site in the prefill pass, in the order of (sample, position)."""
+    reader = capture_of(run, role).read_pass("prefill")
+    rows = reader.rows(site)
+    assert rows is not None
+    return reader.values(site, rows, np.lexsort((rows.position, rows.sample)))
+
+
+def running_in(folder: Path) -> list[psutil.Process]:
+    """The processes whose working directory is `folder`."""
+    processes = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if Path(process.cwd()) == folder:
+                processes.append(process)
+    return processes
