@@ -1,4 +1,4 @@
-"""What a comparison of bit-equal engines says."""
+"""Assertions on a comparison of engines that compute the same bits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ THREE = {"decode_vs_prefill", "prefill_vs_train", "decode_vs_train"}
 
 
 def assert_equal(done: Outcome, tokens: int, edges: set[str] = THREE) -> None:
-    """No bit differs, at any site of any row; of more tokens than so many."""
+    """No bit differs, at any site of any row, of more than `tokens` tokens."""
     assert done.code == 0, done.out + done.err
     assert done.verdict is not None
     assert done.first is None
