@@ -1,5 +1,5 @@
 """The table of `reports/families.md` names tests that exist, most of them pairs of
-`tests/fix_path/test_pairs.py`; and a bias that vLLM leaves out is named."""
+`tests/real_runs/test_healthy_pairs.py`; and a bias that vLLM leaves out is named."""
 
 import ast
 import importlib.util
@@ -94,9 +94,9 @@ def test_every_cell_of_the_table_names_a_test() -> None:
     [
         ("off-mistral-float32-vllm-hf]", "off-mistal-float32-vllm-hf]"),
         ("off-mistral-float32-vllm-hf]", "mistral-off-float32-vllm-hf]"),
-        ("test_a_pair[off-mistral", "test_no_pair[off-mistral"),
+        ("test_a_pair_is_healthy[off-mistral", "test_no_pair_is_healthy[off-mistral"),
         ("refused: ", ""),
-        ("`test_a_pair[off-mistral-float32-vllm-hf]`", "yes"),
+        ("`test_a_pair_is_healthy[off-mistral-float32-vllm-hf]`", "yes"),
     ],
 )
 def test_a_cell_that_names_none_is_found(given: str, planted: str) -> None:

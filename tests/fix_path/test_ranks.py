@@ -12,7 +12,7 @@ from rlk_align.data import data_path
 
 PATCHES = Path(__file__).resolve().parents[1] / "cli"
 whole_matrix = pytest.mark.whole_matrix
-SHARED = ("vllm:tp=2", "megatron:tp=2", "megatron:tp=2,sp=1")
+SHARED = ("vllm:tp=2", "megatron:tp=2")
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_a_fault_on_every_rank_is_the_fault_of_one(cli: Cli, folder: Path, layou
 
 
 @whole_matrix
-@pytest.mark.parametrize("engine", SHARED[:2])
+@pytest.mark.parametrize("engine", SHARED)
 def test_a_weight_on_one_rank_is_named_by_the_precheck(run: Any, engine: str) -> None:
     done = run(f"{engine},fault=weight-norm@rank1")
     assert done.code == 4, done.out + done.err
@@ -95,7 +95,7 @@ def test_a_weight_on_one_rank_is_named_by_the_precheck(run: Any, engine: str) ->
 
 
 @whole_matrix
-@pytest.mark.parametrize("engine", SHARED[:2])
+@pytest.mark.parametrize("engine", SHARED)
 def test_a_kernel_that_one_rank_does_not_call_is_an_error_with_the_rank(
     run: Any, engine: str
 ) -> None:

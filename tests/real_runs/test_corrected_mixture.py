@@ -53,7 +53,7 @@ def check_healthy(done: Outcome) -> None:
     ],
 )
 def test_a_healthy_pair(tmp_path: Path, model: Path, rollout: str, train: str) -> None:
-    """Layouts that the kernels do not have; the others: `tests/fix_path/test_pairs.py`."""
+    """Layouts that the kernels do not have; the others: `test_healthy_pairs.py`."""
     check_healthy(compared(tmp_path, model, rollout, train))
 
 

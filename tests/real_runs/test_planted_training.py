@@ -1,5 +1,5 @@
 """Faults planted into the training engines: each is named for what it is, before any number. Where
-nothing is planted, nothing is named: `tests/fix_path/test_pairs.py`."""
+nothing is planted, nothing is named: `test_healthy_pairs.py`."""
 
 from pathlib import Path
 from typing import Any

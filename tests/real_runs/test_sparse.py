@@ -1,5 +1,5 @@
 """The embedded sparse model in the real engines: a planted fault is named with its side, and a
-replay of routing splits the drift. Healthy pairs: `tests/fix_path/test_pairs.py`."""
+replay of routing splits the drift. Healthy pairs: `test_healthy_pairs.py`."""
 
 import json
 import shutil

@@ -1,5 +1,5 @@
 """Engines whose numbers are known: layouts that are equal in every bit, and where others first
-differ. Healthy pairs of any two engines: `tests/fix_path/test_pairs.py`."""
+differ. Healthy pairs of any two engines: `test_healthy_pairs.py`."""
 
 import json
 from pathlib import Path

@@ -2,10 +2,14 @@
 
 A new family is an entry of `MODELS`, and a new layout one of `ENGINES` or `ROLLOUTS`; a new engine
 has an entry in `FACTS` too.
-`tests/fix_path/test_pairs.py` runs every pair of `WHOLE`; without the marker `whole_matrix` it runs
-those of `DEFAULT`, in which every two values of the axes meet.
+`tests/fix_path/test_pairs.py` runs every pair of `WHOLE` that has the kernels, and
+`tests/real_runs/test_healthy_pairs.py` every other one. Without the marker `whole_matrix` they run
+those of `DEFAULT`, in which every two values of the axes meet. RLK_PAIRS=FILE.jsonl collects what
+each comparison found, for the reports.
 """
 
+import json
+import os
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,11 +17,13 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from command import require_engine
+import pytest
+from command import Cli, Outcome, capture_of, require_engine, write_few_prompts
 from covering import covering
 from random_model import write_random_model
 
 from rlk_align.data import data_path
+from rlk_align.model.edges import EDGES
 
 SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
 STRETCHED_FROM = 16
@@ -96,13 +102,13 @@ MODELS = {
             "num_key_value_heads": 1,
             "tie_word_embeddings": True,
             "vocab_size": 1031,
-            "rope_parameters": YARN,
+            "rope_parameters": LLAMA3,
         },
         every_layout=True,
     ),
     "llama": Model("llama", {"rope_parameters": YARN | {"beta_fast": 8.0, "beta_slow": 2.0}}),
     "mistral": Model("mistral", {"rope_parameters": LINEAR, "sliding_window": 8}),
-    "qwen2": Model("qwen2", {"rope_parameters": LLAMA3}, dtypes=("float16",)),
+    "qwen2": Model("qwen2", {"rope_parameters": YARN}, dtypes=("float16",)),
     "qwen3": Model(
         "qwen3",
         {
@@ -130,6 +136,7 @@ MODELS = {
             "decoder_sparse_step": 2,
         },
         sparse=True,
+        kernels=("rlk",),
     ),
     # vLLM's own kernels do not take these sizes.
     "odd-sizes": Model(
@@ -142,6 +149,7 @@ MODELS = {
             "moe_intermediate_size": 36,
         },
         sparse=True,
+        kernels=("rlk",),
     ),
     "mixtral": Model(
         "mixtral",
@@ -318,19 +326,40 @@ class Pair:
             reached |= {("ranks of the rollout", axis) for axis in met.items()}
         return frozenset(reached)
 
-    def command(self, folder: Path, prompts: Path) -> tuple[object, ...]:
-        """The words of `rlk-align compare`; skips where an engine is not installed."""
+    def compared(self, cli: Cli, folder: Path) -> Outcome:
+        """What `rlk-align compare` says of the pair; the run is `folder / "run"`. Skips where an
+        engine is not installed, and checks what holds for every healthy pair."""
         for engine in self.engines:
             require_engine(engine)
         more = f"dtype={self.dtype},kernels={self.kernels}"
         rollout, train = (
             f"{spec}{',' if ':' in spec else ':'}{more}" for spec in (self.rollout, self.train)
         )
-        return (
+        contract = ("--contract", "bitwise") if self.kernels == "rlk" else ()
+        done = cli(
             *("compare", "--model", MODELS[self.model].stored(folder, self.model, self.dtype)),
-            *("--prompts", prompts, "--max-new-tokens", 8, "--run-dir", folder / "run"),
-            *("--rollout", rollout, "--train", train),
+            *("--prompts", write_few_prompts(folder / "few.jsonl"), "--max-new-tokens", 8),
+            *("--rollout", rollout, "--train", train, "--run-dir", folder / "run", *contract),
         )
+        assert done.code == 0, done.out + done.err
+        verdict = done.verdict
+        assert verdict is not None
+        if record := os.environ.get("RLK_PAIRS"):
+            with Path(record).open("a") as file:
+                said = {name: verdict[name] for name in ("edges", "coverage")}
+                file.write(json.dumps({"pair": self.id, "first": done.first} | said) + "\n")
+        assert verdict["dtype"] == self.dtype
+        assert verdict["precheck"]["mismatches"] == verdict["breaches"] == []
+        assert verdict["controls"]["observer"] == "bitwise"
+        assert verdict["controls"]["noise_floor"] == {"rollout": "bitwise", "train": "bitwise"}
+        assert set(verdict["edges"]) == set(EDGES)
+        assert all(edge["tokens"] == verdict["tokens"] > 40 for edge in verdict["edges"].values())
+        samples = capture_of(folder / "run", "rollout").tokens.samples
+        assert max(len(sample.ids) for sample in samples) > 3 * STRETCHED_FROM
+        kernels = {"torch"} if self.kernels == "rlk" else set()
+        for role in ("rollout", "train"):
+            assert set(capture_of(folder / "run", role).record.kernels.values()) == kernels
+        return done
 
 
 def _specs(engines: dict[str, Layouts], model: Model) -> list[str]:
@@ -350,7 +379,20 @@ _EVERY = [
     for rollout in _specs(ROLLOUTS, model)
     for train in _specs(ENGINES, model)
     # Without the kernels, only one rank of vLLM samples.
-    if kernels == "rlk" or rollout == "vllm" or (rollout == "hf" and "," not in train)
+    if kernels == "rlk" or not rollout.startswith("vllm:")
+    # Without the kernels, random models have one dtype: a few bf16 rows are at a budget's edge.
+    if kernels == "rlk" or model.path or dtype == model.dtypes[-1]
+    # HF samples for a few layouts.
+    if rollout != "hf" or "," not in train
 ]
 WHOLE = {pair.id: pair for pair in _EVERY}
 DEFAULT = {pair.id for pair in covering(_EVERY, lambda pair: pair.goals)}
+
+
+def cases(kernels: str) -> list[Any]:
+    """The names of the pairs with the kernels (`rlk`) or without (`off`), for `parametrize`."""
+    return [
+        pytest.param(name, marks=() if name in DEFAULT else pytest.mark.whole_matrix)
+        for name, pair in WHOLE.items()
+        if pair.kernels == kernels
+    ]
