@@ -14,7 +14,7 @@ from hypothesis import settings
 
 from rlk_align.data import data_path
 
-# A busy machine is no fault of a test.
+# A busy machine must not fail a test.
 settings.register_profile("rlk", deadline=None)
 settings.load_profile("rlk")
 
@@ -31,10 +31,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 SLOWEST = (
+    "tests/fix_path/test_pairs.py",
     "tests/fix_path/test_engines.py",
+    "tests/real_runs/test_healthy_pairs.py",
     "tests/real_runs/test_ranks.py",
     "tests/fix_path/test_vllm_batches.py",
-    "tests/fix_path/test_layouts.py",
     "tests/fix_path/test_vllm_alone.py",
     "tests/real_runs/test_training_engines.py",
     "tests/cli/test_compare_hf.py",
@@ -57,9 +58,9 @@ SLOWEST = (
     "tests/kernels/ops/linear_logp/test_workspace.py",
     "tests/real_runs/test_graft_passes.py",
     "tests/real_runs/test_corrected_mixture.py",
-    "tests/real_runs/test_processors.py",
+    "tests/real_runs/test_cold_starts.py",
 )
-"""What goes first, so that short files fill up the end."""
+"""Files that run first, so that short files fill up the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from synthetic import compared_run
+from synthetic import CONTRACT, compared_run
 
 import rlk_align
 from rlk_align.api.options import side
@@ -16,8 +16,6 @@ from rlk_align.errors import BadOption, CorruptTrace, UnknownEngine
 from rlk_align.model.edges import EDGES
 from rlk_align.progress import silent
 from rlk_align.trace.run import Run
-
-CONTRACT = str(Path(__file__).parents[1] / "synthetic.toml")
 
 
 def test_a_side_is_an_engine_or_a_recording() -> None:

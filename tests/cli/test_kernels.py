@@ -1,14 +1,14 @@
-"""`kernels=rlk` in the real engines, through the command line: no bit differs. The whole matrix is
-in tests/fix_path."""
+"""`kernels=rlk` in the real engines, through the command line: what it excludes, refuses and shows.
+That no bit differs with it: tests/fix_path."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command import Cli, Outcome, capture_of, command_line, require_engine, write_few_prompts
+from engine_pairs import MODELS
 
 PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}
-TRAINING = ("hf", "fsdp:dp=2", "megatron")
 
 
 @pytest.fixture(scope="module")
@@ -31,52 +31,6 @@ def compare(folder: Path) -> Cli:
 
 def kinds(folder: Path, role: str) -> dict[str, str]:
     return capture_of(folder / "run", role).record.kernels
-
-
-# One engine in each dtype: tests/fix_path has them all, on all prompts.
-@pytest.mark.parametrize(
-    ("train", "dtype"),
-    [
-        ("megatron", "bfloat16"),
-        pytest.param("fsdp:dp=2", "float32", marks=pytest.mark.whole_matrix),
-    ],
-)
-def test_no_bit_differs(compare: Cli, folder: Path, train: str, dtype: str) -> None:
-    require_engine("vllm")
-    require_engine(train.partition(":")[0])
-    train = f"{train}{',' if ':' in train else ':'}dtype={dtype},kernels=rlk"
-    done = compare("--rollout", f"vllm:dtype={dtype},kernels=rlk", "--train", train)
-    assert done.code == 0, done.out + done.err
-    assert done.verdict is not None
-    assert done.first is None
-    assert set(done.verdict["edges"]) == {
-        "decode_vs_prefill",
-        "prefill_vs_train",
-        "decode_vs_train",
-    }
-    assert all(e["bit_mismatches"] == 0 for e in done.verdict["edges"].values())
-    assert all(e["ratio_mean"] == e["ratio_max"] == 1.0 for e in done.verdict["edges"].values())
-    assert done.verdict["controls"]["observer"] == "bitwise"
-    coverage = done.verdict["coverage"]
-    assert coverage["paired"] == coverage["expected"] > 10_000
-    assert coverage["unpaired"] == []
-    assert done.verdict["dtype"] == dtype
-    for role in ("rollout", "train"):
-        replaced = kinds(folder, role)
-        assert set(replaced.values()) == {"torch"}
-        # All sites but the residual additions, which are alike everywhere.
-        assert len(replaced) == 4 * 15 + 4
-
-
-@pytest.mark.parametrize("train", TRAINING)
-def test_without_them_the_same_command_shows_drift(compare: Cli, folder: Path, train: str) -> None:
-    require_engine("vllm")
-    require_engine(train.partition(":")[0])
-    done = compare("--rollout", "vllm", "--train", train, "--kernels", "off")
-    assert done.code == 1
-    assert done.first == ("layers.0.attn_norm" if train == "megatron" else "layers.0.q_rope")
-    assert done.verdict["edges"]["prefill_vs_train"]["bit_mismatches"] > 0
-    assert kinds(folder, "rollout") == kinds(folder, "train") == {}
 
 
 @pytest.mark.parametrize(
@@ -218,3 +172,17 @@ def test_drift_is_shown_without_and_with_the_kernels(compare: Cli, folder: Path)
     assert "hf:kernels=rlk" in text
     plain = capture_of(folder / "run" / "kernels-off", "train")
     assert plain.record.kernels == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "excluded", "refused"),
+    [("sparse", "moe_out+attn", "moe_out"), ("corrected", "shared_act", "shared_act")],
+)
+def test_no_operator_of_a_sparse_layer_is_left_to_the_engine(
+    compare: Cli, folder: Path, name: str, excluded: str, refused: str
+) -> None:
+    model = MODELS[name].stored(folder, name, "bfloat16")
+    spec = f"hf:kernels=rlk,except={excluded}"
+    done = compare("--model", model, "--rollout", spec, "--train", "hf")
+    assert done.code == 2
+    assert f"{refused} cannot be left to the engine" in done.err

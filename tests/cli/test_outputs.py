@@ -13,15 +13,13 @@ from xml.etree import ElementTree
 import pytest
 from inprocess import command
 from report_runs import report_run
-from synthetic import compared_run
+from synthetic import CONTRACT, compared_run
 
 from rlk_align.cli.outputs import OutputTarget, parse_outputs, takes_stdout
 from rlk_align.errors import BadOption
 from rlk_align.report.formats import FORMATS, renderer
 from rlk_align.report.github import SUMMARY
 from rlk_align.trace.run import Run
-
-CONTRACT = str(Path(__file__).parents[1] / "synthetic.toml")
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 from inprocess import command
-from synthetic import compared_run
+from synthetic import CONTRACT, compared_run
 
 from rlk_align.trace.run import Run
 
-CONTRACT = str(Path(__file__).parents[1] / "synthetic.toml")
 EDGE = ("--edges", "prefill_vs_train", "--contract", CONTRACT)
 
 

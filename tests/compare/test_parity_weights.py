@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from synthetic import draw, write_trace
+from synthetic import SHAPE, draw, write_trace
 
 from rlk_align.compare.parity_weights import cast_sides, check_weights
 from rlk_align.engines.common import parameters as live
@@ -16,7 +16,7 @@ from rlk_align.results import Mismatch
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.tables import WEIGHTS_SCHEMA
 
-HEAD = 4  # head_dim of the synthetic shape
+HEAD = SHAPE.head_dim
 VALUES = draw()
 
 
@@ -54,10 +54,6 @@ def test_equal_weights_have_no_mismatch(tmp_path: Path) -> None:
     a = trace(tmp_path / "a", LiveParameter("embed", w))
     b = trace(tmp_path / "b", LiveParameter("embed", w.clone(), even_shards(0, [8, 8]), (w, w)))
     assert check_weights(a, b) == []
-
-
-def test_the_synthetic_head_is_what_the_tests_think(tmp_path: Path) -> None:
-    assert trace(tmp_path / "a").record.shape.head_dim == HEAD
 
 
 def test_exchanged_heads_are_named(tmp_path: Path) -> None:

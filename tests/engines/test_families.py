@@ -1,127 +1,33 @@
-"""Every engine on models that differ in what a config.json can say: the rows of
-`reports/families.md`, and that the table names tests that there are.
-
-A model has several of them, because a start of vLLM takes longer than all that it then computes.
-"""
+"""The table of `reports/families.md` names tests that exist, most of them pairs of
+`tests/real_runs/test_healthy_pairs.py`; and a bias that vLLM leaves out is named."""
 
 import ast
 import importlib.util
 import re
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
-from command import Cli, capture_of, require_engine, values
-from random_model import write_random_model
-
-from rlk_align.model.prompts import TokenBatch
+from command import Cli, require_engine, values
+from engine_pairs import Model
 
 TESTS = Path(__file__).resolve().parents[1]
 TABLE = TESTS.parent / "reports" / "families.md"
 SCALED = {"rope_theta": 10000.0, "factor": 4.0}
-WINDOW = 8
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {
-        "model_type": "llama",
-        "dtype": "float32",
-        "rope_parameters": SCALED | {"rope_type": "yarn", "original_max_position_embeddings": 64},
-        "attention_bias": True,
-        "mlp_bias": True,
-        # hidden / heads is 24.
-        "hidden_size": 96,
-        "head_dim": 32,
-        "num_key_value_heads": 1,
-        "tie_word_embeddings": True,
-        "vocab_size": 1031,
-    },
-    "mistral": {
-        "model_type": "mistral",
-        "dtype": "float32",
-        "rope_parameters": SCALED | {"rope_type": "linear"},
-        "sliding_window": WINDOW,
-    },
-    "qwen2": {
-        "model_type": "qwen2",
-        "dtype": "float16",
-        "rope_parameters": SCALED
-        | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 2.0}
-        | {"original_max_position_embeddings": 64},
-    },
-    # What vLLM refuses on a CPU.
-    "qwen3": {
-        "model_type": "qwen3",
-        "dtype": "float32",
-        "head_dim": 24,
-        "hidden_act": "gelu_pytorch_tanh",
-    },
-}
-ROLLOUT = {"qwen3": "hf:attn=eager"}
-TRAIN = {"hf": "hf:attn=eager", "fsdp": "fsdp:dp=2,attn=eager", "megatron": "megatron:tp=2"}
-SHORT = ("--max-new-tokens", 6)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Makes a random model, once for all tests."""
-    folder = tmp_path_factory.mktemp("families")
-
-    def make(name: str, **settings: Any) -> Path:
-        if not (folder / name).exists():
-            write_random_model(folder / name, **settings)
-        return folder / name
-
-    return make
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(
-    "train", ["hf", pytest.param("fsdp", marks=pytest.mark.whole_matrix), "megatron"]
-)
-def test_engines_agree(
-    cli: Cli,
-    few_prompts: Path,
-    tmp_path: Path,
-    model: Callable[..., Path],
-    name: str,
-    train: str,
-) -> None:
-    rollout = ROLLOUT.get(name, "vllm")
-    for engine in (rollout.partition(":")[0], train):
-        require_engine(engine)
-    run = tmp_path / "run"
-    done = cli(
-        *("compare", "--model", model(name, **MODELS[name]), "--prompts", few_prompts, *SHORT),
-        *("--rollout", rollout, "--train", TRAIN[train], "--run-dir", run),
-    )
-    verdict = done.verdict
-    assert verdict is not None, done.err
-    assert verdict["precheck"]["mismatches"] == []
-    assert verdict["dtype"] == MODELS[name]["dtype"]
-    assert verdict["controls"]["noise_floor"] == {"rollout": "bitwise", "train": "bitwise"}
-    assert verdict["coverage"]["paired"] == verdict["coverage"]["expected"] > 0
-    assert verdict["coverage"]["unpaired"] == []
-    assert done.code == 0, done.out
-    batch = TokenBatch.load(capture_of(run, "rollout").folder / "tokens.parquet")
-    assert min(len(s.ids) for s in batch.samples) > WINDOW
+TRAIN = {"hf": "hf:attn=eager", "fsdp": "fsdp:dp=2,attn=eager"}
 
 
 @pytest.mark.parametrize("train", ["hf", "fsdp"])
 def test_vllm_leaves_out_a_bias_of_qwen3(
-    cli: Cli, few_prompts: Path, tmp_path: Path, model: Callable[..., Path], train: str
+    cli: Cli, few_prompts: Path, tmp_path: Path, train: str
 ) -> None:
-    """And it turns a dynamic rope as HF does, up to the longest sequence that there may be."""
+    """vLLM turns a dynamic rope as HF does, up to the longest sequence that there may be."""
     require_engine("vllm")
-    settings = {
-        "model_type": "qwen3",
-        "dtype": "float32",
-        "attention_bias": True,
-        "rope_parameters": SCALED | {"rope_type": "dynamic"},
-    }
-    run = tmp_path / "run"
+    rope = SCALED | {"rope_type": "dynamic"}
+    biased = Model("qwen3", {"attention_bias": True, "rope_parameters": rope})
+    model, run = biased.stored(tmp_path, "dynamic", "float32"), tmp_path / "run"
     done = cli(
-        *("compare", "--model", model("dynamic", **settings), "--prompts", few_prompts, *SHORT),
+        *("compare", "--model", model, "--prompts", few_prompts, "--max-new-tokens", 6),
         *("--rollout", "vllm", "--train", TRAIN[train], "--run-dir", run),
         *("--allow-mismatch", "weights"),
     )
@@ -186,11 +92,11 @@ def test_every_cell_of_the_table_names_a_test() -> None:
 @pytest.mark.parametrize(
     ("given", "planted"),
     [
-        ("test_engines_agree[hf-mistral]", "test_engines_agree[hf-mistal]"),
-        ("test_engines_agree[hf-mistral]", "test_engines_agree[mistral-hf]"),
-        ("test_engines_agree[hf-mistral]", "test_engines_do_agree[hf-mistral]"),
+        ("off-mistral-float32-vllm-hf]", "off-mistal-float32-vllm-hf]"),
+        ("off-mistral-float32-vllm-hf]", "mistral-off-float32-vllm-hf]"),
+        ("test_a_pair_is_healthy[off-mistral", "test_no_pair_is_healthy[off-mistral"),
         ("refused: ", ""),
-        ("`test_engines_agree[hf-mistral]`", "yes"),
+        ("`test_a_pair_is_healthy[off-mistral-float32-vllm-hf]`", "yes"),
     ],
 )
 def test_a_cell_that_names_none_is_found(given: str, planted: str) -> None:

@@ -1,4 +1,4 @@
-"""What of a model and of its sequences one rank of Megatron has."""
+"""The part of a model and of its sequences that one rank of Megatron has."""
 
 import numpy as np
 import pytest

@@ -1,19 +1,14 @@
-"""The real engines with the kernels in them: vLLM samples once for a file, and all are held against
-it."""
+"""The real engines with the kernels in them: vLLM samples once for a file, and the other engines
+are compared with it."""
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import warm
 from bit_equal import Bits
-from command import Cli, Outcome, command_line, require_engine, write_few_prompts
+from command import Cli, Outcome, command_line, require_engine, said_by, write_few_prompts
 
 from rlk_align.data import data_path
 from rlk_align.model.prompts import load_prompts
@@ -24,25 +19,27 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all of a module's runs lie: what one captured, the next takes."""
+    """The folder of a module's runs: a later test takes the captures of an earlier one."""
     return tmp_path_factory.mktemp("fix-path")
 
 
 @pytest.fixture(scope="module")
-def compare(folder: Path) -> Cli:
-    inner = command_line(folder)
+def cli(folder: Path) -> Cli:
+    return command_line(folder)
 
+
+@pytest.fixture(scope="module")
+def compare(cli: Cli) -> Cli:
     def run(*args: object) -> Outcome:
         model = ("--model", data_path("model"))
-        return inner("compare", *model, *args, "--contract", "bitwise", shared=False)
+        return cli("compare", *model, *args, "--contract", "bitwise", shared=False)
 
     return run
 
 
 @pytest.fixture(scope="module")
-def sampled(folder: Path) -> Callable[..., str]:
+def sampled(folder: Path, cli: Cli) -> Callable[..., str]:
     """The run in which vLLM sampled with the kernels, as a spec: all embedded prompts, or a few."""
-    inner = command_line(folder, "command")
 
     def capture(dtype: str, few: bool = False) -> str:
         require_engine("vllm")
@@ -50,7 +47,7 @@ def sampled(folder: Path) -> Callable[..., str]:
         if not run.exists():
             prompts = ("--prompts", write_few_prompts(folder / "few.jsonl")) if few else ()
             engine = f"vllm:dtype={dtype},kernels=rlk"
-            done = inner("capture", "--engine", engine, *prompts, "-o", run, shared=False)
+            done = cli("capture", "--engine", engine, *prompts, "-o", run, shared=False)
             assert done.code == 0, done.err
         return f"replay:path={run}"
 
@@ -61,7 +58,7 @@ def sampled(folder: Path) -> Callable[..., str]:
 def vllm_bits(tmp_path_factory: pytest.TempPathFactory) -> Bits:
     """What `vllm_bits.py` says of cases, in a process of its own; of each `step`-th prompt.
 
-    The process starts warm, and does not compile; with `cold` it starts as a user's does.
+    The process starts warm, and does not compile; with `cold` it starts as a user's process does.
     """
     require_engine("vllm")
     prompts = load_prompts(data_path("prompts.jsonl"))
@@ -75,21 +72,8 @@ def vllm_bits(tmp_path_factory: pytest.TempPathFactory) -> Bits:
         asked, answers = folder / "cases.json", folder / "answers.json"
         asked.write_text(json.dumps([common | case for case in cases]))
         words = [str(Path(__file__).with_name("vllm_bits.py")), str(asked), str(answers)]
-        variables = {"PYTHONPATH": str(ROOT / "kernels"), "OMP_NUM_THREADS": "1"}
-        variables = os.environ | variables | environment
-        with tempfile.TemporaryFile("w+") as said:
-            process: warm.WarmProcess | subprocess.Popen
-            if cold:
-                command = [sys.executable, *words]
-                process = subprocess.Popen(command, stdout=said, stderr=said, env=variables)
-            else:
-                process = warm.start("vllm", words, variables, said, said)
-            try:
-                code = process.wait(timeout=500)
-            finally:
-                process.kill()
-            said.seek(0)
-            assert code == 0, said.read()[-3000:]
+        variables = {"PYTHONPATH": str(ROOT / "kernels"), "OMP_NUM_THREADS": "1"} | environment
+        said_by(None if cold else "vllm", words, variables, timeout=500)
         return json.loads(answers.read_text())
 
     return run

@@ -65,7 +65,8 @@ def observed(engine: MegatronEngine, folder: Path, ranks: Ranks) -> PassReader |
 def first_parting(
     clean: PassReader, faulty: PassReader, shape: ModelShape, *held: Any
 ) -> list[Any] | None:
-    """`held`: which ranks have what of a site, which compute it, and who has which experts."""
+    """`held`: which ranks hold which part of a site, which ranks compute the site, and which
+    experts each rank has."""
     a, b = (
         Side("clean", "rollout", clean, None, *held),
         Side("faulty", "train", faulty, None, *held),

@@ -1,36 +1,32 @@
 """All embedded prompts with sampled continuations, every site and every log-prob, bit for bit:
-vLLM's decode, its re-prefill, HF, FSDP2 and Megatron.
+vLLM's decode, its re-prefill, HF, FSDP2 and Megatron; and requests that no pair of `test_pairs.py`
+makes.
 
-Apart from `make test` because it takes minutes: `make test-fix-path`.
+`make test-fix-path` runs this folder, because it takes minutes.
 """
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
 from bit_equal import assert_equal
-from command import Cli, capture_of, require_engine
+from command import Cli, capture_of, require_engine, write_few_prompts
 
-DEFAULT = ("hf", "megatron")
-TRAINING = [
-    pytest.param(
-        train, dtype,
-        marks=() if dtype == "bfloat16" and train in DEFAULT else pytest.mark.whole_matrix,
-    )
-    for dtype in ("bfloat16", "float32")
-    for train in ("hf", "fsdp:dp=2", "megatron")
-]  # fmt: skip
-"""FSDP2, whose numbers are HF's, and in fp32 all trainers score a few prompts by default
-(`test_layouts.py`), and vLLM half of them (`test_vllm_batches.py`)."""
-ONE_OPTION = ("max_num_seqs=7", "max_num_batched_tokens=64", "enable_prefix_caching=1")
-SCORING = (",".join(ONE_OPTION), *ONE_OPTION)
-"""By default such batches are of a few prompts at every site (`test_layouts.py`), and of all of
-them at the log-probs (`test_vllm_batches.py`)."""
+DEFAULT = (("hf", "bfloat16"), ("megatron", "bfloat16"))
+"""FSDP2 has HF's numbers, and fp32 takes longer: they score a few prompts by default
+(`test_pairs.py`)."""
 TOKENS = 1500
 """Some 1,800 are sampled."""
 
 
-@pytest.mark.parametrize(("train", "dtype"), TRAINING)
+@pytest.mark.parametrize(
+    ("train", "dtype"),
+    [
+        pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.whole_matrix)
+        for case in product(("hf", "fsdp:dp=2", "megatron"), ("bfloat16", "float32"))
+    ],
+)
 def test_rollout_is_training(
     compare: Cli, folder: Path, sampled: Callable[..., str], train: str, dtype: str
 ) -> None:
@@ -39,32 +35,36 @@ def test_rollout_is_training(
     done = compare("--rollout", sampled(dtype), "--train", spec, "--run-dir", folder / "run")
     assert_equal(done, TOKENS)
     for role in ("rollout", "train"):
-        assert set(capture_of(folder / "run", role).record.kernels.values()) == {"torch"}
+        kernels = capture_of(folder / "run", role).record.kernels
+        assert set(kernels.values()) == {"torch"}
+        # All sites except the residual additions, which every engine computes alike.
+        assert len(kernels) == 4 * 15 + 4
 
 
-@pytest.mark.whole_matrix
-@pytest.mark.parametrize("options", SCORING)
-def test_vllm_scores_the_same_in_every_batch(
-    compare: Cli, folder: Path, sampled: Callable[..., str], options: str
+@pytest.mark.parametrize("train", ["hf", "megatron"])
+def test_processed_logprobs_are_those_at_the_temperature(
+    compare: Cli, folder: Path, train: str
 ) -> None:
-    done = compare(
-        *("--rollout", sampled("bfloat16"), "--run-dir", folder / "scored"),
-        *("--train", f"vllm:dtype=bfloat16,kernels=rlk,{options}"),
-        *("--edges", "prefill_vs_train,decode_vs_train"),
-    )
-    assert_equal(done, TOKENS, {"prefill_vs_train", "decode_vs_train"})
-
-
-@pytest.mark.whole_matrix
-def test_without_the_kernels_there_is_drift(compare: Cli, folder: Path) -> None:
-    """The control group: the same command. Of few prompts and each trainer it is in
-    `tests/cli/test_kernels.py`."""
+    """As RL frameworks sample: what vLLM says of a token is of the logits that it drew from."""
     require_engine("vllm")
-    require_engine("megatron")
-    done = compare("--rollout", "vllm", "--train", "megatron", "--run-dir", folder / "off")
-    assert done.code == 1
+    prompts = write_few_prompts(folder / "few.jsonl")
+    done = compare(
+        *("--rollout", "vllm:kernels=rlk,temperature=0.7,logprobs=processed"),
+        *("--train", f"{train}:kernels=rlk,temperature=0.7", "--edges", "decode_vs_train"),
+        *("--prompts", prompts, "--max-new-tokens", 8, "--run-dir", folder / "processed"),
+    )
+    assert done.code == 0, done.out + done.err
     assert done.verdict is not None
-    edges = done.verdict["edges"]
-    assert edges["decode_vs_train"]["bit_mismatches"] > 1000
-    assert edges["decode_vs_train"]["max_abs_dlogp"] > 1e-3
-    assert done.first is not None
+    edge = done.verdict["edges"]["decode_vs_train"]
+    assert edge["tokens"] == done.verdict["tokens"] > 30
+    assert edge["bit_mismatches"] == 0
+
+
+def test_a_rank_without_a_sample_computes_no_logprob(compare: Cli, folder: Path) -> None:
+    """One prompt for two ranks: the second has no call to count, and that is no error."""
+    (one := folder / "one.jsonl").write_text('{"id": "p", "prompt": "Once upon a time"}\n')
+    done = compare(
+        *("--rollout", "hf:kernels=rlk", "--train", "fsdp:dp=2,kernels=rlk"),
+        *("--prompts", one, "--max-new-tokens", 4, "--run-dir", folder / "one"),
+    )
+    assert_equal(done, 1)

@@ -4,29 +4,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import Cli, capture_of, require_engine
+from command import Cli, capture_of, require_engine, write_few_prompts
+from engine_pairs import FACTS
 from rlk_kernels.integrations.operators import OPERATORS
 
 pytestmark = pytest.mark.whole_matrix
-TOGETHER = {
-    # Left to an engine with the first of those that it computes by one product or one function.
-    "hf": {"k_rope"},
-    "megatron": {"k_proj", "v_proj", "up_proj", "k_rope"},
-    "vllm": {"k_proj", "v_proj", "up_proj", "k_rope"},
-}
-ALIKE = {
-    # What an engine's own computes as the profile says anyway: a copy, and on CPUs vLLM's rotation.
-    "hf": {"embed"},
-    "megatron": {"embed"},
-    "vllm": {"embed", "q_rope"},
-}
+ENGINES = ("hf", "megatron", "vllm")
 RARE = {("megatron", op) for op in ("q_norm", "k_norm", "final_norm")}
-"""Whose own rounds otherwise in so few rows that it takes all prompts to see one."""
+"""Engine and operator whose rounding differs in so few rows that only all prompts show one."""
 
 
 @pytest.mark.parametrize(
     ("engine", "op"),
-    [(e, op) for e in TOGETHER for op in OPERATORS if op not in TOGETHER[e]],
+    [(e, op) for e in ENGINES for op in OPERATORS if op not in FACTS[e].together],
 )
 def test_the_excluded_operator_is_named(
     compare: Cli, folder: Path, sampled: Callable[..., str], engine: str, op: str
@@ -39,7 +29,7 @@ def test_the_excluded_operator_is_named(
         # Values are not needed to name it.
         *("--sites", "logprob"),
     )
-    if op in ALIKE[engine]:
+    if op in FACTS[engine].alike:
         assert done.code == 0, done.out
         assert done.first is None
     else:
@@ -49,3 +39,15 @@ def test_the_excluded_operator_is_named(
     own = [s for s, kind in capture_of(folder / "left", "train").record.kernels.items()
            if kind == "own"]  # fmt: skip
     assert op in {s.rpartition(".")[2] for s in own}
+
+
+def test_a_product_of_ranks_that_is_left_to_the_engine_is_named(compare: Cli, folder: Path) -> None:
+    """Ranks add up rounded partial sums of one operator."""
+    require_engine("megatron")
+    prompts = write_few_prompts(folder / "few.jsonl")
+    done = compare(
+        *("--rollout", "hf:kernels=rlk", "--train", "megatron:tp=2,kernels=rlk,except=down_proj"),
+        *("--prompts", prompts, "--max-new-tokens", 8, "--run-dir", folder / "ranks"),
+    )
+    assert done.code == 1, done.out + done.err
+    assert done.first == "layers.0.down_proj"

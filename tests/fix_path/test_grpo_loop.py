@@ -7,13 +7,11 @@ import random
 import runpy
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-import warm
-from command import require_engine
+from command import require_engine, said_by
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,15 +24,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Any:
     answers = folder / "found.json"
     words = [str(Path(__file__).with_name("grpo_loop.py")), str(folder / "run"), str(answers)]
     path = os.pathsep.join(str(ROOT / name) for name in ("", "kernels", "examples/grpo"))
-    variables = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryFile("w+") as said:
-        process = warm.start("vllm", words, variables, said, said)
-        try:
-            code = process.wait(timeout=500)
-        finally:
-            process.kill()
-        said.seek(0)
-        assert code == 0, said.read()[-3000:]
+    said_by("vllm", words, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, timeout=500)
     return json.loads(answers.read_text(encoding="utf-8")) | {"run": folder / "run"}
 
 

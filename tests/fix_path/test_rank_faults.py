@@ -1,25 +1,22 @@
-"""Faults in a Megatron whose ranks share weights, sequences or layers: seen where they say, on all
-ranks or on the one that alone has it, with and without sequence parallelism. Through the command
-line: `test_ranks.py`.
+"""Faults in a Megatron whose ranks share weights, sequences or layers are first seen at the site
+that each fault names, on all ranks or on the one rank that has it, with and without sequence
+parallelism. Through the command line: `test_ranks.py`.
 """
 
 import json
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import warm
-from command import require_engine
+from command import require_engine, said_by
+from engine_pairs import SPARSE
 
 from rlk_align.data import data_path
 from rlk_align.engines.faults.catalogue import FAULTS, faults_of
 
 HERE = Path(__file__).parent
 LAYOUTS = {"tp": "tp=2", "sp": "tp=2,sp=1", "cp": "cp=2", "pp": "pp=2"}
-SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
 EXPERTS: dict[str, list[Any] | None] = {
     # Of tokens of both ranks, and of an expert that the first has.
     "expert-missing": ["layers.2.moe_out", [0]],
@@ -63,10 +60,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]
             (path := folder / "cases.json").write_text(json.dumps(cases))
             words = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
             words += [str(HERE / "rank_faults_run.py"), str(path), str(folder / "found.json")]
-            with tempfile.TemporaryFile("w+") as said:
-                code = warm.start("megatron", words, dict(os.environ), said, said).wait(570)
-                said.seek(0)
-                assert code == 0, said.read()[-8000:]
+            said_by("megatron", words, timeout=570)
             known[faults] = json.loads((folder / "found.json").read_text())
         return known[faults]
 
@@ -78,7 +72,7 @@ def _case(name: str, model: Path, options: str, faults: list[str]) -> dict[str, 
 
 
 def _of_rank_1(fault: str) -> tuple[str, ...]:
-    """The same of the second rank alone, where one rank can have it."""
+    """The same fault on the second rank alone, where one rank can have it."""
     return () if FAULTS[fault].site == "logprob" else (f"{fault}@rank1",)
 
 

@@ -1,29 +1,29 @@
-"""One rank of several is off: a fault that it alone has, and a kernel that did not run on it, are
-named with the rank, in vLLM and in Megatron."""
+"""One rank of several has a fault, or does not run a kernel: the rank is named, in vLLM and in
+Megatron."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command import Outcome, command_line, require_engine, write_few_prompts
+from command import Cli, Outcome, require_engine, write_few_prompts
 
 from rlk_align.data import data_path
 
 PATCHES = Path(__file__).resolve().parents[1] / "cli"
 whole_matrix = pytest.mark.whole_matrix
-SHARED = ("vllm:tp=2", "megatron:tp=2", "megatron:tp=2,sp=1")
+SHARED = ("vllm:tp=2", "megatron:tp=2")
 
 
 @pytest.fixture(scope="module")
-def run(folder: Path) -> Any:
-    inner = command_line(folder)
+def run(folder: Path, cli: Cli) -> Any:
     prompts = write_few_prompts(folder / "few.jsonl")
 
     def against_hf(engine: str, *more: object, **environment: str) -> Outcome:
         require_engine(engine.partition(":")[0])
         side = "--rollout" if engine.startswith("vllm") else "--train"
         other = "--train" if side == "--rollout" else "--rollout"
-        return inner(
+        return cli(
             *("compare", "--model", data_path("model"), "--prompts", prompts),
             *(side, f"{engine},kernels=rlk", other, "hf:kernels=rlk", "--max-new-tokens", 4),
             *("--contract", "bitwise", "--run-dir", folder / "run", *more),
@@ -61,15 +61,14 @@ def test_a_fault_on_one_rank_is_named_with_it(run: Any, engine: str, fault: str,
 
 @whole_matrix
 @pytest.mark.parametrize("layout", ["tp=2", "tp=2,sp=1"])
-def test_a_fault_on_every_rank_is_the_fault_of_one(folder: Path, layout: str) -> None:
+def test_a_fault_on_every_rank_is_the_fault_of_one(cli: Cli, folder: Path, layout: str) -> None:
     """Formulas see whole operators: on two ranks a fault gives the bits that it gives on one."""
     require_engine("megatron")
-    inner = command_line(folder)
     prompts = ("--prompts", write_few_prompts(folder / "few.jsonl"), "--max-new-tokens", 4)
 
     def captured(name: str, engine: str, *more: object) -> Path:
         run = folder / f"{name}-{layout}"
-        done = inner("capture", "--engine", engine, *more, "-o", run, shared=False)
+        done = cli("capture", "--engine", engine, *more, "-o", run, shared=False)
         assert done.code == 0, done.err
         return run
 
@@ -79,14 +78,14 @@ def test_a_fault_on_every_rank_is_the_fault_of_one(folder: Path, layout: str) ->
         captured(name, f"megatron:{options}{fault}", "--tokens", tokens)
         for name, options in (("one", ""), ("two", f"{layout},"))
     ]
-    done = inner("compare", *runs, "--contract", "bitwise", "--edges", "prefill_vs_train")
+    done = cli("compare", *runs, "--contract", "bitwise", "--edges", "prefill_vs_train")
     assert done.code == 0, done.out + done.err
     assert done.verdict is not None
     assert done.verdict["coverage"]["paired"] > 1000
 
 
 @whole_matrix
-@pytest.mark.parametrize("engine", SHARED[:2])
+@pytest.mark.parametrize("engine", SHARED)
 def test_a_weight_on_one_rank_is_named_by_the_precheck(run: Any, engine: str) -> None:
     done = run(f"{engine},fault=weight-norm@rank1")
     assert done.code == 4, done.out + done.err
@@ -96,7 +95,7 @@ def test_a_weight_on_one_rank_is_named_by_the_precheck(run: Any, engine: str) ->
 
 
 @whole_matrix
-@pytest.mark.parametrize("engine", SHARED[:2])
+@pytest.mark.parametrize("engine", SHARED)
 def test_a_kernel_that_one_rank_does_not_call_is_an_error_with_the_rank(
     run: Any, engine: str
 ) -> None:
@@ -107,8 +106,25 @@ def test_a_kernel_that_one_rank_does_not_call_is_an_error_with_the_rank(
 
 @whole_matrix
 def test_what_the_kernels_refuse_in_a_rank_is_said_in_their_words(run: Any) -> None:
-    """vLLM itself says only that a worker failed to start."""
+    """vLLM's own message is that a worker failed to start."""
     done = run("vllm:tp=2", VLLM_BATCH_INVARIANT="1")
     assert done.code == 2, done.out + done.err
     assert "does not serve VLLM_BATCH_INVARIANT=1" in done.err
     assert "leave kernels=rlk out" in done.err
+
+
+@whole_matrix
+def test_a_probe_grafts_into_every_rank(cli: Cli, folder: Path) -> None:
+    """vLLM computes an addition and a norm as one, so that a stage also overwrites its input."""
+    require_engine("vllm")
+    require_engine("megatron")
+    done = cli(
+        *("probe", "--model", data_path("model"), "--rollout", "vllm"),
+        *("--prompts", write_few_prompts(folder / "few.jsonl"), "--max-new-tokens", 8),
+        *("--train", "megatron:cp=2,pp=2,fault=norm-eps", "--run-dir", folder / "probed"),
+    )
+    assert done.code == 1, done.out + done.err
+    assert done.first == "layers.0.attn_norm"
+    # What the other operators introduce is within rounding.
+    assert re.search(r"introducers: [0-9]+, 1 beyond their budgets", done.out)
+    assert re.search(r"layers\.0\.attn_norm +train", done.out)

@@ -115,7 +115,7 @@ def test_compiled_code_is_loaded_where_it_belongs(
     on, off = compiled("registered"), compiled("off")
     for what in ("tokens", "decode", "prefill"):
         assert on[what] == eager["plain"][what]
-    # Where nobody looks at the norms of q and k, they and the rotation are one operator.
+    # Without taps on the norms of q and k, the norms and the rotation are one operator.
     assert "norm_rope" not in eager["plain"]["ran"]
     assert on["ran"] == sorted([*eager["plain"]["ran"], "norm_rope"])
     assert off["ran"] == []

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from bit_equal import Bits
+from engine_pairs import MODELS
 
 BATCHES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -15,53 +16,50 @@ BATCHES: dict[str, dict[str, Any]] = {
         "block_size": 32, "num_gpu_blocks_override": 34, "disable_log_stats": False,
     },
 }  # fmt: skip
-SMALL: dict[str, dict[str, Any]] = {
-    "default": {},
-    "one at a time, blocks of 128": {"max_num_seqs": 1, "block_size": 128},
-    "two, chunks of 64": {"max_num_seqs": 2, "max_num_batched_tokens": 64},
-}
-"""What takes longest: `test_layouts.py` has the same batches of few prompts."""
 IN_FP32: dict[str, dict[str, Any]] = {
     "default": {},
     "seven, chunks of 40, prefix caching": {
         "max_num_seqs": 7, "max_num_batched_tokens": 40, "enable_prefix_caching": True,
     },
 }  # fmt: skip
-"""Several times slower: half the prompts by default."""
-ONE_OPTION: dict[str, dict[str, Any]] = {
+"""Several times slower: a quarter of the prompts by default."""
+WHOLE: dict[str, dict[str, Any]] = {
     "default": {},
     **{f"{n} at a time": {"max_num_seqs": n} for n in (1, 2, 7, 64)},
     **{f"chunks of {n}": {"max_num_batched_tokens": n, "max_num_seqs": 8} for n in (40, 64)},
     "no chunks": {"enable_chunked_prefill": False, "max_num_batched_tokens": 1024},
     "prefix caching": {"enable_prefix_caching": True},
     **{f"blocks of {n}": {"block_size": n} for n in (32, 128)},
+    "one at a time, blocks of 128": {"max_num_seqs": 1, "block_size": 128},
+    "two, chunks of 64": {"max_num_seqs": 2, "max_num_batched_tokens": 64},
 }
-"""What the batches above combine, each by itself."""
 
 
 @pytest.mark.parametrize(
-    ("dtype", "batches", "step"),
+    ("model", "dtype", "batches", "step"),
     [
-        ("bfloat16", BATCHES, 1),
-        ("float32", IN_FP32, 2),
-        pytest.param("float32", IN_FP32, 1, marks=pytest.mark.whole_matrix),
-        pytest.param("bfloat16", SMALL, 1, marks=pytest.mark.whole_matrix),
+        ("embedded", "bfloat16", BATCHES, 1),
+        ("embedded", "float32", IN_FP32, 4),
         *(
-            pytest.param(dtype, ONE_OPTION, 1, marks=pytest.mark.whole_matrix)
+            pytest.param(model, dtype, WHOLE, 1, marks=pytest.mark.whole_matrix)
+            for model in ("embedded", "sparse")
             for dtype in ("bfloat16", "float32")
         ),
     ],
 )
 def test_bits_do_not_depend_on_the_batch(
-    vllm_bits: Bits, dtype: str, batches: dict[str, dict[str, Any]], step: int
+    vllm_bits: Bits, model: str, dtype: str, batches: dict[str, dict[str, Any]], step: int
 ) -> None:
+    common = {"kernels": "registered", "model": str(MODELS[model].path)}
     cases = [
-        {"name": name, "kernels": "registered", "options": {"dtype": dtype} | options}
+        common | {"name": name, "options": {"dtype": dtype} | options}
         for name, options in batches.items()
     ]
     answers = vllm_bits(cases, step)
     first = answers["default"]
     assert len(first["decode"]) == 64 // step
+    if model == "sparse":
+        assert {"route", "grouped_linear", "combine_experts"} <= set(first["ran"])
     for name, one in answers.items():
         assert one["decode"] == one["prefill"], name
         for what in ("tokens", "decode", "prefill"):

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 from bit_equal import Bits
+from engine_pairs import CORRECTED
 from random_model import write_random_model
 
-GLM: dict[str, Any] = {
-    **{"model_type": "glm4_moe", "dtype": "bfloat16", "head_dim": 32, "num_hidden_layers": 3},
-    **{"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 96},
-    **{"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "use_qk_norm": True},
-    **{"max_position_embeddings": 1024},
-}
+GLM: dict[str, Any] = CORRECTED | {
+    "model_type": "glm4_moe", "dtype": "bfloat16", "max_position_embeddings": 1024,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,9 @@
 """One optimiser step in the trainer, its weights synced to the live vLLM: every bit is equal again,
 and a layer that was left stale is named."""
 
+import functools
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from bit_equal import Bits
-from command import Cli, Outcome, command_line, require_engine, write_few_prompts
+from command import Cli, Outcome, require_engine, write_few_prompts
+from engine_pairs import MODELS
 from gloo_ranks import on_ranks
 from safetensors.torch import load_file, save_file
 
@@ -17,16 +20,34 @@ from rlk_align.data import data_path
 
 PATCHES = Path(__file__).resolve().parents[1] / "cli"
 UPDATE = "patches:update_weights"
+whole_matrix = pytest.mark.whole_matrix
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("update")
+def stepped(folder: Path) -> Callable[[str], Path]:
+    """A model with other weights: the embedded one after one step of AdamW, computed with the
+    kernels, and the sparse one with noise of 2 %."""
+
+    @functools.cache
+    def model(name: str) -> Path:
+        old, new = MODELS[name].path, folder / f"stepped-{name}"
+        shutil.copytree(old, new)
+        if name == "embedded":
+            one_step().save_pretrained(new)
+            return new
+        generator = torch.Generator().manual_seed(0)
+        tensors = {
+            key: w * (1 + 0.02 * torch.randn(w.shape, generator=generator)).to(w.dtype)
+            for key, w in load_file(old / "model.safetensors").items()
+        }
+        save_file(tensors, new / "model.safetensors", {"format": "pt"})
+        return new
+
+    return model
 
 
-@pytest.fixture(scope="module")
-def stepped(folder: Path) -> Path:
-    """The embedded model after one step of AdamW, computed with the kernels."""
+def one_step() -> Any:
+    """The embedded model in bf16 after a step of AdamW in fp32."""
     from rlk_kernels.integrations import hf
     from transformers import AutoModelForCausalLM
 
@@ -38,42 +59,60 @@ def stepped(folder: Path) -> Path:
     advantage = torch.tensor([1.0, -1.0]).repeat_interleave(39)
     (-(logprobs * advantage).mean()).backward()
     torch.optim.AdamW(model.parameters(), lr=1e-3).step()
-    new = folder / "stepped"
-    shutil.copytree(data_path("model"), new)
-    model.to(torch.bfloat16).save_pretrained(new)
-    return new
+    return model.to(torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
-def compare(folder: Path, stepped: Path) -> Cli:
-    """vLLM loads the old weights and is given the new ones; the trainer has them."""
+def compare(folder: Path, cli: Cli, stepped: Callable[[str], Path]) -> Cli:
+    """vLLM loads the old weights and is given the new ones by its own `load_weights`; the trainer
+    has loaded the new ones."""
     require_engine("vllm")
-    inner = command_line(folder)
     prompts = write_few_prompts(folder / "few.jsonl")
 
-    def run(*args: object, train: str = "hf", stale: str = "", tp: int = 1) -> Outcome:
-        old, env = data_path("model"), {"PYTHONPATH": str(PATCHES), "RLK_TEST_NEW": str(stepped)}
-        return inner(
-            *("compare", "--model", stepped, "--prompts", prompts, "--max-new-tokens", 8),
+    def run(
+        *args: object, name: str = "embedded", train: str = "hf", stale: str = "", tp: int = 1
+    ) -> Outcome:
+        old, new = MODELS[name].path, stepped(name)
+        return cli(
+            *("compare", "--model", new, "--prompts", prompts, "--max-new-tokens", 8),
             *("--rollout", f"vllm:kernels=rlk,tp={tp},model={old},patch={UPDATE}"),
             *("--train", f"{train}{',' if ':' in train else ':'}kernels=rlk"),
             *("--contract", "bitwise", *args),
-            env=env | {"RLK_TEST_STALE": stale},
-            # Variables decide what these captures hold.
+            env={
+                **{"PYTHONPATH": str(PATCHES), "RLK_TEST_NEW": str(new)},
+                "RLK_TEST_STALE": stale,
+            },
+            # The variables decide what these captures hold.
             shared=False,
         )
 
     return run
 
 
-@pytest.mark.parametrize("train", ["hf", "megatron"])
-def test_a_weight_update_keeps_every_bit(compare: Cli, folder: Path, train: str) -> None:
-    require_engine(train)
-    done = compare("--run-dir", folder / "synced", train=train)
+def assert_equal_bits(done: Outcome) -> None:
     assert done.code == 0, done.out + done.err
     assert done.verdict is not None
     assert done.verdict["precheck"]["mismatches"] == []
     assert all(e["bit_mismatches"] == 0 for e in done.verdict["edges"].values())
+
+
+@pytest.mark.parametrize(
+    ("name", "train", "tp"),
+    [
+        *(("embedded", "hf", 1), ("embedded", "megatron", 1)),
+        # Ranks have rows of row-parallel products where a trainer's rank has columns.
+        pytest.param("embedded", "megatron:tp=2", 2, marks=whole_matrix),
+        pytest.param("embedded", "megatron:tp=2,sp=1", 1, marks=whole_matrix),
+        pytest.param("embedded", "fsdp:dp=2", 2, marks=whole_matrix),
+        pytest.param("sparse", "hf", 2, marks=whole_matrix),
+    ],
+)
+def test_a_weight_update_keeps_every_bit(
+    compare: Cli, folder: Path, name: str, train: str, tp: int
+) -> None:
+    require_engine(train.partition(":")[0])
+    done = compare("--run-dir", folder / f"synced-{name}", name=name, train=train, tp=tp)
+    assert_equal_bits(done)
 
 
 @pytest.mark.parametrize(
@@ -98,20 +137,6 @@ def test_a_stale_layer_is_named(
     assert across.first == first, across.out
     assert across.verdict is not None
     assert across.verdict["edges"]["prefill_vs_train"]["bit_mismatches"] > 0
-
-
-@pytest.mark.whole_matrix
-@pytest.mark.parametrize(
-    ("train", "tp"), [("megatron:tp=2", 2), ("megatron:tp=2,sp=1", 1), ("fsdp:dp=2", 2)]
-)
-def test_ranks_get_their_share_of_an_update(
-    compare: Cli, folder: Path, train: str, tp: int
-) -> None:
-    """Of row-parallel products by rows, where a trainer's rank has columns."""
-    done = compare("--run-dir", folder / "shared", train=train, tp=tp)
-    assert done.code == 0, done.out + done.err
-    assert done.verdict is not None
-    assert all(e["bit_mismatches"] == 0 for e in done.verdict["edges"].values())
 
 
 def _step_of_ranks(group: Any, folder: Path) -> None:
@@ -145,9 +170,9 @@ def _step_of_ranks(group: Any, folder: Path) -> None:
         save_file(tensors, folder / "model.safetensors")
 
 
-@pytest.mark.whole_matrix
+@whole_matrix
 @pytest.mark.parametrize("tp", [1, 2])
-def test_what_ranks_trained_is_what_ranks_sample_from(folder: Path, tp: int) -> None:
+def test_what_ranks_trained_is_what_ranks_sample_from(cli: Cli, folder: Path, tp: int) -> None:
     """A step of AdamW in Megatron of two ranks, its shards put together, and loaded into the live
     vLLM by its own `load_weights`: every bit of a rollout is that of the trained model."""
     require_engine("vllm")
@@ -159,7 +184,7 @@ def test_what_ranks_trained_is_what_ranks_sample_from(folder: Path, tp: int) -> 
     new, old = (load_file(f / "model.safetensors") for f in (trained, data_path("model")))
     assert new.keys() == old.keys()
     assert sum(not torch.equal(new[name], old[name]) for name in old) > 40
-    done = command_line(folder)(
+    done = cli(
         *("compare", "--model", trained, "--prompts", write_few_prompts(folder / "few.jsonl")),
         *("--rollout", f"vllm:kernels=rlk,tp={tp},model={data_path('model')},patch={UPDATE}"),
         *("--train", "megatron:tp=2,kernels=rlk", "--max-new-tokens", 8, "--contract", "bitwise"),
@@ -167,32 +192,46 @@ def test_what_ranks_trained_is_what_ranks_sample_from(folder: Path, tp: int) -> 
         env={"PYTHONPATH": str(PATCHES), "RLK_TEST_NEW": str(trained)},
         shared=False,
     )
-    assert done.code == 0, done.out + done.err
-    assert done.verdict is not None
-    assert all(e["bit_mismatches"] == 0 for e in done.verdict["edges"].values())
+    assert_equal_bits(done)
 
 
-@pytest.mark.whole_matrix
-def test_a_stale_shard_is_named_with_its_rank(compare: Cli, folder: Path) -> None:
-    stale = "rank 1: layers.3.mlp.down_proj"
-    done = compare("--run-dir", folder / "stale-shard", stale=stale, tp=2)
+@whole_matrix
+@pytest.mark.parametrize(
+    ("name", "tensor", "parameter"),
+    [
+        ("embedded", "layers.3.mlp.down_proj", "layers.3.down_proj"),
+        ("sparse", "layers.2.mlp.experts.3.down_proj", "layers.2.experts.3.down_proj"),
+    ],
+)
+def test_a_stale_shard_is_named_with_its_rank(
+    compare: Cli, folder: Path, name: str, tensor: str, parameter: str
+) -> None:
+    run = folder / f"stale-shard-{name}"
+    done = compare("--run-dir", run, name=name, stale=f"rank 1: {tensor}", tp=2)
     assert done.code == 4, done.out + done.err
     assert done.verdict is not None
     (mismatch,) = done.verdict["precheck"]["mismatches"]
-    assert mismatch["name"] == "layers.3.down_proj"
-    assert mismatch["ranks"] == [1]
+    assert (mismatch["name"], mismatch["ranks"]) == (parameter, [1])
 
 
-def test_weights_reloaded_into_the_live_vllm_keep_every_bit(vllm_bits: Bits, stepped: Path) -> None:
-    """Between two rollouts, by vLLM's `reload_weights`, as its weight transfer loads a layer."""
-    on = {"kernels": "registered", "options": {"enable_prefix_caching": True}}
-    cases = [
-        on | {"name": "before"},
-        on | {"name": "reloaded", "reload": str(stepped)},
-        on | {"name": "fresh", "model": str(stepped)},
-    ]
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("embedded", {"enable_prefix_caching": True}),
+        pytest.param("sparse", {"tensor_parallel_size": 2}, marks=whole_matrix),
+    ],
+)
+def test_weights_reloaded_into_the_live_vllm_keep_every_bit(
+    vllm_bits: Bits, stepped: Callable[[str], Path], name: str, options: dict[str, Any]
+) -> None:
+    """vLLM's `reload_weights` loads them between two rollouts, as its weight transfer loads a
+    layer. The engine that loads them when it starts is one rank."""
+    old, new = str(MODELS[name].path), str(stepped(name))
+    on = {"kernels": "registered", "options": options, "model": old}
+    fresh = {"kernels": "registered", "name": "fresh", "model": new}
+    cases = [on | {"name": "before"}, on | {"name": "reloaded", "reload": new}, fresh]
     found = vllm_bits(cases, step=10)
     for what in ("tokens", "decode", "prefill"):
-        assert found["reloaded"][what] == found["fresh"][what]
+        assert found["reloaded"][what] == found["fresh"][what], what
     assert found["reloaded"]["decode"] == found["reloaded"]["prefill"]
     assert found["reloaded"]["decode"] != found["before"]["decode"]

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzz.mutate import VALUES, places
-from fuzz.test_runs import EXAMPLES, ended_well
+from folder_mutations import EXAMPLES, VALUES, ended_well, places
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inprocess import command
-from synthetic import compared_run
+from synthetic import CONTRACT, compared_run
 
 from rlk_align.capture.check import check_prompts, check_request
 from rlk_align.capture.request import CaptureRequest
@@ -82,10 +81,8 @@ def changed_lines(text: str, rng: random.Random) -> str:
 @given(seed=SEEDS, name=st.sampled_from(["contracts/bf16.toml", "synthetic"]))
 def test_contracts(run: Path, seed: int, name: str) -> None:
     rng = random.Random(seed)
-    source = Path(__file__).parents[1] / "synthetic.toml"
-    if name != "synthetic":
-        source = data_path("contracts") / Path(name).name
-    text = source.read_text()
+    source = CONTRACT if name == "synthetic" else data_path("contracts") / Path(name).name
+    text = Path(source).read_text()
     for _ in range(rng.randint(1, 3)):
         text = changed_lines(text, rng)
     with tempfile.TemporaryDirectory() as folder:

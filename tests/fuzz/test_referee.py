@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzz.mutate import MUTATIONS
+from folder_mutations import MUTATIONS
 from inprocess import command
 from synthetic import compared_run
 from tiny import BATCH, Engine, checkpoint, live_weights

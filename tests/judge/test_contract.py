@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rlk_align.data import data_path
 from rlk_align.errors import ContractError
 from rlk_align.judge.contract import LAW_METRICS, Contract
 from rlk_align.judge.load import BY_DTYPE, built_in, default_contract, load_contract, open_contract
@@ -174,9 +175,11 @@ def test_what_extends_an_earlier_version_judges_by_it(
 
 
 def test_a_contract_of_ones_own_loads_by_path(write) -> None:
-    contract = load_contract(write(), "bfloat16")
-    assert (contract.id, contract.version) == ("mine", "1.2.3")
+    path = write()
+    contract = load_contract(path, "bfloat16")
+    assert (contract.id, contract.version, contract.reference) == ("mine", "1.2.3", path)
     assert contract.limits[0].fail == 0.1
+    assert load_contract(write({}, {"fail": 1}), "bfloat16").limits, "a whole number is one too"
 
 
 def test_the_hash_is_of_what_it_says(write) -> None:
@@ -272,20 +275,34 @@ def test_every_field_of_a_limit_is_needed(write, field: str) -> None:
         {"version": "1.0"},
         {"version": "v1.0.0"},
         {"version": "1.0.0\\n"},
+        {"id": ""},
+        {"id": "my\\u001b[31m contract"},
         {"min_coverage": 0},
         {"min_coverage": 1.01},
         {"min_coverage": "raw:nan"},
         {"min_coverage": -0.5},
+        {"min_coverage": True},
         {"min_tokens": 0},
         {"min_tokens": 1.5},
+        {"min_tokens": "raw:32.0"},
+        {"min_tokens": "32"},
         {"dtypes": "bfloat16"},
+        {"dtypes": []},
+        {"dtypes": ["bf16"]},
         {"owner": "me"},
     ],
     ids=str,
 )
 def test_a_head_that_cannot_hold_is_refused(write, head: dict) -> None:
-    with pytest.raises(ContractError, match=next(iter(head))):
+    with pytest.raises(ContractError, match=next(iter(head))) as error:
         load_contract(write(head), "bfloat16")
+    assert_one_clear_line(error.value.message)
+
+
+def assert_one_clear_line(message: str) -> None:
+    assert "http" not in message
+    assert ": :" not in message
+    assert "\n" not in message
 
 
 OPERATOR = {"metric": "op_error", "atol": 0.1, "rtol": 0.1, "fail": 1}
@@ -297,6 +314,12 @@ OPERATOR = {"metric": "op_error", "atol": 0.1, "rtol": 0.1, "fail": 1}
         {"fail": "raw:nan"},
         {"fail": "raw:inf"},
         {"fail": -1e-9},
+        {"fail": "0.06"},
+        {"fail": True},
+        {"id": ""},
+        {"why": ""},
+        {"why": "  "},
+        {"source": ""},
         {"metric": "max_abs"},
         {"metric": "tokens"},
         {"metric": "k3", "atol": 0.1, "rtol": 0.1},
@@ -320,8 +343,23 @@ OPERATOR = {"metric": "op_error", "atol": 0.1, "rtol": 0.1, "fail": 1}
     ids=str,
 )
 def test_a_limit_that_cannot_hold_is_refused(write, limit: dict) -> None:
-    with pytest.raises(ContractError, match="limits"):
+    with pytest.raises(ContractError, match="limits") as error:
         load_contract(write({}, limit), "bfloat16")
+    assert_one_clear_line(error.value.message)
+
+
+def test_tolerances_of_another_metric_are_named(write) -> None:
+    with pytest.raises(ContractError, match="atol and rtol belong to op_error"):
+        load_contract(write({}, {"metric": "op_error"}), "bfloat16")
+
+
+def test_the_id_of_a_built_in_contract_is_its_own(write, tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match="belongs to a built-in contract"):
+        load_contract(write({"id": "bf16"}), "bfloat16")
+    same = (data_path("contracts") / "bf16.toml").read_text(encoding="utf-8")
+    (copy := tmp_path / "copy.toml").write_text(f"# a copy\n{same}")
+    assert load_contract(str(copy), "bfloat16").id == "bf16"
+    assert load_contract("bf16", "bfloat16").reference == "bf16"
 
 
 def test_limits_have_ids_of_their_own(write) -> None:

@@ -165,16 +165,6 @@ def test_expected_rows_are_those_of_the_definition(
         assert cells == wanted_cells(site, decode, batch), site.name
 
 
-def test_expected_rows_of_one_sample() -> None:
-    index = RowIndex(TokenBatch((Sample("a", (1, 2, 3), (4, 5)),)))
-    sites = {s.op: s for s in model_sites(shape("llama", layers=1))}
-    assert np.flatnonzero(index.expected(sites["embed"], decode=False)).tolist() == [0, 1, 2, 3, 4]
-    assert np.flatnonzero(index.expected(sites["embed"], decode=True)).tolist() == [0, 1, 2, 3]
-    for decode in (False, True):
-        assert np.flatnonzero(index.expected(sites["logits"], decode)).tolist() == [2, 3]
-        assert np.flatnonzero(index.expected(sites["logprob"], decode)).tolist() == [2, 3]
-
-
 @given(lengths)
 def test_rows_and_locate_are_inverse(sizes: list[tuple[int, int]]) -> None:
     index = RowIndex(batch_of(sizes))

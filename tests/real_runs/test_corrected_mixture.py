@@ -10,22 +10,15 @@ from typing import Any
 import pytest
 import torch
 from command import Outcome, command_line, require_engine, write_few_prompts
+from compared import compared as compare_few
+from compared import named
+from engine_pairs import CORRECTED
 from random_model import write_random_model
 from safetensors.torch import load_file, save_file
 from stacked_experts import stacked
 
 PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}
-GROUPED: dict[str, Any] = {
-    **{"model_type": "glm4_moe", "dtype": "bfloat16", "head_dim": 32, "num_hidden_layers": 3},
-    **{"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 96},
-    **{"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "n_shared_experts": 1},
-    **{"first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True},
-}
-PLAIN = GROUPED | {
-    **{"n_group": 1, "topk_group": 1, "use_qk_norm": False, "attention_bias": False},
-    **{"n_shared_experts": 2, "routed_scaling_factor": 1.0, "partial_rotary_factor": 1.0},
-}
-"""One group, as GLM-4.5 has it."""
+GROUPED: dict[str, Any] = CORRECTED | {"model_type": "glm4_moe", "dtype": "bfloat16"}
 
 
 @pytest.fixture(scope="module")
@@ -34,21 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compared(folder: Path, model: Path, rollout: str, train: str, *more: object) -> Outcome:
-    for engine in (rollout, train):
-        require_engine(engine.partition(":")[0])
-    few = write_few_prompts(folder / "few.jsonl")
-    return command_line(folder)(
-        *("compare", "--model", model, "--prompts", few, "--max-new-tokens", 8),
-        *("--run-dir", folder / "run", "--rollout", rollout, "--train", train, *more),
-        env=PATCHES,
-    )
-
-
-def named(done: Outcome) -> list[tuple[str, str]]:
-    """The operators over their budgets, in execution order, with their sides."""
-    assert done.verdict is not None, done.err
-    over = done.verdict["divergences"]["prefill_vs_train"]["over_budget"]
-    return [(o["site"], o["side"]) for o in over]
+    return compare_few(folder, rollout, train, "--model", model, *more, env=PATCHES)
 
 
 def check_healthy(done: Outcome) -> None:
@@ -67,23 +46,15 @@ def check_healthy(done: Outcome) -> None:
 @pytest.mark.parametrize(
     ("rollout", "train"),
     [
-        ("vllm", "megatron"),
-        pytest.param("vllm", "hf", marks=pytest.mark.whole_matrix),
         ("hf:experts=eager", "megatron:ep=2,dispatcher=alltoall"),
         pytest.param(
             "hf:experts=batched_mm", "megatron:pp=3,input=packed", marks=pytest.mark.whole_matrix
         ),
-        pytest.param("hf", "fsdp:dp=2", marks=pytest.mark.whole_matrix),
     ],
 )
 def test_a_healthy_pair(tmp_path: Path, model: Path, rollout: str, train: str) -> None:
+    """Layouts that the kernels do not have; the others: `test_healthy_pairs.py`."""
     check_healthy(compared(tmp_path, model, rollout, train))
-
-
-@pytest.mark.whole_matrix
-def test_a_model_of_one_group(tmp_path: Path) -> None:
-    plain = write_random_model(tmp_path / "plain", **PLAIN)
-    check_healthy(compared(tmp_path, plain, "vllm", "megatron"))
 
 
 @pytest.mark.whole_matrix

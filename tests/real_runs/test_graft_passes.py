@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import warm
-from command import command_line, require_engine, write_few_prompts
+from compared import compared
 
 from rlk_align.capture import supervise
 from rlk_align.errors import BadOption
@@ -30,13 +30,8 @@ def _warm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", PATCHES["PYTHONPATH"])
 
 
-def compared(folder: Path, rollout: str, train: str) -> Run:
-    few = write_few_prompts(folder / "few.jsonl")
-    done = command_line(folder)(
-        *("compare", "--prompts", few, "--max-new-tokens", 6, "--run-dir", folder / "run"),
-        *("--rollout", rollout, "--train", train),
-        env=PATCHES,
-    )
+def run_of(folder: Path, rollout: str, train: str) -> Run:
+    done = compared(folder, rollout, train, new_tokens=6, env=PATCHES)
     assert done.code in (0, 1), done.err
     return Run.open(str(folder / "run"))
 
@@ -61,9 +56,7 @@ def operators(names: set[str]) -> set[str]:
 def test_hf_and_fsdp(tmp_path: Path) -> None:
     """A fault of decode alone on one side, one in a norm on the other; decode and prefill may
     attend by other kernels."""
-    run = compared(
-        tmp_path, "hf:patch=patches:decode_only", "fsdp:dp=2,patch=patches:scale_key_norm"
-    )
+    run = run_of(tmp_path, "hf:patch=patches:decode_only", "fsdp:dp=2,patch=patches:scale_key_norm")
     edges = graft_passes(run, EDGES, lambda *_: None)
     decode, prefill, across = map(introducers, edges)
     assert prefill == {"layers.1.k_norm"}
@@ -97,7 +90,7 @@ def test_hf_and_fsdp(tmp_path: Path) -> None:
 def test_an_early_ulp_that_becomes_the_largest_difference_late(tmp_path: Path) -> None:
     """In fp32 the planted unit alone is an introducer; what differs most is a late amplifier. An
     engine's answer to a perturbation of its own has the same shape."""
-    run = compared(
+    run = run_of(
         tmp_path, "hf:dtype=float32", "hf:dtype=float32,patch=patches:ulp_in_the_first_norm"
     )
     (edge,) = graft_passes(run, EDGES[1:2], lambda *_: None)
@@ -133,8 +126,7 @@ def _inherited(unit: Unit) -> float:
 @pytest.mark.whole_matrix
 def test_vllm_and_its_regions(tmp_path: Path) -> None:
     """vLLM against itself: a fault of decode alone, and one inside of a fused add and norm."""
-    require_engine("vllm")
-    run = compared(
+    run = run_of(
         tmp_path,
         "vllm:patch=patches:decode_only_in_vllm",
         "vllm:patch=patches:scale_fused_norm",
@@ -149,8 +141,7 @@ def test_vllm_and_its_regions(tmp_path: Path) -> None:
 def test_megatron_and_its_ranks(tmp_path: Path) -> None:
     """In fp32, with tensor and sequence parallelism: what ranks add up, and what a fault in a fused
     linear changes."""
-    require_engine("megatron")
-    run = compared(
+    run = run_of(
         tmp_path,
         "hf:dtype=float32",
         "megatron:tp=2,sp=1,dtype=float32,patch=patches:scale_up_projection_in_megatron",

@@ -2,12 +2,12 @@
 
 import os
 import re
-import tempfile
 from pathlib import Path
 
 import captures
 import pytest
 import warm
+from command import said_by
 
 BLOCKS = re.findall(
     r"```python\n(.*?)```",
@@ -21,14 +21,7 @@ def run(code: str, cwd: Path) -> str:
     """What a Python process says that ends well; its engines start warm, and it takes captures that
     other tests have made."""
     shared = str(Path(os.environ[warm.FOLDER]) / "captures")
-    with tempfile.TemporaryFile("w+") as said:
-        environment = os.environ | {captures.FOLDER: shared}
-        process = warm.start("command", ["-c", code], environment, said, said, cwd)
-        ended = process.wait(400)
-        said.seek(0)
-        out = said.read()
-    assert ended == 0, out
-    return out
+    return said_by("command", ["-c", code], {captures.FOLDER: shared}, cwd, timeout=400)
 
 
 @pytest.mark.whole_matrix

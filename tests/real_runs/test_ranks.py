@@ -42,7 +42,7 @@ SPECS = (
     "hf:python=/bin/ls",
     "hf:python=/etc/passwd",
 )
-"""What is run in the background, in this order, while tests look at what has ended."""
+"""These engines run in the background, in this order, while tests look at those that have ended."""
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="wants a machine without a GPU")
 
 
@@ -134,7 +134,7 @@ Scored = Callable[[str], Ended]
 
 @pytest.fixture(scope="module")
 def scored(rollout: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scored]:
-    """How an engine ended, of SPECS or another; skips where it is not installed."""
+    """Returns how an engine of SPECS or another one ended; skips where it is not installed."""
     folder, running = tmp_path_factory.mktemp("scored"), set()
 
     def run(number: int, spec: str) -> Ended:

@@ -6,9 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from changed_weights import changed, q_proj, save, save_adapter, tensors, trained, unequal
 from command import Cli, require_engine
 from synthetic import draw, write_trace
-from weights.changed import changed, q_proj, save, save_adapter, tensors, trained, unequal
 
 from rlk_align.data import data_path
 from rlk_align.engines.common.parameters import LiveParameter, even_shards, record_parameter

@@ -3,13 +3,11 @@
 import os
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
-import warm
-from command import require_engine
-from weights.changed import save, tensors, unequal
+from changed_weights import save, tensors, unequal
+from command import require_engine, said_by
 
 from rlk_align.data import data_path
 from rlk_align.errors import CorruptCheckpoint, ModelError
@@ -25,11 +23,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     kind = "hf" if request.param == "fsdp" else request.param
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words += [str(SCRIPT), request.param, str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    with tempfile.TemporaryFile("w+") as said:
-        code = warm.start(kind, words, environment, said, said).wait(300)
-        said.seek(0)
-        assert code == 0, said.read()
+    said_by(kind, words, {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)})
     shutil.copy(data_path("model") / "config.json", folder)
     return folder
 

@@ -1,5 +1,5 @@
-"""The embedded sparse model in the real engines: healthy pairs raise no alarm, and a planted fault
-is named with its side."""
+"""The embedded sparse model in the real engines: a planted fault is named with its side, and a
+replay of routing splits the drift. Healthy pairs: `test_healthy_pairs.py`."""
 
 import json
 import shutil
@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 from command import Outcome, command_line, require_engine, write_few_prompts
+from compared import compared as compare_few
+from compared import named
+from engine_pairs import SPARSE
 from safetensors.torch import load_file, save_file
 
 from rlk_align.engines.faults.catalogue import FAULTS
@@ -15,7 +18,6 @@ from rlk_align.engines.spec import EngineSpec
 from rlk_align.probe.selftest.run import SelfTestRequest, selftest
 from rlk_align.trace.run import Run
 
-SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
 PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}
 FIRST, LAYER = "layers.1", "layers.2"
 
@@ -23,54 +25,13 @@ FIRST, LAYER = "layers.1", "layers.2"
 def compared(
     folder: Path, rollout: str, train: str, *more: object, model: Path = SPARSE
 ) -> Outcome:
-    few = write_few_prompts(folder / "few.jsonl")
-    return command_line(folder)(
-        *("compare", "--model", model, "--prompts", few, "--max-new-tokens", 8),
-        *("--run-dir", folder / "run", "--rollout", rollout, "--train", train, *more),
-        env=PATCHES,
-    )
-
-
-def named(done: Outcome, edge: str = "prefill_vs_train") -> list[tuple[str, str]]:
-    """The operators over their budgets, in execution order, with their sides."""
-    assert done.verdict is not None, done.err
-    return [(o["site"], o["side"]) for o in done.verdict["divergences"][edge]["over_budget"]]
+    return compare_few(folder, rollout, train, "--model", model, *more, env=PATCHES)
 
 
 def routing(done: Outcome, edge: str = "prefill_vs_train") -> dict[str, Any]:
     assert done.verdict is not None, done.err
     found: dict[str, Any] = done.verdict["routing"][edge]
     return found
-
-
-@pytest.mark.parametrize(
-    ("rollout", "train"),
-    [
-        ("vllm", "megatron"),
-        ("vllm", "hf"),
-        pytest.param(
-            "hf:experts=eager", "megatron:dispatcher=alltoall", marks=pytest.mark.whole_matrix
-        ),
-        pytest.param("hf:experts=batched_mm", "hf:batch=4", marks=pytest.mark.whole_matrix),
-        ("hf", "fsdp:dp=2"),
-    ],
-)
-def test_a_healthy_pair(tmp_path: Path, rollout: str, train: str) -> None:
-    for engine in (rollout, train):
-        require_engine(engine.partition(":")[0])
-    done = compared(tmp_path, rollout, train)
-    assert done.code == 0, done.out + done.err
-    assert named(done) == []
-    coverage = done.verdict["coverage"] if done.verdict else {}
-    assert coverage["fraction"] == 1
-    hidden = {u["site"].rpartition(".")[2] for u in coverage["unpaired"]}
-    first = {"gate_proj", "up_proj"} if "vllm" in (rollout, train) else set()
-    assert hidden == first | ({"act", "down_proj"} if first or "megatron" in train else set())
-    found = routing(done)
-    assert [layer["layer"] for layer in found["layers"]] == [1, 2, 3]
-    assert all(layer["largest_gap"] <= 5 for layer in found["layers"])
-    assert found["flipped_tokens"] < 0.1 * found["tokens"]
-    assert "routing (prefill_vs_train): " in done.out
 
 
 @pytest.mark.parametrize(
@@ -97,7 +58,6 @@ def test_a_fault_is_named(tmp_path: Path, fault: str, site: str) -> None:
 
 @pytest.mark.parametrize("other", ["vllm", "megatron"])
 def test_a_fault_at_an_operator_that_one_side_alone_shows(tmp_path: Path, other: str) -> None:
-    require_engine(other)
     faulty = "hf:experts=grouped_mm,fault=expert-weight-early"
     sides = ("vllm", faulty) if other == "vllm" else (faulty, other)
     done = compared(tmp_path, *sides)
@@ -143,8 +103,6 @@ def test_a_router_in_bf16(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kernels", ["", "kernels=rlk,"])
 def test_faults_inside_other_engines(tmp_path: Path, kernels: str) -> None:
     """On both sides at once, each named with its own."""
-    require_engine("vllm")
-    require_engine("megatron")
     done = compared(
         tmp_path,
         f"vllm:{kernels}fault=expert-flipped",
@@ -176,7 +134,7 @@ def with_tied_experts(folder: Path) -> Path:
 
 
 def test_a_tie_is_no_bug(tmp_path: Path) -> None:
-    """Two experts with one router row: which of them is taken nobody has to agree on."""
+    """Two experts have one row of the router: the engines may choose either."""
     tied = with_tied_experts(tmp_path)
     done = compared(tmp_path, "hf", "hf:fault=expert-tie", model=tied)
     assert named(done) == []
@@ -245,7 +203,6 @@ def test_replay_takes_away_what_routing_alone_has_done(tmp_path: Path, engine: s
 def test_replay_in_a_pair(tmp_path: Path) -> None:
     """By `compare` as by `probe`, with the parts in its JSON and its page; a replay that a patch
     thwarts is an error, and a dense model has no routing to replay."""
-    require_engine("megatron")
     page = tmp_path / "page.html"
     done = compared(tmp_path, "hf", "megatron", "--replay-routing", "--output", f"html={page}")
     assert done.code == 0, done.out + done.err

@@ -1,25 +1,21 @@
-"""The real vLLM against the real training engines, sharded or not, through the command line."""
+"""Engines whose numbers are known: layouts that are equal in every bit, and where others first
+differ. Healthy pairs of any two engines: `test_healthy_pairs.py`."""
 
-import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from command import Cli, Outcome, command_line, require_engine, values, write_few_prompts
+from engine_pairs import SPARSE
 from safetensors.torch import load_file
 
 from rlk_align.data import data_path
 
 NEW_TOKENS = ("--max-new-tokens", 6)
-SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
 EXPERTS = {"gate_proj", "up_proj", "act", "down_proj"}
 """What vLLM computes in one kernel."""
 EDGE = ("--edges", "prefill_vs_train")
-ONE_RANK = pytest.param("fsdp:dp=1", marks=pytest.mark.whole_matrix)
-TWO_RANKS = pytest.param("fsdp:dp=2", marks=pytest.mark.whole_matrix)
-TRAINING = ("hf", ONE_RANK, TWO_RANKS, "megatron:tp=1", "megatron:tp=2")
 
 
 @pytest.fixture(scope="module")
@@ -41,72 +37,6 @@ def run(folder: Path) -> Cli:
         return done
 
     return run
-
-
-def introducing(done: Outcome, folder: Path) -> set[str]:
-    """Operators that introduced a difference in any layer."""
-    from rlk_align.results import Comparison
-
-    comparison = Comparison.model_validate_json((folder / "comparison.json").read_text())
-    (edge,) = [e for e in comparison.edges if e.name == "prefill_vs_train"]
-    return {s.op for s in edge.sites if s.introduced}
-
-
-ALLOWED = {
-    # vLLM rotates in fp32 and rounds once, HF rounds every operation; its norms multiply by the
-    # weight before they round; sums of attention and products have other orders.
-    "hf": {"q_rope", "k_rope", "attn", "mlp_norm", "attn_norm", "q_norm", "k_norm", "o_proj"},
-    "fsdp": {"q_rope", "k_rope", "attn", "mlp_norm", "attn_norm", "q_norm", "k_norm", "o_proj"},
-    # torch's norm rounds once, vLLM's and Megatron's fp32 sums have other orders, and a
-    # row-parallel product adds rounded halves.
-    "megatron": {"attn_norm", "mlp_norm", "q_norm", "k_norm", "q_rope", "k_rope", "attn", "o_proj"},
-}
-
-
-@pytest.fixture(scope="module")
-def first_against_hf(run: Cli, folder: Path) -> Callable[[str], str | None]:
-    """The first introducer of vLLM against HF alone, by dtype; the processor decides it too."""
-
-    @functools.cache
-    def first(dtype: str) -> str | None:
-        specs = ("--rollout", f"vllm:dtype={dtype}", "--train", f"hf:dtype={dtype}")
-        return run("compare", *specs, "--run-dir", folder / "run").first
-
-    return first
-
-
-@pytest.mark.parametrize(
-    "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.whole_matrix)]
-)
-@pytest.mark.parametrize("train", TRAINING)
-def test_vllm_against(
-    run: Cli, folder: Path, first_against_hf: Callable, train: str, dtype: str
-) -> None:
-    name, _, options = train.partition(":")
-    require_engine(name)
-    spec = f"{name}:" + ",".join(filter(None, [options, f"dtype={dtype}"]))
-    done = run(
-        *("compare", "--rollout", f"vllm:dtype={dtype}", "--train", spec),
-        *("--run-dir", folder / "run"),
-    )
-    verdict = done.verdict
-    assert verdict is not None
-    assert verdict["dtype"] == dtype
-    assert verdict["contract"]["id"] == {"bfloat16": "bf16", "float32": "fp32"}[dtype]
-    assert verdict["precheck"]["mismatches"] == []
-    assert verdict["controls"]["observer"] == "bitwise"
-    assert verdict["controls"]["noise_floor"] == {"rollout": "bitwise", "train": "bitwise"}
-    coverage = verdict["coverage"]
-    assert coverage["paired"] == coverage["expected"] > 5_000
-    assert coverage["unpaired"] == []
-    # A token may pass the tight bound on the maximum: reports/engines.md.
-    assert {b["limit"] for b in verdict["breaches"]} <= {"max-dlogp"}, done.out
-    assert done.first is not None
-    assert done.first.startswith("layers.0.")
-    assert introducing(done, folder / "run") <= ALLOWED[name]
-    if name == "fsdp":
-        # Sharded parameters are gathered before they are used: HF's own numbers.
-        assert done.first == first_against_hf(dtype)
 
 
 def scored(run: Cli, folder: Path, engine: str) -> Path:

@@ -1,8 +1,8 @@
-"""What was captured once in a session is captured for all of its tests.
+"""Tests of one session share their captures.
 
-A capture's folder is named after everything that decides what is in it: where two tests ask for
+A capture's folder is named after everything that decides its contents: where two tests ask for
 the same, the second gets a copy of the first's passes, and no engine starts. A test of capturing
-itself asks for none of this (`shared=False`).
+itself switches this off (`shared=False`).
 """
 
 import fcntl

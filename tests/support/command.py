@@ -98,6 +98,36 @@ def command_line(folder: Path, kind: str = "command") -> Cli:
     return run
 
 
+def said_by(
+    kind: str | None,
+    words: list[str],
+    environment: dict[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout: float = 300,
+) -> str:
+    """What `python WORDS` says; raises AssertionError where it does not end well.
+
+    `kind`: of the warm process, as `warm.start` takes it, or None for one that starts cold;
+    `environment`: variables beside this process's.
+    """
+    variables = os.environ | (environment or {})
+    with tempfile.TemporaryFile("w+") as said:
+        process: warm.WarmProcess | subprocess.Popen
+        if kind is None:
+            command = [sys.executable, *words]
+            process = subprocess.Popen(command, stdout=said, stderr=said, cwd=cwd, env=variables)
+        else:
+            process = warm.start(kind, words, variables, said, said, cwd)
+        try:
+            code = process.wait(timeout)
+        finally:
+            process.kill()
+        said.seek(0)
+        text = said.read()
+    assert code == 0, text[-8000:]
+    return text
+
+
 def write_few_prompts(path: Path) -> Path:
     """Six prompts of the embedded set: short ones, and one of middle length."""
     lines = data_path("prompts.jsonl").read_text(encoding="utf-8").splitlines()

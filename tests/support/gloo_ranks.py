@@ -103,6 +103,6 @@ def only_rank_of_megatron() -> Iterator[None]:
 
 
 _kept: list[dist.ProcessGroup] = []
-"""Every group that this process made as the only rank, so that none is ever freed. Whoever frees a
+"""Every group that this process made as the only rank, so that none is ever freed. Freeing a
 group waits for its threads, and a rank that is forked from here has the group without them:
 megatron-core's `destroy_model_parallel` leaves two behind, which are freed as others are made."""

@@ -57,6 +57,8 @@ BATCH = TokenBatch(
     )
 )
 FIRST_EDGE = ("prefill_vs_train",)
+CONTRACT = str(Path(__file__).with_name("synthetic.toml"))
+"""The contract by which these traces are judged."""
 
 Values = dict[str, torch.Tensor]
 """Site -> `[tokens of the batch, features]`."""
@@ -227,7 +229,7 @@ def compared_run(
     train: Values | None = None,
     judged: Sequence[Any] = FIRST_EDGE,
     rollout: Values | None = None,
-    contract: Path = Path(__file__).parent / "synthetic.toml",
+    contract: str | Path = CONTRACT,
     **options: Any,
 ) -> Run:
     """A run whose two sides are equal unless `train` is given, compared and judged; `options`: of

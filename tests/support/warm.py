@@ -96,7 +96,7 @@ FOLDER = "RLK_TEST_WARM"
 
 
 class WarmProcess:
-    """A process that was asked for, with as much of Popen as its users need."""
+    """A started process, with the part of Popen that its users need."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.returncode: int | None = None
@@ -127,7 +127,7 @@ class WarmProcess:
     def _look(self, timeout: float | None) -> int | None:
         if self.returncode is None and select.select([self._connection], [], [], timeout)[0]:
             said = self._connection.recv(64)
-            # Whoever watches it is gone only where the whole server was killed.
+            # The process that watches it is gone only where the whole server was killed.
             self.returncode = int(said) if said else -signal.SIGKILL
             self._connection.close()
         return self.returncode
@@ -145,7 +145,7 @@ def start(
     """Starts `python WORDS` in a session of its own.
 
     `words`: `-m MODULE ARGUMENTS`, the module with a `main`, `-c CODE ARGUMENTS` or `FILE
-    ARGUMENTS`; `passed`: file descriptors that it shall have under the same numbers.
+    ARGUMENTS`; `passed`: file descriptors that it gets under the same numbers.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(str(Path(os.environ[FOLDER]) / f"{kind}.sock"))
@@ -303,7 +303,7 @@ def _wait_for_kinds(folder: Path) -> tuple[str, socket.socket]:
 
 
 def _reaped(options: int = os.WNOHANG) -> bool:
-    """Takes one ended child, so that its time counts as its parent's; False where there is none."""
+    """Reaps one ended child, so that its time counts as its parent's. Returns False without one."""
     try:
         return os.waitpid(-1, options)[0] > 0
     except ChildProcessError:
@@ -387,7 +387,7 @@ def _run(request: dict[str, Any]) -> None:
         return
     module = importlib.import_module(what)
     sys.argv = [str(module.__file__), *arguments]
-    # Whoever spawns processes tells them what the main module is.
+    # A process that spawns others tells them what the main module is.
     sys.modules["__main__"] = module
     module.main()
 
@@ -406,7 +406,7 @@ def _leave(code: int) -> None:
 def main() -> None:
     """The server, and every process that it forks."""
     kind, listener = _wait_for_kinds(Path(sys.argv[1]))
-    # This folder's own modules are no business of what is started.
+    # A started process must not find the modules of this folder.
     sys.path.remove(str(Path(__file__).parent))
     if kind == "vllm":
         # As its engine sets it, before vLLM is imported.
@@ -414,7 +414,7 @@ def main() -> None:
     for name in KINDS[kind]:
         importlib.import_module(name)
     _prepare(kind)
-    # What is there is shared by all that is forked: the collector must not touch it.
+    # Forked processes share these objects: the collector must not touch them.
     gc.freeze()
     try:
         _run(_wait_for_requests(listener))

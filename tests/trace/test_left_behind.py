@@ -5,13 +5,11 @@ from pathlib import Path
 
 import pytest
 from inprocess import command
-from synthetic import compared_run
+from synthetic import CONTRACT, compared_run
 
 from rlk_align.errors import CorruptTrace
 from rlk_align.trace.checksums import CHECKSUMS
 from rlk_align.trace.run import Run
-
-CONTRACT = str(Path(__file__).parents[1] / "synthetic.toml")
 
 
 @pytest.fixture

@@ -290,7 +290,7 @@ def test_no_flipped_bit_of_the_values_goes_unseen(folder: Path, bit: int) -> Non
 FLIPPED_ROWS = """
 import sys
 from pathlib import Path
-sys.path[:0] = [sys.argv[2], f"{sys.argv[2]}/trace"]
+sys.path[:0] = [f"{sys.argv[2]}/support", f"{sys.argv[2]}/trace"]
 from test_trace import flip_rows
 print("refused", flip_rows(Path(sys.argv[1]), int(sys.argv[3]), int(sys.argv[4])))
 """

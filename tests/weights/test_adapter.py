@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from weights.changed import Tensors, q_proj, save, save_adapter, tensors, unequal
+from changed_weights import Tensors, q_proj, save, save_adapter, tensors, unequal
 
 from rlk_align.errors import ModelError
 from rlk_align.weights.adapter import ways

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from weights.changed import Tensors, changed, q_proj, save, tensors, trained, unequal
+from changed_weights import Tensors, changed, q_proj, save, tensors, trained, unequal
 
 from rlk_align.weights.run import compare_weights
 

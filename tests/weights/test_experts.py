@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from changed_weights import Tensors, save, unequal
 from safetensors.torch import load_file
 from stacked_experts import stacked
-from weights.changed import Tensors, save, unequal
 
 from rlk_align.model.families import read_shape
 from rlk_align.weights.naming import pieces

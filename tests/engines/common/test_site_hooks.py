@@ -264,14 +264,6 @@ def test_every_rank_writes_its_own_slices(layout_of: Any, heads: int, tp: int) -
     assert counts == dict.fromkeys(QKV, 6)
 
 
-def test_gate_and_up_lie_side_by_side() -> None:
-    layout = fused(even("gate", 8, 2), even("up", 8, 2))
-    assert [[(p.op, p.start, p.stop) for p in rank] for rank in layout.ranks] == [
-        [("gate", 0, 4), ("up", 0, 4)],
-        [("gate", 4, 8), ("up", 4, 8)],
-    ]
-
-
 CELLS = (np.array([0, 0, 1]), np.array([0, 2, 1]))
 
 

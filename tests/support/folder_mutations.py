@@ -1,7 +1,8 @@
-"""Changes to a folder of files: any file, any byte, any field."""
+"""Changes to a folder of files: any file, any byte, any field; and what a command may then say."""
 
 import copy
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "250"))
+"""How many changes each test of `tests/fuzz` tries."""
 Mutation = Callable[[Path, random.Random], str | None]
 """Changes something below a folder; what was done, or None where it does not apply."""
 
@@ -188,3 +191,13 @@ MUTATIONS: list[Mutation] = [
     *(flip, truncate, append, delete, delete_folder, replace_by_folder, swap, duplicate),
     *(copy_folder, change_field, reencode, change_table),
 ]
+
+
+def ended_well(code: int, said: str, done: list[str]) -> None:
+    assert code in (0, 1, 2, 3, 4), (code, said, done)
+    assert "Traceback" not in said, (said, done)
+    assert "bug in rlk-align" not in said, (said, done)
+    assert "\x1b" not in said, (said, done)
+    if code in (2, 3):
+        assert said.count("error: ") == 1, (said, done)
+        assert len(said.splitlines()) <= 4, (said, done)

@@ -1,0 +1,398 @@
+"""The matrix of engine pairs: the models, the layouts of each engine, and the pairs that tests run.
+
+A new family is an entry of `MODELS`, and a new layout one of `ENGINES` or `ROLLOUTS`; a new engine
+has an entry in `FACTS` too.
+`tests/fix_path/test_pairs.py` runs every pair of `WHOLE` that has the kernels, and
+`tests/real_runs/test_healthy_pairs.py` every other one. Without the marker `whole_matrix` they run
+those of `DEFAULT`, in which every two values of the axes meet. RLK_PAIRS=FILE.jsonl collects what
+each comparison found, for the reports.
+"""
+
+import json
+import os
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import Cli, Outcome, capture_of, require_engine, write_few_prompts
+from covering import covering
+from random_model import write_random_model
+
+from rlk_align.data import data_path
+from rlk_align.model.edges import EDGES
+
+SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
+STRETCHED_FROM = 16
+"""Positions before `llama3` and `yarn` ropes are stretched; the prompts are longer."""
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 2.0,
+    "original_max_position_embeddings": STRETCHED_FROM,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": STRETCHED_FROM,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
+CORRECTED: dict[str, Any] = {
+    "head_dim": 32,
+    "num_hidden_layers": 3,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 96,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "use_qk_norm": True,
+    "attention_bias": True,
+}
+"""Scores that are corrected for the choice, groups of experts, and a shared expert."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of the matrix."""
+
+    family: str
+    """The `model_type` of its config.json."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What a random model sets beside `random_model.SMALL`."""
+    path: Path | None = None
+    """Where the model is stored; None for a random one."""
+    sparse: bool = False
+    every_layout: bool = False
+    """Whether the whole matrix has it in every layout, or in those of `Layouts.few` alone."""
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    kernels: tuple[str, ...] = ("rlk", "off")
+    """What the engines compute it with."""
+    without: tuple[str, ...] = ()
+    """Engines that refuse it."""
+
+    def stored(self, folder: Path, name: str, dtype: str) -> Path:
+        """Where the checkpoint is; a random one is written below `folder` the first time."""
+        made = self.path or folder / f"{name}-{dtype}"
+        if not made.exists():
+            write_random_model(made, model_type=self.family, dtype=dtype, **self.settings)
+        return made
+
+
+MODELS = {
+    "embedded": Model("qwen3", path=data_path("model"), every_layout=True),
+    "grouped": Model(
+        "llama",
+        {
+            # One key-value head, row-parallel biases, a tied head and a padded vocabulary; hidden
+            # size / heads is 24.
+            "attention_bias": True,
+            "mlp_bias": True,
+            "hidden_size": 96,
+            "head_dim": 32,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+            "vocab_size": 1031,
+            "rope_parameters": LLAMA3,
+        },
+        every_layout=True,
+    ),
+    "llama": Model("llama", {"rope_parameters": YARN | {"beta_fast": 8.0, "beta_slow": 2.0}}),
+    "mistral": Model("mistral", {"rope_parameters": LINEAR, "sliding_window": 8}),
+    "qwen2": Model("qwen2", {"rope_parameters": YARN}, dtypes=("float16",)),
+    "qwen3": Model(
+        "qwen3",
+        {
+            "head_dim": 64,
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False},
+        },
+    ),
+    # The kernels have no such activation, and vLLM on a CPU no heads of such a size.
+    "gelu": Model(
+        "qwen3",
+        {"head_dim": 24, "hidden_act": "gelu_pytorch_tanh"},
+        dtypes=("float32",),
+        kernels=("off",),
+        without=("vllm",),
+    ),
+    "sparse": Model("qwen3_moe", path=SPARSE, sparse=True, every_layout=True),
+    "not-normalized": Model(
+        "qwen3_moe",
+        {
+            "head_dim": 32,
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 96,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+        },
+        sparse=True,
+        kernels=("rlk",),
+    ),
+    # vLLM's own kernels do not take these sizes.
+    "odd-sizes": Model(
+        "qwen3_moe",
+        {
+            "head_dim": 32,
+            "hidden_size": 100,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 36,
+        },
+        sparse=True,
+        kernels=("rlk",),
+    ),
+    "mixtral": Model(
+        "mixtral",
+        {"head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 3},
+        sparse=True,
+    ),
+    "corrected": Model("glm4_moe", CORRECTED, sparse=True),
+    "one-group": Model(
+        "glm4_moe",
+        {
+            "head_dim": 32,
+            "n_routed_experts": 10,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "n_shared_experts": 2,
+            "partial_rotary_factor": 1.0,
+        },
+        sparse=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """The options by which an engine lays out rows and ranks."""
+
+    few: tuple[str, ...]
+    """For every model."""
+    few_dense: tuple[str, ...] = ()
+    """For every dense model."""
+    dense: tuple[str, ...] = ()
+    sparse: tuple[str, ...] = ()
+    """For the models that have every layout."""
+
+    def of(self, model: Model) -> tuple[str, ...]:
+        few = self.few if model.sparse else (*self.few, *self.few_dense)
+        more = self.sparse if model.sparse else self.dense
+        return (*few, *more) if model.every_layout else few
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of an engine's own kernels."""
+
+    numbers: str
+    """Engines with the same name here compute the same numbers."""
+    other_rounding: frozenset[str] = frozenset()
+    """Operators that may introduce a difference from vLLM in the embedded model."""
+    hidden: frozenset[str] = frozenset()
+    """Operators of experts that it computes in one kernel, so that no row can be paired."""
+    together: frozenset[str] = frozenset()
+    """Operators that are excluded from the kernels with another one, because the engine computes
+    both by one product or one function."""
+    alike: frozenset[str] = frozenset()
+    """Operators that it computes as the kernels' profile says anyway."""
+
+
+_ROUNDING = {"q_rope", "k_rope", "attn", "mlp_norm", "attn_norm", "q_norm", "k_norm", "o_proj"}
+# HF rounds every operation of a rotation, and vLLM rotates in fp32 and rounds once; vLLM's norms
+# multiply by the weight before they round; sums of attention and of products have other orders.
+_TORCH = Facts(
+    numbers="torch",
+    other_rounding=frozenset(_ROUNDING),
+    together=frozenset({"k_rope"}),
+    alike=frozenset({"embed"}),
+)
+FACTS = {
+    "hf": _TORCH,
+    "fsdp": _TORCH,
+    "megatron": Facts(
+        numbers="megatron",
+        # torch's norm rounds once, the fp32 sums of vLLM and Megatron have other orders, and a
+        # row-parallel product adds rounded halves.
+        other_rounding=frozenset(_ROUNDING),
+        hidden=frozenset({"act", "down_proj"}),
+        together=frozenset({"k_proj", "v_proj", "up_proj", "k_rope"}),
+        alike=frozenset({"embed"}),
+    ),
+    "vllm": Facts(
+        numbers="vllm",
+        hidden=frozenset({"gate_proj", "up_proj", "act", "down_proj"}),
+        together=frozenset({"k_proj", "v_proj", "up_proj", "k_rope"}),
+        # A copy, and on CPUs the rotation.
+        alike=frozenset({"embed", "q_rope"}),
+    ),
+}
+ENGINES = {
+    "hf": Layouts(("", "batch=4,padding=left"), dense=("batch=4,padding=right", "batch=1")),
+    "fsdp": Layouts(("dp=2",), dense=("dp=1", "dp=4")),
+    "megatron": Layouts(
+        ("", "input=packed"),
+        few_dense=("tp=2",),
+        dense=(
+            *("batch=1", "batch=4,padding=left", "batch=4,padding=right"),
+            *("tp=2,sp=1", "tp=4", "tp=4,sp=1", "tp=4,sp=1,input=packed"),
+            *("tp=2,batch=4,padding=left", "cp=2", "cp=4,input=packed"),
+            *("tp=2,cp=2,sp=1", "tp=2,cp=2,sp=1,input=packed", "tp=2,pp=2,sp=1"),
+            *("pp=2", "cp=2,pp=2", "cp=2,pp=2,batch=1", "pp=4"),
+        ),
+        sparse=(
+            *("dispatcher=alltoall,batch=4", "ep=2", "ep=2,dispatcher=alltoall"),
+            *("ep=2,batch=4,padding=left", "ep=4,pp=2,input=packed"),
+            *("cp=2,ep=2,dispatcher=alltoall", "cp=2,pp=4"),
+        ),
+    ),
+    "vllm": Layouts(
+        ("", "max_num_seqs=2,max_num_batched_tokens=64,enable_prefix_caching=1"),
+        dense=(
+            "max_num_seqs=1,block_size=128",
+            *("max_num_seqs=3,max_num_batched_tokens=64", "enable_prefix_caching=1"),
+        ),
+    ),
+}
+"""What scores: engine -> its layouts."""
+ROLLOUTS = {
+    "vllm": Layouts(("", "tp=2"), dense=("tp=4",), sparse=("tp=4",)),
+    "hf": Layouts(("",)),
+}
+"""What samples: engine -> its layouts."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A model in two engines: one point of the matrix."""
+
+    model: str
+    dtype: str
+    kernels: str
+    rollout: str
+    train: str
+
+    @property
+    def id(self) -> str:
+        return "-".join((self.kernels, self.model, self.dtype, self.rollout, self.train))
+
+    @property
+    def engines(self) -> tuple[str, str]:
+        return self.rollout.partition(":")[0], self.train.partition(":")[0]
+
+    @property
+    def drifts(self) -> bool:
+        """Whether the engines' own kernels compute other numbers."""
+        rollout, train = (FACTS[engine].numbers for engine in self.engines)
+        return rollout != train
+
+    @cached_property
+    def goals(self) -> frozenset[Hashable]:
+        """The combinations that this pair reaches, of two axes each.
+
+        Every two values of these axes meet: family, dtype, kernels, rollout engine, training
+        engine and its ranks. With the kernels, every two options of a training engine's layout
+        meet, each model occurs, and several ranks of the rollout meet dense and sparse models,
+        each dtype and each training engine. Without the kernels, every dense family meets HF and
+        Megatron.
+        """
+        rollout, train = self.engines
+        model = MODELS[self.model]
+        axes = {
+            "family": model.family,
+            "dtype": self.dtype,
+            "kernels": self.kernels,
+            "rollout": rollout,
+            "engine": train,
+            "ranks": any(option in self.train for option in ("dp=", "tp=", "cp=", "pp=", "ep=")),
+        }
+        reached: set[Hashable] = set(combinations(axes.items(), 2))
+        if self.kernels == "rlk":
+            options = [(train, option) for option in self.train.partition(":")[2].split(",")]
+            reached |= {*options, *combinations(options, 2), ("model", self.model)}
+        elif not model.sparse and train in ("hf", "megatron"):
+            reached.add((model.family, model.kernels, train))
+        if "tp=" in self.rollout:
+            met = {"sparse": model.sparse, "dtype": self.dtype, "engine": train}
+            reached |= {("ranks of the rollout", axis) for axis in met.items()}
+        return frozenset(reached)
+
+    def compared(self, cli: Cli, folder: Path) -> Outcome:
+        """What `rlk-align compare` says of the pair; the run is `folder / "run"`. Skips where an
+        engine is not installed, and checks what holds for every healthy pair."""
+        for engine in self.engines:
+            require_engine(engine)
+        more = f"dtype={self.dtype},kernels={self.kernels}"
+        rollout, train = (
+            f"{spec}{',' if ':' in spec else ':'}{more}" for spec in (self.rollout, self.train)
+        )
+        contract = ("--contract", "bitwise") if self.kernels == "rlk" else ()
+        done = cli(
+            *("compare", "--model", MODELS[self.model].stored(folder, self.model, self.dtype)),
+            *("--prompts", write_few_prompts(folder / "few.jsonl"), "--max-new-tokens", 8),
+            *("--rollout", rollout, "--train", train, "--run-dir", folder / "run", *contract),
+        )
+        assert done.code == 0, done.out + done.err
+        verdict = done.verdict
+        assert verdict is not None
+        if record := os.environ.get("RLK_PAIRS"):
+            with Path(record).open("a") as file:
+                said = {name: verdict[name] for name in ("edges", "coverage")}
+                file.write(json.dumps({"pair": self.id, "first": done.first} | said) + "\n")
+        assert verdict["dtype"] == self.dtype
+        assert verdict["precheck"]["mismatches"] == verdict["breaches"] == []
+        assert verdict["controls"]["observer"] == "bitwise"
+        assert verdict["controls"]["noise_floor"] == {"rollout": "bitwise", "train": "bitwise"}
+        assert set(verdict["edges"]) == set(EDGES)
+        assert all(edge["tokens"] == verdict["tokens"] > 40 for edge in verdict["edges"].values())
+        samples = capture_of(folder / "run", "rollout").tokens.samples
+        assert max(len(sample.ids) for sample in samples) > 3 * STRETCHED_FROM
+        kernels = {"torch"} if self.kernels == "rlk" else set()
+        for role in ("rollout", "train"):
+            assert set(capture_of(folder / "run", role).record.kernels.values()) == kernels
+        return done
+
+
+def _specs(engines: dict[str, Layouts], model: Model) -> list[str]:
+    return [
+        f"{name}:{options}" if options else name
+        for name, layouts in engines.items()
+        if name not in model.without
+        for options in layouts.of(model)
+    ]
+
+
+_EVERY = [
+    Pair(name, dtype, kernels, rollout, train)
+    for name, model in MODELS.items()
+    for dtype in model.dtypes
+    for kernels in model.kernels
+    for rollout in _specs(ROLLOUTS, model)
+    for train in _specs(ENGINES, model)
+    # Without the kernels, only one rank of vLLM samples.
+    if kernels == "rlk" or not rollout.startswith("vllm:")
+    # Without the kernels, random models have one dtype: a few bf16 rows are at a budget's edge.
+    if kernels == "rlk" or model.path or dtype == model.dtypes[-1]
+    # HF samples for a few layouts.
+    if rollout != "hf" or "," not in train
+]
+WHOLE = {pair.id: pair for pair in _EVERY}
+DEFAULT = {pair.id for pair in covering(_EVERY, lambda pair: pair.goals)}
+
+
+def cases(kernels: str) -> list[Any]:
+    """The names of the pairs with the kernels (`rlk`) or without (`off`), for `parametrize`."""
+    return [
+        pytest.param(name, marks=() if name in DEFAULT else pytest.mark.whole_matrix)
+        for name, pair in WHOLE.items()
+        if pair.kernels == kernels
+    ]
