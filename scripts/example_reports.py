@@ -1,10 +1,10 @@
-"""Makes the HTML pages in reports/examples: the default pair, a planted fault, and the default pair
-without the kernels and with them.
+"""Makes the HTML pages in reports/examples.
 
     python scripts/example_reports.py [--out reports/examples]
 
-The runs are made in rlk-runs/ unless they are there already, and the first two are probed. The
-pages contain paths of the machine that made them.
+The pages show the default pair, a planted fault, and the default pair without the kernels and with
+them. The runs are made in rlk-runs/ unless they are there already, and the first two are probed.
+The pages contain paths of the machine that made them.
 """
 
 import argparse

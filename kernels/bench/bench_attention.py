@@ -24,7 +24,7 @@ def flash3():
 
 
 def within(backend, call):
-    """`call` with SDPA held to `backend`."""
+    """`call`, with SDPA restricted to `backend`."""
 
     def run():
         with sdpa_kernel(backend):

@@ -1,4 +1,4 @@
-"""Megatron-core on two GPUs: the bits of its gradients in every layout, and the time of a step.
+"""Checks the bits of Megatron-core's gradients on two GPUs in every layout, and times a step.
 
     PYTHONPATH=kernels python kernels/bench/training_ranks.py [--seconds 240] [--out FILE.json]
                                                     [--shape CONFIG.json] [--layers 2,8]
