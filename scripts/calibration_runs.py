@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0-19", help="the first and the last")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rollout", nargs="+", default=list(PAIRS), choices=PAIRS)
-    parser.add_argument("--train", nargs="+", help="default: all that a rollout engine is held to")
+    parser.add_argument("--train", nargs="+", help="default: all of PAIRS")
     parser.add_argument("--model")
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--max-new-tokens", type=int, default=32)

@@ -1,11 +1,12 @@
-"""Every rollout engine against every training engine, as a user would run them, in one table.
+"""Compares every rollout engine with every training engine, and writes one table.
 
     python scripts/compare_engines.py --rollout vllm --train hf --train megatron:tp=2 \\
         --dtype bfloat16 --dtype float32 --out reports/engines/engines-cpu [-- FLAGS OF compare]
 
-Captures are shared: each engine runs once for each dtype. Writes OUT.json and prints a table:
-verdict, coverage, log-prob differences, which operators introduced a difference, wall time, bytes
-of trace, and peak memory of the parent and of the largest process of an engine.
+Each pair is one `rlk-align compare`. Pairs share captures, so each engine runs once for each dtype.
+OUT.json is written, and a table is printed: verdict, coverage, log-prob differences, the operators
+that introduced a difference, wall time, bytes of trace, and the peak memory of the parent and of an
+engine's largest process.
 """
 
 import argparse

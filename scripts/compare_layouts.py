@@ -1,20 +1,21 @@
-"""vLLM on two GPUs against every layout of every training engine, in one table.
+"""Compares vLLM on two GPUs with every layout of every training engine, in one table.
 
     python scripts/compare_layouts.py --model M --out OUT [--kernels rlk off]
                                       [--train megatron:tp=2,sp=1] [--max-new-tokens 32]
                                       [--limit 540]
 
-Needs two GPUs, vLLM and megatron-core, the kernels installed as vLLM's plugin, and a model with its
-prompts as `fixtures/make_large_model.py` makes them: a dense or a sparse one, whose experts
-Megatron's ranks share then. vLLM at tp=2 samples and scores, eager and once more compiled, with
-CUDA graphs; each training engine scores those tokens with the kernels, and the contract is
-`bitwise`. vLLM on one GPU samples by itself. Without the kernels, two pairs show the drift. Writes
-OUT/layouts.json and OUT/layouts.md, and fails where a pair with the kernels has another bit, where
-nothing compiled replayed a CUDA graph, or where one did not finish. The same call again goes on
-with what did not finish.
-Comparisons with the kernels run side by side: their times say nothing. Those without them run one
-by one, because two engines of their own memory do not fit beside others: `--kernels off` asks for
-them alone.
+Two GPUs, vLLM and megatron-core are needed, with the kernels installed as vLLM's plugin, and a
+model with its prompts as `fixtures/make_large_model.py` makes them. The model may be dense or
+sparse; Megatron's ranks share the experts of a sparse one. vLLM at tp=2 samples and scores, eager
+and once more compiled, with CUDA graphs; each training engine scores those tokens with the kernels,
+and the contract is `bitwise`. vLLM on one GPU samples by itself. Without the kernels, two pairs
+show the drift. OUT/layouts.json and OUT/layouts.md are written. The exit code is 1 if a pair with
+the kernels has another bit or did not finish, or if no compiled pass replayed a CUDA graph. The
+same command again continues with the comparisons that did not finish.
+
+Comparisons with the kernels run side by side, so their times mean nothing. Those without the
+kernels run one by one, because two engines do not fit into the memory beside others; `--kernels
+off` runs only these.
 """
 
 import argparse
@@ -213,24 +214,38 @@ def replayed(verdict: dict[str, Any]) -> bool:
     )
 
 
-PRODUCTION = ("compiled: other log-probs, decode, prefill", "CUDA graph replays")
+COLUMNS = (
+    "rollout / train",
+    "kernels",
+    "verdict",
+    "rows paired",
+    "other log-probs, decode / prefill",
+    "prefill / training",
+    "its mean abs Δ",
+    "its max abs Δ",
+    "tokens sent to other experts",
+    "first site with another bit",
+    "compiled: other log-probs, decode, prefill",
+    "CUDA graph replays",
+)
 
 
 def row(found: dict[str, Any]) -> str:
     verdict = found["verdict"]
     coverage = verdict["coverage"] if verdict else {}
-    if "paired" not in coverage:  # it did not come to that
+    if "paired" not in coverage:
         code = found["exit"]
         ended = "did not finish" if code is None else f"exit {code}"
-        return f"| {found['pair']} | {found['kernels']} | {ended} |" + " |" * 8
+        return f"| {found['pair']} | {found['kernels']} | {ended} |" + " |" * (len(COLUMNS) - 3)
     edges = [verdict["edges"].get(name) or {} for name in EDGES]
+    trained = edges[1]
     routing = (verdict.get("routing") or {}).get(EDGES[1])
     first = (verdict["divergence"] or {}).get("first_bitwise")
     cells = [
         found["pair"], found["kernels"], verdict["status"],
         f"{coverage['paired']:,} of {coverage['expected']:,}",
-        *(f"{e['bit_mismatches']:,}" if e else "" for e in edges),
-        f"{edges[1]['max_abs_dlogp']:.2g}" if edges[1] else "",
+        *(f"{e['bit_mismatches']:,} of {e['tokens']:,}" if e else "" for e in edges),
+        *(f"{trained[k]:.2g}" if trained else "" for k in ("mean_abs_dlogp", "max_abs_dlogp")),
         f"{routing['flipped_tokens']:,} of {routing['tokens']:,}" if routing else "",
         first["site"] if first else "none",
         *production_cells(verdict),
@@ -239,13 +254,17 @@ def row(found: dict[str, Any]) -> str:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    columns = (
-        "rollout / train", "kernels", "verdict", "rows paired", "other log-probs, decode / prefill",
-        "prefill / training", "its max abs Δ", "tokens sent to other experts",
-        "first site with another bit", *PRODUCTION,
-    )  # fmt: skip
-    rule = "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- | ---: | ---: |"
-    return "\n".join(["| " + " | ".join(columns) + " |", rule, *map(row, found), ""])
+    rule = "| --- | --- | --- |" + " ---: |" * 6 + " --- | ---: | ---: |"
+    return "\n".join(["| " + " | ".join(COLUMNS) + " |", rule, *map(row, found), ""])
+
+
+def write_report(out: Path, found: list[dict[str, Any]]) -> None:
+    """Writes OUT.json and OUT.md, and prints the table."""
+    cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    report = {"command": " ".join(sys.argv), "cards": cards, "torch": torch.__version__}
+    out.with_suffix(".json").write_text(json.dumps(report | {"runs": found}, indent=1) + "\n")
+    out.with_suffix(".md").write_text(table(found))
+    print(table(found))
 
 
 def main() -> int:
@@ -270,16 +289,7 @@ def main() -> int:
         for kernels in args.kernels
         for pair in RUNS[kernels](args.out, args.model, args.train, args.max_new_tokens, until)
     ]
-    cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    report = {
-        "command": " ".join(sys.argv),
-        "cards": cards,
-        "torch": torch.__version__,
-        "runs": found,
-    }
-    (args.out / "layouts.json").write_text(json.dumps(report, indent=1) + "\n")
-    (args.out / "layouts.md").write_text(table(found))
-    print(table(found))
+    write_report(args.out / "layouts", found)
     equal = [f["exit"] == 0 and replayed(f["verdict"]) for f in found if f["kernels"] == "rlk"]
     return int(not all(equal))
 

@@ -1,15 +1,15 @@
-"""Whether every kernel compiles for an H200 (sm_90a), without a GPU, and what becomes of it.
+"""Compiles every kernel for an H200 (sm_90a), without a GPU, and checks what comes out.
 
     PYTHONPATH=.:kernels python scripts/compile_kernels.py [--once] [--only CALL ...]
     PYTHONPATH=.:kernels python scripts/compile_kernels.py --every
 
-Runs the operators on tensors that have shapes alone (`offline_h200.py`): each launch compiles its
-kernel with the Triton that is installed. Prints a line for each variant of a kernel: registers,
-bytes spilled, shared memory, wgmma instructions. Exits with 1 where a kernel does not compile,
-spills more than it may, sets up a barrier that it does not use, or, if it is a product of 64 rows
-or more for Hopper, has no wgmma or wgmma that wait for each other. --every: with the newest release
-of each version in the range, each installed into a temporary folder and run in a process of its
-own.
+The operators run on tensors that have shapes and no memory (`tests/support/offline_h200.py`): each
+launch compiles its kernel with the installed Triton. A line is printed for each variant of a
+kernel: registers, bytes spilled, shared memory, wgmma instructions. The exit code is 1 if a kernel
+does not compile, spills more than `SPILLS` allows, sets up a barrier that it does not use, or, for
+a product of 64 rows or more on Hopper, has no wgmma instructions or serialized ones. `--every` does
+this with the newest release of each Triton version in the supported range; each is installed into
+a temporary folder and runs in its own process.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels" / "bench"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 import rlk_kernels as rk
 import torch

@@ -1,7 +1,7 @@
-"""A hook of mkdocs: gathers the pages of the site, and writes its reference from the source.
+"""A hook of mkdocs that gathers the pages of the site and writes its reference from the source.
 
-Pages stay where they are read in the repository; their links are turned into those of the site.
-`make docs` builds it.
+Pages stay where the repository has them; their links are turned into links of the site. `make docs`
+builds the site.
 """
 
 import html

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What healthy runs of many models look like, and what the contracts say of them.
+"""Summarises healthy runs of many models, and judges them by the contracts.
 
     python scripts/healthy_report.py --models models --runs runs --out table.md
     python scripts/healthy_report.py ... --contracts bf16=new/bf16.toml --by dtype,hidden dtype,pair
 
-The runs are those of scripts/healthy_runs.py. `table.md` has a table for each `--by`, a line a
-group; beside it `table.json` has every run. Δ = log-prob of the trainer − that of the rollout.
+scripts/healthy_runs.py makes the runs. `table.md` has a table for each `--by`, with a line for each
+group; `table.json` has every run. Δ = log-prob of the trainer − log-prob of the rollout.
 """
 
 import argparse

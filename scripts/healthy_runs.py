@@ -5,16 +5,16 @@
     python scripts/healthy_runs.py --models models --out runs --workers 2
     python scripts/healthy_report.py --models models --runs runs --out table.md
 
-A run holds what was compared, as those of scripts/calibration_runs.py do, in
+A run holds the comparison, as those of scripts/calibration_runs.py do, in
 
     OUT/MODEL/DTYPE-PROCESSOR/PAIR/SEED
 
-and its captures lie beside it where `--keep-captures` asks for them. What is there already is left
-as it is, so that an interrupted call may be given again. What an engine cannot run is recorded in
-PAIR/skipped.json, with the reason.
+With `--keep-captures` its captures lie beside it. Existing runs are left as they are, so an
+interrupted command may be repeated. If an engine cannot run a model, PAIR/skipped.json has the
+reason.
 
-The packages are imported once: processes start warm, as those of the tests do. A process that
-has used a GPU cannot be forked: `--cold`.
+Engines are forked from processes that have imported the packages, as in the tests. A process that
+has used a GPU cannot be forked; `--cold` starts each engine anew.
 """
 
 import argparse
@@ -112,12 +112,12 @@ def missing(cell: Cell, train: str, options: argparse.Namespace) -> bool:
 
 
 def refused(record: Path) -> bool:
-    """Whether an engine cannot run it; one that failed is tried again."""
+    """Whether an engine cannot run it; an engine that failed is tried again."""
     return record.exists() and json.loads(record.read_text())["kind"] != EngineFailed.__name__
 
 
 def run_cell(cell: Cell, servers: Mapping[str, str], options: argparse.Namespace) -> str:
-    """Makes what is missing of a cell, unless time is up; returns what there is to say of it."""
+    """Makes the missing runs of a cell, unless time is up; returns a line about them."""
     start = time.monotonic()
     name = f"{cell.model.name} {cell.dtype} {cell.processor} {cell.rollout}"
     if start > options.deadline:
@@ -143,7 +143,7 @@ def run_cell(cell: Cell, servers: Mapping[str, str], options: argparse.Namespace
                 continue
             (cell.folder(options.out, train) / "skipped.json").unlink(missing_ok=True)
             for seed, a, b in zip(options.seeds, sampled, scored, strict=True):
-                # What the precheck says of a healthy pair is kept, and measured across.
+                # A mismatch that the precheck reports for a healthy pair does not stop it.
                 keep(a, b, cell.folder(options.out, train) / str(seed), silent, ("attributes",))
                 if not options.keep_captures:
                     shutil.rmtree(b.folder)
@@ -155,7 +155,7 @@ def run_cell(cell: Cell, servers: Mapping[str, str], options: argparse.Namespace
 
 @contextmanager
 def engines_started(level: str, servers: Mapping[str, str]) -> Iterator[None]:
-    """Engines start under a level's environment, warm where it has a server."""
+    """Starts engines under a level's environment, from its server if there is one."""
     real = supervise.start_process
     warmly = partial(warm.start_worker, real) if level in servers else real
 
@@ -173,13 +173,13 @@ def engines_started(level: str, servers: Mapping[str, str]) -> Iterator[None]:
 def skip(cell: Cell, train: str, error: RlkError, out: Path) -> None:
     folder = cell.folder(out, train)
     folder.mkdir(parents=True, exist_ok=True)
-    told = {"kind": type(error).__name__, "reason": error.message}
-    (folder / "skipped.json").write_text(json.dumps(told) + "\n")
+    record = {"kind": type(error).__name__, "reason": error.message}
+    (folder / "skipped.json").write_text(json.dumps(record) + "\n")
 
 
 def run_all(todo: Sequence[Cell], options: argparse.Namespace) -> None:
-    """The costliest first. Of each level a server of processes that have imported the packages:
-    libraries choose their kernels for good when they are first used."""
+    """Runs all cells, the costliest first. Each level has a server of processes that have imported
+    the packages, because libraries choose their kernels once, when they are first used."""
     levels = set() if options.cold else {c.processor for c in todo}
     started = {level: server_of(level) for level in sorted(levels)}
     folders = {level: server.folder.name for level, server in started.items()}
@@ -205,7 +205,7 @@ def server_of(level: str) -> warm.Server:
 
 
 def cost(cell: Cell) -> float:
-    """Less than 0, and lowest for the slowest: each layer, and every million weights."""
+    """A number below 0, lowest for the slowest model: by its layers and weights."""
     made = json.loads((cell.model / "made.json").read_text())
     return -(made["layers"] + made["parameters"] / 3e6)
 
@@ -230,7 +230,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=["*"], help="patterns of names")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rollout", nargs="+", default=list(PAIRS), choices=PAIRS)
-    parser.add_argument("--train", nargs="+", help="default: all that a rollout engine is held to")
+    parser.add_argument("--train", nargs="+", help="default: all of PAIRS")
     parser.add_argument("--dtypes", nargs="+", default=DTYPES)
     parser.add_argument("--processors", nargs="+", default=list(PROCESSORS), choices=PROCESSORS)
     parser.add_argument("--all-processors", action="store_true", help="each with each dtype")

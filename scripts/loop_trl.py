@@ -1,11 +1,12 @@
-"""TRL's GRPOTrainer with vLLM in its process, on the problems of examples/grpo: what a step takes.
+"""Times the steps of TRL's GRPOTrainer, with vLLM in its process, on the problems of examples/grpo.
 
     python scripts/loop_trl.py --model M --steps 25 --out trl.json [--dtype float32|bfloat16]
 
-The same model, problems, group, limit of tokens, temperature, clip and token mean as train.py with
---turns 1; answers that are cut at the limit count, too. float32 are fp32 weights under autocast to
-bf16, as train.py's masters are. Needs trl 1.16, datasets and vLLM. Seconds are medians past the
-first five steps; at the end of each stage the device is waited for, as in train.py.
+The model, problems, group, limit of tokens, temperature, clip and token mean are those of train.py
+with --turns 1; answers that are cut at the limit count as well. float32 means fp32 weights under
+autocast to bf16, as train.py's master weights are. trl 1.16, datasets and vLLM are needed. Seconds
+are medians past the first five steps; each stage ends with a synchronisation of the device, as in
+train.py.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     a.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     a.add_argument(
         "--correction", action=argparse.BooleanOptionalAction, default=True,
-        help="against the rollout's log-probs, as TRL does unless it is told not to",
+        help="against the rollout's log-probs, as TRL does by default",
     )  # fmt: skip
     a.add_argument("--memory", type=float, default=0.3, help="share of the GPU for vLLM")
     return a.parse_args(words)

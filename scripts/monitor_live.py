@@ -1,4 +1,4 @@
-"""A live run for `rlk-align monitor`: policy-gradient steps on the embedded model, step by step.
+"""Makes a live run for `rlk-align monitor`: policy-gradient steps on the embedded model.
 
     python scripts/monitor_live.py FOLDER --sync-until 25 &
     rlk-align monitor FOLDER

@@ -1,4 +1,4 @@
-"""Dumps of real runs on the embedded model: a healthy one, and one for each of six faults.
+"""Makes dumps of real runs on the embedded model: a healthy one, and one for each of six faults.
 
     python scripts/real_dumps.py FOLDER
 

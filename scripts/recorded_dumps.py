@@ -1,12 +1,13 @@
-"""Dumps whose law and noise are those of real engines: healthy ones, and planted faults.
+"""Makes dumps with the distributions and the noise of real engines, healthy or with a fault.
 
     python scripts/recorded_dumps.py prompts prompts.jsonl
     rlk-align compare --rollout hf:dtype=bfloat16 --train megatron:dtype=bfloat16 \\
         --prompts prompts.jsonl --max-new-tokens 32 --sites logits,logprob --run-dir RUN
     python scripts/recorded_dumps.py dump RUN recorded.jsonl
 
-A run's captures have both engines' logits of every sampled token. The rollout's are the law, the
-trainer's less the rollout's are the noise; faults are planted as in simulated dumps.
+A run's captures hold both engines' logits of every sampled token. The rollout's logits are the
+distribution, and the trainer's minus the rollout's are the noise. Faults are planted as in
+simulated dumps.
 """
 
 import argparse
@@ -17,6 +18,11 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/support"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "fixtures"))
+
+from corpus import sample_problem
 from simulate_dumps import FAULTS, GROUP, PROMPT, Dump, Floats
 
 from rlk_align.logs.dumps.sequences import Sequences
@@ -24,9 +30,6 @@ from rlk_align.model.sites import RowIndex
 from rlk_align.trace.numbered import read_rows
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.run import Run
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
-from corpus import sample_problem
 
 STEPS = 6
 PROMPTS = 16
@@ -41,7 +44,7 @@ class Recording:
         self.batch = sides[0].tokens
         index = RowIndex(self.batch)
         prompts = np.array([len(s.prompt_ids) for s in self.batch.samples])
-        # Logits at one position speak of the next.
+        # The logits at one position belong to the next token.
         rows = np.flatnonzero(index.position >= prompts[index.sample]) - 1
         self.sequence = index.sample[rows]
         self.token = index.token[rows + 1]
@@ -62,7 +65,8 @@ def _logits(trace: Trace, name: str, index: RowIndex, rows: NDArray[np.int64]) -
 
 
 class RecordedDump(Dump):
-    """The tokens that the engines sampled; with `again`, others are drawn from the same laws."""
+    """The tokens that the engines sampled; with `again`, others are drawn from the same
+    distributions."""
 
     def __init__(self, recording: Recording, seed: int, again: bool, turns: int = 1) -> None:
         self.rng = np.random.default_rng(seed)
@@ -81,11 +85,11 @@ class RecordedDump(Dump):
         self.start_healthy(recording.dtype, turns)
 
     def sampled(self, law: Floats) -> NDArray[np.int64]:
-        """[R]; the engines' own tokens, or others."""
+        """[R]; the engines' tokens, or new draws."""
         return super().sampled(law) if self.again else self.token
 
     def noise(self) -> Floats:
-        """[R, V]; the engines' own difference."""
+        """[R, V]; the difference of the engines' logits."""
         return self.difference
 
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""The smallest fault of a product that its budget in bf16 sees, by the width of its rows.
+"""Finds the smallest faults of a product that its bf16 budget detects, by the width of its rows.
 
     python scripts/smallest_faults.py
 
-1,000 rows of normal outputs, rounded to bf16 behind each fault; strengths are a factor of 1.5
-apart, and the smallest without a gap above it is printed. No engine is started.
+Each fault changes 1,000 rows of normal outputs, which are then rounded to bf16. Strengths are a
+factor of 1.5 apart; the smallest from which on every strength is detected is printed. No engine is
+started.
 """
 
 from collections.abc import Callable

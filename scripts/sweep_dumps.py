@@ -1,19 +1,22 @@
-"""Explains dumps, healthy ones and ones with planted faults, and prints what was named.
+"""Runs `explain` on healthy dumps and on dumps with planted faults, and counts its diagnoses.
 
     python scripts/sweep_dumps.py --out reports/dumps.json [--first-seed N] [--recorded RUN]...
 
-It prints the tables of reports/dumps.md and writes the counts behind them. Seeds are counted from
-N: those that the diagnoses were tuned on say too much. RUN is one of `rlk-align compare` with the
+The counts are written to OUT and printed as tables. Seeds start at N, because results on the seeds
+that the diagnoses were tuned on would be too good. RUN is a run of `rlk-align compare` with the
 logits kept (`recorded_dumps.py`).
 """
 
 import argparse
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/support"))
 
 from fault_variants import INSTEAD, LESS, VARIANTS, variant, with_less
 from recorded_dumps import RecordedDump, Recording, planted
@@ -30,18 +33,18 @@ HEALTHY = {2_000: 100, 20_000: 40, 200_000: 10, 1_000_000: 2}
 CURVE = 20_000
 """The size at which smaller faults and unseen ones are planted."""
 FEW = 5
-"""Seeds of unseen faults, of dumps that say less, and of recorded noise."""
+"""Seeds of unseen faults, of dumps that leave out fields, and of recorded noise."""
 Answers = Counter[str]
 
 
 def answer(run: Sequences, contract: RunContract) -> str:
-    """The diagnosis that is the verdict's, or the status where there is none."""
+    """The first diagnosis, or the status if there is no diagnosis."""
     explained = explain([run], contract)
     return explained.diagnoses[0].name if explained.diagnoses else explained.status
 
 
 def cell(answers: Answers, wanted: str) -> str:
-    """How often the fault got its own name, and which others it got."""
+    """How often the fault was diagnosed correctly, and its other diagnoses."""
     others = ", ".join(f"{name} {n}" for name, n in answers.most_common() if name != wanted)
     return f"{answers[wanted]}{f' ({others})' if others else ''}"
 
@@ -53,7 +56,7 @@ def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
 
 
 def healthy_table(found: dict[str, dict[str, Answers]]) -> str:
-    """Runs called `numerics`, of all, by dtype and size."""
+    """How many runs are diagnosed as `numerics`, by dtype and size."""
     rows = (
         [dtype, *(f"{a['numerics']} of {a.total()}" for a in sizes.values())]
         for dtype, sizes in found.items()
@@ -62,8 +65,8 @@ def healthy_table(found: dict[str, dict[str, Answers]]) -> str:
 
 
 def fault_table(faults: dict[str, dict[str, Any]]) -> str:
-    """By diagnosis: the faults that it names in every run, at their greatest strength and in each
-    size, with the smallest strength that it always names; then a table of the others."""
+    """A list, by diagnosis, of the faults that are named in every run at their greatest strength,
+    with the smallest strength that is always named; then a table of the other faults."""
     always: dict[str, list[str]] = {}
     rows = []
     for name, fault in faults.items():
@@ -83,7 +86,7 @@ def fault_table(faults: dict[str, dict[str, Any]]) -> str:
 
 
 def recorded_table(record: dict[str, Any], names: list[str]) -> str:
-    """By recording: healthy runs, and the faults that did not always get their own name."""
+    """By recording: healthy runs, and the faults that are not always diagnosed correctly."""
     rows = [["healthy"]]
     for name in names:
         sound = Answers(record[name]["healthy"])
@@ -94,32 +97,35 @@ def recorded_table(record: dict[str, Any], names: list[str]) -> str:
         if any(a[wanted] < a.total() for a in answers):
             rows.append([f"{fault} (`{wanted}`)", *(cell(a, wanted) for a in answers)])
     others = len(record[names[0]]["faults"]) - len(rows) + 1
-    return markdown(["", *names], rows) + f"\nAll {others} others always got their own name.\n"
+    return (
+        markdown(["", *names], rows)
+        + f"\nThe other {others} faults are always diagnosed correctly.\n"
+    )
 
 
 def missed_table(found: dict[str, dict[str, Any]]) -> str:
-    """The faults that did not always get their own name."""
+    """The faults that are not always diagnosed correctly."""
     rows = [
         [name, fault["diagnosis"], cell(answers, fault["diagnosis"])]
         for name, fault in found.items()
         if (answers := Answers(fault["answers"]))[fault["diagnosis"]] < answers.total()
     ]
-    said = f"All {len(found) - len(rows)} others of {len(found)} always got their own name.\n"
+    said = f"The other {len(found) - len(rows)} of {len(found)} are always diagnosed correctly.\n"
     return markdown(["fault", "diagnosis", "named"], rows) + "\n" + said
 
 
 class Sweep:
-    """Asks for many answers by one contract."""
+    """Many runs, explained by one contract."""
 
     def __init__(self, first_seed: int) -> None:
         self.contract, self.first_seed = load_run_contract(), first_seed
 
     def ask(self, make: Callable[[int], Sequences], seeds: Iterable[int]) -> Answers:
-        """The answers to a run of each seed, counted from the first one."""
+        """The diagnoses of a run of each seed; `seeds` are added to the first seed."""
         return Counter(answer(make(self.first_seed + seed), self.contract) for seed in seeds)
 
     def healthy(self) -> dict[str, dict[str, Answers]]:
-        """Dtype -> size -> answers."""
+        """Dtype -> size -> diagnoses."""
 
         def of(dtype: str, size: int, count: int) -> Answers:
             return self.ask(lambda s: healthy(s, size, dtype, 1 + s % 4), range(count))
@@ -130,7 +136,7 @@ class Sweep:
         }
 
     def fault(self, name: str) -> dict[str, Any]:
-        """A fault's answers by size, at its greatest strength, and by strength."""
+        """A fault's diagnoses by size, at its greatest strength, and by strength."""
 
         def of(size: int, strength: float) -> Answers:
             return self.ask(lambda s: faulty(name, s, size, strength), range(SEEDS))
@@ -151,7 +157,7 @@ class Sweep:
         }
 
     def less(self) -> dict[str, dict[str, Any]]:
-        """Every fault in dumps that do not say everything."""
+        """Every fault in dumps that leave out fields."""
         return {
             f"{name}, {what}": {
                 "diagnosis": INSTEAD.get((what, name), fault.diagnosis),
@@ -164,7 +170,7 @@ class Sweep:
         }
 
     def recorded(self, folder: Path) -> dict[str, Any]:
-        """Healthy runs and all faults in the noise of real engines."""
+        """Healthy runs and all faults, with the noise of real engines."""
         recording = Recording(folder)
 
         def sound(seed: int) -> Sequences:
@@ -182,7 +188,7 @@ class Sweep:
 
 
 def main() -> None:
-    """Runs all, prints the tables and writes the counts."""
+    """Runs all of them, prints the tables and writes the counts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--first-seed", type=int, default=0)

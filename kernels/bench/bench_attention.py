@@ -1,7 +1,5 @@
-"""attention against torch's SDPA (cuDNN, FlashAttention-2) and FlashAttention-3 where vLLM has it.
-
-Forward, backward and decode. vLLM's FlashAttention-3 has no backward.
-"""
+"""`attention` forward and decode against torch's SDPA (cuDNN, FlashAttention-2), and against
+FlashAttention-3 where vLLM is installed. `bench_attention_training.py` has the backward."""
 
 import functools
 
@@ -9,7 +7,7 @@ import rlk_kernels as rk
 import torch
 import torch.nn.functional as F
 from shapes import DECODE, HEADS, PREFILL
-from timing import event_ms, graphs_ms
+from timing import graphs_ms
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 RIVALS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
@@ -26,7 +24,7 @@ def flash3():
 
 
 def within(backend, call):
-    """`call` with SDPA held to `backend`."""
+    """`call`, with SDPA restricted to `backend`."""
 
     def run():
         with sdpa_kernel(backend):
@@ -41,46 +39,38 @@ def rand(*shape, grad=False):
 
 
 def prefill(ceilings: dict) -> list[dict]:
-    """Causal prefill: TFLOP/s forward, and forward with backward, of each implementation."""
+    """TFLOP/s of each implementation's causal prefill, forward."""
     records = []
     three = flash3()
     for model, (hq, hk, d) in HEADS.items():
         for batch, n in PREFILL:
             flops = 2 * batch * hq * n * n * d  # two products, half of them masked
-            q, k, v = (rand(batch * n, h, d, grad=True) for h in (hq, hk, hk))
+            q, k, v = (rand(batch * n, h, d) for h in (hq, hk, hk))
             cu = torch.arange(0, (batch + 1) * n, n, device="cuda", dtype=torch.int32)
-            do = rand(batch * n, hq, d)
-
-            def both(q=q, k=k, v=v, cu=cu, do=do):
-                torch.autograd.grad(rk.attention(q, k, v, cu, cu), (q, k, v), do)
-
-            dense = [rand(batch, h, n, d, grad=True) for h in (hq, hk, hk)]
-            grad = rand(batch, hq, n, d)
+            dense = [rand(batch, h, n, d) for h in (hq, hk, hk)]
 
             def sdpa(dense=dense):
                 return F.scaled_dot_product_attention(*dense, is_causal=True, enable_gqa=True)
 
-            def sdpa_both(dense=dense, grad=grad, sdpa=sdpa):
-                torch.autograd.grad(sdpa(), dense, grad)
-
             forward = {"rlk": lambda q=q, k=k, v=v, cu=cu: rk.attention(q, k, v, cu, cu)}
-            tf_both = {"rlk": 3.5 * flops / event_ms(both, repeat=5) / 1e9}
             for name, backend in RIVALS.items():
                 forward[name] = within(backend, sdpa)
-                run_both = within(backend, sdpa_both)
-                tf_both[name] = 3.5 * flops / event_ms(run_both, repeat=5) / 1e9
             if three is not None:
                 forward["flash3"] = lambda q=q, k=k, v=v, cu=cu, n=n: three(
                     q, k, v, n, cu, n, cu, causal=True
                 )
-            with torch.no_grad():
-                ms = graphs_ms({name: [call] for name, call in forward.items()}, repeat=7)
+            ms = graphs_ms({name: [call] for name, call in forward.items()}, repeat=7)
             tf = {name: flops / of / 1e9 for name, of in ms.items()}
             best = max(value for name, value in tf.items() if name != "rlk")
             records.append(
-                {"model": model, "batch": batch, "tokens": n, "tflops": tf,
-                 "tflops_forward_backward": tf_both, "ratio": tf["rlk"] / best}
-            )  # fmt: skip
+                {
+                    "model": model,
+                    "batch": batch,
+                    "tokens": n,
+                    "tflops": tf,
+                    "ratio": tf["rlk"] / best,
+                }
+            )
     return records
 
 

@@ -1,14 +1,14 @@
-"""Products by expert in the shape of Qwen3-30B-A3B: hidden 2048, inner 768, 128 experts, 8 a token.
+"""Times products by expert in the shape of Qwen3-30B-A3B (hidden 2048, inner 768, 128 experts).
 
     PYTHONPATH=kernels python kernels/bench/bench_experts.py [--tokens 1 16 ...] [--json PATH]
 
-Prints a line of microseconds a shape, then the table. "products": the two grouped products alone,
-beside those of grouped_products.py, whose rows lie sorted and padded: one torch.mm an expert
-("cublas", whose host knows the counts), torch._grouped_mm, and DeepGEMM, on one buffer and, up to
-DECODE tokens, on a buffer an expert ("deep_gemm_masked"). Every result is checked before it is
-timed. "layer": from router logits to the sum, beside vLLM's topk and fused_experts, on logits of
-bf16 as its router gives them: "vllm" with the tiles that it takes on this card, "vllm-h200" with
-those that it has tuned for the H200. What is not installed or does not run is named and left out.
+A line of microseconds is printed for each shape, then the table. "products" are the two grouped
+products alone, beside those of grouped_products.py, whose rows are sorted and padded: one torch.mm
+an expert ("cublas", whose host knows the counts), torch._grouped_mm, and DeepGEMM, on one buffer
+and, up to DECODE tokens, on a buffer an expert ("deep_gemm_masked"). Every result is checked before
+it is timed. "layer" goes from router logits to the sum, beside vLLM's topk and fused_experts on
+bf16 logits: "vllm" with the tiles that it chooses on this card, "vllm-h200" with those that it has
+tuned for the H200. Implementations that are not installed or do not run are named and left out.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Host time of one eager call of every operator, beside F.linear: small inputs, the GPU waits.
+"""Measures the host time of one eager call of every operator, beside F.linear, on small inputs.
 
-What is measured ends when the call returns; the GPU is empty before each turn and never behind.
-Operators take turns, and each is held to F.linear of the same round: a host that others use changes
-its speed from second to second. All kernels are compiled first, several at a time.
+A call is timed until it returns; the GPU is empty before each turn and never the limit. Operators
+take turns, and each is divided by F.linear of the same round, because the speed of a shared host
+changes from second to second. All kernels are compiled first, several at a time.
 """
 
 import statistics

@@ -7,18 +7,22 @@ T = tokens   H = hidden size   V = vocabulary
 
 import importlib.util
 import statistics
-import sys
 from collections.abc import Callable
 
 import rlk_kernels as rk
 import torch
-import torch.nn.functional as F
-from shapes import SPREADS
 from torch.utils.checkpoint import checkpoint
 
 TOKENS = (1024, 4096, 8192, 16384)
 HEADS = ((4096, 128256), (4096, 151936), (2048, 151936), (1024, 151936))
 MIB = 1 << 20
+SPREADS = {
+    "well_scaled": (1024, 2.0),
+    "peaked": (1024, 12.0),
+    "deep": (4096, 4.0),
+    "deep_peaked": (4096, 12.0),
+}
+"""Precision of log-probabilities: name -> (H, standard deviation of the logits)."""
 
 
 def rand(*shape, scale=1.0, dtype=torch.bfloat16):
@@ -126,13 +130,6 @@ def torch_whole(hidden, weight, target):
 def torch_chunks(hidden, weight, target):
     parts = zip(hidden.split(1024), target.split(1024), strict=True)
     return torch.cat([checkpoint(torch_whole, x, weight, t, use_reentrant=False) for x, t in parts])
-
-
-def one_sequence_at_a_time(hidden, weight, target, length=512):
-    """What TRL does with 16-bit logits: all of them, then log_softmax sequence by sequence."""
-    logits = hidden @ weight.T
-    parts = zip(logits.split(length), target.split(length), strict=True)
-    return torch.cat([F.log_softmax(x, -1).gather(-1, t[:, None])[:, 0] for x, t in parts])
 
 
 def implementations() -> tuple[dict[str, Callable], dict[str, str]]:
@@ -292,57 +289,3 @@ def rivals(ceilings: dict) -> dict:
         del out, forward, both, gemm
         torch.cuda.empty_cache()
     return {"names": list(runs), "shapes": records, "absent": absent}
-
-
-def group_memory(ceilings: dict) -> list[dict]:
-    """Memory of one policy step, loss and gradients, by group size: 512 tokens a sequence."""
-    h, v, length = 4096, 128256, 512
-    weight = rand(v, h, scale=h**-0.5).requires_grad_()
-    records = []
-    liger = importlib.util.find_spec("liger_kernel") is not None
-    for group in (64, 128, 256):
-        t = group * length
-        hidden = rand(t, h).requires_grad_()
-        target = torch.randint(0, v, (t,), device="cuda")
-        mask, up = torch.ones(t, device="cuda"), torch.randn(group, device="cuda")
-        bounds = torch.arange(0, t + 1, length, device="cuda")
-        results = 2 * (hidden.numel() + weight.numel())
-
-        def forward(run, hidden=hidden, target=target):
-            with torch.no_grad():
-                run(hidden, weight, target)
-
-        def step(run, hidden=hidden, target=target, up=up):
-            logp = run(hidden, weight, target)
-            ratio = (logp - logp.detach()).exp()
-            loss = -(ratio * up.repeat_interleave(length)).mean()
-            torch.autograd.grad(loss, (hidden, weight))
-
-        def grpo(hidden=hidden, target=target, up=up, mask=mask, bounds=bounds):
-            loss, _ = rk.linear_grpo_loss(hidden, weight, target, None, up, mask, cu_seqlens=bounds)
-            torch.autograd.grad(loss, (hidden, weight))
-
-        def liger_step(hidden=hidden, target=target, up=up, group=group, mask=mask):
-            from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
-
-            loss = LigerFusedLinearGRPOLoss(
-                beta=0.0, compiled=False, use_ref_model=False, loss_type="grpo"
-            )
-            value = loss(
-                hidden.view(group, length, h), weight, target.view(group, length),
-                mask.view(group, length), up,
-            )[0]  # fmt: skip
-            torch.autograd.grad(value, (hidden, weight))
-
-        runs = {"torch": torch_whole, "TRL's way": one_sequence_at_a_time, "rlk": rk.linear_logp}
-        record: dict = {"group": group, "tokens": t}
-        record["forward"] = {n: attempt(held_mib, lambda r=r: forward(r)) for n, r in runs.items()}
-        record["step"] = {
-            n: attempt(held_mib, lambda r=r: step(r), results) for n, r in runs.items()
-        }
-        record["step"]["rlk linear_grpo_loss"] = attempt(held_mib, grpo, results)
-        if liger:
-            record["step"]["Liger"] = attempt(held_mib, liger_step, results, False)
-        records.append(record)
-        print(record, file=sys.stderr, flush=True)
-    return records

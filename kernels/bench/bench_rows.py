@@ -1,4 +1,4 @@
-"""The memory-bound operators against torch, eager and compiled; Liger where it is installed."""
+"""Times the memory-bound operators beside torch, eager and compiled, and installed Liger."""
 
 import rlk_kernels as rk
 import torch

@@ -1,11 +1,11 @@
-"""The model of tiles' times (`rlk_kernels/matmul/tile_costs.py`) out of measured ones.
+"""Fits the model of tiles' times (`rlk_kernels/matmul/tile_costs.py`) to measured times.
 
     PYTHONPATH=kernels python kernels/bench/fit_products.py reports/bench/product_times_*.jsonl
 
-Takes the products in what `tune_products.py` wrote, of random widths and of published models' with
-random rows, on any number of cards, fits the seven numbers of each tile (`tile_time.py`), leaves
-out tiles that the choice does not need, and prints what the choice loses on products that its fit
-did not see. Runs on a CPU in four minutes.
+The input is what `tune_products.py` wrote, on any number of cards: products of random widths, and
+those of published models with random rows. The seven numbers of each tile (`tile_time.py`) are
+fitted, tiles that the choice does not need are left out, and the loss of the choice is printed for
+products that were not in its fit. This takes four minutes on a CPU.
 """
 
 import argparse

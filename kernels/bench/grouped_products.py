@@ -1,8 +1,8 @@
-"""The two products by expert of a sparse layer, by other libraries, and a check of their results.
+"""Computes the two products by expert of a sparse layer by other libraries, and checks them.
 
-Every library gets rows that lie sorted by expert, on the device. What a library asks for beyond
-that is made before: DeepGEMM's groups begin at multiples of a tile's rows, or lie in a buffer each.
-So neither sorting nor padding is in its time.
+Every library gets rows that are sorted by expert, on the device. Its other requirements are met
+beforehand: DeepGEMM's groups begin at multiples of a tile's rows, or have a buffer each. So neither
+sorting nor padding is timed.
 
 S = rows of all experts   E = experts   H, I = hidden, inner features
 """

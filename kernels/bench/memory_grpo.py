@@ -1,15 +1,15 @@
-"""Memory and time of a policy step's last part, from hidden states to gradients, by the size of a
-group: Llama-3-8B's head, 512 tokens an answer.
+"""Measures memory and time of a policy step's last part, from hidden states to gradients, by the
+size of a group: Llama-3-8B's head, 512 tokens an answer.
 
     PYTHONPATH=.:kernels python kernels/bench/memory_grpo.py [--out memory_grpo.json] [--limit 80]
                                                              [--groups 64,128,256]
 
-Each implementation is given hidden[G * 512, 4096] and weight[128256, 4096] in bf16 and gives the
-gradients of both. MiB are what its peak holds beyond these inputs and gradients. The largest group
-that fits follows from the measured peaks, which grow by the same bytes with every answer; where it
-is not above 512, a step of that size confirms it. What is not installed is listed as such. The
-kernels are compiled first, and that is timed by itself. Each case is printed as it is measured; one
-that takes longer than 30 s is ended, and so is the whole --limit seconds after the compilation.
+Each implementation takes hidden[G * 512, 4096] and weight[128256, 4096] in bf16 and returns the
+gradients of both. MiB are the peak beyond these inputs and gradients. The largest group that fits
+follows from the measured peaks, which grow by the same bytes with every answer; if it is at most
+512, a step of that size confirms it. Packages that are not installed are listed. The kernels are
+compiled first, and the compilation is timed separately. Each case is printed as it is measured. A
+case ends after 30 s, and the whole run --limit seconds after the compilation.
 """
 
 import argparse

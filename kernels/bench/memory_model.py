@@ -1,14 +1,14 @@
-"""Memory and time of a policy step of a whole model: forward, log-probs, loss and backward of one
-group, in one go, by what computes the last part.
+"""Measures memory and time of a whole model's policy step, by the implementation of its last part.
 
     PYTHONPATH=.:kernels python kernels/bench/memory_model.py --shape CONFIG.json [--group 256]
                                                               [--out memory_model.json]
 
-The model has the shape of config.json and random weights, in bf16; an answer has 512 tokens, and
-each layer is recomputed in the backward. The kernels have one packed row, the others a batch of
-answers, with torch's attention; the last parts are those of `memory_grpo.py`. MiB are what the peak
-holds beyond the weights and their gradients. A group of eight answers goes first, so that nothing
-compiles in the step that is timed. An optimiser's state is not counted.
+A step is forward, log-probs, loss and backward of one group in one pass. The model has the shape of
+config.json and random weights, in bf16; an answer has 512 tokens, and each layer is recomputed in
+the backward. The kernels take one packed row, the others a batch of answers with torch's attention;
+the last parts are those of `memory_grpo.py`. MiB are the peak beyond the weights and their
+gradients; there is no optimiser. A group of eight answers runs first, so that nothing compiles in
+the step that is timed.
 """
 
 import argparse

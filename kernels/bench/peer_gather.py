@@ -1,14 +1,14 @@
-"""The gather by stores into peers' memory (`rlk_kernels.parallel.peer`): its bits and its time, and
-that it ends where a rank is gone.
+"""Checks and times the gather by stores into peers' memory (`rlk_kernels.parallel.peer`).
 
     PYTHONPATH=kernels python kernels/bench/peer_gather.py [--seconds 220] [--out FILE.json]
 
-Tests it with two processes on one GPU, and on two GPUs where there are two:
+The checks run with two processes on one GPU, and on two GPUs if there are two:
     bits      random shapes against torch's all_gather, of calls and of captured graphs
     streams   two gathers on two streams at once
     missing   a rank is killed: the other one names it, in a call and in a graph, and gives NaN
-Then, on two GPUs, the microseconds of one collective in a CUDA graph, beside NCCL's all-gather and
-all-reduce, for decode and prefill at tp=2. Exits with 1 where a test failed or did not end.
+On two GPUs the microseconds of one collective in a CUDA graph are measured, beside NCCL's
+all-gather and all-reduce, for decode and prefill at tp=2. The exit code is 1 if a check failed or
+did not end.
 
 R = ranks   M = rows   F = columns of a rank
 """
@@ -223,7 +223,7 @@ def test_missing(ranks: Ranks, gathers: list[PeerGather]) -> dict[str, Any]:
         y = run()
         torch.cuda.synchronize()
         waited = time.time() - began
-        message = "nobody was named"
+        message = "no rank was named"
         try:
             gather.check()
         except RankMissing as error:

@@ -1,24 +1,38 @@
-"""All benchmarks in one process; writes JSON, and prints every row as Markdown.
+"""Runs all benchmarks in one process, writes JSON, and prints every row as Markdown.
 
-    python kernels/bench/run.py [--out reports/bench] [--only linear,rows,...]
+    python kernels/bench/run.py [--out reports/bench] [--only products,rows,...]
 
-Needs an NVIDIA GPU. Times are medians of CUDA graph replays over inputs that outgrow the L2
-(attention with its backward: of CUDA events around a few calls).
+An NVIDIA GPU is needed. Times are medians of CUDA graph replays over inputs that outgrow the L2;
+attention with its backward is timed by CUDA events around a few calls.
 """
 
 import argparse
+import importlib
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
-# before torch: cuBLASLt with 1 KiB of workspace is one of the rivals (cuBLAS proper keeps its own)
-os.environ["CUBLASLT_WORKSPACE_SIZE"] = "1"
-os.environ["TORCH_CUBLASLT_UNIFIED_WORKSPACE"] = "0"
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+from tables import markdown  # noqa: E402
+
+PARTS = {
+    "products": {"products": "bench_products:measure"},
+    "attention": {"prefill": "bench_attention:prefill", "decode": "bench_attention:decode"},
+    "attention_training": {
+        "times": "bench_attention_training:times",
+        "errors": "bench_attention_training:errors",
+    },
+    "decode": {"widths": "bench_decode:widths", "batches": "bench_decode:batches"},
+    "host": {"host": "bench_host:measure"},
+    "rows": {"rows": "bench_rows:measure"},
+    "linear_logp": {"linear_logp": "bench_linear_logp:measure"},
+    "linear_logp_rivals": {"rivals": "bench_linear_logp:rivals"},
+    "linear_logp_precision": {"precision": "bench_linear_logp:precision"},
+}
+"""Part -> name in its record -> the function that measures it, given the ceilings."""
+WITHOUT_GRADIENTS = ("products", "rows")
 
 
 def ceilings() -> dict:
@@ -56,46 +70,24 @@ def environment(commit: str | None) -> dict:
     }
 
 
-def measures(part: str) -> dict[str, Callable[[dict], object]]:
-    """What a part's record holds: name -> its measurement, given the ceilings."""
-    import bench_attention
-    import bench_attention_training
-    import bench_decode
-    import bench_host
-    import bench_linear
-    import bench_linear_logp
-    import bench_products
-    import bench_rows
-
-    return {
-        "linear": {"linear": bench_linear.measure},
-        "products": {"products": bench_products.measure},
-        "attention": {"prefill": bench_attention.prefill, "decode": bench_attention.decode},
-        "attention_training": {
-            "times": bench_attention_training.times,
-            "errors": bench_attention_training.errors,
-        },
-        "decode": {"widths": bench_decode.widths, "batches": bench_decode.batches},
-        "host": {"host": bench_host.measure},
-        "rows": {"rows": bench_rows.measure},
-        "linear_logp": {"linear_logp": bench_linear_logp.measure},
-        "linear_logp_rivals": {"rivals": bench_linear_logp.rivals},
-        "linear_logp_precision": {"precision": bench_linear_logp.precision},
-        "linear_logp_groups": {"groups": bench_linear_logp.group_memory},
-    }[part]
+def measure(part: str, limits: dict) -> dict:
+    """Runs the measurements of a part; their results by name."""
+    found = {}
+    for name, place in PARTS[part].items():
+        module, _, function = place.partition(":")
+        found[name] = getattr(importlib.import_module(module), function)(limits)
+    return found
 
 
 def main() -> int:
-    import pages
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("reports/bench"))
-    every = ",".join(pages.PAGES)
+    every = ",".join(PARTS)
     parser.add_argument("--only", default=every, help=f"parts, separated by commas: {every}")
     parser.add_argument("--commit", default=head(), help="the commit that is measured")
     arguments = parser.parse_args()
     parts = arguments.only.split(",")
-    if unknown := [part for part in parts if part not in pages.PAGES]:
+    if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"unknown parts {unknown}; choose from {every}")
     import torch
 
@@ -106,11 +98,11 @@ def main() -> int:
     limits = ceilings()
     arguments.out.mkdir(parents=True, exist_ok=True)
     for part in parts:
-        with torch.no_grad() if part in ("linear", "products", "rows") else torch.enable_grad():
-            data = {name: measure(limits) for name, measure in measures(part).items()}
+        with torch.set_grad_enabled(part not in WITHOUT_GRADIENTS):
+            data = measure(part, limits)
         record = {"environment": environment(arguments.commit), "ceilings": limits, **data}
         (arguments.out / f"{part}.json").write_text(json.dumps(record, indent=1) + "\n")
-        print(pages.render(part, record))
+        print("\n".join(markdown(record, part)), flush=True)
     return 0
 
 

@@ -1,17 +1,17 @@
-"""What the kernels cost vLLM: tokens a second of one engine, by batch.
+"""Measures what the kernels cost vLLM: tokens a second of one engine, by batch.
 
     python kernels/bench/serving.py --model M --engine own|rlk|invariant --out X.jsonl [--lock F]
                                     [--tp N] [--load-format auto]
 
-As default users run it: compiled, CUDA graphs, the engine in a process of its own, the kernels as
-the installed plugin. `invariant` is vLLM's VLLM_BATCH_INVARIANT=1. Weights are random (only
-config.json is needed), and others for another --tp; those of --load-format auto are the
-checkpoint's. Rivals run at the same time, each in its process, and measure in turns from
-when --rivals of them have told --out that they started: whoever holds --lock has the GPU alone.
+vLLM has its defaults: compiled, CUDA graphs, the engine in its own process, the kernels as the
+installed plugin. `invariant` is vLLM's VLLM_BATCH_INVARIANT=1. Weights are random, and differ with
+--tp; only config.json is needed. With --load-format auto they are the checkpoint's. Rivals run at
+the same time, each in its process. They measure in turns once --rivals processes have written to
+--out that they started; the process that has locked --lock uses the GPU alone.
 
-Prefill: prompts that nobody has seen, one token each. Decode: the time of 1 + --new tokens less
-the median time of 1, over prompts whose prefix is cached. Temperature 1, log-probs of the sampled
-tokens, as rollouts ask for. A line of JSON for each batch, as it comes.
+Prefill takes prompts that are not cached, with one new token each. Decode is the time of 1 + --new
+tokens minus the median time of 1, over prompts whose prefix is cached. The temperature is 1, and
+log-probs of the sampled tokens are requested, as in rollouts. Each batch gives a line of JSON.
 """
 
 import argparse

@@ -32,11 +32,3 @@ PREFILL = ((4, 4096), (2, 8192), (1, 16384))
 
 DECODE = ((1, 4096), (8, 4096), (64, 1024), (64, 4096), (128, 4096), (1, 32768))
 """(sequences, context of each)."""
-
-SPREADS = {
-    "well_scaled": (1024, 2.0),
-    "peaked": (1024, 12.0),
-    "deep": (4096, 4.0),
-    "deep_peaked": (4096, 12.0),
-}
-"""Precision of log-probabilities: name -> (H, standard deviation of the logits)."""

@@ -1,14 +1,14 @@
-"""Where the time of vLLM's start goes, without the kernels and with them, cold and warm.
+"""Measures where the time of vLLM's start goes, without the kernels and with them, cold and warm.
 
     python kernels/bench/start.py --shape qwen3-30b-a3b:layers=6 --out X.json
         [--engines own rlk] [--starts 2] [--limit 520] [--profile]
 
-Starts vLLM as default users run it (compiled, CUDA graphs; random weights of a shape of
-fixtures/make_large_model.py), each time in a fresh process. All of an engine's starts share caches
-of their own (vLLM's, Inductor's and Triton's), which are empty before the first: that one is cold,
-the others are warm. A phase that another one contains is counted in both. Triton's seconds are the
+vLLM has its defaults (compiled, CUDA graphs) and random weights of a shape of
+fixtures/make_large_model.py, and starts in a fresh process each time. All starts of an engine share
+their caches (vLLM's, Inductor's and Triton's), which are empty before the first: the first start is
+cold, the others are warm. A phase within another phase is counted in both. Triton's seconds are the
 sum over all kernels, of which several may be compiled at once. `--profile` also prints what the
-host does while graphs are captured, which takes longer then. The table comes last.
+host does while graphs are captured, and slows the capture. The table comes last.
 """
 
 import argparse

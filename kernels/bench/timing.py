@@ -1,4 +1,4 @@
-"""Timing on a GPU: CUDA graphs over rotated inputs: neither launches nor the L2 are measured."""
+"""Times on a GPU: CUDA graphs over rotated inputs, so launches and L2 hits are not measured."""
 
 import statistics
 from collections.abc import Callable

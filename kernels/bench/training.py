@@ -1,15 +1,16 @@
-"""What the kernels cost a training step: forward, loss and backward, of HF or Megatron-core.
+"""Measures what the kernels cost a training step of HF or Megatron-core.
 
     python kernels/bench/training.py --shape CONFIG.json --trainer hf|megatron --kernels off|rlk \\
         --out X.jsonl [--lock F] [--tokens 8192,32768]
 
-Plain HF is as `from_config` makes it (sdpa), plain Megatron its local layer spec. Random weights,
-bf16; sequences of 2048, four in a forward, gradients added up over the forwards of a step. The loss
-is the mean negative log-prob. A line of JSON for each size of a step, as it comes; of a sparse
-shape another for the sparse layer alone, forward and backward of one forward's tokens.
+A step is forward, loss (the mean negative log-prob) and backward, over sequences of 2048 tokens,
+four in a forward; gradients are added up over the forwards. Weights are random, in bf16. Plain HF
+is as `from_config` makes it (sdpa), plain Megatron has its local layer spec. Each size of a step
+gives a line of JSON. A sparse shape gives another line for the sparse layer alone, forward and
+backward of one forward's tokens.
 
-Plain Megatron computes experts by --experts: `sequential`, one after another, or `grouped`, its
-GroupedMLP, with torch._grouped_mm where the package grouped_gemm is not installed.
+--experts sets how plain Megatron computes experts: `sequential`, one after another, or `grouped`,
+its GroupedMLP, with torch._grouped_mm if the package grouped_gemm is not installed.
 """
 
 import argparse

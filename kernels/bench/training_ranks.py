@@ -1,4 +1,4 @@
-"""Megatron-core on two GPUs: the bits of its gradients in every layout, and the time of a step.
+"""Checks the bits of Megatron-core's gradients on two GPUs in every layout, and times a step.
 
     PYTHONPATH=kernels python kernels/bench/training_ranks.py [--seconds 240] [--out FILE.json]
                                                     [--shape CONFIG.json] [--layers 2,8]
@@ -34,10 +34,12 @@ import megatron_models
 import torch
 import torch.distributed as dist
 from megatron_models import causal_mask, cut, fill, gpt_model, parallel
-from tensor_parallel import SHAPE
 from torch import Tensor
 
-QWEN3_8B = SHAPE | {
+QWEN3_8B = {
+    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 40960,
+    "tie_word_embeddings": False, "initializer_range": 0.02,
     "model_type": "qwen3", "rms_norm_eps": 1e-6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Times of every tile that `linear` could take, over products drawn at random.
+"""Times every tile that `linear` could take, over products drawn at random.
 
     PYTHONPATH=kernels python kernels/bench/tune_products.py times.jsonl [--seconds 90]
 

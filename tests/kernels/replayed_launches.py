@@ -7,7 +7,7 @@ launch, and those that it would launch with other arguments than the call's own 
 places of its keys (its function, position) without which nothing would have differed. Memory lies
 at one of two addresses. With `--fault`, all shapes share a cache; with `--short-keys`, calls are
 recorded without their numbers; such a fault shows before tensors lie elsewhere, which ends it.
-Not under TRITON_INTERPRET, so in a process of its own, with kernels/ and scripts/ on its path
+Not under TRITON_INTERPRET, so in a process of its own, with kernels/ and tests/support/ on its path
 (`tests/compiled/test_replayed_launches.py`).
 """
 

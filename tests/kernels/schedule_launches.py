@@ -3,7 +3,7 @@ launches alone, in the same order with the same arguments, on an H200 that is no
 
 Prints the kernels of calls with lists, and in how many cases anything differs. With `--fault`, a
 call that is given a schedule leaves out a launch. Not under TRITON_INTERPRET, so in a process of
-its own, with kernels/ and scripts/ on its path (`tests/compiled/test_replayed_launches.py`).
+its own, with kernels/ and tests/support/ on its path (`tests/compiled/test_replayed_launches.py`).
 """
 
 import sys

@@ -4,7 +4,7 @@ while it started, on an H200 that is not there.
 Triton chooses each variant as it always does, and compiles none. Prints how many were compiled
 ahead, and those that were not. With `--fault` the engine says that it serves one request at a time,
 and one token to experts.
-Not under TRITON_INTERPRET, so in a process of its own, with kernels/ and scripts/ on its path
+Not under TRITON_INTERPRET, so in a process of its own, with kernels/ and tests/support/ on its path
 (`test_ahead.py`).
 """
 

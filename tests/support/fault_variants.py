@@ -1,5 +1,5 @@
-"""Faults of other kinds and sizes than those that the diagnoses were tuned on, and dumps that say
-less."""
+"""Faults of other kinds and sizes than those that the diagnoses were tuned on, and dumps that leave
+out fields."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from simulate_dumps import (
 from rlk_align.logs.dumps.sequences import UNKNOWN, Sequences
 
 RAW = {"rollout": "train_raw", "trainer": "rollout_raw"}
-"""Side whose log-probs are of the processed law -> which flag makes the other's raw."""
+"""Side that has processed log-probs -> the flag that makes those of the other side raw."""
 
 
 def _both_rounded(bits: int) -> Callable[[Dump, float], None]:
@@ -123,17 +123,17 @@ LESS: dict[str, Callable[[Sequences], Sequences]] = {
     "no steps": _no_steps,
     "no dtypes": _without(rollout_dtypes=None, train_dtypes=None),
 }
-"""What a dump does not say -> how it is taken away."""
+"""What a dump leaves out -> how it is removed."""
 INSTEAD = {
     ("no steps", "never synced"): "dropout",
     ("no steps", "stale cache, nothing dumped"): "decode-state",
     ("no groups", "stale cache, nothing dumped"): "decode-state",
 }
-"""(What is missing, fault) -> the nearest diagnosis that can be made without it."""
+"""(What is missing, fault) -> the diagnosis that is expected without it."""
 
 
 def with_less(what: str, name: str, seed: int, tokens: int) -> Sequences:
-    """Returns a run with a fault, at its greatest strength, without what `what` names."""
+    """Returns a run with a fault at its greatest strength, from which `what` is removed."""
     return LESS[what](faulty(name, seed, tokens))
 
 
