@@ -47,6 +47,10 @@ def faults(strength: float, by_row: Tensor, by_entry: Tensor) -> dict[str, Calla
 
     return {
         "all scaled": scaled,
+        "all shifted": lambda x: x + strength,
+        "a quarter of the features scaled": at(
+            (slice(None), slice(by_entry.shape[1] // 4)), scaled
+        ),
         "each row scaled otherwise": lambda x: x * (1 + strength * by_row),
         "each entry scaled otherwise": lambda x: x * (1 + strength * by_entry),
         "one row scaled": at((ROW,), scaled),
