@@ -19,8 +19,8 @@ from rlk_align.judge.checks import edge_value
 from rlk_align.judge.contract import STATISTICS, Budget, Contract, Limit
 from rlk_align.judge.load import open_contract
 from rlk_align.judge.verdict import judge
-from rlk_align.probe.selftest.record import Detection, SelfTest
 from rlk_align.results import EdgeMetrics
+from rlk_align.selftest.record import Detection, SelfTest
 
 
 def runs_in(folder: Path) -> dict[str, list[HealthyRun]]:

@@ -31,12 +31,12 @@ from msprobe_table import OURS, tables
 from rlk_align.capture.capture import capture_each
 from rlk_align.capture.request import CaptureRequest, TracePlan
 from rlk_align.data import data_path
-from rlk_align.engines.faults.catalogue import FAULTS
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.judge.verdict import over_budget
 from rlk_align.model.checkpoint import default_model
 from rlk_align.model.prompts import TokenBatch, load_prompts, save_prompts
-from rlk_align.probe.selftest.detect import verdict_of
+from rlk_align.selftest.detect import verdict_of
+from rlk_align.selftest.faults.catalogue import FAULTS
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.run import Run
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.faults.catalogue import choose
-from rlk_align.engines.faults.operators import plant
 from rlk_align.engines.hf.engine import HFEngine
-from rlk_align.engines.hf.operators import HFOperators
 from rlk_align.engines.hf.places import hf_places
+from rlk_align.engines.hf.planting import HFOperators
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.model.checkpoint import default_model, resolve_model
 from rlk_align.model.families import read_shape
 from rlk_align.model.prompts import TokenBatch
+from rlk_align.selftest.faults.catalogue import choose
+from rlk_align.selftest.planting.live_operators import plant
 
 TASKS = {"checksums": "md5", "statistics": "statistics", "tensors": ""}
 """What msprobe dumps -> its `summary_mode`."""
@@ -47,7 +47,9 @@ def planted(engine: HFEngine, side: Side) -> None:
     the formula's own calls are hidden, and its result leaves through one visible call."""
     from msprobe.core.common.runtime import Runtime
 
-    operators = HFOperators(engine)
+    assert side.fault is not None
+    chosen = choose("hf", side.fault)
+    operators = HFOperators(engine, chosen)
     replace = operators.replace_operator
 
     def visibly(site: str, formula: Callable[..., torch.Tensor]) -> None:
@@ -60,10 +62,8 @@ def planted(engine: HFEngine, side: Side) -> None:
         replace(site, planted_result)
 
     operators.replace_operator = visibly  # type: ignore[method-assign]
-    assert side.fault is not None
-    chosen = choose("hf", side.fault)
     if chosen.fault.kind == "computation" or side.faulty:
-        plant(chosen, operators)
+        plant(operators, chosen)
 
 
 def dump(side: Side, task: str, tokens: Path, folder: Path) -> None:

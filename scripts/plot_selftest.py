@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from rlk_align.probe.selftest.record import Detection, SelfTest
+from rlk_align.selftest.record import Detection, SelfTest
 
 COLOURS = {"hf": "#d08c00", "vllm": "#1f6fb4", "megatron": "#3a8f3a"}
 APART = 0.22

@@ -49,11 +49,11 @@ from rlk_align.probe.amplify import amplification
 from rlk_align.probe.decompose import decompose
 from rlk_align.probe.determined import RecordedEnd
 from rlk_align.probe.graft import GraftedEdge, graft_passes
-from rlk_align.probe.selftest.plan import check_faults
-from rlk_align.probe.selftest.record import CleanPair, Detection
-from rlk_align.probe.selftest.run import SelfTestRequest, selftest
 from rlk_align.probe.units import Unit
 from rlk_align.results import EdgeName
+from rlk_align.selftest.plan import check_faults
+from rlk_align.selftest.record import CleanPair, Detection
+from rlk_align.selftest.run import SelfTestRequest, selftest
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.run import Run
 

@@ -10,9 +10,9 @@ import pytest
 from command import Outcome, command_line, require_engine, write_few_prompts
 from safetensors.torch import load_file, save_file
 
-from rlk_align.engines.faults.catalogue import FAULTS
 from rlk_align.engines.spec import EngineSpec
-from rlk_align.probe.selftest.run import SelfTestRequest, selftest
+from rlk_align.selftest.faults.catalogue import FAULTS
+from rlk_align.selftest.run import SelfTestRequest, selftest
 from rlk_align.trace.run import Run
 
 SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
