@@ -76,7 +76,7 @@ def _adapter_sources(spec: EngineSpec) -> Iterator[Path]:
     if spec.option("kernels") != "off":
         yield from _kernel_sources()
     if spec.option("fault") is not None:
-        yield from PACKAGE.glob("engines/faults/**/*.py")
+        yield from PACKAGE.glob("selftest/*/*.py")
     name = spec.info.target.partition(":")[0]
     module = importlib.util.find_spec(name)
     if module is None or module.origin is None:

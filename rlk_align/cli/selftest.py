@@ -45,7 +45,7 @@ def selftest(
     """Plant known faults into the engines, and report which of them the comparison names."""
     from rlk_align.model.checkpoint import default_model, resolve_model
     from rlk_align.model.families import read_shape
-    from rlk_align.probe.selftest.plan import (
+    from rlk_align.selftest.plan import (
         check_engines,
         check_faults,
         middle,
@@ -71,9 +71,9 @@ def selftest(
     fitting = given.fitting(checked, run, options.warn)
     fitting.save()
 
-    from rlk_align.probe.selftest.record import CleanPair, Detection
-    from rlk_align.probe.selftest.run import SelfTestRequest, selftest
-    from rlk_align.probe.selftest.table import lines
+    from rlk_align.selftest.record import CleanPair, Detection
+    from rlk_align.selftest.run import SelfTestRequest, selftest
+    from rlk_align.selftest.table import lines
 
     request = SelfTestRequest(
         engines=chosen,

@@ -53,6 +53,9 @@ class EngineInfo:
     patch: str = ""
     """`module:class` of the `engines.patch.Patch` by which `kernels=rlk` puts our kernels into it;
     empty where there is none."""
+    planting: str = ""
+    """`module:function` that plants a fault: it takes the live engine and the chosen fault, and
+    returns an `ExitStack` that removes the fault. It is empty if the engine supports no fault."""
     one_kernel: tuple[frozenset[str], ...] = ()
     """Operators that it computes by one product, or one function: `except` leaves them together."""
     tested: tuple[str, ...] = ()

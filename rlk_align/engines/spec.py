@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from rlk_align.engines.common.kernels import REPLACEABLE, parse_excluded
-from rlk_align.engines.faults.catalogue import check_fault, choose
 from rlk_align.engines.info import EngineInfo, Option, OptionValue
 from rlk_align.engines.registry import engine_info
 from rlk_align.errors import BadOption
+from rlk_align.selftest.faults.catalogue import check_fault, choose
 
 DTYPES = {
     "auto": "auto",
@@ -35,7 +35,7 @@ COMMON_OPTIONS = {
     "timeout": Option(float, default=600.0, starts_only=True),
 }
 """What every engine takes. `patch=module:function` is called with the loaded model, and
-`fault=NAME@STRENGTH@rankN` plants a fault of `engines.faults` into it, or on one rank alone;
+`fault=NAME@STRENGTH@rankN` plants a fault of `selftest.faults` into it, or on one rank alone;
 `kernels=rlk` puts our kernels under its operators, but for those of `except=OPERATOR+OPERATOR`;
 `timeout` is in seconds, after which an engine that stands still is given up."""
 

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import traceback
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ import torch
 
 from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling
 from rlk_align.engines.manifest import write_manifest
-from rlk_align.engines.planted import PlantedFault
 from rlk_align.engines.process import heartbeat
 from rlk_align.engines.process.heartbeat import HEARTBEATS
 from rlk_align.engines.process.job import Events, Job, failed
@@ -75,8 +74,8 @@ def run(job: Job, events: Events) -> None:
         )
     try:
         engine.open()
-        planted = PlantedFault(engine)
-        planted.plant()
+        planted = ExitStack()
+        replace_fault(engine, planted)
         if patch is not None:
             engine.replaced = patch.replaced(engine)
         with children_watched(job.engine, job.folder):
@@ -101,17 +100,27 @@ def _kernels(spec: EngineSpec) -> "BasePatch | None":
     return patch_of(spec)
 
 
+def replace_fault(engine: Engine, planted: ExitStack) -> None:
+    """Removes the fault that `planted` holds, and plants the one that the engine's spec names, if
+    any. All ranks call it. Raises BadOption for a model that has no place for the fault."""
+    planted.close()
+    if engine.spec.option("fault") is not None:
+        from rlk_align.selftest.planting.plant import plant_fault
+
+        planted.enter_context(plant_fault(engine))
+
+
 def _run_following(
     job: Job,
     engine: Engine,
-    planted: PlantedFault,
+    planted: ExitStack,
     prompts: list[Prompt],
     prompt_ids: dict[str, list[int]],
     events: Events,
 ) -> None:
     """A job with another fault, seed or tokens, in the engine that is loaded."""
     engine.spec = job.engine
-    planted.plant()
+    replace_fault(engine, planted)
     batch = _initial_batch(job, prompts, prompt_ids)
     plan = plan_capture(job, model_sites(engine.shape), batch, engine.dtype())
     write_manifest(job, engine, prompt_ids)

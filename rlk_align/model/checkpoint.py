@@ -15,9 +15,10 @@ from typing import Any
 
 from rlk_align.data import data_path
 from rlk_align.errors import ModelError
+from rlk_align.model.dtypes import DTYPES, SAFETENSORS_DTYPES
 from rlk_align.model.operators import OPERATORS
 
-STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+STORED_DTYPES = {stored: name for stored, name in SAFETENSORS_DTYPES.items() if name in DTYPES}
 """As safetensors names them, and as torch does."""
 
 

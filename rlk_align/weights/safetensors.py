@@ -8,15 +8,10 @@ from typing import Any
 import torch
 
 from rlk_align.errors import CorruptCheckpoint
+from rlk_align.model.dtypes import SAFETENSORS_DTYPES
 from rlk_align.text import one_line
 from rlk_align.weights.stored import DAMAGED, DTYPES, MappedFile, Region, StoredTensor
 
-_NAMES = {
-    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
-    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool", "U8": "uint8"},
-    **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8"},
-}
-"""The dtypes of safetensors, by torch's names."""
 _LONGEST_HEADER = 1 << 28
 
 
@@ -32,7 +27,7 @@ def read_safetensors(path: Path) -> list[StoredTensor]:
         if name == "__metadata__":
             continue
         try:
-            dtype, shape = _NAMES[entry["dtype"]], tuple(entry["shape"])
+            dtype, shape = SAFETENSORS_DTYPES[entry["dtype"]], tuple(entry["shape"])
             first, last = entry["data_offsets"]
             count = 1
             for size in shape:

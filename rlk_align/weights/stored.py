@@ -8,15 +8,10 @@ from pathlib import Path
 import torch
 
 from rlk_align.errors import CorruptCheckpoint
+from rlk_align.model.dtypes import SAFETENSORS_DTYPES
 
-DTYPES = {
-    name: getattr(torch, name)
-    for name in (
-        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
-        *("int64", "int32", "int16", "int8", "uint8", "bool"),
-    )
-}
-"""The dtypes that are read, by torch's names."""
+DTYPES = {name: getattr(torch, name) for name in SAFETENSORS_DTYPES.values()}
+"""Torch's name -> the dtype, for all dtypes that can be read."""
 DAMAGED = "copy or save it again"
 """What to do about a file that is not what its header says."""
 

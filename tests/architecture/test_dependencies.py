@@ -3,6 +3,7 @@
 import ast
 import functools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -111,7 +112,21 @@ RULES = {
     ),
     "model": ("model", "results", "data", "files", "text", "errors"),
     "trace": ("trace", "model", "results", "comparison_table", "files", "text", "errors"),
-    "engines": ("engines", "trace", "model", "results", "files", "text", "errors"),
+    # The list of faults checks an option; `selftest.planting` is for `planting.py` and the worker.
+    "engines": (
+        *("engines", "selftest.faults", "selftest.planting"),
+        *("trace", "model", "results", "files", "text", "errors"),
+    ),
+    "selftest.faults": ("selftest.faults", "model.sites", "errors"),
+    "selftest.formulas": ("selftest.formulas", "selftest.planting"),
+    "selftest.planting": (
+        *("selftest.planting", "selftest.faults", "engines.common", "engines.base", "model"),
+        "errors",
+    ),
+    "selftest": (
+        *("selftest", "probe.referee", "probe.sampling", "capture", "engines", "compare", "judge"),
+        *("trace", "model", "results", "progress", "errors"),
+    ),
     "capture": ("capture", "engines", "trace", "model", "progress", "version", "errors"),
     "compare": (
         *("compare", "interval", "trace", "model"),
@@ -169,11 +184,10 @@ PUBLIC = ("api.public", "api.loaded", "errors", "judge.regression", "judge.verdi
 ENGINE_FOLDERS = {
     # Of the engines' folders: which others it may import.
     "common": ("common", "spec"),
-    "faults": ("faults", "common"),
     "process": ("process", "common", "spec"),
-    "hf": ("hf", "common", "faults", "process", "base", "forward_engine", "spec", "info"),
-    "vllm": ("vllm", "common", "faults", "process", "base", "spec", "info"),
-    "megatron": ("megatron", "common", "faults", "process", "base", "spec", "info"),
+    "hf": ("hf", "common", "process", "base", "forward_engine", "spec", "info"),
+    "vllm": ("vllm", "common", "process", "base", "spec", "info"),
+    "megatron": ("megatron", "common", "process", "base", "spec", "info"),
 }
 
 
@@ -203,6 +217,21 @@ def test_an_engines_folder_imports_no_other_engines(folder: str) -> None:
     for module in members:
         wrong = {m for m in own_imports(module) if inside(m, "engines") and not inside(m, *allowed)}
         assert not wrong, f"{module} imports {sorted(wrong)}"
+
+
+def test_engines_import_of_the_selftest_the_list_of_faults_alone() -> None:
+    for module in (m for m in MODULES if inside(m, "engines")):
+        allowed = ["selftest.faults"]
+        if module.endswith(".planting") or module == "rlk_align.engines.worker":
+            allowed.append("selftest.planting")
+        used = {m for m in own_imports(module) if inside(m, "selftest")}
+        wrong = {m for m in used if not inside(m, *allowed)}
+        assert not wrong, f"{module} imports {sorted(wrong)}"
+        planting = {m for m in own_imports(module) if re.fullmatch(r".*engines\.\w+\.planting", m)}
+        assert not planting, f"{module} imports {sorted(planting)}"
+    assert not loaded("rlk_align.engines.worker")["rlk_align.engines.worker"] & {
+        m for m in MODULES if inside(m, "selftest.planting", "selftest.formulas")
+    }
 
 
 def test_every_folder_of_the_engines_has_a_rule() -> None:

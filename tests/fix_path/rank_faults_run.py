@@ -10,6 +10,7 @@ them; FOUND.json: name -> fault -> [site, ranks], or what the engine says that r
 
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ import torch
 
 from rlk_align.compare.divergence import Edge, Side, compare_edges
 from rlk_align.engines.megatron.engine import MegatronEngine
-from rlk_align.engines.planted import PlantedFault
 from rlk_align.engines.process.ranks import Ranks, barrier, join, leave
 from rlk_align.engines.spec import EngineSpec
+from rlk_align.engines.worker import replace_fault
 from rlk_align.errors import BadOption
 from rlk_align.model.checkpoint import read_config
 from rlk_align.model.families import ModelShape, read_shape
@@ -85,7 +86,7 @@ def found(case: dict[str, Any], folder: Path, ranks: Ranks) -> dict[str, Any]:
     engine.ranks = ranks
     try:
         engine.open()
-        planted = PlantedFault(engine)
+        planted = ExitStack()
         clean = observed(engine, folder / "clean", ranks)
         seen: dict[str, Any] = {}
         for fault in (*case["faults"], None):
@@ -96,7 +97,7 @@ def found(case: dict[str, Any], folder: Path, ranks: Ranks) -> dict[str, Any]:
             except BadOption as error:
                 seen[str(fault)] = str(error)
                 continue
-            planted.plant()
+            replace_fault(engine, planted)
             faulty = observed(engine, folder / "faulty", ranks)
             held = engine.shards(), engine.stages(), engine.experts()
             if clean is not None and faulty is not None:

@@ -13,7 +13,7 @@ from command import require_engine, said_by
 from engine_pairs import SPARSE
 
 from rlk_align.data import data_path
-from rlk_align.engines.faults.catalogue import FAULTS, faults_of
+from rlk_align.selftest.faults.catalogue import FAULTS, faults_of
 
 HERE = Path(__file__).parent
 LAYOUTS = {"tp": "tp=2", "sp": "tp=2,sp=1", "cp": "cp=2", "pp": "pp=2"}

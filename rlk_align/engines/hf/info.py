@@ -42,6 +42,7 @@ HF = EngineInfo(
     INSTALL_ENGINES,
     options=HF_OPTIONS,
     patch="rlk_align.engines.patch:HFPatch",
+    planting="rlk_align.engines.hf.planting:plant_fault",
     one_kernel=(frozenset({"q_rope", "k_rope"}),),
     tested=("transformers",),
     conflict=_conflict,
@@ -51,6 +52,7 @@ FSDP = replace(
     HF,
     target="rlk_align.engines.hf.fsdp:FSDPEngine",
     patch="rlk_align.engines.patch:FSDPPatch",
+    planting="",
     options={
         **HF_OPTIONS,
         "dp": Option(int, default=1),

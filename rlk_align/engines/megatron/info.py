@@ -47,6 +47,7 @@ MEGATRON = EngineInfo(
     ranks=("tp", "cp", "pp", "ep"),
     samples=False,
     patch="rlk_align.engines.patch:MegatronPatch",
+    planting="rlk_align.engines.megatron.planting:plant_fault",
     one_kernel=(
         frozenset({"q_proj", "k_proj", "v_proj"}),
         frozenset({"q_rope", "k_rope"}),

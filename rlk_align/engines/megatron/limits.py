@@ -5,7 +5,6 @@ import math
 from typing import Any
 
 from rlk_align.engines.common.tensor_parallel import check_shared
-from rlk_align.engines.faults.catalogue import choose
 from rlk_align.engines.info import Asked
 from rlk_align.engines.megatron.rope import ROPES, another_attention_factor
 from rlk_align.engines.megatron.stages import Stage
@@ -17,6 +16,7 @@ from rlk_align.model.rotary import (
     rope_parameters,
     rotates_a_part,
 )
+from rlk_align.selftest.faults.catalogue import choose
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 """The values of `hidden_act` that it takes."""

@@ -42,6 +42,7 @@ VLLM = EngineInfo(
         ("mlp_residual", "final_norm"),
     ),
     patch="rlk_align.engines.patch:VLLMPatch",
+    planting="rlk_align.engines.vllm.planting:plant_fault",
     one_kernel=(
         frozenset({"q_proj", "k_proj", "v_proj"}),
         frozenset({"q_rope", "k_rope"}),

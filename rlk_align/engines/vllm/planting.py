@@ -1,21 +1,308 @@
-"""A fault in vLLM: planted by each of its workers, where the live models are."""
+"""Where the operators of vLLM's live decoder lie, for a planted fault to stand in for one.
 
+T = packed tokens of all requests, padding included; activations are `[T, F]`.
+"""
+
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from rlk_align.engines.faults.catalogue import Chosen
-from rlk_align.engines.vllm.operators import FaultPlan
+import torch
+
+from rlk_align.engines.common.experts import Choose
+from rlk_align.engines.common.hooks import Hooks
+from rlk_align.engines.common.places import first
+from rlk_align.engines.common.weights import Parameter, canonical
+from rlk_align.engines.vllm.experts import replace_choice, sparse_blocks
+from rlk_align.engines.vllm.parallel import TensorParallel
+from rlk_align.engines.vllm.places import vllm_places
+from rlk_align.engines.vllm.taps import on_rotation
+from rlk_align.engines.vllm.weights import live_parameter, live_weight, parameter_plan
 from rlk_align.errors import BadOption
+from rlk_align.model.families import ModelShape
+from rlk_align.selftest.faults.catalogue import Chosen, choose
+from rlk_align.selftest.planting.live_operators import LiveOperators, plant
+from rlk_align.selftest.planting.operands import Formula, ForwardTokens, Report, Unit, in_place_of
+from rlk_align.selftest.planting.rank import Sharing
+from rlk_align.selftest.planting.sparse_layers import KernelLayers, Routing, SparseLayers, swap
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """A fault, and of which model; it travels to the worker processes."""
+
+    fault: str
+    """As the engine's spec has it."""
+    shape: ModelShape
+    model_path: Path
+
+
+class VLLMOperators(LiveOperators):
+    """The operators of the model of one worker."""
+
+    def __init__(self, plan: FaultPlan, runner: Any, chosen: Chosen) -> None:
+        self._runner, self._parallel = runner, TensorParallel()
+        model, parallel = runner.get_model(), self._parallel
+        sharing = Sharing(rank=parallel.rank, ranks=parallel.world, gather=parallel.parts)
+        places = vllm_places(model, plan.shape, parallel.world)
+        super().__init__(plan, model, places, chosen, sharing)
+        self.before(self._model, self._note_rows, with_kwargs=True)
+
+    def parameter(self, name: str) -> torch.Tensor:
+        plan = self._entries(name)
+        every = canonical(
+            plan, lambda path: live_parameter(self._model, path), self._parallel.parts
+        )
+        return next(p.value for p in every if p.name == name).detach()
+
+    def live(self, name: str) -> tuple[torch.Tensor, Parameter]:
+        entry = self._entries(name)[0]
+        return self._model.get_parameter(entry.name).detach(), entry
+
+    def _entries(self, name: str) -> list[Parameter]:
+        plan = parameter_plan(self._model, self.shape, self._parallel.world)
+        return [entry for entry in plan if name in entry.layout.ops]
+
+    def _note_rows(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        positions = kwargs["positions"] if "positions" in kwargs else args[1]
+        decoding = torch.zeros_like(positions, dtype=torch.bool)
+        metadata = self._metadata(self._layer(0).self_attn.attn)
+        if metadata is not None:
+            starts = metadata.query_start_loc.long()
+            alone = starts[:-1][starts.diff() == 1]
+            decoding[alone] = positions[alone] > 0
+        self.rows = ForwardTokens(ids, positions, decoding)
+
+    @staticmethod
+    def _metadata(attention: Any) -> Any:
+        """The metadata of the forward that runs; None in vLLM's own warm-up."""
+        from vllm.forward_context import get_forward_context
+
+        metadata = get_forward_context().attn_metadata
+        return metadata[attention.layer_name] if isinstance(metadata, dict) else None
+
+    def _layer(self, layer: int) -> Any:
+        return self._model.model.layers[layer]
+
+    def _combination(self, site: str, formula: Formula) -> None:
+        """The norm after a residual adds the branch to the stream, and norms what it adds."""
+        if self.sites[site].operator.formula != "residual":
+            super()._combination(site, formula)
+            return
+        module = self.module(site)
+        original = module.forward
+
+        def forward(branch: torch.Tensor, stream: torch.Tensor) -> Any:
+            operands = (stream.clone(), branch.clone())
+            _, result = original(branch, stream)
+            width, rows = self.shape.head_dim, self.rows
+            unit = Unit(result=result, inputs=operands, head_dim=width, rows=rows)
+            new = in_place_of(formula, unit) if self.faulty else result
+            return original(new.clone()), new
+
+        self.replace(module, "forward", forward)
+
+    def sparse_layers(self) -> SparseLayers:
+        kind = VLLMKernelLayers if self.with_kernels else VLLMSparseLayers
+        return kind(self, self._model)
+
+    def on_rotation(self, see: Callable[[torch.Tensor], None]) -> None:
+        on_rotation(self, self._model, see)
+
+    def _attention(self, layer: int, formula: Formula) -> None:
+        module = self._layer(layer).self_attn.attn
+        original = module.forward
+        cache = _Cache()
+
+        def forward(query: Any, key: Any, value: Any, *args: Any, **more: Any) -> Any:
+            out = original(query, key, value, *args, **more)
+            metadata = self._metadata(module)
+            if metadata is None:
+                return out
+            width = self.shape.head_dim
+            q, k, v = (x.reshape(len(x), -1, width) for x in (query, key, value))
+            cache.write(metadata.slot_mapping, k, v)
+            new = out.clone()
+            starts = metadata.query_start_loc.tolist()
+            for r, length in enumerate(metadata.seq_lens.tolist()):
+                rows = slice(starts[r], starts[r + 1])
+                keys, values = cache.read(metadata.block_table[r], length, self._block_size)
+                places = torch.arange(length, device=out.device)
+                own_place = places[length - (rows.stop - rows.start) :]
+                visible = places <= own_place[:, None]
+                new[rows] = self.attended(
+                    formula, layer, out[rows], q[rows], keys, values, visible, module.impl.scale
+                )
+            return new
+
+        self.replace(module, "forward", forward)
+
+    @property
+    def _block_size(self) -> int:
+        return int(self._runner.cache_config.block_size)
+
+    def _logprob(self, formula: Formula) -> None:
+        """vLLM makes log-probs of logits, and gathers those of given tokens, for prompts and for
+        samples alike."""
+        sampler = self._runner.sampler
+        if not hasattr(sampler, "gather_logprobs"):
+            self._logprob_of_newer_runner(formula)
+            return
+        compute, gather = sampler.compute_logprobs, sampler.gather_logprobs
+        latest: list[torch.Tensor] = []
+
+        def note(logits: torch.Tensor) -> torch.Tensor:
+            latest[:] = [logits]
+            return compute(logits)
+
+        def report(logprobs: torch.Tensor, count: int, token_ids: torch.Tensor) -> Any:
+            tensors = gather(logprobs, count, token_ids)
+            result = tensors.logprobs[:, 0].clone()
+            unit = Report(result=result, logits=latest[0], targets=token_ids, temperature=1.0)
+            tensors.logprobs[:, 0] = formula(unit)
+            return tensors
+
+        self.replace(sampler, "compute_logprobs", note)
+        self.replace(sampler, "gather_logprobs", report)
+
+    def _logprob_of_newer_runner(self, formula: Formula) -> None:
+        """It does both in one function, which is imported by name where it is needed; vLLM 0.26
+        calls it by another name than 0.32."""
+        from vllm.v1.worker.gpu.sample import prompt_logprob, sampler
+
+        for module in (prompt_logprob, sampler):
+            names = [
+                n for n in ("compute_topk_scores", "compute_topk_logprobs") if hasattr(module, n)
+            ]
+            for name in names:
+                self.replace(module, name, _reporting(getattr(module, name), formula))
+
+
+def _reporting(original: Any, formula: Formula) -> Any:
+    """vLLM's function from logits to log-probs of given tokens, the first of each row being the
+    one that is scored."""
+
+    def report(
+        logits: torch.Tensor, count: int, token_ids: torch.Tensor, *args: Any, **more: Any
+    ) -> Any:
+        tensors = original(logits, count, token_ids, *args, **more)
+        result = tensors.logprobs[:, 0].clone()
+        unit = Report(result=result, logits=logits, targets=token_ids.long(), temperature=1.0)
+        tensors.logprobs[:, 0] = formula(unit)
+        return tensors
+
+    return report
+
+
+class _Cache:
+    """Keys and values by the slot of vLLM's own cache, whose layout is each backend's own."""
+
+    def __init__(self) -> None:
+        self._stored: list[torch.Tensor] = []
+
+    def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """`slots` `[T]`, -1 for padding; key and value `[T, KV, D]`."""
+        slots = slots[: len(key)]
+        real = slots >= 0
+        size = int(slots.max()) + 1
+        if not self._stored or len(self._stored[0]) < size:
+            grown = [key.new_zeros(2 * size, *key.shape[1:]) for _ in range(2)]
+            for new, old in zip(grown, self._stored, strict=False):
+                new[: len(old)] = old
+            self._stored = grown
+        for target, source in zip(self._stored, (key, value), strict=True):
+            target[slots[real]] = source[: len(slots)][real]
+
+    def read(
+        self, blocks: torch.Tensor, length: int, block_size: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the first `length` tokens of a request, `[length, KV, D]` each."""
+        places = torch.arange(length, device=blocks.device)
+        slots = blocks[places // block_size].long() * block_size + places % block_size
+        return self._stored[0][slots], self._stored[1][slots]
+
+
+class VLLMSparseLayers(SparseLayers):
+    """The sparse layers of a model that one worker holds alone."""
+
+    def __init__(self, hooks: Hooks, model: Any) -> None:
+        self._hooks = hooks
+        self._blocks = {i: block for i, _, block in sparse_blocks(model)}
+
+    def change_logits(self, layer: int, formula: Formula) -> None:
+        gate = self._blocks[layer].gate
+        weight = live_weight(gate).detach()
+
+        def see(_module: Any, inputs: Any, output: Any) -> Any:
+            unit = Unit(result=first(output), inputs=(inputs[0],), weight=weight, head_dim=1)
+            new = in_place_of(formula, unit)
+            return (new, *output[1:]) if isinstance(output, tuple) else new
+
+        self._hooks.after(gate, see)
+
+    def change_choice(self, layer: int, choose: Choose) -> None:
+        replace_choice(self._hooks, self._blocks[layer].experts, choose)
+
+    def change_weights(self, layer: int, change: Callable[[Routing], torch.Tensor]) -> None:
+        router = self._router(layer)
+        route = router._compute_routing
+
+        def compute(hidden: torch.Tensor, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            weights, chosen = route(hidden, logits, *args, **kwargs)
+            new = change(Routing(logits=logits, chosen=chosen.long(), weights=weights))
+            return new.to(weights.dtype), chosen
+
+        self._hooks.replace(router, "_compute_routing", compute)
+
+    def leave_out(self, layer: int, expert: int) -> None:
+        routed = self._blocks[layer].experts.routed_experts
+        compute = routed.forward_modular
+
+        def forward(*, topk_weights: torch.Tensor, topk_ids: torch.Tensor, **kwargs: Any) -> Any:
+            weights = topk_weights.masked_fill(topk_ids == expert, 0)
+            return compute(topk_weights=weights, topk_ids=topk_ids, **kwargs)
+
+        self._hooks.replace(routed, "forward_modular", forward)
+
+    def swap_experts(self, layer: int, one: int, other: int) -> None:
+        # Packed or not, each expert's weight is a block of its own.
+        weight = self._blocks[layer].experts.routed_experts.w13_weight.detach()
+        swap(self._hooks, weight[one], weight[other])
+
+    def _router(self, layer: int) -> Any:
+        return self._blocks[layer].experts.router
+
+
+class VLLMKernelLayers(KernelLayers, VLLMSparseLayers):
+    """With the kernels in them. The router's product is a module here too."""
+
+    change_logits = VLLMSparseLayers.change_logits
+
+    def _chooser(self, layer: int) -> Any:
+        return self._blocks[layer].experts
+
+    _computer = _chooser
 
 
 def plant_fault(engine: Any, chosen: Chosen) -> ExitStack:
-    """Into the models of all ranks. Raises BadOption for a model that has no place for it."""
+    """Plants a fault into the models of all workers. Raises BadOption for a model that has no place
+    for the fault, and for compiled code."""
     if engine.production:
         raise BadOption("a fault cannot be planted in compiled code", "--no-production")
     plan = FaultPlan(str(chosen), engine.shape, engine.model_path)
-    refused = engine.llm.collective_rpc("rlk_plant", args=(plan,))
-    for error in filter(None, refused):
+    errors = engine.llm.collective_rpc("rlk_plant", args=(partial(_plant_in_worker, plan),))
+    for error in filter(None, errors):
         raise error
     planted = ExitStack()
-    planted.callback(engine.llm.collective_rpc, "rlk_uproot")
+    planted.callback(engine.llm.collective_rpc, "rlk_remove_fault")
     return planted
+
+
+def _plant_in_worker(plan: FaultPlan, runner: Any) -> LiveOperators:
+    """Plants the fault into the live model of this worker process."""
+    chosen = choose("vllm", plan.fault)
+    return plant(VLLMOperators(plan, runner, chosen), chosen)

@@ -5,6 +5,7 @@ vLLM mixes WorkerExtension into its Worker class (`worker_extension_cls`), so it
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ from rlk_align.engines.process import heartbeat
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.vllm.experts import sparse_blocks
 from rlk_align.engines.vllm.graphs import GraphCounter
-from rlk_align.engines.vllm.operators import FaultPlan, plant_in_worker
 from rlk_align.engines.vllm.parallel import TensorParallel
 from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.engines.vllm.taps import VLLMTaps
@@ -74,15 +74,16 @@ class WorkerExtension:
     def rlk_patch(self, spec: EngineSpec) -> None:
         apply_patch(spec, self.model_runner.get_model())
 
-    def rlk_plant(self, plan: FaultPlan) -> BadOption | None:
-        """Returns why it cannot: what a process raises reaches another as its text alone."""
+    def rlk_plant(self, plant: Callable[[Any], ExitStack]) -> BadOption | None:
+        """Calls `plant` with the model runner. Returns a BadOption instead of raising it, because
+        an error that one process raises reaches another process as text only."""
         try:
-            self._rlk_planted = plant_in_worker(plan, self.model_runner)
+            self._rlk_planted = plant(self.model_runner)
         except BadOption as error:
             return error
         return None
 
-    def rlk_uproot(self) -> None:
+    def rlk_remove_fault(self) -> None:
         self._rlk_planted.close()
 
     def rlk_on_model(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -1,0 +1,198 @@
+"""Where the operators of a live HF decoder lie, for a planted fault to stand in for one.
+
+B = sequences, T = tokens of each in this forward, H = heads, D = features of a head.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rlk_align.engines.common.experts import Choose
+from rlk_align.engines.common.hooks import Hooks
+from rlk_align.engines.common.weights import unfused
+from rlk_align.engines.hf.experts import replace_choice, sparse_blocks
+from rlk_align.engines.hf.places import hf_places
+from rlk_align.engines.hf.taps import on_rotation
+from rlk_align.selftest.faults.catalogue import Chosen
+from rlk_align.selftest.planting.live_operators import LiveOperators, plant
+from rlk_align.selftest.planting.operands import Formula, ForwardTokens, Report, Unit, in_place_of
+from rlk_align.selftest.planting.sparse_layers import KernelLayers, Routing, SparseLayers, swap
+
+
+class HFOperators(LiveOperators):
+    """The operators of a model of transformers; every tensor but attention's is `[B, T, F]`."""
+
+    def __init__(self, engine: Any, chosen: Chosen) -> None:
+        super().__init__(engine, engine.model, hf_places(engine.model), chosen)
+        self._modeling = sys.modules[type(self._model.model.layers[0].self_attn).__module__]
+        self.before(self._model, self._note_rows, with_kwargs=True)
+
+    def _note_rows(self, _module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        ids = kwargs["input_ids"]
+        positions, cache = kwargs.get("position_ids"), kwargs.get("past_key_values")
+        if positions is None:
+            past = cache.get_seq_length() if cache is not None else 0
+            positions = torch.arange(ids.shape[1], device=ids.device)[None] + past
+        positions = positions.expand_as(ids).flatten()
+        decoding = (positions > 0) & (ids.shape[1] == 1)
+        self.rows = ForwardTokens(ids.flatten(), positions, decoding)
+
+    def parameter(self, name: str) -> torch.Tensor:
+        return dict(unfused(self._model, self._places.values()))[name]
+
+    def live(self, name: str) -> tuple[torch.Tensor, None]:
+        return self.parameter(name), None
+
+    def sparse_layers(self) -> SparseLayers:
+        kind = HFKernelLayers if self.with_kernels else HFSparseLayers
+        return kind(self, self._model)
+
+    def on_rotation(self, see: Callable[[torch.Tensor], None]) -> None:
+        on_rotation(self, self._model, see)
+
+    def _attention(self, layer: int, formula: Formula) -> None:
+        interface = self._modeling.ALL_ATTENTION_FUNCTIONS
+        outer = self
+
+        class Replaced:
+            @staticmethod
+            def get_interface(name: str, default: Any) -> Any:
+                original = interface.get_interface(name, default)
+
+                def attend(
+                    module: Any, query: Any, key: Any, value: Any, mask: Any, **more: Any
+                ) -> Any:
+                    out, weights = original(module, query, key, value, mask, **more)
+                    if module.layer_idx == layer:
+                        out = outer._attended(
+                            formula, layer, out, query, key, value, mask, more["scaling"]
+                        )
+                    return out, weights
+
+                return attend
+
+        self.replace(self._modeling, "ALL_ATTENTION_FUNCTIONS", Replaced)
+
+    def _attended(
+        self, formula: Formula, layer: int, out: Any, query: Any, key: Any, value: Any, mask: Any,
+        scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        """`[B, T, H, D]`; query, key and value are `[B, H, T, D]`."""
+        length, context = query.shape[2], key.shape[2]
+        places = torch.arange(context, device=query.device)
+        causal = places <= places[context - length :, None]
+        new = []
+        for b in range(len(query)):
+            visible = causal
+            if mask is not None:
+                row = mask[b, 0, :, :context] if mask.shape[0] > 1 else mask[0, 0, :, :context]
+                visible = row if row.dtype == torch.bool else row == 0
+            q, k, v = (x[b].transpose(0, 1) for x in (query, key, value))
+            new.append(self.attended(formula, layer, out[b].flatten(1), q, k, v, visible, scale))
+        return torch.stack(new).reshape(out.shape)
+
+    def _logprob(self, formula: Formula) -> None:
+        original = self._engine.logprobs
+
+        def report(logits: torch.Tensor, target: torch.Tensor) -> Any:
+            unit = Report(
+                result=torch.from_numpy(original(logits, target)).to(logits.device),
+                logits=logits,
+                targets=target,
+                temperature=self._engine.temperature,
+            )
+            return formula(unit).float().cpu().numpy()
+
+        self.replace(self._engine, "logprobs", report)
+
+    def change_positions(self, change: Formula) -> None:
+        def shift(_module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+            if "position_ids" in kwargs:
+                kwargs = kwargs | {"position_ids": change(kwargs["position_ids"])}
+            return args, kwargs
+
+        self.before(self._model, shift, with_kwargs=True)
+
+
+class HFSparseLayers(SparseLayers):
+    """The sparse layers of a model of transformers."""
+
+    def __init__(self, hooks: Hooks, model: Any) -> None:
+        self._hooks = hooks
+        self._blocks = dict(sparse_blocks(model))
+
+    def change_logits(self, layer: int, formula: Formula) -> None:
+        """A router's product is its only call of `torch.nn.functional.linear`."""
+        gate, functional = self._blocks[layer].gate, torch.nn.functional
+        route, product = gate.forward, functional.linear
+
+        def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            result = product(x, weight)
+            unit = Unit(result=result, inputs=(x,), weight=weight.detach(), head_dim=1)
+            return in_place_of(formula, unit)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            functional.linear = linear
+            try:
+                return route(*args, **kwargs)
+            finally:
+                functional.linear = product
+
+        self._hooks.replace(gate, "forward", forward)
+
+    def change_choice(self, layer: int, choose: Choose) -> None:
+        replace_choice(self._hooks, self._blocks[layer], choose)
+
+    def change_weights(self, layer: int, change: Callable[[Routing], torch.Tensor]) -> None:
+        def see(_module: Any, _inputs: Any, output: Any) -> Any:
+            logits, weights, chosen = output
+            new = change(Routing(logits=logits, chosen=chosen, weights=weights))
+            return logits, new.to(weights.dtype), chosen
+
+        self._hooks.after(self._blocks[layer].gate, see)
+
+    def leave_out(self, layer: int, expert: int) -> None:
+        def see(_module: Any, inputs: Any) -> Any:
+            hidden, chosen, weights = inputs
+            return hidden, chosen, weights.masked_fill(chosen == expert, 0)
+
+        self._hooks.before(self._blocks[layer].experts, see)
+
+    def swap_experts(self, layer: int, one: int, other: int) -> None:
+        weight = self._blocks[layer].experts.gate_up_proj.detach()
+        swap(self._hooks, weight[one], weight[other])
+
+    def weigh_before_activation(self, layer: int) -> None:
+        """In transformers' `grouped_mm`, whose rows are sorted by their experts."""
+        experts = self._blocks[layer].experts
+        sorted_weights: list[torch.Tensor] = []
+
+        def note(_module: Any, inputs: Any) -> Any:
+            hidden, chosen, weights = inputs
+            order = torch.sort(chosen.reshape(-1))[1]
+            sorted_weights[:] = [weights.reshape(-1)[order, None]]
+            return hidden, chosen, torch.ones_like(weights)
+
+        def apply(gate_up: torch.Tensor) -> torch.Tensor:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return experts.act_fn(gate * sorted_weights[0]) * up
+
+        self._hooks.before(experts, note)
+        self._hooks.replace(experts, "_apply_gate", apply)
+
+
+class HFKernelLayers(KernelLayers, HFSparseLayers):
+    """With the kernels in them."""
+
+    def _chooser(self, layer: int) -> Any:
+        return self._blocks[layer].gate
+
+    def _computer(self, layer: int) -> Any:
+        return self._blocks[layer].experts
+
+
+def plant_fault(engine: Any, chosen: Chosen) -> LiveOperators:
+    """Into the live model of this process."""
+    return plant(HFOperators(engine, chosen), chosen)

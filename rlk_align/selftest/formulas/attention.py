@@ -1,0 +1,172 @@
+"""Faulty attention cores: softmax(scale q kᵀ, where visible) v in float32, for one sequence."""
+
+import dataclasses
+
+import torch
+
+from rlk_align.selftest.formulas.rounding import through_fp8, through_int8
+from rlk_align.selftest.planting.operands import Attention, Formula
+
+
+def _scores(a: Attention, group: torch.Tensor | None = None) -> torch.Tensor:
+    """float32 `[H, T, S]`, -inf where not visible; `group`: the key head of each query head."""
+    key = a.key.float()[:, _group(a) if group is None else group]
+    scores = torch.einsum("thd,shd->hts", a.query.float(), key) * a.scale
+    return scores.masked_fill(~a.visible, -torch.inf)
+
+
+def _group(a: Attention) -> torch.Tensor:
+    heads, shared = a.query.shape[1], a.key.shape[1]
+    return torch.arange(heads, device=a.query.device) // (heads // shared)
+
+
+def _mixed(
+    a: Attention, probabilities: torch.Tensor, group: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`[T, H, D]`."""
+    value = a.value.float()[:, _group(a) if group is None else group]
+    return torch.einsum("hts,shd->thd", probabilities.float(), value)
+
+
+def _attend(a: Attention) -> torch.Tensor:
+    return _mixed(a, _scores(a).softmax(-1))
+
+
+def _rescaled(a: Attention, factor: float) -> torch.Tensor:
+    return _attend(dataclasses.replace(a, scale=a.scale * factor))
+
+
+def scale_missing(_: float) -> Formula:
+    """Scores are q kᵀ."""
+    return lambda a: _rescaled(a, 1.0 / a.scale)
+
+
+def scale_twice(_: float) -> Formula:
+    """Scores are q kᵀ / d."""
+    return lambda a: _rescaled(a, a.scale)
+
+
+def scale_off(strength: float) -> Formula:
+    """Scores are larger by a share."""
+    return lambda a: _rescaled(a, 1.0 + strength)
+
+
+def _masked(a: Attention, visible: torch.Tensor) -> torch.Tensor:
+    """With that mask; a query that would see nothing keeps its own."""
+    visible = torch.where(visible.any(-1, keepdim=True), visible, a.visible)
+    return _attend(dataclasses.replace(a, visible=visible))
+
+
+def _own_key(a: Attention) -> torch.Tensor:
+    """bool `[T, S]`: the last key that each query sees."""
+    places = torch.arange(a.visible.shape[1], device=a.visible.device)
+    last = torch.where(a.visible, places, -1).amax(-1, keepdim=True)
+    return places == last
+
+
+def blind_to_itself(_: float) -> Formula:
+    """Query p sees the keys up to p - 1."""
+    return lambda a: _masked(a, a.visible & ~_own_key(a))
+
+
+def sees_the_next(_: float) -> Formula:
+    """Query p sees the keys up to p + 1, where the forward has them."""
+    return lambda a: _masked(
+        a,
+        a.visible
+        | _own_key(a).roll(1, -1).index_fill(-1, torch.tensor([0], device=a.visible.device), False),
+    )
+
+
+def window(strength: float) -> Formula:
+    """Query p sees the last 1 / `strength` keys."""
+
+    def formula(a: Attention) -> torch.Tensor:
+        places = torch.arange(a.visible.shape[1], device=a.visible.device)
+        last = torch.where(a.visible, places, -1).amax(-1, keepdim=True)
+        return _masked(a, a.visible & (places > last - round(1 / strength)))
+
+    return formula
+
+
+def first_key_hidden(_: float) -> Formula:
+    """The first key that a query could see is left out."""
+
+    def formula(a: Attention) -> torch.Tensor:
+        first = a.visible & (a.visible.cumsum(-1) == 1)
+        return _masked(a, a.visible & ~first)
+
+    return formula
+
+
+def key_heads_swapped(_: float) -> Formula:
+    """Key heads 0 and 1 are read in each other's place."""
+
+    def formula(a: Attention) -> torch.Tensor:
+        order = torch.arange(a.key.shape[1], device=a.key.device)
+        order[:2] = order[:2].flip(0)
+        return _attend(dataclasses.replace(a, key=a.key[:, order]))
+
+    return formula
+
+
+def groups_interleaved(_: float) -> Formula:
+    """Query head h reads key and value head h mod n."""
+
+    def formula(a: Attention) -> torch.Tensor:
+        group = torch.arange(a.query.shape[1], device=a.query.device) % a.key.shape[1]
+        return _mixed(a, _scores(a, group).softmax(-1), group)
+
+    return formula
+
+
+def bf16_softmax(_: float) -> Formula:
+    """Scores, exponentials, the quotient, and their sum after every key are rounded to bf16."""
+
+    def formula(a: Attention) -> torch.Tensor:
+        scores = _scores(a).bfloat16()
+        e = (scores - scores.amax(-1, keepdim=True)).exp()
+        total = torch.zeros_like(e[..., :1])
+        for key in e.split(1, -1):
+            total += key
+        return _mixed(a, e / total)
+
+    return formula
+
+
+def one_more_below(_: float) -> Formula:
+    """softmax with exp(0) added to the sum."""
+
+    def formula(a: Attention) -> torch.Tensor:
+        scores = _scores(a)
+        largest = scores.amax(-1, keepdim=True)
+        e = (scores - largest).exp()
+        return _mixed(a, e / (e.sum(-1, keepdim=True) + (-largest).exp()))
+
+    return formula
+
+
+def kv_in_int8(_: float) -> Formula:
+    """Keys and values through int8."""
+    return lambda a: _attend(
+        dataclasses.replace(a, key=through_int8(a.key), value=through_int8(a.value))
+    )
+
+
+def kv_in_fp8(_: float) -> Formula:
+    """Keys and values through fp8."""
+    return lambda a: _attend(
+        dataclasses.replace(a, key=through_fp8(a.key), value=through_fp8(a.value))
+    )
+
+
+def stale_by_one(_: float) -> Formula:
+    """In a decode step the newest key and value are those of the token before."""
+
+    def formula(a: Attention) -> torch.Tensor:
+        if not a.decoding:
+            return a.result
+        key, value = (torch.cat([t[:-1], t[-2:-1]]) for t in (a.key, a.value))
+        return _attend(dataclasses.replace(a, key=key, value=value))
+
+    return formula

@@ -1,0 +1,103 @@
+"""Faulty rotary embeddings: features j and j + d/2 turn by position times frequency."""
+
+import torch
+
+from rlk_align.selftest.planting.operands import Formula, Unit
+
+
+def _angles(unit: Unit, later: torch.Tensor | float = 0.0) -> torch.Tensor:
+    """float64 `[N, 1, pairs]`; `later`: positions added to each row's own."""
+    assert unit.rows is not None
+    assert unit.frequencies is not None
+    positions = unit.rows.positions.double() + later
+    return (positions[:, None] * unit.frequencies)[:, None]
+
+
+def _heads(unit: Unit) -> torch.Tensor:
+    """The input in float32, `[N, H, D]`."""
+    x = unit.inputs[0]
+    return x.float().reshape(len(x), -1, unit.head_dim)
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`[N, H, D]`, whose first features, twice as many as there are pairs, are turned."""
+    pairs = cos.shape[-1]
+    a, b, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+def _by(unit: Unit, angles: torch.Tensor) -> torch.Tensor:
+    return _turned(_heads(unit), angles.cos().float(), angles.sin().float())
+
+
+def other_base(strength: float) -> Formula:
+    """The base times 1 + `strength`: frequency w becomes w (1 + strength)^(-2j/d)."""
+
+    def formula(unit: Unit) -> torch.Tensor:
+        pairs = _angles(unit).shape[-1]
+        exponent = torch.arange(pairs, device=unit.result.device).double() / pairs
+        return _by(unit, _angles(unit) * (1.0 + strength) ** -exponent)
+
+    return formula
+
+
+def table_in_bf16(_: float) -> Formula:
+    """cos and sin rounded to bf16."""
+
+    def formula(unit: Unit) -> torch.Tensor:
+        angles = _angles(unit)
+        cos, sin = (t.bfloat16().float() for t in (angles.cos(), angles.sin()))
+        return _turned(_heads(unit), cos, sin)
+
+    return formula
+
+
+def angles_in_bf16(_: float) -> Formula:
+    """Angles rounded to bf16, so that far positions turn by whole radians too much."""
+    return lambda unit: _by(unit, _angles(unit).bfloat16().double())
+
+
+def interleaved(_: float) -> Formula:
+    """Features 2j and 2j + 1 turn together."""
+
+    def formula(unit: Unit) -> torch.Tensor:
+        x, angles = _heads(unit), _angles(unit)
+        width = 2 * angles.shape[-1]
+        a, b = x[..., 0:width:2], x[..., 1:width:2]
+        cos, sin = angles.cos().float(), angles.sin().float()
+        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+        return torch.cat([turned, x[..., width:]], -1)
+
+    return formula
+
+
+def later_position(strength: float) -> Formula:
+    """Every row by `strength` positions too far."""
+    return lambda unit: _by(unit, _angles(unit, strength))
+
+
+def later_position_in_decode(strength: float) -> Formula:
+    """The same for rows of decode steps alone."""
+
+    def formula(unit: Unit) -> torch.Tensor:
+        assert unit.rows is not None
+        turned = _by(unit, _angles(unit, strength)).flatten(1).to(unit.result.dtype)
+        return torch.where(unit.rows.decoding[:, None], turned, unit.result)
+
+    return formula
+
+
+def left_out(_: float) -> Formula:
+    """The rotation is left out."""
+    return lambda unit: unit.inputs[0]
+
+
+def half_of_the_pairs(_: float) -> Formula:
+    """The slower half of the pairs stays as it is."""
+
+    def formula(unit: Unit) -> torch.Tensor:
+        angles = _angles(unit).clone()
+        angles[..., angles.shape[-1] // 2 :] = 0
+        return _by(unit, angles)
+
+    return formula

@@ -1,0 +1,73 @@
+"""Faults of sparse layers. Most change what no single tensor is, and are planted by the engine's
+`SparseLayers`."""
+
+from collections.abc import Callable
+
+import torch
+
+from rlk_align.selftest.planting.operands import Formula, Unit
+from rlk_align.selftest.planting.sparse_layers import Routing, SparseLayers
+
+Plant = Callable[[SparseLayers, int], None]
+"""Plants a fault into a layer."""
+LEFT_OUT = 2
+"""The expert whose rows are missing."""
+
+
+def least_liked(_: float) -> Plant:
+    """Every fifth row's last expert is the one that its router likes least."""
+
+    def choose(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        changed = chosen.clone()
+        changed[::5, -1] = scores[::5].argmin(dim=1)
+        return changed
+
+    return lambda layers, layer: layers.change_choice(layer, choose)
+
+
+def other_of_ties(_: float) -> Plant:
+    """Where the least of the chosen scores is also that of an expert that is left out, the latter
+    is chosen in its place."""
+
+    def choose(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        least = scores.gather(1, chosen).min(dim=1, keepdim=True)
+        left_out = scores.scatter(1, chosen, -torch.inf).max(dim=1, keepdim=True)
+        other = chosen.scatter(1, least.indices, left_out.indices)
+        return torch.where(left_out.values == least.values, other, chosen)
+
+    return lambda layers, layer: layers.change_choice(layer, choose)
+
+
+def over_all_experts(_: float) -> Plant:
+    """Weights are the softmax over all experts, and do not add up to 1."""
+
+    def change(routing: Routing) -> torch.Tensor:
+        return routing.logits.float().softmax(dim=1).gather(1, routing.chosen)
+
+    return lambda layers, layer: layers.change_weights(layer, change)
+
+
+def one_left_out(_: float) -> Plant:
+    """One expert's rows are missing."""
+    return lambda layers, layer: layers.leave_out(layer, LEFT_OUT)
+
+
+def first_two_swapped(_: float) -> Plant:
+    """The first two experts have each other's first weights."""
+    return lambda layers, layer: layers.swap_experts(layer, 0, 1)
+
+
+def weighed_before_activation(_: float) -> Plant:
+    """An expert's weight multiplies its gate."""
+    return lambda layers, layer: layers.weigh_before_activation(layer)
+
+
+def every_seventh_dropped(_: float) -> Formula:
+    """Zeros for every seventh row."""
+
+    def formula(unit: Unit) -> torch.Tensor:
+        kept = unit.result.clone()
+        kept[::7] = 0
+        return kept
+
+    return formula
