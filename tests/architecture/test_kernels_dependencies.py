@@ -22,7 +22,7 @@ BELOW = {
 ROOT = tuple(
     f"rlk_kernels.{name}"
     for name in (
-        *("ahead", "backend", "cuda", "device", "errors", "launching", "memory", "nvrtc"),
+        *("ahead", "backend", "cuda", "custom_op", "device", "errors", "launching", "memory", "nvrtc"),
         *("private_api", "sources"),
     )
 )

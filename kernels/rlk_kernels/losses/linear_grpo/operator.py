@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlk_kernels.backend import choose, on_device_of, record, refuse_transforms
+from rlk_kernels.backend import choose, record
+from rlk_kernels.custom_op import custom_op, on_device_of, refuse_transforms
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.losses.grpo.operator import LOSS_TYPES, METRICS, Loss, by_sequence
 from rlk_kernels.losses.linear_grpo import portable
@@ -81,7 +82,18 @@ class _LinearGRPO(torch.autograd.Function):
         return (*grads, *(None,) * 6)
 
 
-@torch.library.custom_op("rlk::grpo_prepare", mutates_args=())
+def _fake_prepare(target, mask, advantages, spread, *rest):
+    t = target.shape[0]
+    dtype = advantages.dtype
+    if spread and rest[-1] != "torch":
+        dtype = torch.promote_types(dtype, torch.float32)
+    return (
+        target.new_empty(t, dtype=torch.int64), advantages.new_empty(t, dtype=dtype),
+        target.new_empty(t, dtype=torch.float64),
+    )  # fmt: skip
+
+
+@custom_op("grpo_prepare", _fake_prepare)
 def _prepare(
     target: Tensor, mask: Tensor, advantages: Tensor, spread: bool, cu_seqlens: Tensor | None,
     sequences: int, loss_type: str, max_tokens: int | None, ignore_index: int, backend: str,
@@ -93,42 +105,8 @@ def _prepare(
     return ids, token_advantages if spread else token_advantages.clone(), weights
 
 
-@_prepare.register_fake
-def _(target, mask, advantages, spread, cu_seqlens, sequences, loss_type, max_tokens, ignore_index,
-      backend):  # fmt: skip
-    t = target.shape[0]
-    dtype = advantages.dtype
-    if spread and backend != "torch":
-        dtype = torch.promote_types(dtype, torch.float32)
-    return (
-        target.new_empty(t, dtype=torch.int64), advantages.new_empty(t, dtype=dtype),
-        target.new_empty(t, dtype=torch.float64),
-    )  # fmt: skip
-
-
-@torch.library.custom_op("rlk::linear_grpo_loss", mutates_args=())
-def _compiled_loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, old: Tensor | None,
-    advantages: Tensor, ref: Tensor | None, weights: Tensor, logit_dtype: torch.dtype,
-    softcap: float, scale: float, temperature: float, beta: float, low: float, high: float,
-    needs: list[bool], backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss, logp, metrics, dhidden, dweight, dbias): `_LinearGRPO` for a compiler, which needs
-    everything that the backward uses among the outputs."""
-    spec = options_of(logit_dtype, softcap, scale, temperature)
-    value, metrics, logp, grads, ran = _implementation(backend).loss_and_gradients(
-        hidden, weight, bias, ids, (old, advantages, ref, weights), spec, Loss(beta, low, high),
-        needs,
-    )  # fmt: skip
-    record("linear_grpo_loss", ran)
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    gradients = [hidden.new_empty(0) if x is None else x for x in grads]
-    return value.to(wide), logp.clone(), torch.stack(list(metrics.values())), *gradients
-
-
-@_compiled_loss.register_fake
-def _(hidden, weight, bias, ids, old, advantages, ref, weights, logit_dtype, softcap, scale,
-      temperature, beta, low, high, needs, backend):  # fmt: skip
+def _fake_loss(hidden, weight, bias, ids, old, advantages, ref, weights, *options):
+    needs = options[-2]
     wide = torch.promote_types(hidden.dtype, torch.float32)
     count = len(METRICS) if ref is not None else len(METRICS) - 1
     grads = [
@@ -155,7 +133,24 @@ def _backward_compiled(ctx, g, *_):
     return (*grads, *(None,) * 14)
 
 
-_compiled_loss.register_autograd(_backward_compiled, setup_context=_setup_compiled)
+@custom_op("linear_grpo_loss", _fake_loss, setup=_setup_compiled, backward=_backward_compiled)
+def _compiled_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, old: Tensor | None,
+    advantages: Tensor, ref: Tensor | None, weights: Tensor, logit_dtype: torch.dtype,
+    softcap: float, scale: float, temperature: float, beta: float, low: float, high: float,
+    needs: list[bool], backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss, logp, metrics, dhidden, dweight, dbias): `_LinearGRPO` for a compiler, which needs
+    everything that the backward uses among the outputs."""
+    spec = options_of(logit_dtype, softcap, scale, temperature)
+    value, metrics, logp, grads, ran = _implementation(backend).loss_and_gradients(
+        hidden, weight, bias, ids, (old, advantages, ref, weights), spec, Loss(beta, low, high),
+        needs,
+    )  # fmt: skip
+    record("linear_grpo_loss", ran)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    gradients = [hidden.new_empty(0) if x is None else x for x in grads]
+    return value.to(wide), logp.clone(), torch.stack(list(metrics.values())), *gradients
 
 
 def _partition(cu_seqlens: Tensor, t: int) -> bool:
