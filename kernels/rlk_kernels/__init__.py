@@ -24,8 +24,8 @@ from rlk_kernels.errors import (
     UnsupportedDtype,
     UnsupportedShape,
 )
-from rlk_kernels.losses.grpo.operator import group_advantages
 from rlk_kernels.losses.linear_grpo.operator import linear_grpo_loss
+from rlk_kernels.losses.policy.advantages import group_advantages
 from rlk_kernels.losses.policy.operator import dpo_loss, linear_policy_loss, policy_loss
 from rlk_kernels.losses.routing.operator import load_balancing_loss, router_z_loss
 from rlk_kernels.ops.attention.ahead import warm_up_paged_attention
