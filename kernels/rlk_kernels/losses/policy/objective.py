@@ -161,11 +161,10 @@ def token_terms(
         active = clipped != ratio
         value, slope = -clipped * a * logp, -clipped * a
     else:
-        free = torch.where((a == 0) & ratio.isinf(), 0.0, ratio * a)
-        held = clipped * a
-        active = free > held
-        value = -torch.where(active, held, free)
-        slope = torch.where(active, 0.0, -free)
+        unclipped = torch.where((a == 0) & ratio.isinf(), 0.0, ratio * a)
+        active = unclipped > clipped * a
+        value = -torch.where(active, clipped * a, unclipped)
+        slope = torch.where(active, 0.0, -unclipped)
     factor = torch.ones_like(value)
     if objective.correction is not None:
         assert rollout is not None
