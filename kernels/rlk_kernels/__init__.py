@@ -11,11 +11,10 @@ import torch
 from rlk_kernels.backend import (
     backend_calls,
     choose,
-    dispatch_straight,
     last_backend,
-    on_device_of,
     reset_backend_calls,
 )
+from rlk_kernels.custom_op import on_device_of
 from rlk_kernels.device import HAS_TRITON
 from rlk_kernels.errors import (
     KernelError,
@@ -25,15 +24,14 @@ from rlk_kernels.errors import (
     UnsupportedDtype,
     UnsupportedShape,
 )
-from rlk_kernels.losses.grpo.operator import group_advantages
 from rlk_kernels.losses.linear_grpo.operator import linear_grpo_loss
+from rlk_kernels.losses.policy.advantages import group_advantages
 from rlk_kernels.losses.policy.operator import dpo_loss, linear_policy_loss, policy_loss
 from rlk_kernels.losses.routing.operator import load_balancing_loss, router_z_loss
 from rlk_kernels.ops.attention.ahead import warm_up_paged_attention
 from rlk_kernels.ops.attention.operator import attention, paged_attention, paged_schedule
 from rlk_kernels.ops.attention.shared_schedule import Schedule
 from rlk_kernels.ops.combine.operator import combine_experts
-from rlk_kernels.ops.corrected_routing.operator import route_corrected
 from rlk_kernels.ops.embedding.operator import embedding
 from rlk_kernels.ops.experts.ahead import warm_up_experts
 from rlk_kernels.ops.experts.operator import (
@@ -49,10 +47,8 @@ from rlk_kernels.ops.logp.operator import logp
 from rlk_kernels.ops.norm_rope.operator import norm_rope
 from rlk_kernels.ops.rms_norm.operator import rms_norm
 from rlk_kernels.ops.rope.operator import rope
-from rlk_kernels.ops.routing.operator import route
+from rlk_kernels.ops.routing.operator import route, route_corrected
 from rlk_kernels.ops.swiglu.operator import swiglu
-
-dispatch_straight()
 
 
 def warm_up(

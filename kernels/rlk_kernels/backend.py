@@ -16,19 +16,16 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
 
 import torch
-from torch import Tensor
-from torch.library import CustomOpDef
 
-from rlk_kernels import private_api
 from rlk_kernels.device import HAS_TRITON, interpreting, runs_triton
 from rlk_kernels.errors import UnknownBackend, UnsupportedDevice, UnsupportedDtype
 
 BACKENDS = ("triton", "torch")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-INSTALL_TRITON = "pip install 'triton>=3.6' (Linux)"
+INSTALL_TRITON = "pip install 'triton>=3.6,<3.10' (Linux)"
 
 _calls: Counter[tuple[str, str]] = Counter()
 _last: dict[str, str] = {}
@@ -92,102 +89,24 @@ def _warn_of_no_triton() -> None:
     )
 
 
-def refuse_transforms(op: str, *, vmap: bool = True) -> None:
-    """Raise NotImplementedError where torch would differentiate `op` other than by a backward: in
-    torch.func.grad, jvp and their derivatives, and in forward mode, where tangents would be zeros.
-    `vmap`: whether torch.vmap may take it row by row."""
-    stack = private_api.transforms() or ()
-    grad = any(x.key() == private_api.gradient_transform for x in stack)
-    if grad or private_api.in_forward_mode() or (stack and not vmap):
-        raise NotImplementedError(
-            f"{op}: transforms of torch.func and forward mode are not supported; take gradients "
-            "with torch.autograd (backward, torch.autograd.grad)"
-        )
-
-
-def refuse_gradient(
-    op: CustomOpDef, name: str, why: str = "gradients of its gradients are not implemented"
-) -> None:
-    """Have every backward through `op` raise NotImplementedError: `name`, with the reason `why`."""
-
-    def backward(ctx, *grads):
-        raise NotImplementedError(f"{name}: {why}")
-
-    op.register_autograd(backward)
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
-"""Tensors that behave as torch's own."""
-_NO_TENSORS = frozenset({bool, int, float, str, type(None), torch.dtype})
-"""Types that `isinstance(x, Tensor)` need not be asked of: it takes several times as long."""
-
-
-def on_device_of(x: Tensor) -> AbstractContextManager:
-    """Makes x's GPU the current one (for a model on several GPUs), as torch's own operators do:
-    kernels are launched on the current GPU."""
-    if torch.compiler.is_compiling() or not _lies_elsewhere(x):
-        return nullcontext()
-    return torch.cuda.device(x.get_device())
-
-
-def _lies_elsewhere(x: Tensor) -> bool:
-    index = x.get_device() if type(x) in _PLAIN else -1
-    return index >= 0 and index != private_api.current_device() >= 0
-
-
-def call(op: CustomOpDef, *args, inference: Callable | None = None):
-    """`op(*args)`, without torch's dispatch where it has nothing to do: no compiler, mode,
-    transform or tensor subclass. Dispatching costs several times what a launch does. Where a
-    gradient is needed, autograd is told of op's backward like that of any function. The first
-    argument decides the GPU (`on_device_of`); `inference`: runs instead of op's own function where
-    no gradient is needed."""
-    if torch.compiler.is_compiling():
-        return op(*args)
-    if _lies_elsewhere(args[0]):
-        with on_device_of(args[0]):
-            return call(op, *args, inference=inference)
-    if not private_api.DIRECT_DISPATCH:
-        refuse_transforms(private_api.qualified_name(op))
-        return op(*args)
-    if private_api.innermost_transform() is not None or private_api.in_forward_mode():
-        refuse_transforms(private_api.qualified_name(op))
-        return op(*args)
-    grad, differentiated = torch.is_grad_enabled(), False
-    for x in args:
-        kind = type(x)
-        if kind in _NO_TENSORS:
-            continue
-        if kind in _PLAIN:
-            differentiated = differentiated or (grad and x.requires_grad)
-        elif isinstance(x, Tensor):
-            return op(*args)
-    if private_api.dispatch_modes() > 0:
-        return op(*args)
-    if differentiated:
-        function = private_api.differentiable(op)
-        return op(*args) if function is None else function.apply(*args)
-    return (inference or private_api.implementation(op))(*args)
-
-
-_on_gpus = torch.library.Library("rlk", "FRAGMENT")
-
-
-_straight: set[str] = set()
-
-
-def dispatch_straight() -> None:
-    """Have torch's dispatch call these operators on GPUs directly, without the wrapper of
-    `custom_op`: compiled models go through the dispatch, not through `call`."""
-    for name, op in private_api.custom_operators("rlk").items():
-        if name not in _straight:
-            _on_gpus.impl(name, private_api.implementation(op), "CUDA")
-            _straight.add(name)
-
-
 def record(op: str, implementation: str) -> None:
     """Record that `implementation` executed `op` (called by the operators themselves)."""
     _calls[op, implementation] += 1
     _last[op] = implementation
+
+
+def two_backends(
+    portable: ModuleType, on_triton: Callable[[], ModuleType]
+) -> Callable[[str, str], ModuleType]:
+    """A function (operator, backend) that records the call and returns the module that runs it:
+    `portable`, or the module that `on_triton` returns."""
+
+    def module_of(op: str, backend: str) -> ModuleType:
+        _calls[op, backend] += 1  # `record`, without another frame in each call
+        _last[op] = backend
+        return portable if backend == "torch" else on_triton()
+
+    return module_of
 
 
 def last_backend(op: str) -> str | None:

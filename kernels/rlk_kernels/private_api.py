@@ -6,7 +6,6 @@ later version lacks turns the fast paths off that need it, and `fast_paths` says
 
     part                                         seen working on
     CUDA device, stream, allocator               torch 2.11.0+cu130
-    custom operators and their implementations   torch 2.11.0+cu130, 2.13.0+cpu
     transforms, modes and forward mode           torch 2.11.0+cu130, 2.13.0+cpu
     launcher without its wrapper                 Triton 3.6.0
     hooks, compiling in threads, cache           Triton 3.6.0, 3.9.0
@@ -56,58 +55,45 @@ def _public_stream(device: int) -> int:
 
 
 # () -> the current GPU, (GPU) -> its current stream; -1 where torch is built without CUDA.
-current_device = getattr(torch._C, "_cuda_getDevice", _public_device)
-current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
+current_device: Any = _find("torch._C._cuda_getDevice") or _public_device
+current_stream: Any = _find("torch._C._cuda_getCurrentRawStream") or _public_stream
 # As Inductor's code allocates, past torch's dispatch: (shape, strides, dtype) -> a tensor on the
 # current GPU; (tensor, shape, strides, first element) -> the same memory, and no view for autograd.
-_guards = _find("torch._C._dynamo.guards")
-allocate: Any = getattr(_guards, "_empty_strided_cuda", None)
-reinterpret: Any = getattr(_guards, "_reinterpret_tensor", torch.as_strided)
+allocate: Any = _find("torch._C._dynamo.guards._empty_strided_cuda")
+reinterpret: Any = _find("torch._C._dynamo.guards._reinterpret_tensor") or torch.as_strided
 # () -> the transforms of torch.func that run now and the innermost of them, or None.
 transforms = _find("torch._C._functorch.get_interpreter_stack") or (lambda: ())
 innermost_transform = _find("torch._C._functorch.peek_interpreter_stack")
 gradient_transform = _find("torch._C._functorch.TransformType.Grad")
 # () -> how many dispatch modes are active.
 dispatch_modes = _find("torch._C._len_torch_dispatch_stack")
-_operators = _find("torch._library.custom_ops.OPDEFS")
 _find("torch.autograd.forward_ad._current_level")
 
-DIRECT_DISPATCH = not set(_GONE) - {"torch._C._dynamo.guards"}
+_NEEDED = {
+    "direct dispatch": (
+        "torch._C._functorch.get_interpreter_stack",
+        "torch._C._functorch.peek_interpreter_stack",
+        "torch._C._functorch.TransformType.Grad",
+        "torch._C._len_torch_dispatch_stack",
+        "torch.autograd.forward_ad._current_level",
+    ),
+    "direct allocation": (
+        "torch._C._dynamo.guards._empty_strided_cuda",
+        "torch._C._dynamo.guards._reinterpret_tensor",
+    ),
+    "device query": ("torch._C._cuda_getDevice", "torch._C._cuda_getCurrentRawStream"),
+}
+"""Fast path -> the names of torch that it needs."""
+
+
+def _state(path: str) -> str:
+    """`on`, or `off` and the names that torch lacks."""
+    gone = ", ".join(name for name in _NEEDED[path] if name in _GONE)
+    return f"off (torch {torch.__version__}: no {gone})" if gone else "on"
+
+
+DIRECT_DISPATCH = _state("direct dispatch") == "on"
 """Whether operators may be called past torch's dispatch, which needs to know all that is open."""
-
-
-def implementation(op: Any) -> Any:
-    """The function that was registered as a custom operator; the operator, which does the same,
-    where it does not tell."""
-    return getattr(op, "_init_fn", op)
-
-
-def qualified_name(op: Any) -> str:
-    """A custom operator's name."""
-    return getattr(op, "_qualname", "this operator")
-
-
-@functools.cache
-def differentiable(op: Any) -> type[torch.autograd.Function] | None:
-    """A custom operator's function and backward for autograd alone, without the dispatch around
-    them; None for one that changes an argument, or has no backward, or does not tell."""
-    parts = ("_backward_fn", "_opoverload", "_init_fn", "_setup_context_fn", "_name")
-    if not all(hasattr(op, part) for part in parts):
-        return None
-    if op._backward_fn is None or op._opoverload._schema.is_mutable:
-        return None
-
-    def forward(ctx, *args):
-        result = op._init_fn(*args)
-        if op._setup_context_fn is not None:
-            op._setup_context_fn(ctx=ctx, inputs=args, output=result)
-        return result
-
-    def backward(ctx, *grads):
-        return op._backward_fn(ctx, *grads)
-
-    functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(f"Differentiable_{op._name}", (torch.autograd.Function,), functions)
 
 
 def process_group(name: str) -> Any:
@@ -134,16 +120,6 @@ def in_forward_mode() -> bool:
     return True
 
 
-def custom_operators(namespace: str) -> dict[str, Any]:
-    """Name -> custom operator of a namespace whose function is known."""
-    prefix = f"{namespace}::"
-    return {
-        name.removeprefix(prefix): op
-        for name, op in (_operators or {}).items()
-        if name.startswith(prefix) and implementation(op) is not op
-    }
-
-
 def compiling_in(threads: Executor) -> AbstractContextManager:
     """A context in which `kernel.warmup` compiles in `threads`, or at once where Triton cannot do
     that; at its end all is compiled."""
@@ -157,8 +133,10 @@ def compiling_in(threads: Executor) -> AbstractContextManager:
 def stop_submitting() -> None:
     """Have `kernel.warmup` compile at once again, in a context of `compiling_in` that goes on: its
     threads compile what they were given, and a launch waits for its own kernel."""
-    from triton.runtime import _async_compile
-
+    try:
+        from triton.runtime import _async_compile
+    except ImportError:
+        return
     _async_compile.active_mode.set(None)
 
 
@@ -284,17 +262,13 @@ def fast_paths() -> dict[str, str]:
     """Fast path -> `on`, or `off` and why."""
     triton = triton_version() if HAS_TRITON else "0.0"
     off = "off (seen working on Triton {}.{} alone)".format(*DIRECT_TRITON[0])
-    gone = ", ".join(_GONE)
     hidden = HAS_TRITON and _launch_hooks() is None
     unhooked = f"off (Triton {triton} has no triton.knobs.runtime.launch_enter_hook)"
     replay = "on" if REPLAY else "off (RLK_REPLAY=0)"
     return {
-        "direct dispatch": "on"
-        if DIRECT_DISPATCH
-        else f"off (torch {torch.__version__}: no {gone})",
+        **{path: _state(path) for path in _NEEDED},
         "direct launch": (unhooked if hidden else "on")
         if fits_gluon(triton, DIRECT_TRITON)
         else off,
-        "direct allocation": "on" if allocate else f"off (torch {torch.__version__} has none)",
         "replay": unhooked if hidden and REPLAY else replay,
     }

@@ -22,8 +22,8 @@ BELOW = {
 ROOT = tuple(
     f"rlk_kernels.{name}"
     for name in (
-        *("ahead", "backend", "cuda", "device", "errors", "launching", "memory", "nvrtc"),
-        *("private_api", "sources"),
+        *("ahead", "backend", "cuda", "custom_op", "device", "errors", "launching", "memory"),
+        *("nvrtc", "private_api", "sources"),
     )
 )
 """The files that stand in no folder; every folder may import them."""
@@ -67,7 +67,7 @@ IMPORTS = {name: imports(tree, set(MODULES)) for name, tree in TREES.items()}
 def at_the_top(tree: ast.Module) -> ast.Module:
     """The module without what is imported by its functions, and lazily."""
     later = ast.FunctionDef | ast.ClassDef
-    now = [n for n in tree.body if not (isinstance(n, later) or is_lazy(getattr(n, "value", None)))]
+    now = [n for n in tree.body if not isinstance(n, later) and not any(map(is_lazy, ast.walk(n)))]
     return ast.Module(body=now, type_ignores=[])
 
 

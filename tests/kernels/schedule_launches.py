@@ -14,9 +14,10 @@ import rlk_kernels as rk
 import torch
 from offline_h200 import h200
 from replayed_launches import empty, integers
-from rlk_kernels.ops.attention import forward, hopper_blocks, hopper_pieces, merge, schedule
+from rlk_kernels.ops.attention import forward, merge, schedule
+from rlk_kernels.ops.attention.hopper import blocks, pieces
 
-MODULES = (forward, hopper_blocks, hopper_pieces, merge, schedule)
+MODULES = (forward, blocks, pieces, merge, schedule)
 LISTS = ("_shared_kernel", "_schedule_kernel")
 CASES = [
     (sequences, queries, pages, heads, window, dtype)

@@ -8,7 +8,7 @@ import planning
 import pytest
 import rlk_kernels as rk
 import torch
-from rlk_kernels import backend, device, private_api
+from rlk_kernels import custom_op, device, private_api
 from rlk_kernels.matmul import plan as matmul
 from rlk_kernels.matmul import product
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -323,10 +323,8 @@ class Operator:
     def __init__(self, current: list[int]) -> None:
         self.current, self.ran = current, []
 
-    def _init_fn(self, *args) -> None:
+    def __call__(self, *args) -> None:
         self.ran.append(self.current[-1])
-
-    __call__ = _init_fn
 
 
 def test_an_operator_runs_on_the_gpu_of_its_tensors(monkeypatch):
@@ -339,16 +337,17 @@ def test_an_operator_runs_on_the_gpu_of_its_tensors(monkeypatch):
         yield
         current.pop()
 
-    monkeypatch.setattr(backend, "_PLAIN", (OnGPU,))
+    monkeypatch.setattr(custom_op, "_PLAIN", (OnGPU,))
     monkeypatch.setattr(private_api, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", device)
     op = Operator(current)
+    monkeypatch.setitem(custom_op._parts, op, custom_op._Parts("op", op, None))
     for index in (0, 1, 3, -1):  # the last: on no GPU
-        backend.call(op, OnGPU(index))
+        custom_op.call(op, OnGPU(index))
     assert op.ran == [0, 1, 3, 0]
-    with backend.on_device_of(OnGPU(2)):
+    with custom_op.on_device_of(OnGPU(2)):
         assert current[-1] == 2
-        backend.call(op, OnGPU(2))
+        custom_op.call(op, OnGPU(2))
     assert op.ran[-1] == 2
     assert current == [0]
 
@@ -357,12 +356,13 @@ def test_which_gpu_is_not_asked_of_fake_tensors_nor_while_a_graph_is_traced(monk
     asked = []
     monkeypatch.setattr(private_api, "current_device", lambda: asked.append(1) or 5)
     op = Operator([0])
+    monkeypatch.setitem(custom_op._parts, op, custom_op._Parts("op", op, None))
     with FakeTensorMode():
-        backend.call(op, torch.empty(2, device="meta"))
+        custom_op.call(op, torch.empty(2, device="meta"))
 
     @torch.compile(fullgraph=True, backend="eager")
     def traced(x):
-        with backend.on_device_of(x):
+        with custom_op.on_device_of(x):
             return x + 1
 
     assert traced(torch.zeros(1)) == 1
@@ -431,9 +431,9 @@ def test_an_operator_has_the_gradients_of_its_dispatched_form_past_the_dispatch(
         dispatched.append(name)
         return run(*arguments)
 
-    for name, op in private_api.custom_operators("rlk").items():
+    for op, parts in custom_op._parts.items():
         for where, run in list(op._backend_fns.items()):
-            monkeypatch.setitem(op._backend_fns, where, partial(counting, name, run))
+            monkeypatch.setitem(op._backend_fns, where, partial(counting, parts.name, run))
 
     def both(run):
         leaves = [t.clone().requires_grad_() for t in (x, w, gain)]

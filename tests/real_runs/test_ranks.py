@@ -282,14 +282,14 @@ def test_a_torch_that_is_too_old(rollout: Path, tmp_path: Path, other_python: Pa
     (record / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.4.0\n")
     python = old / "bin/python"
     done = score(tmp_path, f"hf:python={python}", rollout).wait()
-    install = f"{python} -m pip install 'torch>=2.11'"
-    assert_error(done, 2, f"python={python} lacks", "torch>=2.11 (has 2.4.0)", install)
+    install = f"{python} -m pip install 'torch"
+    assert_error(done, 2, f"python={python} lacks", ">=2.11 (has 2.4.0)", install)
 
 
 def test_an_interpreter_without_what_is_needed(rollout: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "bare", symlinks=True)
     done = score(tmp_path, "hf:python=bare/bin/python", rollout).wait()
-    assert_error(done, 2, "lacks", "torch>=2.11", "pyarrow", "bare/bin/python -m pip install")
+    assert_error(done, 2, "lacks", ">=2.11", "pyarrow", "bare/bin/python -m pip install")
 
 
 @pytest.mark.parametrize(

@@ -104,8 +104,8 @@ def route_corrected(
 def weights_of(
     logits: Tensor, ids: Tensor, normalize: bool, correction: Correction | None = None
 ) -> Tensor:
-    """fp32 [T, k]: what `route`, or with a correction `route_corrected`, weighs the experts
-    ids[T, k] by, ascending, whoever has chosen them."""
+    """fp32 [T, k]: the weights that `route`, or with a correction `route_corrected`, gives the
+    experts ids[T, k], which ascend, also where another router chose them."""
     if correction is None and not normalize:
         every, _ = route(logits, logits.shape[1], normalize)
         return every.gather(1, ids.long())

@@ -22,7 +22,8 @@ M = rows of x (all leading dimensions)   K = in features   N = out features
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import call, choose, on_device_of, record
+from rlk_kernels.backend import choose, record
+from rlk_kernels.custom_op import call, custom_op, on_device_of
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.matmul import portable
@@ -39,40 +40,12 @@ def linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 _on_triton = lazy_module("rlk_kernels.matmul.product")
 
 
-@torch.library.custom_op("rlk::gemm", mutates_args=())
-def _gemm(
-    a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool, trans_b: bool,
-    out_dtype: torch.dtype, backend: str,
-) -> Tensor:  # fmt: skip
-    if backend == "torch":
-        record("linear", "torch")
-        return portable.product(a, b, bias, trans_a, trans_b, out_dtype)
-    m = a.shape[1] if trans_a else a.shape[0]
-    n = b.shape[0] if trans_b else b.shape[1]
-    out = empty((m, n), out_dtype, a.device)
-    record("linear", _on_triton().product(a, b, bias, trans_a, trans_b, out))
-    return out
+def _shape(a: Tensor, b: Tensor, trans_a: bool, trans_b: bool) -> tuple[int, int]:
+    return a.shape[1] if trans_a else a.shape[0], b.shape[0] if trans_b else b.shape[1]
 
 
-@_gemm.register_fake
-def _(a, b, bias, trans_a, trans_b, out_dtype, backend):
-    m = a.shape[1] if trans_a else a.shape[0]
-    n = b.shape[0] if trans_b else b.shape[1]
-    return a.new_empty(m, n, dtype=out_dtype)
-
-
-@torch.library.custom_op("rlk::linear_into", mutates_args=("out",))
-def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, backend: str) -> None:
-    if backend == "torch":
-        record("linear", "torch")
-        out.copy_(portable.product(x, weight, bias, False, True, out.dtype))
-        return
-    record("linear", _on_triton().product(x, weight, bias, False, True, out))
-
-
-@_linear_into.register_fake
-def _(out, x, weight, bias, backend):
-    return None
+def _fake(a, b, bias, trans_a, trans_b, out_dtype, backend):
+    return a.new_empty(_shape(a, b, trans_a, trans_b), dtype=out_dtype)
 
 
 def input_grad(dy: Tensor, weight: Tensor, backend: str) -> Tensor:
@@ -113,21 +86,35 @@ def _backward(ctx, dy):
     return dx, dw, db, None, None, None, None
 
 
-_gemm.register_autograd(_backward, setup_context=_setup)
+@custom_op("gemm", _fake, setup=_setup, backward=_backward)
+def _gemm(
+    a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool, trans_b: bool,
+    out_dtype: torch.dtype, backend: str,
+) -> Tensor:  # fmt: skip
+    if backend == "torch":
+        record("linear", "torch")
+        return portable.product(a, b, bias, trans_a, trans_b, out_dtype)
+    out = empty(_shape(a, b, trans_a, trans_b), out_dtype, a.device)
+    record("linear", _on_triton().product(a, b, bias, trans_a, trans_b, out))
+    return out
 
 
-@torch.library.custom_op("rlk::add_weight_grad", mutates_args=("main_grad",))
+@custom_op("linear_into", lambda *arguments: None, writes=("out",))
+def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, backend: str) -> None:
+    if backend == "torch":
+        record("linear", "torch")
+        out.copy_(portable.product(x, weight, bias, False, True, out.dtype))
+        return
+    record("linear", _on_triton().product(x, weight, bias, False, True, out))
+
+
+@custom_op("add_weight_grad", lambda *arguments: None, writes=("main_grad",))
 def _add_weight_grad(main_grad: Tensor, dy: Tensor, x: Tensor, backend: str) -> None:
     if backend == "torch":
         record("linear", "torch")
         main_grad += portable.product(dy, x, None, True, False, torch.float32)
         return
     record("linear", _on_triton().add_product(main_grad, dy, x))
-
-
-@_add_weight_grad.register_fake
-def _(main_grad, dy, x, backend):
-    return None
 
 
 class _WithMainGrad(torch.autograd.Function):

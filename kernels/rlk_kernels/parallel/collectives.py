@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlk_kernels import private_api
-from rlk_kernels.backend import call, dispatch_straight, refuse_gradient
+from rlk_kernels.custom_op import call, custom_op
 from rlk_kernels.errors import RankMissing
 
 LOOK = timedelta(seconds=2)
@@ -36,7 +36,11 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 """torch 2.13's name, and that of older ones."""
 
 
-@torch.library.custom_op("rlk::all_gather", mutates_args=())
+COPIES = ("copies between ranks", "operators that use them have their own gradient")
+"""Why copies have no gradient."""
+
+
+@custom_op("all_gather", lambda x, group, ranks: x.new_empty((ranks, *x.shape)), no_gradient=COPIES)
 def _all_gather(x: Tensor, group: str, ranks: int) -> Tensor:
     x = x.contiguous()
     out = x.new_empty((ranks, *x.shape))
@@ -44,28 +48,17 @@ def _all_gather(x: Tensor, group: str, ranks: int) -> Tensor:
     return out
 
 
-@_all_gather.register_fake
-def _(x, group, ranks):
-    return x.new_empty((ranks, *x.shape))
-
-
-@torch.library.custom_op("rlk::all_to_all", mutates_args=())
+@custom_op(
+    "all_to_all",
+    lambda parts, group: torch.empty_like(parts, memory_format=torch.contiguous_format),
+    no_gradient=COPIES,
+)
 def _all_to_all(parts: Tensor, group: str) -> Tensor:
     parts = parts.contiguous()
     out = torch.empty_like(parts)
     exchange = dist.all_to_all_single
     _run("all_to_all", group, lambda **how: exchange(out.view(-1), parts.view(-1), **how), parts)
     return out
-
-
-@_all_to_all.register_fake
-def _(parts, group):
-    return torch.empty_like(parts, memory_format=torch.contiguous_format)
-
-
-for _op in (_all_gather, _all_to_all):
-    refuse_gradient(_op, "copies between ranks", "operators that use them have their own gradient")
-dispatch_straight()
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -4,7 +4,7 @@ Every rank has some rows of each sequence, with all heads. Ranks exchange them, 
 rows of its share of heads, runs `attention` as one rank does, and sends the outputs back. Attention
 never mixes heads, and rows are copied: outputs and the gradients of q, k and v have the bits of one
 rank, whatever the order of sums. (Gradients of weights are sums over rows outside of attention;
-whoever reduces gradients over ranks adds them up.)
+the trainer adds them up over ranks.)
 
 Rows are divided as in Megatron: a sequence is cut into 2 R equal parts, and rank r has the parts r
 and 2 R - 1 - r, so that causal attention gives all ranks the same work.

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import choose, on_device_of
+from rlk_kernels.backend import choose
+from rlk_kernels.custom_op import on_device_of
 from rlk_kernels.ops.embedding.operator import embedding, embedding_grad
 from rlk_kernels.parallel.copies import Group, gather, rank_of, size_of
 

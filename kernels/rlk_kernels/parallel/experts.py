@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlk_kernels.backend import choose, on_device_of
+from rlk_kernels.backend import choose
+from rlk_kernels.custom_op import on_device_of
 from rlk_kernels.errors import UnsupportedShape
 from rlk_kernels.ops.combine.operator import sum_slots
 from rlk_kernels.ops.experts.operator import group_by_expert

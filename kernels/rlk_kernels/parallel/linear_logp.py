@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import choose, on_device_of
+from rlk_kernels.backend import choose
+from rlk_kernels.custom_op import on_device_of
 from rlk_kernels.ops.linear import bias_grad, input_grad, linear, weight_grad
 from rlk_kernels.ops.linear_logp.operator import check
 from rlk_kernels.ops.logp.operator import logp_grad

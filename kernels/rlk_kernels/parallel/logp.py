@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import choose, on_device_of
+from rlk_kernels.backend import choose
+from rlk_kernels.custom_op import on_device_of
 from rlk_kernels.errors import UnsupportedShape
 from rlk_kernels.numerics.lse_tree.tree import LEAF
 from rlk_kernels.ops.logp.operator import logp, logp_grad

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import choose, on_device_of
+from rlk_kernels.backend import choose
+from rlk_kernels.custom_op import on_device_of
 from rlk_kernels.ops.rms_norm.operator import rms_norm, rms_norm_grad
 from rlk_kernels.parallel.copies import Group, gather, rank_of, size_of
 

@@ -71,7 +71,7 @@ def backward(lens_q, lens_k, shape, dtype, causal, window, behind=7):
 )
 def test_the_backward_for_hopper_has_the_bits_of_the_other(dtype, shape, window, causal):
     if not facts(torch.device("cuda:0")).gluon:
-        pytest.skip("hopper_dq.py is for Hopper and the Triton of device.GLUON_TRITON")
+        pytest.skip("hopper/dq.py is for Hopper and the Triton of device.GLUON_TRITON")
     for lens in BACKWARD:
         special, plain = backward(*lens, shape, dtype, causal, window)
         assert special[3] == "triton/hopper"

@@ -7,8 +7,8 @@ from kernel_suite import attention_within_budget, packed, paged_cache
 from pairwise import pairwise
 from rlk_kernels.device import facts
 from rlk_kernels.ops.attention import forward as attention_forward
-from rlk_kernels.ops.attention import hopper
 from rlk_kernels.ops.attention.call import AttentionCall
+from rlk_kernels.ops.attention.hopper import steps as hopper
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(32, 8, 128), (16, 8, 128), (8, 1, 64), (14, 2, 64), (6, 6, 80), (4, 2, 256)]

@@ -6,14 +6,12 @@ import torch
 from expert_suite import SPREADS, by_linear, chosen, layer, weights
 from kernel_suite import rand
 from rlk_kernels.ops.combine import portable as combine_portable
-from rlk_kernels.ops.corrected_routing import portable as corrected_portable
-from rlk_kernels.ops.corrected_routing.operator import route_corrected_ref
 from rlk_kernels.ops.experts import launch
 from rlk_kernels.ops.experts import portable as experts_portable
 from rlk_kernels.ops.experts.operator import grouped_linear_ref
 from rlk_kernels.ops.linear import input_grad, weight_grad
 from rlk_kernels.ops.routing import portable as routing_portable
-from rlk_kernels.ops.routing.operator import route_ref
+from rlk_kernels.ops.routing.operator import route_corrected_ref, route_ref
 
 SIZES = [
     # tokens, experts, k, N, K
@@ -168,7 +166,7 @@ def test_corrected_routing(normalize, experts, groups, top_groups):
     leaf = logits.clone().requires_grad_()
     grad = rand(2000, 8, dtype=torch.float32, device=CUDA, seed=9)
     rk.route_corrected(leaf, correction, 8, **how)[0].backward(grad)
-    exact = corrected_portable.backward(
+    exact = routing_portable.backward_corrected(
         logits.double().cpu(), ids.cpu(), grad.double().cpu(), normalize, 2.5
     )
     assert float((leaf.grad.cpu() - exact).abs().max()) <= 4e-6

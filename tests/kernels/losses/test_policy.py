@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 import rlk_kernels as rk
 import torch
-from rlk_kernels.losses.policy.terms import Objective, sequence_sums, token_terms
+from rlk_kernels.losses.policy.objective import (
+    Objective,
+    Sequences,
+    sequence_sums,
+    token_terms,
+)
 from torch import Tensor
 
 LENGTHS = (5, 1, 9, 7)
@@ -104,7 +109,8 @@ def test_a_sequence_has_the_same_bits_in_any_batch() -> None:
 
         def terms(part: slice, cu: Tensor, o=objective, a=spread, on=on) -> Any:
             named = (p[name][part] for name in ("logp", "old"))
-            return token_terms(*named, a[part], on[part], cu, p["rollout"][part], p["ref"][part], o)
+            of_batch = Sequences(on[part], cu)
+            return token_terms(*named, a[part], p["ref"][part], o, of_batch, p["rollout"][part])
 
         whole = terms(slice(0, T), CU)
         for first, last in zip(CU[:-1].tolist(), CU[1:].tolist(), strict=True):
@@ -243,7 +249,7 @@ def test_as_many_advantages_as_sequences_are_one_for_each() -> None:
         ({"advantages": torch.empty(4, device="meta")}, RuntimeError, "move them to one device"),
         ({"cu_seqlens": CU.to("meta")}, RuntimeError, "move them to one device"),
         ({"cu_seqlens": CU + 0.5}, TypeError, "int32 or int64 is needed"),
-        ({"advantages": torch.ones(4) * 1j}, TypeError, "an input is torch.complex64"),
+        ({"advantages": torch.ones(4) * 1j}, TypeError, "advantages is torch.complex64"),
         ({"logp": torch.ones(T, dtype=torch.int64)}, TypeError, "not torch.int64"),
     ],
 )

@@ -4,8 +4,8 @@ import pytest
 import rlk_kernels as rk
 import torch
 from kernel_suite import rand
-from rlk_kernels.ops.corrected_routing import portable
-from rlk_kernels.ops.corrected_routing.operator import route_corrected_ref
+from rlk_kernels.ops.routing import portable
+from rlk_kernels.ops.routing.operator import route_corrected_ref
 
 NAN, INF = float("nan"), float("inf")
 GROUPED = [(1, 1), (4, 2), (3, 3), (6, 1)]
@@ -101,7 +101,7 @@ def test_gradients(backend, normalize):
     )
     grad = rand(6, 3, dtype=torch.float32, device="cpu", seed=7)
     _, ids = rk.route_corrected(logits.detach().float(), correction.float(), 3, **how)
-    exact = portable.backward(logits.detach(), ids, grad, normalize, 2.5)
+    exact = portable.backward_corrected(logits.detach(), ids, grad, normalize, 2.5)
     leaf = logits.detach().float().requires_grad_()
     shares, _ = rk.route_corrected(leaf, correction.float(), 3, **how, backend=backend)
     shares.backward(grad)

@@ -16,7 +16,7 @@ from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 
-from rlk_kernels.backend import call, dispatch_straight
+from rlk_kernels.custom_op import call, custom_op
 from rlk_kernels.device import HAS_TRITON
 from rlk_kernels.errors import UnsupportedDevice
 from rlk_kernels.parallel.peer.gather import PeerGather, peer_gather
@@ -69,18 +69,10 @@ def columns(x: Tensor, ranks: int) -> Tensor:
     return call(_columns, x, ranks)
 
 
-@torch.library.custom_op("rlk::vllm_columns", mutates_args=())
+@custom_op("vllm_columns", lambda x, ranks: x.new_empty(*x.shape[:-1], ranks * x.shape[-1]))
 def _columns(x: Tensor, ranks: int) -> Tensor:
     group = get_tp_group()
     peers = _peers.get(group.unique_name)
     if peers is not None and peers.takes(x):
         return peers.launch(x)
     return group.all_gather(x.contiguous(), dim=-1)
-
-
-@_columns.register_fake
-def _(x, ranks):
-    return x.new_empty(*x.shape[:-1], ranks * x.shape[-1])
-
-
-dispatch_straight()

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.device import facts
-from rlk_kernels.losses.grpo.kernels import free_term
-from rlk_kernels.losses.grpo.operator import Loss
+from rlk_kernels.losses.policy.kernels import free_term
+from rlk_kernels.losses.policy.objective import Objective
 from rlk_kernels.matmul.epilogue import reference
 from rlk_kernels.ops.linear_logp.options import RowStatistics
 
@@ -33,7 +33,7 @@ def _token_gradient_kernel(
     logp_ptr, old_ptr, advantage_ptr, ref_ptr, w_ptr, id_ptr, n_ptr, s_ptr, z_ptr, g_ptr, a_ptr,
     c_ptr, T, low, high, beta, slope, PENALTY: tl.constexpr, HALF: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """g = w dloss/dlogp dz/dx (`grpo.token_terms` in fp32), a = -g, and c: dlogits = c E."""
+    """g = w dloss/dlogp dz/dx (`objective.token_terms` in fp32), a = -g, and c: dlogits = c E."""
     rows = tl.program_id(0) * B + tl.arange(0, B)
     on = rows < T
     logp = tl.load(logp_ptr + rows, mask=on, other=0.0)
@@ -133,16 +133,16 @@ def _scale_kernel(x_ptr, factor_ptr, size, B: tl.constexpr):
 
 def token_gradient(
     rows: RowStatistics, ids: Tensor, old_logp: Tensor | None, advantages: Tensor,
-    ref_logp: Tensor | None, weights: Tensor, loss: Loss, slope: float, half: bool,
+    ref_logp: Tensor | None, weights: Tensor, objective: Objective, slope: float, half: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(g, a, c)[T] fp32 of `_token_gradient_kernel`; half: E is in fp16."""
     logp = rows.logp
     g, a, c = (torch.empty_like(logp) for _ in range(3))
-    penalty = ref_logp is not None and loss.beta > 0
+    penalty = ref_logp is not None and objective.beta > 0
     _token_gradient_kernel[(triton.cdiv(logp.shape[0], 256),)](
         logp, logp if old_logp is None else old_logp, advantages, ref_logp, weights, ids, rows.n,
-        rows.log_s, rows.z, g, a, c, logp.shape[0], 1.0 - loss.low, 1.0 + loss.high, loss.beta,
-        slope, penalty, half, 256,
+        rows.log_s, rows.z, g, a, c, logp.shape[0], 1.0 - objective.low, 1.0 + objective.high,
+        objective.beta, slope, penalty, half, 256,
     )  # fmt: skip
     return g, a, c
 

@@ -22,8 +22,6 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.device import facts
-from rlk_kernels.losses.grpo.kernels import prepare, reduce_loss
-from rlk_kernels.losses.grpo.operator import Loss
 from rlk_kernels.losses.linear_grpo import plan
 from rlk_kernels.losses.linear_grpo.kernels import (
     quiet,
@@ -32,6 +30,8 @@ from rlk_kernels.losses.linear_grpo.kernels import (
     scale_rows,
     token_gradient,
 )
+from rlk_kernels.losses.policy.kernels import prepare, reduce_loss
+from rlk_kernels.losses.policy.objective import Objective
 from rlk_kernels.matmul.accumulate.accumulate import accumulate
 from rlk_kernels.matmul.accumulate.partial import PartialProduct, lo_accumulator
 from rlk_kernels.matmul.plan import most_special
@@ -56,8 +56,8 @@ __all__ = ["loss_and_gradients", "prepare", "scale"]
 
 def logp_and_gradients(
     h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor,
-    tokens: tuple[Tensor | None, Tensor, Tensor | None, Tensor], spec: LogitOptions, loss: Loss,
-    needs: list[bool],
+    tokens: tuple[Tensor | None, Tensor, Tensor | None, Tensor], spec: LogitOptions,
+    objective: Objective, needs: list[bool],
 ) -> tuple[Tensor, list[Tensor | None], str]:  # fmt: skip
     """(logp[T], [dh, dw, db], what ran); tokens: old_logp, advantages, ref_logp, weights."""
     (t, k), v = h.shape, w.shape[0]
@@ -105,7 +105,7 @@ def logp_and_gradients(
         del s, above  # before c hidden is made: of the tiles' statistics only n is read again
         g, a, c = token_gradient(
             rows, chunk_ids, None if old is None else old[part], advantages[part],
-            None if ref is None else ref[part], weights[part], loss, spec.slope,
+            None if ref is None else ref[part], weights[part], objective, spec.slope,
             h.dtype == torch.float16,
         )  # fmt: skip
         weighted = None if dw is None else scale_rows(h[part], c, torch.empty_like(h[part]))
@@ -143,16 +143,16 @@ def logp_and_gradients(
 
 def loss_and_gradients(
     h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor,
-    tokens: tuple[Tensor | None, Tensor, Tensor | None, Tensor], spec: LogitOptions, loss: Loss,
-    needs: list[bool],
+    tokens: tuple[Tensor | None, Tensor, Tensor | None, Tensor], spec: LogitOptions,
+    objective: Objective, needs: list[bool],
 ) -> tuple[Tensor, dict[str, Tensor], Tensor, list[Tensor | None], str]:  # fmt: skip
     """(loss, metrics, logp[T], [dh, dw, db], what ran); tokens: old_logp, advantages, ref_logp,
     weights."""
     old, advantages, ref, weights = tokens
     grads: list[Tensor | None] = [None, None, None]
     if any(needs):
-        logp, grads, ran = logp_and_gradients(h, w, bias, ids, tokens, spec, loss, needs)
+        logp, grads, ran = logp_and_gradients(h, w, bias, ids, tokens, spec, objective, needs)
     else:
         (logp,), ran = forward_inference(h, w, bias, ids, spec, False, 1)
-    value, metrics = reduce_loss(logp, old, advantages, weights, ref, loss)
+    value, metrics = reduce_loss(logp, old, advantages, weights, ref, objective)
     return value, metrics, logp, grads, ran

@@ -1,6 +1,6 @@
 """linear_grpo_loss: the GRPO or PPO loss of a step from hidden states, with its gradients.
 
-    logp = linear_logp(hidden, weight, target)        loss and metrics of logp: `losses/grpo`
+    logp = linear_logp(hidden, weight, target)        loss and metrics of logp: `losses/policy`
 
 triton backend (`launch.py`): three products instead of four, chunks of tokens. torch backend: the
 portable forward and backward of `linear_logp` (four products), same contract.
@@ -18,18 +18,23 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlk_kernels.backend import choose, on_device_of, record, refuse_transforms
-from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
-from rlk_kernels.losses.grpo.operator import LOSS_TYPES, METRICS, Loss, by_sequence
+from rlk_kernels.backend import choose, record
+from rlk_kernels.custom_op import custom_op, on_device_of, refuse_transforms
+from rlk_kernels.errors import UnsupportedShape
 from rlk_kernels.losses.linear_grpo import portable
+from rlk_kernels.losses.policy.advantages import by_sequence
+from rlk_kernels.losses.policy.objective import (
+    METRICS,
+    Objective,
+    check_numbers,
+    check_objective,
+    pair_of,
+)
 from rlk_kernels.ops.linear_logp.operator import as_rows, check
 from rlk_kernels.ops.linear_logp.options import check_options, options_of
 
-NUMBERS = (
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
-    torch.bfloat16, torch.float32, torch.float64,
-)  # fmt: skip
-"""Dtypes of the inputs with one number for each token."""
+LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "ppo")
+"""Those of `losses/policy` whose loss is a sum of functions of one token's log-prob."""
 
 
 @functools.cache
@@ -42,10 +47,10 @@ def _implementation(backend: str) -> ModuleType:
 
 
 def _run(
-    hidden, weight, bias, ids, tokens, spec, loss, backend, needs
+    hidden, weight, bias, ids, tokens, spec, objective, backend, needs
 ) -> tuple[tuple, list[Tensor | None]]:
     """((loss, logp, names of the metrics, the metrics), gradients)."""
-    arguments = (hidden, weight, bias, ids, tokens, spec, loss, needs)
+    arguments = (hidden, weight, bias, ids, tokens, spec, objective, needs)
     value, metrics, logp, grads, ran = _implementation(backend).loss_and_gradients(*arguments)
     record("linear_grpo_loss", ran)
     wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -54,10 +59,12 @@ def _run(
 
 class _LinearGRPO(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, ids, tokens, spec, loss, backend, grad_enabled):
+    def forward(ctx, hidden, weight, bias, ids, tokens, spec, objective, backend, grad_enabled):
         ctx.backend, ctx.used = backend, False
         needs = [grad_enabled and bool(x) for x in ctx.needs_input_grad[:3]]
-        outputs, ctx.grads = _run(hidden, weight, bias, ids, tokens, spec, loss, backend, needs)
+        outputs, ctx.grads = _run(
+            hidden, weight, bias, ids, tokens, spec, objective, backend, needs
+        )
         ctx.mark_non_differentiable(outputs[1], *outputs[3:])
         ctx.set_materialize_grads(False)
         return outputs
@@ -81,7 +88,18 @@ class _LinearGRPO(torch.autograd.Function):
         return (*grads, *(None,) * 6)
 
 
-@torch.library.custom_op("rlk::grpo_prepare", mutates_args=())
+def _fake_prepare(target, mask, advantages, spread, *rest):
+    t = target.shape[0]
+    dtype = advantages.dtype
+    if spread and rest[-1] != "torch":
+        dtype = torch.promote_types(dtype, torch.float32)
+    return (
+        target.new_empty(t, dtype=torch.int64), advantages.new_empty(t, dtype=dtype),
+        target.new_empty(t, dtype=torch.float64),
+    )  # fmt: skip
+
+
+@custom_op("grpo_prepare", _fake_prepare)
 def _prepare(
     target: Tensor, mask: Tensor, advantages: Tensor, spread: bool, cu_seqlens: Tensor | None,
     sequences: int, loss_type: str, max_tokens: int | None, ignore_index: int, backend: str,
@@ -93,42 +111,8 @@ def _prepare(
     return ids, token_advantages if spread else token_advantages.clone(), weights
 
 
-@_prepare.register_fake
-def _(target, mask, advantages, spread, cu_seqlens, sequences, loss_type, max_tokens, ignore_index,
-      backend):  # fmt: skip
-    t = target.shape[0]
-    dtype = advantages.dtype
-    if spread and backend != "torch":
-        dtype = torch.promote_types(dtype, torch.float32)
-    return (
-        target.new_empty(t, dtype=torch.int64), advantages.new_empty(t, dtype=dtype),
-        target.new_empty(t, dtype=torch.float64),
-    )  # fmt: skip
-
-
-@torch.library.custom_op("rlk::linear_grpo_loss", mutates_args=())
-def _compiled_loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, old: Tensor | None,
-    advantages: Tensor, ref: Tensor | None, weights: Tensor, logit_dtype: torch.dtype,
-    softcap: float, scale: float, temperature: float, beta: float, low: float, high: float,
-    needs: list[bool], backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss, logp, metrics, dhidden, dweight, dbias): `_LinearGRPO` for a compiler, which needs
-    everything that the backward uses among the outputs."""
-    spec = options_of(logit_dtype, softcap, scale, temperature)
-    value, metrics, logp, grads, ran = _implementation(backend).loss_and_gradients(
-        hidden, weight, bias, ids, (old, advantages, ref, weights), spec, Loss(beta, low, high),
-        needs,
-    )  # fmt: skip
-    record("linear_grpo_loss", ran)
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    gradients = [hidden.new_empty(0) if x is None else x for x in grads]
-    return value.to(wide), logp.clone(), torch.stack(list(metrics.values())), *gradients
-
-
-@_compiled_loss.register_fake
-def _(hidden, weight, bias, ids, old, advantages, ref, weights, logit_dtype, softcap, scale,
-      temperature, beta, low, high, needs, backend):  # fmt: skip
+def _fake_loss(hidden, weight, bias, ids, old, advantages, ref, weights, *options):
+    needs = options[-2]
     wide = torch.promote_types(hidden.dtype, torch.float32)
     count = len(METRICS) if ref is not None else len(METRICS) - 1
     grads = [
@@ -155,7 +139,24 @@ def _backward_compiled(ctx, g, *_):
     return (*grads, *(None,) * 14)
 
 
-_compiled_loss.register_autograd(_backward_compiled, setup_context=_setup_compiled)
+@custom_op("linear_grpo_loss", _fake_loss, setup=_setup_compiled, backward=_backward_compiled)
+def _compiled_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, old: Tensor | None,
+    advantages: Tensor, ref: Tensor | None, weights: Tensor, logit_dtype: torch.dtype,
+    softcap: float, scale: float, temperature: float, beta: float, low: float, high: float,
+    needs: list[bool], backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss, logp, metrics, dhidden, dweight, dbias): `_LinearGRPO` for a compiler, which needs
+    everything that the backward uses among the outputs."""
+    spec = options_of(logit_dtype, softcap, scale, temperature)
+    value, metrics, logp, grads, ran = _implementation(backend).loss_and_gradients(
+        hidden, weight, bias, ids, (old, advantages, ref, weights), spec,
+        Objective("grpo", low, high, beta=beta), needs,
+    )  # fmt: skip
+    record("linear_grpo_loss", ran)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    gradients = [hidden.new_empty(0) if x is None else x for x in grads]
+    return value.to(wide), logp.clone(), torch.stack(list(metrics.values())), *gradients
 
 
 def _partition(cu_seqlens: Tensor, t: int) -> bool:
@@ -204,23 +205,23 @@ def linear_grpo_loss(
     ignore_index: int = -100,
     backend: str | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss (`losses/grpo`; a float32 scalar, differentiable in hidden, weight, bias), metrics.
+    """The loss (a float32 scalar, differentiable in hidden, weight and bias) and the metrics.
 
     hidden[B, L, H] with target, mask, old_logp, ref_logp [B, L]; or hidden[T, H] packed, those [T],
     with cu_seqlens[B + 1] from 0 to T (checked on the CPU; on a GPU a token outside every sequence
     gets NaN). advantages: [B], one for each sequence, or one for each token.
     mask: 1 for the tokens that count; a token whose target is ignore_index or negative is masked
     out (it has logp 0 and no gradient). old_logp None: the policy's own log-probabilities (ratio
-    1). beta above 0 needs ref_logp. loss_type: see `losses/grpo`; dr_grpo takes max_tokens (default
+    1). beta above 0 needs ref_logp. loss_type: see LOSS_TYPES; dr_grpo takes max_tokens (default
     L; required for packed input). The other arguments are those of `linear_logp`; the metrics'
     `logp` [T] has its bits.
 
-    metrics: detached tensors, `logp` and the scalars `grpo.METRICS`.
+    metrics: detached tensors, `logp` and the scalars of METRICS.
     Raises UnsupportedShape, UnsupportedDtype, ValueError, and what `backend.choose` raises.
     """
     name = "linear_grpo_loss"
-    if loss_type not in LOSS_TYPES:
-        raise ValueError(f"{name}: loss_type {loss_type!r} is unknown; choose from {LOSS_TYPES}")
+    low, high = pair_of(name, "clip", clip)
+    objective = Objective(loss_type, low, high, beta=float(beta))
     if hidden.dim() == 3:
         sequences, length, _ = hidden.shape
         _check_tables(name, sequences, length, target, mask, advantages, old_logp, ref_logp)
@@ -237,20 +238,10 @@ def linear_grpo_loss(
     else:
         sequences = cu_seqlens.shape[0] - 1
     max_tokens = None if max_tokens is None else int(max_tokens)
-    if loss_type == "dr_grpo" and not (max_tokens and max_tokens > 0):
-        raise ValueError(f"{name}: dr_grpo needs max_tokens of at least 1, not {max_tokens}")
-    if beta and ref_logp is None:
-        raise ValueError(f"{name}: beta {beta} needs ref_logp; without it there is no KL term")
+    check_objective(name, objective, LOSS_TYPES, max_tokens, None, ref_logp)
     target, mask = target.flatten(), mask.flatten()
     check(name, hidden, weight, target, bias)
     spec = check_options(name, temperature, softcap, logit_scale, logit_dtype)
-    if not isinstance(clip, tuple | list) or len(clip) != 2:
-        raise ValueError(f"{name}: clip is (low, high), not {clip!r}")
-    beta, low, high = float(beta), float(clip[0]), float(clip[1])
-    if not (beta >= 0 and 0 <= low <= 1 and high >= 0):
-        raise ValueError(
-            f"{name}: beta {beta} and clip {clip} must not be negative, and low at most 1"
-        )
     per_token = {"mask": mask}
     spread = by_sequence(advantages, sequences)
     if not spread:
@@ -263,9 +254,7 @@ def linear_grpo_loss(
             raise UnsupportedShape(
                 f"{name}: {what} has {x.shape[0]} numbers for {target.shape[0]} tokens"
             )
-    for what, x in (per_token | {"advantages": advantages}).items():
-        if x.dtype not in NUMBERS:
-            raise UnsupportedDtype(f"{name}: {what} is {x.dtype}; it takes one of {NUMBERS}")
+    check_numbers(name, per_token | {"advantages": advantages})
     chosen = choose(
         name, backend, hidden, weight, bias, target, cu_seqlens, advantages, *per_token.values()
     )
@@ -287,13 +276,13 @@ def linear_grpo_loss(
         needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in operands]
         value, logp, metrics, *_ = _compiled_loss(
             *operands, ids, *tokens, spec.logit_dtype, spec.softcap, spec.scale,
-            spec.temperature, beta, low, high, needs, chosen,
+            spec.temperature, objective.beta, low, high, needs, chosen,
         )  # fmt: skip
         values = metrics.unbind()
         names = METRICS[: len(values)]
     else:
-        loss, grad = Loss(beta, low, high), torch.is_grad_enabled()
-        inputs = (*operands, ids, tokens, spec, loss, chosen, grad)
+        grad = torch.is_grad_enabled()
+        inputs = (*operands, ids, tokens, spec, objective, chosen, grad)
         with on_device_of(hidden):
             if grad and any(x is not None and x.requires_grad for x in operands):
                 value, logp, names, *values = _LinearGRPO.apply(*inputs)

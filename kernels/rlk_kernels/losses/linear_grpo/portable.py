@@ -3,18 +3,18 @@
 import torch
 from torch import Tensor
 
-from rlk_kernels.losses.grpo import portable as grpo
-from rlk_kernels.losses.grpo.operator import Loss
+from rlk_kernels.losses.policy.objective import Objective, token_terms
+from rlk_kernels.losses.policy.portable import prepare, reduce_loss
 from rlk_kernels.ops.linear_logp import portable as linear_logp
 from rlk_kernels.ops.linear_logp.options import LogitOptions
 
-prepare = grpo.prepare
+__all__ = ["loss_and_gradients", "prepare", "scale"]
 
 
 def loss_and_gradients(
     h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor,
-    tokens: tuple[Tensor | None, Tensor, Tensor | None, Tensor], spec: LogitOptions, loss: Loss,
-    needs: list[bool],
+    tokens: tuple[Tensor | None, Tensor, Tensor | None, Tensor], spec: LogitOptions,
+    objective: Objective, needs: list[bool],
 ) -> tuple[Tensor, dict[str, Tensor], Tensor, list[Tensor | None], str]:  # fmt: skip
     """(loss, metrics, logp[T], [dh, dw, db], what ran); tokens: old_logp, advantages, ref_logp,
     weights."""
@@ -22,15 +22,14 @@ def loss_and_gradients(
     ids = ids[:, None]
     rows = linear_logp.forward(h, w, bias, ids, spec, False)
     logp = rows.logp.squeeze(1)
-    old = logp if old is None else old
-    slope = grpo.token_terms(logp, old, advantages, ref, loss)[1]
-    g = torch.where(weights == 0, 0.0, slope * weights)[:, None]
     grads: list[Tensor | None] = [None, None, None]
     if any(needs):
+        slope = token_terms(logp, logp if old is None else old, advantages, ref, objective).slope
+        g = torch.where(weights == 0, 0.0, slope * weights)[:, None]
         grads = list(linear_logp.backward(h, w, bias, ids, rows, g, None, None, spec, needs))
         if bias is not None and grads[2] is not None:
             grads[2] = grads[2].to(bias.dtype)
-    value, metrics = grpo.reduce_loss(logp, old, advantages, weights != 0, weights, ref, loss)
+    value, metrics = reduce_loss(logp, old, advantages, weights, ref, objective)
     return value, metrics, logp, grads, "torch"
 
 

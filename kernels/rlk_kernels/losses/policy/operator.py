@@ -1,17 +1,6 @@
 """policy_loss: losses of policies, from log-probabilities; dpo_loss: DPO's, from preferred pairs.
 
-With r = exp(logp - old_logp) of a token, A its advantage, (low, high) = clip:
-    grpo, dr_grpo, dapo, ppo    -min(r A, clamp(r, 1 - low, 1 + high) A)
-    gspo                        the same with r = exp(mean of logp - old_logp over the sequence)
-    cispo                       -clamp(r, 1 - low, 1 + high) A logp, the factor without a gradient
-times c, which corrects for the rollout by rho = exp(old_logp - rollout_logp), without a gradient:
-    token_truncate              clamp(rho, *limits)                 truncated importance sampling
-    token_mask                  rho, and 0 outside of the limits    masked importance sampling
-    sequence_truncate, _mask    the same with rho the product over the sequence
-plus beta KL(policy, reference), with d = ref_logp - logp:
-    k1    -d            k2    d^2 / 2          k3    exp(d) - 1 - d
-The loss is sum_t w[t] loss[t], w as in `losses/grpo`: the mean of the sequences' means for grpo and
-gspo, over sequences x max_tokens for dr_grpo, the mean of the batch's tokens for the others.
+The terms of a token and the weights of tokens are those of `objective.py`.
 
     dpo    mean over pairs of -log sigmoid(beta (gain of the chosen - gain of the rejected)),
            gain the sum of logp - ref_logp over a sequence
@@ -31,16 +20,19 @@ from torch.autograd.function import once_differentiable
 
 from rlk_kernels.backend import choose
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
-from rlk_kernels.losses.grpo.operator import by_sequence
-from rlk_kernels.losses.grpo.portable import sequence_of, token_weights
-from rlk_kernels.losses.linear_grpo.operator import NUMBERS
-from rlk_kernels.losses.policy.terms import (
+from rlk_kernels.losses.policy.advantages import by_sequence
+from rlk_kernels.losses.policy.objective import (
     AVERAGES,
-    CORRECTIONS,
-    KL,
     Objective,
+    Sequences,
+    batch_sums,
+    check_numbers,
+    check_objective,
+    pair_of,
+    sequence_of,
     sequence_sums,
     token_terms,
+    token_weights,
 )
 from rlk_kernels.numerics.rows import tree_sum
 from rlk_kernels.ops.linear_logp.operator import linear_logp
@@ -93,31 +85,14 @@ def policy_loss(
     UnsupportedDevice, ValueError.
     """
     name = "policy_loss"
-    _one_of(name, "loss_type", loss_type, tuple(AVERAGES))
-    _one_of(name, "kl", kl, KL)
-    if correction is not None:
-        _one_of(name, "correction", correction, CORRECTIONS)
-    for needs, what, given in (
-        (correction is not None, "correction needs rollout_logp", rollout_logp),
-        (beta != 0, "beta needs ref_logp", ref_logp),
-    ):
-        if needs and given is None:
-            raise ValueError(f"{name}: {what}")
-    if loss_type == "dr_grpo" and not (max_tokens and max_tokens > 0):
-        raise ValueError(f"{name}: dr_grpo needs max_tokens of at least 1, not {max_tokens}")
-    for what, pair in (("clip", clip), ("limits", limits)):
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise ValueError(f"{name}: {what} is (low, high), not {pair!r}")
-    (low, high), (least, most) = clip, limits
-    if not (0 <= low <= 1 and high >= 0 and 0 <= least <= most and beta >= 0):
-        raise ValueError(
-            f"{name}: clip {clip}, limits {limits} and beta {beta} must not be negative, low must "
-            "be at most 1, and limits must rise"
-        )
+    low, high = pair_of(name, "clip", clip)
+    limits = pair_of(name, "limits", limits)
+    objective = Objective(loss_type, low, high, correction, limits, kl, beta)
+    check_objective(name, objective, tuple(AVERAGES), max_tokens, rollout_logp, ref_logp)
     per_token = {"logp": logp, "mask": mask}
     others = {"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp}
     per_token |= {what: x for what, x in others.items() if x is not None}
-    cu = _bounds(name, cu_seqlens, per_token, advantages)
+    cu = _bounds(name, cu_seqlens, per_token, advantages=advantages)
     sequences, t = len(cu) - 1, len(logp)
     if by_sequence(advantages, sequences):
         advantages = advantages[sequence_of(t, cu)]
@@ -129,17 +104,16 @@ def policy_loss(
     with torch.no_grad():
         on = mask != 0
         old = logp if old_logp is None else old_logp
-        objective = Objective(loss_type, low, high, correction, limits, kl, beta)
-        terms = token_terms(logp, old, advantages, on, cu, rollout_logp, ref_logp, objective)
+        of_batch = Sequences(on, cu)
+        terms = token_terms(logp, old, advantages, ref_logp, objective, of_batch, rollout_logp)
         w = token_weights(on, cu, AVERAGES[loss_type], max_tokens)
         value, slope = (torch.where(on, w * x, 0.0) for x in (terms.value, terms.slope))
         columns = [value, on, terms.active, terms.ratio, terms.factor, terms.kl]
-        sums = tree_sum(torch.stack([torch.where(on, x.double(), 0.0) for x in columns]))[:, 0]
-        means = sums[2:] / sums[1].clamp(min=1.0)
-        highest = torch.where(on, terms.ratio, 0.0).amax() if t else sums.new_zeros(())
+        (total, tokens), means = batch_sums(on, columns)
+        highest = torch.where(on, terms.ratio, 0.0).amax() if t else total.new_zeros(())
     names = ("clip_fraction", "ratio_mean", "correction_mean", "kl")
-    metrics = {"tokens": sums[1].float(), **dict(zip(names, means.float().unbind(), strict=True))}
-    return _WithSlope.apply(logp, sums[0], slope), metrics | {"ratio_max": highest.float()}
+    metrics = {"tokens": tokens.float(), **dict(zip(names, means.float().unbind(), strict=True))}
+    return _WithSlope.apply(logp, total, slope), metrics | {"ratio_max": highest.float()}
 
 
 def linear_policy_loss(
@@ -193,22 +167,17 @@ def dpo_loss(
     return _WithSlope.apply(logp, loss, slope), metrics
 
 
-def _one_of(name: str, what: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name}: {what} {value!r} is unknown; choose from {known}")
-
-
-def _bounds(name: str, cu_seqlens: Tensor, per_token: dict[str, Tensor], *others: Tensor) -> Tensor:
+def _bounds(
+    name: str, cu_seqlens: Tensor, per_token: dict[str, Tensor], **others: Tensor
+) -> Tensor:
     """cu_seqlens int64. Raises UnsupportedShape where it, or an input [T], does not fit,
     UnsupportedDtype and UnsupportedDevice also for the `others`."""
-    for x in (*per_token.values(), *others):
-        if x.dtype not in NUMBERS:
-            raise UnsupportedDtype(f"{name}: an input is {x.dtype}; it takes one of {NUMBERS}")
+    check_numbers(name, per_token | others)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise UnsupportedDtype(
             f"{name}: cu_seqlens is {cu_seqlens.dtype}; int32 or int64 is needed"
         )
-    choose(name, "torch", per_token["logp"], cu_seqlens, *per_token.values(), *others)
+    choose(name, "torch", per_token["logp"], cu_seqlens, *per_token.values(), *others.values())
     t = per_token["logp"].shape
     wrong = {what: tuple(x.shape) for what, x in per_token.items() if x.shape != t or x.dim() != 1}
     if wrong:

@@ -16,7 +16,8 @@ Gradients (c_e is a constant), over N valid tokens:
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import choose, record, refuse_transforms
+from rlk_kernels.backend import choose, record
+from rlk_kernels.custom_op import refuse_transforms
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.numerics import elementary
 from rlk_kernels.numerics.column_sum.operator import column_sum

@@ -11,11 +11,15 @@ M = rows   H = columns
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import refuse_gradient
+from rlk_kernels.custom_op import custom_op
 from rlk_kernels.numerics.column_sum import portable
 
 
-@torch.library.custom_op("rlk::column_sum", mutates_args=())
+@custom_op(
+    "column_sum",
+    lambda x, backend: x.new_empty(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32)),
+    no_gradient=("column_sum", "it has no gradient"),
+)
 def column_sum(x: Tensor, backend: str) -> Tensor:
     """[M, H] -> [H] in fp32 (float64 for float64)."""
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -31,11 +35,3 @@ def column_sum(x: Tensor, backend: str) -> Tensor:
     while total.shape[0] > 1 or total.dtype != wide:
         total = sum_blocks(total)
     return total[0].clone()
-
-
-@column_sum.register_fake
-def _(x, backend):
-    return x.new_empty(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
-
-
-refuse_gradient(column_sum, "column_sum", "it has no gradient")

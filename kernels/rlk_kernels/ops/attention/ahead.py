@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.ahead import compiled_ahead
-from rlk_kernels.backend import choose, on_device_of
+from rlk_kernels.backend import choose
+from rlk_kernels.custom_op import on_device_of
 from rlk_kernels.ops.attention.call import AttentionCall
 
 

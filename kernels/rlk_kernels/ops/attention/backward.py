@@ -10,7 +10,7 @@ With a softcap c: p = exp(c t - lse), t = tanh(scale q.k / c), and ds times 1 - 
 fp32 accumulators; p and ds are rounded to the input's dtype before their products. A row of dq is
 a function of that row and of its keys: blocks of keys are aligned to key 0, and a block it does
 not see adds exact zeros. dk and dv depend on where the queries stand in their sequence and on
-nothing outside the sequence. On Hopper `hopper_dq.py` and `hopper_dkv.py` take the place of the two
+nothing outside the sequence. On Hopper `hopper/dq.py` and `hopper/dkv.py` take the place of the two
 kernels here, in the same order.
 """
 
@@ -204,7 +204,7 @@ def _special(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> bool:
     """Whether the kernels written for Hopper take them."""
     if block_n(q.shape[2], q.dtype) != 128 or not facts(q.device).gluon:
         return False
-    from rlk_kernels.ops.attention.hopper_pairs import reads
+    from rlk_kernels.ops.attention.hopper.rings import reads
 
     return reads(q, k, v, do)
 
@@ -245,8 +245,8 @@ def backward(
         {"num_warps": 4},
     )  # fmt: skip
     if special:
-        from rlk_kernels.ops.attention.hopper_dkv import keys_gradients
-        from rlk_kernels.ops.attention.hopper_dq import queries_gradient
+        from rlk_kernels.ops.attention.hopper.dkv import keys_gradients
+        from rlk_kernels.ops.attention.hopper.dq import queries_gradient
 
         queries_gradient(cache, call, do, lse, delta, dq)
         keys_gradients(cache, call, do, lse, delta, dk, dv)

@@ -87,7 +87,7 @@ class AttentionPlan:
     """Pieces come from a list; those of a batch of one sequence need none."""
     alone: bool
     """Few rows of one sequence: eight warps take them, and whoever ends last merges
-    (`hopper_merge.py`)."""
+    (`hopper/merge_last.py`)."""
     whole: bool
     """No row has more than one chunk of keys: pieces are blocks of rows, and nothing is merged."""
     slots: int
@@ -115,7 +115,7 @@ class Scratch:
     """Accumulators that wait to be merged, and `max_sum`: (maximum, sum) of each."""
     max_sum: Tensor
     flags: Tensor
-    """Which pieces have ended (`hopper_merge.py`)."""
+    """Which pieces have ended (`hopper/merge_last.py`)."""
     entries: Tensor
     """The entries of a `PieceList`; `pieces` are its pieces."""
     pieces: Tensor

@@ -1,6 +1,6 @@
 """The forward of `attention` and `paged_attention` on a GPU: how keys are walked, and by what.
 
-The kernels are in `kernels.py`, on Hopper in `hopper_blocks.py` and `hopper_pieces.py`.
+The kernels are in `kernels.py`, on Hopper in `hopper/blocks.py` and `hopper/pieces.py`.
 
 T = queries  S = keys  D = head size
 """
@@ -51,7 +51,7 @@ def _plan(
     if special is None:
         special = rows is None and block_n(dim, q.dtype) == 128 and here.gluon
     if special:
-        from rlk_kernels.ops.attention.hopper import reads
+        from rlk_kernels.ops.attention.hopper.steps import reads
 
         # their offsets of heads have 32 bits
         special = reads(k, call.v, table) and heads * q.stride(1) < 1 << 31
@@ -83,8 +83,8 @@ def _plan(
     )  # fmt: skip
 
 
-_hopper_blocks = lazy_module("rlk_kernels.ops.attention.hopper_blocks")
-_hopper_pieces = lazy_module("rlk_kernels.ops.attention.hopper_pieces")
+_hopper_blocks = lazy_module("rlk_kernels.ops.attention.hopper.blocks")
+_hopper_pieces = lazy_module("rlk_kernels.ops.attention.hopper.pieces")
 
 
 def _planned(
@@ -126,7 +126,7 @@ def forward(
     """(out[T, Hq, D], lse[Hq, T], which implementation ran).
 
     `rows` (packed rows of a program), `split` and `warp_specialized` (copies in a warp of their
-    own, `hopper.py`) change the time and never the bits; None leaves them to the shape.
+    own, `hopper/steps.py`) change the time and never the bits; None leaves them to the shape.
     """
     q, device = call.q, call.q.device
     tokens, heads, dim = q.shape

@@ -1,6 +1,6 @@
 """The kernel of attention and paged attention in plain Triton: one body for both.
 
-The order of a row's sums is in `order.py`; on Hopper `hopper.py` does the same with another
+The order of a row's sums is in `order.py`; on Hopper `hopper/steps.py` does the same with another
 schedule, where it can read the keys and values.
 
 Rows are packed: the G query heads that share a KV head lie side by side, row = query * G + head,

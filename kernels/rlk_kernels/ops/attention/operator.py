@@ -20,7 +20,8 @@ import math
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import call, choose, on_device_of
+from rlk_kernels.backend import choose
+from rlk_kernels.custom_op import call, on_device_of
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.attention import sinks as sink_logits
 from rlk_kernels.ops.attention.call import AttentionCall

@@ -6,7 +6,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import record, refuse_gradient
+from rlk_kernels.backend import record
+from rlk_kernels.custom_op import SECOND, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.ops.attention import portable
 from rlk_kernels.ops.attention import sinks as sink_logits
@@ -21,37 +22,16 @@ def lengths_of(cu: Tensor) -> tuple[list[int], list[int]]:
 on_triton = lazy_module("rlk_kernels.ops.attention.forward")
 
 
-def empty_like_results(q: Tensor) -> tuple[Tensor, Tensor]:
+def _fake(q, *rest):
     lse = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=lse)
 
 
-@torch.library.custom_op("rlk::attention", mutates_args=())
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Tensor, cu_k: Tensor, causal: bool,
-    scale: float, window: int | None, softcap: float, backend: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse); softcap: 0 for no cap."""
-    if backend == "torch":
-        start, length = lengths_of(cu_k)
-        out, lse = portable.forward(
-            q, k, v, cu_q, start, length, None, 1, causal, scale, window, softcap
-        )
-        ran = "torch"
-    else:
-        out, lse, ran = on_triton().forward(
-            AttentionCall(q, k, v, cu_q, cu_k, None, causal, scale, window, softcap)
-        )
-    record("attention", ran)
-    return (out, lse) if sinks is None else sink_logits.add(out, lse, sinks, backend)
+def _fake_backward(q, k, v, sinks, *rest):
+    return [x.new_empty(x.shape) for x in (q, k, v, sinks) if x is not None]
 
 
-@_attention.register_fake
-def _(q, *_):
-    return empty_like_results(q)
-
-
-@torch.library.custom_op("rlk::attention_backward", mutates_args=())
+@custom_op("attention_backward", _fake_backward, no_gradient=("attention", SECOND))
 def _attention_backward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Tensor, cu_k: Tensor, causal: bool,
     scale: float, window: int | None, softcap: float, out: Tensor, lse: Tensor, do: Tensor,
@@ -75,15 +55,6 @@ def _attention_backward(
     return list(grads)
 
 
-@_attention_backward.register_fake
-def _(q, k, v, sinks, *_):
-    tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
-    return [x.new_empty(x.shape) for x in tensors]
-
-
-refuse_gradient(_attention_backward, "attention")
-
-
 def _setup(ctx, inputs, output):
     *tensors, ctx.causal, ctx.scale, ctx.window, ctx.softcap, ctx.backend = inputs
     ctx.save_for_backward(*tensors, *output)
@@ -102,7 +73,24 @@ def _backward(ctx, do, _dlse):
     return (dq, dk, dv, *(dsinks or [None]), *(None,) * 7)
 
 
-_attention.register_autograd(_backward, setup_context=_setup)
+@custom_op("attention", _fake, setup=_setup, backward=_backward)
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Tensor, cu_k: Tensor, causal: bool,
+    scale: float, window: int | None, softcap: float, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse); softcap: 0 for no cap."""
+    if backend == "torch":
+        start, length = lengths_of(cu_k)
+        out, lse = portable.forward(
+            q, k, v, cu_q, start, length, None, 1, causal, scale, window, softcap
+        )
+        ran = "torch"
+    else:
+        out, lse, ran = on_triton().forward(
+            AttentionCall(q, k, v, cu_q, cu_k, None, causal, scale, window, softcap)
+        )
+    record("attention", ran)
+    return (out, lse) if sinks is None else sink_logits.add(out, lse, sinks, backend)
 
 
 def attend_paged(
@@ -137,7 +125,10 @@ attend_paged_alone = functools.partial(attend_paged, keeps_lse=False)
 """For a caller that takes no lse."""
 
 
-@torch.library.custom_op("rlk::paged_attention", mutates_args=())
+NO_GRADIENT = "it has no gradient; attention has one"
+
+
+@custom_op("paged_attention", _fake, no_gradient=("paged_attention", NO_GRADIENT))
 def _paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, sinks: Tensor | None, block_table: Tensor,
     context_lens: Tensor, cu_q: Tensor, scale: float, window: int | None, softcap: float,
@@ -167,7 +158,7 @@ attend_into_alone = functools.partial(_attend_into, keeps_lse=False)
 """For a caller that takes no lse."""
 
 
-@torch.library.custom_op("rlk::paged_attention_into", mutates_args=("out",))
+@custom_op("paged_attention_into", lambda out, *rest: _fake(*rest)[1], writes=("out",))
 def _paged_attention_into(
     out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor,
     context_lens: Tensor, cu_q: Tensor, scale: float, window: int | None, plan: Tensor | None,
@@ -178,17 +169,3 @@ def _paged_attention_into(
         out, q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, plan, pieces,
         special, backend,
     )  # fmt: skip
-
-
-@_paged_attention_into.register_fake
-def _(out, q, *_):
-    return empty_like_results(q)[1]
-
-
-@_paged_attention.register_fake
-def _(q, *_):
-    return empty_like_results(q)
-
-
-NO_GRADIENT = "it has no gradient; attention has one"
-refuse_gradient(_paged_attention, "paged_attention", NO_GRADIENT)

@@ -16,12 +16,13 @@ T = tokens   k = experts of a token   E = experts   H = features
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import call, choose, record, refuse_gradient
+from rlk_kernels.backend import choose, two_backends
+from rlk_kernels.custom_op import SECOND, call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.combine import portable
 
-_on_triton = lazy_module("rlk_kernels.ops.combine.kernels")
+_module = two_backends(portable, lazy_module("rlk_kernels.ops.combine.kernels"))
 
 
 def combine_experts_ref(rows: Tensor, weights: Tensor) -> Tensor:
@@ -29,50 +30,26 @@ def combine_experts_ref(rows: Tensor, weights: Tensor) -> Tensor:
     return (rows.double() * weights.double()[..., None]).sum(1)
 
 
-@torch.library.custom_op("rlk::combine_experts", mutates_args=())
-def _combine(rows: Tensor, weights: Tensor, ids: Tensor, experts: int, backend: str) -> Tensor:
-    record("combine_experts", backend)
-    if backend == "torch":
-        return portable.forward(rows, weights, ids, experts)
-    return _on_triton().forward(rows, weights, ids, experts)
-
-
-@_combine.register_fake
-def _(rows, weights, ids, experts, backend):
-    return rows.new_empty(rows.shape[0], rows.shape[2])
-
-
-@torch.library.custom_op("rlk::combine_experts_backward", mutates_args=())
+@custom_op(
+    "combine_experts_backward",
+    lambda dy, rows, weights, *rest: (rows.new_empty(rows.shape), weights.new_empty(weights.shape)),
+    no_gradient=("combine_experts", SECOND),
+)
 def _combine_backward(
     dy: Tensor, rows: Tensor, weights: Tensor, ids: Tensor, experts: int, backend: str
 ) -> tuple[Tensor, Tensor]:
-    record("combine_experts_backward", backend)
-    if backend == "torch":
-        return portable.backward(dy, rows, weights, ids, experts)
-    return _on_triton().backward(dy, rows, weights, ids, experts)
+    module = _module("combine_experts_backward", backend)
+    return module.backward(dy, rows, weights, ids, experts)
 
 
-@_combine_backward.register_fake
-def _(dy, rows, weights, ids, experts, backend):
-    return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
-
-
-@torch.library.custom_op("rlk::sum_slots", mutates_args=())
-def sum_slots(rows: Tensor, backend: str) -> Tensor:
-    """[T, H]: rows[T, k, H] added up in fp32 in ascending k, rounded once."""
-    record("sum_slots", backend)
-    if backend == "torch":
-        return portable.forward(rows, None, None, 0)
-    return _on_triton().forward(rows, None, None, 0)
-
-
-@sum_slots.register_fake
-def _(rows, backend):
+def _fake(rows, *rest):
     return rows.new_empty(rows.shape[0], rows.shape[2])
 
 
-refuse_gradient(_combine_backward, "combine_experts")
-refuse_gradient(sum_slots, "grouped_linear")
+@custom_op("sum_slots", _fake, no_gradient=("grouped_linear", SECOND))
+def sum_slots(rows: Tensor, backend: str) -> Tensor:
+    """[T, H]: rows[T, k, H] added up in fp32 in ascending k, rounded once."""
+    return _module("sum_slots", backend).forward(rows, None, None, 0)
 
 
 def _setup(ctx, inputs, output):
@@ -81,14 +58,13 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, dy):
-    rows, weights, ids = ctx.saved_tensors
-    drows, dweights = _combine_backward(
-        dy.contiguous(), rows, weights, ids, ctx.experts, ctx.backend
-    )
-    return drows, dweights, None, None, None
+    grads = _combine_backward(dy.contiguous(), *ctx.saved_tensors, ctx.experts, ctx.backend)
+    return *grads, None, None, None
 
 
-_combine.register_autograd(_backward, setup_context=_setup)
+@custom_op("combine_experts", _fake, setup=_setup, backward=_backward)
+def _combine(rows: Tensor, weights: Tensor, ids: Tensor, experts: int, backend: str) -> Tensor:
+    return _module("combine_experts", backend).forward(rows, weights, ids, experts)
 
 
 def combine_experts(

@@ -10,41 +10,22 @@ T = tokens (all dimensions of ids)   V = vocabulary   H = features
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import call, choose, record, refuse_gradient
+from rlk_kernels.backend import choose, two_backends
+from rlk_kernels.custom_op import SECOND, call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.embedding import portable
 
-_on_triton = lazy_module("rlk_kernels.ops.embedding.kernels")
+_module = two_backends(portable, lazy_module("rlk_kernels.ops.embedding.kernels"))
 
 
-@torch.library.custom_op("rlk::embedding", mutates_args=())
-def _embedding(ids: Tensor, weight: Tensor, backend: str) -> Tensor:
-    record("embedding", backend)
-    if backend == "torch":
-        return portable.forward(ids, weight)
-    return _on_triton().forward(ids, weight)
-
-
-@_embedding.register_fake
-def _(ids, weight, backend):
-    return weight.new_empty(ids.shape[0], weight.shape[1])
-
-
-@torch.library.custom_op("rlk::embedding_backward", mutates_args=())
+@custom_op(
+    "embedding_backward",
+    lambda ids, dy, rows, backend: dy.new_empty(rows, dy.shape[1]),
+    no_gradient=("embedding", SECOND),
+)
 def _embedding_backward(ids: Tensor, dy: Tensor, rows: int, backend: str) -> Tensor:
-    record("embedding_backward", backend)
-    if backend == "torch":
-        return portable.backward(ids, dy, rows)
-    return _on_triton().backward(ids, dy, rows)
-
-
-@_embedding_backward.register_fake
-def _(ids, dy, rows, backend):
-    return dy.new_empty(rows, dy.shape[1])
-
-
-refuse_gradient(_embedding_backward, "embedding")
+    return _module("embedding_backward", backend).backward(ids, dy, rows)
 
 
 def embedding_grad(ids: Tensor, dy: Tensor, rows: int, backend: str) -> Tensor:
@@ -59,11 +40,17 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, dy):
-    (ids,) = ctx.saved_tensors
-    return None, embedding_grad(ids, dy, ctx.rows, ctx.backend), None
+    return None, embedding_grad(*ctx.saved_tensors, dy, ctx.rows, ctx.backend), None
 
 
-_embedding.register_autograd(_backward, setup_context=_setup)
+@custom_op(
+    "embedding",
+    lambda ids, weight, backend: weight.new_empty(ids.shape[0], weight.shape[1]),
+    setup=_setup,
+    backward=_backward,
+)
+def _embedding(ids: Tensor, weight: Tensor, backend: str) -> Tensor:
+    return _module("embedding", backend).forward(ids, weight)
 
 
 def embedding(ids: Tensor, weight: Tensor, *, backend: str | None = None) -> Tensor:

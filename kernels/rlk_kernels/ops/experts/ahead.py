@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.ahead import compiled_ahead
-from rlk_kernels.backend import choose, on_device_of
+from rlk_kernels.backend import choose
+from rlk_kernels.custom_op import on_device_of
 from rlk_kernels.ops.combine.operator import combine_experts
 from rlk_kernels.ops.experts.operator import group_by_expert, grouped_linear, grouped_swiglu
 from rlk_kernels.ops.routing.operator import route

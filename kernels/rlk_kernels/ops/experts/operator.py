@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
-from rlk_kernels.backend import call, choose, record, refuse_gradient
+from rlk_kernels.backend import choose, record
+from rlk_kernels.custom_op import SECOND, call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.memory import empty
@@ -61,61 +62,20 @@ class ExpertGroups(NamedTuple):
         return self.offsets.shape[0] - 1
 
 
-@torch.library.custom_op("rlk::group_by_expert", mutates_args=())
+@custom_op(
+    "group_by_expert",
+    lambda ids, experts, backend: (ids.new_empty(ids.numel()), ids.new_empty(experts + 1)),
+)
 def _group(ids: Tensor, experts: int, backend: str) -> tuple[Tensor, Tensor]:
     record("group_by_expert", backend)
-    if backend == "torch":
-        return portable.group(ids, experts)
-    return _on_triton().group(ids, experts)
+    return (portable if backend == "torch" else _on_triton()).group(ids, experts)
 
 
-@_group.register_fake
-def _(ids, experts, backend):
-    return ids.new_empty(ids.numel()), ids.new_empty(experts + 1)
-
-
-@torch.library.custom_op("rlk::grouped_linear", mutates_args=())
-def _grouped(
-    x: Tensor, weight: Tensor, order: Tensor, offsets: Tensor, each: int, backend: str
-) -> Tensor:
-    """y[S, N] of x[S / each, K]: row s reads row s // each of x."""
-    if backend == "torch":
-        record("grouped_linear", "torch")
-        return portable.forward(x, weight, order, offsets, each)
-    out = empty((order.shape[0], weight.shape[1]), x.dtype, x.device)
-    record("grouped_linear", _on_triton().product(x, weight.mT, order, offsets, each, out))
-    return out
-
-
-@_grouped.register_fake
-def _(x, weight, order, offsets, each, backend):
-    return x.new_empty(order.shape[0], weight.shape[1])
-
-
-@torch.library.custom_op("rlk::grouped_swiglu", mutates_args=())
-def _grouped_swiglu(
-    x: Tensor, weight: Tensor, order: Tensor, offsets: Tensor, each: int, backend: str
-) -> Tensor:
-    """a[S, I] of x[S / each, K] and weight[E, 2 I, K]."""
-    if backend == "torch":
-        record("grouped_swiglu", "torch")
-        both = portable.forward(x, weight, order, offsets, each)
-        return swiglu_portable.forward(*both.chunk(2, -1))
-    out = empty((order.shape[0], weight.shape[1] // 2), x.dtype, x.device)
-    ran = _on_triton().product(x, weight.mT, order, offsets, each, out, act=True)
-    record("grouped_swiglu", ran)
-    return out
-
-
-@_grouped_swiglu.register_fake
-def _(x, weight, order, offsets, each, backend):
-    return x.new_empty(order.shape[0], weight.shape[1] // 2)
-
-
-refuse_gradient(_grouped_swiglu, "grouped_swiglu", "grouped_linear and swiglu have them")
-
-
-@torch.library.custom_op("rlk::grouped_input_grad", mutates_args=())
+@custom_op(
+    "grouped_input_grad",
+    lambda dy, weight, order, *rest: dy.new_empty(order.shape[0], weight.shape[2]),
+    no_gradient=("grouped_linear", SECOND),
+)
 def _input_grad(dy: Tensor, weight: Tensor, order: Tensor, offsets: Tensor, backend: str) -> Tensor:
     """dx[S, K] of dy[S, N]."""
     if backend == "torch":
@@ -126,12 +86,11 @@ def _input_grad(dy: Tensor, weight: Tensor, order: Tensor, offsets: Tensor, back
     return out
 
 
-@_input_grad.register_fake
-def _(dy, weight, order, offsets, backend):
-    return dy.new_empty(order.shape[0], weight.shape[2])
-
-
-@torch.library.custom_op("rlk::grouped_weight_grad", mutates_args=())
+@custom_op(
+    "grouped_weight_grad",
+    lambda dy, x, _, offsets, *rest: dy.new_empty(len(offsets) - 1, dy.shape[1], x.shape[1]),
+    no_gradient=("grouped_linear", SECOND),
+)
 def _weight_grad(
     dy: Tensor, x: Tensor, order: Tensor, offsets: Tensor, each: int, backend: str
 ) -> Tensor:
@@ -142,15 +101,6 @@ def _weight_grad(
     out = empty((offsets.shape[0] - 1, dy.shape[1], x.shape[1]), dy.dtype, dy.device)
     record("grouped_linear", _on_triton().weight_grad(dy, x, order, offsets, each, out))
     return out
-
-
-@_weight_grad.register_fake
-def _(dy, x, order, offsets, each, backend):
-    return dy.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1])
-
-
-for _gradient in (_input_grad, _weight_grad):
-    refuse_gradient(_gradient, "grouped_linear")
 
 
 def _setup(ctx, inputs, output):
@@ -171,7 +121,41 @@ def _backward(ctx, dy):
     return dx, dw, None, None, None, None
 
 
-_grouped.register_autograd(_backward, setup_context=_setup)
+@custom_op(
+    "grouped_linear",
+    lambda x, weight, order, *rest: x.new_empty(order.shape[0], weight.shape[1]),
+    setup=_setup,
+    backward=_backward,
+)
+def _grouped(
+    x: Tensor, weight: Tensor, order: Tensor, offsets: Tensor, each: int, backend: str
+) -> Tensor:
+    """y[S, N] of x[S / each, K]: row s reads row s // each of x."""
+    if backend == "torch":
+        record("grouped_linear", "torch")
+        return portable.forward(x, weight, order, offsets, each)
+    out = empty((order.shape[0], weight.shape[1]), x.dtype, x.device)
+    record("grouped_linear", _on_triton().product(x, weight.mT, order, offsets, each, out))
+    return out
+
+
+@custom_op(
+    "grouped_swiglu",
+    lambda x, weight, order, *rest: x.new_empty(order.shape[0], weight.shape[1] // 2),
+    no_gradient=("grouped_swiglu", "grouped_linear and swiglu have them"),
+)
+def _grouped_swiglu(
+    x: Tensor, weight: Tensor, order: Tensor, offsets: Tensor, each: int, backend: str
+) -> Tensor:
+    """a[S, I] of x[S / each, K] and weight[E, 2 I, K]."""
+    if backend == "torch":
+        record("grouped_swiglu", "torch")
+        both = portable.forward(x, weight, order, offsets, each)
+        return swiglu_portable.forward(*both.chunk(2, -1))
+    out = empty((order.shape[0], weight.shape[1] // 2), x.dtype, x.device)
+    ran = _on_triton().product(x, weight.mT, order, offsets, each, out, act=True)
+    record("grouped_swiglu", ran)
+    return out
 
 
 def group_by_expert(ids: Tensor, experts: int, *, backend: str | None = None) -> ExpertGroups:

@@ -9,28 +9,20 @@ T = tokens   Hk = KV heads   D = head size   P = block size of the cache
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import call, choose, record
+from rlk_kernels.backend import choose, two_backends
+from rlk_kernels.custom_op import call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.kv_cache import portable
 
-_on_triton = lazy_module("rlk_kernels.ops.kv_cache.kernels")
+_module = two_backends(portable, lazy_module("rlk_kernels.ops.kv_cache.kernels"))
 
 
-@torch.library.custom_op("rlk::write_kv_cache", mutates_args=("k_cache", "v_cache"))
+@custom_op("write_kv_cache", lambda *arguments: None, writes=("k_cache", "v_cache"))
 def _write_kv_cache(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, backend: str
 ) -> None:
-    record("write_kv_cache", backend)
-    if backend == "torch":
-        portable.write(k_cache, v_cache, k, v, slots)
-        return
-    _on_triton().write(k_cache, v_cache, k, v, slots)
-
-
-@_write_kv_cache.register_fake
-def _(k_cache, v_cache, k, v, slots, backend):
-    return None
+    _module("write_kv_cache", backend).write(k_cache, v_cache, k, v, slots)
 
 
 def write_kv_cache(

@@ -26,13 +26,13 @@ T = tokens   V = vocabulary   H = hidden size   K = further ids of each token
 
 import functools
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from rlk_kernels import private_api
-from rlk_kernels.backend import call, choose, record, refuse_gradient
+from rlk_kernels.backend import choose, record
+from rlk_kernels.custom_op import SECOND, call, custom_op
+from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.linear_logp import portable
 from rlk_kernels.ops.linear_logp.options import RowStatistics, check_options, options_of
@@ -55,18 +55,14 @@ def linear_logp_ref(
     return torch.where(target < 0, 0.0, logp), torch.logsumexp(z, -1), entropy
 
 
-@functools.cache
-def _on_triton() -> ModuleType:
-    from rlk_kernels.ops.linear_logp import launch
-
-    return launch
+_on_triton = lazy_module("rlk_kernels.ops.linear_logp.launch")
 
 
-@torch.library.custom_op("rlk::linear_logp", mutates_args=())
-def _linear_logp(
+def _run(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, logit_dtype: torch.dtype,
     softcap: float, scale: float, temperature: float, entropy: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(logp, lse, entropy) and what the gradient needs: (n, log_s, z); see `RowStatistics`."""
     spec = options_of(logit_dtype, softcap, scale, temperature)
     if backend == "torch":
         rows, ran = portable.forward(hidden, weight, bias, ids, spec, entropy), "torch"
@@ -81,9 +77,9 @@ def _inference(
     logit_dtype: torch.dtype, softcap: float, scale: float, temperature: float, entropy: bool,
     backend: str,
 ) -> Sequence[Tensor | None]:  # fmt: skip
-    """`_linear_logp` without a backward: the first `count` of logp, lse and entropy."""
+    """`_run` without a backward: the first `count` of logp, lse and entropy."""
     if backend == "torch":
-        return private_api.implementation(_linear_logp)(
+        return _run(
             hidden, weight, bias, ids, logit_dtype, softcap, scale, temperature, entropy, backend
         )
     spec = options_of(logit_dtype, softcap, scale, temperature)
@@ -92,8 +88,7 @@ def _inference(
     return *results, None, None
 
 
-@_linear_logp.register_fake
-def _(hidden, weight, bias, ids, logit_dtype, softcap, scale, temperature, entropy, backend):
+def _fake(hidden, weight, bias, ids, logit_dtype, softcap, scale, temperature, entropy, backend):
     wide = torch.promote_types(hidden.dtype, torch.float32)
     inner = torch.float64 if backend == "torch" else torch.float32
     t = hidden.shape[0]
@@ -102,7 +97,15 @@ def _(hidden, weight, bias, ids, logit_dtype, softcap, scale, temperature, entro
     return tuple(hidden.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
 
 
-@torch.library.custom_op("rlk::linear_logp_backward", mutates_args=())
+def _fake_backward(hidden, weight, bias, *rest):
+    needs = rest[-2]
+    return tuple(
+        x.new_empty(x.shape) if need and x is not None else hidden.new_empty(0)
+        for x, need in zip((hidden, weight, bias), needs, strict=True)
+    )
+
+
+@custom_op("linear_logp_backward", _fake_backward, no_gradient=("linear_logp", SECOND))
 def _linear_logp_backward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, entropy: Tensor, n: Tensor,
     log_s: Tensor, z: Tensor, g: Tensor, g_lse: Tensor | None, g_entropy: Tensor | None,
@@ -123,21 +126,6 @@ def _linear_logp_backward(
     return dh, dw, db if bias is None or not needs[2] else db.to(bias.dtype)
 
 
-@_linear_logp_backward.register_fake
-def _(
-    hidden, weight, bias, ids, entropy, n, log_s, z, g, g_lse, g_entropy, logit_dtype, softcap,
-    scale, temperature, needs, backend,
-):  # fmt: skip
-    inputs = (hidden, weight, bias)
-    return tuple(
-        x.new_empty(x.shape) if need and x is not None else hidden.new_empty(0)
-        for x, need in zip(inputs, needs, strict=True)
-    )
-
-
-refuse_gradient(_linear_logp_backward, "linear_logp")
-
-
 def _setup(ctx, inputs, output):
     hidden, weight, bias, ids, *options, _, ctx.backend = inputs
     ctx.options = options
@@ -148,7 +136,7 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, g, g_lse, g_entropy, _n, _log_s, _z):
-    hidden, weight, bias, ids, entropy, n, log_s, z = ctx.saved_tensors
+    hidden, _, _, ids, entropy, *_ = ctx.saved_tensors
     if g is None and g_lse is None and g_entropy is None:
         return (None,) * 10
     needs = [bool(x) for x in ctx.needs_input_grad[:3]]
@@ -157,14 +145,13 @@ def _backward(ctx, g, g_lse, g_entropy, _n, _log_s, _z):
     if entropy.numel() == 0:
         g_entropy = None
     grads = _linear_logp_backward(
-        hidden, weight, bias, ids, entropy, n, log_s, z, g.contiguous(), g_lse, g_entropy,
-        *ctx.options, needs, ctx.backend,
-    )  # fmt: skip
+        *ctx.saved_tensors, g.contiguous(), g_lse, g_entropy, *ctx.options, needs, ctx.backend
+    )
     results = [x if need else None for x, need in zip(grads, needs, strict=True)]
     return (*results, *(None,) * 7)
 
 
-_linear_logp.register_autograd(_backward, setup_context=_setup)
+_linear_logp = custom_op("linear_logp", _fake, setup=_setup, backward=_backward)(_run)
 
 
 def check(name: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:

@@ -22,7 +22,8 @@ T = rows   V = vocabulary   J = given ids of a row   K = top_k
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import call, choose, record, refuse_gradient
+from rlk_kernels.backend import choose, two_backends
+from rlk_kernels.custom_op import SECOND, call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.linear_logp.options import check_options, options_of
@@ -44,80 +45,20 @@ def logp_ref(
 MAX_TOP = 128
 
 
-_on_triton = lazy_module("rlk_kernels.ops.logp.kernels")
+_module = two_backends(portable, lazy_module("rlk_kernels.ops.logp.kernels"))
 
 
-def _run(logits, target, token_ids, top_k, options, backend):
-    record("logp", backend)
-    spec = options_of(torch.float32, *options)
-    if backend == "torch":
-        return portable.forward(logits, target, token_ids, top_k, spec)
-    return _on_triton().forward(logits, target, token_ids, top_k, spec)
+def _fake_backward(logits, *rest):
+    return logits.new_empty(logits.shape)
 
 
-@torch.library.custom_op("rlk::logp", mutates_args=())
-def _logp(
-    logits: Tensor, target: Tensor, softcap: float, scale: float, temperature: float, backend: str
-) -> tuple[Tensor, Tensor]:
-    """logp[T], and two numbers a row that the gradient needs."""
-    return _run(logits, target, None, 0, (softcap, scale, temperature), backend)[:2]
-
-
-@_logp.register_fake
-def _(logits, target, softcap, scale, temperature, backend):
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    inner = torch.float64 if backend == "torch" else torch.float32
-    t = logits.shape[0]
-    return logits.new_empty(t, dtype=wide), logits.new_empty(t, 2, dtype=inner)
-
-
-@torch.library.custom_op("rlk::logp_and_more", mutates_args=())
-def _logp_and_more(
-    logits: Tensor, target: Tensor, token_ids: Tensor | None, top_k: int, softcap: float,
-    scale: float, temperature: float, backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`_logp`, and logp of token_ids[T, J], of the top_k, and their ids; empty where not asked
-    for."""
-    *row, id_logp, top, ids = _run(
-        logits, target, token_ids, top_k, (softcap, scale, temperature), backend
-    )
-    t, wide = logits.shape[0], row[0].dtype
-    id_logp = torch.empty(t, 0, dtype=wide, device=logits.device) if id_logp is None else id_logp
-    if top is None:
-        top = torch.empty(t, 0, dtype=wide, device=logits.device)
-        ids = torch.empty(t, 0, dtype=torch.int64, device=logits.device)
-    return *row, id_logp, top, ids
-
-
-@_logp_and_more.register_fake
-def _(logits, target, token_ids, top_k, softcap, scale, temperature, backend):
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    inner = torch.float64 if backend == "torch" else torch.float32
-    t = logits.shape[0]
-    row = logits.new_empty(t, dtype=wide), logits.new_empty(t, 2, dtype=inner)
-    id_logp = logits.new_empty(t, 0 if token_ids is None else token_ids.shape[1], dtype=wide)
-    top = logits.new_empty(t, top_k, dtype=wide)
-    return *row, id_logp, top, logits.new_empty(t, top_k, dtype=torch.int64)
-
-
-@torch.library.custom_op("rlk::logp_backward", mutates_args=())
+@custom_op("logp_backward", _fake_backward, no_gradient=("logp", SECOND))
 def _logp_backward(
     logits: Tensor, target: Tensor, root: Tensor, g: Tensor, softcap: float, scale: float,
     temperature: float, backend: str,
 ) -> Tensor:  # fmt: skip
-    record("logp_backward", backend)
     spec = options_of(torch.float32, softcap, scale, temperature)
-    if backend == "torch":
-        return portable.backward(logits, target, root, g, spec)
-    return _on_triton().backward(logits, target, root, g, spec)
-
-
-@_logp_backward.register_fake
-def _(logits, target, root, g, softcap, scale, temperature, backend):
-    return logits.new_empty(logits.shape)
-
-
-refuse_gradient(_logp_backward, "logp")
+    return _module("logp_backward", backend).backward(logits, target, root, g, spec)
 
 
 def logp_grad(logits: Tensor, target: Tensor, root: Tensor, g: Tensor, backend: str) -> Tensor:
@@ -136,16 +77,56 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, g, *_):
-    logits, target, root = ctx.saved_tensors
     none = (None,) * ctx.inputs
     if g is None:
         return none
-    dx = _logp_backward(logits, target, root, g.contiguous(), *ctx.options)
-    return dx, *none[1:]
+    return _logp_backward(*ctx.saved_tensors, g.contiguous(), *ctx.options), *none[1:]
 
 
-_logp.register_autograd(_backward, setup_context=_setup)
-_logp_and_more.register_autograd(_backward, setup_context=_setup)
+def _run(logits, target, token_ids, top_k, options, backend):
+    spec = options_of(torch.float32, *options)
+    return _module("logp", backend).forward(logits, target, token_ids, top_k, spec)
+
+
+def _fake(logits, target, softcap, scale, temperature, backend):
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    inner = torch.float64 if backend == "torch" else torch.float32
+    t = logits.shape[0]
+    return logits.new_empty(t, dtype=wide), logits.new_empty(t, 2, dtype=inner)
+
+
+@custom_op("logp", _fake, setup=_setup, backward=_backward)
+def _logp(
+    logits: Tensor, target: Tensor, softcap: float, scale: float, temperature: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    """logp[T], and two numbers a row that the gradient needs."""
+    return _run(logits, target, None, 0, (softcap, scale, temperature), backend)[:2]
+
+
+def _fake_more(logits, target, token_ids, top_k, *options):
+    row = _fake(logits, target, *options)
+    wide, t = row[0].dtype, logits.shape[0]
+    id_logp = logits.new_empty(t, 0 if token_ids is None else token_ids.shape[1], dtype=wide)
+    top = logits.new_empty(t, top_k, dtype=wide)
+    return *row, id_logp, top, logits.new_empty(t, top_k, dtype=torch.int64)
+
+
+@custom_op("logp_and_more", _fake_more, setup=_setup, backward=_backward)
+def _logp_and_more(
+    logits: Tensor, target: Tensor, token_ids: Tensor | None, top_k: int, softcap: float,
+    scale: float, temperature: float, backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`_logp`, and logp of token_ids[T, J], of the top_k, and their ids; empty where not asked
+    for."""
+    *row, id_logp, top, ids = _run(
+        logits, target, token_ids, top_k, (softcap, scale, temperature), backend
+    )
+    t, wide = logits.shape[0], row[0].dtype
+    id_logp = torch.empty(t, 0, dtype=wide, device=logits.device) if id_logp is None else id_logp
+    if top is None:
+        top = torch.empty(t, 0, dtype=wide, device=logits.device)
+        ids = torch.empty(t, 0, dtype=torch.int64, device=logits.device)
+    return *row, id_logp, top, ids
 
 
 def logp(

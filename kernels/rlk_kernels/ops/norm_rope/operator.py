@@ -12,42 +12,18 @@ T = tokens   H = heads   D = head size   R = rotary_dim / 2
 import torch
 from torch import Tensor
 
-from rlk_kernels import private_api
-from rlk_kernels.backend import call, choose, record
+from rlk_kernels.backend import choose, record
+from rlk_kernels.custom_op import call, custom_op
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
-from rlk_kernels.ops.rms_norm.operator import CASTS, _rms_norm_backward
+from rlk_kernels.ops.rms_norm.operator import CASTS, rms_norm_grad
 from rlk_kernels.ops.rms_norm.operator import rms_norm as norm
-from rlk_kernels.ops.rope.operator import _frequencies, _rope, check_rope
-
-
-@torch.library.custom_op("rlk::norm_rope", mutates_args=())
-def _norm_rope(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, positions: Tensor,
-    inv_freq: Tensor | None, scaling: Tensor | None, eps: float, hf: bool, theta: float,
-    rotary_dim: int, cos_sin_dtype: torch.dtype, interleaved: bool, backend: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    record("norm_rope", backend)
-    if backend == "torch":
-        cast = "hf" if hf else "vllm"
-        q, k = (
-            norm(x, weight, eps, cast=cast, backend=backend)
-            for x, weight in ((q, q_weight), (k, k_weight))
-        )
-        return private_api.implementation(_rope)(
-            q, k, positions, inv_freq, scaling, theta, rotary_dim, 1.0, cos_sin_dtype, interleaved,
-            backend,
-        )  # fmt: skip
-    from rlk_kernels.ops.norm_rope import kernels
-
-    frequency = _frequencies(theta, rotary_dim, q.device) if inv_freq is None else inv_freq
-    return kernels.norm_rotate(
-        q, k, q_weight, k_weight, positions, frequency, scaling, eps, hf, cos_sin_dtype, interleaved
-    )
-
-
-@_norm_rope.register_fake
-def _(q, k, *rest):
-    return q.new_empty(q.shape), k.new_empty(k.shape)
+from rlk_kernels.ops.rope.operator import (
+    _frequencies,
+    _rope,
+    check_rope,
+    empty_heads,
+    rotate,
+)
 
 
 def _setup(ctx, inputs, output):
@@ -65,14 +41,35 @@ def _backward(ctx, dq, dk):
     )  # fmt: skip
     grads, weights = [], []
     for x, weight, dy in ((q, q_weight, rotated[0]), (k, k_weight, rotated[1])):
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        dx, dw = call(_rms_norm_backward, rows, weight, dy.view(rows.shape), None, ctx.eps, backend)
-        grads.append(dx.view(x.shape))
-        weights.append(dw.to(weight.dtype))
+        dx, dw = rms_norm_grad(x, weight, dy, ctx.eps, backend)
+        grads.append(dx)
+        weights.append(dw)
     return (*grads, *weights, *(None,) * 10)
 
 
-_norm_rope.register_autograd(_backward, setup_context=_setup)
+@custom_op("norm_rope", empty_heads, setup=_setup, backward=_backward)
+def _norm_rope(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, positions: Tensor,
+    inv_freq: Tensor | None, scaling: Tensor | None, eps: float, hf: bool, theta: float,
+    rotary_dim: int, cos_sin_dtype: torch.dtype, interleaved: bool, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    record("norm_rope", backend)
+    if backend == "torch":
+        cast = "hf" if hf else "vllm"
+        q, k = (
+            norm(x, weight, eps, cast=cast, backend=backend)
+            for x, weight in ((q, q_weight), (k, k_weight))
+        )
+        return rotate(
+            q, k, positions, inv_freq, scaling, theta, rotary_dim, 1.0, cos_sin_dtype, interleaved,
+            backend,
+        )  # fmt: skip
+    from rlk_kernels.ops.norm_rope import kernels
+
+    frequency = _frequencies(theta, rotary_dim, q.device) if inv_freq is None else inv_freq
+    return kernels.norm_rotate(
+        q, k, q_weight, k_weight, positions, frequency, scaling, eps, hf, cos_sin_dtype, interleaved
+    )
 
 
 def norm_rope(

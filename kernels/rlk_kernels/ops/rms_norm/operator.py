@@ -19,7 +19,8 @@ M = rows (all leading dimensions)   H = the normalised dimension
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import call, choose, record, refuse_gradient
+from rlk_kernels.backend import choose, two_backends
+from rlk_kernels.custom_op import SECOND, call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.rms_norm import portable
@@ -34,42 +35,30 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
 
 
-_on_triton = lazy_module("rlk_kernels.ops.rms_norm.kernels")
+_module = two_backends(portable, lazy_module("rlk_kernels.ops.rms_norm.kernels"))
 
 
-@torch.library.custom_op("rlk::rms_norm", mutates_args=())
-def _rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, hf: bool, backend: str
-) -> tuple[Tensor, Tensor]:
-    """y and s; s is empty where there is no residual (x itself serves)."""
-    record("rms_norm", backend)
-    if backend == "torch":
-        y, s = portable.forward(x.reshape(-1, x.shape[-1]), residual, weight, eps, hf)
-        return y.view(x.shape), (s if residual is not None else x.new_empty(0))
-    return _on_triton().forward(x, residual, weight, eps, hf)
-
-
-@_rms_norm.register_fake
-def _(x, residual, weight, eps, hf, backend):
-    return x.new_empty(x.shape), x.new_empty(x.shape if residual is not None else (0,))
-
-
-@torch.library.custom_op("rlk::rms_norm_backward", mutates_args=())
+@custom_op(
+    "rms_norm_backward",
+    lambda s, weight, dy, *rest: (
+        dy.new_empty(dy.shape), weight.new_empty(weight.shape, dtype=portable.wide_dtype(s))
+    ),
+    no_gradient=("rms_norm", SECOND),
+)  # fmt: skip
 def _rms_norm_backward(
     s: Tensor, weight: Tensor, dy: Tensor, dnew: Tensor | None, eps: float, backend: str
 ) -> tuple[Tensor, Tensor]:
-    record("rms_norm_backward", backend)
-    if backend == "torch":
-        return portable.backward(s, weight, dy, dnew, eps)
-    return _on_triton().backward(s, weight, dy, dnew, eps)
+    return _module("rms_norm_backward", backend).backward(s, weight, dy, dnew, eps)
 
 
-@_rms_norm_backward.register_fake
-def _(s, weight, dy, dnew, eps, backend):
-    return dy.new_empty(dy.shape), weight.new_empty(weight.shape, dtype=portable.wide_dtype(s))
-
-
-refuse_gradient(_rms_norm_backward, "rms_norm")
+def rms_norm_grad(
+    s: Tensor, weight: Tensor, dy: Tensor, eps: float, backend: str, dnew: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(ds[..., H], dweight[H] in weight's dtype) of s[..., H] and dy; `dnew`: the gradient of the
+    new residual."""
+    rows, drows = (x.contiguous().view(-1, s.shape[-1]) for x in (s, dy))
+    ds, dw = call(_rms_norm_backward, rows, weight, drows, dnew, eps, backend)
+    return ds.view(s.shape), dw.to(weight.dtype)
 
 
 def _setup(ctx, inputs, output):
@@ -85,17 +74,16 @@ def _backward(ctx, dy, dnew):
     return ds, ds.clone() if ctx.fused else None, dw, None, None, None
 
 
-def rms_norm_grad(
-    s: Tensor, weight: Tensor, dy: Tensor, eps: float, backend: str, dnew: Tensor | None = None
+def _fake(x, residual, *rest):
+    return x.new_empty(x.shape), x.new_empty(x.shape if residual is not None else (0,))
+
+
+@custom_op("rms_norm", _fake, setup=_setup, backward=_backward)
+def _rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, hf: bool, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """(ds[..., H], dweight[H] in weight's dtype) of s[..., H] and dy; `dnew`: the gradient of the
-    new residual."""
-    rows, drows = (x.contiguous().view(-1, s.shape[-1]) for x in (s, dy))
-    ds, dw = call(_rms_norm_backward, rows, weight, drows, dnew, eps, backend)
-    return ds.view(s.shape), dw.to(weight.dtype)
-
-
-_rms_norm.register_autograd(_backward, setup_context=_setup)
+    """y and s; s is empty where there is no residual (x itself serves)."""
+    return _module("rms_norm", backend).forward(x, residual, weight, eps, hf)
 
 
 def rms_norm(

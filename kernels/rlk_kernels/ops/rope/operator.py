@@ -20,7 +20,8 @@ import functools
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import call, choose, record
+from rlk_kernels.backend import choose, record
+from rlk_kernels.custom_op import call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.rope import portable
@@ -44,12 +45,12 @@ def rope_ref(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 _on_triton = lazy_module("rlk_kernels.ops.rope.kernels")
 
 
-@torch.library.custom_op("rlk::rope", mutates_args=())
-def _rope(
+def rotate(
     q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor | None, scaling: Tensor | None,
     theta: float, rotary_dim: int, sign: float, cos_sin_dtype: torch.dtype, interleaved: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q and k, rotated by `sign` times their angles."""
     record("rope", backend)
     frequency = _frequencies(theta, rotary_dim, q.device) if inv_freq is None else inv_freq
     options = (positions, frequency, scaling, sign, cos_sin_dtype, interleaved)
@@ -58,8 +59,8 @@ def _rope(
     return _on_triton().rotate(q, k, *options)
 
 
-@_rope.register_fake
-def _(q, k, *rest):
+def empty_heads(q: Tensor, k: Tensor, *rest) -> tuple[Tensor, Tensor]:
+    """The fake results of an operator that gives q and k their shapes."""
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
@@ -69,15 +70,14 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, dq, dk):
-    theta, rotary_dim, sign, cos_sin_dtype, interleaved, backend = ctx.rest
+    theta, rotary_dim, sign, *rest = ctx.rest
     grads = call(
-        _rope, dq.contiguous(), dk.contiguous(), *ctx.saved_tensors, theta, rotary_dim, -sign,
-        cos_sin_dtype, interleaved, backend,
-    )  # fmt: skip
+        _rope, dq.contiguous(), dk.contiguous(), *ctx.saved_tensors, theta, rotary_dim, -sign, *rest
+    )
     return (*grads, *(None,) * 9)
 
 
-_rope.register_autograd(_backward, setup_context=_setup)
+_rope = custom_op("rope", empty_heads, setup=_setup, backward=_backward)(rotate)
 
 
 def check_rope(

@@ -1,5 +1,5 @@
 # ruff: noqa: SIM108 (a ternary of two shapes is no Triton)
-"""The Triton kernels of `route`: a program takes ROWS rows of all experts."""
+"""The Triton kernels of `route` and `route_corrected`: a program takes ROWS rows of all experts."""
 
 import torch
 import triton
@@ -113,39 +113,187 @@ def _route_bwd_kernel(
     tl.store(dz_ptr + at[:, None] * E + cols[None, :], dz, mask=there)
 
 
-def rows_and_warps(block: int, backward: bool) -> tuple[int, int]:
-    """Of a program, for rows of so many columns, a power of two."""
+@triton.jit
+def _first(key, cols, BE: tl.constexpr):
+    """The column of each row's largest key[ROWS, BE], the lowest of those that tie."""
+    return tl.min(tl.where(key == tl.max(key, 1)[:, None], cols[None, :], BE), 1)
+
+
+@triton.jit
+def _group_score(c, key, cols, BE: tl.constexpr):
+    """The sum of each row's two largest c, by their keys."""
+    first = _first(key, cols, BE)
+    is_first = cols[None, :] == first[:, None]
+    second = _first(tl.where(is_first, TAKEN, key), cols, BE)
+    is_second = cols[None, :] == second[:, None]
+    return tl.sum(tl.where(is_first, c, 0.0), 1) + tl.sum(tl.where(is_second, c, 0.0), 1)
+
+
+@triton.jit
+def _chosen_groups(
+    c, key, cols, E, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, ROWS: tl.constexpr,
+    BE: tl.constexpr, BG: tl.constexpr,
+):  # fmt: skip
+    """Whether each expert is in one of the chosen groups, [ROWS, BE]."""
+    size = E // GROUPS
+    group = cols // size
+    places = tl.arange(0, BG)
+    group_key = tl.full((ROWS, BG), TAKEN, tl.int32)
+    for g in range(GROUPS):
+        here = tl.where(group[None, :] == g, key, TAKEN)
+        score = sort_key(_group_score(c, here, cols, BE))
+        group_key = tl.where(places[None, :] == g, score[:, None], group_key)
+    inside = cols[None, :] < tl.zeros((ROWS, 1), tl.int32)
+    for _ in range(TOP_GROUPS):
+        best = _first(group_key, places, BG)
+        inside = inside | (group[None, :] == best[:, None])
+        group_key = tl.where(places[None, :] == best[:, None], TAKEN, group_key)
+    return inside
+
+
+@triton.jit(do_not_specialize=["T"])
+def _route_corrected_fwd_kernel(
+    z_ptr, correction_ptr, w_ptr, ids_ptr, T, E, scale, K: tl.constexpr, NORMALIZE: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BG: tl.constexpr, ROWS: tl.constexpr,
+    BE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BE)
+    there = (rows[:, None] < T) & (cols[None, :] < E)
+    at = rows.to(tl.int64)[:, None]
+    z = tl.load(z_ptr + at * E + cols[None, :], mask=there, other=0.0)
+    s = 1.0 / (1.0 + tl.exp(-z))
+    c = s + tl.load(correction_ptr + cols, mask=cols < E, other=0.0)[None, :]
+    key = tl.where(cols[None, :] < E, sort_key(c), TAKEN)
+    if TOP_GROUPS < GROUPS:
+        inside = _chosen_groups(c, key, cols, E, GROUPS, TOP_GROUPS, ROWS, BE, BG)
+        key = tl.where(inside, key, TAKEN)
+    picked = cols[None, :] < tl.zeros((ROWS, 1), tl.int32)
+    for _ in range(K):
+        now = cols[None, :] == _first(key, cols, BE)[:, None]
+        picked = picked | now
+        key = tl.where(now, TAKEN, key)
+    w = s
+    if NORMALIZE:
+        total = tl.zeros((ROWS,), tl.float32)
+        left = picked
+        for _ in range(K):
+            expert = tl.min(tl.where(left, cols[None, :], BE), 1)
+            now = cols[None, :] == expert[:, None]
+            total += tl.sum(tl.where(now, s, 0.0), 1)
+            left = left & (cols[None, :] != expert[:, None])
+        w = s / (total + 1e-20)[:, None]
+    place = tl.cumsum(picked.to(tl.int32), 1) - 1
+    where = at * K + place
+    tl.store(w_ptr + where, w * scale, mask=picked & there)
+    tl.store(ids_ptr + where, cols[None, :] + tl.zeros((ROWS, 1), tl.int32), mask=picked & there)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _route_corrected_bwd_kernel(
+    z_ptr, ids_ptr, g_ptr, dz_ptr, T, E, scale, K: tl.constexpr, NORMALIZE: tl.constexpr,
+    ROWS: tl.constexpr, BE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BE)
+    at = rows.to(tl.int64)
+    here = rows < T
+    total = tl.zeros((ROWS,), tl.float32)
+    mean = tl.zeros((ROWS,), tl.float32)
+    for j in range(K):
+        expert = tl.load(ids_ptr + at * K + j, mask=here, other=0)
+        s = 1.0 / (1.0 + tl.exp(-tl.load(z_ptr + at * E + expert, mask=here, other=0.0)))
+        total += s
+        mean += s * tl.load(g_ptr + at * K + j, mask=here, other=0.0)
+    total = total + 1e-20
+    mean = mean / total
+    dz = tl.zeros((ROWS, BE), tl.float32)
+    for j in range(K):
+        expert = tl.load(ids_ptr + at * K + j, mask=here, other=0)
+        s = 1.0 / (1.0 + tl.exp(-tl.load(z_ptr + at * E + expert, mask=here, other=0.0)))
+        g = tl.load(g_ptr + at * K + j, mask=here, other=0.0)
+        if NORMALIZE:
+            g = (g - mean) / total
+        term = scale * s * (1.0 - s) * g
+        dz = tl.where(cols[None, :] == expert[:, None], term[:, None], dz)
+    there = here[:, None] & (cols[None, :] < E)
+    tl.store(dz_ptr + at[:, None] * E + cols[None, :], dz, mask=there)
+
+
+def _program(block: int, backward: bool) -> tuple[int, int]:
+    """(rows, warps) of a program, for rows of so many columns, a power of two."""
     if backward:
         return max(1, ELEMENTS // block), WARPS
     return 1, min(MOST_WARPS, max(1, block // WARP_COLUMNS))
 
 
-def _launch(kernel, logits: Tensor, tensors: tuple[Tensor, ...], k: int, normalize: bool) -> None:
+def _launch(
+    kernel, logits: Tensor, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], how: tuple,
+    block: int, tree: tuple[int, ...] = (),
+) -> None:  # fmt: skip
+    """how: what the kernel is compiled for beside its block; tree: of its block."""
     t, experts = logits.shape
     if not t:
         return
-    block = max(power_of_2(experts), LEAF)
-    rows, warps = rows_and_warps(block, kernel is _route_bwd_kernel)
-    leaves, overlap = block // LEAF, facts(logits.device).overlaps
-    cache = shape_cache("route", kernel.__name__, experts, k, normalize, logits.device)
+    rows, warps = _program(block, kernel in (_route_bwd_kernel, _route_corrected_bwd_kernel))
+    overlap = facts(logits.device).overlaps
+    cache = shape_cache("route", kernel.__name__, experts, *how, logits.device)
     launch(
         cache, kernel, (cdiv(t, rows), 1, 1),
-        (logits, *tensors, t, experts, k, normalize, rows, block, leaves, levels(leaves), overlap),
+        (logits, *tensors, t, experts, *numbers, *how, rows, block, *tree, overlap),
         {"num_warps": warps, "launch_pdl": overlap},
     )  # fmt: skip
 
 
+def _launch_by_tree(kernel, logits: Tensor, tensors: tuple[Tensor, ...], *how) -> None:
+    block = max(power_of_2(logits.shape[1]), LEAF)
+    leaves = block // LEAF
+    _launch(kernel, logits, tensors, (), how, block, (leaves, levels(leaves)))
+
+
+def _results(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Memory for weights[T, k] and ids int32 [T, k]."""
+    shape, device = (logits.shape[0], k), logits.device
+    return empty(shape, torch.float32, device), empty(shape, torch.int32, device)
+
+
 def forward(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     """(weights[T, k], ids int32 [T, k])."""
-    shape = (logits.shape[0], k)
-    weights = empty(shape, torch.float32, logits.device)
-    ids = empty(shape, torch.int32, logits.device)
-    _launch(_route_fwd_kernel, logits, (weights, ids), k, normalize)
-    return weights, ids
+    results = _results(logits, k)
+    _launch_by_tree(_route_fwd_kernel, logits, results, k, normalize)
+    return results
 
 
 def backward(logits: Tensor, weights: Tensor, ids: Tensor, grad: Tensor, normalize: bool) -> Tensor:
     """dlogits[T, E]."""
     out = torch.empty_like(logits)
-    _launch(_route_bwd_kernel, logits, (weights, ids, grad, out), ids.shape[1], normalize)
+    tensors = (weights, ids, grad, out)
+    _launch_by_tree(_route_bwd_kernel, logits, tensors, ids.shape[1], normalize)
+    return out
+
+
+def forward_corrected(
+    logits: Tensor, correction: Tensor, k: int, normalize: bool, groups: int, top_groups: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(weights[T, k], ids int32 [T, k])."""
+    results, block = _results(logits, k), power_of_2(logits.shape[1])
+    how = (k, normalize, groups, top_groups, power_of_2(groups))
+    _launch(_route_corrected_fwd_kernel, logits, (correction, *results), (scale,), how, block)
+    return results
+
+
+def backward_corrected(
+    logits: Tensor, ids: Tensor, grad: Tensor, normalize: bool, scale: float
+) -> Tensor:
+    """dlogits[T, E]."""
+    out, block = torch.empty_like(logits), power_of_2(logits.shape[1])
+    how = (ids.shape[1], normalize)
+    _launch(_route_corrected_bwd_kernel, logits, (ids, grad, out), (scale,), how, block)
     return out

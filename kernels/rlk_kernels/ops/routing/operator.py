@@ -12,68 +12,93 @@ Gradients, with g the gradient of the weights and s = sum_j weights[j] g[j]:
     dlogits[e] = weights[j] (g[j] - s)   for the j-th of the chosen, 0 for the others   (normalize)
     dlogits[e] = p[e] (g[j] - s)         g = 0 for those that were not chosen, p = softmax(logits)
 
+route_corrected: the k experts of each token, by corrected scores, and their weights.
+
+    s[t, e]       = 1 / (1 + exp(-logits[t, e]))
+    c[t, e]       = s[t, e] + correction[e]
+    groups        : E / groups experts each, one group after another; the score of one is the sum
+                    of its two largest c, and the top_groups best are taken, ties to the lowest
+    chosen[t]     = the k largest c[t] in these groups, ties to the lowest id; kept in ascending id
+    weights[t, j] = scale * (s_j / (sum_i s_i + 1e-20))                                  normalize
+    weights[t, j] = scale * s_j                                                          otherwise
+
+This is the choice of DeepSeek-V3 (DeepSeek-AI 2024, section 2.1.2) and GLM-4.5. Order: sums are
+taken in fp32, over the chosen one by one in ascending id, then the 1e-20. A row is a function of
+its own logits. -0 and +0 are equal; a NaN is larger than any number.
+
+Gradients, with g the gradient of the weights, S the sum over the chosen and m = sum_j g_j s_j / S:
+    dlogits[e] = scale * s_j (1 - s_j) (g_j - m) / S    for the j-th of the chosen       (normalize)
+    dlogits[e] = scale * s_j (1 - s_j) g_j
+0 for the others. The correction has none: trainers change it by a rule of its own.
+
 T = tokens   E = experts   k = experts of a token
 """
 
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import call, choose, record, refuse_gradient
+from rlk_kernels.backend import choose, two_backends
+from rlk_kernels.custom_op import SECOND, call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.routing import portable
 
 MOST_EXPERTS = 4096
-"""What a program of the Triton kernels holds of one row."""
+"""The number of experts that a program of the Triton kernels holds of one row."""
+MOST_GROUPS = 64
+"""The number of groups that a program of the Triton kernels goes through, one after another."""
 
 
 def route_ref(logits: Tensor, k: int, normalize: bool = True) -> tuple[Tensor, Tensor]:
     """(weights, ids) by the formula in float64, for tests."""
-    order = sorted_by_logit(logits)[:, :k]
+    order = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     ids = order.sort(-1).values
     chosen = logits.double().gather(-1, ids)
     whole = chosen if normalize else logits.double()
     return (chosen - whole.logsumexp(-1, keepdim=True)).exp(), ids.int()
 
 
-def sorted_by_logit(logits: Tensor) -> Tensor:
-    """int64 [T, E]: the experts of each row, the largest logit first, ties by id."""
-    return logits.sort(dim=-1, descending=True, stable=True).indices
+def route_corrected_ref(
+    logits: Tensor, correction: Tensor, k: int, normalize: bool, groups: int, top_groups: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(weights, ids) by the formula in float64, row by row, for tests."""
+    weights, ids = [], []
+    for row in logits.double():
+        s = row.sigmoid()
+        c = s + correction.double()
+        by_group = c.view(groups, -1)
+        best = by_group.topk(2, dim=1).values.sum(dim=1)
+        order = sorted(range(groups), key=lambda g: (-float(best[g]), g))[:top_groups]
+        inside = [e for e in range(len(c)) if e // by_group.shape[1] in order]
+        chosen = sorted(sorted(inside, key=lambda e: (-float(c[e]), e))[:k])
+        of_chosen = s[chosen]
+        weights.append(scale * of_chosen / (of_chosen.sum() if normalize else 1.0))
+        ids.append(torch.tensor(chosen, dtype=torch.int32))
+    return torch.stack(weights), torch.stack(ids)
 
 
-_on_triton = lazy_module("rlk_kernels.ops.routing.kernels")
+_module = two_backends(portable, lazy_module("rlk_kernels.ops.routing.kernels"))
 
 
-@torch.library.custom_op("rlk::route", mutates_args=())
-def _route(logits: Tensor, k: int, normalize: bool, backend: str) -> tuple[Tensor, Tensor]:
-    record("route", backend)
-    if backend == "torch":
-        return portable.forward(logits, k, normalize)
-    return _on_triton().forward(logits, k, normalize)
-
-
-@_route.register_fake
-def _(logits, k, normalize, backend):
-    t = logits.shape[0]
-    return logits.new_empty(t, k), logits.new_empty(t, k, dtype=torch.int32)
-
-
-@torch.library.custom_op("rlk::route_backward", mutates_args=())
-def _route_backward(
-    logits: Tensor, weights: Tensor, ids: Tensor, grad: Tensor, normalize: bool, backend: str
-) -> Tensor:
-    record("route_backward", backend)
-    if backend == "torch":
-        return portable.backward(logits, weights, ids, grad, normalize)
-    return _on_triton().backward(logits, weights, ids, grad, normalize)
-
-
-@_route_backward.register_fake
-def _(logits, weights, ids, grad, normalize, backend):
+def _fake_backward(logits, *rest):
     return logits.new_empty(logits.shape)
 
 
-refuse_gradient(_route_backward, "route")
+@custom_op("route_backward", _fake_backward, no_gradient=("route", SECOND))
+def _route_backward(
+    logits: Tensor, weights: Tensor, ids: Tensor, grad: Tensor, normalize: bool, backend: str
+) -> Tensor:
+    module = _module("route_backward", backend)
+    return module.backward(logits, weights, ids, grad, normalize)
+
+
+@custom_op("route_corrected_backward", _fake_backward, no_gradient=("route_corrected", SECOND))
+def _route_corrected_backward(
+    logits: Tensor, ids: Tensor, grad: Tensor, normalize: bool, scale: float, backend: str
+) -> Tensor:
+    module = _module("route_corrected_backward", backend)
+    return module.backward_corrected(logits, ids, grad, normalize, scale)
 
 
 def _setup(ctx, inputs, output):
@@ -84,12 +109,49 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, grad, _):
-    logits, weights, ids = ctx.saved_tensors
+    how = ctx.normalize, ctx.backend
+    return _route_backward(*ctx.saved_tensors, grad.contiguous(), *how), None, None, None
+
+
+def _setup_corrected(ctx, inputs, output):
+    logits, _, _, ctx.normalize, _, _, ctx.scale, ctx.backend = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(logits, output[1])
+
+
+def _backward_corrected(ctx, grad, _):
+    how = ctx.normalize, ctx.scale, ctx.backend
     grad = grad.contiguous()
-    return _route_backward(logits, weights, ids, grad, ctx.normalize, ctx.backend), None, None, None
+    return (_route_corrected_backward(*ctx.saved_tensors, grad, *how), *(None,) * 7)
 
 
-_route.register_autograd(_backward, setup_context=_setup)
+@custom_op(
+    "route",
+    lambda logits, k, *rest: _fake(logits, k),
+    setup=_setup,
+    backward=_backward,
+)
+def _route(logits: Tensor, k: int, normalize: bool, backend: str) -> tuple[Tensor, Tensor]:
+    return _module("route", backend).forward(logits, k, normalize)
+
+
+@custom_op(
+    "route_corrected",
+    lambda logits, correction, k, *rest: _fake(logits, k),
+    setup=_setup_corrected,
+    backward=_backward_corrected,
+)
+def _route_corrected(
+    logits: Tensor, correction: Tensor, k: int, normalize: bool, groups: int, top_groups: int,
+    scale: float, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    module = _module("route_corrected", backend)
+    return module.forward_corrected(logits, correction, k, normalize, groups, top_groups, scale)
+
+
+def _fake(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    t = logits.shape[0]
+    return logits.new_empty(t, k), logits.new_empty(t, k, dtype=torch.int32)
 
 
 def route(
@@ -113,3 +175,47 @@ def route(
         )
     chosen = choose("route", backend, logits)
     return call(_route, logits.contiguous(), k, normalize, chosen)
+
+
+def route_corrected(
+    logits: Tensor,
+    correction: Tensor,
+    k: int,
+    *,
+    normalize: bool = True,
+    groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(weights[T, k], ids int32 [T, k]) of logits[T, E] and correction[E], the experts of a token
+    by ascending id.
+
+    logits: float32 (float64 on the torch backend), as `linear(..., out_dtype=torch.float32)` gives
+    them; correction and weights have their dtype. normalize: the weights of a token add up to
+    `scale`, by which they are multiplied. `top_groups` of `groups` equal groups are chosen from.
+    Raises UnsupportedShape where E is above 4096, no multiple of groups, or groups above 64 or of
+    one expert, and where k are not in the chosen groups; UnsupportedDtype, and what
+    `backend.choose` raises.
+    """
+    experts = logits.shape[-1]
+    of_group, rest = divmod(experts, groups) if groups > 0 else (0, 1)
+    fits = logits.dim() == 2 and correction.shape == (experts,) and experts <= MOST_EXPERTS
+    grouped = not rest and groups <= MOST_GROUPS and (of_group > 1 or groups == top_groups == 1)
+    few = 1 <= top_groups <= groups and 1 <= k <= of_group * top_groups
+    if not (fits and grouped and few):
+        raise UnsupportedShape(
+            f"route_corrected: logits {tuple(logits.shape)}, correction {tuple(correction.shape)}, "
+            f"k={k}, groups={groups} and top_groups={top_groups}; logits[T, E] and correction[E] "
+            f"with E <= {MOST_EXPERTS} in equal groups, {MOST_GROUPS} at most, of 2 experts at "
+            "least, and 1 <= k <= the experts of top_groups are needed"
+        )
+    if logits.dtype not in (torch.float32, torch.float64) or correction.dtype != logits.dtype:
+        raise UnsupportedDtype(
+            f"route_corrected: logits are {logits.dtype} and their correction {correction.dtype}; "
+            "float32 is needed: a router rounded to 16 bits ties"
+        )
+    chosen = choose("route_corrected", backend, logits)
+    correction = correction.detach().contiguous()
+    how = k, normalize, groups, top_groups, float(scale)
+    return call(_route_corrected, logits.contiguous(), correction, *how, chosen)

@@ -11,7 +11,8 @@ M = rows (all leading dimensions)   F = features
 import torch
 from torch import Tensor
 
-from rlk_kernels.backend import call, choose, record, refuse_gradient
+from rlk_kernels.backend import choose, two_backends
+from rlk_kernels.custom_op import SECOND, call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.swiglu import portable
@@ -22,36 +23,16 @@ def swiglu_ref(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate.double()) * up.double()
 
 
-_on_triton = lazy_module("rlk_kernels.ops.swiglu.kernels")
+_module = two_backends(portable, lazy_module("rlk_kernels.ops.swiglu.kernels"))
 
 
-@torch.library.custom_op("rlk::swiglu", mutates_args=())
-def _swiglu(gate: Tensor, up: Tensor, backend: str) -> Tensor:
-    record("swiglu", backend)
-    if backend == "torch":
-        return portable.forward(gate, up)
-    return _on_triton().forward(gate, up)
-
-
-@_swiglu.register_fake
-def _(gate, up, backend):
-    return gate.new_empty(gate.shape)
-
-
-@torch.library.custom_op("rlk::swiglu_backward", mutates_args=())
+@custom_op(
+    "swiglu_backward",
+    lambda gate, up, *rest: (gate.new_empty(gate.shape), gate.new_empty(gate.shape)),
+    no_gradient=("swiglu", SECOND),
+)
 def _swiglu_backward(gate: Tensor, up: Tensor, dy: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    record("swiglu_backward", backend)
-    if backend == "torch":
-        return portable.backward(gate, up, dy)
-    return _on_triton().backward(gate, up, dy)
-
-
-@_swiglu_backward.register_fake
-def _(gate, up, dy, backend):
-    return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
-
-
-refuse_gradient(_swiglu_backward, "swiglu")
+    return _module("swiglu_backward", backend).backward(gate, up, dy)
 
 
 def _setup(ctx, inputs, output):
@@ -60,12 +41,14 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, dy):
-    gate, up = ctx.saved_tensors
-    dg, du = call(_swiglu_backward, gate, up, dy.contiguous(), ctx.backend)
-    return dg, du, None
+    return *call(_swiglu_backward, *ctx.saved_tensors, dy.contiguous(), ctx.backend), None
 
 
-_swiglu.register_autograd(_backward, setup_context=_setup)
+@custom_op(
+    "swiglu", lambda gate, *rest: gate.new_empty(gate.shape), setup=_setup, backward=_backward
+)
+def _swiglu(gate: Tensor, up: Tensor, backend: str) -> Tensor:
+    return _module("swiglu", backend).forward(gate, up)
 
 
 def swiglu(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlk_kernels.backend import call, dispatch_straight, refuse_gradient
+from rlk_kernels.custom_op import call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import KernelFailed, RankMissing, UnsupportedDevice, UnsupportedShape
 from rlk_kernels.parallel.peer import memory
@@ -115,18 +115,13 @@ class PeerGather:
         return _on_triton().columns(x, self.channels)
 
 
-@torch.library.custom_op("rlk::peer_columns", mutates_args=())
+@custom_op(
+    "peer_columns",
+    lambda x, number, ranks: x.new_empty(*x.shape[:-1], ranks * x.shape[-1]),
+    no_gradient=("peer_gather", "it is for inference, and has no gradient"),
+)
 def _peer_columns(x: Tensor, number: int, ranks: int) -> Tensor:
     return _living[number].launch(x)
-
-
-@_peer_columns.register_fake
-def _(x, number, ranks):
-    return x.new_empty(*x.shape[:-1], ranks * x.shape[-1])
-
-
-refuse_gradient(_peer_columns, "peer_gather", "it is for inference, and has no gradient")
-dispatch_straight()
 
 
 def peer_gather(

@@ -7,8 +7,8 @@ import pytest
 import rlk_kernels as rk
 import torch
 from linear_logp_suite import case, error, one_sequence_loss
-from rlk_kernels.losses.grpo.operator import LOSS_TYPES
 from rlk_kernels.losses.linear_grpo import kernels, launch, plan, portable
+from rlk_kernels.losses.linear_grpo.operator import LOSS_TYPES
 from rlk_kernels.ops.linear_logp.operator import linear_logp_ref
 from torch.utils._python_dispatch import TorchDispatchMode
 

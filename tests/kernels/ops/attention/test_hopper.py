@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rlk_kernels.ops.attention import hopper
+from rlk_kernels.ops.attention.hopper import steps as hopper
 
 HEADS, DIM = 3, 64
 

@@ -1,4 +1,4 @@
-"""`hopper.py` in pieces (`schedule.py`): programs that take one after another.
+"""`hopper/steps.py` in pieces (`schedule.py`): programs that take one after another.
 
 Pieces come from a list where keys are split, from the lengths alone where there is one sequence,
 and are whole blocks of rows where no table has room for two chunks of keys.
@@ -6,8 +6,8 @@ and are whole blocks of rows where no table has room for two chunks of keys.
 The warp that copies goes on to the next piece while the other warps end this one. Blocks of 64 rows
 keep the sum of their merged chunks in a slot: that leaves room for more copies, which are what a
 decode step waits for. Blocks of 128 keep it in shared memory. Few pieces of few rows wait for their
-products instead: those are transposed (`hopper_narrow.py`), by eight warps where a sequence is
-alone; and its pieces are merged here (`hopper_merge.py`).
+products instead: those are transposed (`hopper/transposed.py`), by eight warps where a sequence is
+alone; and its pieces are merged here (`hopper/merge_last.py`).
 """
 
 from triton.experimental import gluon
@@ -17,7 +17,8 @@ from rlk_kernels.device import DeviceFacts, facts
 from rlk_kernels.launching import ShapeCache, launch
 from rlk_kernels.matmul.hopper.pipeline import ROWS, thread_barrier
 from rlk_kernels.ops.attention.call import AttentionCall, AttentionPlan, Scratch
-from rlk_kernels.ops.attention.hopper import (
+from rlk_kernels.ops.attention.hopper.merge_last import end_piece
+from rlk_kernels.ops.attention.hopper.steps import (
     BLOCK,
     PER_CHUNK,
     _block,
@@ -31,8 +32,7 @@ from rlk_kernels.ops.attention.hopper import (
     buffers,
     descriptors,
 )
-from rlk_kernels.ops.attention.hopper_merge import end_piece
-from rlk_kernels.ops.attention.hopper_narrow import attend_chunk, load_queries, rows_layout
+from rlk_kernels.ops.attention.hopper.transposed import attend_chunk, load_queries, rows_layout
 from rlk_kernels.ops.attention.order import (
     LOG2E,
     block_weights,
@@ -256,7 +256,7 @@ def _attend_pieces(
     WARPS: gl.constexpr,
 ):  # fmt: skip
     """Packed rows of a program's pieces, one after another. By four warps 64, of no more than IDLE
-    pieces those with NARROW or less by `hopper_narrow.py`; by eight, NARROW in each."""
+    pieces those with NARROW or less by `hopper/transposed.py`; by eight, NARROW in each."""
     (
         work, _, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, flags_ptr, q_smem, _, q_narrow,
         weights, _, _, _, _, _, _, _, window, T, _, _,

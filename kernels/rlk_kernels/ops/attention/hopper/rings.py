@@ -1,4 +1,4 @@
-"""What the kernels of `hopper_dq.py` and `hopper_dkv.py` share: rings of pairs of blocks.
+"""What the kernels of `hopper/dq.py` and `hopper/dkv.py` share: rings of pairs of blocks.
 
 Both have a warp that copies (TMA) and two groups of four warps that multiply. While one of these
 turns scores into weights, the tensor core works for the other.
@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from rlk_kernels.matmul.hopper.pipeline import ROWS, barriers, described_at, thread_barrier
-from rlk_kernels.ops.attention.hopper import _matrix
+from rlk_kernels.ops.attention.hopper.steps import _matrix
 
 BLOCK = gl.constexpr(64)
 """Keys of a step of dq, rows of a step of dk and dv."""

@@ -18,8 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from rlk_kernels.launching import ShapeCache, launch
 from rlk_kernels.matmul.hopper.pipeline import ROWS, async_load, thread_barrier
 from rlk_kernels.ops.attention.call import AttentionCall
-from rlk_kernels.ops.attention.hopper import _load_queries, write_rows
-from rlk_kernels.ops.attention.hopper_pairs import (
+from rlk_kernels.ops.attention.hopper.rings import (
     BLOCK,
     GROUPS,
     clear,
@@ -30,6 +29,7 @@ from rlk_kernels.ops.attention.hopper_pairs import (
     pair,
     start_scores,
 )
+from rlk_kernels.ops.attention.hopper.steps import _load_queries, write_rows
 from rlk_kernels.ops.attention.order import LOG2E, find_sequence, visible_keys
 
 DEPTH = 4
@@ -193,7 +193,7 @@ def _dq_hopper_kernel(
 def queries_gradient(
     cache: ShapeCache, call: AttentionCall, do: Tensor, lse: Tensor, delta: Tensor, dq: Tensor
 ) -> None:
-    """Fill dq where sequences are; the inputs are such that `hopper_pairs.reads` is true."""
+    """Fill dq where sequences are; the inputs are such that `hopper.rings.reads` is true."""
     q, k, v, batch, kv_heads, group = call.q, call.k, call.v, call.batch, call.kv_heads, call.group
     (tokens, _, dim), scale, window = q.shape, call.scale, call.window
     blocks = tokens * group // (GROUPS.value * ROWS.value) + batch

@@ -5,7 +5,7 @@ A warp copies keys and values (TMA, page by page from a paged cache) into two ri
 fast as these come free. Each group of four warps owns 64 packed rows: it weighs the scores of one
 block while the tensor core is busy with the other groups', then starts two products at once, the
 scores of the next block and the values of this one. These steps are here, for the programs of
-`hopper_blocks.py` and `hopper_pieces.py`. Written in Gluon, which ships with Triton; functions
+`hopper/blocks.py` and `hopper/pieces.py`. Written in Gluon, which ships with Triton; functions
 without layouts of their own are those of `order.py`.
 """
 

@@ -1,4 +1,4 @@
-"""Preparation and reduction of the loss on Triton (in the interpreter) against grpo.py."""
+"""Preparation and reduction of the loss on Triton (in the interpreter) against portable.py."""
 
 import math
 from fractions import Fraction
@@ -6,10 +6,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from rlk_kernels.losses.grpo import kernels as grpo_triton
-from rlk_kernels.losses.grpo import portable as grpo
-from rlk_kernels.losses.grpo.operator import LOSS_TYPES, Loss
+from rlk_kernels.losses.linear_grpo.operator import LOSS_TYPES
+from rlk_kernels.losses.policy import kernels, portable
+from rlk_kernels.losses.policy.objective import Objective
 
+LOSS = Objective("grpo", 0.2, 0.2, beta=0.1)
 RAGGED = [0, 0, 7, 7, 600, 601, 1300, 1300]
 """Bounds of seven sequences, three of them empty."""
 
@@ -33,31 +34,12 @@ def test_the_kernels_prepare_tokens_as_torch_does(loss_type, spread):
         sequences = 7 if bounds else 4
         per_sequence = advantages[:4] if spread and bounds is None else advantages
         for counted in (mask, mask.double() * 2, torch.zeros(t)):
-            arguments = (
-                target,
-                counted,
-                per_sequence,
-                spread,
-                cu_seqlens,
-                sequences,
-                loss_type,
-                40,
-                -100,
-            )
-            pairs = zip(grpo_triton.prepare(*arguments), grpo.prepare(*arguments), strict=True)
+            how = (spread, cu_seqlens, sequences, loss_type, 40)
+            arguments = (target, counted, per_sequence, *how, -100)
+            pairs = zip(kernels.prepare(*arguments), portable.prepare(*arguments), strict=True)
             assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
-        small = (
-            target.int(),
-            mask,
-            per_sequence.double(),
-            spread,
-            cu_seqlens,
-            sequences,
-            loss_type,
-            40,
-            3,
-        )
-        pairs = zip(grpo_triton.prepare(*small), grpo.prepare(*small), strict=True)
+        small = (target.int(), mask, per_sequence.double(), *how, 3)
+        pairs = zip(kernels.prepare(*small), portable.prepare(*small), strict=True)
         assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
 
 
@@ -67,7 +49,7 @@ def test_tokens_that_no_sequence_holds_are_nan(bounds):
     t, cu_seqlens = 20, torch.tensor(bounds)
     mask, ids = torch.ones(t), torch.zeros(t).long()
     mask[19] = 0
-    _, advantages, weights = grpo_triton.prepare(
+    _, advantages, weights = kernels.prepare(
         ids, mask, torch.tensor([1.0, 2.0]), True, cu_seqlens, 2, "grpo", 1, -100
     )
     token = torch.arange(t)
@@ -90,9 +72,9 @@ def terms(t, seed=0):
 
 
 def reduced(logp, old, advantages, ref, mask, w, loss):
-    """((loss, metrics) of grpo_triton, those of grpo)."""
-    mine = grpo_triton.reduce_loss(logp, old, advantages, w, ref, loss)
-    exact = grpo.reduce_loss(logp, logp if old is None else old, advantages, mask, w, ref, loss)
+    """((loss, metrics) of `kernels`, those of `portable`)."""
+    mine = kernels.reduce_loss(logp, old, advantages, w, ref, loss)
+    exact = portable.reduce_loss(logp, old, advantages, w, ref, loss)
     assert mine[1].keys() == exact[1].keys()
     return mine, exact
 
@@ -102,7 +84,7 @@ def test_the_kernels_reduce_as_torch_does(t):
     logp, old, advantages, ref, mask, w = terms(t)
     tiny = {"ratio_min": float("inf")} if not bool(mask.any()) else {}
     for logps, beta in (((old, ref), 0.1), ((old, None), 0.0), ((None, ref), 0.0)):
-        loss = Loss(beta, 0.2, 0.28)
+        loss = Objective("grpo", 0.2, 0.28, beta=beta)
         (value, mine), (expected, exact) = reduced(
             logp, logps[0], advantages, logps[1], mask, w, loss
         )
@@ -116,7 +98,7 @@ def test_the_kernels_reduce_as_torch_does(t):
 
 def test_a_mask_of_zeros_reduces_to_nothing_whatever_the_tokens_hold():
     nan, none = torch.full((700,), float("nan")), torch.zeros(700)
-    value, metrics = grpo_triton.reduce_loss(nan, nan, nan, none.double(), nan, Loss(0.1, 0.2, 0.2))
+    value, metrics = kernels.reduce_loss(nan, nan, nan, none.double(), nan, LOSS)
     assert float(value) == 0.0
     rest = {name: float(x) for name, x in metrics.items() if float(x) != 0.0}
     assert rest == {"ratio_min": float("inf")}
@@ -129,7 +111,7 @@ def test_a_nan_in_a_token_that_counts_shows(which):
         inputs[4][at], inputs[5][at] = True, 1e-3
         for i, x in enumerate(inputs[:4]):
             x[at] = float("nan") if i == which else 0.0
-        (value, mine), (expected, exact) = reduced(*inputs, Loss(0.1, 0.2, 0.2))
+        (value, mine), (expected, exact) = reduced(*inputs, LOSS)
         assert bool((value + expected.float()).isnan())
         assert [bool(x.isnan()) for x in mine.values()] == [bool(x.isnan()) for x in exact.values()]
         if which < 2:
@@ -142,7 +124,7 @@ def test_a_nan_in_a_token_that_counts_shows(which):
 def test_k3_is_precise_for_small_and_large_log_ratios(d):
     one, zero = torch.ones(1), torch.zeros(1)
     old = torch.tensor([-d], dtype=torch.float64)
-    _, metrics = grpo_triton.reduce_loss(zero, old, one, one.double(), -old, Loss(0.1, 0.2, 0.2))
+    _, metrics = kernels.reduce_loss(zero, old, one, one.double(), -old, LOSS)
     x = Fraction(d)
     exact = float(sum((x**i / math.factorial(i) for i in range(2, 200)), Fraction(0)))
     for name in ("k3", "ref_k3"):

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF005 (Gluon has no starred tuples)
-"""`hopper.py` over all keys of a block of rows, by programs that stay and take block after block.
+"""`steps.py` over all keys of a block of rows, by programs that stay and take block after block.
 
 The warp that copies also asks for the next block of rows, the longest first, and says where it is;
 it goes on to that block's keys while the other warps end theirs. The sum of merged chunks lies in
@@ -29,7 +29,7 @@ from rlk_kernels.matmul.hopper.pipeline import (
 )
 from rlk_kernels.memory import empty
 from rlk_kernels.ops.attention.call import AttentionCall
-from rlk_kernels.ops.attention.hopper import (
+from rlk_kernels.ops.attention.hopper.steps import (
     BLOCK,
     PER_CHUNK,
     _block,

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from rlk_kernels.launching import ShapeCache, launch
 from rlk_kernels.matmul.hopper.pipeline import ROWS, async_load, new_barriers, thread_barrier
 from rlk_kernels.ops.attention.call import AttentionCall
-from rlk_kernels.ops.attention.hopper_pairs import (
+from rlk_kernels.ops.attention.hopper.rings import (
     BLOCK,
     GROUPS,
     clear,
@@ -211,7 +211,7 @@ def keys_gradients(
     cache: ShapeCache, call: AttentionCall, do: Tensor, lse: Tensor, delta: Tensor, dk: Tensor,
     dv: Tensor,
 ) -> None:  # fmt: skip
-    """Fill dk and dv where sequences are; the inputs are such that `hopper_pairs.reads` is true."""
+    """Fill dk and dv where sequences are; the inputs are such that `hopper.rings.reads` is true."""
     q, k, v, batch, kv_heads = call.q, call.k, call.v, call.batch, call.kv_heads
     (tokens, _, dim), scale, window = q.shape, call.scale, call.window
     programs = (k.shape[0] // (GROUPS.value * ROWS.value) + batch) * kv_heads

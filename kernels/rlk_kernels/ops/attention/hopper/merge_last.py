@@ -1,4 +1,4 @@
-"""For `hopper_pieces.py`: the pieces of a sequence that is alone are merged by whoever ends last,
+"""For `hopper/pieces.py`: the pieces of a sequence that is alone are merged by whoever ends last,
 front to back as `merge.py` does: no kernel runs behind the one that attends, and no bit can change.
 
 Who is last: each piece has a flag beside the states, in the call's own scratch. A program writes a
@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from rlk_kernels.matmul.hopper.pipeline import ROWS, thread_barrier
-from rlk_kernels.ops.attention.hopper_narrow import rows_layout
+from rlk_kernels.ops.attention.hopper.transposed import rows_layout
 from rlk_kernels.ops.attention.order import finish, merge
 from rlk_kernels.ops.attention.schedule import slot_row
 

@@ -1,4 +1,4 @@
-"""The chunks of `hopper_pieces.py` for blocks of few packed rows: the order of `order.py`,
+"""The chunks of `hopper/pieces.py` for blocks of few packed rows: the order of `order.py`,
 products transposed.
 
 The tensor core takes 64 rows of a product's first operand at a time, and a decode step has 4. Here
@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from rlk_kernels.matmul.hopper.pipeline import thread_barrier
-from rlk_kernels.ops.attention.hopper import BLOCK, _block, _clear, _free
+from rlk_kernels.ops.attention.hopper.steps import BLOCK, _block, _clear, _free
 from rlk_kernels.ops.attention.order import _add
 
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlk_kernels.launching import cdiv, launch, shape_cache
-from rlk_kernels.losses.grpo.operator import METRICS, Loss
+from rlk_kernels.losses.policy.objective import METRICS, Objective
 from rlk_kernels.memory import empties, empty
 
 BLOCK, LANES = 512, 64
@@ -68,7 +68,7 @@ def _count_kernel(
 
 @triton.jit
 def _sequence_of(token, inside, cu_ptr, B, length, steps, PACKED: tl.constexpr):
-    """(a token's sequence as `grpo.sequence_of` has it, whether that sequence holds it)."""
+    """(a token's sequence as `objective.sequence_of` has it, whether that sequence holds it)."""
     if PACKED:
         low = tl.zeros_like(token)
         high = low + B
@@ -213,7 +213,7 @@ def prepare(
     target: Tensor, mask: Tensor, advantages: Tensor, spread: bool, cu_seqlens: Tensor | None,
     sequences: int, loss_type: str, max_tokens: int | None, ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`grpo.prepare`; advantages of the tokens in fp32, or float64 for float64."""
+    """`portable.prepare`; advantages of the tokens in fp32, or float64 for float64."""
     t, device = target.shape[0], target.device
     grpo, counted = loss_type == "grpo", loss_type != "dr_grpo"
     share = max(sequences, 1) if grpo else 1
@@ -254,9 +254,9 @@ def prepare(
 
 def reduce_loss(
     logp: Tensor, old_logp: Tensor | None, advantages: Tensor, weights: Tensor,
-    ref_logp: Tensor | None, loss: Loss,
+    ref_logp: Tensor | None, objective: Objective,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """`grpo.reduce_loss` of [T] contiguous tensors; the loss in float32, old_logp None: logp."""
+    """`portable.reduce_loss` of [T] contiguous tensors; the loss is float32."""
     t, device = logp.shape[0], logp.device
     blocks, has_ref = cdiv(t, BLOCK), ref_logp is not None
     names = METRICS if has_ref else METRICS[:-1]
@@ -264,14 +264,14 @@ def reduce_loss(
     value, metrics = empties(((), (len(names),)), torch.float32, device)
     cache = shape_cache(
         "grpo loss", logp.dtype, None if old_logp is None else old_logp.dtype, advantages.dtype,
-        None if ref_logp is None else ref_logp.dtype, loss.beta > 0, device,
+        None if ref_logp is None else ref_logp.dtype, objective.beta > 0, device,
     )  # fmt: skip
     if t:
         launch(
             cache, _reduce_kernel, (blocks, 1, 1),
             (logp, logp if old_logp is None else old_logp, advantages, ref_logp, weights, part, t,
-             blocks, 1.0 - loss.low, 1.0 + loss.high, loss.beta, has_ref,
-             has_ref and loss.beta > 0, BLOCK),
+             blocks, 1.0 - objective.low, 1.0 + objective.high, objective.beta, has_ref,
+             has_ref and objective.beta > 0, BLOCK),
             {"num_warps": 4},
         )  # fmt: skip
     launch(

@@ -1,1 +1,0 @@
-"""The loss of GRPO, Dr. GRPO, DAPO and PPO from log-probabilities."""

@@ -1,0 +1,1 @@
+"""The kernels of attention that are written for Hopper, in Gluon."""

@@ -1,1 +1,0 @@
-"""top-k routing by corrected scores of a sigmoid, from the best groups of experts."""
