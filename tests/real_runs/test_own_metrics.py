@@ -14,7 +14,6 @@ from padded import padded
 from rlk_align.logs.monitor.frameworks import framework_metrics
 from rlk_align.logs.monitor.pairs import pairs_of
 from rlk_align.logs.monitor.run import padded_sequences
-from rlk_align.logs.monitor.verl_rejection import PRESETS
 
 torch = pytest.importorskip("torch")
 
@@ -36,8 +35,6 @@ def test_verl(seed: int) -> None:
         response_mask=mask.double(),
         rollout_is="token",
         rollout_is_threshold=2.0,
-        rollout_rs=",".join(PRESETS),
-        rollout_rs_threshold=",".join(f"{low}_{high}" for low, high in PRESETS.values()),
     )
     batch = {"rollout_log_probs": g, "old_log_probs": t, "responses": torch.zeros(g.shape)}
     batch |= {"attention_mask": mask.long(), "response_mask": mask.long()}

@@ -1,10 +1,9 @@
-"""What to do next, for each diagnosis, and what could not be tested."""
+"""The next step for each diagnosis, and the records of diagnoses and of what is untested."""
 
 from rlk_align.interval import Estimate
+from rlk_align.logs.diagnose.contract import RunContract
 from rlk_align.logs.diagnose.record import Confidence, Diagnosis, Name, Token, Untested
 
-_REACH = 2.0
-"""An interval that reaches beyond this many times the limit rules nothing out."""
 RESCORE = "rlk-align compare --tokens {RUN} --train SPEC"
 _WEIGHTS = "rlk-align weights TRAINED SYNCED"
 NEXT: dict[Name, str] = {
@@ -74,12 +73,18 @@ def diagnosis(
 
 
 def untested(
-    name: Name, statistic: str, estimate: Estimate, limit: float, shaped: bool = True
+    name: Name,
+    statistic: str,
+    estimate: Estimate,
+    limit: float,
+    contract: RunContract,
+    shaped: bool = True,
 ) -> Untested | None:
-    """Returns the record of a diagnosis that does not hold, where that says little: the interval
-    reaches beyond twice the limit. It is suspected where half of the interval's lower arm is above
-    the limit, and the error is `shaped` like it."""
-    if estimate.high <= _REACH * limit:
+    """Returns the record of a diagnosis that does not hold and cannot be ruled out, because its
+    interval reaches far beyond the limit; None if it is ruled out. The diagnosis is suspected if
+    the middle of the interval's lower half is above the limit, and the error is `shaped` like
+    it."""
+    if estimate.high <= contract.threshold("untested.reach") * limit:
         return None
     if not estimate.low <= estimate.high:
         return Untested(name=name, why="too few sequences have a measurable error to compare")

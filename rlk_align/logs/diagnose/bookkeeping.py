@@ -1,28 +1,22 @@
-"""Whether the two sides' numbers belong to each other: nothing, misaligned, masked wrongly, missing
-or stored in fewer bits."""
+"""Faults of a run's bookkeeping: nothing to compare, log-probs of other tokens, a wrong mask,
+missing log-probs, or log-probs that were stored in fewer bits."""
 
 import numpy as np
 
 from rlk_align.interval import Estimate, Floats, share
 from rlk_align.logs.diagnose import fills
 from rlk_align.logs.diagnose.advice import diagnosis
-from rlk_align.logs.diagnose.evidence import Evidence, Indices, Mask
+from rlk_align.logs.diagnose.evidence import FARTHEST, Evidence, Indices, Mask
 from rlk_align.logs.diagnose.record import Diagnosis
 from rlk_align.logs.dumps.sequences import Sequences
 
 _LAGS = tuple(k for k in range(-3, 4) if k)
-_LAG_TOKENS = 16
-"""Tokens that a sequence needs for a lag of its own."""
-_LAG_FAR = 5
-"""Tokens that are far off, |d| > 0.3, that such a sequence has."""
-_LAG_RATIO = 0.3
-"""Another lag fits where the mean |d| falls below this part of that at lag 0."""
-_MANTISSA = {"bfloat16": 16, "float16": 13}
-"""Low bits of float32 that are 0 in each."""
+_ZERO_BITS = {"bfloat16": 16, "float16": 13}
+"""Dtype -> how many low bits of a float32 are 0 if the value fits into the dtype."""
 
 
 def vacuous(e: Evidence) -> Diagnosis | None:
-    """Holds where nothing is compared, or a side is empty or a copy of the other."""
+    """Holds if nothing is compared, or if a side is empty or a copy of the other."""
     counts = e.counts
     if counts.compared == 0:
         known = "no token is scored" if counts.scored == 0 else "no scored token has both log-probs"
@@ -42,18 +36,20 @@ def vacuous(e: Evidence) -> Diagnosis | None:
 
 
 def misaligned(e: Evidence) -> Diagnosis | None:
-    """Holds where a sequence's log-probs fit those of the other side a few tokens further on."""
+    """Holds if a sequence's log-probs fit those of the other side a few tokens further on."""
+    threshold = e.contract.threshold
+    needed, better = threshold("misaligned.tokens"), threshold("misaligned.better")
     apart, far, counts = lag_errors(e)
     with np.errstate(invalid="ignore", divide="ignore"):
         means = apart / counts
     at_zero = means[:, 0]
-    enough = (counts >= _LAG_TOKENS).all(1) & (at_zero > e.contract.limit("numerics", "negligible"))
+    enough = (counts >= needed).all(1) & (at_zero > e.contract.limit("numerics", "negligible"))
     best = means[:, 1:].argmin(1)
-    fits = enough & (means[:, 1:].min(1) < _LAG_RATIO * at_zero)
+    fits = enough & (means[:, 1:].min(1) < better * at_zero)
     # A first token that is far off alone is left out at another lag.
     far_there = np.take_along_axis(far[:, 1:], best[:, None], 1)[:, 0]
-    fits &= (far[:, 0] >= _LAG_FAR) & (far_there < _LAG_RATIO * far[:, 0])
-    long = e.distinct & (counts[:, 0] >= _LAG_TOKENS)
+    fits &= (far[:, 0] >= threshold("misaligned.far-tokens")) & (far_there < better * far[:, 0])
+    long = e.distinct & (counts[:, 0] >= needed)
     estimate = share(int((fits & e.distinct).sum()), int(long.sum()))
     limit = e.contract.limit("misaligned")
     if not estimate.above(limit):
@@ -77,31 +73,33 @@ def lag_errors(e: Evidence) -> tuple[Floats, Floats, Floats]:
     run = e.run
     usable = np.zeros(run.tokens, dtype=bool)
     usable[e.index] = True
+    far_off = e.contract.threshold("misaligned.far")
     sums, far, counts = [], [], []
     for lag in (0, *_LAGS):
         other = e.index + lag
         inside = (other >= run.offsets[e.sequence]) & (other < run.offsets[e.sequence + 1])
         other = np.where(inside, other, 0)
         inside &= usable[other]
-        apart = np.minimum(np.abs(run.train[other] - e.g), 20.0)
+        apart = np.minimum(np.abs(run.train[other] - e.g), FARTHEST)
         sums.append(e.sums(np.where(inside, apart, 0.0)))
-        far.append(e.sums((inside & (apart > 0.3)).astype(np.float64)))
+        far.append(e.sums((inside & (apart > far_off)).astype(np.float64)))
         counts.append(e.sums(inside.astype(np.float64)))
     return np.stack(sums, 1), np.stack(far, 1), np.stack(counts, 1)
 
 
 def mask_shifted(e: Evidence) -> Diagnosis | None:
-    """Holds where segments of the mask start or end on a token that was not sampled."""
+    """Holds if segments of the mask start or end on a token that was not sampled."""
     run = e.run
     if run.mask_rewritten.any():
         return None
-    # The trainer scores every token, whatever the mask. A value that is not finite was computed,
-    # and one above 0 is no default: they are broken, and no sign of a wrong mask.
-    default = np.isfinite(run.rollout) & ~fills.above_zero(run.rollout)
+    # The trainer scores every token, whatever the mask. A value that is not finite or above 0 was
+    # computed: it is broken, and no sign of a wrong mask.
+    default = np.isfinite(run.rollout) & ~fills.above_zero(run.rollout, e.contract)
+    sentinel = e.contract.threshold("missing.sentinel")
     blank = run.rollout_missing | (
-        e.filled_sides[0] & default & (np.abs(run.train) <= 1e3) & run.scored
+        e.filled_sides[0] & default & (np.abs(run.train) <= -sentinel) & run.scored
     )
-    sampled = ~run.rollout_missing & (run.rollout != 0) & (run.rollout > -1e3)
+    sampled = ~run.rollout_missing & (run.rollout != 0) & (run.rollout > sentinel)
     first = np.flatnonzero(e.first_of_segment)
     last = _last_of_segments(e, first)
     response = run.position >= np.repeat(run.prompt_lengths, np.diff(run.offsets))
@@ -119,11 +117,11 @@ def mask_shifted(e: Evidence) -> Diagnosis | None:
     if not estimate.above(limit) or inner > edges:
         return None
     left_out_beside = (left_out_before | left_out_after)[shifted]
-    # A token whose log-prob a side drops, such as the end of a sequence, is always the same one.
-    if (
-        _only_id(run, np.where(early, first, last)[shifted]) is not None
-        and left_out_beside.mean() < 0.5
-    ):
+    # If a side drops the log-prob of one token, such as the end of a sequence, all of the edges
+    # have the same id.
+    if _only_id(
+        run, np.where(early, first, last)[shifted]
+    ) is not None and left_out_beside.mean() < e.contract.threshold("mask-shifted.left-out"):
         return None
     way = "early" if early.sum() >= late.sum() else "late"
     why = (
@@ -141,21 +139,21 @@ def _last_of_segments(e: Evidence, first: Indices) -> Indices:
     return np.concatenate([scored[ends], scored[-1:]]) if len(first) else first
 
 
-def _alone_beside(what: Mask, places: Indices, by: int, sequence: Indices) -> Mask:
-    """Whether one token next to each place is `what`, and no more: a mask that leaves out a part of
-    the response on purpose leaves out several."""
-    one = _neighbour(what, places, by, sequence)
-    return one & ~_neighbour(what, places, 2 * by, sequence)
+def _alone_beside(marked: Mask, tokens: Indices, by: int, sequence: Indices) -> Mask:
+    """Whether exactly one token next to each of these tokens is marked. A mask that leaves out a
+    part of the response on purpose leaves out several tokens."""
+    one = _neighbour(marked, tokens, by, sequence)
+    return one & ~_neighbour(marked, tokens, 2 * by, sequence)
 
 
-def _neighbour(what: Mask, places: Indices, by: int, sequence: Indices) -> Mask:
-    """Whether the token before or after each place, in its sequence, is `what`."""
-    other = np.clip(places + by, 0, len(what) - 1)
-    return what[other] & (sequence[other] == sequence[places]) & (other != places)
+def _neighbour(marked: Mask, tokens: Indices, by: int, sequence: Indices) -> Mask:
+    """Whether the token `by` tokens after each of these tokens, in its sequence, is marked."""
+    other = np.clip(tokens + by, 0, len(marked) - 1)
+    return marked[other] & (sequence[other] == sequence[tokens]) & (other != tokens)
 
 
 def above_zero(e: Evidence) -> Diagnosis | None:
-    """Holds where a side's values are above 0, as no log-prob is."""
+    """Holds if a side has values above 0, which are no log-probs."""
     counts, limit = e.counts, e.contract.limit("missing")
     sides = (
         ("rollout", counts.rollout_above_zero, e.run.rollout),
@@ -166,7 +164,7 @@ def above_zero(e: Evidence) -> Diagnosis | None:
     if not estimate.above(limit):
         return None
     side = " and ".join(name for name, number, _ in sides if number)
-    places = np.flatnonzero(e.run.compared & fills.above_zero(values))
+    places = np.flatnonzero(e.run.compared & fills.above_zero(values, e.contract))
     found = values[places]
     cause = "they are not of a normalised distribution, or are not log-probs"
     if 2 * count > counts.compared:
@@ -182,19 +180,19 @@ def above_zero(e: Evidence) -> Diagnosis | None:
 
 
 def missing(e: Evidence) -> Diagnosis | None:
-    """Holds where scored tokens have no log-prob, or something else stands in its place."""
+    """Holds if scored tokens have no log-prob, or another value in its place."""
     counts, run = e.counts, e.run
     sides = (("rollout", e.filled_sides[0], run.rollout), ("trainer", e.filled_sides[1], run.train))
     filled = np.zeros(run.tokens, dtype=bool)
     said: list[str] = []
     for side, mask, values in sides:
-        places = np.flatnonzero(mask & ~fills.above_zero(values))
+        places = np.flatnonzero(mask & ~fills.above_zero(values, e.contract))
         filled[places] = True
         said += _fill_words(e, side, places, values[places])
     null = np.flatnonzero(run.scored & ~run.compared)
     if filled.any() or counts.filled:
         number, of = max(int(filled.sum()), counts.filled), counts.compared
-        # The counts are of the whole run, the places of what was looked at.
+        # The counts are of the whole run, the mask is of the sample.
         of = of if counts.filled >= filled.sum() else int(run.compared.sum())
         estimate, limit = share(number, of), e.contract.limit("missing")
         why = (
@@ -207,7 +205,7 @@ def missing(e: Evidence) -> Diagnosis | None:
         statistic = "share of compared tokens with another value in place of a log-prob"
         places = np.flatnonzero(filled)
     else:
-        # It is counted over the whole run: no sample, and so no interval.
+        # This is counted over the whole run, so it has no interval.
         part = counts.missing / counts.scored
         estimate, limit = Estimate(part, part, part), e.contract.limit("missing", "null")
         why = (
@@ -220,8 +218,8 @@ def missing(e: Evidence) -> Diagnosis | None:
     return diagnosis("missing", statistic, estimate, limit, why, e.tokens(places))
 
 
-_KINDS = 3
-"""Values that are named of those in place of log-probs."""
+_SHOWN_KINDS = 3
+"""Kinds of values in place of log-probs that a diagnosis names."""
 
 
 def _have(count: int) -> str:
@@ -229,18 +227,18 @@ def _have(count: int) -> str:
 
 
 def _fill_words(e: Evidence, side: str, places: Indices, values: Floats) -> list[str]:
-    """What a side has in place of its log-probs, the most frequent first, and at which tokens."""
-    found = [(what, places[of]) for what, of in fills.kinds(values) if of.any()]
+    """The values that a side has in place of log-probs, the most frequent first, in words."""
+    found = [(what, places[of]) for what, of in fills.kinds(values, e.contract) if of.any()]
     found.sort(key=lambda x: -len(x[1]))
     return [
         f"{what} from the {side} at {len(at):,} token{'s' if len(at) > 1 else ''}"
         f"{_where_words(e, at)}"
-        for what, at in found[:_KINDS]
+        for what, at in found[:_SHOWN_KINDS]
     ]
 
 
 def _where_words(e: Evidence, places: Indices) -> str:
-    """What several tokens have in common: their id, or that their turns end or start there."""
+    """In words, what several tokens have in common: their id, or an edge of their turns."""
     if len(places) < 2:
         return ""
     said = []
@@ -256,18 +254,18 @@ def _where_words(e: Evidence, places: Indices) -> str:
 
 
 def _only_id(run: Sequences, places: Indices) -> int | None:
-    """The token id that all of these places have; None where there are several, or it is not
+    """The token id that all of these tokens have; None if there are several, or if it is not
     known."""
     ids = np.unique(run.token_ids[places])
     return int(ids[0]) if len(ids) == 1 and ids[0] >= 0 else None
 
 
 def low_precision(e: Evidence) -> Diagnosis | None:
-    """Holds where a side's log-probs end in the zero bits of a smaller format."""
+    """Holds if a side's log-probs fit into a smaller dtype."""
     limit = e.contract.limit("low-precision")
     for side, values in (("rollout", e.g), ("train", e.t)):
         bits = values.astype(np.float32).view(np.uint32)[values != 0]
-        for dtype, low in _MANTISSA.items():
+        for dtype, low in _ZERO_BITS.items():
             short = int((bits & np.uint32((1 << low) - 1) == 0).sum())
             estimate = share(short, len(bits))
             if estimate.above(limit):

@@ -1,9 +1,9 @@
-"""The contract of a run: the limit of each diagnosis, and of each step while the run is watched,
-with their reasons and sources."""
+"""The contract of a run: the limit of each diagnosis, of each step while the run is watched, and
+the thresholds of the signs that a diagnosis rests on, with their reasons and sources."""
 
 import hashlib
 import tomllib
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -40,16 +40,16 @@ NEEDED: tuple[tuple[Name, str | None], ...] = (
     ("numerics", None),
     ("numerics", "negligible"),
 )
-"""(Diagnosis, statistic) that a contract gives a limit, beside quantisation, which has one for each
-dtype; None is the statistic of the diagnosis itself."""
+"""The (diagnosis, statistic) that every contract limits; None is the statistic of the diagnosis
+itself. Quantisation is limited too, once for each dtype."""
 OPTIONAL: frozenset[tuple[Name, str | None]] = frozenset(
     {
         *(("duplicated", None), ("duplicated", "chance"), ("missing", "rescored")),
         *(("stale-weights", "labels"), ("dropout", "repeat")),
     }
 )
-"""Those that contracts of an earlier version lack: what they limit is then not asked, or is asked
-by the limit that stood for it."""
+"""The (diagnosis, statistic) that contracts of an earlier version lack. Such a contract does not
+ask the question, or asks it by the limit that was used before."""
 DTYPES: tuple[Dtype, ...] = ("bfloat16", "float16", "float32")
 
 
@@ -76,8 +76,8 @@ class StepLimit(BaseModel):
 
     name: Words
     metric: Literal["ratio_error", "c", "k3", "mean_abs", "outliers", "missing_share", "duplicated"]
-    """`missing_share` is that of the scored tokens, `duplicated` that of the groups. Where k3 is
-    not known, `k3` is k2, or else k1: all three estimate one KL divergence."""
+    """`missing_share` is a share of the scored tokens, and `duplicated` a share of the groups. If
+    k3 is not known, `k3` is k2, or else k1: all three estimate one KL divergence."""
     warn: Bound
     fail: Bound
     why: Words
@@ -93,7 +93,7 @@ class TrendLimits(BaseModel):
     warn: Annotated[float, Field(gt=1, allow_inf_nan=False)]
     """A rise reaches at least this many times the level before it."""
     fail: Annotated[float, Field(gt=1, allow_inf_nan=False)]
-    """From this many times the level before it on, a rise fails."""
+    """A rise fails if it reaches this many times the level before it."""
     spread: Bound
     """A rise is also beyond this many standard deviations of the steps before it."""
     smallest: Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -101,6 +101,19 @@ class TrendLimits(BaseModel):
     slow_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)]
     """A slow rise reaches at least this many times the level of the run's first steps."""
     source: Words
+
+
+class Threshold(BaseModel):
+    """From which value on something counts as a sign of a fault."""
+
+    model_config = _STRICT
+
+    name: Words
+    """`SUBJECT.QUANTITY`, e.g. `misaligned.tokens`."""
+    value: Annotated[float, Field(allow_inf_nan=False)]
+    why: Words
+    source: Words
+    """As a limit's, or `chosen: …`."""
 
 
 class RunContract(BaseModel):
@@ -117,6 +130,8 @@ class RunContract(BaseModel):
     limits: list[RunLimit]
     steps: list[StepLimit]
     trend: TrendLimits
+    thresholds: list[Threshold] = []
+    """A threshold that is left out has the value of the built-in contract."""
 
     @cached_property
     def sha256(self) -> str:
@@ -127,16 +142,34 @@ class RunContract(BaseModel):
         """The bound of a diagnosis."""
         return self._limits[name, statistic, dtype].fail
 
+    def threshold(self, name: str) -> float:
+        """The value of a threshold, by its name."""
+        return self._thresholds[name]
+
     def asks(self, name: Name, statistic: str | None = None) -> bool:
-        """Whether it has this limit of OPTIONAL."""
+        """Whether the contract has this limit of OPTIONAL."""
         return (name, statistic, None) in self._limits
 
     @cached_property
     def _limits(self) -> dict[tuple[Name, str | None, Dtype | None], RunLimit]:
         return {(x.diagnosis, x.statistic, x.dtype): x for x in self.limits}
 
+    @cached_property
+    def _thresholds(self) -> dict[str, float]:
+        return built_in_thresholds() | {x.name: x.value for x in self.thresholds}
+
     def model_post_init(self, _context: object) -> None:
-        """Raises ValueError where a limit is missing, superfluous or there twice."""
+        """Raises ValueError for a limit that is missing, and for a limit or a threshold that is
+        unknown or given twice."""
+        self._check_limits()
+        given = [x.name for x in self.thresholds]
+        for name in given:
+            if name not in built_in_thresholds():
+                raise ValueError(f"the threshold {name!r} is unknown")
+            if given.count(name) > 1:
+                raise ValueError(f"the threshold {name!r} is given twice")
+
+    def _check_limits(self) -> None:
         wanted = {(*key, None) for key in NEEDED} | {("quantisation", None, d) for d in DTYPES}
         names = {x.name for x in self.steps}
         if len(self._limits) != len(self.limits) or len(names) != len(self.steps):
@@ -152,8 +185,15 @@ RUN_CONTRACT = "run"
 """The name of the contract for runs that is built in."""
 
 
+@cache
+def built_in_thresholds() -> dict[str, float]:
+    """The thresholds of the built-in contract, by name. They are all the names that there are."""
+    document = tomllib.loads(read_text(data_path("contracts") / "run.toml"))
+    return {x["name"]: x["value"] for x in document["thresholds"]}
+
+
 def load_run_contract(name: str = RUN_CONTRACT) -> RunContract:
-    """The contract for runs that is built in, or a TOML file by path. Raises ContractError."""
+    """Loads the built-in contract for runs, or a TOML file by path. Raises ContractError."""
     path = data_path("contracts") / "run.toml" if name == RUN_CONTRACT else Path(name)
     if path.suffix != ".toml" or not path.is_file():
         raise ContractError(

@@ -1,8 +1,8 @@
-"""What diagnoses compute on: the compared tokens of a sample, in flat arrays.
+"""The compared tokens of a sample, in flat arrays that the diagnoses compute with.
 
 g is the rollout's log-prob of a token, t the trainer's, d = t − g, p = exp((g + t)/2) and
-q = 1 − p. Healthy numerics make E|d| = c q at every p, so sums of |d| over sums of q tell how bad a
-part of the run is, whichever tokens are in it.
+q = 1 − p. Healthy numerics make E|d| = c q at every p, so Σ|d| / Σq measures the error of a part of
+the run, whichever tokens are in it.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rlk_align.interval import Estimate, Floats, mean_factor, quotient, ratio
 from rlk_align.logs.diagnose.contract import DTYPES, Dtype, RunContract
-from rlk_align.logs.diagnose.fills import filled_places
+from rlk_align.logs.diagnose.fills import filled_tokens
 from rlk_align.logs.diagnose.record import Token
 from rlk_align.logs.diagnose.repeats import answers
 from rlk_align.logs.diagnose.sample import Counts
@@ -22,23 +22,15 @@ from rlk_align.logs.dumps.sequences import Sequences
 
 Mask = NDArray[np.bool_]
 Indices = NDArray[np.int64]
-_SHOWN = 5
+SHOWN = 5
 """Tokens that a diagnosis shows."""
-_OUTLIER = 6.0
-"""A sequence this many times worse than the median one of its step is an outlier."""
-_MOST = 0.4
-"""In a broken sequence, more than this share of the tokens is 3 times worse than the median
-token."""
-_ENOUGH = 5.0
-"""Σ q below which a sequence is too sure of itself to have an error of its own."""
-
-_PART = 1.0
-"""Σ q below which a part of a sequence is too sure of itself to have an error of its own."""
+FARTHEST = 20.0
+"""|Δ| is at most this, in nats, in every sum: what is farther off is as wrong."""
 
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """A sample of a run and what is derived from it."""
+    """A sample of a run, and the values derived from it."""
 
     run: Sequences
     counts: Counts
@@ -49,7 +41,7 @@ class Evidence:
         """Two of [N]; compared tokens of which the rollout, and the trainer, has no log-prob but
         another value: a 0.0, a sentinel or a constant in its place, NaN, infinite, or above 0 by
         more than rounding."""
-        return filled_places(self.run, self.counts.zeros)
+        return filled_tokens(self.run, self.counts.zeros)
 
     @cached_property
     def filled(self) -> Mask:
@@ -71,7 +63,7 @@ class Evidence:
 
     @cached_property
     def index(self) -> Indices:
-        """[n]; the places of the tokens that are compared and have log-probs on both sides."""
+        """[n]; the indices of the tokens that are compared and have log-probs on both sides."""
         return np.flatnonzero(self.run.compared & ~self.filled)
 
     @cached_property
@@ -81,7 +73,7 @@ class Evidence:
 
     @cached_property
     def position(self) -> Indices:
-        """[n]; the place of each token in its sequence."""
+        """[n]; the position of each token in its sequence."""
         return self.run.position[self.index]
 
     @cached_property
@@ -101,8 +93,8 @@ class Evidence:
 
     @cached_property
     def size(self) -> Floats:
-        """[n]; |d|, at most 20: what is farther off is as wrong."""
-        return np.minimum(np.abs(self.d), 20.0)
+        """[n]; |d|, at most FARTHEST."""
+        return np.minimum(np.abs(self.d), FARTHEST)
 
     @cached_property
     def q(self) -> Floats:
@@ -111,9 +103,10 @@ class Evidence:
 
     @cached_property
     def scaled(self) -> Floats:
-        """[n]; |d| / q; NaN for tokens that are too sure (q < 0.01) to have one."""
+        """[n]; |d| / q; NaN for tokens whose q is too small."""
+        smallest = self.contract.threshold("noise.token-q")
         with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where(self.q >= 0.01, self.size / self.q, np.nan)
+            return np.where(self.q >= smallest, self.size / self.q, np.nan)
 
     @cached_property
     def steps(self) -> Indices:
@@ -130,7 +123,7 @@ class Evidence:
 
     @cached_property
     def segment(self) -> Indices:
-        """[n]; the place of each token's segment in its sequence, from 0."""
+        """[n]; the number of each token's segment in its sequence, from 0."""
         number = np.cumsum(self.first_of_segment)[self.index]
         lowest = np.full(len(self.run), np.iinfo(np.int64).max)
         np.minimum.at(lowest, self.sequence, number)
@@ -138,8 +131,8 @@ class Evidence:
 
     @cached_property
     def dtype(self) -> Dtype:
-        """The lower precision of the two sides; a sequence's side that names none that is known
-        counts as bfloat16."""
+        """The lower precision of the two sides. A sequence whose side states no known dtype counts
+        as bfloat16."""
         names = {*self.run.rollout_dtypes, *self.run.train_dtypes}
         known = [d for d in DTYPES if d in names]
         return known[0] if known and names <= set(DTYPES) else "bfloat16"
@@ -154,8 +147,8 @@ class Evidence:
         return ratio(self.by_answer(self.sums(values)), self.by_answer(self.sums(of)))
 
     def by_answer(self, sums: Floats) -> Floats:
-        """The sums of each distinct answer, from those of each sequence, [S]: one that was sampled
-        several times is one unit of an interval."""
+        """The sums of each distinct answer, from the sums of each sequence, [S]. An answer that was
+        sampled several times is one unit of an interval."""
         return np.bincount(self.answer, sums).astype(np.float64)
 
     def noise(self, where: Mask | None = None) -> tuple[Floats, Floats]:
@@ -167,7 +160,7 @@ class Evidence:
         return self.by_answer(sizes), self.by_answer(qs)
 
     def c(self, where: Mask | None = None) -> Estimate:
-        """How bad a part of the run is, for its 1 − p."""
+        """c of a part of the run: its error, relative to its 1 − p."""
         estimate = ratio(*self._noise_of_answers(where))
         return Estimate(estimate.value, max(estimate.low, 0.0), estimate.high)
 
@@ -184,55 +177,59 @@ class Evidence:
         return self._contrast(a, b, paired)
 
     def pooled(self, a: Mask, b: Mask) -> Estimate:
-        """c of a over c of b, over all sequences: for tokens of which a sequence has few."""
+        """c of a over c of b, over all sequences, for tokens that are rare in a sequence."""
         return self._contrast(
             a, b, lambda _x, _y: quotient(self._noise_of_answers(a), self._noise_of_answers(b))
         )
 
     def _contrast(self, a: Mask, b: Mask, how: Callable[[Floats, Floats], Estimate]) -> Estimate:
-        """Where c of a is negligible, it is no worse than that of b."""
+        """The estimate of `how`; a negligible c of a counts as no worse than that of b."""
         if self.c(a).value <= self.contract.limit("numerics", "negligible"):
             return Estimate(1.0, 0.0, 1.0)
         return how(self._logs(a), self._logs(b))
 
     def _logs(self, where: Mask) -> Floats:
-        """The logarithm of c of each distinct answer, NaN where it has too few such tokens."""
-        sizes, qs = self._noise_of_answers(where)
-        known = (qs >= _PART) & (sizes > 0)
-        return np.log(np.where(known, sizes, np.nan) / np.where(known, qs, 1.0))
+        """The logarithm of c of each distinct answer, NaN if it has too few such tokens."""
+        smallest = self.contract.threshold("noise.part-q")
+        return log_c(*self._noise_of_answers(where), smallest)
 
     @cached_property
     def outliers(self) -> Mask:
-        """[S]; sequences that are far worse than the median one of their step."""
+        """[S]; sequences that are far worse than the median sequence of their step."""
+        limit = self.contract.threshold
+        smallest, factor = limit("noise.sequence-q"), limit("outlier.factor")
         size, q = self.noise()
         largest = np.zeros(len(size))
         np.maximum.at(largest, self.sequence, self.size)
-        # One token alone makes no broken sequence.
+        # A single token does not make a broken sequence.
         size -= largest
-        enough = q >= _ENOUGH
-        c = np.where(enough, size / np.maximum(q, _ENOUGH), np.nan)
+        enough = q >= smallest
+        c = np.where(enough, size / np.maximum(q, smallest), np.nan)
         found = np.zeros(len(c), dtype=bool)
         good = float(np.quantile(c[enough], 0.25)) if enough.any() else np.nan
         for step in np.unique(self.run.steps):
             of_step = (self.run.steps == step) & enough
             if of_step.any():
-                # A step whose sequences are mostly broken is no measure.
-                usual = min(float(np.median(c[of_step])), 2.5 * good)
-                found |= of_step & (c > _OUTLIER * usual)
+                # If most sequences of a step are broken, their median is no reference.
+                highest = limit("outlier.quarter-factor") * good
+                usual = min(float(np.median(c[of_step])), highest)
+                found |= of_step & (c > factor * usual)
         found &= c > self.contract.limit("numerics", "negligible")
         return found & self._throughout(~found)
 
     def _throughout(self, good: Mask) -> Mask:
-        """[S]; whether more than a few tokens of a sequence are worse than those of good ones."""
+        """[S]; whether many tokens of a sequence are worse than those of good sequences."""
+        limit = self.contract.threshold
         known = np.isfinite(self.scaled)
         of_good = self.scaled[known & good[self.sequence]]
         usual = float(np.median(of_good)) if len(of_good) else 0.0
-        wide = known & (np.where(known, self.scaled, 0.0) > 3 * usual)
-        return self.sums(wide.astype(float)) > _MOST * self.sums(known.astype(float))
+        bad = known & (np.where(known, self.scaled, 0.0) > limit("outlier.token-factor") * usual)
+        least = limit("outlier.tokens") * self.sums(known.astype(float))
+        return self.sums(bad.astype(float)) > least
 
     @cached_property
     def usual(self) -> Mask:
-        """[n]; tokens of sequences that are no outliers."""
+        """[n]; tokens of sequences that are not outliers."""
         return ~self.outliers[self.sequence]
 
     def worst(self, score: Floats, where: Mask | None = None) -> list[Token]:
@@ -244,13 +241,13 @@ class Evidence:
             allowed = where is None or where[k]
             if len(mine) < 2 and allowed and np.isfinite(score[k]):
                 picked.append(int(k))
-            if len(picked) == _SHOWN:
+            if len(picked) == SHOWN:
                 break
         return self.tokens(self.index[picked])
 
-    def tokens(self, places: Indices) -> list[Token]:
-        """The records of tokens, by their places in the run's arrays."""
-        run, shown = self.run, places[:_SHOWN]
+    def tokens(self, indices: Indices) -> list[Token]:
+        """The records of tokens, by their indices in the run's arrays."""
+        run, shown = self.run, indices[:SHOWN]
         sequences = np.searchsorted(run.offsets, shown, side="right") - 1
         return [
             Token(
@@ -262,6 +259,12 @@ class Evidence:
             )
             for i, s in zip(shown, sequences, strict=True)
         ]
+
+
+def log_c(sizes: Floats, qs: Floats, smallest: float) -> Floats:
+    """log(Σ|d| / Σq), elementwise; NaN where Σq is below `smallest` or Σ|d| is 0."""
+    known = (qs >= smallest) & (sizes > 0)
+    return np.log(np.where(known, sizes, np.nan) / np.where(known, qs, 1.0))
 
 
 def _value(value: float, missing: bool) -> float | None:

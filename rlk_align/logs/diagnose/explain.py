@@ -28,51 +28,51 @@ FAMILIES: tuple[tuple[Check, ...], ...] = (
     (level.routing,),
     (level.quantisation,),
 )
-"""In this order; the first that holds is the verdict. What a family finds or suspects disturbs
-the statistics of later families, which are not asked then."""
+"""The diagnoses in their order: the first one that holds is the verdict. A mismatch that a family
+finds or suspects disturbs the statistics of later families, which are then skipped."""
 BOOKKEEPING = 2
-"""The number of families whose questions few tokens answer."""
+"""How many of the families need only few tokens."""
 GOES_ON: frozenset[Name] = frozenset({"missing", "low-precision", "duplicated"})
-"""Diagnoses after which later families can be asked all the same: what they found is set aside,
-counted once or too small to matter."""
+"""Diagnoses after which later families are still asked, because the tokens that they found are set
+aside, counted once or too slightly wrong to matter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """The verdict on a run, and what it rests on."""
+    """The verdict on a run, and its evidence."""
 
     status: Status
     contract: RunContract
     diagnoses: list[Diagnosis]
-    """The first is the verdict's, the others are also seen; none where the mean ratio alone is
-    off, or nothing was concluded."""
+    """The first one is the verdict's, and the others hold too. The list is empty if only the mean
+    ratio is off, or if nothing was concluded."""
     counts: Counts
     mean_ratio: Estimate
     """E[ρ] over the whole run."""
     c: Estimate
     sampled: int | None
-    """The number of sequences that the diagnoses were made from; None for all."""
+    """How many sequences the diagnoses were made from; None means all."""
     dtype: Dtype
     doubts: list[str]
-    """Why nothing can be concluded."""
+    """The reasons for which nothing can be concluded."""
     untested: list[Untested]
-    """What was asked, and can be neither found nor ruled out."""
+    """Mismatches that can be neither found nor ruled out."""
     breaches: list[Breach]
 
     @property
     def exit_code(self) -> int:
-        """What the process ends with."""
+        """The exit code of the process."""
         codes = {"pass": EXIT_PASS, "fail": EXIT_FAIL, "inconclusive": EXIT_INCONCLUSIVE}
         return codes[self.status]
 
 
 def explain(batches: Iterable[Sequences], contract: RunContract, seed: int = 0) -> Explanation:
-    """Reads a run once and says what kind of mismatch it has."""
-    sample = gather(batches, seed)
+    """Reads a run once and diagnoses its mismatch."""
+    sample = gather(batches, contract, seed)
     counts, mean_ratio = sample.counts, mean_of(sample.ratio)
     evidence = Evidence(sample.kept or EMPTY, counts, contract)
     few = counts.compared < contract.min_tokens
-    # Of what stands in place of log-probs, no law and no noise can be asked.
+    # Values in place of log-probs say nothing about a distribution or about noise.
     unusable = len(evidence.index) < contract.min_tokens
     found, untested = _answers(evidence, FAMILIES[:BOOKKEEPING] if unusable else FAMILIES)
     doubts = []

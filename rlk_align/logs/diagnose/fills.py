@@ -1,8 +1,9 @@
-"""What stands in place of a log-prob: NaN, an infinite value, one above 0, a sentinel, a 0.0, or
-another constant.
+"""Values in place of a log-prob: NaN, infinite ones, values above 0, sentinels, 0.0, and other
+constants.
 
-A 0.0 may be genuine: float32 gives it to a token that the model is sure of, and a truncated law to
-one that it keeps alone. Which of them a side's zeros are is told by counts over the whole run.
+A 0.0 may be a log-prob: float32 gives it to a token that the model is sure of, and a truncated
+distribution to a token that it keeps alone. Counts over the whole run show which of them a side's
+zeros are.
 """
 
 from collections.abc import Iterator
@@ -12,30 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlk_align.interval import Floats
+from rlk_align.logs.diagnose.contract import RunContract
 from rlk_align.logs.dumps.sequences import Sequences
 
 Mask = NDArray[np.bool_]
-SENTINEL = -1e3
-"""Below it no log-prob lies: frameworks write −9999 for what they do not have."""
-_ROUNDING = 1e-3
-"""Above it a log-prob is no probability's, however it was rounded."""
-_ZERO_WHILE = -0.05
-"""The other side's log-prob below which a 0.0 is not genuine."""
-_SURE = -1.5
-"""Below it not even a truncated law gives the token the probability 1."""
-_UNSURE = -0.5
-"""Below it a law that keeps only the most probable token is cut at less than 0.61 of its mass."""
-_RARE = 0.005
-"""A truncated law that is cut so low gives more than this share of its tokens the log-prob 0."""
-_LESS_SURE = -0.2
-"""Noise throws fewer tokens that are nearly sure below it than below _ZERO_WHILE."""
-_NEARLY = -0.01
-"""A side is nearly sure of tokens above it. As few of them as of zeros are far off for the other
-side where nothing but noise, or an expert that is chosen differently, throws tokens."""
-_BOUNDS = (_ZERO_WHILE, _LESS_SURE, _UNSURE, _SURE)
-_PROBABLE, _ENOUGH_PROBABLE, _ZERO_PART = -0.002, 20, 0.1
-"""A truncated law that gives a token with the log-prob _ZERO_WHILE a 0 gives it to more than this
-part of the tokens from there to _PROBABLE, where there are enough of them."""
+ZERO_BOUNDS = (
+    *("missing.zero", "missing.zero-less-sure"),
+    *("missing.zero-unsure", "missing.zero-improbable"),
+)
+"""The thresholds on the other side's log-prob at which a side's zeros are counted."""
 
 
 def not_finite(values: Floats) -> Mask:
@@ -43,122 +29,139 @@ def not_finite(values: Floats) -> Mask:
     return ~np.isfinite(values)
 
 
-def above_zero(values: Floats) -> Mask:
-    """Values that are no probability's logarithm; NaN and infinite ones aside."""
-    return np.asarray(np.isfinite(values) & (np.nan_to_num(values) > _ROUNDING))
+def above_zero(values: Floats, contract: RunContract) -> Mask:
+    """Finite values that are too large to be a log-prob."""
+    largest = contract.threshold("missing.above-zero")
+    return np.asarray(np.isfinite(values) & (np.nan_to_num(values) > largest))
 
 
-def sentinels(values: Floats) -> Mask:
-    """Values that are too small to be a log-prob; NaN and infinite ones aside."""
-    return np.asarray(np.isfinite(values) & (np.nan_to_num(values) < SENTINEL))
+def sentinels(values: Floats, contract: RunContract) -> Mask:
+    """Finite values that are too small to be a log-prob."""
+    smallest = contract.threshold("missing.sentinel")
+    return np.asarray(np.isfinite(values) & (np.nan_to_num(values) < smallest))
 
 
-def impossible(values: Floats) -> Mask:
-    """Values that are no log-prob whatever the other side says."""
-    return not_finite(values) | above_zero(values) | sentinels(values)
+def impossible(values: Floats, contract: RunContract) -> Mask:
+    """Values that are no log-prob, whatever the other side's value is."""
+    return not_finite(values) | above_zero(values, contract) | sentinels(values, contract)
 
 
 @dataclass
 class ZeroCounts:
-    """What tells whether a side's 0.0 stand in place of log-probs, counted over a run."""
+    """Counts over a run that show whether a side's 0.0 are log-probs."""
 
+    contract: RunContract
     tokens: int = 0
-    zeros: tuple[int, ...] = (0,) * len(_BOUNDS)
-    """0.0 where the other side's log-prob is below each of _BOUNDS."""
-    nearly: tuple[int, ...] = (0,) * len(_BOUNDS)
-    """Log-probs of nearly sure tokens, likewise."""
+    zeros: tuple[int, ...] = (0,) * len(ZERO_BOUNDS)
+    """How many 0.0 there are where the other side's log-prob is below each of ZERO_BOUNDS."""
+    nearly: tuple[int, ...] = (0,) * len(ZERO_BOUNDS)
+    """The same for log-probs of nearly sure tokens."""
     probable: int = 0
     """Tokens that the other side finds probable, and is not sure of."""
     probable_zeros: int = 0
 
     def add(self, side: Floats, other: Floats) -> None:
         """Counts compared tokens, [n]."""
+        limit = self.contract.threshold
+        bounds = [limit(name) for name in ZERO_BOUNDS]
         with np.errstate(invalid="ignore"):
-            nearly = other[(side < 0) & (side > _NEARLY)]
-            probable = side[(other > _ZERO_WHILE) & (other < _PROBABLE)]
+            nearly = other[(side < 0) & (side > limit("missing.nearly-sure"))]
+            probable = side[(other > limit("missing.zero")) & (other < limit("missing.probable"))]
             zeros = other[side == 0]
-            self.zeros = _added(self.zeros, zeros)
-            self.nearly = _added(self.nearly, nearly)
+            self.zeros = _counts_below(bounds, zeros, self.zeros)
+            self.nearly = _counts_below(bounds, nearly, self.nearly)
         self.tokens += len(side)
         self.probable += len(probable)
         self.probable_zeros += int((probable == 0).sum())
 
     @property
-    def stand_instead(self) -> bool:
-        """Whether the 0.0 stand in place of log-probs; False where a truncated law that keeps one
-        token may have given them."""
-        zeros, nearly = (dict(zip(_BOUNDS, x, strict=True)) for x in (self.zeros, self.nearly))
-        sure = zeros[_SURE] > nearly[_SURE]
-        # Such a law gives the log-prob 0 often, and never where the other side is this unsure.
-        unsure = zeros[_UNSURE] > 1 + nearly[_UNSURE]
-        rare = zeros[_ZERO_WHILE] < _RARE * self.tokens and unsure
+    def replace_log_probs(self) -> bool:
+        """Whether the 0.0 are in place of log-probs. False where a truncated distribution that
+        keeps one token may have given them."""
+        limit = self.contract.threshold
+        zeros, nearly = (dict(zip(ZERO_BOUNDS, x, strict=True)) for x in (self.zeros, self.nearly))
+        improbable = zeros["missing.zero-improbable"] > nearly["missing.zero-improbable"]
+        # Such a distribution gives the log-prob 0 often, and never where the other side is this
+        # unsure.
+        unsure = zeros["missing.zero-unsure"] > 1 + nearly["missing.zero-unsure"]
+        rare = zeros["missing.zero"] < limit("missing.rare-zeros") * self.tokens and unsure
         # And it gives it to the more probable tokens too.
         untruncated = (
-            self.probable >= _ENOUGH_PROBABLE and self.probable_zeros <= _ZERO_PART * self.probable
+            self.probable >= limit("missing.probable-tokens")
+            and self.probable_zeros <= limit("missing.probable-zeros") * self.probable
         )
-        alone = untruncated and any(zeros[x] > nearly[x] for x in (_ZERO_WHILE, _LESS_SURE))
-        return sure or rare or alone
+        alone = untruncated and any(
+            zeros[name] > nearly[name] for name in ("missing.zero", "missing.zero-less-sure")
+        )
+        return improbable or rare or alone
 
     @property
     def filled(self) -> int:
-        """How many 0.0 stand in place of log-probs."""
-        return self.zeros[0] if self.stand_instead else 0
+        """How many 0.0 are in place of log-probs."""
+        return self.zeros[0] if self.replace_log_probs else 0
 
 
-def _added(counts: tuple[int, ...], others: Floats) -> tuple[int, ...]:
-    return tuple(n + int((others < x).sum()) for n, x in zip(counts, _BOUNDS, strict=True))
+def _counts_below(bounds: list[float], values: Floats, before: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(n + int((values < x).sum()) for n, x in zip(before, bounds, strict=True))
 
 
-def zeros_of(run: Sequences) -> tuple[ZeroCounts, ZeroCounts]:
-    """The counts of a run's rollout and of its trainer."""
+def count_zeros(run: Sequences, contract: RunContract) -> tuple[ZeroCounts, ZeroCounts]:
+    """Returns the counts of a run's rollout and of its trainer."""
     both = run.compared
     g, t = run.rollout[both], run.train[both]
-    rollout, train = ZeroCounts(), ZeroCounts()
+    rollout, train = ZeroCounts(contract), ZeroCounts(contract)
     rollout.add(g, t)
     train.add(t, g)
     return rollout, train
 
 
-def filled_places(run: Sequences, zeros: tuple[ZeroCounts, ZeroCounts]) -> tuple[Mask, Mask]:
-    """Two of [N]: compared tokens of which the rollout, and the trainer, has something else in
-    place of a log-prob. `zeros` are the counts of the whole run."""
+def filled_tokens(run: Sequences, zeros: tuple[ZeroCounts, ZeroCounts]) -> tuple[Mask, Mask]:
+    """Two of [N]: compared tokens of which the rollout, and the trainer, has another value in place
+    of a log-prob. `zeros` are the counts of the whole run."""
     sides = (run.rollout, run.train), (run.train, run.rollout)
-    found = [_filled(run, *pair, count) for pair, count in zip(sides, zeros, strict=True)]
-    return found[0], found[1]
+    rollout, train = (_filled(run, *pair, count) for pair, count in zip(sides, zeros, strict=True))
+    return rollout, train
 
 
 def _filled(run: Sequences, side: Floats, other: Floats, zeros: ZeroCounts) -> Mask:
-    both = run.compared
-    wild = impossible(side)
+    both, limit = run.compared, zeros.contract.threshold
+    wild = impossible(side, zeros.contract)
     found = wild & both
     with np.errstate(invalid="ignore"):
-        if zeros.stand_instead:
-            found |= both & _of_token(run, (side == 0) & (other < _ZERO_WHILE) & both, side, other)
-        far = (side < -3) & (np.abs(side - other) > 1) & both & ~wild
+        if zeros.replace_log_probs:
+            unexplained = (side == 0) & (other < limit("missing.zero")) & both
+            found |= both & _of_token(run, unexplained, side, other, zeros.contract)
+        apart = np.abs(side - other) > limit("missing.constant-apart")
+        far = (side < limit("missing.constant-below")) & apart & both & ~wild
     if far.any():
-        # Samples of one prompt repeat a token with both of its log-probs; what stands in the place
-        # of a log-prob meets a different one each time.
+        # Samples of one prompt repeat a token with both of its log-probs; a constant in place of
+        # log-probs meets a different log-prob each time.
         pairs = np.unique(np.stack([side[far], other[far]]), axis=1)
         values, times = np.unique(pairs[0], return_counts=True)
-        if times.max() >= max(3, 0.1 * pairs.shape[1]):
+        share = limit("missing.constant-share") * pairs.shape[1]
+        if times.max() >= max(limit("missing.constant-times"), share):
             found |= both & (side == values[times.argmax()])
     return found
 
 
-def _of_token(run: Sequences, zeros: Mask, side: Floats, other: Floats) -> Mask:
-    """These zeros; where all are of one token id, the others of that id too that the other side is
-    not as sure of."""
+def _of_token(
+    run: Sequences, zeros: Mask, side: Floats, other: Floats, contract: RunContract
+) -> Mask:
+    """Returns these zeros. If all of them are of one token id, it also returns the other zeros of
+    that id, except where the other side is sure too."""
     ids = np.unique(run.token_ids[zeros])
-    if len(ids) != 1 or ids[0] < 0 or zeros.sum() < 3:
+    if len(ids) != 1 or ids[0] < 0 or zeros.sum() < contract.threshold("missing.one-id"):
         return zeros
-    return np.asarray((side == 0) & (run.token_ids == ids[0]) & (other < _PROBABLE))
+    unsure = other < contract.threshold("missing.probable")
+    return np.asarray((side == 0) & (run.token_ids == ids[0]) & unsure)
 
 
-def kinds(values: Floats) -> Iterator[tuple[str, Mask]]:
-    """Yields what stands in place of log-probs, [n], in words, each with where it does."""
+def kinds(values: Floats, contract: RunContract) -> Iterator[tuple[str, Mask]]:
+    """Yields each kind of value in place of log-probs, [n], in words, with the mask of its
+    tokens."""
+    above = above_zero(values, contract)
     yield "NaN", np.isnan(values)
     yield "infinite", np.isinf(values)
-    yield "above 0", above_zero(values)
-    rest = np.isfinite(values) & ~above_zero(values)
-    for value in np.unique(values[rest]):
+    yield "above 0", above
+    for value in np.unique(values[np.isfinite(values) & ~above]):
         yield f"{value:g}", values == value

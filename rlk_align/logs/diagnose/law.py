@@ -1,42 +1,39 @@
-"""Whether both sides mean the same distribution: another token, another temperature, another
-support.
+"""Log-probs of different distributions: another token, another temperature, another support.
 
-Numerics have no sign. Where the sides mean different distributions, Δ has one that depends on p.
+Numerical noise has no sign. If the sides' distributions differ, the sign of Δ depends on p.
 """
 
 import numpy as np
 
 from rlk_align.interval import Estimate
 from rlk_align.logs.diagnose.advice import diagnosis
-from rlk_align.logs.diagnose.evidence import Evidence, Mask
+from rlk_align.logs.diagnose.evidence import FARTHEST, Evidence, Mask
 from rlk_align.logs.diagnose.record import Diagnosis
-
-_RARE = -2.5
-"""A log-prob below it is that of a token that is hardly ever the most probable one."""
-
-_SLOPE = 0.3
-"""A line's slope is more than the noise about it makes where it is above this part of its c."""
 
 
 def wrong_token(e: Evidence) -> Diagnosis | None:
-    """Holds where one side is sure of a token that the other finds improbable, and both agree on
-    probable ones: they speak of two tokens, often the sampled and the most probable one."""
-    limit = e.contract.limit("wrong-token")
+    """Holds if one side is sure of a token that the other side finds improbable, while both agree
+    on probable tokens: they score two different tokens, often the sampled one and the most probable
+    one."""
+    limit, threshold = e.contract.limit("wrong-token"), e.contract.threshold
+    apart, rarest = threshold("wrong-token.apart"), threshold("wrong-token.rare")
     for side, low, sign in (("rollout", e.t, -1.0), ("trainer", e.g, 1.0)):
-        # Of broken sequences the improbable tokens are those that noise made so.
-        rare = (low < _RARE) & e.usual
-        wrong = rare & (e.d * sign > 1)
+        # In broken sequences it is the noise that makes tokens improbable.
+        rare = (low < rarest) & e.usual
+        wrong = rare & (e.d * sign > apart)
         estimate = e.share(wrong.astype(float), rare.astype(float))
-        other = int((e.d * sign < -1).sum())
-        clean = e.scaled[(np.maximum(e.g, e.t) > -0.7) & (e.size < 1)]
+        other = int((e.d * sign < -apart).sum())
+        probable = np.maximum(e.g, e.t) > threshold("wrong-token.probable")
+        clean = e.scaled[probable & (e.size < apart)]
         clean = clean[np.isfinite(clean)]
-        if not estimate.above(limit) or other > 0.1 * wrong.sum() or fits_line(e):
+        opposite = other > threshold("wrong-token.opposite") * wrong.sum()
+        if not estimate.above(limit) or opposite or fits_line(e):
             continue
-        if not len(clean) or float(np.median(clean)) > 0.3:
+        if not len(clean) or float(np.median(clean)) > threshold("wrong-token.agree"):
             continue
         why = (
             f"where the {'trainer' if side == 'rollout' else 'rollout'} gives the sampled token "
-            f"less than {np.exp(_RARE):.0%}, the {side} is far more certain in "
+            f"less than {np.exp(rarest):.0%}, the {side} is far more certain in "
             f"{estimate.value:.0%} of the cases, and elsewhere they agree: its log-probs are of "
             "another token, such as the most probable one"
         )
@@ -46,7 +43,7 @@ def wrong_token(e: Evidence) -> Diagnosis | None:
 
 
 def logprob_scaled(e: Evidence) -> Diagnosis | None:
-    """Holds where one side's log-probs are the other's times one factor, at every p."""
+    """Holds if one side's log-probs are the other side's times one factor, at every p."""
     limit = e.contract.limit("logprob-scaled")
     if not fits_line(e):
         return None
@@ -66,7 +63,8 @@ def logprob_scaled(e: Evidence) -> Diagnosis | None:
 
 
 def temperature(e: Evidence) -> Diagnosis | None:
-    """Holds where probable tokens lean to one side and improbable ones to the other."""
+    """Holds if Δ of probable tokens has one sign and Δ of improbable tokens the other."""
+    unbiased = e.contract.limit("numerics") * e.contract.threshold("temperature.unbiased")
     limit = e.contract.limit("temperature")
     low, high = lean(e, _band(e, 0.0, 0.05)), lean(e, _band(e, 0.9, 0.999))
     opposite = low.value * high.value < 0
@@ -79,7 +77,7 @@ def temperature(e: Evidence) -> Diagnosis | None:
     raw = (
         f"E[ρ] = {ratio_mean:.3f}, so the rollout's log-probs are not of the distribution it "
         "sampled from"
-        if abs(ratio_mean - 1) > e.contract.limit("numerics") * 3
+        if abs(ratio_mean - 1) > unbiased
         else "E[ρ] is 1, so the rollout's log-probs are of the distribution it sampled from, and "
         "the trainer's are not"
     )
@@ -93,18 +91,20 @@ def temperature(e: Evidence) -> Diagnosis | None:
 
 
 def truncation(e: Evidence) -> Diagnosis | None:
-    """Holds where Δ has one sign at every p, and a size that does not grow with −log p."""
+    """Holds if Δ has one sign at every p, and a size that does not grow with −log p."""
     limit = e.contract.limit("truncation")
     where = _band(e, 0.0, 0.9)
     negative = e.share((where & (e.d < 0)).astype(float), where.astype(float))
     positive = Estimate(1 - negative.value, 1 - negative.high, 1 - negative.low)
-    purity = negative if negative.value > 0.5 else positive
+    mostly_negative = negative.value > positive.value
+    purity = negative if mostly_negative else positive
     one_sided = lean(e, _band(e, 0.0, 0.3)).value * lean(e, _band(e, 0.9, 0.9995)).value > 0
     if not purity.above(limit) or not one_sided or fits_line(e):
         return None
-    if float(np.mean(e.size > 2.5)) > 0.02:
+    far = float(np.mean(e.size > e.contract.threshold("truncation.far")))
+    if far > e.contract.threshold("truncation.far-tokens"):
         return None
-    side = "rollout" if negative.value > 0.5 else "trainer"
+    side = "rollout" if mostly_negative else "trainer"
     kept = float(np.exp(-np.abs(np.median(e.d[where]))))
     why = (
         f"{purity.value:.0%} of the tokens are more probable to the {side}, by about the same "
@@ -122,21 +122,25 @@ def _band(e: Evidence, low: float, high: float) -> Mask:
 
 
 def lean(e: Evidence, where: Mask) -> Estimate:
-    """The signed part of d in a band, of its size."""
-    return e.share(np.where(where, np.clip(e.d, -20, 20), 0.0), np.where(where, e.size, 0.0))
+    """Σd / Σ|d| in a band."""
+    return e.share(
+        np.where(where, np.clip(e.d, -FARTHEST, FARTHEST), 0.0), np.where(where, e.size, 0.0)
+    )
 
 
 def sharp(e: Evidence) -> bool:
-    """Whether Δ of nearly sure tokens has a sign, as another temperature gives it. Noise that grows
-    with the logits leans too, by its convexity, and has both signs."""
-    d = e.d[_band(e, 0.9, 0.999)]
-    return len(d) > 0 and not 0.3 <= float(np.mean(d > 0)) <= 0.7
+    """Whether Δ of nearly sure tokens has one sign, as another temperature gives it. Noise that
+    grows with the logits has a mean too, by its convexity, but both signs."""
+    d, few = e.d[_band(e, 0.9, 0.999)], e.contract.threshold("temperature.few-positive")
+    return len(d) > 0 and not few <= float(np.mean(d > 0)) <= 1 - few
 
 
 def slope(e: Evidence, where: Mask) -> Estimate:
     """d for each nat of log-prob in a band."""
     logs = np.clip(e.g + e.t, -40, 0) / -2
-    return e.share(np.where(where, np.clip(e.d, -20, 20), 0.0), np.where(where, logs, 0.0))
+    return e.share(
+        np.where(where, np.clip(e.d, -FARTHEST, FARTHEST), 0.0), np.where(where, logs, 0.0)
+    )
 
 
 def slope_through(e: Evidence) -> float:
@@ -152,7 +156,8 @@ def fits_line(e: Evidence) -> bool:
     ]
     sizes = np.abs(bands)
     same_sign = len({np.sign(b) for b in bands if np.isfinite(b)}) == 1
-    rest = np.minimum(np.abs(e.d - slope_through(e) * e.g), 20.0).sum() / e.q.sum()
+    rest = np.minimum(np.abs(e.d - slope_through(e) * e.g), FARTHEST).sum() / e.q.sum()
     # Large noise has a slope of its own, by its convexity.
-    beyond_noise = np.nanmedian(sizes) > _SLOPE * rest
-    return bool(same_sign and beyond_noise and np.nanmin(sizes) > 0.6 * np.nanmax(sizes))
+    beyond_noise = np.nanmedian(sizes) > e.contract.threshold("line.noise") * rest
+    even = np.nanmin(sizes) > e.contract.threshold("line.even") * np.nanmax(sizes)
+    return bool(same_sign and beyond_noise and even)

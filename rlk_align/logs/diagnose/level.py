@@ -1,5 +1,5 @@
-"""How large the error is everywhere: over steps and weight versions, in its tail, at sure tokens,
-and altogether."""
+"""The size of the error: over steps and weight versions, in its tail, at sure tokens, and of the
+whole run."""
 
 import numpy as np
 
@@ -11,25 +11,21 @@ from rlk_align.logs.diagnose.record import Diagnosis, Untested
 from rlk_align.logs.diagnose.repeats import prompts_of, shared_prefixes
 from rlk_align.logs.dumps.sequences import UNKNOWN
 
-_STEPS = 5
-"""Steps that a trend needs."""
-_NEEDS = f"needs {_STEPS}"
-
 
 def stale_weights(e: Evidence) -> Diagnosis | Untested | None:
-    """Holds where the error grows with the steps, or with the age of the weights, or where the
-    labels of their versions do not fit it."""
+    """Holds if the error grows with the steps or with the age of the weights, or if the labels of
+    the weights' versions do not fit it."""
     answers = [_by_age(e), versions.mislabelled(e), _by_step(e)]
     found = [x for x in answers if isinstance(x, Diagnosis)]
     if found:
         return found[0]
-    untold = [x for x in answers if isinstance(x, Untested)]
-    if not untold:
+    unknown = [x for x in answers if isinstance(x, Untested)]
+    if not unknown:
         return None
     return Untested(
         name="stale-weights",
-        why="; ".join(x.why for x in untold),
-        suspected=any(x.suspected for x in untold),
+        why="; ".join(x.why for x in unknown),
+        suspected=any(x.suspected for x in unknown),
     )
 
 
@@ -68,25 +64,28 @@ def _labels_swapped(e: Evidence, own: Mask, older: Mask) -> Diagnosis:
 
 def _by_step(e: Evidence) -> Diagnosis | Untested | None:
     steps = np.unique(e.run.steps[e.run.steps != UNKNOWN])
+    needed = e.contract.threshold("stale-weights.steps")
+    needs = f"and a trend needs {needed:g}"
     if len(steps) < 2:
-        why = f"the run has {len(steps) or 'no'} step{'s' * (not len(steps))}, and a trend {_NEEDS}"
+        why = f"the run has {len(steps) or 'no'} step{'s' * (not len(steps))}, {needs}"
         return Untested(name="stale-weights", why=why)
     third = max(1, len(steps) // 3)
     last = e.usual & np.isin(e.steps, steps[-third:])
     first = e.usual & np.isin(e.steps, steps[:third])
     estimate = e.between(last, first)
     limit = e.contract.limit("stale-weights")
-    parts = np.array_split(steps, min(len(steps), 6))
+    count = int(e.contract.threshold("stale-weights.parts"))
+    parts = np.array_split(steps, min(len(steps), count))
     c = [e.c(e.usual & np.isin(e.steps, part)).value for part in parts]
     rises = np.mean(np.diff(c) > 0)
     statistic = "c of the last third of the steps over that of the first"
-    rising = bool(rises >= 0.6)
-    if len(steps) < _STEPS:
-        why = f"the run has {len(steps)} steps, and a trend {_NEEDS}"
+    rising = bool(rises >= e.contract.threshold("stale-weights.rises"))
+    if len(steps) < needed:
+        why = f"the run has {len(steps)} steps, {needs}"
         suspected = rising and estimate.above(limit)
         return Untested(name="stale-weights", why=why, suspected=suspected)
     if not estimate.above(limit) or not rising:
-        return untested("stale-weights", statistic, estimate, limit, rising)
+        return untested("stale-weights", statistic, estimate, limit, e.contract, rising)
     why = (
         f"the error grows from step to step: c is {c[0]:.2g} at first and {c[-1]:.2g} at last. The "
         "rollout's weights, or an adapter, are not those of the trainer, and the difference adds up"
@@ -95,30 +94,30 @@ def _by_step(e: Evidence) -> Diagnosis | Untested | None:
 
 
 def routing(e: Evidence) -> Diagnosis | Untested | None:
-    """Holds where more single tokens are far off than numerics put there."""
-    limit = e.contract.limit("routing")
+    """Holds if more single tokens are far off than numerical noise explains."""
+    limit, factor = e.contract.limit("routing"), e.contract.threshold("routing.factor")
     known = np.isfinite(e.scaled) & e.usual
     if not known.any():
         return None
     median = float(np.median(e.scaled[known]))
-    far = known & (np.where(known, e.scaled, 0.0) > 10 * median)
+    far = known & (np.where(known, e.scaled, 0.0) > factor * median)
     estimate = e.share(far.astype(float), known.astype(float))
-    statistic = "share of tokens whose |Δ|/(1 − p) is more than 10 times the median"
-    # Where the whole error is negligible, a long tail of it is so too.
+    statistic = f"share of tokens whose |Δ|/(1 − p) is more than {factor:g} times the median"
+    # If the whole error is negligible, so is its tail.
     if not e.c(known).value > e.contract.limit("numerics", "negligible"):
         return None
     if not estimate.above(limit):
-        return untested("routing", statistic, estimate, limit)
+        return untested("routing", statistic, estimate, limit, e.contract)
     why = (
-        f"{estimate.value:.1%} of the tokens, spread over all sequences, are more than 10 times "
-        "worse than the median one, and the others are healthy: experts are chosen differently "
-        "there, or another choice flips. A dump cannot tell which"
+        f"{estimate.value:.1%} of the tokens, spread over all sequences, are more than {factor:g} "
+        "times worse than the median one, and the others are healthy: experts are chosen "
+        "differently there, or another choice flips. A dump cannot tell which"
     )
     return diagnosis("routing", statistic, estimate, limit, why, e.worst(e.size, far), "low")
 
 
 def dropout(e: Evidence) -> Diagnosis | Untested | None:
-    """Holds where sure tokens are worse for their 1 − p than others, without a trend."""
+    """Holds if sure tokens are worse for their 1 − p than others, without a trend."""
     limit = e.contract.limit("dropout")
     sure, others = (e.q >= 1e-4) & (e.q < 0.05), (e.q >= 0.1) & (e.q < 0.9)
     estimate = e.pooled(sure & e.usual, others & e.usual)
@@ -130,7 +129,7 @@ def dropout(e: Evidence) -> Diagnosis | Untested | None:
     if e.c().above(level) and (found := _not_repeated(e)) is not None:
         return found
     if not estimate.above(limit) or not e.c().above(level):
-        return untested("dropout", statistic, estimate, limit)
+        return untested("dropout", statistic, estimate, limit, e.contract)
     why = (
         f"nearly certain tokens are {estimate.value:.1f} times worse for their 1 − p than others, "
         "as where dropout is on or the weights differ; numerics are equally bad everywhere. "
@@ -140,7 +139,7 @@ def dropout(e: Evidence) -> Diagnosis | Untested | None:
 
 
 def _not_repeated(e: Evidence) -> Diagnosis | None:
-    """Holds where the trainer gives a token another log-prob in each sample, behind the same
+    """Holds if the trainer gives a token another log-prob in each sample, after the same
     tokens."""
     if not e.contract.asks("dropout", "repeat"):
         return None
@@ -157,7 +156,7 @@ def _not_repeated(e: Evidence) -> Diagnosis | None:
     freedom = times[number] / (times[number] - 1)
     variance[shared] = (e.t[shared] - middle[number]) ** 2 * freedom
     square[shared] = e.size[shared] ** 2
-    # The samples of a group share these tokens: it is the unit.
+    # The samples of a group share these tokens, so the group is the unit.
     groups = np.unique(prompts_of(e.run), return_inverse=True)[1]
     estimate = ratio(*(np.bincount(groups, e.sums(x)).astype(float) for x in (variance, square)))
     if not estimate.above(limit):
@@ -173,7 +172,7 @@ def _not_repeated(e: Evidence) -> Diagnosis | None:
 
 
 def quantisation(e: Evidence) -> Diagnosis | None:
-    """Holds where the error has the shape of numerics and is larger than the dtype's own."""
+    """Holds if the error has the shape of rounding and is larger than the dtype explains."""
     limit = e.contract.limit("quantisation", dtype=e.dtype)
     estimate = e.c()
     if not estimate.above(limit):
@@ -190,7 +189,7 @@ def quantisation(e: Evidence) -> Diagnosis | None:
 
 
 def numerics(e: Evidence, mean_ratio: Estimate) -> Diagnosis:
-    """What is left: rounding and summation order."""
+    """The diagnosis that is left if no other holds: rounding and summation order."""
     limit = e.contract.limit("quantisation", dtype=e.dtype)
     why = (
         f"the error has no sign, is equally large at every probability, and E[ρ] is "

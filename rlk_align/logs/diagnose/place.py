@@ -1,4 +1,4 @@
-"""Where in a sequence or a pack the error is: after a turn, behind the first, at far positions."""
+"""Errors at one place: after a turn, in later sequences of a pack, or at far positions."""
 
 from itertools import pairwise
 
@@ -10,15 +10,11 @@ from rlk_align.logs.diagnose.evidence import Evidence, Indices
 from rlk_align.logs.diagnose.record import Diagnosis, Untested
 from rlk_align.logs.dumps.sequences import UNKNOWN
 
-_WINDOW = 12
-"""Tokens on each side of a turn's start that are compared."""
-_WORSE = 4.0
-"""A sequence is clean before a turn and wrong after it where c grows by such a factor."""
-
 
 def turn_boundary(e: Evidence) -> Diagnosis | Untested | None:
-    """Holds where sequences are clean until a turn starts, and wrong from there on."""
-    limit = e.contract.limit("turn-boundary")
+    """Holds if sequences are clean until a turn starts, and wrong from there on."""
+    limit, threshold = e.contract.limit("turn-boundary"), e.contract.threshold
+    window = threshold("turn-boundary.window")
     several = np.bincount(e.sequence, e.segment > 0, len(e.run)) > 0
     turn = _worst_turn(e)
     affected = turn > 0
@@ -30,14 +26,15 @@ def turn_boundary(e: Evidence) -> Diagnosis | Untested | None:
     start = np.full(len(e.run), e.run.tokens)
     np.minimum.at(start, e.sequence[later], np.flatnonzero(later))
     distance = np.arange(len(e.index)) - start[e.sequence]
-    after = of_affected & later & (distance < _WINDOW)
-    before = of_affected & ~later & (distance >= -_WINDOW)
+    after = of_affected & later & (distance < window)
+    before = of_affected & ~later & (distance >= -window)
     estimate = e.within(after, before)
-    statistic = f"c of the {_WINDOW} tokens after the turn's start over that of those before"
+    statistic = f"c of the {window:g} tokens after the turn's start over that of those before"
     if not estimate.above(limit):
-        # They were chosen for their growth: a few of many have it by chance.
-        many = affected.sum() > max(3, 0.1 * several.sum())
-        return untested("turn-boundary", statistic, estimate, limit, many)
+        # They were chosen for their growth, which a few of many sequences have by chance.
+        share_of_all = threshold("turn-boundary.many-share") * several.sum()
+        many = affected.sum() > max(threshold("turn-boundary.many"), share_of_all)
+        return untested("turn-boundary", statistic, estimate, limit, e.contract, many)
     why = (
         f"{int(affected.sum()):,} of {int(several.sum()):,} sequences of several turns are clean "
         f"until a turn starts, most often turn {np.bincount(turn[affected]).argmax() + 1}, and "
@@ -49,40 +46,42 @@ def turn_boundary(e: Evidence) -> Diagnosis | Untested | None:
 
 def _worst_turn(e: Evidence) -> Indices:
     """[S]; the segment from which on a sequence is much worse than before, or 0."""
-    best = np.full(len(e.run), _WORSE)
+    threshold = e.contract.threshold
+    best = np.full(len(e.run), threshold("turn-boundary.growth"))
+    before, after = threshold("turn-boundary.q-before"), threshold("turn-boundary.q-after")
     turn = np.zeros(len(e.run), dtype=np.int64)
     for k in range(1, min(int(e.segment.max(initial=0)), 50) + 1):
         sizes, qs = e.noise(e.segment < k)
         sizes_after, qs_after = e.noise(e.segment >= k)
         with np.errstate(divide="ignore", invalid="ignore"):
             growth = sizes_after / qs_after / (sizes / qs)
-        better = (qs > 2) & (qs_after > 1) & (growth > best)
+        better = (qs > before) & (qs_after > after) & (growth > best)
         best[better], turn[better] = growth[better], k
     return turn
 
 
 def packing(e: Evidence) -> Diagnosis | Untested | None:
-    """Holds where the first sequence of each pack is clean and later ones are not."""
-    place = e.run.pack_indices[e.sequence]
-    if (place == UNKNOWN).all():
+    """Holds if the first sequence of each pack is clean and later ones are not."""
+    number = e.run.pack_indices[e.sequence]
+    if (number == UNKNOWN).all():
         return Untested(name="packing", why="the dump does not say how sequences were packed")
-    if not (place > 0).any():
+    if not (number > 0).any():
         return None
-    estimate = e.between(place > 0, place == 0)
+    estimate = e.between(number > 0, number == 0)
     limit = e.contract.limit("packing")
     statistic = "c of later sequences of a pack over that of first ones"
     if not estimate.above(limit):
-        return untested("packing", statistic, estimate, limit)
+        return untested("packing", statistic, estimate, limit, e.contract)
     why = (
         f"sequences behind the first of their pack are {estimate.value:.1f} times worse than the "
         "first: positions, attention or state are not reset between them"
     )
-    samples = e.worst(e.size, place > 0)
+    samples = e.worst(e.size, number > 0)
     return diagnosis("packing", statistic, estimate, limit, why, samples)
 
 
 def rope(e: Evidence) -> Diagnosis | Untested | None:
-    """Holds where the error grows with the position."""
+    """Holds if the error grows with the position."""
     limit = e.contract.limit("rope")
     if not len(e.position):
         return None
@@ -96,11 +95,12 @@ def rope(e: Evidence) -> Diagnosis | Untested | None:
     estimate = e.within(long & (part > 2 / 3), long & (part < 1 / 3))
     statistic = "c of the last third of a sequence over that of its first third"
     if not estimate.above(limit):
-        return untested("rope", statistic, estimate, limit)
+        return untested("rope", statistic, estimate, limit, e.contract)
     bins = np.quantile(e.position[long], np.linspace(0, 1, 9))
-    profile = [e.c(long & (e.position >= a) & (e.position < b)).value for a, b in _pairs(bins)]
+    profile = [e.c(long & (e.position >= a) & (e.position < b)).value for a, b in pairwise(bins)]
     jumps = np.diff(np.log(np.maximum(profile, 1e-12)))
-    step = jumps.max() > 0.6 * jumps[jumps > 0].sum() if (jumps > 0).any() else False
+    growth = e.contract.threshold("rope.one-step") * jumps[jumps > 0].sum()
+    step = jumps.max() > growth if (jumps > 0).any() else False
     shape = f"with a step near position {bins[1 + jumps.argmax()]:.0f}" if step else "steadily"
     why = (
         f"the error grows with the position, {shape}: c is {profile[0]:.2g} at the start and "
@@ -109,7 +109,3 @@ def rope(e: Evidence) -> Diagnosis | Untested | None:
     )
     samples = e.worst(e.size, long & (part > 2 / 3))
     return diagnosis("rope", statistic, estimate, limit, why, samples)
-
-
-def _pairs(bins: np.ndarray) -> list[tuple[float, float]]:
-    return [(float(a), float(b)) for a, b in pairwise(bins)]

@@ -1,5 +1,4 @@
-"""Which sequences are off as wholes: those that started from cached tokens, or those of some
-prompts."""
+"""Whole sequences that are off: those that started from cached tokens, or those of some prompts."""
 
 import numpy as np
 
@@ -10,12 +9,9 @@ from rlk_align.logs.diagnose.record import Confidence, Diagnosis, Untested
 from rlk_align.logs.diagnose.repeats import repeats
 from rlk_align.logs.dumps.sequences import UNKNOWN
 
-_BY_CHANCE = 0.3
-"""A first step without a broken group says something where chance would not leave it so."""
-
 
 def stale_cache(e: Evidence) -> Diagnosis | Untested | None:
-    """Holds where sequences that started from cached tokens are worse than others."""
+    """Holds if sequences that started from cached tokens are worse than others."""
     cached = e.run.cached_tokens
     if (cached != UNKNOWN).any():
         return _by_cached_tokens(e)
@@ -33,7 +29,7 @@ def _by_cached_tokens(e: Evidence) -> Diagnosis | Untested | None:
     if not of_hit.any():
         return None
     if not estimate.above(limit):
-        return untested("stale-cache", statistic, estimate, limit)
+        return untested("stale-cache", statistic, estimate, limit, e.contract)
     why = (
         f"sequences whose prompt came from the prefix cache are {estimate.value:.1f} times worse "
         "than others of the same step: the cache was filled by older weights"
@@ -42,22 +38,22 @@ def _by_cached_tokens(e: Evidence) -> Diagnosis | Untested | None:
 
 
 def _from_cache(e: Evidence) -> Mask:
-    """[S]; sequences with cached tokens that none of their own group put there."""
+    """[S]; sequences with cached tokens that no sample of their own group left in the cache."""
     return (e.run.cached_tokens > 0) & ~_computed_anew(e)
 
 
 def _computed_anew(e: Evidence) -> Mask:
-    """[S]; sequences without cached tokens, and those of their groups: the samples of a prompt
-    share what the first of them computed, by weights of the same step."""
+    """[S]; sequences without cached tokens, and the others of their groups: the samples of a prompt
+    share what the first of them computed, with weights of the same step."""
     groups = _groups(e)
     return np.asarray(np.isin(groups, groups[e.run.cached_tokens == 0]))
 
 
 def _by_group(e: Evidence) -> Diagnosis | Untested | None:
-    """Without counts of cached tokens: groups are broken as wholes, and none is on the first step,
+    """Without counts of cached tokens: whole groups are broken, and no group of the first step is,
     before which no weights were updated."""
-    chance = chance_of_clean_start(e)
-    if chance is None or chance > _BY_CHANCE or None in e.run.groups:
+    chance, threshold = chance_of_clean_start(e), e.contract.threshold
+    if chance is None or chance > threshold("stale-cache.by-chance") or None in e.run.groups:
         return Untested(name="stale-cache", why="the dump has no counts of cached tokens")
     broken, first = broken_groups(e)[1], _groups_of_first_step(e)
     later = np.setdiff1d(np.arange(len(broken)), first)
@@ -73,12 +69,12 @@ def _by_group(e: Evidence) -> Diagnosis | Untested | None:
     )
     statistic = "share of groups after the first step that are far off"
     samples = e.worst(e.size, ~e.usual)
-    sure: Confidence = "moderate" if chance < 0.02 else "low"
+    sure: Confidence = "moderate" if chance < threshold("stale-cache.sure") else "low"
     return diagnosis("stale-cache", statistic, estimate, limit, why, samples, sure)
 
 
 def _groups_of_first_step(e: Evidence) -> Indices:
-    """The numbers of the groups before which no weights were updated; none where the run has one
+    """The numbers of the groups before which no weights were updated; empty if the run has only one
     step."""
     steps = np.unique(e.run.steps)
     first = e.run.steps == steps[0]
@@ -86,8 +82,8 @@ def _groups_of_first_step(e: Evidence) -> Indices:
 
 
 def chance_of_clean_start(e: Evidence) -> float | None:
-    """How probable it is that the first step has no broken group where groups break at every step
-    alike; None where it has one, or no group is broken at all."""
+    """The probability that the first step has no broken group if groups break at every step alike;
+    None if the first step has a broken group, or if no group is broken."""
     broken, first = broken_groups(e)[1], _groups_of_first_step(e)
     if broken[first].any() or not broken.any():
         return None
@@ -95,7 +91,7 @@ def chance_of_clean_start(e: Evidence) -> float | None:
 
 
 def _groups(e: Evidence) -> Indices:
-    """[S]; the number of each sequence's group; one without a group's name is alone in its own."""
+    """[S]; the number of each sequence's group. A sequence without a group's name has its own."""
     names = [
         f"{s} {g}" if g is not None else f"alone {k}"
         for k, (s, g) in enumerate(zip(e.run.steps, e.run.groups, strict=True))
@@ -106,16 +102,15 @@ def _groups(e: Evidence) -> Indices:
 def broken_groups(e: Evidence) -> tuple[Indices, Mask]:
     """[S]: the number of each sequence's group; and for each group whether most of its sequences
     are outliers."""
-    groups = _groups(e)
-    return groups, np.bincount(groups, e.outliers) >= 0.75 * np.bincount(groups)
+    groups, part = _groups(e), e.contract.threshold("group.broken")
+    return groups, np.bincount(groups, e.outliers) >= part * np.bincount(groups)
 
 
 def duplicated(e: Evidence) -> Diagnosis | Untested | None:
-    """Holds where the samples of a prompt are copies of one another."""
+    """Holds if the samples of a prompt are copies of one another."""
     if not e.contract.asks("duplicated"):
         return None
-    chance = e.contract.limit("duplicated", "chance")
-    found, limit = repeats(e.run, chance), e.contract.limit("duplicated")
+    found, limit = repeats(e.run, e.contract), e.contract.limit("duplicated")
     estimate = share(len(found.repeated), found.groups)
     if not estimate.above(limit):
         return None
@@ -137,8 +132,8 @@ def duplicated(e: Evidence) -> Diagnosis | Untested | None:
 
 
 def decode_state(e: Evidence) -> Diagnosis | None:
-    """Holds where some sequences are far worse than the others of their step."""
-    limit: float = e.contract.limit("decode-state")
+    """Holds if some sequences are far worse than the others of their step."""
+    limit = e.contract.limit("decode-state")
     count = int((e.outliers & e.distinct).sum())
     estimate = share(count, int(e.distinct.sum()))
     if count < 2 or not estimate.above(limit):
@@ -146,10 +141,11 @@ def decode_state(e: Evidence) -> Diagnosis | None:
     groups, broken = broken_groups(e)
     shared = float(broken[groups[e.outliers]].mean())
     grouped = None not in e.run.groups
-    of_prompt = shared > 0.7
+    of_prompt = shared > e.contract.threshold("decode-state.of-group")
+    factor = e.contract.threshold("outlier.factor")
     how = "in most samples of their group" if of_prompt else "in single samples of their groups"
     how = how if grouped else "and the dump names no groups"
-    # Counts of cached tokens, or a broken first step, leave decoding alone.
+    # Counts of cached tokens, or a broken first step, leave decoding as the only cause.
     uncounted = (e.run.cached_tokens == UNKNOWN).all()
     cache = of_prompt and uncounted and chance_of_clean_start(e) is not None
     which = (
@@ -160,8 +156,8 @@ def decode_state(e: Evidence) -> Diagnosis | None:
         "for some lengths)"
     )
     why = (
-        f"{count:,} of {int(e.distinct.sum()):,} sequences are more than 6 times worse than the "
-        f"median one of their step, {how}; {which}"
+        f"{count:,} of {int(e.distinct.sum()):,} sequences are more than {factor:g} times worse "
+        f"than the median one of their step, {how}; {which}"
     )
     statistic = "share of sequences that are far off"
     samples = e.worst(e.size, ~e.usual)

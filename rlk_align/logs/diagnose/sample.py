@@ -1,4 +1,4 @@
-"""What is kept of a run that may be larger than memory: exact counts, and a seeded sample."""
+"""A run that may be larger than memory, reduced to exact counts and a seeded sample."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -8,13 +8,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rlk_align.interval import Floats
+from rlk_align.logs.diagnose.contract import RunContract
 from rlk_align.logs.diagnose.fills import ZeroCounts, above_zero, not_finite, sentinels
 from rlk_align.logs.diagnose.repeats import answers
 from rlk_align.logs.dumps.sequences import Sequences, join
 from rlk_align.logs.dumps.table import SCHEMA, sequences_of
 
 SAMPLE_TOKENS = 1 << 20
-"""Tokens that a sample holds at most, prompts included; a smaller run is held whole."""
+"""Tokens that a sample holds at most, prompts included. A smaller run is kept as a whole."""
 EMPTY = sequences_of(pa.RecordBatch.from_pylist([], schema=SCHEMA))
 """A run without a sequence."""
 
@@ -23,26 +24,28 @@ EMPTY = sequences_of(pa.RecordBatch.from_pylist([], schema=SCHEMA))
 class Counts:
     """Exact counts over all scored tokens of a run."""
 
+    contract: RunContract
     sequences: int = 0
     scored: int = 0
     missing: int = 0
-    """One side or both recorded nothing."""
+    """Scored tokens without a log-prob on one side or on both."""
     compared: int = 0
     not_finite: int = 0
-    """NaN or infinite on a side, of the compared."""
+    """Compared tokens with a NaN or an infinite value on a side."""
     impossible: int = 0
-    """NaN, infinite, or too small for a log-prob on a side, of the compared."""
+    """Compared tokens with a NaN, an infinite value or a sentinel on a side."""
     rollout_above_zero: int = 0
-    """Log-probs above 0 by more than rounding, of the compared."""
+    """Compared tokens whose log-prob is above 0 by more than rounding."""
     train_above_zero: int = 0
     equal: int = 0
-    """Bit for bit, of the compared."""
+    """Compared tokens whose log-probs are equal bit for bit."""
     rollout_zero: int = 0
     train_zero: int = 0
-    zeros: tuple[ZeroCounts, ZeroCounts] = field(
-        default_factory=lambda: (ZeroCounts(), ZeroCounts())
-    )
-    """What tells of the rollout's and of the trainer's 0.0 whether they are log-probs."""
+    zeros: tuple[ZeroCounts, ZeroCounts] = field(init=False)
+    """Of the rollout and of the trainer: whether their 0.0 are log-probs."""
+
+    def __post_init__(self) -> None:
+        self.zeros = ZeroCounts(self.contract), ZeroCounts(self.contract)
 
     @property
     def filled(self) -> int:
@@ -58,10 +61,10 @@ class Counts:
         self.compared += len(rollout)
         self.missing += int(batch.scored.sum()) - len(rollout)
         self.not_finite += int((not_finite(rollout) | not_finite(train)).sum())
-        wild = [not_finite(side) | sentinels(side) for side in (rollout, train)]
+        wild = [not_finite(x) | sentinels(x, self.contract) for x in (rollout, train)]
         self.impossible += int((wild[0] | wild[1]).sum())
-        self.rollout_above_zero += int(above_zero(rollout).sum())
-        self.train_above_zero += int(above_zero(train).sum())
+        self.rollout_above_zero += int(above_zero(rollout, self.contract).sum())
+        self.train_above_zero += int(above_zero(train, self.contract).sum())
         self.zeros[0].add(rollout, train)
         self.zeros[1].add(train, rollout)
         self.equal += int((rollout == train).sum())
@@ -71,15 +74,15 @@ class Counts:
 
 @dataclass
 class RatioSums:
-    """What the mean ratio E[ρ] and its interval follow from, which is clustered by answer: a
-    sequence that is sampled again says nothing new."""
+    """Sums from which the mean ratio E[ρ] and its interval follow. The interval is clustered by
+    answer, because a sequence that is sampled again adds no information."""
 
     answers: list[NDArray[np.uint64]] = field(default_factory=list)
-    """Of each batch, which answer each sequence is."""
+    """For each batch, the answer of each sequence, as a number."""
     excess: list[NDArray[np.float64]] = field(default_factory=list)
-    """Of each batch, Σ (ρ − 1) of each sequence."""
+    """For each batch, Σ (ρ − 1) of each sequence."""
     tokens: list[NDArray[np.float64]] = field(default_factory=list)
-    """Of each batch, how many tokens of each sequence are in that sum."""
+    """For each batch, how many tokens of each sequence are in that sum."""
 
     def add(self, batch: Sequences) -> None:
         """Adds one more batch."""
@@ -106,7 +109,7 @@ class RatioSums:
 class RunSample:
     """The counts of a whole run and the sequences that were kept of it."""
 
-    counts: Counts = field(default_factory=Counts)
+    counts: Counts
     ratio: RatioSums = field(default_factory=RatioSums)
     kept: Sequences | None = None
     """The sequences that are kept; None where the run has no sequence."""
@@ -117,11 +120,16 @@ class RunSample:
         return self.kept is None or len(self.kept) == self.counts.sequences
 
 
-def gather(batches: Iterable[Sequences], seed: int = 0, most: int = SAMPLE_TOKENS) -> RunSample:
-    """Reads a run once. Every sequence draws a number; those with the smallest numbers are kept, in
-    the order of the run, as far as `most` tokens go."""
+def gather(
+    batches: Iterable[Sequences],
+    contract: RunContract,
+    seed: int = 0,
+    most: int = SAMPLE_TOKENS,
+) -> RunSample:
+    """Reads a run once. Every sequence draws a number. The sequences with the smallest numbers are
+    kept, up to `most` tokens, in the order of the run."""
     draw = np.random.default_rng(seed)
-    sample = RunSample()
+    sample = RunSample(Counts(contract))
     parts: list[Sequences] = []
     ranks: list[np.ndarray] = []
     for batch in batches:

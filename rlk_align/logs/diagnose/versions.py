@@ -1,42 +1,31 @@
 """Whether the labels of the weights' versions fit the noise: tokens of one label are of one
 version, and so equally bad.
 
-What is chosen by the noise of half of the tokens is measured on the other half, so that a choice
-makes no difference of its own.
+A part is chosen by the noise of half of the tokens and measured on the other half, so that the
+choice makes no difference of its own.
 """
 
 import numpy as np
 
 from rlk_align.interval import Floats, mean_factor
 from rlk_align.logs.diagnose.advice import diagnosis
-from rlk_align.logs.diagnose.evidence import Evidence, Indices, Mask
+from rlk_align.logs.diagnose.evidence import Evidence, Indices, Mask, log_c
 from rlk_align.logs.diagnose.record import Diagnosis, Untested
 from rlk_align.logs.dumps.sequences import UNKNOWN
 
 _CUTS = tuple(k / 10 for k in range(1, 10))
-"""Where a sequence may change its version, as a part of its length."""
-_PART = 1.0
-"""Σ q that each part of a sequence needs to have an error of its own."""
-_FEWEST = 16
-"""Sequences that two kinds are told in."""
-_WHOLE = 5.0
-"""Σ q that each half of a sequence's tokens needs there."""
-_APART, _DISTINCT = 4.0, 2.9
-"""How many of their own standard deviations two kinds of sequences lie apart: a normal law cut into
-two makes 2.7, a uniform one 3.5."""
-_WORSE = 2.0
-"""How many times worse the second kind is, at least."""
+"""The positions at which a sequence may change its version, as parts of its length."""
 
 
 def mislabelled(e: Evidence) -> Diagnosis | Untested | None:
-    """Holds where tokens of one label are of two versions of the weights."""
+    """Holds if tokens of one label are of two versions of the weights."""
     if not e.contract.asks("stale-weights", "labels"):
         return None
     return _within_sequences(e) or _between_sequences(e)
 
 
 def one_label(e: Evidence) -> Mask:
-    """[S]; sequences whose compared tokens all have one version's label."""
+    """[S]; sequences whose compared tokens are all labelled with one version."""
     versions = e.run.rollout_versions[e.index]
     low = np.full(len(e.run), np.iinfo(np.int64).max)
     high = np.full(len(e.run), np.iinfo(np.int64).min)
@@ -46,7 +35,7 @@ def one_label(e: Evidence) -> Mask:
 
 
 def _within_sequences(e: Evidence) -> Diagnosis | None:
-    """Weights that were updated while sequences were sampled: what came before is worse."""
+    """Weights that were updated while sequences were sampled: the earlier tokens are worse."""
     asked = one_label(e)[e.sequence] & e.usual
     if not asked.any():
         return None
@@ -71,34 +60,35 @@ def _part(e: Evidence) -> Floats:
     """[n]; how far in its sequence each token is, from 0 to 1."""
     lengths = np.bincount(e.sequence, minlength=len(e.run))
     first = np.cumsum(lengths) - lengths
-    place = np.arange(len(e.index)) - first[e.sequence]
-    return np.asarray(place / np.maximum(lengths, 1)[e.sequence])
+    number = np.arange(len(e.index)) - first[e.sequence]
+    return np.asarray(number / np.maximum(lengths, 1)[e.sequence])
 
 
 def _cuts(e: Evidence, where: Mask) -> Floats:
-    """[S]; the place at which each sequence's noise changes most, by the likelihood of two
-    exponential laws."""
-    part = _part(e)
+    """[S]; the part of each sequence at which its noise changes most, by the likelihood of two
+    exponential distributions."""
+    part, smallest = _part(e), e.contract.threshold("noise.part-q")
     best, cut = np.full(len(e.run), np.inf), np.zeros(len(e.run))
-    for place in _CUTS:
+    for candidate in _CUTS:
         fit = np.zeros(len(e.run))
-        for side in (part < place, part >= place):
+        for side in (part < candidate, part >= candidate):
             size, q = e.noise(where & side)
-            known = (q >= _PART) & (size > 0)
+            known = (q >= smallest) & (size > 0)
             log = np.log(np.where(known, size, 1.0) / np.where(known, q, 1.0))
             fit += np.where(known, q * log, np.inf)
         better = fit < best
-        best[better], cut[better] = fit[better], place
+        best[better], cut[better] = fit[better], candidate
     return cut
 
 
 def _between_sequences(e: Evidence) -> Diagnosis | Untested | None:
     """Sequences of one label that are of two kinds: few of their errors lie between."""
+    threshold = e.contract.threshold
     even = np.arange(len(e.index)) % 2 == 0
     of_choice, of_measure = (_logs(e, half & e.usual) for half in (even, ~even))
     usable = _most_frequent_age(e) & np.isfinite(of_choice) & np.isfinite(of_measure)
     chosen = np.flatnonzero(usable & e.distinct)
-    if len(chosen) < _FEWEST:
+    if len(chosen) < threshold("stale-weights.sequences"):
         return None
     chosen = chosen[np.argsort(of_choice[chosen])]
     place = _division(of_choice[chosen])
@@ -107,13 +97,15 @@ def _between_sequences(e: Evidence) -> Diagnosis | Untested | None:
     apart = float((high.mean() - low.mean()) / spread) if spread > 0 else np.inf
     estimate = mean_factor(high, low)
     limit = e.contract.limit("stale-weights", "labels")
-    if not (apart > _DISTINCT and estimate.value > _WORSE and estimate.above(limit)):
+    distinct = apart > threshold("stale-weights.distinct")
+    worse = estimate.value > threshold("stale-weights.worse")
+    if not (distinct and worse and estimate.above(limit)):
         return None
     what = (
         f"of {len(chosen):,} sequences of one label {len(high):,} are {estimate.value:.1f} times "
         "worse than the others, and few lie between"
     )
-    if not apart > _APART:
+    if not apart > threshold("stale-weights.apart"):
         why = f"{what}: are they of two versions of the weights, labelled as one"
         return Untested(name="stale-weights", why=why)
     why = (
@@ -121,22 +113,20 @@ def _between_sequences(e: Evidence) -> Diagnosis | Untested | None:
         "versions, and the label is older or newer than some of them"
     )
     statistic = "c of the worse of two kinds of sequences of one label over that of the others"
-    worse = np.zeros(len(e.run), dtype=bool)
-    worse[chosen[place:]] = True
-    samples = e.worst(e.size, worse[e.sequence])
+    of_worse = np.zeros(len(e.run), dtype=bool)
+    of_worse[chosen[place:]] = True
+    samples = e.worst(e.size, of_worse[e.sequence])
     return diagnosis("stale-weights", statistic, estimate, limit, why, samples, "moderate")
 
 
 def _logs(e: Evidence, where: Mask) -> Floats:
-    """[S]; the logarithm of c of each sequence, NaN where it has none of its own."""
-    size, q = e.noise(where)
-    known = (q >= _WHOLE) & (size > 0)
-    return np.log(np.where(known, size, np.nan) / np.where(known, q, 1.0))
+    """[S]; the logarithm of c of each sequence, NaN if it has too few such tokens."""
+    return log_c(*e.noise(where), e.contract.threshold("noise.sequence-q"))
 
 
 def _most_frequent_age(e: Evidence) -> Mask:
-    """[S]; sequences of one label whose age is the most frequent one: by how much the trainer's
-    version, or the step where it is not known, is ahead of it."""
+    """[S]; sequences of one label whose age is the most frequent one. The age is how far the
+    trainer's version, or the step if that is not known, is ahead of the label."""
     asked = one_label(e)
     label = np.zeros(len(e.run), dtype=np.int64)
     label[e.sequence] = e.run.rollout_versions[e.index]
@@ -147,8 +137,8 @@ def _most_frequent_age(e: Evidence) -> Mask:
 
 
 def _division(values: Floats) -> int:
-    """Where ascending values are best divided into two parts of least squares, a tenth at least
-    in each."""
+    """The index at which ascending values are best divided into two parts, by least squares. Each
+    part has at least a tenth of the values."""
     count, least = len(values), max(2, len(values) // 10)
     places: Indices = np.arange(least, count - least + 1)
     sums, total = np.cumsum(values)[places - 1], float(values.sum())

@@ -1,13 +1,12 @@
 """The metrics of RL frameworks under their own names, with their own formulas and defaults.
 
-The numbers are those of a dashboard, so that both can be put side by side: whatever a framework
-clips, clamps or averages by sequence is clipped, clamped and averaged here. Left out is what needs
-a third set of log-probs, advantages, or a threshold that is off by default. A new framework is a
+The numbers are those of the framework's dashboard, so that both can be compared: values are
+clipped, clamped and averaged by sequence as the framework does it. A metric is left out if it needs
+a third set of log-probs, advantages, or an option that is off by default. A new framework is a
 function and a line in FRAMEWORKS.
 
-Read from the sources of August 2026: NeMo-RL 7ea279abf, prime-rl 559b44772, slime 624b824a8, miles
-31f1ca961, verl 1dda039b9, TRL f2cd57710, ms-swift 3602360a5, SkyRL a9564572e, ROLL 8eb27cc2,
-OpenRLHF 3c3be623, AReaL 4aef98d8d, torchtitan b5bcd76c6, and tinker-cookbook.
+Each function names the file that it follows and the commit at which the file was read, in August
+2026. Later versions of a framework may compute something else.
 """
 
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from collections.abc import Callable
 import numpy as np
 
 from rlk_align.logs.monitor.pairs import Floats, Pairs
-from rlk_align.logs.monitor.verl_rejection import rejection
 
 Metrics = dict[str, float]
 BOUND = 20.0
@@ -23,7 +21,7 @@ BOUND = 20.0
 
 
 def framework_metrics(pairs: Pairs) -> dict[str, Metrics]:
-    """Returns every framework's metrics; none where no token was compared."""
+    """Returns every framework's metrics, or none if no token was compared."""
     if not len(pairs.g):
         return {}
     with np.errstate(all="ignore"):
@@ -34,8 +32,7 @@ def framework_metrics(pairs: Pairs) -> dict[str, Metrics]:
 
 
 def nemo_rl(p: Pairs) -> Metrics:
-    """NeMo-RL: nemo_rl/algorithms/loss/loss_functions.py and grpo.py. num_masked_seqs is at
-    seq_logprob_error_threshold 2, as in its recipes; by default nothing is masked."""
+    """NeMo-RL 7ea279abf: nemo_rl/algorithms/loss/loss_functions.py and grpo.py."""
     error = np.exp(np.abs(p.d))
     of_sequence = p.means(error)
     mixture = np.logaddexp(p.t, p.g) - np.log(2)
@@ -50,12 +47,11 @@ def nemo_rl(p: Pairs) -> Metrics:
         "max_seq_mult_prob_error": of_sequence.max(),
         "mean_seq_mult_prob_error": of_sequence.mean(),
         "min_seq_mult_prob_error": of_sequence.min(),
-        "num_masked_seqs": (of_sequence > 2).sum(),
     }
 
 
 def prime_rl(p: Pairs) -> Metrics:
-    """prime-rl: src/prime_rl/trainer/rl/{loss,train}.py, with the IPO loss's eps of 0.3."""
+    """prime-rl 559b44772: src/prime_rl/trainer/rl/{loss,train}.py, with eps of the IPO loss 0.3."""
     masked = np.abs(np.exp(p.t) - np.exp(p.g)) > 0.3
     metrics = {
         "mismatch_kl/all/mean": p.k3.mean(),
@@ -72,41 +68,35 @@ def prime_rl(p: Pairs) -> Metrics:
 
 
 def slime(p: Pairs) -> Metrics:
-    """slime: slime/backends/megatron_utils/loss.py, and its examples' mis.py; --tis-clip is 2. ois
-    is as before the first update with --use-rollout-logprobs; without it, it is 1 there."""
+    """slime 624b824a8: slime/backends/megatron_utils/loss.py, with a --tis-clip of 2. `ois` is the
+    value before the first update with --use-rollout-logprobs; without that option it is 1."""
     return {
         "train/train_rollout_logprob_abs_diff": p.means(np.abs(p.d)).mean(),
         "train/ois": p.means(p.ratio).mean(),
         "train/tis": p.means(p.ratio).mean(),
         "train/tis_abs": p.means(np.abs(p.ratio - 1)).mean(),
         "train/tis_clipfrac": p.means((p.ratio > 2).astype(float)).mean(),
-        **{f"train/mis_{k}": v for k, v in _perplexities(p).items()},
-        "train/mis_kl": p.means(-p.d).mean(),
-        "train/mis_k3_kl": p.means(np.exp(p.d) - p.d - 1).mean(),
     }
 
 
 def miles(p: Pairs) -> Metrics:
-    """miles: miles/backends/training_utils/loss.py; NaN counts as 0 in the two differences, and in
-    the log-ratio of ess_ratio, which is of the same ratios as slime's ois."""
+    """miles 31f1ca961: miles/backends/training_utils/loss.py. NaN counts as 0 in the two
+    differences and in the log-ratio of `ess_ratio`, which is of the same ratios as slime's
+    `ois`."""
     size = np.nan_to_num(np.abs(p.d), nan=0.0, posinf=0.0, neginf=0.0)
     kl = np.clip(_k3(np.clip(p.d, -BOUND, BOUND)), -10, 10)
-    squares = np.exp(2 * np.clip(p.d, -BOUND, BOUND))
-    of_sequence = np.exp(2 * np.clip(p.sums(p.d), -BOUND, BOUND))
     weights = np.exp(np.nan_to_num(p.d, nan=0.0, posinf=0.0, neginf=0.0))
     ess = p.sums(weights) ** 2 / (p.sums(weights**2) * p.counts)
     return slime(p) | {
         "train/ess_ratio": ess.mean(),
         "train/train_rollout_logprob_abs_diff": p.means(size).mean(),
         "train/train_rollout_kl": p.means(np.nan_to_num(kl, nan=0.0)).mean(),
-        "train/mis_chi2_token": p.means(squares).mean() - 1,
-        "train/mis_chi2_seq": of_sequence.mean() - 1,
     }
 
 
 def verl(p: Pairs) -> Metrics:
-    """verl: verl/utils/debug/metrics.py, and verl/trainer/ppo/rollout_corr_helper.py as of
-    0.9.1, with the token-level weights' threshold of 2."""
+    """verl 1dda039b9: verl/utils/debug/metrics.py, and verl/trainer/ppo/rollout_corr_helper.py as
+    of 0.9.1, with token-level weights truncated at 2."""
     a, b = np.exp(p.t), np.exp(p.g)
     size = np.abs(a - b)
     prefix = "rollout_corr/"
@@ -124,14 +114,13 @@ def verl(p: Pairs) -> Metrics:
         f"{prefix}chi2_token": (weights**2).mean() - 1,
         f"{prefix}chi2_seq": of_sequence.mean() - 1,
         **{f"{prefix}rollout_is_{k}": v for k, v in _verl_weights(p, weights).items()},
-        **{prefix + k: v for k, v in rejection(p).items()},
     }
 
 
 def trl(p: Pairs) -> Metrics:
-    """TRL: trl/trainer/grpo_trainer.py; sequence_mask with a maximum of 3, its default, sets the
-    ratio of a whole sequence to 0 above it. NaN is left out of the difference, and is a difference
-    of 0 in a ratio."""
+    """TRL f2cd57710: trl/trainer/grpo_trainer.py. Its default, sequence_mask with a maximum of 3,
+    sets the ratio of a whole sequence to 0 above the maximum. NaN is left out of the difference,
+    and counts as a difference of 0 in a ratio."""
     size = np.abs(p.d)[~np.isnan(p.d)]
     ratio = np.exp(p.sums(np.nan_to_num(p.d, nan=0.0)))
     ratio = np.where(ratio > 3, 0.0, ratio)
@@ -145,8 +134,8 @@ def trl(p: Pairs) -> Metrics:
 
 
 def ms_swift(p: Pairs) -> Metrics:
-    """ms-swift: swift/rlhf_trainers/grpo_trainer.py, with token_truncate at its threshold of 2.
-    `chi2_seq` is of the geometric mean ratio, unlike verl's."""
+    """ms-swift 3602360a5: swift/rlhf_trainers/grpo_trainer.py, with token_truncate at 2. `chi2_seq`
+    is of the geometric mean ratio, unlike verl's."""
     prefix = "rollout_correction/"
     d = np.clip(p.d, -BOUND, BOUND)
     ratio = np.exp(d)
@@ -165,7 +154,7 @@ def ms_swift(p: Pairs) -> Metrics:
 
 
 def skyrl(p: Pairs) -> Metrics:
-    """SkyRL: skyrl/train/trainer.py."""
+    """SkyRL a9564572e: skyrl/train/trainer.py."""
     size = np.abs(p.d)
     name = "policy/rollout_train_logprobs_abs_diff_"
     figures = {"mean": size.mean(), "std": _std(size), "max": size.max(), "min": size.min()}
@@ -173,7 +162,7 @@ def skyrl(p: Pairs) -> Metrics:
 
 
 def roll(p: Pairs) -> Metrics:
-    """ROLL: roll/utils/train_infer_corrections.py; each is a mean of means of sequences."""
+    """ROLL 8eb27cc2: roll/utils/train_infer_corrections.py; all are means of means of sequences."""
     difference = np.exp(p.t) - np.exp(p.g)
     tokens = np.bincount(p.segment)
 
@@ -193,27 +182,17 @@ def roll(p: Pairs) -> Metrics:
 
 
 def openrlhf(p: Pairs) -> Metrics:
-    """OpenRLHF: openrlhf/models/loss.py; k1, which may be negative."""
+    """OpenRLHF 3c3be623: openrlhf/models/loss.py; k1, which may be negative."""
     return {"vllm_kl": -p.d.mean()}
 
 
 def areal(p: Pairs) -> Metrics:
-    """AReaL: areal/utils/functional.py without a cap of weights, its default, and its pull request
-    of rollout_train metrics."""
-    size = np.abs(p.d)
-    return {
-        "behave_imp_weight/avg": p.ratio.mean(),
-        "behave_approx_kl/avg": p.d.mean(),
-        "rollout_train_k3_kl/avg": p.k3.mean(),
-        "rollout_train_logp_abs_diff/avg": size.mean(),
-        "rollout_train_logp_sq_diff/avg": (p.d**2).mean(),
-        "rollout_train_extreme_frac_tau2/avg": (size > np.log(2)).mean(),
-        "rollout_train_extreme_frac_tau5/avg": (size > np.log(5)).mean(),
-    }
+    """AReaL 4aef98d8d: areal/utils/functional.py, without a cap on weights."""
+    return {"behave_imp_weight/avg": p.ratio.mean(), "behave_approx_kl/avg": p.d.mean()}
 
 
 def torchtitan(p: Pairs) -> Metrics:
-    """torchtitan: torchtitan/experiments/rl; the mean is signed, the maximum is not."""
+    """torchtitan b5bcd76c6: torchtitan/experiments/rl; the mean is signed, the maximum is not."""
     size = np.abs(p.d)
     return {
         "bit_wise/logprob_diff/mean": p.d.mean(),
@@ -223,7 +202,7 @@ def torchtitan(p: Pairs) -> Metrics:
 
 
 def tinker(p: Pairs) -> Metrics:
-    """tinker: tinker_cookbook/rl/metrics.py."""
+    """tinker: tinker_cookbook/rl/metrics.py; the commit was not recorded."""
     return {
         "optim/kl_sample_train_v1": -p.d.mean(),
         "optim/kl_sample_train_v2": (p.d**2).mean() / 2,
@@ -253,7 +232,7 @@ def _k3(log_ratio: Floats) -> Floats:
 
 
 def _std(values: Floats) -> float:
-    """With one degree of freedom less; NaN for a single value, as torch has it."""
+    """The unbiased standard deviation; NaN for a single value, as in torch."""
     return float(values.std(ddof=1)) if len(values) > 1 else float("nan")
 
 
@@ -262,7 +241,7 @@ def _correlation(a: Floats, b: Floats) -> float:
 
 
 def _means_where(p: Pairs, values: Floats, where: np.ndarray) -> Floats:
-    """The mean of each sequence over some of its tokens, 0 where it has none."""
+    """The mean of each sequence over some of its tokens, 0 if it has no such token."""
     return p.sums(np.where(where, values, 0.0)) / np.maximum(p.sums(where.astype(float)), 1)
 
 
@@ -290,8 +269,8 @@ def _log_perplexity_range(p: Pairs) -> Metrics:
 
 
 def _verl_weights(p: Pairs, raw: Floats) -> Metrics:
-    """The weights truncated at 2; the shares beyond a threshold are of what they were before. (An
-    older verl has all of it before truncation.)"""
+    """The weights truncated at 2; the fractions beyond a threshold are of the weights before that.
+    (Older versions of verl report all of these before truncation.)"""
     weights = np.minimum(raw, 2.0)
     of_sequence, raw_of_sequence = p.means(weights), p.means(raw)
     return {

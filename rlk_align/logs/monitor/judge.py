@@ -1,4 +1,4 @@
-"""Checks a step against its limits. Comparisons are written so that NaN fails and empty is not a
+"""Checks steps against their limits. Comparisons are written so that NaN fails and empty is not a
 pass."""
 
 import math
@@ -11,12 +11,9 @@ from rlk_align.logs.diagnose.contract import RunContract, StepLimit, TrendLimits
 from rlk_align.logs.monitor.record import Finding, Interval, Level, Spread, StepRecord
 from rlk_align.logs.monitor.trend import GrowingNoise, Growth, Rise, RisingK2
 
-LAGS = 5
-"""Steps over which a version lag must grow, every time, to be a trend."""
-
 
 def step_findings(record: StepRecord, limits: Iterable[StepLimit]) -> Iterator[Finding]:
-    """Yields what a step by itself breaks; one without compared tokens is inconclusive."""
+    """Yields the limits that a step breaks. A step without compared tokens is inconclusive."""
     if record.tokens == 0:
         yield Finding(
             level="inconclusive",
@@ -48,7 +45,7 @@ def step_findings(record: StepRecord, limits: Iterable[StepLimit]) -> Iterator[F
 
 
 def _value(record: StepRecord, limit: StepLimit) -> Interval | None:
-    """The metric, a plain value as an interval without width; None where it is not known."""
+    """The metric; a plain value is an interval without width. None if it is not known."""
     if limit.metric == "outliers":
         return _exactly(record.outliers)
     if limit.metric == "duplicated":
@@ -69,7 +66,7 @@ def _exactly(value: float | None) -> Interval | None:
 
 
 def _beyond(interval: Interval) -> float:
-    """How far from 0 the whole interval lies; NaN where the value is not a number."""
+    """How far from 0 the whole interval lies; NaN if the value is NaN."""
     if math.isnan(interval.value):
         return math.nan
     if interval.low > 0:
@@ -84,19 +81,18 @@ def _level(beyond: float, limit: StepLimit) -> Level | None:
 
 
 class Trends:
-    """What steps say together; it remembers a bounded number of them."""
+    """Trends over several steps; a bounded number of steps is kept."""
 
     def __init__(self, contract: RunContract) -> None:
         self._limits = contract.trend
-        self._k2 = RisingK2(contract.trend)
-        self._c = GrowingNoise(
-            contract.limit("stale-weights"), contract.limit("numerics", "negligible")
-        )
-        self._lags: deque[tuple[int, float]] = deque(maxlen=LAGS)
+        self._k2 = RisingK2(contract)
+        self._c = GrowingNoise(contract)
+        self._lag_steps = int(contract.threshold("monitor.lag-steps"))
+        self._lags: deque[tuple[int, float]] = deque(maxlen=self._lag_steps)
 
     def add(self, record: StepRecord) -> Iterator[Finding]:
         """Yields the trends that a step continues."""
-        # A log of metrics has k3 at best, which is k2 where the policies are close.
+        # A log of metrics has k3 at best, which equals k2 if the policies are close.
         k2 = record.k2_scaled or record.k3
         rise = self._k2.add(record.step, k2)
         growth = self._c.add(record.step, _moments(record.noise_logs))
@@ -111,7 +107,7 @@ class Trends:
             return
         self._lags.append((record.step, record.version_lag))
         lags = [lag for _, lag in self._lags]
-        if len(lags) == LAGS and all(b > a for a, b in pairwise(lags)):
+        if len(lags) == self._lag_steps and all(b > a for a, b in pairwise(lags)):
             yield Finding(
                 level="fail",
                 name="growing-version-lag",

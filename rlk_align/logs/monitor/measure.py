@@ -5,27 +5,23 @@ from dataclasses import replace
 import numpy as np
 
 from rlk_align.interval import Estimate, Moments, ratio
-from rlk_align.logs.diagnose.fills import filled_places, not_finite, zeros_of
+from rlk_align.logs.diagnose.contract import RunContract
+from rlk_align.logs.diagnose.fills import count_zeros, filled_tokens, not_finite
 from rlk_align.logs.diagnose.repeats import repeats
 from rlk_align.logs.dumps.sequences import UNKNOWN, Sequences
 from rlk_align.logs.monitor.pairs import Floats, Pairs, pairs_of
 from rlk_align.logs.monitor.record import Band, Interval, Spread, StepRecord
 
 CLIP_LOW, CLIP_HIGH = 0.8, 1.2
+"""The ratios outside of which `clip_fraction` counts a token."""
 BANDS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999, 1.0)
 """Bounds of the profile's bands of p."""
-OUTLIER = 10.0
-"""How many times the median sequence's noise an outlier's is."""
-ROOM = 1.0
-"""Σ (1 − p) from which on a sequence has a noise of its own."""
-QUIET = 1e-3
-"""A c below which a run counts as without noise: healthy bf16 runs have 0.03 and more."""
 
 
-def measure(step: int, sequences: Sequences, chance: float | None = None) -> StepRecord:
-    """Returns the metrics of a step; those of a step without compared tokens are None. Samples are
-    copies where chance repeats them so with less than this probability; None: not asked."""
-    sequences = without_fills(sequences)
+def measure(step: int, sequences: Sequences, contract: RunContract) -> StepRecord:
+    """Returns the metrics of a step. In a step without compared tokens they are None, and so is a
+    metric that the contract does not ask for."""
+    sequences = without_fills(sequences, contract)
     pairs = pairs_of(sequences)
     tokens = len(pairs.g)
     missing = int(sequences.scored.sum()) - tokens
@@ -46,7 +42,7 @@ def measure(step: int, sequences: Sequences, chance: float | None = None) -> Ste
             not_finite=int((~(np.isfinite(pairs.g) & np.isfinite(pairs.t))).sum()),
             ratio_error=_interval(ratio(pairs.by_answer(pairs.ratio), counts), minus=1.0),
             c=_noise(size, pairs, 1),
-            noise_logs=_noise_logs(size, pairs),
+            noise_logs=_noise_logs(size, pairs, contract),
             k2_scaled=_noise(size**2, pairs, 2),
             mean_abs=float(size.mean()),
             k1=float(-pairs.d.mean()),
@@ -55,8 +51,8 @@ def measure(step: int, sequences: Sequences, chance: float | None = None) -> Ste
             ess=float(pairs.ratio.sum() ** 2 / (tokens * (pairs.ratio**2).sum())),
             clip_fraction=float((~_inside(pairs.ratio)).mean()),
             kl_entropy=kl_entropy(k3.value, pairs),
-            outliers=outliers(pairs),
-            duplicated=None if chance is None else duplicated(sequences, chance),
+            outliers=outliers(pairs, contract),
+            duplicated=duplicated(sequences, contract),
             profile=profile(pairs),
             version_lag=float(lag.mean()) if len(lag) else None,
             version_lag_max=int(lag.max()) if len(lag) else None,
@@ -64,10 +60,10 @@ def measure(step: int, sequences: Sequences, chance: float | None = None) -> Ste
         )
 
 
-def without_fills(sequences: Sequences) -> Sequences:
-    """Returns a step in which what stands in place of a log-prob is missing; NaN and infinite
-    values were computed, and stay."""
-    rollout, train = filled_places(sequences, zeros_of(sequences))
+def without_fills(sequences: Sequences, contract: RunContract) -> Sequences:
+    """Returns a step without the values in place of log-probs, which count as missing. NaN and
+    infinite values were computed, and stay."""
+    rollout, train = filled_tokens(sequences, count_zeros(sequences, contract))
     rollout &= ~not_finite(sequences.rollout)
     train &= ~not_finite(sequences.train)
     if not (rollout.any() or train.any()):
@@ -79,10 +75,12 @@ def without_fills(sequences: Sequences) -> Sequences:
     )
 
 
-def duplicated(sequences: Sequences, chance: float) -> float | None:
-    """Returns the share of groups whose samples are copies of one another; None where no group has
-    two samples."""
-    found = repeats(sequences, chance)
+def duplicated(sequences: Sequences, contract: RunContract) -> float | None:
+    """Returns the share of groups whose samples are copies of one another; None if no group has two
+    samples, or if the contract does not ask."""
+    if not contract.asks("duplicated", "chance"):
+        return None
+    found = repeats(sequences, contract)
     if not found.groups:
         return None
     return 0.0 if found.greedy else len(found.repeated) / found.groups
@@ -93,14 +91,15 @@ def _inside(ratios: Floats) -> np.ndarray:
 
 
 def _noise(values: Floats, pairs: Pairs, power: int) -> Interval | None:
-    """mean of values / mean (1 − p)^power; None where the model is sure of every token."""
-    room = pairs.by_answer(pairs.room**power)
-    return None if room.sum() == 0 else _interval(ratio(pairs.by_answer(values), room))
+    """mean of values / mean (1 − p)^power; None if the model is sure of every token."""
+    q = pairs.by_answer(pairs.q**power)
+    return None if q.sum() == 0 else _interval(ratio(pairs.by_answer(values), q))
 
 
-def _noise_logs(size: Floats, pairs: Pairs) -> Spread:
-    noise, room = pairs.by_answer(size), pairs.by_answer(pairs.room)
-    logs = Moments.of(np.log(noise / room)[(room >= ROOM) & (noise > 0) & np.isfinite(noise)])
+def _noise_logs(size: Floats, pairs: Pairs, contract: RunContract) -> Spread:
+    noise, q = pairs.by_answer(size), pairs.by_answer(pairs.q)
+    known = (q >= contract.threshold("monitor.sequence-q")) & (noise > 0) & np.isfinite(noise)
+    logs = Moments.of(np.log(noise / q)[known])
     return Spread(count=logs.count, mean=logs.mean, squares=logs.squares)
 
 
@@ -111,22 +110,25 @@ def _interval(estimate: Estimate, minus: float = 0.0) -> Interval:
 
 
 def kl_entropy(k3: float, pairs: Pairs) -> float | None:
-    """Returns k3 over the mean entropy of the tokens that have one; None where none has."""
+    """Returns k3 over the mean entropy of the tokens that have one; None if no token has one."""
     known = pairs.entropy[~np.isnan(pairs.entropy)]
     return float(k3 / known.mean()) if len(known) else None
 
 
-def outliers(pairs: Pairs) -> float:
+def outliers(pairs: Pairs, contract: RunContract) -> float:
     """Returns the share of sequences that are far noisier than the median one.
 
-    A sequence counts where its tokens leave room for noise, Σ (1 − p) ≥ ROOM; one whose noise is
-    not finite is an outlier, and a noise below QUIET is none.
+    Only sequences with a large enough Σ(1 − p) count. A sequence whose noise is not finite is an
+    outlier.
     """
-    room = pairs.sums(pairs.room)
-    noise = pairs.sums(np.abs(pairs.d))[~(room < ROOM)] / room[~(room < ROOM)]
+    threshold = contract.threshold
+    q = pairs.sums(pairs.q)
+    counts = ~(q < threshold("monitor.sequence-q"))
+    noise = pairs.sums(np.abs(pairs.d))[counts] / q[counts]
     if not len(noise):
         return 0.0
-    return float((~(noise <= OUTLIER * max(float(np.median(noise)), QUIET))).mean())
+    usual = max(float(np.median(noise)), threshold("monitor.quiet"))
+    return float((~(noise <= threshold("monitor.outlier") * usual)).mean())
 
 
 def profile(pairs: Pairs) -> list[Band]:
@@ -135,9 +137,9 @@ def profile(pairs: Pairs) -> list[Band]:
         band = np.searchsorted(BANDS[1:-1], np.exp(pairs.g), side="right")
         size = len(BANDS) - 1
         tokens = np.bincount(band, minlength=size)
-        room = np.bincount(band, weights=pairs.room, minlength=size)
-        c = np.bincount(band, weights=np.abs(pairs.d), minlength=size) / room
-        signed = np.bincount(band, weights=pairs.d, minlength=size) / room
+        q = np.bincount(band, weights=pairs.q, minlength=size)
+        c = np.bincount(band, weights=np.abs(pairs.d), minlength=size) / q
+        signed = np.bincount(band, weights=pairs.d, minlength=size) / q
     return [
         Band(low=low, high=high, tokens=int(n), c=float(x), signed=float(y))
         for low, high, n, x, y in zip(BANDS, BANDS[1:], tokens, c, signed, strict=False)

@@ -18,7 +18,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Pairs:
-    """M tokens of S sequences, one sequence behind the other; each has at least one token."""
+    """M tokens of S sequences, one sequence after the other; each has at least one token."""
 
     g: Floats
     """[M]; the rollout's log-probs in nats."""
@@ -29,10 +29,10 @@ class Pairs:
     segment: NDArray[np.int64]
     """[M]; the stretch of scored tokens, such as a turn, that each token belongs to, from 0."""
     entropy: Floats
-    """[M]; of the trainer's distribution, NaN where it was not recorded."""
+    """[M]; the entropy of the trainer's distribution, NaN if it was not recorded."""
     answer: NDArray[np.int64]
-    """[S]; which distinct answer each sequence is, from 0: one that was sampled several times is
-    one unit of an interval."""
+    """[S]; the number of each sequence's distinct answer, from 0. An answer that was sampled
+    several times is one unit of an interval."""
 
     @cached_property
     def d(self) -> Floats:
@@ -53,8 +53,8 @@ class Pairs:
             return np.expm1(self.d) - self.d
 
     @cached_property
-    def room(self) -> Floats:
-        """[M]; 1 − p, what the noise of a log-prob is in proportion to."""
+    def q(self) -> Floats:
+        """[M]; 1 − p, to which the noise of a log-prob is proportional."""
         return np.maximum(-np.expm1(self.g), 0.0)
 
     @cached_property
@@ -76,7 +76,7 @@ class Pairs:
 
 
 def pairs_of(sequences: Sequences) -> Pairs:
-    """Returns the scored tokens of which both sides recorded a log-prob."""
+    """Returns the scored tokens for which both sides recorded a log-prob."""
     compared, sequence = sequences.compared, sequences.sequence
     begins = sequences.scored.copy()
     begins[1:] &= ~sequences.scored[:-1] | (sequence[1:] != sequence[:-1])

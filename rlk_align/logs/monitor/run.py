@@ -1,4 +1,4 @@
-"""A run that is watched: steps in, records out, whether to stop.
+"""Monitors a run: takes its steps, returns their records, and says when to stop.
 
 monitor = RunMonitor(patience=3)
 for step in ...:
@@ -24,10 +24,10 @@ from rlk_align.logs.monitor.record import StepRecord
 
 
 class RunMonitor:
-    """Watches a training run; its memory does not grow with the number of steps.
+    """Monitors a training run; its memory does not grow with the number of steps.
 
-    `stop` turns true once `patience` steps in a row have failed: a callback for early stopping.
-    `on_step` is called with each step's record. `contract` is the built-in one for runs by default.
+    `stop` becomes true once `patience` steps in a row have failed, for early stopping. `on_step` is
+    called with each step's record. `contract` is the built-in one for runs by default.
     """
 
     def __init__(
@@ -44,26 +44,24 @@ class RunMonitor:
 
     @property
     def stop(self) -> bool:
-        """Whether the last `patience` steps failed, all of them."""
+        """Whether each of the last `patience` steps failed."""
         return self._failing >= self.patience
 
     @property
     def exit_code(self) -> int:
-        """0 where steps were seen and all passed, 1 where one failed, 4 where nothing was compared
-        in a step, or no step was seen."""
+        """0 if all steps passed, 1 if a step failed, 4 if nothing was compared in a step, or if
+        there was no step."""
         if self.inconclusive or not self.steps:
             return EXIT_INCONCLUSIVE
         return EXIT_FAIL if self.failed else EXIT_PASS
 
     def sequences(self, step: int, parts: Iterable[Sequences]) -> StepRecord:
-        """Returns what a step's sequences say; its log-probs are forgotten afterwards."""
+        """Returns the record of a step's sequences. The log-probs are not kept."""
         whole = [p for p in parts if len(p)]
         if not whole:
             return self.record(StepRecord(step=step, sequences=0, tokens=0))
         sequences = join(whole)
-        asked = self.contract.asks("duplicated", "chance")
-        chance = self.contract.limit("duplicated", "chance") if asked else None
-        measured = measure(step, sequences, chance)
+        measured = measure(step, sequences, self.contract)
         named = framework_metrics(pairs_of(sequences))
         return self.record(measured.model_copy(update={"frameworks": named}))
 
@@ -78,15 +76,16 @@ class RunMonitor:
         rollout_versions: ArrayLike | None = None,
         train_version: int | None = None,
     ) -> StepRecord:
-        """Returns what padded arrays [B, T] of log-probs say; index t of both sides belongs to the
-        same token. `rewards` and `rollout_versions` are [B]. Raises BadOption for other shapes."""
+        """Returns the record of padded arrays [B, T] of log-probs; index t of both sides belongs to
+        the same token. `rewards` and `rollout_versions` are [B]. Raises BadOption for other
+        shapes."""
         sequences = padded_sequences(
             step, rollout, train, mask, rewards, rollout_versions, train_version
         )
         return self.sequences(step, [sequences])
 
     def record(self, measured: StepRecord) -> StepRecord:
-        """Returns a step's record with what it breaks; steps come in their order."""
+        """Returns a step's record with its findings. The steps have to come in order."""
         findings = [*step_findings(measured, self.contract.steps), *self._trends.add(measured)]
         record = measured.model_copy(update={"findings": findings})
         levels = {f.level for f in findings}

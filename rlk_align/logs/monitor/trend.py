@@ -1,8 +1,8 @@
 """Whether k2 rises over the steps, and since when.
 
-When weights are not synced any more, the rollout's fall behind the trainer's, and k2 grows with the
-square of the distance. k2 is scaled by (1 − p)², so that a change of entropy does not look like a
-trend. A step is compared with the steps before it: with their median, and their spread on a
+If weights are no longer synced, the rollout's weights fall behind the trainer's, and k2 grows with
+the square of the distance. k2 is scaled by (1 − p)², so that a change of entropy does not look like
+a trend. A step is compared with the median of the steps before it, and with their spread on a
 logarithmic scale. Memory does not grow with the run."""
 
 import math
@@ -15,22 +15,13 @@ from itertools import pairwise
 import numpy as np
 
 from rlk_align.interval import Moments, factor
-from rlk_align.logs.diagnose.contract import TrendLimits
+from rlk_align.logs.diagnose.contract import RunContract
 from rlk_align.logs.monitor.record import Interval
 
-RECENT = 3
-"""Steps in a row that must be above before a rise is named."""
-FEWEST = 6
-"""Steps that a level is taken from, at least."""
 BASELINE = 40
-"""Steps that a level is taken from, at most: those that came last, or first for a slow rise."""
-FEWEST_OF_TREND = 5
-"""Steps that show whether noise grows over a run, at least."""
-PARTS, RISES, ONE_RISE = 6, 0.6, 0.6
-"""A run is cut into so many parts, most of which are above the one before; where one rise makes
-more than this part of all, noise has changed at once."""
+"""Steps that a level is taken from at most: the last ones, or the first ones for a slow rise."""
 TINY = 1e-12
-"""What a k2 of 0 counts as on the logarithmic scale."""
+"""The value that a k2 of 0 counts as on the logarithmic scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +33,8 @@ class Rise:
     factor: float
     """The last step's k2 over that level."""
     monotone: bool
-    """Whether k2 goes on rising, as it does with weights that are not synced; else it has changed
-    once, and stays there."""
+    """Whether k2 goes on rising, as with weights that are not synced. Otherwise it has changed once
+    and stays there."""
     slow: bool = False
     """Whether it is seen only against the run's first steps."""
 
@@ -57,10 +48,13 @@ class _Point:
 
 
 class RisingK2:
-    """Steps go in, in order; `add` says whether k2 rises."""
+    """Takes the steps in order; `add` says whether k2 rises."""
 
-    def __init__(self, limits: TrendLimits) -> None:
-        self.limits = limits
+    def __init__(self, contract: RunContract) -> None:
+        self.limits = contract.trend
+        self._fewest = int(contract.threshold("monitor.level-steps"))
+        self._recent = contract.threshold("monitor.rise-steps")
+        self._agreed = contract.threshold("monitor.monotone")
         self._first: list[_Point] = []
         self._before: deque[_Point] = deque(maxlen=BASELINE)
         self._since: deque[_Point] = deque(maxlen=BASELINE)
@@ -69,14 +63,14 @@ class RisingK2:
         self._above_first = 0
 
     def add(self, step: int, k2: Interval | None) -> Rise | None:
-        """Returns the rise that the step continues; None where there is none. A step whose k2 is
-        not finite is left out."""
+        """Returns the rise that the step continues, or None. A step whose k2 is not finite is left
+        out."""
         if k2 is None or not math.isfinite(k2.value):
             return None
         half = (k2.high - k2.low) / 8  # an interval is four standard deviations to each side
         spread = half / max(k2.value, TINY)
         point = _Point(step, math.log(max(k2.value, TINY)), spread if spread < 1 else 1.0)
-        if len(self._before) < FEWEST:
+        if len(self._before) < self._fewest:
             rise = self._from_the_start(point)
         else:
             rise = self._above_the_level(point)
@@ -97,7 +91,7 @@ class RisingK2:
     def _above_the_level(self, point: _Point) -> Rise | None:
         level, deviation = self._level([*self._before])
         if not self._is_above(point, level, deviation):
-            # What was above for a while is part of the level's spread.
+            # Steps that were above for a while are part of the level's spread.
             self._before.extend(self._since)
             self._before.append(point)
             self._since.clear()
@@ -106,28 +100,37 @@ class RisingK2:
         self._since.append(point)
         self._began = self._since[0].step if self._began is None else self._began
         high = point.log >= max(level + math.log(self.limits.warn), math.log(self.limits.smallest))
-        if len(self._since) < RECENT or not high:
+        if len(self._since) < self._recent or not high:
             return None
-        return Rise(self._began, math.exp(point.log - level), _rises([*self._since]))
+        return Rise(self._began, math.exp(point.log - level), self._rises([*self._since]))
+
+    def _rises(self, points: list[_Point]) -> bool:
+        """Whether the later of two steps is the higher one in most pairs, and the last step is
+        above the first by more than their errors explain."""
+        logs = np.array([p.log for p in points])
+        later, earlier = np.triu_indices(len(logs), 1)[::-1]
+        agreed = float((logs[later] > logs[earlier]).mean())
+        noise = math.hypot(points[-1].error, points[0].error)
+        return agreed >= self._agreed and logs[-1] - logs[0] > noise
 
     def _from_the_start(self, point: _Point) -> Rise | None:
-        """Before there is a level: a k2 that rose with every step since the first, beyond what its
+        """Before there is a level: a k2 that rose with every step since the first, by more than its
         intervals explain."""
         self._before.append(point)
         points = [*self._before]
         grown = point.log - points[0].log
         noise = self.limits.spread * math.hypot(point.error, points[0].error)
-        enough = len(points) >= FEWEST - 1 and point.log >= math.log(self.limits.smallest)
+        enough = len(points) >= self._fewest - 1 and point.log >= math.log(self.limits.smallest)
         if not enough or grown < math.log(self.limits.slow_factor) or grown < noise:
             return None
         if any(b.log <= a.log for a, b in pairwise(points)):
             return None
-        if len(points) == FEWEST:
-            # The steps after it go on rising; the first is the level that they are held against.
+        if len(points) == self._fewest:
+            # The steps after it go on rising; they are compared with the first one as the level.
             self._since.extend(points[1:])
             self._began = points[1].step
             self._before.clear()
-            self._before.extend([points[0]] * FEWEST)
+            self._before.extend([points[0]] * self._fewest)
         return Rise(points[1].step, math.exp(grown), True)
 
     def _slowly(self, point: _Point) -> Rise | None:
@@ -137,14 +140,14 @@ class RisingK2:
         needed = max(level + math.log(self.limits.slow_factor), math.log(self.limits.smallest))
         above = point.log >= needed and self._is_above(point, level, deviation)
         self._above_first = self._above_first + 1 if above else 0
-        if self._above_first < FEWEST:
+        if self._above_first < self._fewest:
             return None
         return Rise(self._first[-1].step + 1, math.exp(point.log - level), False, slow=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The noise of a run's last steps, held against that of its first ones."""
+    """The noise of a run's last steps, compared with that of its first steps."""
 
     since: int
     """The first of the last steps."""
@@ -165,16 +168,16 @@ class _Noise:
 
 
 class GrowingNoise:
-    """Steps go in, in order; `add` says whether c of the run's last third is above that of its
-    first, which is what `explain` asks of the whole run. Of a run of many steps a few in a row are
-    held as one."""
+    """Takes the steps in order; `add` says whether c of the run's last third is above that of its
+    first third, as `explain` asks of the whole run. In a run of many steps, neighbouring steps are
+    merged."""
 
-    def __init__(self, limit: float, negligible: float) -> None:
-        self._limit, self._negligible = limit, negligible
+    def __init__(self, contract: RunContract) -> None:
+        self._contract = contract
         self._noise: list[_Noise] = []
 
     def add(self, step: int, logs: Moments) -> Growth | None:
-        """Returns the growth that the step continues; None where there is none. `logs` are the
+        """Returns the growth that the step continues, or None. `logs` are the
         moments of the logarithms of c of the step's answers."""
         if logs.count:
             self._noise.append(_Noise(step, logs))
@@ -182,30 +185,26 @@ class GrowingNoise:
             pairs = zip(self._noise[::2], self._noise[1::2], strict=False)
             last = self._noise[-1:] if len(self._noise) % 2 else []
             self._noise = [a + b for a, b in pairs] + last
-        return self._growth() if len(self._noise) >= FEWEST_OF_TREND else None
+        needed = self._contract.threshold("stale-weights.steps")
+        return self._growth() if len(self._noise) >= needed else None
 
     def _growth(self) -> Growth | None:
+        limit, threshold = self._contract.limit, self._contract.threshold
         third = len(self._noise) // 3 or 1
         first, last = (_joined(part) for part in (self._noise[:third], self._noise[-third:]))
         grown = factor(last.logs, first.logs)
-        if math.exp(last.logs.mean) <= self._negligible or not grown.above(self._limit):
+        negligible = math.exp(last.logs.mean) <= limit("numerics", "negligible")
+        if negligible or not grown.above(limit("stale-weights")):
             return None
-        ends = np.linspace(0, len(self._noise), min(len(self._noise), PARTS) + 1).astype(int)
+        parts = min(len(self._noise), int(threshold("stale-weights.parts")))
+        ends = np.linspace(0, len(self._noise), parts + 1).astype(int)
         rises = np.diff([_joined(self._noise[a:b]).logs.mean for a, b in pairwise(ends)])
-        if not np.mean(rises > 0) >= RISES:
+        if not np.mean(rises > 0) >= threshold("stale-weights.rises"):
             return None
-        steady = bool(rises.max() <= ONE_RISE * rises[rises > 0].sum())
+        largest = threshold("monitor.one-rise") * rises[rises > 0].sum()
+        steady = bool(rises.max() <= largest)
         return Growth(last.first, grown.value, steady)
 
 
 def _joined(noise: list[_Noise]) -> _Noise:
     return reduce(operator.add, noise)
-
-
-def _rises(points: list[_Point]) -> bool:
-    """Whether the later of two steps is the higher one in at least 8 of 10 pairs, and the last
-    steps are above the first by more than their errors explain."""
-    logs = np.array([p.log for p in points])
-    later, earlier = np.triu_indices(len(logs), 1)[::-1]
-    agreed = float((logs[later] > logs[earlier]).mean())
-    return agreed >= 0.8 and logs[-1] - logs[0] > math.hypot(points[-1].error, points[0].error)

@@ -28,9 +28,6 @@ NAMES: dict[tuple[str, str], SplitName] = {
     ("T", "t"): "train_vs_dump",
 }
 _KEYS: dict[SideName, str] = {"rollout": "R", "train": "T"}
-_FAR = 2.0
-"""What is this many times farther from both of its neighbours than they are from each other is off
-by itself."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ def split(
     engines: Mapping[SideName, EngineRecord],
     contract: RunContract,
 ) -> Rescored:
-    """Judges the dump by the contract for runs, and says which edge its mismatch lies on."""
+    """Judges the dump by the contract for runs, and finds the edge with its mismatch."""
     run = choice.sequences
     wanted = run.compared & (run.position > 0)
     used = wanted.copy()
@@ -72,7 +69,7 @@ def split(
     edges = tuple(
         _edge(run, used, ends, sums, k, contract) for k, ends in enumerate(pairwise(columns))
     )
-    odd = _odd_engine(columns, used)
+    odd = _odd_engine(columns, used, contract)
     carrier = "prefill_vs_train" if odd else _carrier(edges, sums)
     own = edge_metrics(run.rollout[used], run.train[used])
     missing = int((wanted & ~used).sum())
@@ -125,7 +122,7 @@ def _edge(
     first, second = ends
     dtypes = (first.dtypes, second.dtypes)
     if any(name is None for names in dtypes for name in names):
-        # Of an unknown side the lowest precision is assumed.
+        # If a side is unknown, the lowest precision is assumed.
         dtypes = ([None] * len(run), [None] * len(run))
     part = replace(
         run,
@@ -150,7 +147,7 @@ def _edge(
         mean_ratio=alone.mean_ratio,
         c=alone.c,
         c_limit=contract.limit("quantisation", dtype=alone.dtype),
-        # Two engines that are equal bit for bit are no copy: here it is known what computed them.
+        # Two engines that are equal bit for bit are not copies: each side was computed.
         diagnosis=None if named == "vacuous" else named,
         nonfinite=int((~np.isfinite(second.values - first.values))[used].sum()),
     )
@@ -176,7 +173,7 @@ def _breaches(edges: Sequence[SplitEdge]) -> Iterator[tuple[SplitName, Breach]]:
 
 
 def _unsure(edges: Sequence[SplitEdge]) -> Iterator[str]:
-    """Edges that are above their limit, and may not be: a pass would be a guess."""
+    """Edges that may be above their limit or below it: a pass would be a guess."""
     for edge in edges:
         if not edge.c.value <= edge.c_limit:
             yield (
@@ -185,8 +182,11 @@ def _unsure(edges: Sequence[SplitEdge]) -> Iterator[str]:
             )
 
 
-def _odd_engine(columns: Sequence[_Column], used: NDArray[np.bool_]) -> SideName | None:
+def _odd_engine(
+    columns: Sequence[_Column], used: NDArray[np.bool_], contract: RunContract
+) -> SideName | None:
     """The one of two engines that agrees with neither of its neighbours, while these agree."""
+    factor = contract.threshold("rescored.odd")
     if len(columns) != 4:
         return None
     finite = used & np.all([np.isfinite(c.values) for c in columns], axis=0)
@@ -199,7 +199,7 @@ def _odd_engine(columns: Sequence[_Column], used: NDArray[np.bool_]) -> SideName
     )
     for side, before, own, after in sides:
         distances = [float(np.abs(own - other).mean()) for other in (before, after)]
-        if min(distances) > _FAR * float(np.abs(after - before).mean()):
+        if min(distances) > factor * float(np.abs(after - before).mean()):
             return side
     return None
 
@@ -211,7 +211,7 @@ def _doubts(
     wanted: NDArray[np.bool_],
     contract: RunContract,
 ) -> list[str]:
-    """Why the edges say nothing of the dump."""
+    """The reasons for which the edges say nothing about the dump."""
     doubts = []
     which = "rescored" if contract.asks("missing", "rescored") else "null"
     allowed = contract.limit("missing", which)
@@ -222,9 +222,8 @@ def _doubts(
             "engine does not expose its log-probs"
         )
     ends = (edges[0], edges[-1])
-    if min(e.mean.value for e in ends) > _FAR * own and any(
-        not e.c.value <= e.c_limit for e in ends
-    ):
+    far = min(e.mean.value for e in ends) > contract.threshold("rescored.odd") * own
+    if far and any(not e.c.value <= e.c_limit for e in ends):
         doubts.append(
             "the engines agree with neither side of the dump, whose sides are nearer to each "
             "other: they score another model than the run's. Name the checkpoint of that step "

@@ -106,7 +106,7 @@ def test_short_answers_and_sure_models_repeat_by_chance(
     width: float, length: int, seed: int
 ) -> None:
     run = sampled(laws(width), length, seed)
-    found = repeats(run, CONTRACT.limit("duplicated", "chance"))
+    found = repeats(run, CONTRACT)
     assert found.groups == 24
     assert len(found.repeated) == 0
 
@@ -128,7 +128,7 @@ def test_a_sampler_at_a_lower_temperature_than_recorded_is_no_copier() -> None:
     """Log-probs of temperature 1, of answers that were sampled at 0.6."""
     run = sampled(laws(3.0) / 0.6, 3, 2)
     run.rollout[:] = run.rollout * 0.6
-    assert not len(repeats(run, CONTRACT.limit("duplicated", "chance")).repeated)
+    assert not len(repeats(run, CONTRACT).repeated)
 
 
 def test_ids_that_are_not_known_repeat_nothing() -> None:

@@ -4,11 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from simulate_dumps import healthy
 
 from rlk_align.data import data_path
 from rlk_align.errors import ContractError
 from rlk_align.judge.load import open_contract
-from rlk_align.logs.diagnose.contract import load_run_contract
+from rlk_align.logs.diagnose.contract import RunContract, load_run_contract
+from rlk_align.logs.diagnose.explain import explain
 
 SHIPPED = (data_path("contracts") / "run.toml").read_text(encoding="utf-8")
 
@@ -17,6 +19,7 @@ def test_the_shipped_one_gives_each_limit_a_source() -> None:
     contract = load_run_contract()
     kinds = ("published: ", "measured: ", "derived: ")
     assert all(x.source.startswith(kinds) for x in (*contract.limits, *contract.steps))
+    assert all(x.source.startswith((*kinds, "chosen: ")) for x in contract.thresholds)
     assert all(x.healthy is None or x.healthy <= x.fail for x in contract.limits)
     assert len(contract.sha256) == 64
 
@@ -35,6 +38,9 @@ def test_it_is_no_contract_of_engines() -> None:
         (lambda t: t.replace('diagnosis = "rope"', 'diagnosis = "packing"'), "given twice"),
         (lambda t: t.replace('dtype = "float16"\n', ""), "quantisation"),
         (lambda t: t.replace('kind = "run"\n', ""), "kind"),
+        (lambda t: t.replace('"rope.one-step"', '"rope.two-steps"'), "'rope.two-steps' is unknown"),
+        (lambda t: t.replace('"rope.one-step"', '"line.even"'), "'line.even' is given twice"),
+        (lambda t: t.replace("value = 2.5\n", "value = inf\n"), "thresholds.5.value"),
         (lambda t: t + "[[limits]", "not TOML"),
         (lambda _: "", "required fields are missing"),
     ],
@@ -44,6 +50,25 @@ def test_what_is_wrong_is_named(tmp_path: Path, change: Callable[[str], str], sa
     path.write_text(change(SHIPPED), encoding="utf-8")
     with pytest.raises(ContractError, match=said):
         load_run_contract(str(path))
+
+
+def test_a_contract_without_thresholds_uses_the_built_in_ones() -> None:
+    shipped = load_run_contract()
+    earlier = RunContract.model_validate(shipped.model_dump() | {"thresholds": []})
+    names = [x.name for x in shipped.thresholds]
+    assert [earlier.threshold(x) for x in names] == [shipped.threshold(x) for x in names]
+    assert earlier.sha256 != shipped.sha256
+
+
+def test_a_threshold_of_ones_own_decides() -> None:
+    shipped, run = load_run_contract(), healthy(0, 20_000)
+    own = [x for x in shipped.thresholds if x.name == "routing.factor"]
+    own = [x.model_copy(update={"value": 1.5}) for x in own]
+    sensitive = RunContract.model_validate(shipped.model_dump() | {"thresholds": own})
+    assert explain([run], shipped).exit_code == 0
+    found = explain([run], sensitive).diagnoses[0]
+    assert found.name == "routing"
+    assert "more than 1.5 times the median" in found.statistic
 
 
 @pytest.mark.parametrize("name", ["bf16", "nope", "nope.toml", "../contracts/run"])

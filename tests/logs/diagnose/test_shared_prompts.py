@@ -30,7 +30,7 @@ def test_a_token_that_samples_share_is_no_filler() -> None:
     run = Dump(3, 4_000).sequences_of()
     places = run.offsets[:GROUP] + run.prompt_lengths[:GROUP]
     run.rollout[places], run.train[places] = -1.25, -4.5
-    sample = gather([run])
+    sample = gather([run], load_run_contract())
     assert sample.kept is not None
     assert not Evidence(sample.kept, sample.counts, load_run_contract()).filled.any()
     run.rollout[places] = -np.linspace(1.25, 2.25, GROUP)

@@ -7,8 +7,11 @@ import pytest
 from simulate_dumps import healthy
 
 from rlk_align.interval import mean_factor, quotient, ratio, share, student
+from rlk_align.logs.diagnose.contract import load_run_contract
 from rlk_align.logs.diagnose.explain import mean_of
 from rlk_align.logs.diagnose.sample import gather
+
+CONTRACT = load_run_contract()
 
 
 def test_students_quantiles_are_wide_enough() -> None:
@@ -61,8 +64,8 @@ def test_one_sequence_has_no_interval() -> None:
 def test_the_sample_is_bounded_seeded_and_in_order() -> None:
     runs = [healthy(seed, 2_000) for seed in range(12)]
     total = sum(len(r) for r in runs)
-    one, again = gather(runs, 7, 5_000), gather(runs, 7, 5_000)
-    other = gather(runs, 8, 5_000)
+    one, again = gather(runs, CONTRACT, 7, 5_000), gather(runs, CONTRACT, 7, 5_000)
+    other = gather(runs, CONTRACT, 8, 5_000)
     assert one.kept is not None
     assert again.kept is not None
     assert other.kept is not None
@@ -71,7 +74,7 @@ def test_the_sample_is_bounded_seeded_and_in_order() -> None:
     assert one.counts.sequences == total
     np.testing.assert_array_equal(one.kept.rollout, again.kept.rollout)
     assert not np.array_equal(one.kept.offsets, other.kept.offsets)
-    whole = gather(runs, 7)
+    whole = gather(runs, CONTRACT, 7)
     assert whole.whole
     assert whole.kept is not None
     assert whole.kept.tokens == sum(r.tokens for r in runs)

@@ -16,7 +16,7 @@ CONTRACT = load_run_contract()
 
 def filled(run: Sequences) -> int:
     """How many tokens have something instead of a log-prob."""
-    sample = gather([run], 0)
+    sample = gather([run], CONTRACT)
     assert sample.kept is not None
     return int(Evidence(sample.kept, sample.counts, CONTRACT).filled.sum())
 
@@ -55,7 +55,7 @@ def test_a_zero_that_no_sampled_sequence_has_fails() -> None:
     """A run that is larger than the sample is counted as a whole."""
     run = healthy(3, 20_000)
     run.train[at(run, -3.0, -2.0)[-1]] = 0.0
-    sample = gather([run], 0, most=2_000)
+    sample = gather([run], CONTRACT, most=2_000)
     assert sample.kept is not None
     assert sample.counts.filled == 1
     assert not Evidence(sample.kept, sample.counts, CONTRACT).filled.any()
