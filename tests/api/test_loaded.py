@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from report_runs import report_run
-from synthetic import BATCH, NAMES, compared_run, corrupt, draw
+from synthetic import BATCH, CONTRACT, NAMES, compared_run, corrupt, draw
 
 import rlk_align
 from rlk_align.api.loaded import Columns
@@ -14,7 +14,6 @@ from rlk_align.errors import BadOption
 from rlk_align.trace.checksums import CHECKSUMS, add_checksums
 from rlk_align.trace.run import ROWS
 
-CONTRACT = Path(__file__).parents[1] / "synthetic.toml"
 FAULT = (1, 4)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from inprocess import command
-from synthetic import compared_run, corrupt, draw
+from synthetic import CONTRACT, compared_run, corrupt, draw
 from typer.main import get_command
 
 import rlk_align
@@ -22,7 +22,6 @@ from rlk_align.cli.main import app
 from rlk_align.errors import BadOption, ContractError, CorruptTrace, UnknownEngine
 from rlk_align.trace.run import Run
 
-CONTRACT = Path(__file__).parents[1] / "synthetic.toml"
 EDGE = "prefill_vs_train"
 
 

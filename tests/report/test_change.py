@@ -4,12 +4,10 @@ import io
 from pathlib import Path
 
 from rich.console import Console
-from synthetic import compared_run, corrupt, draw
+from synthetic import CONTRACT, compared_run, corrupt, draw
 
 from rlk_align.judge.verdict import judge_by
 from rlk_align.report.change import show_change
-
-CONTRACT = str(Path(__file__).parents[1] / "synthetic.toml")
 
 
 def test_production_is_shown_without_and_with_the_kernels(tmp_path: Path) -> None:

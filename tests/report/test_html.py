@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from report_runs import HOSTILE, hostile_engines, hostile_mismatch, report_run
-from synthetic import compared_run
+from synthetic import CONTRACT, compared_run
 
 from rlk_align.data import data_path
 from rlk_align.errors import CorruptTrace
@@ -263,7 +263,7 @@ def test_a_page_is_not_written_over_a_file_of_the_run(healthy: Run, cli) -> None
 
 def test_equal_sides_give_a_page_too(tmp_path: Path) -> None:
     run = compared_run(tmp_path / "equal")
-    text = page(run, str(Path(__file__).parents[1] / "synthetic.toml"))
+    text = page(run, CONTRACT)
     assert "is bit-equal on both sides" in section(text, "verdict")
     assert "NaN" not in section(text, "drift")
 

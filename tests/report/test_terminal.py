@@ -5,13 +5,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from synthetic import compared_run, corrupt, draw
+from synthetic import CONTRACT, compared_run, corrupt, draw
 
 from rlk_align.judge.verdict import judge_by
 from rlk_align.report.terminal import show
 from rlk_align.trace.run import Run
-
-CONTRACT = str(Path(__file__).parents[1] / "synthetic.toml")
 
 
 def printed(run: Run, width: int = 100) -> str:
