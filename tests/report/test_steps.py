@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from rlk_align.logs.monitor.history import MOST, History
+from rlk_align.logs.monitor.history import MAX_RECORDS, History
 from rlk_align.logs.monitor.record import Finding, Interval, Level, StepRecord
 from rlk_align.report.html.steps import run_steps, steps_page
 from rlk_align.report.html.svg import round_ticks
@@ -45,9 +45,9 @@ def test_a_finding_has_one_row_with_its_first_and_last_step() -> None:
 
 
 def test_findings_are_counted_over_steps_that_the_charts_leave_out() -> None:
-    steps = 2 * MOST + 10
+    steps = 2 * MAX_RECORDS + 10
     seen = history(*(step(n, finding("k3", n)) for n in range(steps)))
-    assert len(seen.records) <= MOST
+    assert len(seen.records) <= MAX_RECORDS
     (row,) = run_steps(0, "run", seen).findings
     assert row[2:5] == ["0", str(steps - 1), str(steps)]
 

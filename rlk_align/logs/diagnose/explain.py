@@ -15,6 +15,11 @@ from rlk_align.logs.diagnose.sample import EMPTY, Counts, RatioSums, gather
 from rlk_align.logs.dumps.sequences import Sequences
 
 Status = Literal["pass", "fail", "inconclusive"]
+EXIT_CODES: dict[Status, int] = {
+    "pass": EXIT_PASS,
+    "fail": EXIT_FAIL,
+    "inconclusive": EXIT_INCONCLUSIVE,
+}
 Check = Callable[[Evidence], Diagnosis | Untested | None]
 Breach = tuple[str, str, float, float]
 """(Limit, metric, value, the limit's bound)."""
@@ -62,8 +67,7 @@ class Explanation:
     @property
     def exit_code(self) -> int:
         """The exit code of the process."""
-        codes = {"pass": EXIT_PASS, "fail": EXIT_FAIL, "inconclusive": EXIT_INCONCLUSIVE}
-        return codes[self.status]
+        return EXIT_CODES[self.status]
 
 
 def explain(batches: Iterable[Sequences], contract: RunContract, seed: int = 0) -> Explanation:

@@ -1,4 +1,4 @@
-"""From one sequence after another to the batches that the table is written in."""
+"""Collects rows into the batches that the table is written in."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from rlk_align.logs.dumps.table import BATCH_TOKENS, SCHEMA
 
 Row = Mapping[str, Any]
 """Column of `table.SCHEMA` -> value. A list is a pyarrow array of the column's type, as long as the
-tokens; what is not there is None or absent."""
+tokens. A value that the dump lacks is None or absent."""
 
 
 def batches(rows: Iterable[Row], most_tokens: int = BATCH_TOKENS) -> Iterator[pa.RecordBatch]:

@@ -1,8 +1,9 @@
-"""dump.json of an imported run: what was read, and what of it is there."""
+"""dump.json of an imported run: the files that were read, and what they hold."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pyarrow as pa
 from pydantic import Field
@@ -28,9 +29,9 @@ class Manifest(Record):
     format: str
     """The reader's name, e.g. `nemo-rl`."""
     framework: str | None = None
-    """What wrote the dump, where the format tells."""
+    """The framework that wrote the dump; None if the format does not say."""
     version: str | None = None
-    """Version of the framework or of its format, where the dump tells."""
+    """The version of the framework or of its format; None if the dump does not say."""
     sources: tuple[Source, ...]
     sequences: Count
     tokens: Count
@@ -38,24 +39,24 @@ class Manifest(Record):
     scored: Count
     """Tokens that the loss counts."""
     compared: Count
-    """Scored tokens of which both sides recorded a log-prob."""
+    """Scored tokens for which both sides recorded a log-prob."""
     rollout_missing: Count
     """Scored tokens without a log-prob of the rollout."""
     train_missing: Count
     """Scored tokens without a log-prob of the trainer."""
     steps: tuple[int, ...] = ()
-    """Training steps, ascending; empty where the dump does not say."""
+    """Training steps, ascending; empty if the dump does not say."""
     fields: tuple[str, ...]
     """Columns of the table in which at least one sequence has a value."""
     notes: tuple[str, ...] = ()
-    """How the format was understood, e.g. which values stand for missing ones."""
+    """How the format was read, e.g. which values count as missing."""
     skipped: tuple[str, ...] = ()
-    """What the files hold and the run does not, each with its reason."""
+    """The parts of the files that the run leaves out, each with its reason."""
 
 
 @dataclass
 class Findings:
-    """What a reader learns of a dump while it yields the sequences."""
+    """The facts that a reader learns about a dump while it yields the sequences."""
 
     sources: list[Source] = field(default_factory=list)
     version: str | None = None
@@ -75,12 +76,8 @@ class Findings:
 class Tally:
     """Counts the batches that pass through it."""
 
-    sequences: int = 0
-    tokens: int = 0
-    scored: int = 0
-    compared: int = 0
-    rollout_missing: int = 0
-    train_missing: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    """Field of Manifest -> its count."""
     steps: set[int] = field(default_factory=set)
     fields: set[str] = field(default_factory=set)
 
@@ -91,18 +88,14 @@ class Tally:
             yield batch
 
     def manifest(self, format: str, framework: str | None, findings: Findings) -> Manifest:
-        """Returns the manifest of what was counted."""
+        """Returns the manifest of the batches that were counted."""
+        counts: dict[str, Any] = dict(self.counts)
         return Manifest(
             format=format,
             framework=framework,
             version=findings.version,
             sources=tuple(findings.sources),
-            sequences=self.sequences,
-            tokens=self.tokens,
-            scored=self.scored,
-            compared=self.compared,
-            rollout_missing=self.rollout_missing,
-            train_missing=self.train_missing,
+            **counts,
             steps=tuple(sorted(self.steps)),
             fields=tuple(name for name in SCHEMA.names if name in self.fields),
             notes=tuple(findings.notes),
@@ -111,12 +104,15 @@ class Tally:
 
     def _count(self, batch: pa.RecordBatch) -> None:
         sequences = sequences_of(batch)
-        self.sequences += len(sequences)
-        self.tokens += sequences.tokens
-        self.scored += int(sequences.scored.sum())
-        self.compared += int(sequences.compared.sum())
-        self.rollout_missing += int((sequences.scored & sequences.rollout_missing).sum())
-        self.train_missing += int((sequences.scored & sequences.train_missing).sum())
+        scored = sequences.scored
+        self.counts.update(
+            sequences=len(sequences),
+            tokens=sequences.tokens,
+            scored=int(scored.sum()),
+            compared=int(sequences.compared.sum()),
+            rollout_missing=int((scored & sequences.rollout_missing).sum()),
+            train_missing=int((scored & sequences.train_missing).sum()),
+        )
         self.steps |= {int(step) for step in batch.column("step").unique() if step.is_valid}
         for name in SCHEMA.names:
             column = batch.column(name)

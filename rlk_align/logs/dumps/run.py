@@ -2,9 +2,9 @@
 
 RUN/
   run.json          the command, and that this is an imported run
-  dump.json         what was read, and what of it is there (`rlk_align.logs.dumps.manifest`)
+  dump.json         the files that were read, and what they hold (`rlk_align.logs.dumps.manifest`)
   logprobs.parquet  a row for each sequence (`rlk_align.logs.dumps.table`)
-  checksums.json    of all these; written last, so its presence means complete
+  checksums.json    of all these files; it is written last, so a run that has it is complete
 """
 
 import shlex
@@ -34,7 +34,7 @@ class ImportRecord(Record):
     command: list[str]
     """The command line that reproduces it."""
     failed: str | None = None
-    """Why the dump could not be read; the folder then holds no run."""
+    """The reason for which the dump could not be read; the folder then holds no run."""
 
 
 class ImportedRun(RunFolder):
@@ -44,8 +44,8 @@ class ImportedRun(RunFolder):
 
     @classmethod
     def open(cls, name: str) -> "ImportedRun":
-        """Returns a finished run, by folder or as `@last`. Raises BadOption where there is none,
-        or one that engines made, CorruptTrace where it is not whole or was changed."""
+        """Returns a finished run, by folder or as `@last`. Raises BadOption if there is no run, or
+        if engines made it; CorruptTrace if it is not complete or was changed."""
         run = cls(find_run(name))
         schema = schema_of(run.folder)
         if schema is not None and schema.startswith("rlk-align/run/"):
@@ -64,13 +64,13 @@ class ImportedRun(RunFolder):
 
     @cached_property
     def manifest(self) -> Manifest:
-        """What was read. Raises CorruptTrace where it is damaged."""
+        """The manifest. Raises CorruptTrace if it is damaged."""
         with self._import_again():
             return load_record(Manifest, self.folder / MANIFEST)
 
     def sequences(self) -> Iterator[Sequences]:
-        """Yields all sequences, in batches that fit in memory. Raises CorruptTrace where the table
-        is not the one that was written."""
+        """Yields all sequences, in batches that fit into memory. Raises CorruptTrace if the table
+        was changed."""
         with self._import_again():
             self._checksums.check(self.folder, [TABLE])
         yield from read_table(self.folder / TABLE)
@@ -92,9 +92,9 @@ class ImportedRun(RunFolder):
     ) -> Manifest:
         """Replaces the run by batches of `table.SCHEMA`, and makes it the last run.
 
-        `findings` is what the reader learns while it yields the batches. Raises BadOption where
-        another kind of run lies in the folder, DumpError where the dump cannot be read or holds no
-        sequence: the folder then says why it holds no run.
+        The reader fills `findings` while it yields the batches. Raises BadOption if the folder
+        holds another kind of run; DumpError if the dump cannot be read or holds no sequence. The
+        folder then records why it holds no run.
         """
         if (self.folder / RUN_JSON).is_file() and schema_of(self.folder) != IMPORTED:
             raise BadOption(f"{self.folder} holds another run", "name another folder with -o")
@@ -122,7 +122,7 @@ class ImportedRun(RunFolder):
         tally = Tally()
         with writing(self.folder / TABLE):
             write_table(tally.counting(batches), self.folder / TABLE)
-        if not tally.sequences:
+        if not tally.counts["sequences"]:
             raise DumpError("the dump holds no sequence", "; ".join(findings.skipped))
         manifest = tally.manifest(format, framework, findings)
         save_record(manifest, self.folder / MANIFEST)
@@ -136,7 +136,7 @@ class ImportedRun(RunFolder):
 
     @contextmanager
     def _import_again(self) -> Iterator[None]:
-        """Says of a damaged run with which command it was imported."""
+        """Adds to the error of a damaged run the command that imported it."""
         try:
             yield
         except CorruptTrace as error:

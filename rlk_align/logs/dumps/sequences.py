@@ -1,4 +1,4 @@
-"""Whole sequences of a run in flat arrays: what diagnoses, monitors and metrics compute on."""
+"""Whole sequences of a run in flat arrays, which diagnoses, monitors and metrics compute with."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 from rlk_align.logs.dumps.record import Sampling
 
 UNKNOWN = -1
-"""Stands for an integer that the dump does not say."""
+"""An integer that the dump does not record."""
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """S sequences with N tokens in all, one sequence behind the other, prompts included.
+    """S sequences with N tokens in all, one sequence after the other, prompts included.
 
     Log-probs are float64 [N] in nats; index t belongs to token t. `rollout_missing` and
-    `train_missing` (bool [N]) say which were not recorded: their values are NaN there, but a
-    recorded NaN is a value that is not finite. Integers are UNKNOWN where the dump is silent.
+    `train_missing` (bool [N]) mark those that were not recorded. Their values are NaN, but a NaN
+    that was recorded is a value that is not finite. Integers that the dump lacks are UNKNOWN.
     """
 
     ids: Sequence[str]
@@ -46,11 +46,11 @@ class Sequences:
     cached_tokens: NDArray[np.int64]
     """[S]"""
     entropy: NDArray[np.float64]
-    """[N], NaN where it is not recorded."""
+    """[N], NaN if not recorded."""
     kept_mass: NDArray[np.float64]
-    """[N], NaN where it is not recorded."""
+    """[N], NaN if not recorded."""
     rewards: NDArray[np.float64]
-    """[S], NaN where it is not recorded."""
+    """[S], NaN if not recorded."""
     mask_rewritten: NDArray[np.bool_]
     """[S]"""
     sampling: Sequence[Sampling]
@@ -72,7 +72,7 @@ class Sequences:
 
     @property
     def position(self) -> NDArray[np.int64]:
-        """[N]; the place of each token in its sequence, from 0."""
+        """[N]; the position of each token in its sequence, from 0."""
         return np.arange(self.tokens) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
 
     def take(self, which: NDArray[np.int64]) -> "Sequences":
@@ -94,7 +94,7 @@ class Sequences:
 
     @property
     def compared(self) -> NDArray[np.bool_]:
-        """[N]; scored tokens of which both sides recorded a log-prob."""
+        """[N]; scored tokens for which both sides recorded a log-prob."""
         return self.scored & ~self.rollout_missing & ~self.train_missing
 
 
@@ -113,7 +113,7 @@ SEQUENCE_LISTS = ("ids", "groups", "sampling", "rollout_dtypes", "train_dtypes")
 
 
 def join(parts: Sequence[Sequences]) -> Sequences:
-    """Returns the sequences of all parts, one behind the other; at least one part is needed."""
+    """Returns the sequences of all parts, one after the other; at least one part is needed."""
     lengths = np.concatenate([np.diff(p.offsets) for p in parts])
     values: dict[str, Any] = {"offsets": np.concatenate([[0], np.cumsum(lengths)])}
     for name in (*TOKEN_ARRAYS, *SEQUENCE_ARRAYS):

@@ -47,21 +47,17 @@ SCHEMA = pa.schema(
         "train_dtype": pa.string(),
     }
 )
-"""Every list is as long as `token_ids`, or null where the dump has nothing of the kind. A null in
-a list is a value that was not recorded."""
+"""Every list is as long as `token_ids`, or null if the dump does not have the field. A null in a
+list is a value that was not recorded."""
 BATCH_TOKENS = 1 << 19
 """Tokens of a batch, about 50 MB in memory."""
 
 
-def write_table(batches: Iterable[pa.RecordBatch], path: Path) -> tuple[int, int]:
-    """Writes batches of SCHEMA as they come; returns the numbers of sequences and of tokens."""
-    sequences = tokens = 0
+def write_table(batches: Iterable[pa.RecordBatch], path: Path) -> None:
+    """Writes batches of SCHEMA as they come."""
     with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
         for batch in batches:
             writer.write_batch(batch)
-            sequences += batch.num_rows
-            tokens += len(batch.column("token_ids").flatten())
-    return sequences, tokens
 
 
 def read_table(path: Path) -> Iterator[Sequences]:
@@ -73,7 +69,7 @@ def read_table(path: Path) -> Iterator[Sequences]:
 
 
 def read_steps(path: Path) -> Iterator[tuple[int, Iterator[Sequences]]]:
-    """Yields each training step, in order, with its sequences, wherever they lie in the table."""
+    """Yields each training step, in order, with its sequences, in any order of the table."""
     file = pq.ParquetFile(path)
     groups: dict[int, list[int]] = {}
     for group in range(file.num_row_groups):
@@ -133,7 +129,7 @@ def sequences_of(batch: pa.RecordBatch) -> Sequences:
 
 
 def _spread(column: pa.ListArray, lengths: NDArray[np.int64], kind: pa.DataType) -> pa.Array:
-    """A list column flat, with nulls for the tokens of rows that have no list."""
+    """A flattened list column, with nulls for the tokens of rows that have no list."""
     if column.null_count == 0:
         return column.flatten()
     if column.null_count == len(column):
@@ -147,7 +143,7 @@ def _spread(column: pa.ListArray, lengths: NDArray[np.int64], kind: pa.DataType)
 def _values(
     batch: pa.RecordBatch, name: str, lengths: NDArray[np.int64]
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """A column's values, NaN where there is none, and where there is none."""
+    """A column's values, NaN where a value is missing, and the mask of the missing ones."""
     flat = _spread(batch.column(name), lengths, pa.float64())
     return np.asarray(flat.fill_null(np.nan), dtype=np.float64), np.asarray(flat.is_null())
 

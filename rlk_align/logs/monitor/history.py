@@ -1,27 +1,28 @@
-"""The records of a run, as many as a chart has room for, and every finding once."""
+"""The records of a run, as many as a chart can show, and every finding once."""
 
 from dataclasses import dataclass
 
 from rlk_align.logs.monitor.record import Finding, StepRecord
 
-MOST = 1000
+MAX_RECORDS = 1000
+"""The number of records that are kept at most."""
 
 
 @dataclass
 class FindingSpan:
-    """A finding over all steps of a run that have it."""
+    """A finding, over all steps of a run that have it."""
 
     first: int
     last: int
     steps: int
-    """How many steps have it; others may lie between."""
+    """The number of steps that have it; other steps may lie between."""
     latest: Finding
-    """As the last of these steps has it."""
+    """The finding of the last of these steps."""
 
 
 class History:
-    """At most MOST records. Beyond that, of two neighbours the one that says more is kept: the one
-    with findings, or else with the larger k3. Findings are counted over all steps."""
+    """At most MAX_RECORDS records. If there are more, one of two neighbours is kept: the one with
+    more findings, or else with the larger k3. Findings are counted over all steps."""
 
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
@@ -29,7 +30,7 @@ class History:
 
     @property
     def spans(self) -> list[FindingSpan]:
-        """Each finding, by level and name; the one that was seen first comes first."""
+        """Each finding, by level and name, in the order of its first step."""
         return list(self._spans.values())
 
     def add(self, record: StepRecord) -> None:
@@ -40,7 +41,7 @@ class History:
             span.last, span.latest = record.step, finding
             span.steps += 1
         self.records.append(record.model_copy(update={"frameworks": {}, "profile": []}))
-        if len(self.records) > MOST:
+        if len(self.records) > MAX_RECORDS:
             pairs = zip(self.records[::2], self.records[1::2], strict=False)
             last = self.records[-1:] if len(self.records) % 2 else []
             self.records = [max(pair, key=_weight) for pair in pairs] + last

@@ -62,7 +62,7 @@ def _value(record: StepRecord, limit: StepLimit) -> Interval | None:
 
 
 def _exactly(value: float | None) -> Interval | None:
-    return None if value is None else Interval(value=value, low=value, high=value)
+    return None if value is None else Interval.exactly(value)
 
 
 def _beyond(interval: Interval) -> float:

@@ -1,4 +1,4 @@
-"""A log of metrics under frameworks' names, a JSON object a line: what it says of a step."""
+"""A log of metrics under frameworks' names, with a JSON object on each line."""
 
 import json
 import math
@@ -29,14 +29,14 @@ FIELDS = {
     "kl_entropy": ("kl_ent_ratio/mean",),
     "reward": ("reward", "reward/mean", "critic/score/mean", "rollout/raw_reward"),
 }
-"""Field of a record -> the metrics that are it. TRL's ratio is clipped before it is averaged, so it
-is none of these."""
+"""Field of a record -> the names of its metric. TRL's ratio is not among them: it is clipped before
+it is averaged."""
 STEPS = ("step", "_step", "global_step", "training/global_step", "train/step", "rollout/step")
 
 
 class MetricsLog:
-    """A file to which a framework adds the metrics of step after step; the lines of a step follow
-    one another."""
+    """A file to which a framework appends the metrics of each step. The lines of a step follow one
+    another."""
 
     def __init__(self, path: Path) -> None:
         self.name, self._file = str(path), GrowingFile(path)
@@ -45,7 +45,7 @@ class MetricsLog:
         self._known = False
 
     def poll(self, monitor: RunMonitor, ended: bool) -> Iterator[StepRecord]:
-        """Yields the records of the steps that another one follows. Raises DumpError."""
+        """Yields the records of the steps that a later step follows. Raises DumpError."""
         for where, line in self._file.lines(ended):
             try:
                 record = json.loads(line)
@@ -78,14 +78,14 @@ class MetricsLog:
             return
         known = {f: v for f, names in FIELDS.items() if (v := find(metrics, names)) is not None}
         if not known.keys() - {"reward"}:
-            return  # a validation, say: it says nothing of the two sides
+            return  # the metrics of a validation, for example
         self._known = True
         ratio, k3 = known.get("ratio"), known.get("k3")
         yield monitor.record(
             StepRecord(
                 step=self._step,
-                ratio_error=None if ratio is None else _exactly(ratio - 1),
-                k3=None if k3 is None else _exactly(k3),
+                ratio_error=None if ratio is None else Interval.exactly(ratio - 1),
+                k3=None if k3 is None else Interval.exactly(k3),
                 k1=known.get("k1"),
                 k2=known.get("k2"),
                 mean_abs=known.get("mean_abs"),
@@ -96,8 +96,8 @@ class MetricsLog:
 
 
 def flat(record: dict[str, Any]) -> dict[str, float]:
-    """Returns the numbers of a line, those of nested objects under `outer/inner`; what lies in
-    `data`, as in verl's log, stands at the top."""
+    """Returns the numbers of a line; a number in a nested object is named `outer/inner`. The object
+    `data`, as in verl's log, adds nothing to the names."""
     found: dict[str, float] = {}
     for name, value in record.items():
         if isinstance(value, dict):
@@ -109,13 +109,9 @@ def flat(record: dict[str, Any]) -> dict[str, float]:
 
 
 def find(metrics: dict[str, float], names: tuple[str, ...]) -> float | None:
-    """Returns the first of these metrics that is there, under its name or behind a prefix."""
+    """Returns the first of these metrics that exists, under its name or with a prefix."""
     for name in names:
         for key, value in metrics.items():
             if key == name or key.endswith(f"/{name}"):
                 return value
     return None
-
-
-def _exactly(value: float) -> Interval:
-    return Interval(value=value, low=value, high=value)

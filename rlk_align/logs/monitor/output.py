@@ -1,4 +1,4 @@
-"""What programs read of a monitored run: a JSON line a step, and Prometheus' text format."""
+"""A monitored run for programs: a JSON line for each step, and Prometheus' text format."""
 
 import json
 import math
@@ -10,22 +10,15 @@ from rlk_align.text import printable
 SCHEMA = "rlk-align/step/1"
 PLAIN = (
     *("sequences", "tokens", "missing", "not_finite", "mean_abs", "k1", "k2", "ess"),
-    *(
-        "clip_fraction",
-        "kl_entropy",
-        "outliers",
-        "duplicated",
-        "version_lag",
-        "version_lag_max",
-        "reward",
-    ),
+    *("clip_fraction", "kl_entropy", "outliers", "duplicated"),
+    *("version_lag", "version_lag_max", "reward"),
 )
 """Fields of a record that are a number."""
 INTERVALS = ("ratio_error", "c", "k2_scaled", "k3")
 
 
 def json_line(run: str, record: StepRecord) -> str:
-    """Returns a line; NaN and infinity are null in it, and `not_finite` says so."""
+    """Returns a line. NaN and infinity are null in it; `not_finite` counts them."""
     body: dict[str, Any] = {"schema": SCHEMA, "run": run} | record.model_dump()
     return json.dumps(_finite(body), allow_nan=False) + "\n"
 
@@ -39,7 +32,7 @@ def _finite(value: Any) -> Any:
 
 
 def scalars(record: StepRecord) -> dict[str, float]:
-    """Returns what is known of a step by name, e.g. `ratio_error`, `ratio_error_low`, and
+    """Returns the known numbers of a step by name, e.g. `ratio_error`, `ratio_error_low`, and
     `verl/rollout_corr/kl`."""
     found: dict[str, float] = {}
     for name in PLAIN:
@@ -57,7 +50,7 @@ def scalars(record: StepRecord) -> dict[str, float]:
 
 
 def prometheus(latest: dict[str, StepRecord]) -> str:
-    """Returns the last step of each run in Prometheus' text format, for a textfile collector."""
+    """Returns the latest step of each run in Prometheus' text format, for a textfile collector."""
     samples: dict[str, list[str]] = {}
 
     def add(name: str, value: float, /, **labels: str) -> None:

@@ -1,4 +1,4 @@
-"""What a monitor says of a step."""
+"""The records of a monitored step."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ Level = Literal["warn", "fail", "inconclusive"]
 
 
 class Interval(BaseModel):
-    """A value and the interval in which the true one lies, very probably."""
+    """A value, and the interval that very probably contains the true value."""
 
     model_config = _FROZEN
 
@@ -17,9 +17,14 @@ class Interval(BaseModel):
     low: float
     high: float
 
+    @classmethod
+    def exactly(cls, value: float) -> "Interval":
+        """A value without an interval."""
+        return cls(value=value, low=value, high=value)
+
 
 class Spread(BaseModel):
-    """Figures of a step, as their number, their mean and the sum of squared deviations from it."""
+    """The number of some figures, their mean, and the sum of squared deviations from it."""
 
     model_config = _FROZEN
 
@@ -44,7 +49,7 @@ class Band(BaseModel):
 
 
 class Finding(BaseModel):
-    """A limit that a step does not keep, or a trend that it continues."""
+    """A limit that a step breaks, or a trend that it continues."""
 
     model_config = _FROZEN
 
@@ -54,38 +59,38 @@ class Finding(BaseModel):
     value: float
     limit: float
     since: int | None = None
-    """For a trend, the first step that it shows in."""
+    """For a trend, the first step that shows it."""
     why: str
-    """What was seen and what it means, in a sentence."""
+    """The observation and its meaning, in a sentence."""
 
 
 class StepRecord(BaseModel):
     """The metrics of one training step, over the tokens that both sides scored.
 
-    A value is NaN where it cannot be computed, or where a log-prob is not finite; it is None where
-    the dump does not record what it needs.
+    A value is NaN if it cannot be computed, or if a log-prob is not finite. It is None if the dump
+    does not record the data that it needs.
     """
 
     model_config = _FROZEN
 
     step: int
     sequences: int | None = None
-    """Sequences with at least one compared token; None where a log of metrics does not say."""
+    """Sequences with at least one compared token; None if a log of metrics does not say."""
     tokens: int | None = None
-    """Compared tokens, likewise."""
+    """Compared tokens; None likewise."""
     missing: int = 0
-    """Scored tokens of which a side recorded no log-prob, or another value in its place."""
+    """Scored tokens for which a side recorded no log-prob, or another value in its place."""
     not_finite: int = 0
     """Compared tokens with a log-prob that is NaN or infinite."""
     ratio_error: Interval | None = None
-    """E[ρ] − 1, which is 0 whatever the numerics are if the rollout's log-probs are of the
-    distribution that was sampled."""
+    """E[ρ] − 1. It is 0 for any numerics if the rollout's log-probs are of the distribution that
+    was sampled."""
     c: Interval | None = None
-    """mean |d| / mean (1 − p): the noise, independent of how sure the model is."""
+    """mean |d| / mean (1 − p): the noise, which does not depend on how sure the model is."""
     noise_logs: Spread | None = None
-    """The logarithm of c of each distinct answer whose tokens leave room for noise."""
+    """The logarithm of c of each distinct answer with a large enough Σ(1 − p)."""
     k2_scaled: Interval | None = None
-    """mean d² / mean (1 − p)²: k2, independent of how sure the model is."""
+    """mean d² / mean (1 − p)²: k2, which does not depend on how sure the model is."""
     mean_abs: float | None = None
     k1: float | None = None
     """mean (−d)"""
@@ -100,7 +105,7 @@ class StepRecord(BaseModel):
     kl_entropy: float | None = None
     """k3 / mean entropy"""
     outliers: float | None = None
-    """Share of sequences whose c is more than ten times the median sequence's."""
+    """Share of sequences whose c is far above the median sequence's."""
     duplicated: float | None = None
     """Share of groups whose samples are copies of one another."""
     profile: list[Band] = []

@@ -1,9 +1,9 @@
-"""Where a run's steps come from: its folder of dumps, a file that grows, or an imported run.
+"""The sources of a run's steps: a folder of dumps, a file that grows, or an imported run.
 
-A step is handed on once, when it is complete. How that is known differs: prime-rl puts a file
-STABLE beside it; the others' dumps are complete once a later step's file is there (NeMo-RL writes
-over a step that is done again), and a line of a growing file once it ends. The files of our own
-writers say in their names how many a step has. Where the run has ended, what is there is complete.
+A step is yielded once, when it is complete. prime-rl marks a complete step with a file STABLE. The
+names of files from our own writers say how many files the step has. Any other dump of a step is
+complete once a file of a later step exists (NeMo-RL overwrites a step that is repeated), and a line
+of a growing file once it has a line break. When the run has ended, every step is complete.
 """
 
 import re
@@ -37,7 +37,7 @@ STEP_IN_NAME = {
     "slime": r"train_data/(\d+)\.pt$",
     "jsonl": r"(?:^|/)step_(\d+)(?:_rank_\d+_of_\d+)?\.(?:jsonl|parquet)$",
 }
-"""Format -> where a file's path has its step."""
+"""Format -> the pattern of the step in a file's path."""
 
 
 class Source(Protocol):
@@ -46,13 +46,13 @@ class Source(Protocol):
     name: str
 
     def poll(self, monitor: RunMonitor, ended: bool) -> Iterator[StepRecord]:
-        """Yields the records of the steps that are complete and were not handed on yet; `ended`
-        says that nothing will be added. Raises DumpError."""
+        """Yields the records of the steps that are complete and were not yielded before. `ended`
+        says that nothing more will be written. Raises DumpError."""
         ...
 
 
 def open_source(path: Path) -> Source:
-    """Returns the source of what lies at a path. Raises DumpError where it is nothing known."""
+    """Returns the source for a path. Raises DumpError if it is of no known kind."""
     if not path.exists():
         raise DumpError(f"{path} does not exist", "give a run's folder, or its log of metrics")
     if path.is_dir():
@@ -70,7 +70,7 @@ def open_source(path: Path) -> Source:
 
 
 class ImportedSource:
-    """An imported run: all of its steps are there."""
+    """An imported run, whose steps are all complete."""
 
     def __init__(self, folder: Path) -> None:
         self.name = str(folder)
@@ -85,7 +85,7 @@ class ImportedSource:
 
 
 class FolderSource:
-    """A folder into which a framework dumps step after step."""
+    """A folder into which a framework dumps its steps."""
 
     def __init__(self, folder: Path) -> None:
         self.name, self.folder = str(folder), folder
@@ -119,7 +119,7 @@ class FolderSource:
         return followed
 
     def _steps(self) -> dict[int, list[Path]]:
-        """The files of each step, of the first format that has any."""
+        """The files of each step, in the first format with any such file."""
         names = [self._reader.name] if self._reader else [n for n in STEP_IN_NAME if n in READERS]
         for name in names:
             steps: dict[int, list[Path]] = {}
@@ -134,7 +134,7 @@ class FolderSource:
 
 
 class LinesSource:
-    """A neutral file to which lines are added; a step ends where a later one begins."""
+    """A neutral file that grows; a step ends where a later one begins."""
 
     def __init__(self, path: Path) -> None:
         self.name, self._file = str(path), GrowingFile(path)

@@ -1,4 +1,4 @@
-"""What a reader of a framework's dumps is."""
+"""The interface of a reader of a framework's dumps."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ class Reader:
     """A format of dumps."""
 
     name: str
-    """As the command line names it."""
+    """Its name on the command line."""
     framework: str | None
-    """What writes it; None where many do."""
+    """The framework that writes it; None if several do."""
     patterns: tuple[str, ...]
-    """Names of its files below a folder, as glob patterns."""
+    """The names of its files in a folder, as glob patterns."""
     recognises: Callable[[Path], bool]
     """Whether a file is of this format, by its content."""
     read: Callable[[list[Path], Findings, Progress], Iterator[Row]]
-    """Yields the sequences of these files. Raises DumpError where they cannot be read."""
+    """Yields the sequences of these files. Raises DumpError if they cannot be read."""
 
     def files(self, path: Path) -> list[Path]:
-        """Returns the files that it would read at `path`, a file or a folder."""
+        """Returns the files that the reader would read at `path`, a file or a folder."""
         if not path.is_dir():
             return [path]
-        # Matched from the right, so that `train_data/*.pt` finds what lies in `train_data` itself.
+        # Matched from the right, so that `train_data/*.pt` also matches if `path` is `train_data`.
         below = ((file, file.absolute()) for file in path.rglob("*"))
         return sorted(f for f, full in below if any(map(full.match, self.patterns)))

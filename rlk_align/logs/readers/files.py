@@ -1,4 +1,4 @@
-"""Files of a dump: opened, told from pickles, and read line by line."""
+"""Files of a dump: opening them, refusing pickles, and reading them line by line."""
 
 import codecs
 import json
@@ -17,9 +17,9 @@ from rlk_align.text import short_printable
 PICKLES = (".pkl", ".pickle", ".dp")
 GZIP = b"\x1f\x8b"
 BOM = codecs.BOM_UTF8
-"""Some programs write it in front of a text in UTF-8; it is no part of the text."""
+"""Some programs write it before a text in UTF-8; it is not part of the text."""
 LONGEST = 1 << 28
-"""Bytes that a line holds at most; a longer one would fill the memory."""
+"""The largest number of bytes in a line; a longer line would fill the memory."""
 CONVERTER = (
     "a pickle runs code when it is loaded, so rlk-align never loads one. In the environment of the "
     "framework that wrote it, and only if you trust the file, turn it into the neutral file: "
@@ -29,8 +29,8 @@ CONVERTER = (
 
 
 def opened(path: Path, findings: Findings) -> Source:
-    """Records a file among the sources. Raises DumpError where it is empty, compressed or
-    a pickle."""
+    """Records a file among the sources. Raises DumpError if it is empty, compressed or a
+    pickle."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -51,10 +51,10 @@ def opened(path: Path, findings: Findings) -> Source:
 def read_lines(
     path: Path, findings: Findings, progress: Progress, row: Callable[[bytes, int], Row]
 ) -> Iterator[Row]:
-    """Yields what `row` makes of each line and its number.
+    """Yields `row(line, number)` for each line.
 
-    A last line that was cut off is told, and the rest is read. Raises DumpError, naming the line,
-    where `row` raises WrongValue or another ValueError, or where the line is longer than LONGEST.
+    A last line that was cut off is recorded as skipped. Raises DumpError, with the number of the
+    line, if `row` raises WrongValue or another ValueError, or if the line is longer than LONGEST.
     """
     size = opened(path, findings).size
     done = 0
@@ -83,7 +83,7 @@ def read_lines(
 
 
 def json_object(line: bytes) -> dict[str, Any]:
-    """Raises ValueError where a line is no JSON object."""
+    """Returns the object of a line. Raises ValueError if it is not a JSON object."""
     value = json.loads(line)
     if not isinstance(value, dict):
         raise WrongValue("the line is not a JSON object")
@@ -91,7 +91,7 @@ def json_object(line: bytes) -> dict[str, Any]:
 
 
 def first_object(path: Path) -> dict[str, Any]:
-    """Returns the first line's object, empty where there is none."""
+    """Returns the object of the first line; empty if the line is not an object."""
     try:
         with path.open("rb") as file:
             lines = iter(partial(file.readline, LONGEST), b"")
@@ -103,14 +103,14 @@ def first_object(path: Path) -> dict[str, Any]:
 
 
 def require(record: dict[str, Any], names: tuple[str, ...]) -> None:
-    """Raises WrongValue where a field is absent."""
+    """Raises WrongValue if a field is absent."""
     absent = [name for name in names if name not in record]
     if absent:
         raise WrongValue(f"{', '.join(absent)}: missing")
 
 
 def not_utf8(line: bytes) -> str | None:
-    """Why a line cannot be read where it is in another encoding than UTF-8."""
+    """The reason for which a line is not UTF-8; None if it is."""
     try:
         line.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""A framework's dump becomes a run."""
+"""Imports a framework's dump as a run."""
 
 from pathlib import Path
 
@@ -16,8 +16,8 @@ def import_dump(
     command: list[str],
     progress: Progress = silent,
 ) -> Manifest:
-    """Reads the dump at these paths, and writes it as a run into `folder`. Raises BadOption for a
-    format that is not known, DumpError for a dump that cannot be read."""
+    """Reads the dump at these paths and writes it into `folder` as a run. Raises BadOption for an
+    unknown format, and DumpError for a dump that cannot be read."""
     findings = Findings()
     if format == AUTO:
         chosen = detect(paths)

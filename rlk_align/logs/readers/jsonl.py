@@ -22,7 +22,7 @@ from rlk_align.text import complaint, one_line, printable
 
 PARQUET = ".parquet"
 _ROWS = 256
-"""Rows of Parquet that are read at once."""
+"""The number of rows of Parquet that are read at once."""
 
 
 def read(files: list[Path], findings: Findings, progress: Progress) -> Iterator[Row]:
@@ -69,7 +69,7 @@ def _row(validate: Any) -> Row:
         row[name] = value
     mask = row["mask"]
     if mask is not None:
-        # What stands in front of a mask of the response alone is not scored.
+        # Tokens before a mask of the response alone are not scored.
         row["mask"] = mask.fill_null(False)
     return row
 
@@ -103,7 +103,7 @@ def _parquet_rows(path: Path, findings: Findings, progress: Progress) -> Iterato
 
 
 def recognises(path: Path) -> bool:
-    """Whether a file is the neutral one."""
+    """Whether a file is a neutral file."""
     if path.suffix == PARQUET:
         try:
             names = set(pq.read_schema(path).names)

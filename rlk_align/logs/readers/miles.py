@@ -1,7 +1,7 @@
 """miles: `train_data/{rollout_id}_{rank}.pt`, a file for each rank of the last pipeline stage.
 
-Ranks of tensor parallelism write the same samples: the copies must be equal, and one is kept.
-Ranks of context parallelism write zig-zag slices of each response: they are put together.
+Ranks of tensor parallelism write the same samples: the copies must be equal, and one of them is
+kept. Ranks of context parallelism write zig-zag slices of each response, which are joined.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from rlk_align.progress import Progress
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank wrote of a rollout."""
+    """The part of a rollout that one rank wrote."""
 
     path: Path
     samples: list[dict[str, Any]]
@@ -104,7 +104,7 @@ def _part(path: Path, dump: dict[str, Any]) -> tuple[int, Part]:
 
 
 def _digest(part: Part) -> str:
-    """The same for ranks that hold the same samples."""
+    """A digest that is equal for ranks with the same samples."""
     digest = hashlib.blake2b(digest_size=16)
     for sample in part.samples:
         ids = np.ascontiguousarray(np.asarray(sample["tokens"]), dtype="<i8")
@@ -123,8 +123,8 @@ def _joined(parts: list[Part], findings: Findings) -> list[dict[str, Any]]:
 
 
 def _ranks(parts: list[Part]) -> list[int]:
-    """Returns the context-parallel rank of each part. Raises WrongValue where one is missing, or
-    where they cannot be told."""
+    """Returns the context-parallel rank of each part. Raises WrongValue if a rank is missing, or
+    if the ranks cannot be determined."""
     said = [part.cp_rank for part in parts if part.cp_rank is not None]
     if len(said) == len(parts):
         size = parts[0].cp_size
@@ -143,8 +143,8 @@ def _ranks(parts: list[Part]) -> list[int]:
 
 
 def _without_copies(parts: list[Part], findings: Findings, of_any_rank: bool) -> list[Part]:
-    """Drops parts whose values equal another's bit for bit. Raises WrongValue where two differ that
-    should be equal: those of one context-parallel rank, or `of_any_rank`."""
+    """Drops parts whose values are equal to another part's bit for bit. Raises WrongValue if two
+    parts differ that should be equal: parts of one context-parallel rank, or `of_any_rank`."""
     distinct: dict[tuple[bytes, int | None], Part] = {}
     for part in parts:
         digest = hashlib.blake2b(digest_size=16)
@@ -165,7 +165,7 @@ def _without_copies(parts: list[Part], findings: Findings, of_any_rank: bool) ->
 
 
 def _whole(parts: list[Part], ranks: list[int], i: int) -> dict[str, Any]:
-    """Returns sample i with its slices in their places."""
+    """Returns sample i, joined from its slices."""
     sample = dict(parts[0].samples[i])
     total, response = parts[0].totals[i], parts[0].responses[i]
     padded = None
@@ -184,7 +184,7 @@ def _whole(parts: list[Part], ranks: list[int], i: int) -> dict[str, Any]:
                 raise WrongValue(f"{field} of sample {i}: missing in {part.path}")
             own = np.asarray(part.samples[i][field], dtype=np.float64)
             if len(own) == response:
-                # Not every field is cut: all ranks hold this one whole.
+                # Not every field is cut into slices: all ranks have the whole of this one.
                 places = np.arange(response)
             if len(own) != len(places):
                 raise WrongValue(
@@ -199,7 +199,7 @@ def _whole(parts: list[Part], ranks: list[int], i: int) -> dict[str, Any]:
 
 
 def recognises(path: Path) -> bool:
-    """Whether a file is miles': by `cp_rank`, which earlier ones lack, or the rank in its name."""
+    """Whether miles wrote a file: it has `cp_rank`, or in earlier versions a rank in its name."""
     if not is_torch_file(path):
         return False
     dump = load(path)

@@ -1,7 +1,8 @@
 """NeMo-RL: `train_data_step{N}.jsonl`, a sample a line.
 
-Each field is nested one list deep, for it was a batch of one; scripts of others un-nest it. Lists
-are padded on the right to the longest of the batch. Index t scores token t; index 0 is a filler.
+Each field is nested in a list of one, because it was a batch of one; some scripts unnest it. Lists
+are padded on the right to the longest one of the batch. Index t scores token t; the value at index
+0 is a filler.
 """
 
 import re
@@ -33,8 +34,8 @@ _STEP = re.compile(r"train_data_step(\d+)$")
 
 
 def read(files: list[Path], findings: Findings, progress: Progress) -> Iterator[Row]:
-    """Yields the samples, step by step; of a step that was written twice, the later experiment's.
-    Raises DumpError."""
+    """Yields the samples, step by step. If a step was written twice, the later experiment's samples
+    are read. Raises DumpError."""
     findings.note(ZERO_IS_MISSING)
     newest: dict[object, Path] = {}
     for path in sorted(files):
@@ -64,7 +65,7 @@ def _row(step: int | None, findings: Findings, line: bytes, line_number: int) ->
     )
     counted = bool(flags([unnested(record["sample_loss_mask"])], "sample_loss_mask")[0])
     sampled = np.array(mask, dtype=bool)
-    # The loss drops column 0: nothing predicts it.
+    # The loss leaves out column 0, which nothing predicts.
     sampled[:1] = False
     generated, scored_again = (
         cut(numbers(unnested(record[name]), name), length, name)

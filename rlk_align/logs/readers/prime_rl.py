@@ -1,7 +1,7 @@
 """prime-rl: `token_exports/step_{s}/rank_{r}.jsonl`, a packed sequence a line.
 
 A step's folder is complete once it holds a file STABLE. Index t scores token t; index 0 of each
-sequence holds log(1/V), or what the sequence packed before it left there.
+sequence holds log(1/V), or a value of the sequence that was packed before it.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,15 @@ from rlk_align.logs.readers.missing import (
     prompt_digest,
     without_missing,
 )
-from rlk_align.logs.readers.values import WrongValue, cut, flags, integers, numbers, whole_number
+from rlk_align.logs.readers.values import (
+    WrongValue,
+    cut,
+    exactly,
+    flags,
+    integers,
+    numbers,
+    whole_number,
+)
 from rlk_align.progress import Progress
 from rlk_align.text import printable
 
@@ -37,7 +45,7 @@ FIELDS = (
 
 
 def read(files: list[Path], findings: Findings, progress: Progress) -> Iterator[Row]:
-    """Yields the sequences of all stable steps. Raises DumpError where there is none."""
+    """Yields the sequences of all stable steps. Raises DumpError if no step is stable."""
     findings.version = f"schema {SCHEMA_VERSION}"
     findings.note(ZERO_IS_MISSING)
     findings.note("prime-rl writes null for NaN and infinite values: they are read as missing")
@@ -54,7 +62,7 @@ def read(files: list[Path], findings: Findings, progress: Progress) -> Iterator[
 
 
 def _order(path: Path) -> tuple[Any, ...]:
-    """Steps and ranks by number, not by letter."""
+    """A sorting key: steps and ranks as numbers, not as text."""
     keys: list[Any] = [str(path.parent.parent)]
     for name in (path.parent.name, path.stem):
         word, _, number = name.rpartition("_")
@@ -70,7 +78,7 @@ def _row(rank: str, line: bytes, _number: int) -> Row:
     ids = integers(record["token_ids"], "token_ids")
     length = len(ids)
     columns = {
-        name: _exactly(numbers(record[name], name), length, name)
+        name: exactly(numbers(record[name], name), length, name)
         for name in ("inference_logprobs", "trainer_logprobs", "entropy")
         if name in FIELDS or record.get(name) is not None
     }
@@ -90,7 +98,7 @@ def _row(rank: str, line: bytes, _number: int) -> Row:
         "mask": pa.array(scored),
         "rollout_logprobs": rollout,
         "train_logprobs": train,
-        "position_ids": _exactly(
+        "position_ids": exactly(
             integers(record["position_ids"], "position_ids"), length, "position_ids"
         ),
         "pack_index": None
@@ -102,10 +110,9 @@ def _row(rank: str, line: bytes, _number: int) -> Row:
 
 
 def _mask(record: dict[str, Any], length: int) -> NDArray[np.bool_]:
-    """Tokens in a loss that uses the rollout's log-probs, which cross-entropy alone does not."""
+    """Tokens in a loss that uses the rollout's log-probs; cross-entropy does not."""
     scored = flags(record["loss_mask"], "loss_mask")
-    if len(scored) != length:
-        raise WrongValue(f"loss_mask has {len(scored)} entries, {length} are expected")
+    exactly(scored, length, "loss_mask")
     scored &= _weighted(record, "rl_weights", 1.0, length) | _weighted(
         record, "ref_kl_weights", 0.0, length
     )
@@ -116,15 +123,15 @@ def _mask(record: dict[str, Any], length: int) -> NDArray[np.bool_]:
 
 
 def _weighted(record: dict[str, Any], name: str, default: float, length: int) -> NDArray[np.bool_]:
-    """Tokens with a weight in a part of the loss; `default` is what null stands for."""
+    """Tokens with a weight in a part of the loss; null counts as `default`."""
     if record.get(name) is None:
         return np.full(length, default != 0.0)
-    weights = _exactly(numbers(record[name], name), length, name)
+    weights = exactly(numbers(record[name], name), length, name)
     return np.asarray(weights.fill_null(default)) != 0.0
 
 
 def _is_policy_loss(channels: Any) -> bool:
-    """Whether a token is in any loss but cross-entropy."""
+    """Whether a token is in a loss other than cross-entropy."""
     if not isinstance(channels, dict):
         raise WrongValue("losses does not hold objects")
     return any(
@@ -135,18 +142,12 @@ def _is_policy_loss(channels: Any) -> bool:
 
 
 def _reward(rewards: Any, scored: NDArray[np.bool_]) -> float | None:
-    """The reward that all scored tokens share, None where they differ."""
+    """The reward that all scored tokens share; None if their rewards differ."""
     if rewards is None:
         return None
     values = np.asarray(cut(numbers(rewards, "rewards"), len(scored), "rewards"), dtype=np.float64)
     found = values[scored]
     return float(found[0]) if len(found) and (found == found[0]).all() else None
-
-
-def _exactly(array: pa.Array, length: int, name: str) -> pa.Array:
-    if len(array) != length:
-        raise WrongValue(f"{name} has {len(array)} entries, {length} are expected")
-    return array
 
 
 def recognises(path: Path) -> bool:

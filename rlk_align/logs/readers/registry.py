@@ -1,4 +1,4 @@
-"""The readers by name. To add one: its file here, and a line in READERS.
+"""The readers by name. A new reader is a file in this folder and a line in READERS.
 
 Third parties add readers through the entry-point group `rlk_align.readers`; the entry point names a
 Reader.
@@ -21,11 +21,11 @@ READERS = {
     "miles": "rlk_align.logs.readers.miles:READER",
     "jsonl": "rlk_align.logs.readers.jsonl:READER",
 }
-"""Name -> where its Reader stands."""
+"""Name -> the module and the attribute of its Reader."""
 AUTO = "auto"
 TEXTS = (".jsonl", ".json", ".ndjson")
 _SHOWN = 3
-"""Files of a format that a message names."""
+"""The number of files of a format that a message names."""
 _GROUP = "rlk_align.readers"
 
 
@@ -35,7 +35,7 @@ def names() -> list[str]:
 
 
 def reader(name: str) -> Reader:
-    """Raises BadOption, naming the ones that exist."""
+    """Returns a reader. Raises BadOption, with the known names, for an unknown one."""
     if name in READERS:
         module, _, attribute = READERS[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
@@ -46,7 +46,7 @@ def reader(name: str) -> Reader:
 
 
 def files_of(chosen: Reader, paths: list[Path]) -> list[Path]:
-    """Returns the files that a reader finds at these paths; raises DumpError for a path without."""
+    """Returns the files that a reader finds. Raises DumpError for a path without such a file."""
     found: dict[Path, None] = {}
     for path in paths:
         if not path.exists():
@@ -62,8 +62,8 @@ def files_of(chosen: Reader, paths: list[Path]) -> list[Path]:
 
 
 def detect(paths: list[Path]) -> Reader:
-    """Returns the reader whose format the files at these paths are, by content. Raises DumpError
-    where no file has a known one, or where several formats are there."""
+    """Returns the reader for the files at these paths, by their content. Raises DumpError if no
+    file has a known format, or if there are several formats."""
     for path in paths:
         if not path.exists():
             raise DumpError(f"{path} does not exist", "check the path")
@@ -89,7 +89,7 @@ def detect(paths: list[Path]) -> Reader:
 
 
 def _check_encoding(path: Path) -> None:
-    """Raises DumpError where a file of lines is not in UTF-8."""
+    """Raises DumpError if a file of lines is not in UTF-8."""
     with path.open("rb") as file:
         why = not_utf8(file.readline(LONGEST)) if path.suffix in TEXTS else None
     if why is not None:
@@ -97,8 +97,8 @@ def _check_encoding(path: Path) -> None:
 
 
 def recognised_files(chosen: Reader, paths: list[Path], findings: Findings) -> list[Path]:
-    """Returns the files at these paths that are of the format of a detected reader; others, which
-    have no known one, are listed as skipped."""
+    """Returns the files at these paths that have the format of a detected reader. The other files,
+    which have no known format, are recorded as skipped."""
     found, unknown = _by_format(paths)
     for file in unknown:
         findings.skip(f"{file}: no known format")
@@ -106,8 +106,8 @@ def recognised_files(chosen: Reader, paths: list[Path], findings: Findings) -> l
 
 
 def _by_format(paths: list[Path]) -> tuple[dict[str, list[Path]], list[Path]]:
-    """Format -> its files at these paths, and files without a known one. Files that differ in
-    numbers alone, such as those of steps and ranks, are of the format of one of them."""
+    """Format -> its files at these paths; and the files without a known format. Files whose names
+    differ only in numbers, such as those of steps and ranks, have the format of one of them."""
     readers = [reader(name) for name in (*READERS, *(set(names()) - set(READERS)))]
     alike: dict[str, list[Path]] = {}
     for file in dict.fromkeys(f for path in paths for r in readers for f in r.files(path)):

@@ -1,7 +1,7 @@
 """slime and its fork vime: `train_data/{rollout_id}.pt`, in format 2 or 1.
 
-Log-probs are of the response: index i scores response token i. Under context parallelism format 1
-holds one rank's slice without saying which, so it is refused; format 2 holds whole responses.
+Index i of the log-probs scores response token i. With context parallelism, format 1 holds one
+rank's slice without the number of the rank, so it is refused. Format 2 holds whole responses.
 """
 
 from collections.abc import Iterator
@@ -67,7 +67,7 @@ def _refuse_slices(samples: list[dict[str, Any]]) -> None:
 
 
 def recognises(path: Path) -> bool:
-    """Whether a file is slime's. Format 1 is told from miles' by the names of files alone."""
+    """Whether slime wrote a file. Format 1 differs from miles' format only in the file's name."""
     if not is_torch_file(path):
         return False
     dump = load(path)

@@ -1,4 +1,4 @@
-"""What torch.save wrote, loaded without running any code of the file, as slime and miles use it."""
+"""Files of torch.save, as slime and miles write them, loaded without running code in them."""
 
 import warnings
 import zipfile
@@ -17,6 +17,7 @@ from rlk_align.logs.readers.files import CONVERTER, opened
 from rlk_align.logs.readers.missing import prompt_digest, without_missing
 from rlk_align.logs.readers.values import (
     WrongValue,
+    exactly,
     flags,
     integers,
     numbers,
@@ -29,8 +30,8 @@ ENDING = ".pt"
 
 
 def load(path: Path, findings: Findings | None = None) -> dict[str, Any]:
-    """Returns the dictionary in a file. Raises MissingDependency without torch, DumpError where it
-    is none or holds objects that only a pickle's code can make."""
+    """Returns the dictionary in a file. Raises MissingDependency without torch; DumpError if the
+    file is not a dictionary, or holds objects that only a pickle's code can make."""
     opened(path, findings if findings is not None else Findings())
     if not zipfile.is_zipfile(path):
         raise DumpError(f"{path} is not what torch.save writes, or was cut off", "write it again")
@@ -58,12 +59,12 @@ def load(path: Path, findings: Findings | None = None) -> dict[str, Any]:
 
 
 def is_torch_file(path: Path) -> bool:
-    """Whether a file may be one of torch.save, by name and content."""
+    """Whether torch.save may have written a file, by its name and content."""
     return path.suffix == ENDING and path.is_file() and zipfile.is_zipfile(path)
 
 
 def transposed(columns: Any) -> list[dict[str, Any]]:
-    """Returns a sample each of `rollout_data`, whose columns hold a value a sample. Raises
+    """Returns the samples of `rollout_data`, whose columns hold one value for each sample. Raises
     WrongValue."""
     if not isinstance(columns, dict):
         raise WrongValue("rollout_data is not a dictionary")
@@ -80,8 +81,8 @@ def _is_column(value: Any) -> TypeGuard[Sequence[Any]]:
 
 
 def checked(sample: Any) -> dict[str, Any]:
-    """Returns a sample with its lists as arrays. Raises WrongValue where what is compared is not
-    there or is of another type."""
+    """Returns a sample with its lists as arrays. Raises WrongValue if a field that is compared is
+    missing or has another type."""
     if not isinstance(sample, dict):
         raise WrongValue("a sample is not a dictionary")
     for field in ("tokens", "loss_masks", "response_lengths", *SIDES):
@@ -92,8 +93,7 @@ def checked(sample: Any) -> dict[str, Any]:
     if length > len(ids):
         raise WrongValue(f"response_lengths is {length}, of {len(ids)} tokens")
     mask = flags(_array(sample["loss_masks"]), "loss_masks")
-    if len(mask) != length:
-        raise WrongValue(f"loss_masks has {len(mask)} entries, {length} are expected")
+    exactly(mask, length, "loss_masks")
     values = {
         field: numbers(_array(sample[field]), field)
         for field in PER_RESPONSE
@@ -143,12 +143,12 @@ def row(sample: dict[str, Any], step: int, name: str, reward: Any = None) -> Row
 
 
 def plain(value: Any) -> Any:
-    """Returns a tensor of one number as Python's own number, all else as it is."""
+    """Returns a tensor of one number as a Python number, and any other value unchanged."""
     return value.item() if hasattr(value, "detach") and value.numel() == 1 else value
 
 
 def _array(value: Any) -> Any:
-    """Returns a tensor as numpy, with floating point widened to float64; all else as it is."""
+    """Returns a tensor as numpy, with floats widened to float64, and any other value unchanged."""
     if not hasattr(value, "detach"):
         return list(value) if isinstance(value, tuple) else value
     tensor = value.detach()
@@ -156,8 +156,8 @@ def _array(value: Any) -> Any:
 
 
 def _versions(value: Any, scored: NDArray[np.bool_]) -> pa.Array | None:
-    """Returns the version of the weights of each scored token, from one version a turn. Turns are
-    the segments of the mask; None where they cannot be told apart."""
+    """Returns the weights' version of each scored token, given one version for each turn. Turns are
+    the segments of the mask; None if the versions cannot be assigned to them."""
     if not isinstance(value, list | tuple) or not value:
         return None
     texts = [str(plain(version)) for version in value]

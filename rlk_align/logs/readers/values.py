@@ -11,11 +11,11 @@ _NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_null)
 
 
 class WrongValue(ValueError):
-    """A field is not what its format promises; the reader says where."""
+    """A field does not have the value that its format requires; the reader adds where."""
 
 
 def numbers(value: Any, name: str) -> pa.Array:
-    """Returns a list of numbers and nulls as float64; a NaN is a value. Raises WrongValue."""
+    """Returns a list of numbers and nulls as float64; NaN is a value. Raises WrongValue."""
     return _array(value, name).cast(pa.float64())
 
 
@@ -52,7 +52,7 @@ def _array(value: Any, name: str, booleans: bool = False) -> pa.Array:
 
 
 def unnested(value: Any) -> Any:
-    """Takes away the list of one entry that a batch of one leaves around a field."""
+    """Removes the list of one entry that a batch of one leaves around a field."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
@@ -68,15 +68,22 @@ def whole_number(value: Any, name: str) -> int:
 
 
 def cut(array: pa.Array, length: int, name: str) -> pa.Array:
-    """Returns the first entries. Raises WrongValue where there are fewer."""
+    """Returns the first entries. Raises WrongValue if there are fewer."""
     if len(array) < length:
         raise WrongValue(f"{name} has {len(array)} entries, {length} are expected")
     return array[:length]
 
 
+def exactly(array: pa.Array, length: int, name: str) -> pa.Array:
+    """Returns an array of this length. Raises WrongValue for another length."""
+    if len(array) != length:
+        raise WrongValue(f"{name} has {len(array)} entries, {length} are expected")
+    return array
+
+
 def response(array: pa.Array, total: int, prompt: int, name: str) -> pa.Array:
-    """Returns an array for all tokens of one that has the whole sequence, or the response alone.
-    Raises WrongValue where it is of neither length."""
+    """Returns an array for all tokens, given one for the whole sequence or for the response alone.
+    Raises WrongValue for another length."""
     if len(array) == total:
         return array
     if len(array) != total - prompt:
@@ -87,7 +94,7 @@ def response(array: pa.Array, total: int, prompt: int, name: str) -> pa.Array:
 
 
 def replaced_by_null(array: pa.Array, where: NDArray[np.bool_]) -> pa.Array:
-    """Returns `array` with null at these places."""
+    """Returns `array` with null where the mask is true."""
     return pc.if_else(pa.array(where), pa.scalar(None, array.type), array) if where.any() else array
 
 

@@ -1,4 +1,4 @@
-"""How context parallelism cuts a sequence in zig-zag: rank r of n has chunks r and 2n−1−r of 2n."""
+"""The zig-zag slices of context parallelism: rank r of n has chunks r and 2n−1−r of 2n."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 def response_places(
     total: int, response: int, rank: int, ranks: int, padded: int | None = None
 ) -> NDArray[np.int64]:
-    """Returns which tokens of the response a rank scores, ascending.
+    """Returns the tokens of the response that a rank scores, ascending.
 
     Chunks are cut of logits, and the logit at position p scores token p + 1. `padded` is the
-    length that all sequences of a batch were padded to, None where they are packed.
+    length that all sequences of a batch were padded to; None if they are packed.
     """
     chunk = -(-(total if padded is None else padded) // (2 * ranks))
     prompt = total - response
@@ -27,9 +27,9 @@ def response_places(
 def ranks_of_slices(
     lengths: Sequence[Sequence[int]], totals: Sequence[int], responses: Sequence[int]
 ) -> list[int] | None:
-    """Returns the rank of each file, by the lengths of its slices; None where they do not tell.
+    """Returns the rank of each file, by the lengths of its slices; None if these are ambiguous.
 
-    lengths: of each file, the length of each sample's slice.
+    lengths: for each file, the length of each sample's slice.
     """
     count = len(lengths)
     expected = [

@@ -1,1 +1,1 @@
-"""The ids of a dump, scored again by engines: which part of the mismatch is whose."""
+"""The ids of a dump, scored again by engines, which splits its mismatch into edges."""

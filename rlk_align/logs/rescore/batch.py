@@ -1,4 +1,4 @@
-"""From sequences of a dump to what an engine scores."""
+"""Converts the sequences of a dump to the batch that an engine scores."""
 
 import numpy as np
 
@@ -10,9 +10,9 @@ from rlk_align.text import short_printable
 
 
 def token_batch(run: Sequences) -> TokenBatch:
-    """Returns the sequences as they stand in the dump. What an engine takes for the response begins
-    with the first scored token, or with the dump's own response where that comes earlier; which of
-    its log-probs count is said by the dump's mask."""
+    """Returns the sequences of the dump. For an engine, the response begins with the first scored
+    token, or with the dump's own response if that comes earlier. The dump's mask says which of its
+    log-probs count."""
     samples = []
     for k, (start, end) in enumerate(zip(run.offsets[:-1], run.offsets[1:], strict=True)):
         ids = tuple(run.token_ids[start:end].tolist())
@@ -32,8 +32,8 @@ def prompts_of(batch: TokenBatch) -> list[Prompt]:
 
 
 def check_fits(batch: TokenBatch, shape: ModelShape, positions: int, engine: str) -> None:
-    """Raises DumpError for a sequence with an id beyond the model's vocabulary, or with more tokens
-    than the engine has positions for."""
+    """Raises DumpError for a sequence with an id outside the model's vocabulary, or with more
+    tokens than the engine has positions."""
     for s in batch.samples:
         if max(s.ids) >= shape.vocab:
             raise DumpError(

@@ -1,5 +1,5 @@
-"""Which sequences of a dump are scored again: all of a small dump, else the worst and a seeded
-choice of the others."""
+"""The choice of the sequences that are scored again: all of a small dump, or else the worst ones
+and a seeded choice of the others."""
 
 import shlex
 from collections import Counter
@@ -19,21 +19,21 @@ class Choice:
 
     sequences: Sequences
     temperature: float
-    """The logits are divided by it."""
+    """The engines divide their logits by it."""
     worst: int
-    """So many have the largest mean |Δ|; the others were drawn. 0 where all were taken."""
+    """How many of them have the largest mean |Δ|; the others were drawn. 0 if all were taken."""
     usable: int
-    """Sequences that could have been chosen."""
+    """The number of sequences that could have been chosen."""
     total: int
-    """Sequences of the dump."""
+    """The number of sequences in the dump."""
     notes: tuple[str, ...]
 
 
 def choose(run: ImportedRun, count: int, seed: int, temperature: float | None) -> Choice:
     """Reads the dump twice: to rank its sequences, and to take the chosen ones.
 
-    `temperature`: None is the one that the dump states for most sequences, else 1.
-    Raises DumpError where no token can be scored again, or has both sides' log-probs.
+    If `temperature` is None, the one that the dump states for most sequences is used, or else 1.
+    Raises DumpError if no token can be scored again, or if none has both sides' log-probs.
     """
     sizes, stated = _survey(run)
     notes: list[str] = []
@@ -58,15 +58,15 @@ def _what_is_missing(run: ImportedRun) -> str:
 
 
 def _survey(run: ImportedRun) -> tuple[NDArray[np.float64], list[float | None]]:
-    """The mean |Δ| of each sequence, infinite for one with a value that is not finite and NaN for
-    one without a token to score; and the temperature that the dump states."""
+    """The mean |Δ| of each sequence, and the temperature that the dump states for it. The mean is
+    infinite if a value is not finite, and NaN if there is no token to score."""
     sizes: list[NDArray[np.float64]] = []
     stated: list[float | None] = []
     scored = {"rollout": 0, "trainer": 0}
     for batch in run.sequences():
         scored["rollout"] += int((batch.scored & ~batch.rollout_missing).sum())
         scored["trainer"] += int((batch.scored & ~batch.train_missing).sum())
-        # Nothing comes before a sequence's first token that it could be predicted from.
+        # An engine cannot score the first token of a sequence.
         used = batch.compared & (batch.position > 0)
         with np.errstate(invalid="ignore"):
             size = np.abs(batch.train - batch.rollout)
@@ -89,7 +89,7 @@ def _survey(run: ImportedRun) -> tuple[NDArray[np.float64], list[float | None]]:
 def _temperature(
     stated: list[float | None], usable: NDArray[np.bool_], notes: list[str]
 ) -> tuple[float, NDArray[np.bool_]]:
-    """The temperature of most usable sequences, and which have it."""
+    """The temperature of most usable sequences, and the mask of the sequences with it."""
     counts = Counter(t for t, u in zip(stated, usable, strict=True) if u)
     if not counts:
         return 1.0, usable
@@ -112,7 +112,7 @@ def _temperature(
 def _indices(
     sizes: NDArray[np.float64], usable: NDArray[np.bool_], count: int, seed: int
 ) -> tuple[NDArray[np.int64], int]:
-    """The chosen sequences, in the dump's order, and how many of them are the worst."""
+    """The chosen sequences, in the dump's order, and how many of them are the worst ones."""
     known = np.flatnonzero(usable)
     if len(known) <= count:
         return known, 0

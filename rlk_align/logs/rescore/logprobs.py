@@ -1,4 +1,4 @@
-"""The log-probs of a pass, token by token of the batch."""
+"""The log-probs of a pass, for each token of the batch."""
 
 import numpy as np
 import torch
@@ -9,17 +9,17 @@ from rlk_align.trace.numbered import NumberedRows, blocks, read_rows
 from rlk_align.trace.reader import PassReader, Trace
 
 _ELEMENTS = 1 << 22
-"""Logits that are widened at once."""
+"""The number of logits that are widened at once."""
 
 
 def token_logprobs(
     trace: Trace, index: RowIndex, temperature: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns log softmax(logits / temperature)[token] of the prefill pass, float64 `[N]` over the
-    tokens of the batch, and where there is none, bool `[N]`.
+    tokens of the batch, and the mask of the tokens without one, bool `[N]`.
 
-    At temperature 1 it is what the engine reports; else it is computed from its logits in float64,
-    as far as their values were kept. Raises CorruptTrace.
+    At temperature 1 these are the log-probs that the engine reports. Otherwise they are computed in
+    float64 from the logits whose values were kept. Raises CorruptTrace.
     """
     if not index.same_tokens(trace.tokens).all():
         raise CorruptTrace(f"{trace.folder} holds tokens that were not asked for")

@@ -1,12 +1,11 @@
-"""What scoring a dump again says."""
+"""The result of scoring a dump again."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS
 from rlk_align.interval import Estimate
-from rlk_align.logs.diagnose.explain import Breach, Explanation, Status
+from rlk_align.logs.diagnose.explain import EXIT_CODES, Breach, Explanation, Status
 from rlk_align.logs.diagnose.record import Name
 from rlk_align.results import EdgeMetrics, EngineRecord, SideName
 
@@ -17,7 +16,7 @@ SplitName = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class SplitEdge:
-    """A part of the dump's mismatch: Δ = log-prob of its second end − that of its first."""
+    """A part of the dump's mismatch: Δ is the second end's log-prob minus the first end's."""
 
     name: SplitName
     metrics: EdgeMetrics
@@ -28,11 +27,11 @@ class SplitEdge:
     mean_ratio: Estimate
     c: Estimate
     c_limit: float
-    """The contract's, for the lower precision of the two ends."""
+    """The contract's limit of c for the lower precision of the two ends."""
     diagnosis: Name | None
-    """What the edge alone looks like; None where it is equal bit for bit, or nothing is named."""
+    """The diagnosis of the edge alone; None if it is equal bit for bit, or has no diagnosis."""
     nonfinite: int
-    """Tokens of which an end is NaN or infinite."""
+    """Tokens with a NaN or an infinite value at an end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +39,15 @@ class Rescored:
     """A dump's mismatch, split into edges."""
 
     explained: Explanation
-    """The whole dump, by the contract for runs."""
+    """The whole dump, judged by the contract for runs."""
     edges: tuple[SplitEdge, ...]
     """In the order of the chain from the dump's rollout log-probs to its trainer log-probs."""
     own: EdgeMetrics
-    """The dump's own mismatch, over the tokens that the edges have."""
+    """The dump's own mismatch, over the tokens of the edges."""
     carrier: SplitName | None
-    """The edge that is surely larger than each other one."""
+    """The edge that is certainly larger than each of the others."""
     odd: SideName | None
-    """The engine that is off by itself: its neighbours in the chain agree, and it with neither."""
+    """The engine that agrees with neither of its neighbours in the chain, while these agree."""
     sentence: str
     next: str
     status: Status
@@ -57,16 +56,15 @@ class Rescored:
     chosen: int
     """Sequences that were scored again."""
     worst: int
-    """So many of them have the largest mean |Δ| of the dump; 0 where all were taken."""
+    """How many of them have the largest mean |Δ| of the dump; 0 if all were taken."""
     usable: int
     missing: int
-    """Compared tokens of the chosen sequences that an engine gave no log-prob of."""
+    """Compared tokens of the chosen sequences for which an engine gave no log-prob."""
     temperature: float
     engines: Mapping[SideName, EngineRecord]
     notes: tuple[str, ...]
 
     @property
     def exit_code(self) -> int:
-        """What the process ends with."""
-        codes = {"pass": EXIT_PASS, "fail": EXIT_FAIL, "inconclusive": EXIT_INCONCLUSIVE}
-        return codes[self.status]
+        """The exit code of the process."""
+        return EXIT_CODES[self.status]

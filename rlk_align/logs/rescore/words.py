@@ -1,4 +1,4 @@
-"""What a split mismatch says, in sentences, and what to do next."""
+"""Sentences about a split mismatch, and the next step."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ WHO: dict[SplitName, str] = {
     "prefill_vs_dump": "the run's trainer, or the engines' kernels",
     "train_vs_dump": "the run's trainer",
 }
-"""Edge -> what carries a mismatch that lies on it."""
+"""Edge -> the part of the run that carries a mismatch on it."""
 WHAT: dict[SplitName, str] = {
     "decode_vs_prefill": "decode against prefill, sampler settings, stale weights or cache",
     "decode_vs_train": "the rollout engine against the training engine, and what decode adds",
@@ -25,22 +25,21 @@ WHAT: dict[SplitName, str] = {
     "prefill_vs_dump": "the rollout engine against the trainer, and the run's bookkeeping",
     "train_vs_dump": "micro-batches, dropout, the weights' step, the run's bookkeeping",
 }
-"""Edge -> what makes it."""
+"""Edge -> the possible causes of a mismatch on it."""
 BOOKKEEPING: frozenset[Name] = frozenset(
-    (
+    {
         *("misaligned", "mask-shifted", "above-zero", "missing", "low-precision", "duplicated"),
-        "wrong-token",
-        *("logprob-scaled", "temperature", "truncation", "turn-boundary", "packing"),
-    )
+        *("wrong-token", "logprob-scaled", "temperature", "truncation", "turn-boundary", "packing"),
+    }
 )
-"""Diagnoses of an edge whose cause is in the run's code and not in an engine."""
+"""Diagnoses of an edge whose cause is in the run's code, not in an engine."""
 _PROBE = "rlk-align probe {RUN} --layerwise: which operator the engines' difference comes from"
 
 
 def sentence(
     edges: Sequence[SplitEdge], carrier: SplitName | None, odd: SideName | None, doubtful: bool
 ) -> str:
-    """Which edge the mismatch lies on."""
+    """The sentence that names the edge with the mismatch."""
     if not edges[0].metrics.tokens:
         return "Nothing was scored again."
     if doubtful:
@@ -71,7 +70,7 @@ def next_step(
     engines: Mapping[SideName, EngineRecord],
     status: Status,
 ) -> str:
-    """The next command, a format with {RUN} for the run that holds the scores and {DUMP} for the
+    """The next command, with {RUN} in place of the run with the scores and {DUMP} in place of the
     dump."""
     if status == "inconclusive":
         return "rlk-align explain {DUMP} reports what the dump alone shows"
@@ -102,7 +101,7 @@ def next_step(
 
 
 def _literal(text: str) -> str:
-    """A text that stands in a format as it is."""
+    """Escapes a text for `str.format`."""
     return text.replace("{", "{{").replace("}", "}}")
 
 
@@ -112,7 +111,7 @@ def _spec(side: EngineRecord) -> str:
 
 
 def percent(share: Estimate) -> str:
-    """A share with its interval; empty where nothing can be said."""
+    """A share with its interval; empty if it is unknown."""
     if not share.value >= 0:
         return ""
     if not share.low > -1:

@@ -1,11 +1,11 @@
 """One batch of a trainer's arrays, as records of the neutral file.
 
-B = samples, L = columns of the token ids, K = columns of what is said of tokens.
+B = samples, L = columns of the token ids, K = columns of the other arrays.
 
-The one rule of alignment: an array with K columns is about the **last K columns** of the token ids.
-It holds for arrays of the response alone, padded on the right (TRL, verl) or on the left (SkyRL),
-and for those of next-token prediction, whose L − 1 columns leave out the first token (OpenRLHF,
-ROLL).
+An array with K columns always describes the **last K columns** of the token ids.
+This rule covers arrays of the response alone, padded on the right (TRL, verl) or on the left
+(SkyRL), and arrays of next-token prediction, whose L − 1 columns leave out the first token
+(OpenRLHF, ROLL).
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ from rlk_align.logs.dumps.record import Sampling
 from rlk_align.logs.readers.missing import SENTINEL, prompt_digest
 
 Array = Any
-"""A NumPy array, a tensor of torch or of another package, or lists: what has `tolist`."""
+"""A NumPy array, a tensor of torch or of another package with `tolist`, or lists."""
 Record = dict[str, Any]
-"""A line of the neutral file, without what `step_file` adds: schema, id and step."""
-SURE = -0.05
-"""Below it a side is not certain of a token, so that the other's 0.0 at every token are no
-log-probs."""
+"""A line of the neutral file, without the schema, id and step, which `step_file` adds."""
+UNSURE = -0.05
+"""A side is not certain of a token whose log-prob is below this. If the other side has 0.0 at every
+token, its values are then no log-probs."""
 
 
 def batch_records(
@@ -49,15 +49,14 @@ def batch_records(
     """Returns a record for each sample.
 
     `token_ids` and `attention_mask` are [B, L]; the mask has 0 at padding, on either side. `mask`,
-    both log-probs and `entropy` are [B, K] and about the last K columns; the mask has 1 where the
-    loss counts the token. `prompt_lengths` and `rewards` are [B]; without the lengths, a prompt
-    ends in front of the first token that the loss counts. Samples of one prompt are a group where
-    `groups` is not given. The dtypes are those that the engine and the trainer compute in.
+    both log-probs and `entropy` are [B, K] and describe the last K columns; the mask has 1 where
+    the loss counts the token. `prompt_lengths` and `rewards` are [B]; without the lengths, a prompt
+    ends before the first token that the loss counts. Without `groups`, the samples of one prompt
+    are a group. The dtypes are those that the engine and the trainer compute in.
 
-    Log-probs keep their exact value. Those of padding are left out. One is null where it is −9999,
-    or 0.0 of the rollout outside of the mask, or 0.0 of the rollout where the trainer is not sure
-    of the token: nobody sampled those. Raises DumpError where the arrays do not fit together, or
-    one side is not there.
+    Log-probs keep their exact value; those of padding are left out. A log-prob becomes null if it
+    is −9999, or if it is a 0.0 of the rollout outside the mask. Raises DumpError if the arrays do
+    not fit together, or if a side is missing.
     """
     ids = _whole(token_ids, "token_ids")
     there = _flags(attention_mask, "attention_mask", ids.shape)
@@ -102,17 +101,17 @@ def batch_records(
 def _columns(
     rollout: Array | None, train: Array | None, entropy: Array | None, scored: NDArray[np.bool_]
 ) -> dict[str, tuple[NDArray[Any], NDArray[np.bool_]]]:
-    """Field -> its values [B, K], and which of them are missing. Raises DumpError where a side is
-    not there, or holds nothing but zeros that cannot be meant."""
+    """Field -> its values [B, K] and the mask of those that are missing. Raises DumpError if a side
+    is missing, or has only zeros that cannot be log-probs."""
     g = _side(rollout, "rollout_logprobs", scored)
     t = _side(train, "train_logprobs", scored)
     for name, side, other in (("rollout_logprobs", g, t), ("train_logprobs", t, g)):
-        if not side[scored].any() and (other[scored] < SURE).any():
+        if not side[scored].any() and (other[scored] < UNSURE).any():
             raise DumpError(
                 f"{name} is 0.0 at every token that the loss counts",
                 "zeros stand for log-probs that were never recorded: switch on what records them",
             )
-    # Inside of the mask it is told from the whole run whether a 0.0 is a log-prob.
+    # Inside the mask, the whole run shows whether a 0.0 is a log-prob.
     zero = (g == 0.0) & ~scored
     none = np.zeros_like(scored)
     columns = {
@@ -141,7 +140,7 @@ def _prompts(
     response: NDArray[np.bool_],
     scored: NDArray[np.bool_],
 ) -> list[int]:
-    """The length of each prompt. Raises DumpError where it, the padding and the mask disagree."""
+    """The length of each prompt. Raises DumpError if the padding or the mask contradict it."""
     for row in np.flatnonzero((scored & ~response).any(1))[:1]:
         raise DumpError(
             f"mask counts {int((scored & ~response)[row].sum())} tokens of padding in row {row}",
@@ -187,9 +186,9 @@ def _numbers(array: Array, name: str, shape: tuple[int, ...]) -> NDArray[np.floa
 
 
 def _checked(array: Array, name: str, shape: tuple[int, ...] | None) -> NDArray[Any]:
-    """The array in NumPy, of numbers. Raises DumpError where it is not, or has another shape."""
+    """The array as numbers in NumPy. Raises DumpError for other values or another shape."""
     try:
-        # By lists: torch's bfloat16 is none of NumPy's types, and each value is exact in float64.
+        # By lists: NumPy has no bfloat16, and each of its values is exact in float64.
         values = np.array(array.tolist() if hasattr(array, "tolist") else array)
     except ValueError as error:
         raise DumpError(f"{name} has rows of several lengths", "pad it, on either side") from error

@@ -1,7 +1,7 @@
 """A training step on disk: `step_000007_rank_0_of_2.jsonl`, one file for each rank.
 
-A file takes its name when it is whole, and its name says how many belong to the step: what follows
-the folder knows without a marker that the step is complete.
+A file gets its name when it is complete, and its name says how many files the step has. A program
+that follows the folder therefore needs no marker of a complete step.
 """
 
 import json
@@ -19,9 +19,9 @@ def write_step(
 ) -> Path:
     """Writes all samples of a training step that this rank has, and returns the file.
 
-    Each of the `ranks` processes that hold samples writes its own. A step that is done again
-    replaces what it left, however many ranks there were. Raises DumpError where there is no sample,
-    TraceNotWritten where the file cannot be written.
+    Each of the `ranks` processes that hold samples writes its own file. A step that is repeated
+    replaces its earlier files, for any number of ranks. Raises DumpError if there is no sample, and
+    TraceNotWritten if the file cannot be written.
     """
     if not records:
         raise DumpError(f"step {step} has no sample", "write a step after its batch was made")

@@ -1,7 +1,7 @@
 """Log-probs of a GRPOTrainer of TRL (1.16.0 was used).
 
-TRL's callbacks see no log-probs, so the trainer's method that makes a batch is wrapped; a callback
-beside it says when the step has ended, since a step may need several batches.
+TRL's callbacks do not receive log-probs, so the trainer's method that makes a batch is wrapped. A
+callback says when the step has ended, since a step may need several batches.
 """
 
 from collections.abc import Mapping
@@ -20,14 +20,14 @@ from rlk_align.logs.writers.step_file import write_step
 def log_steps(trainer: Any, folder: str | Path, *, rollout_dtype: str, **sampling: Any) -> None:
     """Makes a GRPOTrainer write the samples of each training step into `folder`.
 
-    `rollout_dtype` is what the rollout's engine computes in, e.g. `bfloat16`. `sampling` says what
-    the trainer's arguments do not, or what a `rollout_func` does otherwise: fields of `Sampling`.
-    Training then raises DumpError at its first batch where TRL does not compute both sides'
-    log-probs; nothing is computed for the writer's sake.
+    `rollout_dtype` is the dtype that the rollout's engine computes in, e.g. `bfloat16`. `sampling`
+    has fields of `Sampling` that the trainer's arguments lack, or that a `rollout_func` changes.
+    Training raises DumpError at its first batch if TRL does not compute both sides' log-probs; the
+    writer computes nothing itself.
     """
     from transformers import TrainerCallback
 
-    said = _sampling(trainer, sampling)
+    settings = _sampling(trainer, sampling)
     make_batch = trainer._generate_and_score_completions
     waiting: dict[int, list[Record]] = {}
 
@@ -36,14 +36,16 @@ def log_steps(trainer: Any, folder: str | Path, *, rollout_dtype: str, **samplin
         batch = make_batch(inputs)
         if trainer.model.training:
             step = trainer.state.global_step
-            waiting.setdefault(step, []).extend(_records(trainer, batch, step, said, rollout_dtype))
+            waiting.setdefault(step, []).extend(
+                _records(trainer, batch, step, settings, rollout_dtype)
+            )
         return batch
 
     class StepEnd(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        """Writes what was sampled since the last step ended."""
+        """Writes the samples since the last step ended."""
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            """Is called by the trainer."""
+            """The trainer calls this at the end of a step."""
             ranks = {
                 "rank": trainer.accelerator.process_index,
                 "ranks": trainer.accelerator.num_processes,
@@ -73,7 +75,7 @@ def _records(
     args, there = trainer.args, np.array(batch["completion_mask"].tolist())
     mask = there
     if "tool_mask" in batch:
-        # By the completion's mask, for TRL pads the tools' with 1.
+        # TRL pads the mask of tools with 1.
         mask = there * np.array(batch["tool_mask"].tolist())
     prompts = np.array(batch["prompt_mask"].tolist())
     ids = [np.array(batch[name].tolist()) for name in ("prompt_ids", "completion_ids")]
@@ -84,7 +86,7 @@ def _records(
         rollout_logprobs=batch["sampling_per_token_logps"],
         train_logprobs=batch["old_per_token_logps"],
         prompt_lengths=prompts.sum(1),
-        # A rollout_func's own engine does not say which weights it has.
+        # The engine of a rollout_func does not report the version of its weights.
         rollout_version=trainer._last_loaded_step if trainer.use_vllm else None,
         train_version=step,
         sampling=sampling,
@@ -100,9 +102,9 @@ def _dtype(model: Any) -> str:
 
 def _sampling(trainer: Any, given: Mapping[str, Any]) -> Sampling:
     args = trainer.args
-    said = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    settings = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     if trainer.use_vllm and args.vllm_mode == "colocate":
-        said["logprobs_mode"] = "processed_logprobs"
+        settings["logprobs_mode"] = "processed_logprobs"
     also = args.generation_kwargs or {}
-    said |= {name: also[name] for name in Sampling.model_fields.keys() & also.keys()}
-    return Sampling(**said | dict(given))
+    settings |= {name: also[name] for name in Sampling.model_fields.keys() & also.keys()}
+    return Sampling(**settings | dict(given))

@@ -15,7 +15,7 @@ from rlk_align.logs.dumps.record import Sampling
 from rlk_align.logs.writers.batch import Record, batch_records
 
 FIELDS = ("prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs")
-"""What the writer needs of the V1 trainer's batch."""
+"""The fields of the V1 trainer's batch that the writer needs."""
 
 
 def records(
@@ -23,9 +23,9 @@ def records(
 ) -> list[Record]:
     """Returns the records of a batch, for `write_step`; `config` is the trainer's.
 
-    Call it after old_log_prob and before rollout correction, which takes the tokens that it rejects
-    out of response_mask; where it is called later, say `mask_rewritten=True`. Raises DumpError in
-    bypass mode, whose old_log_probs are the rollout's, and where a field is not there.
+    Call it after old_log_prob and before rollout correction, which removes the tokens that it
+    rejects from response_mask; if you call it later, pass `mask_rewritten=True`. Raises DumpError
+    in bypass mode, whose old_log_probs are the rollout's, and if a field is missing.
     """
     correction = config["algorithm"].get("rollout_correction") or {}
     if correction.get("bypass_mode"):
@@ -73,7 +73,7 @@ def _padded(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _jagged(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Pads the rows as `_padded` takes them."""
+    """Pads the rows for `_padded`."""
     rows = {name: [row.tolist() for row in fields[name].unbind()] for name in FIELDS}
     prompts, responses = rows["prompts"], rows["responses"]
     for name in FIELDS[2:]:
@@ -104,7 +104,7 @@ def _is_nested(values: Any) -> bool:
 
 
 def _uids(batch: Any, fields: Any) -> list[str] | None:
-    """The names of the samples' prompts, which a DataProto has beside its tensors."""
+    """The names of the samples' prompts, which a DataProto keeps apart from its tensors."""
     for named in (getattr(batch, "non_tensor_batch", {}), fields):
         if "uid" in set(named.keys()):
             return [str(uid) for uid in named["uid"]]
