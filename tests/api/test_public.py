@@ -136,7 +136,7 @@ def test_what_became_worse(runs: tuple[Path, Path], tmp_path: Path) -> None:
     equal, faulty = runs
     contract = tmp_path / "worse.toml"
     contract.write_text(
-        CONTRACT.read_text() + '\n[[regressions]]\nid = "mean"\nmetric = "mean_abs_dlogp"\n'
+        Path(CONTRACT).read_text() + '\n[[regressions]]\nid = "mean"\nmetric = "mean_abs_dlogp"\n'
         'why = "a test"\nsource = "derived: a test"\n'
     )
     verdict = rlk_align.gate(equal, faulty, contract=contract)
