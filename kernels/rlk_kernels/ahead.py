@@ -2,7 +2,7 @@
 
 Triton compiles each kernel at its first launch, one after another: on a slow host an engine's
 kernels take a minute. `compiled_ahead` takes the same launches without running them, and compiles
-in threads: most of the work is the compiler's, outside of the interpreter's lock.
+in threads; if nothing waits for these, in processes (`compile_server.py`).
 """
 
 import functools
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from rlk_kernels.compile_server import CompileServer
 from rlk_kernels.device import interpreting
 from rlk_kernels.launching import only_compiling
 from rlk_kernels.private_api import compiling_in, stop_submitting
@@ -37,7 +38,7 @@ def submit(make: Callable, *arguments) -> "Future[Any]":
 @contextmanager
 def compiled_ahead(device: torch.device, wait: bool = True) -> Iterator[bool]:
     """A context in which `launching.launch` compiles and runs nothing: outputs keep their values.
-    At its end everything is compiled; without `wait` threads go on compiling, and a launch waits
+    At its end everything is compiled; without `wait` processes go on compiling, and a launch waits
     for its own kernel (`finish` for all). Yields False, and launches as usual, where it cannot
     help: without a GPU, or while a graph is captured."""
     if device.type != "cuda" or interpreting() or torch.cuda.is_current_stream_capturing():
@@ -62,7 +63,21 @@ def _waiting() -> Iterator[Executor]:
         yield threads
 
 
-_background = functools.cache(_threads)
+class _Background(Executor):
+    """Threads that wait for a server's processes, and load what these have compiled."""
+
+    def __init__(self) -> None:
+        self.threads, self.server = _threads(), CompileServer()
+
+    def submit(self, make: Callable, /, *arguments: Any, **options: Any) -> "Future[Any]":
+        return self.threads.submit(self._make, make, *arguments, **options)
+
+    def _make(self, make: Callable, *arguments: Any, **options: Any) -> Any:
+        self.server.compile(make)
+        return make(*arguments, **options)
+
+
+_background = functools.cache(_Background)
 _unfinished: list[AbstractContextManager] = []
 
 
@@ -79,5 +94,8 @@ def _going_on() -> Iterator[Executor]:
 
 def finish() -> None:
     """Wait until all is compiled that `compiled_ahead` did not wait for; raises what failed."""
-    while _unfinished:
-        _unfinished.pop().__exit__(None, None, None)
+    try:
+        while _unfinished:
+            _unfinished.pop().__exit__(None, None, None)
+    finally:
+        _background().server.end()

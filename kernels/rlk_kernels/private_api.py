@@ -12,6 +12,7 @@ later version lacks turns the fast paths off that need it, and `fast_paths` says
 """
 
 import functools
+import hashlib
 import importlib
 import os
 from concurrent.futures import Executor
@@ -138,6 +139,30 @@ def stop_submitting() -> None:
     except ImportError:
         return
     _async_compile.active_mode.set(None)
+
+
+_ASKED = {"self", "src", "target", "options", "env_vars"}
+"""The variables of the functions that Triton gives to the threads of `compiling_in`."""
+
+
+def asked_to_compile(compile_kernel: Any) -> tuple[Any, Any, dict[str, Any]] | None:
+    """Source, target and options of what such a function compiles; None if Triton's cache on disk
+    has it, or where the function or the cache is not the one that is known here."""
+    names = getattr(getattr(compile_kernel, "__code__", None), "co_freevars", ())
+    if set(names) != _ASKED:
+        return None
+    cells = (cell.cell_contents for cell in compile_kernel.__closure__)
+    asked = dict(zip(names, cells, strict=True))
+    src, target, options = asked["src"], asked["target"], asked["options"]
+    try:
+        from triton.compiler import get_cache_key, make_backend
+
+        key = get_cache_key(src, make_backend(target), options, asked["env_vars"])
+        cache = disk_cache(hashlib.sha256(key.encode()).hexdigest())
+        there = cache.get_group(f"{src.name[:150]}.json")
+    except (ImportError, AttributeError, TypeError):
+        return None
+    return None if there else (src, target, options.__dict__)
 
 
 class NoCache:

@@ -1,0 +1,69 @@
+"""A program: kernels are compiled by a server for an H200 that is not there. Prints which the
+server has tried, which of them this process found in the cache, and which it compiled itself.
+
+`--dies`: the server is killed as soon as it was started. Not under TRITON_INTERPRET, so in a
+process of its own (`test_compile_server.py`); TRITON_CACHE_DIR has to be empty."""
+
+import sys
+from subprocess import Popen
+from typing import Any
+from unittest import mock
+
+import rlk_kernels as rk
+import torch
+import triton
+from offline_h200 import GPU, h200
+from replayed_launches import empty, integers
+from rlk_kernels import ahead, compile_server
+from triton.runtime.jit import JITFunction
+
+found: list[str] = []
+compiled: list[str] = []
+tried: list[str] = []
+_run = JITFunction.run
+
+
+def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
+    (found if cache_hit else compiled).append(src.name)
+
+
+def killed(command: list[str], **options: Any) -> Popen:
+    process = Popen(command, **options)
+    if command[0] == sys.executable:  # not an assembler
+        process.kill()
+    return process
+
+
+class Watched(compile_server.CompileServer):
+    def compile(self, compile_kernel: Any) -> None:
+        super().compile(compile_kernel)
+        tried.append("one")
+
+
+def main() -> int:
+    starts = killed if "--dies" in sys.argv else Popen
+    knobs = triton.knobs.compilation
+    with (
+        h200(),
+        torch.no_grad(),
+        mock.patch.object(JITFunction, "run", _run),
+        mock.patch.object(knobs, "always_compile", False),
+        mock.patch.object(triton.knobs.nvidia, "dump_ptxas_log", False),
+        mock.patch.object(knobs, "listener", listen),
+        mock.patch.object(compile_server.subprocess, "Popen", starts),
+        mock.patch.object(ahead, "CompileServer", Watched),
+    ):
+        with ahead.compiled_ahead(GPU, wait=False):
+            rk.rms_norm(empty(4, 256), empty(256), 1e-6)
+            rk.swiglu(empty(4, 256), empty(4, 256))
+            ends = integers(2)
+            rk.attention(empty(64, 8, 128), *(empty(64, 2, 128) for _ in range(2)), ends, ends)
+        ahead.finish()
+    print("tried:", len(tried))
+    print("found:", *sorted(found))
+    print("compiled:", *sorted(compiled))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
