@@ -38,7 +38,6 @@ HOST = ("replay", "direct launch", "launch cache", "direct dispatch", "direct al
 PRODUCT = "product in CUDA C++"
 DECODE = ((1, 512), (32, 512), (128, 512))
 """Prompts, and tokens of each."""
-ROUNDS = 5
 
 
 @contextmanager
@@ -104,11 +103,11 @@ def serve(args: argparse.Namespace, folder: Path, eager: bool) -> Any:
 
 def graphs(args: argparse.Namespace, folder: Path) -> None:
     if not args.off:
-        for path in (ON, PRODUCT):
+        for path in paths(args, ON, PRODUCT):
             again(args, "--off", path)
         return
     with without(args.off):
-        bench = Bench(serve(args, folder, eager=False), Path("/tmp/fast-paths.lock"), ROUNDS)
+        bench = Bench(serve(args, folder, eager=False), Path("/tmp/fast-paths.lock"), args.rounds)
         for count, length in DECODE:
             ms = [1e3 * count / rate for rate in bench.decode(count, length)]
             line = {"level": f"decode, batch {count}", "path": args.off, "ms": ms}
@@ -123,8 +122,8 @@ def eager(args: argparse.Namespace, folder: Path) -> None:
     bench = Bench(serve(args, folder, eager=True), Path("/tmp/fast-paths.lock"), 1, new=16)
     for count, length in DECODE:
         times = defaultdict(list)
-        for _ in range(ROUNDS):
-            for path in (ON, *HOST, "host", PRODUCT):
+        for _ in range(args.rounds):
+            for path in paths(args, ON, *HOST, "host", PRODUCT):
                 with without(path):
                     [rate] = bench.decode(count, length)
                     times[path].append(1e3 * count / rate)
@@ -141,8 +140,8 @@ def training(args: argparse.Namespace, folder: Path) -> None:
     for rows, length in ((1, 512), (4, 2048)):
         ids = torch.randint(2, 30000, (1, rows, length), device="cuda")
         times = defaultdict(list)
-        for _ in range(ROUNDS):
-            for path in (ON, *HOST, "host", PRODUCT):
+        for _ in range(args.rounds):
+            for path in paths(args, ON, *HOST, "host", PRODUCT):
                 with without(path):
                     step(model, run, kernel_loss, ids)
                     torch.cuda.synchronize()
@@ -159,7 +158,7 @@ def training(args: argparse.Namespace, folder: Path) -> None:
 
 def loop(args: argparse.Namespace, folder: Path) -> None:
     if not args.off:
-        for path in (ON, "replay", "host", PRODUCT):
+        for path in paths(args, ON, "replay", "host", PRODUCT):
             again(args, "--off", path)
         return
     sys.path.insert(0, str(ROOT / "examples/grpo"))
@@ -175,25 +174,32 @@ def loop(args: argparse.Namespace, folder: Path) -> None:
             tell(args.out, engine="GRPO", shape="embedded model", **line)
 
 
+def paths(args: argparse.Namespace, *names: str) -> list[str]:
+    """Those of the names that --paths asks for, and ON."""
+    return [n for n in names if n == ON or n in (args.paths or names)]
+
+
 def again(args: argparse.Namespace, *more: str) -> None:
     """This level in a process of its own."""
     options = [args.level, "--shape", args.shape, "--out", str(args.out)]
-    options += ["--steps", str(args.steps), *more]
+    options += ["--steps", str(args.steps), "--rounds", str(args.rounds), *more]
     subprocess.run([sys.executable, __file__, *options], check=True)
 
 
 def table(args: argparse.Namespace, _: Path) -> None:
-    """Medians of milliseconds with all paths on, and the others' times over them."""
-    found: dict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
+    """Medians: of milliseconds with all paths on, and of the others' times over those of the same
+    round, because the speed of a shared host changes from second to second."""
+    found: dict[tuple[str, ...], dict[str, list[float]]] = defaultdict(dict)
     for text in args.out.read_text().splitlines():
         x = json.loads(text)
-        found[x["engine"], x["shape"], x["level"]][x["path"]] = statistics.median(x["ms"])
-    paths = [*HOST, "host", PRODUCT]
-    print("| engine | shape | | ms | " + " | ".join(f"no {p}" for p in paths) + " |")
-    print("| --- | --- | --- |" + " ---: |" * (1 + len(paths)))
+        found[x["engine"], x["shape"], x["level"]][x["path"]] = x["ms"]
+    off = [*HOST, "host", PRODUCT]
+    print("| engine | shape | | ms | " + " | ".join(f"no {p}" for p in off) + " |")
+    print("| --- | --- | --- |" + " ---: |" * (1 + len(off)))
     for names, ms in found.items():
-        cells = [f"{ms[p] / ms[ON]:.3f}" if p in ms else "" for p in paths]
-        print(f"| {' | '.join(names)} | {ms[ON]:.2f} | {' | '.join(cells)} |")
+        ratios = {p: [a / b for a, b in zip(x, ms[ON], strict=True)] for p, x in ms.items()}
+        cells = [f"{statistics.median(ratios[p]):.3f}" if p in ms else "" for p in off]
+        print(f"| {' | '.join(names)} | {statistics.median(ms[ON]):.2f} | {' | '.join(cells)} |")
 
 
 def main() -> None:
@@ -201,6 +207,8 @@ def main() -> None:
     parser.add_argument("level", choices=("graphs", "eager", "training", "loop", "table"))
     parser.add_argument("--shape", default="qwen3-0.6b")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--paths", nargs="+", help="default: all")
     parser.add_argument("--steps", type=int, default=8, help="of the loop")
     parser.add_argument("--off", help=argparse.SUPPRESS)
     args = parser.parse_args()
