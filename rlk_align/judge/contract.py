@@ -35,7 +35,6 @@ Tolerances live in these files only.
 """
 
 import hashlib
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from fnmatch import fnmatchcase
@@ -46,6 +45,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StringConstraint
 
 from rlk_align.model.operators import OPERATORS, OpClass
 from rlk_align.results import EdgeName
+from rlk_align.tail import Tail
 
 RawMetric = Literal[
     "max_abs_dlogp",
@@ -79,27 +79,6 @@ Pattern = Annotated[str, StringConstraints(pattern=r"^[a-z0-9_.*?]+$")]
 Bound = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
 """No conversions: `fail = "0.5"` and `fail = true` are not numbers."""
-
-
-class Tail(BaseModel):
-    """How the largest of N tokens grows with N, as in healthy runs: a token is above `value` with
-    probability 1 − `quantile`, and how far above is exponential with the mean `scale` (peaks over
-    a threshold, Pickands 1975). In the unit of the limit's metric."""
-
-    model_config = _STRICT
-
-    quantile: Annotated[float, Field(gt=0, lt=1)]
-    value: Bound
-    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    chance: Annotated[float, Field(gt=0, lt=1)]
-    """The probability with which a healthy run, of any number of tokens, exceeds the limit."""
-
-    def bound(self, tokens: int) -> float:
-        """What the largest of this many tokens may be: P(max > x) ≤ N (1 − q) exp(−(x − value) /
-        scale) = chance, whether tokens are independent or not."""
-        return self.value + self.scale * max(
-            0.0, math.log(max(1, tokens) * (1 - self.quantile) / self.chance)
-        )
 
 
 class Limit(BaseModel):

@@ -28,6 +28,7 @@ MEANING: dict[Name, str] = {
     "routing": "Single tokens take another route through the model.",
     "dropout": "The trainer's log-probs have noise that depends on the model's certainty.",
     "quantisation": "The numerical error is larger than the dtype explains.",
+    "single-token": "Single tokens are farther off than rounding explains.",
     "numerics": "The two sides agree within ordinary rounding.",
 }
 """Diagnosis -> what it means, in a sentence."""

@@ -94,12 +94,15 @@ RULES = {
     "progress": ("text",),
     "version": (),
     "interval": (),
+    "tail": (),
     "results": (),
     "comparison_table": ("files", "text", "errors"),
     "logs.dumps": ("logs.dumps", "trace", "results", "files", "progress", "text", "errors"),
     "logs.readers": ("logs.readers", "logs.dumps", "progress", "text", "errors"),
     "logs.writers": ("logs.writers", "logs.readers.missing", "logs.dumps", "files", "errors"),
-    "logs.diagnose": ("logs.diagnose", "logs.dumps", "interval", "data", "files", "text", "errors"),
+    "logs.diagnose": (
+        *("logs.diagnose", "logs.dumps", "interval", "tail", "data", "files", "text", "errors"),
+    ),
     "logs.rescore": (
         *("logs.rescore", "logs.diagnose", "logs.dumps", "compare.metrics", "interval"),
         *("trace", "model"),
@@ -136,7 +139,7 @@ RULES = {
         *("probe", "capture", "engines", "compare", "judge", "trace", "model"),
         *("results", "progress", "errors"),
     ),
-    "judge": ("judge", "model.operators", "data", "results", "files", "text", "errors"),
+    "judge": ("judge", "model.operators", "data", "results", "tail", "files", "text", "errors"),
     "report": (
         *(
             "report",

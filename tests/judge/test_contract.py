@@ -117,6 +117,9 @@ def test_runs_are_judged_by_the_same_law() -> None:
         limits = {x.metric: x for x in load_contract(name, dtype).limits}
         assert limits["noise_c"].fail == run.limit("quantisation", dtype=dtype)
         assert limits["ratio_bias"].fail == run.limit("numerics")
+        excess, token = limits["excess"], run.single_token(dtype)
+        assert token is not None
+        assert (excess.floor, excess.fail, excess.tail) == (token.floor, token.fail, token.tail)
 
 
 FIGURES = {

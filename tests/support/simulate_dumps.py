@@ -343,6 +343,19 @@ def _quantised(dump: Dump, factor: float) -> None:
     dump.extra = np.full(len(dump.extra), factor)
 
 
+def _one_token(dump: Dump, size: float) -> None:
+    """One probable token whose log-prob the trainer gets wrong by so many times c."""
+
+    def plant(run: Sequences) -> None:
+        room = -np.expm1(run.rollout)
+        there = run.compared & (room > 0.2) & (room < 0.8)
+        usual = np.abs(run.train - run.rollout)[run.compared].sum() / room[run.compared].sum()
+        at = dump.rng.choice(np.flatnonzero(there))
+        run.train[at] = run.rollout[at] - size * max(usual, 0.01) * room[at]
+
+    dump.after.append(plant)
+
+
 FAULTS = {
     "copied": Fault("vacuous", _copied, (1,)),
     "trainer all 0": Fault("vacuous", _zeros, (1,)),
@@ -385,6 +398,7 @@ FAULTS = {
     "routes flip": Fault("routing", _routing, (0.005, 0.01, 0.02, 0.05)),
     "dropout on": Fault("dropout", _dropout, (0.05, 0.1, 0.2)),
     "quantised": Fault("quantisation", _quantised, (2, 3, 4, 6)),
+    "one token wrong": Fault("single-token", _one_token, (200, 300, 500)),
 }
 """Fault -> which diagnosis it must get and how to plant it."""
 

@@ -43,6 +43,8 @@ NEXT: dict[Name, str] = {
     "dropout to 0",
     "quantisation": f"{RESCORE} with each side in its full precision and the trainer in evaluation "
     "mode: which side's format, kernels or dropout make the error",
+    "single-token": f"look the shown tokens up in the dump, for another value in place of their "
+    f"log-prob; then {RESCORE}",
     "numerics": f"nothing to repair; {RESCORE} says which operator the rest comes from",
 }
 """Diagnosis -> the next command, or what to change, with {RUN} for the run's folder."""

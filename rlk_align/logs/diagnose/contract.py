@@ -13,6 +13,7 @@ from rlk_align.data import data_path
 from rlk_align.errors import ContractError
 from rlk_align.files import read_text
 from rlk_align.logs.diagnose.record import Name
+from rlk_align.tail import Tail
 from rlk_align.text import complaint
 
 Words = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
@@ -53,36 +54,47 @@ ask the question, or asks it by the limit that was used before."""
 DTYPES: tuple[Dtype, ...] = ("bfloat16", "float16", "float32")
 
 
-class RunLimit(BaseModel):
-    """A diagnosis holds where the whole interval of its statistic is above `fail`."""
+class _Limit(BaseModel):
+    """What limits of a run and of a step have in common."""
 
     model_config = _STRICT
 
-    diagnosis: Name
-    statistic: Literal["null", "rescored", "chance", "labels", "repeat", "negligible"] | None = None
-    dtype: Dtype | None = None
     fail: Bound
-    healthy: Bound | None = None
-    """The largest value of healthy runs."""
+    tail: Tail | None = None
+    """For the largest value of N tokens: the limit is `fail` or what N tokens may reach, whichever
+    is less."""
     why: Words
     source: Words
     """`published: …`, `measured: …` or `derived: …`."""
 
+    def fail_at(self, tokens: int) -> float:
+        """The bound for the largest value of this many tokens."""
+        return self.fail if self.tail is None else min(self.fail, self.tail.bound(tokens))
 
-class StepLimit(BaseModel):
-    """A bound on a metric of one step; a value beyond it, or a NaN, breaks it."""
 
-    model_config = _STRICT
+class RunLimit(_Limit):
+    """A diagnosis holds where the whole interval of its statistic is above `fail`."""
+
+    diagnosis: Name
+    statistic: Literal["null", "rescored", "chance", "labels", "repeat", "negligible"] | None = None
+    dtype: Dtype | None = None
+    floor: Bound | None = None
+    """For a statistic in multiples of c: the least c that it is counted in."""
+    healthy: Bound | None = None
+    """The largest value of healthy runs."""
+
+
+class StepLimit(_Limit):
+    """A bound on a metric of one step; a value beyond it, or a NaN, breaks it. `why` says what a
+    value beyond the limit means."""
 
     name: Words
-    metric: Literal["ratio_error", "c", "k3", "mean_abs", "outliers", "missing_share", "duplicated"]
+    metric: Literal[
+        "ratio_error", "c", "excess", "k3", "mean_abs", "outliers", "missing_share", "duplicated"
+    ]
     """`missing_share` is a share of the scored tokens, and `duplicated` a share of the groups. If
     k3 is not known, `k3` is k2, or else k1: all three estimate one KL divergence."""
     warn: Bound
-    fail: Bound
-    why: Words
-    """What a value beyond the limit means."""
-    source: Words
 
 
 class TrendLimits(BaseModel):
@@ -142,6 +154,10 @@ class RunContract(BaseModel):
         """The bound of a diagnosis."""
         return self._limits[name, statistic, dtype].fail
 
+    def single_token(self, dtype: Dtype) -> RunLimit | None:
+        """The limit on the largest error of a token; None in contracts of an earlier version."""
+        return self._limits.get(("single-token", None, dtype))
+
     def threshold(self, name: str) -> float:
         """The value of a threshold, by its name."""
         return self._thresholds[name]
@@ -174,7 +190,7 @@ class RunContract(BaseModel):
         names = {x.name for x in self.steps}
         if len(self._limits) != len(self.limits) or len(names) != len(self.steps):
             raise ValueError("a limit is given twice")
-        optional = {(*key, None) for key in OPTIONAL}
+        optional = {(*key, None) for key in OPTIONAL} | {("single-token", None, d) for d in DTYPES}
         for name, statistic, dtype in wanted ^ (self._limits.keys() - optional):
             what = " ".join(x for x in (name, statistic, dtype) if x)
             known = (name, statistic, dtype) in wanted

@@ -108,6 +108,11 @@ class Evidence:
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(self.q >= smallest, self.size / self.q, np.nan)
 
+    def excess(self, floor: float) -> Floats:
+        """[n]; |d| / q in multiples of c, which counts as `floor` at least."""
+        room = np.maximum(self.q, self.contract.threshold("noise.token-q"))
+        return np.asarray(self.size / room / np.fmax(self.c().value, floor))
+
     @cached_property
     def steps(self) -> Indices:
         """[n]; the step of each token."""

@@ -32,6 +32,7 @@ FAMILIES: tuple[tuple[Check, ...], ...] = (
     (level.dropout,),
     (level.routing,),
     (level.quantisation,),
+    (level.single_token,),
 )
 """The diagnoses in their order: the first one that holds is the verdict. A mismatch that a family
 finds or suspects disturbs the statistics of later families, which are then skipped."""

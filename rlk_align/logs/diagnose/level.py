@@ -188,6 +188,27 @@ def quantisation(e: Evidence) -> Diagnosis | None:
     return diagnosis("quantisation", statistic, estimate, limit, why, samples, "moderate")
 
 
+def single_token(e: Evidence) -> Diagnosis | None:
+    """Holds if a token is farther off than the largest error of so many tokens."""
+    limit = e.contract.single_token(e.dtype)
+    if limit is None or limit.floor is None:
+        return None
+    excess = e.excess(limit.floor)
+    largest, bound = float(excess.max()), limit.fail_at(len(excess))
+    if largest <= bound:
+        return None
+    why = (
+        f"one token is {largest:.0f} times as far off as tokens usually are, and of so many tokens "
+        f"the worst healthy one stays below {bound:.0f} times: no rounding makes that. Another "
+        "value may stand in place of this log-prob, or a choice flips there"
+    )
+    statistic = "the largest |Δ|/(1 − p), in multiples of c"
+    found = Estimate(largest, largest, largest)
+    return diagnosis(
+        "single-token", statistic, found, bound, why, e.worst(excess, excess > bound), "moderate"
+    )
+
+
 def numerics(e: Evidence, mean_ratio: Estimate) -> Diagnosis:
     """The diagnosis that is left if no other holds: rounding and summation order."""
     limit = e.contract.limit("quantisation", dtype=e.dtype)

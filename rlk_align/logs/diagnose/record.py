@@ -25,6 +25,7 @@ Name = Literal[
     "routing",
     "dropout",
     "quantisation",
+    "single-token",
     "numerics",
 ]
 Confidence = Literal["high", "moderate", "low"]

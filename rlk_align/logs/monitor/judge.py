@@ -36,9 +36,10 @@ def step_findings(record: StepRecord, limits: Iterable[StepLimit]) -> Iterator[F
         if interval is None:
             continue
         beyond = _beyond(interval)
-        level = _level(beyond, limit)
+        fail = limit.fail_at(record.tokens or 0)
+        level = _level(beyond, min(limit.warn, fail), fail)
         if level:
-            bound = limit.warn if level == "warn" else limit.fail
+            bound = limit.warn if level == "warn" else fail
             yield Finding(
                 level=level, name=limit.name, value=interval.value, limit=bound, why=limit.why
             )
@@ -46,6 +47,8 @@ def step_findings(record: StepRecord, limits: Iterable[StepLimit]) -> Iterator[F
 
 def _value(record: StepRecord, limit: StepLimit) -> Interval | None:
     """The metric; a plain value is an interval without width. None if it is not known."""
+    if limit.metric == "excess":
+        return _exactly(record.excess)
     if limit.metric == "outliers":
         return _exactly(record.outliers)
     if limit.metric == "duplicated":
@@ -74,10 +77,10 @@ def _beyond(interval: Interval) -> float:
     return -interval.high if interval.high < 0 else 0.0
 
 
-def _level(beyond: float, limit: StepLimit) -> Level | None:
-    if not beyond <= limit.fail:
+def _level(beyond: float, warn: float, fail: float) -> Level | None:
+    if not beyond <= fail:
         return "fail"
-    return None if beyond <= limit.warn else "warn"
+    return None if beyond <= warn else "warn"
 
 
 class Trends:

@@ -41,7 +41,8 @@ def measure(step: int, sequences: Sequences, contract: RunContract) -> StepRecor
             missing=missing,
             not_finite=int((~(np.isfinite(pairs.g) & np.isfinite(pairs.t))).sum()),
             ratio_error=_interval(ratio(pairs.by_answer(pairs.ratio), counts), minus=1.0),
-            c=_noise(size, pairs, 1),
+            c=(c := _noise(size, pairs, 1)),
+            excess=_excess(size, pairs, c, contract),
             noise_logs=_noise_logs(size, pairs, contract),
             k2_scaled=_noise(size**2, pairs, 2),
             mean_abs=float(size.mean()),
@@ -94,6 +95,16 @@ def _noise(values: Floats, pairs: Pairs, power: int) -> Interval | None:
     """mean of values / mean (1 − p)^power; None if the model is sure of every token."""
     q = pairs.by_answer(pairs.q**power)
     return None if q.sum() == 0 else _interval(ratio(pairs.by_answer(values), q))
+
+
+def _excess(size: Floats, pairs: Pairs, c: Interval | None, contract: RunContract) -> float | None:
+    """The largest |d| / (1 − p) of a token in multiples of c, by the floor of bf16; None if the
+    contract does not ask."""
+    limit = contract.single_token("bfloat16")
+    if limit is None or limit.floor is None or c is None:
+        return None
+    room = np.maximum(pairs.q, contract.threshold("noise.token-q"))
+    return float((size / room).max() / np.fmax(c.value, limit.floor))
 
 
 def _noise_logs(size: Floats, pairs: Pairs, contract: RunContract) -> Spread:

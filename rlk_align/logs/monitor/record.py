@@ -87,6 +87,8 @@ class StepRecord(BaseModel):
     was sampled."""
     c: Interval | None = None
     """mean |d| / mean (1 − p): the noise, which does not depend on how sure the model is."""
+    excess: float | None = None
+    """The largest |d| / (1 − p) of a token, in multiples of c."""
     noise_logs: Spread | None = None
     """The logarithm of c of each distinct answer with a large enough Σ(1 − p)."""
     k2_scaled: Interval | None = None

@@ -77,6 +77,15 @@ def test_a_temperature_on_one_side_moves_the_mean_ratio() -> None:
     assert "ratio-mean" in {f.name for f in record.findings if f.level == "fail"}
 
 
+def test_one_wrong_token_is_named_in_its_step() -> None:
+    monitor = RunMonitor()
+    for step, g, t in Loop(batch=512).steps(5):
+        if step == 3:
+            t.flat[np.argmin(np.abs(g + 0.5))] -= 8.0
+        record = monitor.arrays(step, g, t, np.ones_like(g))
+        assert [f.name for f in record.findings] == (["single-token"] if step == 3 else [])
+
+
 def test_a_growing_version_lag_is_named() -> None:
     monitor = RunMonitor()
     found = []

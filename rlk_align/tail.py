@@ -1,0 +1,27 @@
+"""The largest value of many, as limits of a maximum state it."""
+
+import math
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Tail(BaseModel):
+    """How the largest of N tokens grows with N, as in healthy runs: a token is above `value` with
+    probability 1 − `quantile`, and how far above is exponential with the mean `scale` (peaks over
+    a threshold, Pickands 1975). In the unit of the limit's metric."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    quantile: Annotated[float, Field(gt=0, lt=1)]
+    value: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    chance: Annotated[float, Field(gt=0, lt=1)]
+    """The probability with which a healthy run, of any number of tokens, exceeds the limit."""
+
+    def bound(self, tokens: int) -> float:
+        """What the largest of this many tokens may be: P(max > x) ≤ N (1 − q) exp(−(x − value) /
+        scale) = chance, whether tokens are independent or not."""
+        return self.value + self.scale * max(
+            0.0, math.log(max(1, tokens) * (1 - self.quantile) / self.chance)
+        )
