@@ -22,9 +22,10 @@ from rlk_align.judge.regression import RegressionVerdict
 from rlk_align.judge.verdict import Verdict
 from rlk_align.probe.record import Probe
 from rlk_align.report.change import show_change
-from rlk_align.report.regression_terminal import show_regression
+from rlk_align.report.document_terminal import STYLES, show_document
+from rlk_align.report.regression import regression_document
 from rlk_align.report.source import ReportSource
-from rlk_align.report.terminal import STYLES, show
+from rlk_align.report.terminal import show
 from rlk_align.report.verdict_json import record_text, too_few_json
 from rlk_align.report.words import MORE_TOKENS
 from rlk_align.text import line
@@ -95,7 +96,8 @@ def finish_regression(
 ) -> NoReturn:
     """Prints what became worse from one run to another, writes each output, and exits."""
     folders = (runs[0].folder, runs[1].folder)
-    print_report(lambda console: show_regression(verdict, folders, console), takes_stdout(outputs))
+    document = regression_document(verdict, folders)
+    print_report(lambda console: show_document(document, console), takes_stdout(outputs))
     write_regression(outputs, verdict)
     sys.exit(verdict.exit_code)
 

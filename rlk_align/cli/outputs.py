@@ -10,7 +10,8 @@ from pathlib import Path
 from rlk_align.errors import BadOption, TraceNotWritten
 from rlk_align.files import whole_file
 from rlk_align.judge.regression import RegressionVerdict
-from rlk_align.report.formats import FORMATS, REGRESSION_FORMATS, renderer
+from rlk_align.report.document import Document
+from rlk_align.report.formats import DOCUMENT_FORMATS, FORMATS, REGRESSION_FORMATS, renderer
 from rlk_align.report.source import ReportSource
 from rlk_align.trace.run_folder import RunFolder
 
@@ -135,6 +136,16 @@ def write_run(
         return renderer(name)(source)
 
     write_outputs(outputs, render, lambda: workflow_commands(source))
+
+
+def write_document(
+    outputs: Sequence[OutputTarget], document: Document, json_text: Callable[[], str]
+) -> None:
+    """Writes a document in each format, as JSON by `json_text`. Raises TraceNotWritten."""
+    for output in outputs:
+        as_json = output.format == "json"
+        text = json_text() if as_json else renderer(output.format, DOCUMENT_FORMATS)(document)
+        write_text(output.path, text)
 
 
 def write_regression(outputs: Sequence[OutputTarget], verdict: RegressionVerdict) -> None:

@@ -57,8 +57,9 @@ def _imported_html(runs: list[str], out: Path, contract: str) -> None:
     from rlk_align.logs.diagnose.contract import load_run_contract
     from rlk_align.logs.diagnose.explain import explain
     from rlk_align.logs.dumps.run import ImportedRun
-    from rlk_align.report.html.explained import explained_page
-    from rlk_align.report.html.steps import steps_page
+    from rlk_align.report.explained import explained_document
+    from rlk_align.report.html.document import document_page
+    from rlk_align.report.html.steps import run_steps, steps_page
 
     limits = load_run_contract(contract)
     imported = [ImportedRun.open(run) for run in runs]
@@ -67,7 +68,8 @@ def _imported_html(runs: list[str], out: Path, contract: str) -> None:
         page = steps_page(histories)
     else:
         ((folder, history),) = histories.items()
-        page = explained_page(explain(imported[0].sequences(), limits), folder, history)
+        document = explained_document(explain(imported[0].sequences(), limits), folder)
+        page = document_page(document, run_steps(0, folder, history) if history.records else None)
     write_report(imported, {out: page})
 
 
@@ -88,13 +90,14 @@ def _imported_markdown(name: str, out: str, contract: str) -> None:
     from rlk_align.logs.diagnose.contract import load_run_contract
     from rlk_align.logs.diagnose.explain import explain
     from rlk_align.logs.dumps.run import ImportedRun
-    from rlk_align.report.explained_markdown import explained_markdown
+    from rlk_align.report.document_markdown import document_markdown
+    from rlk_align.report.explained import explained_document
 
     output = make_output("markdown", out)
     run = ImportedRun.open(name)
     check_outputs([output], run)
     explained = explain(run.sequences(), load_run_contract(contract))
-    write_text(output.path, explained_markdown(explained, str(run.folder)))
+    write_text(output.path, document_markdown(explained_document(explained, str(run.folder))))
 
 
 Out = Annotated[

@@ -7,11 +7,13 @@ from typing import Any, NoReturn
 from rlk_align.api.rescoring import Rescoring, prepare
 from rlk_align.cli import options
 from rlk_align.cli.finish import print_report
-from rlk_align.cli.outputs import check_outputs, parse_outputs, takes_stdout, write_text
+from rlk_align.cli.outputs import check_outputs, parse_outputs, takes_stdout, write_document
 from rlk_align.errors import BadOption
 from rlk_align.progress import show_progress
-from rlk_align.report.formats import RESCORED_FORMATS, renderer
-from rlk_align.report.rescored_terminal import show_rescored
+from rlk_align.report.document_terminal import show_document
+from rlk_align.report.formats import DOCUMENT_FORMATS
+from rlk_align.report.rescored import rescored_document
+from rlk_align.report.rescored_json import rescored_json
 
 OF_SAMPLING: dict[str, Any] = {
     "runs": [],
@@ -41,15 +43,14 @@ def rescore(
             f"--tokens gives the ids to score: {flags or 'runs'} cannot be combined with it",
             "leave it out",
         )
-    outputs = parse_outputs(output, tuple(RESCORED_FORMATS))
+    outputs = parse_outputs(output, ("json", *DOCUMENT_FORMATS))
     with show_progress("compare") as progress:
         prepared = prepare(rescoring, options.warn, progress, options.command_line())
         for run in (prepared.run, prepared.dump):
             check_outputs(outputs, run)
         rescored = prepared.start(progress)
     dump, scores = str(prepared.dump.folder), str(prepared.run.folder)
-    print_report(lambda c: show_rescored(rescored, dump, scores, c), takes_stdout(outputs))
-    for target in outputs:
-        render = renderer(target.format, RESCORED_FORMATS)
-        write_text(target.path, render(rescored, dump, scores))
+    document = rescored_document(rescored, dump, scores)
+    print_report(lambda console: show_document(document, console), takes_stdout(outputs))
+    write_document(outputs, document, lambda: rescored_json(rescored, dump, scores))
     sys.exit(rescored.exit_code)

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from rlk_align.judge.verdict import Verdict, headline
 from rlk_align.report.columns import columns
-from rlk_align.report.terminal import STYLES
+from rlk_align.report.document_terminal import STYLES
 from rlk_align.report.words import EDGE_FIGURES, edge_figures
 from rlk_align.results import EdgeMetrics
 from rlk_align.text import line

@@ -20,20 +20,11 @@ REGRESSION_FORMATS = {
 }
 """Format -> `module:function`, which renders a RegressionVerdict."""
 
-
-EXPLAINED_FORMATS = {
-    "json": "rlk_align.report.explained_json:explained_json",
-    "markdown": "rlk_align.report.explained_markdown:explained_markdown",
-    "html": "rlk_align.report.html.explained:explained_page",
+DOCUMENT_FORMATS = {
+    "markdown": "rlk_align.report.document_markdown:document_markdown",
+    "html": "rlk_align.report.html.document:document_page",
 }
-"""Format -> `module:function`, which renders an Explanation and its run's folder."""
-
-RESCORED_FORMATS = {
-    "json": "rlk_align.report.rescored_json:rescored_json",
-    "markdown": "rlk_align.report.rescored_markdown:rescored_markdown",
-    "html": "rlk_align.report.html.rescored:rescored_page",
-}
-"""Format -> `module:function`, which renders a Rescored and the folders of its dump and its run."""
+"""Format -> `module:function`, which renders a Document."""
 
 
 def renderer(name: str, formats: Mapping[str, str] = FORMATS) -> Callable[..., str]:

@@ -105,7 +105,7 @@ def _sections(source: ReportSource) -> Iterator[Section]:
         rows = [[code(e.name), *edge_figures(e.metrics)] for e in c.edges]
         if healthy := healthy_figures(verdict):
             rows.append(["healthy models", *healthy])
-        edges = table(["edge", *EDGE_FIGURES], rows, True)
+        edges = table(["edge", *EDGE_FIGURES], rows)
         shown = headline(verdict)
         law = noise_law(verdict, shown) if shown else ""
         yield "Edges", f"{edges}\n{code(shown.name)}: {prose(law)}\n" if shown and law else edges
@@ -177,4 +177,4 @@ def _sides(verdict: Verdict) -> str:
     ]
     precheck = ", ".join(f"{kind} {parity(c, kind)}" for kind in PARITY_KINDS)
     model = f"Model {code(c.model)}. Precheck: {precheck}."
-    return f"{table(['side', 'engine', 'version', 'dtype', 'torch'], rows, False)}\n\n{model}"
+    return f"{table(['side', 'engine', 'version', 'dtype', 'torch'], rows, names=5)}\n\n{model}"

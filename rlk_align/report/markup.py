@@ -27,10 +27,10 @@ def code(text: object) -> str:
     return f"<code>{spelled}</code>"
 
 
-def prose(text: object, longest: int = 600) -> str:
-    """A sentence with names in it."""
+def prose(text: object, longest: int = 600, starts_line: bool = True) -> str:
+    """A sentence with names in it; in a table's cell it starts no line."""
     words = [w for w in short_printable(text, longest).split(" ") if w]
-    return " ".join(_word(word, first=not at) for at, word in enumerate(words))
+    return " ".join(_word(w, first=starts_line and not at) for at, w in enumerate(words))
 
 
 def _word(word: str, first: bool) -> str:
@@ -42,10 +42,10 @@ def _word(word: str, first: bool) -> str:
     return f"{before}{code(bare)}{after}"
 
 
-def table(head: list[str], rows: list[list[str]], figures: bool) -> str:
-    """Cells are Markdown; the first column is of names, the others of figures or of names too."""
+def table(head: list[str], rows: list[list[str]], names: int = 1) -> str:
+    """Cells are Markdown; the first `names` columns are of names, the others of figures."""
     head = [cell.replace("|", "\\|") for cell in head]
-    rule = ["---", *("---:" if figures else "---" for _ in head[1:])]
+    rule = ["---" if at < names else "---:" for at in range(len(head))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
 
 

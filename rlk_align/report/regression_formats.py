@@ -2,9 +2,10 @@
 commands."""
 
 from rlk_align.judge.regression import RegressionCheck, RegressionVerdict
+from rlk_align.report.document_markdown import document_markdown
 from rlk_align.report.github import Annotation, commands
 from rlk_align.report.junit import JUnitCase, JUnitSuite, junit_text
-from rlk_align.report.markup import code, prose, table
+from rlk_align.report.regression import finding, regression_document
 from rlk_align.report.verdict_json import contract_json, finite, record_text
 
 _SHOWN = 50
@@ -26,42 +27,12 @@ def regression_json(verdict: RegressionVerdict) -> str:
 
 def regression_markdown(verdict: RegressionVerdict) -> str:
     """A comment for a pull request: figures of whole edges, and operators that are worse."""
-    contract = f"contract {code(verdict.contract.id)} {verdict.contract.version}"
-    lines = [
-        f"## rlk-align: {verdict.status.upper()}",
-        "",
-        f"**{prose(_finding(verdict))}**, by the regression limits of {contract}.",
-        "",
-    ]
-    lines += [f"- {prose(doubt)}" for doubt in verdict.doubts[:_SHOWN]]
-    shown = [c for c in verdict.checks if c.site is None or not c.holds]
-    if shown:
-        head = ["edge", "where", "metric", "before", "after", "allowed", ""]
-        lines.append(table(head, [_row(c) for c in shown[:_SHOWN]], True))
-    if len(shown) > _SHOWN:
-        lines.append(f"\nand {len(shown) - _SHOWN} more")
-    return "\n".join(lines) + "\n"
-
-
-def _row(check: RegressionCheck) -> list[str]:
-    figures = (f"{x:.3g}" for x in (check.before, check.after, check.allowed))
-    mark = "" if check.holds else "**worse**"
-    where = " ".join(filter(None, [check.side, check.site and code(check.site)]))
-    return [code(check.edge), where, code(check.metric), *figures, mark]
-
-
-def _finding(verdict: RegressionVerdict) -> str:
-    if verdict.doubts:
-        return f"nothing can be concluded: {verdict.doubts[0]}"
-    count = len(verdict.checks)
-    if verdict.worse:
-        return f"{len(verdict.worse)} of {count} figures are worse than allowed"
-    return f"none of {count} figures is worse than allowed"
+    return document_markdown(regression_document(verdict))
 
 
 def regression_junit(verdict: RegressionVerdict) -> str:
     """A test case for each limit, in a suite for each edge."""
-    message = _finding(verdict)
+    message = finding(verdict)
     conclusive = JUnitCase(
         name="conclusive",
         outcome="error" if verdict.doubts else None,

@@ -23,6 +23,7 @@ from rlk_align.judge.verdict import (
 from rlk_align.judge.wording import why_legitimate
 from rlk_align.probe.record import Probe
 from rlk_align.report.columns import columns
+from rlk_align.report.document_terminal import STYLES
 from rlk_align.report.probe_units import probe_lines
 from rlk_align.report.routing_words import replay_lines, routing_lines
 from rlk_align.report.words import (
@@ -48,7 +49,6 @@ from rlk_align.report.words import (
 from rlk_align.results import Comparison, EdgeResult, Introducer
 from rlk_align.text import line
 
-STYLES = {"pass": "bold green", "fail": "bold red", "inconclusive": "bold yellow"}
 _SHOWN = 8
 """Entries of a list that are printed; the rest is counted."""
 _WIDTH = 100

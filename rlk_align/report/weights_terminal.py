@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from rlk_align.report.terminal import STYLES
+from rlk_align.report.document_terminal import STYLES
 from rlk_align.text import line, printable
 from rlk_align.weights.findings import EXPECTED, Finding, WeightsReport
 

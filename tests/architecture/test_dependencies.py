@@ -287,7 +287,7 @@ def loaded(*modules: str) -> dict[str, set[str]]:
 HEAVY = {"torch", "transformers", "vllm", "triton", "rlk_kernels", "safetensors.torch"}
 LIGHT = (
     *("judge.verdict", "judge.contract", "results", "report.terminal", "report.verdict_json"),
-    *("logs.diagnose.explain", "report.explained_json", "report.explained_terminal"),
+    *("logs.diagnose.explain", "report.explained_json", "report.explained"),
     *("logs.writers.step_file", "logs.writers.trl", "logs.writers.verl"),
     *("logs.dumps.run", "logs.readers.importing", "logs.readers.miles", "logs.readers.jsonl"),
     *("report.source", "report.html.page", "report.html.several", "report.model_explorer"),
@@ -296,7 +296,13 @@ LIGHT = (
     *("model.sites", "model.operators", "progress", "text", "errors", "data", "cli.main"),
     *("api.public", "api.loaded", "api.judging", "api.pair", "api.single"),
     *("report.weights_terminal", "cli.weights"),
-    *("report.rescored_terminal", "report.rescored_json", "api.rescoring", "cli.compare"),
+    *(
+        "report.rescored",
+        "report.document_terminal",
+        "report.rescored_json",
+        "api.rescoring",
+        "cli.compare",
+    ),
 )
 """What judges and parses."""
 

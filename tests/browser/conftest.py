@@ -15,9 +15,11 @@ from rlk_align.logs.diagnose.contract import load_run_contract
 from rlk_align.logs.diagnose.explain import Explanation, explain
 from rlk_align.logs.monitor.history import History
 from rlk_align.logs.monitor.run import RunMonitor
-from rlk_align.report.html.explained import explained_page
+from rlk_align.report.explained import explained_document
+from rlk_align.report.html.document import document_page
 from rlk_align.report.html.page import run_page
 from rlk_align.report.html.several import several_page
+from rlk_align.report.html.steps import run_steps
 from rlk_align.report.source import load_source
 from rlk_align.trace.run import Run
 
@@ -70,7 +72,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "hostile": run_page(hostile),
         "several": several_page([healthy, failing, hostile]),
         "two": several_page([healthy, failing]),
-        "imported": explained_page(explained(), HOSTILE, watched_run()),
+        "imported": document_page(
+            explained_document(explained(), HOSTILE), run_steps(0, HOSTILE, watched_run())
+        ),
     }
     for name, text in texts.items():
         (folder / f"{name}.html").write_text(text, encoding="utf-8")

@@ -51,11 +51,11 @@ def test_a_faulty_run_is_named(cli: Cli, tmp_path: Path, fault: str, name: str, 
     imported_run(faulty(fault, 1, 20_000), tmp_path / "a run")
     done = cli("explain", "a run", "--output", "markdown=page.md")
     assert done.code == code, done.err
-    assert f"verdict  {name}" in done.out
+    assert f"verdict: {name}" in done.out
     assert done.verdict is not None
     assert done.verdict["exit_code"] == code
     assert done.verdict["diagnoses"][0]["name"] == name
-    assert f"### {name}" in (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert f"### verdict: {name}" in (tmp_path / "page.md").read_text(encoding="utf-8")
     advice = done.verdict["diagnoses"][0]["next"]
     assert ("'a run'" in advice) == ("{RUN}" in NEXT[name])
     assert "RUN" not in advice

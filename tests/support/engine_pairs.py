@@ -136,7 +136,6 @@ MODELS = {
             "decoder_sparse_step": 2,
         },
         sparse=True,
-        kernels=("rlk",),
     ),
     # vLLM's own kernels do not take these sizes.
     "odd-sizes": Model(
@@ -380,8 +379,6 @@ _EVERY = [
     for train in _specs(ENGINES, model)
     # Without the kernels, only one rank of vLLM samples.
     if kernels == "rlk" or not rollout.startswith("vllm:")
-    # Without the kernels, random models have one dtype: a few bf16 rows are at a budget's edge.
-    if kernels == "rlk" or model.path or dtype == model.dtypes[-1]
     # With the kernels, HF refuses a cache that is cut to a window.
     if not (kernels == "rlk" and rollout == "hf" and "sliding_window" in model.settings)
     # HF samples for a few layouts.

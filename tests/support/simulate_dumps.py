@@ -344,11 +344,11 @@ def _quantised(dump: Dump, factor: float) -> None:
 
 
 def _one_token(dump: Dump, size: float) -> None:
-    """One probable token whose log-prob the trainer gets wrong by so many times c."""
+    """One token whose log-prob the trainer gets wrong by so many times c."""
 
     def plant(run: Sequences) -> None:
         room = -np.expm1(run.rollout)
-        there = run.compared & (room > 0.2) & (room < 0.8)
+        there = run.compared & (room > 0.5) & (room < 0.8)
         usual = np.abs(run.train - run.rollout)[run.compared].sum() / room[run.compared].sum()
         at = dump.rng.choice(np.flatnonzero(there))
         run.train[at] = run.rollout[at] - size * max(usual, 0.01) * room[at]

@@ -1,0 +1,27 @@
+"""A document as a page."""
+
+from pathlib import Path
+
+from rlk_align.report.document import Document
+from rlk_align.report.html.card import SIGNS, Card
+from rlk_align.report.html.page import render
+from rlk_align.report.html.steps import COLUMNS, RunSteps
+
+
+def document_page(document: Document, steps: RunSteps | None = None) -> str:
+    """Renders a document; `steps`: the run's metrics over its steps, as charts."""
+    return render(
+        "document.html",
+        name=Path(document.folder).name or document.folder,
+        document=document,
+        card=Card(
+            status=document.status,
+            sign=SIGNS[document.status],
+            what=document.headline,
+            answers=[("do next", document.next_step)] if document.next_step else [],
+            facts=[(fact.label, fact.text) for fact in document.facts],
+            command=None,
+        ),
+        steps=steps,
+        columns=COLUMNS,
+    )
