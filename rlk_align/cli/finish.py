@@ -25,7 +25,7 @@ from rlk_align.report.change import show_change
 from rlk_align.report.document_terminal import STYLES, show_document
 from rlk_align.report.regression import regression_document
 from rlk_align.report.source import ReportSource
-from rlk_align.report.terminal import show
+from rlk_align.report.verdict import verdict_document
 from rlk_align.report.verdict_json import record_text, too_few_json
 from rlk_align.report.words import MORE_TOKENS
 from rlk_align.text import line
@@ -51,7 +51,7 @@ def finish(
     """
 
     def everything(console: Console) -> None:
-        show(verdict, run.folder, console, probe)
+        show_document(verdict_document(verdict, run.folder, probe), console)
         if beside is not None:
             show_change(beside[0], verdict, beside[1].folder, console)
             for text in cost_lines(beside[1].reopened(), run.reopened()):

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from rlk_align.judge.chance import by_width
+from rlk_align.judge.chance import by_width, narrow_row_gain
 from rlk_align.judge.contract import STATISTICS, Budget, Contract
 from rlk_align.judge.load import BY_DTYPE, open_contract
 from rlk_align.results import RefereedUnit
@@ -29,14 +29,16 @@ def exceeded(contract: Contract, unit: RefereedUnit) -> list[str]:
 
 
 def bounds_of(contract: Contract, unit: RefereedUnit) -> dict[str, float] | None:
-    """What each statistic of an operator may reach: its budget, and where the contract says so that
-    of the rms of a row for the width of its rows. None where it has no budget."""
+    """What each statistic of an operator may reach: its budget, and where the contract says so the
+    rms and the gain of a row for the width of its rows. None where it has no budget."""
     budget = budget_of(contract, unit)
     if budget is None:
         return None
     bounds = {name: float(getattr(budget, name)) for name in STATISTICS}
     if budget.row_rms_by_width and unit.errors is not None:
         bounds["row_rms"] *= by_width(unit.errors.features, unit.rows)
+        if budget.row_gain:
+            bounds["row_gain"] += narrow_row_gain(unit.errors.features)
     return bounds
 
 

@@ -30,6 +30,13 @@ def widest_row(features: int, rows: int) -> float:
     return math.sqrt(1 + 2 * math.sqrt(t / features) + 2 * t / features)
 
 
+def narrow_row_gain(features: int) -> float:
+    """How much farther than a row of `MEASURED_FEATURES` a narrower one is scaled by chance, in
+    roundings: F independent errors leave a factor of F^-1/2. Where the rows of a model are alike,
+    the same chance is in all of them, and does not average out. A single feature has no factor."""
+    return max(0.0, features**-0.5 - MEASURED_FEATURES**-0.5) if features > 1 else 0.0
+
+
 def by_width(features: int, rows: int) -> float:
     """By what factor a bound on the rms of a row, measured on rows of `MEASURED_FEATURES`, grows
     for rows that are narrower, and shrinks for wider ones. Of a single feature a bound speaks as it

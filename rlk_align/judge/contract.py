@@ -175,7 +175,8 @@ class Budget(BaseModel):
     row_rms: Bound
     row_rms_by_width: bool = False
     """Whether `row_rms` is that of rows of 96 features, and grows for narrower rows and shrinks for
-    wider ones as the largest of their rms does by chance (`judge.chance`)."""
+    wider ones as the largest of their rms does by chance; `row_gain` grows for narrower rows
+    (`judge.chance`)."""
     peak: Bound
     warn: Annotated[float, Field(gt=0, le=1)] | None = None
     """The share of a bound from which on a value is reported."""

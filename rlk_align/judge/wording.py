@@ -40,9 +40,9 @@ def why_legitimate(verdict: Verdict, edge: EdgeResult, site: str) -> str:
     allowed = [f"{b.rms:g}" for b in budgets.values() if b is not None]
     if not allowed or len(allowed) < len(budgets):
         return ""
-    figures = " and ".join(f"{side} by {value:.2g}" for side, value in rms.items())
+    figures = " and ".join(f"{side} by {value:.2g} roundings" for side, value in rms.items())
     most = " and ".join(allowed if len(set(allowed)) > 1 else allowed[:1])
-    return f"legitimate rounding: from float64 {figures} roundings off, {most} allowed"
+    return f"legitimate rounding: against float64 {figures}, where {most} are allowed"
 
 
 LOW_PRECISION = 2.0

@@ -13,11 +13,20 @@ Tone = Literal["", "soft", "doubt", "breach"]
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A labelled statement."""
+    """A labelled statement; without a label it adds to the one before."""
 
     label: str
     text: str
     tone: Tone = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """An entry of a list: what it is about, what is said of that, and details."""
+
+    title: str = ""
+    text: str
+    details: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +50,14 @@ class Section:
     text: Sequence[str] = ()
     """Paragraphs."""
     table: DataTable | None = None
-    items: Sequence[str] = ()
-    """Entries of a list."""
+    items: Sequence[Entry | str] = ()
+    """Entries of a list; a text is an entry without details."""
     facts: Sequence[Fact] = ()
     tone: Tone = ""
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [Entry(text=x) if isinstance(x, str) else x for x in self.items]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +66,14 @@ class Document:
 
     status: Status
     headline: str
+    text: str = ""
+    """What the headline is said of, in more words."""
     folder: str
     """Where the run is; empty for a report on several runs."""
     facts: Sequence[Fact]
     """What the verdict rests on."""
     sections: Sequence[Section]
-    next_step: str = ""
-    """What to do, or a command."""
+    next_steps: Sequence[str] = ()
+    """What to do, the most important first."""
+    command: str = ""
+    """The command that made the run, for readers who do not sit where it ran."""

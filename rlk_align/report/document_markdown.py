@@ -4,16 +4,17 @@ Below 64 KB whatever the run, for a forge takes no longer comment: lists and tab
 their rest is counted, and sections that do not fit are left out by name.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
-from rlk_align.report.document import DataTable, Document, Fact, Section
-from rlk_align.report.markup import prose, table
-from rlk_align.report.words import bounded
+from rlk_align.report.document import DataTable, Document, Entry, Fact, Section
+from rlk_align.report.markup import block, code, prose, table
+from rlk_align.text import printable
 
 LARGEST = 64_000
 """Bytes of a comment."""
-_SHOWN = 50
+_SHOWN = 20
 """Entries of a list, and rows of a table, that are shown; the rest is counted."""
+_LONGEST_COMMAND = 2000
 
 
 def document_markdown(document: Document) -> str:
@@ -22,26 +23,44 @@ def document_markdown(document: Document) -> str:
     omitted = []
     for section in document.sections:
         part = "\n" + "\n\n".join(_section(section)) + "\n"
-        # Room for the names of what is left out.
-        if len((text + part).encode()) <= LARGEST - 1000:
+        # Room for the command, and for the names of what is left out.
+        if len((text + part).encode()) <= LARGEST - 2 * _LONGEST_COMMAND - 1000:
             text += part
         else:
             omitted.append(section.heading)
+    if document.command:
+        text += f"\n### to make the run again\n\n{block(_command(document.command))}\n"
     if omitted:
-        text += f"\nLeft out because they are too long: {', '.join(omitted)}.\n"
+        text += f"\nLeft out because they are too long: {'; '.join(map(prose, omitted))}.\n"
     return text
+
+
+def _command(command: str) -> str:
+    if len(command) <= _LONGEST_COMMAND:
+        return printable(command)
+    return "the command in the run's run.json, which is too long to be shown"
 
 
 def _head(document: Document) -> Iterator[str]:
     yield f"## rlk-align: {document.status.upper()}"
     yield f"**{prose(document.headline)}**"
-    step = [Fact("next", document.next_step)] if document.next_step else []
-    if facts := [*step, *document.facts]:
-        yield _facts(facts)
+    if document.text:
+        yield prose(document.text)
+    steps = [f"- **next:** {_step(step)}" for step in document.next_steps]
+    if facts := [*steps, *_facts(document.facts)]:
+        yield "\n".join(facts)
 
 
-def _facts(facts: Iterable[Fact]) -> str:
-    return "\n".join(f"- **{prose(fact.label)}:** {prose(fact.text)}" for fact in facts)
+def _step(step: str) -> str:
+    """A step, with its command as code."""
+    words, colon, command = step.partition(": rlk-align ")
+    return f"{prose(words)}: {code(f'rlk-align {command}')}" if colon else prose(step)
+
+
+def _facts(facts: Iterable[Fact]) -> Iterator[str]:
+    for fact in facts:
+        label = f"- **{prose(fact.label)}:**" if fact.label else "  -"
+        yield f"{label} {prose(fact.text)}"
 
 
 def _section(section: Section) -> Iterator[str]:
@@ -50,13 +69,17 @@ def _section(section: Section) -> Iterator[str]:
     if section.table is not None:
         yield _table(section.table)
     if section.items:
-        yield _bullets(section.items)
+        shown = [_entry(entry) for entry in section.entries[:_SHOWN]]
+        more = len(section.items) - len(shown)
+        yield "\n".join([*shown, *([f"- and {more} more"] if more else [])])
     if section.facts:
-        yield _facts(section.facts)
+        yield "\n".join(_facts(section.facts))
 
 
-def _bullets(items: Sequence[str]) -> str:
-    return "\n".join(f"- {prose(item)}" for item in bounded(items, _SHOWN))
+def _entry(entry: Entry) -> str:
+    title = f"**{code(entry.title)}**: " if entry.title else ""
+    details = (f"\n  - {prose(detail)}" for detail in entry.details)
+    return f"- {title}{prose(entry.text)}{''.join(details)}"
 
 
 def _table(data: DataTable) -> str:

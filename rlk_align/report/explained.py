@@ -29,7 +29,7 @@ def explained_document(explained: Explanation, folder: str) -> Document:
             *(Fact("breach", breach_words(b), "breach") for b in _alone(explained)),
         ],
         sections=[*diagnosis_sections(explained, folder), unknown(explained)],
-        next_step=next_command(first, folder),
+        next_steps=[next_command(first, folder)] if first else [],
     )
 
 

@@ -5,9 +5,9 @@ from importlib import import_module
 
 FORMATS = {
     "json": "rlk_align.report.verdict_json:json_text",
-    "markdown": "rlk_align.report.markdown:markdown",
+    "markdown": "rlk_align.report.verdict:markdown",
     "junit": "rlk_align.report.junit:junit",
-    "github": "rlk_align.report.markdown:markdown",
+    "github": "rlk_align.report.verdict:markdown",
     "html": "rlk_align.report.html.page:run_page",
 }
 """Format -> `module:function`, which renders a ReportSource as the text of a file."""

@@ -1,21 +1,17 @@
-"""The units that a probe measured, joined with the verdict; as records and as lines of text."""
+"""The units that a probe measured, joined with the verdict; as records and as a section."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-from rich.table import Table
-from rich.text import Text
 
 from rlk_align.judge.verdict import OverBudget, Verdict, over_budget
 from rlk_align.probe.effects import Attribution, Contribution
 from rlk_align.probe.record import ProbedEdge
 from rlk_align.probe.units import Unit
-from rlk_align.report.columns import columns
+from rlk_align.report.document import DataTable, Section
 from rlk_align.report.words import how_words
-from rlk_align.text import line
 
 SHOWN = 16
-"""Introducers that are printed; the rest is counted."""
+"""Introducers of which it is said how they are off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,44 +67,47 @@ def summary(verdict: Verdict, probed: ProbedEdge) -> str:
     return f"introducers: {count}, {what}{also}" if count else f"introducers: none{also}"
 
 
-def probe_lines(verdict: Verdict, probed: ProbedEdge) -> Iterator[Table | Text]:
+def probe_section(verdict: Verdict, probed: ProbedEdge) -> Section:
     """The introducers as a table, and what follows from them."""
-    yield line()
-    yield line(f"probe ({probed.name})  {summary(verdict, probed)}", style="bold")
     units = [u for u in probed_units(verdict, probed) if u.over or u.unit.label == "introducer"]
-    if units:
-        yield _table(units[:SHOWN], probed.attribution is not None)
-    if len(units) > SHOWN:
-        yield line(f"  and {len(units) - SHOWN} more")
-    if any(u.unit.region for u in units[:SHOWN]):
-        yield line("  * computed as one with the operator before it", style="dim")
-    for u in units[:SHOWN]:
-        for where, how in how_words(verdict, u.over) if u.over else ():
-            yield line(f"  {u.unit.name}: {where}: {how}")
+    items = [
+        f"{u.unit.name}: {where}: {how}"
+        for u in units[:SHOWN]
+        for where, how in (how_words(verdict, u.over) if u.over else ())
+    ]
+    if any(u.unit.region for u in units):
+        items.append("* computed as one with the operator before it")
     for unit in [u for u in probed.units if u.label == "undetermined"][:1]:
-        yield line(f"  undetermined, from {unit.name} on: {unit.reason}", style="dim")
-    yield from _effects(probed)
+        items.append(f"undetermined, from {unit.name} on: {unit.reason}")
+    return Section(
+        heading=f"probe ({probed.name})  {summary(verdict, probed)}",
+        table=_table(units, probed.attribution is not None) if units else None,
+        items=[*items, *_effects(probed)],
+    )
 
 
-def _table(units: list[ProbedUnit], attributed: bool) -> Table:
+def _table(units: list[ProbedUnit], attributed: bool) -> DataTable:
     effect = ["|Δlogp|"] if attributed else []
-    table = columns(("  unit", "off"), ("introduced", "inherited", "gain", *effect))
-    for probed in units:
-        unit = probed.unit
-        sizes = [unit.part("introduced"), unit.part("inherited")]
-        cells = [f"{d.rel_l2:.2g}" if d else "" for d in sizes]
-        cells.append(f"{unit.gain:.2g}" if unit.gain is not None else "")
-        if attributed:
-            part = probed.contribution
-            cells.append(f"{part.mean_abs:.2g}" if part else "")
-        side = probed.over.side or "?" if probed.over else "–"
-        style = "bold red" if probed.over else ""
-        name = f"{unit.sites[-1]}*" if unit.region else unit.name
-        table.add_row(line(f"  {name}", style), side, *cells)
-    return table
+    return DataTable(
+        name="introducers",
+        caption="introducers",
+        columns=("unit", "off", "introduced", "inherited", "gain", *effect),
+        rows=[_cells(unit, attributed) for unit in units],
+        names=2,
+    )
 
 
-def _effects(probed: ProbedEdge) -> Iterator[Text]:
+def _cells(probed: ProbedUnit, attributed: bool) -> list[str]:
+    unit, part = probed.unit, probed.contribution
+    sizes = (unit.part("introduced"), unit.part("inherited"))
+    cells = [f"{d.rel_l2:.2g}" if d else "" for d in sizes]
+    cells.append(f"{unit.gain:.2g}" if unit.gain is not None else "")
+    cells += [f"{part.mean_abs:.2g}" if part else ""] if attributed else []
+    side = probed.over.side or "?" if probed.over else "–"
+    return [f"{unit.sites[-1]}*" if unit.region else unit.name, side, *cells]
+
+
+def _effects(probed: ProbedEdge) -> Iterator[str]:
     moved, attribution = probed.amplification, probed.attribution
     if attribution is not None:
         size = sum(map(abs, attribution.whole)) / max(1, len(attribution.whole))
@@ -118,9 +117,9 @@ def _effects(probed: ProbedEdge) -> Iterator[Text]:
             text += f"; largest contributor {top.units[0]}, {top.mean_abs:.2g} by itself"
         if attribution.unexplained:
             text += f"; {attribution.unexplained:.2g} left unexplained"
-        yield line(f"  {text}")
+        yield text
     if moved is not None and moved.largest is not None and moved.largest.gain is not None:
-        yield line(
-            f"  one ulp at {moved.perturbed} moves log-probs by up to {moved.max_abs_dlogp:.2g}; "
+        yield (
+            f"one ulp at {moved.perturbed} moves log-probs by up to {moved.max_abs_dlogp:.2g}; "
             f"largest amplifier {moved.largest.name}, × {moved.largest.gain:.2g}"
         )

@@ -50,5 +50,5 @@ def rescored_document(rescored: Rescored, dump: str, scores: str) -> Document:
             *diagnosis_sections(explained, dump),
             unknown(explained),
         ],
-        next_step=next_command(rescored.next, dump, scores),
+        next_steps=[next_command(rescored.next, dump, scores)],
     )

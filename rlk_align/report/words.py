@@ -74,20 +74,18 @@ def whose_off(over: OverBudget) -> str:
     return "; ".join([_WHOSE_OFF[over.side], *parts])
 
 
-def parting_words(verdict: Verdict, edge: EdgeResult, over: list[OverBudget]) -> str:
+def _parting(verdict: Verdict, edge: EdgeResult, over: list[OverBudget]) -> str:
     """In one sentence: the first operator over its budget, and where the sides first differ."""
     site, first = over[0].unit.site, edge.first_bitwise
-    if first is None:
-        differ = sum(bool(s.differ) for s in edge.sites)
-        return (
-            f"{site} is the first operator over its budget; {differ} of {len(edge.sites)} sites "
-            "differ, none of them in a row whose inputs are bit-equal"
-        )
-    if first.site == site:
-        return f"the sides first differ at {site}, which is over its budget"
-    how = ", by legitimate rounding" if why_legitimate(verdict, edge, first.site) else ""
+    if first is not None and first.site == site:
+        return f"The sides first differ at {site}, which is over its budget."
+    if first is not None:
+        how = ", by legitimate rounding" if why_legitimate(verdict, edge, first.site) else ""
+        return f"The sides differ earlier, first at {first.site}{how}."
+    differ = sum(bool(s.differ) for s in edge.sites)
     return (
-        f"{site} is the first operator over its budget; the sides first differ at {first.site}{how}"
+        f"{differ} of {len(edge.sites)} sites differ, none of them in a row whose inputs are "
+        "bit-equal."
     )
 
 
@@ -230,16 +228,20 @@ def check_words(check: LimitCheck) -> str:
     return f"{words}; waived by {check.waiver.owner}" if check.waiver else words
 
 
-def finding(verdict: Verdict) -> str:
-    """Says in plain words what is wrong, or what a pass rests on."""
+def outcome(verdict: Verdict) -> tuple[str, str]:
+    """In a sentence what is wrong, or that nothing is; and what that rests on, in more words."""
     c, edge = verdict.comparison, headline(verdict)
     if c.stopped:
-        first = c.stopping[0]
-        return f"The two sides were not given the same: {mismatch_words(first)}."
+        return f"The two sides were not given the same: {mismatch_words(c.stopping[0])}.", ""
     if verdict.status == "inconclusive" or edge is None:
-        return f"Nothing can be concluded: {verdict.doubts[0]}."
+        return f"Nothing can be concluded: {verdict.doubts[0]}.", ""
     cause = cause_words(verdict)
-    return f"{cause[0].upper()}{cause[1:]}. {_finding(verdict, edge)}"
+    return f"{cause[0].upper()}{cause[1:]}.", _finding(verdict, edge)
+
+
+def finding(verdict: Verdict) -> str:
+    """Says in plain words what is wrong, or what a pass rests on."""
+    return " ".join(filter(None, outcome(verdict)))
 
 
 def _finding(verdict: Verdict, edge: EdgeResult) -> str:
@@ -275,13 +277,11 @@ def _finding(verdict: Verdict, edge: EdgeResult) -> str:
 def _over_words(verdict: Verdict, edge: EdgeResult, over: list[OverBudget]) -> str:
     first = over[0]
     text = f"{first.unit.site} computes something that its budget does not allow"
-    how = how_words(verdict, first)
-    if how:
+    if how := how_words(verdict, first):
         text = f"{first.unit.site} is further from exact than rounding explains: {how[0][1]}"
     later = len(over) - 1
     more = f" {later} later operator{'s are' if later > 1 else ' is'} off too." if later else ""
-    parting = parting_words(verdict, edge, over)
-    return f"{text}.{more} {parting[0].upper()}{parting[1:]}."
+    return f"{text}.{more} {_parting(verdict, edge, over)}"
 
 
 def side_off(verdict: Verdict) -> str:

@@ -286,7 +286,7 @@ def loaded(*modules: str) -> dict[str, set[str]]:
 
 HEAVY = {"torch", "transformers", "vllm", "triton", "rlk_kernels", "safetensors.torch"}
 LIGHT = (
-    *("judge.verdict", "judge.contract", "results", "report.terminal", "report.verdict_json"),
+    *("judge.verdict", "judge.contract", "results", "report.verdict", "report.verdict_json"),
     *("logs.diagnose.explain", "report.explained_json", "report.explained"),
     *("logs.writers.step_file", "logs.writers.trl", "logs.writers.verl"),
     *("logs.dumps.run", "logs.readers.importing", "logs.readers.miles", "logs.readers.jsonl"),

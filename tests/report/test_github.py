@@ -16,8 +16,8 @@ from hostile_runs import (
 from report_runs import report_run
 
 from rlk_align.report.github import workflow_commands
-from rlk_align.report.markdown import markdown
 from rlk_align.report.source import load_source
+from rlk_align.report.verdict import markdown
 
 OVER = "layers.1.act"
 COMMAND = re.compile(r"::(error|warning|notice) ([^:]*)::(.*)")

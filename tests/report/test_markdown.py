@@ -9,9 +9,9 @@ from hostile_runs import PAYLOADS, doubtful_source, hostile_source, huge_source
 from markdown_it import MarkdownIt
 from report_runs import report_run
 
-from rlk_align.report.markdown import markdown
 from rlk_align.report.markup import code, prose
 from rlk_align.report.source import load_source
+from rlk_align.report.verdict import markdown
 from rlk_align.text import printable
 
 OVER = "layers.1.act"
@@ -85,18 +85,18 @@ def test_it_says_what_is_wrong_where_and_what_to_do(tmp_path: Path) -> None:
     text = markdown(load_source(str(run.folder), None))
     head, edges, operators, *_ = text.split("\n### ")
     assert head.startswith(
-        "## rlk-align: FAIL\n\n**A bug: `layers.1.act`, the training side is off. "
+        "## rlk-align: FAIL\n\n**A bug: `layers.1.act`, the training side is off.**"
     )
     assert "`layers.1.act` is further from exact" in head
-    assert "- **Side:** the training side is off" in head
-    assert f"- **Next:** check `{OVER}` on the train side" in head
-    assert edges.startswith("Edges")
+    assert "- **side:** the training side is off" in head
+    assert f"- **next:** check `{OVER}` on the train side" in head
+    assert edges.startswith("edges")
     assert "| `prefill_vs_train` | 0.6 | 0.002 |" in edges
-    assert operators.startswith("Operators beyond their budgets (prefill_vs_train)")
-    assert f"**`{OVER}`**: the training side is off (sample" in operators
+    assert operators.startswith("over budget (`prefill_vs_train`)")
+    assert f"**`{OVER}`**: the training side is off\n  - at sample" in operators
     assert "engine/layers.py:12" in operators
     assert "roundings" in operators
-    for heading in ("Limits that are breached", "The two sides", "To make the run again"):
+    for heading in ("breaches", "to make the run again"):
         assert f"\n### {heading}\n" in text
 
 
@@ -104,8 +104,8 @@ def test_a_pass_says_how_close_it_came(tmp_path: Path) -> None:
     run = report_run(tmp_path / "healthy")
     text = markdown(load_source(str(run.folder), None))
     assert text.startswith("## rlk-align: PASS\n")
-    assert "- **Closest to its limit:** " in text
-    assert "- **Next:** in CI: `rlk-align gate healthy --contract bf16`" in text
+    assert "- **closest:** " in text
+    assert "- **next:** in CI: `rlk-align gate healthy --contract bf16`" in text
     assert "do not hold" not in text
 
 

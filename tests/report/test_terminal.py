@@ -8,14 +8,17 @@ from rich.console import Console
 from synthetic import CONTRACT, compared_run, corrupt, draw
 
 from rlk_align.judge.verdict import judge_by
-from rlk_align.report.terminal import show
+from rlk_align.report.document_terminal import show_document
+from rlk_align.report.verdict import verdict_document
 from rlk_align.trace.run import Run
 
 
 def printed(run: Run, width: int = 100) -> str:
     out = io.StringIO()
     verdict = judge_by(run.comparison, CONTRACT)
-    show(verdict, run.folder, Console(file=out, width=width, soft_wrap=True))
+    show_document(
+        verdict_document(verdict, run.folder), Console(file=out, width=width, soft_wrap=True)
+    )
     return out.getvalue()
 
 
@@ -31,7 +34,7 @@ def test_a_pass_says_what_it_rests_on(tmp_path: Path) -> None:
     assert " PASS " in differing
     assert "rows differ, at" in differing
     assert "within the limits of synthetic, not equal" in differing
-    assert "closest to its limit" in differing
+    assert "closest  prefill_vs_train" in differing
     for text in (equal, differing):
         assert "keep it" not in text
         assert f"gate {tmp_path}" in text

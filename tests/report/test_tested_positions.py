@@ -8,10 +8,11 @@ import pytest
 from report_runs import report_run
 from rich.console import Console
 
+from rlk_align.report.document_terminal import show_document
 from rlk_align.report.formats import FORMATS, renderer
 from rlk_align.report.github import workflow_commands
 from rlk_align.report.source import ReportSource, load_source
-from rlk_align.report.terminal import show
+from rlk_align.report.verdict import verdict_document
 
 WORDS = "positions up to 173 of 4,096 tested"
 ADVICE = "--prompts"
@@ -19,7 +20,10 @@ ADVICE = "--prompts"
 
 def every_format(source: ReportSource) -> dict[str, str]:
     out = io.StringIO()
-    show(source.verdict, source.folder, Console(file=out, width=100, soft_wrap=True))
+    show_document(
+        verdict_document(source.verdict, source.folder),
+        Console(file=out, width=100, soft_wrap=True),
+    )
     texts = {name: renderer(name)(source) for name in FORMATS}
     return texts | {"terminal": out.getvalue(), "commands": workflow_commands(source)}
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rlk_align.report.document import Document
-from rlk_align.report.html.card import SIGNS, Card
+from rlk_align.report.html.card import document_card
 from rlk_align.report.html.page import render
 from rlk_align.report.html.steps import COLUMNS, RunSteps
 
@@ -14,14 +14,7 @@ def document_page(document: Document, steps: RunSteps | None = None) -> str:
         "document.html",
         name=Path(document.folder).name or document.folder,
         document=document,
-        card=Card(
-            status=document.status,
-            sign=SIGNS[document.status],
-            what=document.headline,
-            answers=[("do next", document.next_step)] if document.next_step else [],
-            facts=[(fact.label, fact.text) for fact in document.facts],
-            command=None,
-        ),
+        card=document_card(document),
         steps=steps,
         columns=COLUMNS,
     )

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from rlk_align.judge.verdict import Verdict, headline
 from rlk_align.report.facts import operator_facts
 from rlk_align.report.html.answers import answers
-from rlk_align.report.html.card import card
+from rlk_align.report.html.card import document_card
 from rlk_align.report.html.drift import Series, drift_figure
 from rlk_align.report.html.heat import operator_heat
 from rlk_align.report.html.logprobs import histogram, largest_bound, metric_rows, noise_floor
@@ -24,7 +24,7 @@ from rlk_align.report.html.table import operator_table
 from rlk_align.report.html.tokens import delta_ramp, error_ramp, sample_view
 from rlk_align.report.probe_units import summary
 from rlk_align.report.source import ReportSource
-from rlk_align.report.words import check_words, mismatch_words
+from rlk_align.report.verdict import problem_sections, source_document
 from rlk_align.results import EdgeResult
 from rlk_align.text import printable
 from rlk_align.version import __version__
@@ -83,10 +83,10 @@ def run_page(source: ReportSource) -> str:
     """The whole page of one run."""
     verdict, edge = source.verdict, headline(source.verdict)
     context: dict[str, object] = {
-        "card": card(source),
+        "card": document_card(source_document(source)),
         "name": source.name,
         "where": str(source.folder),
-        "problems": _problems(verdict),
+        "problems": list(problem_sections(verdict)),
         "provenance": provenance(verdict.comparison),
         "unpaired": _unpaired(verdict),
         "waivers": _waivers(verdict),
@@ -116,24 +116,6 @@ _SECTIONS = [
     ("notes", "Notes", "notes"),
 ]
 """Each section's id and heading, and the variable without which the page lacks the section."""
-
-
-def _problems(verdict: Verdict) -> list[tuple[str, list[str]]]:
-    problems = [
-        (
-            "Mismatches before anything was computed",
-            [
-                f"{mismatch_words(m)}{f': {m.detail}' if m.detail else ''}"
-                for m in verdict.comparison.mismatches
-            ],
-        ),
-        ("Limits that are breached", [check_words(b) for b in verdict.breaches]),
-        ("Waivers that have expired", [str(use) for use in verdict.expired]),
-        ("Breaches that are waived", [check_words(w) for w in verdict.waived]),
-        ("Near a limit", [check_words(w) for w in verdict.warnings]),
-        ("Why nothing can be concluded", verdict.doubts),
-    ]
-    return [(heading, items) for heading, items in problems if items]
 
 
 def _unpaired(verdict: Verdict) -> list[list[str]]:

@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from rlk_align.judge.verdict import headline, over_budget
 from rlk_align.report.facts import operator_facts
-from rlk_align.report.html.card import Card, card
+from rlk_align.report.html.card import Card, document_card
 from rlk_align.report.html.drift import Series, drift_figure, drift_scale
 from rlk_align.report.html.figure import Figure
 from rlk_align.report.html.logprobs import WORDS, largest_bound, metric_value
@@ -17,6 +17,7 @@ from rlk_align.report.html.page import render
 from rlk_align.report.html.provenance import engine_facts
 from rlk_align.report.html.svg import LogScale, chart, el, figure, text
 from rlk_align.report.source import ReportSource
+from rlk_align.report.verdict import source_document
 from rlk_align.report.words import engine_spec
 from rlk_align.results import EdgeName, EdgeResult
 
@@ -87,7 +88,10 @@ def _run(label: str, source: ReportSource) -> RunView:
         off = f"{over[0].unit.site} ({over[0].side or 'side not known'})" if over else "none"
         figures = [edge.name, *sizes, first.site if first else "none", off]
     return RunView(
-        label=label, source=source, card=card(source), cells=[*engines, c.dtype, contract, *figures]
+        label=label,
+        source=source,
+        card=document_card(source_document(source)),
+        cells=[*engines, c.dtype, contract, *figures],
     )
 
 
