@@ -550,7 +550,7 @@ def test_drift_is_no_bug() -> None:
 
 
 def test_narrow_rows_may_be_scaled_by_more() -> None:
-    """By what the errors of few features leave by chance, which is common to rows that are alike."""
+    """What the errors of few features leave by chance is common to rows that are alike."""
     bound = BF16.budget("v_proj").row_gain
 
     def holds(features: int, gain: float) -> bool:
