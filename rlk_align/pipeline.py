@@ -10,6 +10,7 @@ from rlk_align.capture.recording import Recording
 from rlk_align.capture.request import CaptureRequest, TracePlan
 from rlk_align.compare.measure import measure
 from rlk_align.errors import BadOption, MissingDependency, ModelError
+from rlk_align.judge.contract import Contract
 from rlk_align.judge.verdict import Verdict, headline, judge_by
 from rlk_align.model.edges import EDGES
 from rlk_align.probe.probe import probe_run
@@ -32,8 +33,8 @@ class CompareRequest:
     tokens: Path | None = None
     """The sequences that both sides score; None lets the rollout engine sample them."""
     judged: tuple[EdgeName, ...] = EDGES
-    contract: str | None = None
-    """A built-in id or a TOML file; None is the one of the lower-precision dtype."""
+    contract: Contract | None = None
+    """None is the one of the lower-precision dtype."""
     allowed: tuple[Kind, ...] = ()
     fresh: bool = False
     command: tuple[str, ...] = ()
@@ -96,7 +97,8 @@ class ProbeRequest:
     attribute: bool = False
     replay_routing: bool = False
     """Whether each edge's second engine is run with the first one's experts."""
-    contract: str | None = None
+    contract: Contract | None = None
+    """None is the one of the lower-precision dtype."""
     plan: TracePlan
     """Which values the graft passes keep."""
 

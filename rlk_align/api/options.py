@@ -1,10 +1,10 @@
 """Parses the text of flags into values, and supplies the defaults."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar, get_args
+from typing import Any, Self, get_args
 
 from rlk_align.capture.recording import Recording, Side, parse_side
 from rlk_align.capture.request import CaptureRequest, TracePlan
@@ -20,7 +20,6 @@ from rlk_align.trace.run import Run, fingerprint
 from rlk_align.trace.run_folder import RUNS
 from rlk_align.trace.schema import TraceRecord
 
-T = TypeVar("T")
 Warn = Callable[[str], None]
 """Receives what the caller should know before an engine starts."""
 
@@ -38,12 +37,6 @@ def command(name: str, runs: Sequence[str], request: Any) -> tuple[str, ...]:
             for item in value if isinstance(value, list | tuple) else [value]:
                 words += [flag, str(item)]
     return tuple(map(printable, words))
-
-
-def from_arguments(cls: type[T], arguments: Mapping[str, Any]) -> T:
-    """An instance of a dataclass whose fields are a function's arguments of the same names."""
-    names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-    return cls(**{name: arguments[name] for name in names})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

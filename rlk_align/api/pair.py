@@ -145,7 +145,7 @@ def prepare(
             rollout=final["rollout"],
             train=final["train"],
             judged=judged,
-            contract=pair.contract,
+            contract=contract,
             allowed=allowed,
             fresh=pair.fresh,
             command=tuple(command or options.command("compare", runs, given)),

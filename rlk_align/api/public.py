@@ -54,13 +54,29 @@ def compare(
 
     Raises what `rlk_align.errors` lists; a verdict that is not a pass is not an error.
     """
-    from rlk_align.api import options, values
+    from rlk_align.api import values
     from rlk_align.api.pair import Pair, prepare
     from rlk_align.progress import silent
 
-    given = values.converted(locals())
-    given["allow_mismatch"] = options.names(given["allow_mismatch"])
-    pair = options.from_arguments(Pair, given)
+    pair = values.request(
+        Pair,
+        rollout=rollout,
+        train=train,
+        model=model,
+        prompts=prompts,
+        contract=contract,
+        kernels=kernels,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        run_dir=run_dir,
+        allow_mismatch=allow_mismatch,
+        fresh=fresh,
+        layers=layers,
+        sites=sites,
+        edges=edges,
+        production=production,
+        trace_budget=trace_budget,
+    )
     return prepare(pair, [values.text("a run", run) for run in runs], _warn).start(
         progress or silent
     )
@@ -87,11 +103,25 @@ def capture(
 
     Raises what `rlk_align.errors` lists.
     """
-    from rlk_align.api import options, values
+    from rlk_align.api import values
     from rlk_align.api.single import Single, prepare
     from rlk_align.progress import silent
 
-    single = options.from_arguments(Single, values.converted(locals()))
+    single = values.request(
+        Single,
+        engine=engine,
+        out=out,
+        tokens=tokens,
+        model=model,
+        kernels=kernels,
+        prompts=prompts,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        fresh=fresh,
+        layers=layers,
+        sites=sites,
+        trace_budget=trace_budget,
+    )
     prepared = prepare(single, _warn)
     prepared.start(progress or silent)
     return prepared.run.folder
@@ -131,7 +161,9 @@ def gate(
     from rlk_align.api.judging import judge_again, judge_later, open_runs
     from rlk_align.progress import silent
 
-    given = values.converted(locals())
+    given = values.converted(
+        {"run": run, "later": later, "contract": contract, "recompute": recompute}
+    )
     first, second = open_runs(given["run"], given["later"], recompute)
     if second is not None:
         return judge_later(first, second, given["contract"])

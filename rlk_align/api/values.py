@@ -7,9 +7,17 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from rlk_align.api.options import names
 from rlk_align.errors import BadOption
+
+R = TypeVar("R")
+
+
+def request(kind: type[R], **arguments: Any) -> R:
+    """A request of the command line, from arguments of a public function. Raises BadOption."""
+    return kind(**converted(arguments))
 
 
 def converted(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,7 +102,8 @@ _KINDS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("run_dir", "out"), _path),
     **dict.fromkeys(("max_new_tokens", "seed"), _number),
     **dict.fromkeys(("fresh", "production", "recompute"), _flag),
-    **dict.fromkeys(("sites", "edges", "allow_mismatch"), _names),
+    **dict.fromkeys(("sites", "edges"), _names),
+    "allow_mismatch": lambda name, value: names(_names(name, value)),
     **{"layers": _layers, "prompts": _prompts},
 }
 """Argument -> what makes a flag's value of it."""

@@ -6,38 +6,30 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from rlk_align.api.options import from_arguments
 from rlk_align.api.single import Single, prepare
 from rlk_align.cli import options
+from rlk_align.cli.flags import takes
 from rlk_align.progress import show_progress
 from rlk_align.text import line
 
 
-def capture(
-    engine: Annotated[str, typer.Option(help="Engine, NAME[:key=value,...].")],
-    out: Annotated[Path, typer.Option("-o", "--out", help="The run's folder.")],
-    tokens: Annotated[
+@takes(
+    Single,
+    engine=Annotated[str, typer.Option(help="Engine, NAME[:key=value,...].")],
+    out=Annotated[Path, typer.Option("-o", "--out", help="The run's folder.")],
+    tokens=Annotated[
         str | None,
         typer.Option(metavar="RUN", help="Score this run's ids.", show_default="sample"),
-    ] = None,
-    model: options.Model = None,
-    kernels: options.Kernels = None,
-    prompts: options.Prompts = None,
-    max_new_tokens: options.MaxNewTokens = 32,
-    seed: options.Seed = 0,
-    fresh: options.Fresh = False,
-    layers: options.Layers = None,
-    sites: options.Sites = None,
-    trace_budget: options.TraceBudget = "8GB",
-) -> None:
+    ],
+)
+def capture(single: Single) -> None:
     """Capture one engine: sample and re-score, or score another run's tokens."""
-    single = from_arguments(Single, locals())
     prepared = prepare(single, options.warn, options.command_line())
     with show_progress("capture") as progress:
         batch = prepared.start(progress).tokens
     Console(highlight=False, soft_wrap=True).print(
         line(
             f"{prepared.request.engine}: {len(batch.samples)} sequences, "
-            f"{batch.sampled_tokens} sampled tokens, captured in {out}"
+            f"{batch.sampled_tokens} sampled tokens, captured in {single.out}"
         )
     )

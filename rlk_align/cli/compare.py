@@ -1,26 +1,25 @@
 """`rlk-align compare`: the main job."""
 
-import shlex
-from dataclasses import replace
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
-from rlk_align.api.options import check_kernels, from_arguments
+from rlk_align.api.choice import ImportedAlone, choose
+from rlk_align.api.options import check_kernels
 from rlk_align.api.pair import Pair, prepare, without_kernels
 from rlk_align.cli import options
 from rlk_align.cli.explain import explain
+from rlk_align.cli.flags import takes
 from rlk_align.cli.outputs import check_outputs, parse_outputs
-from rlk_align.errors import BadOption
-from rlk_align.logs.diagnose.contract import RUN_CONTRACT
 from rlk_align.progress import labelled, show_progress
-from rlk_align.trace.run import is_imported
 
 WITHOUT = "kernels-off"
 """The folder, in a run with the kernels, of the run of the same pair without them."""
 
 
+@takes(Pair)
 def compare(
+    pair: Pair,
     runs: Annotated[
         list[str] | None,
         typer.Argument(
@@ -29,23 +28,7 @@ def compare(
         ),
     ] = None,
     *,
-    model: options.Model = None,
-    rollout: options.Rollout = None,
-    train: options.Train = None,
-    prompts: options.Prompts = None,
-    contract: options.ContractName = None,
-    kernels: options.Kernels = None,
-    max_new_tokens: options.MaxNewTokens = 32,
-    seed: options.Seed = 0,
-    run_dir: options.RunDir = None,
     output: options.Output = None,
-    allow_mismatch: options.AllowMismatch = None,
-    fresh: options.Fresh = False,
-    layers: options.Layers = None,
-    sites: options.Sites = None,
-    edges: options.Edges = None,
-    production: options.Production = None,
-    trace_budget: options.TraceBudget = "8GB",
     probe: Annotated[
         bool, typer.Option("--probe", help="Also run each engine on the other's inputs.")
     ] = False,
@@ -74,16 +57,15 @@ def compare(
     run again, and its mismatch is split into decode, the engines' kernels and the trainer.
     An imported run alone is judged as `explain` judges it.
     """
-    if tokens is not None:
-        given = locals() | {"runs": runs or []}
-        from rlk_align.api.rescoring import Rescoring
+    probes = [n for n, given in {"probe": probe, "attribute": attribute}.items() if given]
+    asked = choose(pair, runs or [], tokens, sequences, probes)
+    check_kernels(pair.kernels)
+    if isinstance(asked, ImportedAlone):
+        explain(asked.run, asked.contract, output)
+    if not isinstance(asked, Pair):
         from rlk_align.cli.rescore import rescore
 
-        rescore(from_arguments(Rescoring, given), given, output)
-    pair = from_arguments(Pair, locals())
-    check_kernels(kernels)
-    if runs and len(runs) == 1 and is_imported(runs[0]):
-        _explain(runs[0], pair, probe or attribute, output)
+        rescore(asked, output)
     outputs, command = parse_outputs(output), options.command_line()
     prepared = prepare(pair, runs or [], options.warn, command)
     prepared.check_replay(replay_routing)
@@ -108,18 +90,8 @@ def compare(
                 grafts=grafts,
                 attribute=attribute,
                 replay_routing=replay_routing,
-                contract=contract,
+                contract=prepared.contract,
                 plan=pair.plan,
             )
             verdict, probed = pipeline.probe(request, prepared.run.reopened(), progress)
     finish(verdict, prepared.run, outputs, probed, beside)
-
-
-def _explain(run: str, pair: Pair, probed: bool, output: list[str] | None) -> NoReturn:
-    """Judges an imported run, and exits. Raises BadOption for flags that ask for an engine."""
-    if probed or replace(pair, contract=None) != Pair():
-        raise BadOption(
-            f"{run} is an imported run: compared alone, it takes --contract and --output",
-            f"rlk-align compare --tokens {shlex.quote(run)} --train SPEC scores its ids again",
-        )
-    explain(run, pair.contract or RUN_CONTRACT, output)

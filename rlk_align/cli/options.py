@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -122,6 +122,27 @@ ReplayRouting = Annotated[
         help="Sparse models: also run each edge's second engine with the first engine's experts.",
     ),
 ]
+
+
+FLAGS: dict[str, Any] = {
+    "model": Model,
+    "rollout": Rollout,
+    "train": Train,
+    "prompts": Prompts,
+    "contract": ContractName,
+    "kernels": Kernels,
+    "max_new_tokens": MaxNewTokens,
+    "seed": Seed,
+    "run_dir": RunDir,
+    "allow_mismatch": AllowMismatch,
+    "fresh": Fresh,
+    "layers": Layers,
+    "sites": Sites,
+    "edges": Edges,
+    "production": Production,
+    "trace_budget": TraceBudget,
+}
+"""Field of a request -> its flag, in the order of --help."""
 
 
 def command_line() -> list[str]:

@@ -4,12 +4,14 @@ from typing import Annotated
 
 import typer
 
-from rlk_align.api.options import from_arguments, parse_edges
+from rlk_align.api.options import parse_edges
 from rlk_align.api.pair import Pair, prepare
 from rlk_align.capture.request import TracePlan
 from rlk_align.cli import options
+from rlk_align.cli.flags import takes
 from rlk_align.cli.outputs import check_outputs, parse_outputs
 from rlk_align.errors import BadOption
+from rlk_align.judge.contract import Contract
 from rlk_align.judge.load import default_contract, load_contract
 from rlk_align.progress import show_progress
 from rlk_align.trace.records import load_record
@@ -17,7 +19,9 @@ from rlk_align.trace.run import Run
 from rlk_align.trace.schema import TraceRecord
 
 
+@takes(Pair)
 def probe(
+    pair: Pair,
     of: Annotated[
         str | None, typer.Argument(metavar="[RUN]", help="A compared run's folder, or @last.")
     ] = None,
@@ -26,23 +30,7 @@ def probe(
         bool,
         typer.Option("--layerwise", help="Operator by operator, as a probe always does."),
     ] = True,
-    model: options.Model = None,
-    rollout: options.Rollout = None,
-    train: options.Train = None,
-    prompts: options.Prompts = None,
-    contract: options.ContractName = None,
-    kernels: options.Kernels = None,
-    max_new_tokens: options.MaxNewTokens = 32,
-    seed: options.Seed = 0,
-    run_dir: options.RunDir = None,
     output: options.Output = None,
-    allow_mismatch: options.AllowMismatch = None,
-    fresh: options.Fresh = False,
-    layers: options.Layers = None,
-    sites: options.Sites = None,
-    edges: options.Edges = None,
-    production: options.Production = None,
-    trace_budget: options.TraceBudget = "8GB",
     attribute: options.Attribute = False,
     replay_routing: options.ReplayRouting = False,
 ) -> None:
@@ -51,9 +39,8 @@ def probe(
     With a RUN, start from its captures; with engine flags, compare first. --layers and --edges
     restrict what is split; without --edges, the edge that the verdict names first is split.
     """
-    pair = from_arguments(Pair, locals())
     plan = pair.plan
-    requested_edges = parse_edges(edges) if edges else ()
+    requested_edges = parse_edges(pair.edges) if pair.edges else ()
     outputs, prepared = parse_outputs(output), None
     if of is not None:
         # What a capture is asked for: given here, it would be left out of account.
@@ -63,11 +50,11 @@ def probe(
                 "options of a comparison"
             )
         run = Run.open(of)
-        _check_probed(run, plan, contract)
+        contract = _check_probed(run, plan, pair.contract)
     else:
         prepared = prepare(pair, [], options.warn, options.command_line())
         prepared.check_replay(replay_routing)
-        run = prepared.run
+        run, contract = prepared.run, prepared.contract
     check_outputs(outputs, run)
 
     from rlk_align import pipeline
@@ -92,12 +79,14 @@ def probe(
     finish(verdict, run, outputs, probed)
 
 
-def _check_probed(run: Run, plan: TracePlan, contract: str | None) -> None:
-    """Raises what would fail once torch is imported and engines run: BadOption for layers and sites
-    that the run's model lacks, or a run that compared nothing; ContractError; CorruptTrace."""
+def _check_probed(run: Run, plan: TracePlan, name: str | None) -> Contract:
+    """The contract that judges. Raises what would fail once torch is imported and engines run:
+    BadOption for layers and sites that the run's model lacks, or a run that compared nothing;
+    ContractError; CorruptTrace."""
     from rlk_align.capture.check import check_kept
 
     dtype = run.comparison.dtype
-    load_contract(contract or default_contract(dtype), dtype)
+    contract = load_contract(name or default_contract(dtype), dtype)
     record = load_record(TraceRecord, run.capture_folder("rollout") / "trace.json")
     check_kept(plan, record.shape)
+    return contract

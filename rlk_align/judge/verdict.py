@@ -92,12 +92,14 @@ def judge(comparison: Comparison, contract: Contract, day: date | None = None) -
     )
 
 
-def judge_by(comparison: Comparison, name: str | None) -> Verdict:
-    """Judges a comparison by a contract, given by id or file; None is the one of its dtype.
+def judge_by(comparison: Comparison, contract: Contract | str | None) -> Verdict:
+    """Judges a comparison by a contract, as it is, or by its id or file; None is the one of its
+    dtype.
 
     Raises ContractError.
     """
-    contract = load_contract(name or default_contract(comparison.dtype), comparison.dtype)
+    if not isinstance(contract, Contract):
+        contract = load_contract(contract or default_contract(comparison.dtype), comparison.dtype)
     return judge(comparison, contract)
 
 
