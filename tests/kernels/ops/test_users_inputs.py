@@ -1,5 +1,4 @@
-"""What users give the operators: strided and empty inputs, transforms of torch.func, gradients of
-gradients. Each is computed right or refused by name."""
+"""Strided, empty and unusual inputs of single operators: each is computed right or refused."""
 
 import pytest
 import rlk_kernels as rk
@@ -17,68 +16,6 @@ X, W, HEAD, BIAS, GAIN = of(T, H), of(V, H), of(V, H, seed=1), of(V), of(H)
 Q, K = of(T, 4, 8), of(T, 2, 8, seed=1)
 CU, IDS = torch.tensor([0, 2, T]), torch.arange(T)
 CACHE, TABLE, LENS = of(4, 4, 2, 8), torch.tensor([[0, 1], [2, 3]]), torch.tensor([7, 5])
-
-OPERATORS = {
-    "linear": (lambda x, **o: rk.linear(x, W, BIAS, **o), X),
-    "rms_norm": (lambda x, **o: rk.rms_norm(x, GAIN, 1e-6, **o), X),
-    "rope": (lambda x, **o: rk.rope(x, K, IDS, theta=1e4, **o)[0], Q),
-    "norm_rope": (
-        lambda x, **o: rk.norm_rope(x, K, GAIN[:8], GAIN[:8], IDS, eps=1e-6, theta=1e4, **o)[0], Q,
-    ),
-    "swiglu": (lambda x, **o: rk.swiglu(x, X, **o), X),
-    "embedding": (lambda x, **o: rk.embedding(IDS, x, **o), W),
-    "attention": (lambda x, **o: rk.attention(x, K, K, CU, CU, **o), Q),
-    "attention, softcap": (lambda x, **o: rk.attention(x, K, K, CU, CU, softcap=5.0, **o), Q),
-    "logp": (lambda x, **o: rk.logp(x, IDS, **o), W[:T]),
-    "linear_logp": (lambda x, **o: rk.linear_logp(x, HEAD, IDS, **o), X),
-    "linear_grpo_loss": (
-        lambda x, **o: rk.linear_grpo_loss(
-            x, HEAD, IDS, None, CU[1:] * 1.0, IDS, cu_seqlens=CU, **o
-        )[0], X,
-    ),
-}  # fmt: skip
-ONCE = OPERATORS.keys() - {"rope"}  # whose gradient is a rotation, which has one
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_transforms_that_differentiate_are_refused(name, backend):
-    """Forward mode gave zeros for tangents, and nobody said so."""
-    run, x = OPERATORS[name]
-
-    def total(x):
-        return run(x, backend=backend).sum()
-
-    for transformed in (
-        lambda: torch.func.grad(total)(x),
-        lambda: torch.func.jvp(total, (x,), (x,)),
-        lambda: torch.func.grad(lambda x: torch.vmap(total)(x).sum())(torch.stack([x, x])),
-    ):
-        with pytest.raises(NotImplementedError, match=r"rlk::|linear_grpo_loss"):
-            transformed()
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_vmap_is_right_or_refused(name, backend):
-    run, x = OPERATORS[name]
-    rows = torch.stack([x, 2 * x])
-    if name == "linear_grpo_loss":
-        with pytest.raises(NotImplementedError, match=name):
-            torch.vmap(lambda x: run(x, backend=backend))(rows)
-        return
-    mapped = torch.vmap(lambda x: run(x, backend=backend))(rows)
-    assert torch.equal(mapped, torch.stack([run(x, backend=backend) for x in rows]))
-
-
-@pytest.mark.parametrize("name", sorted(ONCE))
-def test_gradients_of_gradients_are_refused_by_name(name, backend):
-    run, x = OPERATORS[name]
-    x = x.clone().requires_grad_()
-    y = run(x, backend=backend)
-    up = torch.ones_like(y).requires_grad_()
-    (grad,) = torch.autograd.grad(y, x, up, create_graph=True)
-    with pytest.raises((NotImplementedError, RuntimeError), match=r"gradients of|twice"):
-        grad.square().sum().backward()
 
 
 def test_paged_attention_has_no_gradient_and_says_so(backend):
