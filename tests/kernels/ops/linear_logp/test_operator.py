@@ -274,35 +274,6 @@ def test_logits_are_never_whole(monkeypatch):
     assert max(x.numel() for x in products) <= 64 * 64
 
 
-BAD = {
-    "shape": (rk.UnsupportedShape, {"weight": torch.zeros(5, 9)}),
-    "target": (rk.UnsupportedShape, {"target": torch.zeros(4).long()}),
-    "bias": (rk.UnsupportedShape, {"bias": torch.zeros(4)}),
-    "dtype": (rk.UnsupportedDtype, {"weight": torch.zeros(5, 8).half()}),
-    "bias dtype": (rk.UnsupportedDtype, {"bias": torch.zeros(5).half()}),
-    "target dtype": (rk.UnsupportedDtype, {"target": torch.zeros(3)}),
-    "logit dtype": (rk.UnsupportedDtype, {"logit_dtype": torch.int8}),
-    "ids": (rk.UnsupportedShape, {"token_ids": torch.zeros(3).long()}),
-    "ids dtype": (rk.UnsupportedDtype, {"token_ids": torch.zeros(3, 1)}),
-    "temperature": (ValueError, {"temperature": 0.0}),
-    "softcap": (ValueError, {"softcap": -1.0}),
-    "scale": (ValueError, {"logit_scale": 0.0}),
-    "range": (IndexError, {"target": torch.tensor([0, 1, 5])}),
-    "backend": (rk.UnknownBackend, {"backend": "cuda"}),
-}
-
-
-@pytest.mark.parametrize("name", list(BAD))
-def test_misuse_is_a_named_error(name):
-    error_class, change = BAD[name]
-    inputs = {
-        "hidden": torch.zeros(3, 8), "weight": torch.zeros(5, 8),
-        "target": torch.tensor([0, 1, 2]), **change,
-    }  # fmt: skip
-    with pytest.raises(error_class):
-        rk.linear_logp(**inputs)
-
-
 @pytest.mark.parametrize("ids", [torch.arange(5), torch.arange(5)[:, None]])
 def test_registration_passes_torchs_own_check(ids):
     c = case(5, 16, 50, torch.float32, "cpu", bias=True)
