@@ -52,18 +52,6 @@ def test_rope_multiplies_cos_and_sin_before_they_are_rounded(backend, interleave
     assert float((back - factor.square() * one).abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"theta": 1e4, "inv_freq": torch.ones(4)}, {"inv_freq": torch.ones(4, 1)},
-     {"inv_freq": torch.ones(4).double()}, {"inv_freq": torch.ones(4), "rotary_dim": 6},
-     {"theta": 1e4, "scaling": torch.ones(2)}, {"theta": 1e4, "scaling": torch.ones(1).half()}],
-)  # fmt: skip
-def test_frequencies_that_do_not_fit_are_named(options):
-    q = torch.zeros(2, 1, 8)
-    with pytest.raises((ValueError, TypeError), match="rope"):
-        rk.rope(q, q, torch.arange(2), **options)
-
-
 def test_paged_attention_into_given_memory(backend):
     q, k, v, cu_q, cu_k = packed([1, 3], [5, 9], 2, 1, 16, torch.float32, "cpu")
     k_cache, v_cache, table, lens = paged_cache(k, v, cu_k, page=4)

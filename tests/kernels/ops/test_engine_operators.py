@@ -54,29 +54,6 @@ def test_a_slot_off_by_one_is_noticed(monkeypatch):
         test_keys_and_values_lie_in_their_slots_and_nowhere_else("torch", "separate", torch.float32)
 
 
-def test_what_does_not_fit_a_cache_is_named():
-    k_cache, v_cache, _ = caches("separate")
-    k = torch.zeros(2, 3, 8)
-    slots = torch.tensor([0, 20])
-    with pytest.raises(IndexError, match="slot 20"):
-        rk.write_kv_cache(k, k, k_cache, v_cache, slots)
-    for wrong in (
-        (k[:, :2], k[:, :2], k_cache, v_cache, slots),
-        (k, k, k_cache[0], v_cache[0], slots),
-        (k, k, k_cache, v_cache, slots[:1]),
-        (k, k, k_cache.mT, v_cache.mT, slots),
-        (k, k[:1], k_cache, v_cache, slots),
-    ):
-        with pytest.raises(rk.UnsupportedShape, match="write_kv_cache"):
-            rk.write_kv_cache(*wrong)
-    for wrong in (
-        (k.half(), k.half(), k_cache, v_cache, slots),
-        (k, k, k_cache, v_cache, k[:, 0, 0]),
-    ):
-        with pytest.raises(rk.UnsupportedDtype, match="write_kv_cache"):
-            rk.write_kv_cache(*wrong)
-
-
 def logits_with_ties(t=7, v=1000):
     x = rand(t, v, dtype=torch.float32, device="cpu", seed=3)
     x = (x * 4).round() / 4  # many are equal
@@ -136,19 +113,6 @@ def test_an_order_of_ties_that_is_not_the_lowest_ids_is_noticed(monkeypatch):
     monkeypatch.setattr(torch, "sort", unstable)
     with pytest.raises(AssertionError):
         test_the_largest_logits_and_given_ids_have_the_bits_of_targets("torch", 5, torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [({"top_k": 8}, ValueError), ({"top_k": -1}, ValueError),
-     ({"token_ids": torch.zeros(2)}, rk.UnsupportedShape),
-     ({"token_ids": torch.zeros(3, 1).long()}, rk.UnsupportedShape),
-     ({"token_ids": torch.zeros(2, 1)}, rk.UnsupportedDtype),
-     ({"token_ids": torch.full((2, 1), 7)}, IndexError)],
-)  # fmt: skip
-def test_ids_that_cannot_be_looked_up_are_named(options, error):
-    with pytest.raises(error, match="logp"):
-        rk.logp(torch.zeros(2, 7), torch.tensor([0, 1]), **options)
 
 
 def test_rope_turns_queries_and_keys_as_it_turns_each_alone():

@@ -51,7 +51,7 @@ from rlk_kernels.ops.linear_logp.launch import (
 from rlk_kernels.ops.linear_logp.options import LogitOptions, RowStatistics
 from rlk_kernels.ops.linear_logp.plan import shape_of
 
-__all__ = ["loss_and_gradients", "prepare", "scale"]
+__all__ = ["logp_alone", "logp_and_gradients", "prepare", "reduce_loss", "scale"]
 
 
 def logp_and_gradients(
@@ -141,18 +141,9 @@ def logp_and_gradients(
     return logps, [dh, dw, db], most_special(ran)
 
 
-def loss_and_gradients(
-    h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor,
-    tokens: tuple[Tensor | None, Tensor, Tensor | None, Tensor], spec: LogitOptions,
-    objective: Objective, needs: list[bool],
-) -> tuple[Tensor, dict[str, Tensor], Tensor, list[Tensor | None], str]:  # fmt: skip
-    """(loss, metrics, logp[T], [dh, dw, db], what ran); tokens: old_logp, advantages, ref_logp,
-    weights."""
-    old, advantages, ref, weights = tokens
-    grads: list[Tensor | None] = [None, None, None]
-    if any(needs):
-        logp, grads, ran = logp_and_gradients(h, w, bias, ids, tokens, spec, objective, needs)
-    else:
-        (logp,), ran = forward_inference(h, w, bias, ids, spec, False, 1)
-    value, metrics = reduce_loss(logp, old, advantages, weights, ref, objective)
-    return value, metrics, logp, grads, ran
+def logp_alone(
+    h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions
+) -> tuple[Tensor, str]:
+    """(logp[T], what ran)."""
+    (logp,), ran = forward_inference(h, w, bias, ids, spec, False, 1)
+    return logp, ran

@@ -11,7 +11,6 @@ place by the actual one, once: a second backward raises. Compiled code multiplie
 T = tokens   V = vocabulary   H = hidden size   B = sequences
 """
 
-import functools
 from types import ModuleType
 
 import torch
@@ -20,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from rlk_kernels.backend import choose, record
 from rlk_kernels.custom_op import custom_op, on_device_of, refuse_transforms
+from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedShape
 from rlk_kernels.losses.linear_grpo import portable
 from rlk_kernels.losses.policy.advantages import by_sequence
@@ -37,22 +37,27 @@ LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "ppo")
 """Those of `losses/policy` whose loss is a sum of functions of one token's log-prob."""
 
 
-@functools.cache
-def _implementation(backend: str) -> ModuleType:
-    if backend == "torch":
-        return portable
-    from rlk_kernels.losses.linear_grpo import launch
+_on_triton = lazy_module("rlk_kernels.losses.linear_grpo.launch")
 
-    return launch
+
+def _implementation(backend: str) -> ModuleType:
+    return portable if backend == "torch" else _on_triton()
 
 
 def _run(
     hidden, weight, bias, ids, tokens, spec, objective, backend, needs
 ) -> tuple[tuple, list[Tensor | None]]:
-    """((loss, logp, names of the metrics, the metrics), gradients)."""
-    arguments = (hidden, weight, bias, ids, tokens, spec, objective, needs)
-    value, metrics, logp, grads, ran = _implementation(backend).loss_and_gradients(*arguments)
+    """((loss, logp, names of the metrics, the metrics), gradients); tokens: old_logp, advantages,
+    ref_logp, weights."""
+    module, operands = _implementation(backend), (hidden, weight, bias, ids)
+    grads: list[Tensor | None] = [None, None, None]
+    if any(needs):
+        logp, grads, ran = module.logp_and_gradients(*operands, tokens, spec, objective, needs)
+    else:
+        logp, ran = module.logp_alone(*operands, spec)
     record("linear_grpo_loss", ran)
+    old, advantages, ref, weights = tokens
+    value, metrics = module.reduce_loss(logp, old, advantages, weights, ref, objective)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return (value.to(wide), logp, list(metrics), *metrics.values()), grads
 
@@ -149,14 +154,12 @@ def _compiled_loss(
     """(loss, logp, metrics, dhidden, dweight, dbias): `_LinearGRPO` for a compiler, which needs
     everything that the backward uses among the outputs."""
     spec = options_of(logit_dtype, softcap, scale, temperature)
-    value, metrics, logp, grads, ran = _implementation(backend).loss_and_gradients(
-        hidden, weight, bias, ids, (old, advantages, ref, weights), spec,
-        Objective("grpo", low, high, beta=beta), needs,
-    )  # fmt: skip
-    record("linear_grpo_loss", ran)
-    wide = torch.promote_types(hidden.dtype, torch.float32)
+    objective, tokens = Objective("grpo", low, high, beta=beta), (old, advantages, ref, weights)
+    (value, logp, _, *metrics), grads = _run(
+        hidden, weight, bias, ids, tokens, spec, objective, backend, needs
+    )
     gradients = [hidden.new_empty(0) if x is None else x for x in grads]
-    return value.to(wide), logp.clone(), torch.stack(list(metrics.values())), *gradients
+    return value, logp.clone(), torch.stack(metrics), *gradients
 
 
 def _partition(cu_seqlens: Tensor, t: int) -> bool:

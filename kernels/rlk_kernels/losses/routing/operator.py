@@ -15,6 +15,7 @@ Gradients (c_e is a constant), over N valid tokens:
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rlk_kernels.backend import choose, record
 from rlk_kernels.custom_op import refuse_transforms
@@ -71,6 +72,7 @@ class _LoadBalancing(torch.autograd.Function):
         return tree_sum(factor * column_sum(p, "torch") / count)[0].to(logits.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         p, factor, count = ctx.saved_tensors
         mean = tree_sum(p * factor)
@@ -87,6 +89,7 @@ class _RouterZ(torch.autograd.Function):
         return (column_sum(lse.square()[:, None], "torch")[0] / count).to(logits.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         p, lse, count = ctx.saved_tensors
         return (grad.double() * 2.0 * lse[:, None] * p / count).to(ctx.dtype), None

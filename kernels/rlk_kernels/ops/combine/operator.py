@@ -80,12 +80,12 @@ def combine_experts(
             f"combine_experts: rows {tuple(rows.shape)}, weights {tuple(weights.shape)} and ids "
             f"{tuple(ids.shape)}; rows[T, k, H], weights[T, k] and ids[T, k] are needed"
         )
+    chosen = choose("combine_experts", backend, rows, weights, ids)
     wide = torch.promote_types(rows.dtype, torch.float32)
-    if not rows.is_floating_point() or weights.dtype != wide or ids.dtype != torch.int32:
+    if weights.dtype != wide or ids.dtype != torch.int32:
         raise UnsupportedDtype(
             f"combine_experts: rows are {rows.dtype}, weights {weights.dtype}, ids {ids.dtype}; "
             f"weights in {wide} and ids in int32 are needed"
         )
-    chosen = choose("combine_experts", backend, rows, weights, ids)
     parts = (x.contiguous() for x in (rows, weights, ids))
     return call(_combine, *parts, experts, chosen)

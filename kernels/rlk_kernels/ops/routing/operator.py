@@ -215,7 +215,7 @@ def route_corrected(
             f"route_corrected: logits are {logits.dtype} and their correction {correction.dtype}; "
             "float32 is needed: a router rounded to 16 bits ties"
         )
-    chosen = choose("route_corrected", backend, logits)
+    chosen = choose("route_corrected", backend, logits, correction)
     correction = correction.detach().contiguous()
     how = k, normalize, groups, top_groups, float(scale)
     return call(_route_corrected, logits.contiguous(), correction, *how, chosen)

@@ -304,47 +304,6 @@ def test_ids_of_32_bits_know_an_ignore_index_of_64(backend):
     assert bool((logp != 0).all())
 
 
-BAD = {
-    "loss type": (ValueError, {"loss_type": "reinforce"}),
-    "clip": (ValueError, {"clip": (-0.1, 0.2)}),
-    "one clip": (ValueError, {"clip": 0.2}),
-    "beta": (ValueError, {"beta": -1.0}),
-    "beta without reference": (ValueError, {"ref_logp": None}),
-    "max_tokens": (ValueError, {"loss_type": "dr_grpo", "max_tokens": -3}),
-    "advantages": (rk.UnsupportedShape, {"advantages": torch.zeros(5)}),
-    "mask": (rk.UnsupportedShape, {"mask": torch.ones(5)}),
-    "complex mask": (rk.UnsupportedDtype, {"mask": torch.ones(B, L, dtype=torch.complex64)}),
-    "old_logp in 8 bits": (
-        rk.UnsupportedDtype,
-        {"old_logp": torch.zeros(B, L).to(torch.float8_e4m3fn)},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", list(BAD))
-def test_misuse_is_a_named_error(name):
-    error_class, change = BAD[name]
-    c, more = batch(torch.float32)
-    with pytest.raises(error_class):
-        loss_of(c, "torch", c.hidden, c.weight, None, **{**more, **change})
-
-
-def test_packed_tokens_need_their_bounds():
-    c, more = batch(torch.float32)
-    flat = {n: x.flatten() if isinstance(x, torch.Tensor) else x for n, x in more.items()}
-    with pytest.raises(rk.UnsupportedShape, match="cu_seqlens"):
-        rk.linear_grpo_loss(c.hidden, c.weight, c.target, **flat)
-    for wrong in ([0, 50, 100], [0, 50, 100, 151], [0, 100, 50, 150], [1, 50, 100, 150], []):
-        bounds = torch.tensor(wrong).long()
-        with pytest.raises(rk.UnsupportedShape, match="cu_seqlens"):
-            rk.linear_grpo_loss(c.hidden, c.weight, c.target, cu_seqlens=bounds, **flat)
-    bounds = torch.tensor([0, 50, 100, 150])
-    with pytest.raises(ValueError, match="max_tokens"):
-        rk.linear_grpo_loss(
-            c.hidden, c.weight, c.target, cu_seqlens=bounds, loss_type="dr_grpo", **flat
-        )
-
-
 def test_without_beta_a_reference_of_nan_touches_its_metric_alone():
     c, more = batch(torch.float32)
     more |= {"beta": 0.0, "ref_logp": torch.full((B, L), float("nan"))}
