@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rlk_align.errors import ModelError
-from rlk_align.model.checkpoint import read_config, stored_dtype, stored_layers
+from rlk_align.model.checkpoint import read_config
 from rlk_align.model.dtypes import DTYPES
 from rlk_align.model.operators import OPERATORS, Operator, Size
 from rlk_align.model.sparse_config import UNKNOWN_ROUTING, ExpertSettings, read_experts
+from rlk_align.model.stored import stored_dtype, stored_layers
 
 LayerOperators = Callable[["ModelShape", int], tuple[str, ...]]
 """(shape, index of a layer) -> that layer's operators, in execution order."""
