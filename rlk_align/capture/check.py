@@ -1,7 +1,8 @@
 """What can be refused before any engine starts: everything that config and flags decide.
 
-Nothing here imports torch or an engine. transformers, which takes seconds, is asked where it alone
-can tell: for chats, and for a prompt whose length is within a few tokens of the limit.
+Nothing here imports an engine. torch is imported only to compare the embedding with a head that is
+tied to it and stored all the same. transformers, which takes seconds, is asked where it alone can
+tell: for chats, and for a prompt whose length is within a few tokens of the limit.
 """
 
 from collections.abc import Sequence

@@ -2,24 +2,17 @@
 
 import hashlib
 import json
-import math
 import os
 import re
 import time
-from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from rlk_align.data import data_path
 from rlk_align.errors import ModelError
-from rlk_align.model.dtypes import DTYPES, SAFETENSORS_DTYPES
 from rlk_align.model.operators import OPERATORS
-
-STORED_DTYPES = {stored: name for stored, name in SAFETENSORS_DTYPES.items() if name in DTYPES}
-"""As safetensors names them, and as torch does."""
 
 
 def default_model() -> str:
@@ -125,43 +118,6 @@ def weight_files(model: Path) -> list[Path]:
         if not (model / name).is_file():
             raise ModelError(f"{model}: {name} is missing, and {index.name} names it")
     return [model / name for name in names]
-
-
-def stored_dtype(model: Path) -> str | None:
-    """The dtype of most entries of a checkpoint's tensors, by its files' headers; None where they
-    cannot be read, or where it is none that models are computed in."""
-    entries: Counter[str] = Counter()
-    try:
-        for tensor in _headers(model).values():
-            entries[tensor["dtype"]] += math.prod(tensor["shape"])
-    except _UNREADABLE:
-        return None  # `check_tensors` says what is wrong with them.
-    return STORED_DTYPES.get(entries.most_common(1)[0][0]) if entries else None
-
-
-def stored_layers(model: Path) -> int:
-    """How many layers a checkpoint's tensors belong to, by its files' headers; 0 where they cannot
-    be read, or are called otherwise."""
-    try:
-        matches = (re.match(r"model\.layers\.(\d+)\.", name) for name in _headers(model))
-        return len({match[1] for match in matches if match})
-    except _UNREADABLE:
-        return 0  # `check_tensors` says what is wrong with them.
-
-
-_UNREADABLE = (ModelError, OSError, ValueError, KeyError, TypeError, AttributeError)
-"""What `_headers`, and a look into them, raises for damaged files."""
-
-
-def _headers(model: Path) -> dict[str, Any]:
-    """What the headers of a checkpoint's files say of each tensor, as they say it."""
-    tensors: dict[str, Any] = {}
-    for path in weight_files(model):
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            tensors |= json.loads(file.read(min(length, path.stat().st_size)))
-    tensors.pop("__metadata__", None)
-    return tensors
 
 
 SETTLED = 2.0

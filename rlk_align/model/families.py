@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rlk_align.errors import ModelError
-from rlk_align.model.checkpoint import read_config, stored_dtype, stored_layers
+from rlk_align.model.checkpoint import read_config
 from rlk_align.model.dtypes import DTYPES
 from rlk_align.model.operators import OPERATORS, Operator, Size
-from rlk_align.model.sparse_config import UNKNOWN_ROUTING, read_experts
+from rlk_align.model.sparse_config import UNKNOWN_ROUTING, ExpertSettings, read_experts
+from rlk_align.model.stored import stored_dtype, stored_layers
 
 LayerOperators = Callable[["ModelShape", int], tuple[str, ...]]
 """(shape, index of a layer) -> that layer's operators, in execution order."""
@@ -73,16 +74,8 @@ class Family:
     """Operator -> whether it has a bias, whatever the config says of it."""
     window: Mapping[str, int | bool] = field(default_factory=dict)
     """What it takes for keys of a sliding window that the config leaves out; none has no window."""
-    expert_intermediate: str = ""
-    """The config's key for the inner size of an expert; empty for a family without experts."""
-    norm_topk: bool | None = None
-    """Whether the chosen experts' weights are divided by their sum; None asks the config."""
-    sigmoid: bool = False
-    """Whether a router scores experts by a sigmoid, and corrects the scores for the choice; else by
-    a softmax."""
-    known: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
-    """Settings of sparse layers -> the values that are known of this family beyond the usual ones;
-    None is every value."""
+    experts: ExpertSettings | None = None
+    """How its config describes experts; None for a family without experts."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What it takes for settings that the config leaves out."""
     qk_norm: str = ""
@@ -93,6 +86,11 @@ class Family:
     modules: Mapping[str, str] = field(default_factory=dict)
     """Operator -> the module that holds its parameters in a checkpoint, where that is not the
     catalogue's."""
+
+    @property
+    def sigmoid(self) -> bool:
+        """Whether its routers score experts by a sigmoid."""
+        return self.experts is not None and self.experts.sigmoid
 
 
 _QWEN_WINDOW = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
@@ -107,12 +105,11 @@ FAMILIES = {
     "qwen3_moe": Family(
         layer=mixture(qk_norm=True),
         window={"sliding_window": 4096, "use_sliding_window": False},
-        expert_intermediate="moe_intermediate_size",
+        experts=ExpertSettings("moe_intermediate_size"),
     ),
     "mixtral": Family(
         layer=mixture(),
-        expert_intermediate="intermediate_size",
-        norm_topk=True,
+        experts=ExpertSettings("intermediate_size", norm_topk=True),
         modules={
             "router": "block_sparse_moe.gate",
             "expert_gate_proj": "block_sparse_moe.experts.{}.w1",
@@ -123,13 +120,15 @@ FAMILIES = {
     "glm4_moe": Family(
         layer=corrected_mixture,
         biases={"o_proj": False},
-        expert_intermediate="moe_intermediate_size",
-        sigmoid=True,
-        known={
-            **dict.fromkeys(("n_shared_experts", "n_group", "topk_group"), None),
-            **{"routed_scaling_factor": None, "scoring_func": ("sigmoid",)},
-            "topk_method": ("noaux_tc",),
-        },
+        experts=ExpertSettings(
+            "moe_intermediate_size",
+            sigmoid=True,
+            known={
+                **dict.fromkeys(("n_shared_experts", "n_group", "topk_group"), None),
+                **{"routed_scaling_factor": None, "scoring_func": ("sigmoid",)},
+                "topk_method": ("noaux_tc",),
+            },
+        ),
         defaults={
             **{"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
             **{"first_k_dense_replace": 1, "partial_rotary_factor": 0.5},
@@ -300,5 +299,5 @@ def read_shape(model: Path) -> ModelShape:
         context=size("max_position_embeddings"),
         dtype=dtype,
         qk_norm=bool(family.qk_norm and config.get(family.qk_norm)),
-        **(read_experts(model, config, family, size) if family.expert_intermediate else {}),
+        **(read_experts(model, config, family.experts, size) if family.experts else {}),
     )

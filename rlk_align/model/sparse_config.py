@@ -1,14 +1,12 @@
-"""What a config.json says of sparse layers, and what of it is not known here."""
+"""What a config.json says of sparse layers, and which of its settings are not supported."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlk_align.errors import ModelError
-
-if TYPE_CHECKING:
-    from rlk_align.model.families import Family
 
 _SHARED = "experts that every token is sent to"
 _GROUPED = "experts chosen from the best groups of experts"
@@ -20,7 +18,7 @@ UNKNOWN_ROUTING = {
     "qwen2_moe": f"it has {_SHARED}, by a weight of each token's own",
     "gpt_oss": "its routers and its experts have biases, and its attention has sinks",
 }
-"""Sparse families by what of them is not known here."""
+"""Sparse families that are not supported -> the reason."""
 _UNKNOWN_SETTINGS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "n_shared_experts": (_SHARED, (None, 0)),
     "num_shared_experts": (_SHARED, (None, 0)),
@@ -31,27 +29,42 @@ _UNKNOWN_SETTINGS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "topk_method": ("experts chosen by anything other than their scores", (None, "greedy")),
     "routed_scaling_factor": ("experts' weights that are scaled", (None, 1)),
 }
-"""Settings of a sparse family -> what they ask for, and the values that do not."""
-
-
-_MOST_SELECTIONS = 10_000
+"""Settings of a sparse family -> what they ask for, and the values that do not ask for it."""
+_MAX_SELECTIONS = 10_000
 """The largest number of selections of groups: a choice is compared with each of them."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertSettings:
+    """How the configs of one family describe its experts."""
+
+    intermediate: str
+    """The config's key for the inner size of an expert."""
+    norm_topk: bool | None = None
+    """Whether the chosen experts' weights are divided by their sum; None asks the config."""
+    sigmoid: bool = False
+    """Whether a router scores experts by a sigmoid, and corrects the scores for the choice; else by
+    a softmax."""
+    known: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
+    """Settings of sparse layers -> the values that the family supports beyond the usual ones; None
+    is every value."""
+
+
 def read_experts(
-    model: Path, config: dict[str, Any], family: "Family", size: Callable[..., int]
+    model: Path, config: dict[str, Any], settings: ExpertSettings, size: Callable[..., int]
 ) -> dict[str, Any]:
-    """What a config says of the experts; transformers writes their number by two names. Raises
-    ModelError for what is wrong, or not known here."""
+    """The fields of `ModelShape` that describe experts; `size` reads a positive whole number from
+    the config. Raises ModelError for settings that are wrong or not supported."""
+    # transformers has several names for the number of experts.
     names = ("num_experts", "n_routed_experts", "num_local_experts")
     name = next((n for n in names if config.get(n) is not None), names[-1])
-    experts, top_k = size(name), size("num_experts_per_tok", 2 if family.norm_topk else None)
+    experts, top_k = size(name), size("num_experts_per_tok", 2 if settings.norm_topk else None)
     if top_k > experts:
         raise ModelError(
             f"{model}/config.json: num_experts_per_tok is {top_k}, and {name} is {experts}"
         )
     for name, (what, usual) in _UNKNOWN_SETTINGS.items():
-        known = family.known.get(name, ())
+        known = settings.known.get(name, ())
         if known is not None and config.get(name) not in (*usual, *known):
             raise ModelError(
                 f"{model}/config.json: {name} is {config[name]!r}: {what} are not supported"
@@ -60,27 +73,27 @@ def read_experts(
     dense_layers = config.get("mlp_only_layers") or []
     if not isinstance(dense_layers, list) or any(type(i) is not int for i in dense_layers):
         raise ModelError(f"{model}/config.json: mlp_only_layers is not a list of layers")
-    norm = family.norm_topk
-    first = config.get("first_k_dense_replace") if family.sigmoid else 0
+    norm = settings.norm_topk
+    first = config.get("first_k_dense_replace") if settings.sigmoid else 0
     if type(first) is not int or first < 0:
         raise ModelError(f"{model}/config.json: first_k_dense_replace is {first!r}")
     return {
         "experts": experts,
         "top_k": top_k,
-        "expert_intermediate": size(family.expert_intermediate),
+        "expert_intermediate": size(settings.intermediate),
         "norm_topk": bool(config.get("norm_topk_prob")) if norm is None else norm,
         "sparse_layers": tuple(
             i for i in range(first, layers) if i not in dense_layers and (i + 1) % step == 0
         ),
-        **(_corrected(model, config, experts, top_k, size) if family.sigmoid else {}),
+        **(_corrected(model, config, experts, top_k, size) if settings.sigmoid else {}),
     }
 
 
 def _corrected(
     model: Path, config: dict[str, Any], experts: int, top_k: int, size: Callable[..., int]
 ) -> dict[str, Any]:
-    """What a config says of routers whose scores are corrected, and of shared experts. Raises
-    ModelError for groups that cannot be chosen from."""
+    """The fields of `ModelShape` that describe corrected routers and shared experts. Raises
+    ModelError where the groups are too few or too small to choose from."""
     groups, top_groups = size("n_group"), size("topk_group")
     scale, shared = config.get("routed_scaling_factor"), size("n_shared_experts")
     of_group, rest = divmod(experts, groups)
@@ -89,10 +102,10 @@ def _corrected(
             f"{model}/config.json: num_experts_per_tok={top_k} cannot be chosen from "
             f"topk_group={top_groups} of n_group={groups} groups of {experts} experts"
         )
-    if (selections := math.comb(groups, top_groups)) > _MOST_SELECTIONS:
+    if (selections := math.comb(groups, top_groups)) > _MAX_SELECTIONS:
         raise ModelError(
             f"{model}/config.json: n_group={groups} and topk_group={top_groups} allow "
-            f"{selections:,} selections of groups; at most {_MOST_SELECTIONS:,} are supported"
+            f"{selections:,} selections of groups; at most {_MAX_SELECTIONS:,} are supported"
         )
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
         raise ModelError(f"{model}/config.json: routed_scaling_factor is {scale!r}")

@@ -2,17 +2,20 @@
 as transformers has them in memory and a trainer may save them, counts as the tensors of each
 expert."""
 
+import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import tensor_name, weight_files
+from rlk_align.model.dtypes import DTYPES, SAFETENSORS_DTYPES
 
+STORED_DTYPES = {stored: name for stored, name in SAFETENSORS_DTYPES.items() if name in DTYPES}
+"""The dtypes that engines compute in: safetensors' name -> torch's name."""
 _STACK = re.compile(r"model\.(layers\.\d+)\.mlp\.experts\.(gate_up_proj|down_proj)")
 """`[E, 2 I, H]`, an expert's gate before its up, or `[E, H, I]`."""
 
@@ -26,14 +29,14 @@ class StoredTensor:
     dtype: str
     """As safetensors names it, e.g. `BF16`."""
     name: str
-    """What holds it is called so in the file."""
+    """The name of the file's tensor that holds it."""
     expert: int | None = None
-    """Which entry of a stack it is in; None where it is all of the tensor."""
+    """The index into the stack that holds it; None where it is a whole tensor of the file."""
     first: int = 0
-    """The tensor's first row there."""
+    """Its first row within that entry of the stack."""
 
     def read(self, file: Any) -> Any:
-        """All of it, from the file as `safe_open` gives it."""
+        """The whole tensor; `file`: its file, as `safe_open` returns it."""
         if self.expert is None:
             return file.get_tensor(self.name)
         return self.part(file, 0, 0, self.shape[0])
@@ -50,24 +53,60 @@ class StoredTensor:
 
 
 def stored_tensors(model: Path, modules: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """What the files of a checkpoint hold, by name. `modules`: the family's own, as `tensor_name`
-    takes them. Raises ModelError."""
-    found: dict[str, StoredTensor] = {}
-    for path in weight_files(model):
-        try:
-            with safe_open(path, framework="np") as file:
-                for name in file.keys():  # noqa: SIM118 - it is no dict
-                    stored = file.get_slice(name)
-                    shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
-                    whole = StoredTensor(path, shape, dtype, name)
-                    found |= dict(_experts(whole, modules)) or {name: whole}
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"could not load {path}: {error}") from error
-    return found
+    """The tensors of a checkpoint's files, by name; of a stack, each expert's. `modules`: the
+    family's own, as `tensor_name` takes them. Raises ModelError."""
+    return {
+        name: part
+        for whole in _tensors(model)
+        for name, part in (dict(_experts(whole, modules)) or {whole.name: whole}).items()
+    }
+
+
+def file_tensors(path: Path) -> list[StoredTensor]:
+    """The tensors of one file, as its header describes them. Raises ModelError, whose cause is the
+    error of the safetensors library, where the file is truncated or its header is damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    tensors = []
+    try:
+        with safe_open(path, framework="np") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no dict
+                stored = file.get_slice(name)
+                shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+                tensors.append(StoredTensor(path, shape, dtype, name))
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"could not load {path}: {error}") from error
+    return tensors
+
+
+def _tensors(model: Path) -> list[StoredTensor]:
+    return [tensor for path in weight_files(model) for tensor in file_tensors(path)]
+
+
+def stored_dtype(model: Path) -> str | None:
+    """The dtype of most entries of a checkpoint's tensors; None where its files cannot be read, or
+    where no engine computes in that dtype."""
+    entries: Counter[str] = Counter()
+    try:
+        for tensor in _tensors(model):
+            entries[tensor.dtype] += math.prod(tensor.shape)
+    except ModelError:
+        return None  # `check_tensors` reports the damage.
+    return STORED_DTYPES.get(entries.most_common(1)[0][0]) if entries else None
+
+
+def stored_layers(model: Path) -> int:
+    """The number of layers that a checkpoint has tensors of; 0 where its files cannot be read, or
+    name their tensors otherwise."""
+    try:
+        matches = (re.match(r"model\.layers\.(\d+)\.", tensor.name) for tensor in _tensors(model))
+        return len({match[1] for match in matches if match})
+    except ModelError:
+        return 0  # `check_tensors` reports the damage.
 
 
 def _experts(stack: StoredTensor, modules: Mapping[str, str]) -> Iterator[tuple[str, StoredTensor]]:
-    """(name, part) of each expert in a stack; nothing of another tensor."""
+    """(name, part) of each expert in a stack; nothing where the tensor is not a stack."""
     match = _STACK.fullmatch(stack.name)
     if match is None or len(stack.shape) != 3:
         return

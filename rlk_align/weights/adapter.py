@@ -17,9 +17,9 @@ import torch
 
 from rlk_align.errors import ModelError
 from rlk_align.text import one_line
+from rlk_align.weights.lazy import DTYPES, LazyTensor
 from rlk_align.weights.naming import canonical_name
 from rlk_align.weights.safetensors import read_safetensors
-from rlk_align.weights.stored import DTYPES, StoredTensor
 
 _FILE, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -60,9 +60,9 @@ class Merged:
 class LowRank:
     """What an adapter adds to one parameter."""
 
-    a: StoredTensor
+    a: LazyTensor
     """`[rank, in]`."""
-    b: StoredTensor
+    b: LazyTensor
     """`[out, rank]`."""
     scale: float
 

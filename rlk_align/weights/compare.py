@@ -18,9 +18,9 @@ from rlk_align.trace.digest import digest_parameter, digest_slices
 from rlk_align.trace.reader import Weight
 from rlk_align.weights.adapter import Adapter, LowRank, Merge, ways
 from rlk_align.weights.findings import Finding, Held, Status, WeightsReport
+from rlk_align.weights.lazy import DTYPES
 from rlk_align.weights.parameter import Parameter, RecordedParameter
 from rlk_align.weights.source import Source
-from rlk_align.weights.stored import DTYPES
 
 _SIDES = Sides("A", "B", "A's")
 _ROUNDINGS = ("bfloat16", "float16")

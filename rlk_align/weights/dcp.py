@@ -1,6 +1,7 @@
 """Reads torch's distributed checkpoints, which FSDP and Megatron write: `.metadata` and `.distcp`
 files. Nothing in them is unpickled."""
 
+import mmap
 import re
 import zipfile
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ import torch
 
 from rlk_align.errors import CorruptCheckpoint
 from rlk_align.text import one_line
+from rlk_align.weights.lazy import DAMAGED, DTYPES, Chunk, LazyTensor, Region
 from rlk_align.weights.pickled import Call, Name, read_pickle
-from rlk_align.weights.stored import DAMAGED, DTYPES, Chunk, MappedFile, Region, StoredTensor
 
 METADATA = ".metadata"
 
@@ -28,7 +29,7 @@ class _Item:
     length: int
 
 
-def read_dcp(folder: Path) -> list[StoredTensor]:
+def read_dcp(folder: Path) -> list[LazyTensor]:
     """The tensors of a distributed checkpoint, by its metadata.
 
     Raises CorruptCheckpoint where a file is missing, truncated or of a kind that is not known.
@@ -88,7 +89,7 @@ def _tensor(
     entry: Call,
     items: dict[tuple[str, tuple[int, ...]], _Item],
     files: dict[str, "_DcpFile"],
-) -> StoredTensor:
+) -> LazyTensor:
     dtypes = [p.name for p in entry["properties"].state if isinstance(p, Name)]
     dtype = next(d for d in dtypes if d in DTYPES)
     shape, chunks, places = _size(entry["size"]), [], []
@@ -102,7 +103,7 @@ def _tensor(
     if count != torch.Size(shape).numel():
         raise ValueError(f"the chunks of {name} have {count:,} entries of {list(shape)}")
     read = partial(_read, shape, dtype, list(zip(chunks, places, strict=True)))
-    return StoredTensor(name, shape, dtype, read, tuple(chunks))
+    return LazyTensor(name, shape, dtype, read, tuple(chunks))
 
 
 def _read(
@@ -133,6 +134,40 @@ def _read(
     return whole
 
 
+class _MappedFile:
+    """A file mapped into memory, so that only what is used is read."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CorruptCheckpoint where the file cannot be read."""
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self.size = file.seek(0, 2)
+                # A private copy is writable, which torch asks for, and costs nothing until written.
+                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                self.data.madvise(mmap.MADV_SEQUENTIAL)
+        except (OSError, ValueError) as error:
+            raise CorruptCheckpoint(f"{path} cannot be read: {error}", DAMAGED) from error
+
+    def tensor(self, dtype: str, shape: tuple[int, ...], start: int) -> torch.Tensor:
+        """The tensor whose bytes begin at `start`. Raises CorruptCheckpoint where the file ends
+        before it does."""
+        count = 1
+        for size in shape:
+            count *= size
+        stop = start + count * DTYPES[dtype].itemsize
+        if not 0 <= start <= stop <= self.size:
+            raise CorruptCheckpoint(
+                f"{self.path} is truncated: a tensor ends at byte {stop:,}, and the file has "
+                f"{self.size:,}",
+                DAMAGED,
+            )
+        if count == 0:
+            return torch.empty(shape, dtype=DTYPES[dtype])
+        flat = torch.frombuffer(self.data, dtype=DTYPES[dtype], count=count, offset=start)
+        return flat.reshape(shape)
+
+
 class _DcpFile:
     """A `.distcp` file: archives of torch.save, one a chunk, one after another."""
 
@@ -140,8 +175,8 @@ class _DcpFile:
         self.path = path
 
     @cached_property
-    def _file(self) -> MappedFile:
-        return MappedFile(self.path)
+    def _file(self) -> _MappedFile:
+        return _MappedFile(self.path)
 
     def chunk(self, item: _Item, dtype: str, sizes: tuple[int, ...]) -> torch.Tensor:
         """A chunk where it lies in the file. Raises CorruptCheckpoint."""
@@ -183,7 +218,7 @@ class _DcpFile:
 class _Part(BufferedIOBase):
     """A part of a mapped file, as a file of its own."""
 
-    def __init__(self, file: MappedFile, item: _Item) -> None:
+    def __init__(self, file: _MappedFile, item: _Item) -> None:
         self._file, self._item, self._at = file, item, 0
 
     def seekable(self) -> bool:

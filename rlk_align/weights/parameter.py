@@ -11,8 +11,8 @@ import torch
 from rlk_align.compare.parity_weights import Shards
 from rlk_align.trace.digest import digest_parameter, digest_slices
 from rlk_align.trace.reader import Trace, Weight
+from rlk_align.weights.lazy import Chunk, LazyTensor
 from rlk_align.weights.naming import Piece
-from rlk_align.weights.stored import Chunk, StoredTensor
 
 
 class Parameter(Protocol):
@@ -40,7 +40,7 @@ class StoredParameter:
     """A parameter of a checkpoint, read whenever it is asked for."""
 
     name: str
-    tensor: StoredTensor
+    tensor: LazyTensor
     piece: Piece
 
     @cached_property

@@ -10,10 +10,10 @@ from rlk_align.model.families import ModelShape, read_shape
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.run import Role, Run
 from rlk_align.weights.dcp import METADATA, read_dcp
+from rlk_align.weights.lazy import LazyTensor
 from rlk_align.weights.naming import pieces
 from rlk_align.weights.parameter import Parameter, RecordedParameter, StoredParameter
 from rlk_align.weights.safetensors import read_safetensors
-from rlk_align.weights.stored import StoredTensor
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "mp_rank_*/*.pt")
 EMBEDDING, HEAD = "embed", "lm_head"
@@ -50,7 +50,7 @@ class Location:
     kind: str
     shape: ModelShape | None
     tied: bool
-    tensors: list[StoredTensor]
+    tensors: list[LazyTensor]
     trace: Trace | None = None
 
     def source(self, shape: ModelShape | None) -> Source:
@@ -125,7 +125,7 @@ def _safetensors(folder: Path, path: str) -> list[Path]:
     raise ModelError(f"{path} holds no weights that can be read", fix)
 
 
-def _checkpoint(path: str, folder: Path, kind: str, tensors: list[StoredTensor]) -> Location:
+def _checkpoint(path: str, folder: Path, kind: str, tensors: list[LazyTensor]) -> Location:
     for place in (folder, folder / "huggingface", folder.parent, folder.parent / "huggingface"):
         if (place / "config.json").is_file():
             tied = bool(read_config(place).get("tie_word_embeddings"))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from changed_weights import Tensors, changed, q_proj, save, tensors, trained, unequal
 
+from rlk_align.errors import CorruptCheckpoint
 from rlk_align.weights.run import compare_weights
 
 BASE = tensors()
@@ -25,6 +26,22 @@ def test_a_checkpoint_is_equal_to_itself(tmp_path: Path) -> None:
     report = compare_weights(a, save(tmp_path / "b", BASE))
     assert (report.status, report.exit_code) == ("pass", 0)
     assert report.counts["equal"] == len(report.findings) == len(BASE)
+
+
+@pytest.mark.parametrize("size", [0, 5, 1000, -4])
+def test_a_truncated_file_is_named(tmp_path: Path, size: int) -> None:
+    a, b = save(tmp_path / "a", BASE), save(tmp_path / "b", BASE)
+    path = tmp_path / "b/model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(CorruptCheckpoint, match=rf"^{path} is truncated, or is not a safetensors"):
+        compare_weights(a, b)
+
+
+def test_a_dtype_that_is_not_read_is_named(tmp_path: Path) -> None:
+    a = save(tmp_path / "a", BASE)
+    b = save(tmp_path / "b", BASE | {q_proj(0): BASE[q_proj(0)].to(torch.complex64)})
+    with pytest.raises(CorruptCheckpoint, match=rf"{q_proj(0)} is stored as C64, which is not"):
+        compare_weights(a, b)
 
 
 @pytest.mark.parametrize("step", [100, 200])
