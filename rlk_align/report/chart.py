@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from rlk_align.errors import BadOption, MissingDependency
 from rlk_align.judge.verdict import headline
-from rlk_align.report.facts import OperatorFacts, operator_facts
+from rlk_align.report.drift import DriftAxis, DriftSeries, drift_series
 from rlk_align.report.html.logprobs import largest_bound
 from rlk_align.report.html.samples import deltas
 from rlk_align.report.source import ReportSource
@@ -37,8 +36,6 @@ _STYLE = {
     "svg.hashsalt": "rlk-align",
 }
 _LEGEND: dict[str, Any] = {"fontsize": 8, "edgecolor": "none", "framealpha": 0.9}
-_NAMED = 100
-"""Operators that are named below the axis; more would not be readable."""
 _BINS = 61
 
 
@@ -46,9 +43,7 @@ _BINS = 61
 class ChartSeries:
     """One run's values on the edge that is drawn."""
 
-    label: str
-    operators: list[OperatorFacts]
-    """In execution order, without the log-probs, which have the histogram."""
+    drift: DriftSeries
     delta: np.ndarray | None
     """Δlogp of every sampled token, float64 `[N]`, in nats; None where the run kept no rows."""
     bound: float | None
@@ -118,17 +113,16 @@ def _series(source: ReportSource, label: str, name: EdgeName) -> ChartSeries:
     edge = next((e for e in source.verdict.comparison.edges if e.name == name), None)
     if edge is None:
         raise BadOption(f"{source.folder} does not have the edge {name}", "compare both runs again")
-    operators = [o for o in operator_facts(source, edge) if o.site.op != "logprob"]
-    differ = [o for o in operators if o.site.differ]
-    if not operators or (differ and all(o.mean is None for o in differ)):
+    drift = drift_series(source, edge, label)
+    differ = [o for o in drift.operators if o.site.differ]
+    if not drift.operators or (differ and all(o.mean is None for o in differ)):
         raise BadOption(
             f"{source.folder} has no values to draw: {len(differ)} operators of {name} differ, and "
             "it keeps the values of none",
             "compare again with a larger --trace-budget",
         )
     return ChartSeries(
-        label=label,
-        operators=operators,
+        drift=drift,
         delta=_deltas(source, edge),
         bound=largest_bound(source.verdict, edge),
     )
@@ -146,10 +140,9 @@ def _title(source: ReportSource, edge: EdgeName) -> str:
 
 def _draw_drift(axes: "Axes", series: Sequence[ChartSeries]) -> None:
     """Draws each operator's relative L2 error: a logarithmic axis, and a lane for exact zeros."""
-    longest = sorted(series, key=lambda s: -len(s.operators))
-    sites = list({o.site.site: o.site for s in longest for o in s.operators}.values())
-    at = {site.site: n for n, site in enumerate(sites)}
-    means = [o.mean for s in series for o in s.operators if o.mean is not None]
+    axis = DriftAxis([s.drift for s in series])
+    sites = axis.sites
+    means = [o.mean for s in series for o in s.drift.operators if o.mean is not None]
     positive = [m for m in means if m > 0 and np.isfinite(m)]
     low = 10.0 ** np.floor(np.log10(min(positive, default=1e-3)))
     high = 10.0 ** np.ceil(np.log10(max(positive, default=1.0)) + 0.05)
@@ -159,11 +152,10 @@ def _draw_drift(axes: "Axes", series: Sequence[ChartSeries]) -> None:
     axes.set_xlim(-0.7, len(sites) - 0.3)
     axes.axhspan(zero / 1.8, zero * 1.8, color="#f1f5f9", zorder=0)
     for s, colour in zip(series, _COLOURS, strict=False):
-        known = {at[o.site.site]: o.mean for o in s.operators}
-        place = [known.get(n) for n in range(len(sites))]
+        place = axis.values(s.drift, "mean")
         # A missing value breaks the line.
         y = [np.nan if v is None else zero if v == 0 else v for v in place]
-        whose = f"{s.label}, " if s.label else ""
+        whose = f"{s.drift.label}, " if s.drift.label else ""
         style: dict[str, Any] = {"color": colour, "clip_on": False}
         label = f"{whose}mean of the rows that differ"
         axes.plot(range(len(sites)), y, "-o", ms=3, lw=1.2, label=label, **style)
@@ -174,11 +166,10 @@ def _draw_drift(axes: "Axes", series: Sequence[ChartSeries]) -> None:
         if missing:
             # An entry of its own in the legend, without a mark.
             axes.plot([], [], " ", label=f"{whose}{missing} operators without values")
-    _name_layers(axes, [site.layer for site in sites])
-    named = len(sites) <= _NAMED
+    _name_layers(axes, axis)
     axes.set_xticks(
-        range(len(sites)) if named else [],
-        [printable(site.op) for site in sites] if named else [],
+        range(len(sites)) if axis.named else [],
+        [printable(site.op) for site in sites] if axis.named else [],
         rotation=90,
         fontsize=6.5,
     )
@@ -190,22 +181,19 @@ def _draw_drift(axes: "Axes", series: Sequence[ChartSeries]) -> None:
     axes.legend(**_LEGEND, loc="lower right", bbox_to_anchor=(1, 0.18))
 
 
-def _name_layers(axes: "Axes", layers: Sequence[int | None]) -> None:
-    first, last = 0, -np.inf
-    for layer, group in groupby(layers):
-        count = len(list(group))
-        if layer is not None:
-            if layer % 2 == 0:
-                axes.axvspan(first - 0.5, first + count - 0.5, color="#f8fafc", zorder=-1)
-            if first - last >= len(layers) / 24:
-                top: dict[str, Any] = {
-                    "transform": axes.get_xaxis_transform(),
-                    "fontsize": 8,
-                    "color": "#475569",
-                }
-                axes.text(first - 0.4, 1.01, f"layer {layer}", **top)
-                last = first
-        first += count
+def _name_layers(axes: "Axes", axis: DriftAxis) -> None:
+    last = -np.inf
+    for layer, first, count in axis.layers():
+        if layer % 2 == 0:
+            axes.axvspan(first - 0.5, first + count - 0.5, color="#f8fafc", zorder=-1)
+        if first - last >= len(axis.sites) / 24:
+            top: dict[str, Any] = {
+                "transform": axes.get_xaxis_transform(),
+                "fontsize": 8,
+                "color": "#475569",
+            }
+            axes.text(first - 0.4, 1.01, f"layer {layer}", **top)
+            last = first
 
 
 def _draw_histogram(axes: "Axes", series: Sequence[ChartSeries]) -> None:
@@ -223,7 +211,7 @@ def _draw_histogram(axes: "Axes", series: Sequence[ChartSeries]) -> None:
     axes.set_yscale("log")
     for (s, colour, delta), values in zip(known, finite, strict=True):
         counts, edges = np.histogram(values, bins=_BINS, range=(-span, span))
-        label = s.label or f"{len(delta):,} tokens"
+        label = s.drift.label or f"{len(delta):,} tokens"
         if not np.any(values):
             label += f": all {len(values):,} are exactly 0"
         if lost := len(delta) - len(values):

@@ -2,60 +2,19 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from typing import Literal
 
 from markupsafe import Markup
 
-from rlk_align.judge.budgets import budget_of
-from rlk_align.judge.contract import Contract
+from rlk_align.report.drift import DriftAxis, DriftSeries
 from rlk_align.report.facts import OperatorFacts
 from rlk_align.report.html.figure import Figure
 from rlk_align.report.html.svg import LogScale, chart, el, figure, text
-from rlk_align.report.source import ReportSource
 
 WIDTH, LEFT, RIGHT, TOP, HEIGHT = 1120.0, 58.0, 10.0, 60.0, 300.0
-LABELLED = 100
-"""Sites that are named below the axis; more would not be readable."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Series:
-    """One run's operators on one edge."""
-
-    label: str
-    operators: list[OperatorFacts]
-    """The operators without the log-probs, whose errors are not a relative L2 of a state: see
-    `of`."""
-    contract: Contract
-
-    @classmethod
-    def of(cls, source: ReportSource, operators: list[OperatorFacts], label: str = "") -> "Series":
-        """A run's operators on one edge."""
-        return cls(
-            label=label or source.name,
-            operators=[o for o in operators if o.site.op != "logprob"],
-            contract=source.verdict.contract,
-        )
-
-    def allowed(self, operator: OperatorFacts) -> float | None:
-        """What the contract lets the operator introduce, as relative L2: the rms budgets of both
-        sides, in units of rounding, added up; None where it was not held against one."""
-        allowed = {}
-        for unit in operator.refereed:
-            budget = budget_of(self.contract, unit)
-            if unit.errors is not None and budget is not None:
-                allowed[unit.side] = budget.rms * unit.errors.unit
-        return sum(allowed.values()) if allowed else None
-
-    @property
-    def rounding(self) -> float | None:
-        """One rounding of the run's dtype, relative."""
-        units = [u.errors.unit for o in self.operators for u in o.refereed if u.errors]
-        return max(units, default=None)
-
-
-def drift_scale(series: Sequence[Series], height: float = HEIGHT) -> LogScale:
+def drift_scale(series: Sequence[DriftSeries], height: float = HEIGHT) -> LogScale:
     """One that all of them fit on."""
     values: list[float | None] = []
     for s in series:
@@ -66,7 +25,12 @@ def drift_scale(series: Sequence[Series], height: float = HEIGHT) -> LogScale:
 
 
 def drift_figure(
-    name: str, title: str, series: Sequence[Series], *, linked: bool, scale: LogScale | None = None
+    name: str,
+    title: str,
+    series: Sequence[DriftSeries],
+    *,
+    linked: bool,
+    scale: LogScale | None = None,
 ) -> Figure:
     """`linked`: each site leads to its row in the table of operators."""
     plot = _DriftPlot(series, scale or drift_scale(series), linked)
@@ -101,7 +65,7 @@ def drift_figure(
     )
 
 
-def _caption(probed: bool, budgets: bool, series: Sequence[Series]) -> Iterator[str]:
+def _caption(probed: bool, budgets: bool, series: Sequence[DriftSeries]) -> Iterator[str]:
     yield (
         "Relative L2 error of a row: the norm of the difference of the two sides, over the norm "
         "of the row. Errors add up along the model, so a rising line alone is not a fault. "
@@ -126,7 +90,7 @@ def _caption(probed: bool, budgets: bool, series: Sequence[Series]) -> Iterator[
 _COLUMNS = ["site", "rows", "differ", "mean", "largest", "introduced", "inherited", "allowed"]
 
 
-def _row(series: Series, o: OperatorFacts, named: bool) -> list[str]:
+def _row(series: DriftSeries, o: OperatorFacts, named: bool) -> list[str]:
     sizes = (o.mean, o.largest, o.introduced, o.inherited, series.allowed(o))
     cells = [o.site.site, f"{o.site.rows:,}", f"{o.site.differ:,}", *map(figure, sizes)]
     return [series.label, *cells] if named else cells
@@ -135,15 +99,11 @@ def _row(series: Series, o: OperatorFacts, named: bool) -> list[str]:
 class _DriftPlot:
     """The drawing: sites along x, the scale along y."""
 
-    def __init__(self, series: Sequence[Series], scale: LogScale, linked: bool) -> None:
+    def __init__(self, series: Sequence[DriftSeries], scale: LogScale, linked: bool) -> None:
         self.numbered, self.scale, self.linked = list(enumerate(series)), scale, linked
-        # The order of the run with most sites, so that a deeper model's layers stay in theirs.
-        longest = sorted(series, key=lambda s: -len(s.operators))
-        sites = [o.site for s in longest for o in s.operators]
-        self.sites = list({s.site: s for s in sites}.values())
-        self.at = {s.site: n for n, s in enumerate(self.sites)}
+        self.axis = DriftAxis(series)
+        self.sites, self.named = self.axis.sites, self.axis.named
         self.step = (WIDTH - LEFT - RIGHT) / max(1, len(self.sites))
-        self.named = len(self.sites) <= LABELLED
         self.bottom = scale.bottom + LogScale.LANE + (84 if self.named else 14)
         first = series[0]
         self.budgets = any(first.allowed(o) for o in first.operators)
@@ -152,7 +112,7 @@ class _DriftPlot:
 
     def x(self, site: str) -> float:
         """The middle of a site's column."""
-        return LEFT + (self.at[site] + 0.5) * self.step
+        return LEFT + (self.axis.at[site] + 0.5) * self.step
 
     def draw(self) -> Iterator[Markup]:
         """Draws the layers of the chart from back to front."""
@@ -169,11 +129,8 @@ class _DriftPlot:
     def _layers(self) -> Iterator[Markup]:
         bottom = self.scale.bottom + LogScale.LANE
         last = -math.inf
-        for layer, group in groupby(self.sites, key=lambda s: s.layer):
-            if layer is None:
-                continue
-            sites = list(group)
-            x, width = self.x(sites[0].site) - self.step / 2, self.step * len(sites)
+        for layer, first, count in self.axis.layers():
+            x, width = LEFT + first * self.step, self.step * count
             if layer % 2 == 0:
                 yield el("rect", x=x, y=TOP, width=width, height=bottom - TOP, class_="layer")
             if x - last >= 46:
@@ -210,11 +167,11 @@ class _DriftPlot:
             y = scale(self.rounding)
             yield el("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="rounding")
 
-    def _lines(self, number: int, series: Series) -> Iterator[Markup]:
-        for kind in ("largest", "mean"):
-            known = {o.site.site: getattr(o, kind) for o in series.operators}
-            # Of all sites: a line that leaps over one that a run lacks would say too much.
-            points = [(self.x(s.site), known.get(s.site)) for s in self.sites]
+    def _lines(self, number: int, series: DriftSeries) -> Iterator[Markup]:
+        kinds: tuple[Literal["largest", "mean"], ...] = ("largest", "mean")
+        for kind in kinds:
+            values = self.axis.values(series, kind)
+            points = [(self.x(s.site), v) for s, v in zip(self.sites, values, strict=True)]
             path = " ".join(_strokes(points, self.scale))
             yield el("path", d=path, class_=f"{'thin' if kind == 'largest' else 'line'} s{number}")
         if self.named:
@@ -223,7 +180,7 @@ class _DriftPlot:
                     y = self.scale(o.mean)
                     yield el("circle", cx=self.x(o.site.site), cy=y, r=2, class_=f"dot s{number}")
 
-    def _parts(self, number: int, series: Series) -> Iterator[Markup]:
+    def _parts(self, number: int, series: DriftSeries) -> Iterator[Markup]:
         """Marks introduced errors; in a chart of one run, inherited errors too."""
         size = min(5.0, max(2.0, self.step / 2))
         for o in series.operators:

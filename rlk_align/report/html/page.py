@@ -10,13 +10,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from rlk_align.judge.verdict import Verdict, headline
+from rlk_align.report.drift import drift_series
 from rlk_align.report.facts import operator_facts
 from rlk_align.report.html.answers import answers
 from rlk_align.report.html.card import document_card
-from rlk_align.report.html.drift import Series, drift_figure
+from rlk_align.report.html.drift import drift_figure
 from rlk_align.report.html.heat import operator_heat
 from rlk_align.report.html.logprobs import histogram, largest_bound, metric_rows, noise_floor
-from rlk_align.report.html.provenance import provenance
+from rlk_align.report.html.provenance import engine_facts, side_by_side
 from rlk_align.report.html.ranks import rank_map
 from rlk_align.report.html.routing import REPLAY_COLUMNS, routing_panel
 from rlk_align.report.html.samples import deltas, worst_samples
@@ -87,7 +88,8 @@ def run_page(source: ReportSource) -> str:
         "name": source.name,
         "where": str(source.folder),
         "problems": list(problem_sections(verdict)),
-        "provenance": provenance(verdict.comparison),
+        "provenance": side_by_side(list(map(engine_facts, verdict.comparison.engines.values()))),
+        "sides": list(verdict.comparison.engines),
         "unpaired": _unpaired(verdict),
         "waivers": _waivers(verdict),
         "notes": verdict.notes,
@@ -145,7 +147,7 @@ _OUTCOMES = {"pass": "", "warn": "near-limit", "waived": "near-limit", "fail": "
 def _charts(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
     """The template's variables for the charts of the headline edge."""
     verdict, operators = source.verdict, operator_facts(source, edge)
-    series = [Series.of(source, operators)]
+    series = [drift_series(source, edge)]
     columns, rows = operator_table(operators)
     probed = source.probe.edge(edge.name) if source.probe else None
     words = f"probe: {summary(verdict, probed)}" if probed else "Not probed."
@@ -176,7 +178,7 @@ def _other(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
     operators = operator_facts(source, edge)
     differ = sum(bool(o.site.differ) for o in operators)
     title = f"Drift of {edge.name}"
-    series = [Series.of(source, operators)]
+    series = [drift_series(source, edge)]
     return {
         "title": title,
         "summary": f"{differ} of {len(operators)} sites differ"

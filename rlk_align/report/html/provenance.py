@@ -1,29 +1,17 @@
-"""Where both sides' numbers come from, side by side, differences first."""
+"""Where numbers come from, side by side, differences first."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
-from rlk_align.results import Comparison, EngineRecord
-
-
-@dataclass(frozen=True)
-class Fact:
-    """One thing that is known of both sides; a dash where a side does not say."""
-
-    name: str
-    rollout: str
-    train: str
-
-    @property
-    def differs(self) -> bool:
-        return self.rollout != self.train
+from rlk_align.results import EngineRecord
 
 
-def provenance(comparison: Comparison) -> list[Fact]:
-    """Facts that differ come first; each half keeps the order of the engines' records."""
-    rollout, train = (engine_facts(comparison.engines[side]) for side in ("rollout", "train"))
-    names = dict.fromkeys([*rollout, *train])
-    facts = [Fact(name, rollout.get(name, "–"), train.get(name, "–")) for name in names]
-    return sorted(facts, key=lambda fact: not fact.differs)
+def side_by_side(facts: Sequence[Mapping[str, str]]) -> list[tuple[bool, str, list[str]]]:
+    """(whether the columns differ, name, a value for each column), differences first; a dash stands
+    where a column does not say. Each half keeps the order of the facts."""
+    names = dict.fromkeys(name for column in facts for name in column)
+    rows = [(name, [column.get(name, "–") for column in facts]) for name in names]
+    compared = [(len(set(values)) > 1, name, values) for name, values in rows]
+    return sorted(compared, key=lambda row: not row[0])
 
 
 def engine_facts(engine: EngineRecord) -> dict[str, str]:

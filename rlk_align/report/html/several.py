@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from markupsafe import Markup
 
 from rlk_align.judge.verdict import headline, over_budget
-from rlk_align.report.facts import operator_facts
+from rlk_align.report.drift import drift_series
 from rlk_align.report.html.card import Card, document_card
-from rlk_align.report.html.drift import Series, drift_figure, drift_scale
+from rlk_align.report.html.drift import drift_figure, drift_scale
 from rlk_align.report.html.figure import Figure
 from rlk_align.report.html.logprobs import WORDS, largest_bound, metric_value
 from rlk_align.report.html.page import render
-from rlk_align.report.html.provenance import engine_facts
+from rlk_align.report.html.provenance import engine_facts, side_by_side
 from rlk_align.report.html.svg import LogScale, chart, el, figure, text
 from rlk_align.report.source import ReportSource
 from rlk_align.report.verdict import source_document
@@ -62,7 +62,7 @@ def several_page(sources: list[ReportSource]) -> str:
         runs=runs,
         columns=_COLUMNS,
         views=[view for name in order if (view := _view(name, runs)) is not None],
-        provenance=_provenance(runs),
+        provenance=side_by_side([_engine_facts(run) for run in runs]),
     )
 
 
@@ -100,7 +100,7 @@ def _view(name: EdgeName, runs: list[RunView]) -> EdgeView | None:
     measured = [(run, edge) for run in runs if (edge := _edge(run, name)) is not None]
     if not measured:
         return None
-    series = [Series.of(r.source, operator_facts(r.source, e), r.label) for r, e in measured]
+    series = [drift_series(r.source, e, r.label) for r, e in measured]
     title = f"Drift of {name}"
     if len(series) <= 2:
         drift = [drift_figure(f"drift-{name}", title, series, linked=False)]
@@ -201,18 +201,10 @@ def _row(
             yield el("circle", title, cx=x, cy=y, r=4, class_=f"{kind} s0")
 
 
-def _provenance(runs: list[RunView]) -> list[tuple[bool, str, list[str]]]:
-    """(whether runs differ in it, what, by run), differences first."""
-    facts = [
-        {
-            f"{side} {name}": value
-            for side, engine in run.source.verdict.comparison.engines.items()
-            for name, value in engine_facts(engine).items()
-        }
-        for run in runs
-    ]
-    names = dict.fromkeys(name for known in facts for name in known)
-    rows = [(name, [known.get(name, "–") for known in facts]) for name in names]
-    return sorted(
-        ((len(set(values)) > 1, name, values) for name, values in rows), key=lambda row: not row[0]
-    )
+def _engine_facts(run: RunView) -> dict[str, str]:
+    """What both of a run's engines say of themselves, by side and name."""
+    return {
+        f"{side} {name}": value
+        for side, engine in run.source.verdict.comparison.engines.items()
+        for name, value in engine_facts(engine).items()
+    }
