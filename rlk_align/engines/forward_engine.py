@@ -11,7 +11,6 @@ from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampl
 from rlk_align.engines.common.code import code_places
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.intervention import Intervention
-from rlk_align.engines.common.logprobs import token_logprobs
 from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, record_parameter
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.rows import ForwardRows
@@ -72,7 +71,11 @@ class ForwardEngine(Engine):
             logprobs = self.kernels.logprobs(logits, target, self.temperature)
             if logprobs is not None:
                 return logprobs.cpu().numpy()
-        return token_logprobs(logits, target, self.temperature)
+        scaled = logits.detach().float()
+        if self.temperature != 1.0:
+            scaled = scaled / self.temperature
+        logprob = torch.log_softmax(scaled, dim=-1)
+        return logprob.gather(-1, target[:, None]).squeeze(-1).cpu().numpy()
 
     @property
     def batch_size(self) -> int:
