@@ -1,3 +1,3 @@
-"""The version, for whoever may not import the package's public names."""
+"""The version, for modules that may not import the package's public names."""
 
 __version__ = "0.2.0"

@@ -233,7 +233,7 @@ def properties(run: Callable) -> dict:
 
 
 def attempt(call: Callable, *arguments):
-    """The call's value, or a line that says why there is none."""
+    """The call's value, or a line that says why the call failed."""
     try:
         return call(*arguments)
     except torch.cuda.OutOfMemoryError:

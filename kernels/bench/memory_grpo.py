@@ -162,7 +162,7 @@ def largest(step: Step, cases: dict[int, dict], weight: torch.Tensor) -> dict[st
 
 
 def limited(seconds: float, call: Callable, *arguments):
-    """The call's value, or a line that says why there is none within `seconds`."""
+    """The call's value, or a line that says why there was no value within `seconds`."""
     if seconds <= 0:
         return "not run: no time was left"
     signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -80,7 +80,7 @@ class PreparedPair:
         return self.most_tokens is not None and self.most_tokens < self.contract.min_tokens
 
     def check_replay(self, wanted: bool) -> None:
-        """Raises BadOption where routing is to be replayed, and there is none."""
+        """Raises BadOption if routing is to be replayed and the model has no experts."""
         if wanted and not self.sparse:
             raise BadOption(
                 "--replay-routing: the model has no sparse layers, and so no routing to replay"

@@ -26,7 +26,7 @@ Names = str | Sequence[str]
 Prompts = AnyPath | Sequence[str | Sequence[Any] | Mapping[str, Any]]
 """A file of prompts; or the prompts: texts, lists of messages, lists of token ids."""
 Tell = Callable[[str, int, int], None]
-"""Is told the progress of long work: (stage, done, total); total 0 where nothing is counted."""
+"""Receives the progress of long work: (stage, done, total); total 0 if nothing is counted."""
 
 
 def compare(
@@ -174,7 +174,7 @@ def load_run(run: AnyPath, contract: AnyPath | None = None) -> "LoadedRun":
     """A compared run, a folder or `@last`: its verdict by a contract, by default that of its dtype,
     and its figures as tables.
 
-    Raises BadOption where there is none, CorruptTrace for a damaged one, and ContractError.
+    Raises BadOption if there is no such run, CorruptTrace for a damaged one, and ContractError.
     """
     from rlk_align.api import values
     from rlk_align.api.loaded import LoadedRun

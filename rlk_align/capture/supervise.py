@@ -27,7 +27,7 @@ STARTING = 1800.0
 have loaded the model."""
 
 PATIENCE = 5.0
-"""Seconds that processes get to end after they were told to."""
+"""Seconds that processes get to end after they were asked to."""
 
 
 def run_worker(job: Job, progress: Progress) -> None:
@@ -82,7 +82,7 @@ def _start(job: Job, log: Path) -> subprocess.Popen:
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), here]))
     interpreter = str(python or sys.executable)
     command = [interpreter, "-m", "rlk_align.engines.worker", str(job.folder / "job.json")]
-    # Idle OpenMP threads sleep: spinning, they starve whoever shares the machine.
+    # Idle OpenMP threads sleep: spinning, they starve other processes of the machine.
     environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | {"PYTHONPATH": path}
     try:
         with output:

@@ -63,7 +63,7 @@ def make_output(kind: str, path: str) -> OutputTarget:
 
 
 def output_file(output: OutputTarget) -> Path | None:
-    """The file that is written; None where there is none."""
+    """The file that is written; None if no file is written."""
     if output.path is None and output.format == "github":
         from rlk_align.report.github import summary_file
 

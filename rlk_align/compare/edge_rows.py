@@ -28,7 +28,7 @@ class EdgeRows:
     """bool: the rows whose errors the table holds."""
     first: np.ndarray
     second: np.ndarray
-    """float64: the passes' log-probs, NaN where there is none."""
+    """float64: the passes' log-probs, NaN for a row that a pass lacks."""
     paired: np.ndarray
     """bool: whether both passes have a log-prob there."""
     errors: dict[str, np.ndarray] = field(default_factory=dict)

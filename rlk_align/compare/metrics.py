@@ -1,6 +1,6 @@
 """The numbers of a comparison, all in float64, raw and unclipped.
 
-NaN stays NaN: whoever judges a metric must write the comparison so that NaN fails.
+NaN stays NaN: a comparison with a metric must be written so that NaN fails.
 """
 
 from dataclasses import dataclass, field

@@ -29,7 +29,7 @@ SamplesDone = Callable[[int], None]
 
 Logprobs = dict[int, np.ndarray]
 """Sample -> float32 log-prob of each of its sampled ids, in nats, of the samples that this rank
-speaks for."""
+represents."""
 
 
 @dataclass(frozen=True, slots=True)

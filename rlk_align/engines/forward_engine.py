@@ -1,4 +1,4 @@
-"""Both passes of an engine that computes a forward where it is told to, in its own process."""
+"""Both passes of an engine that computes one forward at a time, in its own process."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence

@@ -52,7 +52,7 @@ class EngineInfo:
     the two a difference comes from cannot be told."""
     patch: str = ""
     """`module:class` of the `engines.patch.Patch` by which `kernels=rlk` puts our kernels into it;
-    empty where there is none."""
+    empty if our kernels do not run in it."""
     planting: str = ""
     """`module:function` that plants a fault: it takes the live engine and the chosen fault, and
     returns an `ExitStack` that removes the fault. It is empty if the engine supports no fault."""

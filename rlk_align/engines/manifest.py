@@ -56,7 +56,7 @@ def _write_weights(path: Path, parameters: list[ParameterRecord]) -> None:
 
 
 def _prompts_rendered(path: Path) -> dict[str, str]:
-    """How many of the recorded prompts a chat template rendered; nothing where it is none."""
+    """How many of the recorded prompts a chat template rendered; empty if none."""
     prompts = load_prompts(path)
     count = sum(p.rendered for p in prompts)
     return {RENDERED: f"{count} of {len(prompts)} prompts"} if count else {}

@@ -329,7 +329,8 @@ class Contract(BaseModel):
 
     def budget(self, op: str, op_class: str = "") -> Budget | None:
         """What an operator may be off by: the budget that names it, or else that of its class, or
-        else the widest of those that name operators of its class. None where there is none."""
+        else the widest of those that name operators of its class. None if the contract has no
+        budgets."""
         for budget in self.budgets:
             if op in budget.ops:
                 return budget

@@ -53,7 +53,7 @@ def built_in() -> dict[str, Path]:
 def load_contract(name: str, dtype: str) -> Contract:
     """A built-in contract by id, or a TOML file by path, for a comparison in `dtype`.
 
-    Raises ContractError where there is none, where it is malformed, or where it says
+    Raises ContractError if there is no such contract, if it is malformed, or where it says
     nothing of the dtype.
     """
     contract = open_contract(name)

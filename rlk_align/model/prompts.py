@@ -193,7 +193,7 @@ def as_prompts(items: Sequence[Any]) -> list[Prompt]:
     """Prompts from values of Python: texts, lists of messages, lists of token ids, or the records
     that a line of a file holds.
 
-    Raises PromptError, naming the entry, for what is none of these.
+    Raises PromptError, which names the entry, for anything else.
     """
     if not items:
         raise PromptError("prompts is an empty list", "give at least one prompt")

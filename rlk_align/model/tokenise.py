@@ -70,7 +70,7 @@ def _may_have_template(model: Path) -> bool:
 def fast_tokenizer(model: Path) -> Tokenizer:
     """The tokenizer of tokenizer.json, without transformers and its changes, and so at once.
 
-    Raises ModelError where there is none.
+    Raises ModelError if there is no tokenizer.
     """
     path = model / "tokenizer.json"
     try:

@@ -18,7 +18,7 @@ TOP_K = (1, 5, 10, 20, 40, 50, 64, 100, 200)
 
 @dataclass(frozen=True, slots=True)
 class TokenContext:
-    """The ids around each row; int64 `[N]`, -1 where there is none."""
+    """The ids around each row; int64 `[N]`, -1 outside of the sequence."""
 
     targets: torch.Tensor
     """What is scored: the token after the row's own."""

@@ -151,5 +151,5 @@ def _split(unit: Unit | None, site: str) -> Split | None:
 
 
 def probed_edge(source: ReportSource, edge: EdgeResult) -> ProbedEdge | None:
-    """The probe's record of an edge; None where there is none."""
+    """The probe's record of an edge; None if the edge was not probed."""
     return source.probe.edge(edge.name) if source.probe else None

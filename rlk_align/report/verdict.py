@@ -96,7 +96,7 @@ def _facts(verdict: Verdict) -> Iterator[Fact]:
     yield Fact("side", side_off(verdict))
     yield Fact("model", c.model)
     for side, e in c.engines.items():
-        torch = e.environment.get("torch", "not told")
+        torch = e.environment.get("torch", "not recorded")
         yield Fact(side, f"{engine_spec(e)}  {e.version}, {e.dtype}, torch {torch}")
     yield Fact("precheck", ", ".join(f"{kind} {parity(c, kind)}" for kind in PARITY_KINDS))
     if c.controls is not None:

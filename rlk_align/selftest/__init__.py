@@ -1,1 +1,2 @@
-"""Planted faults on real engines: what is found of them, and what is found where there is none."""
+"""Faults planted into real engines: which ones the comparison finds, and whether it finds one in a
+healthy pair."""

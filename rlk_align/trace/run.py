@@ -78,7 +78,7 @@ class Run(RunFolder):
 
     @classmethod
     def open(cls, name: str) -> "Run":
-        """A finished run, by folder or as `@last`. Raises BadOption where there is none, or one
+        """A finished run, by folder or as `@last`. Raises BadOption if there is no such run, or one
         that was imported, CorruptTrace where it did not finish or run.json is not what was
         written."""
         run = cls(find_run(name))
@@ -112,8 +112,8 @@ class Run(RunFolder):
         add_checksums(self.folder, ["run.json", *conclusions, *probe, *captures])
 
     def capture_folder(self, role: Role) -> Path:
-        """The trace of that role, or the only one that the run has. Raises BadOption where there
-        is none, CorruptTrace where it is another than the run was finished with."""
+        """The trace of that role, or the only one that the run has. Raises BadOption if there
+        is no trace, CorruptTrace where it is another than the run was finished with."""
         captures = self.record.captures
         name = captures.get(role)
         if name is None and len(captures) == 1:

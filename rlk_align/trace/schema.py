@@ -125,7 +125,7 @@ class PositionRecord(Measured[WrongPosition]):
 
     @property
     def one_shift(self) -> int:
-        """The number by which all positions are shifted; 0 where there is none."""
+        """The number by which all positions are shifted; 0 if they are not shifted."""
         return self.shift[0] if self.shift and self.shift[0] == self.shift[1] else 0
 
     @property

@@ -1,4 +1,4 @@
-"""What a pass recorded, by row of the batch, for whoever computes on recorded values."""
+"""What a pass recorded, by row of the batch, for code that computes on recorded values."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class RecordedRows:
         return self._of(site).present
 
     def digests(self, site: str) -> np.ndarray:
-        """int64 `[rows of the batch, 2]`; 0 where there is none."""
+        """int64 `[rows of the batch, 2]`; 0 where a row has no value."""
         return self._of(site).digest
 
     def has_value(self, site: str) -> np.ndarray:

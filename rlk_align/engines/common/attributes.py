@@ -35,7 +35,7 @@ def corrected_routing(
 
 
 def activation_name(activation: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> str:
-    """The name of a live activation, told by what it computes and not by its class."""
+    """The name of a live activation, by what it computes and not by its class."""
     x = torch.linspace(-4.0, 4.0, 33)
     known = {
         "silu": torch.nn.functional.silu(x),

@@ -1,4 +1,4 @@
-"""Where in its engine's code each operator is, for whoever has to look at it."""
+"""Where in its engine's code each operator is, for the person who has to look at it."""
 
 import functools
 import inspect

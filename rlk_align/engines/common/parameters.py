@@ -34,7 +34,7 @@ class LiveParameter:
     value: torch.Tensor
     """Whole and un-sharded, in the checkpoint's layout; exact on rank 0."""
     shards: tuple[Shard, ...] = ()
-    """Who holds what of it; empty where each rank holds all of it."""
+    """Which rank holds which part; empty if each rank holds all of it."""
     replicas: tuple[torch.Tensor, ...] = ()
     """The copies of ranks 1, 2, ... of a parameter that every rank holds whole."""
 

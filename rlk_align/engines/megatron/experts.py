@@ -1,4 +1,4 @@
-"""The sparse layers of megatron-core's GPTModel: what of them can be seen, and their parameters.
+"""The sparse layers of megatron-core's GPTModel: the values that can be seen, and their parameters.
 
 Experts are computed one after another, each of its tokens in their order (`SequentialMLP`). The
 weight of an expert multiplies its activation, before the second product: what lies behind that is

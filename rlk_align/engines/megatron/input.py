@@ -1,4 +1,4 @@
-"""One forward's input, padded or packed: what of it a rank has.
+"""One forward's input, padded or packed, and the part that a rank has.
 
 B = sequences of the input tensor, S = its length.
 """

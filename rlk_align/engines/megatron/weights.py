@@ -155,7 +155,7 @@ def _of_groups(copies: Mapping[int, ParameterRecord], grid: Grid) -> ParameterRe
     recorded = next(iter(copies.values()))
     shards, digests = [], [""] * grid.all.world
     for first, copy in copies.items():
-        # Where other ranks have none of it, it is said who has what is whole, too.
+        # If other ranks lack the parameter, a whole copy is recorded with its ranks too.
         whole = [(rank, 0, 0, copy.shape[0]) for rank in range(grid.tp.world)]
         everywhere = len(copies) * grid.tp.world == grid.all.world
         held = copy.shards or ([] if everywhere else whole)

@@ -64,14 +64,14 @@ def _check_free(port: int) -> None:
 def first_failure(
     codes: Mapping[int, int], errors: list[dict], spec: EngineSpec, folder: Path
 ) -> RlkError:
-    """The error of the rank to blame: the others failed because they lost it.
+    """The error of the rank to blame: the others failed because they lost that rank.
 
-    `codes`: exit codes of the ranks that failed; `told`: the errors that ranks told, in order.
-    A rank that ended without a word was killed, before those that told of losing it; torchrun
-    itself ends with SIGTERM the ranks that are left.
+    `codes`: exit codes of the ranks that failed; `errors`: the errors that ranks reported, in
+    order. A rank that ended without a report was killed, before the others reported that they lost
+    it. Torchrun itself ends the ranks that are left with SIGTERM.
     """
-    spoke = {e["rank"] for e in errors}
-    silent = [r for r, code in codes.items() if r not in spoke and code != -signal.SIGTERM]
+    reported = {e["rank"] for e in errors}
+    silent = [r for r, code in codes.items() if r not in reported and code != -signal.SIGTERM]
     if errors and not silent:
         return error_of(errors[0])
     rank = (silent or list(codes))[0]
@@ -86,8 +86,8 @@ _PATIENCE = 1.0
 
 @contextmanager
 def children_watched(spec: EngineSpec, folder: Path) -> Iterator[None]:
-    """Raises EngineFailed for a rank that the engine itself started and that was killed, in place
-    of what the engine says of losing it."""
+    """Raises EngineFailed for a rank that the engine itself started and that was killed, instead of
+    the engine's own report of the loss."""
     children = multiprocessing.active_children()
     ended: list[BaseProcess] = []
     try:
@@ -95,7 +95,7 @@ def children_watched(spec: EngineSpec, folder: Path) -> Iterator[None]:
             try:
                 yield
             except Exception:
-                # Losing a rank may be told of before the rank has been waited for.
+                # An engine may report the loss of a rank before the rank has been waited for.
                 for child in children:
                     child.join(_PATIENCE)
                 raise

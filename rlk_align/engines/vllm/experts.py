@@ -1,4 +1,4 @@
-"""The sparse layers of a vLLM decoder: what of them can be seen, and the experts' weights.
+"""The sparse layers of a vLLM decoder: the values that can be seen, and the experts' weights.
 
 vLLM computes a layer's experts in one kernel, from the choice to the sum: their rows are never
 tensors.

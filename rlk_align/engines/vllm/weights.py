@@ -32,7 +32,7 @@ def vllm_weights(
 
 
 def live_parameter(model: Any, path: str) -> torch.Tensor | None:
-    """What a model computes with, by its path; None where there is none."""
+    """What a model computes with, by its path; None if the path leads nowhere."""
     holder, _, name = path.rpartition(".")
     module = model.get_submodule(holder)
     value = getattr(module, name, None)

@@ -244,7 +244,7 @@ class ExpertReference:
         columns: torch.Tensor | slice = slice(None),
     ) -> Exact:
         """Products `[N, K, F]` of `[N, K, D]`, expert by expert, and the variance of their sums in
-        float32, and of what inexact inputs leave; `columns`: which of each weight."""
+        float32 and of what inexact inputs leave; `columns`: those of each weight that count."""
         out: torch.Tensor | None = None
         for e in chosen.unique().tolist():
             at = chosen == e

@@ -55,8 +55,8 @@ class RecordedPass:
             raise NotRefereed(f"{site} was not recorded")
 
     def _contents(self, site: Site, number: np.ndarray) -> np.ndarray:
-        """int64 `[N, K]`: what an operator gave in each row, and of what. The same output for other
-        inputs is not a repetition."""
+        """int64 `[N, K]`: the output of an operator in each row, and its inputs. The same output
+        for other inputs is not a repetition."""
         columns = [self._rows.digests(name)[number] for name in (site.name, *site.inputs)]
         token, position = self._index.token, self._index.position
         read = {"embedding": token, "log_softmax": np.roll(token, -1)}

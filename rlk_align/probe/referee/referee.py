@@ -56,7 +56,7 @@ GPU_BYTES = 1 << 33
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """One pass of a side, and the side's checkpoint in float64, or why there is none."""
+    """One pass of a side, and the side's checkpoint in float64, or the reason why it has none."""
 
     side: SideName
     name: str

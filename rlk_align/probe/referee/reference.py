@@ -40,7 +40,7 @@ class RowTokens:
     token: torch.Tensor
     """The token at each, int64 `[N]`."""
     target: torch.Tensor
-    """The token after each; -1 where there is none."""
+    """The token after each; -1 behind the last one."""
 
 
 class Reference:

@@ -59,7 +59,7 @@ def text(x: float, y: float, words: object, **attributes: object) -> Markup:
 
 
 def figure(value: float | None) -> str:
-    """Two digits; a dash where there is none."""
+    """Two digits; a dash for a value that is not known."""
     if value is None:
         return "–"
     return "0" if value == 0 else f"{value:.2g}"

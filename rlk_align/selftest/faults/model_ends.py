@@ -1,4 +1,4 @@
-"""Faults of embeddings, logits, log-probs, and of what the engine is given."""
+"""Faults of embeddings, logits and log-probs, and of the inputs that an engine is given."""
 
 from rlk_align.selftest.faults.fault import Fault, Strength
 

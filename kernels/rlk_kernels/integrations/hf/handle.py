@@ -34,7 +34,7 @@ class Handle:
         later._undo.callback(later_undo.close)
 
     def __del__(self) -> None:
-        """The handle was dropped: it ends with the call before it, and stays if there is none."""
+        """The handle was dropped: it ends with the call before it; without such a call it stays."""
         if self._self not in self._all:
             return
         place = self._all.index(self._self)

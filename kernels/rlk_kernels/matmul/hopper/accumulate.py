@@ -161,7 +161,7 @@ def _initial(
 
 @gluon.jit
 def _place(j, even, count, all_tiles, heavy, M, N, SIDE: gl.constexpr):
-    """(first row of SIDE, column tile) of this program's j-th tile; row M where there is none."""
+    """(first row of SIDE, column tile) of this program's j-th tile; row M behind the last tile."""
     tile = gl.where(j < count, nth(j, even, all_tiles, heavy), 0)
     tile_m, tile_n = _tile_position(tile, M, N, 2 * ROWS, COLUMNS, GROUP)
     return gl.where(j < count, (2 * tile_m + SIDE) * ROWS, M), tile_n

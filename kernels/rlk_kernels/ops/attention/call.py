@@ -86,7 +86,7 @@ class AttentionPlan:
     listed: bool
     """Pieces come from a list; those of a batch of one sequence need none."""
     alone: bool
-    """Few rows of one sequence: eight warps take them, and whoever ends last merges
+    """Few rows of one sequence: eight warps take them, and the program that ends last merges
     (`hopper/merge_last.py`)."""
     whole: bool
     """No row has more than one chunk of keys: pieces are blocks of rows, and nothing is merged."""

@@ -133,7 +133,7 @@ def _merge_kernel(
         head = hk * G + row % G + tl.zeros((1,), tl.int32)
         token = q_start + row // G + tl.zeros((1,), tl.int32)
         finish(m, den, acc, out_ptr, lse_ptr, token, head, live, cols, HK * G, DIM, T)
-    if OVERLAP:  # whoever has no row waits too: what comes behind waits for this kernel alone
+    if OVERLAP:  # a program without a row waits too: the next kernel waits for this one alone
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 

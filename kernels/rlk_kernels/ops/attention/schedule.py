@@ -5,9 +5,10 @@ A piece is a block of packed rows and a range of chunks of its keys. The list fo
 of the sequences, not the room in a block table: the host never reads it, and each replay of a CUDA
 graph remakes it. Neither the cut into pieces nor the program that takes one can change a bit
 (`order.py`): a range that begins at the first chunk merges its chunks as it goes, any other
-leaves each chunk for `merge.py`, which goes on from there. (Merged by whoever ends the last piece
-of some rows, it took longer: a program waits for its own stores before it can signal them. Few rows
-of a single sequence are merged that way, `hopper/merge_last.py`: there no other program waits.)
+leaves each chunk for `merge.py`, which goes on from there. (It took longer when the program that
+ends the last piece of some rows merged them: a program waits for its own stores before it can
+signal them. Few rows of a single sequence are merged that way, `hopper/merge_last.py`: there no
+other program waits.)
 
     pieces    k = max(1, n // tau) ranges of a sequence's n chunks, tau from the whole work: with
               enough sequences none is split, and a long one is where others are short

@@ -58,7 +58,7 @@ def _route_fwd_kernel(
         picked = picked | now
         key = tl.where(now, TAKEN, key)
     if NORMALIZE:
-        # of numbers that are none, the difference to themselves is none
+        # the difference of a NaN or an infinity to itself is a NaN
         nothing = tl.max(tl.where(picked & (z != z), 1, 0), 1) > 0
         top = tl.max(tl.where(picked, z, float("-inf")), 1)
         top = tl.where(nothing, float("nan"), top)

@@ -1,4 +1,4 @@
-"""For `hopper/pieces.py`: the pieces of a sequence that is alone are merged by whoever ends last,
+"""For `hopper/pieces.py`: the program that ends last merges the pieces of a sequence that is alone,
 front to back as `merge.py` does: no kernel runs behind the one that attends, and no bit can change.
 
 Who is last: each piece has a flag beside the states, in the call's own scratch. A program writes a
