@@ -8,6 +8,7 @@ compile are compiled where they are needed.
 """
 
 import contextlib
+import ctypes
 import importlib
 import itertools
 import os
@@ -25,6 +26,8 @@ from rlk_kernels.compile_request import from_text, to_text
 from rlk_kernels.private_api import asked_to_compile
 
 MOST_PROCESSES = 16
+_SET_PARENT_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of Linux."""
 END = b""
 """The message that ends a server."""
 
@@ -111,6 +114,13 @@ def _compile(request: str) -> None:
     compile_kernel(kind(*form), target=target, options=options)
 
 
+def _begin(handle: int) -> None:
+    """A process that compiles ends with its server, and keeps no end of its connection: otherwise
+    the asking process would never learn that the server has died."""
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    os.close(handle)
+
+
 def serve(handle: int) -> None:
     """Compile what is asked for through a connection, several requests at a time, until END or
     until the asking process is gone. handle: of the connection."""
@@ -124,7 +134,7 @@ def serve(handle: int) -> None:
             connection.send_bytes(number)
 
     processes = min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
-    with ProcessPoolExecutor(processes, get_context("fork")) as pool:
+    with ProcessPoolExecutor(processes, get_context("fork"), _begin, (handle,)) as pool:
         with contextlib.suppress(EOFError):
             while message := connection.recv_bytes():
                 number, _, request = message.partition(b" ")

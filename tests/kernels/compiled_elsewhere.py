@@ -1,11 +1,15 @@
 """A program: kernels are compiled by a server for an H200 that is not there. Prints which the
 server has tried, which of them this process found in the cache, and which it compiled itself.
 
-`--dies`: the server is killed as soon as it was started. Not under TRITON_INTERPRET, so in a
-process of its own (`test_compile_server.py`); TRITON_CACHE_DIR has to be empty."""
+`--dies`: the server is killed as soon as it was started; `--later`: when it compiles. Not under
+TRITON_INTERPRET, so in a process of its own (`test_compile_server.py`); TRITON_CACHE_DIR has to be
+empty."""
 
 import sys
+import time
+from pathlib import Path
 from subprocess import Popen
+from threading import Thread
 from typing import Any
 from unittest import mock
 
@@ -30,8 +34,19 @@ def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
 def killed(command: list[str], **options: Any) -> Popen:
     process = Popen(command, **options)
     if command[0] == sys.executable:  # not an assembler
-        process.kill()
+        if "--later" in sys.argv:
+            Thread(target=kill_at_work, args=[process]).start()
+        else:
+            process.kill()
     return process
+
+
+def kill_at_work(server: Popen) -> None:
+    """Kills a server as soon as it has a process that compiles."""
+    children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
+    while not children.read_text():
+        time.sleep(0.01)
+    server.kill()
 
 
 class Watched(compile_server.CompileServer):
@@ -41,7 +56,7 @@ class Watched(compile_server.CompileServer):
 
 
 def main() -> int:
-    starts = killed if "--dies" in sys.argv else Popen
+    starts = killed if {"--dies", "--later"} & set(sys.argv) else Popen
     knobs = triton.knobs.compilation
     with (
         h200(),

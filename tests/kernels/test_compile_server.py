@@ -24,11 +24,12 @@ def test_the_asking_process_finds_what_a_server_compiled(
     assert lines == {"tried:": ["3"], "found:": NAMES, "compiled:": []}
 
 
+@pytest.mark.parametrize("when", ["--dies", "--later"])
 def test_without_its_server_a_process_compiles_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    _, lines = run("compiled_elsewhere.py", "--dies")
+    _, lines = run("compiled_elsewhere.py", when)
     assert lines == {"tried:": ["3"], "found:": [], "compiled:": NAMES}
 
 
