@@ -22,7 +22,8 @@ from rlk_align.judge.regression import RegressionVerdict
 from rlk_align.judge.verdict import Verdict
 from rlk_align.probe.record import Probe
 from rlk_align.report.change import show_change
-from rlk_align.report.document_terminal import STYLES, show_document
+from rlk_align.report.document import Document, Fact
+from rlk_align.report.document_terminal import show_document
 from rlk_align.report.regression import regression_document
 from rlk_align.report.source import ReportSource
 from rlk_align.report.verdict import verdict_document
@@ -76,14 +77,15 @@ def finish_too_few(pair: PreparedPair, outputs: list[OutputTarget]) -> NoReturn:
     needed = f"{contract.min_tokens:,} are needed"
     doubt = f"at most {pair.most_tokens:,} sampled tokens, {needed}: nothing was captured"
 
-    def everything(console: Console) -> None:
-        head = line(" INCONCLUSIVE ", style=STYLES["inconclusive"] + " reverse")
-        console.print(head, line(f"contract {contract.id} {contract.version}"))
-        console.print(line(doubt))
-        console.print()
-        console.print(line(f"next     {MORE_TOKENS}"))
-
-    print_report(everything, takes_stdout(outputs))
+    document = Document(
+        status="inconclusive",
+        headline=f"Nothing can be concluded: {doubt}.",
+        folder="",
+        facts=[Fact("contract", f"{contract.id} {contract.version}")],
+        sections=[],
+        next_steps=[MORE_TOKENS],
+    )
+    print_report(lambda console: show_document(document, console), takes_stdout(outputs))
     record = record_text(too_few_json(contract, pair.model, pair.dtype, doubt))
     for output in outputs:
         if output.format == "json":
