@@ -10,7 +10,8 @@ from rlk_align.cli import options
 from rlk_align.cli.finish import print_report
 from rlk_align.cli.outputs import parse_outputs, takes_stdout, write_text
 from rlk_align.progress import show_progress
-from rlk_align.report.weights_terminal import show_weights
+from rlk_align.report.document_terminal import show_document
+from rlk_align.report.weights import weights_document
 
 
 def weights(
@@ -44,7 +45,8 @@ def weights(
         report = compare_weights(
             a, b, earlier=earlier or (), adapter=adapter, progress=progress, warn=options.warn
         )
-    print_report(lambda console: show_weights(report, console), takes_stdout(outputs))
+    document = weights_document(report)
+    print_report(lambda console: show_document(document, console), takes_stdout(outputs))
     for target in outputs:
         write_text(target.path, json.dumps(report.to_json(), indent=2) + "\n")
     sys.exit(report.exit_code)

@@ -26,7 +26,7 @@ from rlk_align.engines.process.heartbeat import HEARTBEATS
 from rlk_align.engines.process.job import Events, Job, failed
 from rlk_align.engines.process.launch import children_watched, launch, rank_log
 from rlk_align.engines.process.plan import KEEP_LOGPROBS, CapturePlan, plan_capture
-from rlk_align.engines.process.ranks import barrier, check_device, join, leave
+from rlk_align.engines.process.ranks import barrier, check_device, destroy_process_group, join
 from rlk_align.engines.process.versions import versions
 from rlk_align.engines.registry import load_engine
 from rlk_align.engines.spec import EngineSpec
@@ -89,7 +89,7 @@ def run(job: Job, events: Events) -> None:
         engine.close()
         if patch is not None:
             patch.take_out()
-    leave()
+    destroy_process_group()
 
 
 def _kernels(spec: EngineSpec) -> "BasePatch | None":

@@ -343,9 +343,9 @@ class Contract(BaseModel):
     def uncovered(
         self, limits: Iterable[Limit], operators: Iterable[tuple[str, str, str]]
     ) -> Iterator[tuple[str, str]]:
-        """Whoever limits some operators says something of each: what of (site, operator, class) has
-        neither budget nor one of the limits, as (site, what is missing). Of the log-prob the limits
-        of tokens speak."""
+        """A contract that limits some operators has to limit each of them: yields each operator of
+        (site, operator, class) that has neither a budget nor one of the limits, as (site, what is
+        missing). The log-prob has the limits of tokens."""
         of_operators = [x for x in limits if x.metric == "op_error"]
         for site, op, op_class in operators:
             if self.budgets:

@@ -120,8 +120,8 @@ def first_parting(clean: Trace, faulty: Trace, passname: str) -> str | None:
 
 
 def shown_as(site: str, trace: Trace, passname: str) -> str | None:
-    """The first operator, in execution order from that site on, which the engine can show; None
-    where there is none."""
+    """The first operator, in execution order from that site on, which the engine can show; None if
+    it shows none of them."""
     hidden = trace.read_pass(passname).record.unexposed
     names = [s.name for s in model_sites(trace.record.shape)]
     return next((n for n in names[names.index(site) :] if n not in hidden), None)

@@ -283,7 +283,7 @@ LIGHT = (
     *("capture.request", "model.checkpoint", "model.edges", "model.families", "model.prompts"),
     *("model.sites", "model.operators", "progress", "text", "errors", "data", "cli.main"),
     *("api.public", "api.loaded", "api.judging", "api.pair", "api.single"),
-    *("report.weights_terminal", "cli.weights"),
+    *("report.weights", "cli.weights"),
     *(
         "report.rescored",
         "report.document_terminal",

@@ -16,7 +16,7 @@ import torch
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.data import data_path
 from rlk_align.engines.hf.fsdp import FSDPEngine
-from rlk_align.engines.process.ranks import join, leave
+from rlk_align.engines.process.ranks import destroy_process_group, join
 from rlk_align.model.families import read_shape
 
 torch.set_num_threads(1)
@@ -47,7 +47,7 @@ for options in ("dp=1,checkpointing=0", "dp=1,checkpointing=1"):
     assert all(g.dtype == torch.float32 and g.abs().sum() > 0 for g in found.values())
 pure = gradients("dp=1,mixed=0")[1]
 assert {g.dtype for g in pure.values()} == {torch.bfloat16}
-leave()
+destroy_process_group()
 print("fine")
 """
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from rlk_align.data import data_path
 from rlk_align.engines.hf.fsdp import FSDPEngine
 from rlk_align.engines.megatron.engine import MegatronEngine
-from rlk_align.engines.process.ranks import join, leave
+from rlk_align.engines.process.ranks import destroy_process_group, join
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.model.families import read_shape
 
@@ -65,7 +65,7 @@ def main(kind: str, folder: Path) -> None:
     if engine.ranks.rank == 1:
         local(parameters[STALE[kind]]).copy_(before[STALE[kind]])
     save(kind, engine.model, folder / "synced")
-    leave()
+    destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 from rlk_align.engines.base import Engine
 from rlk_align.engines.megatron.engine import MegatronEngine
 from rlk_align.engines.megatron.weights import live_parameters
-from rlk_align.engines.process.ranks import Ranks, join, leave
+from rlk_align.engines.process.ranks import Ranks, destroy_process_group, join
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import RlkError
 from rlk_align.model.families import read_shape
@@ -87,7 +87,7 @@ def main() -> None:
         found = saw(case, ranks)
         if ranks.rank == 0:
             torch.save(found, folder / f"{case['name']}.pt")
-    leave()
+    destroy_process_group()
 
 
 if __name__ == "__main__":

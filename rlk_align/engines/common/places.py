@@ -1,7 +1,7 @@
 """Where the canonical operators lie in a live model: one table for each engine.
 
-Whoever observes or overwrites a site, reads live parameters or an attribute, plants a fault or asks
-what can be covered goes by the operator's line in that table.
+Code that observes or overwrites a site, reads live parameters or an attribute, plants a fault or
+asks what can be covered uses the operator's line in that table.
 """
 
 from collections.abc import Callable, Iterable

@@ -105,8 +105,8 @@ def all_gather(local: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
     return parts
 
 
-def leave() -> None:
-    """Ends the process group, where there is one."""
+def destroy_process_group() -> None:
+    """Ends the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -22,8 +22,8 @@ NORM_ROPE = frozenset({"q_norm", "k_norm", "q_rope", "k_rope"})
 _excluded: list[str] = []
 
 
-def leave(excluded: frozenset[str]) -> None:
-    """Which operators stay vLLM's own: a part of the digest."""
+def set_excluded(excluded: frozenset[str]) -> None:
+    """Sets the operators that stay vLLM's own, which are a part of the digest."""
     _excluded[:] = sorted(excluded)
 
 

@@ -37,7 +37,7 @@ def register(excluded: Iterable[str]) -> None:
         return
     unregister()
     with ExitStack() as undo:
-        config.leave(excluded)
+        config.set_excluded(excluded)
         for base, ours in _classes(excluded).items():
             _put_in(undo, base, ours)
         for architecture, name in MODELS.items():

@@ -1,0 +1,64 @@
+"""What became of the weights, as a document."""
+
+import math
+
+from rlk_align.report.document import DataTable, Document, Fact, Section
+from rlk_align.weights.findings import EXPECTED, Finding, WeightsReport
+
+
+def weights_document(report: WeightsReport) -> Document:
+    """How many parameters have which status, then those that are not equal."""
+    counts = [f"{n:,} {status}" for status, n in report.counts.items() if n]
+    unequal = [f for f in report.findings if f.status != "equal"]
+    # What fails comes first; the rest keeps the order of the model.
+    unequal.sort(key=lambda f: f.status in EXPECTED)
+    table = DataTable(
+        name="parameters",
+        caption="parameters that are not equal",
+        columns=("parameter", "status", ""),
+        rows=[[f.name, f.status, f"{f.detail}{_extent(f)}"] for f in unequal],
+        names=3,
+    )
+    nothing = "A and B have no parameter in common: nothing was compared"
+    return Document(
+        status=report.status,
+        headline=f"{len(report.findings):,} parameters: {', '.join(counts) or 'none'}",
+        folder="",
+        facts=[
+            *(Fact(x, f"{path}  ({kind})") for x, path, kind in _sides(report)),
+            *([Fact("adapter", str(report.adapter))] if report.adapter else []),
+            *([Fact("earlier", ", ".join(report.earlier))] if report.earlier else []),
+            *([] if report.compared else [Fact("doubt", nothing, "doubt")]),
+        ],
+        sections=[Section(heading="not equal", table=table)] if unequal else [],
+        next_steps=[_next(report)] if report.exit_code == 1 else [],
+    )
+
+
+def _sides(report: WeightsReport) -> list[tuple[str, str, str]]:
+    return [("A", report.a, report.kinds[0]), ("B", report.b, report.kinds[1])]
+
+
+def _extent(f: Finding) -> str:
+    if f.differing is None or f.max_abs_difference is None or f.a is None:
+        return ""
+    share = f.differing / math.prod(f.a.shape)
+    return f"; {share:.2%} of the entries, by up to {f.max_abs_difference:.3g}"
+
+
+def _next(report: WeightsReport) -> str:
+    """What to do about the first kind of failure that there is."""
+    counts = report.counts
+    if counts["stale"]:
+        steps = sorted({f.step for f in report.findings if f.step})
+        return f"these parameters were not synced since {', '.join(steps)}: check what sends them"
+    if counts["missing"]:
+        return "check which names the sender and the receiver use for the missing parameters"
+    if report.earlier:
+        return (
+            "B equals none of the earlier steps: check how it was converted or merged (--adapter)"
+        )
+    return (
+        "give earlier checkpoints (--earlier) or the adapter (--adapter) to find where it "
+        "comes from"
+    )
