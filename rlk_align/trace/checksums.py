@@ -1,7 +1,8 @@
 """checksums.json: what the files of a folder were when they were written.
 
 A file is compared with its checksum before it is read. That guards against accidents and
-carelessness, not against a forger, who can write this file too: `gate --recompute` derives the comparison again.
+carelessness, not against a forger, who can write this file too: `gate --recompute` derives the
+comparison again.
 
 A capture's checksums.json names its records and tables and the pass.json of each finished pass,
 which names the pass's own files; a run's names its records and each capture's checksums.json.
