@@ -57,9 +57,9 @@ def compare(
     run again, and its mismatch is split into decode, the engines' kernels and the trainer.
     An imported run alone is judged as `explain` judges it.
     """
+    check_kernels(pair.kernels)
     probes = [n for n, given in {"probe": probe, "attribute": attribute}.items() if given]
     asked = choose(pair, runs or [], tokens, sequences, probes)
-    check_kernels(pair.kernels)
     if isinstance(asked, ImportedAlone):
         explain(asked.run, asked.contract, output)
     if not isinstance(asked, Pair):
