@@ -19,7 +19,7 @@ import torch
 
 from rlk_align.compare.divergence import Edge, Side, compare_edges
 from rlk_align.engines.megatron.engine import MegatronEngine
-from rlk_align.engines.process.ranks import Ranks, barrier, join, leave
+from rlk_align.engines.process.ranks import Ranks, barrier, destroy_process_group, join
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.worker import replace_fault
 from rlk_align.errors import BadOption
@@ -113,7 +113,7 @@ def main() -> None:
     every = {case["name"]: found(case, path.parent / case["name"], ranks) for case in cases}
     if ranks.rank == 0:
         path.write_text(json.dumps(every))
-    leave()
+    destroy_process_group()
 
 
 if __name__ == "__main__":
