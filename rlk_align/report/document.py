@@ -67,7 +67,7 @@ class Document:
     status: Status
     headline: str
     text: str = ""
-    """What the headline is said of, in more words."""
+    """What the headline rests on, in more words."""
     folder: str
     """Where the run is; empty for a report on several runs."""
     facts: Sequence[Fact]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS
 
 Status = Literal["equal", "cast", "merged", "stale", "missing", "other"]
-Verdict = Literal["pass", "fail", "inconclusive"]
+Outcome = Literal["pass", "fail", "inconclusive"]
 STATUSES: tuple[Status, ...] = ("equal", "cast", "merged", "stale", "missing", "other")
 EXPECTED: tuple[Status, ...] = ("equal", "cast", "merged")
 """What a working synchronisation leaves."""
@@ -74,8 +74,8 @@ class WeightsReport:
         return EXIT_PASS if expected else EXIT_FAIL
 
     @property
-    def status(self) -> Verdict:
-        found: dict[int, Verdict] = {EXIT_PASS: "pass", EXIT_FAIL: "fail"}
+    def status(self) -> Outcome:
+        found: dict[int, Outcome] = {EXIT_PASS: "pass", EXIT_FAIL: "fail"}
         return found.get(self.exit_code, "inconclusive")
 
     def to_json(self) -> dict[str, Any]:
