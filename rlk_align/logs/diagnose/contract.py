@@ -195,6 +195,19 @@ class RunContract(BaseModel):
             what = " ".join(x for x in (name, statistic, dtype) if x)
             known = (name, statistic, dtype) in wanted
             raise ValueError(f"the limit of {what} is {'missing' if known else 'unknown'}")
+        self._check_single_tokens()
+
+    def _check_single_tokens(self) -> None:
+        of_tokens = [x for x in self.limits if x.diagnosis == "single-token"]
+        if len(of_tokens) not in (0, len(DTYPES)):
+            raise ValueError("single-token is limited in some dtypes, and not in others")
+        if any((x.floor is not None) != (x.diagnosis == "single-token") for x in self.limits):
+            raise ValueError("a floor belongs to single-token, and only there")
+        excess = [x for x in self.steps if x.metric == "excess"]
+        if excess and not of_tokens:
+            raise ValueError(f"the step {excess[0].name!r} needs the limits of single-token")
+        if any(x.tail and x not in (*of_tokens, *excess) for x in (*self.limits, *self.steps)):
+            raise ValueError("a tail belongs to the largest error of a token, and only there")
 
 
 RUN_CONTRACT = "run"

@@ -15,6 +15,21 @@ from rlk_align.logs.diagnose.explain import explain
 SHIPPED = (data_path("contracts") / "run.toml").read_text(encoding="utf-8")
 
 
+TAIL = "tail = { quantile = 0.99, value = 20, scale = 12, chance = 1e-3 }"
+
+
+def single_tokens(text: str) -> list[str]:
+    """The limits of single-token in a contract's text."""
+    parts = text.split("[[limits]]")
+    return [f"[[limits]]{x}" for x in parts if 'diagnosis = "single-token"' in x]
+
+
+def without(text: str, parts: list[str]) -> str:
+    for part in parts:
+        text = text.replace(part, "")
+    return text
+
+
 def test_the_shipped_one_gives_each_limit_a_source() -> None:
     contract = load_run_contract()
     kinds = ("published: ", "measured: ", "derived: ")
@@ -41,6 +56,11 @@ def test_it_is_no_contract_of_engines() -> None:
         (lambda t: t.replace('"rope.one-step"', '"rope.two-steps"'), "'rope.two-steps' is unknown"),
         (lambda t: t.replace('"rope.one-step"', '"line.even"'), "'line.even' is given twice"),
         (lambda t: t.replace("value = 2.5\n", "value = inf\n"), "thresholds.5.value"),
+        (lambda t: t.replace("floor = 0.01\n", "", 1), "a floor belongs"),
+        (lambda t: t.replace('"dropout"\n', '"dropout"\nfloor = 0.01\n', 1), "a floor belongs"),
+        (lambda t: t.replace(single_tokens(t)[0], ""), "in some dtypes"),
+        (lambda t: without(t, single_tokens(t)), "the step 'single-token' needs"),
+        (lambda t: t.replace("fail = 1.5\n", f"fail = 1.5\n{TAIL}\n", 1), "a tail belongs"),
         (lambda t: t + "[[limits]", "not TOML"),
         (lambda _: "", "required fields are missing"),
     ],
