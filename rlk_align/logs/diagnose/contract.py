@@ -191,10 +191,11 @@ class RunContract(BaseModel):
         if len(self._limits) != len(self.limits) or len(names) != len(self.steps):
             raise ValueError("a limit is given twice")
         optional = {(*key, None) for key in OPTIONAL} | {("single-token", None, d) for d in DTYPES}
-        for name, statistic, dtype in wanted ^ (self._limits.keys() - optional):
-            what = " ".join(x for x in (name, statistic, dtype) if x)
-            known = (name, statistic, dtype) in wanted
-            raise ValueError(f"the limit of {what} is {'missing' if known else 'unknown'}")
+        given = self._limits.keys() - optional
+        wrong = [f"the limit of {' '.join(filter(None, x))} is missing" for x in wanted - given]
+        wrong += [f"the limit of {' '.join(filter(None, x))} is unknown" for x in given - wanted]
+        if wrong:
+            raise ValueError("; ".join(sorted(wrong)))
         self._check_single_tokens()
 
     def _check_single_tokens(self) -> None:

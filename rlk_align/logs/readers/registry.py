@@ -108,7 +108,7 @@ def recognised_files(chosen: Reader, paths: list[Path], findings: Findings) -> l
 def _by_format(paths: list[Path]) -> tuple[dict[str, list[Path]], list[Path]]:
     """Format -> its files at these paths; and the files without a known format. Files whose names
     differ only in numbers, such as those of steps and ranks, have the format of one of them."""
-    readers = [reader(name) for name in (*READERS, *(set(names()) - set(READERS)))]
+    readers = [reader(name) for name in dict.fromkeys((*READERS, *sorted(names())))]
     alike: dict[str, list[Path]] = {}
     for file in dict.fromkeys(f for path in paths for r in readers for f in r.files(path)):
         alike.setdefault(re.sub(r"\d+", "#", str(file)), []).append(file)

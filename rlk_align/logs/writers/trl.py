@@ -106,5 +106,5 @@ def _sampling(trainer: Any, given: Mapping[str, Any]) -> Sampling:
     if trainer.use_vllm and args.vllm_mode == "colocate":
         settings["logprobs_mode"] = "processed_logprobs"
     also = args.generation_kwargs or {}
-    settings |= {name: also[name] for name in Sampling.model_fields.keys() & also.keys()}
+    settings |= {name: also[name] for name in Sampling.model_fields if name in also}
     return Sampling(**settings | dict(given))
