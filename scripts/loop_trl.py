@@ -1,6 +1,7 @@
 """Times the steps of TRL's GRPOTrainer, with vLLM in its process, on the problems of examples/grpo.
 
     python scripts/loop_trl.py --model M --steps 25 --out trl.json [--dtype float32|bfloat16]
+                               [--kernels rlk|off]
 
 The model, problems, group, limit of tokens, temperature, clip and token mean are those of train.py
 with --turns 1; answers that are cut at the limit count as well. float32 means fp32 weights under
@@ -44,6 +45,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     a.add_argument("--micro", type=int, help="answers of a forward; all of them where left out")
     a.add_argument("--lr", type=float, default=1e-5)
     a.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    a.add_argument("--kernels", choices=["rlk", "off"], default="off")
     a.add_argument(
         "--correction", action=argparse.BooleanOptionalAction, default=True,
         help="against the rollout's log-probs, as TRL does by default",
@@ -99,6 +101,11 @@ def main() -> int:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    kind = GRPOTrainer
+    if o.kernels == "rlk":
+        from rlk_kernels.integrations.trl import with_kernels
+
+        kind = with_kernels(GRPOTrainer)
     gpu = torch.cuda.is_available()
     asked = [p for s in range(o.steps) for p in problems.training(0, s, o.problems, 0)]
     BY_PROMPT.update({problem.prompt: problem for problem in asked})
@@ -119,7 +126,7 @@ def main() -> int:
         report_to="none", disable_tqdm=True, model_init_kwargs={"dtype": o.dtype},
     )  # fmt: skip
     start = time.perf_counter()
-    trainer = GRPOTrainer(
+    trainer = kind(
         model=str(o.model), reward_funcs=reward, args=config, processing_class=tokenizer,
         train_dataset=Dataset.from_list([{"prompt": problem.prompt} for problem in asked]),
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """Which token each row of a batch predicts, and the model's own forward for their log-probs."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from rlk_kernels.integrations.scoring import Scoring, scoring
 def score_tokens(
     model: Any, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None,
     last: int | None, temperature: float, return_entropy: bool, cu_seq_lens: Tensor | None,
+    forward: Callable[..., Any] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """See the package."""
+    """See the package. `forward` is called instead of the model, of which it is a part."""
     if input_ids.dim() != 2:
         raise ValueError(f"score_tokens: input_ids[B, L] are needed, not {tuple(input_ids.shape)}")
     if attention_mask is not None and attention_mask.shape != input_ids.shape:
@@ -46,7 +48,7 @@ def score_tokens(
     if cu_seq_lens is not None:
         packed = {"cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens}
     with scoring(model, Scoring(targets, temperature, return_entropy)):
-        scores = model(
+        scores = (forward or model)(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
             use_cache=False, logits_to_keep=rows, **packed,
         ).logits  # fmt: skip

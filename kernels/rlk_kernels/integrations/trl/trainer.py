@@ -1,0 +1,193 @@
+"""The subclass of GRPOTrainer, and the output layer that its models get in place of TRL's."""
+
+import functools
+import importlib
+import inspect
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from transformers import TrainerCallback
+
+from rlk_kernels.integrations import hf, operators, vllm
+from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.hf.score import score_tokens
+from rlk_kernels.integrations.trl import settings
+from rlk_kernels.integrations.trl.weights import differing_weights
+
+MODULE = "trl.trainer.grpo_trainer"
+HEAD = "add_fused_lm_head"
+"""TRL calls this function of `MODULE` for the policy and for the reference model, before it starts
+vLLM; a model's forward then returns log-probs where it is asked for them."""
+RUN_WITH = "1.16.0"
+SYNCHRONISATIONS = 2
+"""How many are checked: the first gives vLLM the weights that it has already."""
+
+
+def derive(trainer: type) -> type:
+    """See the package."""
+    grpo = importlib.import_module(MODULE)
+    if not (isinstance(trainer, type) and issubclass(trainer, grpo.GRPOTrainer)):
+        raise TypeError(f"{trainer!r} is not derived from trl.GRPOTrainer")
+    if not hasattr(grpo, HEAD):
+        version = importlib.import_module("trl").__version__
+        raise NotServed(f"trl {version} has no {MODULE}.{HEAD}; trl {RUN_WITH} was run")
+    return type(trainer.__name__, (_WithKernels, trainer), {"__module__": trainer.__module__})
+
+
+class _WithKernels:
+    """What `derive` puts before a GRPOTrainer."""
+
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        made = super().__init__
+        given = inspect.signature(made).bind_partial(*positional, **named).arguments
+        args = given.get("args")
+        if args is None:
+            raise NotServed("args is missing: a GRPOConfig with use_vllm=True is needed")
+        _refuse(settings.refused(given))
+        vllm.register()
+        try:
+            with _scoring_heads(args):
+                made(*positional, **named)
+        except BaseException:
+            vllm.unregister()
+            raise
+        self._check_rollout()
+        self._report()
+        _check_synchronisations(self)
+        self.add_callback(_FirstStep(self))
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, ids: Any, mask: Any, logits_to_keep: int, *rest: Any, **more: Any
+    ) -> Any:
+        # TRL names the number of tokens here, and to the model's forward by labels, on the device.
+        _last.set(logits_to_keep)
+        return super()._get_per_token_logps_and_entropies(
+            model, ids, mask, logits_to_keep, *rest, **more
+        )
+
+    @property
+    def _llm(self) -> Any:
+        return self.vllm_generation.llm
+
+    def _check_rollout(self) -> None:
+        """Raises NotServed where vLLM computes in another dtype, or an operator is its own."""
+        trained = settings.computing_dtype(self.model, self.args)
+        sampled = str(self._llm.llm_engine.model_config.dtype).removeprefix("torch.")
+        if sampled != trained:
+            raise NotServed(
+                f"vLLM computes in {sampled}, as config.json says, and the trainer in {trained}: "
+                f"write {trained} as dtype into config.json, or train in {sampled}"
+            )
+        operators.check(self._llm.apply_model(vllm.operators)[0], called=False)
+
+    def _report(self) -> None:
+        import torch
+        import trl
+        from vllm import __version__
+
+        model = self.model
+        device = next(model.parameters()).device.type
+        print(
+            f"rlk_kernels: {len(hf.operators(model))} operators of the trainer (trl "
+            f"{trl.__version__}, torch {torch.__version__}) and those of the rollout (vLLM "
+            f"{__version__}, in this process) run on the {device} by the kernels, in "
+            f"{settings.computing_dtype(model, self.args)}",
+            flush=True,
+        )
+
+
+def _refuse(wrong: list[str]) -> None:
+    if wrong:
+        listed = "".join(f"\n  {number}. {words}" for number, words in enumerate(wrong, 1))
+        raise NotServed(f"GRPOTrainer with the kernels does not serve these settings:{listed}")
+
+
+_last: ContextVar[int] = ContextVar("last")
+"""The number of tokens at the end of each row that are to be scored."""
+
+
+@contextmanager
+def _scoring_heads(args: Any) -> Iterator[None]:
+    """While a trainer is made, its models get the kernels where TRL adds its output layer."""
+    grpo = importlib.import_module(MODULE)
+    own = getattr(grpo, HEAD)
+
+    def put_in(model: Any, temperature: float = 1.0, **_own_settings: Any) -> None:
+        _refuse(settings.of_model(model, args))
+        hf.use_kernels(model)
+        _score_in_forward(model, temperature)
+
+    setattr(grpo, HEAD, put_in)
+    try:
+        yield
+    finally:
+        setattr(grpo, HEAD, own)
+
+
+def _score_in_forward(model: Any, temperature: float) -> None:
+    """Has a model's forward return log-probs and entropies where it is called with
+    `fused_lm_head=True`, as TRL does."""
+    from trl.trainer.utils import FusedCausalLMOutput
+
+    forward = model.forward
+
+    # TRL and generate read the signature.
+    @functools.wraps(type(model).forward)
+    def scored(_self: Any, *inputs: Any, fused_lm_head: bool = False, **named: Any) -> Any:
+        if not fused_lm_head:
+            return forward(*inputs, **named)
+        ids, mask = named.pop("input_ids"), named.pop("attention_mask")
+        named.pop("labels")
+        if named or inputs:
+            raise NotServed(
+                f"TRL gives the model {', '.join(named) or 'inputs without names'}, which the "
+                "kernels do not serve: train on text, with GRPOTrainer's own loss"
+            )
+        logprobs, entropy = score_tokens(
+            model, ids, mask, None, _last.get(), temperature, True, None, forward
+        )
+        return FusedCausalLMOutput(log_probs=logprobs, entropy=entropy)
+
+    model.forward = types.MethodType(scored, model)
+
+
+def _check_synchronisations(trainer: Any) -> None:
+    """Has the first synchronisations compare vLLM's weights with those that TRL gives it."""
+    generation = trainer.vllm_generation
+    synchronise = generation.sync_weights
+    done = 0
+
+    @functools.wraps(synchronise)
+    def synchronised() -> None:
+        nonlocal done
+        synchronise()
+        done += 1
+        if done > SYNCHRONISATIONS:
+            return
+        names = generation.llm.apply_model(
+            lambda model: differing_weights(generation._iter_named_params(), model)
+        )[0]
+        if names:
+            raise NotServed(
+                f"after synchronisation {done}, vLLM does not hold the trainer's weights: "
+                f"{', '.join(names[:4])}" + (f" and {len(names) - 4} more" if names[4:] else "")
+            )
+
+    generation.sync_weights = synchronised
+
+
+class _FirstStep(TrainerCallback):
+    """Ends training where an operator was not computed by its kernel in the first step."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._checked = trainer, False
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        if self._checked:
+            return
+        self._checked = True
+        operators.check(hf.operators(self._trainer.model))
+        vllm.check(self._trainer._llm)

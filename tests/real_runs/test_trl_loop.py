@@ -1,0 +1,63 @@
+"""TRL's own loop, with vLLM in its process: what its metrics say of the kernels on both sides."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("trl")
+
+ROOT = Path(__file__).resolve().parents[2]
+DIFFERENCE = "sampling/sampling_logp_difference"
+RATIO = "sampling/importance_sampling_ratio"
+
+
+def loop(mode: str, folder: Path) -> dict[str, Any]:
+    out = folder / "loop.json"
+    subprocess.run(
+        [sys.executable, ROOT / "tests/support/trl_loop.py", mode, out], cwd=ROOT, check=True,
+        timeout=600, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
+    )  # fmt: skip
+    return json.loads(out.read_text(encoding="utf-8"))
+
+
+def metrics(run: dict[str, Any], name: str) -> list[float]:
+    return [step[name] for step in run["steps"] if name in step]
+
+
+def test_both_sides_have_the_same_bits(tmp_path: Path) -> None:
+    run = loop("both", tmp_path)
+    assert run["error"] is None
+    assert run["changed"] == run["parameters"] == 46
+    assert metrics(run, f"{DIFFERENCE}/max") == metrics(run, f"{DIFFERENCE}/mean") == [0.0, 0.0]
+    for which in ("min", "mean", "max"):
+        assert metrics(run, f"{RATIO}/{which}") == [1.0, 1.0]
+    assert all(norm > 0 for norm in metrics(run, "grad_norm"))
+
+
+def test_in_the_rollout_alone_the_two_sides_drift(tmp_path: Path) -> None:
+    run = loop("rollout", tmp_path)
+    largest = metrics(run, f"{DIFFERENCE}/max")
+    assert len(largest) == 2
+    assert min(largest) > 1e-3
+
+
+def test_an_operator_that_the_trainer_computes_itself_is_named(tmp_path: Path) -> None:
+    run = loop("act", tmp_path)
+    assert "still computes layers.0.act, layers.1.act" in run["error"]
+    assert run["largest"][0] > 1e-3
+
+
+@pytest.mark.whole_matrix
+def test_a_weight_that_does_not_reach_vllm_is_named(tmp_path: Path) -> None:
+    run = loop("stale", tmp_path)
+    assert run["error"] == (
+        "after synchronisation 2, vLLM does not hold the trainer's weights: "
+        "model.layers.1.mlp.down_proj.weight"
+    )
+    assert metrics(run, f"{DIFFERENCE}/max") == [0.0]
