@@ -29,6 +29,8 @@ ROOT = tuple(
 """The files that stand in no folder; every folder may import them."""
 ENGINES = {"vllm": {"vllm"}, "megatron": {"megatron"}, "hf": {"transformers"}}
 """Folder of `integrations`: the engine that it alone imports."""
+FRAMEWORKS = {"trl": ("hf", "vllm")}
+"""Folder of `integrations` for a framework of that name: the folders of the engines that it runs."""
 
 
 def module_name(path: Path) -> str:
@@ -134,18 +136,24 @@ def test_only_torch_and_triton_are_imported_and_by_an_integration_its_own_engine
     assert set(ENGINES) <= {integration(m) for m in MODULES}
     for module, found in IMPORTS.items():
         third = {name.split(".")[0] for name in found} - set(sys.stdlib_module_names)
-        own = ENGINES.get(integration(module), set())
+        name = integration(module)
+        own = set().union(*(ENGINES[x] for x in FRAMEWORKS.get(name, ())), ENGINES.get(name, ()))
+        own |= {name} & FRAMEWORKS.keys()
         assert third <= {"torch", "triton", "rlk_kernels"} | own, f"{module}: {third}"
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", [*ENGINES, *FRAMEWORKS])
 def test_an_integration_imports_its_engine_when_it_is_used_and_no_other(name):
     package = f"rlk_kernels.integrations.{name}"
     top = imports(at_the_top(TREES[package]), set(MODULES))
-    assert not {m.split(".")[0] for m in top} & {e for names in ENGINES.values() for e in names}
+    packages = {e for names in ENGINES.values() for e in names} | FRAMEWORKS.keys()
+    assert not {m.split(".")[0] for m in top} & packages
     for module in MODULES:
         if integration(module) == name:
-            others = {integration(m) for m in IMPORTS[module]} & (set(ENGINES) - {name})
+            others = {integration(m) for m in IMPORTS[module]} & (
+                ENGINES.keys() | FRAMEWORKS.keys()
+            )
+            others -= {name, *FRAMEWORKS.get(name, ())}
             assert not others, f"{module} imports {sorted(others)}"
 
 
