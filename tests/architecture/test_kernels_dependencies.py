@@ -30,7 +30,7 @@ ROOT = tuple(
 ENGINES = {"vllm": {"vllm"}, "megatron": {"megatron"}, "hf": {"transformers"}}
 """Folder of `integrations`: the engine that it alone imports."""
 FRAMEWORKS = {"trl": ("hf", "vllm")}
-"""Folder of `integrations` for a framework of that name: the folders of the engines that it runs."""
+"""Folder of `integrations` for a framework of that name: the folders of its engines."""
 
 
 def module_name(path: Path) -> str:
