@@ -1,6 +1,8 @@
 """Two steps of TRL's GRPOTrainer on the embedded model, in a process of its own.
 
-    python tests/support/trl_loop.py rollout|both|act|stale OUT.json
+    python tests/support/trl_loop.py rollout|both|act|stale OUT
+
+It writes OUT.0.json, and under torchrun a file for each rank.
 
 `rollout` puts the kernels into vLLM alone, `both` into both sides by `with_kernels`. `act` and
 `stale` are `both` with a fault: the trainer computes its activations by itself; a weight does not
@@ -97,5 +99,5 @@ def run(mode: str, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    out = Path(sys.argv[2])
+    out = Path(sys.argv[2]).with_suffix(f".{os.environ.get('RANK', 0)}.json")
     out.write_text(json.dumps(run(sys.argv[1], out.parent / "trl")), encoding="utf-8")

@@ -90,15 +90,12 @@ def _loading(args: Any) -> list[str]:
 
 
 def _processes(args: Any) -> list[str]:
-    state = args.distributed_state
-    kind = state.distributed_type.value if state is not None else "NO"
+    kind = args.distributed_state.distributed_type.value
     wrong = []
-    if kind != "NO":
-        wrong.append(
-            f"{kind.lower()} with {args.world_size} processes: not run yet; start one process"
-        )
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        wrong.append(f"{kind.lower()} processes: not run yet with TRL; use one process, or DDP")
     if args.deepspeed is not None or args.fsdp:
-        wrong.append("fsdp or deepspeed: not run yet with TRL; leave both out")
+        wrong.append("fsdp or deepspeed: not run yet with TRL; leave both out, DDP was run")
     return wrong
 
 

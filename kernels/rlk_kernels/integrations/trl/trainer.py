@@ -84,6 +84,8 @@ class _WithKernels:
         operators.check(self._llm.apply_model(vllm.operators)[0], called=False)
 
     def _report(self) -> None:
+        if not self.accelerator.is_main_process:
+            return
         import torch
         import trl
         from vllm import __version__
