@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from rlk_align.capture.capture import run_worker
 from rlk_align.capture.key import surroundings
 from rlk_align.capture.request import TracePlan
-from rlk_align.engines.common.intervention import Intervention, Source
+from rlk_align.engines.common.intervention import Intervention, RecordedPass
 from rlk_align.engines.process.job import Job
 from rlk_align.engines.registry import require_installed
 from rlk_align.engines.spec import EngineSpec
@@ -73,9 +73,9 @@ def intervene(
     return {name: trace.read_pass(passname) for name, passname in named.items()}
 
 
-def source_of(recorded: PassReader) -> Source:
+def source_of(recorded: PassReader) -> RecordedPass:
     """A recorded pass, for an engine to read."""
-    return Source(folder=recorded.folder.parent.resolve(), passname=recorded.folder.name)
+    return RecordedPass(folder=recorded.folder.parent.resolve(), passname=recorded.folder.name)
 
 
 def _content(intervention: Intervention) -> str:

@@ -140,9 +140,8 @@ FAMILIES = {
 }
 """Families by the config's `model_type`. A new family is an entry here."""
 WITHOUT_FAMILY = (
-    f"known: {', '.join(sorted(FAMILIES))}; any model's log-probs can be judged all the same: "
-    "`import` and `explain` a dump of the run, or `monitor` it; and `weights` compares any two "
-    "checkpoints"
+    f"known: {', '.join(sorted(FAMILIES))}; the log-probs of any model can be judged: `import` and "
+    "`explain` a dump of the run, or `monitor` it; `weights` compares any two checkpoints"
 )
 """What to do with a model of another family."""
 
@@ -260,8 +259,8 @@ def read_shape(model: Path) -> ModelShape:
         )
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ModelError(
-            f"{model}: model_type {kind!r} in config.json is not a known family of decoders: which "
-            "operators its layers have is unknown, and so is what to compare",
+            f"{model}: model_type {kind!r} in config.json is not a known decoder family, so the "
+            "operators of its layers are unknown",
             WITHOUT_FAMILY,
         )
 

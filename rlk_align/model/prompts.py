@@ -167,7 +167,7 @@ def load_prompts(path: Path) -> list[Prompt]:
     """
     if path.exists() and not path.is_file():
         raise PromptError(
-            f"prompts are read more than once, and {path} is not a regular file", "save it"
+            f"prompts are read more than once, and {path} is not a regular file", "save them as one"
         )
     try:
         text = read_text(path)
@@ -223,7 +223,7 @@ def _as_record(index: int, item: Any) -> Mapping[str, Any]:
             return {"messages": [dict(entry) for entry in item]}
         return {"ids": list(item)}
     raise PromptError(
-        f"prompts[{index}] is {_short(item)}, which is no prompt",
+        f"prompts[{index}] is {_short(item)}, which is not a prompt",
         "give a text, a list of messages, or a list of token ids",
     )
 

@@ -76,7 +76,7 @@ def check_tensors(model: Path, shape: ModelShape) -> None:
         and head in stored
         and not _same_values(stored[head], stored[tensor_name("embed")])
     ):
-        wrong = [f"ties its head to the embedding, and has another {head}"]
+        wrong = [f"ties its head to the embedding, but stores another {head}"]
     if wrong:
         raise ModelError(
             f"{model}: the checkpoint {'; it '.join(wrong)}",
@@ -105,8 +105,8 @@ def _quantized(model: Path, why: str) -> ModelError:
     return ModelError(
         f"{model}: its weights are quantized ({why}), and quantized weights are not supported: "
         "operators are recorded and recomputed with weights in bf16, fp16 or fp32",
-        "name the checkpoint that it was made from; patch=module:function in an engine's spec can "
-        "quantize that after it was loaded",
+        "name the checkpoint before quantization; patch=module:function in an engine's spec can "
+        "quantize its weights after they are loaded",
     )
 
 

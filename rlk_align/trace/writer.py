@@ -192,9 +192,9 @@ class PassWriter:
         """So many live rows of a site were overwritten by an intervention."""
         self._overwritten[site] += rows
 
-    def held(self, sample: int, rows: range, rank: int, sharing: Sequence[int] = ()) -> None:
-        """One rank alone computes these rows of a sample, or it and others that say so too, but
-        for what is shared by features: by the ranks `sharing`, or by all where there are none."""
+    def computes(self, rank: int, sample: int, rows: range, sharing: Sequence[int] = ()) -> None:
+        """Records that a rank computes these rows of a sample; several ranks may compute the same
+        rows. `sharing`: the ranks that share the features of these rows; empty for all ranks."""
         held = HeldRows(
             sample=sample, start=rows.start, stop=rows.stop, rank=rank, sharing=list(sharing)
         )

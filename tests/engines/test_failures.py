@@ -36,7 +36,7 @@ LOST = EngineFailed("lost its peer", "")
 def test_a_killed_rank_goes_before_one_that_lost_it(tmp_path: Path) -> None:
     (tmp_path / "rank2.log").write_text("the last words\n")
     error = blamed(tmp_path, {0: 3, 2: -9}, (0, LOST))
-    assert "rank 2 of 3 of fsdp:dp=3 was ended by SIGKILL" in error.message
+    assert "rank 2 of 3 of fsdp:dp=3 was killed by SIGKILL" in error.message
     assert "  the last words" in error.message
     assert "rank2.log" in error.fix
 
@@ -75,7 +75,7 @@ def test_of_ranks_that_were_killed_the_first_is_to_blame(tmp_path: Path, first: 
                 time.sleep(0.5)
             raise RuntimeError("lost a rank")
 
-    with pytest.raises(EngineFailed, match=f"Worker-{first} of 2 of vllm:tp=2 was ended by SIGKIL"):
+    with pytest.raises(EngineFailed, match=f"Worker-{first} of 2 of vllm:tp=2 was killed by SIG"):
         lose()
 
 
@@ -94,7 +94,7 @@ def test_an_error_with_every_rank_alive_is_the_engine_s_own(tmp_path: Path) -> N
 
 def test_memory_is_mentioned_for_sigkill_alone() -> None:
     assert "memory" in death(-signal.SIGKILL)
-    assert death(-signal.SIGSEGV) == "was ended by SIGSEGV"
+    assert death(-signal.SIGSEGV) == "was killed by SIGSEGV"
     assert death(4) == "ended with code 4"
 
 
@@ -196,7 +196,7 @@ def test_a_python_that_is_too_old_and_one_that_never_answers(
     with pytest.raises(MissingDependency, match=r"is Python 3\.8\.1; rlk-align needs >=3\.11"):
         interpreter.examine(str(python), "vllm")
     python.write_text("#!/bin/sh\nexec sleep 30\n")
-    monkeypatch.setattr(interpreter, "_PATIENCE", 0.5)
+    monkeypatch.setattr(interpreter, "_TIMEOUT", 0.5)
     with pytest.raises(BadOption, match="no answer"):
         interpreter.examine(str(python), "vllm")
 

@@ -62,7 +62,7 @@ def test_a_spec_says_which_operators_stay_the_engines_own() -> None:
         ("hf:kernels=off,except=attn", "needs kernels=rlk"),
         ("hf:kernels=rlk,except=attention", "not an operator: attention"),
         ("hf:kernels=rlk,except=attn+", "not an operator"),
-        ("hf:kernels=rlk,except=attn,act", "join operators by +: except=attn+act"),
+        ("hf:kernels=rlk,except=attn,act", "join operators with +: except=attn+act"),
         ("hf:act,kernels=rlk", "known: attn, "),
         ("hf:kernels=rlk,attn=eager", "add except=attn"),
         ("fsdp:kernels=rlk,attn=sdpa", "add except=attn"),

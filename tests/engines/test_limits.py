@@ -70,13 +70,13 @@ def test_transformer_engine_does_not_take(
         (
             "pp=2,fault=norm-eps@rank1",
             False,
-            "stage 0 of pp=2 computes layers.0.attn_norm, and rank 1 is of stage 1",
+            "stage 0 of pp=2 computes layers.0.attn_norm, and rank 1 belongs to stage 1",
             "choose from rank0, or leave @rank out",
         ),
         (
             "tp=2,pp=2,fault=attn-scale@0.1@rank1",
             False,
-            "stage 1 of pp=2 computes layers.3.attn, and rank 1 is of stage 0",
+            "stage 1 of pp=2 computes layers.3.attn, and rank 1 belongs to stage 0",
             "choose from rank2, rank3,",
         ),
         ("ep=2,pp=2,fault=logprob-zero@rank0", True, "stage 1 of pp=2 computes logprob", "rank2"),

@@ -10,18 +10,18 @@ from rlk_align.engines.process.job import Job
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.tested import untested
 
-FAKE = "transformers: tested 5.16–5.19; this is 5.40.0: taps may not work"
+FAKE = "transformers 5.40.0 is untested (tested: 5.16–5.19): taps may not work"
 
 
 @pytest.mark.parametrize(
     ("version", "said"),
     [
-        ("5.15.9", "5.16–5.19; this is 5.15.9"),
+        ("5.15.9", "5.15.9 is untested (tested: 5.16–5.19)"),
         ("5.16.0", None),
         ("5.19.3.dev1", None),
-        ("5.20.0", "5.16–5.19; this is 5.20.0"),
-        ("6.18.0", "5.16–5.19; this is 6.18.0"),
-        ("unknown", "this is unknown"),
+        ("5.20.0", "5.20.0 is untested"),
+        ("6.18.0", "6.18.0 is untested"),
+        ("unknown", "unknown is untested"),
         (None, None),
     ],
 )

@@ -1,4 +1,4 @@
-"""What an observed pass gives its rows to."""
+"""The tap: the receiver of the rows that an observed pass computes."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -10,20 +10,20 @@ from rlk_align.trace.writer import PassWriter
 
 
 class Tap(Protocol):
-    """What an observed pass gives its rows to, as the engine computes."""
+    """Receives the rows of an observed pass as the engine computes them."""
 
     def __call__(
         self, site: str, rows: torch.Tensor, sample: np.ndarray, position: np.ndarray, /
     ) -> None:
-        """Rows `[N, F]` of a site at (sample, position), int `[N]` each; copied before it
-        returns, because engines overwrite their buffers."""
+        """Takes rows `[N, F]` of a site at (sample, position), int `[N]` each. They are copied
+        before this returns, because engines overwrite their buffers."""
 
     def overwritten(self, site: str, rows: int, /) -> None:
-        """So many live rows of a site were overwritten by an intervention."""
+        """Takes the number of live rows of a site that an intervention overwrote."""
 
-    def held(self, sample: int, rows: range, rank: int, sharing: Sequence[int] = (), /) -> None:
-        """One rank alone computes these rows of a sample, or it and others that say so too, but
-        for what is shared by features: by the ranks `sharing`, or by all where there are none."""
+    def computes(self, rank: int, sample: int, rows: range, sharing: Sequence[int] = (), /) -> None:
+        """Takes the rows of a sample that a rank computes; several ranks may compute the same rows.
+        `sharing`: the ranks that share the features of these rows; empty for all ranks."""
 
     def part(self, number: int, /) -> Callable[[], PassWriter]:
-        """What opens another part of the same pass, in whichever process it is called."""
+        """Returns a function that opens another part of the same pass, in any process."""

@@ -1,8 +1,8 @@
-"""What megatron-core's local spec lacks, given to it through the layer spec: packed sequences,
-sliding windows and sequences that ranks share in the attention core, positions in the rotary
-embedding, and a norm that sequence parallelism allows.
+"""Features that megatron-core's local spec lacks: packed sequences, sliding windows and context
+parallelism in the attention core, positions in the rotary embedding, and a norm for sequence
+parallelism.
 
-Each is megatron-core's own arithmetic on other slices of the input. T = packed tokens.
+Each applies megatron-core's own arithmetic to other slices of the input. T = packed tokens.
 """
 
 import copy
@@ -21,14 +21,15 @@ from rlk_align.engines.process.ranks import Ranks
 
 
 class SequencesAttention(DotProductAttention):
-    """megatron-core's attention core, one packed sequence after another, within a window. Where
-    ranks share sequences, each has all rows of them sent and keeps its own of what comes out."""
+    """megatron-core's attention core, one packed sequence after another, within a window. In
+    context parallelism each rank receives all rows of a sequence and keeps its own output rows."""
 
     def __init__(
         self, config: TransformerConfig, *args: Any, windows: tuple[int | None, ...], **kwargs: Any
     ) -> None:
-        """`windows`: for each layer, how many keys a query sees, itself included; None is all."""
-        # The core itself refuses context parallelism.
+        """`windows`: for each layer, the number of keys that a query sees, including its own; None
+        for all keys."""
+        # megatron-core's attention core refuses context parallelism.
         alone = copy.copy(config)
         alone.context_parallel_size = 1
         super().__init__(alone, *args, **kwargs)
@@ -46,7 +47,7 @@ class SequencesAttention(DotProductAttention):
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
         """Padded: `[S, B, heads, D]` -> `[S, B, heads * D]`; packed: `[T, heads, D]` ->
-        `[T, heads * D]`, the sequences being those of `cu_seqlens_q`."""
+        `[T, heads * D]`, with the sequences of `cu_seqlens_q`."""
         if self.cp_ranks is not None:
             return self._of_slices(self.cp_ranks, query, key, value, packed_seq_params)
         if packed_seq_params is None:
@@ -70,7 +71,7 @@ class SequencesAttention(DotProductAttention):
     def _of_slices(
         self, ranks: Ranks, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Any
     ) -> torch.Tensor:
-        """The same of this rank's rows, from this rank's rows."""
+        """The output of this rank's rows, from the slices of all ranks."""
         slices = slices_of(query, packed, ranks)
         rows = [slices.whole(x) for x in (query, key, value)]
         if packed is None:
@@ -85,7 +86,7 @@ class SequencesAttention(DotProductAttention):
         return slices.own(torch.cat(out))
 
     def _hidden(self, length: int, device: torch.device) -> torch.Tensor:
-        """`[1, 1, length, length]`, True where the query (row) may not see the key (column)."""
+        """`[1, 1, length, length]`: True if the query (row) must not see the key (column)."""
         pairs = torch.ones(length, length, dtype=torch.bool, device=device)
         hidden = pairs.triu(1)
         if self.window is not None:
@@ -94,20 +95,21 @@ class SequencesAttention(DotProductAttention):
 
 
 def context_ranks() -> Ranks:
-    """This process among those that share sequences, by megatron-core's parallel state."""
+    """The rank of this process among those that share sequences, by megatron-core's parallel
+    state."""
     group = parallel_state.get_context_parallel_group()
     return Ranks(group.rank(), group.size(), torch.device("cpu"), group)
 
 
 def slices_of(rows: torch.Tensor, packed: Any, ranks: Ranks) -> Slices:
-    """The slices of the sequences of which this rank has these rows, `[S / R, ...]`; packed, `[T /
-    R, ...]`."""
+    """The slices of sequences, of which this rank has these rows: `[S / R, ...]`, or `[T / R, ...]`
+    if packed."""
     ends = [0, len(rows) * ranks.world] if packed is None else packed.cu_seqlens_q.tolist()
     return Slices(tuple(ends), ranks)
 
 
 class PositionedGPTModel(GPTModel):
-    """A GPTModel whose rotary embedding sees the position ids, which megatron-core's ignores."""
+    """A GPTModel whose rotary embedding uses the position ids, which megatron-core's ignores."""
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
@@ -118,14 +120,14 @@ class PositionedGPTModel(GPTModel):
 
 
 def rotate_at(rotary: RotaryEmbedding, positions: torch.Tensor, packed: Any = None) -> Any:
-    """What `rotary` gives for 0, 1, 2, ..., at the positions of int64 `[B, S]` instead: angles,
-    float32 `[S, B, 1, head_dim]`, and yarn's attention factor with them. Packed, B is 1. One that
-    rotates by positions itself, as the kernels do, is given those."""
+    """The output of `rotary` at these positions, int64 `[B, S]`, instead of 0, 1, 2, ...: angles,
+    float32 `[S, B, 1, head_dim]`, with yarn's attention factor. Packed, B is 1. The kernels' rotary
+    embedding takes positions itself."""
     if hasattr(rotary, "at"):
         return rotary.at(positions)
     ranks = context_ranks()
     if packed is not None and ranks.world > 1:
-        # Of packed sequences megatron-core itself takes this rank's rows out of all.
+        # megatron-core selects this rank's rows of packed sequences itself.
         slices = slices_of(positions[0], packed, ranks)
         every_row = positions.new_zeros(slices.begins[-1])
         every_row[torch.from_numpy(slices.columns()).to(positions.device)] = positions[0]
@@ -137,8 +139,8 @@ def rotate_at(rotary: RotaryEmbedding, positions: torch.Tensor, packed: Any = No
 
 
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
-    """The norm of the local spec (torch's), for which megatron-core refuses sequence parallelism:
-    its weight is marked, so that a trainer sums its gradient over the ranks."""
+    """The norm of the local spec (torch's), with which megatron-core refuses sequence parallelism.
+    The weight is marked, so that a trainer sums its gradient over the ranks."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float, **_unused: Any

@@ -1,10 +1,10 @@
-"""vLLM's tensor-parallel ranks, and how what they hold is put together."""
+"""vLLM's tensor-parallel ranks, and how their tensors are gathered."""
 
 import torch
 
 
 class TensorParallel:
-    """This worker process among vLLM's tensor-parallel ranks."""
+    """The rank of this worker process among vLLM's tensor-parallel ranks."""
 
     def __init__(self) -> None:
         from vllm.distributed import get_tp_group

@@ -1,6 +1,6 @@
 """The hooks on the canonical sites of a vLLM decoder.
 
-vLLM packs the tokens of all requests into one `[tokens, features]`.
+vLLM packs the tokens of all requests into one tensor `[tokens, features]`.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from rlk_align.trace.writer import PassWriter
 
 
 class VLLMTaps(SiteHooks):
-    """Hooks on vLLM's live model, and where each packed row belongs."""
+    """Hooks on vLLM's live model, which also map each packed row to its (sample, position)."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class VLLMTaps(SiteHooks):
         sampled: list[range],
         kind: str,
     ) -> None:
-        """`tap`: what rank 0 writes to; None on the others, which take part in gathering."""
+        """`tap`: the writer of rank 0; None on the other ranks, which take part in gathering."""
         model = runner.get_model()
         places = vllm_places(model, shape, parallel.world)
         super().__init__(model, places, tap, editor, parallel.rank)
@@ -48,9 +48,9 @@ class VLLMTaps(SiteHooks):
 
     def install(self) -> None:
         self._watch_batches()
-        self.before(self._model, self._place_rows, with_kwargs=True)
+        self.before(self._model, self._locate_rows, with_kwargs=True)
         self.after(self._model, self._keep_hidden)
-        self.before(self._model.logits_processor, self._place_logits)
+        self.before(self._model.logits_processor, self._locate_logits)
         super().install()
         on_rotation(self, self._model, self.rope)
         replay_choices(self, self._model)
@@ -60,7 +60,7 @@ class VLLMTaps(SiteHooks):
         return self._parallel.parts(local)
 
     def unequal(self, place: Place, local: torch.Tensor) -> list[torch.Tensor] | None:
-        # Some ranks are given no logits.
+        # Some ranks get no logits.
         if self._parallel.world == 1 or place.rows != "all":
             return None
         digests = self._parallel.parts(digest_rows(local))
@@ -71,12 +71,12 @@ class VLLMTaps(SiteHooks):
     def live_rows(self, place: Place, value: torch.Tensor | None) -> LiveRows | None:
         if place.rows == "all":
             return self._all
-        # Some ranks are given no logits.
+        # Some ranks get no logits.
         return None if value is None else self._logits
 
     def _watch_batches(self) -> None:
-        """vLLM's newer runner returns the batch's layout from prepare_inputs; the older one
-        keeps it in itself."""
+        """Keeps the layout of each batch, which vLLM's newer runner returns from `prepare_inputs`;
+        the older runner has it as attributes."""
         if not hasattr(self._runner, "prepare_inputs"):
             return
         original = self._runner.prepare_inputs
@@ -87,8 +87,8 @@ class VLLMTaps(SiteHooks):
 
         self.replace(self._runner, "prepare_inputs", prepare_inputs)
 
-    def _place_rows(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Which (sample, position) each packed row of the coming forward is."""
+    def _locate_rows(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Determines the (sample, position) of each packed row of the next forward."""
         runner = self._runner
         if self._batch is not None:
             count, starts = self._batch.num_reqs, self._batch.query_start_loc_np
@@ -108,8 +108,8 @@ class VLLMTaps(SiteHooks):
         self._hidden = out
 
     def force(self, batch: TokenBatch) -> None:
-        """Has each request sample the batch's own next token. Both runners draw tokens, one for
-        each request, by their sampler's `sample`, and only then look up log-probs."""
+        """Makes each request sample the batch's next token. Both runners draw a token for each
+        request by their sampler's `sample`, and look up log-probs afterwards."""
         sampler = self._runner.sampler
         original = sampler.sample
 
@@ -127,12 +127,13 @@ class VLLMTaps(SiteHooks):
 
     @staticmethod
     def _next(ids: tuple[int, ...], position: int) -> int:
-        """What follows a position; what is drawn after the last one is discarded."""
+        """The token after a position; after the last one, any token, which is discarded."""
         return ids[min(position + 1, len(ids) - 1)]
 
-    def _place_logits(self, _module: Any, inputs: Any) -> None:
-        """Logits are computed for each request's last row in order to sample, and for slices
-        of the prompt in order to score it. A pass wants the one or the other."""
+    def _locate_logits(self, _module: Any, inputs: Any) -> None:
+        """Determines the rows of the next logits. vLLM computes logits of each request's last row
+        in order to sample, and of slices of the prompt in order to score it; a decode pass needs
+        the former, a prefill pass the latter."""
         hidden, self._logits = inputs[1], None
         is_slice = hidden.untyped_storage().data_ptr() == self._hidden.untyped_storage().data_ptr()
         if is_slice != (self._kind == "prefill"):
@@ -154,8 +155,8 @@ class VLLMTaps(SiteHooks):
 
 
 def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -> None:
-    """`see(rotated)` of what the rotary embedding gives: in each attention the query, then the
+    """Calls `see` with each output of the rotary embedding: in each attention the query, then the
     key."""
-    # One module serves all layers, unless a patch has changed that.
+    # All layers share one module, unless a patch has changed that.
     for rotary in {layer.self_attn.rotary_emb for layer in model.model.layers}:
         hooks.on_outputs(rotary, see)

@@ -32,7 +32,7 @@ def vllm_weights(
 
 
 def live_parameter(model: Any, path: str) -> torch.Tensor | None:
-    """What a model computes with, by its path; None if the path leads nowhere."""
+    """The tensor at a path that a model computes with; None if there is none."""
     holder, _, name = path.rpartition(".")
     module = model.get_submodule(holder)
     value = getattr(module, name, None)
@@ -42,13 +42,13 @@ def live_parameter(model: Any, path: str) -> torch.Tensor | None:
 def live_weight(module: Any) -> torch.Tensor:
     """The weight `[out, in]` that a linear layer computes with.
 
-    On CPUs vLLM packs it into another layout and empties the parameter: the identity, pushed
-    through the layer, gives it back bit for bit, but for the sign of zero.
+    On CPUs vLLM packs the weight and empties the parameter. The layer's product with the identity
+    restores the weight bit for bit, except for the sign of zero.
     """
     if module.weight.numel():
         return module.weight
     dtype = module.params_dtype
-    # A layer that every rank holds whole has no partition.
+    # A layer that every rank has whole has no partition.
     size = getattr(module, "input_size_per_partition", module.input_size)
     columns = [
         module.quant_method.apply(module, block, None)

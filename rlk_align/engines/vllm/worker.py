@@ -1,7 +1,7 @@
-"""What runs inside vLLM's worker: the live model's identity, and the taps.
+"""The part of the adapter that runs inside vLLM's worker: the manifest of the live model, and taps.
 
-vLLM mixes WorkerExtension into its Worker class (`worker_extension_cls`), so its methods see
-`self.model_runner`. Names start with `rlk_` because vLLM refuses ones that its Worker has.
+vLLM mixes WorkerExtension into its Worker class (`worker_extension_cls`), so its methods have
+`self.model_runner`. Their names start with `rlk_`, because vLLM refuses names of its Worker.
 """
 
 from collections.abc import Callable
@@ -42,13 +42,13 @@ from rlk_align.trace.writer import PassWriter
 
 @dataclass(frozen=True, slots=True)
 class TapPlan:
-    """One pass to observe; it travels to the worker processes."""
+    """One pass to observe, as vLLM sends it to the worker processes."""
 
     open: Callable[[], PassWriter]
     """Opens the part of the pass that rank 0 writes."""
     shape: ModelShape
     samples: dict[str, int]
-    """Request id, as outputs name it -> sample."""
+    """Id of a request in vLLM's outputs -> sample."""
     sampled: list[range]
     """Per sample, the positions whose logits are wanted."""
     kind: str
@@ -56,7 +56,7 @@ class TapPlan:
     batch: TokenBatch
     intervention: Intervention | None
     forced: bool
-    """Whether the batch's responses are what is sampled."""
+    """Whether the batch's responses are sampled, whatever the logits are."""
 
 
 class WorkerExtension:
@@ -65,7 +65,7 @@ class WorkerExtension:
     model_runner: Any
 
     def rlk_start_heartbeat(self, folder: Path, waits: tuple[str, ...]) -> None:
-        """Notes the heartbeat of a worker process that vLLM started."""
+        """Starts the heartbeat of a worker process that vLLM started."""
         heartbeat.start(folder, f"rank {TensorParallel().rank}", waits)
 
     def rlk_seed(self, seed: int) -> None:
@@ -104,7 +104,7 @@ class WorkerExtension:
         parallel = TensorParallel()
         with torch.inference_mode():
             live = vllm_weights(self.model_runner.get_model(), shape, parallel)
-            # Every rank gathers; only what rank 0 says is used.
+            # Every rank gathers, and rank 0 records.
             return [record_parameter(p) for p in live if parallel.rank == 0]
 
     def rlk_tap(self, plan: TapPlan) -> None:
@@ -138,7 +138,8 @@ class WorkerExtension:
 
 
 def vllm_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
-    """What decides a live vLLM model's numbers beside its weights; names as `hf_attributes`."""
+    """The settings of a live vLLM model that affect its numbers, by the names of
+    `hf_attributes`."""
     layers, config = list(model.model.layers), model.config
     attention = [layer.self_attn for layer in layers]
     rotary = attention[0].rotary_emb
@@ -178,7 +179,7 @@ def _layer_activation(layer: Any, dtype: torch.dtype) -> str:
 
 
 def _routing(layers: list[Any]) -> dict[str, Any]:
-    """How the sparse layers route; nothing for a dense model."""
+    """How the sparse layers route; empty for a dense model."""
     routers = [layer.router for layer in layers]
     corrected = [
         layer
@@ -189,7 +190,7 @@ def _routing(layers: list[Any]) -> dict[str, Any]:
         **corrected_routing(
             groups=[layer.router.num_expert_group for layer in corrected],
             top_groups=[layer.router.topk_group for layer in corrected],
-            # It scales the weights, or else the sum of the rows.
+            # vLLM scales either the weights or the sum of the rows.
             scale=[
                 layer.router.routed_scaling_factor * layer.routed_scaling_factor
                 for layer in corrected
@@ -201,12 +202,12 @@ def _routing(layers: list[Any]) -> dict[str, Any]:
 
 
 def _activation(mlp: Any, dtype: torch.dtype) -> str:
-    """vLLM's activation multiplies by the second half: one there leaves act(x)."""
+    """vLLM's activation multiplies by the second half of its input, which is 1 here."""
     device = mlp.down_proj.bias.device if mlp.down_proj.bias is not None else None
 
     def act(x: torch.Tensor) -> torch.Tensor:
         x = x.to(device or _device_of(mlp))
-        # [1, F]: kernels want a token dimension.
+        # [1, F]: kernels need a token dimension.
         return mlp.act_fn(torch.cat([x, torch.ones_like(x)])[None])[0].cpu()
 
     return activation_name(act, dtype)

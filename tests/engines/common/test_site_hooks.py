@@ -11,7 +11,7 @@ from synthetic import SHAPE
 from torch import nn
 
 from rlk_align.engines.common.edits import Editor
-from rlk_align.engines.common.intervention import Intervention, Source
+from rlk_align.engines.common.intervention import Intervention, RecordedPass
 from rlk_align.engines.common.layout import Layout, even, fused, kv_heads
 from rlk_align.engines.common.places import FIRST, SECOND, WITH_BIAS, Place
 from rlk_align.engines.common.rows import ForwardRows
@@ -301,8 +301,8 @@ def test_its_signs_are_those_of_the_cell_and_feature_wherever_they_lie() -> None
 
 
 def test_an_intervention_says_what_it_reads() -> None:
-    source = Source(folder=Path("x"), passname="prefill")
-    with pytest.raises(ValueError, match="graft: a source or a base too few or too many"):
+    source = RecordedPass(folder=Path("x"), passname="prefill")
+    with pytest.raises(ValueError, match="graft: source or base is missing"):
         Intervention(kind="graft")
     with pytest.raises(ValueError, match="shift"):
         Intervention(kind="shift", source=source)
