@@ -1,4 +1,4 @@
-"""One engine's capture, kept in a run of its own for a comparison later or elsewhere."""
+"""A run with the capture of a single engine, for a comparison later or elsewhere."""
 
 from pathlib import Path
 
@@ -17,8 +17,8 @@ def capture_alone(
     command: tuple[str, ...],
     progress: Progress,
 ) -> Trace:
-    """`tokens`: the sequences to score; None lets the engine sample them. Raises what `capture`
-    raises."""
+    """`tokens`: the sequences to score; None lets the engine sample them. Raises the errors of
+    `capture`."""
     with run.locked():
         run.invalidate()
         trace = capture(request, "capture", run, tokens, fresh, progress)

@@ -17,8 +17,8 @@ from rlk_align.engines.common.kernels import Kernels
 from rlk_align.engines.common.parameters import ParameterRecord
 from rlk_align.engines.common.tap import Tap
 from rlk_align.engines.process.ranks import ALONE, Ranks
+from rlk_align.engines.registry import does_not_sample
 from rlk_align.engines.spec import EngineSpec
-from rlk_align.errors import BadOption
 from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.results import CodePlace, GraphReplays
@@ -141,10 +141,7 @@ class Engine(ABC):
         intervention: Intervention | None = None,
     ) -> Sampled:
         """Decodes a response after every prompt; the same seed gives the same tokens."""
-        raise BadOption(
-            f"engine {self.spec.name!r} does not sample",
-            "name it as --train, or give `capture` the --tokens of a run",
-        )
+        raise does_not_sample(self.spec.name)
 
     def own_samples(self, batch: TokenBatch) -> Sequence[int]:
         """The samples that this rank scores; a rank beyond the number of samples has none."""

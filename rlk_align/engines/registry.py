@@ -11,7 +11,7 @@ import importlib.util
 from typing import Any
 
 from rlk_align.engines.info import EngineInfo
-from rlk_align.errors import INSTALL_ENGINES, MissingDependency, UnknownEngine
+from rlk_align.errors import INSTALL_ENGINES, BadOption, MissingDependency, UnknownEngine
 
 ENGINES = {
     "hf": "rlk_align.engines.hf.info:HF",
@@ -42,6 +42,14 @@ def require_installed(name: str) -> None:
             f"engine {name!r} needs the package {info.missing!r}, which is not installed",
             info.install,
         )
+
+
+def does_not_sample(name: str) -> BadOption:
+    """The error for an engine that only scores and is asked to sample."""
+    return BadOption(
+        f"engine {name!r} does not sample",
+        "name it as --train, or give `capture` the --tokens of a run",
+    )
 
 
 def require_kernels(name: str) -> None:

@@ -448,7 +448,7 @@ def test_a_file_that_no_checksum_names_is_not_read(tmp_path: Path) -> None:
         trace.read_pass("prefill")
     del without["weights.parquet"]
     path.write_text(json.dumps(record | {"files": without}))
-    with pytest.raises(CorruptTrace, match=r"does not name weights\.parquet"):
+    with pytest.raises(CorruptTrace, match=r"does not list weights\.parquet"):
         Trace(folder)
 
 

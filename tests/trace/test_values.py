@@ -35,7 +35,7 @@ def test_a_small_bound_drops_sites_and_reads_them_anew(
     read = []
     monkeypatch.setattr(reader, "rows", lambda s: (read.append(s), PassReader.rows(reader, s))[1])
     one_site = sum(c.nbytes for c in expected["embed"][1:]) + 12 * len(INDEX)
-    monkeypatch.setattr(module, "HELD_BYTES", 3 * one_site)
+    monkeypatch.setattr(module, "CACHE_BYTES", 3 * one_site)
     bounded = RecordedRows(reader, INDEX)
     for site in [*NAMES, *NAMES[-3:], *NAMES]:
         for got, wanted in zip(everything(bounded, site), expected[site], strict=True):

@@ -10,7 +10,7 @@ from changed_weights import Tensors, q_proj, save, save_adapter, tensors, unequa
 from rlk_align.errors import ModelError
 from rlk_align.weights.adapter import ways
 from rlk_align.weights.findings import Finding
-from rlk_align.weights.run import compare_weights
+from rlk_align.weights.pipeline import compare_weights
 
 BASE = tensors()
 MODULE = "model.layers.1.self_attn.q_proj"
@@ -139,7 +139,7 @@ def test_the_scale_of_rslora(tmp_path: Path) -> None:
         ({"use_dora": True}, "use_dora"),
         ({"peft_type": "IA3"}, "IA3"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
-        ({"r": 4}, "do not fit rank 4"),
+        ({"r": 4}, "does not have rank 4"),
         ({"lora_alpha": "x"}, "does not describe a LoRA"),
     ],
 )

@@ -7,7 +7,7 @@ import torch
 from changed_weights import Tensors, changed, q_proj, save, tensors, trained, unequal
 
 from rlk_align.errors import CorruptCheckpoint
-from rlk_align.weights.run import compare_weights
+from rlk_align.weights.pipeline import compare_weights
 
 BASE = tensors()
 

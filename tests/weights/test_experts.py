@@ -11,7 +11,7 @@ from stacked_experts import stacked
 
 from rlk_align.model.families import read_shape
 from rlk_align.weights.naming import pieces
-from rlk_align.weights.run import compare_weights
+from rlk_align.weights.pipeline import compare_weights
 
 SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
 EXPERTS = "model.layers.2.mlp.experts"
