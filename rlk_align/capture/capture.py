@@ -16,7 +16,7 @@ from rlk_align.model.families import read_shape
 from rlk_align.progress import Progress, labelled
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.records import REPAIR, writing
-from rlk_align.trace.run import Role, Run
+from rlk_align.trace.run import Role, Run, RunRecord
 from rlk_align.trace.schema import passes_in
 
 CONTROL_VARIANTS = ("untapped", "repeat")
@@ -61,6 +61,25 @@ def capture(
             if part:
                 run_worker(job.model_copy(update={"passes": part}), progress)
     return open_trace(job)
+
+
+def capture_alone(
+    request: CaptureRequest,
+    run: Run,
+    tokens: Path | None,
+    fresh: bool,
+    command: tuple[str, ...],
+    progress: Progress,
+) -> Trace:
+    """The trace of a run with a single capture, for a comparison later or elsewhere. Raises the
+    errors of `capture`."""
+    with run.locked():
+        run.invalidate()
+        trace = capture(request, "capture", run, tokens, fresh, progress)
+        captures = run.relative({"capture": trace.folder})
+        run.save(RunRecord(command=list(command), captures=captures))
+        run.finish()
+    return trace
 
 
 def capture_each(

@@ -15,13 +15,13 @@ import numpy as np
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.kernels import Kernels
 from rlk_align.engines.common.parameters import ParameterRecord
-from rlk_align.engines.common.tap import Tap
 from rlk_align.engines.process.ranks import ALONE, Ranks
 from rlk_align.engines.registry import does_not_sample
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.results import CodePlace, GraphReplays
+from rlk_align.trace.writer import PassWriter
 
 SiteValue = TypeVar("SiteValue")
 SamplesDone = Callable[[int], None]
@@ -136,7 +136,7 @@ class Engine(ABC):
         self,
         batch: TokenBatch,
         sampling: Sampling,
-        tap: Tap | None,
+        tap: PassWriter | None,
         done: SamplesDone,
         intervention: Intervention | None = None,
     ) -> Sampled:
@@ -151,7 +151,7 @@ class Engine(ABC):
     def score(
         self,
         batch: TokenBatch,
-        tap: Tap | None,
+        tap: PassWriter | None,
         done: SamplesDone,
         intervention: Intervention | None = None,
     ) -> Logprobs:

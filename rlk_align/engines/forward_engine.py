@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling, Tap
+from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling
 from rlk_align.engines.common.code import code_places
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.intervention import Intervention
@@ -19,6 +19,7 @@ from rlk_align.engines.common.weights import unfused
 from rlk_align.errors import EngineFailed
 from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.results import CodePlace
+from rlk_align.trace.writer import PassWriter
 
 
 class ForwardEngine(Engine):
@@ -51,7 +52,7 @@ class ForwardEngine(Engine):
     def stop_ids(self) -> set[int]:
         """The tokens that end a response."""
 
-    def tapped(self, tap: Tap | None, editor: Editor | None) -> ForwardHooks:
+    def tapped(self, tap: PassWriter | None, editor: Editor | None) -> ForwardHooks:
         """Hooks on the sites of the model."""
         return self.hooks(self.model, self.places(), tap, editor)
 
@@ -92,7 +93,7 @@ class ForwardEngine(Engine):
     def score(
         self,
         batch: TokenBatch,
-        tap: Tap | None,
+        tap: PassWriter | None,
         done: SamplesDone,
         intervention: Intervention | None = None,
     ) -> Logprobs:
@@ -108,7 +109,7 @@ class ForwardEngine(Engine):
         self,
         batch: TokenBatch,
         sampling: Sampling,
-        tap: Tap | None,
+        tap: PassWriter | None,
         done: SamplesDone,
         intervention: Intervention | None = None,
     ) -> Sampled:

@@ -8,6 +8,7 @@ of an earlier step.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -164,7 +165,8 @@ class Comparer:
     def _in_part(self, a: Parameter, b: Parameter) -> Finding:
         """A parameter of which some slices may have the values of an earlier step."""
         x, y = a.value(), b.value()
-        part = difference(_Rounded(a, b.dtype), b, _SIDES, self.a.head_dim or self.b.head_dim)
+        rounded = _Sliced(a.name, a.shards, _rounded_slices(a, b.dtype))
+        part = difference(rounded, b, _SIDES, self.a.head_dim or self.b.head_dim)
         count, largest = (None, None) if x is None or y is None else _entries(x.to(y.dtype), y)
         step = self._step_of_slices(b, part)
         return _finding(
@@ -185,34 +187,27 @@ class Comparer:
             old = earlier.holder.parameters.get(b.name)
             if old is None or old.shape != b.shape or not len(mine):
                 continue
-            if np.array_equal(_Rounded(old, b.dtype).slices[part.dim][part.at], mine):
+            if np.array_equal(_rounded_slices(old, b.dtype)[part.dim][part.at], mine):
                 return earlier.step
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Rounded:
+class _Sliced(NamedTuple):
+    """A parameter by its slices."""
+
+    name: str
+    shards: Shards
+    slices: tuple[np.ndarray, np.ndarray]
+
+
+def _rounded_slices(parameter: Parameter, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """The slices of a parameter that is rounded to another dtype."""
-
-    parameter: Parameter
-    dtype: str
-
-    @property
-    def name(self) -> str:
-        return self.parameter.name
-
-    @property
-    def shards(self) -> Shards:
-        return self.parameter.shards
-
-    @property
-    def slices(self) -> tuple[np.ndarray, np.ndarray]:
-        if isinstance(self.parameter, RecordedParameter):
-            return self.parameter.slices_as(self.dtype)
-        value = self.parameter.value()
-        if value is None or self.dtype == self.parameter.dtype:
-            return self.parameter.slices
-        return digest_slices(value.to(DTYPES[self.dtype]))
+    if isinstance(parameter, RecordedParameter):
+        return parameter.slices_as(dtype)
+    value = parameter.value()
+    if value is None or dtype == parameter.dtype:
+        return parameter.slices
+    return digest_slices(value.to(DTYPES[dtype]))
 
 
 def _finding(

@@ -27,7 +27,7 @@ time.sleep(60)
 
 
 def worker(folder: Path, rank: str) -> subprocess.Popen:
-    """A leader that dies of SIGTERM at once, with a rank behind it."""
+    """A leader that SIGTERM kills at once, and its rank."""
     command = [sys.executable, "-c", LEADER, RANK, rank]
     process = subprocess.Popen(command, cwd=folder, start_new_session=True)
     until = time.monotonic() + 30

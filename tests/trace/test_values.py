@@ -1,4 +1,4 @@
-"""Recorded rows by row number, however few sites are held at a time."""
+"""Recorded rows by row number, with a cache of any size."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def test_a_small_bound_drops_sites_and_reads_them_anew(
     for site in [*NAMES, *NAMES[-3:], *NAMES]:
         for got, wanted in zip(everything(bounded, site), expected[site], strict=True):
             assert np.array_equal(got, wanted)
-    # The last three are held, and no others.
+    # Only the last three are in the cache.
     assert read == [*NAMES, *NAMES]
 
 

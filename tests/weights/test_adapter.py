@@ -1,4 +1,4 @@
-"""LoRA adapters: in which dtype and order one was merged, and that it was not."""
+"""LoRA adapters: the dtype and order in which one was merged, or that it was not merged."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def factors(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[torch.Te
 def merged(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, order: str
 ) -> torch.Tensor:
-    """As trainers do it, by torch's own products in that dtype."""
+    """Merges like trainers, with torch's products in that dtype."""
     weight, a, b = weight.to(dtype), a.to(dtype), b.to(dtype)
     if order == "product":
         return weight + (b @ a) * SCALE
@@ -100,7 +100,7 @@ def test_an_adapter_that_was_not_delivered(tmp_path: Path) -> None:
 
 
 def test_an_adapter_of_another_step(tmp_path: Path) -> None:
-    """Its factors differ by a thousandth: a merge within a rounding is not enough."""
+    """A factor differs by a thousandth, so that the result differs by less than a rounding."""
     a, b = factors()
     adapter = save_adapter(tmp_path / "adapter", {MODULE: (a, b * 1.001)})
     value = merged(BASE[NAME], a, b, torch.float32, "product").bfloat16()

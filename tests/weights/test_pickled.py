@@ -1,4 +1,4 @@
-"""A pickle is read as data: what it would do is never done."""
+"""A pickle is read as data, and its code is never run."""
 
 import os
 import pickle

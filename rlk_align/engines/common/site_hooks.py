@@ -18,9 +18,10 @@ from rlk_align.engines.common.experts import Choose
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.rows import ForwardRows
-from rlk_align.engines.common.tap import Tap
+from rlk_align.engines.process.ranks import ALONE, Ranks, all_gather, gather
 from rlk_align.trace.digest import digest_rows
 from rlk_align.trace.schema import copy_name
+from rlk_align.trace.writer import PassWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +75,15 @@ class SiteHooks(Hooks):
         self,
         model: Any,
         places: Iterable[Place],
-        tap: Tap | None,
+        tap: PassWriter | None,
         editor: Editor | None = None,
-        rank: int = 0,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """`tap`: also gets the number of overwritten rows; `rank`: whose slices of a layout this
-        process has."""
+        """`tap`: the writer of the rows and of the numbers of overwritten rows; `ranks`: those that
+        share the features of the model's values."""
         super().__init__()
         self._model, self._places = model, list(places)
-        self._tap, self._editor, self._rank = tap, editor, rank
+        self._tap, self._editor, self._ranks = tap, editor, ranks
         self._observing = editor is None or editor.observed
         self._turns: dict[str, list[Place]] = {}
         self._inside: dict[str, Place] = {}
@@ -110,17 +111,26 @@ class SiteHooks(Hooks):
 
     def gather(self, local: torch.Tensor) -> list[torch.Tensor] | None:
         """The tensors of all ranks, on a rank that records values; None on the others."""
-        return [local]
+        return gather(local, self._ranks)
 
-    def unequal(self, place: Place, local: torch.Tensor) -> list[torch.Tensor] | None:
-        """The tensors of all ranks for a site of which each rank has every feature, if they are not
-        all equal; returned on a rank that records values."""
-        return None
+    def replicated(self, place: Place) -> bool:
+        """Whether all ranks have the same rows of a place without a layout."""
+        return True
+
+    def _unequal(self, place: Place, local: torch.Tensor) -> list[torch.Tensor] | None:
+        """The tensors of all ranks for a replicated place, if they are not all equal; returned on a
+        rank that records values."""
+        if self._ranks.world == 1 or not self.replicated(place):
+            return None
+        digests = all_gather(digest_rows(local), self._ranks)
+        if all(torch.equal(digests[0], other) for other in digests[1:]):
+            return None
+        return self.gather(local)
 
     def counts_overwritten(self, place: Place, site: str) -> bool:
         """Whether this rank reports the number of overwritten rows, so that each counts once."""
         holder = 0 if place.layout is None else place.layout.holders(site)[0][0]
-        return self._rank == holder
+        return self._ranks.rank == holder
 
     def _hook(self, module: Any, place: Place) -> None:
         def before(_module: Any, inputs: Any) -> None:
@@ -200,8 +210,8 @@ class SiteHooks(Hooks):
         """Passes the rows of a place, assembled from all ranks, to the tap."""
         local = rows.read(value)
         shared = place.layout is not None
-        parts = self.gather(local) if shared else self.unequal(place, local) or [local]
-        if parts is None or self._rank or self._tap is None:
+        parts = self.gather(local) if shared else self._unequal(place, local) or [local]
+        if parts is None or self._ranks.rank or self._tap is None:
             return
         for site in place.sites:
             recorded = parts[0] if place.layout is None else place.layout.assemble(site, parts, 1)
@@ -249,7 +259,7 @@ class SiteHooks(Hooks):
         """(site, offset in this rank's tensor, first feature, number of features) of each piece."""
         if place.layout is None:
             return [(place.sites[0], 0, 0, features)]
-        local = place.layout.local(self._rank)
+        local = place.layout.local(self._ranks.rank)
         return [(p.op, at, p.start, p.size) for at, p in local if p.size]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlk_align.engines.base import Logprobs, Tap
+from rlk_align.engines.base import Logprobs
 from rlk_align.engines.common.attributes import (
     activation_name,
     active_dropout,
@@ -30,6 +30,7 @@ from rlk_align.engines.hf.taps import HFTaps
 from rlk_align.errors import ModelError
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.text import one_line
+from rlk_align.trace.writer import PassWriter
 
 
 class HFEngine(ForwardEngine):
@@ -101,7 +102,7 @@ class HFEngine(ForwardEngine):
             "padding_side": self.spec.option("padding") if self.batch_size > 1 else None,
         }
 
-    def tapped(self, tap: Tap | None, editor: Editor | None) -> HFTaps:
+    def tapped(self, tap: PassWriter | None, editor: Editor | None) -> HFTaps:
         hooks = HFTaps(self.model, self.places(), tap, editor)
         self._unexposed = hooks.unexposed
         return hooks

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from rlk_align.engines.base import Engine, Logprobs, SamplesDone, Tap
+from rlk_align.engines.base import Engine, Logprobs, SamplesDone
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import (
@@ -20,6 +20,7 @@ from rlk_align.engines.common.weights import unfused
 from rlk_align.engines.hf.engine import HFEngine
 from rlk_align.engines.hf.experts import corrections, expert_weights
 from rlk_align.model.prompts import TokenBatch
+from rlk_align.trace.writer import PassWriter
 
 
 class FSDPEngine(HFEngine):
@@ -86,7 +87,7 @@ class FSDPEngine(HFEngine):
     def score(
         self,
         batch: TokenBatch,
-        tap: Tap | None,
+        tap: PassWriter | None,
         done: SamplesDone,
         intervention: Intervention | None = None,
     ) -> Logprobs:

@@ -34,7 +34,7 @@ class SequencesAttention(DotProductAttention):
         alone.context_parallel_size = 1
         super().__init__(alone, *args, **kwargs)
         self.window = windows[self.layer_number - 1]
-        self.cp_ranks = context_ranks() if config.context_parallel_size > 1 else None
+        self.cp_ranks = context_ranks()
 
     def forward(
         self,
@@ -48,42 +48,24 @@ class SequencesAttention(DotProductAttention):
     ) -> torch.Tensor:
         """Padded: `[S, B, heads, D]` -> `[S, B, heads * D]`; packed: `[T, heads, D]` ->
         `[T, heads * D]`, with the sequences of `cu_seqlens_q`."""
-        if self.cp_ranks is not None:
-            return self._of_slices(self.cp_ranks, query, key, value, packed_seq_params)
+        slices = slices_of(query, packed_seq_params, self.cp_ranks)
+        rows = [slices.whole(x) for x in (query, key, value)]
         if packed_seq_params is None:
-            assert attention_mask is not None
-            hidden = attention_mask | self._hidden(query.shape[0], query.device)
-            return super().forward(query, key, value, hidden, attn_mask_type, attention_bias)
-        ends = packed_seq_params.cu_seqlens_q.tolist()
-        out = [
+            hidden = self._hidden(len(rows[0]), query.device)
+            if attention_mask is not None:
+                hidden = attention_mask | hidden
+            out = super().forward(*rows, hidden, attn_mask_type, attention_bias)
+            return slices.own(out)
+        parts = [
             super(SequencesAttention, self).forward(
-                query[start:stop, None],
-                key[start:stop, None],
-                value[start:stop, None],
+                *(x[start:stop, None] for x in rows),
                 self._hidden(stop - start, query.device),
                 attn_mask_type,
                 attention_bias,
             )[:, 0]
-            for start, stop in pairwise(ends)
-        ]
-        return torch.cat(out)
-
-    def _of_slices(
-        self, ranks: Ranks, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Any
-    ) -> torch.Tensor:
-        """The output of this rank's rows, from the slices of all ranks."""
-        slices = slices_of(query, packed, ranks)
-        rows = [slices.whole(x) for x in (query, key, value)]
-        if packed is None:
-            hidden = self._hidden(len(rows[0]), query.device)
-            return slices.own(super().forward(*rows, hidden))
-        out = [
-            super(SequencesAttention, self).forward(
-                *(x[start:stop, None] for x in rows), self._hidden(stop - start, query.device)
-            )[:, 0]
             for start, stop in pairwise(slices.begins)
         ]
-        return slices.own(torch.cat(out))
+        return slices.own(torch.cat(parts))
 
     def _hidden(self, length: int, device: torch.device) -> torch.Tensor:
         """`[1, 1, length, length]`: True if the query (row) must not see the key (column)."""

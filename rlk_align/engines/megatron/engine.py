@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlk_align.engines.base import Engine, Logprobs, SamplesDone, SiteValue, Tap
+from rlk_align.engines.base import Engine, Logprobs, SamplesDone, SiteValue
 from rlk_align.engines.common.attributes import processing
 from rlk_align.engines.common.code import code_places
 from rlk_align.engines.common.edits import Editor
@@ -41,6 +41,7 @@ from rlk_align.engines.megatron.weights import (
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.model.sites import model_sites
 from rlk_align.results import CodePlace
+from rlk_align.trace.writer import PassWriter
 
 CHUNK = 1024
 """The number of rows whose log-probs are computed at a time, which bounds the float32 copy of the
@@ -211,7 +212,7 @@ class MegatronEngine(Engine):
     def score(
         self,
         batch: TokenBatch,
-        tap: Tap | None,
+        tap: PassWriter | None,
         done: SamplesDone,
         intervention: Intervention | None = None,
     ) -> Logprobs:

@@ -15,13 +15,11 @@ from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
-from rlk_align.engines.common.tap import Tap
 from rlk_align.engines.megatron.experts import on_experts
 from rlk_align.engines.megatron.grid import Grid
 from rlk_align.engines.megatron.input import ModelInput
 from rlk_align.engines.megatron.stages import Stage
-from rlk_align.engines.process.ranks import all_gather, gather
-from rlk_align.trace.digest import digest_rows
+from rlk_align.trace.writer import PassWriter
 
 
 class MegatronTaps(SiteHooks):
@@ -31,7 +29,7 @@ class MegatronTaps(SiteHooks):
         self,
         model: Any,
         places: list[Place],
-        tap: Tap | None,
+        tap: PassWriter | None,
         editor: Editor | None,
         grid: Grid,
         stage: Stage,
@@ -39,8 +37,8 @@ class MegatronTaps(SiteHooks):
     ) -> None:
         """`places`: those of this stage; `sharded_rows`: whether the residual stream is cut along
         the sequence (sp=1)."""
-        super().__init__(model, places, tap, editor, grid.tp.rank)
-        self._grid, self._ranks, self._sharded_rows = grid, grid.tp, sharded_rows
+        super().__init__(model, places, tap, editor, grid.tp)
+        self._grid, self._sharded_rows = grid, sharded_rows
         self.first_rank = grid.neighbours[0]
         self._stage = stage
 
@@ -60,7 +58,7 @@ class MegatronTaps(SiteHooks):
         if self._tap is not None and self._observing:
             self._record_rows(self._tap)
 
-    def _record_rows(self, tap: Tap) -> None:
+    def _record_rows(self, tap: PassWriter) -> None:
         """Records the rows that this rank has, unless every rank has all rows."""
         if not self._sharded_rows and self._grid.cp.world == self._grid.dp.world == 1:
             return
@@ -82,16 +80,8 @@ class MegatronTaps(SiteHooks):
         """Whether each rank has only some rows."""
         return self._sharded_rows and place.layout is None
 
-    def gather(self, local: torch.Tensor) -> list[torch.Tensor] | None:
-        return gather(local, self._ranks)
-
-    def unequal(self, place: Place, local: torch.Tensor) -> list[torch.Tensor] | None:
-        if self._ranks.world == 1 or self._shares_rows(place):
-            return None
-        digests = all_gather(digest_rows(local), self._ranks)
-        if all(torch.equal(digests[0], other) for other in digests[1:]):
-            return None
-        return self.gather(local)
+    def replicated(self, place: Place) -> bool:
+        return not self._shares_rows(place)
 
     def observe(self, place: Place, value: torch.Tensor, rows: LiveRows) -> None:
         if self._shares_rows(place):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling, Tap
+from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling
 from rlk_align.engines.common.attributes import processing
 from rlk_align.engines.common.experts import BY_EXPERT
 from rlk_align.engines.common.intervention import Intervention
@@ -25,6 +25,7 @@ from rlk_align.errors import BadOption, EngineFailed, ModelError
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.results import CodePlace
 from rlk_align.text import printable
+from rlk_align.trace.writer import PassWriter
 
 _ENVIRONMENT = {
     # In one process, so that taps write rows in the process that computes them.
@@ -192,7 +193,7 @@ class VLLMEngine(Engine):
         self,
         batch: TokenBatch,
         sampling: Sampling,
-        tap: Tap | None,
+        tap: PassWriter | None,
         done: SamplesDone,
         intervention: Intervention | None = None,
     ) -> Sampled:
@@ -237,7 +238,7 @@ class VLLMEngine(Engine):
     def score(
         self,
         batch: TokenBatch,
-        tap: Tap | None,
+        tap: PassWriter | None,
         done: SamplesDone,
         intervention: Intervention | None = None,
     ) -> Logprobs:
@@ -262,7 +263,7 @@ class VLLMEngine(Engine):
         sequences: list[tuple[int, ...]],
         params: list[Any],
         kind: str,
-        tap: Tap | None,
+        tap: PassWriter | None,
         batch: TokenBatch,
         intervention: Intervention | None,
         forced: bool = False,

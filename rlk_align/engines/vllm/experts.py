@@ -22,7 +22,7 @@ from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.layout import even
 from rlk_align.engines.common.parameters import LiveParameter
 from rlk_align.engines.common.site_hooks import SiteHooks
-from rlk_align.engines.vllm.parallel import TensorParallel
+from rlk_align.engines.process.ranks import Ranks, all_gather
 from rlk_align.errors import EngineFailed
 from rlk_align.model.families import ModelShape
 
@@ -80,7 +80,7 @@ class _Router:
         if self._captured is None or not torch.equal(self._captured.long(), chosen.long()):
             raise EngineFailed(
                 f"{self._name}: vLLM computes other experts than it records for its clients",
-                "check what a patch does, and leave expert parallel load balancing off",
+                "check the patch, and leave expert parallel load balancing off",
             )
         self._captured = None
 
@@ -115,16 +115,14 @@ def replace_choice(hooks: Hooks, runner: Any, choose: Choose) -> None:
     hooks.replace(router, "_compute_routing", compute)
 
 
-def expert_weights(
-    model: Any, shape: ModelShape, parallel: TensorParallel
-) -> Iterator[LiveParameter]:
+def expert_weights(model: Any, shape: ModelShape, ranks: Ranks) -> Iterator[LiveParameter]:
     """The canonical parameters of the experts, and the corrections of the scores for their choice;
     called on all ranks."""
-    tp = parallel.world
+    tp = ranks.world
     inner = shape.expert_intermediate // tp
     for i, _, block in sparse_blocks(model):
         if (correction := getattr(block.gate, "e_score_correction_bias", None)) is not None:
-            copies = parallel.parts(correction.detach())
+            copies = all_gather(correction.detach(), ranks)
             yield LiveParameter(f"layers.{i}.experts", copies[0], replicas=tuple(copies[1:]))
         routed = block.experts.routed_experts
         gate_up, down = (_unpacked(routed, name) for name in ("w13_weight", "w2_weight"))
@@ -138,17 +136,15 @@ def expert_weights(
                 ("gate_proj", gate_up[e, :inner]),
                 ("up_proj", gate_up[e, half : half + inner]),
             ):
-                yield _shared_evenly(f"{of}.{op}", rows, 0, parallel)
+                yield _shared_evenly(f"{of}.{op}", rows, 0, ranks)
             columns = down[e] if dim == 0 else down[e, :, :inner]
-            yield _shared_evenly(f"{of}.down_proj", columns, dim, parallel)
+            yield _shared_evenly(f"{of}.down_proj", columns, dim, ranks)
 
 
-def _shared_evenly(
-    name: str, local: torch.Tensor, dim: int, parallel: TensorParallel
-) -> LiveParameter:
+def _shared_evenly(name: str, local: torch.Tensor, dim: int, ranks: Ranks) -> LiveParameter:
     """A parameter of which each rank has an equal slice along `dim`."""
-    layout = even(name, local.shape[dim] * parallel.world, parallel.world)
-    parts = parallel.parts(local)
+    layout = even(name, local.shape[dim] * ranks.world, ranks.world)
+    parts = all_gather(local, ranks)
     return LiveParameter(name, layout.assemble(name, parts, dim), layout.shards(name, dim))
 
 

@@ -16,8 +16,9 @@ from rlk_align.engines.common.experts import Choose
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import first
 from rlk_align.engines.common.weights import Parameter, canonical
+from rlk_align.engines.process.ranks import all_gather
 from rlk_align.engines.vllm.experts import replace_choice, sparse_blocks
-from rlk_align.engines.vllm.parallel import TensorParallel
+from rlk_align.engines.vllm.parallel import tensor_parallel
 from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.engines.vllm.taps import on_rotation
 from rlk_align.engines.vllm.weights import live_parameter, live_weight, parameter_plan
@@ -44,18 +45,19 @@ class VLLMOperators(LiveOperators):
     """The operators of the model in one worker."""
 
     def __init__(self, plan: FaultPlan, runner: Any, chosen: Chosen) -> None:
-        self._runner, self._parallel = runner, TensorParallel()
-        model, parallel = runner.get_model(), self._parallel
-        sharing = Sharing(rank=parallel.rank, ranks=parallel.world, gather=parallel.parts)
-        places = vllm_places(model, plan.shape, parallel.world)
+        self._runner, self._ranks = runner, tensor_parallel()
+        model, ranks = runner.get_model(), self._ranks
+        sharing = Sharing(rank=ranks.rank, ranks=ranks.world, gather=self._gather)
+        places = vllm_places(model, plan.shape, ranks.world)
         super().__init__(plan, model, places, chosen, sharing)
         self.before(self._model, self._note_rows, with_kwargs=True)
 
+    def _gather(self, local: torch.Tensor) -> list[torch.Tensor]:
+        return all_gather(local, self._ranks)
+
     def parameter(self, name: str) -> torch.Tensor:
         plan = self._entries(name)
-        every = canonical(
-            plan, lambda path: live_parameter(self._model, path), self._parallel.parts
-        )
+        every = canonical(plan, lambda path: live_parameter(self._model, path), self._gather)
         return next(p.value for p in every if p.name == name).detach()
 
     def live(self, name: str) -> tuple[torch.Tensor, Parameter]:
@@ -63,7 +65,7 @@ class VLLMOperators(LiveOperators):
         return self._model.get_parameter(entry.name).detach(), entry
 
     def _entries(self, name: str) -> list[Parameter]:
-        plan = parameter_plan(self._model, self.shape, self._parallel.world)
+        plan = parameter_plan(self._model, self.shape, self._ranks.world)
         return [entry for entry in plan if name in entry.layout.ops]
 
     def _note_rows(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:

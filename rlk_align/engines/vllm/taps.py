@@ -14,12 +14,11 @@ from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.rows import packed_rows
 from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
+from rlk_align.engines.process.ranks import Ranks, all_gather
 from rlk_align.engines.vllm.experts import on_choices, replay_choices
-from rlk_align.engines.vllm.parallel import TensorParallel
 from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import TokenBatch
-from rlk_align.trace.digest import digest_rows
 from rlk_align.trace.writer import PassWriter
 
 
@@ -29,7 +28,7 @@ class VLLMTaps(SiteHooks):
     def __init__(
         self,
         runner: Any,
-        parallel: TensorParallel,
+        ranks: Ranks,
         shape: ModelShape,
         tap: PassWriter | None,
         editor: Editor | None,
@@ -39,9 +38,8 @@ class VLLMTaps(SiteHooks):
     ) -> None:
         """`tap`: the writer of rank 0; None on the other ranks, which take part in gathering."""
         model = runner.get_model()
-        places = vllm_places(model, shape, parallel.world)
-        super().__init__(model, places, tap, editor, parallel.rank)
-        self._runner, self._samples, self._parallel = runner, samples, parallel
+        super().__init__(model, vllm_places(model, shape, ranks.world), tap, editor, ranks)
+        self._runner, self._samples = runner, samples
         self._sampled, self._kind = sampled, kind
         self._batch: Any = None
         self._logits: LiveRows | None = None
@@ -56,17 +54,12 @@ class VLLMTaps(SiteHooks):
         replay_choices(self, self._model)
         on_choices(self, self._model, self.show)
 
-    def gather(self, local: torch.Tensor) -> list[torch.Tensor] | None:
-        return self._parallel.parts(local)
+    def gather(self, local: torch.Tensor) -> list[torch.Tensor]:
+        return all_gather(local, self._ranks)
 
-    def unequal(self, place: Place, local: torch.Tensor) -> list[torch.Tensor] | None:
+    def replicated(self, place: Place) -> bool:
         # Some ranks get no logits.
-        if self._parallel.world == 1 or place.rows != "all":
-            return None
-        digests = self._parallel.parts(digest_rows(local))
-        if all(torch.equal(digests[0], other) for other in digests[1:]):
-            return None
-        return self._parallel.parts(local)
+        return place.rows == "all"
 
     def live_rows(self, place: Place, value: torch.Tensor | None) -> LiveRows | None:
         if place.rows == "all":

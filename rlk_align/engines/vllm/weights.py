@@ -8,8 +8,8 @@ import torch
 from rlk_align.engines.common.layout import padded
 from rlk_align.engines.common.parameters import LiveParameter
 from rlk_align.engines.common.weights import Parameter, canonical, parameters
+from rlk_align.engines.process.ranks import Ranks, all_gather
 from rlk_align.engines.vllm.experts import expert_weights
-from rlk_align.engines.vllm.parallel import TensorParallel
 from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.model.families import ModelShape
 
@@ -21,14 +21,14 @@ def parameter_plan(model: Any, shape: ModelShape, tp: int) -> Iterator[Parameter
     return parameters(places, shape, tp, lambda op: padded(op, shape.vocab, rows, tp))
 
 
-def vllm_weights(
-    model: Any, shape: ModelShape, parallel: TensorParallel
-) -> Iterator[LiveParameter]:
+def vllm_weights(model: Any, shape: ModelShape, ranks: Ranks) -> Iterator[LiveParameter]:
     """Canonical parameters of a live vLLM model, unfused and un-sharded, in the checkpoint's
     layout."""
-    plan = parameter_plan(model, shape, parallel.world)
-    yield from canonical(plan, lambda path: live_parameter(model, path), parallel.parts)
-    yield from expert_weights(model, shape, parallel)
+    plan = parameter_plan(model, shape, ranks.world)
+    yield from canonical(
+        plan, lambda path: live_parameter(model, path), lambda local: all_gather(local, ranks)
+    )
+    yield from expert_weights(model, shape, ranks)
 
 
 def live_parameter(model: Any, path: str) -> torch.Tensor | None:

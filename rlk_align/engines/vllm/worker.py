@@ -29,7 +29,7 @@ from rlk_align.engines.process import heartbeat
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.vllm.experts import sparse_blocks
 from rlk_align.engines.vllm.graphs import GraphCounter
-from rlk_align.engines.vllm.parallel import TensorParallel
+from rlk_align.engines.vllm.parallel import tensor_parallel
 from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.engines.vllm.taps import VLLMTaps
 from rlk_align.engines.vllm.weights import vllm_weights
@@ -66,7 +66,7 @@ class WorkerExtension:
 
     def rlk_start_heartbeat(self, folder: Path, waits: tuple[str, ...]) -> None:
         """Starts the heartbeat of a worker process that vLLM started."""
-        heartbeat.start(folder, f"rank {TensorParallel().rank}", waits)
+        heartbeat.start(folder, f"rank {tensor_parallel().rank}", waits)
 
     def rlk_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -94,25 +94,25 @@ class WorkerExtension:
 
     def rlk_code(self, shape: ModelShape) -> dict[str, CodePlace]:
         model = self.model_runner.get_model()
-        return code_places(model, vllm_places(model, shape, TensorParallel().world))
+        return code_places(model, vllm_places(model, shape, tensor_parallel().world))
 
     def rlk_shards(self, shape: ModelShape) -> dict[str, list[tuple[int, int, int]]]:
         model = self.model_runner.get_model()
-        return shards_of(vllm_places(model, shape, TensorParallel().world))
+        return shards_of(vllm_places(model, shape, tensor_parallel().world))
 
     def rlk_weights(self, shape: ModelShape) -> list[ParameterRecord]:
-        parallel = TensorParallel()
+        ranks = tensor_parallel()
         with torch.inference_mode():
-            live = vllm_weights(self.model_runner.get_model(), shape, parallel)
+            live = vllm_weights(self.model_runner.get_model(), shape, ranks)
             # Every rank gathers, and rank 0 records.
-            return [record_parameter(p) for p in live if parallel.rank == 0]
+            return [record_parameter(p) for p in live if ranks.rank == 0]
 
     def rlk_tap(self, plan: TapPlan) -> None:
-        parallel = TensorParallel()
-        self._rlk_writer = plan.open() if parallel.rank == 0 else None
+        ranks = tensor_parallel()
+        self._rlk_writer = plan.open() if ranks.rank == 0 else None
         self._rlk_taps = VLLMTaps(
             self.model_runner,
-            parallel,
+            ranks,
             plan.shape,
             self._rlk_writer,
             Editor.of(plan.intervention, plan.batch),
