@@ -71,8 +71,7 @@ def capture_alone(
     command: tuple[str, ...],
     progress: Progress,
 ) -> Trace:
-    """The trace of a run with a single capture, for a comparison later or elsewhere. Raises the
-    errors of `capture`."""
+    """The trace of a run with a single capture. Raises the errors of `capture`."""
     with run.locked():
         run.invalidate()
         trace = capture(request, "capture", run, tokens, fresh, progress)

@@ -35,8 +35,7 @@ ENVIRONMENT = (
 
 
 def capture_key(request: CaptureRequest, spec: EngineSpec, model: Path, tokens: Path | None) -> str:
-    """The key of a capture. `spec`: the request's engine in canonical form; `tokens`: the sequences
-    to score."""
+    """The key of a capture. `spec`: in canonical form; `tokens`: the sequences to score."""
     patch = spec.option("patch")
     return fingerprint(
         __version__,
@@ -62,8 +61,7 @@ def surroundings(spec: EngineSpec) -> list[object]:
 
 
 def adapter_digest(spec: EngineSpec) -> str:
-    """A digest of the sources of the adapter and of what it builds on: after an edit of a tap, a
-    new capture is made."""
+    """A digest of the sources of the adapter and of everything that it builds on."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(_adapter_sources(spec)):
         digest.update(f"{path.name}\0".encode())
@@ -127,8 +125,7 @@ def _processor() -> str:
 
 
 def _gpus() -> list[str]:
-    """The names of the GPUs, from the driver's tool: this process must not initialise CUDA beside
-    the engine's."""
+    """The names of the GPUs by the driver's tool: CUDA must not be initialised here."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]

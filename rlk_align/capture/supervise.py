@@ -129,8 +129,7 @@ def _follow(worker: subprocess.Popen, job: Job, progress: Progress) -> RlkError 
 
 
 def _check_moving(job: Job, seconds: float) -> None:
-    """Raises EngineFailed if processes are missing or stuck. `seconds`: the time since the worker
-    was started."""
+    """Raises EngineFailed if processes are missing or stuck, `seconds` after the start."""
     beats = heartbeats(job.folder / HEARTBEATS)
     present, limit = {h.name for h in beats}, max(job.timeout, START_TIMEOUT)
     missing = [p for p in job.engine.processes if p not in present]
@@ -181,8 +180,7 @@ def _end_group(worker: subprocess.Popen) -> None:
 
 
 def _runs(group: int) -> bool:
-    """Whether any process of a group still runs; a zombie, whose exit code was not read, does
-    not."""
+    """Whether any process of a group still runs; a zombie, whose exit code is unread, does not."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:

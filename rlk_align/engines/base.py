@@ -28,8 +28,7 @@ SamplesDone = Callable[[int], None]
 """Called with the number of samples done."""
 
 Logprobs = dict[int, np.ndarray]
-"""Sample -> float32 log-prob of each of its sampled ids, in nats, for the samples that this rank
-reports."""
+"""Sample -> float32 log-probs of its sampled ids, in nats, for the samples of this rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +68,7 @@ class Engine(ABC):
     graphs: GraphReplays | None = None
     """The CUDA graphs that its last production pass replayed; None if it counts none."""
     replaced: Mapping[str, str] = MappingProxyType({})
-    """Site -> the implementation of our kernels that computes it, or `own`; empty without
-    `kernels`."""
+    """Site -> the implementation of `kernels` that computes it, or `own`; empty without them."""
 
     def __init__(
         self, spec: EngineSpec, model: Path, shape: ModelShape, production: bool = False
@@ -112,8 +110,7 @@ class Engine(ABC):
         return {}
 
     def stages(self) -> dict[str, list[int]]:
-        """Site -> the ranks of the pipeline stage that computes it; empty if all ranks compute
-        every site."""
+        """Site -> the ranks of the pipeline stage that computes it; empty for a single stage."""
         return {}
 
     def experts(self) -> list[list[int]]:

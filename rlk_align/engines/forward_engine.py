@@ -37,8 +37,7 @@ class ForwardEngine(Engine):
 
     @abstractmethod
     def forward(self, batch: TokenBatch, members: Sequence[int], taps: ForwardHooks) -> Logprobs:
-        """Scores these samples in one forward, and calls `taps.at` with the rows that the forward
-        computes."""
+        """Scores these samples in one forward, whose rows it declares by `taps.at`."""
 
     @abstractmethod
     def step(

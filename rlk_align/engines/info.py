@@ -57,8 +57,7 @@ class EngineInfo:
     """`module:function` that plants a fault: it takes the live engine and the chosen fault, and
     returns an `ExitStack` that removes the fault. It is empty if the engine supports no fault."""
     one_kernel: tuple[frozenset[str], ...] = ()
-    """Groups of operators that it computes in one product or function: `except` applies to a whole
-    group."""
+    """Groups of operators that it computes together, to which `except` applies as a whole."""
     tested: tuple[str, ...] = ()
     """Distributions of `engines.tested` that its adapter depends on."""
     waits: tuple[str, ...] = ()

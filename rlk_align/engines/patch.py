@@ -139,8 +139,7 @@ class Patch(BasePatch):
 
     @abstractmethod
     def operators(self, engine: Any) -> dict[str, Any]:
-        """Canonical site -> the module or function that computes it in the live model, without the
-        log-prob."""
+        """Canonical site -> what computes it in the live model, without the log-prob."""
 
     def calls(self, engine: Any) -> list[dict[str, int]]:
         logprob = None if self.own_logprobs else self.reported
@@ -162,8 +161,7 @@ class FSDPPatch(HFPatch):
     """FSDP2 around HF transformers."""
 
     def take_out(self) -> None:
-        """Leaves the kernels in place, since sharding changed the classes of the modules; the
-        process ends afterwards."""
+        """Leaves the kernels in place, since sharding changed the classes of the modules."""
 
 
 class MegatronPatch(Patch):

@@ -47,8 +47,7 @@ if TYPE_CHECKING:
 
 
 def run(job: Job, events: Events) -> None:
-    """Runs a job, or this rank's part of it. Raises RlkError for errors that the user can
-    correct."""
+    """Runs a job, or this rank's part of it. Raises RlkError for the user's errors."""
     spec = job.engine
     shape = read_shape(job.model)
     prompts = load_prompts(job.prompts)
@@ -195,8 +194,7 @@ def _computed(
 
 
 def _common_prefixes(batch: TokenBatch, sampled: Sampled) -> tuple[Sampled, list[Cell]]:
-    """The part of each sampled response that equals the batch's, and the (sample, position) of each
-    first difference."""
+    """The common prefixes with the batch's responses, and each first difference."""
     common: list[list[int]] = []
     parted: list[Cell] = []
     for i, (s, ids) in enumerate(zip(batch.samples, sampled.responses, strict=True)):
@@ -269,8 +267,7 @@ def _met_changed_api(error: BaseException, is_untested: bool) -> bool:
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out; torch's CPU allocator, and vLLM for its ranks, raise a plain
-    RuntimeError."""
+    """Whether memory ran out, which torch's CPU allocator and vLLM report as RuntimeError."""
     signs = ("DefaultCPUAllocator", "out of memory")
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

@@ -1,5 +1,4 @@
-"""Model families as tables: the operators of each layer, and the settings of config.json that
-describe them."""
+"""Model families as tables: each layer's operators, and the config's settings for them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -84,8 +83,7 @@ class Family:
     """The config's key for the number of layers after the decoder's, which predict further tokens;
     empty if the family has none."""
     modules: Mapping[str, str] = field(default_factory=dict)
-    """Operator -> the module of its parameters in a checkpoint, if it differs from the
-    catalogue's."""
+    """Operator -> the module of its parameters in a checkpoint, unless the catalogue's."""
 
     @property
     def sigmoid(self) -> bool:
@@ -174,8 +172,7 @@ class ModelShape:
     groups: int = 1
     """The number of equal groups of experts."""
     top_groups: int = 1
-    """The number of groups from which a token's experts are chosen: those whose two best scores
-    have the largest sum."""
+    """From how many groups, those with the best sums of two scores, experts are chosen."""
     weight_scale: float = 1.0
     """The factor by which the weights of a token's experts are multiplied in the end."""
     shared_intermediate: int = 0
@@ -223,8 +220,7 @@ _MAX_SIZE = 1 << 28
 
 
 def predictor_layers(config: Mapping[str, Any]) -> int:
-    """The number of layers that a checkpoint may have after the decoder's, which predict further
-    tokens."""
+    """The number of layers after the decoder's, which predict further tokens."""
     family = FAMILIES.get(str(config.get("model_type")))
     count = config.get(family.predictors) if family else None
     return count if type(count) is int and count > 0 else 0

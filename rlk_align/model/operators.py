@@ -68,8 +68,7 @@ class Operator:
     inputs: tuple[str, ...]
     """The values whose row p it reads for its own row p."""
     output: str
-    """The value that it computes: `query` is the output of q_proj, then of q_norm, then of
-    q_rope."""
+    """The value that it computes: `query` is that of q_proj, then of q_norm, then of q_rope."""
     features: Size
     sharding: Sharding
     _: KW_ONLY
@@ -96,8 +95,7 @@ class Operator:
     site_name: str = ""
     """The name of its site, if it shares that with an operator of other layers or models."""
     slots_of: str = ""
-    """The value with the expert of each slot of a row, by ascending id; empty if rows have no
-    slots."""
+    """The value with the expert of each slot of a row, ascending; empty without slots."""
 
     @property
     def site(self) -> str:

@@ -116,8 +116,7 @@ class TokenBatch:
         return any(s.counted is not None for s in self.samples)
 
     def _digest(self) -> bytes:
-        """A digest of the table's contents, because the footer of a Parquet file has no
-        checksum."""
+        """A digest of the table's contents, since the footer of a Parquet file has no checksum."""
         text = repr([(s.prompt_id, s.prompt_ids, s.response_ids) for s in self.samples])
         if self._masked:
             text += repr([_counted(s) for s in self.samples])

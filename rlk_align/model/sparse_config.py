@@ -29,8 +29,7 @@ _UNKNOWN_SETTINGS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "topk_method": ("experts chosen by anything other than their scores", (None, "greedy")),
     "routed_scaling_factor": ("experts' weights that are scaled", (None, 1)),
 }
-"""Settings of a sparse family -> the feature that they enable, and the values that do not enable
-it."""
+"""Settings of a sparse family -> their feature, and the values that do not enable it."""
 _MAX_SELECTIONS = 10_000
 """The largest number of selections of groups, with each of which a choice is compared."""
 
@@ -47,8 +46,7 @@ class ExpertSettings:
     """Whether a router scores experts by a sigmoid and corrects the scores for the choice; if not,
     it scores by a softmax."""
     known: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
-    """Settings of sparse layers -> the further values that the family supports; None for all
-    values."""
+    """Settings of sparse layers -> further values that the family supports; None for all."""
 
 
 def read_experts(

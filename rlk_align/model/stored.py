@@ -95,8 +95,7 @@ def stored_dtype(model: Path) -> str | None:
 
 
 def stored_layers(model: Path) -> int:
-    """The number of layers whose tensors a checkpoint has; 0 if its files cannot be read or have
-    other names."""
+    """The number of layers whose tensors a checkpoint has; 0 if this is unknown."""
     try:
         matches = (re.match(r"model\.layers\.(\d+)\.", tensor.name) for tensor in _tensors(model))
         return len({match[1] for match in matches if match})

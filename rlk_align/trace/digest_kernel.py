@@ -71,6 +71,5 @@ def row_digests(weights: Sequence[torch.Tensor], table: torch.Tensor) -> torch.T
 
 @lru_cache(maxsize=64)
 def _addresses(pointers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """The pointers, int64 `[n]`; cached, because live parameters do not move, and a copy to a GPU
-    waits for it."""
+    """The pointers, int64 `[n]`; cached, because a copy to a GPU waits for it."""
     return torch.tensor(pointers, dtype=torch.int64, device=device)

@@ -67,8 +67,7 @@ FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def _remedy(error: Exception) -> str:
-    """The remedy for a failed write, by its errno, which some libraries have only in their
-    message."""
+    """The remedy for a failed write, by its errno, which may be in the message only."""
     stated = re.search(r"(?:os error|errno:?) (\d+)", str(error), re.IGNORECASE)
     number = getattr(error, "errno", None) or (int(stated[1]) if stated else None)
     if number in FORBIDDEN:

@@ -178,8 +178,7 @@ class Run(RunFolder):
         return load_record(Comparison, self.folder / "comparison.json")
 
     def load_probe(self, kind: type[R]) -> R | None:
-        """The result of a probe; None if the run was not probed. Raises CorruptTrace for a damaged
-        one."""
+        """The result of a probe, if the run was probed. Raises CorruptTrace if it is damaged."""
         if PROBE not in self._checksums.files:
             return None
         self._checksums.check(self.folder, [PROBE])

@@ -29,8 +29,7 @@ _COPY = "@rank"
 
 
 def copy_name(site: str, rank: int) -> str:
-    """The name of the rows of which a rank has another copy than is recorded under the site's
-    name."""
+    """The name of a site's rows of which a rank has another copy than is recorded."""
     return f"{site}{_COPY}{rank}"
 
 
@@ -211,8 +210,7 @@ class TraceRecord(Record):
     """Site -> (rank, first feature, feature after the last) of each rank's shard, without the sites
     of which each rank has every feature."""
     stages: dict[str, list[int]] = Field(default_factory=dict)
-    """Site -> the ranks of the pipeline stage that computes it; empty if all ranks compute all
-    sites."""
+    """Site -> the ranks of the pipeline stage that computes it; empty for a single stage."""
     experts: list[list[int]] = Field(default_factory=list)
     """The ranks that have each expert; empty if all ranks have all experts."""
     prompt_ids: dict[str, list[int]]
@@ -240,6 +238,5 @@ def check_trace(folder: Path) -> None:
 
 
 def passes_in(folder: Path) -> list[str]:
-    """The finished passes of a trace that may not exist yet. Raises CorruptTrace if a file was
-    changed."""
+    """The finished passes of a trace, if it exists. Raises CorruptTrace for changed files."""
     return finished_passes(checked_trace(folder)) if (folder / CHECKSUMS).is_file() else []

@@ -150,8 +150,7 @@ class _MappedFile:
             raise CorruptCheckpoint(f"{path} cannot be read: {error}", DAMAGED) from error
 
     def tensor(self, dtype: str, shape: tuple[int, ...], start: int) -> torch.Tensor:
-        """The tensor whose bytes begin at `start`. Raises CorruptCheckpoint if the file ends within
-        it."""
+        """The tensor at byte `start`. Raises CorruptCheckpoint if the file ends within it."""
         count = 1
         for size in shape:
             count *= size

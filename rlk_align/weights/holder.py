@@ -33,8 +33,7 @@ class WeightHolder:
     """The number of features of an attention head; 0 if the model's shape is unknown."""
 
     def with_head(self, other: "WeightHolder") -> "WeightHolder":
-        """This holder, with the embedding as its head if the head is tied and only `other` has
-        one."""
+        """This holder, with its embedding as the tied head if only `other` has a head."""
         if HEAD in self.parameters or HEAD not in other.parameters:
             return self
         embedding = self.parameters.get(EMBEDDING)
@@ -137,8 +136,7 @@ def _checkpoint(path: str, folder: Path, kind: str, tensors: list[LazyTensor]) -
 
 
 def _shape(folder: Path) -> ModelShape | None:
-    """The model's shape; None for an unknown family, whose stored names are compared as they
-    are."""
+    """The model's shape; None for an unknown family, whose stored names are compared."""
     try:
         return read_shape(folder)
     except UsageError:

@@ -127,8 +127,7 @@ class RecordedParameter:
         return self.trace.weight_slices(self.name)
 
     def slices_as(self, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-        """The slices of the parameter rounded to a dtype; if that was not recorded, of the
-        parameter itself."""
+        """The slices of the parameter rounded to a dtype, or unrounded if that was not recorded."""
         known = dtype in self.weight.casts
         return self.trace.weight_slices(self.name, dtype if known else "")
 

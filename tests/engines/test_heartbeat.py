@@ -80,8 +80,7 @@ def process(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subproce
 
 
 def seen(folder: Path, enough: float) -> Heartbeat:
-    """The process's heartbeat once it has made no progress for `enough` seconds, or after ten
-    seconds."""
+    """The heartbeat after `enough` seconds without progress, or after ten seconds."""
     deadline = time.monotonic() + 10
     found: list[Heartbeat] = []
     while time.monotonic() < deadline:

@@ -164,8 +164,7 @@ def sequences(vocab: int) -> list[tuple[list[int], list[int]]]:
 
 
 def text() -> list[tuple[list[int], list[int]]]:
-    """Sentences of the embedded prompts, cut into prompt and response, and one without a
-    response."""
+    """Sentences of the embedded prompts, cut into prompt and response; one has no response."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(data_path("model"), local_files_only=True)

@@ -1,5 +1,4 @@
-"""An imaginary operator in an imaginary family: one record and one entry suffice to compare two
-engines with it."""
+"""An imaginary operator in an imaginary family needs one record and one entry."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +20,7 @@ NEW = "layers.1.branch_norm"
 
 
 def sandwich(shape: ModelShape, layer: int) -> tuple[str, ...]:
-    """A dense layer; from the second layer on, the attention's branch is normed before it is
-    added."""
+    """A dense layer that, from the second layer on, norms the attention's branch."""
     operators = dense()(shape, layer)
     at = operators.index("attn_residual")
     return (*operators[:at], *(("branch_norm",) if layer else ()), *operators[at:])

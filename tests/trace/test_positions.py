@@ -117,8 +117,7 @@ def test_not_a_number_is_left_to_the_comparison() -> None:
 
 
 def test_a_query_of_zeros_has_no_position() -> None:
-    """Such a query is that of a padding token, whose embedding is 0; a pair that is not 0 still has
-    a position."""
+    """Such a query is that of a padding token, whose embedding is 0."""
     torch.manual_seed(0)
     x = torch.randn(40, HEADS * 2 * PAIRS)
     x[7] = 0.0

@@ -318,8 +318,7 @@ def test_no_flipped_bit_of_the_rows_goes_unseen(folder: Path) -> None:
 
 @pytest.mark.parametrize("flip", [0x01, 0x80])
 def test_a_damaged_name_of_a_site_is_corrupt(folder: Path, flip: int) -> None:
-    """The names in the footer, which is not part of any page with a checksum, are damaged one by
-    one."""
+    """The names in the footer, which has no checksum, are damaged one by one."""
     data = (folder / "rows.parquet").read_bytes()
     places = [found.start() for found in re.finditer(rb"layers\.1\.o_proj", data)]
     assert flip_bits(folder, "rows.parquet", ((at, flip) for at in places)) > 1

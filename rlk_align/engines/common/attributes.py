@@ -12,8 +12,7 @@ from rlk_align.model.operators import OPERATORS
 
 
 def per_layer(name: str, values: list[Any]) -> dict[str, Any]:
-    """`{name: value}` if all layers agree; otherwise the commonest value, and each exception by
-    layer."""
+    """`{name: value}` with the commonest value, and each layer's exception."""
     if not values:
         return {}
     common = Counter(map(repr, values)).most_common(1)[0][0]

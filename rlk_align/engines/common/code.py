@@ -55,8 +55,7 @@ def _hooks(module: Any) -> list[str]:
 
 
 def _source(function: Any) -> tuple[str, int]:
-    """The file and the line of a function; the path of an installed file begins below
-    site-packages."""
+    """The file and the line of a function; installed files are relative to site-packages."""
     try:
         function = inspect.unwrap(function)
         while isinstance(function, functools.partial):

@@ -19,8 +19,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Editor:
-    """The Intervention of one pass, in the process that computes it; recorded values are read from
-    disk."""
+    """The Intervention of one pass, in the process that computes it."""
 
     def __init__(self, intervention: Intervention, batch: TokenBatch) -> None:
         self._plan = intervention

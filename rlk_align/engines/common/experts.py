@@ -50,8 +50,7 @@ INSIDE = ("experts", "routing_weights", *BY_EXPERT)
 
 
 def has_kernels(module: Any) -> bool:
-    """Whether the kernels compute a sparse layer, or this part of one; they then expose its inner
-    values."""
+    """Whether the kernels compute a sparse layer, or a part of one, whose values they expose."""
     return hasattr(module, "rlk_show")
 
 
@@ -78,14 +77,12 @@ def choose_on_kernels(hooks: Hooks, module: Any, choose: Choose) -> None:
 def by_ascending_id(
     chosen: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts of each token, int32 `[T, K]` in ascending order, and their weights in the same
-    order."""
+    """The experts of each token, int32 `[T, K]`, ascending, and their weights in that order."""
     ids, order = chosen.long().sort(dim=1)
     return ids.int(), weights.gather(1, order)
 
 
 def slots(rows: torch.Tensor, token: torch.Tensor, expert: torch.Tensor, k: int) -> torch.Tensor:
-    """`[T, K · F]` of rows `[S, F]` of experts; `token` and `expert`: those of each row, int64
-    `[S]`."""
+    """`[T, K · F]` of experts' rows `[S, F]`, with their tokens and experts, int64 `[S]`."""
     order = torch.argsort(token * (int(expert.max()) + 1) + expert)
     return rows[order].reshape(len(rows) // k, -1)

@@ -17,8 +17,7 @@ class RecordedPass(BaseModel):
 
 
 class Intervention(BaseModel):
-    """Overwrites the live value of sites, each after it was observed; all later operators read the
-    new value."""
+    """Overwrites values of sites after they were observed; later operators read the new ones."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

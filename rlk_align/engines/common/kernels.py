@@ -1,5 +1,4 @@
-"""`kernels=rlk`: the interface between an engine and the kernels, which only `engines.patch`
-imports."""
+"""`kernels=rlk`: an engine's interface to the kernels, which only `engines.patch` imports."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -42,8 +41,7 @@ REPLACEABLE = tuple(dict.fromkeys(o.site for o in OPERATORS.values() if o.formul
 
 
 def parse_excluded(text: str) -> frozenset[str]:
-    """The operators that `except=attn+act` excludes. Raises ValueError, which lists the unknown
-    names."""
+    """The operators that `except=attn+act` excludes. Raises ValueError with unknown names."""
     names = text.split("+")
     if unknown := [n for n in names if n not in REPLACEABLE]:
         raise ValueError(", ".join(unknown))
@@ -90,8 +88,7 @@ _SPARSE: tuple[Formula, ...] = (
 
 
 def _in_sparse_layer(operator: Operator) -> bool:
-    """Whether the operator is part of a sparse layer, which the kernels compute whole or not at
-    all."""
+    """Whether the operator belongs to a sparse layer, which the kernels compute as a whole."""
     shared = "shared_intermediate" in (operator.features, *operator.weight)
     return operator.formula in _SPARSE or shared
 
@@ -115,8 +112,7 @@ def check_excluded(engine: str, excluded: str, sites: Mapping[str, str]) -> None
 
 
 class Kernels(Protocol):
-    """The kernels in one engine. Its methods raise BadOption or ModelError for an operator that
-    cannot be replaced."""
+    """The kernels in one engine. BadOption or ModelError: an operator cannot be replaced."""
 
     excluded: frozenset[str]
     """The operators that the engine computes itself."""
@@ -125,8 +121,7 @@ class Kernels(Protocol):
         """Registers the kernels with an engine that creates its model from registries."""
 
     def in_spec(self, block: Any, windows: tuple[int | None, ...]) -> Any:
-        """A layer spec with the kernels. `windows`: the number of keys that a query of each layer
-        sees."""
+        """A layer spec with the kernels; `windows`: the number of keys that each layer sees."""
 
     def in_model(self, model: Any, rope: Mapping[str, Any]) -> None:
         """Installs the kernels in a live model. `rope`: its checkpoint's `rope_parameters`."""
@@ -139,5 +134,4 @@ class Kernels(Protocol):
         log-probs itself."""
 
     def called(self, engine: Any, batch: "TokenBatch") -> AbstractContextManager[None]:
-        """A context in which the batch is scored. Raises EngineFailed if a replaced operator is not
-        called in it."""
+        """Raises EngineFailed if a replaced operator is not called while the batch is scored."""

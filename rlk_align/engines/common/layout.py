@@ -51,8 +51,7 @@ class Layout:
         return [lowest[start] for start in sorted(lowest)]
 
     def copies(self, op: str) -> Iterator[tuple[int, list[tuple[int, FeatureSlice]]]]:
-        """(rank, its (offset, piece) of `op` that a lower rank has as well), for each rank with
-        copies."""
+        """(rank, its (offset, piece) of `op` that lower ranks have too), for ranks with copies."""
         first = {p.start: rank for rank, _, p in self.holders(op)}
         for rank in range(len(self.ranks)):
             pieces = [(at, p) for at, p in self.local(rank) if p.op == op and p.size]
@@ -103,8 +102,7 @@ def even(op: str, size: int, tp: int) -> Layout:
 
 
 def kv_heads(op: str, shape: ModelShape, tp: int) -> Layout:
-    """Heads of k or v as attention reads them: if there are fewer heads than ranks, several ranks
-    have the same head."""
+    """Heads of k or v as attention reads them; with fewer heads than ranks, ranks share one."""
     if shape.kv_heads >= tp:
         return even(op, shape.kv_heads * shape.head_dim, tp)
     heads = [r * shape.kv_heads // tp for r in range(tp)]
@@ -125,8 +123,7 @@ def whole(op: str, size: int, tp: int) -> Layout:
 
 
 def fused(*layouts: Layout) -> Layout:
-    """Several operators in one tensor: each rank has its pieces of the first operator, then of the
-    second, and so on."""
+    """Several operators in one tensor: each rank has its pieces of each, one after another."""
     return Layout(
         tuple(sum(pieces, ()) for pieces in zip(*(x.ranks for x in layouts), strict=True))
     )

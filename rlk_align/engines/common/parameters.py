@@ -107,15 +107,13 @@ def _count_not_finite(value: torch.Tensor) -> int:
 
 
 def _finite(block: torch.Tensor) -> torch.Tensor:
-    """Which entries are finite; torch's `isfinite` lacks floats of eight bits, which a user's patch
-    may produce."""
+    """Which entries are finite; torch's `isfinite` lacks floats of eight bits."""
     eight_bits = block.is_floating_point() and block.element_size() == 1
     return torch.isfinite(block.float() if eight_bits else block)
 
 
 def even_shards(dim: int, sizes: Sequence[int]) -> tuple[Shard, ...]:
-    """The shards of consecutive ranks, one after another along `dim`; `sizes`: those of the
-    ranks."""
+    """The shards of consecutive ranks along `dim`; `sizes`: those of the ranks."""
     ends = np.cumsum([0, *sizes]).tolist()
     return tuple(
         Shard(rank, dim, start, stop)

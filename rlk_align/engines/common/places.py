@@ -83,8 +83,7 @@ class Place:
 
 
 def shards_of(places: Iterable[Place]) -> dict[str, list[tuple[int, int, int]]]:
-    """Site -> (rank, first feature, feature after the last), for the sites whose features the ranks
-    share."""
+    """Site -> (rank, first feature, feature after the last), for sites that ranks share."""
     layouts = {site: p.layout for p in places if p.layout is not None for site in p.sites}
     return {
         site: [(s.rank, s.start, s.stop) for s in shards]

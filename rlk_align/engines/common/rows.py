@@ -80,8 +80,7 @@ class TokenGrid:
         )
 
     def select(self, columns: np.ndarray) -> "TokenGrid":
-        """These columns, int64 `[C]`, in this order. A sequence whose position 0 is not among them
-        has no start."""
+        """These columns, int64 `[C]`, in this order, with the starts that are among them."""
         at = {column: i for i, column in enumerate(columns.tolist())}
         return TokenGrid(
             ids=self.ids[:, columns],

@@ -97,8 +97,7 @@ def write_part(
 
 
 def unfused(model: Any, places: Iterable[Place]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The canonical parameters of a live model in which no operators are fused; biases as
-    `layers.i.op.bias`."""
+    """The canonical parameters of a live model in which no operators are fused."""
     for place in places:
         (site,) = place.sites
         operator, module = OPERATORS[site.rpartition(".")[2]], model.get_submodule(place.module)

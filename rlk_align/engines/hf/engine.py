@@ -188,8 +188,7 @@ def hf_attributes(model: Any) -> dict[str, Any]:
 
 
 def _window(attention: Any) -> int | None:
-    """The sliding window: an attribute of the attention in some families, of the config in
-    others."""
+    """The sliding window, an attribute of the attention or, in other families, of the config."""
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window
     return getattr(attention.config, "sliding_window", None)

@@ -52,8 +52,7 @@ def expert_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def corrections(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The canonical parameters that correct the scores for the choice of experts: buffers, which no
-    engine rounds."""
+    """The canonical corrections of scores for the choice of experts, which no engine rounds."""
     for i, block in sparse_blocks(model):
         if (correction := getattr(block.gate, "e_score_correction_bias", None)) is not None:
             yield f"layers.{i}.experts", correction.detach()

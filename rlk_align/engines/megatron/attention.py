@@ -27,8 +27,7 @@ class SequencesAttention(DotProductAttention):
     def __init__(
         self, config: TransformerConfig, *args: Any, windows: tuple[int | None, ...], **kwargs: Any
     ) -> None:
-        """`windows`: for each layer, the number of keys that a query sees, including its own; None
-        for all keys."""
+        """`windows`: for each layer, the number of keys that a query sees; None for all keys."""
         # megatron-core's attention core refuses context parallelism.
         alone = copy.copy(config)
         alone.context_parallel_size = 1
@@ -77,15 +76,13 @@ class SequencesAttention(DotProductAttention):
 
 
 def context_ranks() -> Ranks:
-    """The rank of this process among those that share sequences, by megatron-core's parallel
-    state."""
+    """This process's rank among those that share sequences, by megatron-core's state."""
     group = parallel_state.get_context_parallel_group()
     return Ranks(group.rank(), group.size(), torch.device("cpu"), group)
 
 
 def slices_of(rows: torch.Tensor, packed: Any, ranks: Ranks) -> Slices:
-    """The slices of sequences, of which this rank has these rows: `[S / R, ...]`, or `[T / R, ...]`
-    if packed."""
+    """The slices of sequences whose rows `[S / R, ...]`, or packed `[T / R, ...]`, these are."""
     ends = [0, len(rows) * ranks.world] if packed is None else packed.cu_seqlens_q.tolist()
     return Slices(tuple(ends), ranks)
 

@@ -44,8 +44,7 @@ from rlk_align.results import CodePlace
 from rlk_align.trace.writer import PassWriter
 
 CHUNK = 1024
-"""The number of rows whose log-probs are computed at a time, which bounds the float32 copy of the
-logits."""
+"""The number of rows whose log-probs, from a float32 copy, are computed at a time."""
 
 
 class MegatronEngine(Engine):
@@ -83,8 +82,7 @@ class MegatronEngine(Engine):
         apply_patch(self.spec, self.model)
 
     def live(self) -> dict[str, torch.Tensor]:
-        """This stage's parameters, and the corrections of its routers' scores, by their names in
-        the whole model."""
+        """This stage's parameters and corrections of scores, by their names in the whole model."""
         every = dict(self.model.named_parameters()) | dict(corrections(self.model))
         return {self.stage.whole(name): p for name, p in every.items()}
 
@@ -274,8 +272,7 @@ class MegatronEngine(Engine):
         return padded_input(samples, self.settings.padding, multiple, self.grid.dp, self.grid.cp)
 
     def _of_all_slices(self, logprobs: np.ndarray, inputs: ModelInput) -> np.ndarray:
-        """The log-probs of every sampled id of the whole input, from those that this rank
-        computed."""
+        """The log-probs of all sampled ids of the input, from those that this rank computed."""
         if self.settings.cp == 1:
             return logprobs
         # Each element has bits from one rank only; adding zeros does not change them.

@@ -69,8 +69,7 @@ def check_megatron(option: ReadOption, config: dict[str, Any], shape: ModelShape
 
 
 def _unknown_routing(shape: ModelShape) -> dict[str, bool]:
-    """Settings of a router that megatron-core computes differently -> whether the model has
-    them."""
+    """Settings of a router that megatron-core computes differently -> whether they apply."""
     if not shape.family.sigmoid:
         # Its softmax over a single expert would be 1 for any scores, and it refuses that.
         alone = shape.top_k == 1 and shape.norm_topk

@@ -238,8 +238,7 @@ class MegatronSparseLayers(SparseLayers):
 
 
 class MegatronKernelLayers(KernelLayers, MegatronSparseLayers):
-    """Sparse layers that the kernels compute: a token's own rank adds up the rows of its
-    experts."""
+    """Sparse layers of the kernels: a token's own rank adds up the rows of its experts."""
 
     def _chooser(self, layer: int) -> Any:
         return self._layer(layer).mlp

@@ -36,8 +36,7 @@ class Slices:
         return np.concatenate(held)
 
     def whole(self, local: torch.Tensor) -> torch.Tensor:
-        """`[T, ...]` from this rank's `[T / R, ...]`; called on all ranks that share the
-        sequences."""
+        """`[T, ...]` from this rank's `[T / R, ...]`; called on all ranks of the sequences."""
         if self.ranks.world == 1:
             return local
         whole = local.new_empty(self.begins[-1], *local.shape[1:])

@@ -35,8 +35,7 @@ class MegatronTaps(SiteHooks):
         stage: Stage,
         sharded_rows: bool,
     ) -> None:
-        """`places`: those of this stage; `sharded_rows`: whether the residual stream is cut along
-        the sequence (sp=1)."""
+        """`places`: of this stage; `sharded_rows`: whether ranks share the sequence (sp=1)."""
         super().__init__(model, places, tap, editor, grid.tp)
         self._grid, self._sharded_rows = grid, sharded_rows
         self.first_rank = grid.neighbours[0]

@@ -51,8 +51,7 @@ class Tensors:
     """Reads slices of a checkpoint's tensors."""
 
     def __init__(self, folder: Path, modules: Mapping[str, str]) -> None:
-        """`modules`: as for `tensor_name`. Raises ModelError if safetensors are missing or cannot
-        be read."""
+        """`modules`: as for `tensor_name`. Raises ModelError without readable safetensors."""
         self._folder, self._modules = folder, modules
         self._open = ExitStack()
         self._stored = stored_tensors(folder, modules)
@@ -167,8 +166,7 @@ def _of_groups(copies: Mapping[int, ParameterRecord], grid: Grid) -> ParameterRe
 
 
 def _on_every_rank(names: set[str], ranks: Ranks) -> set[str]:
-    """The names that every rank has; a rank that lacks a parameter does not take part in gathering
-    it."""
+    """The names that every rank has; a rank without a parameter does not gather it."""
     if ranks.world == 1:
         return names
     others: list[Any] = [None] * ranks.world

@@ -85,8 +85,7 @@ def join(device: str | None, timeout: float) -> Ranks:
 
 
 def gather(local: torch.Tensor, ranks: Ranks) -> list[torch.Tensor] | None:
-    """The tensors of all of these ranks, equal in shape, in rank order, on the first of them; None
-    on the others."""
+    """The tensors of these ranks, all of one shape, on the first rank; None on the others."""
     if ranks.world == 1:
         return [local]
     local = local.contiguous()

@@ -111,8 +111,7 @@ class VLLMEngine(Engine):
         self._rpc("rlk_patch", self.spec)
 
     def _refused_by_a_rank(self) -> str:
-        """Why the kernels refused the model in a process that vLLM started; empty if they did
-        not."""
+        """Why the kernels refused the model in a process of vLLM's; empty if they did not."""
         log = None if self.heartbeats is None else self.heartbeats.with_name("worker.log")
         if self.kernels is None or self._ranks == 1 or log is None or not log.is_file():
             return ""
@@ -165,8 +164,7 @@ class VLLMEngine(Engine):
         return {"kv_cache_memory_bytes": int(size), "gpu_memory_utilization": _MIN_MEMORY_SHARE}
 
     def _attention(self, device: str) -> dict[str, Any]:
-        """The setting for the backend that the kernels register; on CPUs they replace the only
-        one."""
+        """The setting for the kernels' attention backend; on CPUs they replace the only one."""
         if self.kernels is None or "attn" in self.kernels.excluded or device == "cpu":
             return {}
         return {"attention_backend": "CUSTOM"}

@@ -40,8 +40,7 @@ def sparse_blocks(model: Any) -> Iterator[tuple[int, str, Any]]:
 
 
 def on_choices(hooks: Hooks, model: Any, show: Show) -> None:
-    """Calls `show(site, value)` with each token's experts and their weights; the router is not a
-    module."""
+    """Calls `show(site, value)` with each token's experts and their weights."""
     for i, _, block in sparse_blocks(model):
         if has_kernels(block.experts):
             on_kernels(hooks, block.experts, i, show)

@@ -74,8 +74,7 @@ def _layer_places(
 
 
 def _sparse_places(block: str, name: str, shape: ModelShape, shown: int) -> Iterator[Place]:
-    """`shown`: the number of ranks that share the columns of the experts' rows; 0 if these rows are
-    not tensors."""
+    """`shown`: the number of ranks that share the experts' rows; 0 if these are not tensors."""
     yield Place(sites=(f"{name}.router",), module=f"{block}.gate")
     for op in ("experts", "routing_weights"):
         yield Place(sites=(f"{name}.{op}",), module=f"{block}.experts", end="inside")

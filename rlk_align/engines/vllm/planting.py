@@ -185,8 +185,7 @@ class VLLMOperators(LiveOperators):
 
 
 def _reporting(original: Any, formula: Formula) -> Any:
-    """Wraps vLLM's function from logits to the log-probs of given tokens, the first of which is
-    scored in each row."""
+    """Wraps vLLM's function from logits to log-probs; the first of each row is the scored one."""
 
     def report(
         logits: torch.Tensor, count: int, token_ids: torch.Tensor, *args: Any, **more: Any

@@ -148,8 +148,7 @@ class VLLMTaps(SiteHooks):
 
 
 def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -> None:
-    """Calls `see` with each output of the rotary embedding: in each attention the query, then the
-    key."""
+    """Calls `see` with each output of the rotary embedding: the queries, then the keys."""
     # All layers share one module, unless a patch has changed that.
     for rotary in {layer.self_attn.rotary_emb for layer in model.model.layers}:
         hooks.on_outputs(rotary, see)

@@ -22,8 +22,7 @@ def parameter_plan(model: Any, shape: ModelShape, tp: int) -> Iterator[Parameter
 
 
 def vllm_weights(model: Any, shape: ModelShape, ranks: Ranks) -> Iterator[LiveParameter]:
-    """Canonical parameters of a live vLLM model, unfused and un-sharded, in the checkpoint's
-    layout."""
+    """The canonical parameters of a live vLLM model, in the checkpoint's layout."""
     plan = parameter_plan(model, shape, ranks.world)
     yield from canonical(
         plan, lambda path: live_parameter(model, path), lambda local: all_gather(local, ranks)

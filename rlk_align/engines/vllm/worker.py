@@ -138,8 +138,7 @@ class WorkerExtension:
 
 
 def vllm_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
-    """The settings of a live vLLM model that affect its numbers, by the names of
-    `hf_attributes`."""
+    """The settings of a live vLLM model that affect its numbers, named as in `hf_attributes`."""
     layers, config = list(model.model.layers), model.config
     attention = [layer.self_attn for layer in layers]
     rotary = attention[0].rotary_emb
@@ -170,8 +169,7 @@ def _window(attention: Any) -> int | None:
 
 
 def _layer_activation(layer: Any, dtype: torch.dtype) -> str:
-    """The activation of an MLP or of experts: for experts, vLLM only names it and computes it
-    inside a kernel."""
+    """The activation of an MLP, or vLLM's name of that of experts, which is in a kernel."""
     block = getattr(layer, "mlp", None) or layer.block_sparse_moe
     return (
         block.experts.activation.value if hasattr(block, "experts") else _activation(block, dtype)

@@ -242,8 +242,7 @@ def megatron_qkv(model: ModelShape, tp: int) -> Layout:
 @pytest.mark.parametrize("layout_of", [vllm_qkv, megatron_qkv])
 @torch.no_grad()
 def test_every_rank_writes_its_own_slices(layout_of: Any, heads: int, tp: int) -> None:
-    """The ranks' slices, assembled afterwards, are the new value, and each row is counted once over
-    all ranks."""
+    """The ranks' slices form the new value, and each row is counted once over all ranks."""
     model = shape(heads)
     layout = layout_of(model, tp)
     counts: dict[str, int] = {}
