@@ -12,7 +12,7 @@ from rlk_kernels.integrations import vllm as vllm_kernels
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from rlk_align.engines.vllm.parallel import TensorParallel
+from rlk_align.engines.vllm.parallel import tensor_parallel
 from rlk_align.engines.vllm.weights import vllm_weights
 from rlk_align.model.families import read_shape
 from rlk_align.trace.digest import digest_parameters
@@ -130,7 +130,7 @@ class Rollout:
             shape = read_shape(self.options.model)
 
             def of_model(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
-                live = vllm_weights(model, shape, TensorParallel())
+                live = vllm_weights(model, shape, tensor_parallel())
                 return [(parameter.name, parameter.value) for parameter in live]
 
             with torch.inference_mode():

@@ -81,7 +81,7 @@ class PreparedRescoring:
 
     def _capture(self, progress: Progress) -> "dict[SideName, Trace]":
         """Two sides become a compared run, which can be probed; one side a capture alone."""
-        from rlk_align.capture.alone import capture_alone
+        from rlk_align.capture.capture import capture_alone
         from rlk_align.pipeline import CompareRequest, compare
         from rlk_align.trace.reader import Trace
 

@@ -41,7 +41,7 @@ class PreparedSingle:
 
     def start(self, progress: Progress) -> "Trace":
         """Captures, and returns the trace."""
-        from rlk_align.capture.alone import capture_alone
+        from rlk_align.capture.capture import capture_alone
 
         self.prompts.save()
         return capture_alone(

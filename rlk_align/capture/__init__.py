@@ -1,1 +1,1 @@
-"""One engine run -> one trace: a process of its own, started, followed and ended."""
+"""One engine run -> one trace: starts, follows and ends the engine's process."""

@@ -16,7 +16,7 @@ from rlk_align.model.families import read_shape
 from rlk_align.progress import Progress, labelled
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.records import REPAIR, writing
-from rlk_align.trace.run import Role, Run
+from rlk_align.trace.run import Role, Run, RunRecord
 from rlk_align.trace.schema import passes_in
 
 CONTROL_VARIANTS = ("untapped", "repeat")
@@ -30,11 +30,11 @@ def capture(
     fresh: bool,
     progress: Progress,
 ) -> Trace:
-    """The trace of one side: recorded earlier, or captured now, where it is not there already.
+    """The trace of one side: recorded earlier, or captured now if it does not exist yet.
 
-    `tokens`: the sequences to score; None lets the engine sample them. What an interrupted
-    capture had finished is kept, and this call continues from there, unless `fresh`.
-    Raises what the worker raised, EngineFailed where it died.
+    `tokens`: the sequences to score; None lets the engine sample them. Unless `fresh`, the finished
+    passes of an interrupted capture are kept, and the capture continues from there. Raises the
+    worker's error, or EngineFailed if the worker died.
     """
     if isinstance(request, Recording):
         return Trace(request.folder(role))
@@ -52,13 +52,33 @@ def capture(
     else:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        # What is compiled cannot be tapped: an engine, and so a process, of its own.
-        apart = job.engine.info.compiles
+        # Compiled code cannot be tapped, so it runs in a separate engine and process.
+        separate = job.engine.info.compiles
         for production in (False, True):
-            part = tuple(p for p in missing if (apart and p.endswith(".production")) == production)
+            part = tuple(
+                p for p in missing if (separate and p.endswith(".production")) == production
+            )
             if part:
                 run_worker(job.model_copy(update={"passes": part}), progress)
-    return _opened(job)
+    return open_trace(job)
+
+
+def capture_alone(
+    request: CaptureRequest,
+    run: Run,
+    tokens: Path | None,
+    fresh: bool,
+    command: tuple[str, ...],
+    progress: Progress,
+) -> Trace:
+    """The trace of a run with a single capture. Raises the errors of `capture`."""
+    with run.locked():
+        run.invalidate()
+        trace = capture(request, "capture", run, tokens, fresh, progress)
+        captures = run.relative({"capture": trace.folder})
+        run.save(RunRecord(command=list(command), captures=captures))
+        run.finish()
+    return trace
 
 
 def capture_each(
@@ -68,9 +88,9 @@ def capture_each(
     tokens: Sequence[Path | None],
     progress: Progress,
 ) -> list[Trace]:
-    """The traces of requests that differ in their engine's fault, their seed and their tokens
-    alone: what is not there already is captured by one process, which loads the engine once.
-    Raises what `capture` raises."""
+    """The traces of requests that differ only in their engine's fault, their seed and their tokens.
+    One process, which loads the engine once, captures those that do not exist yet. Raises the
+    errors of `capture`."""
     pairs = zip(requests, tokens, strict=True)
     jobs = [_planned(request, role, run, ids) for request, ids in pairs]
     missing = [j for j in jobs if not set(j.passes) <= set(passes_in(j.folder))]
@@ -80,11 +100,11 @@ def capture_each(
                 job.folder.mkdir(parents=True, exist_ok=True)
         first, *then = missing
         run_worker(first.model_copy(update={"then": tuple(then)}), progress)
-    return [_opened(job) for job in jobs]
+    return [open_trace(job) for job in jobs]
 
 
 def _planned(request: CaptureRequest, role: Role, run: Run, tokens: Path | None) -> Job:
-    """Returns the job of a whole capture, whether its passes are there already or not."""
+    """The job of a whole capture, including the passes that exist already."""
     model = resolve_model(request.model_path)
     if request.engine.option("python") is None:
         require_installed(request.engine.name)
@@ -107,7 +127,8 @@ def _planned(request: CaptureRequest, role: Role, run: Run, tokens: Path | None)
     )
 
 
-def _opened(job: Job) -> Trace:
+def open_trace(job: Job) -> Trace:
+    """The trace of a job. Raises CorruptTrace if the folder has another one."""
     trace = Trace(job.folder)
     if trace.record.key != job.key:
         raise CorruptTrace(f"{job.folder} holds another capture, {trace.record.key}", REPAIR)
@@ -115,7 +136,7 @@ def _opened(job: Job) -> Trace:
 
 
 def _passes(request: CaptureRequest, sampling: bool) -> tuple[str, ...]:
-    """Each observed pass with its controls; a pass that only has to sample goes un-tapped."""
+    """Each observed pass with its controls; a pass that only samples is not tapped."""
     passes: list[str] = []
     if sampling and "decode" not in request.passes:
         passes.append("decode.untapped")
@@ -123,6 +144,6 @@ def _passes(request: CaptureRequest, sampling: bool) -> tuple[str, ...]:
         if name != "decode" or sampling:
             passes += [name, *(f"{name}.{v}" for v in CONTROL_VARIANTS if request.controls)]
     if request.production:
-        shown = (name for name in request.passes if name != "decode" or sampling)
-        passes += (f"{name}.production" for name in shown)
+        observed = (name for name in request.passes if name != "decode" or sampling)
+        passes += (f"{name}.production" for name in observed)
     return tuple(passes)

@@ -1,8 +1,8 @@
-"""What can be refused before any engine starts: everything that config and flags decide.
+"""The checks before any engine starts, by config.json and the flags.
 
-Nothing here imports an engine. torch is imported only to compare the embedding with a head that is
-tied to it and stored all the same. transformers, which takes seconds, is asked where it alone can
-tell: for chats, and for a prompt whose length is within a few tokens of the limit.
+Nothing here imports an engine. torch is imported only to compare the embedding with a tied head
+that is stored as well. transformers, whose import takes seconds, is imported only for chats and for
+a prompt whose length is within a few tokens of the limit.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from pathlib import Path
 from rlk_align.capture.key import engine_versions
 from rlk_align.capture.request import CaptureRequest, TracePlan
 from rlk_align.engines.common.kernels import check_excluded, check_kernels
-from rlk_align.engines.registry import require_installed, require_kernels
+from rlk_align.engines.registry import does_not_sample, require_installed, require_kernels
 from rlk_align.engines.tested import untested
 from rlk_align.errors import BadOption, ModelError
 from rlk_align.model.checkpoint import check_tokenizer, read_config, resolve_model
@@ -22,42 +22,39 @@ from rlk_align.model.sites import check_selection, model_sites
 from rlk_align.model.tensors import check_not_quantized, check_tensors
 from rlk_align.model.tokenise import fast_tokenizer, rendered, tokenise
 
-_CLEAR = 1.05
-"""By which factor a prompt of text is too long where tokenizer.json alone says so: transformers
-changes some tokenizers as it loads them, which moves the number of tokens by a few."""
+_CERTAINLY_LONG = 1.05
+"""A text that exceeds the limit by this factor is too long by tokenizer.json alone. transformers
+changes some tokenizers as it loads them, which changes the number of tokens by a few."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedRequest:
-    """What a request comes to, by its model's files."""
+    """The facts about a request that its checks determined."""
 
     model: Path
     shape: ModelShape
     warnings: Sequence[str]
-    """What the user should be warned of."""
+    """Warnings for the user."""
     context: int
-    """Positions that the engine has for a prompt and the tokens after it."""
+    """The number of positions that the engine has for a prompt and the tokens after it."""
     new_tokens: int
-    """Tokens that are sampled after each prompt."""
+    """The number of tokens that are sampled after each prompt."""
 
 
 def check_request(request: CaptureRequest, sampling: bool) -> CheckedRequest:
-    """Checks everything but the prompts.
+    """Checks everything except the prompts.
 
     Raises BadOption, MissingDependency or ModelError.
     """
     spec = request.engine
     if sampling and not spec.info.samples:
-        raise BadOption(
-            f"engine {spec.name!r} does not sample",
-            "name it as --train, or give `capture` the --tokens of a run",
-        )
+        raise does_not_sample(spec.name)
     if spec.option("python") is None:
         require_installed(spec.name)
     model = resolve_model(request.model_path)
     shape, config = read_shape(model), read_config(model)
     check_not_quantized(model, config)
-    check_kept(request.trace, shape)
+    check_trace_plan(request.trace, shape)
     spec.info.check(spec.option, config, shape)
     if spec.option("kernels") != "off":
         require_kernels(spec.name)
@@ -75,8 +72,8 @@ def check_request(request: CaptureRequest, sampling: bool) -> CheckedRequest:
     )
 
 
-def check_kept(plan: TracePlan, shape: ModelShape) -> None:
-    """Raises BadOption where values are to be kept of sites or layers that the model lacks."""
+def check_trace_plan(plan: TracePlan, shape: ModelShape) -> None:
+    """Raises BadOption if the plan names sites or layers that the model lacks."""
     check_selection(plan.sites, model_sites(shape))
     if plan.layers is not None and plan.layers[1] >= shape.layers:
         raise BadOption(
@@ -86,7 +83,7 @@ def check_kept(plan: TracePlan, shape: ModelShape) -> None:
 
 
 def check_prompts(checked: CheckedRequest, prompts: Sequence[Prompt]) -> None:
-    """Raises ModelError where the model has no tokenizer or chat template and one is needed, and
+    """Raises ModelError if the prompts need a tokenizer or chat template that the model lacks, and
     PromptError for prompts that do not fit."""
     with_ids = tuple(Sample(p.id, p.ids) for p in prompts if p.ids)
     check_ids(TokenBatch(with_ids), checked.shape.vocab)
@@ -94,28 +91,28 @@ def check_prompts(checked: CheckedRequest, prompts: Sequence[Prompt]) -> None:
 
 
 def too_long(checked: CheckedRequest, prompts: Sequence[Prompt]) -> dict[str, int]:
-    """The number of tokens of each prompt that does not fit, by its id. What only seems to fit is
-    refused by the engine's own process. Raises ModelError and PromptError as `rendered` does."""
+    """The number of tokens of each prompt that does not fit, by its id; the engine's process checks
+    all prompts again. Raises the errors of `rendered`, and ModelError for a missing tokenizer."""
     model, longest = checked.model, checked.context - checked.new_tokens
     if any(p.ids is None for p in prompts):
         check_tokenizer(model)
     prompts = rendered(model, prompts)
-    # Hardly any text has more tokens than bytes.
+    # A text almost never has more tokens than bytes.
     large = [p for p in prompts if p.ids is None and len((p.text or "").encode()) > longest]
     lengths = {p.id: len(p.ids) for p in prompts if p.ids} | _lengths(model, large, longest)
     return {p.id: lengths[p.id] for p in prompts if lengths.get(p.id, 0) > longest}
 
 
 def _lengths(model: Path, large: Sequence[Prompt], longest: int) -> dict[str, int]:
-    """The number of tokens of each text, exact where it is close to the longest that fits."""
+    """The number of tokens of each text; exact if it is close to the longest that fits."""
     if not large:
         return {}
     try:
         tokenizer = fast_tokenizer(model)
     except ModelError:
-        # transformers reads tokenizers of other kinds, too.
+        # transformers reads other kinds of tokenizers as well.
         close, lengths = large, {}
     else:
         lengths = {p.id: len(tokenizer.encode(p.text or "").ids) for p in large}
-        close = [p for p in large if longest < lengths[p.id] <= longest * _CLEAR]
+        close = [p for p in large if longest < lengths[p.id] <= longest * _CERTAINLY_LONG]
     return lengths | {name: len(ids) for name, ids in tokenise(model, close).items()}

@@ -1,4 +1,4 @@
-"""The name of a capture: a digest of everything that decides what is in it."""
+"""The key of a capture: a digest of everything that affects its contents."""
 
 import hashlib
 import importlib.util
@@ -21,21 +21,21 @@ from rlk_align.trace.run import fingerprint
 from rlk_align.version import __version__
 
 PACKAGE = Path(__file__).parents[1]
-"""Where our own sources lie."""
+"""The folder of our own sources."""
 
 SHARED_SOURCES = ("engines/*.py", "engines/common", "engines/process", "trace", "model")
-"""What every adapter builds on, below the package."""
+"""The sources that every adapter builds on, below the package."""
 
 
 ENVIRONMENT = (
     *("ATEN_", "CUBLAS_", "CUDNN_", "DNNL_", "MKL_", "NCCL_", "NVIDIA_TF32", "NVTE_", "OMP_NUM_"),
     *("ONEDNN_", "PYTORCH_", "RLK_BACKEND", "TORCH", "TRITON_", "VLLM_"),
 )
-"""How the names of variables begin that decide what torch and the engines compute."""
+"""Prefixes of the environment variables that affect what torch and the engines compute."""
 
 
 def capture_key(request: CaptureRequest, spec: EngineSpec, model: Path, tokens: Path | None) -> str:
-    """`spec`: the request's engine in canonical form; `tokens`: the sequences to score."""
+    """The key of a capture. `spec`: in canonical form; `tokens`: the sequences to score."""
     patch = spec.option("patch")
     return fingerprint(
         __version__,
@@ -50,8 +50,8 @@ def capture_key(request: CaptureRequest, spec: EngineSpec, model: Path, tokens: 
 
 
 def surroundings(spec: EngineSpec) -> list[object]:
-    """What decides an engine's numbers here beside what it is asked to do: packages, devices, our
-    own sources, variables of the environment."""
+    """Everything on this machine that affects an engine's numbers: packages, devices, our own
+    sources, and environment variables."""
     return [
         engine_versions(spec),
         _device(spec),
@@ -61,8 +61,7 @@ def surroundings(spec: EngineSpec) -> list[object]:
 
 
 def adapter_digest(spec: EngineSpec) -> str:
-    """A digest of the adapter's own sources and of what it builds on: an edited tap makes
-    another capture."""
+    """A digest of the sources of the adapter and of everything that it builds on."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(_adapter_sources(spec)):
         digest.update(f"{path.name}\0".encode())
@@ -82,7 +81,7 @@ def _adapter_sources(spec: EngineSpec) -> Iterator[Path]:
     if module is None or module.origin is None:
         raise ToolError(f"engine {spec.name!r}: {spec.info.target} has no source")
     source = Path(module.origin)
-    # An engine that is no package may be one file among others that are not its own.
+    # A top-level module may be beside files that do not belong to the engine.
     yield from source.parent.glob("*.py") if "." in name else [source]
 
 
@@ -96,9 +95,9 @@ def _kernel_sources() -> Iterator[Path]:
 
 
 def engine_versions(spec: EngineSpec) -> dict[str, str]:
-    """The versions of the packages that decide the numbers, in the engine's interpreter.
+    """The versions of the packages that affect the numbers, in the engine's interpreter.
 
-    Raises BadOption or MissingDependency for an interpreter that cannot run it.
+    Raises BadOption or MissingDependency for an interpreter that cannot run the engine.
     """
     module = spec.info.package.partition(".")[0]
     python = spec.option("python")
@@ -108,7 +107,7 @@ def engine_versions(spec: EngineSpec) -> dict[str, str]:
 
 
 def _device(spec: EngineSpec) -> list[str]:
-    """What the engine computes on here: the processor, and the GPUs unless it is told not to."""
+    """The devices that the engine computes on: the processor, and the GPUs unless device=cpu."""
     import torch
 
     processor = [platform.machine(), _processor(), torch.backends.cpu.get_cpu_capability()]
@@ -118,7 +117,7 @@ def _device(spec: EngineSpec) -> list[str]:
 
 
 def _processor() -> str:
-    """Returns the processor's name, which Linux alone tells."""
+    """The processor's name; outside Linux, what Python's platform module knows."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(errors="replace").splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -126,7 +125,7 @@ def _processor() -> str:
 
 
 def _gpus() -> list[str]:
-    """Asks the driver's own tool: this process must not start CUDA beside the engine's."""
+    """The names of the GPUs by the driver's tool: CUDA must not be initialised here."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -135,8 +134,9 @@ def _gpus() -> list[str]:
 
 
 def _patch_sources(module: str) -> str:
-    """The texts of a patch's module and of those beside it, which it may import, so that an edit
-    makes another capture. What has no source to be found makes another one each time."""
+    """A digest of a patch's module and of the modules beside it, which it may import, so that after
+    an edit a new capture is made. For a module without a source the digest is different each
+    time."""
     relative = Path(*module.split("."))
     listed = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     for base in (Path.cwd(), *map(Path, filter(None, listed)), *map(Path, sys.path)):

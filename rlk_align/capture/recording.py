@@ -1,4 +1,4 @@
-"""A side of a comparison: an engine that is run now, or a run that was captured earlier."""
+"""A side of a comparison: an engine to run, or a run that was captured earlier."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,18 +8,18 @@ from rlk_align.errors import BadOption, UnknownEngine
 from rlk_align.trace.run import Role, Run
 
 NAME = "replay"
-"""What stands instead of an engine's name."""
+"""The word that replaces an engine's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """`replay:path=RUN`: what was captured stands for the engine."""
+    """`replay:path=RUN`: a run whose capture replaces the engine."""
 
     path: str
 
     @classmethod
     def parse(cls, text: str) -> "Recording":
-        """Raises BadOption for what is no `replay:path=RUN`."""
+        """Raises BadOption for a text that is not `replay:path=RUN`."""
         _, _, rest = text.partition(":")
         options = dict(given_options(repr(NAME), rest, ("path",)))
         if "path" not in options:
@@ -27,11 +27,11 @@ class Recording:
         return cls(options["path"])
 
     def open(self) -> Run:
-        """Raises what `Run.open` raises."""
+        """Raises the errors of `Run.open`."""
         return Run.open(self.path)
 
     def folder(self, role: Role) -> Path:
-        """The trace of that role, or the only one that the run has."""
+        """The folder of the trace with that role, or of the run's only trace."""
         return self.open().capture_folder(role)
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ Side = EngineSpec | Recording
 
 
 def parse_side(text: str) -> Side:
-    """Raises UnknownEngine or BadOption, naming what is known."""
+    """Raises UnknownEngine or BadOption, which list the known names."""
     if text.partition(":")[0] == NAME:
         return Recording.parse(text)
     try:

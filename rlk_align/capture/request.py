@@ -1,4 +1,4 @@
-"""What one engine is asked to do, checked before anything starts."""
+"""The request for one capture, which is checked before anything starts."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +11,16 @@ class TracePlan:
     """Which values a capture keeps; digests and statistics are kept for every site."""
 
     budget: int = 8 * 10**9
-    """Bytes of values that one capture may hold."""
+    """The largest number of bytes of values in one capture."""
     layers: tuple[int, int] | None = None
-    """First and last layer whose values are kept; None is all."""
+    """The first and the last layer whose values are kept; None keeps all layers."""
     sites: tuple[str, ...] = ()
-    """Sites, or operators such as `attn`, whose values are kept; empty is all."""
+    """The sites, or operators such as `attn`, whose values are kept; empty keeps all sites."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaptureRequest:
-    """Everything that decides what one engine is asked to do."""
+    """Everything that one engine is asked to do."""
 
     engine: EngineSpec
     model: str
@@ -31,9 +31,9 @@ class CaptureRequest:
     passes: tuple[str, ...] = ("decode", "prefill")
     """The observed passes, in order; `decode` samples, `prefill` scores."""
     controls: bool = True
-    """Whether each observed pass is also run without taps, and again."""
+    """Whether each observed pass is also run without taps, and repeated with taps."""
     production: bool = False
-    """Whether each observed pass is run once more in the engine's un-tapped production mode."""
+    """Whether each observed pass is also run in the engine's un-tapped production mode."""
 
     @property
     def model_path(self) -> str:

@@ -1,4 +1,4 @@
-"""Starts a worker, follows it to its end, and ends whatever it leaves behind."""
+"""Starts a worker, follows it until it ends, and ends the processes that it leaves behind."""
 
 import os
 import shutil
@@ -22,18 +22,18 @@ from rlk_align.progress import Progress
 from rlk_align.trace.records import writing
 from rlk_align.trace.schema import passes_in
 
-STARTING = 1800.0
-"""Seconds within which all its processes must have started. vLLM's ranks are silent until they
+START_TIMEOUT = 1800.0
+"""Seconds within which all processes must have started. vLLM's ranks write no heartbeat until they
 have loaded the model."""
 
-PATIENCE = 5.0
-"""Seconds that processes get to end after they were asked to."""
+GRACE = 5.0
+"""Seconds that processes have to end after a signal."""
 
 
 def run_worker(job: Job, progress: Progress) -> None:
-    """Carries the job out in a process of its own.
+    """Runs a job in a worker process, which Ctrl-C ends as well.
 
-    Raises what the worker raised, EngineFailed where it died. Ctrl-C ends it too.
+    Raises the worker's error, or EngineFailed if the worker died.
     """
     log = job.folder / "worker.log"
     worker = _start(_with_recorded_prompts(job, progress), log)
@@ -49,12 +49,12 @@ def run_worker(job: Job, progress: Progress) -> None:
     for done in (job, *job.then):
         if not set(done.passes) <= set(passes_in(done.folder)):
             what = f"the worker of {done.engine} ended before it finished its passes"
-            raise failed(what, log, "does the engine, or its patch, end the process?")
+            raise failed(what, log, "check whether the engine or its patch ends the process")
 
 
 def _with_recorded_prompts(job: Job, progress: Progress) -> Job:
-    """The job on its prompts as its folder keeps them: messages are rendered here, once, so that
-    all of its processes tokenise the same text."""
+    """The job with the prompts that its folder records: messages are rendered here, once, so that
+    all processes tokenise the same text."""
     recorded = job.folder / "prompts.jsonl"
     if job.prompts == recorded:
         return job
@@ -82,7 +82,7 @@ def _start(job: Job, log: Path) -> subprocess.Popen:
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), here]))
     interpreter = str(python or sys.executable)
     command = [interpreter, "-m", "rlk_align.engines.worker", str(job.folder / "job.json")]
-    # Idle OpenMP threads sleep: spinning, they starve other processes of the machine.
+    # Idle OpenMP threads sleep, because spinning threads slow down all other processes.
     environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | {"PYTHONPATH": path}
     try:
         with output:
@@ -101,15 +101,15 @@ def start_process(
         stdout=output,
         stderr=subprocess.STDOUT,
         env=environment,
-        # A group of its own: Ctrl-C reaches the parent, which ends the whole group.
+        # Ctrl-C reaches only the parent, which ends the whole process group of the worker.
         start_new_session=True,
     )
 
 
 def _follow(worker: subprocess.Popen, job: Job, progress: Progress) -> RlkError | None:
-    """Passes the worker's progress on until it ends; returns the error that it named.
+    """Reports the worker's progress until it ends; returns the error that it reported.
 
-    Raises EngineFailed where its processes stand still for longer than the job allows.
+    Raises EngineFailed if its processes make no progress for longer than the job allows.
     """
     events, error = Events(job.folder), None
     started = looked = time.monotonic()
@@ -129,32 +129,32 @@ def _follow(worker: subprocess.Popen, job: Job, progress: Progress) -> RlkError 
 
 
 def _check_moving(job: Job, seconds: float) -> None:
-    """`seconds`: since the worker was started."""
+    """Raises EngineFailed if processes are missing or stuck, `seconds` after the start."""
     beats = heartbeats(job.folder / HEARTBEATS)
-    present, patience = {h.name for h in beats}, max(job.timeout, STARTING)
+    present, limit = {h.name for h in beats}, max(job.timeout, START_TIMEOUT)
     missing = [p for p in job.engine.processes if p not in present]
-    longer = "timeout=SECONDS in the engine spec gives it longer"
+    longer = "timeout=SECONDS in the engine spec sets a longer limit"
     if missing:
-        if seconds > patience:
-            what = f"{job.engine} has not started in {patience:g} s: {', '.join(missing)} missing"
+        if seconds > limit:
+            what = f"{job.engine} has not started in {limit:g} s: {', '.join(missing)} missing"
             raise failed(what, _log_of(job.folder, missing[0]), longer)
         return
-    held_up = stuck(beats, job.timeout)
-    if held_up:
-        what = "; ".join(map(_standing, held_up))
+    to_blame = stuck(beats, job.timeout)
+    if to_blame:
+        what = "; ".join(map(_described, to_blame))
         raise failed(
             f"{job.engine} has made no progress for {job.timeout:g} s: {what}",
-            _log_of(job.folder, held_up[0].name),
+            _log_of(job.folder, to_blame[0].name),
             longer,
-            held_up[0].pid,
+            to_blame[0].pid,
         )
 
 
-def _standing(heartbeat: Heartbeat) -> str:
-    verb = "waits for others" if heartbeat.waiting else "stands"
+def _described(heartbeat: Heartbeat) -> str:
+    state = "waits for others" if heartbeat.waiting else "is stuck"
     if heartbeat.stopped:
-        verb = "is stopped, or does not let other threads run,"
-    return f"{heartbeat.name} (process {heartbeat.pid}) {verb} at {heartbeat.where}"
+        state = "is stopped, or does not let other threads run,"
+    return f"{heartbeat.name} (process {heartbeat.pid}) {state} at {heartbeat.where}"
 
 
 def _log_of(folder: Path, name: str) -> Path:
@@ -163,16 +163,16 @@ def _log_of(folder: Path, name: str) -> Path:
 
 
 def _end_group(worker: subprocess.Popen) -> None:
-    """Ends whatever the worker's process group still runs. All of it gets the same time to end by
-    itself: a rank may have more to do than the worker that started it."""
+    """Ends all processes of the worker's group. They have the same time to end by themselves: a
+    rank may need longer than the worker that started it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(worker.pid, number)
         except ProcessLookupError:
             return
-        patience_ends = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + GRACE
         while worker.poll() is None or _runs(worker.pid):
-            if time.monotonic() > patience_ends:
+            if time.monotonic() > deadline:
                 break
             time.sleep(0.02)
         else:
@@ -180,8 +180,7 @@ def _end_group(worker: subprocess.Popen) -> None:
 
 
 def _runs(group: int) -> bool:
-    """Whether any process of a group still computes: one that ended and that nobody has asked for
-    its exit code is there, and does not."""
+    """Whether any process of a group still runs; a zombie, whose exit code is unread, does not."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:

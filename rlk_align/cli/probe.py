@@ -83,10 +83,10 @@ def _check_probed(run: Run, plan: TracePlan, name: str | None) -> Contract:
     """The contract that judges. Raises what would fail once torch is imported and engines run:
     BadOption for layers and sites that the run's model lacks, or a run that compared nothing;
     ContractError; CorruptTrace."""
-    from rlk_align.capture.check import check_kept
+    from rlk_align.capture.check import check_trace_plan
 
     dtype = run.comparison.dtype
     contract = load_contract(name or default_contract(dtype), dtype)
     record = load_record(TraceRecord, run.capture_folder("rollout") / "trace.json")
-    check_kept(plan, record.shape)
+    check_trace_plan(plan, record.shape)
     return contract

@@ -39,7 +39,7 @@ def weights(
     merged; 1 where one is stale, missing or other; 4 where nothing is comparable.
     """
     outputs = parse_outputs(output, ("json",))
-    from rlk_align.weights.run import compare_weights
+    from rlk_align.weights.pipeline import compare_weights
 
     with show_progress("weights") as progress:
         report = compare_weights(

@@ -1,6 +1,6 @@
 """The engine protocol: open, describe, weights, run a pass over a batch with taps, close.
 
-An engine of several ranks runs in as many processes, all of which are called alike.
+An engine of several ranks runs in one process for each rank; each method is called on all ranks.
 """
 
 from abc import ABC, abstractmethod
@@ -15,21 +15,20 @@ import numpy as np
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.kernels import Kernels
 from rlk_align.engines.common.parameters import ParameterRecord
-from rlk_align.engines.common.tap import Tap
 from rlk_align.engines.process.ranks import ALONE, Ranks
+from rlk_align.engines.registry import does_not_sample
 from rlk_align.engines.spec import EngineSpec
-from rlk_align.errors import BadOption
 from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.results import CodePlace, GraphReplays
+from rlk_align.trace.writer import PassWriter
 
-Found = TypeVar("Found")
+SiteValue = TypeVar("SiteValue")
 SamplesDone = Callable[[int], None]
 """Called with the number of samples done."""
 
 Logprobs = dict[int, np.ndarray]
-"""Sample -> float32 log-prob of each of its sampled ids, in nats, of the samples that this rank
-represents."""
+"""Sample -> float32 log-probs of its sampled ids, in nats, for the samples of this rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +38,12 @@ class Sampling:
     max_new_tokens: int
     seed: int
     forced: bool = False
-    """Whether the batch's own responses are what is sampled, whatever the logits say."""
+    """Whether the batch's own responses are sampled, whatever the logits are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a decode pass says of the policy, whether tapped or not."""
+    """The result of a decode pass."""
 
     responses: list[list[int]]
     """Per sample, the sampled ids."""
@@ -54,27 +53,27 @@ class Sampled:
 class Engine(ABC):
     """One model in one engine, inside a worker process of its own.
 
-    A pass with `tap` None must leave no trace of observation: no hook, no copy. An `intervention`
-    is carried out by the same hooks; it comes with a tap, and in `sample` with forced tokens.
+    A pass with `tap` None must run without any hook or copy. The hooks of the tap also carry out an
+    `intervention`, which comes with a tap, and in `sample` with forced tokens.
     """
 
     intervenes = False
     """Whether its passes take an intervention."""
     ranks: Ranks = ALONE
-    """This process among the engine's; set before `open`, torch.distributed being up."""
+    """The rank of this process; set before `open`, when torch.distributed is initialised."""
     heartbeats: Path | None = None
-    """Where processes that the engine starts itself note their heartbeat."""
+    """The folder in which processes that the engine starts itself write their heartbeats."""
     kernels: Kernels | None = None
-    """What is put under its operators; set before `open`."""
+    """The kernels that replace its operators; set before `open`."""
     graphs: GraphReplays | None = None
-    """The CUDA graphs that its last pass in production replayed; None where it counts none."""
+    """The CUDA graphs that its last production pass replayed; None if it counts none."""
     replaced: Mapping[str, str] = MappingProxyType({})
-    """Site -> the implementation of ours that computes it, or `own`; empty without `kernels`."""
+    """Site -> the implementation of `kernels` that computes it, or `own`; empty without them."""
 
     def __init__(
         self, spec: EngineSpec, model: Path, shape: ModelShape, production: bool = False
     ) -> None:
-        """`production`: run as users do, compiled where the engine compiles; cannot be tapped."""
+        """`production`: run as users run it, compiled if the engine compiles, and never tapped."""
         self.spec = spec
         self.model_path = model
         self.shape = shape
@@ -82,83 +81,79 @@ class Engine(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Loads the model and applies the user's patch."""
+        """Loads the model and applies the user's `patch=`."""
 
     @abstractmethod
     def version(self) -> str:
-        """The engine's version, with what else decides its numbers."""
+        """The engine's version, with the versions of other packages that affect its numbers."""
 
     @abstractmethod
     def dtype(self) -> str:
-        """What the engine computes in, e.g. `bfloat16`."""
+        """The dtype that the engine computes in, e.g. `bfloat16`."""
 
     @abstractmethod
     def attributes(self) -> dict[str, Any]:
-        """What the live model says of itself, by the names of `rlk_align.compare.parity`."""
+        """The live model's settings, by the names of `rlk_align.compare.parity`."""
 
     @abstractmethod
     def weights(self) -> Iterator[ParameterRecord]:
-        """Every canonical parameter, from the live model, in the checkpoint's layout; what rank
-        0 yields counts."""
+        """Every canonical parameter of the live model, in the checkpoint's layout; only the records
+        that rank 0 yields are used."""
 
     def code(self) -> dict[str, CodePlace]:
-        """Site -> where it is in the engine's code."""
+        """Site -> where the engine's code computes it."""
         return {}
 
     def shards(self) -> dict[str, list[tuple[int, int, int]]]:
-        """Site -> (rank, first feature, feature after the last) of what each rank holds of it,
-        without the sites of which each rank holds every feature."""
+        """Site -> (rank, first feature, feature after the last) of each rank's shard. Sites of
+        which each rank has every feature are left out."""
         return {}
 
     def stages(self) -> dict[str, list[int]]:
-        """Site -> the ranks of the pipeline's stage that computes it; empty where all ranks do."""
+        """Site -> the ranks of the pipeline stage that computes it; empty for a single stage."""
         return {}
 
     def experts(self) -> list[list[int]]:
-        """For each expert the ranks that have it; empty where all ranks have all of them. Called on
-        all ranks."""
+        """The ranks that have each expert; empty if all ranks have all experts."""
         return []
 
     def computes(self, site: str) -> bool:
-        """Whether this rank computes a site, or a part of it."""
+        """Whether this rank computes a site or a part of it."""
         return True
 
-    def of_all_ranks(self, found: Mapping[str, Found]) -> dict[str, Found]:
-        """What each rank says of the sites that it computes, put together; called on all ranks."""
-        return dict(found)
+    def merge_sites(self, values: Mapping[str, SiteValue]) -> dict[str, SiteValue]:
+        """Site -> value for the sites of all ranks, from those that each rank computes."""
+        return dict(values)
 
     def unexposed(self, kind: str) -> dict[str, str]:
-        """Sites that this engine cannot show in a `decode` or a `prefill`, with the reason."""
+        """Sites that this engine cannot expose in a `decode` or a `prefill` -> the reason."""
         return {}
 
     def sample(
         self,
         batch: TokenBatch,
         sampling: Sampling,
-        tap: Tap | None,
+        tap: PassWriter | None,
         done: SamplesDone,
         intervention: Intervention | None = None,
     ) -> Sampled:
         """Decodes a response after every prompt; the same seed gives the same tokens."""
-        raise BadOption(
-            f"engine {self.spec.name!r} does not sample",
-            "name it as --train, or give `capture` the --tokens of a run",
-        )
+        raise does_not_sample(self.spec.name)
 
     def own_samples(self, batch: TokenBatch) -> Sequence[int]:
-        """The samples that this rank scores; none where there are more ranks than samples."""
+        """The samples that this rank scores; a rank beyond the number of samples has none."""
         return range(len(batch.samples))
 
     @abstractmethod
     def score(
         self,
         batch: TokenBatch,
-        tap: Tap | None,
+        tap: PassWriter | None,
         done: SamplesDone,
         intervention: Intervention | None = None,
     ) -> Logprobs:
-        """Teacher-forced: one prefill over every whole sequence."""
+        """Scores the responses, teacher-forced: one prefill over every whole sequence."""
 
     def close(self) -> None:
-        """Frees what the process's end would not."""
+        """Releases what outlives the process, and undoes process-wide changes."""
         return

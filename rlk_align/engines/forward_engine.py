@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling, Tap
+from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling
 from rlk_align.engines.common.code import code_places
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.intervention import Intervention
@@ -19,11 +19,12 @@ from rlk_align.engines.common.weights import unfused
 from rlk_align.errors import EngineFailed
 from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.results import CodePlace
+from rlk_align.trace.writer import PassWriter
 
 
 class ForwardEngine(Engine):
-    """A subclass says how one forward is computed, by a model in which no operators are fused. It
-    has the option `temperature`, and sets `model` and `device` in `open`."""
+    """A subclass defines one forward of a model in which no operators are fused. It has the option
+    `temperature`, and sets `model` and `device` in `open`."""
 
     intervenes = True
     hooks: type[ForwardHooks] = ForwardHooks
@@ -36,22 +37,22 @@ class ForwardEngine(Engine):
 
     @abstractmethod
     def forward(self, batch: TokenBatch, members: Sequence[int], taps: ForwardHooks) -> Logprobs:
-        """Scores these samples in one forward. `taps`: what `tapped` made; it is told by `at`
-        which rows a forward computes."""
+        """Scores these samples in one forward, whose rows it declares by `taps.at`."""
 
     @abstractmethod
     def step(
         self, taps: ForwardHooks, rows: ForwardRows, ids: Sequence[int], cache: Any
     ) -> tuple[torch.Tensor, Any]:
-        """Logits `[N, V]` of the last N of these ids, which are `rows`, and what the next step is
-        given as `cache`; the first is given None."""
+        """Computes the forward of these ids, whose rows are `rows`, and calls `taps.at` first.
+        Returns the logits `[N, V]` of the last N ids, and the `cache` for the next step; the first
+        step gets None."""
 
     @abstractmethod
     def stop_ids(self) -> set[int]:
         """The tokens that end a response."""
 
-    def tapped(self, tap: Tap | None, editor: Editor | None) -> ForwardHooks:
-        """Hooks on the sites of its model."""
+    def tapped(self, tap: PassWriter | None, editor: Editor | None) -> ForwardHooks:
+        """Hooks on the sites of the model."""
         return self.hooks(self.model, self.places(), tap, editor)
 
     def code(self) -> dict[str, CodePlace]:
@@ -66,7 +67,7 @@ class ForwardEngine(Engine):
         return float(self.spec.option("temperature") or 1.0)
 
     def logprobs(self, logits: torch.Tensor, target: torch.Tensor) -> np.ndarray:
-        """What is reported of rows `[N, V]` of logits, float32 `[N]`."""
+        """The log-probs of `target` `[N]` under logits `[N, V]`, float32 `[N]`."""
         if self.kernels is not None:
             logprobs = self.kernels.logprobs(logits, target, self.temperature)
             if logprobs is not None:
@@ -79,11 +80,11 @@ class ForwardEngine(Engine):
 
     @property
     def batch_size(self) -> int:
-        """How many samples one forward scores."""
+        """The number of samples that one forward scores."""
         return 1
 
     def forwards(self, samples: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Samples by forward, `batch_size` in each."""
+        """The samples of each forward, `batch_size` at a time."""
         for start in range(0, len(samples), self.batch_size):
             yield samples[start : start + self.batch_size]
 
@@ -91,7 +92,7 @@ class ForwardEngine(Engine):
     def score(
         self,
         batch: TokenBatch,
-        tap: Tap | None,
+        tap: PassWriter | None,
         done: SamplesDone,
         intervention: Intervention | None = None,
     ) -> Logprobs:
@@ -107,7 +108,7 @@ class ForwardEngine(Engine):
         self,
         batch: TokenBatch,
         sampling: Sampling,
-        tap: Tap | None,
+        tap: PassWriter | None,
         done: SamplesDone,
         intervention: Intervention | None = None,
     ) -> Sampled:
@@ -124,7 +125,7 @@ class ForwardEngine(Engine):
     def _decode(
         self, number: int, sample: Sample, sampling: Sampling, taps: ForwardHooks
     ) -> tuple[list[int], list[np.ndarray]]:
-        """One response. Its noise depends on (seed, number) alone, not on its neighbours."""
+        """One response. Its random draws depend on (seed, number) alone, and on no other sample."""
         generator = torch.Generator().manual_seed(sampling.seed * 1_000_003 + number)
         stop = self.stop_ids()
         cache, new, response, logprobs = None, list(sample.prompt_ids), [], []
@@ -148,13 +149,13 @@ class ForwardEngine(Engine):
     def _draw(
         self, logits: torch.Tensor, generator: torch.Generator, sample: int, position: int
     ) -> int:
-        """A token by logits `[V]` at (sample, position)."""
+        """A token drawn from the logits `[V]` at (sample, position)."""
         probs = torch.softmax(logits.float() / self.temperature, dim=-1).cpu()
         if not torch.isfinite(probs).all():
             raise EngineFailed(
                 f"engine {self.spec.name!r} cannot sample: the logits of sample {sample} at "
                 f"position {position} are NaN or infinite",
-                "check the weights, the config, and what a patch does",
+                "check the weights, the config, and the patch",
             )
         token = int(torch.multinomial(probs, 1, generator=generator))
         if token >= self.shape.vocab:

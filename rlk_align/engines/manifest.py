@@ -1,5 +1,5 @@
-"""The manifest of a capture: the engine's live weights, its attributes, and where it runs,
-written before any pass."""
+"""The manifest of a capture: the engine's live weights, its attributes, and the environment that it
+runs in, written before any pass."""
 
 import importlib.metadata
 import platform
@@ -22,10 +22,10 @@ from rlk_align.trace.tables import WEIGHTS_SCHEMA
 
 
 def write_manifest(job: Job, engine: Engine, prompt_ids: dict[str, list[int]]) -> None:
-    """weights.parquet and trace.json, by rank 0; the others take part in what it gathers."""
+    """Writes weights.parquet and trace.json on rank 0; the other ranks take part in gathering."""
     parameters = list(engine.weights())
     attributes, shards, experts = engine.attributes(), engine.shards(), engine.experts()
-    code, replaced = engine.of_all_ranks(engine.code()), engine.of_all_ranks(engine.replaced)
+    code, replaced = engine.merge_sites(engine.code()), engine.merge_sites(engine.replaced)
     if engine.ranks.rank:
         return
     _write_weights(job.folder / "weights.parquet", parameters)
@@ -56,7 +56,7 @@ def _write_weights(path: Path, parameters: list[ParameterRecord]) -> None:
 
 
 def _prompts_rendered(path: Path) -> dict[str, str]:
-    """How many of the recorded prompts a chat template rendered; empty if none."""
+    """How many of the recorded prompts a chat template rendered; empty if it rendered none."""
     prompts = load_prompts(path)
     count = sum(p.rendered for p in prompts)
     return {RENDERED: f"{count} of {len(prompts)} prompts"} if count else {}

@@ -1,5 +1,6 @@
-"""Puts `rlk_kernels` into an engine, says what was replaced and by which implementation, sees that
-all of it is called, and takes it out again. No other module of the tool imports the kernels.
+"""Installs `rlk_kernels` in an engine, reports which operators it replaced by which implementation,
+checks that all of them are called, and removes them again. No other module of the tool imports the
+kernels.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +27,7 @@ from rlk_align.model.sites import model_sites
 
 
 class Kernel(Counted):
-    """A function of `profile` that an engine calls in place of its own."""
+    """A function of `profile` that replaces an engine's own, and counts its calls."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -37,8 +38,8 @@ class Kernel(Counted):
 
 
 class BasePatch(ABC):
-    """The kernels in one engine, wherever its model is; see `engines.common.kernels` for what its
-    adapter calls."""
+    """The kernels in one engine, in whichever process its model is. `engines.common.kernels`
+    documents the methods that an adapter calls."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
@@ -69,48 +70,49 @@ class BasePatch(ABC):
 
     @abstractmethod
     def calls(self, engine: Any) -> list[dict[str, int]]:
-        """Canonical site -> calls, of those that the kernels compute; one of each process whose
-        model is asked here."""
+        """For each process whose model is read here: canonical site -> number of calls, for the
+        sites that the kernels compute."""
 
     def replaced(self, engine: Engine) -> dict[str, str]:
         """Site -> the implementation that computes it now, or `own`.
 
-        Raises EngineFailed where an operator that was not excluded is still the engine's own, or
-        where an excluded one is not."""
+        Raises EngineFailed if the engine still computes an operator that is not excluded, or if the
+        kernels compute an excluded one."""
         ranks = self.calls(engine)
         ours = frozenset(ranks[0]).intersection(*ranks)
-        implementation = backend.choose("kernels", None, _like(engine))
-        said, wrong = {}, []
+        implementation = backend.choose("kernels", None, _empty_tensor(engine))
+        computed_by, wrong = {}, []
         for site in model_sites(engine.shape):
             if site.op not in REPLACEABLE or not engine.computes(site.name):
                 continue
             is_ours = site.name in ours
-            said[site.name] = implementation if is_ours else "own"
+            computed_by[site.name] = implementation if is_ours else "own"
             # An operator fused with an excluded one is excluded with it.
             if not is_ours and site.op not in self._excluded_with:
                 lacking = [r for r, rank in enumerate(ranks) if site.name not in rank]
-                wrong.append(
-                    f"{site.name}{_on(engine, lacking[0], ranks)} is still the engine's own"
-                )
+                where = _on_rank(engine, lacking[0], ranks)
+                wrong.append(f"{site.name}{where} is still computed by the engine")
             if site.op in self.excluded and any(site.name in rank for rank in ranks):
-                wrong.append(f"{site.name} was to be left to the engine")
+                wrong.append(f"{site.name} is excluded, but the kernels compute it")
         if wrong:
             more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            raise EngineFailed(f"{self.spec}: {wrong[0]}{more}", "report this; or except=OPERATOR")
-        return said
+            raise EngineFailed(
+                f"{self.spec}: {wrong[0]}{more}", "report this, or add except=OPERATOR"
+            )
+        return computed_by
 
     @property
     def _excluded_with(self) -> frozenset[str]:
-        """The excluded operators, with what the engine computes as one with them."""
+        """The excluded operators, and those that the engine computes in one kernel with them."""
         groups = self.spec.info.one_kernel
         return self.excluded.union(*(g for g in groups if not self.excluded.isdisjoint(g)))
 
     @contextmanager
     def called(self, engine: Engine, batch: TokenBatch) -> Iterator[None]:
-        """Raises EngineFailed where an operator that was replaced is not called in between: then
-        something else computed it. A rank without a sample of the batch has no log-prob. ModelError
-        for what the kernels refuse there."""
-        # In production graphs are replayed, of which no kernel tells: one call is enough.
+        """Raises EngineFailed if a replaced operator is not called while the context is entered:
+        something else computed it. A rank without a sample of the batch has no log-prob. Raises
+        ModelError for a setting that the kernels refuse as they run."""
+        # A replayed CUDA graph counts no calls, so in production any earlier call is enough.
         before = None if engine.production else self.calls(engine)
         with _refused(self.spec):
             yield
@@ -124,8 +126,8 @@ class BasePatch(ABC):
                 more = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
                 raise EngineFailed(
                     f"{self.spec}: the kernels are in place for {idle[0]}{more} and were not "
-                    f"called{_on(engine, rank, ranks)}: something else computed it",
-                    "check what a patch replaces",
+                    f"called{_on_rank(engine, rank, ranks)}: something else computed it",
+                    "check what the patch replaces",
                 )
 
     def take_out(self) -> None:
@@ -133,11 +135,11 @@ class BasePatch(ABC):
 
 
 class Patch(BasePatch):
-    """The kernels in one engine whose model is in this process."""
+    """The kernels in an engine whose model is in this process."""
 
     @abstractmethod
     def operators(self, engine: Any) -> dict[str, Any]:
-        """Canonical site -> what computes it in the live model, the log-prob left out."""
+        """Canonical site -> what computes it in the live model, without the log-prob."""
 
     def calls(self, engine: Any) -> list[dict[str, int]]:
         logprob = None if self.own_logprobs else self.reported
@@ -159,11 +161,11 @@ class FSDPPatch(HFPatch):
     """FSDP2 around HF transformers."""
 
     def take_out(self) -> None:
-        """Leaves them in: sharding gave modules other classes, and the process ends with them."""
+        """Leaves the kernels in place, since sharding changed the classes of the modules."""
 
 
 class MegatronPatch(Patch):
-    """Megatron-core: through its layer spec, and what GPTModel wires in itself."""
+    """Megatron-core: through its layer spec, and in the modules that GPTModel creates itself."""
 
     def in_spec(self, block: Any, windows: tuple[int | None, ...]) -> Any:
         with _refused(self.spec):
@@ -178,18 +180,18 @@ class MegatronPatch(Patch):
 
 
 class VLLMPatch(BasePatch):
-    """vLLM: registered before it makes its model, in this process or in one for each rank, which
-    gets the kernels as vLLM's plugin."""
+    """vLLM: the kernels are registered before vLLM creates its model, in this process or, through
+    vLLM's plugins, in the process of each rank."""
 
     def before_loading(self) -> None:
-        # Where only some norms are excluded, `in_model` gives the live model those back.
+        # If only some norms are excluded, `in_model` restores those in the live model.
         every = self.excluded >= NORMS
         with _refused(self.spec):
             vllm.register(self.excluded if every else self.excluded - NORMS)
         self.undo.callback(vllm.unregister)
 
     def in_model(self, model: Any, rope: Mapping[str, Any]) -> None:
-        """`model`: the engine, each rank of which has one."""
+        """`model`: the engine, each rank of which has a model."""
         with _refused(self.spec):
             model.on_models(vllm.leave, self.excluded)
 
@@ -198,7 +200,7 @@ class VLLMPatch(BasePatch):
 
 
 def patch_of(spec: EngineSpec) -> BasePatch | None:
-    """The kernels for an engine, where its spec asks for them."""
+    """The kernels for an engine, if its spec asks for them."""
     return load_patch(spec.name)(spec) if spec.option("kernels") == "rlk" else None
 
 
@@ -209,16 +211,18 @@ def fast_paths() -> dict[str, str]:
 
 @contextmanager
 def _refused(spec: EngineSpec) -> Iterator[None]:
-    """A setting that the kernels do not support, as the user's error."""
+    """Turns the kernels' refusal of a setting into the user's error."""
     try:
         yield
     except NotServed as error:
-        raise ModelError(f"{spec}: {error}", "leave kernels=rlk out, or except=OPERATOR") from error
+        raise ModelError(
+            f"{spec}: {error}", "leave kernels=rlk out, or add except=OPERATOR"
+        ) from error
 
 
-def _on(engine: Engine, rank: int, ranks: Sequence[object]) -> str:
-    """Which of an engine's ranks, in words: of those that were asked here, or this process. Nothing
-    of an engine of one."""
+def _on_rank(engine: Engine, rank: int, ranks: Sequence[object]) -> str:
+    """` on rank N`, for one of the `ranks` that are read here, or else for this process; empty for
+    an engine of one rank."""
     if len(ranks) > 1:
         return f" on rank {rank}"
     return f" on rank {engine.ranks.rank}" if engine.ranks.world > 1 else ""
@@ -229,23 +233,23 @@ def _calls_of_vllm(model: Any, production: bool) -> dict[str, int]:
 
 
 def _calls(operators: Mapping[str, Any], production: bool) -> dict[str, int]:
-    """Operator -> calls, of those that the kernels compute."""
+    """Site -> number of calls, for the sites that the kernels compute."""
     ours = {name: o for name, o in operators.items() if isinstance(o, Counted)}
     if production:
-        # Compiled code counts no modules; the kernels count themselves.
+        # Compiled code does not count the calls of modules; the kernels count themselves.
         return {name: _runs(name.rpartition(".")[2], o) for name, o in ours.items()}
     return {name: o.rlk_calls for name, o in ours.items()}
 
 
 def _runs(op: str, computes: Counted) -> int:
-    """How often one of the kernels that may compute an operator ran in this process."""
-    # A sparse layer's may have the name of a dense one's.
+    """How often the kernels that may compute an operator ran in this process."""
+    # An operator of a sparse layer may have the site name of a dense layer's.
     name = f"expert_{op}" if isinstance(computes, Sparse) and f"expert_{op}" in OPERATORS else op
     kernels = KERNELS[OPERATORS[name].formula]
     return sum(count for (name, _), count in rlk_kernels.backend_calls().items() if name in kernels)
 
 
-def _like(engine: Engine) -> torch.Tensor:
-    """An empty tensor of what the engine computes in, where it does."""
+def _empty_tensor(engine: Engine) -> torch.Tensor:
+    """An empty tensor of the dtype and on the device that the engine computes in."""
     here = engine.spec.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return torch.empty(0, dtype=getattr(torch, engine.dtype()), device=here)

@@ -1,7 +1,7 @@
-"""The engines by name. To add one: its folder here with an `info.py`, and a line in ENGINES.
+"""The engines by name. A new engine is a folder here with an `info.py`, and a line in ENGINES.
 
-Third parties add engines through the entry-point group `rlk_align.engines`; the entry point
-names an EngineInfo.
+Third parties add engines through the entry-point group `rlk_align.engines`, whose entry points name
+an EngineInfo.
 """
 
 import functools
@@ -11,7 +11,7 @@ import importlib.util
 from typing import Any
 
 from rlk_align.engines.info import EngineInfo
-from rlk_align.errors import INSTALL_ENGINES, MissingDependency, UnknownEngine
+from rlk_align.errors import INSTALL_ENGINES, BadOption, MissingDependency, UnknownEngine
 
 ENGINES = {
     "hf": "rlk_align.engines.hf.info:HF",
@@ -19,12 +19,12 @@ ENGINES = {
     "megatron": "rlk_align.engines.megatron.info:MEGATRON",
     "vllm": "rlk_align.engines.vllm.info:VLLM",
 }
-"""Name -> where its EngineInfo stands."""
+"""Name -> `module:attribute` of its EngineInfo."""
 
 
 @functools.cache
 def engine_info(name: str) -> EngineInfo:
-    """Raises UnknownEngine, naming the ones that exist."""
+    """Raises UnknownEngine, which lists the known engines."""
     if name in ENGINES:
         return _named(ENGINES[name])
     plugins = importlib.metadata.entry_points(group="rlk_align.engines")
@@ -35,7 +35,7 @@ def engine_info(name: str) -> EngineInfo:
 
 
 def require_installed(name: str) -> None:
-    """Raises MissingDependency, with the command that installs what is missing."""
+    """Raises MissingDependency with the command that installs the missing package."""
     info = engine_info(name)
     if info.missing:
         raise MissingDependency(
@@ -44,8 +44,16 @@ def require_installed(name: str) -> None:
         )
 
 
+def does_not_sample(name: str) -> BadOption:
+    """The error for an engine that only scores and is asked to sample."""
+    return BadOption(
+        f"engine {name!r} does not sample",
+        "name it as --train, or give `capture` the --tokens of a run",
+    )
+
+
 def require_kernels(name: str) -> None:
-    """Raises MissingDependency where an engine is asked for `kernels=rlk` and they are not here."""
+    """Raises MissingDependency if `rlk_kernels`, which `kernels=rlk` needs, is not installed."""
     if importlib.util.find_spec("rlk_kernels") is None:
         raise MissingDependency(
             f"engine {name!r}: kernels=rlk needs the package 'rlk_kernels', which is not installed",
@@ -54,7 +62,7 @@ def require_kernels(name: str) -> None:
 
 
 def load_engine(name: str) -> type[Any]:
-    """The engine's class, a subclass of `engines.base.Engine`; imports whatever it needs."""
+    """The engine's class, a subclass of `engines.base.Engine`; this imports the engine."""
     require_installed(name)
     return _named(engine_info(name).target)
 
@@ -65,6 +73,6 @@ def load_patch(name: str) -> type[Any]:
 
 
 def _named(target: str) -> Any:
-    """What `module:attribute` names."""
+    """The object that `module:attribute` names."""
     module, _, attribute = target.partition(":")
     return getattr(importlib.import_module(module), attribute)

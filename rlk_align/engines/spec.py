@@ -34,10 +34,10 @@ COMMON_OPTIONS = {
     "except": Option(),
     "timeout": Option(float, default=600.0, starts_only=True),
 }
-"""What every engine takes. `patch=module:function` is called with the loaded model, and
-`fault=NAME@STRENGTH@rankN` plants a fault of `selftest.faults` into it, or on one rank alone;
-`kernels=rlk` puts our kernels under its operators, but for those of `except=OPERATOR+OPERATOR`;
-`timeout` is in seconds, after which an engine that stands still is given up."""
+"""The options that every engine takes. `patch=module:function` is called with the loaded model.
+`fault=NAME@STRENGTH@rankN` plants a fault of `selftest.faults`, on all ranks or on one alone.
+`kernels=rlk` makes the engine compute with our kernels, except for the operators of
+`except=OPERATOR+OPERATOR`. An engine that makes no progress for `timeout` seconds is ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +46,26 @@ class EngineSpec:
 
     name: str
     options: dict[str, OptionValue] = field(default_factory=dict)
-    """What was given."""
+    """The options that the user wrote."""
 
     @property
     def info(self) -> EngineInfo:
         return engine_info(self.name)
 
     def option(self, key: str) -> OptionValue | None:
-        """What was given, or the default; None leaves it to the engine."""
+        """The value that the user wrote, or the default; None leaves the choice to the engine."""
         if key in self.options:
             return self.options[key]
         return (COMMON_OPTIONS | dict(self.info.options))[key].default
 
     @property
     def ranks(self) -> int:
-        """How many processes of ours the engine runs in."""
+        """How many processes rlk-align starts for the engine."""
         return self._product(self.info.ranks)
 
     @property
     def processes(self) -> tuple[str, ...]:
-        """The processes that compute, ours or the engine's own, as they call themselves."""
+        """The names under which the processes that compute report their heartbeats."""
         own = self.info.own_ranks
         ranks = self._product(self.info.ranks or ((own,) if own else ()))
         return tuple(f"rank {r}" for r in range(ranks)) if ranks > 1 else ("the engine",)
@@ -75,17 +75,17 @@ class EngineSpec:
 
     @property
     def device(self) -> str | None:
-        """What the engine is to compute on; None leaves it the choice."""
+        """The device to compute on; None leaves the choice to the engine."""
         device = self.option("device")
         return None if device is None else str(device)
 
     def dtype(self, checkpoint: str) -> str:
-        """What the engine is to compute in, given the checkpoint's own dtype."""
+        """The dtype to compute in, for a checkpoint of this dtype."""
         dtype = str(self.option("dtype"))
         return checkpoint if dtype == "auto" else dtype
 
     def canonical(self, checkpoint: str) -> "EngineSpec":
-        """The spec that says the same and nothing more, options sorted: for a bf16 checkpoint
+        """The equivalent spec without defaults, its options sorted: for a bf16 checkpoint
         `vllm:tp=1,dtype=bf16` is `vllm`."""
         chosen = {
             k: v for k, v in sorted(self.options.items()) if v != self._default(k, checkpoint)
@@ -99,14 +99,14 @@ class EngineSpec:
 
     @property
     def computed(self) -> "EngineSpec":
-        """The spec without options that only say how the engine is started."""
+        """The spec without the options that only affect how the engine is started."""
         known = COMMON_OPTIONS | dict(self.info.options)
         chosen = {k: v for k, v in self.options.items() if not known[k].starts_only}
         return EngineSpec(self.name, chosen)
 
     def plus(self, text: str) -> "EngineSpec":
-        """The spec with the options `key=value,...` as well. Raises BadOption where one has another
-        value already, or where `parse` refuses them."""
+        """The spec with the options `key=value,...` added. Raises BadOption if the spec has another
+        value for one of them, or if `parse` refuses them."""
         who, known = f"engine {self.name!r}", COMMON_OPTIONS | dict(self.info.options)
         added = dict(given_options(who, text, known))
         for key, value in added.items():
@@ -123,7 +123,7 @@ class EngineSpec:
 
     @classmethod
     def parse(cls, text: str) -> "EngineSpec":
-        """Raises UnknownEngine or BadOption, naming what is known."""
+        """Raises UnknownEngine or BadOption, which list the known names."""
         name, _, rest = text.partition(":")
         info = engine_info(name)
         known = COMMON_OPTIONS | dict(info.options)
@@ -140,14 +140,15 @@ class EngineSpec:
 
 
 def given_options(who: str, text: str, known: Collection[str]) -> Iterator[tuple[str, str]]:
-    """The options of `key=value,...`, each once. Raises BadOption, naming what is known."""
+    """The options of `key=value,...`. Raises BadOption for an option that is unknown, has no value
+    or is repeated; `who` names the engine in the error."""
     parsed: dict[str, str] = {}
     for item in filter(None, text.split(",")):
         key, equals, value = item.partition("=")
         if key not in known:
             fix = f"known: {', '.join(sorted(known))}"
             if "except" in parsed and key in REPLACEABLE:
-                fix = f"join operators by +: except={parsed['except']}+{key}"
+                fix = f"join operators with +: except={parsed['except']}+{key}"
             raise BadOption(f"{who} has no option {key!r}", fix)
         if not equals or not value:
             raise BadOption(f"{who}: option {key!r} needs a value: {key}=VALUE")
@@ -161,7 +162,7 @@ def _check_kernels(name: str, options: dict[str, OptionValue], info: EngineInfo)
     wanted = options.get("kernels") == "rlk"
     if wanted and not info.patch:
         raise BadOption(
-            f"engine {name!r}: kernels=rlk needs an engine that computes with torch here"
+            f"engine {name!r} does not support kernels=rlk: its EngineInfo names no patch"
         )
     if "except" in options and not wanted:
         raise BadOption(f"engine {name!r}: except={options['except']} needs kernels=rlk as well")

@@ -1,4 +1,4 @@
-"""The versions of other packages for which taps and patches were tested."""
+"""The versions of other packages with which taps and patches were tested."""
 
 import re
 from collections.abc import Mapping
@@ -25,17 +25,17 @@ def tested_range(name: str) -> str:
 
 
 def untested(installed: Mapping[str, str | None]) -> list[str]:
-    """What to say of each distribution whose version is outside the tested range.
+    """A warning for each distribution whose version is outside the tested range.
 
-    `found`: distribution -> version, None where it is not installed.
+    `installed`: distribution -> version, None for one that is not installed.
     """
-    said = []
+    warnings = []
     for name, version in installed.items():
         if version is None or name not in TESTED:
             continue
         first, last = TESTED[name]
         if not _minor(first) <= _minor(version) <= _minor(last):
-            said.append(
-                f"{name}: tested {tested_range(name)}; this is {version}: taps may not work"
+            warnings.append(
+                f"{name} {version} is untested (tested: {tested_range(name)}): taps may not work"
             )
-    return said
+    return warnings

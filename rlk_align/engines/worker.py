@@ -1,9 +1,8 @@
 """The process of one engine: `python -m rlk_align.engines.worker JOB.json`.
 
-It loads the model, writes what the engine is, runs each pass that the trace does not hold
-yet, and ends. An engine of several ranks is this process once more for each, under torchrun.
-Whatever it prints goes to worker.log or rankN.log; what the parent must know goes through
-events.jsonl.
+It loads the model, writes the manifest, runs each pass of the job, and ends. For an engine of
+several ranks, torchrun starts this module once more for each rank. The process's output goes to
+worker.log or rankN.log; progress and errors go to the parent through events.jsonl.
 """
 
 import ctypes
@@ -48,8 +47,7 @@ if TYPE_CHECKING:
 
 
 def run(job: Job, events: Events) -> None:
-    """Carries out a job, or this rank's part of it; raises RlkError for errors that the user can
-    correct."""
+    """Runs a job, or this rank's part of it. Raises RlkError for the user's errors."""
     spec = job.engine
     shape = read_shape(job.model)
     prompts = load_prompts(job.prompts)
@@ -101,8 +99,8 @@ def _kernels(spec: EngineSpec) -> "BasePatch | None":
 
 
 def replace_fault(engine: Engine, planted: ExitStack) -> None:
-    """Removes the fault that `planted` holds, and plants the one that the engine's spec names, if
-    any. All ranks call it. Raises BadOption for a model that has no place for the fault."""
+    """Removes the fault in `planted`, and plants the one that the engine's spec names, if it names
+    one. All ranks call this. Raises BadOption if the model lacks the fault's operator."""
     planted.close()
     if engine.spec.option("fault") is not None:
         from rlk_align.selftest.planting.plant import plant_fault
@@ -118,7 +116,7 @@ def _run_following(
     prompt_ids: dict[str, list[int]],
     events: Events,
 ) -> None:
-    """A job with another fault, seed or tokens, in the engine that is loaded."""
+    """Runs a job with another fault, seed or tokens in the loaded engine."""
     engine.spec = job.engine
     replace_fault(engine, planted)
     batch = _initial_batch(job, prompts, prompt_ids)
@@ -144,7 +142,7 @@ def _initial_batch(job: Job, prompts: list[Prompt], prompt_ids: dict[str, list[i
 def _run_pass(
     job: Job, engine: Engine, batch: TokenBatch, name: str, plan: CapturePlan, events: Events
 ) -> TokenBatch:
-    """Runs one pass; returns the batch with its responses, which the first decode decides."""
+    """Runs one pass. Returns the batch with its responses, which the first decode pass samples."""
     kind, _, variant = name.partition(".")
     total, first = len(batch.samples), engine.ranks.rank == 0
 
@@ -154,20 +152,20 @@ def _run_pass(
 
     progress(0)
     if variant == "production" and job.engine.info.compiles:
-        # The first one compiles what is left; the second one is timed, and kept.
+        # The first run compiles what is not compiled yet; the second one is timed and recorded.
         _computed(job, engine, batch, name, None, progress)
     with _open_part(job, engine, name, plan) as writer:
         tapped = variant in ("", "repeat") or name in job.interventions
         with _all_called(engine, batch):
-            found = _computed(job, engine, batch, name, writer if tapped else None, progress)
+            result = _computed(job, engine, batch, name, writer if tapped else None, progress)
         if kind == "decode" and not batch.sampled_tokens:
-            batch = batch.with_responses(found.responses)
+            batch = batch.with_responses(result.responses)
             with writing(job.folder / "tokens.parquet"):
                 batch.save(job.folder / "tokens.parquet")
         parted: list[Cell] = []
         if variant == "production" and kind == "decode":
-            found, parted = _in_common(batch, found)
-        _add_logprobs(writer, batch, found.logprobs)
+            result, parted = _common_prefixes(batch, result)
+        _add_logprobs(writer, batch, result.logprobs)
         if not first:
             writer.close()
         barrier(engine.ranks)
@@ -185,7 +183,7 @@ def _computed(
     tap: PassWriter | None,
     progress: SamplesDone,
 ) -> Sampled:
-    """The log-probs of a pass, and what a decode sampled."""
+    """The log-probs of a pass, and the responses of a decode pass."""
     extra: dict[str, Any] = {}
     if name in job.interventions:
         extra["intervention"] = job.interventions[name]
@@ -195,8 +193,8 @@ def _computed(
     return engine.sample(batch, sampling, tap, progress, **extra)
 
 
-def _in_common(batch: TokenBatch, sampled: Sampled) -> tuple[Sampled, list[Cell]]:
-    """What a decode sampled, as far as it is what the batch has; and where it is not, by sample."""
+def _common_prefixes(batch: TokenBatch, sampled: Sampled) -> tuple[Sampled, list[Cell]]:
+    """The common prefixes with the batch's responses, and each first difference."""
     common: list[list[int]] = []
     parted: list[Cell] = []
     for i, (s, ids) in enumerate(zip(batch.samples, sampled.responses, strict=True)):
@@ -210,12 +208,12 @@ def _in_common(batch: TokenBatch, sampled: Sampled) -> tuple[Sampled, list[Cell]
 
 
 def _all_called(engine: Engine, batch: TokenBatch) -> AbstractContextManager[None]:
-    """An error before the pass is kept, where kernels were put in and do not run."""
+    """Raises EngineFailed before the pass is recorded, if kernels were installed and do not run."""
     return nullcontext() if engine.kernels is None else engine.kernels.called(engine, batch)
 
 
 def _stage(job: Job, name: str, done: int, total: int) -> dict[str, Any]:
-    """How far a pass is, in samples; of many interventions, how many of them."""
+    """The progress event of a pass, in samples, or in passes for an intervention."""
     if name not in job.interventions:
         return {"stage": name, "done": done, "total": total}
     kind, what = name.partition(".")[0], job.interventions[name].kind
@@ -224,7 +222,7 @@ def _stage(job: Job, name: str, done: int, total: int) -> dict[str, Any]:
 
 
 def _open_part(job: Job, engine: Engine, name: str, plan: CapturePlan) -> PassWriter:
-    """This rank's part of a pass; rank 0 makes the folder before the others write there."""
+    """This rank's part of a pass; rank 0 creates the folder before the other ranks write to it."""
     observed = not name.partition(".")[2]
     intervention = job.interventions.get(name)
     valued = observed or (intervention is not None and intervention.observed)
@@ -251,16 +249,16 @@ def _add_logprobs(writer: PassWriter, batch: TokenBatch, logprobs: Logprobs) -> 
 
 
 def _end_with_parent() -> None:
-    """Ends the worker with its parent, so that it does not keep its memory (Linux only)."""
+    """Has the system kill the worker when its parent ends, which frees its memory (Linux only)."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def _reached_in_vain(error: BaseException, untried: bool) -> bool:
-    """Whether our own code asked a package for a name or a call that it does not have; of a
-    version that is untested, whether anything did."""
-    if untried and isinstance(error, AttributeError | ImportError | TypeError | KeyError):
+def _met_changed_api(error: BaseException, is_untested: bool) -> bool:
+    """Whether the error comes from an API that a package lacks or has changed. For a tested version
+    that needs our own code to have raised it; for an untested one any code may have."""
+    if is_untested and isinstance(error, AttributeError | ImportError | TypeError | KeyError):
         return True
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "<frozen" not in f.filename]
     ours = str(Path(__file__).parent)
@@ -269,15 +267,15 @@ def _reached_in_vain(error: BaseException, untried: bool) -> bool:
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    """torch's CPU allocator, and vLLM for its ranks, raise a plain RuntimeError."""
-    said = ("DefaultCPUAllocator", "out of memory")
+    """Whether memory ran out, which torch's CPU allocator and vLLM report as RuntimeError."""
+    signs = ("DefaultCPUAllocator", "out of memory")
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in said)
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
     )
 
 
 def main() -> None:
-    """The process: the job's path is its only argument."""
+    """The entry point of the process, whose only argument is the job's path."""
     _end_with_parent()
     path = Path(sys.argv[1])
     job = Job.model_validate_json(path.read_text(encoding="utf-8"))
@@ -296,7 +294,7 @@ def main() -> None:
             heartbeat.start(job.folder / HEARTBEATS, name, spec.info.waits)
             run(job, events)
     except (Exception, SystemExit) as raised:
-        # The end of the process: whatever happened goes to the parent, in words.
+        # The process ends here, so every error is reported to the parent.
         error = raised if isinstance(raised, RlkError) else _failure(raised, job, rank)
         events.send_error(error, None if rank is None else int(rank))
         sys.exit(error.exit_code)
@@ -304,8 +302,8 @@ def main() -> None:
 
 
 def _end() -> None:
-    """Ends a process that has done its job, without the interpreter's teardown: after vLLM it takes
-    seconds, and frees nothing that the end would not. Not where processes of its own still run."""
+    """Ends the process after its job. Unless child processes still run, it skips the interpreter's
+    teardown, which takes seconds after vLLM and frees nothing else."""
     if not multiprocessing.active_children():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -315,23 +313,20 @@ def _end() -> None:
 def _failure(raised: BaseException, job: Job, rank: str | None) -> RlkError:
     traceback.print_exception(raised)
     sys.stderr.flush()
-    who = "the worker" if rank is None else f"rank {rank} of {os.environ['WORLD_SIZE']}"
+    process = "the worker" if rank is None else f"rank {rank} of {os.environ['WORLD_SIZE']}"
     log = job.folder / "worker.log" if rank is None else rank_log(job.folder, int(rank))
-    said = (str(raised).splitlines() or [""])[0]
+    first_line = (str(raised).splitlines() or [""])[0]
     installed = versions(job.engine.info.tested)
-    if _reached_in_vain(raised, bool(untested(installed))):
+    if _met_changed_api(raised, bool(untested(installed))):
         here = [f"{n} {v}, tested {tested_range(n)}" for n, v in installed.items() if v]
-        what = (
-            f"{who} of {job.engine} met an API that differs from the tested one ({'; '.join(here)})"
-        )
-        return failed(f"{what}: {said}", log, "install a tested version")
-    if not _out_of_memory(raised):
-        return failed(f"{who} of {job.engine} raised {type(raised).__name__}: {said}", log)
-    return failed(
-        f"{who} of {job.engine} ran out of memory: {said}",
-        log,
-        "fewer or shorter prompts, a smaller batch, more ranks, or another device",
-    )
+        what = f"met an API that differs from the tested one ({'; '.join(here)})"
+        fix = "install a tested version"
+    elif _out_of_memory(raised):
+        what = "ran out of memory"
+        fix = "use fewer or shorter prompts, a smaller batch, more ranks, or another device"
+    else:
+        what, fix = f"raised {type(raised).__name__}", ""
+    return failed(f"{process} of {job.engine} {what}: {first_line}", log, fix)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What is compared: prompts, families, sites, edges, the checkpoint."""
+"""The model and its inputs: prompts, families, operators, sites, edges, the checkpoint."""

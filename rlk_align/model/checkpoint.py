@@ -1,4 +1,4 @@
-"""A checkpoint on disk: where it is, what its config says, what its tensors are called."""
+"""A checkpoint on disk: its folder, its config, and the names of its tensors."""
 
 import hashlib
 import json
@@ -21,9 +21,9 @@ def default_model() -> str:
 
 
 def resolve_model(name: str) -> Path:
-    """The folder of a checkpoint: a local path, or a hub id, downloaded when needed.
+    """The folder of a checkpoint: a local path, or a hub id, which is downloaded if needed.
 
-    Raises ModelError where neither exists.
+    Raises ModelError if neither exists.
     """
     path = Path(os.path.expanduser(name))
     if path.is_dir():
@@ -46,7 +46,7 @@ def resolve_model(name: str) -> Path:
 
 
 def read_config(model: Path) -> dict:
-    """config.json of the checkpoint in folder `model`. Raises ModelError."""
+    """The config.json of the checkpoint in folder `model`. Raises ModelError."""
     path = model / "config.json"
     if not path.is_file():
         raise ModelError(
@@ -58,16 +58,16 @@ def read_config(model: Path) -> dict:
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise ModelError(f"{path} does not hold a JSON object")
+        raise ModelError(f"{path} is not a JSON object")
     return config
 
 
 GIVE_IDS = 'add the tokenizer, or give prompts as token ids: {"ids": [1, 2, 3]}'
-"""What helps where a checkpoint has no tokenizer."""
+"""The remedy for a checkpoint without a tokenizer."""
 
 
 def check_tokenizer(model: Path) -> None:
-    """Raises ModelError where the folder holds no file of a tokenizer."""
+    """Raises ModelError if the folder has no file of a tokenizer."""
     if not any(any(model.glob(p)) for p in ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")):
         raise ModelError(f"{model} has no tokenizer, and prompts are given as text", GIVE_IDS)
 
@@ -78,7 +78,7 @@ EXPERT = re.compile(r"(layers\.\d+)\.experts\.(\d+)\.(\w+)")
 
 def tensor_name(parameter: str, modules: Mapping[str, str] = MappingProxyType({})) -> str:
     """The tensor of a canonical parameter: `layers.3.k_proj.bias` ->
-    `model.layers.3.self_attn.k_proj.bias`. `modules`: the family's own, by operator."""
+    `model.layers.3.self_attn.k_proj.bias`. `modules`: the family's `Family.modules`."""
     path = parameter.removesuffix(".bias")
     if expert := EXPERT.fullmatch(path):
         layer, number, name = expert.groups()
@@ -99,7 +99,7 @@ def tensor_name(parameter: str, modules: Mapping[str, str] = MappingProxyType({}
 def weight_files(model: Path) -> list[Path]:
     """The safetensors files of a checkpoint.
 
-    Raises ModelError where there are none, or where its index names one outside of its folder.
+    Raises ModelError if there are none, or if its index names a file outside the folder.
     """
     index = model / "model.safetensors.index.json"
     if not index.is_file():
@@ -121,12 +121,12 @@ def weight_files(model: Path) -> list[Path]:
 
 
 SETTLED = 2.0
-"""Seconds after which a file that is written to has another time."""
+"""Seconds after which a further write certainly changes the time of a file."""
 
 
 def fingerprint_files(folder: Path) -> str:
-    """A short name for the contents of the model's files in `folder`; files that have not changed
-    since they were last asked for are not read again, which takes seconds for a large model."""
+    """A digest of the model's files in `folder`. Files that have not changed since the last call
+    are not read again, which would take seconds for a large model."""
     suffixes = (".json", ".safetensors", ".model", ".txt", ".jinja")
     paths = [p for p in sorted(folder.iterdir()) if p.suffix in suffixes and p.is_file()]
     states = [p.stat() for p in paths]
@@ -134,7 +134,7 @@ def fingerprint_files(folder: Path) -> str:
         (p.resolve(), p.name, k.st_dev, k.st_ino, k.st_size, k.st_mtime_ns, k.st_ctime_ns)
         for p, k in zip(paths, states, strict=True)
     )
-    # Two changes within a tick of the file system's clock look like one.
+    # Two changes within one tick of the file system's clock have the same time.
     settled = all(max(k.st_mtime, k.st_ctime) < time.time() - SETTLED for k in states)
     return (_fingerprint if settled else _fingerprint.__wrapped__)(files)
 

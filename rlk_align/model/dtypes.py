@@ -12,5 +12,5 @@ SAFETENSORS_DTYPES = {
 
 
 def lower_precision(a: str, b: str) -> str:
-    """Returns the dtype that has fewer significant bits."""
+    """The dtype with fewer significant bits."""
     return min(a, b, key=lambda dtype: DTYPES.get(dtype, 0))

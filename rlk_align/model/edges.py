@@ -1,4 +1,4 @@
-"""The edges of a comparison: which two passes are compared."""
+"""The edges of a comparison: the pairs of passes that are compared."""
 
 from collections.abc import Iterable
 

@@ -1,5 +1,4 @@
-"""Model families as tables: which operators a layer has, and what a checkpoint's config says of
-them."""
+"""Model families as tables: each layer's operators, and the config's settings for them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ LayerOperators = Callable[["ModelShape", int], tuple[str, ...]]
 
 
 def dense(qk_norm: bool = False) -> LayerOperators:
-    """Every layer alike; `qk_norm`: an RMSNorm on each head of q and k before they are rotated."""
+    """Equal layers; `qk_norm`: with an RMSNorm on each head of q and k before they are rotated."""
     operators = (
         *("attn_norm", "q_proj", "k_proj", "v_proj", *(("q_norm", "k_norm") if qk_norm else ())),
         *("q_rope", "k_rope", "attn", "o_proj", "attn_residual"),
@@ -31,7 +30,7 @@ DENSE = dense()
 
 
 def mixture(qk_norm: bool = False) -> LayerOperators:
-    """Dense layers, and sparse ones in which a router sends each token to a few experts."""
+    """Dense layers, and sparse layers in which a router sends each token to a few experts."""
     dense_layer = dense(qk_norm)
 
     def operators(shape: "ModelShape", layer: int) -> tuple[str, ...]:
@@ -48,8 +47,8 @@ def mixture(qk_norm: bool = False) -> LayerOperators:
 
 
 def corrected_mixture(shape: "ModelShape", layer: int) -> tuple[str, ...]:
-    """Dense layers, and sparse ones whose router computes in float32 and adds a correction to its
-    scores for the choice alone, with experts that every token is sent to."""
+    """Dense layers, and sparse layers with shared experts, whose router computes in float32 and
+    corrects its scores for the choice of experts only."""
     every = dense(shape.qk_norm)(shape, layer)
     if layer not in shape.sparse_layers:
         return every
@@ -64,28 +63,27 @@ def corrected_mixture(shape: "ModelShape", layer: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """What sets one decoder family apart from the others."""
+    """The properties of one decoder family."""
 
     layer: LayerOperators = DENSE
     before: tuple[str, ...] = ("embed",)
     after: tuple[str, ...] = ("final_norm", "logits", "logprob")
-    """The operators around the layers."""
+    """The operators before and after the layers."""
     biases: Mapping[str, bool] = field(default_factory=dict)
-    """Operator -> whether it has a bias, whatever the config says of it."""
+    """Operator -> whether it has a bias, regardless of the config."""
     window: Mapping[str, int | bool] = field(default_factory=dict)
-    """What it takes for keys of a sliding window that the config leaves out; none has no window."""
+    """Defaults of the config's keys for a sliding window; empty for a family without windows."""
     experts: ExpertSettings | None = None
     """How its config describes experts; None for a family without experts."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What it takes for settings that the config leaves out."""
+    """Defaults of other settings that the config may leave out."""
     qk_norm: str = ""
-    """The config's key for whether q and k are normed, where a family leaves it to the config."""
+    """The config's key for norms of q and k; empty if the family decides this itself."""
     predictors: str = ""
-    """The config's key for how many layers a checkpoint has behind the decoder's, which predict
-    further tokens; empty where it has none."""
+    """The config's key for the number of layers after the decoder's, which predict further tokens;
+    empty if the family has none."""
     modules: Mapping[str, str] = field(default_factory=dict)
-    """Operator -> the module that holds its parameters in a checkpoint, where that is not the
-    catalogue's."""
+    """Operator -> the module of its parameters in a checkpoint, unless the catalogue's."""
 
     @property
     def sigmoid(self) -> bool:
@@ -138,18 +136,17 @@ FAMILIES = {
         predictors="num_nextn_predict_layers",
     ),
 }
-"""Families by the config's `model_type`. A new family is an entry here."""
+"""The config's `model_type` -> the family. A new family is an entry here."""
 WITHOUT_FAMILY = (
-    f"known: {', '.join(sorted(FAMILIES))}; any model's log-probs can be judged all the same: "
-    "`import` and `explain` a dump of the run, or `monitor` it; and `weights` compares any two "
-    "checkpoints"
+    f"known: {', '.join(sorted(FAMILIES))}; the log-probs of any model can be judged: `import` and "
+    "`explain` a dump of the run, or `monitor` it; `weights` compares any two checkpoints"
 )
-"""What to do with a model of another family."""
+"""The remedy for a model of another family."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """The sizes that fix a model's sites."""
+    """The sizes that determine a model's sites."""
 
     model_type: str
     layers: int
@@ -160,37 +157,35 @@ class ModelShape:
     intermediate: int
     vocab: int
     context: int
-    """Longest sequence, in tokens, that the positions allow."""
+    """The length of the longest sequence, in tokens."""
     dtype: str
     """The checkpoint's own dtype, e.g. `bfloat16`."""
     sparse_layers: tuple[int, ...] = ()
     """The layers that send each token to a few experts."""
     experts: int = 0
-    """How many experts each of them has."""
+    """The number of experts of each sparse layer."""
     top_k: int = 0
-    """To how many of them a token is sent."""
+    """The number of experts to which a token is sent."""
     expert_intermediate: int = 0
     norm_topk: bool = False
     """Whether the weights of a token's experts are divided by their sum."""
     groups: int = 1
-    """Into how many groups of equal size the experts are divided."""
+    """The number of equal groups of experts."""
     top_groups: int = 1
-    """From how many groups a token's experts are chosen: those whose two best scores have the
-    largest sum."""
+    """From how many groups, those with the best sums of two scores, experts are chosen."""
     weight_scale: float = 1.0
-    """What the weights of a token's experts are multiplied by in the end."""
+    """The factor by which the weights of a token's experts are multiplied in the end."""
     shared_intermediate: int = 0
-    """The inner size of the experts that every token is sent to, which are computed as one."""
+    """The inner size of the shared experts, which are computed as one."""
     qk_norm: bool = False
-    """Whether the config asks for a norm on each head of q and k, in a family that leaves it to
-    the config."""
+    """Whether the config enables norms of q and k, in a family that leaves them to the config."""
 
     @property
     def family(self) -> Family:
         return FAMILIES[self.model_type]
 
     def operators(self) -> Iterator[tuple[int | None, Operator]]:
-        """(layer, operator) in execution order; the layer is None outside of the layers."""
+        """(layer, operator) in execution order; layer is None for operators outside the layers."""
         for name in self.family.before:
             yield None, OPERATORS[name]
         for layer in range(self.layers):
@@ -204,11 +199,11 @@ class ModelShape:
         return any(op in self.family.layer(self, layer) for layer in range(self.layers))
 
     def heads_of(self, size: Size) -> int:
-        """In how many heads that many features lie; 1 where they are no heads'."""
+        """The number of heads that a dimension consists of; 1 if it does not count heads."""
         return {"query_heads": self.heads, "kv_heads": self.kv_heads}.get(size, 1)
 
     def size(self, size: Size) -> int:
-        """What a dimension measures in this model."""
+        """The number of features of a dimension in this model."""
         if size == "one":
             return 1
         if size in ("query_heads", "kv_heads"):
@@ -220,19 +215,19 @@ class ModelShape:
         return getattr(self, size)
 
 
-_LARGEST = 1 << 28
-"""What a size of a model can be at most."""
+_MAX_SIZE = 1 << 28
+"""The largest supported size of a model's dimension."""
 
 
 def predictor_layers(config: Mapping[str, Any]) -> int:
-    """How many layers a checkpoint may have behind the decoder's, which predict further tokens."""
+    """The number of layers after the decoder's, which predict further tokens."""
     family = FAMILIES.get(str(config.get("model_type")))
     count = config.get(family.predictors) if family else None
     return count if type(count) is int and count > 0 else 0
 
 
 def _check_layers(model: Path, config: Mapping[str, Any]) -> None:
-    """Raises ModelError where the checkpoint has the tensors of more or fewer layers."""
+    """Raises ModelError if the checkpoint has tensors of more or fewer layers than its config."""
     stored, wanted = stored_layers(model), config.get("num_hidden_layers")
     if type(wanted) is not int or wanted <= 0:
         return
@@ -245,11 +240,11 @@ def _check_layers(model: Path, config: Mapping[str, Any]) -> None:
 
 
 def read_shape(model: Path) -> ModelShape:
-    """The shape of the checkpoint in folder `model`, from its config.json; a dtype that this leaves
-    out is that of the stored weights.
+    """The shape of the checkpoint in folder `model`, from its config.json. If that has no dtype, it
+    is the dtype of the stored weights.
 
-    Raises ModelError where the folder or its config is missing or unreadable, or where the
-    family is unknown.
+    Raises ModelError if the folder or its config is missing or unreadable, or if the family is
+    unknown.
     """
     config = read_config(model)
     kind = config.get("model_type")
@@ -260,12 +255,12 @@ def read_shape(model: Path) -> ModelShape:
         )
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ModelError(
-            f"{model}: model_type {kind!r} in config.json is not a known family of decoders: which "
-            "operators its layers have is unknown, and so is what to compare",
+            f"{model}: model_type {kind!r} in config.json is not a known decoder family, so the "
+            "operators of its layers are unknown",
             WITHOUT_FAMILY,
         )
 
-    def size(name: str, default: int | None = None, largest: int = _LARGEST) -> int:
+    def size(name: str, default: int | None = None, largest: int = _MAX_SIZE) -> int:
         value = config.get(name)
         if value is None and default is not None:
             return default

@@ -1,16 +1,16 @@
-"""The catalogue of operators: one record each, as data. Nothing about an operator is told from its
+"""The catalogue of operators: one record for each. No property of an operator is inferred from its
 name.
 
-Operators are wired by the values that they read and give: an operator reads each of its `inputs`
-from the operator before it that gave it last. So a family (`model.families`) only lists operators,
-and the graph of a model (`model.sites`) follows.
+Operators are connected by named values: an operator reads each of its `inputs` from the last
+operator before it with that `output`. A family (`model.families`) thus only lists operators, and
+the graph of a model (`model.sites`) follows.
 """
 
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, NamedTuple
 
 OpClass = Literal["elementwise", "reduction", "matmul", "attention", "routing", "logprob"]
-"""What contracts speak of."""
+"""The classes of operators for which contracts have limits."""
 Formula = Literal[
     "embedding",
     "rms_norm",
@@ -27,7 +27,7 @@ Formula = Literal[
     "expert_activation",
     "combine",
 ]
-"""What an operator computes; `probe.referee.reference` has each in float64."""
+"""The formula of an operator; `probe.referee.reference` computes each in float64."""
 Size = Literal[
     "one",
     "hidden",
@@ -43,17 +43,17 @@ Size = Literal[
     "expert_slots",
     "hidden_slots",
 ]
-"""What a dimension counts; of heads, their features one after the other. A token has a slot for
-each expert that it is sent to: `expert_slots` and `hidden_slots` count the features of all."""
+"""A dimension; those of heads count the features of all heads. A token has a slot for each of its
+experts: `expert_slots` and `hidden_slots` count the features of all slots."""
 
 
 class Sharding(NamedTuple):
-    """What tensor-parallel ranks hold of an operator."""
+    """How tensor-parallel ranks share an operator."""
 
     axis: Literal["none", "column", "row", "head", "vocabulary"]
-    """Along which its weight, or its output, is cut: `row` is that of its inputs."""
+    """The axis along which its weight or its output is cut; `row` is the axis of its inputs."""
     join: Literal["replicate", "concatenate", "sum"]
-    """How the ranks' outputs make up the whole."""
+    """How the ranks' outputs are combined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,48 +64,47 @@ class Operator:
     op_class: OpClass
     formula: Formula
     part: Literal["attn", "mlp"] | None
-    """The part of a layer that it belongs to; None where a model has it once."""
+    """The part of a layer that it belongs to; None if a model has it once."""
     inputs: tuple[str, ...]
     """The values whose row p it reads for its own row p."""
     output: str
-    """The value that it gives: `query` is what q_proj gives, then q_norm, then q_rope."""
+    """The value that it computes: `query` is that of q_proj, then of q_norm, then of q_rope."""
     features: Size
     sharding: Sharding
     _: KW_ONLY
     prefix_inputs: tuple[str, ...] = ()
     """The values of which it reads every row up to and including p."""
     weight: tuple[Size, ...] = ()
-    """The dimensions of its weight; none where it has none."""
+    """The dimensions of its weight; empty if it has none."""
     module: str = ""
-    """What holds its parameters in an HF checkpoint: within its layer, where it is of one."""
+    """The module with its parameters in an HF checkpoint; for a layer's operator, in its layer."""
     tensor: str = "weight"
-    """What its weight is called in there."""
+    """The name of its weight in that module."""
     weight_dtype: str = ""
-    """The dtype that engines keep its weight in; empty: the model's."""
+    """The dtype in which engines keep its weight; empty for the model's."""
     bias: str = ""
     """The setting of config.json that gives it a bias."""
     parameter: str = ""
-    """The canonical name of its weight, where that is not its site's."""
+    """The canonical name of its weight, if it differs from the site's."""
     tied_to: str = ""
-    """The parameter in place of its weight under `tie_word_embeddings`."""
+    """The parameter that replaces its weight under `tie_word_embeddings`."""
     row: Literal["token", "sampled token"] = "token"
-    """What a row is: every token, or those after which one was sampled."""
+    """Whether it has a row for each token, or only for tokens whose next token was sampled."""
     rounded_to: str = ""
-    """The dtype of its outputs, in whose roundings its errors are counted; empty: the model's."""
+    """The dtype of its outputs, in whose roundings errors are counted; empty for the model's."""
     site_name: str = ""
-    """What its site is called, where that is another operator's name in other layers or models."""
+    """The name of its site, if it shares that with an operator of other layers or models."""
     slots_of: str = ""
-    """The value that says which expert each slot of a row belongs to, by ascending id; empty where
-    rows have no slots."""
+    """The value with the expert of each slot of a row, ascending; empty without slots."""
 
     @property
     def site(self) -> str:
-        """What its site is called within a layer."""
+        """The name of its site within a layer."""
         return self.site_name or self.name
 
     @property
     def of_expert(self) -> bool:
-        """Whether each expert has a weight of it."""
+        """Whether each expert has its own weight for it."""
         return bool(self.slots_of and self.weight)
 
 
@@ -196,12 +195,11 @@ _RECORDS = (
 )
 # fmt: on
 OPERATORS = {operator.name: operator for operator in _RECORDS}
-"""Operators by name, in the order in which a layer computes them. A new operator is a record
-above."""
+"""Operators by name, in the order of a layer's computation. A new operator is a record above."""
 
 
 def layer_modules() -> dict[str, str]:
-    """Site -> the module of a decoder layer that computes it by its weight, in an HF checkpoint."""
+    """Site -> the module with its weight in a decoder layer of an HF checkpoint."""
     return {
         o.site: o.module
         for o in OPERATORS.values()

@@ -1,4 +1,4 @@
-"""Prompts -> TokenBatch: the token ids that both engines see."""
+"""Prompts -> TokenBatch: the token ids that both engines get."""
 
 import hashlib
 import json
@@ -17,26 +17,26 @@ from rlk_align.files import read_text, whole_file
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt, as text, as messages of a chat or, where the user fixed them, as token ids."""
+    """One prompt: a text, the messages of a chat, or token ids."""
 
     id: str
     text: str | None
     ids: tuple[int, ...] | None = None
     messages: tuple[dict[str, Any], ...] | None = None
-    """The messages of a chat; None once the model's chat template has rendered them as `text`."""
+    """The messages of a chat; None after the model's chat template has rendered them as `text`."""
     rendered: bool = False
-    """Whether a chat template gave `text`, special tokens and all."""
+    """Whether a chat template rendered `text`, which then includes special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sequence: a prompt and what was sampled after it."""
+    """One sequence: a prompt and the response that was sampled after it."""
 
     prompt_id: str
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...] = ()
     counted: tuple[bool, ...] | None = None
-    """Whether the log-prob of each response id counts, by the mask of a dump; None where all do."""
+    """Whether the log-prob of each response id counts, by the mask of a dump; None if all count."""
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -44,12 +44,12 @@ class Sample:
 
     @property
     def sampled_positions(self) -> range:
-        """Positions whose next token was sampled: there a log-prob is wanted."""
+        """The positions whose next token was sampled, and so has a log-prob."""
         return range(len(self.prompt_ids) - 1, len(self.ids) - 1)
 
 
 RENDERED = "chat_template"
-"""The key that marks a recorded prompt as the text that a chat template gave."""
+"""The key that marks a recorded prompt as rendered by a chat template."""
 
 _DIGEST = b"blake2b"
 _SCHEMA = pa.schema(
@@ -67,7 +67,7 @@ _COUNTED = pa.field("counted", pa.bool_())
 
 
 def _counted(sample: Sample) -> tuple[bool, ...]:
-    """Whether the log-prob of each id of the sample counts."""
+    """Whether the log-prob of each id of a sample counts."""
     response = sample.counted or (True,) * len(sample.response_ids)
     return (False,) * len(sample.prompt_ids) + response
 
@@ -90,18 +90,13 @@ class TokenBatch:
         )
 
     def with_responses(self, responses: Sequence[Sequence[int]]) -> "TokenBatch":
-        """Returns the same prompts, followed by these sampled ids."""
-        assert len(responses) == len(self.samples)
-        return TokenBatch(
-            tuple(
-                replace(s, response_ids=tuple(r), counted=None)
-                for s, r in zip(self.samples, responses, strict=True)
-            )
-        )
+        """The same prompts, followed by these sampled ids."""
+        pairs = zip(self.samples, responses, strict=True)
+        return TokenBatch(tuple(replace(s, response_ids=tuple(r), counted=None) for s, r in pairs))
 
     def save(self, path: Path) -> None:
-        """Writes a table with a row per token: sample, prompt_id, position, token, sampled; and
-        counted, where a sample has a mask."""
+        """Writes a table with a row for each token: sample, prompt_id, position, token, sampled;
+        and counted, if a sample has a mask."""
         rows = [
             (i, s.prompt_id, p, token, p >= len(s.prompt_ids))
             for i, s in enumerate(self.samples)
@@ -121,7 +116,7 @@ class TokenBatch:
         return any(s.counted is not None for s in self.samples)
 
     def _digest(self) -> bytes:
-        """Digests everything that the table says; the file's names and types have no checksum."""
+        """A digest of the table's contents, since the footer of a Parquet file has no checksum."""
         text = repr([(s.prompt_id, s.prompt_ids, s.response_ids) for s in self.samples])
         if self._masked:
             text += repr([_counted(s) for s in self.samples])
@@ -129,7 +124,7 @@ class TokenBatch:
 
     @classmethod
     def load(cls, path: Path) -> "TokenBatch":
-        """Reads what `save` wrote. Raises CorruptTrace where it is not that."""
+        """Reads a table of `save`. Raises CorruptTrace for any other file."""
         try:
             table = pq.read_table(path, page_checksum_verification=True)
         except (OSError, ValueError, pa.ArrowException) as error:
@@ -161,13 +156,13 @@ class TokenBatch:
 
 def load_prompts(path: Path) -> list[Prompt]:
     """Prompts from JSON Lines (`{"prompt": text}`, `{"messages": [...]}` or `{"ids": [...]}`, and
-    an optional `id`) or from any other text file, one prompt a line.
+    an optional `id`), or from any other text file, in which each line is a prompt.
 
-    Raises PromptError, naming the line, where the file is missing, empty or malformed.
+    Raises PromptError, which names the line, for a missing, empty or malformed file.
     """
     if path.exists() and not path.is_file():
         raise PromptError(
-            f"prompts are read more than once, and {path} is not a regular file", "save it"
+            f"prompts are read more than once, and {path} is not a regular file", "save them as one"
         )
     try:
         text = read_text(path)
@@ -190,8 +185,8 @@ def load_prompts(path: Path) -> list[Prompt]:
 
 
 def as_prompts(items: Sequence[Any]) -> list[Prompt]:
-    """Prompts from values of Python: texts, lists of messages, lists of token ids, or the records
-    that a line of a file holds.
+    """Prompts from Python values: texts, lists of messages, lists of token ids, or records like the
+    lines of a file.
 
     Raises PromptError, which names the entry, for anything else.
     """
@@ -223,7 +218,7 @@ def _as_record(index: int, item: Any) -> Mapping[str, Any]:
             return {"messages": [dict(entry) for entry in item]}
         return {"ids": list(item)}
     raise PromptError(
-        f"prompts[{index}] is {_short(item)}, which is no prompt",
+        f"prompts[{index}] is {_short(item)}, which is not a prompt",
         "give a text, a list of messages, or a list of token ids",
     )
 
@@ -234,14 +229,14 @@ def _short(value: object) -> str:
 
 
 def save_prompts(prompts: Sequence[Prompt], path: Path) -> None:
-    """Writes prompts as JSON Lines, all of them or nothing."""
+    """Writes prompts as JSON Lines, completely or not at all."""
     lines = "".join(json.dumps(_record(p), ensure_ascii=False) + "\n" for p in prompts)
     with whole_file(path) as partial:
         partial.write_text(lines, encoding="utf-8")
 
 
 def _record(prompt: Prompt) -> dict[str, Any]:
-    """What `_parse_line` reads as this prompt."""
+    """The record that `_parse_line` reads as this prompt."""
     if prompt.ids:
         return {"id": prompt.id, "ids": prompt.ids}
     if prompt.messages:
@@ -262,7 +257,7 @@ def _parse_line(path: Path, number: int, line: str) -> Prompt:
 
 
 def _parse_record(where: str, default_id: str, record: Mapping[str, Any]) -> Prompt:
-    """`default_id`: what a prompt without an id of its own is called."""
+    """A prompt from a record; `default_id`: the id of a prompt without one."""
     name = str(record.get("id", default_id))
     text, ids = record.get("prompt"), record.get("ids")
     if ids is not None:
@@ -301,13 +296,13 @@ def _check_text(where: str, text: str) -> None:
         raise PromptError(f"{where}: not text: {error}") from error
 
 
-_NAMED = 4
-"""Prompts that an error names; the rest is counted."""
+_MAX_NAMED = 4
+"""The largest number of prompts that an error lists; the others are counted."""
 
 
 def check_lengths(batch: TokenBatch, context: int, vocab: int, max_new_tokens: int) -> None:
-    """Raises PromptError for a prompt that has no tokens or has ids beyond the vocabulary, and for
-    those that do not fit the model's context together with the tokens to sample."""
+    """Raises PromptError for a prompt that has no tokens or has ids beyond the vocabulary, or that
+    does not fit the model's context together with the tokens to sample."""
     check_ids(batch, vocab)
     lengths = {s.prompt_id: len(s.ids) for s in batch.samples}
     long = {name: length for name, length in lengths.items() if length + max_new_tokens > context}
@@ -327,8 +322,7 @@ def check_ids(batch: TokenBatch, vocab: int) -> None:
 
 
 def refuse_long(lengths: Mapping[str, int], context: int, max_new_tokens: int) -> None:
-    """Raises PromptError for prompts that do not fit, where there are any. `lengths`: each one's
-    number of tokens, by its id."""
+    """Raises PromptError if any prompts do not fit. `lengths`: their numbers of tokens, by id."""
     if not lengths:
         return
     exceed = (
@@ -340,9 +334,9 @@ def refuse_long(lengths: Mapping[str, int], context: int, max_new_tokens: int) -
             f"prompt {name!r} is too long: {length} tokens {exceed}",
             "shorten the prompt or lower --max-new-tokens",
         )
-    named = ", ".join(f"{n!r} of {k}" for n, k in list(lengths.items())[:_NAMED])
-    more = f" and {len(lengths) - _NAMED} more" if len(lengths) > _NAMED else ""
+    named = ", ".join(f"{n!r} of {k}" for n, k in list(lengths.items())[:_MAX_NAMED])
+    more = f" and {len(lengths) - _MAX_NAMED} more" if len(lengths) > _MAX_NAMED else ""
     raise PromptError(
         f"{len(lengths)} prompts are too long: {named} tokens{more}; each of them {exceed}",
-        "shorten or leave out these prompts, or lower --max-new-tokens",
+        "shorten or remove these prompts, or lower --max-new-tokens",
     )

@@ -1,4 +1,4 @@
-"""The rotary embedding that a checkpoint's config asks for."""
+"""The rotary embedding of a checkpoint, by its config."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,39 +9,39 @@ from rlk_align.model.checkpoint import read_config
 from rlk_align.model.families import FAMILIES, ModelShape
 
 FIXED = ("default", "linear", "llama3", "yarn")
-"""Kinds whose frequencies do not depend on the sequence."""
-_LEAST_PAIRS = 4
-"""With fewer, rotations by different positions cannot be distinguished."""
+"""The kinds whose frequencies do not depend on the sequence."""
+_MIN_PAIRS = 4
+"""With fewer pairs, rotations by different positions cannot be distinguished."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """The rotary embedding that the checkpoint's config asks for."""
+    """The rotary embedding of a checkpoint."""
 
     inv_freq: tuple[float, ...]
     """w_j, radians for each position; the rotated width is twice their number."""
     heads: int
-    """How many heads the queries have."""
+    """The number of heads of the queries."""
     kv_heads: int
-    """How many heads the keys have."""
+    """The number of heads of the keys."""
     context: int
-    """Positions are below it."""
+    """The number of positions."""
     source: str
     """The site that layer 0's `q_rope` rotates."""
     key_source: str
     """The site that layer 0's `k_rope` rotates."""
     scaling: float = 1.0
-    """The factor that a rotated vector is multiplied by: yarn's attention factor."""
+    """The factor of a rotated vector: yarn's attention factor."""
 
     @property
     def tells_positions(self) -> bool:
-        """Whether a position can be measured by its rotation."""
-        return len(self.inv_freq) >= _LEAST_PAIRS
+        """Whether a position can be measured from its rotation."""
+        return len(self.inv_freq) >= _MIN_PAIRS
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """`rope_type`, `rope_theta` and what the kind needs, from either form of config.json; where it
-    has both, the older one counts, as it does for transformers. Raises ModelError."""
+    """`rope_type`, `rope_theta` and the parameters of the kind, from either form of config.json; if
+    it has both, the older one counts, as in transformers. Raises ModelError."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     try:
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -52,7 +52,7 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def partial_rotary_factor(config: dict[str, Any]) -> float:
-    """Which part of a head is rotated, by config.json or, where that leaves it out, the family."""
+    """The rotated part of a head, by config.json or, if that leaves it out, by the family."""
     family = FAMILIES.get(str(config.get("model_type")))
     stated = rope_parameters(config).get("partial_rotary_factor")
     default = family.defaults.get("partial_rotary_factor") if family else None
@@ -60,22 +60,21 @@ def partial_rotary_factor(config: dict[str, Any]) -> float:
 
 
 def rotates_a_part(config: dict[str, Any]) -> bool:
-    """Whether engines agree that the family rotates a part of each head, where its config says
-    so."""
+    """Whether all engines rotate a part of each head in this family, if its config says so."""
     family = FAMILIES.get(str(config.get("model_type")))
     return family is not None and "partial_rotary_factor" in family.defaults
 
 
 def lacks_factor(rope: dict[str, Any]) -> bool:
-    """Whether `rope_parameters` are of a kind that needs a factor, and have none. HF's yarn makes
-    one up then, from the lengths of the context."""
+    """Whether `rope_parameters` are of a kind that needs a factor, and have none. HF's yarn then
+    computes one from the lengths of the context."""
     has_factor = isinstance(rope.get("factor"), int | float)
     return rope["rope_type"] in ("linear", "llama3", "yarn") and not has_factor
 
 
 def checkpoint_rotary(model: Path, shape: ModelShape) -> Rotary | None:
-    """The rotation of the checkpoint; None where its frequencies change with the sequence."""
-    # With its tables, which what only names kinds of rope does not need.
+    """The rotation of the checkpoint; None if its frequencies depend on the sequence."""
+    # Imported here, because callers that only name kinds of rope do not need sites.
     from rlk_align.model.sites import model_sites
 
     config = read_config(model)
@@ -104,7 +103,7 @@ def _frequencies(
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    # The dtype does not matter here; transformers cannot print one that is no name.
+    # The dtype does not matter, and transformers fails on some values in config.json.
     config = AutoConfig.from_pretrained(model, local_files_only=True, dtype="float32")
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
     return tuple(inv_freq.tolist()), float(scaling)

@@ -1,8 +1,8 @@
 """The canonical operators of a decoder transformer, in execution order.
 
-A site is the output of one operator, `[tokens, features]`. A unit is an operator with its
-inputs, which are sites too: by their graph a difference is told to be introduced (inputs equal,
-outputs differ) or inherited. The graph is made of the catalogue's records, as a family lists them.
+A site is the output of one operator, `[tokens, features]`. A unit is an operator with its inputs,
+which are sites as well. Their graph determines whether a unit introduces a difference (inputs
+equal, outputs differ) or inherits it. The graph follows from the operators that a family lists.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from rlk_align.model.operators import OpClass, Operator
 from rlk_align.model.prompts import TokenBatch
 
 _ROUTING = frozenset({"router", "top_k", "routing_weights", "combine"})
-"""Formulas of a sparse layer's operators whose rows are those of tokens."""
+"""The formulas of a sparse layer's operators that have a row for each token, without slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Site:
     """Sites of which it reads every row up to and including p: attention's k and v."""
     features: int
     experts: str = ""
-    """The site that says which expert each slot of its rows belongs to."""
+    """The site with the expert of each slot of its rows."""
 
     @property
     def op(self) -> str:
@@ -46,12 +46,12 @@ class Site:
 
     @property
     def parameter(self) -> str:
-        """The canonical name of its weight, where it has one."""
+        """The canonical name of its weight, if it has one."""
         return self.operator.parameter or self.name
 
     @property
     def sparse(self) -> bool:
-        """Whether it routes tokens, or is of the experts that they are routed to."""
+        """Whether it belongs to the router or to the experts of a sparse layer."""
         return bool(self.experts) or self.operator.formula in _ROUTING
 
     @property
@@ -64,7 +64,7 @@ def model_sites(shape: ModelShape) -> list[Site]:
     """Every site of a model of that shape, in execution order."""
     sites: list[Site] = []
     producer: dict[str, str] = {}
-    """Value -> the site that gave it last."""
+    """Value -> the last site that computed it."""
     for layer, operator in shape.operators():
         name = operator.site if layer is None else f"layers.{layer}.{operator.site}"
         inputs, prefixes = (
@@ -79,7 +79,7 @@ def model_sites(shape: ModelShape) -> list[Site]:
 
 
 def site_parameters(site: Site, shape: ModelShape) -> tuple[str, ...]:
-    """The canonical names of its weights: one, or one for each expert; none where it has none."""
+    """The canonical names of a site's weights: one, one for each expert, or none."""
     if not site.operator.weight:
         return ()
     if not site.operator.of_expert:
@@ -112,7 +112,7 @@ class RowIndex:
         return int(self.offsets[-1])
 
     def rows(self, sample: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """Row numbers of (sample, position) pairs, -1 for a pair outside the batch."""
+        """The row numbers of (sample, position) pairs, -1 for a pair outside the batch."""
         known = (sample >= 0) & (sample < len(self.offsets) - 1) & (position >= 0)
         base = self.offsets[np.where(known, sample, 0)]
         end = self.offsets[np.where(known, sample, 0) + 1]
@@ -121,8 +121,8 @@ class RowIndex:
 
     @cached_property
     def counted(self) -> np.ndarray:
-        """At which rows the log-prob counts, which is that of the next token, as a mask over all
-        rows: where that token was sampled, and is in the mask of the dump that it is of."""
+        """A mask of the rows whose log-prob, which is that of the next token, counts: the token was
+        sampled, and the mask of its dump includes it."""
         mask = np.zeros(len(self), dtype=bool)
         for s, start in zip(self.batch.samples, self.offsets, strict=False):
             rows = s.sampled_positions
@@ -134,11 +134,11 @@ class RowIndex:
         return int(self.sample[row]), int(self.position[row])
 
     def expected(self, site: Site, decode: bool) -> np.ndarray:
-        """Which rows a complete pass holds for that site, as a mask over all rows.
+        """A mask of the rows that a complete pass has of a site.
 
-        Sites of the hidden states have every position; in a decode pass the last sampled
-        token never enters the model. Logits and log-probs at position p speak of token p+1
-        and are wanted where that token was sampled.
+        Sites of the hidden states have every position, except that in a decode pass the last
+        sampled token never enters the model. Logits and log-probs at position p belong to token
+        p+1, and exist if that token was sampled.
         """
         mask = np.zeros(len(self), dtype=bool)
         for s, start in zip(self.batch.samples, self.offsets, strict=False):
@@ -148,7 +148,7 @@ class RowIndex:
         return mask
 
     def same_tokens(self, other: TokenBatch) -> np.ndarray:
-        """At which rows another batch has the same token id, as a mask over all rows."""
+        """A mask of the rows at which another batch has the same token id."""
         same = np.zeros(len(self), dtype=bool)
         for start, x, y in zip(self.offsets, self.batch.samples, other.samples, strict=False):
             length = min(len(x.ids), len(y.ids))

@@ -1,4 +1,4 @@
-"""What a config.json says of sparse layers, and which of its settings are not supported."""
+"""The settings of config.json that describe sparse layers, and those that are not supported."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -29,9 +29,9 @@ _UNKNOWN_SETTINGS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "topk_method": ("experts chosen by anything other than their scores", (None, "greedy")),
     "routed_scaling_factor": ("experts' weights that are scaled", (None, 1)),
 }
-"""Settings of a sparse family -> what they ask for, and the values that do not ask for it."""
+"""Settings of a sparse family -> their feature, and the values that do not enable it."""
 _MAX_SELECTIONS = 10_000
-"""The largest number of selections of groups: a choice is compared with each of them."""
+"""The largest number of selections of groups, with each of which a choice is compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,10 @@ class ExpertSettings:
     norm_topk: bool | None = None
     """Whether the chosen experts' weights are divided by their sum; None asks the config."""
     sigmoid: bool = False
-    """Whether a router scores experts by a sigmoid, and corrects the scores for the choice; else by
-    a softmax."""
+    """Whether a router scores experts by a sigmoid and corrects the scores for the choice; if not,
+    it scores by a softmax."""
     known: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
-    """Settings of sparse layers -> the values that the family supports beyond the usual ones; None
-    is every value."""
+    """Settings of sparse layers -> further values that the family supports; None for all."""
 
 
 def read_experts(
@@ -93,7 +92,7 @@ def _corrected(
     model: Path, config: dict[str, Any], experts: int, top_k: int, size: Callable[..., int]
 ) -> dict[str, Any]:
     """The fields of `ModelShape` that describe corrected routers and shared experts. Raises
-    ModelError where the groups are too few or too small to choose from."""
+    ModelError if the groups are too few or too small to choose from."""
     groups, top_groups = size("n_group"), size("topk_group")
     scale, shared = config.get("routed_scaling_factor"), size("n_shared_experts")
     of_group, rest = divmod(experts, groups)

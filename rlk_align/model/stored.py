@@ -1,6 +1,5 @@
-"""The tensors that a checkpoint's files hold, by their headers. A stack of all experts of a layer,
-as transformers has them in memory and a trainer may save them, counts as the tensors of each
-expert."""
+"""The tensors in a checkpoint's files, by their headers. A stack of all experts of a layer, as in
+transformers and the checkpoints of some trainers, counts as one tensor for each expert."""
 
 import math
 import re
@@ -27,13 +26,13 @@ class StoredTensor:
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors names it, e.g. `BF16`."""
+    """The name in safetensors, e.g. `BF16`."""
     name: str
-    """The name of the file's tensor that holds it."""
+    """The name of the tensor, or of the stack, in the file."""
     expert: int | None = None
-    """The index into the stack that holds it; None where it is a whole tensor of the file."""
+    """The index into the stack; None for a whole tensor of the file."""
     first: int = 0
-    """Its first row within that entry of the stack."""
+    """The first row within that entry of the stack."""
 
     def read(self, file: Any) -> Any:
         """The whole tensor; `file`: its file, as `safe_open` returns it."""
@@ -53,8 +52,8 @@ class StoredTensor:
 
 
 def stored_tensors(model: Path, modules: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint's files, by name; of a stack, each expert's. `modules`: the
-    family's own, as `tensor_name` takes them. Raises ModelError."""
+    """The tensors of a checkpoint's files by name, with a stack split into its experts. `modules`:
+    as for `tensor_name`. Raises ModelError."""
     return {
         name: part
         for whole in _tensors(model)
@@ -63,14 +62,14 @@ def stored_tensors(model: Path, modules: Mapping[str, str]) -> dict[str, StoredT
 
 
 def file_tensors(path: Path) -> list[StoredTensor]:
-    """The tensors of one file, as its header describes them. Raises ModelError, whose cause is the
-    error of the safetensors library, where the file is truncated or its header is damaged."""
+    """The tensors of one file, by its header. For a truncated file or a damaged header, raises
+    ModelError, whose cause is the error of the safetensors library."""
     from safetensors import SafetensorError, safe_open
 
     tensors = []
     try:
         with safe_open(path, framework="np") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no dict
+            for name in file.keys():  # noqa: SIM118 - it is not a dict
                 stored = file.get_slice(name)
                 shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
                 tensors.append(StoredTensor(path, shape, dtype, name))
@@ -84,8 +83,8 @@ def _tensors(model: Path) -> list[StoredTensor]:
 
 
 def stored_dtype(model: Path) -> str | None:
-    """The dtype of most entries of a checkpoint's tensors; None where its files cannot be read, or
-    where no engine computes in that dtype."""
+    """The dtype of most entries of a checkpoint's tensors; None if its files cannot be read, or if
+    no engine computes in that dtype."""
     entries: Counter[str] = Counter()
     try:
         for tensor in _tensors(model):
@@ -96,8 +95,7 @@ def stored_dtype(model: Path) -> str | None:
 
 
 def stored_layers(model: Path) -> int:
-    """The number of layers that a checkpoint has tensors of; 0 where its files cannot be read, or
-    name their tensors otherwise."""
+    """The number of layers whose tensors a checkpoint has; 0 if this is unknown."""
     try:
         matches = (re.match(r"model\.layers\.(\d+)\.", tensor.name) for tensor in _tensors(model))
         return len({match[1] for match in matches if match})
@@ -106,7 +104,7 @@ def stored_layers(model: Path) -> int:
 
 
 def _experts(stack: StoredTensor, modules: Mapping[str, str]) -> Iterator[tuple[str, StoredTensor]]:
-    """(name, part) of each expert in a stack; nothing where the tensor is not a stack."""
+    """(name, part) of each expert in a stack; empty for a tensor that is not a stack."""
     match = _STACK.fullmatch(stack.name)
     if match is None or len(stack.shape) != 3:
         return

@@ -1,12 +1,11 @@
-"""The tensors of a checkpoint: what its config asks for, compared with what its files hold.
+"""The tensors of a checkpoint: those that its config requires, compared with those in its files.
 
-An engine that misses a tensor fills in a default, or random numbers, and says little about it; two
-such engines even agree. So this is checked before any engine starts, for all engines alike.
+An engine fills in a default or random numbers for a missing tensor, often without an error, and two
+such engines may even agree. The tensors are therefore checked before any engine starts.
 
-Left out on purpose: `*.rotary_emb.inv_freq`, which follows from the config, and the head of a
-checkpoint with tied heads, which has to be the embedding where it is stored at all; and layers
-behind the decoder's that predict several tokens ahead. Quantized checkpoints have tensors of their
-own, and are refused.
+The check ignores `*.rotary_emb.inv_freq`, which follows from the config, and layers after the
+decoder's, which predict several tokens ahead. A tied head may be missing, and must equal the
+embedding if it is stored. Quantized checkpoints have other tensors, and are refused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +19,13 @@ from rlk_align.model.sites import model_sites, site_parameters
 from rlk_align.model.stored import STORED_DTYPES, StoredTensor, stored_tensors
 
 _QUANTIZED = ("quantization_config", "compression_config")
-"""Keys of config.json that say how weights are quantized."""
-_NAMED = 4
-"""Tensors of a kind that an error names; the rest is counted."""
+"""The keys of config.json for quantized weights."""
+_MAX_NAMED = 4
+"""The largest number of tensors of a kind that an error lists; the others are counted."""
 
 
 def expected_tensors(config: dict, shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor that the config asks for; the head also where it is tied."""
+    """Name -> shape of every tensor that the config requires, including a tied head."""
     shapes: dict[str, tuple[int, ...]] = {}
     biased = biased_operators(config, shape)
     for site in sorted(model_sites(shape), key=lambda s: s.layer is not None):
@@ -46,7 +45,8 @@ def biased_operators(config: dict, shape: ModelShape) -> frozenset[str]:
 
 
 def check_tensors(model: Path, shape: ModelShape) -> None:
-    """Raises ModelError where tensors are missing, unexpected, of another shape, or quantized."""
+    """Raises ModelError for tensors that are missing, unexpected, of another shape, or quantized,
+    and for a tied head that is stored and differs from the embedding."""
     config = read_config(model)
     expected, stored = expected_tensors(config, shape), stored_tensors(model, shape.family.modules)
     _check_dtypes(model, [stored[name] for name in expected if name in stored])
@@ -60,7 +60,7 @@ def check_tensors(model: Path, shape: ModelShape) -> None:
         if n not in expected and not n.endswith(".inv_freq") and not n.startswith(ignored)
     ]
     misshapen = [n for n in expected if n in stored and stored[n].shape != expected[n]]
-    # Of a stack, the first part.
+    # The first wrong part of each stack.
     by_tensor = {stored[n].name: n for n in reversed(misshapen)}
     shaped = [
         f"{tensor}{'' if tensor == n else f' (as {n})'} {list(stored[n].shape)} instead of "
@@ -76,7 +76,7 @@ def check_tensors(model: Path, shape: ModelShape) -> None:
         and head in stored
         and not _same_values(stored[head], stored[tensor_name("embed")])
     ):
-        wrong = [f"ties its head to the embedding, and has another {head}"]
+        wrong = [f"ties its head to the embedding, but stores another {head}"]
     if wrong:
         raise ModelError(
             f"{model}: the checkpoint {'; it '.join(wrong)}",
@@ -85,7 +85,7 @@ def check_tensors(model: Path, shape: ModelShape) -> None:
 
 
 def check_not_quantized(model: Path, config: Mapping[str, Any]) -> None:
-    """Raises ModelError where config.json says that the weights are quantized."""
+    """Raises ModelError if config.json says that the weights are quantized."""
     settings = next((config[key] for key in _QUANTIZED if config.get(key) is not None), None)
     if settings is None:
         return
@@ -94,7 +94,7 @@ def check_not_quantized(model: Path, config: Mapping[str, Any]) -> None:
 
 
 def _check_dtypes(model: Path, tensors: Sequence[StoredTensor]) -> None:
-    """Raises ModelError where weights are stored in a dtype that no engine computes in."""
+    """Raises ModelError if weights are stored in a dtype that no engine computes in."""
     foreign = {t.name: t.dtype for t in tensors if t.dtype not in STORED_DTYPES}
     if foreign:
         name, dtype = next(iter(foreign.items()))
@@ -105,14 +105,14 @@ def _quantized(model: Path, why: str) -> ModelError:
     return ModelError(
         f"{model}: its weights are quantized ({why}), and quantized weights are not supported: "
         "operators are recorded and recomputed with weights in bf16, fp16 or fp32",
-        "name the checkpoint that it was made from; patch=module:function in an engine's spec can "
-        "quantize that after it was loaded",
+        "name the checkpoint before quantization; patch=module:function in an engine's spec can "
+        "quantize its weights after they are loaded",
     )
 
 
 def _list(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(names[:_MAX_NAMED]) + more
 
 
 def _same_values(a: StoredTensor, b: StoredTensor) -> bool:

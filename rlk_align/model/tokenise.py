@@ -1,4 +1,4 @@
-"""Prompts -> token ids, by the checkpoint's own tokenizer and its chat template."""
+"""Prompts -> token ids, by the checkpoint's tokenizer and chat template."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,10 +15,10 @@ from rlk_align.text import one_line
 
 
 def tokenise(model: Path, prompts: Sequence[Prompt]) -> dict[str, list[int]]:
-    """Each prompt's ids, special tokens included as the tokenizer does it by default, except in
-    text that a chat template gave, which has its own. Prompts that came as ids stay as they are.
+    """The ids of each prompt. The tokenizer adds its default special tokens, except to text that a
+    chat template rendered, which includes them. Prompts with ids are returned as they are.
 
-    Raises ModelError where the tokenizer cannot be loaded.
+    Raises ModelError if the tokenizer cannot be loaded.
     """
     return {p.id: list(p.ids) if p.ids else _tokens_of(model, p) for p in prompts}
 
@@ -30,36 +30,35 @@ def _tokens_of(model: Path, prompt: Prompt) -> list[int]:
 
 
 def rendered(model: Path, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts, with messages as the text that the model's chat template makes of them, up to
-    where the answer begins.
+    """The prompts, with messages rendered by the model's chat template, up to the beginning of the
+    answer.
 
-    Raises ModelError where the model has no chat template, PromptError where it rejects a prompt's
-    messages."""
+    Raises ModelError if the model has no chat template, PromptError if it rejects messages."""
     return [_rendered(model, p) if p.messages else p for p in prompts]
 
 
 def _rendered(model: Path, prompt: Prompt) -> Prompt:
-    # Said of its files first: to load transformers takes seconds.
+    # The files are checked first, because the import of transformers takes seconds.
     if not _may_have_template(model) or not _tokenizer(model).chat_template:
         raise ModelError(
             f"{model} has no chat template, and prompt {prompt.id!r} is given as messages",
-            'give the text that the model is to continue: {"prompt": "..."}',
+            'give the text that the model has to continue: {"prompt": "..."}',
         )
     tokenizer = _tokenizer(model)
     messages = [*(prompt.messages or ())]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:
-        # Whatever a template's own code raises of messages that it does not take.
-        said = f"the chat template of {model} does not accept prompt {prompt.id!r}"
-        raise PromptError(f"{said}: {one_line(error)}") from error
+        # A template's own code may raise any exception for messages that it does not support.
+        what = f"the chat template of {model} does not accept prompt {prompt.id!r}"
+        raise PromptError(f"{what}: {one_line(error)}") from error
     if not text:
         raise PromptError(f"the chat template of {model} does not render prompt {prompt.id!r}")
     return replace(prompt, text=text, messages=None, rendered=True)
 
 
 def _may_have_template(model: Path) -> bool:
-    """Whether any of the files that may hold a chat template is there and names one."""
+    """Whether a file of the model may have a chat template."""
     files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
     config = model / "tokenizer_config.json"
     return any((model / name).exists() for name in files) or (
@@ -68,14 +67,14 @@ def _may_have_template(model: Path) -> bool:
 
 
 def fast_tokenizer(model: Path) -> Tokenizer:
-    """The tokenizer of tokenizer.json, without transformers and its changes, and so at once.
+    """The tokenizer of tokenizer.json, which loads fast, without transformers and its changes.
 
     Raises ModelError if there is no tokenizer.
     """
     path = model / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing narrower, where a file is missing too
+    except Exception as error:  # tokenizers raises plain exceptions, even for a missing file
         raise ModelError(f"{path} cannot be read: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -84,12 +83,12 @@ def fast_tokenizer(model: Path) -> Tokenizer:
 
 @lru_cache(maxsize=2)
 def _tokenizer(model: Path) -> Any:
-    """Loads the tokenizer through transformers, once for each model of a process."""
+    """The model's tokenizer in transformers, loaded once in a process."""
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(model, local_files_only=True)
     except Exception as error:
-        # Whatever a tokenizer's own code raises of files that it cannot read.
-        said = f"{model}: transformers cannot load its tokenizer: {one_line(error)}"
-        raise ModelError(said, GIVE_IDS) from error
+        # A tokenizer's own code may raise any exception for files that it cannot read.
+        what = f"{model}: transformers cannot load its tokenizer: {one_line(error)}"
+        raise ModelError(what, GIVE_IDS) from error

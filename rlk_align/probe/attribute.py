@@ -11,7 +11,7 @@ import numpy as np
 
 from rlk_align.capture.intervene import intervene, source_of
 from rlk_align.capture.request import TracePlan
-from rlk_align.engines.common.intervention import Intervention, Source
+from rlk_align.engines.common.intervention import Intervention, RecordedPass
 from rlk_align.model.sites import RowIndex, model_sites
 from rlk_align.probe.effects import Attribution, Contribution
 from rlk_align.probe.graft import GraftedEdge, GraftedEnd, traces_of
@@ -130,7 +130,9 @@ class _Forwards:
             for name, units in groups.items()
         ]
 
-    def _shift(self, units: Sequence[Unit], source: Source, base: Source) -> Intervention:
+    def _shift(
+        self, units: Sequence[Unit], source: RecordedPass, base: RecordedPass
+    ) -> Intervention:
         return Intervention(
             kind="shift",
             sites=tuple(s for u in units for s in u.sites),

@@ -1,9 +1,9 @@
 """Where each sequence begins for the attention, measured on layer 0.
 
-The first token of a sequence sees itself alone, so its attention output is its own value vector,
-each key-value head repeated for its group; any later token sees more. Whatever an engine packs,
-pads or masks, a row that breaks this belongs to another sequence than its own. A token that
-repeats the one before it averages equal values, and so tells nothing of how many it sees.
+The first token of a sequence attends only to itself, so its attention output is its own value
+vector, with each key-value head repeated for its group. Any later token attends to more tokens. A
+row that breaks this rule is in the wrong sequence, however the engine packs, pads or masks. A token
+that repeats the previous one averages equal values, which does not show how many tokens it sees.
 """
 
 import numpy as np
@@ -12,29 +12,29 @@ import torch
 from rlk_align.trace.schema import WRONG_ROWS, Attended, BoundaryRecord, WrongBoundary
 
 ALIKE = 2.0**-5
-"""Relative distance up to which an output is the value itself: one rounding in bf16 is 2^-8."""
+"""The relative distance up to which an output equals the value; one rounding in bf16 is 2^-8."""
 
 
 def alike(out: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Which rows of attention `[N, F]` are the value of the one token that they see, `[N]`."""
+    """Which rows of attention `[N, F]` equal the value of a single token, `[N]`."""
     a, b = out.double(), value.double()
     return ~((a - b).norm(dim=1) / b.norm(dim=1) > ALIKE)
 
 
 class BoundaryCheck:
-    """Follows layer 0 of one pass."""
+    """Checks layer 0 of one pass."""
 
     def __init__(self, heads: int, kv_heads: int) -> None:
         self._heads, self._kv_heads = heads, kv_heads
         self._value: torch.Tensor | None = None
         self._last: dict[int, tuple[int, torch.Tensor]] = {}
-        """Per sample, the position and value of the last row seen: decode brings one at a time."""
+        """Per sample, the position and value of the last row, since decode has one at a time."""
         self._checked = 0
         self._wrong = 0
         self._first: list[WrongBoundary] = []
 
     def see(self, site: str, rows: torch.Tensor, sample: np.ndarray, position: np.ndarray) -> None:
-        """Takes part in every tap; only layer 0's values and attention matter."""
+        """Takes the rows of each site; only layer 0's values and attention are used."""
         if site == "layers.0.v_proj":
             self._value = rows.detach().clone()
         elif site == "layers.0.attn" and self._value is not None:
@@ -54,8 +54,8 @@ class BoundaryCheck:
             return
         self._checked += len(out)
         first = position == 0
-        # Equal to the bit, where a token has other values to see: no average with them gives that.
-        alone = (repeated == out).all(dim=1).cpu().numpy() & self._news(value, sample, position)
+        # An average with different values cannot equal the token's own value bit for bit.
+        alone = (repeated == out).all(dim=1).cpu().numpy() & self._changed(value, sample, position)
         among = np.zeros(len(out), dtype=bool)
         if first.any():
             at = torch.from_numpy(np.flatnonzero(first)).to(out.device)
@@ -69,19 +69,19 @@ class BoundaryCheck:
                     WrongBoundary(sample=int(sample[row]), position=int(position[row]), sees=sees)
                 )
 
-    def _news(self, value: torch.Tensor, sample: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """Bool `[N]`: rows whose value is known to differ from the one at the position before."""
+    def _changed(self, value: torch.Tensor, sample: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """Bool `[N]`: rows whose value is known to differ from that of the previous position."""
         order = np.lexsort((position, sample))
         before, after = order[:-1], order[1:]
         follows = (sample[before] == sample[after]) & (position[before] + 1 == position[after])
         before, after = before[follows], after[follows]
-        news = np.zeros(len(value), dtype=bool)
-        news[after] = (value[before] != value[after]).any(dim=1).cpu().numpy()
+        changed = np.zeros(len(value), dtype=bool)
+        changed[after] = (value[before] != value[after]).any(dim=1).cpu().numpy()
         _, starts = np.unique(sample[order], return_index=True)
         for row in order[starts].tolist():
-            last, held = self._last.get(int(sample[row]), (None, None))
-            if held is not None and last == position[row] - 1:
-                news[row] = bool((held != value[row]).any())
+            last, previous = self._last.get(int(sample[row]), (None, None))
+            if previous is not None and last == position[row] - 1:
+                changed[row] = bool((previous != value[row]).any())
         for row in order[np.append(starts[1:], len(order)) - 1].tolist():
             self._last[int(sample[row])] = (int(position[row]), value[row].clone())
-        return news
+        return changed

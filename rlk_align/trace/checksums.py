@@ -1,11 +1,11 @@
-"""checksums.json: what the files of a folder were when they were written.
+"""checksums.json: the checksums of a folder's files.
 
-A file is compared with its checksum before it is read. That guards against accidents and
-carelessness, not against a forger, who can write this file too: `gate --recompute` derives the
-comparison again.
+A file is compared with its checksum before it is read. That detects accidents, but not a forger,
+who can also write this file: `gate --recompute` derives the comparison again.
 
-A capture's checksums.json names its records and tables and the pass.json of each finished pass,
-which names the pass's own files; a run's names its records and each capture's checksums.json.
+A capture's checksums.json lists its records, its tables and the pass.json of each finished pass,
+which lists the files of that pass. A run's checksums.json lists its records and the checksums.json
+of each capture.
 """
 
 import hashlib
@@ -24,14 +24,14 @@ CHECKSUMS = "checksums.json"
 
 
 class FileRecord(Record):
-    """A file as it was written."""
+    """The size and digest of a file."""
 
     size: Annotated[int, Field(ge=0)]
     blake2b: str
 
     @classmethod
     def of_files(cls, folder: Path, names: Iterable[str]) -> "dict[str, FileRecord]":
-        """Records these files as they are now."""
+        """The records of these files."""
         return {
             name: cls(size=(folder / name).stat().st_size, blake2b=digest)
             for name, digest in _digests(folder, list(names)).items()
@@ -43,32 +43,31 @@ class Checksums(Record):
 
     schema_id: Literal["rlk-align/checksums/1"] = "rlk-align/checksums/1"
     files: dict[str, FileRecord]
-    """Path below the folder -> the file."""
+    """Path below the folder -> the file's record."""
 
     def check(self, folder: Path, names: Iterable[str]) -> None:
-        """Raises CorruptTrace where one of these files is not named here, is missing, or is not
-        the one that was written."""
+        """Raises CorruptTrace if one of these files is not listed, is missing, or was changed."""
         wanted = list(names)
         for name in wanted:
             if name not in self.files:
-                raise CorruptTrace(f"{folder / CHECKSUMS} does not name {name}", REPAIR)
+                raise CorruptTrace(f"{folder / CHECKSUMS} does not list {name}", REPAIR)
         check_files(folder, {name: self.files[name] for name in wanted})
 
 
 def read_checksums(folder: Path) -> Checksums:
-    """Raises CorruptTrace where the folder has none."""
+    """The checksums of a folder. Raises CorruptTrace if it has none."""
     return load_record(Checksums, folder / CHECKSUMS)
 
 
 def add_checksums(folder: Path, names: Iterable[str]) -> None:
-    """Records these files as they are now; what was recorded of others stays."""
+    """Adds or replaces the records of these files."""
     known = read_checksums(folder).files if (folder / CHECKSUMS).is_file() else {}
     now = FileRecord.of_files(folder, names)
     save_record(Checksums(files=known | now), folder / CHECKSUMS)
 
 
 def check_sizes(folder: Path, files: Mapping[str, FileRecord]) -> None:
-    """Raises CorruptTrace where a file is missing or of another size."""
+    """Raises CorruptTrace if a file is missing or has another size."""
     for name, file in files.items():
         path = folder / name
         actual = path.stat().st_size if path.is_file() else None
@@ -78,7 +77,7 @@ def check_sizes(folder: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 def check_files(folder: Path, files: Mapping[str, FileRecord]) -> None:
-    """Raises CorruptTrace where a file is missing or is not the one that was written."""
+    """Raises CorruptTrace if a file is missing or was changed."""
     check_sizes(folder, files)
     for name, digest in _digests(folder, list(files)).items():
         if digest != files[name].blake2b:
@@ -86,13 +85,13 @@ def check_files(folder: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 def _digests(folder: Path, names: list[str]) -> dict[str, str]:
-    """Hashes several files at once: hashing leaves the interpreter to other threads."""
+    """Name -> digest; files are hashed in parallel, because hashing releases the interpreter."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return dict(zip(names, pool.map(lambda n: _digest(folder / n), names), strict=True))
 
 
 def _digest(path: Path) -> str:
-    """BLAKE2b of a file's bytes; raises CorruptTrace where it cannot be read."""
+    """The BLAKE2b digest of a file. Raises CorruptTrace if the file cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, hashlib.blake2b).hexdigest()

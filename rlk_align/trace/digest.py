@@ -1,16 +1,16 @@
-"""What a trace keeps of every row: a 128-bit digest of its bits, and a few statistics.
+"""The digests and statistics that a trace keeps of every row.
 
-The digest of a row is two 64-bit sums. The row's bytes are read as 64-bit lanes x_j (the last
-padded with zeros); with fixed odd random a_j, b_j, c_j, all modulo 2^64:
+The digest of a row consists of two 64-bit sums. The row's bytes are read as 64-bit lanes x_j, the
+last of which is padded with zeros. With fixed odd random a_j, b_j, c_j, all modulo 2^64:
 
     y_j = (x_j + 1) * a_j          a bijection of the lane
     z_j = y_j xor (y_j >> 32)      carries high bits into low ones, so that two sign flips
                                    cannot cancel
     h   = (sum_j z_j * b_j, sum_j z_j * c_j)
 
-A change of a single lane changes h with certainty; any other change goes unseen with
-probability about 2^-64 for each of the two sums. Modular sums do not depend on their order,
-so the digest is the same on every device and for every batch.
+A change of a single lane always changes h; each of the two sums misses any other change with
+probability about 2^-64. Modular sums do not depend on their order, so the digest is the same on
+every device and for every batch.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ _MASK32 = 0xFFFFFFFF
 
 @lru_cache(maxsize=64)
 def _coefficients(lanes: int, device: torch.device) -> torch.Tensor:
-    """Odd random int64, `[3, lanes]`; the same for every process and version."""
+    """Odd random int64, `[3, lanes]`, the same in every process and version."""
     bits = np.random.Generator(np.random.PCG64(20251120)).integers(
         np.iinfo(np.int64).min, np.iinfo(np.int64).max, size=(lanes, 3), endpoint=True
     )
@@ -46,8 +46,8 @@ def _lanes(rows: torch.Tensor) -> torch.Tensor:
 def digest_rows(rows: torch.Tensor) -> torch.Tensor:
     """Digests of the raw bits of `rows` `[N, F]`, any dtype: int64 `[N, 2]` on its device.
 
-    Order-sensitive and bit-exact: -0 differs from +0, and NaNs by their pattern. Memory is
-    bounded: large inputs are digested in blocks of rows.
+    A digest depends on the order and on every bit: -0 differs from +0, and NaNs differ by their
+    pattern. Large inputs are digested in blocks of rows, which bounds the memory.
     """
     lanes = _lanes(rows)
     a, b, c = _coefficients(lanes.shape[1], lanes.device)
@@ -62,16 +62,13 @@ def digest_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _block(device: torch.device) -> int:
-    """Elements worked on at a time: what a CPU's cache holds, or enough to fill a GPU."""
+    """The number of elements per block: those that fit a CPU's cache, or that keep a GPU busy."""
     return 1 << (17 if device.type == "cpu" else 24)
 
 
 def row_statistics(rows: torch.Tensor) -> torch.Tensor:
-    """Statistics of `rows` `[N, F]`: float64 `[N, 3]`, L2 norm, largest magnitude, number of NaN
-    or Inf.
-
-    The first two are of the finite entries.
-    """
+    """Statistics of `rows` `[N, F]`: float64 `[N, 3]`, L2 norm and largest magnitude of the finite
+    entries, and number of NaN or Inf."""
     out = torch.empty(rows.shape[0], 3, dtype=torch.float64, device=rows.device)
     step = max(1, _block(rows.device) // max(1, rows.shape[1]))
     for start in range(0, rows.shape[0], step):
@@ -87,22 +84,22 @@ def row_statistics(rows: torch.Tensor) -> torch.Tensor:
 def digest_parameter(weight: torch.Tensor) -> str:
     """A digest of a parameter's values, the same in every dtype that holds them exactly.
 
-    Values are widened to float32 (exact for bf16, fp16 and fp8; float64 stays) and -0 becomes
-    +0, because an engine that packs its weights hands them back without the sign of zero.
+    Values are widened to float32, which is exact for bf16, fp16 and fp8; float64 stays. -0 becomes
+    +0, because the weights of an engine that packs them are read without the sign of zero.
     """
     return digest_parameters([("", weight)])[""]
 
 
 def digest_parameters(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """`digest_parameter` of each, by name. Those of one shape are digested together: a GPU launches
-    a few kernels for all layers, and is waited for once, for all digests."""
+    """Name -> `digest_parameter`. Parameters of one shape are digested together, so that a GPU runs
+    a few kernels for all layers, and the host waits once for all digests."""
     groups: dict[tuple, list[tuple[str, torch.Tensor]]] = {}
-    found: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     for name, weight in named:
-        found[name] = ""  # the order is the caller's
+        by_name[name] = ""  # keeps the caller's order
         key = (weight.device, weight.shape, weight.dtype)
         groups.setdefault(key, []).append((name, weight))
-    # By device: their names, and their digests there.
+    # For each device: the names of its parameters, and their digests on the device.
     parts: dict[torch.device, tuple[list[str], list[torch.Tensor]]] = {}
     for (device, shape, dtype), some in groups.items():
         names, digests = parts.setdefault(device, ([], []))
@@ -114,16 +111,16 @@ def digest_parameters(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, st
             digests.append(_digests([weight for _, weight in some[first : first + size]]))
     for names, digests in parts.values():
         for name, (low, high) in zip(names, torch.cat(digests).tolist(), strict=True):
-            found[name] = f"{low & (2**64 - 1):016x}{high & (2**64 - 1):016x}"
-    return found
+            by_name[name] = f"{low & (2**64 - 1):016x}{high & (2**64 - 1):016x}"
+    return by_name
 
 
 _STACKED = 1 << 27
-"""Elements that are copied, to be digested together."""
+"""The largest number of elements that are copied into one stack and digested together."""
 
 
 def _digests(weights: list[torch.Tensor]) -> torch.Tensor:
-    """int64 [n, 2] of n parameters of one shape, on their device."""
+    """The digests of n parameters of one shape, int64 `[n, 2]` on their device."""
     n, shape, device = len(weights), weights[0].shape, weights[0].device
     count = shape[0] if len(shape) > 1 else 1
     rows = [weight.reshape(count, -1) for weight in weights]
@@ -141,13 +138,13 @@ def _digests(weights: list[torch.Tensor]) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _sizes(shape: torch.Size, device: torch.device) -> torch.Tensor:
-    """int64 [dimensions + 1], kept: a GPU is waited for where it is given numbers."""
+    """The shape, int64 `[dimensions + 1]`; cached, because a copy to a GPU waits for it."""
     return torch.tensor([*shape, 0], dtype=torch.int64, device=device)
 
 
 @lru_cache(maxsize=256)
 def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether parameters there are read by `digest_kernel.py`: with Triton, on an NVIDIA GPU of
+    """Whether `digest_kernel.py` can read such parameters: it needs Triton and an NVIDIA GPU of
     compute capability 8.0 or newer."""
     return (
         device.type == "cuda"
@@ -159,15 +156,15 @@ def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _wide(block: torch.Tensor) -> torch.Tensor:
-    """At least float32, its zeros positive."""
+    """The block in float32 or float64, with positive zeros."""
     return (block if block.dtype == torch.float64 else block.float()) + 0.0
 
 
 def digest_slices(weight: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """A 64-bit digest of each slice of a parameter along dimension 0, `[n]`, and along
-    dimension 1, `[m]` (empty for a vector), by the rules of `digest_parameter`.
+    """A 64-bit digest of each slice of a parameter along dimension 0, `[n]`, and along dimension 1,
+    `[m]` (empty for a vector), with values as in `digest_parameter`.
 
-    Along dimension 1 a lane is one element, so that blocks of rows can be added up.
+    Along dimension 1 a lane is one element, so that the sums of blocks of rows can be added.
     """
     rows = weight.reshape(weight.shape[0], -1) if weight.dim() > 1 else weight.reshape(-1, 1)
     step = max(1, _block(weight.device) // max(1, rows.shape[1]))

@@ -1,7 +1,7 @@
 """The first pass of `digest.digest_parameters` on a GPU: the digests of all rows of parameters of
-one shape, in one launch that reads every element once and holds nothing but its results.
+one shape, in one launch that reads every element once and allocates only its results.
 
-The formula is that of `digest.py`, and so are the bits: sums modulo 2^64 have no order.
+The formula and the bits are those of `digest.py`, since sums modulo 2^64 do not depend on order.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 _ROWS, _LANES = 8, 256
-"""Rows and lanes that a program has in registers at a time."""
+"""The rows and lanes that a program has in registers at a time."""
 
 
 @triton.jit
@@ -29,18 +29,18 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
     second = tl.zeros((ROWS,), tl.int64)
     for begin in range(0, lanes, LANES):
         column = begin * 2 + tl.arange(0, 2 * LANES)
-        there = (row < rows)[:, None] & (column < width)[None, :]
-        x = tl.load(weight_ptr + row[:, None] * width + column[None, :], mask=there, other=0.0)
+        inside = (row < rows)[:, None] & (column < width)[None, :]
+        x = tl.load(weight_ptr + row[:, None] * width + column[None, :], mask=inside, other=0.0)
         bits = x.to(tl.float32).to(tl.int32, bitcast=True)
         bits = tl.where((bits & 0x7FFFFFFF) == 0, 0, bits)  # -0 becomes +0
         low, high = tl.split(tl.reshape(bits, (ROWS, LANES, 2)))
         lane = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
-        place = begin + tl.arange(0, LANES)
-        known = place < lanes
-        # Where no lane is, b and c are 0.
-        a = tl.load(table_ptr + place, mask=known, other=0)[None, :]
-        b = tl.load(table_ptr + lanes + place, mask=known, other=0)[None, :]
-        c = tl.load(table_ptr + 2 * lanes + place, mask=known, other=0)[None, :]
+        number = begin + tl.arange(0, LANES)
+        exists = number < lanes
+        # Beyond the last lane b and c are 0.
+        a = tl.load(table_ptr + number, mask=exists, other=0)[None, :]
+        b = tl.load(table_ptr + lanes + number, mask=exists, other=0)[None, :]
+        c = tl.load(table_ptr + 2 * lanes + number, mask=exists, other=0)[None, :]
         z = (lane + 1) * a
         z = z ^ ((z >> 32) & 0xFFFFFFFF)
         first += tl.sum(z * b, 1)
@@ -51,26 +51,25 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
 
 
 def row_digests(weights: Sequence[torch.Tensor], table: torch.Tensor) -> torch.Tensor:
-    """int64 [n * rows, 2]: `digest.digest_rows` of the rows of n matrices [rows, width] of one
-    shape, dtype (bfloat16, float16 or float32) and device, widened to float32, with -0 as +0.
+    """`digest.digest_rows` of the rows of n matrices `[rows, width]` of one shape, dtype (bfloat16,
+    float16 or float32) and device, widened to float32, with -0 as +0: int64 `[n * rows, 2]`.
 
-    table: int64 [3, ceil(width / 2)], the coefficients of that many lanes.
+    `table`: the coefficients of the lanes, int64 `[3, ceil(width / 2)]`.
     """
     dense = [weight.contiguous() for weight in weights]
     rows, width = dense[0].shape
-    places = tuple(weight.data_ptr() for weight in dense)
+    pointers = tuple(weight.data_ptr() for weight in dense)
     out = torch.empty(len(dense) * rows, 2, dtype=torch.int64, device=table.device)
-    aligned = all(place % 16 == 0 for place in places)
+    aligned = all(pointer % 16 == 0 for pointer in pointers)
     dtype = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
     _rows_kernel[(triton.cdiv(rows, _ROWS), len(dense))](
-        _addresses(places, table.device), out, table, rows, width, table.shape[1],
+        _addresses(pointers, table.device), out, table, rows, width, table.shape[1],
         dtype[dense[0].dtype], aligned, _ROWS, _LANES,
     )  # fmt: skip
     return out
 
 
 @lru_cache(maxsize=64)
-def _addresses(places: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """int64 [n], kept: live parameters stay where they are, and a GPU is waited for where it is
-    given numbers."""
-    return torch.tensor(places, dtype=torch.int64, device=device)
+def _addresses(pointers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The pointers, int64 `[n]`; cached, because a copy to a GPU waits for it."""
+    return torch.tensor(pointers, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Rows of a pass by row number of the batch."""
+"""The rows of a pass by row number of the batch."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,31 +13,32 @@ from rlk_align.trace.schema import copies_of
 
 @dataclass(frozen=True, slots=True)
 class NumberedRows:
-    """A site's rows in one pass, each (sample, position) once, in the order of the batch."""
+    """A site's rows in one pass: each (sample, position) once, in the order of the batch."""
 
     rows: SiteRows
     number: np.ndarray
-    """Row numbers in the batch, ascending, `[N]`."""
+    """The row numbers in the batch, ascending, `[N]`."""
     at: np.ndarray
-    """Where each of them lies in `rows`, `[N]`."""
+    """The index of each in `rows`, `[N]`."""
     conflicts: int
-    """Rows seen twice with different bits."""
+    """The number of rows that occur twice with different bits."""
     strays: int
-    """Rows that the batch does not have."""
+    """The number of rows outside the batch."""
     copies: dict[int, "NumberedRows"] = field(default_factory=dict)
-    """Rank -> the rows of which that rank holds another copy than these."""
+    """Rank -> the rows of which that rank has a different copy."""
 
     def find(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(which of these row numbers are here, bool `[N]`; where each of those lies in `rows`)."""
+        """(which of these row numbers exist here, bool `[N]`; the index of each in `rows`)."""
         here, where = np.isin(number, self.number), np.searchsorted(self.number, number)
         return here, self.at[where[here]]
 
 
 def number_rows(rows: SiteRows, index: RowIndex) -> NumberedRows:
-    """A row seen twice (preemption, recomputation) must match itself; the first is kept."""
+    """Numbers the rows of a site. Of a row that occurs twice, after preemption or recomputation,
+    the first is used, and different bits count as a conflict."""
     number = index.rows(rows.sample, rows.position)
     if len(number) and number[0] >= 0 and (number[1:] > number[:-1]).all():
-        # In order and once each, as most passes write them.
+        # Most passes write each row once, in order.
         return NumberedRows(rows, number, np.arange(len(number)), conflicts=0, strays=0)
     known = np.flatnonzero(number >= 0)
     order = known[np.argsort(number[known], kind="stable")]
@@ -53,7 +54,7 @@ def number_rows(rows: SiteRows, index: RowIndex) -> NumberedRows:
 
 
 def read_rows(reader: PassReader, site: str, index: RowIndex) -> NumberedRows | None:
-    """A site's rows in a pass, or None where the pass has none."""
+    """A site's rows in a pass; None if the pass has none."""
     rows = reader.rows(site)
     if rows is None:
         return None
@@ -68,30 +69,30 @@ def read_rows(reader: PassReader, site: str, index: RowIndex) -> NumberedRows | 
 def read_ahead(
     passes: Sequence[PassReader], sites: Sequence[Site], index: RowIndex
 ) -> Iterator[list[NumberedRows | None]]:
-    """`read_rows` of all passes, site by site: each pass is read by a thread of its own, while the
-    site before is worked on."""
+    """`read_rows` of all passes, site by site: one thread for each pass reads the next site while
+    the caller works on the current one."""
     with ThreadPoolExecutor(max(1, len(passes))) as pool:
 
-        def ask(site: Site) -> list[Future[NumberedRows | None]]:
+        def start(site: Site) -> list[Future[NumberedRows | None]]:
             return [pool.submit(read_rows, reader, site.name, index) for reader in passes]
 
-        coming = [ask(site) for site in sites[:1]]
+        pending = [start(site) for site in sites[:1]]
         for following in range(1, len(sites) + 1):
-            rows = [future.result() for future in coming.pop()]
-            # Not before: one file is not read by two threads.
-            coming += [ask(site) for site in sites[following : following + 1]]
+            rows = [future.result() for future in pending.pop()]
+            # Only now, so that two threads never read one file.
+            pending += [start(site) for site in sites[following : following + 1]]
             yield rows
 
 
 def blocks(rows: np.ndarray, features: int, elements: int) -> Iterator[np.ndarray]:
-    """Splits row numbers into blocks of about this many elements, of one row at least."""
+    """Splits row numbers into blocks of about this many elements, and of at least one row."""
     step = max(1, elements // features)
     for start in range(0, len(rows), step):
         yield rows[start : start + step]
 
 
 def rows_that_differ(a: NumberedRows, b: NumberedRows) -> np.ndarray:
-    """Row numbers that both have, with other bits, ascending."""
+    """The row numbers that both have, with different bits, ascending."""
     if np.array_equal(a.number, b.number):
         number, i, j = a.number, a.at, b.at
     else:

@@ -1,10 +1,9 @@
-"""Which position each row was rotated by, measured from what went into the rotary embedding of
-layer 0 and what came out: of the queries; and whether the keys of a sequence are shifted as they
-are.
+"""The position by which each query of layer 0 was rotated, measured from the input and the output
+of the rotary embedding; and whether the keys of a sequence are shifted like its queries.
 
 A rotary embedding turns the pair (x_j, x_{j+d/2}) of every head by the angle p * w_j (Su et al.
-2021, in the half-split layout of the checkpoints), so the angle between input and output gives
-the position back: whatever an engine claims, packs or pads, this is what it did.
+2021, in the half-split layout of the checkpoints). The angle between input and output is therefore
+the position that the engine used, however it packs or pads.
 """
 
 import numpy as np
@@ -14,13 +13,13 @@ from rlk_align.model.rotary import Rotary
 from rlk_align.trace.schema import WRONG_ROWS, PositionRecord, WrongPosition
 
 RESOLUTION = 0.25
-"""Radians: bf16 tables and values are off by 0.02, a neighbouring position by w_0 = 1."""
+"""Radians: bf16 tables and values differ by 0.02, neighbouring positions by w_0 = 1."""
 MATCH = 0.995
-"""Mean cosine from which on a rotation is that of a position at all."""
+"""The smallest mean cosine of a rotation that belongs to a position."""
 
 
 class PositionCheck:
-    """Follows layer 0 of one pass."""
+    """Checks layer 0 of one pass."""
 
     def __init__(self, rotary: Rotary) -> None:
         self._rotary = rotary
@@ -28,14 +27,14 @@ class PositionCheck:
         self._inputs: dict[str, torch.Tensor] = {}
         self._checked = self._keys = 0
         self._shifts: dict[int, int] = {}
-        """Sample -> by how much the position of its first row is shifted."""
+        """Sample -> the shift of the position of its first row."""
         self._constant = True
-        """Whether that of all its rows is."""
+        """Whether all rows of each sample have that shift."""
         self._wrong = 0
         self._first: list[WrongPosition] = []
 
     def see(self, site: str, rows: torch.Tensor, sample: np.ndarray, position: np.ndarray) -> None:
-        """Takes part in every tap; only the way of queries and keys through layer 0 matters."""
+        """Takes the rows of each site; only layer 0's queries and keys are used."""
         rotary = self._rotary
         if site in (rotary.source, rotary.key_source):
             self._inputs[site] = rows.detach().clone()
@@ -49,15 +48,15 @@ class PositionCheck:
             self._follow(turned, self._off(turned, position), sample, position)
 
     def record(self) -> PositionRecord:
-        found = PositionRecord.of(self._checked, self._wrong, self._first)
+        record = PositionRecord.of(self._checked, self._wrong, self._first)
         if not (self._constant and self._shifts and self._keys == self._checked):
-            return found
+            return record
         shift = (min(self._shifts.values()), max(self._shifts.values()))
-        return found.model_copy(update={"shift": shift})
+        return record.model_copy(update={"shift": shift})
 
     def _turned(self, x: torch.Tensor, y: torch.Tensor, heads: int) -> torch.Tensor:
-        """The angle of each pair, summed over heads: `[N, F]` twice -> radians `[N, pairs]`; NaN of
-        a pair that is 0, as in the query of a padding token, whose embedding is 0."""
+        """The angle of each pair, summed over heads: two `[N, F]` -> radians `[N, pairs]`. It is
+        NaN for a pair that is 0, as in the query of a padding token, whose embedding is 0."""
         if x.shape != y.shape:
             return torch.zeros(0, len(self._frequency), dtype=torch.float64)
         pairs = len(self._frequency)
@@ -75,7 +74,7 @@ class PositionCheck:
         self._checked += len(turned)
         off = self._off(turned, position)
         self._follow(turned, off, sample, position)
-        # Where a value is not finite, or 0, there is no angle.
+        # A pair that is 0 or not finite has no angle.
         for row in torch.nonzero((off.abs() > RESOLUTION).any(dim=1)).flatten().tolist():
             if len(self._first) >= 4 * WRONG_ROWS:
                 self._wrong += 1
@@ -90,15 +89,15 @@ class PositionCheck:
                 )
 
     def _off(self, turned: torch.Tensor, position: np.ndarray) -> torch.Tensor:
-        """How far each angle is from that of a position."""
+        """The difference of each angle from the angle of its position."""
         expected = torch.from_numpy(position).double()[:, None] * self._frequency
         return torch.remainder(turned - expected + np.pi, 2 * np.pi) - np.pi
 
     def _follow(
         self, turned: torch.Tensor, off: torch.Tensor, sample: np.ndarray, position: np.ndarray
     ) -> None:
-        """Whether the rows of each sequence are shifted as its first one is; `off`: how far they
-        are from their own positions."""
+        """Records whether all rows of each sequence have the shift of its first row; `off`: the
+        differences from their own positions."""
         for number in np.unique(sample).tolist() if self._constant and len(turned) else ():
             rows = np.flatnonzero((sample == number) & turned.isfinite().all(dim=1).numpy())
             if not len(rows):
@@ -111,12 +110,12 @@ class PositionCheck:
                     return
                 self._shifts[number] = effective - int(position[rows[0]])
             shift = self._shifts[number]
-            apart = self._off(turned[rows], position[rows] + shift) if shift else off[rows]
-            self._constant &= not bool((apart.abs() > RESOLUTION).any())
+            shifted = self._off(turned[rows], position[rows] + shift) if shift else off[rows]
+            self._constant &= not bool((shifted.abs() > RESOLUTION).any())
 
     def _effective(self, turned: torch.Tensor) -> int | None:
-        """The position whose rotation it is; None where it is that of none."""
-        # One before 0 too: positions that are off by one the other way.
+        """The position that these angles belong to; None if they belong to none."""
+        # Starts at -1, which is position 0 shifted by one.
         candidates = torch.arange(-1, self._rotary.context, dtype=torch.float64)
         match = torch.cos(turned - candidates[:, None] * self._frequency).nanmean(dim=1)
         best = int(match.argmax())

@@ -1,4 +1,4 @@
-"""Reads a trace, site by site, and refuses one that is not what was written."""
+"""Reads a trace, site by site, and refuses files that were changed after they were written."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -21,34 +21,34 @@ from rlk_align.trace.tables import OLDER_WEIGHTS_SCHEMA, ROWS_SCHEMA, WEIGHTS_SC
 
 @dataclass(frozen=True, slots=True)
 class SiteRows:
-    """What a pass recorded of one site; arrays of length N in the order of capture."""
+    """The rows of one site in a pass: arrays of length N in the order of capture."""
 
     sample: np.ndarray
     position: np.ndarray
     digest: np.ndarray
     """int64 `[N, 2]`."""
     absmax: np.ndarray
-    """Largest magnitude of each row's finite entries, float64; 0 in digest-only passes."""
+    """The largest magnitude of each row's finite entries, float64; 0 in digest-only passes."""
     norm: np.ndarray
-    """L2 norm of each row's finite entries, float64; 0 in digest-only passes."""
+    """The L2 norm of each row's finite entries, float64; 0 in digest-only passes."""
     nonfinite: np.ndarray
-    """NaN or Inf entries in each row; 0 in digest-only passes."""
+    """The number of NaN or Inf entries in each row; 0 in digest-only passes."""
     shard: np.ndarray
-    """Which values file holds the row, -1 for none."""
+    """The number of the values file with the row, -1 for none."""
     index: np.ndarray
     """The row's number in that file's tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One canonical parameter as the live engine held it."""
+    """One canonical parameter of the live engine."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     digest: str
     shards: list[tuple[int, int, int, int]]
-    """(rank, dimension, start, stop); empty where one rank holds it whole."""
+    """(rank, dimension, start, stop); empty if each rank has the whole parameter."""
     replicas: list[str]
     """Digests of the copies of ranks 1, 2, ...; empty for a rank that has none."""
     casts: Mapping[str, str] = field(default_factory=dict)
@@ -56,14 +56,14 @@ class Weight:
 
     @property
     def copies(self) -> dict[int, str]:
-        """Digests of the ranks that have a copy."""
+        """Rank -> digest of its copy, for the ranks that have one."""
         copies = {0: self.digest} | {r: d for r, d in enumerate(self.replicas, 1) if d}
         holders = {rank for rank, *_ in self.shards} or copies.keys()
         return {rank: digest for rank, digest in copies.items() if rank in holders}
 
     def rounded(self, dtype: str) -> "Weight | None":
-        """The same rounded to a narrower dtype, as far as its copies are equal; None where that is
-        not known."""
+        """The parameter rounded to a narrower dtype; None if that was not recorded. A replica that
+        differs from rank 0's keeps its digest."""
         if dtype not in self.casts:
             return None
         digest = {self.digest: self.casts[dtype]}
@@ -85,7 +85,7 @@ class PassReader:
 
     @cached_property
     def _checked(self) -> Path:
-        """The folder, once its files are known to be the ones that were written."""
+        """The folder, after its files were compared with their checksums."""
         check_files(self.folder, self.record.files)
         return self.folder
 
@@ -105,8 +105,7 @@ class PassReader:
 
     @cached_property
     def _row_groups(self) -> dict[str, dict[int, list[int]]]:
-        """Site -> table -> row groups; every group holds rows of one site: the writer sees to
-        that."""
+        """Site -> table -> row groups; the writer puts the rows of one site into each group."""
         groups: dict[str, dict[int, list[int]]] = {}
         for t, table in enumerate(self._tables):
             for i in range(table.metadata.num_row_groups):
@@ -118,7 +117,7 @@ class PassReader:
         return groups
 
     def rows(self, site: str) -> SiteRows | None:
-        """The rows of a site, or None where the pass has none."""
+        """The rows of a site; None if the pass has none."""
         groups = self._row_groups.get(site)
         if not groups:
             return None
@@ -146,15 +145,15 @@ class PassReader:
     def values(self, site: str, rows: SiteRows, at: np.ndarray) -> torch.Tensor:
         """Values `[len(at), F]` of the rows numbered `at`, in the engine's dtype.
 
-        Raises CorruptTrace where a file is damaged.
+        Raises CorruptTrace for a damaged file.
         """
         return self.values_at(site, rows.shard[at], rows.index[at])
 
     def values_at(self, site: str, shards: np.ndarray, index: np.ndarray) -> torch.Tensor:
-        """Values `[N, F]` by where they lie: in which values file, and which row of its tensor."""
+        """Values `[N, F]` by the numbers of their values files and of the rows in the tensors."""
         record = self.record.sites.get(site)
         if record is None:
-            raise CorruptTrace(f"{self.folder}/pass.json does not know {site}")
+            raise CorruptTrace(f"{self.folder}/pass.json does not list {site}")
         out = torch.empty(len(index), record.features, dtype=getattr(torch, record.dtype))
         for shard in np.unique(shards):
             path = self._checked / f"values-{shard:05d}.safetensors"
@@ -173,8 +172,7 @@ class Trace:
     """One engine's capture."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises CorruptTrace where a file, those of the passes aside, is not what was
-        written."""
+        """Raises CorruptTrace if a file outside the passes is missing or was changed."""
         self.folder = folder
         self.checksums = checked_trace(folder)
         self.passes = finished_passes(self.checksums)
@@ -194,14 +192,14 @@ class Trace:
         }
 
     def _casts(self) -> list[dict[str, str]]:
-        """Of each parameter: dtype -> the digest of its cast."""
+        """For each parameter: dtype -> the digest of the parameter rounded to it."""
         casts = self._weights_table(["casts"])["casts"]
         fields = ((c.values.field("dtype"), c.values.field("digest")) for c in casts)
         return [dict(zip(*(f.to_pylist() for f in two), strict=True)) for two in fields]
 
     def weight_slices(self, name: str, cast: str = "") -> tuple[np.ndarray, np.ndarray]:
-        """Digests of a parameter's slices along dimensions 0 and 1, int64; the second may be
-        empty. `cast`: the dtype that it is rounded to, one of its casts; by default it is not."""
+        """Digests of a parameter's slices along dimensions 0 and 1, int64; the second may be empty.
+        `cast`: one of its casts, to read the digests of the rounded parameter."""
         table = self._weights_table(["name", "rows", "columns", *(["casts"] if cast else [])])
         at = table["name"].to_pylist().index(name)
         if not cast:
@@ -229,10 +227,10 @@ class Trace:
         return name in self.passes
 
     def read_pass(self, name: str) -> PassReader:
-        """Raises CorruptTrace where the pass is missing or did not finish, or lacks a file."""
+        """Raises CorruptTrace if the pass is missing, did not finish, or lacks a file."""
         if not self.has_pass(name):
-            raise CorruptTrace(f"{self.folder} holds no finished pass {name}", REPAIR)
-        # One reader for all: it compares the files with their checksums, once.
+            raise CorruptTrace(f"{self.folder} has no finished pass {name}", REPAIR)
+        # All callers share a reader, which compares the files with their checksums once.
         if name not in self._readers:
             self._readers[name] = PassReader(self.folder / name)
         return self._readers[name]

@@ -1,4 +1,4 @@
-"""Frozen records on disk, each a JSON file that is there whole or not at all."""
+"""Frozen records on disk: JSON files that are written completely or not at all."""
 
 import errno
 import re
@@ -14,7 +14,7 @@ from rlk_align.files import whole_file
 from rlk_align.text import complaint
 
 REPAIR = "run the command that wrote it again, with --fresh"
-"""What helps against a file that is not what was written."""
+"""The remedy for a file that is damaged or was changed."""
 
 
 class Record(BaseModel):
@@ -27,13 +27,13 @@ R = TypeVar("R", bound=BaseModel)
 
 
 def save_record(record: BaseModel, path: Path) -> None:
-    """Writes a record so that a reader sees all of it or nothing."""
+    """Writes a record, completely or not at all."""
     with writing(path), whole_file(path) as partial:
         partial.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
 def load_record(kind: type[R], path: Path) -> R:
-    """Raises CorruptTrace where the file is missing or not such a record."""
+    """Reads a record. Raises CorruptTrace if the file is missing or is not such a record."""
     try:
         return kind.model_validate_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -46,11 +46,11 @@ def load_record(kind: type[R], path: Path) -> R:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns a failed write below `path` into TraceNotWritten."""
+    """Raises TraceNotWritten if a write to `path` fails in the context."""
     from pyarrow import ArrowException
 
     failures: tuple[type[Exception], ...] = (OSError, ArrowException)
-    with suppress(ModuleNotFoundError):  # without it no tensors are written
+    with suppress(ModuleNotFoundError):  # without safetensors no tensors are written
         from safetensors import SafetensorError
 
         failures += (SafetensorError,)
@@ -67,10 +67,9 @@ FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def _remedy(error: Exception) -> str:
-    """What helps against a failed write, by the system's number for it, which some libraries give
-    in their message alone."""
-    told = re.search(r"(?:os error|errno:?) (\d+)", str(error), re.IGNORECASE)
-    number = getattr(error, "errno", None) or (int(told[1]) if told else None)
+    """The remedy for a failed write, by its errno, which may be in the message only."""
+    stated = re.search(r"(?:os error|errno:?) (\d+)", str(error), re.IGNORECASE)
+    number = getattr(error, "errno", None) or (int(stated[1]) if stated else None)
     if number in FORBIDDEN:
-        return "choose a folder that you may write to (--run-dir), or get the right to write there"
+        return "choose a folder that you may write to (--run-dir), or change its permissions"
     return "free some space, choose another --run-dir, or lower --trace-budget"

@@ -1,14 +1,14 @@
 """The RUN folder: one layout for capture, compare, gate and report.
 
 RUN/
-  run.json            what was asked for, and where the captures lie
-  prompts.jsonl       the prompts that engines read, where they are no file of the user's
-  captures/NAME/      a Trace each, named after everything that decides its content
-  comparison.json     what the comparison found
+  run.json            the command, and the folders of the captures
+  prompts.jsonl       the prompts that engines read, unless they are a file of the user's
+  captures/NAME/      a Trace each, named after a digest of everything that affects its contents
+  comparison.json     the result of the comparison
   comparison.parquet  the same, row by row
-  verdict.json        the verdict on it
-  probe.json          who introduced its differences, where the run was probed
-  checksums.json      of all these; written last, so its presence means complete
+  verdict.json        the verdict
+  probe.json          the side that introduced each difference, if the run was probed
+  checksums.json      of all these files; written last, so its presence means complete
 """
 
 import hashlib
@@ -42,8 +42,7 @@ IMPORTED: Literal["rlk-align/imported-run/1"] = "rlk-align/imported-run/1"
 
 
 def is_imported(name: str) -> bool:
-    """Whether the run of that name, a folder or `@last`, is an imported one. Raises BadOption where
-    there is no run."""
+    """Whether a run, a folder or `@last`, was imported. Raises BadOption if there is no run."""
     return schema_of(find_run(name)) == IMPORTED
 
 
@@ -54,7 +53,7 @@ def fingerprint(*parts: object) -> str:
 
 
 Role = Literal["rollout", "train", "capture"]
-"""What a capture is to a run; `capture` is the only one of a run that compares nothing."""
+"""The role of a capture in a run; `capture` is the only one of a run that compares nothing."""
 
 
 class RunRecord(Record):
@@ -62,13 +61,13 @@ class RunRecord(Record):
 
     schema_id: Literal["rlk-align/run/2"] = "rlk-align/run/2"
     command: list[str]
-    """The command line that reproduces it."""
+    """The command line that reproduces the run."""
     captures: Annotated[dict[Role, str], Field(min_length=1)]
-    """Folders below the run."""
+    """The folders of the captures, below the run."""
     judged: tuple[EdgeName, ...] = ()
     """The edges that a contract judges."""
     allowed: tuple[Kind, ...] = ()
-    """Mismatches that the user chose to measure across."""
+    """The mismatches that the user allowed."""
 
 
 class Run(RunFolder):
@@ -78,20 +77,19 @@ class Run(RunFolder):
 
     @classmethod
     def open(cls, name: str) -> "Run":
-        """A finished run, by folder or as `@last`. Raises BadOption if there is no such run, or one
-        that was imported, CorruptTrace where it did not finish or run.json is not what was
-        written."""
+        """A finished run, by folder or as `@last`. Raises BadOption if there is no such run or it
+        was imported, CorruptTrace if it did not finish or run.json was changed."""
         run = cls(find_run(name))
         if schema_of(run.folder) == IMPORTED:
             named = shlex.quote(str(run.folder))
             raise BadOption(
-                f"{run.folder} holds imported log-probs of both sides, and neither captures nor "
-                "a comparison",
+                f"{run.folder} has imported log-probs of both sides, and neither captures nor a "
+                "comparison",
                 f"rlk-align explain {named} compares its two sides, and rlk-align report html "
                 f"{named} draws them; rlk-align compare --tokens {named} --train SPEC scores its "
                 "ids again",
             )
-        run._check_whole(f"run it again: {shlex.join(run.record.command)}")
+        run._check_whole(f"repeat this run: {shlex.join(run.record.command)}")
         return run
 
     @property
@@ -104,7 +102,7 @@ class Run(RunFolder):
         self._remember()
 
     def finish(self) -> None:
-        """Writes the checksums of everything in it: from here on it may be read."""
+        """Writes the checksums of all files; from then on the run may be read."""
         record = self.record
         conclusions = CONCLUSIONS if record.judged else ()
         captures = [f"{folder}/{CHECKSUMS}" for folder in record.captures.values()]
@@ -112,15 +110,15 @@ class Run(RunFolder):
         add_checksums(self.folder, ["run.json", *conclusions, *probe, *captures])
 
     def capture_folder(self, role: Role) -> Path:
-        """The trace of that role, or the only one that the run has. Raises BadOption if there
-        is no trace, CorruptTrace where it is another than the run was finished with."""
+        """The folder of the trace with that role, or of the run's only trace. Raises BadOption if
+        there is none, CorruptTrace if it is not the one with which the run was finished."""
         captures = self.record.captures
         name = captures.get(role)
         if name is None and len(captures) == 1:
             name = next(iter(captures.values()))
         if name is None:
             raise BadOption(
-                f"{self.folder} holds no {role} capture", f"it holds: {', '.join(captures)}"
+                f"{self.folder} has no {role} capture", f"it has: {', '.join(captures)}"
             )
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:
@@ -132,15 +130,15 @@ class Run(RunFolder):
             raise CorruptTrace(
                 f"{self.folder}: its {role} capture, {where}, is gone or was replaced: "
                 f"{error.message}",
-                f"make this run again: {shlex.join(self.record.command)}",
+                f"repeat this run: {shlex.join(self.record.command)}",
             ) from error
         return self.folder / path
 
     def check(self) -> None:
-        """Raises CorruptTrace where any file of the run is missing or is not what was written.
+        """Raises CorruptTrace if a file of the run is missing or was changed.
 
-        Of a capture all but its checksums.json may be left behind: what was concluded stands
-        without its values.
+        A copied run may lack all files of a capture except its checksums.json, because its
+        conclusions do not need the values.
         """
         for role in self.record.captures:
             folder = self.capture_folder(role)
@@ -149,7 +147,7 @@ class Run(RunFolder):
         self._checksums.check(self.folder, self._checksums.files)
 
     def relative(self, folders: Mapping[Role, Path]) -> dict[Role, str]:
-        """Captures as run.json names them; one that lies elsewhere is linked into the run, so that
+        """The captures as run.json names them. A capture outside the run is linked into it, so that
         both may be moved together."""
         captures: dict[Role, str] = {}
         for role, folder in folders.items():
@@ -157,7 +155,7 @@ class Run(RunFolder):
             link = self.folder / "captures" / role
             if here not in there.parents:
                 if link.is_dir() and not link.is_symlink():
-                    # A copy that followed the links: what it holds stays.
+                    # A copy of the run replaced the link by a folder, which must stay.
                     link = link.with_name(f"{role}-{fingerprint(str(there))}")
                 with writing(link):
                     link.parent.mkdir(parents=True, exist_ok=True)
@@ -180,20 +178,20 @@ class Run(RunFolder):
         return load_record(Comparison, self.folder / "comparison.json")
 
     def load_probe(self, kind: type[R]) -> R | None:
-        """What a probe left, None where there was none; raises CorruptTrace for a damaged one."""
+        """The result of a probe, if the run was probed. Raises CorruptTrace if it is damaged."""
         if PROBE not in self._checksums.files:
             return None
         self._checksums.check(self.folder, [PROBE])
         return load_record(kind, self.folder / PROBE)
 
     def save_probe(self, probe: BaseModel) -> None:
-        """The run is not whole again before it is finished."""
+        """Writes the result of a probe; the run has to be finished again afterwards."""
         with writing(self.folder):
             (self.folder / CHECKSUMS).unlink(missing_ok=True)
         save_record(probe, self.folder / PROBE)
 
     def invalidate(self) -> None:
-        """Takes away what an earlier command concluded: nothing of it may be judged as ours."""
+        """Deletes the conclusions of an earlier command, so that they are not judged again."""
         with writing(self.folder):
             for name in (CHECKSUMS, *CONCLUSIONS, PROBE):
                 (self.folder / name).unlink(missing_ok=True)
@@ -207,11 +205,11 @@ class Run(RunFolder):
 
     @property
     def has_rows(self) -> bool:
-        """Whether the comparison was kept row by row; older runs were not."""
+        """Whether the run has its comparison row by row, which older runs lack."""
         return ROWS in self._checksums.files
 
     def rows(self, columns: Sequence[str] | None = None) -> "pa.Table":
-        """The rows of the comparison (see `rlk_align.comparison_table`), or these columns of them.
+        """The rows of the comparison, or only these columns (see `rlk_align.comparison_table`).
         Raises CorruptTrace for a damaged table."""
         from rlk_align.comparison_table import load_rows
 

@@ -1,4 +1,4 @@
-"""What a run's folder is, whatever it holds: found by name, checked, and never shared by two."""
+"""A run's folder of any kind: found by name, checked, and locked while a process writes to it."""
 
 import fcntl
 import json
@@ -14,12 +14,12 @@ from rlk_align.trace.checksums import CHECKSUMS, Checksums, read_checksums
 from rlk_align.trace.records import writing
 
 RUNS = Path("rlk-runs")
-"""Where runs go by default, below the current directory."""
+"""The default folder of runs, below the current directory."""
 RUN_JSON = "run.json"
 
 
 def find_run(name: str) -> Path:
-    """Returns the folder of that name, or of `@last`; raises BadOption where there is no run."""
+    """The folder of a run, by its path or `@last`. Raises BadOption if there is no run."""
     folder = Path(name)
     if name == "@last":
         pointer = RUNS / "last"
@@ -37,7 +37,7 @@ def find_run(name: str) -> Path:
 
 
 def schema_of(folder: Path) -> str | None:
-    """Returns the schema that a run's run.json names, None where it cannot be told."""
+    """The schema in a run's run.json; None if it cannot be read."""
     try:
         record = json.loads((folder / RUN_JSON).read_bytes())
     except (OSError, ValueError):
@@ -47,16 +47,16 @@ def schema_of(folder: Path) -> str | None:
 
 
 class RunFolder:
-    """A run's folder. Its kinds are told apart by the schema in run.json."""
+    """A run's folder. The schema in run.json distinguishes the kinds of runs."""
 
     files: ClassVar[tuple[str, ...]]
-    """The files that it may hold at its top."""
+    """The files that may be at the top of the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def reopened(self) -> Self:
-        """Returns the same run as it is now: another command may have finished it meanwhile."""
+        """The same run as it is now; another command may have finished it since."""
         return type(self)(self.folder)
 
     @cached_property
@@ -64,7 +64,7 @@ class RunFolder:
         return read_checksums(self.folder)
 
     def _check_whole(self, repair: str) -> None:
-        """Raises CorruptTrace where the run did not finish or run.json is not what was written."""
+        """Raises CorruptTrace if the run did not finish or run.json was changed."""
         if not (self.folder / CHECKSUMS).is_file():
             self._check_free()
             raise CorruptTrace(
@@ -75,19 +75,19 @@ class RunFolder:
 
     def _remember(self) -> None:
         """Makes this the last run."""
-        # Where nothing can be written here, there is no last run.
+        # In a folder without write permission there is no last run.
         with suppress(OSError):
             RUNS.mkdir(parents=True, exist_ok=True)
             (RUNS / "last").write_bytes(os.fsencode(self.folder.resolve()))
 
     def check_output(self, path: Path) -> None:
-        """Raises BadOption for a path at which a file of the run lies, or will."""
+        """Raises BadOption for a path that belongs to a file of the run."""
         inside = self.folder.resolve() in path.resolve().parents
         if inside and (path.name in self.files or path.parent.resolve() != self.folder.resolve()):
             raise BadOption(f"{path} is a file of the run itself", "write the output elsewhere")
 
     def _check_free(self) -> None:
-        """Raises ToolError while another process works in the folder."""
+        """Raises ToolError while another process uses the folder."""
         with suppress(FileNotFoundError, PermissionError), (self.folder / ".lock").open() as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -101,8 +101,8 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Two processes must not capture into one folder at once. Raises BadOption where a file
-        is in its place, ToolError while another process holds it, Interrupted on Ctrl-C inside."""
+        """Locks the folder, in which only one process may capture. Raises BadOption if the path is
+        a file, ToolError while another process uses the folder, Interrupted on Ctrl-C inside."""
         if self.folder.exists() and not self.folder.is_dir():
             raise BadOption(f"{self.folder} is a file, and a run is a folder", "name another one")
         with writing(self.folder):

@@ -16,8 +16,8 @@ ROWS_SCHEMA = pa.schema(
         ("index", pa.int64()),
     ]
 )
-"""norm, absmax and nonfinite are null in digest-only passes; shard and index where no value
-is kept."""
+"""norm, absmax and nonfinite are null in digest-only passes; shard and index are null for rows
+without a value."""
 
 WEIGHTS_SCHEMA = pa.schema(
     [
@@ -45,9 +45,9 @@ WEIGHTS_SCHEMA = pa.schema(
     ]
 )
 """rows and columns: a digest of each slice along dimension 0 and 1, so that a mismatch can be
-placed; shards: (rank, dimension, start, stop) of what each rank holds; replicas: the digest of
-every further rank's own copy; casts: the same digests of the parameter rounded to each narrower
-dtype that another engine may hold it in."""
+located; shards: (rank, dimension, start, stop) of each rank's slice; replicas: the digest of every
+further rank's copy; casts: the same digests of the parameter rounded to each narrower dtype that
+another engine may have."""
 
 OLDER_WEIGHTS_SCHEMA = WEIGHTS_SCHEMA.remove(WEIGHTS_SCHEMA.get_field_index("casts"))
-"""That of traces without casts."""
+"""The schema of older traces, without casts."""

@@ -1,4 +1,4 @@
-"""What a pass recorded, by row of the batch, for code that computes on recorded values."""
+"""The recorded values of a pass by row of the batch, for code that computes with them."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -10,23 +10,22 @@ from rlk_align.model.sites import RowIndex
 from rlk_align.trace.numbered import read_rows
 from rlk_align.trace.reader import PassReader
 
-HELD_BYTES = 1 << 30
-"""Bytes of rows' places and digests that are held at a time. Sites that were read longest ago are
-dropped, and read again when they are asked for; an engine that decodes asks for each site at every
-step."""
+CACHE_BYTES = 1 << 30
+"""The size of the cache of rows' locations and digests. The sites that were used longest ago are
+dropped, and read again when they are needed: a decoding engine uses each site at every step."""
 
 
 @dataclass(frozen=True, slots=True)
 class _BatchRows:
-    """What a pass holds of one site: arrays by row number of the batch. Of a row that it saw twice,
-    the first."""
+    """The rows of one site in a pass: arrays by row number of the batch. Of a row that occurs
+    twice, they have the first."""
 
     present: np.ndarray
     finite: np.ndarray
-    """Whether the row has a value, all of whose entries are finite."""
+    """Whether the row has a value and all its entries are finite."""
     digest: np.ndarray
     shard: np.ndarray
-    """-1 where no value is kept."""
+    """-1 for a row without a value."""
     index: np.ndarray
 
     @property
@@ -36,7 +35,7 @@ class _BatchRows:
 
 
 class RecordedRows:
-    """One pass, by row number of the batch; values stay on disk."""
+    """The rows of one pass by row number of the batch; values stay on disk."""
 
     def __init__(self, reader: PassReader, index: RowIndex) -> None:
         self.reader = reader
@@ -44,26 +43,26 @@ class RecordedRows:
         self._rows: OrderedDict[str, _BatchRows] = OrderedDict()
 
     def present(self, site: str) -> np.ndarray:
-        """Which rows of the batch the pass has, a mask."""
+        """A mask of the rows of the batch that the pass has."""
         return self._of(site).present
 
     def digests(self, site: str) -> np.ndarray:
-        """int64 `[rows of the batch, 2]`; 0 where a row has no value."""
+        """int64 `[rows of the batch, 2]`; 0 for a row that the pass lacks."""
         return self._of(site).digest
 
     def has_value(self, site: str) -> np.ndarray:
-        """Which rows of the batch have a value, a mask."""
+        """A mask of the rows of the batch with a value."""
         return self._of(site).shard >= 0
 
     def finite(self, site: str) -> np.ndarray:
-        """Which rows of the batch have a value without NaN and Inf, a mask."""
+        """A mask of the rows of the batch with a value without NaN and Inf."""
         return self._of(site).finite
 
     def find(
         self, site: str, sample: np.ndarray, position: np.ndarray
     ) -> tuple[torch.Tensor | None, np.ndarray]:
-        """The values `[n, F]` of the rows at (sample, position) that have one, None where none
-        has, and which ones these are, bool `[N]`."""
+        """The values `[n, F]` of the rows at (sample, position) that have one, or None if none has,
+        and a mask of these rows, bool `[N]`."""
         number = self.index.rows(sample, position)
         valued = np.where(number >= 0, self.has_value(site)[number], False)
         return (self.values(site, number[valued]) if valued.any() else None), valued
@@ -76,7 +75,7 @@ class RecordedRows:
     def _of(self, site: str) -> _BatchRows:
         if site not in self._rows:
             self._rows[site] = self._read(site)
-            while len(self._rows) > 1 and sum(r.nbytes for r in self._rows.values()) > HELD_BYTES:
+            while len(self._rows) > 1 and sum(r.nbytes for r in self._rows.values()) > CACHE_BYTES:
                 self._rows.popitem(last=False)
         self._rows.move_to_end(site)
         return self._rows[site]

@@ -41,21 +41,21 @@ from rlk_align.trace.tables import ROWS_SCHEMA
 FLUSH_BYTES = 1 << 27
 
 KeepValues = Callable[[str, np.ndarray, np.ndarray], np.ndarray]
-"""(site, samples `[N]`, positions `[N]`) -> which rows keep their values, bool `[N]`."""
+"""(site, samples `[N]`, positions `[N]`) -> mask of the rows that keep their values, bool `[N]`."""
 
 PART_SHARDS = 100_000
-"""Values files that one part of a pass may number."""
+"""The largest number of values files of one part of a pass."""
 
 _COMPACT: dict[str, Any] = {
     # Readers find a site's row groups by their statistics.
     "write_statistics": ["site"],
-    # Digests and norms hardly ever repeat, and magnitudes in a low precision do.
+    # Magnitudes in a low precision repeat; digests and norms almost never do.
     "use_dictionary": ["site", "absmax"],
     "column_encoding": dict.fromkeys(
         ("sample", "position", "nonfinite", "shard", "index"), "DELTA_BINARY_PACKED"
     ),
 }
-"""How a table of rows is written."""
+"""The options for writing a table of rows."""
 
 Buffered = tuple[torch.Tensor, np.ndarray, np.ndarray]
 
@@ -67,12 +67,12 @@ def _dtype_name(rows: torch.Tensor) -> DtypeName:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """What a pass measures of its rows beside keeping them."""
+    """The measurements of a pass's rows."""
 
     rotary: Rotary | None = None
-    """The rotary embedding that tells the position by which each row was rotated."""
+    """The rotary embedding, to measure the position by which each row was rotated."""
     heads: tuple[int, int] | None = None
-    """The number of query heads and of key-value heads, which tell where each sequence begins."""
+    """The numbers of query heads and of key-value heads, to measure where each sequence begins."""
 
 
 NO_CHECKS = Checks()
@@ -80,8 +80,8 @@ NO_CHECKS = Checks()
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Many small reductions on cached blocks: on a shared CPU the threads of a pool would mostly
-    wait for each other. The engine gets its number of threads back."""
+    """Sets torch's number of threads to 1 while entered: in many small reductions on cached blocks,
+    the threads of a shared CPU would mostly wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -93,10 +93,10 @@ def one_thread() -> Iterator[None]:
 class PassWriter:
     """Collects rows site by site, and writes them in blocks of about FLUSH_BYTES.
 
-    Several processes may write one pass, each a part of its own; part 0 opens the folder before
-    the others start, and finishes it after they have closed theirs. The folder appears under
-    its final name only when the pass is complete; an interrupted pass leaves `PASS.partial`,
-    which the next attempt replaces.
+    Several processes may each write a part of one pass: part 0 creates the folder before the others
+    start, and finishes it after they have closed their parts. The folder has its final name only
+    when the pass is complete; an interrupted pass leaves `PASS.partial`, which the next attempt
+    replaces.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class PassWriter:
         vocab: int | None = None,
         part: int = 0,
     ) -> None:
-        """`statistics`: whether rows get their norm, magnitude and count of NaN and Inf;
-        `checks`: what is measured of the rows beyond that; `vocab`: columns of the logits that
-        belong to a token, those beyond them being padding."""
+        """`statistics`: whether to record each row's norm, magnitude and count of NaN and Inf;
+        `checks`: further measurements; `vocab`: the number of columns of logits that belong to
+        tokens, after which there is padding."""
         self._final = folder
         self._folder = folder.with_name(folder.name + ".partial")
         self._keep = keep
@@ -139,7 +139,7 @@ class PassWriter:
             )
 
     def part(self, number: int) -> "Callable[[], PassWriter]":
-        """What opens another part of this pass, in whichever process it is called."""
+        """A function that opens another part of this pass, in any process."""
         return partial(
             PassWriter,
             self._final,
@@ -160,7 +160,7 @@ class PassWriter:
         traceback: TracebackType | None,
     ) -> None:
         if kind is not None and self._table.is_open:
-            # The pass failed: its own error matters, not one about closing half a table.
+            # The pass failed, so its error matters, and not an error on closing the table.
             try:
                 self._table.close()
             except (OSError, pa.ArrowException):
@@ -169,10 +169,8 @@ class PassWriter:
     def __call__(
         self, site: str, rows: torch.Tensor, sample: np.ndarray, position: np.ndarray
     ) -> None:
-        """Rows `[N, F]` of a site at (sample, position), int `[N]` each.
-
-        The rows are copied: engines reuse and overwrite their buffers.
-        """
+        """Takes rows `[N, F]` of a site at (sample, position), int `[N]` each, and copies them,
+        because engines overwrite their buffers."""
         assert rows.dim() == 2, f"{site}: {tuple(rows.shape)}"
         assert rows.shape[0] == len(sample) == len(position), (site, rows.shape, len(sample))
         if not len(sample):
@@ -189,19 +187,19 @@ class PassWriter:
             self._flush()
 
     def overwritten(self, site: str, rows: int) -> None:
-        """So many live rows of a site were overwritten by an intervention."""
+        """Takes the number of live rows of a site that an intervention overwrote."""
         self._overwritten[site] += rows
 
-    def held(self, sample: int, rows: range, rank: int, sharing: Sequence[int] = ()) -> None:
-        """One rank alone computes these rows of a sample, or it and others that say so too, but
-        for what is shared by features: by the ranks `sharing`, or by all where there are none."""
-        held = HeldRows(
+    def computes(self, rank: int, sample: int, rows: range, sharing: Sequence[int] = ()) -> None:
+        """Records that a rank computes these rows of a sample; several ranks may compute the same
+        rows. `sharing`: the ranks that share the features of these rows; empty for all ranks."""
+        run = HeldRows(
             sample=sample, start=rows.start, stop=rows.stop, rank=rank, sharing=list(sharing)
         )
-        self._held.append(held)
+        self._held.append(run)
 
     def close(self) -> None:
-        """Writes what is left, and what this part holds."""
+        """Writes the remaining rows and the record of this part."""
         seconds = time.perf_counter() - self._started
         self._flush()
         with writing(self._folder):
@@ -224,7 +222,7 @@ class PassWriter:
         graphs: GraphReplays | None = None,
         parted: Sequence[Cell] = (),
     ) -> None:
-        """Closes part 0, puts the parts together and gives the folder its final name."""
+        """Closes part 0, merges the records of all parts and gives the folder its final name."""
         self.close()
         paths = sorted(self._folder.glob("part-*.json"))
         parts = [load_record(PartRecord, path) for path in paths]
@@ -234,7 +232,7 @@ class PassWriter:
             names = sorted(p.name for p in self._folder.iterdir())
             files = FileRecord.of_files(self._folder, names)
         record = PassRecord(
-            sites=_together(parts),
+            sites=_merged(parts),
             positions=PositionRecord.together([p.positions for p in parts]),
             boundaries=BoundaryRecord.together([p.boundaries for p in parts]),
             unexposed=unexposed,
@@ -301,8 +299,8 @@ class PassWriter:
         )
 
 
-def _together(parts: list[PartRecord]) -> dict[str, SiteRecord]:
-    """The sites of all parts; raises EngineFailed where parts disagree on what a site is."""
+def _merged(parts: list[PartRecord]) -> dict[str, SiteRecord]:
+    """The sites of all parts. Raises EngineFailed if parts disagree on a site's dtype or width."""
     sites: dict[str, SiteRecord] = {}
     for part in parts:
         for name, record in part.sites.items():

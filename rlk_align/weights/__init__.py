@@ -1,1 +1,1 @@
-"""Two holders of one model's weights -> what became of each parameter between them."""
+"""Two holders of one model's weights -> what became of each parameter."""

@@ -1,9 +1,9 @@
 """A LoRA adapter as PEFT stores it, and the ways in which it may have been merged into a weight.
 
-A merge adds scale · B · A to W. In which dtype each step is rounded, and whether the product or a
-factor is scaled, decides the bits: `ways` lists each way, and
-`LowRank.merged` computes it. A product of matrices has no one order: what follows from any order
-of its float32 sums is an interval for each entry.
+A merge adds scale · B · A to W. The bits depend on the dtype to which each step is rounded, and on
+whether the product or a factor is scaled: `ways` lists each way, and `LowRank.merged` computes it.
+The order of the sums in a matrix product is not known, so each entry has an interval that includes
+the results of all orders of float32 sums.
 """
 
 import json
@@ -25,7 +25,7 @@ _FILE, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 Order = Literal["once", "product", "factor"]
-"""What is rounded: the sum alone; or the product B · A, scaled then; or the factor scale · B."""
+"""What is rounded: only the sum; the product B · A before it is scaled; or the factor scale · B."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class Merge:
 
     order: Order
     base: str
-    """The dtype that W is rounded to first."""
+    """The dtype to which W is rounded first."""
     step: str
-    """The dtype that each step is rounded to."""
+    """The dtype to which each step is rounded."""
     result: str
     """The dtype of the merged weight."""
 
@@ -49,7 +49,7 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """Some rows of a merged weight, and what float32 sums in any order may make of them."""
+    """Some rows of a merged weight, with the bounds of float32 sums in any order."""
 
     low: torch.Tensor
     value: torch.Tensor
@@ -58,7 +58,7 @@ class Merged:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to one parameter."""
+    """The update of one parameter by an adapter."""
 
     a: LazyTensor
     """`[rank, in]`."""
@@ -71,12 +71,12 @@ class LowRank:
         return any(not bool(t.read(None).any()) for t in (self.a, self.b))
 
     def merged(self, weight: torch.Tensor, way: Merge) -> Iterator[Merged]:
-        """The weight merged in one way, by blocks of rows."""
+        """The weight merged in one way, in blocks of rows."""
         step = torch.float64 if way.order == "once" else DTYPES[way.step]
         b, a = (t.read(None).to(step).double() for t in (self.b, self.a))
         if way.order == "factor":
             b = (b * self.scale).to(step).double()
-        # What adding up `rank` products in float32, in any order, and scaling them may be off by.
+        # The error of adding up `rank` products in float32, in any order, and of scaling them.
         error = (len(a) + 3) * 2.0**-24
         rows = max(1, _BLOCK // max(1, weight.shape[1]))
         for block, factor in zip(weight.split(rows), b.split(rows), strict=True):
@@ -85,7 +85,7 @@ class LowRank:
             yield Merged(torch.minimum(*ends), self._sum(block, product, way), torch.maximum(*ends))
 
     def _sum(self, weight: torch.Tensor, product: torch.Tensor, way: Merge) -> torch.Tensor:
-        """Monotone in the product, so that it maps an interval to an interval."""
+        """The merged weight, monotone in the product, so that an interval maps to an interval."""
         base = weight.to(DTYPES[way.base])
         if way.order == "once":
             return (base.float() + (product * self.scale).float()).to(DTYPES[way.result])
@@ -96,11 +96,11 @@ class LowRank:
 
 
 _BLOCK = 1 << 20
-"""Entries that are merged at a time."""
+"""The number of entries that are merged at a time."""
 
 
 def ways(base: str, result: str) -> list[Merge]:
-    """Every way of merging into a weight of dtype `base` that gives one of dtype `result`."""
+    """Every way of merging into a weight of dtype `base` with a result of dtype `result`."""
     once = [Merge("once", dtype, "float32", result) for dtype in dict.fromkeys((base, result))]
     steps = ("bfloat16", "float16") if result == "float32" else (result,)
     if result == "float32":
@@ -114,7 +114,7 @@ _STEPWISE: tuple[Order, ...] = ("product", "factor")
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter's folder."""
+    """The contents of an adapter's folder."""
 
     path: str
     updates: dict[str, LowRank]
@@ -124,8 +124,8 @@ class Adapter:
 def read_adapter(path: str) -> Adapter:
     """Reads an adapter in PEFT's layout.
 
-    Raises ModelError where the folder holds none, or one that does more than add B · A;
-    CorruptCheckpoint for a damaged file.
+    Raises ModelError for a folder without an adapter, or for an adapter that does more than add
+    B · A; CorruptCheckpoint for a damaged file.
     """
     folder = Path(path).expanduser()
     for name in (_CONFIG, _FILE):
@@ -148,7 +148,9 @@ def read_adapter(path: str) -> Adapter:
         what = ", ".join(unread) or next(
             (k for k, v in patterns.items() if v), f"{kind}, rank {rank}"
         )
-        raise ModelError(f"{path}: an adapter with {what} is not read", "plain LoRA is")
+        raise ModelError(
+            f"{path}: adapters with {what} are not supported", "plain LoRA is supported"
+        )
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     tensors = {t.name: t for t in read_safetensors(folder / _FILE)}
     updates = {}
@@ -158,9 +160,9 @@ def read_adapter(path: str) -> Adapter:
         module = name.removesuffix(".lora_A.weight")
         other = tensors.get(f"{module}.lora_B.weight")
         if other is None or tensor.shape[0] != rank or other.shape[1:] != (rank,):
-            raise ModelError(f"{folder / _FILE}: {name} and its lora_B do not fit rank {rank}")
+            raise ModelError(f"{folder / _FILE}: {name} or its lora_B does not have rank {rank}")
         plain = f"{module.removeprefix('base_model.model.')}.weight"
         updates[canonical_name(plain) or plain] = LowRank(tensor, other, scale)
     if not updates:
-        raise ModelError(f"{folder / _FILE} holds no lora_A and lora_B")
+        raise ModelError(f"{folder / _FILE} has no lora_A and lora_B")
     return Adapter(path, updates)

@@ -1,13 +1,14 @@
 """Two holders of one model's weights -> what became of each parameter.
 
-Bits are compared where both sides have them, and digests where one is a recording. What differs is
-looked for in the order of how much it explains: a cast, a merged adapter, an earlier step, another
-parameter's place, some slices of an earlier step.
+Bits are compared if both sides have them, and digests if one side is a recording. A difference is
+explained by the first of: a cast, a merged adapter, an earlier step, another parameter, some slices
+of an earlier step.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,14 +18,14 @@ from rlk_align.progress import Progress, silent
 from rlk_align.trace.digest import digest_parameter, digest_slices
 from rlk_align.trace.reader import Weight
 from rlk_align.weights.adapter import Adapter, LowRank, Merge, ways
-from rlk_align.weights.findings import Finding, Held, Status, WeightsReport
+from rlk_align.weights.findings import Finding, ParameterState, Status, WeightsReport
+from rlk_align.weights.holder import WeightHolder
 from rlk_align.weights.lazy import DTYPES
 from rlk_align.weights.parameter import Parameter, RecordedParameter
-from rlk_align.weights.source import Source
 
 _SIDES = Sides("A", "B", "A's")
 _ROUNDINGS = ("bfloat16", "float16")
-"""What a wider dtype may hold the values of."""
+"""The dtypes whose values a wider dtype may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +33,19 @@ class Earlier:
     """An earlier checkpoint of the same training run."""
 
     step: str
-    source: Source
+    holder: WeightHolder
 
 
 @dataclass(slots=True)
 class Comparer:
     """Compares parameters one by one."""
 
-    a: Source
-    b: Source
+    a: WeightHolder
+    b: WeightHolder
     earlier: Sequence[Earlier] = ()
     adapter: Adapter | None = None
     digests: dict[tuple[str, str], str] = field(default_factory=dict)
-    """(parameter of A, dtype that it is rounded to) -> digest."""
+    """(parameter of A, dtype to which it is rounded) -> digest."""
 
     def report(self, progress: Progress = silent) -> WeightsReport:
         """What became of every parameter that either side has."""
@@ -71,8 +72,8 @@ class Comparer:
                 name=name,
                 status="missing",
                 detail=f"{side} lacks it",
-                a=_held(a, False),
-                b=_held(b, False),
+                a=_state(a, False),
+                b=_state(b, False),
             )
         if a.shape != b.shape:
             detail = f"A's shape is {list(a.shape)}, B's is {list(b.shape)}"
@@ -93,7 +94,7 @@ class Comparer:
         return _finding(a, b, "equal", digested=False)
 
     def _lacks_adapter(self, a: Parameter, b: Parameter) -> bool:
-        """Whether B is A where every way of merging the adapter would have changed it."""
+        """Whether B equals A, although every way of merging the adapter would change A."""
         update = self.adapter.updates.get(a.name) if self.adapter else None
         value = a.value()
         if update is None or value is None or update.changes_nothing():
@@ -101,7 +102,7 @@ class Comparer:
         return self._merged(a, b) is None
 
     def _copies(self, a: Parameter, b: Parameter, ranks: dict[int, Parameter]) -> Finding:
-        """A parameter of which some ranks have another copy than rank 0."""
+        """A parameter whose copy on some ranks differs from that of rank 0."""
         who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         detail, at = f"B's {who}: another copy than rank 0", list(ranks)
         steps = {self._step(a.name, copy) for copy in ranks.values()}
@@ -111,15 +112,15 @@ class Comparer:
         return _finding(a, b, "stale", f"{detail}, from {step}", step=step, ranks=at)
 
     def _step(self, name: str, b: Parameter) -> str | None:
-        """The earlier checkpoint that has what B has, the latest where several do."""
+        """The latest earlier checkpoint with B's value."""
         for earlier in self.earlier:
-            old = earlier.source.parameters.get(name)
+            old = earlier.holder.parameters.get(name)
             if old and old.shape == b.shape and _rounding(old, b) is not None:
                 return earlier.step
         return None
 
     def _explained(self, a: Parameter, b: Parameter) -> Finding:
-        """A parameter that is neither A's nor a rounding of it."""
+        """A parameter that is neither equal to A's nor a rounding of it."""
         if merged := self._merged(a, b):
             return _finding(a, b, "merged", merged)
         if step := self._step(a.name, b):
@@ -129,7 +130,7 @@ class Comparer:
         return self._in_part(a, b)
 
     def _merged(self, a: Parameter, b: Parameter) -> str | None:
-        """How the adapter was merged into B, where it was."""
+        """How the adapter was merged into B; None if it was not."""
         update = self.adapter.updates.get(a.name) if self.adapter else None
         value = a.value()
         if update is None or value is None:
@@ -142,14 +143,14 @@ class Comparer:
         return f"the adapter: {way}{counted if differing else ''}"
 
     def _elsewhere(self, b: Parameter) -> str | None:
-        """The parameter of A that B has here."""
+        """The other parameter of A whose value B has here."""
         for name, other in self.a.parameters.items():
             if name != b.name and other.shape == b.shape and self._digest_as(other, b) == b.digest:
                 return name
         return None
 
     def _digest_as(self, parameter: Parameter, b: Parameter) -> str:
-        """The digest of a parameter of A once it is rounded to the dtype of B."""
+        """The digest of a parameter of A, rounded to the dtype of B."""
         key = (parameter.name, b.dtype)
         if key not in self.digests:
             value = parameter.value()
@@ -162,57 +163,51 @@ class Comparer:
         return self.digests[key]
 
     def _in_part(self, a: Parameter, b: Parameter) -> Finding:
-        """A parameter of which some slices may be an earlier step's."""
+        """A parameter of which some slices may have the values of an earlier step."""
         x, y = a.value(), b.value()
-        found = difference(_Rounded(a, b.dtype), b, _SIDES, self.a.head_dim or self.b.head_dim)
+        rounded = _Sliced(a.name, a.shards, _rounded_slices(a, b.dtype))
+        part = difference(rounded, b, _SIDES, self.a.head_dim or self.b.head_dim)
         count, largest = (None, None) if x is None or y is None else _entries(x.to(y.dtype), y)
-        step = self._step_of_slices(b, found)
+        step = self._step_of_slices(b, part)
         return _finding(
             a,
             b,
             "stale" if step else "other",
-            f"{found.detail}: they are those of {step}" if step else found.detail,
+            f"{part.detail}: they are those of {step}" if step else part.detail,
             step=step,
-            ranks=found.ranks,
+            ranks=part.ranks,
             differing=count,
             largest=largest,
         )
 
-    def _step_of_slices(self, b: Parameter, found: Difference) -> str | None:
+    def _step_of_slices(self, b: Parameter, part: Difference) -> str | None:
         """The earlier checkpoint whose slices B has where it differs from A."""
-        mine = b.slices[found.dim][found.at]
+        mine = b.slices[part.dim][part.at]
         for earlier in self.earlier:
-            old = earlier.source.parameters.get(b.name)
+            old = earlier.holder.parameters.get(b.name)
             if old is None or old.shape != b.shape or not len(mine):
                 continue
-            if np.array_equal(_Rounded(old, b.dtype).slices[found.dim][found.at], mine):
+            if np.array_equal(_rounded_slices(old, b.dtype)[part.dim][part.at], mine):
                 return earlier.step
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Rounded:
-    """A parameter by its slices once it is rounded to another dtype."""
+class _Sliced(NamedTuple):
+    """A parameter by its slices."""
 
-    parameter: Parameter
-    dtype: str
+    name: str
+    shards: Shards
+    slices: tuple[np.ndarray, np.ndarray]
 
-    @property
-    def name(self) -> str:
-        return self.parameter.name
 
-    @property
-    def shards(self) -> Shards:
-        return self.parameter.shards
-
-    @property
-    def slices(self) -> tuple[np.ndarray, np.ndarray]:
-        if isinstance(self.parameter, RecordedParameter):
-            return self.parameter.slices_as(self.dtype)
-        value = self.parameter.value()
-        if value is None or self.dtype == self.parameter.dtype:
-            return self.parameter.slices
-        return digest_slices(value.to(DTYPES[self.dtype]))
+def _rounded_slices(parameter: Parameter, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """The slices of a parameter that is rounded to another dtype."""
+    if isinstance(parameter, RecordedParameter):
+        return parameter.slices_as(dtype)
+    value = parameter.value()
+    if value is None or dtype == parameter.dtype:
+        return parameter.slices
+    return digest_slices(value.to(DTYPES[dtype]))
 
 
 def _finding(
@@ -227,39 +222,40 @@ def _finding(
     largest: float | None = None,
     digested: bool = True,
 ) -> Finding:
-    """`digested`: whether the digests of both sides are worth reading them once more."""
+    """`digested`: whether to digest the values of both sides, which reads them again."""
     return Finding(
         name=a.name,
         status=status,
         detail=detail,
         step=step,
         ranks=list(ranks),
-        a=_held(a, digested),
-        b=_held(b, digested),
+        a=_state(a, digested),
+        b=_state(b, digested),
         differing=differing,
         max_abs_difference=largest,
     )
 
 
-def _held(parameter: Parameter | None, digested: bool) -> Held | None:
+def _state(parameter: Parameter | None, digested: bool) -> ParameterState | None:
     if parameter is None:
         return None
     known = digested or isinstance(parameter, RecordedParameter)
     digest = parameter.digest if known else None
-    return Held(parameter.dtype, parameter.shape, digest)
+    return ParameterState(parameter.dtype, parameter.shape, digest)
 
 
 def _fit(
     update: LowRank, weight: torch.Tensor, way: Merge, b: Parameter
 ) -> tuple[int, Merge] | None:
-    """(how many entries of B round otherwise, that way) where it explains B."""
-    held = b.value()
-    if held is None:
+    """(the number of entries of B that round differently, the way of merging) if that way explains
+    B; otherwise None."""
+    value = b.value()
+    if value is None:
         whole = torch.cat([m.value for m in update.merged(weight, way)])
         return (0, way) if digest_parameter(whole) == b.digest else None
     differing = start = 0
     for merged in update.merged(weight, way):
-        block = held[start : start + len(merged.value)]
+        block = value[start : start + len(merged.value)]
         if not bool(((merged.low <= block) & (block <= merged.high)).all()):
             return None
         differing += int((merged.value != block).sum())
@@ -268,8 +264,8 @@ def _fit(
 
 
 def _rounding(a: Parameter, b: Parameter) -> str | None:
-    """Which side is a rounding of the other, in words: empty where both have the same values, None
-    where neither is."""
+    """Which side is a rounding of the other, in words; empty if both have the same values, None if
+    neither is a rounding."""
     x, y = a.value(), b.value()
     if isinstance(a, RecordedParameter) and isinstance(b, RecordedParameter):
         return _recorded_rounding(a.weight, b.weight)
@@ -281,7 +277,7 @@ def _rounding(a: Parameter, b: Parameter) -> str | None:
 
 
 def _recorded_rounding(a: Weight, b: Weight) -> str | None:
-    """The same of two recordings, by their digests."""
+    """`_rounding` of two recordings, by their digests."""
     if a.digest == b.digest:
         return ""
     for wide, narrow, words in ((a, b, "B is A"), (b, a, "A is B")):
@@ -291,8 +287,8 @@ def _recorded_rounding(a: Weight, b: Weight) -> str | None:
 
 
 def _rounded_to(value: torch.Tensor, other: Parameter) -> str | None:
-    """The dtype that `value` was rounded to for the other side: empty where nothing was lost, None
-    where no rounding gives what is there."""
+    """The dtype to which `value` was rounded for the other side; empty if the rounding loses
+    nothing, None if no rounding gives the other side's values."""
     if not value.dtype.is_floating_point:
         return "" if _holds(other, value) else None
     for name in dict.fromkeys((other.dtype, *_ROUNDINGS)):
@@ -306,15 +302,15 @@ def _rounded_to(value: torch.Tensor, other: Parameter) -> str | None:
 
 def _holds(parameter: Parameter, value: torch.Tensor) -> bool:
     """Whether the parameter has these values; a NaN equals nothing."""
-    held = parameter.value()
-    if held is None:
+    actual = parameter.value()
+    if actual is None:
         return digest_parameter(value) == parameter.digest
-    wanted = value.to(held.dtype)
-    return _same_bits(wanted, held) or _same_values(wanted, held)
+    wanted = value.to(actual.dtype)
+    return _same_bits(wanted, actual) or _same_values(wanted, actual)
 
 
 def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Compares bytes, at the speed of memory."""
+    """Whether two tensors have the same bytes, which is the fastest comparison."""
     return torch.equal(_bytes(x), _bytes(y))
 
 
@@ -323,7 +319,7 @@ def _same_values(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _computable(x: torch.Tensor) -> torch.Tensor:
-    """The same values in a dtype that torch computes in: it compares no floats of eight bits."""
+    """The same values in a dtype that torch compares: it lacks floats of eight bits."""
     return x.float() if x.dtype.is_floating_point and x.dtype.itemsize == 1 else x
 
 
@@ -332,7 +328,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _not_finite(parameter: Parameter) -> int:
-    """How many entries are NaN or infinite; none in a recording, which refuses them."""
+    """The number of entries that are NaN or infinite; 0 for a recording, which refuses them."""
     value = parameter.value()
     if value is None or not value.dtype.is_floating_point or not value.numel():
         return 0
@@ -343,7 +339,7 @@ def _not_finite(parameter: Parameter) -> int:
 
 
 def _other_copies(parameter: Parameter) -> dict[int, Parameter]:
-    """The copies of a replicated parameter that are not that of rank 0, by rank."""
+    """Rank -> its copy of a replicated parameter, for copies that differ from that of rank 0."""
     if not isinstance(parameter, RecordedParameter):
         return {}
     weight = parameter.weight
@@ -355,14 +351,11 @@ def _other_copies(parameter: Parameter) -> dict[int, Parameter]:
 
 
 def _entries(x: torch.Tensor, y: torch.Tensor) -> tuple[int, float]:
-    """(how many entries differ, the largest difference in magnitude)."""
+    """(the number of entries that differ, the largest difference in magnitude)."""
     count, largest = 0, 0.0
-    for mine, theirs in zip(_blocks(x), _blocks(y), strict=True):
-        apart = (mine.double() - theirs.double()).abs()
-        count += int((apart != 0).sum())
-        largest = max(largest, float(apart.max()))
+    blocks = zip(*(t.reshape(-1).split(1 << 20) for t in (x, y)), strict=True)
+    for mine, theirs in blocks:
+        distance = (mine.double() - theirs.double()).abs()
+        count += int((distance != 0).sum())
+        largest = max(largest, float(distance.max()))
     return count, largest
-
-
-def _blocks(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    yield from x.reshape(-1).split(1 << 20)

@@ -1,5 +1,5 @@
-"""Reads torch's distributed checkpoints, which FSDP and Megatron write: `.metadata` and `.distcp`
-files. Nothing in them is unpickled."""
+"""Reads torch's distributed checkpoints, which FSDP and Megatron write as `.metadata` and `.distcp`
+files, without unpickling anything."""
 
 import mmap
 import re
@@ -22,7 +22,7 @@ METADATA = ".metadata"
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """Where one chunk of a tensor lies."""
+    """Where one chunk of a tensor is stored."""
 
     file: str
     offset: int
@@ -32,7 +32,7 @@ class _Item:
 def read_dcp(folder: Path) -> list[LazyTensor]:
     """The tensors of a distributed checkpoint, by its metadata.
 
-    Raises CorruptCheckpoint where a file is missing, truncated or of a kind that is not known.
+    Raises CorruptCheckpoint for a file that is missing, truncated or of an unknown kind.
     """
     path = folder / METADATA
     try:
@@ -62,7 +62,7 @@ def _kind(entry: Call) -> str:
 
 
 def _size(value: Call) -> tuple[int, ...]:
-    """A torch.Size."""
+    """The sizes in a torch.Size."""
     [sizes] = value.arguments
     if not all(type(s) is int and s >= 0 for s in sizes):
         raise ValueError(f"a size is {sizes!r}")
@@ -70,7 +70,7 @@ def _size(value: Call) -> tuple[int, ...]:
 
 
 def _key(index: Call) -> tuple[str, tuple[int, ...]]:
-    """What the metadata finds a chunk by: the tensor's name, and its offset if it has several."""
+    """The key of a chunk in the metadata: the tensor's name, and the offset if it has several."""
     offset = index.state.get("offset")
     return index["fqn"], () if offset is None else _size(offset)
 
@@ -78,9 +78,9 @@ def _key(index: Call) -> tuple[str, tuple[int, ...]]:
 def _item(info: Call) -> _Item:
     name = info["relative_path"]
     if Path(name).name != name:
-        raise ValueError(f"{name!r} lies outside the checkpoint's folder")
+        raise ValueError(f"{name!r} is outside the checkpoint's folder")
     if isinstance(info.state, dict) and info.state.get("transform_descriptors"):
-        raise ValueError(f"{name} is compressed, which is not read")
+        raise ValueError(f"{name} is compressed, which is not supported")
     return _Item(name, info["offset"], info["length"])
 
 
@@ -92,17 +92,17 @@ def _tensor(
 ) -> LazyTensor:
     dtypes = [p.name for p in entry["properties"].state if isinstance(p, Name)]
     dtype = next(d for d in dtypes if d in DTYPES)
-    shape, chunks, places = _size(entry["size"]), [], []
+    shape, chunks, stored = _size(entry["size"]), [], []
     for chunk in entry["chunks"]:
         offsets, sizes = _size(chunk["offsets"]), _size(chunk["sizes"])
         item = items.get((name, offsets)) or items[name, ()]
         writer = re.match(r"__(\d+)_", item.file)
         chunks.append(Chunk(int(writer[1]) if writer else 0, offsets, sizes))
-        places.append((files[item.file], item))
+        stored.append((files[item.file], item))
     count = sum(torch.Size(c.sizes).numel() for c in chunks)
     if count != torch.Size(shape).numel():
         raise ValueError(f"the chunks of {name} have {count:,} entries of {list(shape)}")
-    read = partial(_read, shape, dtype, list(zip(chunks, places, strict=True)))
+    read = partial(_read, shape, dtype, list(zip(chunks, stored, strict=True)))
     return LazyTensor(name, shape, dtype, read, tuple(chunks))
 
 
@@ -135,23 +135,22 @@ def _read(
 
 
 class _MappedFile:
-    """A file mapped into memory, so that only what is used is read."""
+    """A file mapped into memory, so that only the used parts are read."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CorruptCheckpoint where the file cannot be read."""
+        """Raises CorruptCheckpoint if the file cannot be read."""
         self.path = path
         try:
             with path.open("rb") as file:
                 self.size = file.seek(0, 2)
-                # A private copy is writable, which torch asks for, and costs nothing until written.
+                # A private copy is writable, as torch requires, and costs nothing until written.
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
                 self.data.madvise(mmap.MADV_SEQUENTIAL)
         except (OSError, ValueError) as error:
             raise CorruptCheckpoint(f"{path} cannot be read: {error}", DAMAGED) from error
 
     def tensor(self, dtype: str, shape: tuple[int, ...], start: int) -> torch.Tensor:
-        """The tensor whose bytes begin at `start`. Raises CorruptCheckpoint where the file ends
-        before it does."""
+        """The tensor at byte `start`. Raises CorruptCheckpoint if the file ends within it."""
         count = 1
         for size in shape:
             count *= size
@@ -169,7 +168,7 @@ class _MappedFile:
 
 
 class _DcpFile:
-    """A `.distcp` file: archives of torch.save, one a chunk, one after another."""
+    """A `.distcp` file: one archive of torch.save for each chunk, one after another."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -179,7 +178,7 @@ class _DcpFile:
         return _MappedFile(self.path)
 
     def chunk(self, item: _Item, dtype: str, sizes: tuple[int, ...]) -> torch.Tensor:
-        """A chunk where it lies in the file. Raises CorruptCheckpoint."""
+        """A chunk as a view of the mapped file. Raises CorruptCheckpoint."""
         try:
             return self._chunk(item, dtype, sizes)
         except (zipfile.BadZipFile, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -205,7 +204,8 @@ class _DcpFile:
         if tuple(size) != sizes:
             raise ValueError(f"its shape is {size}, and {METADATA} says {sizes}")
         start = item.offset + data.header_offset
-        # A local header: 30 bytes, then a name and a field whose lengths it ends with.
+        # A local header has 30 bytes, which end with the lengths of the name and the extra field
+        # that follow.
         lengths = self._file.data[start + 26 : start + 30]
         start += 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
         flat = self._file.tensor(dtype, (data.file_size // DTYPES[dtype].itemsize,), start)
@@ -216,7 +216,7 @@ class _DcpFile:
 
 
 class _Part(BufferedIOBase):
-    """A part of a mapped file, as a file of its own."""
+    """A part of a mapped file, as a file object."""
 
     def __init__(self, file: _MappedFile, item: _Item) -> None:
         self._file, self._item, self._at = file, item, 0

@@ -1,19 +1,19 @@
-"""Earlier checkpoints of the same training run, which a stale parameter may come from."""
+"""The earlier checkpoints of a training run, whose values a stale parameter may have."""
 
 import re
 from pathlib import Path
 
 _STEP = re.compile(r"(.*?)(\d+)")
 _OWN_NAME = re.compile(r"(?:.*(?:[-_.]|step|iter|ckpt|checkpoint))?\d+")
-"""A checkpoint's own name that says its step, e.g. `checkpoint-300`, `step7` or `300`."""
+"""The names of checkpoints that contain a step, e.g. `checkpoint-300`, `step7` or `300`."""
 _FOLDER_ABOVE = re.compile(r".*(?:step|iter|ckpt|checkpoint)[-_.]?\d+")
-"""The name of a folder above it that does; any other number there is no step: `user42`."""
-NEAREST = 8
-"""How many siblings are looked at, the latest first."""
+"""The names of parent folders that contain a step; other numbers, e.g. `user42`, are not steps."""
+MAX_SIBLINGS = 8
+"""The largest number of siblings that are compared, the latest first."""
 
 
 def step_of(path: str) -> str:
-    """What a checkpoint is called: its step where its path has one, else its last part."""
+    """The name of a checkpoint: its step if its path contains one, otherwise its last part."""
     numbered = _numbered(Path(path))
     return f"step {numbered[1]}" if numbered else Path(path).name
 
@@ -21,16 +21,16 @@ def step_of(path: str) -> str:
 def siblings(path: str, *excluded: str) -> list[str]:
     """The checkpoints of earlier steps beside the one at `path`, the latest first.
 
-    `checkpoint-300`, `global_step_300/actor` and `iter_0000300` have siblings that differ in the
-    number alone.
+    Siblings, e.g. of `checkpoint-300`, `global_step_300/actor` or `iter_0000300`, differ only in
+    the number.
     """
-    place = Path(path).expanduser().absolute()
-    numbered = _numbered(place)
+    checkpoint = Path(path).expanduser().absolute()
+    numbered = _numbered(checkpoint)
     if numbered is None:
         return []
     folder, step = numbered
-    prefix = _prefix(folder.name)
-    inside = place.relative_to(folder)
+    prefix, _ = _split(folder.name)
+    inside = checkpoint.relative_to(folder)
     if not folder.parent.is_dir():
         return []
     others = {}
@@ -40,21 +40,20 @@ def siblings(path: str, *excluded: str) -> list[str]:
             others[int(match[2])] = sibling / inside
     skipped = {Path(p).expanduser().resolve() for p in excluded}
     paths = [others[s] for s in sorted(others, reverse=True)]
-    return [str(p) for p in paths if p.resolve() not in skipped][:NEAREST]
+    return [str(p) for p in paths if p.resolve() not in skipped][:MAX_SIBLINGS]
 
 
 def _numbered(path: Path) -> tuple[Path, int] | None:
-    """(the innermost folder whose name says a step, that step)."""
-    for place in (path, *path.parents):
-        wanted = _OWN_NAME if place is path else _FOLDER_ABOVE
-        if wanted.fullmatch(place.name):
-            match = _STEP.fullmatch(place.name)
-            assert match, place
-            return place, int(match[2])
+    """(the innermost folder whose name contains a step, that step)."""
+    for folder in (path, *path.parents):
+        pattern = _OWN_NAME if folder is path else _FOLDER_ABOVE
+        if pattern.fullmatch(folder.name):
+            return folder, int(_split(folder.name)[1])
     return None
 
 
-def _prefix(name: str) -> str:
+def _split(name: str) -> tuple[str, str]:
+    """The prefix and the number of a name that contains a step."""
     match = _STEP.fullmatch(name)
     assert match, name
-    return match[1]
+    return match[1], match[2]

@@ -1,4 +1,4 @@
-"""What became of each parameter, as values."""
+"""The results of a comparison of weights: what became of each parameter."""
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -10,17 +10,17 @@ Status = Literal["equal", "cast", "merged", "stale", "missing", "other"]
 Outcome = Literal["pass", "fail", "inconclusive"]
 STATUSES: tuple[Status, ...] = ("equal", "cast", "merged", "stale", "missing", "other")
 EXPECTED: tuple[Status, ...] = ("equal", "cast", "merged")
-"""What a working synchronisation leaves."""
+"""The statuses after a synchronisation that works."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A parameter as one side holds it."""
+class ParameterState:
+    """A parameter as one side has it."""
 
     dtype: str
     shape: tuple[int, ...]
     digest: str | None
-    """The digest; None where the other side's bits were equal and nothing had to be digested."""
+    """The digest; None if the bits were compared and no digest was needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,31 +28,31 @@ class Finding:
     """What became of one parameter between A and B."""
 
     name: str
-    """E.g. `layers.3.k_proj`, or its stored name where that has no canonical one."""
+    """E.g. `layers.3.k_proj`, or the stored name if there is no canonical one."""
     status: Status
     detail: str = ""
-    """What is known of it, in words."""
+    """An explanation in words."""
     step: str | None = None
-    """The earlier checkpoint that B has it from."""
+    """The earlier checkpoint whose value B has."""
     ranks: list[int] = field(default_factory=list)
-    """The processes of a trainer or an engine that hold what differs."""
-    a: Held | None = None
-    """What A holds; None where A lacks the parameter."""
-    b: Held | None = None
+    """The ranks of a trainer or an engine whose part differs."""
+    a: ParameterState | None = None
+    """The parameter of A; None if A lacks it."""
+    b: ParameterState | None = None
     differing: int | None = None
-    """Entries that differ; None where they were not compared."""
+    """The number of entries that differ; None if entries were not compared."""
     max_abs_difference: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsReport:
-    """What became of the weights between A and B."""
+    """The comparison of all parameters of A and B."""
 
     a: str
     b: str
     kinds: tuple[str, str]
     earlier: list[str]
-    """The steps of the earlier checkpoints that were looked at, the latest first."""
+    """The steps of the earlier checkpoints that were compared, the latest first."""
     adapter: str | None
     findings: list[Finding]
 
@@ -63,7 +63,7 @@ class WeightsReport:
 
     @property
     def compared(self) -> int:
-        """How many parameters both sides have."""
+        """The number of parameters that both sides have."""
         return sum(f.a is not None and f.b is not None for f in self.findings)
 
     @property
@@ -75,11 +75,11 @@ class WeightsReport:
 
     @property
     def status(self) -> Outcome:
-        found: dict[int, Outcome] = {EXIT_PASS: "pass", EXIT_FAIL: "fail"}
-        return found.get(self.exit_code, "inconclusive")
+        outcomes: dict[int, Outcome] = {EXIT_PASS: "pass", EXIT_FAIL: "fail"}
+        return outcomes.get(self.exit_code, "inconclusive")
 
     def to_json(self) -> dict[str, Any]:
-        """The report as `--output json` writes it."""
+        """The report in the form of `--output json`."""
         return {
             "schema": "rlk-align/weights/1",
             "status": self.status,

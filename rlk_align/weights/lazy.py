@@ -1,4 +1,4 @@
-"""A tensor of a checkpoint, which is read from its files when it is needed."""
+"""A tensor of a checkpoint that is read from its files when it is needed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ import torch
 from rlk_align.model.dtypes import SAFETENSORS_DTYPES
 
 DTYPES = {name: getattr(torch, name) for name in SAFETENSORS_DTYPES.values()}
-"""Torch's name -> the dtype, for all dtypes that can be read."""
+"""Torch's name -> the dtype, for all supported dtypes."""
 DAMAGED = "copy or save it again"
-"""What to do about a file that is not what its header says."""
+"""The remedy for a file that does not match its header."""
 
 Region = tuple[int, int]
 """(start, stop) along the first dimension."""
@@ -32,8 +32,8 @@ class LazyTensor:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """Torch's name of it."""
+    """Torch's name of the dtype."""
     read: Callable[[Region | None], torch.Tensor]
     """Reads all of it, or the rows of a region. The caller must not write to what it returns."""
     chunks: tuple[Chunk, ...] = ()
-    """Empty where the tensor lies in its file in one piece."""
+    """The chunks of the tensor; empty if its file has it in one piece."""

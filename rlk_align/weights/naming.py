@@ -1,10 +1,11 @@
-"""Stored names -> canonical parameters: those of HF, of engines that fuse q, k, v or gate and up,
-and of Megatron, whatever a trainer has wrapped around the model."""
+"""Stored names -> canonical parameters. The conventions are those of HF, of engines that fuse q, k,
+v or gate and up, and of Megatron, with the prefixes of any wrapper around the model."""
 
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from rlk_align.engines.common.layout import Layout, even, fused
 from rlk_align.engines.common.weights import parameters
@@ -18,9 +19,9 @@ from rlk_align.model.operators import OPERATORS
 _WRAPPERS = {
     *("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"),
 }
-"""What torch.compile, FSDP, DDP, activation checkpointing and PEFT put into a name."""
+"""The parts of a name that torch.compile, FSDP, DDP, activation checkpointing and PEFT insert."""
 _NOT_WEIGHTS = ("inv_freq", "_extra_state")
-"""What follows from the config, and TransformerEngine's state."""
+"""Tensors that follow from the config, and TransformerEngine's state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +30,14 @@ class Piece:
 
     parameter: str
     rows: tuple[tuple[int, int], ...] = ()
-    """Where it lies along the first dimension; empty where it is all of the tensor."""
+    """Its ranges along the first dimension; empty for the whole tensor."""
     layer: int | None = None
-    """Which entry of the first dimension it is in, where layers are stacked there."""
+    """Its index along the first dimension, if that stacks layers or experts."""
 
 
 def pieces(name: str, dimensions: int, shape: ModelShape | None) -> tuple[Piece, ...]:
-    """What a stored tensor holds; one piece of its own name where that is unknown, and none where
-    it is no weight of the model."""
+    """The parameters in a stored tensor: one piece with the tensor's own name if that is unknown,
+    and none if it is not a weight of the model."""
     parts = [p for p in name.split(".") if p not in _WRAPPERS]
     if parts[-1] in _NOT_WEIGHTS or any(p.startswith("optim") for p in parts[:-1]):
         return ()
@@ -57,7 +58,7 @@ _HF_NAME = re.compile(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)")
 
 def canonical_name(tensor: str) -> str | None:
     """The inverse of `model.checkpoint.tensor_name`: `model.layers.3.self_attn.k_proj.bias` ->
-    `layers.3.k_proj.bias`; None for another name."""
+    `layers.3.k_proj.bias`; None for a name of another form."""
     match = _HF_NAME.fullmatch(tensor)
     parameter = _MODULES.get(match[2]) if match else None
     if match is None or parameter is None:
@@ -69,9 +70,8 @@ def canonical_name(tensor: str) -> str | None:
     return name if match[3] == "weight" else f"{name}.bias"
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A tensor of a convention in which operators are fused, or have other names than HF's."""
+class _Tensor(NamedTuple):
+    """A tensor of a convention that fuses operators or has other names than HF."""
 
     name: str
     dimensions: int
@@ -80,11 +80,10 @@ class _Tensor:
 
 @lru_cache(maxsize=4)
 def _fused_tensors(shape: ModelShape) -> dict[tuple[str, int], tuple[Piece, ...]]:
-    """(stored name, number of dimensions) -> what it holds."""
-    table: dict[tuple[str, int], tuple[Piece, ...]] = {}
-    for tensor in (*_fused_hf(shape), *_megatron(shape), *_experts(shape)):
-        table[tensor.name, tensor.dimensions] = tensor.pieces
-    # Megatron stacks equal layers along a first dimension of their own.
+    """(stored name, number of dimensions) -> the parameters in it."""
+    tensors = (*_fused_hf(shape), *_megatron(shape), *_experts(shape))
+    table = {(t.name, t.dimensions): t.pieces for t in tensors}
+    # Megatron stacks equal layers along an additional first dimension.
     for (name, dimensions), tensor_pieces in tuple(table.items()):
         if match := re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name):
             key = (f"decoder.layers.{match[2]}", dimensions + 1)
@@ -97,7 +96,7 @@ _SHARED_FUSED = (("mlp.shared_experts.gate_up_proj", ("shared_gate_proj", "share
 
 
 def _fused_hf(shape: ModelShape) -> Iterator[_Tensor]:
-    """q, k, v and gate, up in one tensor each, one after another, as vLLM has them."""
+    """q, k, v in one tensor and gate, up in another, as in vLLM."""
     for i in range(shape.layers):
         for module, ops in (
             ("self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj")),
@@ -113,7 +112,7 @@ def _fused_hf(shape: ModelShape) -> Iterator[_Tensor]:
 
 
 def _megatron(shape: ModelShape) -> Iterator[_Tensor]:
-    """With TransformerEngine's norms inside the linears, and without."""
+    """Megatron's tensors, with TransformerEngine's norms inside the linears and without."""
     for te in (False, True):
         places = megatron_places(shape, 1, te, tied=False)
         for entry in parameters(places, shape, 1, lambda name: vocabulary(name, shape, 1)):
@@ -127,8 +126,8 @@ def _megatron(shape: ModelShape) -> Iterator[_Tensor]:
 
 
 def _experts(shape: ModelShape) -> Iterator[_Tensor]:
-    """The tensors of sparse layers' experts: a tensor for each expert, as the family's checkpoints
-    and Megatron have them, or all of a layer's stacked, as transformers holds them."""
+    """The tensors of sparse layers: one for each expert, as in the family's checkpoints and in
+    Megatron, or a stack of a layer's experts, as in transformers."""
     for i in shape.sparse_layers:
         router = f"layers.{i}.router"
         yield _Tensor(tensor_name(router, shape.family.modules), 2, (Piece(router),))
@@ -150,7 +149,7 @@ def _experts(shape: ModelShape) -> Iterator[_Tensor]:
     for entry in expert_parameters(shape):
         here = _along_rows(entry.layout) if entry.dim == 0 else (Piece(entry.layout.ops[0]),)
         yield _Tensor(entry.name, 1 if entry.name.endswith(".expert_bias") else 2, here)
-        # Grouped products keep the experts of a layer in one module, by number.
+        # Megatron's grouped experts have numbered weights in one module.
         grouped = re.fullmatch(r"(.+)\.local_experts\.(\d+)\.(\w+)\.weight", entry.name)
         if grouped:
             yield _Tensor(f"{grouped[1]}.{grouped[3]}.weight{grouped[2]}", 2, here)
@@ -168,7 +167,7 @@ def _along_rows(layout: Layout) -> tuple[Piece, ...]:
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Ranges that follow each other become one."""
+    """The ranges, with adjacent ones joined."""
     joined: list[tuple[int, int]] = []
     for start, stop in ranges:
         if joined and joined[-1][1] == start:

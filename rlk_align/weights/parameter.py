@@ -1,4 +1,4 @@
-"""A canonical parameter as a checkpoint stores it, or as a live engine held it."""
+"""A canonical parameter of a checkpoint, or of a live engine that a run recorded."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,12 +32,12 @@ class Parameter(Protocol):
     def slices(self) -> tuple[np.ndarray, np.ndarray]: ...
 
     def value(self) -> torch.Tensor | None:
-        """The parameter's entries; None where only digests were recorded."""
+        """The parameter's entries; None if only digests were recorded."""
 
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A parameter of a checkpoint, read whenever it is asked for."""
+    """A parameter of a checkpoint, which each access reads again."""
 
     name: str
     tensor: LazyTensor
@@ -80,7 +80,7 @@ class StoredParameter:
         return [shard for chunk in chunks for shard in self._shards_of(chunk)]
 
     def _shards_of(self, chunk: Chunk) -> Iterable[tuple[int, int, int, int]]:
-        """Where one process's chunk lies in the parameter."""
+        """The part of the parameter that one process's chunk has."""
         offsets, sizes = chunk.offsets, chunk.sizes
         layer = self.piece.layer
         if layer is not None:
@@ -100,7 +100,7 @@ class StoredParameter:
 
 @dataclass(frozen=True)
 class RecordedParameter:
-    """A parameter of a live engine, of which a capture has recorded digests."""
+    """A parameter of a live engine, whose digests a capture recorded."""
 
     name: str
     trace: Trace
@@ -127,7 +127,7 @@ class RecordedParameter:
         return self.trace.weight_slices(self.name)
 
     def slices_as(self, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-        """The slices of the parameter rounded to a dtype, where that was recorded."""
+        """The slices of the parameter rounded to a dtype, or unrounded if that was not recorded."""
         known = dtype in self.weight.casts
         return self.trace.weight_slices(self.name, dtype if known else "")
 

@@ -1,8 +1,8 @@
 """Reads a pickle as data: nothing is imported, called or built.
 
-Torch writes what a distributed checkpoint holds as a pickle. A pickle is a program; loading a
-foreign one runs it. Here only its structure is kept: a class or function is its name, and a call
-is a record of what would have been called.
+Torch writes the metadata of a distributed checkpoint as a pickle. A pickle is a program, and
+loading a foreign one runs it. Here only its structure is read: a class or function becomes its
+name, and a call becomes a record of the call.
 """
 
 import pickletools
@@ -32,12 +32,12 @@ class Name:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """What the pickle would have made by calling `function`."""
+    """The record of a call of `function` in the pickle."""
 
     function: Any
     arguments: tuple
     state: Any = None
-    """What it would have set afterwards."""
+    """The state that the pickle would have set afterwards."""
     items: dict = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
@@ -46,11 +46,11 @@ class Call:
 
 
 class NotPlain(ValueError):
-    """The pickle does more than describe data."""
+    """Raised for a pickle that does more than describe data."""
 
 
 def read_pickle(data: bytes) -> Any:
-    """The structure that a pickle describes. Raises ValueError where it is damaged, or uses an
+    """The structure that a pickle describes. Raises ValueError if the pickle is damaged or uses an
     instruction that plain data does not need."""
     try:
         return _run(data)
@@ -139,5 +139,5 @@ def _run(data: bytes) -> Any:
 
 
 def _items(value: Any) -> dict:
-    """Where a dict, or what would be a kind of dict, keeps its items."""
+    """The items of a dict, or of a call that would have created a kind of dict."""
     return value.items if isinstance(value, Call) else value

@@ -1,4 +1,4 @@
-"""The tensors of safetensors files, each read where it lies."""
+"""The tensors of safetensors files."""
 
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from rlk_align.weights.lazy import DAMAGED, LazyTensor, Region
 def read_safetensors(path: Path) -> list[LazyTensor]:
     """The tensors of one file.
 
-    Raises CorruptCheckpoint where the file is truncated, is not a safetensors file, or holds a
-    dtype that is not read."""
+    Raises CorruptCheckpoint for a file that is truncated, is not a safetensors file, or has an
+    unsupported dtype."""
     try:
         tensors = file_tensors(path)
     except ModelError as error:
@@ -31,7 +31,7 @@ def _lazy(tensor: StoredTensor, file: Any) -> LazyTensor:
     dtype = SAFETENSORS_DTYPES.get(tensor.dtype)
     if dtype is None:
         raise CorruptCheckpoint(
-            f"{tensor.file}: {tensor.name} is stored as {tensor.dtype}, which is not read",
+            f"{tensor.file}: {tensor.name} is stored as {tensor.dtype}, which is not supported",
             f"save it in one of {', '.join(SAFETENSORS_DTYPES)}",
         )
 

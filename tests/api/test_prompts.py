@@ -87,8 +87,8 @@ def test_prompts_may_be_a_list(tmp_path: Path) -> None:
     [
         ([], "prompts is an empty list"),
         ([""], "prompts[0]: 'prompt' is missing or empty"),
-        (["a", 7], "prompts[1] is 7, which is no prompt"),
-        (["a", []], "prompts[1] is [], which is no prompt"),
+        (["a", 7], "prompts[1] is 7, which is not a prompt"),
+        (["a", []], "prompts[1] is [], which is not a prompt"),
         ([{"role": "user", "content": "hi"}], "prompts[0] is one message"),
         ([[{"role": "user"}]], "prompts[0]: each message needs"),
         ([[5, -1]], "prompts[0]: 'ids' must be"),

@@ -174,7 +174,7 @@ PUBLIC = ("api.public", "api.loaded", "errors", "judge.regression", "judge.verdi
 """Where the names of `rlk_align` itself are from."""
 ENGINE_FOLDERS = {
     # Of the engines' folders: which others it may import.
-    "common": ("common", "spec"),
+    "common": ("common", "spec", "process.ranks"),
     "process": ("process", "common", "spec"),
     "hf": ("hf", "common", "process", "base", "forward_engine", "spec", "info"),
     "vllm": ("vllm", "common", "process", "base", "spec", "info"),

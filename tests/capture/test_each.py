@@ -1,4 +1,4 @@
-"""Captures that differ in their fault alone, made by one process one after another."""
+"""Captures that differ only in their fault, which one process makes one after another."""
 
 from dataclasses import replace
 from functools import partial
@@ -40,7 +40,7 @@ def _digests(trace: Trace) -> dict[str, list]:
 
 @pytest.fixture
 def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
-    """The jobs that a process was started for."""
+    """The jobs for which a process was started."""
     started: list[Job] = []
     run = capturing.run_worker
 
@@ -64,7 +64,7 @@ def test_each_is_what_it_would_be_alone(tmp_path: Path, jobs: list[Job]) -> None
     together, alone = Run(tmp_path / "together"), Run(tmp_path / "alone")
     first = capturing.capture_each(requests[:1], "rollout", together, [None], _quiet)[0]
     tokens = first.folder / "tokens.parquet"
-    # What already exists is left out; the last has two faults before it.
+    # The first capture exists already; the last one follows two other faults.
     traces = capturing.capture_each(requests, "train", together, [tokens] * 4, _quiet)
     assert [len(job.then) for job in jobs] == [0, 3]
     again = capturing.capture_each(requests, "train", together, [tokens] * 4, _quiet)
@@ -74,7 +74,7 @@ def test_each_is_what_it_would_be_alone(tmp_path: Path, jobs: list[Job]) -> None
     assert single.folder.name == traces[3].folder.name
     assert _digests(single) == _digests(traces[3])
     assert single.weights == traces[3].weights == traces[0].weights
-    # Each has its own fault, and no other's.
+    # Each has only its own fault.
     clean, scaled, changed, based = map(_digests, traces)
     assert clean["layers.1.attn"] == scaled["layers.1.attn"]
     assert clean["layers.1.o_proj"] != scaled["layers.1.o_proj"]

@@ -1,4 +1,4 @@
-"""Passes with interventions beside a capture: found again, made again, or refused in words."""
+"""Passes with interventions beside a capture: reused, repeated, or refused."""
 
 import shutil
 from dataclasses import replace
@@ -30,7 +30,7 @@ def silent(_stage: str, _done: int, _total: int) -> None:
 
 
 class Worker:
-    """In place of a process: every pass has the drawn values."""
+    """Replaces the worker process: every pass has the drawn values."""
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
@@ -77,7 +77,7 @@ def test_what_is_there_is_taken_and_what_is_missing_is_run(worker: Worker, tmp_p
     assert worker.jobs[1].passes == (both["train"].folder.name,)
     assert both["rollout"].folder == first["rollout"].folder != both["train"].folder
     assert set(worker.jobs[1].interventions) == {both["train"].folder.name}
-    # It lies beside the captures, whose own files are as they were.
+    # It is beside the captures, whose files are unchanged.
     assert both["train"].folder.parent.parent == run.folder / "captures"
     Run.open(str(run.folder)).check()
 

@@ -1,4 +1,4 @@
-"""A capture's key: what says the same is one capture, what computes otherwise is another."""
+"""A capture's key: equivalent requests share a capture, and different ones do not."""
 
 import shutil
 from pathlib import Path
@@ -15,7 +15,7 @@ PROMPTS = data_path("prompts.jsonl")
 
 
 def key_of(text: str) -> str:
-    """Of that engine on the embedded model, whose checkpoint is bfloat16."""
+    """The key for that engine on the embedded model, whose checkpoint is bfloat16."""
     spec = EngineSpec.parse(text)
     request = CaptureRequest(engine=spec, model="", prompts=PROMPTS)
     return key.capture_key(request, spec.canonical("bfloat16"), data_path("model"), None)
@@ -143,7 +143,7 @@ def test_prompts_of_another_kind_make_another_capture(tmp_path: Path) -> None:
 def test_any_edited_file_of_an_engines_package_makes_another_capture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a module that stands alone, its own file alone."""
+    """For a top-level module, only its own file counts."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "theirs").mkdir()
     for name in ("theirs/engine.py", "theirs/model.py", "alone.py", "beside.py"):

@@ -67,7 +67,7 @@ def test_an_unknown_side_names_engines_and_recordings() -> None:
 def test_every_file_of_a_recording_is_checked_also_of_passes_that_are_not_compared(
     tmp_path: Path, damaged: str
 ) -> None:
-    """As `gate` does: one recording is not whole for the one and corrupt for the other."""
+    """`gate` and `compare` agree on whether a recording is corrupt."""
     run = compared_run(tmp_path / "run", judged=EDGES)
     flags = Pair(edges="prefill_vs_train", contract=CONTRACT, run_dir=tmp_path / "new")
     prepare(flags, [str(run.folder)] * 2, pytest.fail)

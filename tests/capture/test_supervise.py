@@ -27,7 +27,7 @@ time.sleep(60)
 
 
 def worker(folder: Path, rank: str) -> subprocess.Popen:
-    """A leader that dies of SIGTERM at once, with a rank behind it."""
+    """A leader that SIGTERM kills at once, and its rank."""
     command = [sys.executable, "-c", LEADER, RANK, rank]
     process = subprocess.Popen(command, cwd=folder, start_new_session=True)
     until = time.monotonic() + 30
@@ -42,14 +42,14 @@ def test_a_rank_has_time_to_end_once_its_leader_is_gone(tmp_path: Path) -> None:
     began = time.monotonic()
     supervise._end_group(process)
     assert (tmp_path / "cleaned").exists()
-    assert time.monotonic() - began < supervise.PATIENCE, "it waits no longer than needed"
+    assert time.monotonic() - began < supervise.GRACE, "it waits no longer than needed"
     assert not supervise._runs(process.pid)
 
 
 def test_a_rank_that_does_not_end_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervise, "PATIENCE", 0.5)
+    monkeypatch.setattr(supervise, "GRACE", 0.5)
     process = worker(tmp_path, "stays")
     supervise._end_group(process)
     assert not supervise._runs(process.pid)

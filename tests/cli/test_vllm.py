@@ -122,7 +122,7 @@ def test_a_patch_takes_effect_or_is_an_error(cli: Cli, few_prompts: Path) -> Non
         env=PATCHES,
     )
     if done.code == 2:
-        assert "packed away" in done.err
+        assert "moved this weight into a packed copy" in done.err
     else:
         assert done.code == 4, done.out + done.err
         assert [m["name"] for m in done.verdict["precheck"]["mismatches"]] == ["layers.0.down_proj"]

@@ -32,7 +32,7 @@ def written(
         at = other.numpy()
         writer(copy_name("embed", 1), copies[other], INDEX.sample[at], INDEX.position[at])
     for i, s in enumerate(BATCH.samples if held else ()):
-        writer.held(i, range(len(s.ids)), i)
+        writer.computes(i, i, range(len(s.ids)))
     writer.finish({})
     return PassReader(folder)
 

@@ -1,8 +1,8 @@
-"""Patches that the tests put into the engine from outside."""
+"""Patches that the tests install in the third-party engine."""
 
 from typing import Any
 
 
 def scaled_down_proj(model: Any) -> None:
-    """Layer 1 gives a twentieth too much."""
+    """Scales the output of layer 1's down_proj by 1.05."""
     model.layers[1].down_proj.register_forward_hook(lambda _module, _inputs, out: out * 1.05)

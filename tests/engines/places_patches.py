@@ -1,5 +1,5 @@
-"""Compares an engine's table of places with what the kernels' integration says it replaces, in a
-live model: `patch=places_patches:ENGINE`, which raises where the two disagree."""
+"""Compares an engine's table of places with the operators that the kernels' integration replaces,
+in a live model: `patch=places_patches:ENGINE`, which raises an error if the two differ."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -46,13 +46,13 @@ def compare(model: Any, replaced: dict[str, Any], places: Iterable[Place]) -> No
     assert named == wanted, f"one names {sorted(named ^ wanted)[:4]} alone"
     for site in sorted(wanted):
         place, formula = table[site], OPERATORS[site.rpartition(".")[2]].formula
-        # What has no module of its own is computed by the one around it.
+        # The enclosing module computes an operator without a module of its own.
         path = place.module.rpartition(".")[0] if place.end == "input" else place.module
         modules = [model.get_submodule(path)]
         if formula == "embedding":
             modules = [model.get_submodule(place.holder)]
         elif formula in ("attention", "rotary"):
-            # An attention may leave either to a part of it, or to what serves all layers.
+            # A submodule of the attention, or a module that all layers share, may compute these.
             inside = modules[0]
             parts = ("core_attention", "impl", "rotary_emb", "rope")
             modules += [getattr(inside, part) for part in parts if hasattr(inside, part)]

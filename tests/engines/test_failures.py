@@ -1,4 +1,4 @@
-"""Which rank is blamed, what is said of it, and what is refused before anything starts."""
+"""The rank that is blamed for a failure, its error, and errors before anything starts."""
 
 import multiprocessing
 import os
@@ -18,8 +18,8 @@ from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption, EngineFailed, MissingDependency, RlkError
 
 
-def told(folder: Path, *errors: tuple[int | None, RlkError]) -> list[dict]:
-    """Errors by rank, as they come out of the file of events."""
+def reported(folder: Path, *errors: tuple[int | None, RlkError]) -> list[dict]:
+    """Errors by rank, after a round trip through the file of events."""
     events = Events(folder)
     for rank, error in errors:
         events.send_error(error, rank)
@@ -27,7 +27,7 @@ def told(folder: Path, *errors: tuple[int | None, RlkError]) -> list[dict]:
 
 
 def blamed(folder: Path, codes: dict[int, int], *errors: tuple[int | None, RlkError]) -> RlkError:
-    return first_failure(codes, told(folder, *errors), EngineSpec.parse("fsdp:dp=3"), folder)
+    return first_failure(codes, reported(folder, *errors), EngineSpec.parse("fsdp:dp=3"), folder)
 
 
 LOST = EngineFailed("lost its peer", "")
@@ -36,7 +36,7 @@ LOST = EngineFailed("lost its peer", "")
 def test_a_killed_rank_goes_before_one_that_lost_it(tmp_path: Path) -> None:
     (tmp_path / "rank2.log").write_text("the last words\n")
     error = blamed(tmp_path, {0: 3, 2: -9}, (0, LOST))
-    assert "rank 2 of 3 of fsdp:dp=3 was ended by SIGKILL" in error.message
+    assert "rank 2 of 3 of fsdp:dp=3 was killed by SIGKILL" in error.message
     assert "  the last words" in error.message
     assert "rank2.log" in error.fix
 
@@ -47,7 +47,7 @@ def test_a_rank_that_ends_without_a_word_goes_before_one_that_lost_it(tmp_path: 
     )
 
 
-def test_among_those_that_told_the_first_counts(tmp_path: Path) -> None:
+def test_the_first_of_several_reports_counts(tmp_path: Path) -> None:
     first = BadOption("attn=nonsense is unknown", "choose another")
     error = blamed(tmp_path, {0: 3, 1: 2, 2: -signal.SIGTERM}, (1, first), (0, LOST))
     assert isinstance(error, BadOption)
@@ -61,7 +61,7 @@ def test_ranks_that_torchrun_ended_are_not_to_blame(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_of_ranks_that_were_killed_the_first_is_to_blame(tmp_path: Path, first: int) -> None:
-    """An engine that loses a rank may kill those that are left."""
+    """An engine that loses a rank may kill the remaining ranks."""
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=time.sleep, args=[60], name=f"Worker-{i}") for i in range(2)]
     for rank in ranks:
@@ -75,7 +75,7 @@ def test_of_ranks_that_were_killed_the_first_is_to_blame(tmp_path: Path, first: 
                 time.sleep(0.5)
             raise RuntimeError("lost a rank")
 
-    with pytest.raises(EngineFailed, match=f"Worker-{first} of 2 of vllm:tp=2 was ended by SIGKIL"):
+    with pytest.raises(EngineFailed, match=f"Worker-{first} of 2 of vllm:tp=2 was killed by SIG"):
         lose()
 
 
@@ -94,15 +94,15 @@ def test_an_error_with_every_rank_alive_is_the_engine_s_own(tmp_path: Path) -> N
 
 def test_memory_is_mentioned_for_sigkill_alone() -> None:
     assert "memory" in death(-signal.SIGKILL)
-    assert death(-signal.SIGSEGV) == "was ended by SIGSEGV"
+    assert death(-signal.SIGSEGV) == "was killed by SIGSEGV"
     assert death(4) == "ended with code 4"
 
 
 def test_an_error_of_a_kind_of_its_own_keeps_its_exit_code(tmp_path: Path) -> None:
     class NoLicence(MissingDependency):
-        """An engine from elsewhere may raise this."""
+        """An error of a third-party engine."""
 
-    (event,) = told(tmp_path, (None, NoLicence("no licence", "buy one")))
+    (event,) = reported(tmp_path, (None, NoLicence("no licence", "buy one")))
     error = error_of(event)
     assert type(error) is MissingDependency
     assert (error.message, error.fix, error.exit_code) == ("no licence", "buy one", 2)
@@ -144,7 +144,7 @@ def test_the_processes_of_an_engine(spec: str, names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("device", ["tpu", "cuda:x", "cuda:-1", "meta"])
-def test_what_is_no_device(device: str) -> None:
+def test_an_unknown_device(device: str) -> None:
     with pytest.raises(BadOption, match="is unknown"):
         check_device(device)
 
@@ -162,7 +162,7 @@ def test_a_device_that_is_not_there() -> None:
 def test_a_backend_that_torch_lacks(
     monkeypatch: pytest.MonkeyPatch, backend: str, device: str
 ) -> None:
-    """As `join` sees a torch that was built without it."""
+    """`join` with a torch that was built without the backend."""
     for name in ("gloo", "nccl"):
         monkeypatch.setattr(dist, f"is_{name}_available", lambda name=name: name != backend)
     with pytest.raises(MissingDependency, match=f"has no {backend}"):
@@ -170,7 +170,7 @@ def test_a_backend_that_torch_lacks(
 
 
 def test_another_interpreter_sees_rlk_align_and_nothing_beside_it(tmp_path: Path) -> None:
-    """An installed rlk-align lies beside a torch that the other interpreter must not find."""
+    """An installed rlk-align is beside a torch that the other interpreter must not import."""
     package = tmp_path / "site-packages/rlk_align"
     for folder in (package, package.parent / "torch"):
         folder.mkdir(parents=True)
@@ -184,7 +184,7 @@ def test_what_a_worker_needs_is_what_the_project_declares() -> None:
     names = {r.name for r in interpreter.requirements()}
     assert {"torch", "transformers", "numpy", "pyarrow", "pydantic", "safetensors"} <= names
     assert not names & {"typer", "rich", "jinja2", "vllm", "megatron-core", "pytest"}
-    assert not names & {"rlk-kernels"}, "which a spec asks for"
+    assert not names & {"rlk-kernels"}, "only some specs need it"
 
 
 def test_a_python_that_is_too_old_and_one_that_never_answers(
@@ -196,7 +196,7 @@ def test_a_python_that_is_too_old_and_one_that_never_answers(
     with pytest.raises(MissingDependency, match=r"is Python 3\.8\.1; rlk-align needs >=3\.11"):
         interpreter.examine(str(python), "vllm")
     python.write_text("#!/bin/sh\nexec sleep 30\n")
-    monkeypatch.setattr(interpreter, "_PATIENCE", 0.5)
+    monkeypatch.setattr(interpreter, "_TIMEOUT", 0.5)
     with pytest.raises(BadOption, match="no answer"):
         interpreter.examine(str(python), "vllm")
 

@@ -1,5 +1,5 @@
 """The table of `reports/families.md` names tests that exist, most of them pairs of
-`tests/real_runs/test_healthy_pairs.py`; and a bias that vLLM leaves out is named."""
+`tests/real_runs/test_healthy_pairs.py`; and a bias that vLLM ignores is reported."""
 
 import ast
 import importlib.util
@@ -21,7 +21,7 @@ TRAIN = {"hf": "hf:attn=eager", "fsdp": "fsdp:dp=2,attn=eager"}
 def test_vllm_leaves_out_a_bias_of_qwen3(
     cli: Cli, few_prompts: Path, tmp_path: Path, train: str
 ) -> None:
-    """vLLM turns a dynamic rope as HF does, up to the longest sequence that there may be."""
+    """vLLM's dynamic rope equals HF's up to the length of the context."""
     require_engine("vllm")
     rope = SCALED | {"rope_type": "dynamic"}
     biased = Model("qwen3", {"attention_bias": True, "rope_parameters": rope})
@@ -45,7 +45,7 @@ def test_vllm_leaves_out_a_bias_of_qwen3(
 
 
 def known_tests() -> dict[str, list[Path]]:
-    """Name of a test -> the files that have it."""
+    """Name of a test -> the files that define it."""
     found: dict[str, list[Path]] = {}
     for path in TESTS.rglob("test_*.py"):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -55,7 +55,7 @@ def known_tests() -> dict[str, list[Path]]:
 
 
 def cases(path: Path, function: str) -> set[str]:
-    """The ids that pytest gives a test whose parameters are texts."""
+    """The ids in pytest of a test whose parameters are strings."""
     spec = importlib.util.spec_from_file_location(f"table_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -69,7 +69,7 @@ def cases(path: Path, function: str) -> set[str]:
 
 
 def wrong_cells(text: str) -> list[str]:
-    """The cells of a table that name no test, or one that does not do what the cell says."""
+    """The cells of a table that name no test, or a test of another kind than the cell says."""
     lines = [line.strip("|").split("|") for line in text.splitlines() if line[:1] == "|"]
     head, _, *rows = [[cell.strip() for cell in line] for line in lines]
     assert head == ["", "hf", "fsdp", "vllm (CPU)", "megatron"]

@@ -1,4 +1,4 @@
-"""FSDP2 in a process of its own: what checkpointing and mixed precision change of the gradients."""
+"""FSDP2 in its own process: the effect of checkpointing and mixed precision on gradients."""
 
 import pytest
 from command import said_by
@@ -58,7 +58,7 @@ def test_checkpointing_changes_no_bit_of_loss_and_gradients() -> None:
 
 
 def test_it_does_not_sample() -> None:
-    """As a rollout it is refused before anything is computed."""
+    """It is refused as a rollout before anything is computed."""
     model = data_path("model")
     engine = FSDPEngine(EngineSpec.parse("fsdp:dp=2"), model, read_shape(model))
     with pytest.raises(BadOption, match="'fsdp' does not sample"):

@@ -1,4 +1,4 @@
-"""Who stands still, told from what processes say of themselves, and said by real ones."""
+"""Which process is stuck, by the heartbeats of imaginary and of real processes."""
 
 import signal
 import subprocess
@@ -25,7 +25,7 @@ def test_nobody_is_stuck_while_all_move() -> None:
     assert stuck([heartbeat("a", 9, False), heartbeat("b", 0, True)], 10) == []
 
 
-def test_who_waits_is_not_to_blame() -> None:
+def test_a_process_that_waits_is_not_to_blame() -> None:
     found = [
         heartbeat("rank 0", 11, True),
         heartbeat("rank 1", 3, False),
@@ -34,12 +34,12 @@ def test_who_waits_is_not_to_blame() -> None:
     assert names(stuck(found, 10)) == ["rank 1"]
 
 
-def test_where_all_wait_all_are_named() -> None:
+def test_if_all_processes_wait_all_are_named() -> None:
     found = [heartbeat("rank 0", 11, True), heartbeat("rank 1", 12, True)]
     assert names(stuck(found, 10)) == ["rank 0", "rank 1"]
 
 
-def test_who_stands_goes_before_who_moves() -> None:
+def test_a_stuck_process_is_blamed_before_a_moving_one() -> None:
     found = [heartbeat("rank 0", 2, False), heartbeat("rank 1", 12, False)]
     assert names(stuck(found, 10)) == ["rank 1"]
 
@@ -80,7 +80,7 @@ def process(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subproce
 
 
 def seen(folder: Path, enough: float) -> Heartbeat:
-    """The process's pulse, once it has made no progress for so long, or after ten seconds."""
+    """The heartbeat after `enough` seconds without progress, or after ten seconds."""
     deadline = time.monotonic() + 10
     found: list[Heartbeat] = []
     while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""`kernels=rlk[,except=OPERATOR]` and `--kernels`: what is accepted, and how mistakes are named."""
+"""`kernels=rlk[,except=OPERATOR]` and `--kernels`: accepted values, and errors for wrong ones."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from rlk_align.model.rotary import FIXED
 
 
 def test_the_tool_and_the_kernels_name_the_same_operators() -> None:
-    """The kernels' package keeps a copy, since it must not import the tool."""
+    """The kernels' package has a copy, because it must not import the tool."""
     from rlk_kernels.integrations import operators as kernels
 
     assert kernels.OPERATORS == REPLACEABLE
@@ -50,7 +50,7 @@ def test_a_spec_says_which_operators_stay_the_engines_own() -> None:
     spec = EngineSpec.parse("vllm:kernels=rlk,except=logits+act")
     assert spec.options == {"kernels": "rlk", "except": "act+logits"}
     assert EngineSpec.parse("hf").option("kernels") == "off"
-    # What is off is not said.
+    # The canonical spec leaves out the default.
     assert EngineSpec.parse("hf:kernels=off").canonical("bfloat16") == EngineSpec("hf")
 
 
@@ -62,7 +62,7 @@ def test_a_spec_says_which_operators_stay_the_engines_own() -> None:
         ("hf:kernels=off,except=attn", "needs kernels=rlk"),
         ("hf:kernels=rlk,except=attention", "not an operator: attention"),
         ("hf:kernels=rlk,except=attn+", "not an operator"),
-        ("hf:kernels=rlk,except=attn,act", "join operators by +: except=attn+act"),
+        ("hf:kernels=rlk,except=attn,act", "join operators with +: except=attn+act"),
         ("hf:act,kernels=rlk", "known: attn, "),
         ("hf:kernels=rlk,attn=eager", "add except=attn"),
         ("fsdp:kernels=rlk,attn=sdpa", "add except=attn"),
@@ -71,7 +71,7 @@ def test_a_spec_says_which_operators_stay_the_engines_own() -> None:
         ("vllm:kernels=rlk,batch_invariant=1", "leave batch_invariant out"),
     ],
 )
-def test_what_cannot_be_had_is_named(text: str, says: str) -> None:
+def test_an_unsupported_combination_is_refused(text: str, says: str) -> None:
     with pytest.raises(BadOption) as error:
         EngineSpec.parse(text)
     assert says in f"{error.value.message} {error.value.fix}"
@@ -118,7 +118,7 @@ def test_a_capture_with_kernels_is_another(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("source", ["rope/operator.py", "hopper/product.cu"])
 def test_edited_kernels_make_another_capture(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of captures that have them alone."""
+    """Only of captures with the kernels."""
     on, off = EngineSpec.parse("hf:kernels=rlk"), EngineSpec.parse("hf")
     before = adapter_digest(on), adapter_digest(off)
     read = Path.read_bytes
@@ -132,7 +132,7 @@ def test_edited_kernels_make_another_capture(source: str, monkeypatch: pytest.Mo
 
 
 def test_on_a_gpu_vllm_is_given_the_backend_that_the_kernels_register() -> None:
-    """Not on a CPU, where they stand in for the only one; not where attention stays vLLM's own."""
+    """Not on a CPU, where the kernels replace the only backend, nor with vLLM's own attention."""
     from types import SimpleNamespace
 
     from rlk_align.engines.vllm.engine import VLLMEngine

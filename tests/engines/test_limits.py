@@ -1,4 +1,4 @@
-"""What an engine refuses by config.json and options alone, against what it has."""
+"""The models and options that an engine refuses, by config.json and the spec alone."""
 
 import ast
 import importlib.util
@@ -22,17 +22,21 @@ from rlk_align.errors import BadOption, ModelError
 from rlk_align.model.checkpoint import read_config
 from rlk_align.model.families import read_shape
 
-ROOT = Path(__file__).parents[2]
+SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
 WINDOW: dict[str, Any] = {"sliding_window": 6, "use_sliding_window": True, "layer_types": None}
+DENSE = data_path("model")
 
 
-def check(text: str, **changes: Any) -> None:
-    spec, model = EngineSpec.parse(text), data_path("model")
-    spec.info.check(spec.option, read_config(model) | changes, read_shape(model))
+def check(
+    text: str, model: Path = DENSE, sizes: dict[str, Any] | None = None, **changes: Any
+) -> None:
+    """`sizes`: changes of the model's shape; `changes`: of its config."""
+    spec, shape = EngineSpec.parse(text), replace(read_shape(model), **(sizes or {}))
+    spec.info.check(spec.option, read_config(model) | changes, shape)
 
 
 def test_an_engine_refuses_nothing_unless_it_says_so() -> None:
-    EngineInfo("").check(lambda name: None, {}, read_shape(data_path("model")))
+    EngineInfo("").check(lambda name: None, {}, read_shape(DENSE))
 
 
 @pytest.mark.parametrize("engine", ["hf", "fsdp:dp=3", "megatron", "megatron:tp=8,sp=1", "vllm"])
@@ -70,13 +74,13 @@ def test_transformer_engine_does_not_take(
         (
             "pp=2,fault=norm-eps@rank1",
             False,
-            "stage 0 of pp=2 computes layers.0.attn_norm, and rank 1 is of stage 1",
+            "stage 0 of pp=2 computes layers.0.attn_norm, and rank 1 belongs to stage 1",
             "choose from rank0, or leave @rank out",
         ),
         (
             "tp=2,pp=2,fault=attn-scale@0.1@rank1",
             False,
-            "stage 1 of pp=2 computes layers.3.attn, and rank 1 is of stage 0",
+            "stage 1 of pp=2 computes layers.3.attn, and rank 1 belongs to stage 0",
             "choose from rank2, rank3,",
         ),
         ("ep=2,pp=2,fault=logprob-zero@rank0", True, "stage 1 of pp=2 computes logprob", "rank2"),
@@ -85,10 +89,8 @@ def test_transformer_engine_does_not_take(
 def test_what_ranks_of_megatron_cannot_share(
     options: str, sparse: bool, says: str, fix: str
 ) -> None:
-    model = ROOT / "fixtures/sparse" if sparse else data_path("model")
-    spec = EngineSpec.parse(f"megatron:{options}")
     with pytest.raises(BadOption, match=re.escape(says)) as error:
-        spec.info.check(spec.option, read_config(model), read_shape(model))
+        check(f"megatron:{options}", SPARSE if sparse else DENSE)
     assert fix in error.value.fix
 
 
@@ -156,20 +158,14 @@ def test_a_malformed_original_context_is_named() -> None:
         ({}, 3, False, False, "8 heads"),
         ({"heads": 12, "kv_heads": 4}, 6, False, False, "4 key-value heads"),
         ({"intermediate": 513}, 2, False, False, "513 MLP features"),
-        (
-            {"heads": 6, "kv_heads": 1, "intermediate": 513},
-            3,
-            True,
-            False,
-            "256 rows of q, k and v",
-        ),
+        ({"heads": 6, "kv_heads": 1, "intermediate": 513}, 3, True, False, "256 rows of q, k and"),
         ({"hidden": 129}, 2, False, True, "129 hidden features"),
     ],
 )
 def test_what_ranks_cannot_share(
     sizes: dict[str, int], tp: int, fused_qkv: bool, kernels: bool, word: str
 ) -> None:
-    shape = replace(read_shape(data_path("model")), **sizes)
+    shape = replace(read_shape(DENSE), **sizes)
     check_shared("it", shape, 1, fused_qkv, kernels)
     with pytest.raises(BadOption, match=word) as error:
         check_shared("it", shape, tp, fused_qkv, kernels)
@@ -189,9 +185,7 @@ def test_of_another_interpreter_only_the_model_is_known(monkeypatch: pytest.Monk
     check("megatron:spec=te,python=/usr/bin/python3")
     with pytest.raises(ModelError, match="hidden_act=gelu_new"):
         check("megatron:python=/usr/bin/python3", hidden_act="gelu_new")
-    spec = EngineSpec.parse("vllm:python=/usr/bin/python3")
-    model = data_path("model")
-    spec.info.check(spec.option, read_config(model), replace(read_shape(model), head_dim=24))
+    check("vllm:python=/usr/bin/python3", sizes={"head_dim": 24})
 
 
 def test_activations_are_those_that_the_model_is_built_with() -> None:
@@ -204,11 +198,9 @@ def test_activations_are_those_that_the_model_is_built_with() -> None:
 
 @pytest.mark.parametrize(("k", "normed"), [(1, True), (1, False), (2, True)])
 def test_a_softmax_over_a_single_expert_is_refused_by_megatron(k: int, normed: bool) -> None:
-    spec, model = EngineSpec.parse("megatron"), ROOT / "fixtures/sparse"
-    shape = replace(read_shape(model), top_k=k, norm_topk=normed)
     refused = pytest.raises(ModelError, match="num_experts_per_tok=1 with weights that are divided")
     with refused if k == 1 and normed else nullcontext():
-        spec.info.check(spec.option, read_config(model), shape)
+        check("megatron", SPARSE, {"top_k": k, "norm_topk": normed})
 
 
 @pytest.mark.parametrize(("hidden", "kernels"), [(128, False), (136, False), (136, True)])
@@ -216,14 +208,11 @@ def test_vllm_takes_experts_on_a_cpu_in_steps_of_their_hidden_size(
     hidden: int, kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "_on_cpu", lambda: True)
-    model = ROOT / "fixtures/sparse"
-    spec = EngineSpec.parse("vllm:kernels=rlk" if kernels else "vllm")
-    shape = replace(read_shape(model), hidden=hidden, expert_intermediate=36)
+    engine, sizes = "vllm:kernels=rlk" if kernels else "vllm", {"hidden": hidden}
     refused = pytest.raises(ModelError, match="hidden size 136: its kernels take multiples of 32")
     with refused if hidden == 136 and not kernels else nullcontext():
-        spec.info.check(spec.option, read_config(model), shape)
-    dense = replace(shape, experts=0, sparse_layers=())
-    spec.info.check(spec.option, read_config(model), dense)
+        check(engine, SPARSE, sizes | {"expert_intermediate": 36})
+    check(engine, SPARSE, sizes | {"experts": 0, "sparse_layers": ()})
 
 
 def source_of_vllm(*path: str) -> ast.Module:

@@ -82,7 +82,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPES = ("linear", "yarn", "deep_yarn")
 BIASES = ("biased", "attention_biased", "mlp_biased")
 MOVED = ("embedded", "mistral", "linear", "yarn", "biased")
-"""Models that are packed and padded on the left too."""
+"""Models that are also packed, and padded on the left."""
 
 
 @dataclass
@@ -148,7 +148,7 @@ REFUSED = {
     "no_weights": ("ModelError", "model.safetensors"),
     "te": ("MissingDependency", "transformer_engine", "spec=local"),
 }
-"""Case -> words of its error."""
+"""Case -> words in its error."""
 WHOLE = [
     name
     for name, case in CASES.items()
@@ -157,14 +157,14 @@ WHOLE = [
 
 
 def sequences(vocab: int) -> list[tuple[list[int], list[int]]]:
-    """Awkward lengths, one without a response; of ids, any."""
+    """Random ids in sequences of awkward lengths, one without a response."""
     draw = np.random.default_rng(0)
     lengths = [(5, 4), (1, 3), (17, 9), (2, 1), (3, 0), (8, 5)]
     return [tuple(draw.integers(0, vocab, n).tolist() for n in pair) for pair in lengths]
 
 
 def text() -> list[tuple[list[int], list[int]]]:
-    """Sentences of the embedded prompts, cut into prompt and response, and one without."""
+    """Sentences of the embedded prompts, cut into prompt and response; one has no response."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(data_path("model"), local_files_only=True)
@@ -175,8 +175,8 @@ def text() -> list[tuple[list[int], list[int]]]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints with random weights, large enough to matter, and norms and biases that are not
-    what they start as."""
+    """Checkpoints with random weights that are large enough to have an effect, and with norms and
+    biases that differ from their initial values."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("models")
@@ -192,7 +192,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                     parameter.uniform_(0.5, 1.5)
                 elif key.endswith("bias"):
                     parameter.normal_(std=0.3)
-        # One of them in several files.
+        # One model is saved in several files.
         model.save_pretrained(folder / name, max_shard_size="40KB" if name == "qwen3" else "1GB")
         found[name] = folder / name
 
@@ -218,7 +218,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def runs(
     models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
-    """What every case saw."""
+    """The observations of each case."""
     require_engine("megatron")
     folder = tmp_path_factory.mktemp("runs")
     for ranks in (1, 2):
@@ -243,7 +243,7 @@ def runs(
 
 @pytest.fixture(scope="session")
 def hf(models: dict[str, Path]) -> Callable[..., dict[str, Any]]:
-    """What HF's eager attention makes of the same."""
+    """The observations of HF with eager attention."""
     known: dict[tuple[str, str], dict[str, Any]] = {}
 
     def run(name: str, dtype: str = "float32") -> dict[str, Any]:
@@ -267,7 +267,7 @@ def _batch(models: dict[str, Path], name: str) -> list[tuple[list[int], list[int
 
 
 def same_rows(a: Sites, b: Sites) -> None:
-    """The same sites, and of each the same rows in the same order."""
+    """Asserts that both have the same sites, with the same rows in the same order."""
     assert a.keys() == b.keys()
     for site in a:
         assert np.array_equal(a[site][0], b[site][0]), site
@@ -347,7 +347,7 @@ def test_low_precision_is_no_further_from_the_truth_than_hf(
 def test_elementwise_operators_have_the_bits_of_hf(
     name: str, runs: dict, models: dict[str, Path]
 ) -> None:
-    """Given the same inputs, so has everything but norms, attention and sums over ranks."""
+    """With the same inputs, only norms, attention and sums over ranks have other bits."""
     from transformers import AutoConfig
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
@@ -383,7 +383,7 @@ def test_attributes_are_those_of_hf(model: str, ranks: int, runs: dict, hf: Call
     expected = hf(model)["attributes"] | {"padding_side": "right"}
     found = runs[f"{model}.{ranks}"]["attributes"]
     if model == "mistral":
-        # HF's Mistral attention does not say what its mask does.
+        # HF's Mistral attention has no attribute for the window of its mask.
         assert found.pop("sliding_window") == 6
         expected.pop("sliding_window")
     assert found == expected
@@ -517,6 +517,6 @@ def test_another_activation_is_an_attribute_of_its_layer(runs: dict) -> None:
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_refused_by_name(case: str, runs: dict) -> None:
+def test_an_unsupported_case_is_refused_by_name(case: str, runs: dict) -> None:
     for word in REFUSED[case]:
         assert word in runs[case]["error"]

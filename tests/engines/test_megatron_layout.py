@@ -1,4 +1,4 @@
-"""Layouts against fusing and cutting done by hand."""
+"""Layouts, compared with tensors that are fused and cut by hand."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def shape(heads: int = 8, kv: int = 4, head_dim: int = 4, vocab: int = 101) -> M
 
 
 def fused_by_hand(s: ModelShape) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """q, k, v of distinct rows, and Megatron's order of them: group after group, q q k v."""
+    """q, k, v with distinct rows, and their fusion in Megatron's order: q q k v for each group."""
     width, per_group = s.head_dim, s.heads // s.kv_heads
     rows = torch.arange((s.heads + 2 * s.kv_heads) * width).float()[:, None]
     q, k, v = rows.split([s.heads * width, s.kv_heads * width, s.kv_heads * width])
@@ -110,5 +110,5 @@ def test_shards_name_who_holds_what() -> None:
 
 
 def test_a_leaf_is_that_of_the_kernels() -> None:
-    """Which only `engines.patch` imports."""
+    """The engine has a copy, because only `engines.patch` imports the kernels."""
     assert tree.LEAF == LEAF

@@ -1,4 +1,4 @@
-"""The part of a model and of its sequences that one rank of Megatron has."""
+"""The part of a model and of its sequences that a rank of Megatron has."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("parts", [(1,), (2, 1, 3)])
 def test_slices_are_those_of_the_kernels(world: int, parts: tuple[int, ...]) -> None:
-    """And every row is of one rank."""
+    """And every row belongs to one rank."""
     begins = np.cumsum([0, *(2 * world * p for p in parts)]).tolist()
     held = [Slices(tuple(begins), Ranks(r, world, CPU)).columns() for r in range(world)]
     assert sorted(np.concatenate(held).tolist()) == list(range(begins[-1]))

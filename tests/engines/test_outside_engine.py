@@ -1,4 +1,4 @@
-"""A package that is not ours adds an engine with kernels, by its entry point alone. It is shown in
+"""A third-party package adds an engine with kernels by an entry point. Its source is shown in
 docs/write-an-engine.md."""
 
 import os
@@ -18,7 +18,7 @@ PAGE = HERE.parents[1] / "docs" / "write-an-engine.md"
 
 @pytest.fixture
 def compare(cli: Cli, few_prompts: Path, tmp_path: Path) -> Callable[..., Outcome]:
-    """`compare` where the package is installed."""
+    """Runs `compare` with the package installed."""
     project = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]
     installed = tmp_path / "site" / f"outside_engine-{project['version']}.dist-info"
     installed.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What `kernels=rlk` sees of a live engine: here HF, as in production, where no module counts."""
+"""`kernels=rlk` in a live HF engine in production mode, in which modules do not count calls."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,5 @@
-"""Each engine's table of places against what the kernels' integration says it replaces: the
-kernels' package cannot import the tool, so the live model is asked for both."""
+"""Each engine's table of places, compared with the operators that the kernels' integration replaces
+in the live model, because the kernels' package cannot import the tool."""
 
 import os
 from pathlib import Path

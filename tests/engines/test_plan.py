@@ -1,4 +1,4 @@
-"""Which values a pass keeps: within the budget, the same on both sides, never past the disk."""
+"""The values that a pass keeps: within the budget and the disk, and the same on both sides."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from rlk_align.engines.process.plan import KEEP_LOGPROBS, KeepRule, plan_capture
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption, TraceNotWritten
 from rlk_align.model.prompts import Sample, TokenBatch
-from rlk_align.model.sites import Site, check_selection
+from rlk_align.model.sites import check_selection
 
 GIB = 1 << 30
 
@@ -48,8 +48,8 @@ def large_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 LONG = TokenBatch(tuple(Sample(f"p{i}", (1,) * 30, (2,) * (10 + i)) for i in range(40)))
 
 
-def keep_values(job: Job, sites: list[Site], batch: TokenBatch, dtype: str) -> KeepRule:
-    return plan_capture(job, sites, batch, dtype).keep
+def keep_values(job: Job, batch: TokenBatch = LONG, dtype: str = "bfloat16") -> KeepRule:
+    return plan_capture(job, SITES, batch, dtype).keep
 
 
 def kept(rule, site: str, batch: TokenBatch = LONG) -> set[tuple[int, int]]:
@@ -62,27 +62,27 @@ def kept(rule, site: str, batch: TokenBatch = LONG) -> set[tuple[int, int]]:
 
 
 def value_bytes(batch: TokenBatch, item: int) -> int:
-    """Everything that a pass computes, counted row by row."""
+    """The size of all values of a pass, counted row by row."""
     return sum(len(wanted_cells(s, False, batch)) * s.features * item for s in SITES)
 
 
 def test_everything_is_kept_where_it_fits(tmp_path: Path) -> None:
     exact = value_bytes(BATCH, 2)
-    rule = keep_values(job(tmp_path, budget=exact), SITES, BATCH, "bfloat16")
+    rule = keep_values(job(tmp_path, budget=exact), BATCH)
     for site in SITES:
         assert kept(rule, site.name, BATCH) == set(all_cells(BATCH))
-    rule = keep_values(job(tmp_path, budget=exact // 2), SITES, BATCH, "bfloat16")
+    rule = keep_values(job(tmp_path, budget=exact // 2), BATCH)
     assert kept(rule, "embed", BATCH) != set(all_cells(BATCH))
 
 
 def kept_bytes(rule: KeepRule, item: int) -> int:
-    """What a pass over LONG keeps beside the log-probs."""
+    """The size of the values that a pass over LONG keeps, without log-probs."""
     cells = {s: set(wanted_cells(s, False, LONG)) for s in SITES if s.op != "logprob"}
     return sum(s.features * item * len(kept(rule, s.name) & c) for s, c in cells.items())
 
 
 def rows_read_before(rule: KeepRule, batch: TokenBatch = LONG) -> set[tuple[int, int]]:
-    """Of which keys and values are kept at every earlier position too."""
+    """The rows whose keys and values are also kept at every earlier position."""
     both = kept(rule, "layers.0.k_rope", batch) & kept(rule, "layers.0.v_proj", batch)
     return {(s, p) for s, p in both if {(s, i) for i in range(p)} <= both}
 
@@ -93,7 +93,7 @@ def test_a_share_of_the_rows_is_kept_where_it_does_not_fit(
     tmp_path: Path, dtype: str, item: int, share: float
 ) -> None:
     budget = int(value_bytes(LONG, item) * share)
-    rule = keep_values(job(tmp_path, budget=budget), SITES, LONG, dtype)
+    rule = keep_values(job(tmp_path, budget=budget), dtype=dtype)
     rows = len(all_cells(LONG))
     found = len(kept(rule, "layers.0.act"))
     # Binomial, five standard deviations.
@@ -107,9 +107,9 @@ def test_a_share_of_the_rows_is_kept_where_it_does_not_fit(
 
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.5])
 def test_keys_and_values_of_whole_sequences_are_kept(tmp_path: Path, share: float) -> None:
-    """Of rows alone that are drawn one by one, attention could be recomputed at none."""
+    """Attention could not be recomputed from rows that are drawn one by one."""
     budget = int(value_bytes(LONG, 2) * share)
-    rule = keep_values(job(tmp_path, budget=budget), SITES, LONG, "bfloat16")
+    rule = keep_values(job(tmp_path, budget=budget))
     assert kept(rule, "layers.0.k_rope") == kept(rule, "layers.1.v_proj")
     drawn, whole = kept(rule, "layers.0.q_rope"), rows_read_before(rule)
     of_sequences = sum(s.features for s in SITES if s.op in ("k_rope", "v_proj")) * 2
@@ -122,9 +122,9 @@ def test_keys_and_values_of_whole_sequences_are_kept(tmp_path: Path, share: floa
 
 def test_the_budget_is_shared_by_the_observed_passes(tmp_path: Path) -> None:
     budget = value_bytes(LONG, 2)
-    one = keep_values(job(tmp_path, budget=budget), SITES, LONG, "bfloat16")
+    one = keep_values(job(tmp_path, budget=budget))
     both = job(tmp_path, budget=budget, passes=("decode", "decode.repeat", "prefill"))
-    two = keep_values(both, SITES, LONG, "bfloat16")
+    two = keep_values(both)
     assert kept(one, "embed") == set(all_cells(LONG))
     rows = len(all_cells(LONG))
     assert abs(kept_bytes(two, 2) / budget - 0.45) < 0.05 + 5 * 0.5 / rows**0.5
@@ -132,22 +132,17 @@ def test_the_budget_is_shared_by_the_observed_passes(tmp_path: Path) -> None:
 
 def test_smaller_budgets_keep_subsets(tmp_path: Path) -> None:
     full = value_bytes(LONG, 2)
-    rules = [
-        keep_values(job(tmp_path, budget=full // d), SITES, LONG, "bfloat16") for d in (2, 3, 10, 1)
-    ]
+    rules = [keep_values(job(tmp_path, budget=full // d)) for d in (2, 3, 10, 1)]
     half, third, tenth, whole = (kept(rule, "layers.1.attn") for rule in rules)
     assert tenth < third < half < whole
 
 
 def test_both_sides_keep_the_same_rows(tmp_path: Path) -> None:
-    """The rule asks (sample, position) alone: not the order, the chunk, or the side."""
+    """The rule depends only on (sample, position), not on the order, the chunk, or the side."""
     budget = value_bytes(LONG, 2) // 3
-    rollout = keep_values(job(tmp_path, budget=budget), SITES, LONG, "bfloat16")
+    rollout = keep_values(job(tmp_path, budget=budget))
     train = keep_values(
-        job(tmp_path, budget=budget, tokens=tmp_path / "t", seed=5, engine=EngineSpec("vllm")),
-        SITES,
-        LONG,
-        "bfloat16",
+        job(tmp_path, budget=budget, tokens=tmp_path / "t", seed=5, engine=EngineSpec("vllm"))
     )
     assert kept(rollout, "embed") == kept(train, "embed")
     cells = all_cells(LONG)[::-1]
@@ -160,14 +155,14 @@ def test_both_sides_keep_the_same_rows(tmp_path: Path) -> None:
 
 def test_both_sides_of_unlike_precision_keep_rows_in_common(tmp_path: Path) -> None:
     budget = value_bytes(LONG, 2) // 2
-    low = keep_values(job(tmp_path, budget=budget), SITES, LONG, "bfloat16")
-    high = keep_values(job(tmp_path, budget=budget), SITES, LONG, "float32")
+    low = keep_values(job(tmp_path, budget=budget))
+    high = keep_values(job(tmp_path, budget=budget), dtype="float32")
     assert kept(high, "embed") < kept(low, "embed")
 
 
 def test_rows_of_every_sample_and_position_are_kept(tmp_path: Path) -> None:
     budget = value_bytes(LONG, 2) // 3
-    rows = kept(keep_values(job(tmp_path, budget=budget), SITES, LONG, "bfloat16"), "embed")
+    rows = kept(keep_values(job(tmp_path, budget=budget)), "embed")
     assert {s for s, _ in rows} == set(range(40))
     assert {p for _, p in rows} >= set(range(40))
 
@@ -182,25 +177,21 @@ def test_rows_of_every_sample_and_position_are_kept(tmp_path: Path) -> None:
     ],
 )
 def test_layers_are_selected(tmp_path: Path, layers: tuple[int, int], wanted: set) -> None:
-    rule = keep_values(job(tmp_path, layers=layers), SITES, BATCH, "bfloat16")
+    rule = keep_values(job(tmp_path, layers=layers), BATCH)
     for site in SITES:
         everything = set(all_cells(BATCH))
         assert kept(rule, site.name, BATCH) == (everything if site.layer in wanted else set())
 
 
 def test_sites_and_operators_are_selected(tmp_path: Path) -> None:
-    rule = keep_values(
-        job(tmp_path, sites=("attn", "layers.1.act", "embed")), SITES, BATCH, "bfloat16"
-    )
+    rule = keep_values(job(tmp_path, sites=("attn", "layers.1.act", "embed")), BATCH)
     names = {s.name for s in SITES if kept(rule, s.name, BATCH)}
     # Log-probs are always kept: no metric can be had without them.
     assert names == {"layers.0.attn", "layers.1.attn", "layers.1.act", "embed", "logprob"}
 
 
 def test_layers_and_sites_are_both_asked(tmp_path: Path) -> None:
-    rule = keep_values(
-        job(tmp_path, layers=(1, 1), sites=("attn", "final_norm")), SITES, BATCH, "bfloat16"
-    )
+    rule = keep_values(job(tmp_path, layers=(1, 1), sites=("attn", "final_norm")), BATCH)
     names = {s.name for s in SITES if kept(rule, s.name, BATCH)}
     assert names == {"layers.1.attn", "final_norm", "logprob"}
 
@@ -208,7 +199,7 @@ def test_layers_and_sites_are_both_asked(tmp_path: Path) -> None:
 def test_a_selection_is_given_the_whole_budget(tmp_path: Path) -> None:
     rows = len(all_cells(LONG))
     budget = rows * SHAPE.hidden * 2
-    rule = keep_values(job(tmp_path, sites=("embed",), budget=budget), SITES, LONG, "bfloat16")
+    rule = keep_values(job(tmp_path, sites=("embed",), budget=budget))
     assert kept(rule, "embed") == set(all_cells(LONG))
 
 
@@ -227,13 +218,13 @@ def test_a_small_disk_is_refused_before_the_pass(
     rows = plan._ROW_BYTES * (2 * once + counts["logprob"])
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda _path: Usage(rows + values // 2))
     with pytest.raises(TraceNotWritten, match=str(tmp_path)) as error:
-        keep_values(job(tmp_path), SITES, LONG, "bfloat16")
+        keep_values(job(tmp_path))
     assert "--trace-budget" in error.value.fix
     # A smaller budget leaves the digests, which fit.
-    keep_values(job(tmp_path, budget=values // 10), SITES, LONG, "bfloat16")
+    keep_values(job(tmp_path, budget=values // 10))
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda _path: Usage(10))
     with pytest.raises(TraceNotWritten):
-        keep_values(job(tmp_path, budget=1), SITES, LONG, "bfloat16")
+        keep_values(job(tmp_path, budget=1))
 
 
 def test_the_estimate_counts_tokens_that_are_still_to_be_sampled(
@@ -245,8 +236,8 @@ def test_the_estimate_counts_tokens_that_are_still_to_be_sampled(
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda _path: Usage(needed // 2))
     decode = job(tmp_path, passes=("decode",), max_new_tokens=500)
     with pytest.raises(TraceNotWritten):
-        keep_values(decode, SITES, prompts, "bfloat16")
-    keep_values(decode.model_copy(update={"max_new_tokens": 1}), SITES, prompts, "bfloat16")
+        keep_values(decode, prompts)
+    keep_values(decode.model_copy(update={"max_new_tokens": 1}), prompts)
 
 
 def test_a_selection_names_sites_or_operators() -> None:

@@ -1,4 +1,4 @@
-"""Engine specs: what is accepted, and how each mistake is named."""
+"""Engine specs: accepted texts, and the error for each mistake."""
 
 import importlib.util
 import sys
@@ -30,7 +30,7 @@ from rlk_align.errors import BadOption, MissingDependency, UnknownEngine
         ("hf:patch=a.b:c_1", "hf", {"patch": "a.b:c_1"}),
         ("hf:fault=norm-eps", "hf", {"fault": "norm-eps"}),
         ("hf:fault=norm-eps@0.5e-4", "hf", {"fault": "norm-eps@5e-05"}),
-        # Its usual strength.
+        # The fault's default strength.
         ("hf:fault=norm-eps@1e-3", "hf", {"fault": "norm-eps"}),
     ],
 )
@@ -177,7 +177,7 @@ def test_a_missing_package_is_named_with_its_install_command(
 
 @pytest.fixture
 def hidden(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Hides a package from those that ask whether it is there."""
+    """Makes a package look as if it were not installed."""
     find = importlib.util.find_spec
 
     def hide(package: str) -> None:

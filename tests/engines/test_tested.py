@@ -1,4 +1,4 @@
-"""Versions of other packages outside the range that the adapters were tested with."""
+"""Versions of other packages outside the tested range, and private APIs that have changed."""
 
 from pathlib import Path
 
@@ -10,18 +10,18 @@ from rlk_align.engines.process.job import Job
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.tested import untested
 
-FAKE = "transformers: tested 5.16–5.19; this is 5.40.0: taps may not work"
+FAKE = "transformers 5.40.0 is untested (tested: 5.16–5.19): taps may not work"
 
 
 @pytest.mark.parametrize(
     ("version", "said"),
     [
-        ("5.15.9", "5.16–5.19; this is 5.15.9"),
+        ("5.15.9", "5.15.9 is untested (tested: 5.16–5.19)"),
         ("5.16.0", None),
         ("5.19.3.dev1", None),
-        ("5.20.0", "5.16–5.19; this is 5.20.0"),
-        ("6.18.0", "5.16–5.19; this is 6.18.0"),
-        ("unknown", "this is unknown"),
+        ("5.20.0", "5.20.0 is untested"),
+        ("6.18.0", "6.18.0 is untested"),
+        ("unknown", "unknown is untested"),
         (None, None),
     ],
 )
@@ -33,7 +33,7 @@ def test_the_range_holds_both_its_ends(version: str | None, said: str | None) ->
 
 @pytest.fixture
 def fake(tmp_path: Path) -> dict[str, str]:
-    """An environment whose transformers says that it is a later one."""
+    """An environment whose transformers has a later version in its metadata."""
     record = tmp_path / "fake" / "transformers-5.40.0.dist-info"
     record.mkdir(parents=True)
     metadata = "Metadata-Version: 2.1\nName: transformers\nVersion: 5.40.0\n"
@@ -64,3 +64,22 @@ def test_a_private_api_that_moved_is_named_for_what_it_is(
         assert ("transformers 5.40.0, tested 5.16–5.19" in said) == moved
     monkeypatch.setattr(worker, "versions", lambda names: {"transformers": "5.40.0"})
     assert "the tested one" not in str(worker._failure(ValueError("x"), job, None))
+
+
+PATCH = """
+def take_away(model):
+    import transformers.models.qwen3.modeling_qwen3 as modeling
+
+    del modeling.apply_rotary_pos_emb
+"""
+
+
+def test_the_message_names_the_tested_range(cli: Cli, few_prompts: Path, tmp_path: Path) -> None:
+    (tmp_path / "moved.py").write_text(PATCH)
+    args = ("--engine", "hf:patch=moved:take_away", "-o", tmp_path / "run")
+    env = {"PYTHONPATH": str(tmp_path)}
+    done = cli("capture", *args, "--prompts", few_prompts, "--max-new-tokens", 2, env=env)
+    assert done.code == 3, done.err
+    assert "met an API that differs from the tested one" in done.err
+    assert "tested 5.16–5.19" in done.err
+    assert "apply_rotary_pos_emb" in done.err

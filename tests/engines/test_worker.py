@@ -1,4 +1,4 @@
-"""The worker around an engine that computes nothing: passes, controls, and what is resumed."""
+"""The worker with an imaginary engine: passes, controls, and how a capture is resumed."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ import torch
 from synthetic import SHAPE, SITES, compared
 
 from rlk_align.engines import worker
-from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling, Tap
+from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, record_parameter
 from rlk_align.engines.process.job import Events, Job
@@ -24,6 +24,7 @@ from rlk_align.judge.load import load_contract
 from rlk_align.judge.verdict import judge
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.trace.reader import Trace
+from rlk_align.trace.writer import PassWriter
 
 PASSES = tuple(
     f"{kind}{variant}" for kind in ("decode", "prefill") for variant in ("", ".untapped", ".repeat")
@@ -31,14 +32,14 @@ PASSES = tuple(
 
 
 class Imaginary(Engine):
-    """Draws its values from (site, sample, position); noise and faults are switched on."""
+    """Derives its values from (site, sample, position); noise and faults can be enabled."""
 
     calls: ClassVar[list[str]] = []
     closed = 0
     noise = 0.0
     fails_in = ""
     samples_otherwise: ClassVar[dict[int, int]] = {}
-    """Sample -> which of its tokens is another one in production."""
+    """Sample -> the index of the first token that differs in production."""
 
     def open(self) -> None:
         type(self).calls.append("open")
@@ -56,7 +57,7 @@ class Imaginary(Engine):
         yield record_parameter(LiveParameter("embed", torch.ones(4, 4)))
 
     def sample(
-        self, batch: TokenBatch, sampling: Sampling, tap: Tap | None, done: SamplesDone
+        self, batch: TokenBatch, sampling: Sampling, tap: PassWriter | None, done: SamplesDone
     ) -> Sampled:
         responses = [
             [(sampling.seed + len(s.prompt_ids) + k) % 16 for k in range(sampling.max_new_tokens)]
@@ -67,14 +68,14 @@ class Imaginary(Engine):
         logprobs = self._compute("decode", batch.with_responses(responses), tap, done)
         return Sampled(responses, logprobs)
 
-    def score(self, batch: TokenBatch, tap: Tap | None, done: SamplesDone) -> Logprobs:
+    def score(self, batch: TokenBatch, tap: PassWriter | None, done: SamplesDone) -> Logprobs:
         return self._compute("prefill", batch, tap, done)
 
     def close(self) -> None:
         type(self).closed += 1
 
     def _compute(
-        self, kind: str, batch: TokenBatch, tap: Tap | None, done: SamplesDone
+        self, kind: str, batch: TokenBatch, tap: PassWriter | None, done: SamplesDone
     ) -> Logprobs:
         mode = "production" if self.production else "tapped" if tap else "untapped"
         type(self).calls.append(f"{kind} {mode}")
@@ -212,7 +213,7 @@ def test_another_runs_tokens_are_scored(job: Job, tmp_path: Path) -> None:
 
 
 def test_noise_is_measured(job: Job, tmp_path: Path) -> None:
-    """Every call of this engine is shifted further: nothing repeats."""
+    """Each call of this engine shifts its values further, so that no pass repeats another."""
     engine().noise = 0.25
     first = run(job)
     noise = compared(first, first).controls.noise["rollout"]
@@ -280,7 +281,7 @@ def test_prompts_that_do_not_fit_are_refused_before_loading(
 
 
 def test_a_parameter_in_eight_bits_is_recorded() -> None:
-    """As a user's patch may leave it in an engine."""
+    """A user's patch may leave such a parameter in an engine."""
     value = torch.ones(4, 4).to(torch.float8_e4m3fn)
     assert record_parameter(LiveParameter("embed", value)).dtype == "float8_e4m3fn"
     value[1, 2] = float("nan")
@@ -312,7 +313,7 @@ def test_an_error_is_handed_to_the_parent(
 def test_interventions_reach_an_engine_that_takes_them(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decode with the tokens that were sampled; all values are kept, or the log-probs alone."""
+    """Decode is forced to the sampled tokens; all values are kept, or only the log-probs."""
     run(job)
     told: list[Any] = []
 

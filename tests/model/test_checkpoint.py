@@ -1,4 +1,4 @@
-"""Where a checkpoint is found, and how what lies there is told apart."""
+"""How a checkpoint is found, and the fingerprint of its files."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def test_an_unknown_home_is_no_model() -> None:
 
 
 def test_a_fingerprint_does_not_change_between_versions() -> None:
-    # Pinned: captures are found again by it.
+    # Pinned, because captures are found by their fingerprints.
     parts = ("0.1.0", "hf:attn=eager", ["torch 2"], None, [32, 0], Path("x"))
     assert fingerprint(*parts) == fingerprint(*parts)
     assert fingerprint("a", 1, None) == "10c084dbba9e8b5e"

@@ -1,5 +1,4 @@
-"""A made-up operator in a made-up family: one record and one entry, and two engines are compared
-with it."""
+"""An imaginary operator in an imaginary family needs one record and one entry."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ NEW = "layers.1.branch_norm"
 
 
 def sandwich(shape: ModelShape, layer: int) -> tuple[str, ...]:
-    """A dense layer; from the second on the attention's branch is normed before it is added."""
+    """A dense layer that, from the second layer on, norms the attention's branch."""
     operators = dense()(shape, layer)
     at = operators.index("attn_residual")
     return (*operators[:at], *(("branch_norm",) if layer else ()), *operators[at:])
@@ -100,6 +99,6 @@ def test_a_fault_in_it_is_named(model: Path, compare: Compare, side: str) -> Non
     edge, *_ = verdict.comparison.edges
     (found,) = over_budget(verdict, edge)
     assert (found.unit.site, found.side) == (NEW, side)
-    # The built-in contract does not name it: it is held to the budget of its class.
+    # The built-in contract has no budget for the operator, so that of its class applies.
     (limit,) = {b.limit for b in verdict.breaches if b.site == NEW and "rounding" in b.metric}
     assert limit == "rounding-norms"

@@ -1,4 +1,4 @@
-"""The catalogue against what says the same elsewhere: Megatron's plan of the weights."""
+"""The catalogue of operators, compared with Megatron's plan of the weights."""
 
 import pytest
 
@@ -24,11 +24,10 @@ CUT = {
     **dict.fromkeys(("o_proj", "down_proj"), 1),
     **dict.fromkeys(("attn_norm", "q_norm", "k_norm", "mlp_norm", "final_norm"), None),
 }
-"""Weight -> the dimension along which Megatron cuts it; None where each rank holds it whole."""
+"""Weight -> the dimension along which Megatron cuts it; None if each rank has the whole weight."""
 
 
-def test_names_are_those_of_the_records() -> None:
-    assert {name: o.name for name, o in OPERATORS.items()} == {name: name for name in OPERATORS}
+def test_a_product_has_as_many_features_as_its_weight_has_rows() -> None:
     assert all(o.features == o.weight[0] for o in OPERATORS.values() if o.formula == "linear")
 
 
@@ -37,7 +36,7 @@ def test_weights_are_cut_as_megatron_cuts_them() -> None:
     places = list(megatron_places(SHAPE, 2, te=False, tied=False))
     plan = parameter_plan(places, SHAPE, 2, biased)
     cut = {op.removeprefix("layers.0."): p.dim for p in plan for op in p.layout.ops}
-    # Where partial sums are added up, each rank holds the bias whole.
+    # If partial sums are added up, each rank has the whole bias.
     biases = {f"{op}.bias": None if CUT[op] else 0 for op in biased}
     assert cut == CUT | biases
     assert CUT.keys() == {o.parameter or o.name for _, o in SHAPE.operators() if o.weight}

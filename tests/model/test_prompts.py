@@ -1,4 +1,4 @@
-"""Prompts in, token batches out and back: every malformed input is named by its line."""
+"""Prompts and token batches, read and written: errors name the line of a malformed input."""
 
 import json
 from pathlib import Path
@@ -153,7 +153,7 @@ def test_messages_of_a_chat_are_kept_for_the_template(tmp_path: Path) -> None:
 
 
 def test_text_that_utf8_cannot_hold_is_refused_where_it_is_read(tmp_path: Path) -> None:
-    # JSON can spell half of a surrogate pair; no tokenizer and no copy of the prompts takes it.
+    # JSON can express half of a surrogate pair, which no tokenizer and no UTF-8 file accepts.
     path = written(tmp_path, '{"prompt": "fine"}\n{"prompt": "\\ud800"}\n')
     with pytest.raises(PromptError) as error:
         load_prompts(path)
@@ -217,7 +217,7 @@ def test_a_mask_is_saved_with_the_tokens(tmp_path: Path) -> None:
 def test_a_sample_knows_where_log_probs_are_wanted() -> None:
     sample = Sample("x", (10, 11, 12), (13, 14))
     assert sample.ids == (10, 11, 12, 13, 14)
-    # Position 2 speaks of token 13, position 3 of 14; the last token speaks of nothing.
+    # The log-prob at position 2 is that of token 13, the one at position 3 that of token 14.
     assert [sample.ids[p + 1] for p in sample.sampled_positions] == [13, 14]
     assert list(Sample("y", (1, 2)).sampled_positions) == []
 

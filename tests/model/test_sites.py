@@ -1,4 +1,4 @@
-"""The canonical sites, their graph, and the rows that a batch has."""
+"""The canonical sites, their graph, and the rows of a batch."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,6 @@ from rlk_align.model.families import ModelShape, read_shape
 from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.model.sites import RowIndex, model_sites
 
-# DESIGN, section 3, word by word; q_norm and k_norm only "where the family has them".
 LAYER_OPS = (
     *("attn_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_rope", "k_rope"),
     *("attn", "o_proj", "attn_residual"),
@@ -86,7 +85,7 @@ def test_widths_and_classes() -> None:
 
 
 def inputs_in_words(family: str) -> dict[str, set[str]]:
-    """What each operator of layer 1 reads, from the formula of a pre-norm decoder."""
+    """The inputs of each operator of layer 1, by the formula of a pre-norm decoder."""
     q, k = ("q_norm", "k_norm") if family == "qwen3" else ("q_proj", "k_proj")
     stream = "layers.0.mlp_residual"
     here = {
@@ -154,7 +153,7 @@ def batch_of(sizes: list[tuple[int, int]]) -> TokenBatch:
 def test_expected_rows_are_those_of_the_definition(
     sizes: list[tuple[int, int]], decode: bool
 ) -> None:
-    # A decode always samples; a sample without a response has no decode pass.
+    # In a decode pass every sample has a response.
     batch = batch_of([(p, max(r, 1)) if decode else (p, r) for p, r in sizes])
     index = RowIndex(batch)
     assert len(index) == sum(len(s.ids) for s in batch.samples)

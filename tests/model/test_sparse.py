@@ -1,4 +1,4 @@
-"""Families with sparse layers: what their configs say, their sites and their tensors."""
+"""Families with sparse layers: their configs, sites and tensors."""
 
 import json
 from pathlib import Path

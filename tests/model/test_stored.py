@@ -1,4 +1,4 @@
-"""Experts that a checkpoint stores as one tensor a layer: each is found, whole and in part."""
+"""Experts that a checkpoint stores as one tensor for each layer, read whole and in part."""
 
 from pathlib import Path
 

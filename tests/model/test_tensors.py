@@ -1,4 +1,4 @@
-"""A checkpoint's tensors against its config: what is missing, unexpected or of another shape."""
+"""A checkpoint's tensors and its config: tensors that are missing, unexpected or misshapen."""
 
 import json
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def check(model: Path) -> None:
 
 @pytest.fixture(params=FAMILIES)
 def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A model of each family as transformers itself saves it."""
+    """A model of each family, saved by transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**SIZES, **FAMILIES[request.param])
@@ -183,7 +183,7 @@ def test_a_truncated_file_is_one_sentence(embedded: Path) -> None:
 
 @pytest.mark.parametrize("side", ["--rollout", "--train"])
 def test_a_missing_tensor_is_refused_before_any_engine(cli: Cli, embedded: Path, side: str) -> None:
-    """transformers fills in ones, on both sides alike, and all weights are then equal."""
+    """transformers fills in ones on both sides, whose weights are then equal."""
     gone = "model.layers.1.input_layernorm.weight"
     change(embedded, lambda tensors: tensors.pop(gone))
     specs = {"--rollout": "hf", "--train": "hf", side: f"hf:model={embedded}"}

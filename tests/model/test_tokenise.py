@@ -23,8 +23,7 @@ ASKED = Prompt("c", None, messages=({"role": "user", "content": "1 + 1"},))
 
 @pytest.fixture
 def chat_model(model_copy: Callable[..., Path]) -> Path:
-    """The embedded model with a chat template, whose tokenizer puts the same token before every
-    text as the template does."""
+    """A model whose tokenizer and chat template put the same token before a text."""
     model = model_copy("chat")
     (model / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     path = model / "tokenizer.json"

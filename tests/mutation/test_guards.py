@@ -180,7 +180,7 @@ GUARDS = {
         "pipeline.py",
         "run.invalidate()",
         "None",
-        "trace/test_stale_comparison.py::test_a_compare_that_fails_leaves_nothing_to_judge",
+        "trace/test_conclusions.py::test_a_compare_that_fails_leaves_nothing_to_judge",
     ),
     "NaN in an operator's error": Guard(
         "probe/referee/rounding.py",

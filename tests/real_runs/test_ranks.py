@@ -184,7 +184,7 @@ def test_the_killed_rank_is_named_and_not_the_one_that_lost_it(
     scored: Scored, engine: str, log: str
 ) -> None:
     done = scored(f"{engine}:tp=2,patch=rank_patches:killed")
-    named = f"rank 1 of 2 of {engine}:patch=rank_patches:killed,tp=2 was ended by SIGKILL"
+    named = f"rank 1 of 2 of {engine}:patch=rank_patches:killed,tp=2 was killed by SIGKILL"
     assert_error(done, 3, named, log, "a rerun continues")
     assert "rank 0" not in done.err
     assert set(done.passes) == {"prefill"}
@@ -195,7 +195,7 @@ def test_a_rerun_goes_on_after_a_killed_rank(prompts: Path, tmp_path: Path) -> N
     words += ("--prompts", prompts, "--run-dir", "run", "--edges", "prefill_vs_train")
     words += ("--max-new-tokens", 8)
     first = Running(tmp_path, *words).wait()
-    named = "rank 1 of 2 of fsdp:dp=2,patch=rank_patches:killed was ended by SIGKILL, as the kernel"
+    named = "rank 1 of 2 of fsdp:dp=2,patch=rank_patches:killed was killed by SIGKILL, which"
     assert_error(first, 3, named, "last lines of rank1.log", "Loading weights", "a rerun continues")
     assert set(first.passes) == {"prefill"}
     (tmp_path / "healed").touch()

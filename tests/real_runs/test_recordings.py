@@ -15,9 +15,9 @@ from rlk_align.engines.common.parameters import LiveParameter, even_shards, reco
 from rlk_align.trace.tables import WEIGHTS_SCHEMA
 from rlk_align.weights.compare import Comparer, Earlier
 from rlk_align.weights.findings import Finding
+from rlk_align.weights.holder import WeightHolder
 from rlk_align.weights.parameter import RecordedParameter
-from rlk_align.weights.run import compare_weights
-from rlk_align.weights.source import Source
+from rlk_align.weights.pipeline import compare_weights
 
 BASE = tensors()
 
@@ -47,14 +47,14 @@ def test_a_live_engine_holds_its_checkpoint(
     assert {(f.status, f.step) for f in found.values()} == {("stale", "model")}
 
 
-def source(folder: Path, parameter: LiveParameter) -> Source:
+def source(folder: Path, parameter: LiveParameter) -> WeightHolder:
     """A recording of one parameter."""
     trace = write_trace(folder, draw())
     record = record_parameter(parameter)
     columns = {c: [getattr(record, c)] for c in WEIGHTS_SCHEMA.names}
     pq.write_table(pa.table(columns, schema=WEIGHTS_SCHEMA), folder / "weights.parquet")
     recorded = RecordedParameter(parameter.name, trace, trace.weights[parameter.name])
-    return Source(str(folder), "synthetic", {parameter.name: recorded})
+    return WeightHolder(str(folder), "synthetic", {parameter.name: recorded})
 
 
 def random(seed: int) -> torch.Tensor:

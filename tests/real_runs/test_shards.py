@@ -11,7 +11,7 @@ from command import require_engine, said_by
 
 from rlk_align.data import data_path
 from rlk_align.errors import CorruptCheckpoint, ModelError
-from rlk_align.weights.run import compare_weights
+from rlk_align.weights.pipeline import compare_weights
 
 SCRIPT = Path(__file__).with_name("save_shards.py")
 
@@ -73,6 +73,6 @@ def test_damage_is_named(saved: Path, tmp_path: Path) -> None:
 
 
 def test_the_folder_above_names_what_is_in_it(saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="holds no weights") as error:
+    with pytest.raises(ModelError, match="has no weights") as error:
         compare_weights(str(saved), save(tmp_path / "a", tensors()))
     assert error.value.fix.endswith("step-1, step-2, synced")

@@ -287,7 +287,7 @@ def test_what_does_not_run_is_refused(tmp_path: Path) -> None:
     done = compared(tmp_path, "hf", "megatron:tp=2")
     assert done.code == 2, done.err
     assert "tp=2 does not support sparse layers" in done.err
-    assert "ep=2 has ranks share the experts" in done.err
+    assert "with ep=2 the ranks share the experts" in done.err
 
 
 @pytest.mark.parametrize("kernels", ["off", "rlk"])

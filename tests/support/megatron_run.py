@@ -46,7 +46,7 @@ def observe(engine: Engine, batch: TokenBatch) -> dict[str, Any]:
             assert len(rows) == len(sample) == len(position)
             parts.setdefault(site, []).append((sample.copy(), position.copy(), rows.clone()))
 
-        def held(self, sample: int, rows: range, rank: int, sharing: Sequence[int]) -> None:
+        def computes(self, rank: int, sample: int, rows: range, sharing: Sequence[int]) -> None:
             assert rank == engine.ranks.rank
             assert set(rows) <= set(range(len(batch.samples[sample].ids)))
 

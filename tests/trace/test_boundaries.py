@@ -1,4 +1,4 @@
-"""Where sequences begin for the attention, measured: real attention in, boundaries out."""
+"""The measured boundaries of sequences, from the values of a real attention."""
 
 from itertools import pairwise
 
@@ -26,7 +26,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: list[int]
 
 
 def measured(shift: dict[int, int], dtype: torch.dtype = torch.bfloat16) -> BoundaryRecord:
-    """`shift`: which boundary is off by how much."""
+    """`shift`: number of a boundary -> its error."""
     torch.manual_seed(0)
     total = sum(LENGTHS)
     q = torch.randn(total, HEADS, DIM).to(dtype)
@@ -64,7 +64,7 @@ def test_an_early_boundary_names_both_rows() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_repeated_token_sees_only_itself_either_way(dtype: torch.dtype, at_once: bool) -> None:
-    """Equal values average to themselves; in a decode rows come one at a time."""
+    """The average of equal values is the value itself; in a decode, rows come one at a time."""
     torch.manual_seed(0)
     ids = torch.tensor([0, 0, 0, 0, 1, 2])
     q = torch.randn(len(ids), HEADS, DIM).to(dtype)

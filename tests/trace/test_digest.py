@@ -1,4 +1,4 @@
-"""Digests and statistics of rows, against arithmetic on Python's own integers and floats."""
+"""Digests and statistics of rows, compared with arithmetic on Python's integers and floats."""
 
 import math
 import struct
@@ -69,7 +69,7 @@ def test_a_digest_is_the_formula_for_any_bytes(data: bytes) -> None:
 
 
 def test_coefficients_are_odd_and_the_same_everywhere() -> None:
-    # Pinned: traces of other machines and versions are compared by them.
+    # Pinned, because traces of other machines and versions are compared by them.
     table = digest._coefficients(3, torch.device("cpu"))
     assert bool((table & 1).all())
     assert len(set(table.flatten().tolist())) == 9
@@ -98,7 +98,7 @@ def test_every_single_bit_counts(width: int) -> None:
     rows = torch.frombuffer(bytearray(b"".join(flipped)), dtype=torch.bfloat16).reshape(-1, width)
     digests = unsigned(digest_rows(rows))
     original = unsigned(digest_rows(row))[0]
-    # Both 64-bit sums see it, each by itself, and no two flips look alike.
+    # Each of the two 64-bit sums changes, and no two flips have equal digests.
     assert all(a != original[0] and b != original[1] for a, b in digests)
     assert len(set(digests)) == len(digests)
 
@@ -149,7 +149,7 @@ def test_a_row_does_not_depend_on_its_layout() -> None:
     wide[:, 4:13] = rows
     assert torch.equal(digest_rows(wide[:, 4:13]), wanted)
     single = rows[:, :1].clone()
-    # One feature, yet strided: a column of a transposed matrix.
+    # One strided feature: a column of a transposed matrix.
     assert torch.equal(digest_rows(rows.T.contiguous().T[:, :1]), digest_rows(single))
 
 

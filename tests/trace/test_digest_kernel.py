@@ -1,5 +1,5 @@
-"""Parameters' digests by the kernel that reads them on a GPU, here in Triton's interpreter: the
-bits of torch's arithmetic, and every planted fault is seen."""
+"""The digests of parameters by the kernel for GPUs, here in Triton's interpreter: they equal those
+of torch's arithmetic, and every planted fault changes them."""
 
 import os
 
@@ -52,8 +52,9 @@ def test_a_nan_keeps_its_bits(by_kernel: Callable) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_each_bit_and_each_place_counts(by_kernel: Callable, dtype: torch.dtype) -> None:
-    """One bit, two elements or two rows that changed places, in a pair of elements or across the
-    blocks that a program reads; no two faults look alike, and no other parameter's digest moves."""
+    """Plants one flipped bit, two swapped elements or two swapped rows, within a pair of elements
+    and across the blocks that a program reads. No two faults have equal digests, and no digest of
+    another parameter changes."""
     named = [("a", torch.ones(3, 600, dtype=dtype)), *parameters(dtype)[2:3]]
     other = torch.randn(3, 600, generator=torch.Generator().manual_seed(1)).to(dtype)
     named.append(("b", other))

@@ -1,4 +1,4 @@
-"""Which position a row was rotated by, measured: real rotations in, positions out."""
+"""The measured positions of rows, from real rotations."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ ROTARY = Rotary(
 def rotate(
     x: torch.Tensor, position: np.ndarray, theta: float = 10000.0, count: int = HEADS
 ) -> torch.Tensor:
-    """The half-split rotary embedding, rounded as an engine in x's dtype rounds: `[N, F]`."""
+    """The half-split rotary embedding, rounded like that of an engine in x's dtype: `[N, F]`."""
     frequency = torch.tensor([theta ** (-j / PAIRS) for j in range(PAIRS)])
     angle = torch.from_numpy(position).float()[:, None] * frequency
     cos, sin = (t.to(x.dtype)[:, None] for t in (angle.cos(), angle.sin()))
@@ -117,7 +117,7 @@ def test_not_a_number_is_left_to_the_comparison() -> None:
 
 
 def test_a_query_of_zeros_has_no_position() -> None:
-    """As that of a padding token, whose embedding is 0; a pair that is not 0 still tells."""
+    """Such a query is that of a padding token, whose embedding is 0."""
     torch.manual_seed(0)
     x = torch.randn(40, HEADS * 2 * PAIRS)
     x[7] = 0.0
@@ -142,7 +142,7 @@ def test_parts_are_put_together_in_order() -> None:
 def both_turned(
     queries: np.ndarray, keys: np.ndarray, own: np.ndarray, sample: np.ndarray
 ) -> PositionRecord:
-    """Queries and keys of sequences, turned by these positions."""
+    """The record of queries and keys that are rotated by these positions."""
     torch.manual_seed(0)
     q, k = (torch.randn(len(own), n * 2 * PAIRS).bfloat16() for n in (HEADS, KV_HEADS))
     check = PositionCheck(ROTARY)
@@ -165,7 +165,7 @@ def test_one_shift_of_queries_and_keys_is_harmless() -> None:
     assert (record.shift, record.harmless, record.one_shift) == ((-1, 3), True, 0)
     assert record.shift_words == "-1 to +3, one shift in each sequence"
     assert PositionRecord.together([record]).shift == (-1, 3)
-    # Another part may hold the rest of a sequence.
+    # Another part may have the rest of a sequence.
     assert PositionRecord.together([record, record]).shift is None
 
 

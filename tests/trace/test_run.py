@@ -1,4 +1,4 @@
-"""The RUN folder: found again, kept inside itself, and never written by two at once."""
+"""The RUN folder: how it is found, that it refers to nothing outside, and its lock."""
 
 import errno
 import json
@@ -24,7 +24,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def saved(folder: Path, **captures: str) -> Run:
-    """A finished run of nothing but captures that are there."""
+    """A finished run that has only captures."""
     run = Run(folder)
     named = captures or {"capture": "captures/x"}
     for name in named.values():

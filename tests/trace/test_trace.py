@@ -1,4 +1,4 @@
-"""A trace on disk: what is written is read, other tools read it too, and damage is noticed."""
+"""A trace on disk: it is read as it was written, by other tools as well, and damage is detected."""
 
 import json
 import math
@@ -262,8 +262,8 @@ FIELDS = ("sample", "position", "digest", "norm", "nonfinite", "shard", "index")
 
 
 def flip_bits(folder: Path, name: str, flips: Iterable[tuple[int, int]]) -> int:
-    """Flips bits of a file, `(byte, mask)` one at a time; how many of them were noticed. A bit that
-    changes nothing that is read, as in the padding of a header, is none of them."""
+    """Flips bits of a file, one `(byte, mask)` at a time; returns how many were detected. A bit
+    that changes no value, as in the padding of a header, need not be detected."""
     path = folder / name
     want = read_everything(folder)
     data = bytearray(path.read_bytes())
@@ -297,14 +297,14 @@ print("refused", flip_rows(Path(sys.argv[1]), int(sys.argv[3]), int(sys.argv[4])
 
 
 def flip_rows(folder: Path, start: int, step: int) -> int:
-    """Flips a bit in every `step`-th byte of rows.parquet; how many of them were noticed."""
+    """Flips a bit in every `step`-th byte of rows.parquet; returns how many were detected."""
     size = (folder / "rows.parquet").stat().st_size
     places = range(size - start, 0, -step)
     return flip_bits(folder, "rows.parquet", ((at, 1 << at % 8) for at in places))
 
 
 def test_no_flipped_bit_of_the_rows_goes_unseen(folder: Path) -> None:
-    # In a process of its own: a damaged footer can make the Parquet library abort.
+    # In a separate process, because a damaged footer can make the Parquet library abort.
     tests = str(Path(__file__).parent.parent)
     done = subprocess.run(
         [sys.executable, "-c", FLIPPED_ROWS, str(folder), tests, "250", "1042"],
@@ -318,7 +318,7 @@ def test_no_flipped_bit_of_the_rows_goes_unseen(folder: Path) -> None:
 
 @pytest.mark.parametrize("flip", [0x01, 0x80])
 def test_a_damaged_name_of_a_site_is_corrupt(folder: Path, flip: int) -> None:
-    """The footer is no part of any checksummed page: its names are damaged one by one."""
+    """The names in the footer, which has no checksum, are damaged one by one."""
     data = (folder / "rows.parquet").read_bytes()
     places = [found.start() for found in re.finditer(rb"layers\.1\.o_proj", data)]
     assert flip_bits(folder, "rows.parquet", ((at, flip) for at in places)) > 1
@@ -448,7 +448,7 @@ def test_a_file_that_no_checksum_names_is_not_read(tmp_path: Path) -> None:
         trace.read_pass("prefill")
     del without["weights.parquet"]
     path.write_text(json.dumps(record | {"files": without}))
-    with pytest.raises(CorruptTrace, match=r"does not name weights\.parquet"):
+    with pytest.raises(CorruptTrace, match=r"does not list weights\.parquet"):
         Trace(folder)
 
 

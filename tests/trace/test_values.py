@@ -1,4 +1,4 @@
-"""Recorded rows by row number, however few sites are held at a time."""
+"""Recorded rows by row number, with a cache of any size."""
 
 from pathlib import Path
 
@@ -35,12 +35,12 @@ def test_a_small_bound_drops_sites_and_reads_them_anew(
     read = []
     monkeypatch.setattr(reader, "rows", lambda s: (read.append(s), PassReader.rows(reader, s))[1])
     one_site = sum(c.nbytes for c in expected["embed"][1:]) + 12 * len(INDEX)
-    monkeypatch.setattr(module, "HELD_BYTES", 3 * one_site)
+    monkeypatch.setattr(module, "CACHE_BYTES", 3 * one_site)
     bounded = RecordedRows(reader, INDEX)
     for site in [*NAMES, *NAMES[-3:], *NAMES]:
         for got, wanted in zip(everything(bounded, site), expected[site], strict=True):
             assert np.array_equal(got, wanted)
-    # The last three are held, and no others.
+    # Only the last three are in the cache.
     assert read == [*NAMES, *NAMES]
 
 

@@ -1,4 +1,4 @@
-"""LoRA adapters: in which dtype and order one was merged, and that it was not."""
+"""LoRA adapters: the dtype and order in which one was merged, or that it was not merged."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from changed_weights import Tensors, q_proj, save, save_adapter, tensors, unequa
 from rlk_align.errors import ModelError
 from rlk_align.weights.adapter import ways
 from rlk_align.weights.findings import Finding
-from rlk_align.weights.run import compare_weights
+from rlk_align.weights.pipeline import compare_weights
 
 BASE = tensors()
 MODULE = "model.layers.1.self_attn.q_proj"
@@ -29,7 +29,7 @@ def factors(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[torch.Te
 def merged(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, order: str
 ) -> torch.Tensor:
-    """As trainers do it, by torch's own products in that dtype."""
+    """Merges like trainers, with torch's products in that dtype."""
     weight, a, b = weight.to(dtype), a.to(dtype), b.to(dtype)
     if order == "product":
         return weight + (b @ a) * SCALE
@@ -100,7 +100,7 @@ def test_an_adapter_that_was_not_delivered(tmp_path: Path) -> None:
 
 
 def test_an_adapter_of_another_step(tmp_path: Path) -> None:
-    """Its factors differ by a thousandth: a merge within a rounding is not enough."""
+    """A factor differs by a thousandth, so that the result differs by less than a rounding."""
     a, b = factors()
     adapter = save_adapter(tmp_path / "adapter", {MODULE: (a, b * 1.001)})
     value = merged(BASE[NAME], a, b, torch.float32, "product").bfloat16()
@@ -139,7 +139,7 @@ def test_the_scale_of_rslora(tmp_path: Path) -> None:
         ({"use_dora": True}, "use_dora"),
         ({"peft_type": "IA3"}, "IA3"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
-        ({"r": 4}, "do not fit rank 4"),
+        ({"r": 4}, "does not have rank 4"),
         ({"lora_alpha": "x"}, "does not describe a LoRA"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Each thing that may become of a parameter, planted in a checkpoint and named."""
+"""Each change of a parameter, planted in a checkpoint and reported."""
 
 from pathlib import Path
 
@@ -7,14 +7,15 @@ import torch
 from changed_weights import Tensors, changed, q_proj, save, tensors, trained, unequal
 
 from rlk_align.errors import CorruptCheckpoint
-from rlk_align.weights.run import compare_weights
+from rlk_align.weights.earlier import step_of
+from rlk_align.weights.pipeline import compare_weights
 
 BASE = tensors()
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> dict[int, Tensors]:
-    """Three steps of a training run, saved as a trainer does."""
+    """Three steps of a training run, saved like a trainer saves them."""
     steps = {step: trained(BASE, step) for step in (100, 200, 300)}
     for step, values in steps.items():
         save(tmp_path / f"checkpoint-{step}", values)
@@ -231,3 +232,24 @@ def test_an_unknown_family_is_compared_by_its_own_names(tmp_path: Path) -> None:
     values["net.scale"] = torch.zeros(())
     [found] = unequal(compare_weights(a, save(tmp_path / "c", values, config=False))).values()
     assert (found.name, found.status) == ("net.scale", "other")
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/runs/checkpoint-300", "step 300"),
+        ("/runs/global_step_300/actor", "step 300"),
+        ("/runs/global_step300/actor/huggingface", "step 300"),
+        ("/runs/iter_0000300", "step 300"),
+        ("/runs/step7", "step 7"),
+        ("/runs/300", "step 300"),
+        ("/runs/trained_2", "step 2"),
+        # Numbers that are no steps.
+        ("/home/user42/models/model", "model"),
+        ("/data/2024/model", "model"),
+        ("/scratch/run-3/model", "model"),
+        ("/models/qwen3", "qwen3"),
+    ],
+)
+def test_a_number_is_a_step_where_its_name_says_so(path: str, name: str) -> None:
+    assert step_of(path) == name

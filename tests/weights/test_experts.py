@@ -1,4 +1,4 @@
-"""Experts in the conventions that hold them: one tensor each, stacked, and Megatron's."""
+"""Experts in each convention: one tensor for each, stacked, and Megatron's."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from stacked_experts import stacked
 
 from rlk_align.model.families import read_shape
 from rlk_align.weights.naming import pieces
-from rlk_align.weights.run import compare_weights
+from rlk_align.weights.pipeline import compare_weights
 
 SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
 EXPERTS = "model.layers.2.mlp.experts"
@@ -23,14 +23,14 @@ def base() -> Tensors:
 
 
 def stored(folder: Path, values: Tensors) -> str:
-    """A checkpoint of the sparse model that holds these tensors."""
+    """A checkpoint of the sparse model with these tensors."""
     where = save(folder, values)
     (folder / "config.json").write_bytes((SPARSE / "config.json").read_bytes())
     return where
 
 
 def megatron(values: Tensors, grouped: bool) -> Tensors:
-    """The experts as Megatron names them, one after another or in one grouped module."""
+    """The experts with Megatron's names, one after another or in one grouped module."""
     kept = {n: v for n, v in values.items() if ".experts." not in n}
     for i in (1, 2, 3):
         of, here = f"model.layers.{i}.mlp.experts", f"decoder.layers.{i}.mlp"

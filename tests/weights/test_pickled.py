@@ -1,4 +1,4 @@
-"""A pickle is read as data: what it would do is never done."""
+"""A pickle is read as data, and its code is never run."""
 
 import os
 import pickle
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rlk_align.errors import CorruptCheckpoint
+from rlk_align.weights.holder import locate
 from rlk_align.weights.pickled import Call, Name, NotPlain, read_pickle
-from rlk_align.weights.source import locate
 
 
 @pytest.mark.parametrize("protocol", range(3, pickle.HIGHEST_PROTOCOL + 1))

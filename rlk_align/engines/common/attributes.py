@@ -1,4 +1,4 @@
-"""What a live model says of itself, in the names that `compare.parity` compares."""
+"""The settings of a live model, by the names that `compare.parity` compares."""
 
 import math
 from collections import Counter
@@ -12,7 +12,7 @@ from rlk_align.model.operators import OPERATORS
 
 
 def per_layer(name: str, values: list[Any]) -> dict[str, Any]:
-    """`{name: value}` where all layers agree; else the commonest, and each exception by layer."""
+    """`{name: value}` with the commonest value, and each layer's exception."""
     if not values:
         return {}
     common = Counter(map(repr, values)).most_common(1)[0][0]
@@ -24,9 +24,9 @@ def per_layer(name: str, values: list[Any]) -> dict[str, Any]:
 def corrected_routing(
     groups: list[int], top_groups: list[int], scale: list[float]
 ) -> dict[str, Any]:
-    """For each sparse layer whose scores are corrected: into how many groups its experts are
-    divided, from how many of them it chooses, and what its weights are multiplied by; empty where
-    no scores are corrected."""
+    """The attributes of sparse layers whose scores are corrected, from the values of each layer:
+    the number of groups of experts, the number of groups that it chooses from, and the factor of
+    its weights. Empty for a model without such layers."""
     return {
         **per_layer("expert_groups", groups),
         **per_layer("expert_groups_chosen", top_groups),
@@ -35,7 +35,7 @@ def corrected_routing(
 
 
 def activation_name(activation: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> str:
-    """The name of a live activation, by what it computes and not by its class."""
+    """The name of a live activation, from its values and not from its class."""
     x = torch.linspace(-4.0, 4.0, 33)
     known = {
         "silu": torch.nn.functional.silu(x),
@@ -45,7 +45,7 @@ def activation_name(activation: Callable[[torch.Tensor], torch.Tensor], dtype: t
         "identity": x,
     }
     y = activation(x.to(dtype)).float()
-    # tanh-GELU and GELU part by 4.7e-4 at most, so the nearest is taken; bf16 rounds to 2^-7.
+    # tanh-GELU and GELU differ by 4.7e-4 at most, so the nearest is chosen; bf16 rounds to 2^-7.
     name, distance = min(
         ((n, (y - v).abs().mean().item()) for n, v in known.items()), key=lambda item: item[1]
     )
@@ -53,12 +53,12 @@ def activation_name(activation: Callable[[torch.Tensor], torch.Tensor], dtype: t
 
 
 def norm_epsilon(norm: Any) -> float | None:
-    """A norm's epsilon, by the name that transformers and vLLM give it, or by torch's."""
+    """A norm's epsilon: `variance_epsilon` in transformers and vLLM, `eps` in torch."""
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
 def norm_epsilons(model: Any, places: Iterable[Place]) -> dict[str, float | None]:
-    """Site -> epsilon of a model's norms."""
+    """Site -> epsilon, for each norm of a model."""
     return {
         p.sites[0]: norm_epsilon(model.get_submodule(p.module))
         for p in places
@@ -67,7 +67,7 @@ def norm_epsilons(model: Any, places: Iterable[Place]) -> dict[str, float | None
 
 
 def norm_attributes(epsilons: Mapping[str, float | None]) -> dict[str, Any]:
-    """One epsilon for a layer's norms, or one for each norm where they differ."""
+    """One epsilon for the norms of a layer, or one for each norm if they differ."""
     layers: dict[str, dict[str, Any]] = {}
     for site, epsilon in epsilons.items():
         layer, _, op = site.rpartition(".")
@@ -87,8 +87,8 @@ def rope_theta(inv_freq: torch.Tensor) -> float:
 
 
 def active_dropout(model: torch.nn.Module) -> dict[str, str]:
-    """`dropout`: where a model in training mode drops values, and with which probability; empty
-    where it drops none."""
+    """`dropout`: which modules of a model in training mode drop values, and with which probability;
+    empty if none does."""
     active = {name: p for name, m in model.named_modules() if m.training and (p := _dropout(m))}
     if not active:
         return {}
@@ -98,8 +98,8 @@ def active_dropout(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _dropout(module: torch.nn.Module) -> float:
-    """The largest probability with which a module drops values in training mode: one of torch's
-    own, or what an attention or a layer keeps by such a name."""
+    """The largest probability with which a module drops values in training mode: that of torch's
+    dropout, or a float of an attention or a layer with `dropout` in its name."""
     if isinstance(module, torch.nn.modules.dropout._DropoutNd):
         return module.p
     named = (v for n, v in vars(module).items() if "dropout" in n and isinstance(v, float))
@@ -107,7 +107,7 @@ def _dropout(module: torch.nn.Module) -> float:
 
 
 def processing(temperature: float, top_p: float = 1.0) -> dict[str, Any]:
-    """What reported log-probs are of: the whole raw distribution, or a processed one."""
+    """Which distribution the reported log-probs belong to: the raw one, or a processed one."""
     raw = temperature == 1.0 and top_p == 1.0
     return {
         "temperature": temperature,

@@ -1,4 +1,4 @@
-"""Where in its engine's code each operator is, for the person who has to look at it."""
+"""Where each operator is in its engine's code, for the person who inspects it."""
 
 import functools
 import inspect
@@ -9,13 +9,13 @@ from typing import Any
 from rlk_align.engines.common.places import Place
 from rlk_align.results import CodePlace
 
-SETTINGS = 24
-"""Scalars of a module that are kept."""
+MAX_SETTINGS = 24
+"""The largest number of a module's scalars that are recorded."""
 
 
 def code_places(model: Any, places: Iterable[Place]) -> dict[str, CodePlace]:
-    """Site -> the module of the live model that computes it. What has no module of its own is
-    computed by the one around it: an attention, an MLP, a layer."""
+    """Site -> the module of the live model that computes it. For an operator without a module of
+    its own, that is the enclosing attention, MLP or layer."""
     code: dict[str, CodePlace] = {}
     for place in places:
         if place.unexposed:
@@ -38,8 +38,8 @@ def code_places(model: Any, places: Iterable[Place]) -> dict[str, CodePlace]:
 
 
 def _computes(module: Any) -> Any:
-    """The function by which a module computes: one that was put on it, or that of its class, which
-    may inherit its `forward` from another file."""
+    """The function that a module computes with: its own `forward` attribute, or the `forward` of
+    its class, which may inherit it from another file."""
     if "forward" in vars(module):
         return module.forward
     kind = type(module)
@@ -48,15 +48,14 @@ def _computes(module: Any) -> Any:
 
 
 def _hooks(module: Any) -> list[str]:
-    """Where the hooks are that change what a module is given or gives, but for those of installed
-    packages."""
+    """`file:line` of each forward hook of a module that is not from an installed package."""
     tables = (getattr(module, name, {}) for name in ("_forward_pre_hooks", "_forward_hooks"))
-    found = [_source(hook) for table in tables for hook in table.values()]
-    return [f"{file}:{line}" for file, line in found if file and Path(file).is_absolute()]
+    sources = [_source(hook) for table in tables for hook in table.values()]
+    return [f"{file}:{line}" for file, line in sources if file and Path(file).is_absolute()]
 
 
 def _source(function: Any) -> tuple[str, int]:
-    """The file, below its installation where it is installed, and the line of a function."""
+    """The file and the line of a function; installed files are relative to site-packages."""
     try:
         function = inspect.unwrap(function)
         while isinstance(function, functools.partial):
@@ -78,4 +77,4 @@ def _scalars(module: Any) -> dict[str, bool | int | float | str]:
         if not name.startswith("_") and name != "training"
         if isinstance(value, bool | int | float | str)
     }
-    return dict(list(scalars.items())[:SETTINGS])
+    return dict(list(scalars.items())[:MAX_SETTINGS])

@@ -1,6 +1,6 @@
-"""Carries out an Intervention: the values that overwrite live ones.
+"""Computes the values with which an Intervention overwrites live ones.
 
-n = rows that are overwritten, f = features of the slice at hand.
+n = overwritten rows, f = features of one slice.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from rlk_align.engines.common.intervention import Intervention, Source
+from rlk_align.engines.common.intervention import Intervention, RecordedPass
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.model.sites import RowIndex
 from rlk_align.trace.reader import PassReader, Trace
@@ -19,7 +19,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Editor:
-    """One pass's Intervention, in the process that computes; recorded values come from disk."""
+    """The Intervention of one pass, in the process that computes it."""
 
     def __init__(self, intervention: Intervention, batch: TokenBatch) -> None:
         self._plan = intervention
@@ -31,23 +31,23 @@ class Editor:
 
     @classmethod
     def of(cls, intervention: Intervention | None, batch: TokenBatch) -> "Editor | None":
-        """An editor for an intervention; None where nothing is to be overwritten."""
+        """An editor for an intervention; None without an intervention."""
         return None if intervention is None else cls(intervention, batch)
 
-    def _open(self, source: Source | None) -> RecordedRows | None:
+    def _open(self, source: RecordedPass | None) -> RecordedRows | None:
         if source is None:
             return None
         return RecordedRows(_checked_pass(source), self._index)
 
     def wants(self, site: str) -> bool:
-        """Whether it overwrites that site."""
+        """Whether the intervention overwrites a site."""
         return self._plan.sites is None or site in self._plan.sites
 
     def __call__(
         self, site: str, live: torch.Tensor, sample: np.ndarray, position: np.ndarray, start: int
     ) -> tuple[torch.Tensor, np.ndarray]:
-        """What `live` `[N, f]` of a site, its features from `start` on, is overwritten with:
-        `[n, f]` in its dtype, and which rows these are, bool `[N]`."""
+        """The values that overwrite `live` `[N, f]`, the features of a site from `start` on: `[n,
+        f]` in its dtype, and a mask of the overwritten rows, bool `[N]`."""
         stop = start + live.shape[1]
         if self._plan.kind == "perturb":
             signs = _signs(self._plan.seed, site, sample, position, start, stop).to(live.device)
@@ -71,8 +71,9 @@ class Editor:
 
 
 @lru_cache(maxsize=16)
-def _checked_pass(source: Source) -> PassReader:
-    """Read by several passes of one job, and compared with its checksums once."""
+def _checked_pass(source: RecordedPass) -> PassReader:
+    """The reader of a recorded pass: several passes of one job use it, and it compares the files
+    with their checksums once."""
     return Trace(source.folder).read_pass(source.passname)
 
 
@@ -83,7 +84,7 @@ def _widened(rows: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 def _signs(
     seed: int, site: str, sample: np.ndarray, position: np.ndarray, start: int, stop: int
 ) -> torch.Tensor:
-    """+1 or -1 for each row and feature, int64 `[N, stop - start]`, the same in every process."""
+    """+1 or -1 for each row and feature, int64 `[N, stop - start]`, equal in every process."""
     word = hashlib.blake2b(f"{seed}/{site}".encode(), digest_size=8).digest()
     x = np.frombuffer(word, dtype=np.uint64) + sample.astype(np.uint64) * np.uint64(
         0x9E3779B97F4A7C15
@@ -101,12 +102,13 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 
 def _moved(live: torch.Tensor, ulps: torch.Tensor) -> torch.Tensor:
-    """`live`, each element raised by this many units in the last place; what is not finite, or
-    would not be, stays."""
+    """`live` with each element raised by this many units in the last place. An element that is not
+    finite, or would not be, stays as it is."""
     kind = _INTEGERS[live.element_size()]
     lowest = torch.iinfo(kind).min
     bits = live.contiguous().view(kind).long()
-    # Negative numbers count downwards: mapped so that the next number up is the next integer.
+    # The bits of negative numbers count downwards: map them so that the next number up is the next
+    # integer.
     order = torch.where(bits >= 0, bits, lowest - bits) + ulps
     back = torch.where(order >= 0, order, lowest - order).to(kind).view(live.dtype)
     return torch.where(torch.isfinite(live) & torch.isfinite(back), back, live)

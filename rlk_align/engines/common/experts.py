@@ -1,8 +1,8 @@
-"""What the experts of a sparse layer compute, as rows of tokens.
+"""The values that the experts of a sparse layer compute, as rows of tokens.
 
-A token is sent to K experts, and its row holds a slot for each of them, by ascending id: whatever
-order an engine computes them in, equal choices make equal rows.
-T = tokens, K = experts of a token, S = rows of experts, F = features
+A token is sent to K experts, and its row has a slot for each of them, by ascending id. Equal
+choices thus give equal rows, in whatever order an engine computes the experts.
+T = tokens, K = experts of a token, E = experts, S = rows of experts, F = features
 """
 
 import functools
@@ -17,15 +17,14 @@ from rlk_align.engines.common.hooks import Hooks
 Show = Callable[[str, torch.Tensor], None]
 """Takes the value of a site."""
 Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Scores `[T, E]` and the choice by them, ids `[T, K]` -> the experts that are computed."""
+"""Scores `[T, E]` and the choice by these scores, ids `[T, K]` -> the experts that are computed."""
 
 
 @contextmanager
 def choice_replaced(choose: Choose, experts: int) -> Iterator[list[int]]:
-    """While entered, `torch.topk` picks the experts that `choose` gives in place of its own, so
-    that an engine computes their weights as it computes all weights. Of calls that pick something
-    else, such as groups, nothing changes. Yields a list that grows by one entry with each choice
-    among this many `experts`."""
+    """While entered, `torch.topk` returns the experts that `choose` returns, so that an engine
+    computes their weights in its usual way. Calls that choose something else, such as groups, are
+    unchanged. Yields a list that grows by one entry with each choice among this many `experts`."""
     original = torch.topk
     calls: list[int] = []
 
@@ -45,34 +44,34 @@ def choice_replaced(choose: Choose, experts: int) -> Iterator[list[int]]:
 
 
 BY_EXPERT = ("gate_proj", "up_proj", "act", "down_proj")
-"""The operators by expert."""
+"""The operators that each expert computes."""
 INSIDE = ("experts", "routing_weights", *BY_EXPERT)
-"""What the kernels compute inside of a sparse layer, behind its router."""
+"""The operators inside a sparse layer, after its router."""
 
 
 def has_kernels(module: Any) -> bool:
-    """Whether the kernels compute a sparse layer, or that part of one: they show its inside."""
+    """Whether the kernels compute a sparse layer, or a part of one, whose values they expose."""
     return hasattr(module, "rlk_show")
 
 
 def on_kernels(hooks: Hooks, module: Any, layer: int, show: Show) -> None:
-    """`show(site, value)` of what the kernels compute inside of a sparse layer."""
-    hooks.replace(module, "rlk_show", functools.partial(_of_layer, layer, show))
+    """Calls `show(site, value)` with each value that the kernels compute inside a sparse layer."""
+
+    def show_operator(operator: str, value: torch.Tensor) -> None:
+        show(f"layers.{layer}.{operator}", value)
+
+    hooks.replace(module, "rlk_show", show_operator)
 
 
 def choose_on_kernels(hooks: Hooks, module: Any, choose: Choose) -> None:
-    """Has the kernels of a sparse layer compute the experts that `choose` gives. What was planted
-    there before chooses first."""
+    """Makes the kernels of a sparse layer compute the experts that `choose` returns; it gets the
+    choice of a function that was installed before."""
     before: Choose | None = module.rlk_choose
 
     def both(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         return choose(scores, chosen if before is None else before(scores, chosen))
 
     hooks.replace(module, "rlk_choose", both)
-
-
-def _of_layer(layer: int, show: Show, operator: str, value: torch.Tensor) -> None:
-    show(f"layers.{layer}.{operator}", value)
 
 
 def by_ascending_id(
@@ -84,6 +83,6 @@ def by_ascending_id(
 
 
 def slots(rows: torch.Tensor, token: torch.Tensor, expert: torch.Tensor, k: int) -> torch.Tensor:
-    """Rows `[S, F]` of experts, each of a token and an expert, int64 `[S]`, as `[T, K · F]`."""
+    """`[T, K · F]` of experts' rows `[S, F]`, with their tokens and experts, int64 `[S]`."""
     order = torch.argsort(token * (int(expert.max()) + 1) + expert)
     return rows[order].reshape(len(rows) // k, -1)

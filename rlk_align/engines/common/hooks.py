@@ -1,4 +1,4 @@
-"""Hooks on live modules that all come out again."""
+"""Hooks and replacements in live modules, all of which are undone on closing."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -8,19 +8,19 @@ import torch
 
 
 class Hooks(ExitStack):
-    """Closing removes every hook, and puts back what was replaced, in reverse order."""
+    """Closing removes every hook and restores every replaced attribute, in reverse order."""
 
     def before(self, module: torch.nn.Module, see: Callable[..., None], **options: Any) -> None:
-        """`see(module, inputs)` before each forward; `options` as torch has them."""
+        """Calls `see(module, inputs)` before each forward; `options` are those of torch."""
         self.callback(module.register_forward_pre_hook(see, **options).remove)
 
     def after(self, module: torch.nn.Module, see: Callable[[Any, Any, Any], Any]) -> None:
-        """`see(module, inputs, output)` after each forward; what it returns, unless None, is what
-        the module returns."""
+        """Calls `see(module, inputs, output)` after each forward; unless it returns None, the
+        module returns its result."""
         self.callback(module.register_forward_hook(see).remove)
 
     def on_input(self, module: torch.nn.Module, see: Callable[[Any], None]) -> None:
-        """`see(first input)` before each forward."""
+        """Calls `see(first input)` before each forward."""
 
         def hook(_module: Any, inputs: Any) -> None:
             see(inputs[0])
@@ -28,7 +28,7 @@ class Hooks(ExitStack):
         self.before(module, hook)
 
     def on_output(self, module: torch.nn.Module, see: Callable[[Any], None]) -> None:
-        """`see(output)` after each forward."""
+        """Calls `see(output)` after each forward."""
 
         def hook(_module: Any, _inputs: Any, output: Any) -> None:
             see(output)
@@ -36,7 +36,7 @@ class Hooks(ExitStack):
         self.after(module, hook)
 
     def on_outputs(self, module: torch.nn.Module, see: Callable[[Any], None]) -> None:
-        """`see` each of several outputs, one after another, after each forward."""
+        """Calls `see` with each of several outputs in turn, after each forward."""
 
         def hook(outputs: Any) -> None:
             for output in outputs:
@@ -45,7 +45,7 @@ class Hooks(ExitStack):
         self.on_output(module, hook)
 
     def replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """`function` as attribute `name` of a module, or of one object over its class's."""
+        """Makes `function` the attribute `name` of a module, a class, or one object."""
         if name in vars(owner):
             self.callback(setattr, owner, name, vars(owner)[name])
         else:

@@ -1,4 +1,4 @@
-"""`kernels=rlk`: what an engine asks of the kernels, which only `engines.patch` imports."""
+"""`kernels=rlk`: an engine's interface to the kernels, which only `engines.patch` imports."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -34,15 +34,14 @@ KERNELS: dict[Formula, tuple[str, ...]] = {
     "expert_activation": ("swiglu", "grouped_swiglu"),
     "combine": ("combine_experts",),
 }
-"""Formula -> the kernels that may compute it. Residual additions are left out: every engine
-computes them alike, in fp32 and rounded once."""
+"""Formula -> the kernels that may compute it. Residual additions are left out, because every engine
+computes them equally: in fp32, rounded once."""
 REPLACEABLE = tuple(dict.fromkeys(o.site for o in OPERATORS.values() if o.formula in KERNELS))
-"""The operators that the kernels compute, by their sites, and that `except` may name."""
+"""The operators that the kernels compute and that `except` may name, by their sites."""
 
 
 def parse_excluded(text: str) -> frozenset[str]:
-    """The operators that `except=attn+act` excludes. Raises ValueError, which names what is not an
-    operator."""
+    """The operators that `except=attn+act` excludes. Raises ValueError with unknown names."""
     names = text.split("+")
     if unknown := [n for n in names if n not in REPLACEABLE]:
         raise ValueError(", ".join(unknown))
@@ -53,12 +52,12 @@ NOT_FIXED = {
     "dynamic": "its frequencies follow the longest sequence of a batch",
     "longrope": "its frequencies and its scale follow the longest sequence of a batch",
 }
-"""Kinds of rope that no kernel can make batch-invariant, and why: as the kernels say it themselves,
-which are not imported here."""
+"""Kinds of rope that no kernel can make batch-invariant -> the reason. The kernels have a copy,
+because they are not imported here; a test compares the two."""
 
 
 def check_kernels(engine: str, config: dict[str, Any]) -> None:
-    """Raises ModelError for what config.json asks for and no kernel computes."""
+    """Raises ModelError if config.json asks for something that no kernel computes."""
     rope, activation = rope_parameters(config), config.get("hidden_act") or "silu"
     kind = rope["rope_type"]
     partial = partial_rotary_factor(config)
@@ -67,9 +66,9 @@ def check_kernels(engine: str, config: dict[str, Any]) -> None:
         f"rope_type={kind} without a factor": (lacks_factor(rope), ""),
         f"partial_rotary_factor={partial}": (
             partial != 1.0 and not rotates_a_part(config),
-            "transformers rotates whole heads in these families, and vLLM a part",
+            "in these families transformers rotates whole heads, and vLLM a part of each",
         ),
-        f"rope_type={kind} of a part of each head": (partial != 1.0 and kind != "default", ""),
+        f"rope_type={kind} on a part of each head": (partial != 1.0 and kind != "default", ""),
         f"hidden_act={activation}": (activation != "silu", ""),
         "quantized weights": (config.get("quantization_config") is not None, ""),
     }
@@ -82,28 +81,27 @@ def check_kernels(engine: str, config: dict[str, Any]) -> None:
             )
 
 
-SPARSE: tuple[Formula, ...] = (
+_SPARSE: tuple[Formula, ...] = (
     *("router", "top_k", "routing_weights"),
     *("expert_linear", "expert_activation", "combine"),
 )
-"""What routes tokens, and computes those that are routed."""
 
 
 def _in_sparse_layer(operator: Operator) -> bool:
-    """Whether it is a part of a sparse layer, which the kernels compute whole or not at all."""
+    """Whether the operator belongs to a sparse layer, which the kernels compute as a whole."""
     shared = "shared_intermediate" in (operator.features, *operator.weight)
-    return operator.formula in SPARSE or shared
+    return operator.formula in _SPARSE or shared
 
 
 def check_excluded(engine: str, excluded: str, sites: Mapping[str, str]) -> None:
-    """Raises BadOption where `except=` names an operator that the model lacks (`sites`: operator ->
-    its site), since nothing would be excluded, and one of a sparse layer."""
+    """Raises BadOption if `except=` names an operator that the model lacks, which would exclude
+    nothing, or an operator of a sparse layer. `sites`: operator -> its site."""
     operators = set(sites.values())
     sparse = {site for name, site in sites.items() if _in_sparse_layer(OPERATORS[name])}
     if inside := sorted(parse_excluded(excluded) & sparse):
         raise BadOption(
-            f"engine {engine!r}: except={excluded}: in a model with sparse layers "
-            f"{', '.join(inside)} cannot be left to the engine",
+            f"engine {engine!r}: except={excluded}: in a model with sparse layers, "
+            f"{', '.join(inside)} cannot be excluded",
             f"leave {', '.join(inside)} out of except=",
         )
     if missing := sorted(parse_excluded(excluded) - operators):
@@ -114,26 +112,26 @@ def check_excluded(engine: str, excluded: str, sites: Mapping[str, str]) -> None
 
 
 class Kernels(Protocol):
-    """The kernels in one engine. What cannot be replaced raises BadOption or ModelError."""
+    """The kernels in one engine. BadOption or ModelError: an operator cannot be replaced."""
 
     excluded: frozenset[str]
-    """The operators that stay the engine's own."""
+    """The operators that the engine computes itself."""
 
     def before_loading(self) -> None:
-        """Registers with an engine that makes its model from registries."""
+        """Registers the kernels with an engine that creates its model from registries."""
 
     def in_spec(self, block: Any, windows: tuple[int | None, ...]) -> Any:
-        """A layer spec with the kernels; `windows`: the keys that a query of each layer sees."""
+        """A layer spec with the kernels; `windows`: the number of keys that each layer sees."""
 
     def in_model(self, model: Any, rope: Mapping[str, Any]) -> None:
-        """Puts them into a live model; `rope`: its checkpoint's `rope_parameters`."""
+        """Installs the kernels in a live model. `rope`: its checkpoint's `rope_parameters`."""
 
     def logprobs(
         self, logits: "torch.Tensor", target: "torch.Tensor", temperature: float, group: Any = None
     ) -> "torch.Tensor | None":
-        """float32 `[N]` of rows `[N, V]`, or of this rank's columns of them where the ranks of a
-        process `group` share the vocabulary; None where they are left to the engine."""
+        """The log-probs of rows `[N, V]` of logits, float32 `[N]`; with a process `group` whose
+        ranks share the vocabulary, the logits are this rank's columns. None if the engine computes
+        log-probs itself."""
 
     def called(self, engine: Any, batch: "TokenBatch") -> AbstractContextManager[None]:
-        """Raises EngineFailed where something that was replaced is not called in between, while
-        the batch is scored."""
+        """Raises EngineFailed if a replaced operator is not called while the batch is scored."""

@@ -1,7 +1,7 @@
-"""Which slice of which canonical operator each tensor-parallel rank holds, and in what order.
+"""Which slices of which canonical operators each tensor-parallel rank has, and in what order.
 
-Engines fuse operators and cut the result into one slice a rank. A layout declares that, for
-weights and for activations alike: nothing is told from shapes.
+Engines fuse operators and cut the result into one slice for each rank. A layout declares these
+slices, for weights and for activations; nothing is inferred from shapes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ class FeatureSlice:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """For each rank, the pieces that its local dimension holds, one after another."""
+    """For each rank, the consecutive pieces of its local dimension."""
 
     ranks: tuple[tuple[FeatureSlice, ...], ...]
 
@@ -39,8 +39,8 @@ class Layout:
         return list(dict.fromkeys(p.op for pieces in self.ranks for p in pieces))
 
     def holders(self, op: str) -> list[tuple[int, int, FeatureSlice]]:
-        """(rank, offset in that rank's slice, piece) of `op`, in canonical order, each feature
-        once: where ranks hold copies, the lowest rank's."""
+        """(rank, offset in that rank's slice, piece) of `op`, in canonical order. Each feature
+        occurs once: of copies, that of the lowest rank."""
         lowest: dict[int, tuple[int, int, FeatureSlice]] = {}
         for rank, pieces in enumerate(self.ranks):
             offset = 0
@@ -51,22 +51,22 @@ class Layout:
         return [lowest[start] for start in sorted(lowest)]
 
     def copies(self, op: str) -> Iterator[tuple[int, list[tuple[int, FeatureSlice]]]]:
-        """(rank, (offset, piece) of `op`) of what ranks hold that a lower rank holds too."""
+        """(rank, its (offset, piece) of `op` that lower ranks have too), for ranks with copies."""
         first = {p.start: rank for rank, _, p in self.holders(op)}
         for rank in range(len(self.ranks)):
-            held = [(at, p) for at, p in self.local(rank) if p.op == op and p.size]
-            again = [(at, p) for at, p in held if first.get(p.start, rank) != rank]
-            if again:
-                yield rank, again
+            pieces = [(at, p) for at, p in self.local(rank) if p.op == op and p.size]
+            copies = [(at, p) for at, p in pieces if first.get(p.start, rank) != rank]
+            if copies:
+                yield rank, copies
 
     def assemble(self, op: str, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        """The whole of `op` along `dim`, from the local tensors of all ranks in rank order.
-        What a local tensor holds beyond its pieces is padding."""
+        """All of `op` along `dim`, from the local tensors of all ranks in rank order. Whatever a
+        local tensor has beyond its pieces is padding."""
         slices = [parts[r].narrow(dim, at, p.size) for r, at, p in self.holders(op)]
         return slices[0] if len(slices) == 1 else torch.cat(slices, dim)
 
     def shards(self, op: str, dim: int) -> tuple[Shard, ...]:
-        """Who holds what of `op`; none where one rank holds it all."""
+        """The shard of `op` that each rank has; none for a layout of one rank."""
         if len(self.ranks) == 1:
             return ()
         shards: list[Shard] = []
@@ -75,14 +75,14 @@ class Layout:
                 if p.op != op or not p.size:
                     continue
                 start = p.start
-                # Groups of one rank follow each other in the canonical parameter.
+                # Adjacent pieces of one rank form one shard.
                 if shards and shards[-1].rank == rank and shards[-1].stop == start:
                     start = shards.pop().start
                 shards.append(Shard(rank, dim, start, p.stop))
         return tuple(shards)
 
     def named(self, suffix: str) -> "Layout":
-        """The same of what is called so, with `suffix` behind each operator's name."""
+        """The same layout, with `suffix` added to each operator's name."""
         return Layout(
             tuple(tuple(replace(p, op=p.op + suffix) for p in pieces) for pieces in self.ranks)
         )
@@ -102,7 +102,7 @@ def even(op: str, size: int, tp: int) -> Layout:
 
 
 def kv_heads(op: str, shape: ModelShape, tp: int) -> Layout:
-    """Heads of k or v as attention sees them: with fewer heads than ranks, a head on several."""
+    """Heads of k or v as attention reads them; with fewer heads than ranks, ranks share one."""
     if shape.kv_heads >= tp:
         return even(op, shape.kv_heads * shape.head_dim, tp)
     heads = [r * shape.kv_heads // tp for r in range(tp)]
@@ -112,7 +112,7 @@ def kv_heads(op: str, shape: ModelShape, tp: int) -> Layout:
 
 
 def padded(op: str, size: int, step: int, tp: int) -> Layout:
-    """One operator in slices of `step`, as far as `size` goes: the last ranks hold padding."""
+    """One operator in slices of `step` up to `size`; beyond that, the last ranks have padding."""
     ends = [min(r * step, size) for r in range(tp + 1)]
     return Layout(tuple((FeatureSlice(op, a, b),) for a, b in pairwise(ends)))
 
@@ -123,16 +123,15 @@ def whole(op: str, size: int, tp: int) -> Layout:
 
 
 def fused(*layouts: Layout) -> Layout:
-    """Several operators in one tensor: each rank holds its pieces of the first, then of the
-    second, and so on."""
+    """Several operators in one tensor: each rank has its pieces of each, one after another."""
     return Layout(
         tuple(sum(pieces, ()) for pieces in zip(*(x.ranks for x in layouts), strict=True))
     )
 
 
 def in_slots(op: str, size: int, slots: int, tp: int) -> Layout:
-    """One operator in equal slices of each slot of a row, which holds `slots` of `size` features:
-    each rank holds its slice of the first, then of the second, and so on."""
+    """One operator whose rows have `slots` slots of `size` features: each rank has an equal slice
+    of the first slot, then of the second, and so on."""
     step = size // tp
     return Layout(
         tuple(
@@ -146,8 +145,8 @@ def in_slots(op: str, size: int, slots: int, tp: int) -> Layout:
 
 
 def of_outputs(sites: Sequence[str], shape: ModelShape, tp: int) -> Layout | None:
-    """What each rank holds of these sites' values, which one tensor has where they are several, by
-    the catalogue; None where each rank holds them whole."""
+    """The layout of the values of these sites, which are fused in one tensor if there are several,
+    by the catalogue; None if each rank has every feature."""
     operators = {site: OPERATORS[site.rpartition(".")[2]] for site in sites}
     if any(o.sharding.join != "concatenate" for o in operators.values()):
         return None

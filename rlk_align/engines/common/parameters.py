@@ -1,4 +1,4 @@
-"""A live parameter, in the checkpoint's layout, and what a trace keeps of it."""
+"""A live parameter in the checkpoint's layout, and its record in a trace."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from rlk_align.errors import ModelError
 from rlk_align.trace.digest import digest_parameter, digest_slices
 
 BLOCK = 1 << 24
-"""Entries that are examined at a time."""
+"""The number of entries that are examined at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A slice of a canonical parameter that one rank holds."""
+    """The slice of a canonical parameter that one rank has."""
 
     rank: int
     dim: int
@@ -34,13 +34,13 @@ class LiveParameter:
     value: torch.Tensor
     """Whole and un-sharded, in the checkpoint's layout; exact on rank 0."""
     shards: tuple[Shard, ...] = ()
-    """Which rank holds which part; empty if each rank holds all of it."""
+    """The part that each rank has; empty if each rank has the whole parameter."""
     replicas: tuple[torch.Tensor, ...] = ()
-    """The copies of ranks 1, 2, ... of a parameter that every rank holds whole."""
+    """The copies of ranks 1, 2, ... of a parameter that every rank has whole."""
 
 
 CASTS = ("bfloat16", "float16")
-"""What engines hold a float32 checkpoint in."""
+"""The dtypes to which engines round a float32 checkpoint."""
 
 
 class Cast(TypedDict):
@@ -68,9 +68,9 @@ class ParameterRecord:
 
 
 def record_parameter(parameter: LiveParameter) -> ParameterRecord:
-    """Digests of the whole, of its slices, and of the other ranks' copies.
+    """Records the digests of the whole parameter, of its slices, and of the other ranks' copies.
 
-    Raises ModelError for a parameter with NaN or infinite entries: nothing can be sampled of it.
+    Raises ModelError for a parameter with NaN or infinite entries: such a model cannot be sampled.
     """
     value = parameter.value
     wrong = _count_not_finite(value)
@@ -100,20 +100,20 @@ def _cast(value: torch.Tensor, dtype: str) -> Cast:
 
 
 def _count_not_finite(value: torch.Tensor) -> int:
-    """The number of entries that are NaN or infinite, counted by blocks of rows: counting takes
-    eight bytes an entry, and an engine leaves little of a GPU."""
+    """The number of entries that are NaN or infinite, counted in blocks of rows: the count needs
+    eight bytes for each entry, and an engine leaves little memory of a GPU free."""
     rows = max(1, BLOCK * len(value) // max(1, value.numel()))
     return sum(int((~_finite(block)).sum()) for block in value.split(rows))
 
 
 def _finite(block: torch.Tensor) -> torch.Tensor:
-    """torch has no `isfinite` of floats of eight bits, which a user's patch may leave."""
+    """Which entries are finite; torch's `isfinite` lacks floats of eight bits."""
     eight_bits = block.is_floating_point() and block.element_size() == 1
     return torch.isfinite(block.float() if eight_bits else block)
 
 
 def even_shards(dim: int, sizes: Sequence[int]) -> tuple[Shard, ...]:
-    """Shards of consecutive ranks, one after another along `dim`."""
+    """The shards of consecutive ranks along `dim`; `sizes`: those of the ranks."""
     ends = np.cumsum([0, *sizes]).tolist()
     return tuple(
         Shard(rank, dim, start, stop)

@@ -1,7 +1,7 @@
-"""Where the canonical operators lie in a live model: one table for each engine.
+"""Where the canonical operators are in a live model: one table for each engine.
 
-Code that observes or overwrites a site, reads live parameters or an attribute, plants a fault or
-asks what can be covered uses the operator's line in that table.
+Code that observes or overwrites a site, reads live parameters or an attribute, plants a fault, or
+determines the coverage uses the operator's line in that table.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,24 +14,24 @@ from rlk_align.engines.common.layout import Layout
 
 
 def first(value: Any) -> torch.Tensor:
-    """The tensor of a module that returns one, alone or ahead of others."""
+    """The tensor that a module returns, alone or as the first of several values."""
     return value[0] if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How a site's tensor is reached in what a module takes or gives."""
+    """How to reach a site's tensor in the input or the output of a module."""
 
     read: Callable[[Any], torch.Tensor]
     """The site's value."""
     target: Callable[[Any], torch.Tensor]
-    """The tensor to overwrite, so that all that follows reads the new value."""
+    """The tensor to overwrite, so that all later operators read the new value."""
     after_write: Callable[[Any], Any]
-    """What the module returns once that is overwritten."""
+    """The module's output after that tensor was overwritten."""
 
 
 def with_bias(value: Any) -> torch.Tensor:
-    """A tensor, with the bias that comes beside it for whatever follows to add."""
+    """The sum of a tensor and the bias that the module returns beside it, if it returns one."""
     bias = value[1] if isinstance(value, tuple) else None
     return first(value) if bias is None else first(value) + bias
 
@@ -45,7 +45,7 @@ FIRST = Access(first, first, lambda value: value)
 SECOND = Access(lambda value: value[1], lambda value: value[1], lambda value: value)
 """The second of several: the residual stream that a fused norm returns."""
 WITH_BIAS = Access(with_bias, first, _without_bias)
-"""A tensor and a bias that whatever follows adds: what is overwritten has it added already."""
+"""A tensor and a bias that a later operator adds: the value to overwrite includes the bias."""
 
 
 End = Literal["input", "output", "rope", "inside"]
@@ -53,40 +53,40 @@ End = Literal["input", "output", "rope", "inside"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where one operator lies, or several that are fused."""
+    """Where one operator, or several fused ones, are in a live model."""
 
     sites: tuple[str, ...]
     module: str
-    """The module's path below the model."""
+    """The module's path in the model."""
     end: End = "output"
-    """The module's first input, its output, or what the rotary embedding gives while that module,
-    an attention, runs: first the query, then the key. What lies inside a module the engine tells by
-    `SiteHooks.show`, and it is not overwritten."""
+    """Where the value is: the module's first input, its output, or the output of the rotary
+    embedding while the module, an attention, runs (first the query, then the key). The engine
+    passes a value inside a module to `SiteHooks.show`; such a value is not overwritten."""
     access: Access = FIRST
     layout: Layout | None = None
-    """Which features each rank holds; None where each holds them all."""
+    """Which features each rank has; None if each rank has all features."""
     rows: Literal["all", "sampled"] = "all"
-    """Whether it has a row for each token, or for those alone whose next one was sampled."""
+    """Whether it has a row for each token, or only for tokens whose next token was sampled."""
     shares_outputs: bool = False
-    """Whether each rank has rows of a weight that engines otherwise share by its columns."""
+    """Whether each rank has rows of a weight whose columns engines otherwise share."""
     parameters_in: str = ""
-    """The path of what holds its parameters, where that is another module."""
+    """The path of the module with its parameters, if that is another module."""
     weight: str = "weight"
     """The name of its weight there."""
     unexposed: str = ""
-    """Why its value can neither be read nor written; empty where it can."""
+    """Why its value can neither be read nor overwritten; empty if it can."""
 
     @property
     def holder(self) -> str:
-        """The path of the module that holds its parameters, where it has any."""
+        """The path of the module with its parameters."""
         return self.parameters_in or self.module
 
 
 def shards_of(places: Iterable[Place]) -> dict[str, list[tuple[int, int, int]]]:
-    """Site -> (rank, first feature, feature after the last), of the sites whose features ranks
-    share."""
-    shared = [(site, p.layout) for p in places if p.layout is not None for site in p.sites]
-    shards = {
-        site: [(s.rank, s.start, s.stop) for s in layout.shards(site, 1)] for site, layout in shared
+    """Site -> (rank, first feature, feature after the last), for sites that ranks share."""
+    layouts = {site: p.layout for p in places if p.layout is not None for site in p.sites}
+    return {
+        site: [(s.rank, s.start, s.stop) for s in shards]
+        for site, layout in layouts.items()
+        if (shards := layout.shards(site, 1))
     }
-    return {site: held for site, held in shards.items() if held}

@@ -1,8 +1,8 @@
-"""Which (sample, position) each row of a forward is: the one answer for all engines.
+"""Which (sample, position) each row of a forward is, for all engines.
 
-A forward's input is a grid of token ids `[B, S]`: one sequence a row and padding beside it, or all
-sequences packed into one row. Its output has the grid's cells in some order; what is no padding is
-a row of the trace.
+A forward's input is a grid of token ids `[B, S]`: one sequence and its padding in each row, or all
+sequences packed into one row. The output has the grid's cells in some order; each cell that is not
+padding is a row of the trace.
 """
 
 from collections.abc import Sequence
@@ -14,25 +14,25 @@ import numpy as np
 from rlk_align.model.prompts import Sample
 
 Order = Literal["batch first", "sequence first"]
-"""Whether the cells of an output, flattened, come from `[B, S, ...]` or from `[S, B, ...]`."""
+"""Whether an output is `[B, S, ...]` or `[S, B, ...]`, and so the order of its flattened cells."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardRows:
-    """The rows of one forward's output that are no padding: arrays `[N]`."""
+    """The rows of one forward's output that are not padding: arrays `[N]`."""
 
     index: np.ndarray
-    """Where each lies in the output, flattened."""
+    """The index of each row in the flattened output."""
     sample: np.ndarray
     position: np.ndarray
     sampled: np.ndarray
-    """bool: whether the token after it was sampled, so that its logits are wanted."""
+    """bool: whether the next token was sampled, so that the row's logits are wanted."""
     cells: int
-    """Rows of the output, flattened, padding included."""
+    """The number of rows of the flattened output, padding included."""
 
     @classmethod
     def of_sequence(cls, sample: int, positions: range, sampled: range) -> "ForwardRows":
-        """A stretch of one sequence, alone in its forward."""
+        """Consecutive positions of one sequence, which is alone in its forward."""
         position = np.arange(positions.start, positions.stop)
         return cls(
             np.arange(len(position)),
@@ -54,18 +54,18 @@ class TokenGrid:
     owner: np.ndarray
     """The sample of each cell; -1 at padding."""
     targets: np.ndarray
-    """The sampled id that follows; -1 where none was sampled."""
+    """The id of the next token if it was sampled; otherwise -1."""
     starts: tuple[tuple[int, int], ...]
     """(row, column) of position 0 of each sequence."""
 
     @property
     def real(self) -> np.ndarray:
-        """bool `[B, S]`: what is no padding."""
+        """bool `[B, S]`: the cells that are not padding."""
         return self.owner >= 0
 
     def deal(self, rank: int, ranks: int) -> "TokenGrid":
-        """The sequences rank, rank + ranks, ...; of as many rows for every rank, the last of which
-        may be padding alone."""
+        """The sequences rank, rank + ranks, ...; every rank has the same number of rows, the last
+        of which may consist of padding."""
         lacking = -len(self.ids) % ranks
 
         def dealt(x: np.ndarray, blank: int) -> np.ndarray:
@@ -80,8 +80,7 @@ class TokenGrid:
         )
 
     def select(self, columns: np.ndarray) -> "TokenGrid":
-        """Some columns, int64 `[C]`, in that order; positions 0 that are not among them have no
-        start."""
+        """These columns, int64 `[C]`, in this order, with the starts that are among them."""
         at = {column: i for i, column in enumerate(columns.tolist())}
         return TokenGrid(
             ids=self.ids[:, columns],
@@ -92,7 +91,7 @@ class TokenGrid:
         )
 
     def rows(self, order: Order) -> ForwardRows:
-        """The rows of an output, by sequence and position within each row of the grid."""
+        """The rows of an output, ordered by row and then by column of the grid."""
         row, column = np.nonzero(self.real)
         count, length = self.ids.shape
         index = row * length + column if order == "batch first" else column * count + row
@@ -107,7 +106,7 @@ class TokenGrid:
 
 
 def padded_grid(samples: Sequence[tuple[int, Sample]], side: str, multiple: int = 1) -> TokenGrid:
-    """One sequence a row, padded on `side` to the longest, rounded up to `multiple`."""
+    """One sequence in each row, padded on `side` to the longest, rounded up to `multiple`."""
     longest = max(len(s.ids) for _, s in samples)
     length = -(-longest // multiple) * multiple
     first = [0 if side == "right" else length - len(s.ids) for _, s in samples]
@@ -117,15 +116,15 @@ def padded_grid(samples: Sequence[tuple[int, Sample]], side: str, multiple: int 
 def packed_grid(
     samples: Sequence[tuple[int, Sample]], multiple: int = 1, each: int = 1, least: int = 0
 ) -> TokenGrid:
-    """All sequences in one row of `least` columns or more, filled up to `multiple`, each sequence
-    filled up to a multiple of `each`."""
+    """All sequences in one row of at least `least` columns, padded to a multiple of `multiple`;
+    each sequence is padded to a multiple of `each`."""
     *starts, end = np.cumsum([0, *(filled_length(s, each) for _, s in samples)]).tolist()
     length = -(-max(end, least) // multiple) * multiple
     return _filled(samples, (1, length), [(0, start) for start in starts])
 
 
 def filled_length(sample: Sample, each: int) -> int:
-    """The length of a sequence with what fills it up to a multiple of `each`."""
+    """The length of a sequence, rounded up to a multiple of `each`."""
     return -(-len(sample.ids) // each) * each
 
 
@@ -147,9 +146,9 @@ def _filled(
 def packed_rows(
     owners: np.ndarray, starts: np.ndarray, position: np.ndarray, sampled: Sequence[range]
 ) -> ForwardRows:
-    """The rows of a batch that an engine packed itself: consecutive rows of `owners[i]` from
-    `starts[i]` on, `[requests + 1]`, at `position` `[N]`; `sampled`: by sample, where logits are
-    wanted."""
+    """The rows of a batch that an engine packed itself. The rows from `starts[i]` to `starts[i +
+    1]` belong to sample `owners[i]`; `position` `[N]`: the position of each row; `sampled`: the
+    positions of each sample whose logits are wanted."""
     sample = np.repeat(owners, np.diff(starts))
     first = np.array([r.start for r in sampled])[sample]
     stop = np.array([r.stop for r in sampled])[sample]

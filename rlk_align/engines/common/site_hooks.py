@@ -1,8 +1,8 @@
 """Observes and overwrites the sites of a live model, by its engine's table of places.
 
-A live tensor is `[*cells, *features]`: one or two dimensions of rows, then features. What is
-overwritten is written into the live tensor itself, which also reaches the residual stream that a
-decoder layer keeps in a variable of its own; it has been observed, and so copied, before.
+A live tensor is `[*cells, *features]`: one or two dimensions of rows, then features. New values are
+written into the live tensor itself, which also changes the residual stream that a decoder layer
+keeps in a variable. By then the old values were observed, and so copied.
 N = rows of the trace in one forward.
 """
 
@@ -18,22 +18,22 @@ from rlk_align.engines.common.experts import Choose
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.rows import ForwardRows
-from rlk_align.engines.common.tap import Tap
+from rlk_align.engines.process.ranks import ALONE, Ranks, all_gather, gather
 from rlk_align.trace.digest import digest_rows
 from rlk_align.trace.schema import copy_name
+from rlk_align.trace.writer import PassWriter
 
 
 @dataclass(frozen=True, slots=True)
 class LiveRows:
-    """Rows of a live tensor that are rows of the trace."""
+    """The rows of a live tensor that are rows of the trace."""
 
     index: torch.Tensor | None
-    """int64 `[N]`: where each lies among the tensor's rows; None where all of them are, in
-    order."""
+    """int64 `[N]`: the index of each among the tensor's rows; None for all rows, in order."""
     sample: np.ndarray
     position: np.ndarray
     cells: int
-    """Rows of the tensor; what it has beyond them is padding."""
+    """The number of rows of the tensor; further rows are padding."""
 
     @classmethod
     def of(cls, rows: ForwardRows, index: np.ndarray, device: torch.device) -> "LiveRows":
@@ -43,7 +43,7 @@ class LiveRows:
         return cls(at, rows.sample, rows.position, rows.cells)
 
     def read(self, value: torch.Tensor) -> torch.Tensor:
-        """`[N, F]`: these rows, all features of a row in one dimension."""
+        """`[N, F]`: these rows, with all features of a row in one dimension."""
         rows = value.reshape(value.shape[: _row_dims(value, self.cells)].numel(), -1)
         return rows[: self.cells] if self.index is None else rows[self.index]
 
@@ -59,7 +59,7 @@ class LiveRows:
 
 
 def _row_dims(value: torch.Tensor, cells: int) -> int:
-    """How many leading dimensions hold a tensor's rows, of which there are `cells` at least."""
+    """The number of leading dimensions that count a tensor's rows; it has at least `cells` rows."""
     dims = 1
     while value.shape[:dims].numel() < cells:
         dims += 1
@@ -68,21 +68,22 @@ def _row_dims(value: torch.Tensor, cells: int) -> int:
 
 
 class SiteHooks(Hooks):
-    """Hooks on a live model while the context is entered; none where `tap` is None, unless they
-    are installed because this process takes part in gathering."""
+    """Hooks on a live model while the context is entered. Without a tap no hooks are installed,
+    unless a subclass does it because this process takes part in gathering."""
 
     def __init__(
         self,
         model: Any,
         places: Iterable[Place],
-        tap: Tap | None,
+        tap: PassWriter | None,
         editor: Editor | None = None,
-        rank: int = 0,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """`tap`: also told what is overwritten; `rank`: which slices of a layout are held here."""
+        """`tap`: the writer of the rows and of the numbers of overwritten rows; `ranks`: those that
+        share the features of the model's values."""
         super().__init__()
         self._model, self._places = model, list(places)
-        self._tap, self._editor, self._rank = tap, editor, rank
+        self._tap, self._editor, self._ranks = tap, editor, ranks
         self._observing = editor is None or editor.observed
         self._turns: dict[str, list[Place]] = {}
         self._inside: dict[str, Place] = {}
@@ -101,26 +102,35 @@ class SiteHooks(Hooks):
             self._hook(self._model.get_submodule(place.module), place)
 
     def live_rows(self, place: Place, value: torch.Tensor) -> LiveRows | None:
-        """Which of its rows are rows of the trace: each engine's own answer. None where the pass
-        wants none of them."""
+        """The rows of a value that are rows of the trace, which each engine determines itself. None
+        if the pass needs none of them."""
         raise NotImplementedError
 
     first_rank = 0
-    """The number, among all ranks of the engine, of the first that shares what is held here."""
+    """The first of the ranks that gather values here, numbered among all ranks of the engine."""
 
     def gather(self, local: torch.Tensor) -> list[torch.Tensor] | None:
-        """The tensors of all ranks, on a rank that records; None on the others."""
-        return [local]
+        """The tensors of all ranks, on a rank that records values; None on the others."""
+        return gather(local, self._ranks)
 
-    def unequal(self, place: Place, local: torch.Tensor) -> list[torch.Tensor] | None:
-        """The tensors of all ranks, of a site that each rank holds whole, where they are not all
-        equal; returned on a rank that records."""
-        return None
+    def replicated(self, place: Place) -> bool:
+        """Whether all ranks have the same rows of a place without a layout."""
+        return True
 
-    def speaks_for(self, place: Place, site: str) -> bool:
-        """Whether this rank tells how many rows were overwritten, so that each counts once."""
+    def _unequal(self, place: Place, local: torch.Tensor) -> list[torch.Tensor] | None:
+        """The tensors of all ranks for a replicated place, if they are not all equal; returned on a
+        rank that records values."""
+        if self._ranks.world == 1 or not self.replicated(place):
+            return None
+        digests = all_gather(digest_rows(local), self._ranks)
+        if all(torch.equal(digests[0], other) for other in digests[1:]):
+            return None
+        return self.gather(local)
+
+    def counts_overwritten(self, place: Place, site: str) -> bool:
+        """Whether this rank reports the number of overwritten rows, so that each counts once."""
         holder = 0 if place.layout is None else place.layout.holders(site)[0][0]
-        return self._rank == holder
+        return self._ranks.rank == holder
 
     def _hook(self, module: Any, place: Place) -> None:
         def before(_module: Any, inputs: Any) -> None:
@@ -144,20 +154,19 @@ class SiteHooks(Hooks):
             self._turns.setdefault(place.module, []).append(place)
 
     def rope(self, rotated: torch.Tensor) -> None:
-        """What the rotary embedding gave next, within the attention that runs."""
+        """Takes the next output of the rotary embedding in the attention that is running."""
         self.visit(self._turn.pop(0), rotated)
 
     def show(self, site: str, value: torch.Tensor) -> None:
-        """What a module computes on its way, `[cells, F]`."""
+        """Takes a value inside a module, `[cells, F]`."""
         place = self._inside[site]
         rows = self.live_rows(place, value)
         if rows is not None and self._observing:
             self.observe(place, value, rows)
 
     def recorded_choice(self, site: str) -> Choose | None:
-        """What gives the experts that were recorded of a site in place of the engine's own; None
-        where it is not overwritten. A row that holds the recorded ones already keeps its own order
-        of them."""
+        """A function that replaces the engine's choice of experts by the recorded one; None if the
+        site is not overwritten. A row that has the recorded experts already keeps its order."""
         editor = self._editor
         if editor is None or not editor.wants(site):
             return None
@@ -179,7 +188,7 @@ class SiteHooks(Hooks):
         return choose
 
     def visit(self, place: Place, passed: Any) -> Any:
-        """Observes what a module takes or gives, and overwrites it; returns what it gives now."""
+        """Observes and overwrites a module's input or output; returns the new output."""
         value = place.access.read(passed)
         rows = self.live_rows(place, value)
         if rows is None:
@@ -198,11 +207,11 @@ class SiteHooks(Hooks):
         return passed
 
     def observe(self, place: Place, value: torch.Tensor, rows: LiveRows) -> None:
-        """Gives the rows of a place to the tap, put together from all ranks."""
+        """Passes the rows of a place, assembled from all ranks, to the tap."""
         local = rows.read(value)
         shared = place.layout is not None
-        parts = self.gather(local) if shared else self.unequal(place, local) or [local]
-        if parts is None or self._rank or self._tap is None:
+        parts = self.gather(local) if shared else self._unequal(place, local) or [local]
+        if parts is None or self._ranks.rank or self._tap is None:
             return
         for site in place.sites:
             recorded = parts[0] if place.layout is None else place.layout.assemble(site, parts, 1)
@@ -218,8 +227,8 @@ class SiteHooks(Hooks):
     def _copies(
         place: Place, site: str, recorded: torch.Tensor, parts: list[torch.Tensor]
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """(rank, the site as it would be with that rank's copies) of those that hold a copy of
-        what is recorded of another rank."""
+        """(rank, the site's value with that rank's copies), for each rank with copies of features
+        that are recorded from another rank."""
         if place.layout is None:
             yield from enumerate(parts[1:], 1)
             return
@@ -237,9 +246,9 @@ class SiteHooks(Hooks):
                 continue
             live = local[:, at : at + size]
             new, chosen = self._editor(site, live, rows.sample, rows.position, start)
-            # What was recorded of logits ends with the vocabulary; padding behind it stays.
+            # Recorded logits end with the vocabulary; the padding after it is unchanged.
             live[torch.from_numpy(chosen).to(live.device), : new.shape[1]] = new
-            if self._tap is not None and start == 0 and self.speaks_for(place, site):
+            if self._tap is not None and start == 0 and self.counts_overwritten(place, site):
                 self._tap.overwritten(site, int(chosen.sum()))
         if target is not value:
             target.detach().copy_(value)
@@ -247,18 +256,18 @@ class SiteHooks(Hooks):
         return place.access.after_write(passed)
 
     def _pieces(self, place: Place, features: int) -> list[tuple[str, int, int, int]]:
-        """(site, offset in this rank's tensor, first feature, how many) of what it holds."""
+        """(site, offset in this rank's tensor, first feature, number of features) of each piece."""
         if place.layout is None:
             return [(place.sites[0], 0, 0, features)]
-        local = place.layout.local(self._rank)
+        local = place.layout.local(self._ranks.rank)
         return [(p.op, at, p.start, p.size) for at, p in local if p.size]
 
 
 class ForwardHooks(SiteHooks):
-    """Hooks of an engine that says before each forward what it computes."""
+    """Hooks of an engine that declares the rows of each forward before it runs."""
 
     def at(self, rows: ForwardRows, device: torch.device) -> None:
-        """What the next forward computes."""
+        """Declares the rows that the next forward computes."""
         self._rows, self._device = rows, device
         self._all = LiveRows.of(rows, rows.index, device)
 
@@ -266,7 +275,7 @@ class ForwardHooks(SiteHooks):
         if place.rows == "all":
             return self._all
         r = self._rows
-        # A decode step asks for the last rows' logits only.
+        # A decode step computes the logits of the last rows only.
         cells = value.shape[:-1].numel()
         index = torch.from_numpy(r.index[r.sampled] - (r.cells - cells)).to(self._device)
         return LiveRows(index, r.sample[r.sampled], r.position[r.sampled], cells)

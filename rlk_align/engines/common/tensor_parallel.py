@@ -1,14 +1,14 @@
-"""Whether the ranks of tensor parallelism can share a model."""
+"""The limits of tensor parallelism: into how many ranks a model can be divided."""
 
 from rlk_align.errors import BadOption
 from rlk_align.model.families import ModelShape
 
 
 def check_shared(engine: str, shape: ModelShape, tp: int, fused_qkv: bool, kernels: bool) -> None:
-    """Raises BadOption where `tp` ranks cannot share the model.
+    """Raises BadOption if `tp` ranks cannot share the model.
 
     `fused_qkv`: whether the rows of q, k and v together are cut into equal slices. `kernels`:
-    whether ours compute, which share the outputs of every product.
+    whether our kernels compute, which divide the outputs of every product among the ranks.
     """
     wrong = _unshared(shape, tp, fused_qkv, kernels)
     if wrong:
@@ -20,7 +20,7 @@ def check_shared(engine: str, shape: ModelShape, tp: int, fused_qkv: bool, kerne
 
 
 def _unshared(shape: ModelShape, tp: int, fused_qkv: bool, kernels: bool) -> str:
-    """What of the model `tp` ranks cannot share; empty where they can share it all."""
+    """The part of the model that `tp` ranks cannot share; empty if they can share all of it."""
     kv = shape.kv_heads
     qkv = (shape.heads + 2 * kv) * shape.head_dim
     if shape.heads % tp:

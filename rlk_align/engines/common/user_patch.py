@@ -11,11 +11,11 @@ from rlk_align.text import one_line
 
 
 def apply_patch(spec: EngineSpec, model: Any) -> None:
-    """Calls the spec's patch, where it has one, with the loaded model.
+    """Calls the spec's patch, if it has one, with the loaded model.
 
-    The module is looked for in the current directory and on PYTHONPATH. Raises BadOption
-    where it cannot be imported or called, raises itself, or assigns a weight that the engine
-    has packed away, so that the assignment would have no effect.
+    The module is imported from the current directory or PYTHONPATH. Raises BadOption if the patch
+    cannot be imported, raises an error, or assigns a weight that the engine has packed, which would
+    have no effect.
     """
     patch = spec.option("patch")
     if patch is None:
@@ -27,32 +27,32 @@ def apply_patch(spec: EngineSpec, model: Any) -> None:
         function = getattr(importlib.import_module(module_name), function_name)
     except (Exception, SystemExit) as error:
         raise BadOption(
-            f"engine {spec.name!r}: patch={patch} cannot be imported: {_said(error)}",
-            "patches are found from the current directory and PYTHONPATH",
+            f"engine {spec.name!r}: patch={patch} cannot be imported: {_described(error)}",
+            "patches are imported from the current directory and PYTHONPATH",
         ) from error
-    packed = _packed_away(model)
+    packed = _packed_parameters(model)
     try:
         function(model)
     except (Exception, SystemExit) as error:
         raise BadOption(
-            f"engine {spec.name!r}: patch={patch} raised {_said(error)}"
+            f"engine {spec.name!r}: patch={patch} raised {_described(error)}"
             + (_packed_hint(packed) if packed else "")
         ) from error
     touched = [name for name, state in packed.items() if _state(model, name) != state]
     if touched:
         raise BadOption(
-            f"engine {spec.name!r}: patch={patch} assigns {touched[0]}, which the engine packed "
-            "away after loading: the assignment has no effect",
-            "wrap the module's forward, or give a changed checkpoint with model=PATH",
+            f"engine {spec.name!r}: patch={patch} assigns {touched[0]}, which has no effect: the "
+            "engine moved this weight into a packed copy when it loaded the model",
+            "wrap the module's forward, or name a changed checkpoint with model=PATH",
         )
 
 
-def _said(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {one_line(error)}"
 
 
-def _packed_away(model: Any) -> dict[str, Any]:
-    """Parameters that the engine emptied after it packed their values elsewhere."""
+def _packed_parameters(model: Any) -> dict[str, Any]:
+    """The state of each parameter that the engine emptied after it packed the values elsewhere."""
     names = [n for n, p in model.named_parameters() if p.numel() == 0]
     return {n: _state(model, n) for n in names}
 
@@ -63,4 +63,6 @@ def _state(model: Any, name: str) -> Any:
 
 
 def _packed_hint(packed: dict[str, Any]) -> str:
-    return f" ({len(packed)} weights, such as {next(iter(packed))}, are packed away and empty)"
+    return (
+        f" ({len(packed)} weights, such as {next(iter(packed))}, are empty: the engine packed them)"
+    )

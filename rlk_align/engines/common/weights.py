@@ -1,5 +1,5 @@
-"""Which parameters an engine's model has, by its table of places and the catalogue, and what of the
-canonical ones each rank holds in them."""
+"""The parameters of an engine's model, by its table of places and the catalogue, and the canonical
+parameters, or slices of them, that each rank has in them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,26 +16,26 @@ from rlk_align.model.operators import OPERATORS
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of an engine's model, and what canonical parameters it is made of."""
+    """One parameter of an engine's model, and the canonical parameters that it consists of."""
 
     name: str
-    """In the model, e.g. `decoder.layers.0.self_attention.linear_qkv.weight`."""
+    """Its name in the model, e.g. `decoder.layers.0.self_attention.linear_qkv.weight`."""
     layout: Layout
     dim: int | None
-    """The dimension along which the layout lies; None where every rank holds a whole copy."""
+    """The dimension that the layout divides; None if every rank has a whole copy."""
 
 
 def parameters(
     places: Iterable[Place], shape: ModelShape, tp: int, vocabulary: Callable[[str], Layout]
 ) -> Iterator[Parameter]:
-    """Every parameter of a model, its biases among them wherever a checkpoint may have one.
+    """Every parameter of a model, with a bias wherever a checkpoint may have one.
 
-    `vocabulary`: the layout of the embedding or the head, by its canonical name.
+    `vocabulary`: returns the layout of the embedding or the head, by its canonical name.
     """
     for place in places:
         operator = OPERATORS[place.sites[0].rpartition(".")[2]]
         if not operator.weight or place.end != "output":
-            # What lies inside a module, such as experts, its engine reads by itself.
+            # The engine itself reads what is inside a module, such as the experts.
             continue
         site, name = place.sites[0], operator.parameter or place.sites[0]
         weight, bias = f"{place.holder}.{place.weight}", f"{place.holder}.bias"
@@ -48,7 +48,7 @@ def parameters(
                 yield Parameter(bias, outputs.named(".bias"), 0)
             case "row":
                 yield Parameter(weight, even(site, shape.size(operator.weight[1]), tp), 1)
-                # The ranks' partial sums are added up before the bias is: each holds all of it.
+                # The bias is added after the ranks' partial sums: each rank has all of it.
                 whole_bias = whole(f"{site}.bias", shape.size(operator.features), tp)
                 yield Parameter(bias, whole_bias, None)
             case "column" | "head" if operator.formula == "linear":
@@ -64,11 +64,11 @@ def canonical(
     live: Callable[[str], torch.Tensor | None],
     gather: Callable[[torch.Tensor], list[torch.Tensor] | None],
 ) -> Iterator[LiveParameter]:
-    """Canonical parameters as the live model has them; called on every rank.
+    """The canonical parameters of the live model; called on every rank.
 
-    `live`: this rank's, by its name in the model; None where a patch has put something without that
-    parameter there, which is then missed by name. `gather`: the tensors of all ranks, on a rank
-    that records.
+    `live`: returns this rank's parameter by its name in the model; None if a patch removed it, and
+    the parity check then names the missing parameter. `gather`: returns the tensors of all ranks on
+    a rank that records them.
     """
     for entry in plan:
         local = live(entry.name)
@@ -86,7 +86,7 @@ def canonical(
 def write_part(
     entry: Parameter, name: str, rank: int, whole: torch.Tensor, live: torch.Tensor
 ) -> None:
-    """Writes what one rank holds of a whole canonical parameter over its live one."""
+    """Overwrites a rank's live parameter with its slice of a whole canonical one."""
     if entry.dim is None:
         live.copy_(whole)
         return
@@ -97,15 +97,14 @@ def write_part(
 
 
 def unfused(model: Any, places: Iterable[Place]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Canonical parameters of a live model in which no operators are fused and each module has its
-    own; biases as `layers.i.op.bias`."""
+    """The canonical parameters of a live model in which no operators are fused."""
     for place in places:
         (site,) = place.sites
         operator, module = OPERATORS[site.rpartition(".")[2]], model.get_submodule(place.module)
         name = operator.parameter or site
         if not operator.weight:
             continue
-        # A patch may have put something without a plain weight there: it is then missed by name.
+        # A patch may have removed the weight: the parity check then names the missing parameter.
         if isinstance(getattr(module, "weight", None), torch.Tensor):
             yield name, module.weight.detach()
         if getattr(module, "bias", None) is not None:

@@ -1,4 +1,4 @@
-"""HF transformers: any causal LM of a known family."""
+"""HF transformers: a causal LM of any known family."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlk_align.engines.base import Logprobs, Tap
+from rlk_align.engines.base import Logprobs
 from rlk_align.engines.common.attributes import (
     activation_name,
     active_dropout,
@@ -26,17 +26,18 @@ from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.forward_engine import ForwardEngine
 from rlk_align.engines.hf.experts import corrections, expert_weights, sparse_blocks
 from rlk_align.engines.hf.places import hf_places
-from rlk_align.engines.hf.taps import Tapped
+from rlk_align.engines.hf.taps import HFTaps
 from rlk_align.errors import ModelError
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.text import one_line
+from rlk_align.trace.writer import PassWriter
 
 
 class HFEngine(ForwardEngine):
     """`hf:attn=eager|sdpa|...,batch=N,padding=right|left,temperature=T`.
 
-    Scores teacher-forced, N sequences a forward (1, and so no padding, by default), and decodes
-    incrementally with a KV cache.
+    Scores teacher-forced, N sequences in each forward (by default 1, and so without padding), and
+    decodes incrementally with a KV cache.
     """
 
     _unexposed: dict[str, str]
@@ -48,12 +49,12 @@ class HFEngine(ForwardEngine):
 
     @property
     def compute_dtype(self) -> str:
-        """The spec's dtype, or the checkpoint's own."""
+        """The spec's dtype, or else the checkpoint's."""
         return self.spec.dtype(self.shape.dtype)
 
     def load(self, dtype: str) -> Any:
-        """The model on the CPU, patched, in evaluation mode; raises errors that the user can
-        correct."""
+        """The model on the CPU in evaluation mode, with the kernels and the user's patch. Raises
+        ModelError or BadOption."""
         from transformers import AutoModelForCausalLM
 
         try:
@@ -61,11 +62,11 @@ class HFEngine(ForwardEngine):
                 self.model_path,
                 dtype=dtype,
                 attn_implementation=str(self.spec.option("attn")),
-                **self._experts(),
+                **self._experts_implementation(),
                 local_files_only=True,
             )
         except Exception as error:
-            # Configs are checked by transformers' own rules, which raise whatever they do.
+            # The rules by which transformers checks configs may raise any exception.
             raise ModelError(
                 f"transformers could not load {self.model_path}: {one_line(error)}"
             ) from error
@@ -74,8 +75,8 @@ class HFEngine(ForwardEngine):
         apply_patch(self.spec, model.eval())
         return model
 
-    def _experts(self) -> dict[str, Any]:
-        """How the experts of a sparse model are computed."""
+    def _experts_implementation(self) -> dict[str, Any]:
+        """The argument of `from_pretrained` for the experts of a sparse model."""
         if not self.shape.experts:
             return {}
         return {"experts_implementation": str(self.spec.option("experts"))}
@@ -97,17 +98,17 @@ class HFEngine(ForwardEngine):
         return {
             **hf_attributes(self.model),
             **processing(self.temperature),
-            # None where a forward has one sequence, and so no padding.
+            # A forward of one sequence has no padding.
             "padding_side": self.spec.option("padding") if self.batch_size > 1 else None,
         }
 
-    def tapped(self, tap: Tap | None, editor: Editor | None) -> Tapped:
-        hooks = Tapped(self.model, self.places(), tap, editor)
+    def tapped(self, tap: PassWriter | None, editor: Editor | None) -> HFTaps:
+        hooks = HFTaps(self.model, self.places(), tap, editor)
         self._unexposed = hooks.unexposed
         return hooks
 
     def unexposed(self, kind: str) -> dict[str, str]:
-        """What the latest pass did not show."""
+        """The sites that the latest pass did not expose."""
         return dict(self._unexposed)
 
     def forward(self, batch: TokenBatch, members: Sequence[int], taps: ForwardHooks) -> Logprobs:
@@ -159,7 +160,7 @@ def _eos_ids(model: Any) -> set[int]:
 
 
 def hf_attributes(model: Any) -> dict[str, Any]:
-    """What decides a live HF model's numbers beside its weights."""
+    """The settings of a live HF model that affect its numbers, beside its weights."""
     layers, config = list(model.model.layers), model.config
     attention = [layer.self_attn for layer in layers]
     rotary = model.model.rotary_emb
@@ -187,7 +188,7 @@ def hf_attributes(model: Any) -> dict[str, Any]:
 
 
 def _window(attention: Any) -> int | None:
-    """Some families keep it in the attention, others ask the config at every call."""
+    """The sliding window, an attribute of the attention or, in other families, of the config."""
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window
     return getattr(attention.config, "sliding_window", None)
@@ -199,7 +200,7 @@ def _heads(projection: Any, head_dim: int) -> int | None:
 
 
 def _routing(blocks: list[Any]) -> dict[str, Any]:
-    """How the sparse layers route; nothing for a dense model."""
+    """How the sparse layers route; empty for a dense model."""
     # Mixtral's router has no such switch: it always divides by the sum.
     norm = [bool(getattr(b.gate, "norm_topk_prob", True)) for b in blocks]
     corrected = [b.gate for b in blocks if hasattr(b.gate, "e_score_correction_bias")]

@@ -1,8 +1,8 @@
-"""What the sparse layers of an HF decoder compute on their way: the choice of each token's experts,
-and the experts' rows.
+"""The inner values of the sparse layers of an HF decoder: the choice of each token's experts, and
+the experts' rows.
 
-transformers computes experts by `eager`, `batched_mm` or `grouped_mm`: each makes two products, by
-a function of its own, and these are wrapped for as long as the hooks are in.
+transformers computes experts by `eager`, `batched_mm` or `grouped_mm`. Each makes two products with
+its own function, which is wrapped while the hooks are installed.
 T = tokens, K = experts of a token, S = T · K
 """
 
@@ -27,22 +27,21 @@ from rlk_align.engines.common.experts import (
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.site_hooks import SiteHooks
 
-IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 OTHER_ROWS = (
-    "its experts did not compute their rows in the order of experts={}: whose each row is, is not "
-    "known"
+    "its experts did not compute their rows in the order that experts={} prescribes, so the token "
+    "of each row is unknown"
 )
 
 
 def sparse_blocks(model: Any) -> Iterator[tuple[int, Any]]:
-    """(layer, its block of experts) of every sparse layer."""
+    """(index of the layer, its block of experts) of each sparse layer."""
     for i, layer in enumerate(model.model.layers):
         if hasattr(layer.mlp, "experts"):
             yield i, layer.mlp
 
 
 def expert_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The canonical parameters of the experts, which transformers stacks."""
+    """The canonical parameters of the experts, which transformers keeps in stacks."""
     for i, block in sparse_blocks(model):
         for e, fused in enumerate(_whole(block.experts.gate_up_proj)):
             gate, up = fused.chunk(2)
@@ -53,23 +52,22 @@ def expert_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def corrections(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The canonical parameters that correct the scores that experts are chosen by: buffers, which
-    no engine rounds."""
+    """The canonical corrections of scores for the choice of experts, which no engine rounds."""
     for i, block in sparse_blocks(model):
         if (correction := getattr(block.gate, "e_score_correction_bias", None)) is not None:
             yield f"layers.{i}.experts", correction.detach()
 
 
 def _whole(stacked: torch.Tensor) -> torch.Tensor:
-    """A parameter whose experts ranks may share."""
+    """The whole of a stack of experts, which the ranks may share."""
     value = stacked.detach()
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def on_experts(hooks: Hooks, model: Any, show: Show, unexposed: dict[str, str]) -> None:
-    """`show(site, value)` of all that a sparse layer computes between its router and its output;
-    `unexposed` takes the sites whose rows cannot be told apart, each with its reason."""
-    running = _Running(show, unexposed)
+    """Calls `show(site, value)` with each value that a sparse layer computes between its router and
+    its output. Adds sites whose rows cannot be identified to `unexposed`, with the reason."""
+    running = _RunningExperts(show, unexposed)
     blocks = []
     for i, block in sparse_blocks(model):
         hooks.after(block.gate, functools.partial(_show_choice, show, i))
@@ -93,7 +91,7 @@ def on_experts(hooks: Hooks, model: Any, show: Show, unexposed: dict[str, str]) 
 
 
 def replay_choices(hooks: SiteHooks, model: Any) -> None:
-    """Has the routers whose choice is overwritten take the recorded experts."""
+    """Makes the routers whose choice is overwritten choose the recorded experts."""
     for i, block in sparse_blocks(model):
         choose = hooks.recorded_choice(f"layers.{i}.experts")
         if choose is not None:
@@ -101,8 +99,8 @@ def replay_choices(hooks: SiteHooks, model: Any) -> None:
 
 
 def replace_choice(hooks: Hooks, block: Any, choose: Choose) -> None:
-    """Has a router choose experts so: the kernels', or one that calls `torch.topk` and computes the
-    weights of what that gives."""
+    """Replaces the choice of a router: one of the kernels, or one that calls `torch.topk` and
+    computes weights for its result."""
     if has_kernels(block.gate):
         choose_on_kernels(hooks, block.gate, choose)
         return
@@ -122,8 +120,8 @@ def _show_choice(show: Show, layer: int, _module: Any, _inputs: Any, output: Any
     show(f"layers.{layer}.routing_weights", weights)
 
 
-class _Running:
-    """The experts that are computed now."""
+class _RunningExperts:
+    """Collects the products of the experts of the layer that is running."""
 
     def __init__(self, show: Show, unexposed: dict[str, str]) -> None:
         self._show, self._unexposed = show, unexposed
@@ -135,13 +133,13 @@ class _Running:
         self._products: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def observed(self, product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """The product, which also keeps what it takes and gives while experts are computed."""
+        """The product, which also keeps its input and output while experts are computed."""
 
         @functools.wraps(product)
         def observed(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             out = product(x, *args, **kwargs)
             if self._layer is not None:
-                # What is given may be written to afterwards.
+                # transformers may write to the output afterwards.
                 self._products.append((x, out.clone()))
             return out
 
@@ -163,8 +161,8 @@ class _Running:
             self._show(f"{name}.{op}", slots(rows, token, expert, k))
 
     def _in_order(self, token: torch.Tensor, expert: torch.Tensor) -> bool:
-        """Whether the products are those of these rows: two of each block of rows, the first of
-        them of the tokens' own."""
+        """Whether the products belong to these rows: two for each block of rows, the first of which
+        reads the hidden states of its tokens."""
         blocks = [len(token)]
         if self._kind == "eager":
             blocks = expert.unique_consecutive(return_counts=True)[1].tolist()
@@ -173,7 +171,7 @@ class _Running:
             return False
         x = torch.cat([x for x, _ in self._products[::2]])
         own = self._hidden[token]
-        # By their bits: NaN too may be a token's own.
+        # Compared bit for bit, because a token's hidden state may be NaN.
         return torch.equal(x.contiguous().view(torch.uint8), own.view(torch.uint8))
 
     def _order(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,10 +179,10 @@ class _Running:
         tokens, k = self._chosen.shape
         flat = self._chosen.reshape(-1)
         if self._kind == "eager":
-            # By expert, and of one expert by the place in the choice, then by token.
-            by_place = self._chosen.T.reshape(-1)
-            order = torch.argsort(by_place, stable=True)
-            return order % tokens, by_place[order]
+            # By expert, then by its index in the token's choice, then by token.
+            by_index = self._chosen.T.reshape(-1)
+            order = torch.argsort(by_index, stable=True)
+            return order % tokens, by_index[order]
         if self._kind == "grouped_mm":
             expert, order = torch.sort(flat)
             return order // k, expert

@@ -1,4 +1,4 @@
-"""PyTorch FSDP2: the HF model, its parameters sharded over ranks by `fully_shard`."""
+"""PyTorch FSDP2: the HF model, whose parameters `fully_shard` shards over ranks."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from rlk_align.engines.base import Engine, Logprobs, SamplesDone, Tap
+from rlk_align.engines.base import Engine, Logprobs, SamplesDone
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import (
@@ -20,12 +20,13 @@ from rlk_align.engines.common.weights import unfused
 from rlk_align.engines.hf.engine import HFEngine
 from rlk_align.engines.hf.experts import corrections, expert_weights
 from rlk_align.model.prompts import TokenBatch
+from rlk_align.trace.writer import PassWriter
 
 
 class FSDPEngine(HFEngine):
     """`fsdp:dp=N,mixed=1|0,checkpointing=0|1` and the options of `hf`.
 
-    `mixed`: fp32 master weights, computing in the spec's dtype, as trainers do; 0 keeps the
+    `mixed`: fp32 master weights that compute in the spec's dtype, as in trainers; 0 keeps the
     weights in that dtype. Rank r scores the samples r, r + N, ...
     """
 
@@ -35,8 +36,7 @@ class FSDPEngine(HFEngine):
         mixed = bool(self.spec.option("mixed"))
         model = self.load("float32" if mixed else self.compute_dtype)
         if self.spec.option("checkpointing"):
-            # transformers asks for training mode before it checkpoints; the precheck names a config
-            # with dropout.
+            # transformers checkpoints only in training mode; the precheck reports active dropout.
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.train()
         mesh = init_device_mesh(self.device.type, (self.ranks.world,))
@@ -62,7 +62,7 @@ class FSDPEngine(HFEngine):
                 module.reshard()
         for name, weight in unfused(self.model, self.places()):
             assert isinstance(weight, DTensor), name
-            # What is multiplied is the master rounded to the compute dtype.
+            # The engine computes with the master weight rounded to the compute dtype.
             whole = weight.full_tensor().to(compute)
             # DTensor's Shard(0) gives every rank ceil(n / world) slices while they last.
             share = -(-weight.shape[0] // self.ranks.world)
@@ -70,7 +70,7 @@ class FSDPEngine(HFEngine):
             shards = even_shards(0, [min(share, n) for n in remaining])
             if self.ranks.rank == 0:
                 yield record_parameter(LiveParameter(name, whole, shards))
-        # Whole experts are shared by ranks.
+        # The ranks share whole experts.
         for name, whole in expert_weights(self.model):
             if self.ranks.rank == 0:
                 yield record_parameter(LiveParameter(name, whole.to(compute)))
@@ -78,7 +78,7 @@ class FSDPEngine(HFEngine):
             for name, value in corrections(self.model):
                 yield record_parameter(LiveParameter(name, value))
 
-    # Not as HF: ranks would have to decode in step, each some samples of its own.
+    # HF's `sample` would need the ranks to decode in step, each with its own samples.
     sample = Engine.sample
 
     def own_samples(self, batch: TokenBatch) -> range:
@@ -87,24 +87,24 @@ class FSDPEngine(HFEngine):
     def score(
         self,
         batch: TokenBatch,
-        tap: Tap | None,
+        tap: PassWriter | None,
         done: SamplesDone,
         intervention: Intervention | None = None,
     ) -> Logprobs:
         samples = self.own_samples(batch)
         most = range(0, len(batch.samples), self.ranks.world)
         logprobs: Logprobs = {}
-        # Checkpointing does nothing where no gradient is wanted.
+        # Checkpointing has an effect only if gradients are enabled.
         wanted = bool(self.spec.option("checkpointing"))
         editor = Editor.of(intervention, batch)
         if tap is not None:
             for i in samples:
-                tap.held(i, range(len(batch.samples[i].ids)), self.ranks.rank)
+                tap.computes(self.ranks.rank, i, range(len(batch.samples[i].ids)))
         with torch.set_grad_enabled(wanted), self.tapped(tap, editor) as taps:
             for members in self.forwards(samples):
                 logprobs |= self.forward(batch, members, taps)
                 done(min(len(batch.samples), len(logprobs) * self.ranks.world))
-        # Every forward gathers weights from all ranks: one with less to do keeps up with them.
+        # Every forward gathers weights from all ranks, so all ranks run as many forwards.
         steps = len(list(self.forwards(most))) - len(list(self.forwards(samples)))
         with torch.no_grad():
             for _ in range(steps):

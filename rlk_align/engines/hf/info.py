@@ -1,4 +1,4 @@
-"""HF transformers and FSDP2, as known without importing them."""
+"""HF transformers and FSDP2: what is known without importing them."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,7 +9,7 @@ from rlk_align.errors import INSTALL_ENGINES
 HF_OPTIONS = {
     "attn": Option(
         default="sdpa",
-        # as transformers registers them
+        # the names that transformers registers
         choices=(
             *("eager", "sdpa", "flex_attention"),
             *("flash_attention_2", "flash_attention_3", "flash_attention_4"),

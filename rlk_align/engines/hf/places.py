@@ -1,4 +1,4 @@
-"""Where the canonical operators lie in an HF decoder."""
+"""Where the canonical operators are in an HF decoder."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ INPUT_SITES = {
 
 
 def hf_places(model: Any) -> Iterator[Place]:
-    """Where each site lies in a live model."""
+    """The place of each site in a live model."""
     yield Place(sites=("embed",), module="model.embed_tokens")
     for i, layer in enumerate(model.model.layers):
         here, attention = f"model.layers.{i}", f"model.layers.{i}.self_attn"

@@ -1,4 +1,4 @@
-"""Where the operators of a live HF decoder lie, for a planted fault to stand in for one.
+"""The operators of a live HF decoder, for a planted fault to replace one.
 
 B = sequences, T = tokens of each in this forward, H = heads, D = features of a head.
 """
@@ -22,7 +22,7 @@ from rlk_align.selftest.planting.sparse_layers import KernelLayers, Routing, Spa
 
 
 class HFOperators(LiveOperators):
-    """The operators of a model of transformers; every tensor but attention's is `[B, T, F]`."""
+    """The operators of a transformers model; every tensor except attention's is `[B, T, F]`."""
 
     def __init__(self, engine: Any, chosen: Chosen) -> None:
         super().__init__(engine, engine.model, hf_places(engine.model), chosen)
@@ -81,8 +81,8 @@ class HFOperators(LiveOperators):
     ) -> torch.Tensor:  # fmt: skip
         """`[B, T, H, D]`; query, key and value are `[B, H, T, D]`."""
         length, context = query.shape[2], key.shape[2]
-        places = torch.arange(context, device=query.device)
-        causal = places <= places[context - length :, None]
+        positions = torch.arange(context, device=query.device)
+        causal = positions <= positions[context - length :, None]
         new = []
         for b in range(len(query)):
             visible = causal
@@ -117,7 +117,7 @@ class HFOperators(LiveOperators):
 
 
 class HFSparseLayers(SparseLayers):
-    """The sparse layers of a model of transformers."""
+    """The sparse layers of a transformers model."""
 
     def __init__(self, hooks: Hooks, model: Any) -> None:
         self._hooks = hooks
@@ -165,7 +165,7 @@ class HFSparseLayers(SparseLayers):
         swap(self._hooks, weight[one], weight[other])
 
     def weigh_before_activation(self, layer: int) -> None:
-        """In transformers' `grouped_mm`, whose rows are sorted by their experts."""
+        """For transformers' `grouped_mm`, whose rows are sorted by expert."""
         experts = self._blocks[layer].experts
         sorted_weights: list[torch.Tensor] = []
 
@@ -184,7 +184,7 @@ class HFSparseLayers(SparseLayers):
 
 
 class HFKernelLayers(KernelLayers, HFSparseLayers):
-    """With the kernels in them."""
+    """Sparse layers that the kernels compute."""
 
     def _chooser(self, layer: int) -> Any:
         return self._blocks[layer].gate
@@ -194,5 +194,5 @@ class HFKernelLayers(KernelLayers, HFSparseLayers):
 
 
 def plant_fault(engine: Any, chosen: Chosen) -> LiveOperators:
-    """Into the live model of this process."""
+    """Plants a fault into the live model of this process."""
     return plant(HFOperators(engine, chosen), chosen)

@@ -12,13 +12,13 @@ from rlk_align.engines.common.site_hooks import ForwardHooks
 from rlk_align.engines.hf.experts import on_experts, replay_choices
 
 
-class Tapped(ForwardHooks):
+class HFTaps(ForwardHooks):
     """Hooks on a live HF model."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.unexposed: dict[str, str] = {}
-        """Sites that the forwards turned out not to show, each with its reason."""
+        """Sites that the forwards did not expose -> the reason."""
 
     def install(self) -> None:
         super().install()
@@ -28,10 +28,10 @@ class Tapped(ForwardHooks):
 
 
 def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -> None:
-    """`see(rotated)` of what the rotary embedding gives, `[B, S, heads, head_dim]`: in each
-    attention the query, then the key. It is a function of the modeling module, not a torch module,
-    and wrapped for as long as the hooks are in."""
-    # FSDP gives the model and its layers classes of its own; the attention keeps its own.
+    """Calls `see` with each output of the rotary embedding, `[B, S, heads, head_dim]`: in each
+    attention the query, then the key. The embedding is a function of the modeling module, and is
+    wrapped while the hooks are installed."""
+    # FSDP changes the classes of the model and its layers, but not that of the attention.
     modeling = sys.modules[type(model.model.layers[0].self_attn).__module__]
     original = modeling.apply_rotary_pos_emb
 

@@ -1,8 +1,8 @@
-"""What megatron-core's local spec lacks, given to it through the layer spec: packed sequences,
-sliding windows and sequences that ranks share in the attention core, positions in the rotary
-embedding, and a norm that sequence parallelism allows.
+"""Features that megatron-core's local spec lacks: packed sequences, sliding windows and context
+parallelism in the attention core, positions in the rotary embedding, and a norm for sequence
+parallelism.
 
-Each is megatron-core's own arithmetic on other slices of the input. T = packed tokens.
+Each applies megatron-core's own arithmetic to other slices of the input. T = packed tokens.
 """
 
 import copy
@@ -21,19 +21,19 @@ from rlk_align.engines.process.ranks import Ranks
 
 
 class SequencesAttention(DotProductAttention):
-    """megatron-core's attention core, one packed sequence after another, within a window. Where
-    ranks share sequences, each has all rows of them sent and keeps its own of what comes out."""
+    """megatron-core's attention core, one packed sequence after another, within a window. In
+    context parallelism each rank receives all rows of a sequence and keeps its own output rows."""
 
     def __init__(
         self, config: TransformerConfig, *args: Any, windows: tuple[int | None, ...], **kwargs: Any
     ) -> None:
-        """`windows`: for each layer, how many keys a query sees, itself included; None is all."""
-        # The core itself refuses context parallelism.
+        """`windows`: for each layer, the number of keys that a query sees; None for all keys."""
+        # megatron-core's attention core refuses context parallelism.
         alone = copy.copy(config)
         alone.context_parallel_size = 1
         super().__init__(alone, *args, **kwargs)
         self.window = windows[self.layer_number - 1]
-        self.cp_ranks = context_ranks() if config.context_parallel_size > 1 else None
+        self.cp_ranks = context_ranks()
 
     def forward(
         self,
@@ -46,46 +46,28 @@ class SequencesAttention(DotProductAttention):
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
         """Padded: `[S, B, heads, D]` -> `[S, B, heads * D]`; packed: `[T, heads, D]` ->
-        `[T, heads * D]`, the sequences being those of `cu_seqlens_q`."""
-        if self.cp_ranks is not None:
-            return self._of_slices(self.cp_ranks, query, key, value, packed_seq_params)
+        `[T, heads * D]`, with the sequences of `cu_seqlens_q`."""
+        slices = slices_of(query, packed_seq_params, self.cp_ranks)
+        rows = [slices.whole(x) for x in (query, key, value)]
         if packed_seq_params is None:
-            assert attention_mask is not None
-            hidden = attention_mask | self._hidden(query.shape[0], query.device)
-            return super().forward(query, key, value, hidden, attn_mask_type, attention_bias)
-        ends = packed_seq_params.cu_seqlens_q.tolist()
-        out = [
+            hidden = self._hidden(len(rows[0]), query.device)
+            if attention_mask is not None:
+                hidden = attention_mask | hidden
+            out = super().forward(*rows, hidden, attn_mask_type, attention_bias)
+            return slices.own(out)
+        parts = [
             super(SequencesAttention, self).forward(
-                query[start:stop, None],
-                key[start:stop, None],
-                value[start:stop, None],
+                *(x[start:stop, None] for x in rows),
                 self._hidden(stop - start, query.device),
                 attn_mask_type,
                 attention_bias,
             )[:, 0]
-            for start, stop in pairwise(ends)
-        ]
-        return torch.cat(out)
-
-    def _of_slices(
-        self, ranks: Ranks, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Any
-    ) -> torch.Tensor:
-        """The same of this rank's rows, from this rank's rows."""
-        slices = slices_of(query, packed, ranks)
-        rows = [slices.whole(x) for x in (query, key, value)]
-        if packed is None:
-            hidden = self._hidden(len(rows[0]), query.device)
-            return slices.own(super().forward(*rows, hidden))
-        out = [
-            super(SequencesAttention, self).forward(
-                *(x[start:stop, None] for x in rows), self._hidden(stop - start, query.device)
-            )[:, 0]
             for start, stop in pairwise(slices.begins)
         ]
-        return slices.own(torch.cat(out))
+        return slices.own(torch.cat(parts))
 
     def _hidden(self, length: int, device: torch.device) -> torch.Tensor:
-        """`[1, 1, length, length]`, True where the query (row) may not see the key (column)."""
+        """`[1, 1, length, length]`: True if the query (row) must not see the key (column)."""
         pairs = torch.ones(length, length, dtype=torch.bool, device=device)
         hidden = pairs.triu(1)
         if self.window is not None:
@@ -94,20 +76,19 @@ class SequencesAttention(DotProductAttention):
 
 
 def context_ranks() -> Ranks:
-    """This process among those that share sequences, by megatron-core's parallel state."""
+    """This process's rank among those that share sequences, by megatron-core's state."""
     group = parallel_state.get_context_parallel_group()
     return Ranks(group.rank(), group.size(), torch.device("cpu"), group)
 
 
 def slices_of(rows: torch.Tensor, packed: Any, ranks: Ranks) -> Slices:
-    """The slices of the sequences of which this rank has these rows, `[S / R, ...]`; packed, `[T /
-    R, ...]`."""
+    """The slices of sequences whose rows `[S / R, ...]`, or packed `[T / R, ...]`, these are."""
     ends = [0, len(rows) * ranks.world] if packed is None else packed.cu_seqlens_q.tolist()
     return Slices(tuple(ends), ranks)
 
 
 class PositionedGPTModel(GPTModel):
-    """A GPTModel whose rotary embedding sees the position ids, which megatron-core's ignores."""
+    """A GPTModel whose rotary embedding uses the position ids, which megatron-core's ignores."""
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
@@ -118,14 +99,14 @@ class PositionedGPTModel(GPTModel):
 
 
 def rotate_at(rotary: RotaryEmbedding, positions: torch.Tensor, packed: Any = None) -> Any:
-    """What `rotary` gives for 0, 1, 2, ..., at the positions of int64 `[B, S]` instead: angles,
-    float32 `[S, B, 1, head_dim]`, and yarn's attention factor with them. Packed, B is 1. One that
-    rotates by positions itself, as the kernels do, is given those."""
+    """The output of `rotary` at these positions, int64 `[B, S]`, instead of 0, 1, 2, ...: angles,
+    float32 `[S, B, 1, head_dim]`, with yarn's attention factor. Packed, B is 1. The kernels' rotary
+    embedding takes positions itself."""
     if hasattr(rotary, "at"):
         return rotary.at(positions)
     ranks = context_ranks()
     if packed is not None and ranks.world > 1:
-        # Of packed sequences megatron-core itself takes this rank's rows out of all.
+        # megatron-core selects this rank's rows of packed sequences itself.
         slices = slices_of(positions[0], packed, ranks)
         every_row = positions.new_zeros(slices.begins[-1])
         every_row[torch.from_numpy(slices.columns()).to(positions.device)] = positions[0]
@@ -137,8 +118,8 @@ def rotate_at(rotary: RotaryEmbedding, positions: torch.Tensor, packed: Any = No
 
 
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
-    """The norm of the local spec (torch's), for which megatron-core refuses sequence parallelism:
-    its weight is marked, so that a trainer sums its gradient over the ranks."""
+    """The norm of the local spec (torch's), with which megatron-core refuses sequence parallelism.
+    The weight is marked, so that a trainer sums its gradient over the ranks."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float, **_unused: Any

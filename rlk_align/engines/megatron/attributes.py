@@ -1,4 +1,4 @@
-"""What decides a live GPTModel's numbers beside its weights, by the names of `hf_attributes`."""
+"""The settings of a live GPTModel that affect its numbers, by the names of `hf_attributes`."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,11 +28,11 @@ def stage_facts(
     rope: dict[str, Any],
     built: torch.Tensor,
 ) -> dict[str, Any]:
-    """What one stage of the pipeline says of its layers and its ends, read from the live modules:
-    what a patch changed shows up.
+    """The settings of one pipeline stage, read from the live modules, so that they include what a
+    patch changed.
 
-    `places`: those of its sites; `rope`: the checkpoint's `rope_parameters`; `built`: the
-    `rotation` made from them.
+    `places`: those of the stage's sites; `rope`: the checkpoint's `rope_parameters`; `built`: the
+    `rotation` of the model before it was patched.
     """
     layers = list(model.decoder.layers)
     attention = [layer.self_attention for layer in layers]
@@ -62,18 +62,18 @@ def stage_facts(
         facts["hidden_size"] = embedding.shape[1]
         facts["vocab_size"] = embedding.shape[0] * tp - padding
     if model.post_process:
-        # A last stage that is not the first has a copy of the embedding.
+        # The last of several stages has a copy of the embedding.
         copied = not model.pre_process and model.share_embeddings_and_output_weights
         facts["tied"] = copied or model.output_layer.weight is None
     return facts
 
 
 def megatron_attributes(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The attributes of the whole model, from those that its stages reported."""
+    """The attributes of the whole model, from the facts of its stages."""
     names = stages[0]["layers"]
     every = {name: [value for s in stages for value in s["layers"][name]] for name in names}
     epsilons = {site: eps for s in stages for site, eps in s["norms"].items()}
-    found: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "layers": len(every["heads"]),
         "hidden_size": stages[0]["hidden_size"],
         "vocab_size": stages[0]["vocab_size"],
@@ -82,15 +82,15 @@ def megatron_attributes(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "tie_word_embeddings": stages[-1]["tied"],
     }
     for name, values in every.items():
-        found |= per_layer(name, values)
-    found |= next((s["dropout"] for s in stages if s["dropout"]), {})
+        attributes |= per_layer(name, values)
+    attributes |= next((s["dropout"] for s in stages if s["dropout"]), {})
     if any(s["rope"] != stages[0]["rope"] for s in stages):
-        found["rope_theta"] = math.nan
-    return found
+        attributes["rope_theta"] = math.nan
+    return attributes
 
 
 def _heads(attention: Any, tp: int) -> tuple[int | None, int | None]:
-    """Heads of q, and of k and v, by the sizes of the live projections."""
+    """The number of heads of q, and of k and v, from the sizes of the live projections."""
     out = getattr(attention.linear_proj, "weight", None)
     fused = getattr(attention.linear_qkv, "weight", None)
     if out is None or fused is None:
@@ -101,7 +101,7 @@ def _heads(attention: Any, tp: int) -> tuple[int | None, int | None]:
 
 
 def _scale(attention: Any) -> float | None:
-    # TransformerEngine's core leaves it to the kernels that it chooses from.
+    # TransformerEngine's core keeps the scale in the kernels that it chooses from.
     core = attention.core_attention
     for owner in (
         core,
@@ -114,14 +114,14 @@ def _scale(attention: Any) -> float | None:
 
 
 def rotation(model: Any) -> torch.Tensor:
-    """What the live rotary embedding does, float32 on the CPU: the angle from one position to the
-    next for each pair of features, and last the factor of yarn on cos and sin."""
+    """The live rotary embedding as numbers, float32 on the CPU: for each pair of features the angle
+    from one position to the next, and last the factor of yarn on cos and sin."""
     from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as yarn
 
     every = model.rotary_pos_emb.get_emb(2)
     angles = (every[0] if isinstance(every, tuple) else every)[:, 0, 0].cpu()
     step = (angles[1] - angles[0])[: angles.shape[1] // 2]
-    # The kernels keep it with the frequencies, megatron-core's attention asks the config.
+    # The kernels keep the factor with the frequencies; megatron-core's attention reads the config.
     from_config = yarn._yarn_get_concentration_factor_from_config(model.config)
     factor = getattr(model.rotary_pos_emb, "rlk_scaling", from_config)
     return torch.cat([step, torch.tensor([1.0 if factor is None else float(factor)])])
@@ -136,8 +136,8 @@ def _rope_type(model: Any) -> str:
 
 
 def _theta(model: Any, rope: dict[str, Any], built: torch.Tensor) -> float:
-    """Scaled frequencies do not tell their base: it is the checkpoint's as long as they are what
-    was built from it, and NaN, which equals nothing, where a patch changed them."""
+    """The base of the rotary embedding. It cannot be computed from scaled frequencies: for those it
+    is the checkpoint's, or NaN, which equals nothing, if a patch changed them."""
     live = rotation(model)
     if _rope_type(model) == "default":
         return rope_theta(live[:-1])
@@ -145,6 +145,6 @@ def _theta(model: Any, rope: dict[str, Any], built: torch.Tensor) -> float:
 
 
 def _activation(mlp: Any, dtype: torch.dtype) -> str:
-    """Megatron's gated MLP takes its activation from the config, not from its attribute."""
+    """The name of the activation, which Megatron's gated MLP reads from the config."""
     device = next(mlp.parameters()).device
     return activation_name(lambda x: mlp.config.activation_func(x.to(device)).cpu(), dtype)

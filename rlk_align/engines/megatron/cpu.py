@@ -1,6 +1,6 @@
-"""Stand-ins for what megatron-core asks of CUDA, so that it computes on a CPU.
+"""Replacements of the CUDA functions that megatron-core calls, so that it computes on a CPU.
 
-They are process-wide, and therefore made inside the worker's process only.
+They are process-wide, and so installed only inside the worker's process.
 """
 
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ import torch
 
 @contextmanager
 def cpu_stand_ins() -> Iterator[list[str]]:
-    """While entered, megatron-core allocates on the CPU and needs no CUDA generator. Yields what it
-    replaced, in words. Also right where a GPU is present but not wanted."""
+    """While entered, megatron-core allocates on the CPU and needs no CUDA generator, even if a GPU
+    is present. Yields a description of each replacement."""
     from megatron.core.tensor_parallel import random as tp_random
 
     current_device = torch.cuda.current_device
@@ -21,11 +21,11 @@ def cpu_stand_ins() -> Iterator[list[str]]:
     cpu = torch.device("cpu")
     torch.cuda.current_device = lambda: cpu
     torch.Tensor.cuda = lambda tensor, *_args, **_kwargs: tensor
-    # Megatron's own tracker for inference forks nothing. Nothing is drawn from it: dropout is 0.
+    # Megatron's tracker for inference forks nothing, and nothing is drawn from it: dropout is 0.
     tp_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     try:
         yield [
-            "torch.cuda.current_device() answers cpu, and Tensor.cuda() moves nothing",
+            "torch.cuda.current_device() returns cpu, and Tensor.cuda() moves nothing",
             "the CUDA RNG tracker is megatron-core's inference tracker, which forks nothing",
         ]
     finally:
@@ -37,13 +37,13 @@ def cpu_stand_ins() -> Iterator[list[str]]:
 @contextmanager
 def expert_stand_ins(on_cpu: bool) -> Iterator[list[str]]:
     """While entered, megatron-core's sparse layers run without TransformerEngine, and on a CPU
-    without CUDA's streams. Yields what it replaced, in words."""
+    without CUDA streams. Yields a description of each replacement."""
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     replaced = []
     with ExitStack() as undo:
-        # It is asked for, and only imported where TransformerEngine is there.
+        # The router reads this name, which exists only if TransformerEngine is installed.
         if not hasattr(moe_utils, "te_general_gemm"):
             moe_utils.te_general_gemm = None
             undo.callback(delattr, moe_utils, "te_general_gemm")
@@ -51,15 +51,15 @@ def expert_stand_ins(on_cpu: bool) -> Iterator[list[str]]:
         if on_cpu:
             dispatcher: Any = MoEAlltoAllTokenDispatcher
             copied = ("cuda_dtoh_stream", "_maybe_dtoh_and_synchronize")
-            for name, value in zip(copied, (object(), _stay), strict=True):
+            for name, value in zip(copied, (object(), _counts_on_cpu), strict=True):
                 undo.callback(setattr, dispatcher, name, vars(dispatcher)[name])
                 setattr(dispatcher, name, value)
-            replaced.append("the dispatcher's counts are on the CPU already")
+            replaced.append("the dispatcher does not copy its counts, which are on the CPU already")
         yield replaced
 
 
-def _stay(dispatcher: Any, _point: str, tokens_per_expert: Any = None) -> Any:
-    # Of several ranks they are given to torch as numbers.
+def _counts_on_cpu(dispatcher: Any, _point: str, tokens_per_expert: Any = None) -> Any:
+    # With several ranks, torch needs the counts as numbers.
     for name in ("input_splits", "output_splits", "output_splits_tp"):
         counts = getattr(dispatcher, name)
         if isinstance(counts, torch.Tensor):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlk_align.engines.base import Engine, Found, Logprobs, SamplesDone, Tap
+from rlk_align.engines.base import Engine, Logprobs, SamplesDone, SiteValue
 from rlk_align.engines.common.attributes import processing
 from rlk_align.engines.common.code import code_places
 from rlk_align.engines.common.edits import Editor
@@ -31,25 +31,26 @@ from rlk_align.engines.megatron.model import (
 )
 from rlk_align.engines.megatron.places import megatron_places
 from rlk_align.engines.megatron.stages import Stage
-from rlk_align.engines.megatron.taps import Tapped
+from rlk_align.engines.megatron.taps import MegatronTaps
 from rlk_align.engines.megatron.weights import (
     live_parameters,
     load,
+    merge_records,
     parameter_plan,
-    together,
 )
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.model.sites import model_sites
 from rlk_align.results import CodePlace
+from rlk_align.trace.writer import PassWriter
 
 CHUNK = 1024
-"""Rows whose log-probs are computed at a time: bounds the float32 copy of the logits."""
+"""The number of rows whose log-probs, from a float32 copy, are computed at a time."""
 
 
 class MegatronEngine(Engine):
     """`megatron:tp=N,sp=0|1,cp=N,pp=N,ep=N,spec=local|te,input=padded|packed,padding=right|left,batch=N`.
 
-    The default, right-padded with the local spec, runs megatron-core's own modules only.
+    The default, right-padded with the local spec, runs only megatron-core's own modules.
     """
 
     intervenes = True
@@ -59,7 +60,7 @@ class MegatronEngine(Engine):
     def open(self) -> None:
         self._undo = ExitStack()
         settings = self._settings()
-        checkpoint = read_checkpoint(self.model_path, self.shape, self._here)
+        checkpoint = read_checkpoint(self.model_path, self.shape, self._live_option)
         self._start(settings)
         self.settings, self.grid = settings, Grid.of(self.ranks)
         share = self.shape.experts // settings.ep
@@ -81,13 +82,12 @@ class MegatronEngine(Engine):
         apply_patch(self.spec, self.model)
 
     def live(self) -> dict[str, torch.Tensor]:
-        """This stage's parameters, and what corrects its routers' scores, by their names in the
-        whole model."""
+        """This stage's parameters and corrections of scores, by their names in the whole model."""
         every = dict(self.model.named_parameters()) | dict(corrections(self.model))
         return {self.stage.whole(name): p for name, p in every.items()}
 
-    def _here(self, name: str) -> OptionValue | None:
-        """An option, as it turned out in this process."""
+    def _live_option(self, name: str) -> OptionValue | None:
+        """The value of an option in this process, whose device and packages are known."""
         known = {"device": self.ranks.device.type, "python": None}
         return known[name] if name in known else self.spec.option(name)
 
@@ -114,7 +114,7 @@ class MegatronEngine(Engine):
         )
 
     def _start(self, settings: Settings) -> None:
-        """megatron-core's process-wide state, undone by `close`."""
+        """Sets up megatron-core's process-wide state, which `close` undoes."""
         from megatron.core import parallel_state, tensor_parallel
 
         from rlk_align.engines.megatron.cpu import cpu_stand_ins, expert_stand_ins
@@ -168,14 +168,14 @@ class MegatronEngine(Engine):
     def computes(self, site: str) -> bool:
         return self.stage.computes(site)
 
-    def of_all_ranks(self, found: Mapping[str, Found]) -> dict[str, Found]:
-        stages = self.grid.of_all_stages(dict(found))
+    def merge_sites(self, values: Mapping[str, SiteValue]) -> dict[str, SiteValue]:
+        stages = self.grid.of_all_stages(dict(values))
         return {site: value for of_stage in stages for site, value in of_stage.items()}
 
     def shards(self) -> dict[str, list[tuple[int, int, int]]]:
         return {
-            site: self.grid.holders(held, self.stage.of(site))
-            for site, held in shards_of(self.places).items()
+            site: self.grid.shards(shards, self.stage.of(site))
+            for site, shards in shards_of(self.places).items()
         }
 
     def stages(self) -> dict[str, list[int]]:
@@ -196,7 +196,7 @@ class MegatronEngine(Engine):
 
     def weights(self) -> Iterator[ParameterRecord]:
         own = live_parameters(self.live(), self.plan, self.grid.tp)
-        yield from together([record_parameter(p) for p in own], self.grid)
+        yield from merge_records([record_parameter(p) for p in own], self.grid)
 
     def own_samples(self, batch: TokenBatch) -> Sequence[int]:
         if not self.stage.is_last:
@@ -210,7 +210,7 @@ class MegatronEngine(Engine):
     def score(
         self,
         batch: TokenBatch,
-        tap: Tap | None,
+        tap: PassWriter | None,
         done: SamplesDone,
         intervention: Intervention | None = None,
     ) -> Logprobs:
@@ -218,7 +218,7 @@ class MegatronEngine(Engine):
         samples = list(enumerate(batch.samples))
         sharded_rows = self.settings.sequence_parallel
         editor = Editor.of(intervention, batch)
-        hooks = Tapped(
+        hooks = MegatronTaps(
             self.model, self.own_places, tap, editor, self.grid, self.stage, sharded_rows
         )
         with hooks as taps:
@@ -238,8 +238,8 @@ class MegatronEngine(Engine):
         return scored if self.grid.reports else {}
 
     def _forward(self, inputs: ModelInput) -> torch.Tensor:
-        """What the model gives of an input: logits or, of a stage before the last, the residual
-        stream, which the next stage is sent."""
+        """The model's output: logits, or the residual stream of a stage before the last, which is
+        sent to the next stage."""
         pipeline, step = self.grid.pp, len(self.grid.stage(0))
         if pipeline.rank:
             rows = inputs.ids.shape[1]
@@ -262,8 +262,8 @@ class MegatronEngine(Engine):
         return output
 
     def _input(self, samples: list[tuple[int, Any]]) -> ModelInput:
-        # Context parallelism cuts sequences in twice as many parts as there are ranks, and sequence
-        # parallelism what a rank has of them in as many.
+        # Context parallelism cuts a sequence into twice as many parts as there are ranks; sequence
+        # parallelism cuts a rank's rows into as many parts as there are ranks.
         multiple = self.settings.tp if self.settings.sequence_parallel else 1
         if self.settings.cp > 1:
             multiple *= 2 * self.settings.cp
@@ -272,11 +272,10 @@ class MegatronEngine(Engine):
         return padded_input(samples, self.settings.padding, multiple, self.grid.dp, self.grid.cp)
 
     def _of_all_slices(self, logprobs: np.ndarray, inputs: ModelInput) -> np.ndarray:
-        """The log-probs of every sampled id of the whole input, from those that this rank
-        computed."""
+        """The log-probs of all sampled ids of the input, from those that this rank computed."""
         if self.settings.cp == 1:
             return logprobs
-        # Bits, each of one rank: added to zeros they stay what they are.
+        # Each element has bits from one rank only; adding zeros does not change them.
         bits = torch.zeros(inputs.total, dtype=torch.int32)
         bits[torch.from_numpy(inputs.number)] = torch.from_numpy(logprobs).view(torch.int32)
         bits = bits.to(self.ranks.device)
@@ -284,9 +283,9 @@ class MegatronEngine(Engine):
         return bits.cpu().view(torch.float32).numpy()
 
     def _logprobs(self, logits: torch.Tensor, inputs: ModelInput) -> np.ndarray:
-        """float32 log-probs of the sampled ids among this rank's rows, from its `[B, S,
-        vocabulary / tp]`, by megatron-core's own cross entropy over vocabulary shards, or the
-        kernels' log-prob."""
+        """float32 log-probs of the sampled ids among this rank's rows, from its logits `[B, S,
+        vocabulary / tp]`, by megatron-core's cross entropy over vocabulary shards or by the
+        kernels."""
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
         tp = self.grid.tp
@@ -296,7 +295,7 @@ class MegatronEngine(Engine):
         out = []
         for chunk, target in zip(rows.split(CHUNK), inputs.targets.split(CHUNK), strict=True):
             local = logits[chunk % batch, chunk // batch].float()
-            # Padding of the vocabulary is no token: it takes no probability.
+            # The padding of the vocabulary must have no probability.
             local[:, real:] = -torch.inf
             logprob = None
             if self.kernels is not None:

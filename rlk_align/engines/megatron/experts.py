@@ -1,8 +1,9 @@
-"""The sparse layers of megatron-core's GPTModel: the values that can be seen, and their parameters.
+"""The sparse layers of megatron-core's GPTModel: the values that can be observed, and their
+parameters.
 
-Experts are computed one after another, each of its tokens in their order (`SequentialMLP`). The
-weight of an expert multiplies its activation, before the second product: what lies behind that is
-another value than the canonical one.
+Experts are computed one after another, each on its tokens in their order (`SequentialMLP`). The
+weight of an expert multiplies its activation before the second product, so the values from there on
+are not the canonical ones.
 """
 
 import functools
@@ -34,8 +35,8 @@ WEIGHTED = "Megatron multiplies the activation by the expert's weight, before th
 
 
 def sparse_places(name: str, mlp: str, kernels: bool) -> Iterator[Place]:
-    """Where the operators of a sparse layer lie, from the router to the sum; `kernels`: whether
-    ours compute all of it."""
+    """The places of a sparse layer's operators, from the router to the sum; `kernels`: whether our
+    kernels compute all of the layer."""
     if kernels:
         for op in ("router", *INSIDE):
             yield Place(sites=(f"{name}.{op}",), module=mlp, end="inside")
@@ -52,7 +53,7 @@ def sparse_places(name: str, mlp: str, kernels: bool) -> Iterator[Place]:
 
 
 def expert_parameters(shape: ModelShape) -> Iterator[Parameter]:
-    """The parameters of the sparse layers; each expert has its own."""
+    """The parameters of the sparse layers, separate for each expert."""
     for i in shape.sparse_layers:
         name, mlp = f"layers.{i}", f"decoder.layers.{i}.mlp"
         router = whole(f"{name}.router", shape.experts, 1)
@@ -77,8 +78,8 @@ def routers(model: Any) -> list[Any]:
 
 
 def corrections(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, value) of what corrects the scores that experts are chosen by: buffers, which trainers
-    update, and keep in float32 whatever the model is cast to."""
+    """(name, value) of the corrections of the scores for the choice of experts: buffers, which
+    trainers update and keep in float32 whatever the model's dtype is."""
     for layer, module in enumerate(model.decoder.layers):
         router = getattr(module.mlp, "router", None)
         if router is not None and router.expert_bias is not None:
@@ -87,8 +88,8 @@ def corrections(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def routing(model: Any) -> dict[str, list[Any]]:
-    """For each sparse layer, how many experts a token is sent to and whether their weights are
-    divided by their sum; for those that correct scores, also how they choose and scale."""
+    """For each sparse layer, the number of experts of a token and whether their weights are divided
+    by their sum; for routers that correct scores, also their groups and scale."""
     every = routers(model)
     configs = [r.config for r in every if r.expert_bias is not None]
     return {
@@ -103,9 +104,9 @@ def routing(model: Any) -> dict[str, list[Any]]:
 
 
 def on_experts(hooks: SiteHooks, model: Any, ranks: Ranks) -> None:
-    """Shows all that a sparse layer computes between its router and its output, and has the routers
-    whose choice is overwritten take the recorded experts. `ranks`: among those that share experts,
-    on all of which it is called."""
+    """Exposes the values that a sparse layer computes between its router and its output, and makes
+    the routers whose choice is overwritten choose the recorded experts. `ranks`: those that share
+    experts, all of which call this."""
     for layer in model.decoder.layers:
         i = layer.layer_number - 1
         choose = hooks.recorded_choice(f"layers.{i}.experts")
@@ -118,8 +119,8 @@ def on_experts(hooks: SiteHooks, model: Any, ranks: Ranks) -> None:
 
 
 class _Layer:
-    """One sparse layer. Its router is given megatron-core's own RouterReplay, which records the
-    choice or replaces it. T = tokens, E = experts."""
+    """One sparse layer. megatron-core's RouterReplay records or replaces the choice of its router.
+    T = tokens, E = experts."""
 
     def __init__(self, layer: int, show: Show, choose: Choose | None, ranks: Ranks) -> None:
         self._name, self._show, self._choose = f"layers.{layer}", show, choose
@@ -161,7 +162,7 @@ class _Layer:
         if bool((sent_TE.sum(dim=1) != self._k).any()):
             raise EngineFailed(
                 f"{self._name}: Megatron did not send every token to {self._k} experts",
-                "check what a patch does, and leave the capacity of experts unlimited",
+                "check the patch, and leave the capacity of experts unlimited",
             )
         _, expert = sent_TE.nonzero(as_tuple=True)
         ids_TK = expert.reshape(len(sent_TE), -1)
@@ -169,8 +170,8 @@ class _Layer:
         own = replay.target_topk_idx if self._choose else replay.get_recorded_indices()
         if own is None or not torch.equal(own.sort(dim=1).values, ids_TK):
             raise EngineFailed(
-                f"{self._name}: Megatron does not compute the experts that its RouterReplay holds",
-                "check what a patch does to the router",
+                f"{self._name}: Megatron computes other experts than its RouterReplay has",
+                "check the patch of the router",
             )
         ids, weights = by_ascending_id(ids_TK, weights_TE.gather(1, ids_TK))
         self._show(f"{self._name}.experts", ids)
@@ -186,11 +187,11 @@ class _Layer:
 def own_rows(
     rows: torch.Tensor, sent_TE: torch.Tensor, ranks: Ranks
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows of experts that belong to this rank's tokens, with the token and the expert of each.
+    """The rows of experts that belong to this rank's tokens, with the token and the expert of each.
 
-    `rows`: of this rank's share of the experts, one expert after another, of the tokens of all
-    ranks, one rank after another; `sent_TE`: bool, to which experts each of this rank's tokens
-    goes. Called on all of these ranks, which have as many tokens each.
+    `rows`: the rows of this rank's experts, one expert after another, for the tokens of all ranks,
+    one rank after another; `sent_TE`: bool, the experts to which each of this rank's tokens goes.
+    Called on all of these ranks, which have equally many tokens.
     """
     tokens, share = len(sent_TE), sent_TE.shape[1] // ranks.world
     every = torch.cat(all_gather(sent_TE.byte(), ranks)).bool()
@@ -200,10 +201,10 @@ def own_rows(
     most = max(len(token) for _, token in sent)
     filled = rows.new_zeros(most, rows.shape[1])
     filled[: len(rows)] = rows
-    found = []
+    parts_of_ranks = []
     for r, (of_rank, (expert, token)) in enumerate(
         zip(all_gather(filled, ranks), sent, strict=True)
     ):
         own = (token // tokens == ranks.rank).nonzero(as_tuple=True)[0]
-        found.append((of_rank[own], token[own] % tokens, expert[own] + r * share))
-    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+        parts_of_ranks.append((of_rank[own], token[own] % tokens, expert[own] + r * share))
+    return tuple(torch.cat(parts) for parts in zip(*parts_of_ranks, strict=True))

@@ -1,9 +1,8 @@
-"""The ranks of one Megatron model: those that share its weights, its sequences, its samples, its
-experts, and its layers.
+"""The ranks of one Megatron model: its tensor, context, data, expert and pipeline parallelism.
 
-As megatron-core numbers them: those of tensor parallelism are neighbours, those of context
-parallelism follow each other in steps of tp, those that have other samples in steps of tp * cp, and
-stages of a pipeline come last. Experts are shared by neighbours.
+As megatron-core numbers them, the ranks of tensor parallelism are neighbours, those of context
+parallelism follow each other in steps of tp, those of data parallelism in steps of tp * cp, and the
+stages of the pipeline come last. Neighbours share experts.
 """
 
 from dataclasses import dataclass
@@ -13,29 +12,29 @@ import torch.distributed as dist
 
 from rlk_align.engines.process.ranks import Ranks
 
-Held = list[tuple[int, int, int]]
+Shards = list[tuple[int, int, int]]
 """(rank, first feature, feature after the last)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Where one process is among them."""
+    """The rank of one process in each group."""
 
     all: Ranks
     tp: Ranks
-    """Among those that share weights, and have the same rows."""
+    """The ranks that share weights and have the same rows."""
     cp: Ranks
-    """Among those that share sequences, and have the same shards of weights."""
+    """The ranks that share sequences and have the same shards of weights."""
     dp: Ranks
-    """Among those that have other samples."""
+    """The ranks that have other samples."""
     ep: Ranks
-    """Among those that share experts."""
+    """The ranks that share experts."""
     pp: Ranks
-    """Among the stages of the pipeline that its rows go through."""
+    """The stages of the pipeline that compute the same rows."""
 
     @classmethod
     def of(cls, ranks: Ranks) -> "Grid":
-        """The grid of megatron-core's parallel state, which must exist."""
+        """The grid of megatron-core's parallel state, which must be initialised."""
         from megatron.core import parallel_state as state
 
         def among(kind: str) -> Ranks:
@@ -56,13 +55,13 @@ class Grid:
 
     @property
     def neighbours(self) -> list[int]:
-        """The ranks that have the same rows as this one, itself included."""
+        """The ranks that have the same rows as this one, including this one."""
         first = self.all.rank - self.tp.rank
         return list(range(first, first + self.tp.world))
 
     @property
     def reports(self) -> bool:
-        """Whether this rank says what the log-probs of its samples are."""
+        """Whether this rank reports the log-probs of its samples."""
         return self.tp.rank == 0 and self.cp.rank == 0 and self.pp.rank == self.pp.world - 1
 
     def stage(self, number: int) -> list[int]:
@@ -70,13 +69,13 @@ class Grid:
         size = self.all.world // self.pp.world
         return list(range(number * size, (number + 1) * size))
 
-    def holders(self, held: Held, stage: int) -> Held:
-        """What every rank of a stage holds of a site, by what those of tensor parallelism hold."""
+    def shards(self, shards: Shards, stage: int) -> Shards:
+        """The shards of all ranks of a stage, from those of its tensor-parallel ranks."""
         firsts = self.stage(stage)[:: self.tp.world]
-        return [(first + rank, a, b) for first in firsts for rank, a, b in held]
+        return [(first + rank, a, b) for first in firsts for rank, a, b in shards]
 
     def of_all_stages(self, of_stage: Any) -> list[Any]:
-        """Objects of all stages, in their order; called on every rank."""
+        """The objects of all stages, in their order; called on every rank."""
         every: list[Any] = [None] * self.pp.world
         if self.pp.world == 1:
             return [of_stage]

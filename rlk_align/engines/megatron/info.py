@@ -1,4 +1,4 @@
-"""Megatron-core, as known without importing it."""
+"""Megatron-core: what is known without importing it."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""One forward's input, padded or packed, and the part that a rank has.
+"""The input of one forward, padded or packed, and the part of it that a rank has.
 
 B = sequences of the input tensor, S = its length.
 """
@@ -24,38 +24,38 @@ from rlk_align.model.prompts import Sample
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelInput:
-    """What GPTModel takes, and which rows its output has."""
+    """The arguments of GPTModel, and the rows of its output."""
 
     ids: torch.Tensor
     """int64 `[B, S]`; padding is id 0."""
     positions: torch.Tensor
     """int64 `[B, S]`; 0 at padding."""
     mask: torch.Tensor | None
-    """bool `[B or 1, 1, S, S]`, True where query may not see key; None where packed, and where
-    ranks have slices of sequences."""
+    """bool `[B or 1, 1, S, S]`, True if a query must not see a key; None for packed sequences and
+    for slices of sequences."""
     packed: Any
-    """PackedSeqParams, or None where padded."""
+    """PackedSeqParams; None for padded sequences."""
     rows: ForwardRows
     """The rows of a `[S, B]` output."""
     index: torch.Tensor
     """int64 `[N]`: `rows.index` on the device."""
     sampled: torch.Tensor
-    """int64: those of `index` whose next token was sampled."""
+    """int64: the elements of `index` whose next token was sampled."""
     targets: torch.Tensor
-    """int64: that token."""
+    """int64: the next token of each of those."""
     slices: Slices
-    """Which rows of the whole input these are."""
+    """The slices of the whole input that this rank has."""
     number: np.ndarray
-    """int64: which of the tokens that were sampled in the whole input each target is."""
+    """int64: the number of each target among the sampled tokens of the whole input."""
     total: int
-    """How many those are."""
+    """The number of sampled tokens of the whole input."""
 
 
 def padded_input(
     samples: Sequence[tuple[int, Sample]], side: str, multiple: int, dp: Ranks, cp: Ranks
 ) -> ModelInput:
-    """One sequence a row, padded on `side` to the longest, rounded up to `multiple`; what this rank
-    has of it: of the sequences by `dp`, and of each of them by `cp`."""
+    """One sequence in each row, padded on `side` to the longest, rounded up to `multiple`: this
+    rank's sequences by `dp`, and its slices of each by `cp`."""
     grid = padded_grid(samples, side, multiple).deal(dp.rank, dp.world)
     length, device = grid.ids.shape[1], cp.device
     slices = Slices((0, length), cp)
@@ -63,8 +63,8 @@ def padded_input(
         return _input(grid, None, None, slices)
     hidden = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)[None]
     if side == "left":
-        # On the right padding is never seen: it comes after every query that counts. A row of
-        # nothing else sees itself.
+        # Causal attention never sees padding on the right. A row that consists of padding must see
+        # itself.
         padding = ~grid.real & grid.real.any(axis=1, keepdims=True)
         hidden = hidden | torch.from_numpy(padding).to(device)[:, None, :]
     return _input(grid, hidden[:, None], None, slices)
@@ -73,9 +73,9 @@ def padded_input(
 def packed_input(
     samples: Sequence[tuple[int, Sample]], multiple: int, dp: Ranks, cp: Ranks
 ) -> ModelInput:
-    """All sequences of this rank in one row; what fills it up to `multiple`, and to what other
-    ranks have, is a sequence of its own. `dp`: among which sequences are dealt; `cp`: among which
-    each is shared, padding behind it."""
+    """All sequences of this rank in one row. Padding to `multiple`, and to the length of other
+    ranks' rows, forms a further sequence. `dp`: the ranks that divide the sequences; `cp`: the
+    ranks that share each sequence and the padding after it."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     each = 1 if cp.world == 1 else 2 * cp.world
@@ -101,7 +101,7 @@ def _input(whole: TokenGrid, mask: torch.Tensor | None, packed: Any, slices: Sli
     columns, device = slices.columns(), slices.ranks.device
     grid = whole.select(columns)
     rows = grid.rows("sequence first")
-    # The same order in both grids: by row, then by column.
+    # Both grids have the same order: by row, then by column.
     sampled = whole.targets >= 0
     number = np.where(sampled, np.cumsum(sampled).reshape(sampled.shape) - 1, -1)[:, columns]
 
@@ -116,7 +116,7 @@ def _input(whole: TokenGrid, mask: torch.Tensor | None, packed: Any, slices: Sli
         rows=rows,
         index=tensor(rows.index),
         sampled=tensor(rows.index[rows.sampled]),
-        # The same order: by row of the grid, then by position.
+        # The order of `sampled`: by row of the grid, then by position.
         targets=tensor(grid.targets[grid.targets >= 0]),
         slices=slices,
         number=number[grid.targets >= 0],

@@ -1,7 +1,7 @@
-"""How Megatron lays canonical operators out over ranks, beyond what all engines share.
+"""Megatron's layouts of canonical operators over ranks, beside those that all engines share.
 
 Megatron fuses q, k, v of each key-value group (`q q k v | q q k v | ...`) and cuts the result into
-one slice a rank; it pads the vocabulary so that all ranks hold as many rows.
+one slice for each rank. It pads the vocabulary so that all ranks have equally many rows.
 """
 
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ from rlk_align.engines.common.layout import FeatureSlice, Layout, padded
 from rlk_align.model.families import ModelShape
 
 LEAF = 16
-"""Columns of a leaf of the kernels' log-sum-exp tree; a test holds it to theirs."""
+"""The columns of a leaf of the kernels' log-sum-exp tree; a test compares it with theirs."""
 
 
 def grouped_qkv(shape: ModelShape, tp: int, names: tuple[str, str, str]) -> Layout:
-    """q, k and v by key-value group, cut into equal slices wherever the cuts fall."""
+    """q, k and v by key-value group, cut into equal slices, which may cut through a head."""
     width, queries = shape.head_dim, shape.heads // shape.kv_heads * shape.head_dim
     order = []
     for group in range(shape.kv_heads):
@@ -25,19 +25,19 @@ def grouped_qkv(shape: ModelShape, tp: int, names: tuple[str, str, str]) -> Layo
 
 
 def vocabulary(op: str, shape: ModelShape, tp: int) -> Layout:
-    """Rows of the embedding or the head; the last ranks hold the padding."""
+    """The rows of the embedding or the head; the last ranks have the padding."""
     return padded(op, shape.vocab, padded_vocab(shape.vocab, tp) // tp, tp)
 
 
 def padded_vocab(vocab: int, tp: int) -> int:
-    """The vocabulary's size, rounded up so that every rank holds as many rows, and whole leaves of
-    the tree in which the kernels add up over the vocabulary."""
+    """The vocabulary's size, rounded up so that every rank has equally many rows, and whole leaves
+    of the tree in which the kernels sum over the vocabulary."""
     multiple = 1 if tp == 1 else LEAF * tp
     return -(-vocab // multiple) * multiple
 
 
 def _cut(order: list[FeatureSlice], low: int, high: int) -> Iterator[FeatureSlice]:
-    """What lies between `low` and `high` of the concatenated pieces."""
+    """The part of the concatenated pieces from `low` to `high`."""
     at = 0
     for p in order:
         first, last = max(low, at), min(high, at + p.size)

@@ -1,11 +1,11 @@
-"""What the Megatron engine cannot run, by the model's config.json and the engine's options."""
+"""The models and options that the Megatron engine cannot run, by config.json and the spec."""
 
 import importlib.util
 import math
 from typing import Any
 
 from rlk_align.engines.common.tensor_parallel import check_shared
-from rlk_align.engines.info import Asked
+from rlk_align.engines.info import ReadOption
 from rlk_align.engines.megatron.rope import ROPES, another_attention_factor
 from rlk_align.engines.megatron.stages import Stage
 from rlk_align.errors import BadOption, MissingDependency, ModelError
@@ -19,18 +19,18 @@ from rlk_align.model.rotary import (
 from rlk_align.selftest.faults.catalogue import choose
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
-"""The values of `hidden_act` that it takes."""
+"""The supported values of `hidden_act`."""
 
 
-def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> None:
-    """Raises ModelError for what the engine would otherwise get silently wrong, BadOption or
-    MissingDependency for options that it cannot support."""
+def check_megatron(option: ReadOption, config: dict[str, Any], shape: ModelShape) -> None:
+    """Raises ModelError for a model that the engine would compute wrongly, BadOption or
+    MissingDependency for options that it does not support."""
     kernels = option("kernels") == "rlk"
     check_shared("megatron", shape, int(option("tp") or 1), fused_qkv=True, kernels=kernels)
     if shape.experts and (tp := int(option("tp") or 1)) > 1:
         raise BadOption(
             f"engine 'megatron': tp={tp} does not support sparse layers",
-            f"leave tp out; ep={tp} has ranks share the experts",
+            f"leave tp out; with ep={tp} the ranks share the experts",
         )
     _check_slices(shape, option, kernels)
     _check_stages(shape, int(option("pp") or 1))
@@ -48,14 +48,14 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
     partial = partial_rotary_factor(config)
     refused = {
         f"hidden_act={activation}": activation not in ACTIVATIONS,
-        # The sum of its experts is recomputed with this one.
+        # The referee recomputes the sum of experts with silu only.
         f"hidden_act={activation} in sparse layers": bool(shape.experts) and activation != "silu",
         f"rope_type={rope['rope_type']}": rope["rope_type"] not in ROPES,
         f"rope_type={rope['rope_type']} without a factor": lacks_factor(rope),
-        # megatron-core computes it, and a trainer has no switch for another.
+        # megatron-core computes the factor, and a trainer cannot set another.
         f"attention_factor={rope.get('attention_factor')}": another_attention_factor(rope),
         f"partial_rotary_factor={partial}": partial != 1.0 and not rotates_a_part(config),
-        f"rope_type={rope['rope_type']} of a part of each head": (
+        f"rope_type={rope['rope_type']} on a part of each head": (
             partial != 1.0 and rope["rope_type"] != "default"
         ),
         **_unknown_routing(shape),
@@ -69,9 +69,9 @@ def check_megatron(option: Asked, config: dict[str, Any], shape: ModelShape) -> 
 
 
 def _unknown_routing(shape: ModelShape) -> dict[str, bool]:
-    """What of a router megatron-core computes otherwise."""
+    """Settings of a router that megatron-core computes differently -> whether they apply."""
     if not shape.family.sigmoid:
-        # Its softmax over a single expert would be 1 whatever the scores, and it refuses that.
+        # Its softmax over a single expert would be 1 for any scores, and it refuses that.
         alone = shape.top_k == 1 and shape.norm_topk
         return {"num_experts_per_tok=1 with weights that are divided by their sum": alone}
     of_group = shape.top_k // shape.top_groups
@@ -85,8 +85,8 @@ def _unknown_routing(shape: ModelShape) -> dict[str, bool]:
     }
 
 
-def _check_slices(shape: ModelShape, option: Asked, kernels: bool) -> None:
-    """The limits of context parallelism, for which the kernels exchange heads for rows."""
+def _check_slices(shape: ModelShape, option: ReadOption, kernels: bool) -> None:
+    """Raises BadOption for context parallelism in which the kernels cannot divide the heads."""
     cp, tp = int(option("cp") or 1), int(option("tp") or 1)
     queries, heads = shape.heads // tp, max(shape.kv_heads // tp, 1)
     excluded = str(option("except") or "").split("+")
@@ -114,20 +114,20 @@ def _check_stages(shape: ModelShape, pp: int) -> None:
         )
 
 
-def _check_stage_of_fault(shape: ModelShape, option: Asked, fault: str) -> None:
-    """A fault of one rank needs an operator that the rank's stage computes."""
+def _check_stage_of_fault(shape: ModelShape, option: ReadOption, fault: str) -> None:
+    """Raises BadOption for a fault on one rank whose stage does not compute the operator."""
     chosen, stages = choose("megatron", fault), int(option("pp") or 1)
     if chosen.rank is None:
         return
     size = math.prod(int(option(key) or 1) for key in ("tp", "cp", "ep"))
     own = Stage(chosen.rank // size, stages, shape.layers)
     of = own.of(chosen.fault.site)
-    # A model without that layer is refused where the fault is planted.
+    # A model without that layer is refused when the fault is planted.
     if of != own.number and of < stages:
         ranks = [f"rank{r}" for r in range(of * size, (of + 1) * size)]
         raise BadOption(
             f"engine 'megatron': fault={fault}: stage {of} of pp={stages} computes "
-            f"{chosen.fault.site}, and rank {chosen.rank} is of stage {own.number}",
+            f"{chosen.fault.site}, and rank {chosen.rank} belongs to stage {own.number}",
             f"choose from {', '.join(ranks)}, or leave @rank out",
         )
 
@@ -146,8 +146,8 @@ def _check_experts(shape: ModelShape, ep: int) -> None:
         )
 
 
-def _check_te(option: Asked, config: dict[str, Any]) -> None:
-    # Of another interpreter's packages nothing is known here.
+def _check_te(option: ReadOption, config: dict[str, Any]) -> None:
+    # The packages of another interpreter are not known here.
     if option("python") is None and importlib.util.find_spec("transformer_engine") is None:
         raise MissingDependency(
             "engine 'megatron': spec=te needs the package 'transformer_engine', which is not "

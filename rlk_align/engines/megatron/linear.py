@@ -1,14 +1,13 @@
-"""Which linears of a layer have a bias, where megatron-core's switches cannot say it."""
+"""Which linears of a layer have a bias, if megatron-core's settings cannot express it."""
 
 from typing import Any
 
 
 def choose_biases(layer: Any, biased: frozenset[str]) -> None:
-    """Has the linears of a layer's spec made with a bias or without one, as `biased` says.
+    """Removes the bias of those linears of a layer's spec that are not in `biased`.
 
-    TransformerConfig has one switch for all linears and one for q, k and v. What it would give a
-    bias that the checkpoint lacks is made without: a bias of zeros would be a parameter too many,
-    and would be trained.
+    TransformerConfig has one setting for all linears and one for q, k and v, so it may add a bias
+    that the checkpoint lacks. A bias of zeros would be an additional parameter, which is trained.
     """
     attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
     for owner, name, op in (
@@ -17,13 +16,13 @@ def choose_biases(layer: Any, biased: frozenset[str]) -> None:
         (mlp, "linear_fc1", "gate_proj"),
         (mlp, "linear_fc2", "down_proj"),
     ):
-        # The experts of a sparse layer have none.
+        # The experts of a sparse layer have no bias.
         if op not in biased and hasattr(owner, name):
             setattr(owner, name, _without_bias(getattr(owner, name)))
 
 
 def _without_bias(linear: Any) -> Any:
-    """A subclass, because megatron-core takes nothing else for a module that it makes."""
+    """A subclass without bias, because megatron-core's specs accept only classes here."""
 
     class WithoutBias(linear):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

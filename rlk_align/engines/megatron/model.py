@@ -1,7 +1,7 @@
-"""A GPTModel of megatron-core for a checkpoint: its config, its layer spec, its parameters empty.
+"""Builds a GPTModel of megatron-core for a checkpoint, without filling its parameters.
 
-What a trainer may choose and the checkpoint does not say is left as TransformerConfig has it:
-no fusions, softmax in float32 whatever the dtype.
+Settings that the checkpoint does not determine have TransformerConfig's defaults: no fusions, and
+softmax in float32 whatever the dtype.
 """
 
 import functools
@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from rlk_align.engines.common.kernels import Kernels
-from rlk_align.engines.info import Asked
+from rlk_align.engines.info import ReadOption
 from rlk_align.engines.megatron.layout import padded_vocab
 from rlk_align.engines.megatron.limits import check_megatron
 from rlk_align.engines.megatron.rope import rope_arguments, yarn_settings
@@ -29,12 +29,12 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": functools.partial(functional.gelu, approximate="tanh"),
     "relu": functional.relu,
 }
-"""Functions, by the config's `hidden_act`."""
+"""The config's `hidden_act` -> the function."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """How the model is to be built, beside what the checkpoint says."""
+    """The settings of the engine spec that affect how the model is built."""
 
     tp: int
     cp: int
@@ -47,32 +47,32 @@ class Settings:
     packed: bool = False
     padding: str = "right"
     dispatcher: str = "allgather"
-    """What sends the tokens of a sparse layer to their experts."""
+    """The kind of dispatcher that sends the tokens of a sparse layer to their experts."""
 
     @property
     def own_positions(self) -> bool:
-        """Whether rows are at other positions than their index in the input says."""
+        """Whether the position of a row may differ from its index in the input."""
         return self.packed or self.padding == "left" or self.cp > 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """What the checkpoint's config says beyond its shape."""
+    """The settings of the checkpoint's config beyond its shape."""
 
     norm_eps: float
     activation: str
     tied: bool
     biased: frozenset[str]
-    """Operators of a layer that have a bias."""
+    """The operators of a layer that have a bias."""
     rope: dict[str, Any]
     rotary_percent: float
-    """Which part of a head is rotated."""
+    """The part of a head that is rotated."""
     windows: tuple[int | None, ...]
-    """For each layer, how many keys a query sees; None is all."""
+    """For each layer, the number of keys that a query sees; None for all keys."""
 
 
-def read_checkpoint(model: Path, shape: ModelShape, option: Asked) -> Checkpoint:
-    """Raises what `check_megatron` raises, and ModelError for a config that cannot be read."""
+def read_checkpoint(model: Path, shape: ModelShape, option: ReadOption) -> Checkpoint:
+    """Raises the errors of `check_megatron`, and ModelError for a config that cannot be read."""
     from transformers import AutoConfig
 
     try:
@@ -137,7 +137,7 @@ def transformer_config(shape: ModelShape, checkpoint: Checkpoint, settings: Sett
 
 
 def expert_settings(shape: ModelShape, settings: Settings) -> dict[str, Any]:
-    """What TransformerConfig asks for beside a dense model's settings."""
+    """The settings of TransformerConfig that a sparse model adds."""
     return {
         **(_corrected_settings(shape) if shape.family.sigmoid else {}),
         "num_moe_experts": shape.experts,
@@ -153,7 +153,7 @@ def expert_settings(shape: ModelShape, settings: Settings) -> dict[str, Any]:
 
 
 def _corrected_settings(shape: ModelShape) -> dict[str, Any]:
-    """Settings for routers that correct a sigmoid's scores, and for shared experts."""
+    """The settings for routers that correct a sigmoid's scores, and for shared experts."""
     grouped = shape.groups > 1
     return {
         "moe_router_score_function": "sigmoid",
@@ -167,8 +167,7 @@ def _corrected_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def layer_spec(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) -> Any:
-    """The block of this stage's layers, megatron-core's own modules wherever they can do what is
-    asked."""
+    """The spec of this stage's layers, with megatron-core's own modules wherever they suffice."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -219,9 +218,9 @@ def _te_spec(shape: ModelShape, checkpoint: Checkpoint) -> Any:
 def build(
     shape: ModelShape, checkpoint: Checkpoint, settings: Settings, kernels: Kernels | None = None
 ) -> Any:
-    """A GPTModel, or this stage of it, on the device, in eval mode, its parameters not yet filled.
+    """A GPTModel, or this stage of it, on the device, in eval mode, with unfilled parameters.
 
-    megatron-core's parallel state must exist.
+    megatron-core's parallel state must be initialised.
     """
     from megatron.core.models.gpt import GPTModel
 
@@ -246,13 +245,13 @@ def build(
         model.rotary_pos_emb = llama3_rotary(shape, checkpoint.rope, settings)
     if kernels is not None:
         kernels.in_model(model, checkpoint.rope)
-    # Megatron's torch norms are made in float32 on the CPU; trainers cast and move the whole model.
+    # Megatron creates torch norms in float32 on the CPU; trainers cast and move the whole model.
     return model.to(device=settings.device, dtype=settings.dtype).eval()
 
 
 def llama3_rotary(shape: ModelShape, rope: dict[str, Any], settings: Settings) -> Any:
-    """megatron-core's, with the checkpoint's numbers: GPTModel's switch takes Llama 3.1's own for
-    all but the factor."""
+    """megatron-core's rotary embedding with the checkpoint's numbers; GPTModel's own setting uses
+    those of Llama 3.1, except for the factor."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     rotary = RotaryEmbedding(

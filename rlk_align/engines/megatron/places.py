@@ -1,4 +1,4 @@
-"""Where the canonical operators lie in megatron-core's GPTModel."""
+"""Where the canonical operators are in megatron-core's GPTModel."""
 
 from collections.abc import Iterator
 
@@ -14,9 +14,9 @@ FUSED = "TransformerEngine computes it inside the linear that follows"
 def megatron_places(
     shape: ModelShape, tp: int, te: bool, tied: bool, kernels: bool = False
 ) -> Iterator[Place]:
-    """Where each operator lies in a model of `tp` ranks. `te`: whether TransformerEngine's linears
-    hold the norm before them; `tied`: whether the head has no weight of its own; `kernels`: whether
-    ours compute its sparse layers."""
+    """The place of each site in a model of `tp` ranks. `te`: whether TransformerEngine's linears
+    include the norm before them; `tied`: whether the head has no weight of its own; `kernels`:
+    whether our kernels compute its sparse layers."""
     table = "embedding.word_embeddings"
     yield Place(sites=("embed",), module="embedding", parameters_in=table)
     for i in range(shape.layers):

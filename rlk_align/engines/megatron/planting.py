@@ -1,4 +1,4 @@
-"""Where the operators of a live GPTModel lie, for a planted fault to stand in for one.
+"""The operators of a live GPTModel, for a planted fault to replace one.
 
 S = length, B = sequences, F = features; activations are `[S, B, F]`, packed ones `[T, 1, F]`.
 """
@@ -49,7 +49,7 @@ class MegatronOperators(LiveOperators):
         if self.computes(site):
             super()._watch(site, see)
             return
-        # The residual stream that the stage before sent.
+        # The previous stage sent the residual stream.
 
         def received(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
             see(kwargs["hidden_states"])
@@ -136,7 +136,7 @@ class MegatronOperators(LiveOperators):
         self.replace(self._engine, "_logprobs", report)
 
     def biased(self, site: str) -> bool:
-        # Whatever follows adds the bias of the others.
+        # A later operator adds the bias of the other modules.
         return super().biased(site) and not self.module(site).skip_bias_add
 
     def change_positions(self, change: Formula) -> None:
@@ -165,7 +165,7 @@ class MegatronSparseLayers(SparseLayers):
     """The sparse layers of one rank, which has all experts or a share of them."""
 
     def __init__(self, hooks: Hooks, layer: Callable[[int], Any], experts: range) -> None:
-        """`layer`: the model's layer of that number; `experts`: those that this rank has."""
+        """`layer`: returns the layer of a number; `experts`: those that this rank has."""
         self._hooks, self._layer, self._experts = hooks, layer, experts
 
     def change_logits(self, layer: int, formula: Formula) -> None:
@@ -228,7 +228,7 @@ class MegatronSparseLayers(SparseLayers):
     def _after_gating(
         self, router: Any, see: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> None:
-        """`see(hidden, logits)` is what the router's product gives."""
+        """Makes the router's product return `see(hidden, logits)`."""
         gating = router.gating
 
         def changed(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -238,7 +238,7 @@ class MegatronSparseLayers(SparseLayers):
 
 
 class MegatronKernelLayers(KernelLayers, MegatronSparseLayers):
-    """With the kernels in them: a token's own rank adds up the rows of its experts."""
+    """Sparse layers of the kernels: a token's own rank adds up the rows of its experts."""
 
     def _chooser(self, layer: int) -> Any:
         return self._layer(layer).mlp
@@ -247,5 +247,5 @@ class MegatronKernelLayers(KernelLayers, MegatronSparseLayers):
 
 
 def plant_fault(engine: Any, chosen: Chosen) -> LiveOperators:
-    """Into this rank's live model; called on all ranks."""
+    """Plants a fault into this rank's live model; called on all ranks."""
     return plant(MegatronOperators(engine, chosen), chosen)

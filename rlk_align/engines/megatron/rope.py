@@ -1,10 +1,10 @@
-"""A checkpoint's rotary embedding as megatron-core's own, without importing it.
+"""The settings of megatron-core for a checkpoint's rotary embedding, without importing it.
 
-The kinds are those that a Megatron trainer has a switch for, each with its numbers from the
-checkpoint: `seq_len_interpolation_factor` for linear, which divides the positions where HF divides
-the frequencies; `rope_scaling` for llama3; and `position_embedding_type="yarn"`, whose ramp and
-attention factor are HF's formulas. dynamic and longrope follow the length of the sequence, for
-which megatron-core has nothing.
+The kinds are those that a Megatron trainer can select, with the numbers of the checkpoint:
+`seq_len_interpolation_factor` for linear, which divides the positions, while HF divides the
+frequencies; `rope_scaling` for llama3; and `position_embedding_type="yarn"`, whose ramp and
+attention factor are HF's formulas. megatron-core does not support dynamic and longrope, which
+depend on the length of the sequence.
 """
 
 import math
@@ -14,11 +14,11 @@ from typing import Any
 from rlk_align.model.rotary import lacks_factor
 
 ROPES = ("default", "linear", "llama3", "yarn")
-"""The values of `rope_type` that the engine takes."""
+"""The supported values of `rope_type`."""
 
 
 def rope_arguments(rope: dict[str, Any]) -> dict[str, Any]:
-    """What GPTModel is told of `rope_parameters`."""
+    """The arguments of GPTModel for these `rope_parameters`."""
     kind = rope["rope_type"]
     return {
         "position_embedding_type": "yarn" if kind == "yarn" else "rope",
@@ -29,11 +29,11 @@ def rope_arguments(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def yarn_settings(rope: dict[str, Any]) -> dict[str, Any]:
-    """What GPTModel and the attention look for on the TransformerConfig, which has no fields for
-    it; nothing for other kinds."""
+    """The attributes for yarn that GPTModel and the attention read from TransformerConfig, which
+    has no fields for them; empty for other kinds."""
     if rope["rope_type"] != "yarn":
         return {}
-    # As for HF, one of the two alone counts for nothing.
+    # As in HF, one of the two alone has no effect.
     scales = (rope.get("mscale"), rope.get("mscale_all_dim"))
     mscale, mscale_all_dim = scales if all(scales) else (None, None)
     return {
@@ -48,7 +48,8 @@ def yarn_settings(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def another_attention_factor(rope: dict[str, Any]) -> bool:
-    """Whether yarn's `attention_factor` is given, and is not what megatron-core computes."""
+    """Whether the checkpoint states an `attention_factor` for yarn that differs from the one that
+    megatron-core computes."""
     stated = rope.get("attention_factor")
     if rope["rope_type"] != "yarn" or stated is None or lacks_factor(rope):
         return False
@@ -60,5 +61,5 @@ def another_attention_factor(rope: dict[str, Any]) -> bool:
 
     both = settings["yarn_mscale"], settings["yarn_mscale_all_dim"]
     computed = scale(1.0) if None in both else scale(both[0]) / scale(both[1])
-    # cos and sin are multiplied by it in float32.
+    # The factor multiplies cos and sin in float32.
     return struct.pack("f", stated) != struct.pack("f", computed)

@@ -1,8 +1,8 @@
-"""Sequences that ranks of context parallelism share, as megatron-core slices them: each is cut into
-2 R equal parts, of which rank r of R has the parts r and 2 R - 1 - r, so that causal attention
-gives all ranks as much to do.
+"""The slices of sequences in context parallelism, as megatron-core cuts them: rank r of R has the
+parts r and 2 R - 1 - r of the 2 R equal parts of each sequence, so that causal attention takes all
+ranks equally long.
 
-T = rows of all sequences, those behind them that fill them up included
+T = rows of all sequences, including the padding after each
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from rlk_align.engines.process.ranks import Ranks, all_gather
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """The slices of sequences that begin at `begins[:-1]` and end at `begins[1:]`, each of a
-    multiple of 2 R rows."""
+    """The slices of sequences that begin at `begins[:-1]` and end at `begins[1:]`; the number of
+    rows of each is a multiple of 2 R."""
 
     begins: tuple[int, ...]
     ranks: Ranks
 
     def columns(self, rank: int | None = None) -> np.ndarray:
-        """int64 `[T / R]`: the rows of one rank, this one's by default, in its own order."""
+        """int64 `[T / R]`: the rows of a rank, by default this one, in its order."""
         world = self.ranks.world
         if world == 1:
             return np.arange(self.begins[-1])
@@ -36,7 +36,7 @@ class Slices:
         return np.concatenate(held)
 
     def whole(self, local: torch.Tensor) -> torch.Tensor:
-        """`[T, ...]` of this rank's `[T / R, ...]`; called on all ranks that share them."""
+        """`[T, ...]` from this rank's `[T / R, ...]`; called on all ranks of the sequences."""
         if self.ranks.world == 1:
             return local
         whole = local.new_empty(self.begins[-1], *local.shape[1:])

@@ -1,7 +1,7 @@
-"""What of a model one rank has: the layers of its stage of a pipeline, and a share of the experts.
+"""The part of a model that one rank has: the layers of its pipeline stage, and its experts.
 
-megatron-core numbers the layers of a stage, and the experts of a rank, from 0; sites and parameters
-are named by those of the model.
+megatron-core numbers the layers of a stage and the experts of a rank from 0; sites and parameters
+have the numbers of the whole model.
 """
 
 import re
@@ -19,7 +19,7 @@ _OF_EXPERT = re.compile(r"\.experts\.([0-9]+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One of `count`, of a model of `layers` layers, which each has as many of."""
+    """One of `count` stages, which divide the layers of a model equally."""
 
     number: int
     count: int
@@ -41,7 +41,7 @@ class Stage:
         return self.number == self.count - 1
 
     def computes(self, site: str) -> bool:
-        """Whether a site is this stage's."""
+        """Whether this stage computes a site."""
         return self.of(site) == self.number
 
     def of(self, site: str) -> int:
@@ -51,20 +51,20 @@ class Stage:
         return 0 if site == "embed" else self.count - 1
 
     def holds(self, parameter: str) -> bool:
-        """Whether a canonical parameter, or a part of it, is this rank's."""
+        """Whether this rank has a canonical parameter or a part of it."""
         found = _OF_EXPERT.search(parameter)
         return self.computes(parameter) and (not found or int(found[1]) in self.experts)
 
     def local(self, path: str) -> str:
-        """A module or parameter of the model, by its name in this rank's."""
+        """The name that a module or parameter of the whole model has in this rank's."""
         return self._moved(path, -1)
 
     def whole(self, path: str) -> str:
-        """One of this rank's, by its name in the whole model."""
+        """The name that a module or parameter of this rank has in the whole model."""
         return self._moved(path, 1)
 
     def places(self, places: "Iterable[Place]") -> "list[Place]":
-        """The places of the stage's sites, by the names of its modules."""
+        """The places of this stage's sites, with the names of its modules."""
         return [
             replace(p, module=self.local(p.module), parameters_in=self.local(p.parameters_in))
             for p in places

@@ -1,8 +1,8 @@
 """The hooks on the canonical sites of megatron-core's GPTModel.
 
-Activations are `[S, B, F]`. Outputs of column-parallel linears hold some features of every row;
-the residual stream holds every feature, of every row or, under sequence parallelism, of some. Each
-rank's hooks take part; the first of those that share weights taps, in context parallelism its rows.
+Activations are `[S, B, F]`. Outputs of column-parallel linears have some features of every row. The
+residual stream has every feature, of every row or, under sequence parallelism, of some. The hooks
+of each rank take part in gathering; the first of the ranks that share weights taps the rows.
 """
 
 from collections.abc import Callable
@@ -15,38 +15,35 @@ from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
-from rlk_align.engines.common.tap import Tap
 from rlk_align.engines.megatron.experts import on_experts
 from rlk_align.engines.megatron.grid import Grid
 from rlk_align.engines.megatron.input import ModelInput
 from rlk_align.engines.megatron.stages import Stage
-from rlk_align.engines.process.ranks import all_gather, gather
-from rlk_align.trace.digest import digest_rows
+from rlk_align.trace.writer import PassWriter
 
 
-class Tapped(SiteHooks):
+class MegatronTaps(SiteHooks):
     """Hooks on a live GPTModel."""
 
     def __init__(
         self,
         model: Any,
         places: list[Place],
-        tap: Tap | None,
+        tap: PassWriter | None,
         editor: Editor | None,
         grid: Grid,
         stage: Stage,
         sharded_rows: bool,
     ) -> None:
-        """`places`: of this stage; `sharded_rows`: whether the residual stream is cut along the
-        sequence (sp=1)."""
-        super().__init__(model, places, tap, editor, grid.tp.rank)
-        self._grid, self._ranks, self._sharded_rows = grid, grid.tp, sharded_rows
+        """`places`: of this stage; `sharded_rows`: whether ranks share the sequence (sp=1)."""
+        super().__init__(model, places, tap, editor, grid.tp)
+        self._grid, self._sharded_rows = grid, sharded_rows
         self.first_rank = grid.neighbours[0]
         self._stage = stage
 
     def at(self, inputs: ModelInput) -> None:
-        """What the next forward computes."""
-        # What was to be overwritten once the next stage has read it, that stage overwrites.
+        """Declares the rows that the next forward computes."""
+        # The next stage overwrites a value that is overwritten only after that stage has read it.
         self._late = []
         rows, device, sampled = inputs.rows, inputs.index.device, inputs.rows.sampled
         self._all = LiveRows.of(rows, rows.index, device)
@@ -58,20 +55,20 @@ class Tapped(SiteHooks):
         index = torch.from_numpy(rows.index[local] % share).to(device)
         self._local = LiveRows(index, rows.sample[local], rows.position[local], share)
         if self._tap is not None and self._observing:
-            self._tell_held(self._tap)
+            self._record_rows(self._tap)
 
-    def _tell_held(self, tap: Tap) -> None:
-        """Where each rank has some rows only, which this one has."""
+    def _record_rows(self, tap: PassWriter) -> None:
+        """Records the rows that this rank has, unless every rank has all rows."""
         if not self._sharded_rows and self._grid.cp.world == self._grid.dp.world == 1:
             return
         every = self._grid.all.world == self._grid.tp.world
         sharing = [] if every else self._grid.neighbours
         rows = self._local if self._sharded_rows else self._all
         for sample in np.unique(rows.sample).tolist():
-            held = np.sort(rows.position[rows.sample == sample])
-            for stretch in np.split(held, np.flatnonzero(np.diff(held) > 1) + 1):
-                there = range(int(stretch[0]), int(stretch[-1]) + 1)
-                tap.held(sample, there, self._grid.all.rank, sharing)
+            positions = np.sort(rows.position[rows.sample == sample])
+            for run in np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1):
+                consecutive = range(int(run[0]), int(run[-1]) + 1)
+                tap.computes(self._grid.all.rank, sample, consecutive, sharing)
 
     def live_rows(self, place: Place, value: torch.Tensor) -> LiveRows:
         if place.rows == "sampled":
@@ -79,19 +76,11 @@ class Tapped(SiteHooks):
         return self._local if self._shares_rows(place) else self._all
 
     def _shares_rows(self, place: Place) -> bool:
-        """Whether each rank holds some rows only."""
+        """Whether each rank has only some rows."""
         return self._sharded_rows and place.layout is None
 
-    def gather(self, local: torch.Tensor) -> list[torch.Tensor] | None:
-        return gather(local, self._ranks)
-
-    def unequal(self, place: Place, local: torch.Tensor) -> list[torch.Tensor] | None:
-        if self._ranks.world == 1 or self._shares_rows(place):
-            return None
-        digests = all_gather(digest_rows(local), self._ranks)
-        if all(torch.equal(digests[0], other) for other in digests[1:]):
-            return None
-        return self.gather(local)
+    def replicated(self, place: Place) -> bool:
+        return not self._shares_rows(place)
 
     def observe(self, place: Place, value: torch.Tensor, rows: LiveRows) -> None:
         if self._shares_rows(place):
@@ -100,8 +89,8 @@ class Tapped(SiteHooks):
         if self._ranks.rank == 0 or not self._shares_rows(place):
             super().observe(place, value, rows)
 
-    def speaks_for(self, place: Place, site: str) -> bool:
-        return self._shares_rows(place) or super().speaks_for(place, site)
+    def counts_overwritten(self, place: Place, site: str) -> bool:
+        return self._shares_rows(place) or super().counts_overwritten(place, site)
 
     def install(self) -> None:
         super().install()
@@ -111,8 +100,8 @@ class Tapped(SiteHooks):
         on_experts(self, self._model, self._grid.ep)
 
     def _on_received(self, editor: Editor) -> None:
-        """Overwrites the residual stream that this stage was sent, where it is to be overwritten
-        only once this stage has read it."""
+        """Overwrites the residual stream that this stage receives, if it is to be overwritten only
+        after this stage has read it."""
         site = f"layers.{self._stage.first - 1}.mlp_residual"
         if site not in editor.late or not editor.wants(site):
             return
@@ -126,9 +115,9 @@ class Tapped(SiteHooks):
 
 
 def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -> None:
-    """`see(rotated)` of what the rotary embedding gives: in each attention the query, then the key.
-    It is a function of megatron-core's attention module, wrapped for as long as the hooks are
-    in."""
+    """Calls `see` with each output of the rotary embedding: in each attention the query, then the
+    key. The embedding is a function of megatron-core's attention module, and is wrapped while the
+    hooks are installed."""
     from megatron.core.transformer import attention
 
     original = attention.apply_rotary_pos_emb
@@ -139,7 +128,7 @@ def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -
         return out
 
     hooks.replace(attention, "apply_rotary_pos_emb", observed)
-    # The kernels' attention rotates both by a module of its own.
+    # The kernels' attention rotates both with a module of its own.
     for layer in model.decoder.layers:
         if hasattr(layer.self_attention, "rope"):
             hooks.on_outputs(layer.self_attention.rope, see)

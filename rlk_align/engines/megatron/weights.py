@@ -1,8 +1,8 @@
-"""The converter: a checkpoint's safetensors -> this rank's parameters, and live parameters back to
+"""The converter: a checkpoint's safetensors -> this rank's parameters, and live parameters ->
 canonical ones.
 
-Both directions go by `parameter_plan`, made of the table of places; a rank reads only its own
-slices from disk.
+Both directions use `parameter_plan`, which follows from the table of places. A rank reads only its
+own slices from disk.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ from rlk_align.model.stored import stored_tensors
 def parameter_plan(
     places: list[Place], shape: ModelShape, tp: int, biased: frozenset[str]
 ) -> list[Parameter]:
-    """Every parameter of the model, in canonical order; of a tied head, the embedding's once more.
+    """Every parameter of the model, in canonical order; a tied head repeats the embedding's.
 
     `biased`: the operators of a layer that have a bias.
     """
@@ -48,11 +48,10 @@ def _operators(parameter: Parameter) -> set[str]:
 
 
 class Tensors:
-    """Slices of a checkpoint's tensors, read as they are asked for."""
+    """Reads slices of a checkpoint's tensors."""
 
     def __init__(self, folder: Path, modules: Mapping[str, str]) -> None:
-        """`modules`: as `tensor_name` takes them. Raises ModelError where there are no safetensors,
-        or unreadable ones."""
+        """`modules`: as for `tensor_name`. Raises ModelError without readable safetensors."""
         self._folder, self._modules = folder, modules
         self._open = ExitStack()
         self._stored = stored_tensors(folder, modules)
@@ -70,9 +69,9 @@ class Tensors:
         self._open.close()
 
     def read(self, op: str, dim: int, start: int, stop: int, shape: list[int]) -> torch.Tensor:
-        """A slice of a canonical parameter that is `shape` as a whole.
+        """A slice of a canonical parameter whose whole shape is `shape`.
 
-        Raises ModelError where it is missing or of another shape.
+        Raises ModelError if the parameter is missing or has another shape.
         """
         name = tensor_name(op, self._modules)
         stored = self._stored.get(name)
@@ -83,7 +82,7 @@ class Tensors:
             )
         if list(stored.shape) != shape:
             raise ModelError(
-                f"{self._folder}: {name} has shape {list(stored.shape)}, config.json asks for "
+                f"{self._folder}: {name} has shape {list(stored.shape)}, and config.json asks for "
                 f"{shape}"
             )
         return stored.part(self._file[stored.file], dim, start, stop)
@@ -101,9 +100,9 @@ def load(
     modules: Mapping[str, str],
     tied: bool,
 ) -> None:
-    """Fills every parameter of a model; rows that pad the vocabulary are 0. `modules`: as
-    `tensor_name` takes them; `tied`: whether the head has the embedding's weight."""
-    # The first of two entries for one parameter: of a tied head the checkpoint has no tensor.
+    """Fills every parameter of a model; rows that pad the vocabulary are 0. `modules`: as for
+    `tensor_name`; `tied`: whether the head has the embedding's weight."""
+    # The first of two entries for a parameter counts: the checkpoint has no tensor of a tied head.
     entries = {entry.name: entry for entry in reversed(plan)}
     assert entries.keys() == live.keys(), live.keys() ^ entries.keys()
     with Tensors(folder, modules) as tensors:
@@ -124,22 +123,22 @@ def load(
 def live_parameters(
     live: Mapping[str, torch.Tensor], plan: list[Parameter], ranks: Ranks
 ) -> Iterator[LiveParameter]:
-    """Canonical parameters as a live model has them, gathered to the first of these ranks; called
-    on every one of them, and whole on the first, where alone something is yielded."""
+    """The canonical parameters of a live model, gathered to the first of these ranks, which alone
+    yields them; called on all of these ranks."""
     live = {name: value.detach() for name, value in live.items()}
     everywhere = _on_every_rank(set(live), ranks)
     known = [entry for entry in plan if entry.name in everywhere]
     yield from canonical(known, live.get, lambda local: gather(local, ranks))
 
 
-def together(held: list[ParameterRecord], grid: Grid) -> Iterator[ParameterRecord]:
-    """What all ranks hold, on rank 0, from what each first rank of tensor parallelism recorded of
-    its neighbours and itself: the copies of others are `replicas`. Called on every rank."""
+def merge_records(records: list[ParameterRecord], grid: Grid) -> Iterator[ParameterRecord]:
+    """The parameters of all ranks, on rank 0, from the records of the first rank of each
+    tensor-parallel group; further copies become `replicas`. Called on every rank."""
     if grid.all.world == grid.tp.world:
-        yield from held
+        yield from records
         return
     every: list[Any] = [None] * grid.all.world
-    dist.all_gather_object(every, held)
+    dist.all_gather_object(every, records)
     if grid.all.rank:
         return
     copies: dict[str, dict[int, ParameterRecord]] = {}
@@ -151,15 +150,15 @@ def together(held: list[ParameterRecord], grid: Grid) -> Iterator[ParameterRecor
 
 
 def _of_groups(copies: Mapping[int, ParameterRecord], grid: Grid) -> ParameterRecord:
-    """One parameter, from what the ranks that share it recorded: by the first of each."""
+    """One parameter, from its record in each tensor-parallel group, by the group's first rank."""
     recorded = next(iter(copies.values()))
     shards, digests = [], [""] * grid.all.world
     for first, copy in copies.items():
         # If other ranks lack the parameter, a whole copy is recorded with its ranks too.
         whole = [(rank, 0, 0, copy.shape[0]) for rank in range(grid.tp.world)]
         everywhere = len(copies) * grid.tp.world == grid.all.world
-        held = copy.shards or ([] if everywhere else whole)
-        shards += [(first + rank, dim, start, stop) for rank, dim, start, stop in held]
+        own = copy.shards or ([] if everywhere else whole)
+        shards += [(first + rank, dim, start, stop) for rank, dim, start, stop in own]
         others = copy.replicas or [copy.digest] * (grid.tp.world - 1)
         digests[first : first + grid.tp.world] = [copy.digest, *others]
     several = sum(map(bool, digests)) > 1
@@ -167,8 +166,7 @@ def _of_groups(copies: Mapping[int, ParameterRecord], grid: Grid) -> ParameterRe
 
 
 def _on_every_rank(names: set[str], ranks: Ranks) -> set[str]:
-    """The names that every rank has: a rank that lacks a parameter would not take part in gathering
-    it."""
+    """The names that every rank has; a rank without a parameter does not gather it."""
     if ranks.world == 1:
         return names
     others: list[Any] = [None] * ranks.world

@@ -1,7 +1,8 @@
-"""Whether a process of an engine still makes progress: written by itself, read by the parent.
+"""Whether a process of an engine makes progress: the process writes its heartbeat, and the parent
+reads it.
 
-A thread of each process notes for how long the main thread has stood at one and the same
-instruction, and whether that is inside a wait for others. Needs no torch.
+A thread of each process records for how long the main thread has been at the same instruction, and
+whether that is inside a wait for other processes. This module does not import torch.
 """
 
 import atexit
@@ -15,9 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 HEARTBEATS = "heartbeats"
-"""Their folder, in a capture's."""
+"""The name of their folder in a capture's folder."""
 INTERVAL = 0.5
-"""Seconds between two notes."""
+"""Seconds between two heartbeats."""
 
 _WAITS = (
     "torch/distributed/",
@@ -26,34 +27,34 @@ _WAITS = (
     "selectors.py",
     "subprocess.py",
 )
-"""Parts of the paths of code that waits for another process, beside an engine's own."""
+"""Substrings of the paths of code that waits for another process; an engine has further ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What a process last said of itself."""
+    """The last heartbeat that a process wrote."""
 
     name: str
     """`rank 1`, or `the engine`."""
     pid: int
     written: float
-    """Seconds of the machine's monotonic clock."""
+    """The time of writing, in seconds of the machine's monotonic clock."""
     still: float
-    """Seconds that the main thread had then not moved."""
+    """For how many seconds the main thread had not moved."""
     waiting: bool
-    """Whether it stood in a wait for other processes."""
+    """Whether it was waiting for other processes."""
     where: str
-    """`file:line in function`, and from where torch was called, if that is inside torch."""
+    """`file:line in function`, and the caller outside torch if that is inside torch."""
 
     @property
     def stood_still(self) -> float:
-        """Seconds without a sign of life: a stopped process does not even write."""
+        """Seconds without progress; a stopped process does not even write heartbeats."""
         silent = time.monotonic() - self.written
         return self.still + (silent if silent > 4 * INTERVAL else 0.0)
 
     @property
     def ended(self) -> bool:
-        """Whether the process is gone: its launcher says how it ended."""
+        """Whether the process has ended; its launcher reports how."""
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -68,26 +69,26 @@ class Heartbeat:
 
 
 def start(folder: Path, name: str, waits: tuple[str, ...] = ()) -> None:
-    """Notes this process's heartbeat in `folder` from now on, from a thread of its own.
+    """Starts a thread that writes this process's heartbeat to `folder`.
 
     `waits`: `EngineInfo.waits`.
     """
     main = threading.get_ident()
     ended = threading.Event()
     thread = threading.Thread(
-        target=_note, args=(folder, name, main, ended, (*_WAITS, *waits)), daemon=True
+        target=_write_heartbeats, args=(folder, name, main, ended, (*_WAITS, *waits)), daemon=True
     )
     thread.start()
 
     def end() -> None:
-        # A thread that still runs while the interpreter is taken down can abort the process.
+        # A thread that still runs during the interpreter's teardown can abort the process.
         ended.set()
         thread.join()
 
     atexit.register(end)
 
 
-def _note(
+def _write_heartbeats(
     folder: Path, name: str, main: int, ended: threading.Event, waits: tuple[str, ...]
 ) -> None:
     path = folder / f"{name.replace(' ', '-')}.json"
@@ -107,7 +108,7 @@ def _note(
             now,
             now - since,
             any(part in file for file in files[:3] for part in waits),
-            _place(stack),
+            _location(stack),
         )
         partial = path.with_suffix(f".{os.getpid()}")
         try:
@@ -115,21 +116,21 @@ def _note(
             partial.write_text(json.dumps(asdict(heartbeat)), encoding="utf-8")
             os.replace(partial, path)
         except OSError:
-            # The disk is full or the folder is gone: the pass will say so in its own words.
+            # The disk is full or the folder is gone: the pass itself reports that.
             ended.wait(INTERVAL)
         ended.wait(INTERVAL)
 
 
-def _place(stack: list) -> str:
+def _location(stack: list) -> str:
     if not stack:
         return "its end"
-    places = [f"{f.f_code.co_filename}:{line} in {f.f_code.co_name}" for f, line in stack]
-    caller = next((place for place in places if "/torch/" not in place), places[0])
-    return places[0] if caller == places[0] else f"{places[0]}, from {caller}"
+    calls = [f"{f.f_code.co_filename}:{line} in {f.f_code.co_name}" for f, line in stack]
+    caller = next((call for call in calls if "/torch/" not in call), calls[0])
+    return calls[0] if caller == calls[0] else f"{calls[0]}, from {caller}"
 
 
 def heartbeats(folder: Path) -> list[Heartbeat]:
-    """The heartbeat of every process that has written one."""
+    """The heartbeat of each process that has written one."""
     beats = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -140,8 +141,8 @@ def heartbeats(folder: Path) -> list[Heartbeat]:
 
 
 def stuck(beats: list[Heartbeat], timeout: float) -> list[Heartbeat]:
-    """The processes that hold the others up: none while all have moved within `timeout`
-    seconds; those that wait for others are to blame only where nobody else is."""
+    """The processes that hold up the others; none if all have moved within `timeout` seconds. A
+    process that waits for others is returned only if no other process is to blame."""
     beats = [p for p in beats if not p.ended]
     if all(p.stood_still <= timeout for p in beats):
         return []

@@ -1,4 +1,4 @@
-"""The interpreter that an engine spec names with `python=`: whether rlk-align can run in it."""
+"""The interpreter that an engine spec names with `python=`, and whether rlk-align can run in it."""
 
 import importlib.metadata
 import json
@@ -13,24 +13,25 @@ from rlk_align.errors import BadOption, MissingDependency
 
 DISTRIBUTION = "rlk-align"
 EXTRA = "engines"
-_NOT_THE_WORKERS = ("typer", "rich", "packaging", "jinja2", "markupsafe", "tomli-w", "rlk-kernels")
-"""Requirements that a worker does without; the kernels it needs where a spec asks for them."""
-_PATIENCE = 60.0
+_OPTIONAL = ("typer", "rich", "packaging", "jinja2", "markupsafe", "tomli-w", "rlk-kernels")
+"""Requirements that a worker does not need, or only if a spec asks for the kernels."""
+_TIMEOUT = 60.0
 """Seconds within which an interpreter must answer."""
 
 
 def requirements() -> list[Requirement]:
-    """What a worker needs, from rlk-align's own metadata."""
+    """The requirements of a worker, from rlk-align's metadata."""
     declared = map(Requirement, importlib.metadata.requires(DISTRIBUTION) or [])
-    wanted = (r for r in declared if r.name not in _NOT_THE_WORKERS)
+    wanted = (r for r in declared if r.name not in _OPTIONAL)
     return [r for r in wanted if r.marker is None or r.marker.evaluate({"extra": EXTRA})]
 
 
 def examine(python: str, module: str) -> dict[str, str]:
-    """The versions there of what rlk-align needs, and of what holds the engine's `module`.
+    """The versions in `python` of rlk-align's requirements and of the distributions that contain
+    the engine's `module`.
 
-    Raises BadOption where `python` cannot be started or is not a Python, MissingDependency where
-    what it has is missing or too old.
+    Raises BadOption if `python` cannot be started or is not a Python, MissingDependency if it or a
+    requirement is too old, or if a requirement is missing.
     """
     needed = requirements()
     asked = {"distributions": [r.name for r in needed], "modules": [module] if module else []}
@@ -39,7 +40,7 @@ def examine(python: str, module: str) -> dict[str, str]:
     if not SpecifierSet(wanted).contains(report["python"], prereleases=True):
         raise MissingDependency(
             f"python={python} is Python {report['python']}; rlk-align needs {wanted}",
-            "make an environment for the engine with such a Python",
+            "create an environment for the engine with such a Python",
         )
     installed = report["versions"]
     wrong = [
@@ -59,7 +60,7 @@ def examine(python: str, module: str) -> dict[str, str]:
 
 
 def _bare(requirement: Requirement) -> str:
-    """The requirement without the extra that brings it."""
+    """The requirement without the marker of the extra that includes it."""
     return f"{requirement.name}{requirement.specifier}"
 
 
@@ -72,12 +73,12 @@ def _ask(python: str, question: str) -> dict:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=_PATIENCE,
+            timeout=_TIMEOUT,
         )
     except OSError as error:
         raise BadOption(f"python={python} cannot be started: {error}") from error
     except subprocess.TimeoutExpired as error:
-        raise BadOption(f"python={python} is not a Python: no answer in {_PATIENCE:g} s") from error
+        raise BadOption(f"python={python} is not a Python: no answer in {_TIMEOUT:g} s") from error
     try:
         report = json.loads(done.stdout.strip().rpartition("\n")[2])
         if done.returncode == 0 and isinstance(report, dict) and "python" in report:
@@ -86,15 +87,15 @@ def _ask(python: str, question: str) -> dict:
         pass
     said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
     raise BadOption(
-        f"python={python} is not a Python: asked for its versions, it ended with code "
-        f"{done.returncode} and said {said[:200]!r}",
+        f"python={python} is not a Python: when asked for its versions, it ended with code "
+        f"{done.returncode} and printed {said[:200]!r}",
         "give the path of a Python interpreter, e.g. python=ENV/bin/python",
     )
 
 
 def package_path(folder: Path, package: Path) -> Path:
-    """A folder, below `folder`, that holds this rlk-align and nothing else: what is installed
-    beside it must not take the place of what the other interpreter has."""
+    """A folder below `folder` that contains this rlk-align and nothing else: packages installed
+    beside it must not replace those of the other interpreter."""
     alone = folder / "package"
     alone.mkdir(exist_ok=True)
     link = alone / package.name

@@ -1,4 +1,4 @@
-"""What the parent tells a worker, and what the worker tells the parent."""
+"""The job that the parent gives to a worker, and the events that the worker reports."""
 
 import json
 from pathlib import Path
@@ -22,35 +22,34 @@ class Job(BaseModel):
     folder: Path
     """The trace's folder."""
     key: str
-    """The key of everything that decides what the trace holds."""
+    """A digest of everything that affects the contents of the trace."""
     prompts: Path
-    """Prompts; tokenised by every side for the parity precheck."""
+    """The prompts; each side tokenises them for the parity check."""
     tokens: Path | None
-    """The sequences to score; None where this engine samples them."""
+    """The sequences to score; None if this engine samples them."""
     passes: tuple[str, ...]
     """`decode` or `prefill`, alone (tapped), or with a suffix: `.untapped`, `.repeat`
     (tapped, digests only), `.production`, or another one for an intervention."""
     interventions: dict[str, Intervention] = {}
-    """Interventions by pass; a decode pass among them is given the tokens that were sampled."""
+    """Interventions by pass; their decode passes are forced to the tokens of `tokens`."""
     max_new_tokens: int
     seed: int
     budget: int
     layers: tuple[int, int] | None
     sites: tuple[str, ...]
     then: tuple["Job", ...] = ()
-    """What the engine does next, loaded once: jobs that differ in their fault, their seed and their
-    tokens alone."""
+    """Further jobs for the loaded engine, which differ only in their fault, seed and tokens."""
 
     @property
     def timeout(self) -> float:
-        """Seconds for which processes may stand still."""
+        """Seconds without progress after which the engine's processes are ended."""
         return float(self.engine.option("timeout") or 0)
 
 
 class Events:
-    """A file of JSON lines by which a worker reports its progress and its error.
+    """A file of JSON lines in which a worker reports its progress and its error.
 
-    All ranks write it, each line at once.
+    All ranks write to it, each line in one write.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,13 +61,13 @@ class Events:
             file.write(json.dumps(event).encode() + b"\n")
 
     def send_error(self, error: RlkError, rank: int | None = None) -> None:
-        """`rank`: whose error it is, for the launcher to judge; None is the worker's last word."""
-        # An engine from elsewhere may raise a kind of its own.
+        """`rank`: the rank that failed, for the launcher to consider; None for the final error."""
+        # A third-party engine may raise its own subclass.
         name = next(c.__name__ for c in type(error).__mro__ if c.__name__ in ERRORS)
         self.send(error=name, message=error.message, fix=error.fix, rank=rank)
 
     def unread(self) -> list[dict[str, Any]]:
-        """What was sent since this was last asked, in order."""
+        """The events since the last call, in order."""
         if not self._path.is_file():
             return []
         with self._path.open("rb") as file:
@@ -80,23 +79,23 @@ class Events:
 
 
 def error_of(event: dict[str, Any]) -> RlkError:
-    """The error that an event tells of."""
+    """The error that an event reports."""
     return ERRORS[event["error"]](event["message"], event["fix"])
 
 
-_LONGEST = 300
-"""Characters of a line of output that are shown; engines print whole configurations in one."""
+_LINE = 300
+"""The number of characters shown of a line of output; engines print whole configurations in one."""
 
 
 def failed(what: str, log: Path, hint: str = "", pid: int | None = None) -> EngineFailed:
-    """The error for a process that failed: what happened, and the end of its output, indented.
+    """The error for a process that failed: what happened, and the last lines of its log.
 
-    `pid`: whose lines are wanted, where processes share a log and say in it who they are.
+    `pid`: the process whose lines to show, if processes share a log and prefix their lines.
     """
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     lines = [line for line in text.splitlines() if line.strip()]
     lines = [line for line in lines if f"pid={pid})" in line] or lines or ["(no output)"]
-    shown = "\n".join(f"  {line[:_LONGEST]}" for line in lines[-15:])
+    shown = "\n".join(f"  {line[:_LINE]}" for line in lines[-15:])
     return EngineFailed(
         f"{what}; the last lines of {log.name}:\n{shown}",
         f"{hint}{'; ' if hint else ''}the whole log: {log}; finished passes are kept, and a rerun "

@@ -1,4 +1,4 @@
-"""Starts an engine's ranks through torchrun, and says which of them failed, and how."""
+"""Starts an engine's ranks through torchrun, and reports which rank failed and how."""
 
 import multiprocessing
 import signal
@@ -17,10 +17,10 @@ from rlk_align.errors import BadOption, EngineFailed, RlkError
 
 
 def launch(job_path: Path, spec: EngineSpec, events: Events) -> None:
-    """Runs this worker's job once more in each of the engine's ranks; returns when all are done.
+    """Runs this worker's job in each of the engine's ranks; returns when all are done.
 
-    They meet on 127.0.0.1, at the spec's `port` or at a free one. Raises the error of the rank
-    that failed first, or EngineFailed where that rank ended without a word.
+    The ranks connect through 127.0.0.1, at the spec's `port` or at a free one. Raises the error of
+    the rank that failed first, or EngineFailed if that rank ended without a report.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser, run
@@ -48,14 +48,14 @@ def launch(job_path: Path, spec: EngineSpec, events: Events) -> None:
 
 def _check_free(port: int) -> None:
     with socket.socket() as probe:
-        # What an earlier run has closed may be used again, as the ranks themselves do.
+        # A port that an earlier run has closed is free, as it is for the ranks.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise EngineFailed(
-                f"port {port}, at which the ranks should meet, is in use: {error}",
-                "leave `port` out of the engine spec: a free one is then found",
+                f"port {port}, which the ranks need to connect, is in use: {error}",
+                "leave `port` out of the engine spec, and a free port is chosen",
             ) from error
         except OverflowError as error:
             raise BadOption(f"port={port} is not a port", "choose one from 1 to 65535") from error
@@ -64,11 +64,11 @@ def _check_free(port: int) -> None:
 def first_failure(
     codes: Mapping[int, int], errors: list[dict], spec: EngineSpec, folder: Path
 ) -> RlkError:
-    """The error of the rank to blame: the others failed because they lost that rank.
+    """The error of the rank to blame; the others failed because they lost that rank.
 
     `codes`: exit codes of the ranks that failed; `errors`: the errors that ranks reported, in
-    order. A rank that ended without a report was killed, before the others reported that they lost
-    it. Torchrun itself ends the ranks that are left with SIGTERM.
+    order. A rank that ended without a report was killed before the others reported that they lost
+    it. Torchrun itself ends the remaining ranks with SIGTERM.
     """
     reported = {e["rank"] for e in errors}
     silent = [r for r, code in codes.items() if r not in reported and code != -signal.SIGTERM]
@@ -80,61 +80,61 @@ def first_failure(
     )
 
 
-_PATIENCE = 1.0
-"""Seconds within which a rank that is lost has ended."""
+_GRACE = 1.0
+"""Seconds in which the exit of a lost rank becomes visible."""
 
 
 @contextmanager
 def children_watched(spec: EngineSpec, folder: Path) -> Iterator[None]:
-    """Raises EngineFailed for a rank that the engine itself started and that was killed, instead of
-    the engine's own report of the loss."""
+    """If a rank that the engine itself started was killed, raises EngineFailed for that rank
+    instead of the engine's own error."""
     children = multiprocessing.active_children()
     ended: list[BaseProcess] = []
     try:
-        with _ends_noted(children, ended):
+        with _exits_recorded(children, ended):
             try:
                 yield
             except Exception:
-                # An engine may report the loss of a rank before the rank has been waited for.
+                # An engine may report the loss of a rank before the rank's exit is visible.
                 for child in children:
-                    child.join(_PATIENCE)
+                    child.join(_GRACE)
                 raise
     except Exception as error:
-        # The engine may have killed the others by now: the first to end is the one to blame.
+        # The engine may have killed the others by now: the first rank that ended is to blame.
         killed = [c for c in ended if c.exitcode not in (None, 0, -signal.SIGTERM)]
         if not killed:
             raise
         ranks = {p.pid: p.name for p in heartbeats(folder / HEARTBEATS)}
         child = killed[0]
-        who = ranks.get(child.pid or 0, child.name)
-        what = f"{who} of {len(children)} of {spec} {death(child.exitcode or 0)}"
+        name = ranks.get(child.pid or 0, child.name)
+        what = f"{name} of {len(children)} of {spec} {death(child.exitcode or 0)}"
         raise failed(what, folder / "worker.log", pid=child.pid) from error
 
 
 @contextmanager
-def _ends_noted(children: Sequence[BaseProcess], ended: list[BaseProcess]) -> Iterator[None]:
-    """Adds each child that ends to `ended`, in the order in which they do."""
+def _exits_recorded(children: Sequence[BaseProcess], ended: list[BaseProcess]) -> Iterator[None]:
+    """Adds each child that ends to `ended`, in the order of their exits."""
     running = {c.sentinel: c for c in children}
-    leaving, leave = multiprocessing.Pipe(duplex=False)
+    stopped, stop = multiprocessing.Pipe(duplex=False)
 
-    def note() -> None:
+    def record() -> None:
         ready: Collection[object] = ()
-        while running and leaving not in ready:
-            ready = wait([*running, leaving])
+        while running and stopped not in ready:
+            ready = wait([*running, stopped])
             ended.extend(running.pop(s) for s in ready if isinstance(s, int))
 
-    noting = threading.Thread(target=note, daemon=True)
-    noting.start()
-    with leaving:
+    recording = threading.Thread(target=record, daemon=True)
+    recording.start()
+    with stopped:
         try:
             yield
         finally:
-            leave.close()
-            noting.join()
+            stop.close()
+            recording.join()
 
 
 def rank_log(folder: Path, rank: int) -> Path:
-    """Where a rank's output goes."""
+    """The log of a rank's output."""
     return folder / f"rank{rank}.log"
 
 
@@ -143,5 +143,5 @@ def death(code: int) -> str:
     if code >= 0:
         return f"ended with code {code}"
     name = signal.Signals(-code).name
-    hint = ", as the kernel does when memory runs out" if -code == signal.SIGKILL else ""
-    return f"was ended by {name}{hint}"
+    hint = ", which the system sends when memory runs out" if -code == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"

@@ -1,4 +1,4 @@
-"""What a capture writes: which values it keeps, and how much that is in all."""
+"""The plan of a capture: which values it keeps, and how much it writes."""
 
 import shutil
 from dataclasses import dataclass
@@ -12,26 +12,26 @@ from rlk_align.model.sites import RowIndex, Site
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _ROW_BYTES = 80
-"""What a row's digest and statistics take in rows.parquet, uncompressed."""
+"""The size of a row's digest and statistics in rows.parquet, uncompressed."""
 PREFIX_SHARE = 0.25
-"""The share, of a budget that does not hold everything, for keys and values of whole sequences.
-Attention can be recomputed only where it is known what it read at every earlier position."""
+"""The share of an exhausted budget that keys and values of whole sequences get. Attention can be
+recomputed only if the keys and values at every earlier position are known."""
 _NO_POSITION = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
 class KeepRule:
-    """Which rows keep their values; log-probs always do. A choice by (sample, position) alone, so
-    that all sides keep the same."""
+    """Which rows keep their values; log-probs always do. The choice depends only on (sample,
+    position), so that all sides keep the same rows."""
 
     chosen: frozenset[str] = frozenset()
-    """Sites."""
+    """The sites that keep values."""
     share: float = 1.0
-    """The share of the sites' rows."""
+    """The share of their rows that is kept."""
     prefix_sites: frozenset[str] = frozenset()
     """Those of the chosen sites of which another site reads every row up to its own."""
     prefixes: tuple[int, ...] = ()
-    """How many of each sample's first rows are kept of them beside that share."""
+    """For each sample, the number of first rows that these sites keep in addition."""
 
     def __call__(self, site: str, sample: np.ndarray, position: np.ndarray) -> np.ndarray:
         """Bool `[N]` over rows at (sample, position), int `[N]` each."""
@@ -48,18 +48,18 @@ class KeepRule:
 
 
 KEEP_LOGPROBS = KeepRule()
-"""The rule of a control pass: digests, and of the log-probs their values too."""
+"""The rule of a control pass, which keeps only the values of log-probs."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapturePlan:
-    """One capture, before it starts."""
+    """The plan of one capture."""
 
     keep: KeepRule
     value_bytes: int
-    """Bytes of the values that are kept, all passes together."""
+    """Bytes of the kept values of all passes."""
     row_bytes: int
-    """Bytes of digests and statistics."""
+    """Bytes of the digests and statistics of all passes."""
 
     def __str__(self) -> str:
         share = f", values of {self.keep.share:.1%} of the rows" if self.keep.share < 1 else ""
@@ -68,10 +68,11 @@ class CapturePlan:
 
 
 def plan_capture(job: Job, sites: list[Site], batch: TokenBatch, dtype: str) -> CapturePlan:
-    """The rule of the observed passes: sites and layers that were asked for, all of their rows
-    where the capture's values fit the budget, else a share, and keys and values of some sequences.
+    """The plan of a job. The observed passes keep the values of the job's sites and layers: all
+    rows if they fit the budget, otherwise a share of them and the keys and values of some
+    sequences.
 
-    Raises TraceNotWritten where the disk cannot hold it.
+    Raises TraceNotWritten if the disk has too little free space.
     """
     chosen = frozenset(s.name for s in sites if _wanted(s, job))
     index = RowIndex(_longest(batch, job.max_new_tokens))
@@ -107,8 +108,8 @@ def plan_capture(job: Job, sites: list[Site], batch: TokenBatch, dtype: str) -> 
 
 
 def _prefixes(index: RowIndex, share: float) -> tuple[int, ...]:
-    """How many first rows of each sample are kept, so that together they are that share of all
-    rows: whole samples in an order drawn by a seed, and the beginning of one more."""
+    """The number of first rows of each sample that are kept, which add up to `share` of all rows:
+    whole samples in a pseudorandom order, and the beginning of one more."""
     lengths = np.diff(index.offsets)
     order = np.argsort(_uniform(np.arange(len(lengths)), np.full(len(lengths), _NO_POSITION)))
     before = np.cumsum(lengths[order]) - lengths[order]
@@ -129,14 +130,14 @@ def _wanted(site: Site, job: Job) -> bool:
 
 
 def _longest(batch: TokenBatch, max_new_tokens: int) -> TokenBatch:
-    """The batch, with the longest responses that a decode pass may still sample."""
+    """The batch with the longest responses that a decode pass may sample."""
     if batch.sampled_tokens:
         return batch
     return batch.with_responses([[0] * max_new_tokens] * len(batch.samples))
 
 
 def _uniform(sample: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """A number in [0, 1) for each (sample, position), the same in every process: splitmix64."""
+    """A number in [0, 1) for each (sample, position), equal in every process: splitmix64."""
     x = sample.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + position.astype(np.uint64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""The processes of one engine, and how they join."""
+"""The ranks of one engine: how they join their process group, and what they gather."""
 
 import os
 from dataclasses import dataclass
@@ -13,22 +13,22 @@ from rlk_align.errors import BadOption, EngineFailed, MissingDependency
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among the engine's, or among some of them."""
+    """The rank of this process among all ranks of the engine, or within a group of them."""
 
     rank: int
     world: int
     device: torch.device
     group: Any = None
-    """torch's process group of them; None is that of all."""
+    """Torch's process group; None is the default group, which has all ranks."""
 
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 def check_device(device: str | None) -> None:
-    """Raises BadOption for what is not a device, MissingDependency for one that this machine lacks.
+    """Raises BadOption for an unknown device, MissingDependency for one that this machine lacks.
 
-    None asks nothing of CUDA, which some engines must be the first to start.
+    For None, CUDA is not touched, because some engines must be the first to initialise it.
     """
     kind, _, number = (device or "cpu").partition(":")
     if kind not in ("cpu", "cuda") or (number and not number.isdecimal()):
@@ -41,11 +41,11 @@ def check_device(device: str | None) -> None:
 
 
 def join(device: str | None, timeout: float) -> Ranks:
-    """Joins the process group that torchrun's environment describes, or makes one of its own.
+    """Joins the process group that torchrun's environment describes, or creates one of one rank.
 
-    gloo on CPUs; on GPUs NCCL, and gloo for what lies on the host. Raises MissingDependency
-    where torch has no such backend, EngineFailed where the ranks do not meet.
-    `timeout`: seconds after which the parent gives up ranks that stand still.
+    CPUs use gloo; GPUs use NCCL, and gloo for tensors on the host. `timeout`: seconds without
+    progress after which the parent ends the ranks. Raises MissingDependency if torch lacks the
+    backend, EngineFailed if the ranks cannot connect.
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     kind = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
@@ -54,10 +54,9 @@ def join(device: str | None, timeout: float) -> Ranks:
     for backend in needed:
         if not present[backend]:
             raise MissingDependency(
-                f"torch {torch.__version__} has no {backend}, by which ranks on {kind} communicate",
-                "install a torch with it, or choose device=cpu"
-                if kind != "cpu"
-                else "install a torch with it",
+                f"torch {torch.__version__} has no {backend}, with which {kind} ranks communicate",
+                f"install a torch with {backend}"
+                + ("" if kind == "cpu" else ", or use device=cpu"),
             )
     if kind != "cpu" and torch.cuda.device_count() < world:
         raise MissingDependency(
@@ -68,7 +67,7 @@ def join(device: str | None, timeout: float) -> Ranks:
     if here.type == "cuda":
         torch.cuda.set_device(here)
     backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
-    # Longer than the parent waits: it sees all ranks, and can say which one holds the others up.
+    # Longer than the parent waits: only the parent can tell which rank holds up the others.
     wait = timedelta(seconds=2 * timeout + 60)
     try:
         if world == 1:
@@ -79,14 +78,14 @@ def join(device: str | None, timeout: float) -> Ranks:
     except (RuntimeError, ValueError) as error:
         raise EngineFailed(
             f"rank {rank} of {world} could not join the others: {error}",
-            "ranks meet on 127.0.0.1; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name an interface",
+            "ranks connect through 127.0.0.1; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose "
+            "another network interface",
         ) from error
     return Ranks(rank, world, here)
 
 
 def gather(local: torch.Tensor, ranks: Ranks) -> list[torch.Tensor] | None:
-    """The tensors of all of these ranks, equal in shape, in rank order: on the first of them; None
-    elsewhere."""
+    """The tensors of these ranks, all of one shape, on the first rank; None on the others."""
     if ranks.world == 1:
         return [local]
     local = local.contiguous()
@@ -96,7 +95,7 @@ def gather(local: torch.Tensor, ranks: Ranks) -> list[torch.Tensor] | None:
 
 
 def all_gather(local: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
-    """The same on every rank."""
+    """The tensors of all of these ranks, in rank order, on every rank."""
     if ranks.world == 1:
         return [local]
     local = local.contiguous()

@@ -1,6 +1,5 @@
-"""Which versions of packages an interpreter has; also run as a script, by one that may have none.
-
-Imports nothing but the standard library.
+"""The versions of packages in an interpreter. It also runs as a script in an interpreter that may
+have no packages, so it imports only the standard library.
 """
 
 import functools
@@ -9,7 +8,7 @@ import sys
 
 
 def versions(distributions, modules=()):  # type: ignore[no-untyped-def]
-    """Distribution -> version, None where it is missing; `modules` stand for what holds them."""
+    """Distribution -> version, None for a missing one; of `modules`, those that contain them."""
     from importlib import metadata
 
     names = set(distributions)
@@ -26,7 +25,7 @@ def versions(distributions, modules=()):  # type: ignore[no-untyped-def]
 
 @functools.lru_cache(maxsize=None)  # noqa: UP033 - a Python too old must be able to say so
 def holders():  # type: ignore[no-untyped-def]
-    """Module -> the distributions that hold it; asked once, for it reads every file list."""
+    """Module -> the distributions that contain it; cached, because it reads every file list."""
     from importlib import metadata
 
     return metadata.packages_distributions()

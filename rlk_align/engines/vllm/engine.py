@@ -1,7 +1,7 @@
-"""The real vLLM, in this process, unchanged: 0.26 on GPUs and 0.32 on the CPU.
+"""The unmodified vLLM, in this process: 0.26 on GPUs and 0.32 on the CPU.
 
-vLLM reaches its workers through `worker_extension_cls`; what needs the live model is in
-`worker.py`, which that setting names.
+Code that needs the live model is in `worker.py`, a mixin of vLLM's worker that the setting
+`worker_extension_cls` names.
 """
 
 import os
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling, Tap
+from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling
 from rlk_align.engines.common.attributes import processing
 from rlk_align.engines.common.experts import BY_EXPERT
 from rlk_align.engines.common.intervention import Intervention
@@ -25,31 +25,32 @@ from rlk_align.errors import BadOption, EngineFailed, ModelError
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.results import CodePlace
 from rlk_align.text import printable
+from rlk_align.trace.writer import PassWriter
 
 _ENVIRONMENT = {
-    # In-process, so that taps write their rows where the engine computes them.
+    # In one process, so that taps write rows in the process that computes them.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
-    # With several ranks vLLM binds each to a NUMA node of its own, which a small machine lacks.
+    # vLLM binds each of several ranks to its own NUMA node, and a small machine has too few.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
-_LITTLE = 0.01
-_CPU_CACHE = 1e9
-"""Bytes of keys and values on a CPU, at most; a small model needs fewer."""
+_MIN_MEMORY_SHARE = 0.01
+_MAX_CPU_CACHE = 1e9
+"""The largest cache of keys and values on a CPU, in bytes; a small model needs less."""
 _CPU_SEQUENCES = 64
-"""How many sequences, each as long as the context, they hold."""
+"""The number of sequences, each as long as the context, that the cache of a CPU has room for."""
 
 
 class VLLMEngine(Engine):
-    """`vllm:tp=N,temperature=T,top_p=P,logprobs=raw|processed,kv_cache_gb=G`: samples, and
-    re-prefills the same sequences.
+    """`vllm:tp=N,temperature=T,top_p=P,logprobs=raw|processed,kv_cache_gb=G`: samples, and prefills
+    the sampled sequences again.
 
-    Requests are packed, chunked and batched as vLLM does it. A prefill asks for one more
-    token than it needs, so the context has one position less to spare. Log-probs are of the
-    raw distribution unless `logprobs=processed`. `kv_cache_gb` limits the cache of keys and values
-    to this many times 1e9 bytes, for a GPU that others use too.
+    vLLM packs, chunks and batches the requests. A prefill has to sample one token, which takes one
+    position of the context. Log-probs are those of the raw distribution unless
+    `logprobs=processed`. `kv_cache_gb` limits the cache of keys and values, in units of 1e9 bytes,
+    for a GPU that other processes use as well.
     """
 
     intervenes = True
@@ -60,10 +61,10 @@ class VLLMEngine(Engine):
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if not self.production and torch.version.cuda is None:
-            # Eager, a helper of vLLM's sampler that counts ranks is compiled all the same: 3 s, and
-            # 15 s the first time.
+            # Even in eager mode vLLM compiles a helper of its sampler, which counts ranks: that
+            # takes 3 s, and 15 s the first time.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        # The plugin of our own kernels is for who runs vLLM without this tool: here the spec says.
+        # RLK_KERNELS configures the kernels' vLLM plugin for other programs; here the spec does.
         os.environ.pop("RLK_KERNELS", None)
         if self.kernels is not None:
             self.kernels.before_loading()
@@ -97,10 +98,10 @@ class VLLMEngine(Engine):
         except (ValueError, OSError, SafetensorError) as error:
             raise ModelError(f"vLLM could not load {self.model_path}: {error}") from error
         except Exception as error:
-            # Of an error in a rank's process vLLM tells nothing here: its words are in the log.
-            if said := self._refused_by_a_rank():
+            # An error in a rank's process is in the log, and not in vLLM's exception.
+            if reason := self._refused_by_a_rank():
                 raise ModelError(
-                    f"{self.spec}: {said}", "leave kernels=rlk out, or except=OPERATOR"
+                    f"{self.spec}: {reason}", "leave kernels=rlk out, or add except=OPERATOR"
                 ) from error
             raise
         if self.heartbeats is not None and self._ranks > 1:
@@ -110,13 +111,12 @@ class VLLMEngine(Engine):
         self._rpc("rlk_patch", self.spec)
 
     def _refused_by_a_rank(self) -> str:
-        """Why the kernels refused the model in a process that vLLM started; empty where they did
-        not."""
+        """Why the kernels refused the model in a process of vLLM's; empty if they did not."""
         log = None if self.heartbeats is None else self.heartbeats.with_name("worker.log")
         if self.kernels is None or self._ranks == 1 or log is None or not log.is_file():
             return ""
-        said = re.findall(r"\bNotServed: (.+)", log.read_text("utf-8", "replace"))
-        return printable(said[0]) if said else ""
+        reasons = re.findall(r"\bNotServed: (.+)", log.read_text("utf-8", "replace"))
+        return printable(reasons[0]) if reasons else ""
 
     def version(self) -> str:
         import vllm
@@ -146,25 +146,25 @@ class VLLMEngine(Engine):
         }
         if kind == "decode" or self.attributes()["logprobs"] == "raw":
             return fused
-        raw = "vLLM's log-probs of a prompt are raw, whatever processing sampled ones get"
+        raw = "vLLM's log-probs of a prompt are raw, even if those of sampled tokens are processed"
         return fused | {"logprob": raw}
 
     def _cache(self, device: str) -> dict[str, Any]:
-        """What limits the cache of keys and values, which otherwise takes all of a GPU that is
-        free. On a CPU its zeros are written when the engine starts."""
-        asked, shape = self.spec.option("kv_cache_gb"), self.shape
-        if asked is not None:
-            size = float(asked) * 1e9
+        """The settings that limit the cache of keys and values, which otherwise takes all free
+        memory of a GPU. On a CPU its zeros are written when the engine starts."""
+        limit, shape = self.spec.option("kv_cache_gb"), self.shape
+        if limit is not None:
+            size = float(limit) * 1e9
         elif device == "cpu":
             token = 2 * 4 * shape.layers * shape.kv_heads * shape.head_dim  # in fp32
-            size = min(_CPU_CACHE, _CPU_SEQUENCES * shape.context * token)
+            size = min(_MAX_CPU_CACHE, _CPU_SEQUENCES * shape.context * token)
         else:
             return {}
-        # The share of the memory that vLLM asks for before it starts: the cache does not follow it.
-        return {"kv_cache_memory_bytes": int(size), "gpu_memory_utilization": _LITTLE}
+        # vLLM needs this share of the memory to be free when it starts; the cache ignores it.
+        return {"kv_cache_memory_bytes": int(size), "gpu_memory_utilization": _MIN_MEMORY_SHARE}
 
     def _attention(self, device: str) -> dict[str, Any]:
-        """The backend that the kernels register; on CPUs they stand in for the only one."""
+        """The setting for the kernels' attention backend; on CPUs they replace the only one."""
         if self.kernels is None or "attn" in self.kernels.excluded or device == "cpu":
             return {}
         return {"attention_backend": "CUSTOM"}
@@ -191,7 +191,7 @@ class VLLMEngine(Engine):
         self,
         batch: TokenBatch,
         sampling: Sampling,
-        tap: Tap | None,
+        tap: PassWriter | None,
         done: SamplesDone,
         intervention: Intervention | None = None,
     ) -> Sampled:
@@ -230,13 +230,13 @@ class VLLMEngine(Engine):
             chosen = [d[t].logprob for d, t in zip(completion.logprobs, ids, strict=True)]
             logprobs[i] = np.array(chosen, dtype=np.float32)
         if forced and responses != [list(s.response_ids) for s in batch.samples]:
-            raise EngineFailed("vLLM did not sample the tokens that it was told to sample")
+            raise EngineFailed("vLLM did not sample the forced tokens")
         return Sampled(responses, logprobs)
 
     def score(
         self,
         batch: TokenBatch,
-        tap: Tap | None,
+        tap: PassWriter | None,
         done: SamplesDone,
         intervention: Intervention | None = None,
     ) -> Logprobs:
@@ -261,14 +261,14 @@ class VLLMEngine(Engine):
         sequences: list[tuple[int, ...]],
         params: list[Any],
         kind: str,
-        tap: Tap | None,
+        tap: PassWriter | None,
         batch: TokenBatch,
         intervention: Intervention | None,
         forced: bool = False,
     ) -> list[Any]:
         """Outputs in the order of `sequences`."""
-        # A pass finds no prefix that an earlier one cached: it would not be computed again, and no
-        # tap would see it.
+        # The salt keeps a pass from reusing prefixes that an earlier pass cached: vLLM would not
+        # compute them again, and no tap would see them.
         self._passes += 1
         salt = str(self._passes)
         prompts = [{"prompt_token_ids": list(ids), "cache_salt": salt} for ids in sequences]
@@ -282,7 +282,7 @@ class VLLMEngine(Engine):
                 if kind == "decode"
                 else [s.sampled_positions for s in batch.samples]
             )
-            # Outputs name a request `17`, the runner names it `17-8cdd...`.
+            # The outputs call a request `17`, and the runner calls it `17-8cdd...`.
             samples = {str(r).split("-")[0]: i for i, r in enumerate(requests)}
             plan = TapPlan(
                 tap.part(1), self.shape, samples, sampled, kind, batch, intervention, forced
@@ -304,9 +304,9 @@ class VLLMEngine(Engine):
 
     @contextmanager
     def _small_batches(self) -> Iterator[None]:
-        """While it lasts, no step has more tokens than the largest CUDA graph: longer prompts are
-        computed in chunks, each of which replays one. Not where vLLM takes prompts whole, or where
-        its scheduler is in another process."""
+        """While entered, no step has more tokens than the largest CUDA graph: longer prompts are
+        computed in chunks, each of which replays a graph. This has no effect if vLLM does not chunk
+        prompts, or if its scheduler is in another process."""
         core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
         if core is None or not core.vllm_config.scheduler_config.enable_chunked_prefill:
             yield
@@ -321,8 +321,8 @@ class VLLMEngine(Engine):
             scheduler.max_num_scheduled_tokens = usual
 
     def on_models(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """`function(model, *args)` of each rank's live model, where it is; the function is one that
-        its module names."""
+        """`function(model, *args)` for each rank's live model, in the process of that rank, which
+        finds the function by the name of its module."""
         return self.llm.collective_rpc("rlk_on_model", args=(function, *args))
 
     def _rpc(self, method: str, *args: Any) -> Any:

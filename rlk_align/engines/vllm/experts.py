@@ -1,6 +1,6 @@
-"""The sparse layers of a vLLM decoder: the values that can be seen, and the experts' weights.
+"""The sparse layers of a vLLM decoder: the values that can be observed, and the experts' weights.
 
-vLLM computes a layer's experts in one kernel, from the choice to the sum: their rows are never
+vLLM computes a layer's experts in one kernel, from the choice to the sum, so their rows are never
 tensors.
 """
 
@@ -22,7 +22,7 @@ from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.layout import even
 from rlk_align.engines.common.parameters import LiveParameter
 from rlk_align.engines.common.site_hooks import SiteHooks
-from rlk_align.engines.vllm.parallel import TensorParallel
+from rlk_align.engines.process.ranks import Ranks, all_gather
 from rlk_align.errors import EngineFailed
 from rlk_align.model.families import ModelShape
 
@@ -31,7 +31,7 @@ PARTIAL = "vLLM's ranks add up their shares of shared experts together with thos
 
 
 def sparse_blocks(model: Any) -> Iterator[tuple[int, str, Any]]:
-    """(layer, the path of its block within the layer, the block) of every sparse layer."""
+    """(index of the layer, path of its block within the layer, the block) of each sparse layer."""
     for i, layer in enumerate(model.model.layers):
         for path in ("mlp", "block_sparse_moe"):
             block = getattr(layer, path, None)
@@ -40,21 +40,21 @@ def sparse_blocks(model: Any) -> Iterator[tuple[int, str, Any]]:
 
 
 def on_choices(hooks: Hooks, model: Any, show: Show) -> None:
-    """`show(site, value)` of each token's experts and their weights: the router is no module."""
+    """Calls `show(site, value)` with each token's experts and their weights."""
     for i, _, block in sparse_blocks(model):
         if has_kernels(block.experts):
             on_kernels(hooks, block.experts, i, show)
         else:
-            # vLLM may scale the sum of a token's rows in place of their weights.
+            # vLLM may scale the sum of a token's rows instead of their weights.
             _Router(i, show, block.experts.routed_scaling_factor).watch(hooks, block.experts.router)
 
 
 class _Router:
-    """One layer's router, and what vLLM itself records of its choice: the experts that it returns
-    to clients where `enable_return_routed_experts` is set."""
+    """One layer's router, and vLLM's own record of its choice: the experts that it returns to
+    clients if `enable_return_routed_experts` is set."""
 
     def __init__(self, layer: int, show: Show, scale: float) -> None:
-        """`scale`: what the sum of the rows is multiplied by, in place of their weights."""
+        """`scale`: the factor of the sum of the rows, which belongs to their weights."""
         self._name, self._show, self._scale = f"layers.{layer}", show, scale
         self._captured: torch.Tensor | None = None
 
@@ -78,15 +78,14 @@ class _Router:
     def _check(self, chosen: torch.Tensor) -> None:
         if self._captured is None or not torch.equal(self._captured.long(), chosen.long()):
             raise EngineFailed(
-                f"{self._name}: the experts that vLLM records for clients are not those that it "
-                "computes",
-                "check what a patch does, and leave expert parallel load balancing off",
+                f"{self._name}: vLLM computes other experts than it records for its clients",
+                "check the patch, and leave expert parallel load balancing off",
             )
         self._captured = None
 
 
 def replay_choices(hooks: SiteHooks, model: Any) -> None:
-    """Has the routers whose choice is overwritten take the recorded experts."""
+    """Makes the routers whose choice is overwritten choose the recorded experts."""
     for i, _, block in sparse_blocks(model):
         choose = hooks.recorded_choice(f"layers.{i}.experts")
         if choose is not None:
@@ -94,8 +93,8 @@ def replay_choices(hooks: SiteHooks, model: Any) -> None:
 
 
 def replace_choice(hooks: Hooks, runner: Any, choose: Choose) -> None:
-    """Has a layer's router choose experts so. Raises EngineFailed as it runs, where it is not the
-    kernels' and does not choose by `torch.topk`."""
+    """Replaces the choice of a layer's router. Unless the kernels compute it, the router raises
+    EngineFailed as it runs if it does not choose by `torch.topk`."""
     if has_kernels(runner):
         choose_on_kernels(hooks, runner, choose)
         return
@@ -107,8 +106,7 @@ def replace_choice(hooks: Hooks, runner: Any, choose: Choose) -> None:
             routed = route(*args, **kwargs)
         if len(calls) != 1:
             raise EngineFailed(
-                "this vLLM chooses experts in a kernel of its own, which accepts no choice from "
-                "outside",
+                "this vLLM chooses experts inside a kernel, which accepts no choice from outside",
                 "replay in the other engine: --edges prefill_vs_train,decode_vs_train",
             )
         return routed
@@ -116,48 +114,45 @@ def replace_choice(hooks: Hooks, runner: Any, choose: Choose) -> None:
     hooks.replace(router, "_compute_routing", compute)
 
 
-def expert_weights(
-    model: Any, shape: ModelShape, parallel: TensorParallel
-) -> Iterator[LiveParameter]:
-    """The canonical parameters of the experts, and what corrects the scores that they are chosen
-    by; called on all ranks."""
-    tp = parallel.world
+def expert_weights(model: Any, shape: ModelShape, ranks: Ranks) -> Iterator[LiveParameter]:
+    """The canonical parameters of the experts, and the corrections of the scores for their choice;
+    called on all ranks."""
+    tp = ranks.world
     inner = shape.expert_intermediate // tp
     for i, _, block in sparse_blocks(model):
         if (correction := getattr(block.gate, "e_score_correction_bias", None)) is not None:
-            copies = parallel.parts(correction.detach())
+            copies = all_gather(correction.detach(), ranks)
             yield LiveParameter(f"layers.{i}.experts", copies[0], replicas=tuple(copies[1:]))
         routed = block.experts.routed_experts
         gate_up, down = (_unpacked(routed, name) for name in ("w13_weight", "w2_weight"))
         half = gate_up.shape[1] // 2
-        # The kernels' ranks share its rows.
+        # With the kernels, the ranks share the rows of down_proj.
         dim = 0 if tp > 1 and has_kernels(block.experts) else 1
         for e in range(len(gate_up)):
             of = f"layers.{i}.experts.{e}"
-            # Behind the inner size vLLM pads.
+            # vLLM pads the inner size.
             for op, rows in (
                 ("gate_proj", gate_up[e, :inner]),
                 ("up_proj", gate_up[e, half : half + inner]),
             ):
-                yield _shared_evenly(f"{of}.{op}", rows, 0, parallel)
+                yield _shared_evenly(f"{of}.{op}", rows, 0, ranks)
             columns = down[e] if dim == 0 else down[e, :, :inner]
-            yield _shared_evenly(f"{of}.down_proj", columns, dim, parallel)
+            yield _shared_evenly(f"{of}.down_proj", columns, dim, ranks)
 
 
-def _shared_evenly(
-    name: str, local: torch.Tensor, dim: int, parallel: TensorParallel
-) -> LiveParameter:
+def _shared_evenly(name: str, local: torch.Tensor, dim: int, ranks: Ranks) -> LiveParameter:
     """A parameter of which each rank has an equal slice along `dim`."""
-    layout = even(name, local.shape[dim] * parallel.world, parallel.world)
-    parts = parallel.parts(local)
+    layout = even(name, local.shape[dim] * ranks.world, ranks.world)
+    parts = all_gather(local, ranks)
     return LiveParameter(name, layout.assemble(name, parts, dim), layout.shards(name, dim))
 
 
 def _unpacked(routed: Any, name: str) -> torch.Tensor:
-    """A stacked weight `[E, out, in]` as the checkpoint has it.
+    """A stacked weight `[E, out, in]` in the checkpoint's order.
 
-    On CPUs vLLM packs it into another order. Packing moves entries and changes none, so the place
-    of each is found by packing their numbers, 12 bits at a time: patterns that are no NaN.
+    On CPUs vLLM packs it in another order. Packing moves entries and changes none, so packing their
+    indices shows where each entry goes. The indices are packed 12 bits at a time, as bit patterns
+    that are not NaN.
     """
     weight = getattr(routed, name).detach()
     if weight.device.type != "cpu":
@@ -180,9 +175,9 @@ def _unpacked(routed: Any, name: str) -> torch.Tensor:
 
 
 def _instructions(routed: Any) -> str | None:
-    """What the layer's kernel is packed for; None where it packs nothing."""
+    """The instruction set that the layer's weights are packed for; None if they are not packed."""
     kernel = routed.quant_method.moe_kernel
     if kernel is None:
-        return None  # ours take the weights as they are
+        return None  # our kernels take the weights as they are
     experts = kernel.fused_experts
     return None if getattr(experts, "_use_zentorch", False) else getattr(experts, "isa", None)

@@ -1,7 +1,7 @@
 """Counts the CUDA graphs that vLLM replays, in the process that replays them.
 
-Both of its runners replay through torch, so what is counted is `torch.cuda.CUDAGraph.replay`
-itself; of vLLM only the mode of each graph is asked.
+Both of its runners replay through `torch.cuda.CUDAGraph.replay`, whose calls are counted; only the
+mode of each graph is read from vLLM.
 """
 
 from collections import Counter
@@ -13,11 +13,11 @@ from rlk_align.engines.common.hooks import Hooks
 from rlk_align.results import GraphReplays
 
 OTHER = "other"
-"""The mode of a graph that vLLM's model runner does not hold."""
+"""The mode of a graph that vLLM's model runner does not list."""
 
 
 class GraphCounter(Hooks):
-    """Counts what a runner's steps replay, until it is closed."""
+    """Counts the graphs that a runner's steps replay, until it is closed."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class GraphCounter(Hooks):
 
 
 def captured_graphs(runner: Any) -> dict[int, str]:
-    """Id of each graph that a runner holds -> `full` or `piecewise`."""
+    """Id of each graph that a runner has captured -> `full` or `piecewise`."""
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
     modes = {
@@ -59,6 +59,6 @@ def captured_graphs(runner: Any) -> dict[int, str]:
         for wrapper in CUDAGraphWrapper._all_instances
         for entry in wrapper.concrete_cudagraph_entries.values()
     }
-    # The newer runner holds the graphs of whole forwards itself.
+    # The newer runner keeps the graphs of whole forwards itself.
     manager = getattr(runner, "cudagraph_manager", None)
     return modes | {id(g): "full" for g in (manager.graphs.values() if manager else ())}

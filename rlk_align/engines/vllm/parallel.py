@@ -1,23 +1,11 @@
-"""vLLM's tensor-parallel ranks, and how what they hold is put together."""
+"""vLLM's tensor-parallel ranks."""
 
-import torch
+from rlk_align.engines.process.ranks import Ranks
 
 
-class TensorParallel:
-    """This worker process among vLLM's tensor-parallel ranks."""
+def tensor_parallel() -> Ranks:
+    """The rank of this worker process among vLLM's tensor-parallel ranks."""
+    from vllm.distributed import get_tp_group
 
-    def __init__(self) -> None:
-        from vllm.distributed import get_tp_group
-
-        self._group = get_tp_group()
-        self.rank: int = self._group.rank_in_group
-        self.world: int = self._group.world_size
-
-    def parts(self, local: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor, equal in shape, in rank order."""
-        if self.world == 1:
-            return [local]
-        local = local.contiguous()
-        parts = [torch.empty_like(local) for _ in range(self.world)]
-        torch.distributed.all_gather(parts, local, group=self._group.device_group)
-        return parts
+    group = get_tp_group()
+    return Ranks(group.rank_in_group, group.world_size, group.device, group.device_group)

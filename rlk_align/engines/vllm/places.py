@@ -1,4 +1,4 @@
-"""Where the canonical operators lie in a vLLM decoder.
+"""Where the canonical operators are in a vLLM decoder.
 
 vLLM fuses q, k, v and gate, up, and adds the residual inside the next norm, which returns
 (normed, residual stream).
@@ -15,7 +15,7 @@ from rlk_align.model.families import ModelShape
 
 
 def vllm_places(model: Any, shape: ModelShape, tp: int) -> Iterator[Place]:
-    """Where each site lies in a live model of `tp` ranks."""
+    """The place of each site in a live model of `tp` ranks."""
     yield Place(sites=("embed",), module="model.embed_tokens")
     for i, layer in enumerate(model.model.layers):
         yield from _layer_places(model, layer, f"layers.{i}", i, shape, tp)
@@ -74,8 +74,7 @@ def _layer_places(
 
 
 def _sparse_places(block: str, name: str, shape: ModelShape, shown: int) -> Iterator[Place]:
-    """`shown`: the ranks, each of which has its columns of every row of the experts; 0 where these
-    rows are no tensors."""
+    """`shown`: the number of ranks that share the experts' rows; 0 if these are not tensors."""
     yield Place(sites=(f"{name}.router",), module=f"{block}.gate")
     for op in ("experts", "routing_weights"):
         yield Place(sites=(f"{name}.{op}",), module=f"{block}.experts", end="inside")
@@ -93,7 +92,7 @@ def _sparse_places(block: str, name: str, shape: ModelShape, shown: int) -> Iter
 
 
 def _norm(stream: str, site: str, module: str) -> Iterator[Place]:
-    """A norm, and the residual stream that it returns where it adds one."""
+    """A norm, and the residual stream that it returns if it adds one."""
     if stream:
         yield Place(sites=(stream,), module=module, access=SECOND)
     yield Place(sites=(site,), module=module)

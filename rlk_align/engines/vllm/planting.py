@@ -1,4 +1,4 @@
-"""Where the operators of vLLM's live decoder lie, for a planted fault to stand in for one.
+"""The operators of vLLM's live decoder, for a planted fault to replace one.
 
 T = packed tokens of all requests, padding included; activations are `[T, F]`.
 """
@@ -16,8 +16,9 @@ from rlk_align.engines.common.experts import Choose
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import first
 from rlk_align.engines.common.weights import Parameter, canonical
+from rlk_align.engines.process.ranks import all_gather
 from rlk_align.engines.vllm.experts import replace_choice, sparse_blocks
-from rlk_align.engines.vllm.parallel import TensorParallel
+from rlk_align.engines.vllm.parallel import tensor_parallel
 from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.engines.vllm.taps import on_rotation
 from rlk_align.engines.vllm.weights import live_parameter, live_weight, parameter_plan
@@ -32,30 +33,31 @@ from rlk_align.selftest.planting.sparse_layers import KernelLayers, Routing, Spa
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """A fault, and of which model; it travels to the worker processes."""
+    """A fault and its model, as vLLM sends them to the worker processes."""
 
     fault: str
-    """As the engine's spec has it."""
+    """The value of `fault=` in the engine's spec."""
     shape: ModelShape
     model_path: Path
 
 
 class VLLMOperators(LiveOperators):
-    """The operators of the model of one worker."""
+    """The operators of the model in one worker."""
 
     def __init__(self, plan: FaultPlan, runner: Any, chosen: Chosen) -> None:
-        self._runner, self._parallel = runner, TensorParallel()
-        model, parallel = runner.get_model(), self._parallel
-        sharing = Sharing(rank=parallel.rank, ranks=parallel.world, gather=parallel.parts)
-        places = vllm_places(model, plan.shape, parallel.world)
+        self._runner, self._ranks = runner, tensor_parallel()
+        model, ranks = runner.get_model(), self._ranks
+        sharing = Sharing(rank=ranks.rank, ranks=ranks.world, gather=self._gather)
+        places = vllm_places(model, plan.shape, ranks.world)
         super().__init__(plan, model, places, chosen, sharing)
         self.before(self._model, self._note_rows, with_kwargs=True)
 
+    def _gather(self, local: torch.Tensor) -> list[torch.Tensor]:
+        return all_gather(local, self._ranks)
+
     def parameter(self, name: str) -> torch.Tensor:
         plan = self._entries(name)
-        every = canonical(
-            plan, lambda path: live_parameter(self._model, path), self._parallel.parts
-        )
+        every = canonical(plan, lambda path: live_parameter(self._model, path), self._gather)
         return next(p.value for p in every if p.name == name).detach()
 
     def live(self, name: str) -> tuple[torch.Tensor, Parameter]:
@@ -63,7 +65,7 @@ class VLLMOperators(LiveOperators):
         return self._model.get_parameter(entry.name).detach(), entry
 
     def _entries(self, name: str) -> list[Parameter]:
-        plan = parameter_plan(self._model, self.shape, self._parallel.world)
+        plan = parameter_plan(self._model, self.shape, self._ranks.world)
         return [entry for entry in plan if name in entry.layout.ops]
 
     def _note_rows(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -79,7 +81,7 @@ class VLLMOperators(LiveOperators):
 
     @staticmethod
     def _metadata(attention: Any) -> Any:
-        """The metadata of the forward that runs; None in vLLM's own warm-up."""
+        """The attention metadata of the running forward; None in vLLM's warm-up."""
         from vllm.forward_context import get_forward_context
 
         metadata = get_forward_context().attn_metadata
@@ -89,7 +91,7 @@ class VLLMOperators(LiveOperators):
         return self._model.model.layers[layer]
 
     def _combination(self, site: str, formula: Formula) -> None:
-        """The norm after a residual adds the branch to the stream, and norms what it adds."""
+        """vLLM computes a residual addition inside the norm that follows it."""
         if self.sites[site].operator.formula != "residual":
             super()._combination(site, formula)
             return
@@ -131,9 +133,9 @@ class VLLMOperators(LiveOperators):
             for r, length in enumerate(metadata.seq_lens.tolist()):
                 rows = slice(starts[r], starts[r + 1])
                 keys, values = cache.read(metadata.block_table[r], length, self._block_size)
-                places = torch.arange(length, device=out.device)
-                own_place = places[length - (rows.stop - rows.start) :]
-                visible = places <= own_place[:, None]
+                positions = torch.arange(length, device=out.device)
+                query_positions = positions[length - (rows.stop - rows.start) :]
+                visible = positions <= query_positions[:, None]
                 new[rows] = self.attended(
                     formula, layer, out[rows], q[rows], keys, values, visible, module.impl.scale
                 )
@@ -146,8 +148,8 @@ class VLLMOperators(LiveOperators):
         return int(self._runner.cache_config.block_size)
 
     def _logprob(self, formula: Formula) -> None:
-        """vLLM makes log-probs of logits, and gathers those of given tokens, for prompts and for
-        samples alike."""
+        """The older runner computes all log-probs and gathers those of given tokens in two methods,
+        for prompts and for samples."""
         sampler = self._runner.sampler
         if not hasattr(sampler, "gather_logprobs"):
             self._logprob_of_newer_runner(formula)
@@ -170,8 +172,8 @@ class VLLMOperators(LiveOperators):
         self.replace(sampler, "gather_logprobs", report)
 
     def _logprob_of_newer_runner(self, formula: Formula) -> None:
-        """It does both in one function, which is imported by name where it is needed; vLLM 0.26
-        calls it by another name than 0.32."""
+        """The newer runner does both in one function, which two modules import by name; the name
+        differs between vLLM 0.26 and 0.32."""
         from vllm.v1.worker.gpu.sample import prompt_logprob, sampler
 
         for module in (prompt_logprob, sampler):
@@ -183,8 +185,7 @@ class VLLMOperators(LiveOperators):
 
 
 def _reporting(original: Any, formula: Formula) -> Any:
-    """vLLM's function from logits to log-probs of given tokens, the first of each row being the
-    one that is scored."""
+    """Wraps vLLM's function from logits to log-probs; the first of each row is the scored one."""
 
     def report(
         logits: torch.Tensor, count: int, token_ids: torch.Tensor, *args: Any, **more: Any
@@ -199,7 +200,7 @@ def _reporting(original: Any, formula: Formula) -> Any:
 
 
 class _Cache:
-    """Keys and values by the slot of vLLM's own cache, whose layout is each backend's own."""
+    """Keys and values by their slot in vLLM's cache, whose own layout depends on the backend."""
 
     def __init__(self) -> None:
         self._stored: list[torch.Tensor] = []
@@ -221,13 +222,13 @@ class _Cache:
         self, blocks: torch.Tensor, length: int, block_size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the first `length` tokens of a request, `[length, KV, D]` each."""
-        places = torch.arange(length, device=blocks.device)
-        slots = blocks[places // block_size].long() * block_size + places % block_size
+        positions = torch.arange(length, device=blocks.device)
+        slots = blocks[positions // block_size].long() * block_size + positions % block_size
         return self._stored[0][slots], self._stored[1][slots]
 
 
 class VLLMSparseLayers(SparseLayers):
-    """The sparse layers of a model that one worker holds alone."""
+    """The sparse layers of a model in a single worker."""
 
     def __init__(self, hooks: Hooks, model: Any) -> None:
         self._hooks = hooks
@@ -269,7 +270,7 @@ class VLLMSparseLayers(SparseLayers):
         self._hooks.replace(routed, "forward_modular", forward)
 
     def swap_experts(self, layer: int, one: int, other: int) -> None:
-        # Packed or not, each expert's weight is a block of its own.
+        # Packed or not, each expert's weight is a separate block.
         weight = self._blocks[layer].experts.routed_experts.w13_weight.detach()
         swap(self._hooks, weight[one], weight[other])
 
@@ -278,7 +279,7 @@ class VLLMSparseLayers(SparseLayers):
 
 
 class VLLMKernelLayers(KernelLayers, VLLMSparseLayers):
-    """With the kernels in them. The router's product is a module here too."""
+    """Sparse layers that the kernels compute. The router's product is a module here as well."""
 
     change_logits = VLLMSparseLayers.change_logits
 
@@ -289,8 +290,8 @@ class VLLMKernelLayers(KernelLayers, VLLMSparseLayers):
 
 
 def plant_fault(engine: Any, chosen: Chosen) -> ExitStack:
-    """Plants a fault into the models of all workers. Raises BadOption for a model that has no place
-    for the fault, and for compiled code."""
+    """Plants a fault into the models of all workers. Raises BadOption if the model lacks the
+    fault's operator, and for compiled code."""
     if engine.production:
         raise BadOption("a fault cannot be planted in compiled code", "--no-production")
     plan = FaultPlan(str(chosen), engine.shape, engine.model_path)

@@ -1,6 +1,6 @@
 """The hooks on the canonical sites of a vLLM decoder.
 
-vLLM packs the tokens of all requests into one `[tokens, features]`.
+vLLM packs the tokens of all requests into one tensor `[tokens, features]`.
 """
 
 from collections.abc import Callable
@@ -14,22 +14,21 @@ from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.rows import packed_rows
 from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
+from rlk_align.engines.process.ranks import Ranks, all_gather
 from rlk_align.engines.vllm.experts import on_choices, replay_choices
-from rlk_align.engines.vllm.parallel import TensorParallel
 from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import TokenBatch
-from rlk_align.trace.digest import digest_rows
 from rlk_align.trace.writer import PassWriter
 
 
 class VLLMTaps(SiteHooks):
-    """Hooks on vLLM's live model, and where each packed row belongs."""
+    """Hooks on vLLM's live model, which also map each packed row to its (sample, position)."""
 
     def __init__(
         self,
         runner: Any,
-        parallel: TensorParallel,
+        ranks: Ranks,
         shape: ModelShape,
         tap: PassWriter | None,
         editor: Editor | None,
@@ -37,46 +36,40 @@ class VLLMTaps(SiteHooks):
         sampled: list[range],
         kind: str,
     ) -> None:
-        """`tap`: what rank 0 writes to; None on the others, which take part in gathering."""
+        """`tap`: the writer of rank 0; None on the other ranks, which take part in gathering."""
         model = runner.get_model()
-        places = vllm_places(model, shape, parallel.world)
-        super().__init__(model, places, tap, editor, parallel.rank)
-        self._runner, self._samples, self._parallel = runner, samples, parallel
+        super().__init__(model, vllm_places(model, shape, ranks.world), tap, editor, ranks)
+        self._runner, self._samples = runner, samples
         self._sampled, self._kind = sampled, kind
         self._batch: Any = None
         self._logits: LiveRows | None = None
 
     def install(self) -> None:
         self._watch_batches()
-        self.before(self._model, self._place_rows, with_kwargs=True)
+        self.before(self._model, self._locate_rows, with_kwargs=True)
         self.after(self._model, self._keep_hidden)
-        self.before(self._model.logits_processor, self._place_logits)
+        self.before(self._model.logits_processor, self._locate_logits)
         super().install()
         on_rotation(self, self._model, self.rope)
         replay_choices(self, self._model)
         on_choices(self, self._model, self.show)
 
-    def gather(self, local: torch.Tensor) -> list[torch.Tensor] | None:
-        return self._parallel.parts(local)
+    def gather(self, local: torch.Tensor) -> list[torch.Tensor]:
+        return all_gather(local, self._ranks)
 
-    def unequal(self, place: Place, local: torch.Tensor) -> list[torch.Tensor] | None:
-        # Some ranks are given no logits.
-        if self._parallel.world == 1 or place.rows != "all":
-            return None
-        digests = self._parallel.parts(digest_rows(local))
-        if all(torch.equal(digests[0], other) for other in digests[1:]):
-            return None
-        return self._parallel.parts(local)
+    def replicated(self, place: Place) -> bool:
+        # Some ranks get no logits.
+        return place.rows == "all"
 
     def live_rows(self, place: Place, value: torch.Tensor | None) -> LiveRows | None:
         if place.rows == "all":
             return self._all
-        # Some ranks are given no logits.
+        # Some ranks get no logits.
         return None if value is None else self._logits
 
     def _watch_batches(self) -> None:
-        """vLLM's newer runner returns the batch's layout from prepare_inputs; the older one
-        keeps it in itself."""
+        """Keeps the layout of each batch, which vLLM's newer runner returns from `prepare_inputs`;
+        the older runner has it as attributes."""
         if not hasattr(self._runner, "prepare_inputs"):
             return
         original = self._runner.prepare_inputs
@@ -87,8 +80,8 @@ class VLLMTaps(SiteHooks):
 
         self.replace(self._runner, "prepare_inputs", prepare_inputs)
 
-    def _place_rows(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Which (sample, position) each packed row of the coming forward is."""
+    def _locate_rows(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Determines the (sample, position) of each packed row of the next forward."""
         runner = self._runner
         if self._batch is not None:
             count, starts = self._batch.num_reqs, self._batch.query_start_loc_np
@@ -108,8 +101,8 @@ class VLLMTaps(SiteHooks):
         self._hidden = out
 
     def force(self, batch: TokenBatch) -> None:
-        """Has each request sample the batch's own next token. Both runners draw tokens, one for
-        each request, by their sampler's `sample`, and only then look up log-probs."""
+        """Makes each request sample the batch's next token. Both runners draw a token for each
+        request by their sampler's `sample`, and look up log-probs afterwards."""
         sampler = self._runner.sampler
         original = sampler.sample
 
@@ -127,12 +120,13 @@ class VLLMTaps(SiteHooks):
 
     @staticmethod
     def _next(ids: tuple[int, ...], position: int) -> int:
-        """What follows a position; what is drawn after the last one is discarded."""
+        """The token after a position; after the last one, any token, which is discarded."""
         return ids[min(position + 1, len(ids) - 1)]
 
-    def _place_logits(self, _module: Any, inputs: Any) -> None:
-        """Logits are computed for each request's last row in order to sample, and for slices
-        of the prompt in order to score it. A pass wants the one or the other."""
+    def _locate_logits(self, _module: Any, inputs: Any) -> None:
+        """Determines the rows of the next logits. vLLM computes logits of each request's last row
+        in order to sample, and of slices of the prompt in order to score it; a decode pass needs
+        the former, a prefill pass the latter."""
         hidden, self._logits = inputs[1], None
         is_slice = hidden.untyped_storage().data_ptr() == self._hidden.untyped_storage().data_ptr()
         if is_slice != (self._kind == "prefill"):
@@ -154,8 +148,7 @@ class VLLMTaps(SiteHooks):
 
 
 def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -> None:
-    """`see(rotated)` of what the rotary embedding gives: in each attention the query, then the
-    key."""
-    # One module serves all layers, unless a patch has changed that.
+    """Calls `see` with each output of the rotary embedding: the queries, then the keys."""
+    # All layers share one module, unless a patch has changed that.
     for rotary in {layer.self_attn.rotary_emb for layer in model.model.layers}:
         hooks.on_outputs(rotary, see)

@@ -1,7 +1,7 @@
-"""What runs inside vLLM's worker: the live model's identity, and the taps.
+"""The part of the adapter that runs inside vLLM's worker: the manifest of the live model, and taps.
 
-vLLM mixes WorkerExtension into its Worker class (`worker_extension_cls`), so its methods see
-`self.model_runner`. Names start with `rlk_` because vLLM refuses ones that its Worker has.
+vLLM mixes WorkerExtension into its Worker class (`worker_extension_cls`), so its methods have
+`self.model_runner`. Their names start with `rlk_`, because vLLM refuses names of its Worker.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from rlk_align.engines.process import heartbeat
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.vllm.experts import sparse_blocks
 from rlk_align.engines.vllm.graphs import GraphCounter
-from rlk_align.engines.vllm.parallel import TensorParallel
+from rlk_align.engines.vllm.parallel import tensor_parallel
 from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.engines.vllm.taps import VLLMTaps
 from rlk_align.engines.vllm.weights import vllm_weights
@@ -42,13 +42,13 @@ from rlk_align.trace.writer import PassWriter
 
 @dataclass(frozen=True, slots=True)
 class TapPlan:
-    """One pass to observe; it travels to the worker processes."""
+    """One pass to observe, as vLLM sends it to the worker processes."""
 
     open: Callable[[], PassWriter]
     """Opens the part of the pass that rank 0 writes."""
     shape: ModelShape
     samples: dict[str, int]
-    """Request id, as outputs name it -> sample."""
+    """Id of a request in vLLM's outputs -> sample."""
     sampled: list[range]
     """Per sample, the positions whose logits are wanted."""
     kind: str
@@ -56,7 +56,7 @@ class TapPlan:
     batch: TokenBatch
     intervention: Intervention | None
     forced: bool
-    """Whether the batch's responses are what is sampled."""
+    """Whether the batch's responses are sampled, whatever the logits are."""
 
 
 class WorkerExtension:
@@ -65,8 +65,8 @@ class WorkerExtension:
     model_runner: Any
 
     def rlk_start_heartbeat(self, folder: Path, waits: tuple[str, ...]) -> None:
-        """Notes the heartbeat of a worker process that vLLM started."""
-        heartbeat.start(folder, f"rank {TensorParallel().rank}", waits)
+        """Starts the heartbeat of a worker process that vLLM started."""
+        heartbeat.start(folder, f"rank {tensor_parallel().rank}", waits)
 
     def rlk_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -94,25 +94,25 @@ class WorkerExtension:
 
     def rlk_code(self, shape: ModelShape) -> dict[str, CodePlace]:
         model = self.model_runner.get_model()
-        return code_places(model, vllm_places(model, shape, TensorParallel().world))
+        return code_places(model, vllm_places(model, shape, tensor_parallel().world))
 
     def rlk_shards(self, shape: ModelShape) -> dict[str, list[tuple[int, int, int]]]:
         model = self.model_runner.get_model()
-        return shards_of(vllm_places(model, shape, TensorParallel().world))
+        return shards_of(vllm_places(model, shape, tensor_parallel().world))
 
     def rlk_weights(self, shape: ModelShape) -> list[ParameterRecord]:
-        parallel = TensorParallel()
+        ranks = tensor_parallel()
         with torch.inference_mode():
-            live = vllm_weights(self.model_runner.get_model(), shape, parallel)
-            # Every rank gathers; only what rank 0 says is used.
-            return [record_parameter(p) for p in live if parallel.rank == 0]
+            live = vllm_weights(self.model_runner.get_model(), shape, ranks)
+            # Every rank gathers, and rank 0 records.
+            return [record_parameter(p) for p in live if ranks.rank == 0]
 
     def rlk_tap(self, plan: TapPlan) -> None:
-        parallel = TensorParallel()
-        self._rlk_writer = plan.open() if parallel.rank == 0 else None
+        ranks = tensor_parallel()
+        self._rlk_writer = plan.open() if ranks.rank == 0 else None
         self._rlk_taps = VLLMTaps(
             self.model_runner,
-            parallel,
+            ranks,
             plan.shape,
             self._rlk_writer,
             Editor.of(plan.intervention, plan.batch),
@@ -138,7 +138,7 @@ class WorkerExtension:
 
 
 def vllm_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
-    """What decides a live vLLM model's numbers beside its weights; names as `hf_attributes`."""
+    """The settings of a live vLLM model that affect its numbers, named as in `hf_attributes`."""
     layers, config = list(model.model.layers), model.config
     attention = [layer.self_attn for layer in layers]
     rotary = attention[0].rotary_emb
@@ -169,8 +169,7 @@ def _window(attention: Any) -> int | None:
 
 
 def _layer_activation(layer: Any, dtype: torch.dtype) -> str:
-    """The activation of an MLP or of experts: for experts, vLLM only names it and computes it
-    inside a kernel."""
+    """The activation of an MLP, or vLLM's name of that of experts, which is in a kernel."""
     block = getattr(layer, "mlp", None) or layer.block_sparse_moe
     return (
         block.experts.activation.value if hasattr(block, "experts") else _activation(block, dtype)
@@ -178,7 +177,7 @@ def _layer_activation(layer: Any, dtype: torch.dtype) -> str:
 
 
 def _routing(layers: list[Any]) -> dict[str, Any]:
-    """How the sparse layers route; nothing for a dense model."""
+    """How the sparse layers route; empty for a dense model."""
     routers = [layer.router for layer in layers]
     corrected = [
         layer
@@ -189,7 +188,7 @@ def _routing(layers: list[Any]) -> dict[str, Any]:
         **corrected_routing(
             groups=[layer.router.num_expert_group for layer in corrected],
             top_groups=[layer.router.topk_group for layer in corrected],
-            # It scales the weights, or else the sum of the rows.
+            # vLLM scales either the weights or the sum of the rows.
             scale=[
                 layer.router.routed_scaling_factor * layer.routed_scaling_factor
                 for layer in corrected
@@ -201,12 +200,12 @@ def _routing(layers: list[Any]) -> dict[str, Any]:
 
 
 def _activation(mlp: Any, dtype: torch.dtype) -> str:
-    """vLLM's activation multiplies by the second half: one there leaves act(x)."""
+    """vLLM's activation multiplies by the second half of its input, which is 1 here."""
     device = mlp.down_proj.bias.device if mlp.down_proj.bias is not None else None
 
     def act(x: torch.Tensor) -> torch.Tensor:
         x = x.to(device or _device_of(mlp))
-        # [1, F]: kernels want a token dimension.
+        # [1, F]: kernels need a token dimension.
         return mlp.act_fn(torch.cat([x, torch.ones_like(x)])[None])[0].cpu()
 
     return activation_name(act, dtype)

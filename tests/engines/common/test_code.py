@@ -1,4 +1,4 @@
-"""Where an operator is in its engine's code: the file and the line belong to one function."""
+"""The location of an operator in its engine's code: file and line belong to the same function."""
 
 import functools
 import inspect
@@ -23,7 +23,7 @@ def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Inherits(torch.nn.Linear):
-    """Has no `forward` of its own, as most linear layers of Megatron-core have none."""
+    """Inherits its `forward`, like most linear layers of Megatron-core."""
 
 
 class Defines(torch.nn.Linear):
@@ -56,7 +56,7 @@ def test_the_line_is_of_the_file(kind: type[torch.nn.Linear], file: str, of: Any
     assert any("def forward" in line for line in source[place.line - 1 : place.line + 1])
 
 
-def test_what_is_put_on_a_module_is_where_it_computes() -> None:
+def test_a_replaced_forward_is_where_a_module_computes() -> None:
     model = torch.nn.ModuleDict({"proj": torch.nn.Linear(2, 2)})
     place = Place(sites=("layers.0.q_proj",), module="proj")
 

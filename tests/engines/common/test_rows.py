@@ -1,4 +1,4 @@
-"""Which (sample, position) each row is, against a loop over the cells."""
+"""The (sample, position) of each row, compared with a loop over the cells."""
 
 from itertools import product
 from typing import Any
@@ -24,7 +24,7 @@ orders = st.sampled_from(["batch first", "sequence first"])
 
 
 def check(grid: TokenGrid, numbered: list, order: str, at: dict) -> None:
-    """`at`: (sample, position) -> (row, column), by hand."""
+    """`at`: (sample, position) -> the expected (row, column)."""
     known = dict(numbered)
     count, length = grid.ids.shape
     rows = grid.rows(order)

@@ -11,12 +11,13 @@ from synthetic import SHAPE
 from torch import nn
 
 from rlk_align.engines.common.edits import Editor
-from rlk_align.engines.common.intervention import Intervention, Source
+from rlk_align.engines.common.intervention import Intervention, RecordedPass
 from rlk_align.engines.common.layout import Layout, even, fused, kv_heads
 from rlk_align.engines.common.places import FIRST, SECOND, WITH_BIAS, Place
 from rlk_align.engines.common.rows import ForwardRows
 from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
 from rlk_align.engines.megatron.layout import grouped_qkv
+from rlk_align.engines.process.ranks import Ranks
 from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import Sample, TokenBatch
 
@@ -25,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class Fixed:
-    """In place of an Editor: every feature of a row is 100 * row + its feature's number."""
+    """Replaces an Editor: the new value of a feature is 100 * row + the feature's number."""
 
     observed = True
 
@@ -44,8 +45,8 @@ class Fixed:
         return new[torch.from_numpy(chosen)].to(live.dtype), chosen
 
 
-class Seen(dict[str, torch.Tensor]):
-    """A tap."""
+class Recorded(dict[str, torch.Tensor]):
+    """A tap that keeps the rows of each site."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
@@ -66,7 +67,7 @@ class Taps(SiteHooks):
 
 
 def six_rows(order: str = "in order") -> ForwardRows:
-    """Both samples of the batch, three tokens each."""
+    """The rows of both samples of the batch, three tokens each."""
     index = np.arange(6) if order == "in order" else np.array([0, 2, 4, 1, 3, 5])
     sample, position = np.repeat([0, 1], 3), np.tile([0, 1, 2], 2)
     return ForwardRows(index, sample, position, np.ones(6, dtype=bool), 6)
@@ -82,8 +83,8 @@ def overwrite(
     editor: Any,
     rows: ForwardRows | None = None,
     **options: Any,
-) -> tuple[Seen, Taps]:
-    seen = Seen()
+) -> tuple[Recorded, Taps]:
+    seen = Recorded()
     taps = Taps(module, places, seen, editor, **options)
     taps.at(rows or six_rows())
     return seen, taps
@@ -111,7 +112,7 @@ def test_rows_are_read_and_written_where_they_lie(shape: tuple[int, ...], order:
 
 
 def test_a_view_of_heads_is_written_through() -> None:
-    """As rotated queries are: `[B, heads, S, D]`, seen as `[B, S, heads, D]`."""
+    """Like rotated queries: `[B, heads, S, D]`, viewed as `[B, S, heads, D]`."""
     base = torch.zeros(2, 2, 3, 2)
     rows = LiveRows.of(six_rows(), six_rows().index, CPU)
     rows.write(base.transpose(1, 2), target(4))
@@ -119,7 +120,7 @@ def test_a_view_of_heads_is_written_through() -> None:
 
 
 class Layer(nn.Module):
-    """A residual stream in a variable of its own, as decoders have it."""
+    """Keeps the residual stream in a variable, like decoder layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +145,7 @@ def test_what_follows_reads_the_new_value_and_the_tap_saw_the_old_one() -> None:
     assert torch.equal(seen["out"], layer.mlp(target(4) * 2.0))
     assert torch.equal(result, target(4) + target(4))
     assert seen.counts == {"stream": 6, "out": 6}
-    # All hooks are out again.
+    # All hooks are removed again.
     assert torch.equal(layer(x), x + layer.mlp(x * 2.0))
 
 
@@ -175,14 +176,14 @@ def test_rows_that_are_not_chosen_stay_live() -> None:
 
 
 class Biased(nn.Module):
-    """As megatron-core's linears: the bias is left to what follows."""
+    """Like megatron-core's linears, leaves the addition of the bias to the next operator."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x * 1.0, torch.full((4,), 7.0)
 
 
 class Pair(nn.Module):
-    """As vLLM's norm: the normed rows, and the residual stream."""
+    """Like vLLM's norm, returns the normed rows and the residual stream."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x * 0.5, x * 1.0
@@ -241,8 +242,7 @@ def megatron_qkv(model: ModelShape, tp: int) -> Layout:
 @pytest.mark.parametrize("layout_of", [vllm_qkv, megatron_qkv])
 @torch.no_grad()
 def test_every_rank_writes_its_own_slices(layout_of: Any, heads: int, tp: int) -> None:
-    """What the ranks hold afterwards, put together, is what was to be written, and each row is
-    counted once over all ranks."""
+    """The ranks' slices form the new value, and each row is counted once over all ranks."""
     model = shape(heads)
     layout = layout_of(model, tp)
     counts: dict[str, int] = {}
@@ -251,8 +251,9 @@ def test_every_rank_writes_its_own_slices(layout_of: Any, heads: int, tp: int) -
         size = sum(p.size for _, p in layout.local(rank))
         live = torch.randn(6, size)
         place = Place(sites=QKV, module="qkv", layout=layout)
-        tap = Seen()
-        taps = Taps(nn.ModuleDict({"qkv": nn.Identity()}), [place], tap, Fixed(), rank=rank)
+        tap = Recorded()
+        qkv, ranks = nn.ModuleDict({"qkv": nn.Identity()}), Ranks(rank, tp, CPU)
+        taps = Taps(qkv, [place], tap, Fixed(), ranks=ranks)
         taps.gather = lambda local: [local] * tp  # type: ignore[method-assign]
         taps.at(six_rows())
         taps.visit(place, live)
@@ -301,8 +302,8 @@ def test_its_signs_are_those_of_the_cell_and_feature_wherever_they_lie() -> None
 
 
 def test_an_intervention_says_what_it_reads() -> None:
-    source = Source(folder=Path("x"), passname="prefill")
-    with pytest.raises(ValueError, match="graft: a source or a base too few or too many"):
+    source = RecordedPass(folder=Path("x"), passname="prefill")
+    with pytest.raises(ValueError, match="graft: source or base is missing"):
         Intervention(kind="graft")
     with pytest.raises(ValueError, match="shift"):
         Intervention(kind="shift", source=source)

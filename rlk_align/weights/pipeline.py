@@ -9,7 +9,7 @@ from rlk_align.weights.adapter import read_adapter
 from rlk_align.weights.compare import Comparer, Earlier
 from rlk_align.weights.earlier import siblings, step_of
 from rlk_align.weights.findings import WeightsReport
-from rlk_align.weights.source import open_sources
+from rlk_align.weights.holder import open_holders
 
 
 def compare_weights(
@@ -21,24 +21,24 @@ def compare_weights(
     progress: Progress = silent,
     warn: Callable[[str], None] = lambda _: None,
 ) -> WeightsReport:
-    """What became of each parameter of A, what was trained, in B, what was synced.
+    """What became of each trained parameter of A in B, which was synchronised from it.
 
-    `earlier`: checkpoints of earlier steps; without them, those beside A. `adapter`: a LoRA adapter
-    that belongs to A. Raises UsageError for what holds no weights, CorruptCheckpoint and
-    CorruptTrace for what is damaged.
+    `earlier`: checkpoints of earlier steps, by default those beside A. `adapter`: a LoRA adapter
+    that belongs to A. Raises UsageError for a path without weights, CorruptCheckpoint and
+    CorruptTrace for damaged ones.
     """
     sides: list[tuple[str, Role]] = [(a, "train"), (b, "rollout")]
-    first, second, *given = open_sources([*sides, *((p, "train") for p in earlier)])
-    steps = [Earlier(step_of(path), source) for path, source in zip(earlier, given, strict=True)]
+    first, second, *others = open_holders([*sides, *((p, "train") for p in earlier)])
+    steps = [Earlier(step_of(path), holder) for path, holder in zip(earlier, others, strict=True)]
     for path in () if earlier else siblings(a, a, b):
         try:
-            [_, source] = open_sources([sides[0], (path, "train")])
+            [_, holder] = open_holders([sides[0], (path, "train")])
         except RlkError as error:
-            # Nobody asked for this one: a trainer may be writing it, or have removed it.
+            # The user did not name this checkpoint: a trainer may be writing or removing it.
             warn(f"an earlier checkpoint is left out: {error.message}")
             continue
-        steps.append(Earlier(step_of(path), source))
+        steps.append(Earlier(step_of(path), holder))
     first, second = first.with_head(second), second.with_head(first)
-    steps = [Earlier(e.step, e.source.with_head(first)) for e in steps]
+    steps = [Earlier(e.step, e.holder.with_head(first)) for e in steps]
     low_rank = read_adapter(adapter) if adapter is not None else None
     return Comparer(first, second, steps, low_rank).report(progress)

@@ -1,4 +1,4 @@
-"""Where weights are found: a checkpoint's folder or file, or the run of a live engine."""
+"""The holders of weights: a checkpoint's folder or file, or the run of a live engine."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -20,20 +20,20 @@ EMBEDDING, HEAD = "embed", "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """One holder of weights."""
+class WeightHolder:
+    """One side of a comparison of weights."""
 
     path: str
     kind: str
     """`safetensors`, `distributed checkpoint`, or the engine of a run, e.g. `vllm 0.32.0`."""
     parameters: dict[str, Parameter]
     tied: bool = False
-    """Whether its config says that the head is the embedding."""
+    """Whether its config ties the head to the embedding."""
     head_dim: int = 0
-    """Features of one attention head; 0 where the model's shape is not known."""
+    """The number of features of an attention head; 0 if the model's shape is unknown."""
 
-    def with_head(self, other: "Source") -> "Source":
-        """The same with the embedding as its head, where that is tied and only `other` has one."""
+    def with_head(self, other: "WeightHolder") -> "WeightHolder":
+        """This holder, with its embedding as the tied head if only `other` has a head."""
         if HEAD in self.parameters or HEAD not in other.parameters:
             return self
         embedding = self.parameters.get(EMBEDDING)
@@ -44,7 +44,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """What a path leads to, before the names in it are understood."""
+    """The contents of a path, before its names are mapped to canonical ones."""
 
     path: str
     kind: str
@@ -53,46 +53,48 @@ class Location:
     tensors: list[LazyTensor]
     trace: Trace | None = None
 
-    def source(self, shape: ModelShape | None) -> Source:
-        """The canonical parameters; `shape` is the other side's, for one that does not say."""
+    def holder(self, shape: ModelShape | None) -> WeightHolder:
+        """The holder with canonical parameters; `shape`: that of another side, which is used if
+        this one has no config."""
         known = self.shape or shape
         head_dim = known.head_dim if known else 0
         if self.trace is not None:
             trace = self.trace
             recorded = {n: RecordedParameter(n, trace, w) for n, w in trace.weights.items()}
-            return Source(self.path, self.kind, dict(recorded), self.tied, head_dim)
+            return WeightHolder(self.path, self.kind, dict(recorded), self.tied, head_dim)
         parameters: dict[str, Parameter] = {}
-        # A trainer may store copies, e.g. an average, by longer names: the shortest is the model.
+        # A trainer may store copies, e.g. an average, under longer names: the shortest name is the
+        # model's.
         for tensor in sorted(self.tensors, key=lambda t: t.name.count(".")):
             for piece in pieces(tensor.name, len(tensor.shape), known):
                 name = piece.parameter if piece.parameter not in parameters else tensor.name
                 parameters[name] = StoredParameter(name, tensor, piece)
-        return Source(self.path, self.kind, parameters, self.tied, head_dim)
+        return WeightHolder(self.path, self.kind, parameters, self.tied, head_dim)
 
 
-def open_sources(paths: Iterable[tuple[str, Role]]) -> list[Source]:
-    """Opens several holders of one model's weights; headers are read, and no tensor.
+def open_holders(paths: Iterable[tuple[str, Role]]) -> list[WeightHolder]:
+    """Opens several holders of one model's weights; only headers are read.
 
-    A path comes with the side that is taken of a run that compared two engines. The shape of the
-    model is that of the first that has a config. Raises UsageError for what is neither a checkpoint
-    nor a run, CorruptCheckpoint and CorruptTrace for one that is damaged."""
+    The role of a path selects a side of a run that compared two engines. The first holder with a
+    config determines the model's shape. Raises UsageError for a path that is neither a checkpoint
+    nor a run, CorruptCheckpoint or CorruptTrace for a damaged one."""
     locations = [locate(path, role) for path, role in paths]
     shape = next((x.shape for x in locations if x.shape is not None), None)
     tied = any(x.tied for x in locations if x.shape is not None)
-    return [replace(x, tied=x.tied or (tied and x.shape is None)).source(shape) for x in locations]
+    return [replace(x, tied=x.tied or (tied and x.shape is None)).holder(shape) for x in locations]
 
 
 def locate(path: str, role: Role) -> Location:
-    """Raises as `open_sources` does."""
-    place = Path(path).expanduser()
-    if place.is_dir() and (place / "run.json").is_file():
+    """Finds the weights at a path. Raises the errors of `open_holders`."""
+    found = Path(path).expanduser()
+    if found.is_dir() and (found / "run.json").is_file():
         trace = Trace(Run.open(path).capture_folder(role))
         record = trace.record
         return Location(path, f"{record.engine} {record.version}", record.shape, False, [], trace)
-    if place.is_file() and place.suffix == ".safetensors":
-        return _checkpoint(path, place.parent, "safetensors", read_safetensors(place))
-    if place.is_file():
-        raise ModelError(f"{path} is not a file of weights that can be read", _WANTED)
+    if found.is_file() and found.suffix == ".safetensors":
+        return _checkpoint(path, found.parent, "safetensors", read_safetensors(found))
+    if found.is_file():
+        raise ModelError(f"{path} is not a file of weights that can be read", _SUPPORTED)
     folder = resolve_model(path)
     if (folder / METADATA).is_file():
         return _checkpoint(path, folder, "distributed checkpoint", read_dcp(folder))
@@ -100,7 +102,7 @@ def locate(path: str, role: Role) -> Location:
     return _checkpoint(path, folder, "safetensors", tensors)
 
 
-_WANTED = (
+_SUPPORTED = (
     "give a folder or file of safetensors, a distributed checkpoint (the folder with .metadata), "
     "or a run's folder"
 )
@@ -115,27 +117,26 @@ def _safetensors(folder: Path, path: str) -> list[Path]:
     pickles = [p for pattern in _PICKLES for p in folder.glob(pattern)]
     if pickles:
         raise ModelError(
-            f"{path} holds pickles ({pickles[0].name}), which are not read, because loading a "
+            f"{path} has only pickles ({pickles[0].name}), which are not read, because loading a "
             "pickle runs code",
-            "save it as safetensors, or as a distributed checkpoint, where it was trained "
-            "(Megatron: --ckpt-format torch_dist)",
+            "have the trainer save safetensors or a distributed checkpoint (Megatron: "
+            "--ckpt-format torch_dist)",
         )
     inside = sorted(p.parent.name for p in folder.glob(f"*/{METADATA}"))
-    fix = f"give one of the checkpoints in it: {', '.join(inside)}" if inside else _WANTED
-    raise ModelError(f"{path} holds no weights that can be read", fix)
+    fix = f"give one of the checkpoints in it: {', '.join(inside)}" if inside else _SUPPORTED
+    raise ModelError(f"{path} has no weights that can be read", fix)
 
 
 def _checkpoint(path: str, folder: Path, kind: str, tensors: list[LazyTensor]) -> Location:
-    for place in (folder, folder / "huggingface", folder.parent, folder.parent / "huggingface"):
-        if (place / "config.json").is_file():
-            tied = bool(read_config(place).get("tie_word_embeddings"))
-            return Location(path, kind, _shape(place), tied, tensors)
+    for near in (folder, folder / "huggingface", folder.parent, folder.parent / "huggingface"):
+        if (near / "config.json").is_file():
+            tied = bool(read_config(near).get("tie_word_embeddings"))
+            return Location(path, kind, _shape(near), tied, tensors)
     return Location(path, kind, None, False, tensors)
 
 
 def _shape(folder: Path) -> ModelShape | None:
-    """The model's shape; None where the family is not known: names are then compared as they are
-    stored."""
+    """The model's shape; None for an unknown family, whose stored names are compared."""
     try:
         return read_shape(folder)
     except UsageError:
