@@ -13,10 +13,10 @@ from rlk_align.capture.intervene import intervene, source_of
 from rlk_align.capture.request import TracePlan
 from rlk_align.engines.common.intervention import Intervention, Source
 from rlk_align.model.sites import RowIndex, model_sites
-from rlk_align.probe.effects import Attribution, Contribution
+from rlk_align.probe.attribution_record import Attribution, Contribution
 from rlk_align.probe.graft import GraftedEdge, GraftedEnd, traces_of
 from rlk_align.probe.graph import late_sites
-from rlk_align.probe.units import Unit
+from rlk_align.probe.unit_record import Unit
 from rlk_align.progress import Progress
 from rlk_align.results import SideName
 from rlk_align.trace.reader import PassReader

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from rlk_align.model.sites import RowIndex, Site, model_sites
-from rlk_align.probe.determined import RecordedEnd, determined
-from rlk_align.probe.exact import difference, split
+from rlk_align.probe.determined_rows import RecordedEnd, determined_rows
+from rlk_align.probe.exact_difference import exact_difference, split_difference
 from rlk_align.probe.graft import GraftedEdge
 from rlk_align.probe.graph import UnitGraph, unit_graphs
-from rlk_align.probe.units import Difference, Label, Order, Split, Unit
+from rlk_align.probe.unit_record import Difference, Label, Order, Split, Unit
 from rlk_align.progress import Progress
 from rlk_align.trace.numbered import blocks
 
@@ -133,7 +133,7 @@ def _order(
 ) -> tuple[Order, np.ndarray]:
     """`grafted` on the inputs of `source`; and the rows of it, a mask."""
     expected = walk.index.expected(graph.sites[0], "decode" in walk.edge.name)
-    rows, reason = determined(walk.index, graph, grafted, source, expected)
+    rows, reason = determined_rows(walk.index, graph, grafted, source, expected)
     numbers = np.flatnonzero(rows)
     introduced = np.zeros(len(walk.index), dtype=bool)
     size = np.zeros(len(walk.index))
@@ -171,7 +171,7 @@ def _split(
         from_source = source.captured.values(site.name, some)
         on_source = grafted.cross_grafted.values(site.name, some)
         captured = grafted.captured.values(site.name, some)
-        introduced, inherited, errors = split(from_source, on_source, captured)
+        introduced, inherited, errors = split_difference(from_source, on_source, captured)
         introduced_sums.add(introduced)
         inherited_sums.add(inherited)
         rounding = max(rounding, float(errors.abs().amax()))
@@ -197,12 +197,14 @@ def _interaction(walk: _Walk, graph: UnitGraph, rows: np.ndarray) -> list[Differ
     for site in graph.sites if len(numbers) else ():
         sums, norm = _Sums(), 0.0
         for some in blocks(numbers, site.features, BLOCK_ELEMENTS):
-            forward, _ = difference(
+            forward, _ = exact_difference(
                 walk.first.captured.values(site.name, some),
                 walk.second.cross_grafted.values(site.name, some),
             )
             on_second = walk.second.captured.values(site.name, some)
-            backward, _ = difference(walk.first.cross_grafted.values(site.name, some), on_second)
+            backward, _ = exact_difference(
+                walk.first.cross_grafted.values(site.name, some), on_second
+            )
             sums.add(forward - backward)
             norm += float(on_second.double().square().sum())
         differences.append(sums.over(norm))
@@ -217,7 +219,7 @@ def _distances(walk: _Walk, site: str) -> tuple[np.ndarray, np.ndarray]:
     )
     for some in blocks(numbers, walk.sites[site].features, BLOCK_ELEMENTS):
         a, b = walk.first.captured.values(site, some), walk.second.captured.values(site, some)
-        far[some] = difference(a, b)[0].square().sum(1).numpy()
+        far[some] = exact_difference(a, b)[0].square().sum(1).numpy()
         norm[some] = b.double().square().sum(1).numpy()
     return far, norm
 

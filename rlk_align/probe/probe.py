@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from rlk_align.capture.request import TracePlan
 from rlk_align.errors import ModelError
 from rlk_align.model.edges import EDGE_ENDS
-from rlk_align.probe.amplify import amplification
 from rlk_align.probe.attribute import attribute
 from rlk_align.probe.decompose import decompose
 from rlk_align.probe.graft import graft_passes
+from rlk_align.probe.perturbation import amplification
 from rlk_align.probe.record import ProbedEdge
 from rlk_align.progress import Progress
 from rlk_align.results import EdgeName

@@ -2,8 +2,9 @@
 
 from typing import Literal
 
-from rlk_align.probe.effects import Amplification, Attribution
-from rlk_align.probe.units import Unit
+from rlk_align.probe.attribution_record import Attribution
+from rlk_align.probe.perturbation_record import Amplification
+from rlk_align.probe.unit_record import Unit
 from rlk_align.results import Count, EdgeMetrics, EdgeName, Result, SideName, Size
 
 

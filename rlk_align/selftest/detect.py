@@ -8,8 +8,8 @@ from rlk_align.engines.spec import EngineSpec
 from rlk_align.judge.verdict import Verdict, judge_by, over_budget
 from rlk_align.judge.wording import how_off
 from rlk_align.model.sites import RowIndex, model_sites
+from rlk_align.probe.explain_logprobs import explain_pass
 from rlk_align.probe.referee.referee import referee
-from rlk_align.probe.sampling import explain_pass
 from rlk_align.progress import Progress
 from rlk_align.results import EdgeName, SideName
 from rlk_align.selftest.faults.fault import Fault

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from simulated import FUSED, INDEX, SITES, Values, graft, run, write
 
 from rlk_align.probe.decompose import decompose
-from rlk_align.probe.exact import split
+from rlk_align.probe.exact_difference import split_difference
 from rlk_align.probe.graft import GraftedEdge
-from rlk_align.probe.units import Unit
+from rlk_align.probe.unit_record import Unit
 from rlk_align.trace.values import RecordedRows
 
 
@@ -64,7 +64,7 @@ def test_random_units_and_inputs(
         rows = np.flatnonzero(INDEX.expected(site, decode=False))
         a_a, b_a, b_b, a_b = (v.values(name, rows) for v in values)
         for one, two, three, sign in ((a_a, b_a, b_b, 1), (b_b, a_b, a_a, -1)):
-            introduced, inherited, errors = split(one, two, three)
+            introduced, inherited, errors = split_difference(one, two, three)
             assert (errors == 0).all()
             assert torch.equal(introduced + inherited, sign * (a_a.double() - b_b.double()))
         forward, backward = by_site[name].orders

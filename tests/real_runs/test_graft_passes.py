@@ -11,11 +11,11 @@ from compared import compared
 
 from rlk_align.capture import supervise
 from rlk_align.errors import BadOption
-from rlk_align.probe.amplify import amplification
 from rlk_align.probe.attribute import attribute
 from rlk_align.probe.decompose import decompose
 from rlk_align.probe.graft import GraftedEdge, graft_passes
-from rlk_align.probe.units import Unit
+from rlk_align.probe.perturbation import amplification
+from rlk_align.probe.unit_record import Unit
 from rlk_align.results import EdgeName
 from rlk_align.trace.run import Run
 

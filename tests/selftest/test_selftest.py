@@ -368,7 +368,7 @@ def test_the_exit_code_says_whether_all_is_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: str, code: int
 ) -> None:
     result = _selftest(_detection(seen=seen))
-    monkeypatch.setattr("rlk_align.selftest.run.selftest", lambda *_: result)
+    monkeypatch.setattr("rlk_align.selftest.fault_trials.selftest", lambda *_: result)
     out = tmp_path / "out.json"
     words = ("selftest", "--engines", "hf", "--run-dir", tmp_path / "run")
     ended, said = command(*words, "--output", f"json={out}")

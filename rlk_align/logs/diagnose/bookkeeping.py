@@ -4,7 +4,7 @@ missing log-probs, or log-probs that were stored in fewer bits."""
 import numpy as np
 
 from rlk_align.interval import Estimate, Floats, share
-from rlk_align.logs.diagnose import fills
+from rlk_align.logs.diagnose import fill_values
 from rlk_align.logs.diagnose.advice import diagnosis
 from rlk_align.logs.diagnose.evidence import FARTHEST, Evidence, Indices, Mask
 from rlk_align.logs.diagnose.record import Diagnosis
@@ -94,7 +94,7 @@ def mask_shifted(e: Evidence) -> Diagnosis | None:
         return None
     # The trainer scores every token, whatever the mask. A value that is not finite or above 0 was
     # computed: it is broken, and no sign of a wrong mask.
-    default = np.isfinite(run.rollout) & ~fills.above_zero(run.rollout, e.contract)
+    default = np.isfinite(run.rollout) & ~fill_values.above_zero(run.rollout, e.contract)
     sentinel = e.contract.threshold("missing.sentinel")
     blank = run.rollout_missing | (
         e.filled_sides[0] & default & (np.abs(run.train) <= -sentinel) & run.scored
@@ -164,7 +164,7 @@ def above_zero(e: Evidence) -> Diagnosis | None:
     if not estimate.above(limit):
         return None
     side = " and ".join(name for name, number, _ in sides if number)
-    places = np.flatnonzero(e.run.compared & fills.above_zero(values, e.contract))
+    places = np.flatnonzero(e.run.compared & fill_values.above_zero(values, e.contract))
     found = values[places]
     cause = "they are not of a normalised distribution, or are not log-probs"
     if 2 * count > counts.compared:
@@ -186,7 +186,7 @@ def missing(e: Evidence) -> Diagnosis | None:
     filled = np.zeros(run.tokens, dtype=bool)
     said: list[str] = []
     for side, mask, values in sides:
-        places = np.flatnonzero(mask & ~fills.above_zero(values, e.contract))
+        places = np.flatnonzero(mask & ~fill_values.above_zero(values, e.contract))
         filled[places] = True
         said += _fill_words(e, side, places, values[places])
     null = np.flatnonzero(run.scored & ~run.compared)
@@ -228,7 +228,7 @@ def _have(count: int) -> str:
 
 def _fill_words(e: Evidence, side: str, places: Indices, values: Floats) -> list[str]:
     """The values that a side has in place of log-probs, the most frequent first, in words."""
-    found = [(what, places[of]) for what, of in fills.kinds(values, e.contract) if of.any()]
+    found = [(what, places[of]) for what, of in fill_values.kinds(values, e.contract) if of.any()]
     found.sort(key=lambda x: -len(x[1]))
     return [
         f"{what} from the {side} at {len(at):,} token{'s' if len(at) > 1 else ''}"

@@ -13,7 +13,7 @@ from rlk_align.data import data_path
 from rlk_align.errors import ContractError
 from rlk_align.files import read_text
 from rlk_align.logs.diagnose.record import Name
-from rlk_align.tail import Tail
+from rlk_align.tail import Tail, TailLimit
 from rlk_align.text import complaint
 
 Words = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
@@ -54,7 +54,7 @@ ask the question, or asks it by the limit that was used before."""
 DTYPES: tuple[Dtype, ...] = ("bfloat16", "float16", "float32")
 
 
-class _Limit(BaseModel):
+class _Limit(TailLimit, BaseModel):
     """What limits of a run and of a step have in common."""
 
     model_config = _STRICT
@@ -66,10 +66,6 @@ class _Limit(BaseModel):
     why: Words
     source: Words
     """`published: …`, `measured: …` or `derived: …`."""
-
-    def fail_at(self, tokens: int) -> float:
-        """The bound for the largest value of this many tokens."""
-        return self.fail if self.tail is None else min(self.fail, self.tail.bound(tokens))
 
 
 class RunLimit(_Limit):

@@ -1,8 +1,8 @@
 """The compared tokens of a sample, in flat arrays that the diagnoses compute with.
 
 g is the rollout's log-prob of a token, t the trainer's, d = t − g, p = exp((g + t)/2) and
-q = 1 − p. Healthy numerics make E|d| = c q at every p, so Σ|d| / Σq measures the error of a part of
-the run, whichever tokens are in it.
+q = 1 − p. By the law of healthy noise (`rlk_align.noise`) E|d| is c q at every p, so Σ|d| / Σq
+measures the error of a part of the run, whichever tokens are in the part.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from rlk_align.interval import Estimate, Floats, mean_factor, quotient, ratio
 from rlk_align.logs.diagnose.contract import DTYPES, Dtype, RunContract
-from rlk_align.logs.diagnose.fills import filled_tokens
+from rlk_align.logs.diagnose.fill_values import filled_tokens
 from rlk_align.logs.diagnose.record import Token
 from rlk_align.logs.diagnose.repeats import answers
 from rlk_align.logs.diagnose.sample import Counts
 from rlk_align.logs.dumps.sequences import Sequences
+from rlk_align.noise import excess, scaled_errors
 
 Mask = NDArray[np.bool_]
 Indices = NDArray[np.int64]
@@ -109,9 +110,10 @@ class Evidence:
             return np.where(self.q >= smallest, self.size / self.q, np.nan)
 
     def excess(self, floor: float) -> Floats:
-        """[n]; |d| / q in multiples of c, which counts as `floor` at least."""
-        room = np.maximum(self.q, self.contract.threshold("noise.token-q"))
-        return np.asarray(self.size / room / np.fmax(self.c().value, floor))
+        """[n]; |d| / q in multiples of c, which counts as `floor` where it is less or unknown."""
+        scaled = scaled_errors(self.size, self.q, self.contract.threshold("noise.token-q"))
+        # c is unknown if both sides are sure of every token.
+        return excess(scaled, float(np.nan_to_num(self.c().value)), floor)
 
     @cached_property
     def steps(self) -> Indices:

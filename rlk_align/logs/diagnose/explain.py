@@ -7,11 +7,34 @@ from typing import Literal
 
 from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS
 from rlk_align.interval import DEVIATIONS, UNKNOWN, Estimate
-from rlk_align.logs.diagnose import bookkeeping, law, level, place, prompts
+from rlk_align.logs.diagnose.bookkeeping import (
+    above_zero,
+    low_precision,
+    mask_shifted,
+    misaligned,
+    missing,
+    vacuous,
+)
 from rlk_align.logs.diagnose.contract import Dtype, RunContract
+from rlk_align.logs.diagnose.distributions import (
+    logprob_scaled,
+    temperature,
+    truncation,
+    wrong_token,
+)
+from rlk_align.logs.diagnose.error_positions import packing, rope, turn_boundary
+from rlk_align.logs.diagnose.error_size import (
+    dropout,
+    numerics,
+    quantisation,
+    routing,
+    single_token,
+    stale_weights,
+)
 from rlk_align.logs.diagnose.evidence import Evidence
 from rlk_align.logs.diagnose.record import Diagnosis, Name, Untested
 from rlk_align.logs.diagnose.sample import EMPTY, Counts, RatioSums, gather
+from rlk_align.logs.diagnose.whole_sequences import decode_state, duplicated, stale_cache
 from rlk_align.logs.dumps.sequences import Sequences
 
 Status = Literal["pass", "fail", "inconclusive"]
@@ -24,15 +47,15 @@ Check = Callable[[Evidence], Diagnosis | Untested | None]
 Breach = tuple[str, str, float, float]
 """(Limit, metric, value, the limit's bound)."""
 FAMILIES: tuple[tuple[Check, ...], ...] = (
-    (bookkeeping.misaligned, bookkeeping.mask_shifted),
-    (bookkeeping.above_zero, bookkeeping.missing, bookkeeping.low_precision, prompts.duplicated),
-    (law.wrong_token, law.logprob_scaled, law.temperature, law.truncation),
-    (place.turn_boundary, place.packing, place.rope, prompts.stale_cache),
-    (level.stale_weights, prompts.decode_state),
-    (level.dropout,),
-    (level.routing,),
-    (level.quantisation,),
-    (level.single_token,),
+    (misaligned, mask_shifted),
+    (above_zero, missing, low_precision, duplicated),
+    (wrong_token, logprob_scaled, temperature, truncation),
+    (turn_boundary, packing, rope, stale_cache),
+    (stale_weights, decode_state),
+    (dropout,),
+    (routing,),
+    (quantisation,),
+    (single_token,),
 )
 """The diagnoses in their order: the first one that holds is the verdict. A mismatch that a family
 finds or suspects disturbs the statistics of later families, which are then skipped."""
@@ -90,7 +113,7 @@ def explain(batches: Iterable[Sequences], contract: RunContract, seed: int = 0) 
         )
     if not found:
         doubts += [f"{x.name} is probable: {x.why}" for x in untested if x.suspected]
-        found = [] if doubts else [level.numerics(evidence, mean_ratio)]
+        found = [] if doubts else [numerics(evidence, mean_ratio)]
     if found and found[0].name == "vacuous":
         doubts.append(found[0].why)
     c = evidence.c()
@@ -127,7 +150,7 @@ def explain(batches: Iterable[Sequences], contract: RunContract, seed: int = 0) 
 def _answers(
     e: Evidence, families: Sequence[tuple[Check, ...]]
 ) -> tuple[list[Diagnosis], list[Untested]]:
-    nothing = bookkeeping.vacuous(e)
+    nothing = vacuous(e)
     if nothing is not None:
         return [nothing], []
     found: list[Diagnosis] = []

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rlk_align.interval import share
 from rlk_align.logs.diagnose.contract import RunContract
-from rlk_align.logs.diagnose.fills import impossible
+from rlk_align.logs.diagnose.fill_values import impossible
 from rlk_align.logs.dumps.sequences import Sequences
 
 Mask = NDArray[np.bool_]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from rlk_align.interval import Floats
 from rlk_align.logs.diagnose.contract import RunContract
-from rlk_align.logs.diagnose.fills import ZeroCounts, above_zero, not_finite, sentinels
+from rlk_align.logs.diagnose.fill_values import ZeroCounts, above_zero, not_finite, sentinels
 from rlk_align.logs.diagnose.repeats import answers
 from rlk_align.logs.dumps.sequences import Sequences, join
 from rlk_align.logs.dumps.table import SCHEMA, sequences_of

@@ -14,7 +14,7 @@ from rlk_align.trace.records import Record
 Count = Annotated[int, Field(ge=0)]
 
 
-class Source(Record):
+class SourceFile(Record):
     """A file that was read."""
 
     path: str
@@ -32,7 +32,7 @@ class Manifest(Record):
     """The framework that wrote the dump; None if the format does not say."""
     version: str | None = None
     """The version of the framework or of its format; None if the dump does not say."""
-    sources: tuple[Source, ...]
+    sources: tuple[SourceFile, ...]
     sequences: Count
     tokens: Count
     """Prompts included."""
@@ -58,7 +58,7 @@ class Manifest(Record):
 class Findings:
     """The facts that a reader learns about a dump while it yields the sequences."""
 
-    sources: list[Source] = field(default_factory=list)
+    sources: list[SourceFile] = field(default_factory=list)
     version: str | None = None
     notes: dict[str, None] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)

@@ -5,8 +5,8 @@ clipped, clamped and averaged by sequence as the framework does it. A metric is 
 a third set of log-probs, advantages, or an option that is off by default. A new framework is a
 function and a line in FRAMEWORKS.
 
-Each function names the file that it follows and the commit at which the file was read, in August
-2026. Later versions of a framework may compute something else.
+Each function names the file that it follows and the commit at which the file was read. Later
+versions of a framework may compute something else.
 """
 
 from collections.abc import Callable
@@ -202,7 +202,7 @@ def torchtitan(p: Pairs) -> Metrics:
 
 
 def tinker(p: Pairs) -> Metrics:
-    """tinker: tinker_cookbook/rl/metrics.py; the commit was not recorded."""
+    """tinker-cookbook 1f6561155: tinker_cookbook/rl/metrics.py."""
     return {
         "optim/kl_sample_train_v1": -p.d.mean(),
         "optim/kl_sample_train_v2": (p.d**2).mean() / 2,

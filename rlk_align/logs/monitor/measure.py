@@ -6,11 +6,12 @@ import numpy as np
 
 from rlk_align.interval import Estimate, Moments, ratio
 from rlk_align.logs.diagnose.contract import RunContract
-from rlk_align.logs.diagnose.fills import count_zeros, filled_tokens, not_finite
+from rlk_align.logs.diagnose.fill_values import count_zeros, filled_tokens, not_finite
 from rlk_align.logs.diagnose.repeats import repeats
 from rlk_align.logs.dumps.sequences import UNKNOWN, Sequences
 from rlk_align.logs.monitor.pairs import Floats, Pairs, pairs_of
 from rlk_align.logs.monitor.record import Band, Interval, Spread, StepRecord
+from rlk_align.noise import excess, scaled_errors
 
 CLIP_LOW, CLIP_HIGH = 0.8, 1.2
 """The ratios outside of which `clip_fraction` counts a token."""
@@ -98,13 +99,14 @@ def _noise(values: Floats, pairs: Pairs, power: int) -> Interval | None:
 
 
 def _excess(size: Floats, pairs: Pairs, c: Interval | None, contract: RunContract) -> float | None:
-    """The largest |d| / (1 − p) of a token in multiples of c, by the floor of bf16; None if the
-    contract does not ask."""
+    """The largest |d| / (1 − p) of a token in multiples of c, which counts as the floor of bf16
+    where it is less, or unknown because the rollout is sure of every token. None if the contract
+    does not ask."""
     limit = contract.single_token("bfloat16")
-    if limit is None or limit.floor is None or c is None:
+    if limit is None or limit.floor is None:
         return None
-    room = np.maximum(pairs.q, contract.threshold("noise.token-q"))
-    return float((size / room).max() / np.fmax(c.value, limit.floor))
+    scaled = scaled_errors(size, pairs.q, contract.threshold("noise.token-q"))
+    return float(excess(scaled.max(), 0.0 if c is None else c.value, limit.floor))
 
 
 def _noise_logs(size: Floats, pairs: Pairs, contract: RunContract) -> Spread:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rlk_align.errors import DumpError
-from rlk_align.logs.monitor.lines import GrowingFile
+from rlk_align.logs.monitor.growing_file import GrowingFile
 from rlk_align.logs.monitor.record import Interval, StepRecord
-from rlk_align.logs.monitor.run import RunMonitor
+from rlk_align.logs.monitor.run_monitor import RunMonitor
 
 FIELDS = {
     "ratio": ("sampling_importance_ratio", "behave_imp_weight/avg", "tis"),

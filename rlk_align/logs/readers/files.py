@@ -9,7 +9,7 @@ from typing import Any
 
 from rlk_align.errors import DumpError
 from rlk_align.logs.dumps.batches import Row
-from rlk_align.logs.dumps.manifest import Findings, Source
+from rlk_align.logs.dumps.manifest import Findings, SourceFile
 from rlk_align.logs.readers.values import WrongValue
 from rlk_align.progress import Progress
 from rlk_align.text import short_printable
@@ -28,7 +28,7 @@ CONVERTER = (
 )
 
 
-def opened(path: Path, findings: Findings) -> Source:
+def opened(path: Path, findings: Findings) -> SourceFile:
     """Records a file among the sources. Raises DumpError if it is empty, compressed or a
     pickle."""
     try:
@@ -43,7 +43,7 @@ def opened(path: Path, findings: Findings) -> Source:
         raise DumpError(f"{path} is compressed with gzip", "decompress it first: gunzip FILE")
     if not size:
         raise DumpError(f"{path} is empty", "the framework wrote nothing there: see its log")
-    source = Source(path=str(path), size=size)
+    source = SourceFile(path=str(path), size=size)
     findings.sources.append(source)
     return source
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from rlk_align.logs.dumps.batches import batches
+from rlk_align.logs.dumps.imported_run import ImportedRun
 from rlk_align.logs.dumps.manifest import Findings, Manifest
-from rlk_align.logs.dumps.run import ImportedRun
 from rlk_align.logs.readers.registry import AUTO, detect, files_of, reader, recognised_files
 from rlk_align.progress import Progress, silent
 

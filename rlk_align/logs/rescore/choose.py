@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlk_align.errors import DumpError
-from rlk_align.logs.dumps.run import ImportedRun
+from rlk_align.logs.dumps.imported_run import ImportedRun
 from rlk_align.logs.dumps.sequences import Sequences, join
 
 

@@ -20,6 +20,7 @@ from rlk_align.model.edges import EDGE_ENDS
 from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import OPERATORS
 from rlk_align.model.sites import RowIndex, Site, model_sites
+from rlk_align.probe.explain_logprobs import explain_pass
 from rlk_align.probe.graph import partners
 from rlk_align.probe.referee.experts import as_recorded
 from rlk_align.probe.referee.exponentials import sum_orders
@@ -28,7 +29,6 @@ from rlk_align.probe.referee.reference import Reference, RowTokens
 from rlk_align.probe.referee.rounding import ErrorSums
 from rlk_align.probe.referee.row_choice import choose_rows
 from rlk_align.probe.referee.weights import NotRefereed, OtherWeight
-from rlk_align.probe.sampling import explain_pass
 from rlk_align.progress import Progress
 from rlk_align.results import (
     Comparison,

@@ -9,7 +9,7 @@ from padded import padded
 
 from rlk_align.logs.monitor.frameworks import FRAMEWORKS, framework_metrics
 from rlk_align.logs.monitor.pairs import pairs_of
-from rlk_align.logs.monitor.run import padded_sequences
+from rlk_align.logs.monitor.run_monitor import padded_sequences
 
 G, T, MASK = padded()
 ROWS = [

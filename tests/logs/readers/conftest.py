@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from rlk_align.logs.dumps.imported_run import ImportedRun
 from rlk_align.logs.dumps.manifest import Manifest
-from rlk_align.logs.dumps.run import ImportedRun
 from rlk_align.logs.dumps.sequences import Sequences
 from rlk_align.logs.readers.importing import import_dump
 

@@ -8,9 +8,9 @@ import pytest
 from dump_files import lines
 
 from rlk_align.errors import CorruptTrace, DumpError
-from rlk_align.logs.dumps.run import ImportedRun
-from rlk_align.logs.monitor.run import RunMonitor
-from rlk_align.logs.monitor.source import open_source
+from rlk_align.logs.dumps.imported_run import ImportedRun
+from rlk_align.logs.monitor.run_monitor import RunMonitor
+from rlk_align.logs.monitor.step_sources import open_source
 
 NEMO_RL = {
     "input_lengths": [3],

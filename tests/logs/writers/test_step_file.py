@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from rlk_align.errors import DumpError, TraceNotWritten
-from rlk_align.logs.monitor.run import RunMonitor
-from rlk_align.logs.monitor.source import open_source
+from rlk_align.logs.monitor.run_monitor import RunMonitor
+from rlk_align.logs.monitor.step_sources import open_source
 from rlk_align.logs.writers import step_file
 from rlk_align.logs.writers.batch import Record, batch_records
 from rlk_align.logs.writers.step_file import write_step

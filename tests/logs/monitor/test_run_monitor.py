@@ -14,8 +14,9 @@ from rlk_align.errors import BadOption
 from rlk_align.logs.diagnose.contract import load_run_contract
 from rlk_align.logs.diagnose.explain import explain
 from rlk_align.logs.dumps.sequences import Sequences
+from rlk_align.logs.monitor.export import scalars
 from rlk_align.logs.monitor.record import Interval, StepRecord
-from rlk_align.logs.monitor.run import RunMonitor
+from rlk_align.logs.monitor.run_monitor import RunMonitor
 
 
 def watched(loop: Loop, count: int) -> tuple[RunMonitor, list[StepRecord]]:
@@ -96,6 +97,18 @@ def test_a_growing_version_lag_is_named() -> None:
         )
         found.append("growing-version-lag" in {f.name for f in record.findings})
     assert found == [False] * 9 + [True] * 3
+
+
+def test_one_wrong_token_is_named_where_the_rollout_is_sure_of_every_token() -> None:
+    monitor = RunMonitor()
+    g = np.full((64, 64), 1e-9)  # above 0 by rounding: 1 − p is 0 for every token, and c is unknown
+    t = g.copy()
+    assert not monitor.arrays(0, g, t, np.ones_like(g)).findings
+    t[3, 4] = -1.0
+    record = monitor.arrays(1, g, t, np.ones_like(g))
+    assert record.c is None
+    assert "single-token" in {f.name for f in record.findings}
+    assert scalars(record)["excess"] == record.excess
 
 
 def test_nan_fails_and_nothing_compared_is_no_pass() -> None:

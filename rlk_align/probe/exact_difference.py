@@ -3,7 +3,7 @@
 import torch
 
 
-def difference(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def exact_difference(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x - y in float64, and the rounding error of that: d + error = x - y exactly.
 
     Knuth's TwoSum of x and -y. The error is 0 wherever the exponents lie within 53 bits less the
@@ -17,10 +17,10 @@ def difference(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return d, error.where(torch.isfinite(d), 0.0)
 
 
-def split(
+def split_difference(
     a_on_a: torch.Tensor, b_on_a: torch.Tensor, b_on_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(introduced, inherited, errors `[2, ...]`): the four add up to a_on_a - b_on_b exactly."""
-    introduced, first = difference(a_on_a, b_on_a)
-    inherited, second = difference(b_on_a, b_on_b)
+    introduced, first = exact_difference(a_on_a, b_on_a)
+    inherited, second = exact_difference(b_on_a, b_on_b)
     return introduced, inherited, torch.stack([first, second])

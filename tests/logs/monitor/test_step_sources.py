@@ -8,8 +8,8 @@ import pytest
 from padded import padded
 
 from rlk_align.errors import DumpError
-from rlk_align.logs.monitor.run import RunMonitor
-from rlk_align.logs.monitor.source import open_source
+from rlk_align.logs.monitor.run_monitor import RunMonitor
+from rlk_align.logs.monitor.step_sources import open_source
 
 LENGTH = 10
 

@@ -9,7 +9,7 @@ from rlk_align.text import printable
 
 SCHEMA = "rlk-align/step/1"
 PLAIN = (
-    *("sequences", "tokens", "missing", "not_finite", "mean_abs", "k1", "k2", "ess"),
+    *("sequences", "tokens", "missing", "not_finite", "excess", "mean_abs", "k1", "k2", "ess"),
     *("clip_fraction", "kl_entropy", "outliers", "duplicated"),
     *("version_lag", "version_lag_max", "reward"),
 )

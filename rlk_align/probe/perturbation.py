@@ -11,9 +11,9 @@ from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.errors import BadOption
 from rlk_align.model.sites import RowIndex, Site, model_sites
-from rlk_align.probe.effects import Amplification, Response
 from rlk_align.probe.graft import fused_pairs, traces_of
 from rlk_align.probe.graph import UnitGraph, unit_graphs
+from rlk_align.probe.perturbation_record import Amplification, Response
 from rlk_align.progress import Progress
 from rlk_align.results import SideName
 from rlk_align.trace.reader import PassReader, Trace

@@ -29,7 +29,7 @@ class RecordedEnd:
         return int((there & ~(same & self.self_grafted.present(site))).sum())
 
 
-def determined(
+def determined_rows(
     index: RowIndex,
     graph: UnitGraph,
     grafted: RecordedEnd,

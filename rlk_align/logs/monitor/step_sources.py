@@ -13,14 +13,14 @@ from typing import Protocol
 
 from rlk_align.errors import DumpError
 from rlk_align.logs.dumps.batches import Row, batches
+from rlk_align.logs.dumps.imported_run import ImportedRun
 from rlk_align.logs.dumps.manifest import Findings
 from rlk_align.logs.dumps.record import SCHEMA
-from rlk_align.logs.dumps.run import ImportedRun
 from rlk_align.logs.dumps.table import sequences_of
-from rlk_align.logs.monitor.lines import GrowingFile
+from rlk_align.logs.monitor.growing_file import GrowingFile
 from rlk_align.logs.monitor.metrics_log import MetricsLog
 from rlk_align.logs.monitor.record import StepRecord
-from rlk_align.logs.monitor.run import RunMonitor
+from rlk_align.logs.monitor.run_monitor import RunMonitor
 from rlk_align.logs.readers.base import Reader
 from rlk_align.logs.readers.files import first_object
 from rlk_align.logs.readers.jsonl import row_of_line
@@ -40,7 +40,7 @@ STEP_IN_NAME = {
 """Format -> the pattern of the step in a file's path."""
 
 
-class Source(Protocol):
+class StepSource(Protocol):
     """Steps of one run."""
 
     name: str
@@ -51,7 +51,7 @@ class Source(Protocol):
         ...
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path) -> StepSource:
     """Returns the source for a path. Raises DumpError if it is of no known kind."""
     if not path.exists():
         raise DumpError(f"{path} does not exist", "give a run's folder, or its log of metrics")
@@ -77,7 +77,7 @@ class ImportedSource:
         self._run: ImportedRun | None = ImportedRun.open(self.name)
 
     def poll(self, monitor: RunMonitor, ended: bool) -> Iterator[StepRecord]:
-        """See Source."""
+        """See StepSource."""
         run, self._run = self._run, None
         if run is not None:
             for step, parts in run.steps():
@@ -93,7 +93,7 @@ class FolderSource:
         self._last = -1
 
     def poll(self, monitor: RunMonitor, ended: bool) -> Iterator[StepRecord]:
-        """See Source."""
+        """See StepSource."""
         steps = self._steps()
         newest = max(steps, default=-1)
         for step in sorted(s for s in steps if s > self._last):
@@ -142,7 +142,7 @@ class LinesSource:
         self._rows: list[Row] = []
 
     def poll(self, monitor: RunMonitor, ended: bool) -> Iterator[StepRecord]:
-        """See Source."""
+        """See StepSource."""
         for where, line in self._file.lines(ended):
             try:
                 row = row_of_line(line)

@@ -10,7 +10,7 @@ import torch
 from synthetic import BATCH, draw, keep_logprobs, write_trace
 
 from rlk_align.model.sites import RowIndex
-from rlk_align.probe.sampling import Explanation, explain, explain_pass
+from rlk_align.probe.explain_logprobs import Explanation, explain, explain_pass
 from rlk_align.probe.transformations import Stated, TokenContext
 from rlk_align.trace.reader import Trace
 
@@ -161,7 +161,7 @@ def test_no_row_is_no_explanation() -> None:
 
 
 def test_a_large_vocabulary_goes_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlk_align.probe.sampling.BLOCK_ELEMENTS", 5 * V)
+    monkeypatch.setattr("rlk_align.probe.explain_logprobs.BLOCK_ELEMENTS", 5 * V)
     stated, rows, reported = CASES["temperature twice"]
     explanation = explain(LOGITS, reported, rows, stated)
     assert (explanation.name, explanation.explained) == ("temperature twice", N)
