@@ -1,6 +1,6 @@
-"""Graft passes -> units: which unit introduced a difference, which ones inherited it.
+"""Graft passes -> units: which unit introduced a difference, and which ones inherited it.
 
-n = rows of a block, F = features. Per-row arrays are by row number of the batch.
+Arrays with an entry for each row are indexed by the row number of the batch.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ BLOCK_ELEMENTS = 1 << 20
 
 @dataclass(slots=True)
 class _Sums:
-    """Sums over one difference, block by block."""
+    """The sums of one difference, collected block by block."""
 
     squares: float = 0.0
     largest: float = 0.0
@@ -36,7 +36,7 @@ class _Sums:
         self.elements += d.numel()
 
     def over(self, squares: float) -> Difference:
-        """Relative to a vector of that sum of squares."""
+        """Returns the difference, relative to a vector with this sum of squares."""
         return Difference(
             rms=(self.squares / max(1, self.elements)) ** 0.5,
             rel_l2=(self.squares / squares) ** 0.5 if squares else float(self.squares > 0),
@@ -46,7 +46,7 @@ class _Sums:
 
 @dataclass(slots=True)
 class _Walk:
-    """An edge, while it is walked unit by unit."""
+    """An edge and its recorded passes, while its units are decomposed one by one."""
 
     edge: GraftedEdge
     index: RowIndex
@@ -54,11 +54,11 @@ class _Walk:
     first: RecordedEnd
     second: RecordedEnd
     distances: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
-    """Site -> per row, the square of A(xA) - B(xB) and that of B(xB); NaN where not recorded."""
+    """Site -> for each row, the squares of A(xA) - B(xB) and of B(xB); NaN if not recorded."""
 
 
 def decompose(edge: GraftedEdge, progress: Progress) -> list[Unit]:
-    """The units of an edge in execution order; one that cannot be determined says why."""
+    """Returns the units of an edge in execution order; an undetermined unit has a reason."""
     index = RowIndex(edge.tokens)
     sites = {s.name: s for s in model_sites(edge.shape)}
     walk = _Walk(
@@ -99,8 +99,8 @@ def _hidden(edge: GraftedEdge, site: Site, reason: str) -> Unit:
 def _unit(walk: _Walk, graph: UnitGraph) -> Unit:
     for site in graph.sites:
         walk.distances[site.name] = _distances(walk, site.name)
-    forward, there = _order(walk, graph, walk.second, walk.first)
-    backward, here = _order(walk, graph, walk.first, walk.second)
+    forward, forward_rows = _order(walk, graph, walk.second, walk.first)
+    backward, backward_rows = _order(walk, graph, walk.first, walk.second)
     label, reason = _label(forward, backward)
     return Unit(
         edge=walk.edge.name,
@@ -113,7 +113,7 @@ def _unit(walk: _Walk, graph: UnitGraph) -> Unit:
         label=label,
         reason=reason,
         orders=[forward, backward],
-        interaction=_interaction(walk, graph, there & here),
+        interaction=_interaction(walk, graph, forward_rows & backward_rows),
     )
 
 
@@ -131,7 +131,7 @@ def _label(forward: Order, backward: Order) -> tuple[Label, str]:
 def _order(
     walk: _Walk, graph: UnitGraph, grafted: RecordedEnd, source: RecordedEnd
 ) -> tuple[Order, np.ndarray]:
-    """`grafted` on the inputs of `source`; and the rows of it, a mask."""
+    """Returns the order in which `grafted` reads the inputs of `source`, and its row mask."""
     expected = walk.index.expected(graph.sites[0], "decode" in walk.edge.name)
     rows, reason = determined_rows(walk.index, graph, grafted, source, expected)
     numbers = np.flatnonzero(rows)
@@ -165,7 +165,8 @@ def _split(
     introduced_in: np.ndarray,
     size: np.ndarray,
 ) -> Split:
-    """One output; also marks the rows in which anything was introduced, and how much."""
+    """Splits one output. Also marks the rows in which a difference was introduced, and updates its
+    largest relative size in each row."""
     introduced_sums, inherited_sums, rounding, norm = _Sums(), _Sums(), 0.0, 0.0
     for some in blocks(numbers, site.features, BLOCK_ELEMENTS):
         from_source = source.captured.values(site.name, some)
@@ -212,7 +213,7 @@ def _interaction(walk: _Walk, graph: UnitGraph, rows: np.ndarray) -> list[Differ
 
 
 def _distances(walk: _Walk, site: str) -> tuple[np.ndarray, np.ndarray]:
-    """Per row, the squares of A(xA) - B(xB) and of B(xB); NaN where not recorded."""
+    """For each row, the squares of A(xA) - B(xB) and of B(xB); NaN if not recorded."""
     far, norm = np.full((2, len(walk.index)), np.nan)
     numbers = np.flatnonzero(
         walk.first.captured.has_value(site) & walk.second.captured.has_value(site)

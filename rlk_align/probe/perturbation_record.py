@@ -4,42 +4,42 @@ from rlk_align.results import Count, Result, SideName, Size
 
 
 class Response(Result):
-    """One unit of a perturbed pass."""
+    """The response of one unit in a perturbed pass."""
 
     name: str
-    """The unit's."""
+    """The unit's name."""
     rel_l2: Size
-    """How far its output is from the engine's own: the L2 norm of the difference over that of the
-    output, the largest of its outputs'."""
+    """The distance of its output from the unperturbed one: the L2 norm of the difference over that
+    of the output. If the unit has several outputs, the largest distance counts."""
     inputs_rel_l2: Size
-    """How far its inputs are from the engine's own, likewise."""
+    """The distance of its inputs from the unperturbed ones, measured likewise."""
 
     @property
     def gain(self) -> float | None:
-        """The one over the other; None where its inputs are not perturbed."""
+        """`rel_l2` over `inputs_rel_l2`; None if the inputs are not perturbed."""
         return self.rel_l2 / self.inputs_rel_l2 if self.inputs_rel_l2 else None
 
 
 class Amplification(Result):
-    """An engine's response to a perturbation of its own rounding's size."""
+    """An engine's response to a perturbation of the size of its own rounding."""
 
     side: SideName
     passname: str
     perturbed: str
-    """The site whose every element was moved by some units in the last place, up or down."""
+    """The site of which every element was moved up or down by `ulps` units in the last place."""
     ulps: Count
     seed: int
     rel_l2: Size
-    """The perturbation, relative to the site's value."""
+    """The size of the perturbation, relative to the site's value."""
     responses: list[Response]
-    """The responses of the units that read it, directly or not, in execution order."""
+    """The responses of the units that read the site, directly or not, in execution order."""
     mean_abs_dlogp: Size
     max_abs_dlogp: Size
 
     @property
     def largest(self) -> Response | None:
-        """The largest amplifier: the operator with the largest gain of its own. Log-probs, small
-        where tokens are likely, are what is measured, so they do not count as one."""
+        """The operator with the largest gain of its own. The log-prob does not count: it is small
+        if a token is likely, so its relative difference is large."""
         amplifying = [r for r in self.responses if r.gain is not None and r.name != "logprob"]
         return max(amplifying, key=lambda r: r.gain or 0.0, default=None)
 

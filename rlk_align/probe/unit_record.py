@@ -1,4 +1,4 @@
-"""What the graft passes of one edge say of each unit, as frozen records.
+"""The records of a decomposition: what the graft passes of an edge show about each unit.
 
 A is the edge's first engine, B its second; X(xY) is a unit's output in X on Y's recorded inputs.
 """
@@ -15,51 +15,50 @@ class Difference(Result):
 
     rms: Size
     rel_l2: Size
-    """The difference's L2 norm over that of the output of the engine that is grafted, on its own
-    inputs."""
+    """The L2 norm of the difference over that of the grafted engine's output on its own inputs."""
     max_abs: Size
 
 
 class Split(Result):
-    """One output's difference, split."""
+    """The difference of one output, split into an introduced and an inherited part."""
 
     site: str
     introduced: Difference
     inherited: Difference
     rounding: Size
-    """The largest rounding error of a float64 subtraction here; 0 but for values of very different
-    magnitude. Introduced, inherited and the two errors add up to the observed difference
+    """The largest rounding error of the two float64 subtractions; 0 except for values of very
+    different magnitude. The two parts and the two errors add up to the observed difference
     exactly."""
 
 
 class Order(Result):
-    """One engine grafted with the other's inputs. B grafted: introduced = A(xA) - B(xA), inherited
-    = B(xA) - B(xB). A grafted: introduced = A(xB) - B(xB), inherited = A(xA) - A(xB). Either way
-    they add up to A(xA) - B(xB)."""
+    """One engine grafted with the other's inputs. If B is grafted, introduced = A(xA) - B(xA) and
+    inherited = B(xA) - B(xB). If A is grafted, introduced = A(xB) - B(xB) and inherited = A(xA) -
+    A(xB). In both orders the two add up to A(xA) - B(xB)."""
 
     grafted: SideName
     passname: str
     rows: Count
-    """Rows of which all that is needed is recorded; the figures below are of these."""
+    """Rows whose inputs and outputs were all recorded; the figures below are of these rows."""
     left_out: Count
-    """Rows of which it is not."""
+    """The other expected rows."""
     reason: str
-    """Why rows are left out; empty where none is."""
+    """Why rows are left out; empty if none is."""
     introduced_rows: Count
-    """Rows in which anything was introduced."""
+    """Rows in which a difference was introduced."""
     first: Cell | None
-    """The first of them, by sample and position."""
+    """The first of these rows, by sample and position."""
     largest: Cell | None
-    """Where what was introduced is largest, by its L2 norm over that of the output."""
+    """The row with the largest introduced difference, by its L2 norm over that of the output."""
     splits: list[Split]
-    """One for each output of the unit; empty where there are no rows."""
+    """One for each output of the unit; empty if there are no rows."""
     inputs_rel_l2: Size | None
-    """How far the recorded inputs of the two engines lie apart."""
+    """The relative distance of the two engines' recorded inputs."""
 
     @property
     def gain(self) -> float | None:
-        """Relative size of what is inherited over that of the inputs' difference; None where the
-        inputs are equal."""
+        """The relative size of the inherited difference over that of the inputs' difference; None
+        if the inputs are equal."""
         if not self.splits or not self.inputs_rel_l2:
             return None
         return max(s.inherited.rel_l2 for s in self.splits) / self.inputs_rel_l2
@@ -75,33 +74,34 @@ class Unit(Result):
     region: bool
     layer: Count | None
     op_class: str
-    """The class of the last operator in it."""
+    """The class of its last operator."""
     inputs: list[str]
     """Recorded sites that it reads."""
     label: Label
-    """`introducer`: it gives other outputs on equal inputs, in either order, which is a proof
-    without a threshold. `amplifier`: it introduces nothing, and what it inherits is relatively
-    larger than at its inputs. `clean`: neither. `undetermined`: no order could be determined."""
+    """`introducer`: its outputs differ on equal inputs in at least one order, which is a proof
+    without a threshold. `amplifier`: it introduces nothing, and the inherited difference is
+    relatively larger at its outputs than at its inputs. `clean`: neither. `undetermined`: no order
+    could be determined."""
     reason: str
-    """Why it is undetermined."""
+    """Why the unit is undetermined."""
     orders: list[Order]
     """B grafted, then A grafted."""
     interaction: list[Difference]
-    """The difference of what the two introduced, by output, over rows of both orders: A(xA) - B(xA)
-    - A(xB) + B(xB). Empty where one order is undetermined."""
+    """For each output, the difference between the two orders' introduced differences, over the rows
+    of both: A(xA) - B(xA) - A(xB) + B(xB). Empty if an order is undetermined."""
 
     @property
     def introduced_rows(self) -> int:
-        """Rows in which it introduced, the order with the most."""
+        """Rows in which it introduced a difference, in the order with most of them."""
         return max((o.introduced_rows for o in self.orders), default=0)
 
     @property
     def gain(self) -> float | None:
-        """The larger of the two orders'."""
+        """The larger gain of the two orders."""
         return max((o.gain for o in self.orders if o.gain is not None), default=None)
 
     def part(self, which: Literal["introduced", "inherited"]) -> Difference | None:
-        """The larger of its outputs', relatively, in the first order that was determined."""
+        """The relatively largest part among its outputs, in the first order that was determined."""
         for order in self.orders:
             if order.splits:
                 parts: list[Difference] = [getattr(s, which) for s in order.splits]

@@ -1,4 +1,4 @@
-"""Introduced and inherited add up to what is observed, exactly."""
+"""The introduced and the inherited difference add up to the observed one exactly."""
 
 import math
 

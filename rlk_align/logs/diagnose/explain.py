@@ -58,12 +58,12 @@ FAMILIES: tuple[tuple[Check, ...], ...] = (
     (single_token,),
 )
 """The diagnoses in their order: the first one that holds is the verdict. A mismatch that a family
-finds or suspects disturbs the statistics of later families, which are then skipped."""
+finds or suspects distorts the statistics of later families, which are then skipped."""
 BOOKKEEPING = 2
-"""How many of the families need only few tokens."""
+"""The number of families that need only few tokens."""
 GOES_ON: frozenset[Name] = frozenset({"missing", "low-precision", "duplicated"})
-"""Diagnoses after which later families are still asked, because the tokens that they found are set
-aside, counted once or too slightly wrong to matter."""
+"""Diagnoses after which later families are still tested, because their tokens are excluded, counted
+once, or hardly wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,19 +73,19 @@ class Explanation:
     status: Status
     contract: RunContract
     diagnoses: list[Diagnosis]
-    """The first one is the verdict's, and the others hold too. The list is empty if only the mean
-    ratio is off, or if nothing was concluded."""
+    """The first one is the verdict; the others hold, too. The list is empty if only the mean ratio
+    is off, or if nothing was concluded."""
     counts: Counts
     mean_ratio: Estimate
     """E[ρ] over the whole run."""
     c: Estimate
     sampled: int | None
-    """How many sequences the diagnoses were made from; None means all."""
+    """The number of sequences that the diagnoses are based on; None means all."""
     dtype: Dtype
     doubts: list[str]
-    """The reasons for which nothing can be concluded."""
+    """The reasons why nothing can be concluded."""
     untested: list[Untested]
-    """Mismatches that can be neither found nor ruled out."""
+    """Mismatches that can be neither confirmed nor excluded."""
     breaches: list[Breach]
 
     @property
@@ -100,42 +100,42 @@ def explain(batches: Iterable[Sequences], contract: RunContract, seed: int = 0) 
     counts, mean_ratio = sample.counts, mean_of(sample.ratio)
     evidence = Evidence(sample.kept or EMPTY, counts, contract)
     few = counts.compared < contract.min_tokens
-    # Values in place of log-probs say nothing about a distribution or about noise.
+    # Values in place of log-probs are no evidence about a distribution or about noise.
     unusable = len(evidence.index) < contract.min_tokens
-    found, untested = _answers(evidence, FAMILIES[:BOOKKEEPING] if unusable else FAMILIES)
+    diagnoses, untested = _answers(evidence, FAMILIES[:BOOKKEEPING] if unusable else FAMILIES)
     doubts = []
     if counts.compared and few:
         doubts.append(f"{counts.compared:,} tokens are compared, {contract.min_tokens:,} needed")
-    elif unusable and not found:
+    elif unusable and not diagnoses:
         doubts.append(
-            f"of the tokens that were looked at, {len(evidence.index):,} have log-probs on both "
-            f"sides, {contract.min_tokens:,} needed"
+            f"only {len(evidence.index):,} of the sampled tokens have log-probs on both sides, "
+            f"{contract.min_tokens:,} needed"
         )
-    if not found:
+    if not diagnoses:
         doubts += [f"{x.name} is probable: {x.why}" for x in untested if x.suspected]
-        found = [] if doubts else [numerics(evidence, mean_ratio)]
-    if found and found[0].name == "vacuous":
-        doubts.append(found[0].why)
+        diagnoses = [] if doubts else [numerics(evidence, mean_ratio)]
+    if diagnoses and diagnoses[0].name == "vacuous":
+        doubts.append(diagnoses[0].why)
     c = evidence.c()
     level_limit = contract.limit("quantisation", dtype=evidence.dtype)
-    if found and found[0].name == "numerics" and not c.value <= level_limit:
+    if diagnoses and diagnoses[0].name == "numerics" and not c.value <= level_limit:
         doubts.append(
             f"c is {c.value:.2g}, more than {level_limit:g}, and may be {max(c.low, 0.0):.2g} to "
             f"{c.high:.2g}: the sequences are too few or too different to name a cause"
         )
-        found = []
+        diagnoses = []
     breaches: list[Breach] = [
-        (d.name, d.statistic, d.value, d.limit) for d in found if d.name != "numerics"
+        (d.name, d.statistic, d.value, d.limit) for d in diagnoses if d.name != "numerics"
     ]
     breaches += _ratio_breach(mean_ratio, contract)
-    if breaches and found and found[0].name == "numerics":
-        found = []
+    if breaches and diagnoses and diagnoses[0].name == "numerics":
+        diagnoses = []
     status: Status = "inconclusive" if doubts else "fail" if breaches else "pass"
-    assert doubts or breaches or found, "an explanation says something"
+    assert doubts or breaches or diagnoses, "an explanation says something"
     return Explanation(
         status=status,
         contract=contract,
-        diagnoses=found,
+        diagnoses=diagnoses,
         counts=counts,
         mean_ratio=mean_ratio,
         c=c,
@@ -153,18 +153,18 @@ def _answers(
     nothing = vacuous(e)
     if nothing is not None:
         return [nothing], []
-    found: list[Diagnosis] = []
+    diagnoses: list[Diagnosis] = []
     untested: list[Untested] = []
     for family in families:
         for check in family:
             answer = check(e)
             if isinstance(answer, Diagnosis):
-                found.append(answer)
+                diagnoses.append(answer)
             elif answer is not None:
                 untested.append(answer)
-        if any(d.name not in GOES_ON for d in found) or any(x.suspected for x in untested):
+        if any(d.name not in GOES_ON for d in diagnoses) or any(x.suspected for x in untested):
             break
-    return found, untested
+    return diagnoses, untested
 
 
 def mean_of(sums: RatioSums) -> Estimate:

@@ -16,8 +16,8 @@ def import_dump(
     command: list[str],
     progress: Progress = silent,
 ) -> Manifest:
-    """Reads the dump at these paths and writes it into `folder` as a run. Raises BadOption for an
-    unknown format, and DumpError for a dump that cannot be read."""
+    """Reads the dump at these paths, and writes it to `folder` as a run. Raises BadOption for an
+    unknown format, and DumpError if the dump cannot be read."""
     findings = Findings()
     if format == AUTO:
         chosen = detect(paths)

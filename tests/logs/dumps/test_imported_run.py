@@ -1,4 +1,4 @@
-"""The run that an import writes: found again, told from other runs, and whole or refused."""
+"""Imported runs: they are found, distinguished from other runs, and refused if incomplete."""
 
 import json
 from pathlib import Path

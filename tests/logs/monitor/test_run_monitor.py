@@ -1,4 +1,4 @@
-"""A run that is watched: planted faults are named, and healthy steps are not."""
+"""Monitored runs: planted faults are named, and healthy steps raise no alarm."""
 
 import math
 import tracemalloc
@@ -53,7 +53,7 @@ def test_weights_that_were_never_synced_are_named(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("learning_rate", [2, 32])
 def test_a_healthy_run_raises_no_alarm(seed: int, learning_rate: float) -> None:
-    """With a large learning rate the entropy falls by far, and that is no trend."""
+    """With a large learning rate the entropy falls strongly, which is not a trend."""
     monitor, records = watched(Loop(seed=seed, learning_rate=learning_rate), 150)
     assert not [f for r in records for f in r.findings]
     assert monitor.exit_code == 0
@@ -155,7 +155,7 @@ def test_memory_is_constant_over_10_000_steps() -> None:
     tracemalloc.start()
     for n in range(500, 10_000):
         step(n)
-    # What other threads of this process allocate meanwhile is not the monitor's.
+    # Allocations by other threads of this process do not count.
     own = tracemalloc.Filter(True, "*/rlk_align/*")
     held = tracemalloc.take_snapshot().filter_traces([own]).statistics("filename")
     tracemalloc.stop()

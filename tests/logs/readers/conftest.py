@@ -1,4 +1,4 @@
-"""Sequences, and the run that an import makes of files that hold them."""
+"""Imports files of a test and returns their sequences."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ Import = Callable[..., tuple[Manifest, Sequences]]
 
 @pytest.fixture
 def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Import:
-    """Imports paths below the test's folder, and returns what the run then holds."""
+    """Imports paths below the test's folder, and returns the content of the run."""
     monkeypatch.chdir(tmp_path)
 
     def run(format: str, *paths: str | Path) -> tuple[Manifest, Sequences]:

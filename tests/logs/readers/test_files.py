@@ -1,4 +1,4 @@
-"""What lies around the lines of a dump: encodings, folders of several formats, failed imports."""
+"""Files of a dump: encodings, folders of several formats, failed imports."""
 
 import codecs
 import json

@@ -1,4 +1,4 @@
-"""A step on disk: whole or not there, by one rank or several, and followed while it is written."""
+"""A step on disk: complete or absent, by one rank or several, and followed during the writing."""
 
 import os
 from pathlib import Path
