@@ -38,7 +38,7 @@ class Result(BaseModel):
 
 class TokenNoise(Result):
     """How the Δ of sampled tokens compares with the law of healthy noise, E|Δ| = c · (1 − p), where
-    p is the geometric mean of both sides' probabilities (`compare.token_noise`).
+    p is the geometric mean of both sides' probabilities (`rlk_align.noise`).
 
     An interval is clustered by sequence and four standard deviations wide on each side; its ends
     are NaN where there are too few sequences for one."""

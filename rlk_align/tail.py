@@ -1,7 +1,7 @@
 """The largest value of many, as limits of a maximum state it."""
 
 import math
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -25,3 +25,16 @@ class Tail(BaseModel):
         return self.value + self.scale * max(
             0.0, math.log(max(1, tokens) * (1 - self.quantile) / self.chance)
         )
+
+
+class TailLimit:
+    """A limit whose bound may depend on the number of tokens."""
+
+    if TYPE_CHECKING:
+        fail: float
+        tail: Tail | None
+
+    def fail_at(self, tokens: int) -> float:
+        """The bound for this many tokens: `fail`, or what their largest value may reach, whichever
+        is less."""
+        return self.fail if self.tail is None else min(self.fail, self.tail.bound(tokens))

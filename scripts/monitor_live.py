@@ -16,7 +16,7 @@ from rl_loop import Rollout, Tasks, Trainer, lines
 
 from rlk_align.files import whole_file
 from rlk_align.logs.monitor.record import StepRecord
-from rlk_align.logs.monitor.run import RunMonitor
+from rlk_align.logs.monitor.run_monitor import RunMonitor
 
 PROMPTS = 4
 RATE = 2e-4

@@ -12,7 +12,7 @@ from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
 from rlk_align.logs.diagnose.contract import RUN_CONTRACT, RunContract, load_run_contract
 from rlk_align.logs.diagnose.explain import explain
-from rlk_align.logs.dumps.run import ImportedRun
+from rlk_align.logs.dumps.imported_run import ImportedRun
 from rlk_align.logs.readers.importing import import_dump
 from rlk_align.logs.readers.registry import AUTO
 from rlk_align.logs.rescore.batch import check_fits, prompts_of, token_batch

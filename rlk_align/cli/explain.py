@@ -25,7 +25,7 @@ def explain(
     concluded.
     """
     from rlk_align.logs.diagnose.explain import explain as explain_run
-    from rlk_align.logs.dumps.run import ImportedRun
+    from rlk_align.logs.dumps.imported_run import ImportedRun
     from rlk_align.report.document_terminal import show_document
     from rlk_align.report.explained import explained_document
     from rlk_align.report.explained_json import explained_json

@@ -21,7 +21,7 @@ from rlk_align.report.steps_terminal import finding_lines, steps_table
 from rlk_align.text import line
 
 if TYPE_CHECKING:
-    from rlk_align.logs.monitor.run import RunMonitor
+    from rlk_align.logs.monitor.run_monitor import RunMonitor
 
 SHOWN = 20
 """Steps of the live table."""
@@ -58,8 +58,8 @@ def monitor(
     Steps are read while the run writes them. With --once the exit code is 0 where every step keeps
     the limits, 1 where one does not, and 4 where nothing was compared.
     """
-    from rlk_align.logs.monitor.run import RunMonitor
-    from rlk_align.logs.monitor.source import open_source
+    from rlk_align.logs.monitor.run_monitor import RunMonitor
+    from rlk_align.logs.monitor.step_sources import open_source
 
     outputs = parse_outputs(output, FORMATS)
     if len({path.absolute() for path in paths}) < len(paths):

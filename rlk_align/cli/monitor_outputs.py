@@ -8,8 +8,8 @@ from typing import Any, TextIO
 
 from rlk_align.cli.outputs import OutputTarget, write_text
 from rlk_align.errors import MissingDependency, TraceNotWritten
+from rlk_align.logs.monitor.export import json_line, prometheus, scalars
 from rlk_align.logs.monitor.history import History
-from rlk_align.logs.monitor.output import json_line, prometheus, scalars
 from rlk_align.logs.monitor.record import StepRecord
 
 FORMATS = ("jsonl", "prometheus", "html", "tensorboard", "wandb")

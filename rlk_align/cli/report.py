@@ -20,7 +20,7 @@ from rlk_align.trace.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from rlk_align.logs.diagnose.contract import RunContract
-    from rlk_align.logs.dumps.run import ImportedRun
+    from rlk_align.logs.dumps.imported_run import ImportedRun
     from rlk_align.logs.monitor.history import History
 
 report = typer.Typer(no_args_is_help=True, help="Write a run's findings in a format for people.")
@@ -56,7 +56,7 @@ def _imported_html(runs: list[str], out: Path, contract: str) -> None:
     Raises BadOption where one is a run of engines."""
     from rlk_align.logs.diagnose.contract import load_run_contract
     from rlk_align.logs.diagnose.explain import explain
-    from rlk_align.logs.dumps.run import ImportedRun
+    from rlk_align.logs.dumps.imported_run import ImportedRun
     from rlk_align.report.explained import explained_document
     from rlk_align.report.html.document import document_page
     from rlk_align.report.html.steps import run_steps, steps_page
@@ -76,7 +76,7 @@ def _imported_html(runs: list[str], out: Path, contract: str) -> None:
 def _history(run: "ImportedRun", limits: "RunContract") -> "History":
     """The run's steps, each held to its limits; none where the dump says no step."""
     from rlk_align.logs.monitor.history import History
-    from rlk_align.logs.monitor.run import RunMonitor
+    from rlk_align.logs.monitor.run_monitor import RunMonitor
 
     history = History()
     monitor = RunMonitor(limits, on_step=history.add)
@@ -89,7 +89,7 @@ def _imported_markdown(name: str, out: str, contract: str) -> None:
     """Writes what was explained of an imported run."""
     from rlk_align.logs.diagnose.contract import load_run_contract
     from rlk_align.logs.diagnose.explain import explain
-    from rlk_align.logs.dumps.run import ImportedRun
+    from rlk_align.logs.dumps.imported_run import ImportedRun
     from rlk_align.report.document_markdown import document_markdown
     from rlk_align.report.explained import explained_document
 

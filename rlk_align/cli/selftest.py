@@ -71,8 +71,8 @@ def selftest(
     fitting = given.fitting(checked, run, options.warn)
     fitting.save()
 
+    from rlk_align.selftest.fault_trials import SelfTestRequest, selftest
     from rlk_align.selftest.record import CleanPair, Detection
-    from rlk_align.selftest.run import SelfTestRequest, selftest
     from rlk_align.selftest.table import lines
 
     request = SelfTestRequest(

@@ -1,13 +1,9 @@
-"""The law of healthy noise of tokens: E|Δ| = c · (1 − p), one c for all tokens of two engines.
-
-Rounding and summation order move the logits by about as much for every token. To first order Δ is
-Σ (δ_ij − p_j) dz_j, which is in proportion to 1 − p, so that c depends on the engines and the model
-and not on how sure the model is of its tokens. `diagnose.evidence` puts the same law to dumps.
-"""
+"""The noise of an edge's sampled tokens, by the law of healthy noise (`rlk_align.noise`)."""
 
 import numpy as np
 
 from rlk_align.interval import Estimate, Floats, ratio
+from rlk_align.noise import scaled_errors
 from rlk_align.results import TokenNoise
 
 LEAST_ROOM = 0.01
@@ -26,7 +22,6 @@ def token_noise(first: Floats, second: Floats, sequence: np.ndarray) -> TokenNoi
     with np.errstate(invalid="ignore", over="ignore"):
         size = np.abs(second - first)
         room = np.maximum(-np.expm1((first + second) / 2), 0.0)
-        scaled = size / np.maximum(room, LEAST_ROOM)
         c = _known(ratio(sums(size), sums(room))) if size.any() else Estimate(0.0, 0.0, 0.0)
         mean_ratio = _known(ratio(sums(np.exp(second - first)), sums(np.ones_like(size))))
     return TokenNoise(
@@ -37,7 +32,7 @@ def token_noise(first: Floats, second: Floats, sequence: np.ndarray) -> TokenNoi
         c_high=c.high,
         ratio_low=mean_ratio.low,
         ratio_high=mean_ratio.high,
-        largest=float(scaled.max()),
+        largest=float(scaled_errors(size, room, LEAST_ROOM).max()),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from rlk_align.errors import ContractError
 from rlk_align.judge.budgets import bounds_of, budget_of
 from rlk_align.judge.contract import LAW_METRICS, STATISTICS, Contract, Limit, Waiver
+from rlk_align.noise import excess
 from rlk_align.results import (
     Comparison,
     EdgeMetrics,
@@ -172,7 +173,7 @@ def edge_value(limit: Limit, metrics: EdgeMetrics) -> tuple[float, float | None]
         value = metrics.ratio_mean_error
         return value, _or(max(noise.ratio_low - 1, 1 - noise.ratio_high, 0.0), 0.0)
     assert limit.floor is not None
-    return noise.largest / max(noise.c, limit.floor), None
+    return excess(noise.largest, noise.c, limit.floor), None
 
 
 def _or(low: float, value: float) -> float:

@@ -45,7 +45,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StringConstraint
 
 from rlk_align.model.operators import OPERATORS, OpClass
 from rlk_align.results import EdgeName
-from rlk_align.tail import Tail
+from rlk_align.tail import Tail, TailLimit
 
 RawMetric = Literal[
     "max_abs_dlogp",
@@ -81,7 +81,7 @@ _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
 """No conversions: `fail = "0.5"` and `fail = true` are not numbers."""
 
 
-class Limit(BaseModel):
+class Limit(TailLimit, BaseModel):
     """One bound. A value above `fail`, or a NaN, breaks it; one above `warn` is reported."""
 
     model_config = _STRICT
@@ -127,10 +127,6 @@ class Limit(BaseModel):
     def judges(self, edge: EdgeName, tokens: int) -> bool:
         """Whether it applies to an edge of this many tokens."""
         return tokens >= self.min_tokens and (self.edges is None or edge in self.edges)
-
-    def fail_at(self, tokens: int) -> float:
-        """What this many tokens may reach."""
-        return self.fail if self.tail is None else min(self.fail, self.tail.bound(tokens))
 
     def covers(self, site: str, op_class: str) -> bool:
         """Whether it applies to that site."""

@@ -1,1 +1,1 @@
-"""The logs of a training run: read, written, explained, scored again by engines, and watched."""
+"""The logs of a training run: reading, writing, explaining, rescoring and monitoring them."""

@@ -1,1 +1,1 @@
-"""What lies behind a difference: who introduced it, which side is off, and does it matter."""
+"""The causes of a difference: which unit introduced it, which side is off, and its effect."""

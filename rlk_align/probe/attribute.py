@@ -1,8 +1,9 @@
 """Attribution: what each introducer contributes to the difference of the log-probs.
 
-A is the edge's first engine, B its second, and what a unit introduced is A(xA) - B(xA). Put into B
-at that unit alone, and run on to the log-probs, it is the first to come; taken out of A alone, it
-is the last. Layers first, then the units of those that matter.
+A is the edge's first engine, B its second, and a unit introduces the difference A(xA) - B(xA). Its
+contribution is measured twice: as the first one, by adding the difference to B at that unit alone,
+and as the last one, by removing it from A alone. Layers are measured first, then the units of the
+layers that matter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,10 +14,10 @@ from rlk_align.capture.intervene import intervene, source_of
 from rlk_align.capture.request import TracePlan
 from rlk_align.engines.common.intervention import Intervention, RecordedPass
 from rlk_align.model.sites import RowIndex, model_sites
-from rlk_align.probe.effects import Attribution, Contribution
+from rlk_align.probe.attribution_record import Attribution, Contribution
 from rlk_align.probe.graft import GraftedEdge, GraftedEnd, traces_of
 from rlk_align.probe.graph import late_sites
-from rlk_align.probe.units import Unit
+from rlk_align.probe.unit_record import Unit
 from rlk_align.progress import Progress
 from rlk_align.results import SideName
 from rlk_align.trace.reader import PassReader
@@ -24,10 +25,11 @@ from rlk_align.trace.run import Run
 from rlk_align.trace.values import RecordedRows
 
 OPENED = 0.8
-"""Layers are looked into, the largest first, until they hold this share of the contributions."""
+"""The units of the largest layers are measured, of as many layers as have this share of the
+contributions."""
 
 Groups = Mapping[str, Sequence[Unit]]
-"""Name -> units whose differences are put in, or taken out, together."""
+"""Name -> units whose differences are added or removed together."""
 EVERYTHING = "everything"
 
 
@@ -38,10 +40,10 @@ def attribute(
     progress: Progress,
     plan: TracePlan | None = None,
 ) -> Attribution:
-    """The contributions of an edge's introducers: `units` as `decompose` gives them.
+    """Returns the contributions of an edge's introducers; `units` are those of `decompose`.
 
-    Two forwards, one of each engine, for each layer that introduces anything, and for each
-    introducer in the layers that matter. Says how many, and about how long, before it starts.
+    Each layer that introduces a difference, and each introducer in the layers that matter, takes a
+    forward of each engine. Their number and an estimate of their time are reported first.
     """
     forwards = _Forwards(run, edge, plan or TracePlan(), progress)
     introducers = [u for u in units if u.orders and u.orders[0].introduced_rows]
@@ -67,7 +69,7 @@ def attribute(
 
 
 def _by_layer(units: Sequence[Unit]) -> dict[str, list[Unit]]:
-    """Groups units by layer; a unit outside the layers stands for itself."""
+    """Groups units by layer; a unit outside of the layers is a group of its own."""
     groups: dict[str, list[Unit]] = {}
     for unit in units:
         groups.setdefault(unit.name if unit.layer is None else f"layers.{unit.layer}", []).append(
@@ -77,7 +79,7 @@ def _by_layer(units: Sequence[Unit]) -> dict[str, list[Unit]]:
 
 
 def _largest(layers: Sequence[Contribution]) -> list[Contribution]:
-    """Returns the layers that hold most of the contributions."""
+    """Returns the layers with most of the contributions."""
     total = sum(c.mean_abs for c in layers)
     chosen: list[Contribution] = []
     for c in sorted(layers, key=lambda c: -c.mean_abs):
@@ -88,7 +90,7 @@ def _largest(layers: Sequence[Contribution]) -> list[Contribution]:
 
 
 def _logprob_contribution(forwards: "_Forwards", introducers: Sequence[Unit]) -> list[Contribution]:
-    """The log-prob is the last unit: what it introduced is its contribution."""
+    """The log-prob is the last unit, so the difference that it introduces is its contribution."""
     if not any(u.sites == ["logprob"] for u in introducers):
         return []
     b_on_a = forwards.logprob(forwards.edge.second.cross_grafted)
@@ -97,7 +99,7 @@ def _logprob_contribution(forwards: "_Forwards", introducers: Sequence[Unit]) ->
 
 
 class _Forwards:
-    """Forwards of both engines with some introduced differences put in, or taken out."""
+    """Forwards of both engines with some introduced differences added or removed."""
 
     def __init__(self, run: Run, edge: GraftedEdge, plan: TracePlan, progress: Progress) -> None:
         self.run, self.edge, self.plan, self.progress = run, edge, plan, progress
@@ -113,7 +115,7 @@ class _Forwards:
         return values[:, 0].double().numpy()
 
     def contributions(self, groups: Groups) -> list[Contribution]:
-        """Measures what each group contributes alone."""
+        """Measures the contribution of each group alone."""
         self._announce(len(groups))
         recorded = (self.edge.first.captured, self.edge.second.cross_grafted)
         a_on_a, b_on_a = map(source_of, recorded)
@@ -145,7 +147,7 @@ class _Forwards:
     def _run(
         self, asked: list[tuple[GraftedEnd, dict[tuple[str, str], Intervention]]]
     ) -> dict[tuple[str, str], PassReader]:
-        """Runs each engine once, also where it is at both ends."""
+        """Starts each engine once, even if it is at both ends."""
         sides: dict[SideName, dict[str, tuple[str, Intervention]]] = {}
         for end, interventions in asked:
             wanted = {"/".join(key): (end.passname, i) for key, i in interventions.items()}

@@ -1,6 +1,6 @@
-"""Graft passes -> units: which unit introduced a difference, which ones inherited it.
+"""Graft passes -> units: which unit introduced a difference, and which ones inherited it.
 
-n = rows of a block, F = features. Per-row arrays are by row number of the batch.
+Arrays with an entry for each row are indexed by the row number of the batch.
 """
 
 from dataclasses import dataclass, field
@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from rlk_align.model.sites import RowIndex, Site, model_sites
-from rlk_align.probe.determined import RecordedEnd, determined
-from rlk_align.probe.exact import difference, split
+from rlk_align.probe.determined_rows import RecordedEnd, determined_rows
+from rlk_align.probe.exact_difference import exact_difference, split_difference
 from rlk_align.probe.graft import GraftedEdge
 from rlk_align.probe.graph import UnitGraph, unit_graphs
-from rlk_align.probe.units import Difference, Label, Order, Split, Unit
+from rlk_align.probe.unit_record import Difference, Label, Order, Split, Unit
 from rlk_align.progress import Progress
 from rlk_align.trace.numbered import blocks
 
@@ -23,7 +23,7 @@ BLOCK_ELEMENTS = 1 << 20
 
 @dataclass(slots=True)
 class _Sums:
-    """Sums over one difference, block by block."""
+    """The sums of one difference, collected block by block."""
 
     squares: float = 0.0
     largest: float = 0.0
@@ -36,7 +36,7 @@ class _Sums:
         self.elements += d.numel()
 
     def over(self, squares: float) -> Difference:
-        """Relative to a vector of that sum of squares."""
+        """Returns the difference, relative to a vector with this sum of squares."""
         return Difference(
             rms=(self.squares / max(1, self.elements)) ** 0.5,
             rel_l2=(self.squares / squares) ** 0.5 if squares else float(self.squares > 0),
@@ -46,7 +46,7 @@ class _Sums:
 
 @dataclass(slots=True)
 class _Walk:
-    """An edge, while it is walked unit by unit."""
+    """An edge and its recorded passes, while its units are decomposed one by one."""
 
     edge: GraftedEdge
     index: RowIndex
@@ -54,11 +54,11 @@ class _Walk:
     first: RecordedEnd
     second: RecordedEnd
     distances: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
-    """Site -> per row, the square of A(xA) - B(xB) and that of B(xB); NaN where not recorded."""
+    """Site -> for each row, the squares of A(xA) - B(xB) and of B(xB); NaN if not recorded."""
 
 
 def decompose(edge: GraftedEdge, progress: Progress) -> list[Unit]:
-    """The units of an edge in execution order; one that cannot be determined says why."""
+    """Returns the units of an edge in execution order; an undetermined unit has a reason."""
     index = RowIndex(edge.tokens)
     sites = {s.name: s for s in model_sites(edge.shape)}
     walk = _Walk(
@@ -99,8 +99,8 @@ def _hidden(edge: GraftedEdge, site: Site, reason: str) -> Unit:
 def _unit(walk: _Walk, graph: UnitGraph) -> Unit:
     for site in graph.sites:
         walk.distances[site.name] = _distances(walk, site.name)
-    forward, there = _order(walk, graph, walk.second, walk.first)
-    backward, here = _order(walk, graph, walk.first, walk.second)
+    forward, forward_rows = _order(walk, graph, walk.second, walk.first)
+    backward, backward_rows = _order(walk, graph, walk.first, walk.second)
     label, reason = _label(forward, backward)
     return Unit(
         edge=walk.edge.name,
@@ -113,7 +113,7 @@ def _unit(walk: _Walk, graph: UnitGraph) -> Unit:
         label=label,
         reason=reason,
         orders=[forward, backward],
-        interaction=_interaction(walk, graph, there & here),
+        interaction=_interaction(walk, graph, forward_rows & backward_rows),
     )
 
 
@@ -131,9 +131,9 @@ def _label(forward: Order, backward: Order) -> tuple[Label, str]:
 def _order(
     walk: _Walk, graph: UnitGraph, grafted: RecordedEnd, source: RecordedEnd
 ) -> tuple[Order, np.ndarray]:
-    """`grafted` on the inputs of `source`; and the rows of it, a mask."""
+    """Returns the order in which `grafted` reads the inputs of `source`, and its row mask."""
     expected = walk.index.expected(graph.sites[0], "decode" in walk.edge.name)
-    rows, reason = determined(walk.index, graph, grafted, source, expected)
+    rows, reason = determined_rows(walk.index, graph, grafted, source, expected)
     numbers = np.flatnonzero(rows)
     introduced = np.zeros(len(walk.index), dtype=bool)
     size = np.zeros(len(walk.index))
@@ -165,13 +165,14 @@ def _split(
     introduced_in: np.ndarray,
     size: np.ndarray,
 ) -> Split:
-    """One output; also marks the rows in which anything was introduced, and how much."""
+    """Splits one output. Also marks the rows in which a difference was introduced, and updates its
+    largest relative size in each row."""
     introduced_sums, inherited_sums, rounding, norm = _Sums(), _Sums(), 0.0, 0.0
     for some in blocks(numbers, site.features, BLOCK_ELEMENTS):
         from_source = source.captured.values(site.name, some)
         on_source = grafted.cross_grafted.values(site.name, some)
         captured = grafted.captured.values(site.name, some)
-        introduced, inherited, errors = split(from_source, on_source, captured)
+        introduced, inherited, errors = split_difference(from_source, on_source, captured)
         introduced_sums.add(introduced)
         inherited_sums.add(inherited)
         rounding = max(rounding, float(errors.abs().amax()))
@@ -197,12 +198,14 @@ def _interaction(walk: _Walk, graph: UnitGraph, rows: np.ndarray) -> list[Differ
     for site in graph.sites if len(numbers) else ():
         sums, norm = _Sums(), 0.0
         for some in blocks(numbers, site.features, BLOCK_ELEMENTS):
-            forward, _ = difference(
+            forward, _ = exact_difference(
                 walk.first.captured.values(site.name, some),
                 walk.second.cross_grafted.values(site.name, some),
             )
             on_second = walk.second.captured.values(site.name, some)
-            backward, _ = difference(walk.first.cross_grafted.values(site.name, some), on_second)
+            backward, _ = exact_difference(
+                walk.first.cross_grafted.values(site.name, some), on_second
+            )
             sums.add(forward - backward)
             norm += float(on_second.double().square().sum())
         differences.append(sums.over(norm))
@@ -210,14 +213,14 @@ def _interaction(walk: _Walk, graph: UnitGraph, rows: np.ndarray) -> list[Differ
 
 
 def _distances(walk: _Walk, site: str) -> tuple[np.ndarray, np.ndarray]:
-    """Per row, the squares of A(xA) - B(xB) and of B(xB); NaN where not recorded."""
+    """For each row, the squares of A(xA) - B(xB) and of B(xB); NaN if not recorded."""
     far, norm = np.full((2, len(walk.index)), np.nan)
     numbers = np.flatnonzero(
         walk.first.captured.has_value(site) & walk.second.captured.has_value(site)
     )
     for some in blocks(numbers, walk.sites[site].features, BLOCK_ELEMENTS):
         a, b = walk.first.captured.values(site, some), walk.second.captured.values(site, some)
-        far[some] = difference(a, b)[0].square().sum(1).numpy()
+        far[some] = exact_difference(a, b)[0].square().sum(1).numpy()
         norm[some] = b.double().square().sum(1).numpy()
     return far, norm
 

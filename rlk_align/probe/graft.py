@@ -1,7 +1,7 @@
-"""Graft passes: each engine of a run once more, on the other's recorded inputs and on its own.
+"""Graft passes: each engine of a run computes again, on the other's recorded inputs and on its own.
 
-At every site the recorded value overwrites the live one once that has been recorded, so that one
-forward gives each unit's output on recorded inputs. Called X(xY): engine X on Y's inputs.
+At every site the live value is recorded and then overwritten by the recorded one, so one forward
+gives each unit's output on recorded inputs. X(xY) is engine X on Y's inputs.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,21 +28,21 @@ End = tuple[SideName, str]
 
 @dataclass(frozen=True, slots=True)
 class GraftedEnd:
-    """One end of an edge: engine X in one of its passes, Y being the other end."""
+    """One end of an edge: engine X in one of its passes. Y is the engine at the other end."""
 
     side: SideName
     passname: str
     captured: PassReader
     """X(xX), as captured."""
     self_grafted: PassReader
-    """X(xX) by a graft pass: valid where it reproduces the capture bit for bit."""
+    """X(xX) in a graft pass. X(xY) is valid only if this pass reproduces the capture bitwise."""
     cross_grafted: PassReader
     """X(xY)."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraftedEdge:
-    """An edge with all that its decomposition needs."""
+    """An edge with its graft passes."""
 
     name: EdgeName
     first: GraftedEnd
@@ -50,11 +50,11 @@ class GraftedEdge:
     tokens: TokenBatch
     shape: ModelShape
     fused: frozenset[tuple[str, str]]
-    """Pairs of operators that one of the run's engines computes as one."""
+    """Pairs of operators that one of the run's engines fuses."""
 
 
 def traces_of(run: Run) -> dict[SideName, Trace]:
-    """Both sides of a finished comparison. Raises BadOption for a run that compared nothing."""
+    """Returns both sides of a finished comparison. Raises BadOption for a single capture."""
     if not run.record.judged:
         raise BadOption(
             f"{run.folder} is a single capture: there is nothing to probe",
@@ -67,7 +67,7 @@ def traces_of(run: Run) -> dict[SideName, Trace]:
 
 
 def check_alike(run: Run, traces: Mapping[SideName, Trace]) -> None:
-    """Raises BadOption where the sides' rows or features are not each other's."""
+    """Raises BadOption if the sides differ in their token ids or in their sites' shapes."""
     rollout, train = traces["rollout"], traces["train"]
     ids = [[s.ids for s in t.tokens.samples] for t in (rollout, train)]
     differs = {
@@ -84,18 +84,18 @@ def check_alike(run: Run, traces: Mapping[SideName, Trace]) -> None:
 
 
 def fused_pairs(traces: Iterable[Trace]) -> frozenset[tuple[str, str]]:
-    """Pairs of operators that one of these engines computes as one."""
+    """Returns the pairs of operators that one of these engines fuses."""
     return frozenset(pair for t in traces for pair in engine_info(t.record.engine).fused)
 
 
 def graft_passes(
     run: Run, edges: Sequence[EdgeName], progress: Progress, plan: TracePlan | None = None
 ) -> list[GraftedEdge]:
-    """The graft passes of these edges, each engine in one process of its own; those that are there
-    already are taken as they are. Two forwards an engine for one edge, at most six for all.
+    """Returns the graft passes of these edges. Each engine runs in one process; passes that exist
+    already are reused. An engine needs two forwards for one edge, and at most six for all.
 
-    Raises BadOption where the run lacks a pass of an edge, MissingDependency or ModelError where
-    an engine or a model of the run is not here, and what the engines raise.
+    Raises BadOption if the run lacks a pass of an edge, MissingDependency or ModelError if an
+    engine or a model of the run is not on this machine, and what the engines raise.
     """
     traces = traces_of(run)
     for edge in edges:
@@ -133,7 +133,7 @@ def graft_passes(
 
 
 def _pairs(edges: Sequence[EdgeName], side: SideName) -> list[tuple[End, End]]:
-    """Lists which pass of one engine is run on the recorded inputs of which."""
+    """Lists (pass of this engine, pass whose recorded inputs it reads)."""
     pairs: dict[tuple[End, End], None] = {}
     for edge in edges:
         one, two = EDGE_ENDS[edge]

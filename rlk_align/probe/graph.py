@@ -1,7 +1,7 @@
-"""The units of one comparison: which outputs are computed as one, and from which recorded inputs.
+"""The units of one comparison: the outputs that are computed together, and their recorded inputs.
 
-An operator is a unit. Two that an engine computes as one are a region, and one unit; what an
-engine cannot show is inside the units that read it.
+An operator is a unit. Two operators that an engine fuses are a region, which is one unit. An
+operator that an engine cannot show is part of the units that read its output.
 """
 
 from collections.abc import Collection, Iterable
@@ -12,16 +12,16 @@ from rlk_align.model.sites import Site
 
 @dataclass(frozen=True, slots=True)
 class UnitGraph:
-    """An operator, or a region of several, with what it reads."""
+    """An operator, or a region of two operators, with the sites that it reads."""
 
     name: str
-    """The site's, or a region's: `layers.3.attn_residual+mlp_norm`."""
+    """The name of the site or of the region, e.g. `layers.3.attn_residual+mlp_norm`."""
     sites: tuple[Site, ...]
     """The unit's outputs that both engines show."""
     inputs: tuple[str, ...]
-    """Sites whose row p it reads for its own row p."""
+    """Sites of which the unit reads row p for its own row p."""
     prefix_inputs: tuple[str, ...]
-    """Sites of which it reads every row up to and including p."""
+    """Sites of which the unit reads every row up to and including p."""
 
     @property
     def is_region(self) -> bool:
@@ -31,10 +31,10 @@ class UnitGraph:
 def unit_graphs(
     sites: Iterable[Site], fused: Collection[tuple[str, str]], hidden: Collection[str]
 ) -> list[UnitGraph]:
-    """The units in execution order.
+    """Returns the units in execution order.
 
-    `fused`: pairs of operators that one of the engines computes as one; `hidden`: sites that one
-    of them cannot show.
+    `fused`: pairs of operators that one of the engines fuses; `hidden`: sites that one of the
+    engines cannot show.
     """
     graph = {s.name: s for s in sites}
     partner = partners(graph, fused)
@@ -63,12 +63,13 @@ def unit_graphs(
 
 
 def late_sites(sites: Iterable[Site], fused: Collection[tuple[str, str]]) -> tuple[str, ...]:
-    """The first operator of each region: inside of it, for what the second reads."""
+    """Returns the first operator of each region. Its output is overwritten only after the whole
+    region has been computed."""
     return tuple(partners({s.name: s for s in sites}, fused))
 
 
 def partners(graph: dict[str, Site], fused: Collection[tuple[str, str]]) -> dict[str, str]:
-    """First site of a region -> its second."""
+    """Returns the first site of each region -> the second one."""
     return {
         read: site.name
         for site in graph.values()
@@ -80,7 +81,7 @@ def partners(graph: dict[str, Site], fused: Collection[tuple[str, str]]) -> dict
 def _visible(
     reads: Iterable[str], graph: dict[str, Site], partner: dict[str, str], hidden: Collection[str]
 ) -> tuple[str, ...]:
-    """What is read, each hidden site replaced by what that reads."""
+    """The sites that are read, with each hidden site replaced by the sites that it reads itself."""
     owner = {second: first for first, second in partner.items()}
     visible: list[str] = []
     for name in reads:

@@ -1,22 +1,23 @@
-"""probe.json: what the graft passes of a run said, and its passes with replayed routing."""
+"""probe.json: the results of a run's graft passes and of its passes with replayed routing."""
 
 from typing import Literal
 
-from rlk_align.probe.effects import Amplification, Attribution
-from rlk_align.probe.units import Unit
+from rlk_align.probe.attribution_record import Attribution
+from rlk_align.probe.perturbation_record import Amplification
+from rlk_align.probe.unit_record import Unit
 from rlk_align.results import Count, EdgeMetrics, EdgeName, Result, SideName, Size
 
 
 class ProbedEdge(Result):
-    """One edge."""
+    """The results for one edge."""
 
     name: EdgeName
     units: list[Unit]
     """In execution order."""
     amplification: Amplification | None
-    """The response of the edge's second engine; None where it was not perturbed."""
+    """The response of the edge's second engine; None if it was not perturbed."""
     attribution: Attribution | None
-    """The attribution; None where it was not asked for."""
+    """None if no attribution was requested."""
 
     @property
     def introducers(self) -> list[Unit]:
@@ -24,34 +25,34 @@ class ProbedEdge(Result):
 
 
 class ReplayedEdge(Result):
-    """One edge of a sparse model, whose second engine has computed the first one's experts.
+    """One edge of a sparse model, whose second engine computed the first one's choice of experts.
 
-    Δ of the edge is that of `rest` plus that of `routing`, token by token.
+    Δ of the edge is Δ of `rest` plus Δ of `routing`, token by token.
     """
 
     name: EdgeName
     side: SideName
-    """The side whose engine has computed the other pass's experts."""
+    """The side whose engine computed the experts of the other pass."""
     rows: Count
-    """Choices of experts, of a token in a layer, that were replaced or confirmed."""
+    """Choices of a token's experts in a layer that were replaced or confirmed."""
     rest: EdgeMetrics
-    """The first pass against the replayed one: drift without routing."""
+    """The first pass against the replayed one: the drift without routing."""
     routing: EdgeMetrics
-    """The replayed pass against the one with its own choice."""
+    """The replayed pass against the pass in which the second engine chose the experts."""
     mean_abs_rest_flipped: Size
-    """Mean |Δ| of `rest` over the sampled tokens that are sent to other experts without replay."""
+    """Mean |Δ| of `rest` over the sampled tokens that go to other experts without replay."""
     mean_abs_rest_other: Size
 
 
 class Probe(Result):
-    """What a probe found of a run."""
+    """The result of probing a run."""
 
     schema_id: Literal["rlk-align/probe/1"] = "rlk-align/probe/1"
     edges: list[ProbedEdge]
     left_out: str = ""
-    """Why there are no graft passes: an engine, or the model, is not here."""
+    """Why there are no graft passes, e.g. because an engine or the model is not on this machine."""
     replays: tuple[ReplayedEdge, ...] = ()
-    """The edges on which tokens are sent to other experts, where routing was replayed."""
+    """The edges on which tokens go to other experts, if routing was replayed."""
 
     def edge(self, name: EdgeName) -> ProbedEdge | None:
         return next((e for e in self.edges if e.name == name), None)

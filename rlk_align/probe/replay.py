@@ -1,7 +1,7 @@
-"""Routing replay: an engine computes each token by the experts that another pass sent it to.
+"""Routing replay: an engine computes each token with the experts that another pass chose.
 
-Its router still gives the weights of these experts. What is left of an edge's differences is drift
-without routing, and what the replay takes away is routing's.
+The engine's own router still gives the weights of these experts. The differences that remain on an
+edge are drift without routing; those that the replay removes come from routing.
 """
 
 from collections.abc import Sequence
@@ -31,12 +31,12 @@ _PLAN = TracePlan(sites=("experts",))
 def replay_routing(
     run: Run, edges: Sequence[EdgeName], progress: Progress
 ) -> tuple[ReplayedEdge, ...]:
-    """Those of these edges on which tokens are sent to other experts, with the second pass of each
-    run once more with the experts of the first.
+    """For each of these edges on which tokens go to other experts, runs the second pass again with
+    the experts of the first one.
 
-    Raises BadOption for a dense model, and where the choice of experts was not kept;
-    MissingDependency or ModelError where an engine or a model of the run is not here; what the
-    engines raise.
+    Raises BadOption for a dense model, or if the choice of experts was not recorded,
+    MissingDependency or ModelError if an engine or a model of the run is not on this machine, and
+    what the engines raise.
     """
     traces = traces_of(run)
     check_alike(run, traces)
@@ -51,23 +51,25 @@ def replay_routing(
     for side, trace in traces.items():
         wanted: dict[str, tuple[str, Intervention]] = {}
         first: dict[str, RecordedRows] = {}
-        own: dict[str, RecordedRows] = {}
+        unreplayed: dict[str, RecordedRows] = {}
         for name in [e for e in edges if e in flipped and EDGE_ENDS[e][1][0] == side]:
             (other, source), (_, passname) = EDGE_ENDS[name]
             first[name] = RecordedRows(traces[other].read_pass(source), index)
-            own[name] = RecordedRows(trace.read_pass(passname), index)
+            unreplayed[name] = RecordedRows(trace.read_pass(passname), index)
             _check_kept(run, first[name], choices)
             replay = Intervention(kind="graft", sites=choices, source=source_of(first[name].reader))
             wanted[name] = (passname, replay)
         passes = intervene(trace, side, run, wanted, _PLAN, progress) if wanted else {}
         for name in [e for e in edges if e in passes]:
             _check_replayed(name, first[name], passes[name], choices)
-            replays[name] = _replayed(name, side, first[name], own[name], passes[name], choices)
+            replays[name] = _replayed(
+                name, side, first[name], unreplayed[name], passes[name], choices
+            )
     return tuple(replays[name] for name in edges if name in replays)
 
 
 def choices_of(shape: ModelShape) -> tuple[str, ...]:
-    """The sites at which experts are chosen; none of a dense model."""
+    """Returns the sites at which experts are chosen; a dense model has none."""
     return tuple(s.name for s in model_sites(shape) if s.op == "experts")
 
 
@@ -76,8 +78,8 @@ def _check_kept(run: Run, source: RecordedRows, choices: Sequence[str]) -> None:
         lost = int((source.present(site) & ~source.has_value(site)).sum())
         if lost:
             raise BadOption(
-                f"{run.folder}: the experts of {lost:,} rows of {site} were not kept: they cannot "
-                "be replayed",
+                f"{run.folder}: the experts of {lost:,} rows of {site} were not recorded, so they "
+                "cannot be replayed",
                 "compare again with a larger --trace-budget, or with experts among --sites",
             )
 
@@ -85,7 +87,7 @@ def _check_kept(run: Run, source: RecordedRows, choices: Sequence[str]) -> None:
 def _check_replayed(
     name: EdgeName, first: RecordedRows, replayed: PassReader, choices: Sequence[str]
 ) -> None:
-    """Raises EngineFailed where the engine has computed other experts than it was given."""
+    """Raises EngineFailed if the engine computed other experts than the replayed ones."""
     computed = RecordedRows(replayed, first.index)
     for site in choices:
         unlike = first.present(site) & (first.digests(site) != computed.digests(site)).any(axis=1)
@@ -101,7 +103,7 @@ def _replayed(
     name: EdgeName,
     side: SideName,
     first: RecordedRows,
-    own: RecordedRows,
+    unreplayed: RecordedRows,
     replayed: PassReader,
     choices: Sequence[str],
 ) -> ReplayedEdge:
@@ -109,15 +111,15 @@ def _replayed(
     number, before, after = paired_logprobs(first.reader, replayed, index)
     flipped = np.zeros(len(index), dtype=bool)
     for site in choices:
-        both = first.present(site) & own.present(site)
-        flipped |= both & (first.digests(site) != own.digests(site)).any(axis=1)
-    left, of = np.abs(after.astype(np.float64) - before), flipped[number]
+        both = first.present(site) & unreplayed.present(site)
+        flipped |= both & (first.digests(site) != unreplayed.digests(site)).any(axis=1)
+    rest, of = np.abs(after.astype(np.float64) - before), flipped[number]
     return ReplayedEdge(
         name=name,
         side=side,
         rows=sum(replayed.record.overwritten.get(site, 0) for site in choices),
         rest=edge_metrics(before, after),
-        routing=edge_metrics(*paired_logprobs(replayed, own.reader, index)[1:]),
-        mean_abs_rest_flipped=float(left[of].mean()) if of.any() else 0.0,
-        mean_abs_rest_other=float(left[~of].mean()) if (~of).any() else 0.0,
+        routing=edge_metrics(*paired_logprobs(replayed, unreplayed.reader, index)[1:]),
+        mean_abs_rest_flipped=float(rest[of].mean()) if of.any() else 0.0,
+        mean_abs_rest_other=float(rest[~of].mean()) if (~of).any() else 0.0,
     )

@@ -1,5 +1,5 @@
-"""The ways in which an engine may come from logits to a log-prob: the stated one, and those that
-are one mistake away from it."""
+"""The transformations by which an engine may compute a log-prob from logits: the stated one, and
+those that are one mistake away from it."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,9 +11,9 @@ import torch
 AS_STATED = "as stated"
 TOP_P = (0.99, 0.98, 0.95, 0.9, 0.8, 0.7, 0.5)
 FITTED_ELEMENTS = 1 << 21
-"""Logits that a temperature is fitted to: some two hundred log-softmaxes of them are taken."""
+"""The largest number of logits that a temperature is fitted to, by some 200 log-softmaxes."""
 TOP_K = (1, 5, 10, 20, 40, 50, 64, 100, 200)
-"""What is tried where a side states none."""
+"""The values of top-k that are tried; TOP_P has those of top-p."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class TokenContext:
     """The ids around each row; int64 `[N]`, -1 outside of the sequence."""
 
     targets: torch.Tensor
-    """What is scored: the token after the row's own."""
+    """The token that is scored: the one after the row's own."""
     before: torch.Tensor
     """The row's own token."""
     after: torch.Tensor
@@ -33,7 +33,7 @@ class TokenContext:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stated:
-    """What a side says of its log-probs."""
+    """How a side says that it computes its log-probs."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -42,7 +42,7 @@ class Stated:
 
     @classmethod
     def of(cls, attributes: Mapping[str, Any]) -> "Stated":
-        """Reads a trace's attributes; raw log-probs know no processing."""
+        """Reads the attributes of a trace. Raw log-probs have no temperature and no truncation."""
         if attributes.get("logprobs", "raw") == "raw":
             return cls()
         return cls(
@@ -53,14 +53,14 @@ class Stated:
 
 
 class Logits:
-    """A block of logits, float64 `[N, V]`, which is sorted once for all that truncate it."""
+    """A block of logits, float64 `[N, V]`, which is sorted once for all truncations."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values
         self._ordered: dict[float, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def ordered(self, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids from the likeliest, and the probability of all up to each, `[N, V]` both."""
+        """The ids by descending probability, and the cumulative probabilities, `[N, V]` each."""
         if temperature not in self._ordered:
             scaled, order = (self.values / temperature).sort(-1, descending=True)
             self._ordered[temperature] = (order, scaled.softmax(-1).cumsum(-1))
@@ -69,21 +69,21 @@ class Logits:
 
 @dataclass(frozen=True, slots=True)
 class Transformation:
-    """logits, rows -> log-probs `[N]`; NaN where it has nothing to say."""
+    """logits, rows -> log-probs `[N]`; NaN if a row has no such label."""
 
     name: str
     words: str
     compute: Callable[[Logits, TokenContext], torch.Tensor]
     bf16: bool = False
-    """Whether its result is a bf16 number, and so known to half a unit in bf16's last place."""
+    """Whether its result is rounded to bf16."""
 
     def __call__(self, logits: Logits, rows: TokenContext) -> torch.Tensor:
         return self.compute(logits, rows)
 
 
 def resolution(logits: torch.Tensor) -> torch.Tensor:
-    """`[N]`: how far two float32 log-softmaxes of one row may be apart. Each logit is rounded once,
-    and the sum of V exponentials in about log2 V steps."""
+    """`[N]`: the largest difference of two float32 log-softmaxes of one row. Each logit is rounded
+    once, and the sum of V exponentials about log2 V times."""
     steps = 2 + math.log2(max(2, logits.shape[-1]))
     largest = logits.double().abs().amax(-1).clamp_min(1.0)
     return steps * torch.finfo(torch.float32).eps * largest
@@ -92,8 +92,8 @@ def resolution(logits: torch.Tensor) -> torch.Tensor:
 def transformations(
     logits: torch.Tensor, reported: torch.Tensor, rows: TokenContext, stated: Stated
 ) -> list[Transformation]:
-    """The stated one first. Those that would be the same as another are left out; the numbers of
-    those that have one to be found are taken from the rows given here."""
+    """Returns the stated transformation, then the others, without duplicates. Parameters are fitted
+    to these rows."""
     t = stated.temperature
     candidates = [_scored(AS_STATED, "what the side states", stated)]
     if stated != Stated():
@@ -144,7 +144,7 @@ def transformations(
 
 
 def _truncated(stated: Stated, vocabulary: int) -> list[Transformation]:
-    """Renormalised over fewer tokens than is stated."""
+    """Log-probs that are renormalised over a truncation that the side does not state."""
     t = stated.temperature
     candidates = [
         _scored(f"top-p {p:g}", f"renormalised over top-p {p:g}", Stated(temperature=t, top_p=p))
@@ -171,19 +171,19 @@ def _scored(name: str, words: str, stated: Stated) -> Transformation:
 
 
 def _chosen(logprobs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """NaN where there is no id."""
+    """The log-probs of these ids; NaN if an id is -1."""
     value = logprobs.gather(-1, ids.clamp_min(0)[:, None]).squeeze(-1)
     return torch.where(ids >= 0, value, torch.nan)
 
 
 def _log_softmax(logits: Logits, ids: torch.Tensor, stated: Stated) -> torch.Tensor:
-    """log softmax(logits / temperature)[id], over the tokens that top-p and top-k keep; what they
-    would not have sampled stays in."""
+    """log softmax(logits / temperature)[id] over the tokens that top-p and top-k keep, and over the
+    id itself."""
     whole = _chosen((logits.values / stated.temperature).log_softmax(-1), ids)
     if stated.top_p >= 1.0 and not stated.top_k:
         return whole
     order, up_to = logits.ordered(stated.temperature)
-    # Each token is kept of which those before it have less than top-p.
+    # A token is kept if the likelier ones have less than top-p together.
     count = 1 + (up_to[:, :-1] < stated.top_p).sum(-1)
     if stated.top_k:
         count = count.clamp(max=stated.top_k)
@@ -193,8 +193,8 @@ def _log_softmax(logits: Logits, ids: torch.Tensor, stated: Stated) -> torch.Ten
 
 
 def _fitted_temperature(logits: torch.Tensor, reported: torch.Tensor, rows: TokenContext) -> float:
-    """The temperature at which most rows come nearest to what is reported: the median residual of
-    at most 256 rows, of fewer where the vocabulary is large, is least."""
+    """The temperature with the least median residual of the reported log-probs, over at most 256
+    rows, or fewer if the vocabulary is large."""
     few = slice(0, max(16, min(256, FITTED_ELEMENTS // logits.shape[-1])))
     x, y, ids = logits[few].double(), reported[few].double(), rows.targets[few]
 
@@ -205,7 +205,7 @@ def _fitted_temperature(logits: torch.Tensor, reported: torch.Tensor, rows: Toke
     grid = [1.05**n for n in range(-48, 49)]
     best = min(grid, key=off)
     low, high = best / 1.05, best * 1.05
-    # Golden section: float64 is reached long before.
+    # 60 steps of golden-section search are more than float64 resolves.
     ratio = (math.sqrt(5) - 1) / 2
     for _ in range(60):
         a, b = high - ratio * (high - low), low + ratio * (high - low)

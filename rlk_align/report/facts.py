@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from rlk_align.judge.checks import LimitCheck
 from rlk_align.judge.verdict import OverBudget, over_budget
-from rlk_align.probe.effects import Contribution
+from rlk_align.probe.attribution_record import Contribution
 from rlk_align.probe.record import ProbedEdge
-from rlk_align.probe.units import Split, Unit
+from rlk_align.probe.unit_record import Split, Unit
 from rlk_align.report.probe_units import contributions
 from rlk_align.report.source import ReportSource
 from rlk_align.report.words import how_words, whose_off

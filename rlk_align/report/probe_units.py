@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlk_align.judge.verdict import OverBudget, Verdict, over_budget
-from rlk_align.probe.effects import Attribution, Contribution
+from rlk_align.probe.attribution_record import Attribution, Contribution
 from rlk_align.probe.record import ProbedEdge
-from rlk_align.probe.units import Unit
+from rlk_align.probe.unit_record import Unit
 from rlk_align.report.document import DataTable, Section
 from rlk_align.report.words import how_words
 

@@ -17,9 +17,9 @@ from rlk_align.judge.verdict import (
     parity,
 )
 from rlk_align.judge.wording import how_off
-from rlk_align.probe.effects import Contribution
+from rlk_align.probe.attribution_record import Contribution
 from rlk_align.probe.record import Probe, ProbedEdge
-from rlk_align.probe.units import Unit
+from rlk_align.probe.unit_record import Unit
 from rlk_align.report.probe_units import probed_units
 from rlk_align.report.routing_words import routing_json
 from rlk_align.report.source import ReportSource

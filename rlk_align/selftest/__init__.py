@@ -1,2 +1,2 @@
-"""Faults planted into real engines: which ones the comparison finds, and whether it finds one in a
-healthy pair."""
+"""The self-test: plants faults into real engines, and checks that the comparison names them and
+raises no alarm for a healthy pair."""

@@ -1,4 +1,4 @@
-"""A model with biases, for the fault that drops one: made of a model that has none."""
+"""Makes a model with biases from one without, for the fault that drops a bias."""
 
 import json
 import shutil
@@ -14,8 +14,8 @@ SIZE = 0.1
 
 
 def biased_model(model: Path, folder: Path) -> Path:
-    """A copy of the checkpoint as a Llama without norms of heads, and with seeded biases on q, k, v
-    and o: the family that every engine takes with all four."""
+    """Returns a copy of the checkpoint as a Llama without norms of heads, with seeded biases on q,
+    k, v and o. Every engine supports all four of them for this family."""
     if (folder / "config.json").is_file():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ def biased_model(model: Path, folder: Path) -> Path:
         "attention_bias": True,
         "mlp_bias": False,
     }
-    # Written last: its presence means complete.
+    # config.json is written last: a folder that has it is complete.
     text = json.dumps(config | changes, indent=1)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
     return folder

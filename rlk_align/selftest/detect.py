@@ -1,4 +1,4 @@
-"""Two traces, one of which may have a fault: what the comparison says, against what is so."""
+"""Compares two traces, one of which may have a fault, and checks the result against the fault."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ from rlk_align.engines.spec import EngineSpec
 from rlk_align.judge.verdict import Verdict, judge_by, over_budget
 from rlk_align.judge.wording import how_off
 from rlk_align.model.sites import RowIndex, model_sites
+from rlk_align.probe.explain_logprobs import explain_pass
 from rlk_align.probe.referee.referee import referee
-from rlk_align.probe.sampling import explain_pass
 from rlk_align.progress import Progress
 from rlk_align.results import EdgeName, SideName
 from rlk_align.selftest.faults.fault import Fault
@@ -19,14 +19,14 @@ from rlk_align.trace.reader import Trace
 
 
 def verdict_of(rollout: Trace, train: Trace, edge: EdgeName, progress: Progress) -> Verdict:
-    """One edge of two traces, its operators recomputed, by the built-in contract of its dtype."""
+    """Judges one edge of two traces by the built-in contract of its dtype, with a referee."""
     comparison, _ = measure(rollout, train, (edge,), (), progress)
     units = referee(comparison, rollout, train, progress)
     return judge_by(comparison.model_copy(update={"referee": units}), None)
 
 
 def alarms(verdict: Verdict) -> list[str]:
-    """What a verdict blames: mismatches, and operators over their budgets."""
+    """Returns what a verdict blames: mismatches, and operators over their budgets."""
     blamed = [f"{m.kind} {m.name}" for m in verdict.comparison.mismatches]
     for edge in verdict.comparison.edges:
         blamed += [f"{o.unit.site} of {o.side}" for o in over_budget(verdict, edge)]
@@ -42,7 +42,7 @@ def detection(
     planted: str | None,
     progress: Progress,
 ) -> Detection:
-    """What is said of a fault on that side of a pair."""
+    """Compares a fault on this side of a pair, and returns the result."""
     fault = case.chosen.fault
     traces = (faulty, clean) if side == "rollout" else (clean, faulty)
     edge: EdgeName = "decode_vs_train" if fault.decode else "prefill_vs_train"
@@ -86,8 +86,10 @@ def _finding(verdict: Verdict, fault: Fault, side: SideName) -> _Finding:
     if mismatches:
         named = [m for m in mismatches if m.name == fault.mismatch]
         others = [m.name for m in mismatches if m.kind != mismatches[0].kind]
-        said = (named or mismatches)[0]
-        return _Finding("precheck" if named else "misnamed", said.name, None, said.detail, others)
+        reported = (named or mismatches)[0]
+        return _Finding(
+            "precheck" if named else "misnamed", reported.name, None, reported.detail, others
+        )
     if not verdict.comparison.edges:
         return _Finding("missed", None, None, "", [])
     over = over_budget(verdict, verdict.comparison.edges[0])
@@ -98,20 +100,20 @@ def _finding(verdict: Verdict, fault: Fault, side: SideName) -> _Finding:
     first = over[0]
     words = "; ".join(how_off(u, verdict.contract) for u in first.units)
     if first.unit.site != fault.site:
-        # A later operator that has the fault too is no wrong name: the first was missed.
+        # If a later operator with the fault is named, the first one was missed.
         outcome = "missed" if first.unit.site in fault.sites else "misnamed"
     else:
         outcome = "named" if first.side == side else "wrong side"
     return _Finding(outcome, first.unit.site, first.side, words, others)
 
 
-def first_parting(clean: Trace, faulty: Trace, passname: str) -> str | None:
-    """The first operator, in execution order, at which an engine with a fault differs from the same
-    engine without it, among rows with equal inputs; None where it never does."""
+def first_difference(clean: Trace, faulty: Trace, passname: str) -> str | None:
+    """Returns the first operator, in execution order, at which an engine with a fault differs from
+    the same engine without it, among rows with equal inputs; None if there is none."""
     index = RowIndex(clean.tokens)
     a = Side(clean.record.engine, "rollout", clean.read_pass(passname), None)
     b = Side(faulty.record.engine, "train", faulty.read_pass(passname), None)
-    # What a sequence is given after it sampled another token is another sequence.
+    # After another sampled token it is another sequence.
     same = index.prefix_all(index.same_tokens(faulty.tokens))
     edge = Edge("prefill_vs_train", a, b, passname == "decode", same)
     sites = model_sites(clean.record.shape)
@@ -119,9 +121,9 @@ def first_parting(clean: Trace, faulty: Trace, passname: str) -> str | None:
     return None if result.first_bitwise is None else result.first_bitwise.site
 
 
-def shown_as(site: str, trace: Trace, passname: str) -> str | None:
-    """The first operator, in execution order from that site on, which the engine can show; None if
-    it shows none of them."""
+def first_shown(site: str, trace: Trace, passname: str) -> str | None:
+    """Returns the first operator from this site on, in execution order, that the engine can show;
+    None if there is none."""
     hidden = trace.read_pass(passname).record.unexposed
     names = [s.name for s in model_sites(trace.record.shape)]
     return next((n for n in names[names.index(site) :] if n not in hidden), None)

@@ -1,4 +1,4 @@
-"""What the self-test plants, where, and which engines it then compares; no torch is needed."""
+"""The plan of a self-test: which fault is planted in which engine, and which pairs are compared."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,22 +18,23 @@ OWN = {
     "fault": "the self-test plants the faults itself: name them by --faults",
     "model": "the self-test gives all engines one model: name it by --model",
 }
-"""Options of engines that the self-test sets -> what to say where they are given."""
+"""Option of an engine that the self-test sets itself -> the error's message if it is given."""
 
 
 PROMPTS, NEW_TOKENS = 8, 16
-"""How much text the faults are seen on: some 600 rows of the embedded prompts."""
+"""The prompts of a self-test and the tokens that it samples for each: some 600 rows."""
 
 
 def middle(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts of middle length: short ones show little of attention, long ones take long."""
+    """Returns the prompts of middle length: short ones hardly test attention, and long ones are
+    slow."""
     every = sorted(prompts, key=lambda p: len(p.ids or p.text or ""))
     first = max(0, (len(every) - PROMPTS) // 2)
     return every[first : first + PROMPTS]
 
 
 def scoring_request(engine: EngineSpec, model: str, prompts: Path) -> CaptureRequest:
-    """A capture of what a self-test compares."""
+    """Returns the request of a capture that a self-test compares."""
     return CaptureRequest(
         engine=engine,
         model=model,
@@ -51,16 +52,16 @@ class Case:
     chosen: Chosen
     engine: EngineSpec
     curve: bool = False
-    """Whether it is a point of a curve, and need not be seen."""
+    """Whether it is a point of a curve, which may be missed."""
 
     @property
     def clean(self) -> EngineSpec:
-        """The engine without the fault, with what the fault needs."""
+        """The engine without the fault, with the options that the fault needs."""
         return self.engine.plus(self._needed)
 
     @property
     def faulty(self) -> EngineSpec:
-        """The engine with the fault."""
+        """The engine with the fault and the options that it needs."""
         return self.engine.plus(f"{self._needed},fault={self.chosen}")
 
     @property
@@ -69,13 +70,13 @@ class Case:
         return ",".join(f"{name}={value}" for name, value in needed.items())
 
     def beside(self, engine: EngineSpec) -> EngineSpec:
-        """The engine of the clean side, with what the fault needs there."""
+        """Returns the engine of the clean side, with the options that the fault needs there."""
         return engine.plus(self.chosen.fault.both)
 
 
 def check_engines(texts: Sequence[str]) -> tuple[EngineSpec, ...]:
-    """The engines to compare; those that faults can be planted in and that are installed where none
-    is named. Raises BadOption, MissingDependency, UnknownEngine."""
+    """Returns the engines to compare; if none is named, all installed ones that support planted
+    faults. Raises BadOption, MissingDependency or UnknownEngine."""
     if not texts:
         return tuple(EngineSpec(name) for name in ALL if engine_info(name).installed)
     chosen: dict[str, EngineSpec] = {}
@@ -103,9 +104,9 @@ def check_engines(texts: Sequence[str]) -> tuple[EngineSpec, ...]:
 def check_faults(
     names: Sequence[str], shape: ModelShape, engines: Sequence[EngineSpec]
 ) -> tuple[str, ...]:
-    """Returns the named faults, or all that a model of that shape has a place for where none is
-    named. Raises BadOption for an unknown one, and for a named one that has no place in the model
-    or can be planted in none of the engines."""
+    """Returns the named faults or, if none is named, all whose operators the model has. Raises
+    BadOption for an unknown fault, and for a named one whose operators the model lacks or that can
+    be planted in none of the engines."""
     unknown = [name for name in names if name not in FAULTS]
     if unknown:
         raise BadOption(f"--faults {_list(unknown)}: unknown", f"choose from {_list(FAULTS)}")
@@ -131,29 +132,31 @@ def _list(names: Iterable[str]) -> str:
 
 
 def pairs(engines: Sequence[EngineSpec]) -> list[tuple[EngineSpec, EngineSpec]]:
-    """(rollout, training engine) of every two engines; one engine alone is compared with itself."""
+    """Returns (rollout engine, training engine) of every two engines. A single engine is compared
+    with itself."""
     if len(engines) == 1:
         return [(engines[0], engines[0])]
-    # vLLM is nobody's trainer, and what cannot sample is nobody's rollout.
+    # vLLM does not train, and some engines cannot sample.
     order = sorted(engines, key=lambda e: (e.name != "vllm", not e.info.samples))
     return [(a, b) for i, a in enumerate(order) for b in order[i + 1 :]]
 
 
 def pairs_of(case: Case, engines: Sequence[EngineSpec]) -> Iterator[tuple[EngineSpec, EngineSpec]]:
-    """The pairs that a case is seen in; a point of a curve in the first of them alone."""
+    """Yields the pairs in which a case is compared; for a point of a curve only the first of
+    them."""
     fault = case.chosen.fault
     chosen = [p for p in pairs(engines) if case.engine in p]
     if fault.decode:
         chosen = [p for p in chosen if p[0] == case.engine]
     if fault.both and fault.both.partition("=")[0] not in COMMON_OPTIONS:
-        # An engine that cannot have the fault may not mean the same by these options.
+        # In an engine that does not support the fault these options may mean something else.
         having = {written.partition(":")[0] for written in fault.engines}
         chosen = [p for p in chosen if having.issuperset(e.name for e in p)]
     yield from chosen[:1] if case.curve else chosen
 
 
 def cases(engines: Sequence[EngineSpec], faults: Sequence[str], curves: bool) -> list[Case]:
-    """Every fault in every engine that can have it, in that order, and the points of its curve."""
+    """Returns every fault in every engine that supports it, and the points of its curve."""
     planned = []
     for case in _usual(engines, faults):
         if _refusal(case, engines):
@@ -172,7 +175,7 @@ def cases(engines: Sequence[EngineSpec], faults: Sequence[str], curves: bool) ->
 def refused(
     engines: Sequence[EngineSpec], faults: Sequence[str]
 ) -> Iterator[tuple[Case, BadOption]]:
-    """The cases that the engines' options rule out, and why."""
+    """Yields the cases that the engines' options exclude, with the reason."""
     for case in _usual(engines, faults):
         if error := _refusal(case, engines):
             yield case, error
@@ -200,5 +203,5 @@ def _refusal(case: Case, engines: Sequence[EngineSpec]) -> BadOption | None:
 
 
 def _specs(case: Case, engines: Sequence[EngineSpec]) -> list[EngineSpec]:
-    """All that a case runs. Raises BadOption where an engine's options do not go with the fault."""
+    """All engines that a case runs. Raises BadOption if an engine's options exclude the fault."""
     return [case.faulty, *(case.beside(e) for pair in pairs_of(case, engines) for e in pair)]

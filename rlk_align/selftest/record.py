@@ -1,4 +1,4 @@
-"""What the self-test found, as frozen records."""
+"""The records of a self-test's results."""
 
 from typing import Literal
 
@@ -8,40 +8,41 @@ Outcome = Literal["named", "within budget", "precheck", "missed", "misnamed", "w
 
 
 class Detection(Result):
-    """One fault on one side of a pair, and what the comparison said of it."""
+    """One fault on one side of a pair, and the result of its comparison."""
 
     fault: str
     op_class: str
     strength: float
     unit: str
-    """The unit of the strength; empty where the fault has none."""
+    """The unit of the strength; empty if the fault has no strength."""
     expected: str
     """named, rounding or precheck: see `selftest.faults.fault`."""
     curve: bool
-    """Whether it is a point of a curve."""
+    """Whether the fault is a point of a curve."""
     rollout: str
     """The engine with its options."""
     train: str
     side: SideName
-    """Whose engine has the fault."""
+    """The side whose engine has the fault."""
     site: str
-    """Where it sits."""
+    """The operator with the fault."""
     planted: str | None
-    """Where the faulty engine first differs from the same engine without the fault; None where it
-    never does, or where that was not looked at."""
+    """The first operator at which the faulty engine differs from the same engine without the fault;
+    None if there is none, or if this was not tested."""
     seen: Outcome
     found_site: str | None
     found_side: str | None
     words: str
-    """How the comparison says that it is off."""
+    """The error in the words of the comparison."""
     others: list[str]
-    """Operators over budget where no fault is."""
+    """Operators over their budget that have no fault."""
     metrics: EdgeMetrics | None
-    """The metrics of the log-probs; None where the precheck stopped the comparison."""
+    """The metrics of the log-probs; None if the precheck stopped the comparison."""
 
     @property
     def as_expected(self) -> bool:
-        """A point of a curve may be missed, and may not be called something else."""
+        """Whether the result is the expected one. A point of a curve may be missed, but not
+        misnamed."""
         wanted: dict[str, tuple[Outcome, ...]] = {
             "named": ("named",),
             "rounding": ("named", "within budget"),
@@ -54,12 +55,12 @@ class Detection(Result):
 
     @property
     def well_planted(self) -> bool:
-        """Whether the faulty engine itself differs where the catalogue says."""
+        """Whether the faulty engine first differs at the operator that the catalogue names."""
         return self.planted == self.site
 
 
 class CleanPair(Result):
-    """Two engines without a fault, on one seed's tokens."""
+    """Two engines without a fault, compared on the tokens of one seed."""
 
     seed: int
     rollout: str
@@ -67,7 +68,7 @@ class CleanPair(Result):
     train: str
     tokens: int
     alarms: list[str]
-    """What was found where nothing is wrong: operators over budget, and mismatches."""
+    """False alarms: operators over their budget, and mismatches."""
 
 
 class SelfTest(Result):
@@ -77,10 +78,10 @@ class SelfTest(Result):
     engines: dict[str, str]
     """The engine with its options -> its version."""
     rows: int
-    """Rows of the tokens that the faults are seen on."""
+    """Rows of the tokens on which the faults are planted."""
     detections: list[Detection]
     left_out: tuple[str, ...] = ()
-    """Faults that the engines' options rule out, each with its engine and the reason."""
+    """Faults that the engines' options exclude, each with its engine and the reason."""
     clean: list[CleanPair]
 
     @property
@@ -93,5 +94,5 @@ class SelfTest(Result):
 
     @property
     def passed(self) -> bool:
-        """Whether all is as it should be; False where nothing was tested."""
+        """Whether every result is as expected; False if nothing was tested."""
         return bool(self.detections) and not self.unexpected and not self.alarms

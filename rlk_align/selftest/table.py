@@ -6,8 +6,8 @@ from rlk_align.selftest.record import Detection, SelfTest
 
 
 def lines(result: SelfTest) -> Iterator[str]:
-    """What was named, by operator class; then all that is not as it should be, the smallest faults
-    that were seen, and the pairs without a fault."""
+    """Yields the results by operator class, then unexpected ones, the smallest faults that were
+    named, and the pairs without a fault."""
     engines = ", ".join(f"{name} {version}" for name, version in result.engines.items())
     yield f"engines  {engines}"
     yield f"faults   on {result.rows:,} rows, planted on either side of each pair"
@@ -64,7 +64,8 @@ def _sentence(d: Detection) -> str:
 
 
 def smallest(detections: Sequence[Detection]) -> Iterator[str]:
-    """For each fault that was planted in several strengths, by engine."""
+    """Yields the smallest named strength of each fault that was planted in several strengths, by
+    engine."""
     curved = {d.fault for d in detections if d.curve}
     engines = list(dict.fromkeys(_engine(d) for d in detections if d.fault in curved))
     rows = [("fault", "unit", *engines)]
@@ -87,7 +88,7 @@ def smallest(detections: Sequence[Detection]) -> Iterator[str]:
 
 
 def _engine(d: Detection) -> str:
-    """The one with the fault."""
+    """The engine with the fault."""
     return d.rollout if d.side == "rollout" else d.train
 
 

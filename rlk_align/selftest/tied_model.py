@@ -1,4 +1,4 @@
-"""A sparse model whose experts tie, for the fault that breaks ties otherwise."""
+"""Makes a sparse model whose experts tie, for the fault that breaks ties differently."""
 
 import shutil
 from pathlib import Path
@@ -11,8 +11,9 @@ from rlk_align.model.sites import model_sites, site_parameters
 
 
 def tied_model(model: Path, folder: Path) -> Path:
-    """A copy of the checkpoint in which every router has one row for its first k + 1 experts, k
-    being how many a token is sent to: where they are liked best, not all that tie are chosen."""
+    """Returns a copy of the checkpoint in which the first k + 1 experts of every router have the
+    same row. A token is sent to k experts, so if these have the largest logits, one of them is not
+    chosen."""
     if (folder / "config.json").is_file():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -26,7 +27,7 @@ def tied_model(model: Path, folder: Path) -> Path:
         for name in routers & tensors.keys():
             tensors[name][1 : shape.top_k + 1] = tensors[name][0].clone()
         save_file(tensors, folder / path.name, metadata={"format": "pt"})
-    # The config last: its presence means complete.
+    # config.json is written last: a folder that has it is complete.
     rest = [p for p in model.iterdir() if p.is_file() and p.suffix != ".safetensors"]
     for path in sorted(rest, key=lambda p: p.name == "config.json"):
         shutil.copyfile(path, folder / path.name)

@@ -82,6 +82,7 @@ RULES = {
     "progress": ("text",),
     "version": (),
     "interval": (),
+    "noise": ("interval",),
     "tail": (),
     "results": (),
     "comparison_table": ("files", "text", "errors"),
@@ -89,7 +90,17 @@ RULES = {
     "logs.readers": ("logs.readers", "logs.dumps", "progress", "text", "errors"),
     "logs.writers": ("logs.writers", "logs.readers.missing", "logs.dumps", "files", "errors"),
     "logs.diagnose": (
-        *("logs.diagnose", "logs.dumps", "interval", "tail", "data", "files", "text", "errors"),
+        *(
+            "logs.diagnose",
+            "logs.dumps",
+            "interval",
+            "noise",
+            "tail",
+            "data",
+            "files",
+            "text",
+            "errors",
+        ),
     ),
     "logs.rescore": (
         *("logs.rescore", "logs.diagnose", "logs.dumps", "compare.metrics", "interval"),
@@ -97,8 +108,8 @@ RULES = {
         *("results", "text", "errors"),
     ),
     "logs.monitor": (
-        *("logs.monitor", "logs.readers", "logs.dumps", "interval", "logs.diagnose.contract"),
-        *("logs.diagnose.fills", "logs.diagnose.repeats"),
+        *("logs.monitor", "logs.readers", "logs.dumps", "interval", "noise"),
+        *("logs.diagnose.contract", "logs.diagnose.fill_values", "logs.diagnose.repeats"),
         *("trace.run", "trace.run_folder", "progress", "text", "errors"),
     ),
     "model": ("model", "results", "data", "files", "text", "errors"),
@@ -115,19 +126,30 @@ RULES = {
         "errors",
     ),
     "selftest": (
-        *("selftest", "probe.referee", "probe.sampling", "capture", "engines", "compare", "judge"),
+        *(
+            "selftest",
+            "probe.referee",
+            "probe.explain_logprobs",
+            "capture",
+            "engines",
+            "compare",
+            "judge",
+        ),
         *("trace", "model", "results", "progress", "errors"),
     ),
     "capture": ("capture", "engines", "trace", "model", "progress", "version", "errors"),
     "compare": (
-        *("compare", "interval", "trace", "model"),
+        *("compare", "interval", "noise", "trace", "model"),
         *("results", "comparison_table", "progress", "errors"),
     ),
     "probe": (
         *("probe", "capture", "engines", "compare", "judge", "trace", "model"),
         *("results", "progress", "errors"),
     ),
-    "judge": ("judge", "model.operators", "data", "results", "tail", "files", "text", "errors"),
+    "judge": (
+        *("judge", "model.operators", "data", "results", "noise", "tail", "files", "text"),
+        "errors",
+    ),
     "report": (
         *(
             "report",
@@ -135,8 +157,9 @@ RULES = {
             "interval",
             "judge",
             "probe.record",
-            "probe.units",
-            "probe.effects",
+            "probe.unit_record",
+            "probe.attribution_record",
+            "probe.perturbation_record",
         ),
         *(
             "logs.monitor.record",
@@ -277,7 +300,12 @@ LIGHT = (
     *("judge.verdict", "judge.contract", "results", "report.verdict", "report.verdict_json"),
     *("logs.diagnose.explain", "report.explained_json", "report.explained"),
     *("logs.writers.step_file", "logs.writers.trl", "logs.writers.verl"),
-    *("logs.dumps.run", "logs.readers.importing", "logs.readers.miles", "logs.readers.jsonl"),
+    *(
+        "logs.dumps.imported_run",
+        "logs.readers.importing",
+        "logs.readers.miles",
+        "logs.readers.jsonl",
+    ),
     *("report.source", "report.html.page", "report.html.several", "report.model_explorer"),
     *("trace.run", "trace.schema", "engines.registry", "engines.spec", "engines.tested"),
     *("capture.request", "model.checkpoint", "model.edges", "model.families", "model.prompts"),

@@ -14,7 +14,7 @@ from simulate_dumps import Dump, faulty
 from rlk_align.logs.diagnose.contract import load_run_contract
 from rlk_align.logs.diagnose.explain import Explanation, explain
 from rlk_align.logs.monitor.history import History
-from rlk_align.logs.monitor.run import RunMonitor
+from rlk_align.logs.monitor.run_monitor import RunMonitor
 from rlk_align.report.explained import explained_document
 from rlk_align.report.html.document import document_page
 from rlk_align.report.html.page import run_page

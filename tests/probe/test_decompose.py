@@ -1,4 +1,4 @@
-"""Units of simulated engines, whose every output on every input is known."""
+"""The units of simulated engines, whose outputs are known for all inputs."""
 
 from dataclasses import replace
 from functools import partial
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from simulated import FUSED, INDEX, SITES, Values, graft, run, write
 
 from rlk_align.probe.decompose import decompose
-from rlk_align.probe.exact import split
+from rlk_align.probe.exact_difference import split_difference
 from rlk_align.probe.graft import GraftedEdge
-from rlk_align.probe.units import Unit
+from rlk_align.probe.unit_record import Unit
 from rlk_align.trace.values import RecordedRows
 
 
@@ -64,7 +64,7 @@ def test_random_units_and_inputs(
         rows = np.flatnonzero(INDEX.expected(site, decode=False))
         a_a, b_a, b_b, a_b = (v.values(name, rows) for v in values)
         for one, two, three, sign in ((a_a, b_a, b_b, 1), (b_b, a_b, a_a, -1)):
-            introduced, inherited, errors = split(one, two, three)
+            introduced, inherited, errors = split_difference(one, two, three)
             assert (errors == 0).all()
             assert torch.equal(introduced + inherited, sign * (a_a.double() - b_b.double()))
         forward, backward = by_site[name].orders
@@ -73,7 +73,7 @@ def test_random_units_and_inputs(
 
 
 def test_a_fault_that_only_some_inputs_show_is_found_in_the_other_order(tmp_path: Path) -> None:
-    """ReLU for the identity: A's inputs are all positive there, B's are not."""
+    """ReLU in place of the identity: A's inputs are all positive, B's are not."""
 
     def first(given: Values | None) -> Values:
         return run(
@@ -88,7 +88,8 @@ def test_a_fault_that_only_some_inputs_show_is_found_in_the_other_order(tmp_path
 
 
 def test_an_early_ulp_that_grows_late(tmp_path: Path) -> None:
-    """The early unit is the introducer; the late one, where most differs, is an amplifier."""
+    """The early unit is the introducer, and the late one, with the largest difference, an
+    amplifier."""
 
     def ulp(x: torch.Tensor) -> torch.Tensor:
         return torch.nextafter(x.float(), torch.tensor(torch.inf)).double()
@@ -113,7 +114,7 @@ def test_an_early_ulp_that_grows_late(tmp_path: Path) -> None:
 
 
 def test_a_fault_in_a_region_names_the_region(tmp_path: Path) -> None:
-    """B computes add and norm as one; the fault is in the norm, or in the add."""
+    """B fuses add and norm; the fault is in the norm or in the add."""
     for number, site in enumerate(("layers.0.mlp_norm", "layers.0.attn_residual")):
         by_site = units(
             graft(
@@ -162,7 +163,7 @@ def test_an_engine_that_does_not_reproduce_itself_proves_nothing(tmp_path: Path)
     edge = replace(edge, second=replace(edge.second, self_grafted=again))
     by_site = units(edge)
     unit = by_site["layers.0.up_proj"]
-    # The other order is still good.
+    # The other order is determined.
     assert [o.rows > 0 for o in unit.orders] == [False, True]
     assert "train prefill, grafted with its own inputs, does not reproduce" in unit.orders[0].reason
     assert by_site["layers.0.gate_proj"].orders[0].rows > 0
@@ -184,7 +185,7 @@ def test_inputs_that_would_be_rounded_determine_nothing(tmp_path: Path, wider: i
     dtypes[wider] = torch.float32
     first, second = (lambda given, d=d: run(9, d, None, given) for d in dtypes)
     by_site = units(graft(tmp_path, first, second))
-    # The wider side takes the other's inputs as they are, and not the other way round.
+    # Only the wider side reads the other's inputs without rounding.
     orders = by_site["layers.0.act"].orders
     assert [o.rows > 0 for o in orders] == ([False, True] if wider == 0 else [True, False])
     assert "which" in orders[wider].reason

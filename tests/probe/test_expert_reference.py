@@ -1,4 +1,4 @@
-"""Sparse layers in float64, against sums written out from the definition."""
+"""Sparse layers in float64, compared with sums that follow the definition."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -83,7 +83,7 @@ def test_a_sum_of_rows_that_are_not_shown_follows_from_what_is(hidden: list[str]
     unexposed = dict.fromkeys(hidden, "fused")
     out, variance = exact("moe_out", unexposed)
     torch.testing.assert_close(out, VALUES["moe_out"], rtol=1e-12, atol=1e-12)
-    # More is rounded on the way.
+    # There are more roundings.
     assert (variance > exact("moe_out")[1]).all()
     site = as_recorded(SITES["layers.0.moe_out"], SITES, unexposed)
     seen = ("mlp_norm",) if hidden is INNER else ("gate_proj", "up_proj")
@@ -91,7 +91,7 @@ def test_a_sum_of_rows_that_are_not_shown_follows_from_what_is(hidden: list[str]
 
 
 def test_the_variance_is_that_of_rounded_steps() -> None:
-    """By rounding what Megatron rounds, 400 times with other inputs."""
+    """The variance of Megatron's roundings over 400 inputs."""
     shape = dataclasses.replace(SHAPE, dtype="bfloat16")
     reference = ExpertReference(shape, "bfloat16", WEIGHTS.__getitem__)
     site = as_recorded(SITES["layers.0.moe_out"], SITES, dict.fromkeys(INNER[2:], "fused"))
@@ -146,7 +146,7 @@ def test_the_row_of_the_shared_experts_is_added() -> None:
 
 
 def test_shares_that_ranks_add_up_are_rounded_by_each() -> None:
-    """By rounding what vLLM's ranks round, with the shared experts' shares among it."""
+    """The variance of the roundings of vLLM's ranks, including the shared experts' parts."""
     ranks, n, generator = 2, 400, torch.Generator().manual_seed(7)
     down = torch.randn(6, 5, generator=generator, dtype=torch.float64)
     weights = WEIGHTS | {"layers.0.shared_down_proj": down}
@@ -213,7 +213,7 @@ def errors_of_sums(ranks: int, gains: float, shared: bool) -> RoundingErrors:
         gate += x[:, k : k + 1] * first["gate_proj"][:, k].float()
         up += x[:, k : k + 1] * first["up_proj"][:, k].float()
     act = torch.nn.functional.silu(gate) * up
-    # Both experts are the same one: the sum is its row.
+    # Both experts are the same, so the sum is their row.
     parts = [act[:, i] @ down.float()[:, i].T for i in torch.arange(inner).chunk(ranks)]
     got = sum(parts[1:], parts[0]).double() * (1 + gains * torch.randn(rows, 1).sign())
     reference = ExpertReference(shape, "float32", weights.__getitem__, ranks)

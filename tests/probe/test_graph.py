@@ -1,4 +1,4 @@
-"""What is one unit, and what it reads."""
+"""The units of a comparison, and their inputs."""
 
 from synthetic import SHAPE
 
@@ -45,5 +45,5 @@ def test_what_cannot_be_shown_is_inside_of_what_reads_it() -> None:
     fused = {u.name: u for u in unit_graphs(SITES, VLLM.fused, hidden)}
     inside = ("layers.0.attn_residual", "layers.0.down_proj")
     assert fused["layers.0.mlp_residual"].inputs == inside
-    # The stream is overwritten once the norm has read it live: q_proj has, too.
+    # The stream is overwritten after the norm, and so also q_proj, has read the live value.
     assert fused["layers.1.q_proj"].inputs == inside

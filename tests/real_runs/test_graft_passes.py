@@ -11,11 +11,11 @@ from compared import compared
 
 from rlk_align.capture import supervise
 from rlk_align.errors import BadOption
-from rlk_align.probe.amplify import amplification
 from rlk_align.probe.attribute import attribute
 from rlk_align.probe.decompose import decompose
 from rlk_align.probe.graft import GraftedEdge, graft_passes
-from rlk_align.probe.units import Unit
+from rlk_align.probe.perturbation import amplification
+from rlk_align.probe.unit_record import Unit
 from rlk_align.results import EdgeName
 from rlk_align.trace.run import Run
 
@@ -103,7 +103,7 @@ def test_an_early_ulp_that_becomes_the_largest_difference_late(tmp_path: Path) -
     assert largest.label == "amplifier"
     assert largest.layer is None or largest.layer >= 2
     assert _inherited(largest) > 2 * planted.rel_l2
-    (answer,) = amplification(run, "rollout", ["layers.0.attn_norm"], lambda *_: None)
+    answer = amplification(run, "rollout", "layers.0.attn_norm", lambda *_: None)
     assert 2e-8 < answer.rel_l2 < 1.2e-7
     assert answer.gain > 1.5
     assert answer.largest is not None
@@ -114,7 +114,7 @@ def test_an_early_ulp_that_becomes_the_largest_difference_late(tmp_path: Path) -
     assert responses["logits"].rel_l2 > 0
     assert answer.max_abs_dlogp > 0
     with pytest.raises(BadOption, match="'nothing' is not a site"):
-        amplification(run, "rollout", ["nothing"], lambda *_: None)
+        amplification(run, "rollout", "nothing", lambda *_: None)
 
 
 def _inherited(unit: Unit) -> float:

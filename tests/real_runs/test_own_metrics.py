@@ -13,7 +13,7 @@ from padded import padded
 
 from rlk_align.logs.monitor.frameworks import framework_metrics
 from rlk_align.logs.monitor.pairs import pairs_of
-from rlk_align.logs.monitor.run import padded_sequences
+from rlk_align.logs.monitor.run_monitor import padded_sequences
 
 torch = pytest.importorskip("torch")
 

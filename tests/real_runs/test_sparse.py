@@ -14,8 +14,8 @@ from engine_pairs import SPARSE
 from safetensors.torch import load_file, save_file
 
 from rlk_align.engines.spec import EngineSpec
+from rlk_align.selftest.fault_trials import SelfTestRequest, selftest
 from rlk_align.selftest.faults.catalogue import FAULTS
-from rlk_align.selftest.run import SelfTestRequest, selftest
 from rlk_align.trace.run import Run
 
 PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}

@@ -55,7 +55,7 @@ class _Tap:
 
 
 class Watched:
-    """An engine with one set of options, and what it computes without a fault."""
+    """An engine with one set of options, and its values without a fault."""
 
     def __init__(self, options: str, model: Path = MODEL) -> None:
         self.options = options
@@ -93,7 +93,7 @@ class Watched:
 
 
 def options_of(name: str) -> str:
-    """What the fault needs of an HF engine."""
+    """The options that the fault needs in an HF engine."""
     return ",".join(f"{k}={v}" for k, v in choose("hf", name).needs("hf").items())
 
 
@@ -111,7 +111,7 @@ def watched() -> Iterator[Callable[[str], Watched]]:
 
 
 def differing(a: Rows, b: Rows) -> dict[str, int]:
-    """Rows of each site whose bits differ, in execution order, of the rows that both have."""
+    """Returns the common rows of each site whose bits differ, in execution order."""
     found = dict.fromkeys(SPARSE_SITES if "layers.2.experts" in {k[0] for k in a} else SITES, 0)
     for key in a.keys() & b.keys():
         found[key[0]] += not torch.equal(a[key], b[key])
@@ -131,7 +131,7 @@ def test_a_fault_is_where_it_says(watched: Callable[[str], Watched], name: str) 
 
 @pytest.fixture(scope="module")
 def sparse(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Watched]]:
-    """The embedded sparse model; with ties between its experts for the fault that needs them."""
+    """The embedded sparse model, or a variant with ties between experts if the fault needs them."""
     made: dict[tuple[str, str], Watched] = {}
 
     def engine(name: str, options: str = "") -> Watched:
@@ -215,7 +215,7 @@ FEATURES = {
 def test_a_fault_of_some_features_is_in_those_alone(
     watched: Callable[[str], Watched], name: str
 ) -> None:
-    """But for the rounding of a product that is computed again."""
+    """The values are equal except for the rounding of a recomputed product."""
     here, site = watched(""), FAULTS[name].site
     here.plant(name)
     rows = here.scored()
@@ -235,7 +235,7 @@ def test_a_fault_of_decode_is_in_decode_alone(watched: Callable[[str], Watched],
     prefill, (responses, rows) = here.scored(), here.decoded()
     here.plant("")
     assert differing(here.prefill, prefill) == {}
-    # Up to where it samples another token, which it then is given.
+    # Rows count up to the first other sampled token, which the engine then reads.
     same = {}
     for key, row in rows.items():
         given = key[2] - len(PROMPTS.samples[key[1]].prompt_ids) + 1

@@ -1,4 +1,4 @@
-"""The self-test: real faults in a real engine, what counts as seen, and what it says of it."""
+"""The self-test: real faults in real engines, the outcomes, and the report."""
 
 import json
 from collections.abc import Iterable
@@ -223,7 +223,7 @@ def specs(*texts: str) -> tuple[EngineSpec, ...]:
 
 
 def usual(fault: str, engine: str) -> Case:
-    """The fault, as strong as usual, in that engine."""
+    """The fault with its default strength in this engine."""
     strength = FAULTS[fault].strength
     chosen = Chosen(fault, FAULTS[fault], strength.default if strength else 0.0)
     return Case(chosen, EngineSpec.parse(engine))
@@ -284,7 +284,7 @@ def test_an_engine_keeps_its_options_beside_a_fault() -> None:
 def test_what_options_rule_out_is_left_out_with_the_reason(
     fault: str, engine: str, other: str, why: str
 ) -> None:
-    """And refused, where it is named and no engine of the test can have it."""
+    """A named fault that no engine of the test supports is refused."""
     engines, name = specs(engine, other), engine.partition(":")[0]
     assert name not in [c.engine.name for c in cases(engines, [fault], curves=False)]
     assert cases(specs(*{name, "hf", "vllm"}), [fault], curves=False), "without the options"
@@ -368,7 +368,7 @@ def test_the_exit_code_says_whether_all_is_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: str, code: int
 ) -> None:
     result = _selftest(_detection(seen=seen))
-    monkeypatch.setattr("rlk_align.selftest.run.selftest", lambda *_: result)
+    monkeypatch.setattr("rlk_align.selftest.fault_trials.selftest", lambda *_: result)
     out = tmp_path / "out.json"
     words = ("selftest", "--engines", "hf", "--run-dir", tmp_path / "run")
     ended, said = command(*words, "--output", f"json={out}")
@@ -392,7 +392,7 @@ def _over(*units: tuple[str, str]) -> list[SimpleNamespace]:
         ("norm-eps", [], "missed", 0),
         ("norm-cast-order", [], "within budget", 0),
         ("rope-base", [("layers.1.q_rope", "train"), ("layers.1.k_rope", "train")], "named", 0),
-        # The first operator that has it was not seen; a later one was.
+        # The first operator with the fault was missed, and a later one was named.
         ("rope-base", [("layers.1.k_rope", "train")], "missed", 0),
         ("weight-element", [], "missed", 0),
     ],

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from rlk_align.logs.dumps.imported_run import ImportedRun
 from rlk_align.logs.dumps.manifest import Findings
-from rlk_align.logs.dumps.run import ImportedRun
 from rlk_align.logs.dumps.sequences import UNKNOWN, Sequences, join
 from rlk_align.logs.dumps.table import SCHEMA
 from rlk_align.logs.readers.importing import import_dump

@@ -17,9 +17,9 @@ from synthetic import SHAPE, compared_run
 
 from rlk_align.comparison_table import HEAD
 from rlk_align.model.sites import Site, model_sites
-from rlk_align.probe.effects import Amplification, Response
+from rlk_align.probe.perturbation_record import Amplification, Response
 from rlk_align.probe.record import Probe, ProbedEdge
-from rlk_align.probe.units import Difference, Order, Split, Unit
+from rlk_align.probe.unit_record import Difference, Order, Split, Unit
 from rlk_align.results import (
     CodePlace,
     Comparison,

@@ -1,1 +1,1 @@
-"""From the log-probs of both sides to what kind of mismatch they have: no engine and no torch."""
+"""From the log-probs of both sides to the kind of their mismatch, without an engine or torch."""

@@ -1,4 +1,4 @@
-"""The next step for each diagnosis, and the records of diagnoses and of what is untested."""
+"""The next step for each diagnosis, and the records of positive and of open diagnoses."""
 
 from rlk_align.interval import Estimate
 from rlk_align.logs.diagnose.contract import RunContract
@@ -20,8 +20,8 @@ NEXT: dict[Name, str] = {
     "values were computed: look at that side's logits",
     "low-precision": "compute and store log-probs in float32: cast the logits before log_softmax",
     "duplicated": "give every sample a seed of its own (n > 1 in one request, or no seed at all): "
-    "equal seeds on several workers or requests sample the same answer; or was the dump imported "
-    "twice",
+    "equal seeds on several workers or requests sample the same answer. Check, too, that the dump "
+    "was not imported twice",
     "wrong-token": "take the log-prob of the sampled token's id, not the first entry of the "
     "engine's dictionary, which belongs to the most probable token",
     "logprob-scaled": "divide the logits by the temperature before log_softmax, never the "
@@ -33,21 +33,21 @@ NEXT: dict[Name, str] = {
     "the turn that is shown: keep ids from turn to turn and never tokenise text again",
     "packing": "train the same batch without packing, or look for position ids and state that are "
     f"not reset at a sequence's start; then {RESCORE}",
-    "rope": f"compare rope_theta, rope_scaling and the longest position of both sides; then "
+    "rope": "compare rope_theta, rope_scaling and the longest position of both sides; then "
     f"{RESCORE}",
     "stale-cache": "reset the rollout's prefix cache after every update of the weights",
-    "stale-weights": f"{_WEIGHTS}: are the weights of the rollout those of the trainer",
-    "decode-state": f"{RESCORE} --rollout SPEC: does the rollout's own prefill confirm its decode",
-    "routing": f"{RESCORE}: replay the rollout's routes in the trainer, or compare the routers",
+    "stale-weights": f"{_WEIGHTS} compares the rollout's weights with the trainer's",
+    "decode-state": f"{RESCORE} --rollout SPEC compares the rollout's decode with its own prefill",
+    "routing": f"{RESCORE}; replay the rollout's routes in the trainer, or compare the routers",
     "dropout": "put the trainer into evaluation mode while it computes log-probs, and set every "
     "dropout to 0",
     "quantisation": f"{RESCORE} with each side in its full precision and the trainer in evaluation "
-    "mode: which side's format, kernels or dropout make the error",
+    "mode shows which side's format, kernels or dropout cause the error",
     "single-token": f"look the shown tokens up in the dump, for another value in place of their "
     f"log-prob; then {RESCORE}",
-    "numerics": f"nothing to repair; {RESCORE} says which operator the rest comes from",
+    "numerics": f"nothing to repair; {RESCORE} names the operator that the rest comes from",
 }
-"""Diagnosis -> the next command, or what to change, with {RUN} for the run's folder."""
+"""Diagnosis -> the next command or the change to make, with {RUN} for the run's folder."""
 
 
 def diagnosis(
@@ -59,7 +59,7 @@ def diagnosis(
     samples: list[Token],
     confidence: Confidence = "high",
 ) -> Diagnosis:
-    """Returns the record of a diagnosis that holds."""
+    """Returns the record of a positive diagnosis."""
     return Diagnosis(
         name=name,
         statistic=statistic,
@@ -82,14 +82,14 @@ def untested(
     contract: RunContract,
     shaped: bool = True,
 ) -> Untested | None:
-    """Returns the record of a diagnosis that does not hold and cannot be ruled out, because its
-    interval reaches far beyond the limit; None if it is ruled out. The diagnosis is suspected if
-    the middle of the interval's lower half is above the limit, and the error is `shaped` like
-    it."""
+    """Returns the record of a diagnosis that is not positive but cannot be excluded, because its
+    interval reaches far beyond the limit; None if it is excluded. The diagnosis is suspected if the
+    middle of the interval's lower half is above the limit and the error has its shape
+    (`shaped`)."""
     if estimate.high <= contract.threshold("untested.reach") * limit:
         return None
     if not estimate.low <= estimate.high:
-        return Untested(name=name, why="too few sequences have a measurable error to compare")
+        return Untested(name=name, why="too few sequences have a measurable error")
     why = (
         f"{statistic} is {estimate.value:.2g} and may be {estimate.low:.2g} to "
         f"{estimate.high:.2g}, where more than {limit:g} would be a fault"

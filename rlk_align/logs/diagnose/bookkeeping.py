@@ -4,7 +4,7 @@ missing log-probs, or log-probs that were stored in fewer bits."""
 import numpy as np
 
 from rlk_align.interval import Estimate, Floats, share
-from rlk_align.logs.diagnose import fills
+from rlk_align.logs.diagnose import fill_values
 from rlk_align.logs.diagnose.advice import diagnosis
 from rlk_align.logs.diagnose.evidence import FARTHEST, Evidence, Indices, Mask
 from rlk_align.logs.diagnose.record import Diagnosis
@@ -39,28 +39,28 @@ def misaligned(e: Evidence) -> Diagnosis | None:
     """Holds if a sequence's log-probs fit those of the other side a few tokens further on."""
     threshold = e.contract.threshold
     needed, better = threshold("misaligned.tokens"), threshold("misaligned.better")
-    apart, far, counts = lag_errors(e)
+    sums, far, counts = lag_errors(e)
     with np.errstate(invalid="ignore", divide="ignore"):
-        means = apart / counts
+        means = sums / counts
     at_zero = means[:, 0]
     enough = (counts >= needed).all(1) & (at_zero > e.contract.limit("numerics", "negligible"))
     best = means[:, 1:].argmin(1)
     fits = enough & (means[:, 1:].min(1) < better * at_zero)
-    # A first token that is far off alone is left out at another lag.
-    far_there = np.take_along_axis(far[:, 1:], best[:, None], 1)[:, 0]
-    fits &= (far[:, 0] >= threshold("misaligned.far-tokens")) & (far_there < better * far[:, 0])
+    # If only the first token is far off, another lag just omits it.
+    far_at_best = np.take_along_axis(far[:, 1:], best[:, None], 1)[:, 0]
+    fits &= (far[:, 0] >= threshold("misaligned.far-tokens")) & (far_at_best < better * far[:, 0])
     long = e.distinct & (counts[:, 0] >= needed)
     estimate = share(int((fits & e.distinct).sum()), int(long.sum()))
     limit = e.contract.limit("misaligned")
     if not estimate.above(limit):
         return None
-    there = float(np.median(means[fits, 1 + best[fits]]))
+    mean_at_lag = float(np.median(means[fits, 1 + best[fits]]))
     common = _LAGS[np.bincount(best[fits]).argmax()]
     way = "further on" if common > 0 else "earlier"
     why = (
         f"in {int(fits.sum()):,} sequences the trainer's log-probs fit the rollout's "
         f"{abs(common)} token{'s' if abs(common) > 1 else ''} {way}: mean |Δ| is "
-        f"{np.nanmedian(at_zero[fits]):.2g} as dumped, {there:.2g} there"
+        f"{np.nanmedian(at_zero[fits]):.2g} as dumped, and {mean_at_lag:.2g} at this lag"
     )
     samples = e.worst(e.size, fits[e.sequence])
     statistic = "share of sequences that fit at another lag"
@@ -68,8 +68,8 @@ def misaligned(e: Evidence) -> Diagnosis | None:
 
 
 def lag_errors(e: Evidence) -> tuple[Floats, Floats, Floats]:
-    """Three of [S, 7], at lag 0 and at each k of _LAGS: the sums of |t[i + k] − g[i]|, the numbers
-    of tokens where that is far off, and those of all tokens."""
+    """Returns three arrays [S, 7] for lag 0 and each lag k of _LAGS: the sums of |t[i + k] − g[i]|,
+    the numbers of tokens at which this is large, and the numbers of all tokens."""
     run = e.run
     usable = np.zeros(run.tokens, dtype=bool)
     usable[e.index] = True
@@ -80,9 +80,9 @@ def lag_errors(e: Evidence) -> tuple[Floats, Floats, Floats]:
         inside = (other >= run.offsets[e.sequence]) & (other < run.offsets[e.sequence + 1])
         other = np.where(inside, other, 0)
         inside &= usable[other]
-        apart = np.minimum(np.abs(run.train[other] - e.g), FARTHEST)
-        sums.append(e.sums(np.where(inside, apart, 0.0)))
-        far.append(e.sums((inside & (apart > far_off)).astype(np.float64)))
+        error = np.minimum(np.abs(run.train[other] - e.g), FARTHEST)
+        sums.append(e.sums(np.where(inside, error, 0.0)))
+        far.append(e.sums((inside & (error > far_off)).astype(np.float64)))
         counts.append(e.sums(inside.astype(np.float64)))
     return np.stack(sums, 1), np.stack(far, 1), np.stack(counts, 1)
 
@@ -92,9 +92,9 @@ def mask_shifted(e: Evidence) -> Diagnosis | None:
     run = e.run
     if run.mask_rewritten.any():
         return None
-    # The trainer scores every token, whatever the mask. A value that is not finite or above 0 was
-    # computed: it is broken, and no sign of a wrong mask.
-    default = np.isfinite(run.rollout) & ~fills.above_zero(run.rollout, e.contract)
+    # The trainer scores every token, independently of the mask. A value that is not finite or above
+    # 0 was computed, so it is broken, and not the sign of a wrong mask.
+    default = np.isfinite(run.rollout) & ~fill_values.above_zero(run.rollout, e.contract)
     sentinel = e.contract.threshold("missing.sentinel")
     blank = run.rollout_missing | (
         e.filled_sides[0] & default & (np.abs(run.train) <= -sentinel) & run.scored
@@ -128,9 +128,9 @@ def mask_shifted(e: Evidence) -> Diagnosis | None:
         f"{int(shifted.sum()):,} of {len(first):,} segments of the mask lie {way}: they start or "
         "end on a token that the rollout did not sample, or leave out one that it sampled"
     )
-    places = np.where(early, first, last)[shifted]
+    indices = np.where(early, first, last)[shifted]
     statistic = "share of the mask's segments whose edge is misplaced"
-    return diagnosis("mask-shifted", statistic, estimate, limit, why, e.tokens(places))
+    return diagnosis("mask-shifted", statistic, estimate, limit, why, e.tokens(indices))
 
 
 def _last_of_segments(e: Evidence, first: Indices) -> Indices:
@@ -140,8 +140,8 @@ def _last_of_segments(e: Evidence, first: Indices) -> Indices:
 
 
 def _alone_beside(marked: Mask, tokens: Indices, by: int, sequence: Indices) -> Mask:
-    """Whether exactly one token next to each of these tokens is marked. A mask that leaves out a
-    part of the response on purpose leaves out several tokens."""
+    """Whether exactly one token next to each of these tokens is marked. A mask that omits a part of
+    the response on purpose omits several tokens."""
     one = _neighbour(marked, tokens, by, sequence)
     return one & ~_neighbour(marked, tokens, 2 * by, sequence)
 
@@ -153,7 +153,7 @@ def _neighbour(marked: Mask, tokens: Indices, by: int, sequence: Indices) -> Mas
 
 
 def above_zero(e: Evidence) -> Diagnosis | None:
-    """Holds if a side has values above 0, which are no log-probs."""
+    """Holds if a side has values above 0, which cannot be log-probs."""
     counts, limit = e.counts, e.contract.limit("missing")
     sides = (
         ("rollout", counts.rollout_above_zero, e.run.rollout),
@@ -164,19 +164,19 @@ def above_zero(e: Evidence) -> Diagnosis | None:
     if not estimate.above(limit):
         return None
     side = " and ".join(name for name, number, _ in sides if number)
-    places = np.flatnonzero(e.run.compared & fills.above_zero(values, e.contract))
-    found = values[places]
-    cause = "they are not of a normalised distribution, or are not log-probs"
+    indices = np.flatnonzero(e.run.compared & fill_values.above_zero(values, e.contract))
+    values_above = values[indices]
+    cause = "they are not log-probs of a normalised distribution"
     if 2 * count > counts.compared:
         cause = "the sign is flipped: they are −log p"
-        if len(found) and found.max() <= 1:
+        if len(values_above) and values_above.max() <= 1:
             cause = "they look like probabilities, without a logarithm, or their sign is flipped"
     why = (
         f"{count:,} of {counts.compared:,} compared tokens have a value above 0 from the {side}, "
         f"where a log-prob is at most 0: {cause}"
     )
     statistic = "share of compared tokens whose value is above 0"
-    return diagnosis("above-zero", statistic, estimate, limit, why, e.tokens(places))
+    return diagnosis("above-zero", statistic, estimate, limit, why, e.tokens(indices))
 
 
 def missing(e: Evidence) -> Diagnosis | None:
@@ -184,38 +184,38 @@ def missing(e: Evidence) -> Diagnosis | None:
     counts, run = e.counts, e.run
     sides = (("rollout", e.filled_sides[0], run.rollout), ("trainer", e.filled_sides[1], run.train))
     filled = np.zeros(run.tokens, dtype=bool)
-    said: list[str] = []
+    fills_in_words: list[str] = []
     for side, mask, values in sides:
-        places = np.flatnonzero(mask & ~fills.above_zero(values, e.contract))
-        filled[places] = True
-        said += _fill_words(e, side, places, values[places])
+        indices = np.flatnonzero(mask & ~fill_values.above_zero(values, e.contract))
+        filled[indices] = True
+        fills_in_words += _fill_words(e, side, indices, values[indices])
     null = np.flatnonzero(run.scored & ~run.compared)
     if filled.any() or counts.filled:
         number, of = max(int(filled.sum()), counts.filled), counts.compared
-        # The counts are of the whole run, the mask is of the sample.
+        # `counts` cover the whole run, and `filled` covers the sample.
         of = of if counts.filled >= filled.sum() else int(run.compared.sum())
         estimate, limit = share(number, of), e.contract.limit("missing")
         why = (
             f"{number:,} of {of:,} compared tokens {_have(number)} another value in place of a "
             "log-prob, and so a wrong importance ratio"
         )
-        why += f": {'; '.join(said)}" if said else ""
+        why += f": {'; '.join(fills_in_words)}" if fills_in_words else ""
         if counts.missing:
             why += f". {counts.missing:,} more have no value on one side or on both"
         statistic = "share of compared tokens with another value in place of a log-prob"
-        places = np.flatnonzero(filled)
+        indices = np.flatnonzero(filled)
     else:
-        # This is counted over the whole run, so it has no interval.
+        # The whole run is counted, so the share has no interval.
         part = counts.missing / counts.scored
         estimate, limit = Estimate(part, part, part), e.contract.limit("missing", "null")
         why = (
             f"{counts.missing:,} of {counts.scored:,} scored tokens "
             f"{_have(counts.missing)} no log-prob on one side or on both{_where_words(e, null)}"
         )
-        statistic, places = "share of scored tokens without a log-prob", null
+        statistic, indices = "share of scored tokens without a log-prob", null
     if not estimate.above(limit):
         return None
-    return diagnosis("missing", statistic, estimate, limit, why, e.tokens(places))
+    return diagnosis("missing", statistic, estimate, limit, why, e.tokens(indices))
 
 
 _SHOWN_KINDS = 3
@@ -226,37 +226,38 @@ def _have(count: int) -> str:
     return "has" if count == 1 else "have"
 
 
-def _fill_words(e: Evidence, side: str, places: Indices, values: Floats) -> list[str]:
-    """The values that a side has in place of log-probs, the most frequent first, in words."""
-    found = [(what, places[of]) for what, of in fills.kinds(values, e.contract) if of.any()]
-    found.sort(key=lambda x: -len(x[1]))
+def _fill_words(e: Evidence, side: str, indices: Indices, values: Floats) -> list[str]:
+    """Describes the values that a side has in place of log-probs, the most frequent ones first."""
+    indices_by_kind = [
+        (what, indices[of]) for what, of in fill_values.kinds(values, e.contract) if of.any()
+    ]
+    indices_by_kind.sort(key=lambda x: -len(x[1]))
     return [
         f"{what} from the {side} at {len(at):,} token{'s' if len(at) > 1 else ''}"
         f"{_where_words(e, at)}"
-        for what, at in found[:_SHOWN_KINDS]
+        for what, at in indices_by_kind[:_SHOWN_KINDS]
     ]
 
 
-def _where_words(e: Evidence, places: Indices) -> str:
-    """In words, what several tokens have in common: their id, or an edge of their turns."""
-    if len(places) < 2:
+def _where_words(e: Evidence, indices: Indices) -> str:
+    """Describes what several tokens have in common: their id, or an edge of their turns."""
+    if len(indices) < 2:
         return ""
-    said = []
-    token = _only_id(e.run, places)
+    common = []
+    token = _only_id(e.run, indices)
     if token is not None:
-        said.append(f"each of them is token {token}")
+        common.append(f"each of them is token {token}")
     first = np.flatnonzero(e.first_of_segment)
     for edge, word in ((_last_of_segments(e, first), "last"), (first, "first")):
-        if np.isin(places, edge).all():
-            said.append(f"each is the {word} scored one of its turn")
+        if np.isin(indices, edge).all():
+            common.append(f"each is the {word} scored one of its turn")
             break
-    return f" ({', and '.join(said)})" if said else ""
+    return f" ({', and '.join(common)})" if common else ""
 
 
-def _only_id(run: Sequences, places: Indices) -> int | None:
-    """The token id that all of these tokens have; None if there are several, or if it is not
-    known."""
-    ids = np.unique(run.token_ids[places])
+def _only_id(run: Sequences, indices: Indices) -> int | None:
+    """The id that all of these tokens have; None if there are several ids, or if it is unknown."""
+    ids = np.unique(run.token_ids[indices])
     return int(ids[0]) if len(ids) == 1 and ids[0] >= 0 else None
 
 

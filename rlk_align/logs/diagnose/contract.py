@@ -1,5 +1,5 @@
-"""The contract of a run: the limit of each diagnosis, of each step while the run is watched, and
-the thresholds of the signs that a diagnosis rests on, with their reasons and sources."""
+"""The contract of a run: the limits of diagnoses and of monitored steps, and the thresholds of the
+signs of a fault, with their reasons and sources."""
 
 import hashlib
 import tomllib
@@ -13,80 +13,60 @@ from rlk_align.data import data_path
 from rlk_align.errors import ContractError
 from rlk_align.files import read_text
 from rlk_align.logs.diagnose.record import Name
-from rlk_align.tail import Tail
+from rlk_align.tail import Tail, TailLimit
 from rlk_align.text import complaint
 
 Words = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Bound = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Dtype = Literal["bfloat16", "float16", "float32"]
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
-NEEDED: tuple[tuple[Name, str | None], ...] = (
-    ("misaligned", None),
-    ("mask-shifted", None),
-    ("missing", None),
-    ("missing", "null"),
-    ("low-precision", None),
-    ("wrong-token", None),
-    ("logprob-scaled", None),
-    ("temperature", None),
-    ("truncation", None),
-    ("turn-boundary", None),
-    ("packing", None),
-    ("rope", None),
-    ("stale-cache", None),
-    ("stale-weights", None),
-    ("decode-state", None),
-    ("routing", None),
-    ("dropout", None),
-    ("numerics", None),
-    ("numerics", "negligible"),
+_LIMITED: tuple[Name, ...] = (
+    *("misaligned", "mask-shifted", "missing", "low-precision", "wrong-token", "logprob-scaled"),
+    *("temperature", "truncation", "turn-boundary", "packing", "rope", "stale-cache"),
+    *("stale-weights", "decode-state", "routing", "dropout", "numerics"),
 )
+NEEDED = (*((name, None) for name in _LIMITED), ("missing", "null"), ("numerics", "negligible"))
 """The (diagnosis, statistic) that every contract limits; None is the statistic of the diagnosis
-itself. Quantisation is limited too, once for each dtype."""
+itself. Quantisation is limited, too, once for each dtype."""
 OPTIONAL: frozenset[tuple[Name, str | None]] = frozenset(
     {
         *(("duplicated", None), ("duplicated", "chance"), ("missing", "rescored")),
         *(("stale-weights", "labels"), ("dropout", "repeat")),
     }
 )
-"""The (diagnosis, statistic) that contracts of an earlier version lack. Such a contract does not
-ask the question, or asks it by the limit that was used before."""
+"""The (diagnosis, statistic) that contracts of an earlier version lack. The diagnosis is then
+omitted, or uses the limit that was used before."""
 DTYPES: tuple[Dtype, ...] = ("bfloat16", "float16", "float32")
 
 
-class _Limit(BaseModel):
-    """What limits of a run and of a step have in common."""
+class _Limit(TailLimit, BaseModel):
+    """The fields that limits of a run and limits of a step share."""
 
     model_config = _STRICT
 
     fail: Bound
     tail: Tail | None = None
-    """For the largest value of N tokens: the limit is `fail` or what N tokens may reach, whichever
-    is less."""
+    """For the largest value of N tokens (see `fail_at`)."""
     why: Words
     source: Words
     """`published: …`, `measured: …` or `derived: …`."""
 
-    def fail_at(self, tokens: int) -> float:
-        """The bound for the largest value of this many tokens."""
-        return self.fail if self.tail is None else min(self.fail, self.tail.bound(tokens))
-
 
 class RunLimit(_Limit):
-    """A diagnosis holds where the whole interval of its statistic is above `fail`."""
+    """A diagnosis holds if the whole interval of its statistic is above `fail`."""
 
     diagnosis: Name
     statistic: Literal["null", "rescored", "chance", "labels", "repeat", "negligible"] | None = None
     dtype: Dtype | None = None
     floor: Bound | None = None
-    """For a statistic in multiples of c: the least c that it is counted in."""
+    """For a statistic in multiples of c: the smallest c that counts as its unit."""
     healthy: Bound | None = None
     """The largest value of healthy runs."""
 
 
 class StepLimit(_Limit):
-    """A bound on a metric of one step; a value beyond it, or a NaN, breaks it. `why` says what a
-    value beyond the limit means."""
+    """A bound on a metric of one step. A value beyond the bound, or a NaN, breaks it, and `why` is
+    the meaning of such a value."""
 
     name: Words
     metric: Literal[
@@ -98,7 +78,7 @@ class StepLimit(_Limit):
 
 
 class TrendLimits(BaseModel):
-    """When k2 is said to rise, in multiples of its own earlier values."""
+    """The limits of a rise of k2, in multiples of its own earlier values."""
 
     model_config = _STRICT
 
@@ -116,7 +96,7 @@ class TrendLimits(BaseModel):
 
 
 class Threshold(BaseModel):
-    """From which value on something counts as a sign of a fault."""
+    """The value from which on a quantity counts as a sign of a fault."""
 
     model_config = _STRICT
 
@@ -125,11 +105,11 @@ class Threshold(BaseModel):
     value: Annotated[float, Field(allow_inf_nan=False)]
     why: Words
     source: Words
-    """As a limit's, or `chosen: …`."""
+    """The source of a limit, or `chosen: …`."""
 
 
 class RunContract(BaseModel):
-    """What the two sides of a run owe each other."""
+    """The limits on the mismatch between the two sides of a run."""
 
     model_config = _STRICT
 
@@ -138,7 +118,7 @@ class RunContract(BaseModel):
     version: Annotated[str, StringConstraints(pattern=r"^\d+\.\d+\.\d+$")]
     description: Words
     min_tokens: Annotated[int, Field(ge=1)]
-    """Compared tokens below which nothing can be concluded."""
+    """With fewer compared tokens nothing is concluded."""
     limits: list[RunLimit]
     steps: list[StepLimit]
     trend: TrendLimits
@@ -147,23 +127,24 @@ class RunContract(BaseModel):
 
     @cached_property
     def sha256(self) -> str:
-        """A digest of what it says, comments and layout aside."""
+        """A digest of its content, without comments and layout."""
         return hashlib.sha256(self.model_dump_json(exclude_defaults=True).encode()).hexdigest()
 
     def limit(self, name: Name, statistic: str | None = None, dtype: Dtype | None = None) -> float:
-        """The bound of a diagnosis."""
+        """Returns the bound of a diagnosis."""
         return self._limits[name, statistic, dtype].fail
 
     def single_token(self, dtype: Dtype) -> RunLimit | None:
-        """The limit on the largest error of a token; None in contracts of an earlier version."""
+        """Returns the limit on the largest error of a token; None in contracts of an earlier
+        version."""
         return self._limits.get(("single-token", None, dtype))
 
     def threshold(self, name: str) -> float:
-        """The value of a threshold, by its name."""
+        """Returns the value of a threshold."""
         return self._thresholds[name]
 
     def asks(self, name: Name, statistic: str | None = None) -> bool:
-        """Whether the contract has this limit of OPTIONAL."""
+        """Whether the contract has this limit, which is one of OPTIONAL."""
         return (name, statistic, None) in self._limits
 
     @cached_property
@@ -178,11 +159,11 @@ class RunContract(BaseModel):
         """Raises ValueError for a limit that is missing, and for a limit or a threshold that is
         unknown or given twice."""
         self._check_limits()
-        given = [x.name for x in self.thresholds]
-        for name in given:
+        names = [x.name for x in self.thresholds]
+        for name in names:
             if name not in built_in_thresholds():
                 raise ValueError(f"the threshold {name!r} is unknown")
-            if given.count(name) > 1:
+            if names.count(name) > 1:
                 raise ValueError(f"the threshold {name!r} is given twice")
 
     def _check_limits(self) -> None:
@@ -191,9 +172,9 @@ class RunContract(BaseModel):
         if len(self._limits) != len(self.limits) or len(names) != len(self.steps):
             raise ValueError("a limit is given twice")
         optional = {(*key, None) for key in OPTIONAL} | {("single-token", None, d) for d in DTYPES}
-        given = self._limits.keys() - optional
-        wrong = [f"the limit of {' '.join(filter(None, x))} is missing" for x in wanted - given]
-        wrong += [f"the limit of {' '.join(filter(None, x))} is unknown" for x in given - wanted]
+        limited = self._limits.keys() - optional
+        wrong = [f"the limit of {' '.join(filter(None, x))} is missing" for x in wanted - limited]
+        wrong += [f"the limit of {' '.join(filter(None, x))} is unknown" for x in limited - wanted]
         if wrong:
             raise ValueError("; ".join(sorted(wrong)))
         self._check_single_tokens()
@@ -217,7 +198,7 @@ RUN_CONTRACT = "run"
 
 @cache
 def built_in_thresholds() -> dict[str, float]:
-    """The thresholds of the built-in contract, by name. They are all the names that there are."""
+    """Returns the thresholds of the built-in contract, which are all that exist, by name."""
     document = tomllib.loads(read_text(data_path("contracts") / "run.toml"))
     return {x["name"]: x["value"] for x in document["thresholds"]}
 

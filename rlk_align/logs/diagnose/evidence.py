@@ -1,8 +1,8 @@
 """The compared tokens of a sample, in flat arrays that the diagnoses compute with.
 
 g is the rollout's log-prob of a token, t the trainer's, d = t − g, p = exp((g + t)/2) and
-q = 1 − p. Healthy numerics make E|d| = c q at every p, so Σ|d| / Σq measures the error of a part of
-the run, whichever tokens are in it.
+q = 1 − p. By the law of healthy noise (`rlk_align.noise`) E|d| is c q at every p, so Σ|d| / Σq
+measures the error of a part of the run, whichever tokens are in the part.
 """
 
 from collections.abc import Callable
@@ -14,18 +14,18 @@ from numpy.typing import NDArray
 
 from rlk_align.interval import Estimate, Floats, mean_factor, quotient, ratio
 from rlk_align.logs.diagnose.contract import DTYPES, Dtype, RunContract
-from rlk_align.logs.diagnose.fills import filled_tokens
+from rlk_align.logs.diagnose.fill_values import Mask, filled_tokens
 from rlk_align.logs.diagnose.record import Token
 from rlk_align.logs.diagnose.repeats import answers
 from rlk_align.logs.diagnose.sample import Counts
 from rlk_align.logs.dumps.sequences import Sequences
+from rlk_align.noise import excess, scaled_errors
 
-Mask = NDArray[np.bool_]
 Indices = NDArray[np.int64]
 SHOWN = 5
 """Tokens that a diagnosis shows."""
 FARTHEST = 20.0
-"""|Δ| is at most this, in nats, in every sum: what is farther off is as wrong."""
+"""In sums, |Δ| counts as this at most, in nats: a larger error is not worse."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,28 +38,28 @@ class Evidence:
 
     @cached_property
     def filled_sides(self) -> tuple[Mask, Mask]:
-        """Two of [N]; compared tokens of which the rollout, and the trainer, has no log-prob but
-        another value: a 0.0, a sentinel or a constant in its place, NaN, infinite, or above 0 by
-        more than rounding."""
+        """Two of [N]; compared tokens for which the rollout, and the trainer, has another value in
+        place of a log-prob: 0.0, a sentinel, a constant, NaN, infinity, or a value above 0 by more
+        than rounding."""
         return filled_tokens(self.run, self.counts.zeros)
 
     @cached_property
     def filled(self) -> Mask:
-        """[N]; compared tokens of which a side has another value in place of a log-prob."""
+        """[N]; compared tokens for which a side has another value in place of a log-prob."""
         rollout, train = self.filled_sides
         return rollout | train
 
     @cached_property
     def answer(self) -> Indices:
-        """[S]; which distinct answer each sequence is, from 0."""
+        """[S]; the number of each sequence's distinct answer, from 0."""
         return np.asarray(np.unique(answers(self.run), return_inverse=True)[1])
 
     @cached_property
     def distinct(self) -> Mask:
         """[S]; the first sequence of each distinct answer."""
-        found = np.zeros(len(self.run), dtype=bool)
-        found[np.unique(self.answer, return_index=True)[1]] = True
-        return found
+        first = np.zeros(len(self.run), dtype=bool)
+        first[np.unique(self.answer, return_index=True)[1]] = True
+        return first
 
     @cached_property
     def index(self) -> Indices:
@@ -109,9 +109,10 @@ class Evidence:
             return np.where(self.q >= smallest, self.size / self.q, np.nan)
 
     def excess(self, floor: float) -> Floats:
-        """[n]; |d| / q in multiples of c, which counts as `floor` at least."""
-        room = np.maximum(self.q, self.contract.threshold("noise.token-q"))
-        return np.asarray(self.size / room / np.fmax(self.c().value, floor))
+        """[n]; |d| / q in multiples of c, which counts as `floor` where it is less or unknown."""
+        scaled = scaled_errors(self.size, self.q, self.contract.threshold("noise.token-q"))
+        # c is unknown if both sides are sure of every token.
+        return excess(scaled, float(np.nan_to_num(self.c().value)), floor)
 
     @cached_property
     def steps(self) -> Indices:
@@ -136,8 +137,7 @@ class Evidence:
 
     @cached_property
     def dtype(self) -> Dtype:
-        """The lower precision of the two sides. A sequence whose side states no known dtype counts
-        as bfloat16."""
+        """The lower precision of the two sides; bfloat16 if a sequence states no known dtype."""
         names = {*self.run.rollout_dtypes, *self.run.train_dtypes}
         known = [d for d in DTYPES if d in names]
         return known[0] if known and names <= set(DTYPES) else "bfloat16"
@@ -152,8 +152,8 @@ class Evidence:
         return ratio(self.by_answer(self.sums(values)), self.by_answer(self.sums(of)))
 
     def by_answer(self, sums: Floats) -> Floats:
-        """The sums of each distinct answer, from the sums of each sequence, [S]. An answer that was
-        sampled several times is one unit of an interval."""
+        """The sums of each distinct answer from the sums of each sequence, [S]. An answer that was
+        sampled several times counts as one unit of an interval."""
         return np.bincount(self.answer, sums).astype(np.float64)
 
     def noise(self, where: Mask | None = None) -> tuple[Floats, Floats]:
@@ -165,16 +165,17 @@ class Evidence:
         return self.by_answer(sizes), self.by_answer(qs)
 
     def c(self, where: Mask | None = None) -> Estimate:
-        """c of a part of the run: its error, relative to its 1 − p."""
+        """c of a part of the run."""
         estimate = ratio(*self._noise_of_answers(where))
         return Estimate(estimate.value, max(estimate.low, 0.0), estimate.high)
 
     def between(self, a: Mask, b: Mask) -> Estimate:
-        """How many times worse the typical sequence of tokens a is than that of tokens b."""
+        """By which factor c of tokens a, in a typical sequence, exceeds c of tokens b in
+        another."""
         return self._contrast(a, b, lambda x, y: mean_factor(x[~np.isnan(x)], y[~np.isnan(y)]))
 
     def within(self, a: Mask, b: Mask) -> Estimate:
-        """How many times worse tokens a are than tokens b of the same sequence, typically."""
+        """By which factor c of tokens a typically exceeds c of tokens b in the same sequence."""
 
         def paired(x: Floats, y: Floats) -> Estimate:
             return mean_factor((x - y)[~np.isnan(x - y)])
@@ -188,7 +189,7 @@ class Evidence:
         )
 
     def _contrast(self, a: Mask, b: Mask, how: Callable[[Floats, Floats], Estimate]) -> Estimate:
-        """The estimate of `how`; a negligible c of a counts as no worse than that of b."""
+        """The estimate of `how`; 1 if c of a is negligible."""
         if self.c(a).value <= self.contract.limit("numerics", "negligible"):
             return Estimate(1.0, 0.0, 1.0)
         return how(self._logs(a), self._logs(b))
@@ -206,11 +207,11 @@ class Evidence:
         size, q = self.noise()
         largest = np.zeros(len(size))
         np.maximum.at(largest, self.sequence, self.size)
-        # A single token does not make a broken sequence.
+        # One bad token does not make a sequence an outlier.
         size -= largest
         enough = q >= smallest
         c = np.where(enough, size / np.maximum(q, smallest), np.nan)
-        found = np.zeros(len(c), dtype=bool)
+        outlying = np.zeros(len(c), dtype=bool)
         good = float(np.quantile(c[enough], 0.25)) if enough.any() else np.nan
         for step in np.unique(self.run.steps):
             of_step = (self.run.steps == step) & enough
@@ -218,9 +219,9 @@ class Evidence:
                 # If most sequences of a step are broken, their median is no reference.
                 highest = limit("outlier.quarter-factor") * good
                 usual = min(float(np.median(c[of_step])), highest)
-                found |= of_step & (c > factor * usual)
-        found &= c > self.contract.limit("numerics", "negligible")
-        return found & self._throughout(~found)
+                outlying |= of_step & (c > factor * usual)
+        outlying &= c > self.contract.limit("numerics", "negligible")
+        return outlying & self._throughout(~outlying)
 
     def _throughout(self, good: Mask) -> Mask:
         """[S]; whether many tokens of a sequence are worse than those of good sequences."""

@@ -7,11 +7,34 @@ from typing import Literal
 
 from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS
 from rlk_align.interval import DEVIATIONS, UNKNOWN, Estimate
-from rlk_align.logs.diagnose import bookkeeping, law, level, place, prompts
+from rlk_align.logs.diagnose.bookkeeping import (
+    above_zero,
+    low_precision,
+    mask_shifted,
+    misaligned,
+    missing,
+    vacuous,
+)
 from rlk_align.logs.diagnose.contract import Dtype, RunContract
+from rlk_align.logs.diagnose.distributions import (
+    logprob_scaled,
+    temperature,
+    truncation,
+    wrong_token,
+)
+from rlk_align.logs.diagnose.error_positions import packing, rope, turn_boundary
+from rlk_align.logs.diagnose.error_size import (
+    dropout,
+    numerics,
+    quantisation,
+    routing,
+    single_token,
+    stale_weights,
+)
 from rlk_align.logs.diagnose.evidence import Evidence
 from rlk_align.logs.diagnose.record import Diagnosis, Name, Untested
 from rlk_align.logs.diagnose.sample import EMPTY, Counts, RatioSums, gather
+from rlk_align.logs.diagnose.whole_sequences import decode_state, duplicated, stale_cache
 from rlk_align.logs.dumps.sequences import Sequences
 
 Status = Literal["pass", "fail", "inconclusive"]
@@ -24,23 +47,23 @@ Check = Callable[[Evidence], Diagnosis | Untested | None]
 Breach = tuple[str, str, float, float]
 """(Limit, metric, value, the limit's bound)."""
 FAMILIES: tuple[tuple[Check, ...], ...] = (
-    (bookkeeping.misaligned, bookkeeping.mask_shifted),
-    (bookkeeping.above_zero, bookkeeping.missing, bookkeeping.low_precision, prompts.duplicated),
-    (law.wrong_token, law.logprob_scaled, law.temperature, law.truncation),
-    (place.turn_boundary, place.packing, place.rope, prompts.stale_cache),
-    (level.stale_weights, prompts.decode_state),
-    (level.dropout,),
-    (level.routing,),
-    (level.quantisation,),
-    (level.single_token,),
+    (misaligned, mask_shifted),
+    (above_zero, missing, low_precision, duplicated),
+    (wrong_token, logprob_scaled, temperature, truncation),
+    (turn_boundary, packing, rope, stale_cache),
+    (stale_weights, decode_state),
+    (dropout,),
+    (routing,),
+    (quantisation,),
+    (single_token,),
 )
 """The diagnoses in their order: the first one that holds is the verdict. A mismatch that a family
-finds or suspects disturbs the statistics of later families, which are then skipped."""
+finds or suspects distorts the statistics of later families, which are then skipped."""
 BOOKKEEPING = 2
-"""How many of the families need only few tokens."""
+"""The number of families that need only few tokens."""
 GOES_ON: frozenset[Name] = frozenset({"missing", "low-precision", "duplicated"})
-"""Diagnoses after which later families are still asked, because the tokens that they found are set
-aside, counted once or too slightly wrong to matter."""
+"""Diagnoses after which later families are still tested, because their tokens are excluded, counted
+once, or hardly wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +73,19 @@ class Explanation:
     status: Status
     contract: RunContract
     diagnoses: list[Diagnosis]
-    """The first one is the verdict's, and the others hold too. The list is empty if only the mean
-    ratio is off, or if nothing was concluded."""
+    """The first one is the verdict; the others hold, too. The list is empty if only the mean ratio
+    is off, or if nothing was concluded."""
     counts: Counts
     mean_ratio: Estimate
     """E[ρ] over the whole run."""
     c: Estimate
     sampled: int | None
-    """How many sequences the diagnoses were made from; None means all."""
+    """The number of sequences that the diagnoses are based on; None means all."""
     dtype: Dtype
     doubts: list[str]
-    """The reasons for which nothing can be concluded."""
+    """The reasons why nothing can be concluded."""
     untested: list[Untested]
-    """Mismatches that can be neither found nor ruled out."""
+    """Mismatches that can be neither confirmed nor excluded."""
     breaches: list[Breach]
 
     @property
@@ -77,42 +100,42 @@ def explain(batches: Iterable[Sequences], contract: RunContract, seed: int = 0) 
     counts, mean_ratio = sample.counts, mean_of(sample.ratio)
     evidence = Evidence(sample.kept or EMPTY, counts, contract)
     few = counts.compared < contract.min_tokens
-    # Values in place of log-probs say nothing about a distribution or about noise.
+    # Values in place of log-probs are no evidence about a distribution or about noise.
     unusable = len(evidence.index) < contract.min_tokens
-    found, untested = _answers(evidence, FAMILIES[:BOOKKEEPING] if unusable else FAMILIES)
+    diagnoses, untested = _answers(evidence, FAMILIES[:BOOKKEEPING] if unusable else FAMILIES)
     doubts = []
     if counts.compared and few:
         doubts.append(f"{counts.compared:,} tokens are compared, {contract.min_tokens:,} needed")
-    elif unusable and not found:
+    elif unusable and not diagnoses:
         doubts.append(
-            f"of the tokens that were looked at, {len(evidence.index):,} have log-probs on both "
-            f"sides, {contract.min_tokens:,} needed"
+            f"only {len(evidence.index):,} of the sampled tokens have log-probs on both sides, "
+            f"{contract.min_tokens:,} needed"
         )
-    if not found:
+    if not diagnoses:
         doubts += [f"{x.name} is probable: {x.why}" for x in untested if x.suspected]
-        found = [] if doubts else [level.numerics(evidence, mean_ratio)]
-    if found and found[0].name == "vacuous":
-        doubts.append(found[0].why)
+        diagnoses = [] if doubts else [numerics(evidence, mean_ratio)]
+    if diagnoses and diagnoses[0].name == "vacuous":
+        doubts.append(diagnoses[0].why)
     c = evidence.c()
     level_limit = contract.limit("quantisation", dtype=evidence.dtype)
-    if found and found[0].name == "numerics" and not c.value <= level_limit:
+    if diagnoses and diagnoses[0].name == "numerics" and not c.value <= level_limit:
         doubts.append(
             f"c is {c.value:.2g}, more than {level_limit:g}, and may be {max(c.low, 0.0):.2g} to "
             f"{c.high:.2g}: the sequences are too few or too different to name a cause"
         )
-        found = []
+        diagnoses = []
     breaches: list[Breach] = [
-        (d.name, d.statistic, d.value, d.limit) for d in found if d.name != "numerics"
+        (d.name, d.statistic, d.value, d.limit) for d in diagnoses if d.name != "numerics"
     ]
     breaches += _ratio_breach(mean_ratio, contract)
-    if breaches and found and found[0].name == "numerics":
-        found = []
+    if breaches and diagnoses and diagnoses[0].name == "numerics":
+        diagnoses = []
     status: Status = "inconclusive" if doubts else "fail" if breaches else "pass"
-    assert doubts or breaches or found, "an explanation says something"
+    assert doubts or breaches or diagnoses, "an explanation says something"
     return Explanation(
         status=status,
         contract=contract,
-        diagnoses=found,
+        diagnoses=diagnoses,
         counts=counts,
         mean_ratio=mean_ratio,
         c=c,
@@ -127,21 +150,21 @@ def explain(batches: Iterable[Sequences], contract: RunContract, seed: int = 0) 
 def _answers(
     e: Evidence, families: Sequence[tuple[Check, ...]]
 ) -> tuple[list[Diagnosis], list[Untested]]:
-    nothing = bookkeeping.vacuous(e)
+    nothing = vacuous(e)
     if nothing is not None:
         return [nothing], []
-    found: list[Diagnosis] = []
+    diagnoses: list[Diagnosis] = []
     untested: list[Untested] = []
     for family in families:
         for check in family:
             answer = check(e)
             if isinstance(answer, Diagnosis):
-                found.append(answer)
+                diagnoses.append(answer)
             elif answer is not None:
                 untested.append(answer)
-        if any(d.name not in GOES_ON for d in found) or any(x.suspected for x in untested):
+        if any(d.name not in GOES_ON for d in diagnoses) or any(x.suspected for x in untested):
             break
-    return found, untested
+    return diagnoses, untested
 
 
 def mean_of(sums: RatioSums) -> Estimate:

@@ -1,4 +1,4 @@
-"""What a diagnosis is."""
+"""The records of diagnoses."""
 
 from typing import Literal
 
@@ -40,22 +40,22 @@ class Token(BaseModel):
     id: str
     """The sequence's id."""
     position: int
-    """The token's place in the sequence, from 0."""
+    """The token's position in the sequence, from 0."""
     token: int
     rollout: float | None
-    """The rollout's log-prob; null where none was recorded."""
+    """The rollout's log-prob; null if none was recorded."""
     train: float | None
 
 
 class Untested(BaseModel):
-    """A kind of mismatch that the run says too little of to be found or ruled out."""
+    """A kind of mismatch that the run can neither confirm nor exclude."""
 
     model_config = _FROZEN
 
     name: Name
     why: str
     suspected: bool = False
-    """Whether the mismatch is more probable than not: too much to pass."""
+    """Whether the mismatch is more probable than not, so that the run cannot pass."""
 
 
 class Diagnosis(BaseModel):
@@ -65,18 +65,18 @@ class Diagnosis(BaseModel):
 
     name: Name
     statistic: str
-    """What `value` is, in words."""
+    """The meaning of `value`."""
     value: float
     low: float
-    """Between `low` and `high` lies the true value, very probably: the interval is clustered by
-    sequence, at four standard deviations."""
+    """The true value very probably lies between `low` and `high`, an interval of four standard
+    deviations that is clustered by sequence."""
     high: float
     limit: float
-    """The contract's limit, which the whole interval is above."""
+    """The contract's limit, which is below the whole interval."""
     confidence: Confidence
     why: str
-    """What was seen, in a sentence for somebody who sees the name for the first time."""
+    """The observation, in a sentence for a reader who sees the name for the first time."""
     samples: list[Token]
     """The tokens that show it most, the clearest first."""
     next: str
-    """The next command, or what to change."""
+    """The next command, or the change to make."""

@@ -1,8 +1,8 @@
 """Answers that are sampled more than once, and whether chance explains the repeats.
 
 If the samples of a prompt are independent, the next sample repeats an earlier answer with the
-probability that the rollout's own log-probs give that answer. A group's samples, taken in turn,
-therefore show how probable its repeats are, for any model and any length of answers.
+probability that the rollout's log-probs give to that answer. The probability of a group's repeats
+therefore follows from its samples one after another, for any model and any length of answers.
 """
 
 import hashlib
@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 
 from rlk_align.interval import share
 from rlk_align.logs.diagnose.contract import RunContract
-from rlk_align.logs.diagnose.fills import impossible
+from rlk_align.logs.diagnose.fill_values import Mask, impossible
 from rlk_align.logs.dumps.sequences import Sequences
 
-Mask = NDArray[np.bool_]
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 """An odd number that mixes the bits of a hash."""
 
@@ -41,20 +40,21 @@ class Repeats:
 
 
 def answers(run: Sequences) -> NDArray[np.uint64]:
-    """[S]; a number that sequences of one step with the same tokens share. If the ids are not
-    known, every sequence is an answer of its own."""
+    """[S]; a number that is equal for sequences of one step with the same tokens. If the ids are
+    unknown, every sequence is a distinct answer."""
     names = np.empty(len(run), dtype=np.uint64)
     ids = np.ascontiguousarray(run.token_ids, dtype="<i8")
     for s, name in enumerate(run.ids):
-        own = ids[run.offsets[s] : run.offsets[s + 1]]
-        known = len(own) > 0 and own[0] >= 0
-        content = own.tobytes() if known else f"{s} of {name}".encode()
+        ids_of_sequence = ids[run.offsets[s] : run.offsets[s + 1]]
+        known = len(ids_of_sequence) > 0 and ids_of_sequence[0] >= 0
+        content = ids_of_sequence.tobytes() if known else f"{s} of {name}".encode()
         names[s] = _number(content, int(run.steps[s]))
     return names
 
 
 def prompts_of(run: Sequences) -> NDArray[np.uint64]:
-    """[S]; a number that sequences of one step with one prompt share: a group."""
+    """[S]; a number that is equal for sequences of one step with the same prompt, which are a
+    group."""
     ids = np.ascontiguousarray(run.token_ids, dtype="<i8")
     ends = run.offsets[:-1] + run.prompt_lengths
     contents = (ids[a:b].tobytes() for a, b in zip(run.offsets, ends, strict=False))
@@ -69,8 +69,8 @@ def _number(content: bytes, step: int) -> int:
 
 def repeats(run: Sequences, contract: RunContract) -> Repeats:
     """Returns the groups whose samples repeat one another more than the contract's limit of chance
-    explains. The samples of one step with one prompt are a group; samples that the loss leaves out
-    are not counted."""
+    explains. The samples of one step with one prompt are a group; samples outside of the loss do
+    not count."""
     names, logs = answers(run), _log_probs(run, contract)
     allowed = math.log(contract.limit("duplicated", "chance"))
     prompts, of_group = prompts_of(run), dict[int, list[int]]()
@@ -78,15 +78,15 @@ def repeats(run: Sequences, contract: RunContract) -> Repeats:
         of_group.setdefault(int(prompts[s]), []).append(s)
     groups = [g for g in of_group.values() if len(g) > 1 and not _all_greedy(run, g)]
     chances = [_log_chance(names[g], logs[g], contract) for g in groups]
-    found = [(g, log) for g, log in zip(groups, chances, strict=True) if log < allowed]
-    first = np.array([g[0] for g, _ in found], dtype=np.int64)
-    members = [s for g, _ in found for s in g]
+    beyond_chance = [(g, log) for g, log in zip(groups, chances, strict=True) if log < allowed]
+    first = np.array([g[0] for g, _ in beyond_chance], dtype=np.int64)
+    members = [s for g, _ in beyond_chance for s in g]
     return Repeats(
         groups=len(groups),
         repeated=first,
         distinct=len(np.unique(names[members])),
         samples=len(members),
-        chance=max((log for _, log in found), default=0.0) / math.log(10),
+        chance=max((log for _, log in beyond_chance), default=0.0) / math.log(10),
         greedy=_greedy(
             run, np.unique(names, return_index=True)[1], np.array(members, dtype=int), contract
         ),
@@ -111,8 +111,8 @@ def _responses(run: Sequences) -> Mask:
 def _log_chance(
     names: NDArray[np.uint64], logs: NDArray[np.float64], contract: RunContract
 ) -> float:
-    """The logarithm of an upper bound of the probability that samples repeat earlier ones as often
-    as these do; 0 if most of them do not."""
+    """The logarithm of an upper bound of the probability of so many repeats; 0 if most samples are
+    no repeats."""
     temperature = contract.threshold("duplicated.temperature")
     before: dict[int, float] = {}
     repeated, total = 0, 0.0
@@ -125,7 +125,7 @@ def _log_chance(
     others = len(names) - 1
     if not repeated > contract.threshold("duplicated.most") * others:
         return 0.0
-    # The samples that repeat are one of so many choices.
+    # Any choice of so many samples could be the repeats.
     return total + math.log(math.comb(others, repeated))
 
 
@@ -139,18 +139,18 @@ def _greedy(
     bound = math.log(contract.threshold("duplicated.improbable"))
     if not len(members):
         return False
-    own = np.zeros(len(run), dtype=bool)
-    own[np.intersect1d(distinct, members)] = True
-    tokens = ~run.rollout_missing & _responses(run) & own[run.sequence]
+    of_answers = np.zeros(len(run), dtype=bool)
+    of_answers[np.intersect1d(distinct, members)] = True
+    tokens = ~run.rollout_missing & _responses(run) & of_answers[run.sequence]
     improbable = tokens & (np.where(tokens, run.rollout, 0.0) < bound)
     part = share(int(improbable.sum()), int(tokens.sum()))
     return not part.above(contract.threshold("duplicated.greedy"))
 
 
 def shared_prefixes(run: Sequences) -> NDArray[np.int64]:
-    """[N]; a number, from 0, that response tokens of one step share if they are the same token
-    after the same tokens; −1 if no other sequence has the token there, or if ids are not known."""
-    found = np.full(run.tokens, -1, dtype=np.int64)
+    """[N]; a number, from 0, that is equal for response tokens of one step with the same id after
+    the same tokens; −1 if no other sequence has this token there, or if ids are unknown."""
+    numbers = np.full(run.tokens, -1, dtype=np.int64)
     at = run.offsets[:-1] + run.prompt_lengths
     state = prompts_of(run)
     alive, count = np.arange(len(run)), 0
@@ -161,7 +161,7 @@ def shared_prefixes(run: Sequences) -> NDArray[np.int64]:
         _, cell, times = np.unique(state[alive], return_inverse=True, return_counts=True)
         shared = (times[cell] > 1) & (ids >= 0)
         alive, cell = alive[shared], np.unique(cell[shared], return_inverse=True)[1]
-        found[at[alive]] = count + cell
+        numbers[at[alive]] = count + cell
         count += int(cell.max(initial=-1)) + 1
         at[alive] += 1
-    return found
+    return numbers

@@ -1,4 +1,4 @@
-"""A run that may be larger than memory, reduced to exact counts and a seeded sample."""
+"""Reduces a run, which may be larger than memory, to exact counts and a seeded sample."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,15 +9,15 @@ from numpy.typing import NDArray
 
 from rlk_align.interval import Floats
 from rlk_align.logs.diagnose.contract import RunContract
-from rlk_align.logs.diagnose.fills import ZeroCounts, above_zero, not_finite, sentinels
+from rlk_align.logs.diagnose.fill_values import ZeroCounts, above_zero, not_finite, sentinels
 from rlk_align.logs.diagnose.repeats import answers
 from rlk_align.logs.dumps.sequences import Sequences, join
 from rlk_align.logs.dumps.table import SCHEMA, sequences_of
 
 SAMPLE_TOKENS = 1 << 20
-"""Tokens that a sample holds at most, prompts included. A smaller run is kept as a whole."""
+"""The largest number of tokens in a sample, prompts included. A smaller run is not sampled."""
 EMPTY = sequences_of(pa.RecordBatch.from_pylist([], schema=SCHEMA))
-"""A run without a sequence."""
+"""A run without sequences."""
 
 
 @dataclass
@@ -49,7 +49,8 @@ class Counts:
 
     @property
     def filled(self) -> int:
-        """A lower bound of the compared tokens with another value in place of a log-prob."""
+        """A lower bound of the number of compared tokens with another value in place of a
+        log-prob."""
         return max(self.impossible, *(side.filled for side in self.zeros))
 
     def add(self, batch: Sequences) -> None:
@@ -61,8 +62,8 @@ class Counts:
         self.compared += len(rollout)
         self.missing += int(batch.scored.sum()) - len(rollout)
         self.not_finite += int((not_finite(rollout) | not_finite(train)).sum())
-        wild = [not_finite(x) | sentinels(x, self.contract) for x in (rollout, train)]
-        self.impossible += int((wild[0] | wild[1]).sum())
+        not_log_probs = [not_finite(x) | sentinels(x, self.contract) for x in (rollout, train)]
+        self.impossible += int((not_log_probs[0] | not_log_probs[1]).sum())
         self.rollout_above_zero += int(above_zero(rollout, self.contract).sum())
         self.train_above_zero += int(above_zero(train, self.contract).sum())
         self.zeros[0].add(rollout, train)
@@ -74,21 +75,21 @@ class Counts:
 
 @dataclass
 class RatioSums:
-    """Sums from which the mean ratio E[ρ] and its interval follow. The interval is clustered by
-    answer, because a sequence that is sampled again adds no information."""
+    """Sums for the mean ratio E[ρ] and its interval, which is clustered by answer, because a
+    repeated answer adds no information."""
 
     answers: list[NDArray[np.uint64]] = field(default_factory=list)
-    """For each batch, the answer of each sequence, as a number."""
+    """For each batch, the number of each sequence's answer."""
     excess: list[NDArray[np.float64]] = field(default_factory=list)
     """For each batch, Σ (ρ − 1) of each sequence."""
     tokens: list[NDArray[np.float64]] = field(default_factory=list)
-    """For each batch, how many tokens of each sequence are in that sum."""
+    """For each batch, the number of tokens of each sequence in that sum."""
 
     def add(self, batch: Sequences) -> None:
         """Adds one more batch."""
         usable = batch.compared & np.isfinite(batch.rollout) & np.isfinite(batch.train)
         difference = np.where(usable, batch.train - batch.rollout, 0.0)
-        # A ratio beyond e^30 is that of a sentinel, and would overflow a sum.
+        # A ratio beyond e^30 comes from a sentinel, and would overflow the sum.
         excess = np.expm1(np.minimum(difference, 30.0))
         sequence = batch.sequence
         self.answers.append(answers(batch))
@@ -96,7 +97,7 @@ class RatioSums:
         self.tokens.append(np.bincount(sequence, usable, len(batch)).astype(np.float64))
 
     def by_answer(self) -> tuple[Floats, Floats]:
-        """Σ (ρ − 1) and the tokens of each distinct answer that has any."""
+        """Returns Σ (ρ − 1) and the number of tokens of each distinct answer with any."""
         if not self.answers:
             return np.zeros(0), np.zeros(0)
         number = np.unique(np.concatenate(self.answers), return_inverse=True)[1]
@@ -107,16 +108,16 @@ class RatioSums:
 
 @dataclass
 class RunSample:
-    """The counts of a whole run and the sequences that were kept of it."""
+    """The counts of a whole run, and a sample of its sequences."""
 
     counts: Counts
     ratio: RatioSums = field(default_factory=RatioSums)
     kept: Sequences | None = None
-    """The sequences that are kept; None where the run has no sequence."""
+    """The sampled sequences; None if the run has no sequence."""
 
     @property
     def whole(self) -> bool:
-        """Whether every sequence was kept."""
+        """Whether every sequence is in the sample."""
         return self.kept is None or len(self.kept) == self.counts.sequences
 
 
@@ -126,8 +127,8 @@ def gather(
     seed: int = 0,
     most: int = SAMPLE_TOKENS,
 ) -> RunSample:
-    """Reads a run once. Every sequence draws a number. The sequences with the smallest numbers are
-    kept, up to `most` tokens, in the order of the run."""
+    """Reads a run once, and samples its sequences. Each sequence gets a random number, and those
+    with the smallest numbers are kept in the order of the run, up to `most` tokens."""
     draw = np.random.default_rng(seed)
     sample = RunSample(Counts(contract))
     parts: list[Sequences] = []

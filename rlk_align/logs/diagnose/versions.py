@@ -1,8 +1,8 @@
-"""Whether the labels of the weights' versions fit the noise: tokens of one label are of one
-version, and so equally bad.
+"""Tests whether the labels of the weights' versions fit the noise: tokens with one label should be
+from one version, and so equally noisy.
 
-A part is chosen by the noise of half of the tokens and measured on the other half, so that the
-choice makes no difference of its own.
+Tokens are divided by the noise of half of them, and the noise is measured on the other half, so
+that the choice of the division has no bias.
 """
 
 import numpy as np
@@ -14,18 +14,18 @@ from rlk_align.logs.diagnose.record import Diagnosis, Untested
 from rlk_align.logs.dumps.sequences import UNKNOWN
 
 _CUTS = tuple(k / 10 for k in range(1, 10))
-"""The positions at which a sequence may change its version, as parts of its length."""
+"""The positions at which the version may change within a sequence, as fractions of its length."""
 
 
 def mislabelled(e: Evidence) -> Diagnosis | Untested | None:
-    """Holds if tokens of one label are of two versions of the weights."""
+    """Holds if tokens with one label are from two versions of the weights."""
     if not e.contract.asks("stale-weights", "labels"):
         return None
     return _within_sequences(e) or _between_sequences(e)
 
 
 def one_label(e: Evidence) -> Mask:
-    """[S]; sequences whose compared tokens are all labelled with one version."""
+    """[S]; sequences whose compared tokens all have one label."""
     versions = e.run.rollout_versions[e.index]
     low = np.full(len(e.run), np.iinfo(np.int64).max)
     high = np.full(len(e.run), np.iinfo(np.int64).min)
@@ -35,7 +35,8 @@ def one_label(e: Evidence) -> Mask:
 
 
 def _within_sequences(e: Evidence) -> Diagnosis | None:
-    """Weights that were updated while sequences were sampled: the earlier tokens are worse."""
+    """Holds if the weights were updated while sequences were sampled: earlier tokens are
+    noisier."""
     asked = one_label(e)[e.sequence] & e.usual
     if not asked.any():
         return None
@@ -47,7 +48,7 @@ def _within_sequences(e: Evidence) -> Diagnosis | None:
         return None
     why = (
         f"the labels of the weights' versions do not fit the noise: within sequences of one label "
-        f"the tokens before some place are {estimate.value:.1f} times worse than those after it, "
+        f"the tokens before some position are {estimate.value:.1f} times worse than later ones, "
         "as where the weights were updated while a sequence was sampled. The label is older than "
         "its later tokens, or newer than its earlier ones"
     )
@@ -57,7 +58,7 @@ def _within_sequences(e: Evidence) -> Diagnosis | None:
 
 
 def _part(e: Evidence) -> Floats:
-    """[n]; how far in its sequence each token is, from 0 to 1."""
+    """[n]; the position of each token in its sequence, from 0 to 1."""
     lengths = np.bincount(e.sequence, minlength=len(e.run))
     first = np.cumsum(lengths) - lengths
     number = np.arange(len(e.index)) - first[e.sequence]
@@ -65,7 +66,7 @@ def _part(e: Evidence) -> Floats:
 
 
 def _cuts(e: Evidence, where: Mask) -> Floats:
-    """[S]; the part of each sequence at which its noise changes most, by the likelihood of two
+    """[S]; the fraction of each sequence at which its noise changes most, by the likelihood of two
     exponential distributions."""
     part, smallest = _part(e), e.contract.threshold("noise.part-q")
     best, cut = np.full(len(e.run), np.inf), np.zeros(len(e.run))
@@ -82,7 +83,7 @@ def _cuts(e: Evidence, where: Mask) -> Floats:
 
 
 def _between_sequences(e: Evidence) -> Diagnosis | Untested | None:
-    """Sequences of one label that are of two kinds: few of their errors lie between."""
+    """Holds if sequences with one label have two separate levels of noise."""
     threshold = e.contract.threshold
     even = np.arange(len(e.index)) % 2 == 0
     of_choice, of_measure = (_logs(e, half & e.usual) for half in (even, ~even))
@@ -91,13 +92,13 @@ def _between_sequences(e: Evidence) -> Diagnosis | Untested | None:
     if len(chosen) < threshold("stale-weights.sequences"):
         return None
     chosen = chosen[np.argsort(of_choice[chosen])]
-    place = _division(of_choice[chosen])
-    low, high = of_measure[chosen[:place]], of_measure[chosen[place:]]
+    cut = _division(of_choice[chosen])
+    low, high = of_measure[chosen[:cut]], of_measure[chosen[cut:]]
     spread = np.sqrt((low.var() * len(low) + high.var() * len(high)) / len(chosen))
-    apart = float((high.mean() - low.mean()) / spread) if spread > 0 else np.inf
+    separation = float((high.mean() - low.mean()) / spread) if spread > 0 else np.inf
     estimate = mean_factor(high, low)
     limit = e.contract.limit("stale-weights", "labels")
-    distinct = apart > threshold("stale-weights.distinct")
+    distinct = separation > threshold("stale-weights.distinct")
     worse = estimate.value > threshold("stale-weights.worse")
     if not (distinct and worse and estimate.above(limit)):
         return None
@@ -105,8 +106,8 @@ def _between_sequences(e: Evidence) -> Diagnosis | Untested | None:
         f"of {len(chosen):,} sequences of one label {len(high):,} are {estimate.value:.1f} times "
         "worse than the others, and few lie between"
     )
-    if not apart > threshold("stale-weights.apart"):
-        why = f"{what}: are they of two versions of the weights, labelled as one"
+    if not separation > threshold("stale-weights.apart"):
+        why = f"{what}: they may be of two versions of the weights with one label"
         return Untested(name="stale-weights", why=why)
     why = (
         f"the labels of the weights' versions do not fit the noise: {what}. They are of two "
@@ -114,7 +115,7 @@ def _between_sequences(e: Evidence) -> Diagnosis | Untested | None:
     )
     statistic = "c of the worse of two kinds of sequences of one label over that of the others"
     of_worse = np.zeros(len(e.run), dtype=bool)
-    of_worse[chosen[place:]] = True
+    of_worse[chosen[cut:]] = True
     samples = e.worst(e.size, of_worse[e.sequence])
     return diagnosis("stale-weights", statistic, estimate, limit, why, samples, "moderate")
 
@@ -125,8 +126,8 @@ def _logs(e: Evidence, where: Mask) -> Floats:
 
 
 def _most_frequent_age(e: Evidence) -> Mask:
-    """[S]; sequences of one label whose age is the most frequent one. The age is how far the
-    trainer's version, or the step if that is not known, is ahead of the label."""
+    """[S]; sequences with one label and the most frequent age. The age is the trainer's version, or
+    the step if that is unknown, minus the label."""
     asked = one_label(e)
     label = np.zeros(len(e.run), dtype=np.int64)
     label[e.sequence] = e.run.rollout_versions[e.index]
@@ -137,10 +138,10 @@ def _most_frequent_age(e: Evidence) -> Mask:
 
 
 def _division(values: Floats) -> int:
-    """The index at which ascending values are best divided into two parts, by least squares. Each
-    part has at least a tenth of the values."""
+    """The index that best divides ascending values into two parts, by least squares. Each part has
+    at least a tenth of the values."""
     count, least = len(values), max(2, len(values) // 10)
-    places: Indices = np.arange(least, count - least + 1)
-    sums, total = np.cumsum(values)[places - 1], float(values.sum())
-    between = sums**2 / places + (total - sums) ** 2 / (count - places)
-    return int(places[between.argmax()])
+    cuts: Indices = np.arange(least, count - least + 1)
+    sums, total = np.cumsum(values)[cuts - 1], float(values.sum())
+    between = sums**2 / cuts + (total - sums) ** 2 / (count - cuts)
+    return int(cuts[between.argmax()])

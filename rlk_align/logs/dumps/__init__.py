@@ -1,1 +1,1 @@
-"""Log-probs of a run that a framework wrote: the neutral file, and the table of an imported run."""
+"""Log-probs that a framework wrote: the neutral file, and the table of an imported run."""

@@ -1,4 +1,4 @@
-"""Collects rows into the batches that the table is written in."""
+"""Collects rows into the batches of the table."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -9,8 +9,8 @@ import pyarrow as pa
 from rlk_align.logs.dumps.table import BATCH_TOKENS, SCHEMA
 
 Row = Mapping[str, Any]
-"""Column of `table.SCHEMA` -> value. A list is a pyarrow array of the column's type, as long as the
-tokens. A value that the dump lacks is None or absent."""
+"""Column of `table.SCHEMA` -> value. A list is a pyarrow array of the column's type with a value
+for each token. A value that the dump lacks is None or absent."""
 
 
 def batches(rows: Iterable[Row], most_tokens: int = BATCH_TOKENS) -> Iterator[pa.RecordBatch]:

@@ -1,4 +1,4 @@
-"""dump.json of an imported run: the files that were read, and what they hold."""
+"""dump.json of an imported run: the files that were read, and their content."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from rlk_align.trace.records import Record
 Count = Annotated[int, Field(ge=0)]
 
 
-class Source(Record):
+class SourceFile(Record):
     """A file that was read."""
 
     path: str
@@ -29,10 +29,10 @@ class Manifest(Record):
     format: str
     """The reader's name, e.g. `nemo-rl`."""
     framework: str | None = None
-    """The framework that wrote the dump; None if the format does not say."""
+    """The framework that wrote the dump; None if the format does not state it."""
     version: str | None = None
-    """The version of the framework or of its format; None if the dump does not say."""
-    sources: tuple[Source, ...]
+    """The version of the framework or of its format; None if the dump does not state it."""
+    sources: tuple[SourceFile, ...]
     sequences: Count
     tokens: Count
     """Prompts included."""
@@ -45,20 +45,20 @@ class Manifest(Record):
     train_missing: Count
     """Scored tokens without a log-prob of the trainer."""
     steps: tuple[int, ...] = ()
-    """Training steps, ascending; empty if the dump does not say."""
+    """Training steps, ascending; empty if the dump does not state them."""
     fields: tuple[str, ...]
     """Columns of the table in which at least one sequence has a value."""
     notes: tuple[str, ...] = ()
     """How the format was read, e.g. which values count as missing."""
     skipped: tuple[str, ...] = ()
-    """The parts of the files that the run leaves out, each with its reason."""
+    """The parts of the files that are not in the run, each with the reason."""
 
 
 @dataclass
 class Findings:
-    """The facts that a reader learns about a dump while it yields the sequences."""
+    """The facts that a reader collects about a dump while it yields the sequences."""
 
-    sources: list[Source] = field(default_factory=list)
+    sources: list[SourceFile] = field(default_factory=list)
     version: str | None = None
     notes: dict[str, None] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Findings:
 
 @dataclass
 class Tally:
-    """Counts the batches that pass through it."""
+    """Counts the content of batches."""
 
     counts: Counter[str] = field(default_factory=Counter)
     """Field of Manifest -> its count."""
@@ -82,7 +82,7 @@ class Tally:
     fields: set[str] = field(default_factory=set)
 
     def counting(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yields the batches, and counts each."""
+        """Yields the batches and counts each."""
         for batch in batches:
             self._count(batch)
             yield batch

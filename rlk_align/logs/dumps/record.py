@@ -1,4 +1,4 @@
-"""The neutral file `rlk-align/logprobs/1`: one sequence a line of JSON, with both sides' log-probs.
+"""The neutral file `rlk-align/logprobs/1`: each line is a sequence with both sides' log-probs.
 
 Index t of every list belongs to token t of `token_ids`. A list may instead be as long as the
 response; its index 0 then belongs to the first response token. A value that was not recorded is

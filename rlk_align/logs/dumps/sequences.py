@@ -1,4 +1,4 @@
-"""Whole sequences of a run in flat arrays, which diagnoses, monitors and metrics compute with."""
+"""The sequences of a run in flat arrays, for diagnoses, the monitor and metrics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class Sequences:
     """S sequences with N tokens in all, one sequence after the other, prompts included.
 
     Log-probs are float64 [N] in nats; index t belongs to token t. `rollout_missing` and
-    `train_missing` (bool [N]) mark those that were not recorded. Their values are NaN, but a NaN
-    that was recorded is a value that is not finite. Integers that the dump lacks are UNKNOWN.
+    `train_missing` (bool [N]) mark those that were not recorded. Their values are NaN; a recorded
+    NaN is a value that is not finite. Integers that the dump lacks are UNKNOWN.
     """
 
     ids: Sequence[str]

@@ -1,6 +1,6 @@
 """The table of an imported run, `logprobs.parquet`: a row for each sequence.
 
-It is written and read in batches of whole sequences, so a dump may be larger than memory.
+It is written and read in batches of whole sequences, because a dump may be larger than memory.
 """
 
 from collections.abc import Iterable, Iterator
@@ -47,14 +47,14 @@ SCHEMA = pa.schema(
         "train_dtype": pa.string(),
     }
 )
-"""Every list is as long as `token_ids`, or null if the dump does not have the field. A null in a
-list is a value that was not recorded."""
+"""Every list is as long as `token_ids`, or null if the dump lacks the field. A null in a list is a
+value that was not recorded."""
 BATCH_TOKENS = 1 << 19
-"""Tokens of a batch, about 50 MB in memory."""
+"""The tokens of a batch, which takes about 50 MB of memory."""
 
 
 def write_table(batches: Iterable[pa.RecordBatch], path: Path) -> None:
-    """Writes batches of SCHEMA as they come."""
+    """Writes batches of SCHEMA one after another."""
     with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
         for batch in batches:
             writer.write_batch(batch)
@@ -143,7 +143,7 @@ def _spread(column: pa.ListArray, lengths: NDArray[np.int64], kind: pa.DataType)
 def _values(
     batch: pa.RecordBatch, name: str, lengths: NDArray[np.int64]
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """A column's values, NaN where a value is missing, and the mask of the missing ones."""
+    """A column's values, with NaN for missing ones, and the mask of missing values."""
     flat = _spread(batch.column(name), lengths, pa.float64())
     return np.asarray(flat.fill_null(np.nan), dtype=np.float64), np.asarray(flat.is_null())
 

@@ -1,1 +1,2 @@
-"""A training run watched step by step: metrics, trends, limits, and the frameworks' own metrics."""
+"""Monitoring of a training run by step: metrics, trends, limits, and the frameworks' own
+metrics."""

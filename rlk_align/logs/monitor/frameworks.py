@@ -1,27 +1,28 @@
 """The metrics of RL frameworks under their own names, with their own formulas and defaults.
 
-The numbers are those of the framework's dashboard, so that both can be compared: values are
-clipped, clamped and averaged by sequence as the framework does it. A metric is left out if it needs
+The numbers are those of the framework's dashboard, so that the two can be compared: values are
+clipped, clamped and averaged by sequence as the framework does it. Metrics are omitted if they need
 a third set of log-probs, advantages, or an option that is off by default. A new framework is a
 function and a line in FRAMEWORKS.
 
-Each function names the file that it follows and the commit at which the file was read, in August
-2026. Later versions of a framework may compute something else.
+Each function names the file that it follows and the commit at which the file was read. Later
+versions of a framework may compute something else.
 """
 
 from collections.abc import Callable
 
 import numpy as np
 
-from rlk_align.logs.monitor.pairs import Floats, Pairs
+from rlk_align.interval import Floats
+from rlk_align.logs.monitor.pairs import Pairs
 
 Metrics = dict[str, float]
 BOUND = 20.0
-"""The log-ratio at which several frameworks clamp before they exponentiate."""
+"""The largest |log-ratio| that several frameworks exponentiate."""
 
 
 def framework_metrics(pairs: Pairs) -> dict[str, Metrics]:
-    """Returns every framework's metrics, or none if no token was compared."""
+    """Returns every framework's metrics; empty if no token was compared."""
     if not len(pairs.g):
         return {}
     with np.errstate(all="ignore"):
@@ -202,7 +203,7 @@ def torchtitan(p: Pairs) -> Metrics:
 
 
 def tinker(p: Pairs) -> Metrics:
-    """tinker: tinker_cookbook/rl/metrics.py; the commit was not recorded."""
+    """tinker-cookbook 1f6561155: tinker_cookbook/rl/metrics.py."""
     return {
         "optim/kl_sample_train_v1": -p.d.mean(),
         "optim/kl_sample_train_v2": (p.d**2).mean() / 2,
@@ -269,8 +270,8 @@ def _log_perplexity_range(p: Pairs) -> Metrics:
 
 
 def _verl_weights(p: Pairs, raw: Floats) -> Metrics:
-    """The weights truncated at 2; the fractions beyond a threshold are of the weights before that.
-    (Older versions of verl report all of these before truncation.)"""
+    """The metrics of the weights truncated at 2; the fractions beyond a threshold are of the raw
+    weights. (Older versions of verl report all of them before truncation.)"""
     weights = np.minimum(raw, 2.0)
     of_sequence, raw_of_sequence = p.means(weights), p.means(raw)
     return {

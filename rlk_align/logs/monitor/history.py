@@ -1,28 +1,28 @@
-"""The records of a run, as many as a chart can show, and every finding once."""
+"""The history of a run for a chart: a bounded number of records, and every finding once."""
 
 from dataclasses import dataclass
 
 from rlk_align.logs.monitor.record import Finding, StepRecord
 
 MAX_RECORDS = 1000
-"""The number of records that are kept at most."""
+"""The largest number of records in a history."""
 
 
 @dataclass
 class FindingSpan:
-    """A finding, over all steps of a run that have it."""
+    """A finding with the steps that have it."""
 
     first: int
     last: int
     steps: int
-    """The number of steps that have it; other steps may lie between."""
+    """The number of steps that have it; steps without it may lie between."""
     latest: Finding
     """The finding of the last of these steps."""
 
 
 class History:
-    """At most MAX_RECORDS records. If there are more, one of two neighbours is kept: the one with
-    more findings, or else with the larger k3. Findings are counted over all steps."""
+    """At most MAX_RECORDS records. If there are more, one of every two neighbours is removed: the
+    one with fewer findings, or else with the smaller k3. Findings are counted over all steps."""
 
     def __init__(self) -> None:
         self.records: list[StepRecord] = []

@@ -1,5 +1,4 @@
-"""Checks steps against their limits. Comparisons are written so that NaN fails and empty is not a
-pass."""
+"""Checks steps against their limits. A NaN fails, and a step without compared tokens is no pass."""
 
 import math
 from collections import deque
@@ -8,7 +7,7 @@ from itertools import pairwise
 
 from rlk_align.interval import Moments
 from rlk_align.logs.diagnose.contract import RunContract, StepLimit, TrendLimits
-from rlk_align.logs.monitor.record import Finding, Interval, Level, Spread, StepRecord
+from rlk_align.logs.monitor.record import Finding, Interval, Level, StepRecord
 from rlk_align.logs.monitor.trend import GrowingNoise, Growth, Rise, RisingK2
 
 
@@ -46,30 +45,20 @@ def step_findings(record: StepRecord, limits: Iterable[StepLimit]) -> Iterator[F
 
 
 def _value(record: StepRecord, limit: StepLimit) -> Interval | None:
-    """The metric; a plain value is an interval without width. None if it is not known."""
-    if limit.metric == "excess":
-        return _exactly(record.excess)
-    if limit.metric == "outliers":
-        return _exactly(record.outliers)
-    if limit.metric == "duplicated":
-        return _exactly(record.duplicated)
+    """The limit's metric as an interval, without width for a plain value; None if it is unknown."""
+    value: Interval | float | None
     if limit.metric == "missing_share":
         scored = (record.tokens or 0) + record.missing
-        return _exactly(record.missing / scored) if scored else None
-    if limit.metric == "mean_abs":
-        return _exactly(record.mean_abs)
-    if limit.metric == "k3":
-        other = record.k1 if record.k2 is None else record.k2
-        return record.k3 or _exactly(other)
-    return record.ratio_error if limit.metric == "ratio_error" else record.c
-
-
-def _exactly(value: float | None) -> Interval | None:
-    return None if value is None else Interval.exactly(value)
+        value = record.missing / scored if scored else None
+    elif limit.metric == "k3" and record.k3 is None:
+        value = record.k1 if record.k2 is None else record.k2
+    else:
+        value = getattr(record, limit.metric)
+    return Interval.exactly(value) if isinstance(value, float) else value
 
 
 def _beyond(interval: Interval) -> float:
-    """How far from 0 the whole interval lies; NaN if the value is NaN."""
+    """The distance of the whole interval from 0; NaN if the value is NaN."""
     if math.isnan(interval.value):
         return math.nan
     if interval.low > 0:
@@ -84,7 +73,7 @@ def _level(beyond: float, warn: float, fail: float) -> Level | None:
 
 
 class Trends:
-    """Trends over several steps; a bounded number of steps is kept."""
+    """Finds trends over several steps, with a bounded number of steps in memory."""
 
     def __init__(self, contract: RunContract) -> None:
         self._limits = contract.trend
@@ -95,15 +84,19 @@ class Trends:
 
     def add(self, record: StepRecord) -> Iterator[Finding]:
         """Yields the trends that a step continues."""
-        # A log of metrics has k3 at best, which equals k2 if the policies are close.
+        # A log of metrics may have only k3, which equals k2 if the policies are close.
         k2 = record.k2_scaled or record.k3
         rise = self._k2.add(record.step, k2)
-        growth = self._c.add(record.step, _moments(record.noise_logs))
-        found = None
+        growth = self._c.add(record.step, record.noise_logs or Moments())
+        rising = None
         if k2 is not None and rise is not None:
-            found = _rise_finding(rise, k2.value, self._limits)
-            yield found
-        if record.c is not None and growth is not None and (found is None or found.level != "fail"):
+            rising = _rise_finding(rise, k2.value, self._limits)
+            yield rising
+        if (
+            record.c is not None
+            and growth is not None
+            and (rising is None or rising.level != "fail")
+        ):
             yield _growth_finding(growth, record.c.value)
         if record.version_lag is None:
             self._lags.clear()
@@ -117,15 +110,9 @@ class Trends:
                 value=lags[-1],
                 limit=lags[0],
                 since=self._lags[1][0],
-                why="the weights that sample fall behind the trainer's with every step: are they "
-                "still synced?",
+                why="the weights that sample fall behind the trainer's with every step: check that "
+                "they are still synced",
             )
-
-
-def _moments(spread: Spread | None) -> Moments:
-    if spread is None:
-        return Moments()
-    return Moments(spread.count, spread.mean, spread.squares)
 
 
 def _growth_finding(growth: Growth, c: float) -> Finding:

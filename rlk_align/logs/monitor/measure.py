@@ -1,16 +1,17 @@
-"""The metrics of one step, all in float64 and unclipped; NaN stays NaN."""
+"""The metrics of one step, in float64 and without clipping; NaN stays NaN."""
 
 from dataclasses import replace
 
 import numpy as np
 
-from rlk_align.interval import Estimate, Moments, ratio
+from rlk_align.interval import Estimate, Floats, Moments, ratio
 from rlk_align.logs.diagnose.contract import RunContract
-from rlk_align.logs.diagnose.fills import count_zeros, filled_tokens, not_finite
+from rlk_align.logs.diagnose.fill_values import count_zeros, filled_tokens, not_finite
 from rlk_align.logs.diagnose.repeats import repeats
 from rlk_align.logs.dumps.sequences import UNKNOWN, Sequences
-from rlk_align.logs.monitor.pairs import Floats, Pairs, pairs_of
-from rlk_align.logs.monitor.record import Band, Interval, Spread, StepRecord
+from rlk_align.logs.monitor.pairs import Pairs, pairs_of
+from rlk_align.logs.monitor.record import Band, Interval, StepRecord
+from rlk_align.noise import excess, scaled_errors
 
 CLIP_LOW, CLIP_HIGH = 0.8, 1.2
 """The ratios outside of which `clip_fraction` counts a token."""
@@ -19,8 +20,8 @@ BANDS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999, 1.0)
 
 
 def measure(step: int, sequences: Sequences, contract: RunContract) -> StepRecord:
-    """Returns the metrics of a step. In a step without compared tokens they are None, and so is a
-    metric that the contract does not ask for."""
+    """Returns the metrics of a step. They are None in a step without compared tokens; a metric is
+    None, too, if the contract does not limit it."""
     sequences = without_fills(sequences, contract)
     pairs = pairs_of(sequences)
     tokens = len(pairs.g)
@@ -62,8 +63,8 @@ def measure(step: int, sequences: Sequences, contract: RunContract) -> StepRecor
 
 
 def without_fills(sequences: Sequences, contract: RunContract) -> Sequences:
-    """Returns a step without the values in place of log-probs, which count as missing. NaN and
-    infinite values were computed, and stay."""
+    """Returns a step in which values in place of log-probs are missing. NaN and infinite values
+    were computed, so they remain."""
     rollout, train = filled_tokens(sequences, count_zeros(sequences, contract))
     rollout &= ~not_finite(sequences.rollout)
     train &= ~not_finite(sequences.train)
@@ -78,13 +79,13 @@ def without_fills(sequences: Sequences, contract: RunContract) -> Sequences:
 
 def duplicated(sequences: Sequences, contract: RunContract) -> float | None:
     """Returns the share of groups whose samples are copies of one another; None if no group has two
-    samples, or if the contract does not ask."""
+    samples, or if the contract does not limit the share."""
     if not contract.asks("duplicated", "chance"):
         return None
-    found = repeats(sequences, contract)
-    if not found.groups:
+    result = repeats(sequences, contract)
+    if not result.groups:
         return None
-    return 0.0 if found.greedy else len(found.repeated) / found.groups
+    return 0.0 if result.greedy else len(result.repeated) / result.groups
 
 
 def _inside(ratios: Floats) -> np.ndarray:
@@ -92,26 +93,26 @@ def _inside(ratios: Floats) -> np.ndarray:
 
 
 def _noise(values: Floats, pairs: Pairs, power: int) -> Interval | None:
-    """mean of values / mean (1 − p)^power; None if the model is sure of every token."""
+    """mean of values / mean (1 − p)^power; None if the rollout is sure of every token."""
     q = pairs.by_answer(pairs.q**power)
     return None if q.sum() == 0 else _interval(ratio(pairs.by_answer(values), q))
 
 
 def _excess(size: Floats, pairs: Pairs, c: Interval | None, contract: RunContract) -> float | None:
-    """The largest |d| / (1 − p) of a token in multiples of c, by the floor of bf16; None if the
-    contract does not ask."""
+    """The largest |d| / (1 − p) of a token in multiples of c. The floor of bf16 replaces a smaller
+    c, and a c that is unknown because the rollout is sure of every token. None if the contract does
+    not limit the excess."""
     limit = contract.single_token("bfloat16")
-    if limit is None or limit.floor is None or c is None:
+    if limit is None or limit.floor is None:
         return None
-    room = np.maximum(pairs.q, contract.threshold("noise.token-q"))
-    return float((size / room).max() / np.fmax(c.value, limit.floor))
+    scaled = scaled_errors(size, pairs.q, contract.threshold("noise.token-q"))
+    return float(excess(scaled.max(), 0.0 if c is None else c.value, limit.floor))
 
 
-def _noise_logs(size: Floats, pairs: Pairs, contract: RunContract) -> Spread:
+def _noise_logs(size: Floats, pairs: Pairs, contract: RunContract) -> Moments:
     noise, q = pairs.by_answer(size), pairs.by_answer(pairs.q)
     known = (q >= contract.threshold("monitor.sequence-q")) & (noise > 0) & np.isfinite(noise)
-    logs = Moments.of(np.log(noise / q)[known])
-    return Spread(count=logs.count, mean=logs.mean, squares=logs.squares)
+    return Moments.of(np.log(noise / q)[known])
 
 
 def _interval(estimate: Estimate, minus: float = 0.0) -> Interval:
@@ -127,11 +128,8 @@ def kl_entropy(k3: float, pairs: Pairs) -> float | None:
 
 
 def outliers(pairs: Pairs, contract: RunContract) -> float:
-    """Returns the share of sequences that are far noisier than the median one.
-
-    Only sequences with a large enough Σ(1 − p) count. A sequence whose noise is not finite is an
-    outlier.
-    """
+    """Returns the share of sequences that are much noisier than the median one, among those with a
+    large enough Σ(1 − p). A sequence whose noise is not finite is an outlier."""
     threshold = contract.threshold
     q = pairs.sums(pairs.q)
     counts = ~(q < threshold("monitor.sequence-q"))
@@ -159,8 +157,7 @@ def profile(pairs: Pairs) -> list[Band]:
 
 
 def version_lag(sequences: Sequences) -> np.ndarray:
-    """Returns the trainer's weight version minus the rollout's, of the compared tokens that have
-    both."""
+    """Returns the trainer's weight version minus the rollout's, for compared tokens with both."""
     train = sequences.train_versions[sequences.sequence]
     known = sequences.compared & (train != UNKNOWN) & (sequences.rollout_versions != UNKNOWN)
     return (train - sequences.rollout_versions)[known]

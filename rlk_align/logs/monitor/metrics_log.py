@@ -1,4 +1,4 @@
-"""A log of metrics under frameworks' names, with a JSON object on each line."""
+"""A framework's log of metrics under its own names, with a JSON object on each line."""
 
 import json
 import math
@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rlk_align.errors import DumpError
-from rlk_align.logs.monitor.lines import GrowingFile
+from rlk_align.logs.monitor.growing_file import GrowingFile
 from rlk_align.logs.monitor.record import Interval, StepRecord
-from rlk_align.logs.monitor.run import RunMonitor
+from rlk_align.logs.monitor.run_monitor import RunMonitor
 
 FIELDS = {
     "ratio": ("sampling_importance_ratio", "behave_imp_weight/avg", "tis"),
@@ -29,14 +29,13 @@ FIELDS = {
     "kl_entropy": ("kl_ent_ratio/mean",),
     "reward": ("reward", "reward/mean", "critic/score/mean", "rollout/raw_reward"),
 }
-"""Field of a record -> the names of its metric. TRL's ratio is not among them: it is clipped before
-it is averaged."""
+"""Field of a record -> the names of its metric. TRL's ratio is omitted, because TRL clips it before
+averaging."""
 STEPS = ("step", "_step", "global_step", "training/global_step", "train/step", "rollout/step")
 
 
 class MetricsLog:
-    """A file to which a framework appends the metrics of each step. The lines of a step follow one
-    another."""
+    """A file to which a framework appends the metrics of each step, on consecutive lines."""
 
     def __init__(self, path: Path) -> None:
         self.name, self._file = str(path), GrowingFile(path)
@@ -45,7 +44,7 @@ class MetricsLog:
         self._known = False
 
     def poll(self, monitor: RunMonitor, ended: bool) -> Iterator[StepRecord]:
-        """Yields the records of the steps that a later step follows. Raises DumpError."""
+        """Yields the records of complete steps: those before a later step. Raises DumpError."""
         for where, line in self._file.lines(ended):
             try:
                 record = json.loads(line)
@@ -58,7 +57,7 @@ class MetricsLog:
                 (int(metrics[s]) for s in STEPS if math.isfinite(metrics.get(s, math.nan))), None
             )
             if step is None:
-                raise DumpError(f"{where}: no step is given", f"give one of {', '.join(STEPS)}")
+                raise DumpError(f"{where}: no step is given", f"write one of {', '.join(STEPS)}")
             if step != self._step:
                 yield from self._finished(monitor)
             self._step = step
@@ -96,16 +95,16 @@ class MetricsLog:
 
 
 def flat(record: dict[str, Any]) -> dict[str, float]:
-    """Returns the numbers of a line; a number in a nested object is named `outer/inner`. The object
-    `data`, as in verl's log, adds nothing to the names."""
-    found: dict[str, float] = {}
+    """Returns the numbers of a line. A number in a nested object is named `outer/inner`, except in
+    the object `data` of verl's log."""
+    numbers: dict[str, float] = {}
     for name, value in record.items():
         if isinstance(value, dict):
             prefix = "" if name == "data" else f"{name}/"
-            found |= {prefix + key: number for key, number in flat(value).items()}
+            numbers |= {prefix + key: number for key, number in flat(value).items()}
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            found[name] = float(value)
-    return found
+            numbers[name] = float(value)
+    return numbers
 
 
 def find(metrics: dict[str, float], names: tuple[str, ...]) -> float | None:

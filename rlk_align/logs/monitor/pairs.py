@@ -1,4 +1,4 @@
-"""The tokens of one training step that both sides scored.
+"""The compared tokens of one training step.
 
 g is the rollout's log-prob of a token, t the trainer's, d = t − g, ρ = exp d, p = exp g.
 """
@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlk_align.interval import Floats
 from rlk_align.logs.diagnose.repeats import answers
 from rlk_align.logs.dumps.sequences import Sequences
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -27,12 +26,12 @@ class Pairs:
     sequence: NDArray[np.int64]
     """[M]; the sequence of each token, from 0 to S − 1."""
     segment: NDArray[np.int64]
-    """[M]; the stretch of scored tokens, such as a turn, that each token belongs to, from 0."""
+    """[M]; the number of each token's segment of scored tokens, such as a turn, from 0."""
     entropy: Floats
     """[M]; the entropy of the trainer's distribution, NaN if it was not recorded."""
     answer: NDArray[np.int64]
     """[S]; the number of each sequence's distinct answer, from 0. An answer that was sampled
-    several times is one unit of an interval."""
+    several times counts as one unit of an interval."""
 
     @cached_property
     def d(self) -> Floats:
@@ -63,15 +62,15 @@ class Pairs:
         return self.sums(np.ones(len(self.g)))
 
     def sums(self, values: Floats) -> Floats:
-        """[S]; the sum of a figure of tokens [M] over each sequence."""
+        """[S]; the sum of a quantity of the tokens [M] over each sequence."""
         return np.bincount(self.sequence, weights=values).astype(np.float64, copy=False)
 
     def by_answer(self, values: Floats) -> Floats:
-        """The sum of a figure of tokens [M] over each distinct answer."""
+        """The sum of a quantity of the tokens [M] over each distinct answer."""
         return np.bincount(self.answer, weights=self.sums(values)).astype(np.float64, copy=False)
 
     def means(self, values: Floats) -> Floats:
-        """[S]; the mean of a figure of tokens [M] over each sequence."""
+        """[S]; the mean of a quantity of the tokens [M] over each sequence."""
         return self.sums(values) / self.counts
 
 

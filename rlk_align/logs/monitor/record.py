@@ -1,8 +1,10 @@
-"""The records of a monitored step."""
+"""The record of a monitored step."""
 
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
+
+from rlk_align.interval import Moments
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid")
 Level = Literal["warn", "fail", "inconclusive"]
@@ -21,16 +23,6 @@ class Interval(BaseModel):
     def exactly(cls, value: float) -> "Interval":
         """A value without an interval."""
         return cls(value=value, low=value, high=value)
-
-
-class Spread(BaseModel):
-    """The number of some figures, their mean, and the sum of squared deviations from it."""
-
-    model_config = _FROZEN
-
-    count: int
-    mean: float
-    squares: float
 
 
 class Band(BaseModel):
@@ -61,38 +53,38 @@ class Finding(BaseModel):
     since: int | None = None
     """For a trend, the first step that shows it."""
     why: str
-    """The observation and its meaning, in a sentence."""
+    """The observation and its meaning in a sentence."""
 
 
 class StepRecord(BaseModel):
-    """The metrics of one training step, over the tokens that both sides scored.
+    """The metrics of one training step over its compared tokens.
 
     A value is NaN if it cannot be computed, or if a log-prob is not finite. It is None if the dump
-    does not record the data that it needs.
+    lacks its data.
     """
 
     model_config = _FROZEN
 
     step: int
     sequences: int | None = None
-    """Sequences with at least one compared token; None if a log of metrics does not say."""
+    """Sequences with at least one compared token; None for a log of metrics."""
     tokens: int | None = None
-    """Compared tokens; None likewise."""
+    """Compared tokens; None for a log of metrics."""
     missing: int = 0
     """Scored tokens for which a side recorded no log-prob, or another value in its place."""
     not_finite: int = 0
     """Compared tokens with a log-prob that is NaN or infinite."""
     ratio_error: Interval | None = None
-    """E[ρ] − 1. It is 0 for any numerics if the rollout's log-probs are of the distribution that
-    was sampled."""
+    """E[ρ] − 1. It is 0 with any numerics if the rollout's log-probs are those of the sampled
+    distribution."""
     c: Interval | None = None
-    """mean |d| / mean (1 − p): the noise, which does not depend on how sure the model is."""
+    """mean |d| / mean (1 − p): the noise, independent of how sure the model is."""
     excess: float | None = None
     """The largest |d| / (1 − p) of a token, in multiples of c."""
-    noise_logs: Spread | None = None
+    noise_logs: Moments | None = None
     """The logarithm of c of each distinct answer with a large enough Σ(1 − p)."""
     k2_scaled: Interval | None = None
-    """mean d² / mean (1 − p)²: k2, which does not depend on how sure the model is."""
+    """mean d² / mean (1 − p)²: k2, independent of how sure the model is."""
     mean_abs: float | None = None
     k1: float | None = None
     """mean (−d)"""
@@ -101,7 +93,7 @@ class StepRecord(BaseModel):
     k3: Interval | None = None
     """mean (ρ − 1 − d)"""
     ess: float | None = None
-    """Effective sample size of the tokens' ratios, as a share."""
+    """The effective sample size of the tokens' ratios, as a share."""
     clip_fraction: float | None = None
     """Share of tokens with ρ outside [0.8, 1.2]."""
     kl_entropy: float | None = None
@@ -112,8 +104,7 @@ class StepRecord(BaseModel):
     """Share of groups whose samples are copies of one another."""
     profile: list[Band] = []
     version_lag: float | None = None
-    """The average number of versions by which the trainer's weights were ahead of those that
-    sampled."""
+    """The mean number of versions by which the trainer's weights were ahead of the rollout's."""
     version_lag_max: int | None = None
     reward: float | None = None
     frameworks: dict[str, dict[str, float]] = {}

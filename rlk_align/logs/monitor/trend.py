@@ -1,8 +1,8 @@
-"""Whether k2 rises over the steps, and since when.
+"""Trends of k2 and of the noise over the steps, and the steps at which they begin.
 
 If weights are no longer synced, the rollout's weights fall behind the trainer's, and k2 grows with
 the square of the distance. k2 is scaled by (1 − p)², so that a change of entropy does not look like
-a trend. A step is compared with the median of the steps before it, and with their spread on a
+a trend. A step is compared with the median of earlier steps, and with their spread on a
 logarithmic scale. Memory does not grow with the run."""
 
 import math
@@ -19,9 +19,9 @@ from rlk_align.logs.diagnose.contract import RunContract
 from rlk_align.logs.monitor.record import Interval
 
 BASELINE = 40
-"""Steps that a level is taken from at most: the last ones, or the first ones for a slow rise."""
+"""The largest number of steps of a level: the last ones or, for a slow rise, the first ones."""
 TINY = 1e-12
-"""The value that a k2 of 0 counts as on the logarithmic scale."""
+"""The smallest k2 on the logarithmic scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,13 @@ class Rise:
     """A rise of k2."""
 
     since: int
-    """The first step above the level before."""
+    """The first step above the earlier level."""
     factor: float
     """The last step's k2 over that level."""
     monotone: bool
-    """Whether k2 goes on rising, as with weights that are not synced. Otherwise it has changed once
-    and stays there."""
+    """Whether k2 rises continuously, as with weights that are not synced, and not at one step."""
     slow: bool = False
-    """Whether it is seen only against the run's first steps."""
+    """Whether the rise shows only in comparison with the run's first steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class _Point:
 
 
 class RisingK2:
-    """Takes the steps in order; `add` says whether k2 rises."""
+    """Finds a rise of k2; steps must be added in order."""
 
     def __init__(self, contract: RunContract) -> None:
         self.limits = contract.trend
@@ -58,13 +57,13 @@ class RisingK2:
         self._first: list[_Point] = []
         self._before: deque[_Point] = deque(maxlen=BASELINE)
         self._since: deque[_Point] = deque(maxlen=BASELINE)
-        """Steps above the level, one after the other, once there is a level."""
+        """Consecutive steps above the level."""
         self._began: int | None = None
         self._above_first = 0
 
     def add(self, step: int, k2: Interval | None) -> Rise | None:
-        """Returns the rise that the step continues, or None. A step whose k2 is not finite is left
-        out."""
+        """Returns the rise that the step continues, or None. A step whose k2 is not finite is
+        skipped."""
         if k2 is None or not math.isfinite(k2.value):
             return None
         half = (k2.high - k2.low) / 8  # an interval is four standard deviations to each side
@@ -80,7 +79,7 @@ class RisingK2:
         return rise or slow
 
     def _level(self, points: list[_Point]) -> tuple[float, float]:
-        """The median and the standard deviation of steps, from their median deviation."""
+        """The median and the standard deviation of steps, both from medians."""
         logs = np.array([p.log for p in points])
         middle = float(np.median(logs))
         return middle, 1.4826 * float(np.median(np.abs(logs - middle)))
@@ -91,7 +90,7 @@ class RisingK2:
     def _above_the_level(self, point: _Point) -> Rise | None:
         level, deviation = self._level([*self._before])
         if not self._is_above(point, level, deviation):
-            # Steps that were above for a while are part of the level's spread.
+            # Steps that were above the level for a while belong to its spread.
             self._before.extend(self._since)
             self._before.append(point)
             self._since.clear()
@@ -105,8 +104,8 @@ class RisingK2:
         return Rise(self._began, math.exp(point.log - level), self._rises([*self._since]))
 
     def _rises(self, points: list[_Point]) -> bool:
-        """Whether the later of two steps is the higher one in most pairs, and the last step is
-        above the first by more than their errors explain."""
+        """Whether the later step is higher in most pairs of steps, and the last step is above the
+        first one by more than their errors."""
         logs = np.array([p.log for p in points])
         later, earlier = np.triu_indices(len(logs), 1)[::-1]
         agreed = float((logs[later] > logs[earlier]).mean())
@@ -114,8 +113,8 @@ class RisingK2:
         return agreed >= self._agreed and logs[-1] - logs[0] > noise
 
     def _from_the_start(self, point: _Point) -> Rise | None:
-        """Before there is a level: a k2 that rose with every step since the first, by more than its
-        intervals explain."""
+        """The rise before there is a level: k2 rose with every step since the first one, by more
+        than its intervals explain."""
         self._before.append(point)
         points = [*self._before]
         grown = point.log - points[0].log
@@ -126,7 +125,7 @@ class RisingK2:
         if any(b.log <= a.log for a, b in pairwise(points)):
             return None
         if len(points) == self._fewest:
-            # The steps after it go on rising; they are compared with the first one as the level.
+            # The level of later steps is the first step.
             self._since.extend(points[1:])
             self._began = points[1].step
             self._before.clear()
@@ -147,38 +146,37 @@ class RisingK2:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The noise of a run's last steps, compared with that of its first steps."""
+    """The growth of the noise from a run's first steps to its last ones."""
 
     since: int
     """The first of the last steps."""
     factor: float
     steady: bool
-    """Whether it grew over several steps, and not at one."""
+    """Whether the noise grew over several steps, and not at one."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Noise:
     first: int
-    """The first step that is in it."""
+    """The first step of the part."""
     logs: Moments
-    """Of the logarithms of c of its answers."""
+    """The moments of the logarithm of c, over the answers of the part."""
 
     def __add__(self, other: "_Noise") -> "_Noise":
         return _Noise(self.first, self.logs + other.logs)
 
 
 class GrowingNoise:
-    """Takes the steps in order; `add` says whether c of the run's last third is above that of its
-    first third, as `explain` asks of the whole run. In a run of many steps, neighbouring steps are
-    merged."""
+    """Tests whether c of the run's last third is above c of its first third, as `explain` does for
+    the whole run; steps must be added in order. In a long run neighbouring steps are merged."""
 
     def __init__(self, contract: RunContract) -> None:
         self._contract = contract
         self._noise: list[_Noise] = []
 
     def add(self, step: int, logs: Moments) -> Growth | None:
-        """Returns the growth that the step continues, or None. `logs` are the
-        moments of the logarithms of c of the step's answers."""
+        """Returns the growth that the step continues, or None. `logs` are the moments of the
+        logarithm of c, over the step's answers."""
         if logs.count:
             self._noise.append(_Noise(step, logs))
         if len(self._noise) > 2 * BASELINE:

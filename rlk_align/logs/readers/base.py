@@ -22,12 +22,12 @@ class Reader:
     recognises: Callable[[Path], bool]
     """Whether a file is of this format, by its content."""
     read: Callable[[list[Path], Findings, Progress], Iterator[Row]]
-    """Yields the sequences of these files. Raises DumpError if they cannot be read."""
+    """Yields the sequences of these files; raises DumpError if they cannot be read."""
 
     def files(self, path: Path) -> list[Path]:
         """Returns the files that the reader would read at `path`, a file or a folder."""
         if not path.is_dir():
             return [path]
-        # Matched from the right, so that `train_data/*.pt` also matches if `path` is `train_data`.
+        # Absolute paths are matched, so that `train_data/*.pt` matches if `path` is `train_data`.
         below = ((file, file.absolute()) for file in path.rglob("*"))
         return sorted(f for f, full in below if any(map(full.match, self.patterns)))

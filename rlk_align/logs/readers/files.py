@@ -1,4 +1,4 @@
-"""Files of a dump: opening them, refusing pickles, and reading them line by line."""
+"""The files of a dump: opens them, refuses pickles, and reads lines."""
 
 import codecs
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 from rlk_align.errors import DumpError
 from rlk_align.logs.dumps.batches import Row
-from rlk_align.logs.dumps.manifest import Findings, Source
+from rlk_align.logs.dumps.manifest import Findings, SourceFile
 from rlk_align.logs.readers.values import WrongValue
 from rlk_align.progress import Progress
 from rlk_align.text import short_printable
@@ -17,20 +17,19 @@ from rlk_align.text import short_printable
 PICKLES = (".pkl", ".pickle", ".dp")
 GZIP = b"\x1f\x8b"
 BOM = codecs.BOM_UTF8
-"""Some programs write it before a text in UTF-8; it is not part of the text."""
+"""Some programs write it before a text in UTF-8, but it is not part of the text."""
 LONGEST = 1 << 28
-"""The largest number of bytes in a line; a longer line would fill the memory."""
+"""The largest number of bytes in a line."""
 CONVERTER = (
-    "a pickle runs code when it is loaded, so rlk-align never loads one. In the environment of the "
-    "framework that wrote it, and only if you trust the file, turn it into the neutral file: "
+    "a pickle runs code when it is loaded, so rlk-align never loads one. If you trust the file, "
+    "convert it to the neutral file in the environment of the framework that wrote it: "
     "docs/import.md has the command for SkyRL, verl and others. "
     "Then: rlk-align import jsonl FILE.jsonl -o RUN"
 )
 
 
-def opened(path: Path, findings: Findings) -> Source:
-    """Records a file among the sources. Raises DumpError if it is empty, compressed or a
-    pickle."""
+def opened(path: Path, findings: Findings) -> SourceFile:
+    """Adds a file to the sources. Raises DumpError if it is empty, compressed or a pickle."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -43,7 +42,7 @@ def opened(path: Path, findings: Findings) -> Source:
         raise DumpError(f"{path} is compressed with gzip", "decompress it first: gunzip FILE")
     if not size:
         raise DumpError(f"{path} is empty", "the framework wrote nothing there: see its log")
-    source = Source(path=str(path), size=size)
+    source = SourceFile(path=str(path), size=size)
     findings.sources.append(source)
     return source
 
@@ -53,8 +52,8 @@ def read_lines(
 ) -> Iterator[Row]:
     """Yields `row(line, number)` for each line.
 
-    A last line that was cut off is recorded as skipped. Raises DumpError, with the number of the
-    line, if `row` raises WrongValue or another ValueError, or if the line is longer than LONGEST.
+    A truncated last line is recorded as skipped. Raises DumpError, with the number of the line, if
+    `row` raises WrongValue or another ValueError, or if the line is longer than LONGEST.
     """
     size = opened(path, findings).size
     done = 0
@@ -83,7 +82,7 @@ def read_lines(
 
 
 def json_object(line: bytes) -> dict[str, Any]:
-    """Returns the object of a line. Raises ValueError if it is not a JSON object."""
+    """Returns the JSON object of a line. Raises ValueError if the line is something else."""
     value = json.loads(line)
     if not isinstance(value, dict):
         raise WrongValue("the line is not a JSON object")
@@ -91,7 +90,7 @@ def json_object(line: bytes) -> dict[str, Any]:
 
 
 def first_object(path: Path) -> dict[str, Any]:
-    """Returns the object of the first line; empty if the line is not an object."""
+    """Returns the JSON object of the first line; empty if the line is something else."""
     try:
         with path.open("rb") as file:
             lines = iter(partial(file.readline, LONGEST), b"")
@@ -110,7 +109,7 @@ def require(record: dict[str, Any], names: tuple[str, ...]) -> None:
 
 
 def not_utf8(line: bytes) -> str | None:
-    """The reason for which a line is not UTF-8; None if it is."""
+    """Returns why a line is not UTF-8; None if it is."""
     try:
         line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -118,7 +117,7 @@ def not_utf8(line: bytes) -> str | None:
             return "its encoding is UTF-16 or UTF-32, not UTF-8"
         return (
             f"its encoding is not UTF-8 (byte {error.start + 1} of the line is "
-            f"{line[error.start]:#04x}), but Latin-1 or the like, or it is damaged"
+            f"{line[error.start]:#04x}), but a legacy one such as Latin-1, or it is damaged"
         )
     return "its encoding is UTF-16 or UTF-32, not UTF-8" if b"\0" in line else None
 

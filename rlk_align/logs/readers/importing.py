@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from rlk_align.logs.dumps.batches import batches
+from rlk_align.logs.dumps.imported_run import ImportedRun
 from rlk_align.logs.dumps.manifest import Findings, Manifest
-from rlk_align.logs.dumps.run import ImportedRun
 from rlk_align.logs.readers.registry import AUTO, detect, files_of, reader, recognised_files
 from rlk_align.progress import Progress, silent
 
@@ -16,8 +16,8 @@ def import_dump(
     command: list[str],
     progress: Progress = silent,
 ) -> Manifest:
-    """Reads the dump at these paths and writes it into `folder` as a run. Raises BadOption for an
-    unknown format, and DumpError for a dump that cannot be read."""
+    """Reads the dump at these paths, and writes it to `folder` as a run. Raises BadOption for an
+    unknown format, and DumpError if the dump cannot be read."""
     findings = Findings()
     if format == AUTO:
         chosen = detect(paths)

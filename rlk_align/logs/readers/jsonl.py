@@ -22,7 +22,7 @@ from rlk_align.text import complaint, one_line, printable
 
 PARQUET = ".parquet"
 _ROWS = 256
-"""The number of rows of Parquet that are read at once."""
+"""The number of Parquet rows that are read at once."""
 
 
 def read(files: list[Path], findings: Findings, progress: Progress) -> Iterator[Row]:
@@ -69,7 +69,7 @@ def _row(validate: Any) -> Row:
         row[name] = value
     mask = row["mask"]
     if mask is not None:
-        # Tokens before a mask of the response alone are not scored.
+        # If the mask covers only the response, the tokens before it are not scored.
         row["mask"] = mask.fill_null(False)
     return row
 

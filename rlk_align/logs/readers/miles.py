@@ -1,7 +1,7 @@
 """miles: `train_data/{rollout_id}_{rank}.pt`, a file for each rank of the last pipeline stage.
 
-Ranks of tensor parallelism write the same samples: the copies must be equal, and one of them is
-kept. Ranks of context parallelism write zig-zag slices of each response, which are joined.
+Tensor-parallel ranks write the same samples; the copies must be equal, and one of them is read.
+Context-parallel ranks write zig-zag slices of each response, which are joined.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from rlk_align.logs.readers.torch_files import (
     transposed,
 )
 from rlk_align.logs.readers.values import WrongValue, whole_number
-from rlk_align.logs.readers.zigzag import ranks_of_slices, response_places
+from rlk_align.logs.readers.zigzag import ranks_of_slices, response_tokens
 from rlk_align.progress import Progress
 
 
@@ -42,7 +42,7 @@ class Part:
     cp_rank: int | None
     cp_size: int | None
     padded: bool
-    """Whether sequences were padded to one length before they were cut."""
+    """Whether sequences were padded to one length before they were sliced."""
 
     @property
     def lengths(self) -> list[int]:
@@ -104,7 +104,7 @@ def _part(path: Path, dump: dict[str, Any]) -> tuple[int, Part]:
 
 
 def _digest(part: Part) -> str:
-    """A digest that is equal for ranks with the same samples."""
+    """Returns a digest that is equal for ranks with the same samples."""
     digest = hashlib.blake2b(digest_size=16)
     for sample in part.samples:
         ids = np.ascontiguousarray(np.asarray(sample["tokens"]), dtype="<i8")
@@ -113,7 +113,7 @@ def _digest(part: Part) -> str:
 
 
 def _joined(parts: list[Part], findings: Findings) -> list[dict[str, Any]]:
-    """Returns whole samples from all ranks that hold a part of them."""
+    """Returns whole samples, joined from the parts of all ranks."""
     whole = all(part.lengths == part.responses for part in parts)
     parts = _without_copies(parts, findings, of_any_rank=whole)
     if whole:
@@ -125,26 +125,26 @@ def _joined(parts: list[Part], findings: Findings) -> list[dict[str, Any]]:
 def _ranks(parts: list[Part]) -> list[int]:
     """Returns the context-parallel rank of each part. Raises WrongValue if a rank is missing, or
     if the ranks cannot be determined."""
-    said = [part.cp_rank for part in parts if part.cp_rank is not None]
-    if len(said) == len(parts):
+    stated = [part.cp_rank for part in parts if part.cp_rank is not None]
+    if len(stated) == len(parts):
         size = parts[0].cp_size
-        if sorted(said) != list(range(size or 0)):
-            raise WrongValue(f"of {size} context-parallel ranks only {sorted(said)} are there")
-        return said
-    found = None
-    if not said and not parts[0].padded:
-        found = ranks_of_slices([p.lengths for p in parts], parts[0].totals, parts[0].responses)
-    if found is None:
+        if sorted(stated) != list(range(size or 0)):
+            raise WrongValue(f"only {sorted(stated)} of {size} context-parallel ranks exist")
+        return stated
+    ranks = None
+    if not stated and not parts[0].padded:
+        ranks = ranks_of_slices([p.lengths for p in parts], parts[0].totals, parts[0].responses)
+    if ranks is None:
         raise WrongValue(
-            "its slices of context parallelism cannot be placed, because it does not record its "
-            "rank: use a later miles, which writes cp_rank"
+            "the positions of its context-parallel slices are unknown, because it does not record "
+            "its rank: use a later miles, which writes cp_rank"
         )
-    return found
+    return ranks
 
 
 def _without_copies(parts: list[Part], findings: Findings, of_any_rank: bool) -> list[Part]:
-    """Drops parts whose values are equal to another part's bit for bit. Raises WrongValue if two
-    parts differ that should be equal: parts of one context-parallel rank, or `of_any_rank`."""
+    """Removes parts with bitwise the same values as another part. Raises WrongValue if two parts
+    differ that should be equal: parts of one context-parallel rank, or of any rank."""
     distinct: dict[tuple[bytes, int | None], Part] = {}
     for part in parts:
         digest = hashlib.blake2b(digest_size=16)
@@ -160,7 +160,7 @@ def _without_copies(parts: list[Part], findings: Findings, of_any_rank: bool) ->
     ranks = [rank for _, rank in distinct if rank is not None]
     if len(set(ranks)) < len(ranks) or (of_any_rank and len(distinct) > 1):
         other = list(distinct.values())[1].path
-        raise WrongValue(f"{other} holds the same samples with other values: copies differ")
+        raise WrongValue(f"{other} has the same samples with other values: copies differ")
     return list(distinct.values())
 
 
@@ -179,19 +179,19 @@ def _whole(parts: list[Part], ranks: list[int], i: int) -> dict[str, Any]:
         values = np.full(response, np.nan)
         filled = np.zeros(response, dtype=bool)
         for part, rank in zip(parts, ranks, strict=True):
-            places = response_places(total, response, rank, len(parts), padded)
+            tokens = response_tokens(total, response, rank, len(parts), padded)
             if part.samples[i].get(field) is None:
                 raise WrongValue(f"{field} of sample {i}: missing in {part.path}")
-            own = np.asarray(part.samples[i][field], dtype=np.float64)
-            if len(own) == response:
-                # Not every field is cut into slices: all ranks have the whole of this one.
-                places = np.arange(response)
-            if len(own) != len(places):
+            part_values = np.asarray(part.samples[i][field], dtype=np.float64)
+            if len(part_values) == response:
+                # This field is not sliced: every rank has it whole.
+                tokens = np.arange(response)
+            if len(part_values) != len(tokens):
                 raise WrongValue(
-                    f"{field} of sample {i} has {len(own)} entries; rank {rank} of {len(parts)} "
-                    f"has {len(places)} of its response of {response}"
+                    f"{field} of sample {i} has {len(part_values)} entries, but rank {rank} of "
+                    f"{len(parts)} scores {len(tokens)} tokens of its response of {response}"
                 )
-            values[places], filled[places] = own, True
+            values[tokens], filled[tokens] = part_values, True
         if not filled.all():
             raise WrongValue(f"{field} of sample {i}: no rank has {int((~filled).sum())} tokens")
         sample[field] = pa.array(values)

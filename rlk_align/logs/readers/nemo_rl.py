@@ -1,8 +1,8 @@
 """NeMo-RL: `train_data_step{N}.jsonl`, a sample a line.
 
-Each field is nested in a list of one, because it was a batch of one; some scripts unnest it. Lists
-are padded on the right to the longest one of the batch. Index t scores token t; the value at index
-0 is a filler.
+Each field is nested in a list of one entry, because it was a batch of one; some scripts unnest it.
+Lists are padded on the right to the longest one of the batch. Index t scores token t; the value at
+index 0 is a filler.
 """
 
 import re
@@ -17,12 +17,7 @@ from rlk_align.logs.dumps.batches import Row
 from rlk_align.logs.dumps.manifest import Findings
 from rlk_align.logs.readers.base import Reader
 from rlk_align.logs.readers.files import first_object, json_object, read_lines, require
-from rlk_align.logs.readers.missing import (
-    ZERO_IS_MISSING,
-    first_scored,
-    prompt_digest,
-    without_missing,
-)
+from rlk_align.logs.readers.missing import ZERO_IS_MISSING, compared_columns
 from rlk_align.logs.readers.values import cut, flags, integers, numbers, unnested, whole_number
 from rlk_align.progress import Progress
 
@@ -34,8 +29,8 @@ _STEP = re.compile(r"train_data_step(\d+)$")
 
 
 def read(files: list[Path], findings: Findings, progress: Progress) -> Iterator[Row]:
-    """Yields the samples, step by step. If a step was written twice, the later experiment's samples
-    are read. Raises DumpError."""
+    """Yields the samples, step by step. If a step was written twice, the later file is read. Raises
+    DumpError."""
     findings.note(ZERO_IS_MISSING)
     newest: dict[object, Path] = {}
     for path in sorted(files):
@@ -65,28 +60,21 @@ def _row(step: int | None, findings: Findings, line: bytes, line_number: int) ->
     )
     counted = bool(flags([unnested(record["sample_loss_mask"])], "sample_loss_mask")[0])
     sampled = np.array(mask, dtype=bool)
-    # The loss leaves out column 0, which nothing predicts.
+    # Nothing predicts column 0, so the loss omits it.
     sampled[:1] = False
     generated, scored_again = (
         cut(numbers(unnested(record[name]), name), length, name)
         for name in ("generation_logprobs", "prev_logprobs")
     )
-    rollout, train = without_missing(generated, scored_again, sampled)
-    prompt = first_scored(sampled)
     if not counted:
-        findings.note("samples with sample_loss_mask 0 are in no loss: none of their tokens counts")
+        findings.note("samples with sample_loss_mask 0 are in no loss, so no token of them counts")
     reward = unnested(record.get("rewards"))
     index = record.get("idx")
     number = index if isinstance(index, int) else line_number
-    return {
+    return compared_columns(ids, sampled, generated, scored_again) | {
         "id": f"{'' if step is None else step}:{number}",
-        "group": prompt_digest(ids, prompt),
         "step": step,
-        "prompt_length": prompt,
-        "token_ids": ids,
         "mask": pa.array(sampled & counted),
-        "rollout_logprobs": rollout,
-        "train_logprobs": train,
         "mask_rewritten": not counted,
         "reward": float(reward) if isinstance(reward, int | float) else None,
     }

@@ -1,7 +1,7 @@
 """prime-rl: `token_exports/step_{s}/rank_{r}.jsonl`, a packed sequence a line.
 
-A step's folder is complete once it holds a file STABLE. Index t scores token t; index 0 of each
-sequence holds log(1/V), or a value of the sequence that was packed before it.
+A step's folder is complete once it has a file STABLE. Index t scores token t; index 0 of each
+sequence is log(1/V), or a value of the sequence that was packed before it.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from rlk_align.errors import DumpError
@@ -18,12 +17,7 @@ from rlk_align.logs.dumps.batches import Row
 from rlk_align.logs.dumps.manifest import Findings
 from rlk_align.logs.readers.base import Reader
 from rlk_align.logs.readers.files import first_object, json_object, read_lines, require
-from rlk_align.logs.readers.missing import (
-    ZERO_IS_MISSING,
-    first_scored,
-    prompt_digest,
-    without_missing,
-)
+from rlk_align.logs.readers.missing import ZERO_IS_MISSING, compared_columns
 from rlk_align.logs.readers.values import (
     WrongValue,
     cut,
@@ -54,7 +48,7 @@ def read(files: list[Path], findings: Findings, progress: Progress) -> Iterator[
         findings.skip(f"{folder}: it has no {STABLE}, so the step may be incomplete")
     if not stable:
         raise DumpError(
-            f"{files[0].parent} holds no {STABLE}: the trainer may still be writing the step",
+            f"{files[0].parent} has no {STABLE}: the trainer may still be writing the step",
             "wait until prime-rl has written it",
         )
     for path in sorted(stable, key=_order):
@@ -74,7 +68,7 @@ def _row(rank: str, line: bytes, _number: int) -> Row:
     record = json_object(line)
     require(record, FIELDS)
     if record["schema_version"] != SCHEMA_VERSION:
-        raise WrongValue(f"schema_version is not {SCHEMA_VERSION}, the one that is known")
+        raise WrongValue(f"schema_version is not {SCHEMA_VERSION}, which is the known one")
     ids = integers(record["token_ids"], "token_ids")
     length = len(ids)
     columns = {
@@ -83,21 +77,12 @@ def _row(rank: str, line: bytes, _number: int) -> Row:
         if name in FIELDS or record.get(name) is not None
     }
     scored = _mask(record, length)
-    rollout, train = without_missing(
-        columns["inference_logprobs"], columns["trainer_logprobs"], scored
-    )
-    prompt = first_scored(scored)
+    sides = columns["inference_logprobs"], columns["trainer_logprobs"]
     pack_index = record.get("micro_sequence_idx")
     place = [record.get(key) for key in ("run_id", "export_step", "micro_step")]
-    return {
+    return compared_columns(ids, scored, *sides) | {
         "id": ":".join(printable(p) for p in (*place, pack_index, rank) if p is not None),
-        "group": prompt_digest(ids, prompt),
         "step": whole_number(record["step"], "step"),
-        "prompt_length": prompt,
-        "token_ids": ids,
-        "mask": pa.array(scored),
-        "rollout_logprobs": rollout,
-        "train_logprobs": train,
         "position_ids": exactly(
             integers(record["position_ids"], "position_ids"), length, "position_ids"
         ),
@@ -110,7 +95,7 @@ def _row(rank: str, line: bytes, _number: int) -> Row:
 
 
 def _mask(record: dict[str, Any], length: int) -> NDArray[np.bool_]:
-    """Tokens in a loss that uses the rollout's log-probs; cross-entropy does not."""
+    """The tokens of losses that use the rollout's log-probs, which cross-entropy does not."""
     scored = flags(record["loss_mask"], "loss_mask")
     exactly(scored, length, "loss_mask")
     scored &= _weighted(record, "rl_weights", 1.0, length) | _weighted(
@@ -123,7 +108,7 @@ def _mask(record: dict[str, Any], length: int) -> NDArray[np.bool_]:
 
 
 def _weighted(record: dict[str, Any], name: str, default: float, length: int) -> NDArray[np.bool_]:
-    """Tokens with a weight in a part of the loss; null counts as `default`."""
+    """The tokens with a weight in a part of the loss; null counts as `default`."""
     if record.get(name) is None:
         return np.full(length, default != 0.0)
     weights = exactly(numbers(record[name], name), length, name)
@@ -133,7 +118,7 @@ def _weighted(record: dict[str, Any], name: str, default: float, length: int) ->
 def _is_policy_loss(channels: Any) -> bool:
     """Whether a token is in a loss other than cross-entropy."""
     if not isinstance(channels, dict):
-        raise WrongValue("losses does not hold objects")
+        raise WrongValue("losses has entries other than objects")
     return any(
         isinstance(channel, dict) and channel.get("mask") is True
         for name, channel in channels.items()

@@ -1,7 +1,7 @@
 """The readers by name. A new reader is a file in this folder and a line in READERS.
 
-Third parties add readers through the entry-point group `rlk_align.readers`; the entry point names a
-Reader.
+Other packages add readers through the entry-point group `rlk_align.readers`; an entry point names
+a Reader.
 """
 
 import importlib
@@ -47,7 +47,7 @@ def reader(name: str) -> Reader:
 
 def files_of(chosen: Reader, paths: list[Path]) -> list[Path]:
     """Returns the files that a reader finds. Raises DumpError for a path without such a file."""
-    found: dict[Path, None] = {}
+    all_files: dict[Path, None] = {}
     for path in paths:
         if not path.exists():
             raise DumpError(f"{path} does not exist", "check the path")
@@ -55,10 +55,10 @@ def files_of(chosen: Reader, paths: list[Path]) -> list[Path]:
         if not files:
             wanted = " or ".join(chosen.patterns)
             raise DumpError(
-                f"{path} holds no {wanted}, the format of {chosen.name}", "check the path"
+                f"{path} has no {wanted}, the format of {chosen.name}", "check the path"
             )
-        found |= dict.fromkeys(files)
-    return list(found)
+        all_files |= dict.fromkeys(files)
+    return list(all_files)
 
 
 def detect(paths: list[Path]) -> Reader:
@@ -67,14 +67,14 @@ def detect(paths: list[Path]) -> Reader:
     for path in paths:
         if not path.exists():
             raise DumpError(f"{path} does not exist", "check the path")
-    found, unknown = _by_format(paths)
-    if len(found) > 1:
-        listed = "; ".join(f"{chosen}: {_some(files)}" for chosen, files in found.items())
+    by_format, unknown = _by_format(paths)
+    if len(by_format) > 1:
+        listed = "; ".join(f"{chosen}: {_some(files)}" for chosen, files in by_format.items())
         raise DumpError(
             f"{', '.join(map(str, paths))}: files of several formats: {listed}",
-            "import each format by its name and its files, into a run of its own",
+            "import each format separately: name it, its files and a run",
         )
-    if not found:
+    if not by_format:
         for path in paths:
             if path.is_file():
                 opened(path, Findings())
@@ -85,7 +85,7 @@ def detect(paths: list[Path]) -> Reader:
             f"{', '.join(map(str, paths))}: no known format{looked}",
             f"name one of {', '.join(names())}",
         )
-    return reader(next(iter(found)))
+    return reader(next(iter(by_format)))
 
 
 def _check_encoding(path: Path) -> None:
@@ -97,27 +97,27 @@ def _check_encoding(path: Path) -> None:
 
 
 def recognised_files(chosen: Reader, paths: list[Path], findings: Findings) -> list[Path]:
-    """Returns the files at these paths that have the format of a detected reader. The other files,
-    which have no known format, are recorded as skipped."""
-    found, unknown = _by_format(paths)
+    """Returns the files at these paths with the format of a detected reader. Files without a known
+    format are recorded as skipped."""
+    by_format, unknown = _by_format(paths)
     for file in unknown:
         findings.skip(f"{file}: no known format")
-    return found[chosen.name]
+    return by_format[chosen.name]
 
 
 def _by_format(paths: list[Path]) -> tuple[dict[str, list[Path]], list[Path]]:
-    """Format -> its files at these paths; and the files without a known format. Files whose names
-    differ only in numbers, such as those of steps and ranks, have the format of one of them."""
+    """Returns format -> its files at these paths, and the files without a known format. Of files
+    whose names differ only in numbers, such as those of steps and ranks, one is recognised."""
     readers = [reader(name) for name in dict.fromkeys((*READERS, *sorted(names())))]
     alike: dict[str, list[Path]] = {}
     for file in dict.fromkeys(f for path in paths for r in readers for f in r.files(path)):
         alike.setdefault(re.sub(r"\d+", "#", str(file)), []).append(file)
-    found: dict[str, list[Path]] = {}
+    by_format: dict[str, list[Path]] = {}
     unknown: list[Path] = []
     for files in alike.values():
         name = next((r.name for file in files for r in readers if r.recognises(file)), None)
-        (unknown if name is None else found.setdefault(name, [])).extend(files)
-    return found, unknown
+        (unknown if name is None else by_format.setdefault(name, [])).extend(files)
+    return by_format, unknown
 
 
 def _some(files: list[Path]) -> str:

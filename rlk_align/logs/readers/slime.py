@@ -1,7 +1,7 @@
 """slime and its fork vime: `train_data/{rollout_id}.pt`, in format 2 or 1.
 
-Index i of the log-probs scores response token i. With context parallelism, format 1 holds one
-rank's slice without the number of the rank, so it is refused. Format 2 holds whole responses.
+Index i of the log-probs scores response token i. With context parallelism, format 1 has one rank's
+slice without the number of the rank, so it is refused. Format 2 has whole responses.
 """
 
 from collections.abc import Iterator
@@ -60,9 +60,9 @@ def _refuse_slices(samples: list[dict[str, Any]]) -> None:
         length, found = sample["response_lengths"], len(sample["log_probs"])
         if found != length:
             raise WrongValue(
-                f"log_probs has {found} entries of a response of {length}: the slice of a "
-                "context-parallel rank, which format 1 does not place; use slime of 2026-08-12 or "
-                "later, which writes format 2"
+                f"log_probs has {found} entries for a response of {length}: it is the slice of a "
+                "context-parallel rank, whose position format 1 does not state; use slime of "
+                "2026-08-12 or later, which writes format 2"
             )
 
 

@@ -1,4 +1,4 @@
-"""Files of torch.save, as slime and miles write them, loaded without running code in them."""
+"""Files of torch.save, which slime and miles write, loaded without running their code."""
 
 import warnings
 import zipfile
@@ -14,7 +14,7 @@ from rlk_align.errors import INSTALL_ENGINES, DumpError, MissingDependency
 from rlk_align.logs.dumps.batches import Row
 from rlk_align.logs.dumps.manifest import Findings
 from rlk_align.logs.readers.files import CONVERTER, opened
-from rlk_align.logs.readers.missing import prompt_digest, without_missing
+from rlk_align.logs.readers.missing import compared_columns
 from rlk_align.logs.readers.values import (
     WrongValue,
     exactly,
@@ -30,8 +30,8 @@ ENDING = ".pt"
 
 
 def load(path: Path, findings: Findings | None = None) -> dict[str, Any]:
-    """Returns the dictionary in a file. Raises MissingDependency without torch; DumpError if the
-    file is not a dictionary, or holds objects that only a pickle's code can make."""
+    """Returns the dictionary in a file. Raises MissingDependency without torch, and DumpError if
+    the file is no dictionary, or has objects that only a pickle's code can make."""
     opened(path, findings if findings is not None else Findings())
     if not zipfile.is_zipfile(path):
         raise DumpError(f"{path} is not what torch.save writes, or was cut off", "write it again")
@@ -49,12 +49,12 @@ def load(path: Path, findings: Findings | None = None) -> dict[str, Any]:
             value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except UnpicklingError as error:
         raise DumpError(
-            f"{path} holds objects other than tensors and plain values", CONVERTER
+            f"{path} has objects other than tensors and plain values", CONVERTER
         ) from error
     except (RuntimeError, OSError, EOFError, ValueError) as error:
         raise DumpError(f"{path} cannot be read: {one_line(error)}", "write it again") from error
     if not isinstance(value, dict):
-        raise DumpError(f"{path} does not hold a dictionary", "see docs/import.md")
+        raise DumpError(f"{path} is not a dictionary", "see docs/import.md")
     return value
 
 
@@ -107,7 +107,7 @@ SIDES = ("rollout_log_probs", "log_probs")
 PER_RESPONSE = (*SIDES, "entropy")
 """Fields with a number for each token of the response."""
 _REASONS = {
-    "rollout_log_probs": "; the run kept no log-probs of the rollout",
+    "rollout_log_probs": "; the run recorded no log-probs of the rollout",
     "log_probs": "; the trainer computed none, so there is nothing to compare",
 }
 
@@ -124,17 +124,11 @@ def row(sample: dict[str, Any], step: int, name: str, reward: Any = None) -> Row
         for field in PER_RESPONSE
         if sample.get(field) is not None
     }
-    rollout, train = without_missing(lists["rollout_log_probs"], lists["log_probs"], scored)
+    sides = lists["rollout_log_probs"], lists["log_probs"]
     reward = plain(sample.get("rewards") if reward is None else reward)
-    return {
+    return compared_columns(ids, scored, *sides, prompt) | {
         "id": name,
-        "group": prompt_digest(ids, prompt),
         "step": step,
-        "prompt_length": prompt,
-        "token_ids": ids,
-        "mask": pa.array(scored),
-        "rollout_logprobs": rollout,
-        "train_logprobs": train,
         "rollout_version": _versions(sample.get("weight_versions"), scored),
         "cached_tokens": _cached_tokens(sample.get("prefix_cache_info")),
         "entropy": lists.get("entropy"),

@@ -1,4 +1,4 @@
-"""Values of a dump, checked and turned into arrays of the table."""
+"""Checks values of a dump, and converts them to arrays of the table."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_null)
 
 
 class WrongValue(ValueError):
-    """A field does not have the value that its format requires; the reader adds where."""
+    """A field does not have the value that its format requires. The reader adds the position."""
 
 
 def numbers(value: Any, name: str) -> pa.Array:
@@ -24,17 +24,17 @@ def integers(value: Any, name: str) -> pa.Array:
     try:
         return _array(value, name).cast(pa.int64())
     except pa.ArrowInvalid as error:
-        raise WrongValue(f"{name} holds numbers that are not integers") from error
+        raise WrongValue(f"{name} has numbers that are not integers") from error
 
 
 def flags(value: Any, name: str) -> NDArray[np.bool_]:
     """Returns a list of true and false, or of 1 and 0. Raises WrongValue."""
     array = _array(value, name, booleans=True)
     if array.null_count:
-        raise WrongValue(f"{name} holds null")
+        raise WrongValue(f"{name} has null")
     plain = np.asarray(array)
     if not ((plain == 0) | (plain == 1)).all():
-        raise WrongValue(f"{name} holds values other than 0 and 1")
+        raise WrongValue(f"{name} has values other than 0 and 1")
     return plain.astype(bool)
 
 
@@ -44,15 +44,15 @@ def _array(value: Any, name: str, booleans: bool = False) -> pa.Array:
     try:
         array = value if isinstance(value, pa.Array) else pa.array(value)
     except (pa.ArrowException, OverflowError) as error:
-        raise WrongValue(f"{name} holds values that are not numbers") from error
+        raise WrongValue(f"{name} has values that are not numbers") from error
     kinds = (*_NUMBERS, pa.types.is_boolean) if booleans else _NUMBERS
     if not any(of_kind(array.type) for of_kind in kinds):
-        raise WrongValue(f"{name} holds {array.type}, not numbers")
+        raise WrongValue(f"{name} has entries of type {array.type}, not numbers")
     return array
 
 
 def unnested(value: Any) -> Any:
-    """Removes the list of one entry that a batch of one leaves around a field."""
+    """Removes a list of one entry, which a field of a batch of one has."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 

@@ -1,1 +1,1 @@
-"""The ids of a dump, scored again by engines, which splits its mismatch into edges."""
+"""Rescoring: engines score the ids of a dump, which splits its mismatch into edges."""

@@ -1,4 +1,4 @@
-"""Converts the sequences of a dump to the batch that an engine scores."""
+"""Converts the sequences of a dump to a batch that an engine scores."""
 
 import numpy as np
 
@@ -10,9 +10,9 @@ from rlk_align.text import short_printable
 
 
 def token_batch(run: Sequences) -> TokenBatch:
-    """Returns the sequences of the dump. For an engine, the response begins with the first scored
-    token, or with the dump's own response if that comes earlier. The dump's mask says which of its
-    log-probs count."""
+    """Returns the sequences of the dump as a batch. A response begins with the first scored token,
+    or with the dump's own response if that is earlier. The log-probs within the dump's mask
+    count."""
     samples = []
     for k, (start, end) in enumerate(zip(run.offsets[:-1], run.offsets[1:], strict=True)):
         ids = tuple(run.token_ids[start:end].tolist())

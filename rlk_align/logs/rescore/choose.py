@@ -1,5 +1,5 @@
-"""The choice of the sequences that are scored again: all of a small dump, or else the worst ones
-and a seeded choice of the others."""
+"""Chooses the sequences that are scored again: all of a small dump, or else the worst ones and a
+seeded sample of the others."""
 
 import shlex
 from collections import Counter
@@ -9,21 +9,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlk_align.errors import DumpError
-from rlk_align.logs.dumps.run import ImportedRun
+from rlk_align.logs.dumps.imported_run import ImportedRun
 from rlk_align.logs.dumps.sequences import Sequences, join
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The sequences that are scored again."""
+    """The sequences that are scored again, and how they were chosen."""
 
     sequences: Sequences
     temperature: float
-    """The engines divide their logits by it."""
+    """The temperature by which the engines divide their logits."""
     worst: int
-    """How many of them have the largest mean |Δ|; the others were drawn. 0 if all were taken."""
+    """The number of sequences with the largest mean |Δ|; the others were sampled. 0 if all
+    sequences were taken."""
     usable: int
-    """The number of sequences that could have been chosen."""
+    """The number of sequences that could be chosen."""
     total: int
     """The number of sequences in the dump."""
     notes: tuple[str, ...]
@@ -32,7 +33,7 @@ class Choice:
 def choose(run: ImportedRun, count: int, seed: int, temperature: float | None) -> Choice:
     """Reads the dump twice: to rank its sequences, and to take the chosen ones.
 
-    If `temperature` is None, the one that the dump states for most sequences is used, or else 1.
+    If `temperature` is None, it is the one that the dump states for most sequences, or else 1.
     Raises DumpError if no token can be scored again, or if none has both sides' log-probs.
     """
     sizes, stated = _survey(run)
@@ -97,7 +98,7 @@ def _temperature(
     chosen = usable & np.array([t == common for t in stated])
     if len(counts) > 1:
         notes.append(
-            f"{int(usable.sum() - chosen.sum()):,} sequences with another temperature are left out"
+            f"{int(usable.sum() - chosen.sum()):,} sequences with another temperature are omitted"
         )
     if common is None:
         notes.append(
@@ -112,7 +113,7 @@ def _temperature(
 def _indices(
     sizes: NDArray[np.float64], usable: NDArray[np.bool_], count: int, seed: int
 ) -> tuple[NDArray[np.int64], int]:
-    """The chosen sequences, in the dump's order, and how many of them are the worst ones."""
+    """The chosen sequences, in the dump's order, and the number of the worst ones among them."""
     known = np.flatnonzero(usable)
     if len(known) <= count:
         return known, 0

@@ -1,4 +1,4 @@
-"""The log-probs of a pass, for each token of the batch."""
+"""The log-probs of a pass for each token of the batch."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from rlk_align.trace.numbered import NumberedRows, blocks, read_rows
 from rlk_align.trace.reader import PassReader, Trace
 
 _ELEMENTS = 1 << 22
-"""The number of logits that are widened at once."""
+"""The number of logits that are converted to float64 at once."""
 
 
 def token_logprobs(
@@ -19,18 +19,18 @@ def token_logprobs(
     tokens of the batch, and the mask of the tokens without one, bool `[N]`.
 
     At temperature 1 these are the log-probs that the engine reports. Otherwise they are computed in
-    float64 from the logits whose values were kept. Raises CorruptTrace.
+    float64 from the logits whose values were recorded. Raises CorruptTrace.
     """
     if not index.same_tokens(trace.tokens).all():
-        raise CorruptTrace(f"{trace.folder} holds tokens that were not asked for")
+        raise CorruptTrace(f"{trace.folder} has other tokens than the request")
     reader = trace.read_pass("prefill")
     site = "logprob" if temperature == 1.0 else "logits"
     out, missing = np.full(len(index), np.nan), np.ones(len(index), dtype=bool)
     rows = read_rows(reader, site, index)
     if rows is None:
         return out, missing
-    kept = rows.rows.shard[rows.at] >= 0
-    number, at = rows.number[kept], rows.at[kept]
+    recorded = rows.rows.shard[rows.at] >= 0
+    number, at = rows.number[recorded], rows.at[recorded]
     missing[number + 1] = False
     if temperature == 1.0:
         out[number + 1] = reader.values(site, rows.rows, at)[:, 0].double().numpy()

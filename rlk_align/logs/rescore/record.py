@@ -16,14 +16,15 @@ SplitName = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class SplitEdge:
-    """A part of the dump's mismatch: Δ is the second end's log-prob minus the first end's."""
+    """An edge with a part of the dump's mismatch: Δ is the second end's log-prob minus the first
+    end's."""
 
     name: SplitName
     metrics: EdgeMetrics
     mean: Estimate
     """Mean |Δ|, clustered by sequence."""
     share: Estimate
-    """The edge's share of the sum of all edges' mean |Δ|."""
+    """The share of the edge in the sum of all edges' mean |Δ|."""
     mean_ratio: Estimate
     c: Estimate
     c_limit: float
@@ -39,7 +40,7 @@ class Rescored:
     """A dump's mismatch, split into edges."""
 
     explained: Explanation
-    """The whole dump, judged by the contract for runs."""
+    """The verdict on the whole dump by the contract for runs."""
     edges: tuple[SplitEdge, ...]
     """In the order of the chain from the dump's rollout log-probs to its trainer log-probs."""
     own: EdgeMetrics
@@ -47,16 +48,16 @@ class Rescored:
     carrier: SplitName | None
     """The edge that is certainly larger than each of the others."""
     odd: SideName | None
-    """The engine that agrees with neither of its neighbours in the chain, while these agree."""
+    """The engine that differs from both neighbours in the chain, although these agree."""
     sentence: str
     next: str
     status: Status
     doubts: tuple[str, ...]
     breaches: tuple[tuple[SplitName, Breach], ...]
     chosen: int
-    """Sequences that were scored again."""
+    """The number of sequences that were scored again."""
     worst: int
-    """How many of them have the largest mean |Δ| of the dump; 0 if all were taken."""
+    """The number of them with the largest mean |Δ| of the dump; 0 if all were taken."""
     usable: int
     missing: int
     """Compared tokens of the chosen sequences for which an engine gave no log-prob."""

@@ -1,6 +1,8 @@
-"""The dump's mismatch as a chain: g, the rollout's log-probs in the dump; R, those of the rollout
-engine's prefill of the same ids; T, the training engine's; t, the trainer's in the dump. Each edge
-is the difference of two neighbours, so the edges of a token add up to its t − g.
+"""Splits the dump's mismatch along a chain of log-probs of the same ids.
+
+g are the rollout's log-probs in the dump, R those of the rollout engine's prefill, T those of the
+training engine, and t those of the trainer in the dump. An edge is the difference of two
+neighbours, so the edges of a token add up to its t − g.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,7 +57,7 @@ def split(
     engines: Mapping[SideName, EngineRecord],
     contract: RunContract,
 ) -> Rescored:
-    """Judges the dump by the contract for runs, and finds the edge with its mismatch."""
+    """Judges the dump by the contract for runs, and finds the edge that carries its mismatch."""
     run = choice.sequences
     wanted = run.compared & (run.position > 0)
     used = wanted.copy()
@@ -71,9 +73,12 @@ def split(
     )
     odd = _odd_engine(columns, used, contract)
     carrier = "prefill_vs_train" if odd else _carrier(edges, sums)
-    own = edge_metrics(run.rollout[used], run.train[used])
+    dump_metrics = edge_metrics(run.rollout[used], run.train[used])
     missing = int((wanted & ~used).sum())
-    doubts = [*explained.doubts, *_doubts(edges, own.mean_abs_dlogp, missing, wanted, contract)]
+    doubts = [
+        *explained.doubts,
+        *_doubts(edges, dump_metrics.mean_abs_dlogp, missing, wanted, contract),
+    ]
     breaches = tuple(_breaches(edges))
     if not doubts and not breaches and explained.status == "pass":
         doubts += _unsure(edges)
@@ -82,7 +87,7 @@ def split(
     return Rescored(
         explained=explained,
         edges=edges,
-        own=own,
+        own=dump_metrics,
         carrier=carrier,
         odd=odd,
         sentence=sentence(edges, carrier, odd, bool(doubts)),
@@ -122,7 +127,7 @@ def _edge(
     first, second = ends
     dtypes = (first.dtypes, second.dtypes)
     if any(name is None for names in dtypes for name in names):
-        # If a side is unknown, the lowest precision is assumed.
+        # If a dtype is unknown, the lowest precision is assumed.
         dtypes = ([None] * len(run), [None] * len(run))
     part = replace(
         run,
@@ -147,7 +152,7 @@ def _edge(
         mean_ratio=alone.mean_ratio,
         c=alone.c,
         c_limit=contract.limit("quantisation", dtype=alone.dtype),
-        # Two engines that are equal bit for bit are not copies: each side was computed.
+        # Engines that are equal bit for bit are not copies, because each side was computed.
         diagnosis=None if named == "vacuous" else named,
         nonfinite=int((~np.isfinite(second.values - first.values))[used].sum()),
     )
@@ -173,7 +178,7 @@ def _breaches(edges: Sequence[SplitEdge]) -> Iterator[tuple[SplitName, Breach]]:
 
 
 def _unsure(edges: Sequence[SplitEdge]) -> Iterator[str]:
-    """Edges that may be above their limit or below it: a pass would be a guess."""
+    """Yields a doubt for each edge that may be above or below its limit."""
     for edge in edges:
         if not edge.c.value <= edge.c_limit:
             yield (
@@ -185,7 +190,7 @@ def _unsure(edges: Sequence[SplitEdge]) -> Iterator[str]:
 def _odd_engine(
     columns: Sequence[_Column], used: NDArray[np.bool_], contract: RunContract
 ) -> SideName | None:
-    """The one of two engines that agrees with neither of its neighbours, while these agree."""
+    """The engine that differs from both of its neighbours, although these agree."""
     factor = contract.threshold("rescored.odd")
     if len(columns) != 4:
         return None
@@ -211,22 +216,22 @@ def _doubts(
     wanted: NDArray[np.bool_],
     contract: RunContract,
 ) -> list[str]:
-    """The reasons for which the edges say nothing about the dump."""
+    """The reasons why nothing about the dump follows from the edges."""
     doubts = []
     which = "rescored" if contract.asks("missing", "rescored") else "null"
     allowed = contract.limit("missing", which)
     if not missing <= allowed * int(wanted.sum()):
         doubts.append(
             f"{missing:,} of {int(wanted.sum()):,} tokens were not scored again: the values of "
-            "their logits were not kept (raise --trace-budget, or take fewer --sequences), or the "
-            "engine does not expose its log-probs"
+            "their logits were not recorded (raise --trace-budget, or take fewer --sequences), or "
+            "the engine does not expose its log-probs"
         )
     ends = (edges[0], edges[-1])
     far = min(e.mean.value for e in ends) > contract.threshold("rescored.odd") * own
     if far and any(not e.c.value <= e.c_limit for e in ends):
         doubts.append(
-            "the engines agree with neither side of the dump, whose sides are nearer to each "
-            "other: they score another model than the run's. Name the checkpoint of that step "
+            "the engines agree with neither side of the dump, and these are closer to each other: "
+            "the engines score another model than the run's. Name the checkpoint of that step "
             "with --model"
         )
     return doubts

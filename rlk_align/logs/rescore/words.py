@@ -1,4 +1,4 @@
-"""Sentences about a split mismatch, and the next step."""
+"""The sentence about a split mismatch, and the next step."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ WHO: dict[SplitName, str] = {
     "prefill_vs_dump": "the run's trainer, or the engines' kernels",
     "train_vs_dump": "the run's trainer",
 }
-"""Edge -> the part of the run that carries a mismatch on it."""
+"""Edge -> the part of the run that causes its mismatch."""
 WHAT: dict[SplitName, str] = {
     "decode_vs_prefill": "decode against prefill, sampler settings, stale weights or cache",
     "decode_vs_train": "the rollout engine against the training engine, and what decode adds",
@@ -25,21 +25,21 @@ WHAT: dict[SplitName, str] = {
     "prefill_vs_dump": "the rollout engine against the trainer, and the run's bookkeeping",
     "train_vs_dump": "micro-batches, dropout, the weights' step, the run's bookkeeping",
 }
-"""Edge -> the possible causes of a mismatch on it."""
+"""Edge -> the possible causes of its mismatch."""
 BOOKKEEPING: frozenset[Name] = frozenset(
     {
         *("misaligned", "mask-shifted", "above-zero", "missing", "low-precision", "duplicated"),
         *("wrong-token", "logprob-scaled", "temperature", "truncation", "turn-boundary", "packing"),
     }
 )
-"""Diagnoses of an edge whose cause is in the run's code, not in an engine."""
-_PROBE = "rlk-align probe {RUN} --layerwise: which operator the engines' difference comes from"
+"""The diagnoses of an edge that are faults of the run's code, not of an engine."""
+_PROBE = "rlk-align probe {RUN} shows which operator the engines' difference comes from"
 
 
 def sentence(
     edges: Sequence[SplitEdge], carrier: SplitName | None, odd: SideName | None, doubtful: bool
 ) -> str:
-    """The sentence that names the edge with the mismatch."""
+    """Returns the sentence that names the edge with the mismatch."""
     if not edges[0].metrics.tokens:
         return "Nothing was scored again."
     if doubtful:
@@ -70,8 +70,7 @@ def next_step(
     engines: Mapping[SideName, EngineRecord],
     status: Status,
 ) -> str:
-    """The next command, with {RUN} in place of the run with the scores and {DUMP} in place of the
-    dump."""
+    """Returns the next command, with {RUN} for the run with the scores and {DUMP} for the dump."""
     if status == "inconclusive":
         return "rlk-align explain {DUMP} reports what the dump alone shows"
     if status == "pass":
@@ -84,19 +83,19 @@ def next_step(
         side = engines["rollout"]
         model, rollout = (_literal(shlex.quote(text)) for text in (side.model, _spec(side)))
         return (
-            f"rlk-align compare --model {model} --rollout {rollout} --edges decode_vs_prefill: "
-            "does the engine alone decode like this? If not, compare the rollout's weights "
-            "(rlk-align weights), its cache and its sampler's settings"
+            f"rlk-align compare --model {model} --rollout {rollout} --edges decode_vs_prefill "
+            "shows whether the engine alone decodes like this. If not, compare the rollout's "
+            "weights (rlk-align weights), its cache and its sampler's settings"
         )
     if edge.name == "prefill_vs_train":
         return _PROBE
     if edge.name == "decode_vs_train":
-        return "the same command with --rollout SPEC: is it the decode, or the engines' kernels"
+        return "the same command with --rollout SPEC separates decode from the engines' kernels"
     if edge.name == "prefill_vs_dump":
-        return "the same command with --train SPEC: is it the trainer, or the engines' kernels"
+        return "the same command with --train SPEC separates the trainer from the engines' kernels"
     return (
-        "rlk-align weights TRAINED SCORED: did the trainer have these weights; then its dropout, "
-        "its micro-batches and packing; rlk-align explain {DUMP} for its bookkeeping"
+        "rlk-align weights TRAINED SCORED shows whether the trainer had these weights; then check "
+        "its dropout, micro-batches and packing; rlk-align explain {DUMP} shows its bookkeeping"
     )
 
 
@@ -111,7 +110,7 @@ def _spec(side: EngineRecord) -> str:
 
 
 def percent(share: Estimate) -> str:
-    """A share with its interval; empty if it is unknown."""
+    """Returns a share with its interval; empty if it is unknown."""
     if not share.value >= 0:
         return ""
     if not share.low > -1:

@@ -1,1 +1,1 @@
-"""Log-probs of a training run, written as the neutral file from within the training script."""
+"""Writers of the neutral file, which a training script calls."""

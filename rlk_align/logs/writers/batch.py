@@ -1,4 +1,4 @@
-"""One batch of a trainer's arrays, as records of the neutral file.
+"""Converts a batch of a trainer's arrays to records of the neutral file.
 
 B = samples, L = columns of the token ids, K = columns of the other arrays.
 
@@ -24,8 +24,8 @@ Array = Any
 Record = dict[str, Any]
 """A line of the neutral file, without the schema, id and step, which `step_file` adds."""
 UNSURE = -0.05
-"""A side is not certain of a token whose log-prob is below this. If the other side has 0.0 at every
-token, its values are then no log-probs."""
+"""A side is unsure of a token whose log-prob is below this. If the other side has 0.0 at every
+token, its values are then not log-probs."""
 
 
 def batch_records(
@@ -52,22 +52,22 @@ def batch_records(
     both log-probs and `entropy` are [B, K] and describe the last K columns; the mask has 1 where
     the loss counts the token. `prompt_lengths` and `rewards` are [B]; without the lengths, a prompt
     ends before the first token that the loss counts. Without `groups`, the samples of one prompt
-    are a group. The dtypes are those that the engine and the trainer compute in.
+    are a group. The dtypes are those in which the engine and the trainer compute.
 
-    Log-probs keep their exact value; those of padding are left out. A log-prob becomes null if it
-    is −9999, or if it is a 0.0 of the rollout outside the mask. Raises DumpError if the arrays do
+    Log-probs keep their exact value; those of padding are omitted. A log-prob becomes null if it is
+    −9999, or if it is a 0.0 of the rollout outside of the mask. Raises DumpError if the arrays do
     not fit together, or if a side is missing.
     """
     ids = _whole(token_ids, "token_ids")
-    there = _flags(attention_mask, "attention_mask", ids.shape)
+    not_padding = _flags(attention_mask, "attention_mask", ids.shape)
     scored = _flags(mask, "mask")
     if len(scored) != len(ids) or scored.shape[1] > ids.shape[1]:
         raise DumpError(
             f"mask is {list(scored.shape)} and token_ids is {list(ids.shape)}",
             "each row of mask describes the last columns of the same row of token_ids",
         )
-    response = there[:, ids.shape[1] - scored.shape[1] :]
-    prompts = _prompts(prompt_lengths, there.sum(1), response, scored)
+    response = not_padding[:, ids.shape[1] - scored.shape[1] :]
+    prompts = _prompts(prompt_lengths, not_padding.sum(1), response, scored)
     columns = _columns(rollout_logprobs, train_logprobs, entropy, scored)
     if groups is not None and len(groups) != len(ids):
         raise DumpError(f"groups has {len(groups)} entries, for {len(ids)} samples", "give [B]")
@@ -82,9 +82,9 @@ def batch_records(
     }
     records = []
     for row, prompt in enumerate(prompts):
-        tokens = ids[row][there[row]]
-        places = np.flatnonzero(response[row])
-        places = places[len(places) + prompt - len(tokens) :]
+        tokens = ids[row][not_padding[row]]
+        indices = np.flatnonzero(response[row])
+        indices = indices[len(indices) + prompt - len(tokens) :]
         record: Record = {
             "group": prompt_digest(pa.array(tokens), prompt) if groups is None else groups[row],
             "token_ids": tokens.tolist(),
@@ -92,7 +92,7 @@ def batch_records(
             "reward": None if reward is None else reward[row],
         }
         for name, (values, missing) in columns.items():
-            pairs = zip(values[row, places].tolist(), missing[row, places].tolist(), strict=True)
+            pairs = zip(values[row, indices].tolist(), missing[row, indices].tolist(), strict=True)
             record[name] = [None if absent else value for value, absent in pairs]
         records.append(record | shared)
     return records
@@ -101,17 +101,17 @@ def batch_records(
 def _columns(
     rollout: Array | None, train: Array | None, entropy: Array | None, scored: NDArray[np.bool_]
 ) -> dict[str, tuple[NDArray[Any], NDArray[np.bool_]]]:
-    """Field -> its values [B, K] and the mask of those that are missing. Raises DumpError if a side
-    is missing, or has only zeros that cannot be log-probs."""
+    """Field -> its values [B, K] and the mask of missing ones. Raises DumpError if a side is
+    missing, or has only zeros that cannot be log-probs."""
     g = _side(rollout, "rollout_logprobs", scored)
     t = _side(train, "train_logprobs", scored)
     for name, side, other in (("rollout_logprobs", g, t), ("train_logprobs", t, g)):
         if not side[scored].any() and (other[scored] < UNSURE).any():
             raise DumpError(
                 f"{name} is 0.0 at every token that the loss counts",
-                "zeros stand for log-probs that were never recorded: switch on what records them",
+                "the log-probs were never recorded: switch on their recording",
             )
-    # Inside the mask, the whole run shows whether a 0.0 is a log-prob.
+    # Within the mask, only the whole run shows whether a 0.0 is a log-prob.
     zero = (g == 0.0) & ~scored
     none = np.zeros_like(scored)
     columns = {
@@ -125,11 +125,11 @@ def _columns(
 
 
 def _side(array: Array | None, name: str, scored: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """A side's log-probs. Raises DumpError where there are none."""
+    """A side's log-probs. Raises DumpError if there are none."""
     if array is None:
         raise DumpError(
             f"{name} is None: there is nothing to compare",
-            "switch on what records it: docs/write-log-probs.md says how, by framework",
+            "switch on its recording: docs/write-log-probs.md says how for each framework",
         )
     return _numbers(array, name, scored.shape)
 
@@ -144,23 +144,23 @@ def _prompts(
     for row in np.flatnonzero((scored & ~response).any(1))[:1]:
         raise DumpError(
             f"mask counts {int((scored & ~response)[row].sum())} tokens of padding in row {row}",
-            "cut it by the mask of padding first: a mask of tools may be padded with 1",
+            "multiply it by the mask of padding first: a mask of tools may be padded with 1",
         )
     before = totals - response.sum(1)
     counted = scored.any(1)
-    place = np.where(counted, scored.argmax(1), 0)
-    rank = np.take_along_axis(response.cumsum(1), place[:, None], 1)[:, 0] - 1
+    first_index = np.where(counted, scored.argmax(1), 0)
+    rank = np.take_along_axis(response.cumsum(1), first_index[:, None], 1)[:, 0] - 1
     first = np.where(counted, before + rank, totals)
     if given is None:
         return first.tolist()
     lengths = _whole(given, "prompt_lengths", (len(totals),))
     for row in np.flatnonzero((lengths < before) | (lengths > first))[:1]:
         raise DumpError(
-            f"prompt_lengths says {lengths[row]} in row {row}, whose {totals[row]} tokens have "
-            f"{before[row]} in front of the log-probs and {first[row]} in front of the first "
-            "token that the loss counts",
-            "count the prompt's tokens without padding; a mask that begins inside of the prompt "
-            "is shifted",
+            f"prompt_lengths is {lengths[row]} in row {row}, of whose {totals[row]} tokens "
+            f"{before[row]} precede the log-probs and {first[row]} precede the first token that "
+            "the loss counts",
+            "count the prompt's tokens without padding; a mask that begins within the prompt is "
+            "shifted",
         )
     return lengths.tolist()
 
@@ -169,7 +169,7 @@ def _whole(array: Array, name: str, shape: tuple[int, ...] | None = None) -> NDA
     values = _checked(array, name, shape)
     if values.dtype.kind not in "iu" or (values.size and values.min() < 0):
         raise DumpError(
-            f"{name} holds values other than counts and token ids", "give integers from 0 on"
+            f"{name} has values other than counts and token ids", "give integers from 0 on"
         )
     return values.astype(np.int64)
 
@@ -177,7 +177,7 @@ def _whole(array: Array, name: str, shape: tuple[int, ...] | None = None) -> NDA
 def _flags(array: Array, name: str, shape: tuple[int, ...] | None = None) -> NDArray[np.bool_]:
     values = _checked(array, name, shape)
     if not ((values == 0) | (values == 1)).all():
-        raise DumpError(f"{name} holds values other than 0 and 1", "give a mask")
+        raise DumpError(f"{name} has values other than 0 and 1", "give a mask")
     return values.astype(bool)
 
 
@@ -186,9 +186,9 @@ def _numbers(array: Array, name: str, shape: tuple[int, ...]) -> NDArray[np.floa
 
 
 def _checked(array: Array, name: str, shape: tuple[int, ...] | None) -> NDArray[Any]:
-    """The array as numbers in NumPy. Raises DumpError for other values or another shape."""
+    """The array in NumPy. Raises DumpError if its values are not numbers, or for another shape."""
     try:
-        # By lists: NumPy has no bfloat16, and each of its values is exact in float64.
+        # Through lists, because NumPy has no bfloat16; its values are exact in float64.
         values = np.array(array.tolist() if hasattr(array, "tolist") else array)
     except ValueError as error:
         raise DumpError(f"{name} has rows of several lengths", "pad it, on either side") from error
@@ -196,7 +196,7 @@ def _checked(array: Array, name: str, shape: tuple[int, ...] | None) -> NDArray[
         raise DumpError(f"{name} is empty", "write only steps that have samples")
     if values.dtype.kind not in "biuf":
         raise DumpError(
-            f"{name} holds values that are not numbers", "a log-prob that is missing is -9999.0"
+            f"{name} has values that are not numbers", "write -9999.0 for a missing log-prob"
         )
     if values.ndim != (2 if shape is None else len(shape)) or (shape and values.shape != shape):
         wanted = "[B, columns]" if shape is None else str(list(shape))

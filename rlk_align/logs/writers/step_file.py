@@ -1,6 +1,6 @@
 """A training step on disk: `step_000007_rank_0_of_2.jsonl`, one file for each rank.
 
-A file gets its name when it is complete, and its name says how many files the step has. A program
+A file gets its name when it is complete, and the name has the number of the step's files. A program
 that follows the folder therefore needs no marker of a complete step.
 """
 
@@ -17,16 +17,16 @@ from rlk_align.logs.writers.batch import Record
 def write_step(
     folder: str | Path, step: int, records: Sequence[Record], *, rank: int = 0, ranks: int = 1
 ) -> Path:
-    """Writes all samples of a training step that this rank has, and returns the file.
+    """Writes all samples of a training step on this rank, and returns the file.
 
-    Each of the `ranks` processes that hold samples writes its own file. A step that is repeated
-    replaces its earlier files, for any number of ranks. Raises DumpError if there is no sample, and
+    Each of the `ranks` processes with samples writes its own file. A repeated step replaces its
+    earlier files, for any number of ranks. Raises DumpError if there is no sample, and
     TraceNotWritten if the file cannot be written.
     """
     if not records:
         raise DumpError(f"step {step} has no sample", "write a step after its batch was made")
     if step < 0 or not 0 <= rank < ranks:
-        raise DumpError(f"step {step} of rank {rank} of {ranks}", "steps and ranks count from 0")
+        raise DumpError(f"step {step}, rank {rank} of {ranks}", "steps and ranks count from 0")
     path = Path(folder) / f"step_{step:06d}_rank_{rank}_of_{ranks}.jsonl"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

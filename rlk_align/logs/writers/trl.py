@@ -1,7 +1,7 @@
-"""Log-probs of a GRPOTrainer of TRL (1.16.0 was used).
+"""Log-probs of TRL's GRPOTrainer (1.16.0 was used).
 
 TRL's callbacks do not receive log-probs, so the trainer's method that makes a batch is wrapped. A
-callback says when the step has ended, since a step may need several batches.
+step may have several batches, so a callback writes them when the step has ended.
 """
 
 from collections.abc import Mapping
@@ -20,10 +20,9 @@ from rlk_align.logs.writers.step_file import write_step
 def log_steps(trainer: Any, folder: str | Path, *, rollout_dtype: str, **sampling: Any) -> None:
     """Makes a GRPOTrainer write the samples of each training step into `folder`.
 
-    `rollout_dtype` is the dtype that the rollout's engine computes in, e.g. `bfloat16`. `sampling`
+    `rollout_dtype` is the dtype in which the rollout's engine computes, e.g. `bfloat16`. `sampling`
     has fields of `Sampling` that the trainer's arguments lack, or that a `rollout_func` changes.
-    Training raises DumpError at its first batch if TRL does not compute both sides' log-probs; the
-    writer computes nothing itself.
+    Training raises DumpError at its first batch if TRL does not compute both sides' log-probs.
     """
     from transformers import TrainerCallback
 
@@ -45,7 +44,7 @@ def log_steps(trainer: Any, folder: str | Path, *, rollout_dtype: str, **samplin
         """Writes the samples since the last step ended."""
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            """The trainer calls this at the end of a step."""
+            """Writes the samples of the step."""
             ranks = {
                 "rank": trainer.accelerator.process_index,
                 "ranks": trainer.accelerator.num_processes,
@@ -72,16 +71,16 @@ def _records(
             "steps_per_generation so that gradient_accumulation_steps is not a multiple of "
             "steps_per_generation * num_iterations",
         )
-    args, there = trainer.args, np.array(batch["completion_mask"].tolist())
-    mask = there
+    args, completion_mask = trainer.args, np.array(batch["completion_mask"].tolist())
+    mask = completion_mask
     if "tool_mask" in batch:
         # TRL pads the mask of tools with 1.
-        mask = there * np.array(batch["tool_mask"].tolist())
+        mask = completion_mask * np.array(batch["tool_mask"].tolist())
     prompts = np.array(batch["prompt_mask"].tolist())
     ids = [np.array(batch[name].tolist()) for name in ("prompt_ids", "completion_ids")]
     return batch_records(
         token_ids=np.concatenate(ids, axis=1),
-        attention_mask=np.concatenate([prompts, there], axis=1),
+        attention_mask=np.concatenate([prompts, completion_mask], axis=1),
         mask=mask,
         rollout_logprobs=batch["sampling_per_token_logps"],
         train_logprobs=batch["old_per_token_logps"],

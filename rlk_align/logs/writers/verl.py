@@ -23,9 +23,9 @@ def records(
 ) -> list[Record]:
     """Returns the records of a batch, for `write_step`; `config` is the trainer's.
 
-    Call it after old_log_prob and before rollout correction, which removes the tokens that it
-    rejects from response_mask; if you call it later, pass `mask_rewritten=True`. Raises DumpError
-    in bypass mode, whose old_log_probs are the rollout's, and if a field is missing.
+    Call it after old_log_prob and before rollout correction, which removes rejected tokens from
+    response_mask; if you call it later, pass `mask_rewritten=True`. Raises DumpError in bypass
+    mode, whose old_log_probs are the rollout's, and if a field is missing.
     """
     correction = config["algorithm"].get("rollout_correction") or {}
     if correction.get("bypass_mode"):
@@ -61,11 +61,11 @@ def _padded(fields: Mapping[str, Any]) -> dict[str, Any]:
     if "attention_mask" not in set(fields.keys()):
         raise DumpError("verl's batch has no attention_mask", "write it with the batch's padding")
     prompts, responses = (np.array(fields[n].tolist()) for n in ("prompts", "responses"))
-    there = np.array(fields["attention_mask"].tolist())
+    attention_mask = np.array(fields["attention_mask"].tolist())
     return {
         "token_ids": np.concatenate([prompts, responses], axis=1),
-        "attention_mask": there,
-        "prompt_lengths": there[:, : prompts.shape[1]].sum(1),
+        "attention_mask": attention_mask,
+        "prompt_lengths": attention_mask[:, : prompts.shape[1]].sum(1),
         "mask": fields["response_mask"],
         "rollout_logprobs": fields["rollout_log_probs"],
         "train_logprobs": fields["old_log_probs"],
@@ -104,7 +104,7 @@ def _is_nested(values: Any) -> bool:
 
 
 def _uids(batch: Any, fields: Any) -> list[str] | None:
-    """The names of the samples' prompts, which a DataProto keeps apart from its tensors."""
+    """The names of the samples' prompts, which a DataProto does not have among its tensors."""
     for named in (getattr(batch, "non_tensor_batch", {}), fields):
         if "uid" in set(named.keys()):
             return [str(uid) for uid in named["uid"]]

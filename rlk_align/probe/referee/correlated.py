@@ -1,22 +1,22 @@
-"""How far the rounding errors of a row's features move together.
+"""The correlation of the rounding errors of a row's features.
 
 Features of nearly equal value, such as the logits of tokens that were never trained, are rounded to
-the same number and are off by the same amount. A sum over features then varies by more than the sum
-of its variances. N = rows, F = features, C = groups of features.
+the same number and have the same error. The variance of a sum over features is then larger than the
+sum of their variances. N = rows, F = features, C = groups of features.
 """
 
 import torch
 
 ROWS = 32
-"""Rows of an operator that it is estimated from."""
+"""The number of rows of an operator that the correlation is estimated from."""
 ENTRIES = 1 << 18
-"""The most entries of these rows."""
+"""The largest number of entries in these rows."""
 
 
 class CorrelatedErrors:
-    """The factor by which Σ error · exact of a row varies more than with independent errors: from
-    groups of features that round to the same number (cluster-robust variance, Liang and Zeger
-    1986), over the first rows that are seen."""
+    """Estimates by which factor the variance of a row's Σ error · exact exceeds that of independent
+    errors. The estimate is the cluster-robust variance (Liang and Zeger 1986) over groups of
+    features that round to the same number, in the first rows that are added."""
 
     def __init__(self) -> None:
         self._rows = 0
@@ -29,8 +29,8 @@ class CorrelatedErrors:
         rounded: torch.Tensor,
         variance: torch.Tensor,
     ) -> None:
-        """float64 `[N, F]` each: the error, the exact output, that rounded to the dtype, and the
-        squared unit."""
+        """Adds rows, float64 `[N, F]` each: the error, the exact output, the exact output rounded
+        to the dtype, and the squared unit."""
         rows = min(ROWS - self._rows, len(error), max(1, ENTRIES // error.shape[1]))
         if rows <= 0 or error.shape[1] < 2:
             return
@@ -38,7 +38,7 @@ class CorrelatedErrors:
         error, y, rounded, variance = (t[:rows] for t in (error, exact, rounded, variance))
         power = y.square().sum(dim=1, keepdim=True)
         gain = (error * y).sum(dim=1, keepdim=True) / power
-        # What a gain of the row's own explains is no chance.
+        # A gain of the whole row is systematic, not random.
         left = (error - gain * y) * y / power
         unit = variance * (y / power).square()
         values, order = rounded.sort(dim=1)
@@ -60,16 +60,16 @@ class CorrelatedErrors:
 
     @property
     def factor(self) -> float:
-        """1 for independent errors, and never less."""
+        """The factor: 1 for independent errors, and never less."""
         return max(1.0, self._grouped / self._single) if self._single else 1.0
 
 
 def _together(
     total: torch.Tensor, squares: torch.Tensor, variance: torch.Tensor, count: torch.Tensor
 ) -> torch.Tensor:
-    """How far the errors of a group's features are one error, 0 to 1, from sums over each group
-    `[N, C]` of exact outputs, their squares and the squared units: not at all where the exact
-    outputs lie in their rounding interval by chance, and wholly where they are equal."""
+    """The correlation of the errors within each group, from 0 to 1: 1 if the exact outputs are
+    equal, and 0 if they are spread over their rounding interval. `total`, `squares` and `variance`
+    are sums over each group `[N, C]` of the exact outputs, their squares and the squared units."""
     within = (squares - total.square() / count) / (count - 1).clamp(min=1)
     # Three standard errors of the variance of `count` numbers that are uniform over an interval.
     most = within * (1 + 3 * (0.8 / count).sqrt())

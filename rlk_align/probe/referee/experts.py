@@ -16,30 +16,30 @@ from rlk_align.probe.referee import formulas
 from rlk_align.probe.referee.rounding import rounding_variance
 
 Read = Callable[[str], torch.Tensor]
-"""A canonical parameter."""
+"""Canonical name -> the parameter."""
 Exact = tuple[torch.Tensor, torch.Tensor]
-"""What an operator should give, and the variance of its rounding."""
+"""The exact output of an operator, and the variance of its rounding."""
 
 
 EXPERT_FORMULAS = ("top_k", "routing_weights", "expert_linear", "combine")
 
 
 def as_recorded(site: Site, sites: Mapping[str, Site], unexposed: Collection[str]) -> Site:
-    """The operator with what it is recomputed from: the choice of experts, where its rows have
-    slots; and of the experts' sum, in place of rows and of products that an engine does not show,
-    what these are of."""
+    """Returns the site with the inputs that it is recomputed from. If its rows have slots, the
+    choice of experts is one of them. The sum of the experts is recomputed from the inputs of those
+    rows and products that an engine does not show."""
 
-    def seen(name: str) -> Iterator[str]:
+    def shown(name: str) -> Iterator[str]:
         of = sites[name]
         if name not in unexposed or not (of.experts or of.operator.formula == "linear"):
             yield name
             return
         for deeper in of.inputs:
-            yield from seen(deeper)
+            yield from shown(deeper)
 
     inputs = site.inputs
     if site.operator.formula == "combine":
-        inputs = tuple(dict.fromkeys(name for i in inputs for name in seen(i)))
+        inputs = tuple(dict.fromkeys(name for i in inputs for name in shown(i)))
     elif site.experts:
         inputs = (*inputs, site.experts)
     return replace(site, inputs=inputs)
@@ -49,16 +49,16 @@ class ExpertReference:
     """One side's sparse layers."""
 
     def __init__(self, shape: ModelShape, dtype: str, read: Read, ranks: int = 1) -> None:
-        """`ranks`: how many have a share of each expert's inner features, round what their shares
-        give, and add it up."""
+        """`ranks`: the number of ranks that share each expert's inner features, round their partial
+        sums, and add them up."""
         self._shape, self._dtype, self._read, self._ranks = shape, dtype, read, ranks
 
     def exact(
         self, site: Site, inputs: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What an operator should give, the variance of its rounding, and of this what the features
-        of a row share: `[N]`, the variance of their sum weighted by the row itself. `inputs`:
-        float64, as `as_recorded` names them."""
+        """Returns the exact output, the variance of its rounding, and the variance of Σ error ·
+        exact over a row by errors that its features share, `[N]`. `inputs`: float64, in the order
+        of `as_recorded`."""
         formula = site.operator.formula
         by_op = {n.rpartition(".")[2]: x for n, x in zip(site.inputs, inputs, strict=True)}
         if formula == "combine":
@@ -72,7 +72,7 @@ class ExpertReference:
         return out, extra, out.new_zeros(len(out))
 
     def beyond(self, site: Site, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """By how much a choice `[N, K]` goes against its logits, `[N, 1]`."""
+        """By how much a choice `[N, K]` contradicts its logits, `[N, 1]`."""
         return beyond_choice(self._scores(site, logits), chosen, self._shape)
 
     def _scores(self, site: Site, logits: torch.Tensor) -> torch.Tensor:
@@ -81,9 +81,9 @@ class ExpertReference:
         return scores(logits, correction)
 
     def _tied(self, scores_NE: torch.Tensor) -> Exact:
-        """An exact choice leaves out no larger score. A logit is rounded, and so may be the
-        probability that is compared in its place; a sigmoid is, in float32, and what is added to
-        it, and the sum of two that a group is chosen by."""
+        """An exact choice omits no larger score. The logit is rounded, and the probability that is
+        compared in its place may be. Of sigmoids, the float32 value, its correction and the sum of
+        two by which a group is chosen are rounded."""
         kth = scores_NE.topk(self._shape.top_k, dim=1).values[:, -1:]
         if self._shape.family.sigmoid:
             return torch.zeros_like(kth), 8 * rounding_variance(kth.abs() + 1, "float32")
@@ -91,16 +91,17 @@ class ExpertReference:
         return torch.zeros_like(kth), 2 * rounding_variance(kth, self._dtype) + 2 * of_probability
 
     def weights_of(self, logits: torch.Tensor, chosen: torch.Tensor) -> Exact:
-        """The chosen experts' weights `[N, K]`, from logits `[N, E]`: softmax over all, divided by
-        the sum over the chosen where the model does that, which is softmax over these alone; or
-        their sigmoids, divided likewise, and scaled."""
+        """The weights of the chosen experts `[N, K]`, from logits `[N, E]`: the softmax over all
+        experts or, in a model that normalises the weights, over the chosen ones alone; or the
+        sigmoids, normalised likewise and scaled."""
         picked = logits.gather(1, chosen)
         if self._shape.family.sigmoid:
             return self._of_sigmoids(picked.sigmoid())
         over = picked if self._shape.norm_topk else logits
         total = over.logsumexp(dim=1, keepdim=True)
         out = (picked - total).exp()
-        # Some round the weights before they divide, and some the logarithm and the difference.
+        # Some engines round the weights before they normalise them, others the logarithm and the
+        # difference.
         extra = rounding_variance(out, self._dtype)
         if not self._shape.norm_topk:
             rounded = (rounding_variance(x, self._dtype) for x in (total, picked - total))
@@ -110,23 +111,24 @@ class ExpertReference:
     def _of_sigmoids(self, picked: torch.Tensor) -> Exact:
         total = picked.sum(dim=1, keepdim=True) if self._shape.norm_topk else 1.0
         out = picked / total * self._shape.weight_scale
-        # Sigmoids, their sum, the quotient and its multiple are within a few roundings each.
+        # The sigmoids, their sum, the quotient and its multiple are rounded a few times each.
         return out, 8 * rounding_variance(out, "float32")
 
     def product(self, site: Site, x: torch.Tensor, chosen: torch.Tensor) -> Exact:
-        """A product by each token's experts. `x`: `[N, H]`, or a slot's rows `[N, K * I]`."""
+        """The product with the weights of each token's experts. `x`: `[N, H]`, or the rows of all
+        slots `[N, K * I]`."""
         k = chosen.shape[1]
-        own = site.op == "down_proj"
-        slots = x.reshape(len(x), k, -1) if own else x[:, None].expand(-1, k, -1)
+        of_slots = site.op == "down_proj"
+        slots = x.reshape(len(x), k, -1) if of_slots else x[:, None].expand(-1, k, -1)
         out, extra = self._by_expert(site.layer, site.op, slots, chosen)
         return out.flatten(1), extra.flatten(1)
 
     def combined(
         self, site: Site, inputs: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The sum of the experts' rows by their weights `[N, K]` and of the shared experts' row.
-        It is computed from the rows or, where an engine shows none, from what it shows before: each
-        step is then rounded."""
+        """The weighted sum of the experts' rows, plus the row of the shared experts. If an engine
+        does not show the rows, they are recomputed from earlier sites, and the rounding of each
+        step counts."""
         weights, chosen = inputs["routing_weights"], inputs["experts"].long()
         act: Exact | None = None
         if "down_proj" in inputs:
@@ -156,8 +158,8 @@ class ExpertReference:
         chosen: torch.Tensor,
         weights: torch.Tensor,
     ) -> torch.Tensor:
-        """The variance of Σ error · out of each row, `[N]`, that is left by errors of activated
-        values, of that `variance`: down's product takes each to all features of the row."""
+        """The variance of Σ error · out of each row, `[N]`, by errors of the activated values with
+        this `variance`: the down projection spreads each error over all features of the row."""
         of_slots = torch.zeros_like(weights)
         along = out[:, None].expand(-1, chosen.shape[1], -1)
         for e in chosen.unique().tolist():
@@ -168,12 +170,11 @@ class ExpertReference:
 
     def _with_shared(self, routed: Exact, shared: Exact) -> Exact:
         (out, extra), (row, variance) = routed, shared
-        # Some round the routed sum, some once more where they scale it.
+        # Some engines round the routed sum, and some round it again after scaling it.
         return out + row, extra + variance + 2 * rounding_variance(out, self._dtype)
 
     def _shared(self, site: Site, inputs: Mapping[str, torch.Tensor]) -> list[Exact]:
-        """The row of the shared experts, of each rank that has a share of it; none where there is
-        none."""
+        """The partial row of the shared experts on each rank; empty without shared experts."""
         if "shared_down_proj" in inputs:
             row = inputs["shared_down_proj"]
             return [(row, torch.zeros_like(row))]
@@ -187,8 +188,8 @@ class ExpertReference:
     def _activated(
         self, site: Site, inputs: Mapping[str, torch.Tensor], chosen: torch.Tensor
     ) -> Exact:
-        """The activated values `[N, K, I]`, from their factors or, where an engine shows none, from
-        the layer's input."""
+        """The activated values `[N, K, I]`, from their factors or, if an engine does not show them,
+        from the layer's input."""
         if "gate_proj" in inputs:
             gate, up = (self._exactly(inputs[op]) for op in ("gate_proj", "up_proj"))
         else:
@@ -198,7 +199,7 @@ class ExpertReference:
         sigmoid = g.sigmoid()
         act = g * sigmoid * u
         slope = sigmoid * (1 + g * (1 - sigmoid)) * u
-        # The activation is rounded once or twice, and once more where the weight comes first.
+        # The activation is rounded once or twice, and again if the weight is applied first.
         variance = slope.square() * g_variance + (g * sigmoid).square() * u_variance
         return act, variance + 2 * rounding_variance(act, self._dtype)
 
@@ -209,14 +210,14 @@ class ExpertReference:
     def _rounded(self, site: Site, op: str, x: torch.Tensor, chosen: torch.Tensor) -> Exact:
         slots = x[:, None].expand(-1, chosen.shape[1], -1)
         out, extra = self._by_expert(site.layer, op, slots, chosen)
-        # A sum is large where its products agree in sign: partial sums grow to all of it then.
+        # If the products agree in sign, the partial sums grow up to the whole sum.
         extra = extra + x.shape[1] / 3 * rounding_variance(out, "float32")
         return out, extra + rounding_variance(out, self._dtype)
 
     def _after_activation(
         self, site: Site, activated: Exact, chosen: torch.Tensor, weights: torch.Tensor
     ) -> list[Exact]:
-        """The sum of the experts' rows by their weights, of each rank that has a share of it."""
+        """The partial weighted sum of the experts' rows on each rank."""
         (act, variance), shares, w = activated, [], weights[..., None]
         for columns in torch.arange(act.shape[2], device=act.device).chunk(self._ranks):
             down, extra = self._by_expert(
@@ -228,7 +229,7 @@ class ExpertReference:
         return shares
 
     def _summed(self, parts: torch.Tensor) -> Exact:
-        """`[N, K, H]` added up; some round each part, and each partial sum."""
+        """The sum of `[N, K, H]` over K. Some engines round each part and each partial sum."""
         partial = parts.cumsum(dim=1)
         extra = rounding_variance(parts, self._dtype).sum(dim=1)
         extra = extra + rounding_variance(partial[:, 1:-1], self._dtype).sum(dim=1)
@@ -243,8 +244,8 @@ class ExpertReference:
         variance: torch.Tensor | None = None,
         columns: torch.Tensor | slice = slice(None),
     ) -> Exact:
-        """Products `[N, K, F]` of `[N, K, D]`, expert by expert, and the variance of their sums in
-        float32 and of what inexact inputs leave; `columns`: those of each weight that count."""
+        """Products `[N, K, F]` of `[N, K, D]`, expert by expert, and the variance that sums in
+        float32 and inexact inputs cause. `columns`: the columns of each weight that are used."""
         out: torch.Tensor | None = None
         for e in chosen.unique().tolist():
             at = chosen == e

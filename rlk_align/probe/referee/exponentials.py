@@ -1,14 +1,14 @@
-"""What a float32 sum of exponentials loses, by the order in which a device adds them.
+"""The error of a float32 sum of exponentials, by the order in which a device adds them.
 
-The terms of a sum are added one after the other to a total in float32, in several lanes at once. A
-term that meets a total of ulp U is rounded to a multiple of U, for the total is one: what that
-loses is known of each term, and has one sign where terms are alike. A confident row loses most: one
-exponential is 1, and the thousands of small ones that follow it in its lane fall below half an ulp.
+The terms are added one after the other to a float32 total, in several lanes at once. A term that is
+added to a total with the ulp U is rounded to a multiple of U, so its error is known, and equal
+terms have errors of one sign. A confident row loses most: one exponential is 1, and the thousands
+of small ones that follow it in its lane are below half an ulp.
 
 On a CPU torch adds the columns of a row in as many lanes as a register has
 (`ATen/native/cpu/LogSoftmaxKernelImpl.h`): 16 with AVX-512, 8 with AVX2 or any other x86, 4 on
-other processors. On a GPU blocks of 1,024 columns are added up as a tree, and each block's sum to
-the total of those before it; threads that add columns with a stride of 1,024 lose less.
+other processors. On a GPU blocks of 1,024 columns are added up as a tree, and the sums of blocks
+one after the other; threads that add columns with a stride of 1,024 lose less.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,16 +25,16 @@ _LEAST_EXPONENT = -125
 
 @dataclass(frozen=True, slots=True)
 class SumOrder:
-    """In which order the exponentials of a row are added."""
+    """The order in which the exponentials of a row are added."""
 
     lanes: int = 1
-    """Totals that grow side by side; column j belongs to lane j modulo `lanes`."""
+    """The number of parallel totals; column j belongs to lane j modulo `lanes`."""
     block: int = 1
-    """Neighbouring columns that are added up as a tree first."""
+    """The number of neighbouring columns that are first added up as a tree."""
 
 
 def sum_orders(environment: Mapping[str, str]) -> tuple[SumOrder, ...]:
-    """The orders in which a side may add, by the environment that its capture recorded."""
+    """Returns the orders in which a side may add, by the environment of its capture."""
     if environment.get("device_type", "cpu") != "cpu":
         return (SumOrder(block=_GPU_BLOCK),)
     lanes = _CPU_LANES.get(environment.get("capability", ""), _OTHER_LANES)
@@ -42,8 +42,8 @@ def sum_orders(environment: Mapping[str, str]) -> tuple[SumOrder, ...]:
 
 
 def lost_share(exponentials: torch.Tensor, orders: Sequence[SumOrder]) -> torch.Tensor:
-    """The square of what a float32 sum is expected to lose, as a share of the sum, in that of the
-    orders that loses most: float64 `[N, V]` -> `[N, 1]`."""
+    """Returns the expected square of the relative error of a float32 sum, in the order that loses
+    most: float64 `[N, V]` -> `[N, 1]`."""
     return torch.stack([_lost(exponentials, order) for order in orders]).amax(dim=0)
 
 

@@ -1,6 +1,6 @@
 """The operators of a decoder transformer, in float64.
 
-Each takes rows of float64 and gives what an engine without rounding would: legends as
+Each takes float64 rows and returns the output of an engine without rounding.
 N = rows, F = features, H = heads, D = head width, L = keys of a sequence.
 """
 
@@ -26,26 +26,26 @@ FLOAT32_SUM = (2 * 2.0**-24) ** 2 / 12
 
 @dataclass(frozen=True, slots=True)
 class AttentionRoundings:
-    """What an engine may round on the way through attention, as relative variances."""
+    """The relative variances of the roundings that an engine may make within attention."""
 
     score: float
-    """Of q · k, before and after it is scaled."""
+    """The variance of q · k, before and after it is scaled."""
     exponent: float
-    """Of a score less the largest one."""
+    """The variance of a score minus the largest one."""
     probability: float
     float32_sums: bool
     """Whether the rounding of sums in float32 counts."""
 
 
 class Attended(NamedTuple):
-    """What attention gives; float64. H = heads."""
+    """The output of attention, float64."""
 
     out: torch.Tensor
     """`[N, H·D]`."""
     variance: torch.Tensor
-    """What rounding on the way leaves of each output, `[N, H·D]`."""
+    """The variance of each output by roundings within attention, `[N, H·D]`."""
     shared: torch.Tensor
-    """The variance of Σ error · output over a head, whose features share these errors `[N, H]`."""
+    """The variance of Σ error · output over a head, whose features share these errors, `[N, H]`."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -63,12 +63,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def sum_rounding(x: torch.Tensor, weight: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The variance that adding K products up in float32 leaves of x · weightᵀ: `[N, K]`, `[F, K]`
-    -> `[N, F]`. Each of K partial sums is rounded.
+    """The variance of x · weightᵀ if its K products are added up in float32, where each of K
+    partial sums is rounded: `[N, K]`, `[F, K]` -> `[N, F]`.
 
-    One large term stands in all partial sums that follow it: K Σ (x w)². Where outputs are rounded
-    to fewer bits than float32 has, |x|² |w|² is close enough, which is the same for terms of one
-    size.
+    A large term is part of all partial sums that follow it: K Σ (x w)². If outputs are rounded to
+    fewer bits than float32 has, |x|² |w|² is close enough; for terms of one size it is the same.
     """
     x2, w2 = x.square(), weight.square()
     if dtype == "float32":
@@ -101,11 +100,11 @@ def attention(
     roundings: AttentionRoundings,
 ) -> Attended:
     """softmax(q · kᵀ / √D) · v over the keys at positions p − window < j ≤ p of one sequence, and
-    what rounding on the way leaves of it.
+    its variance by rounding.
 
     q: `[N, H·D]` at `position` `[N]`; k, v: `[L, Hkv·D]` of positions 0 … L − 1; `heads`: H, Hkv.
-    A score that is off by δ moves the output by p δ (v − output), and a probability that is off by
-    a share of δ by p δ v.
+    An error δ of a score changes the output by p δ (v − output), and a relative error δ of a
+    probability by p δ v.
     """
     count, groups = heads
     query = q.reshape(len(q), groups, count // groups, -1)
@@ -116,23 +115,25 @@ def attention(
     if window is not None:
         visible &= at > position[:, None] - window
     hidden = ~visible[:, None, None]
-    seen = scores.masked_fill(hidden, -torch.inf)
-    p = seen.softmax(dim=-1)
+    masked = scores.masked_fill(hidden, -torch.inf)
+    p = masked.softmax(dim=-1)
     out = torch.einsum("nghl,lgd->nghd", p, value)
     # The variance of each score, and of each probability as a share of it.
-    off = roundings.score * scores.square()
-    off += roundings.exponent * (scores - seen.amax(dim=-1, keepdim=True)).square()
+    score_variance = roundings.score * scores.square()
+    score_variance += roundings.exponent * (scores - masked.amax(dim=-1, keepdim=True)).square()
     if roundings.float32_sums:
         terms = torch.einsum("nghd,lgd->nghl", query.square(), key.square())
-        off += FLOAT32_SUM * terms
-    off = (p.square() * off).masked_fill(hidden, 0.0)
+        score_variance += FLOAT32_SUM * terms
+    score_variance = (p.square() * score_variance).masked_fill(hidden, 0.0)
     share = p.square() * (roundings.probability + roundings.float32_sums * len(k) * FLOAT32_SUM)
-    of_value = torch.einsum("nghl,lgd->nghd", off, value)
-    of_square = torch.einsum("nghl,lgd->nghd", off + share, value.square())
-    variance = of_square - 2 * out * of_value + out.square() * off.sum(dim=-1, keepdim=True)
+    of_value = torch.einsum("nghl,lgd->nghd", score_variance, value)
+    of_square = torch.einsum("nghl,lgd->nghd", score_variance + share, value.square())
+    variance = (
+        of_square - 2 * out * of_value + out.square() * score_variance.sum(dim=-1, keepdim=True)
+    )
     along = torch.einsum("nghd,lgd->nghl", out, value)
     power = out.square().sum(dim=-1, keepdim=True)
-    shared = (off * (along - power).square() + share * along.square()).sum(dim=-1)
+    shared = (score_variance * (along - power).square() + share * along.square()).sum(dim=-1)
     variance = variance.clamp(min=0).reshape(len(q), -1)
     return Attended(out.reshape(len(q), -1), variance, shared.reshape(len(q), -1))
 

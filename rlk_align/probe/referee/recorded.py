@@ -1,4 +1,4 @@
-"""What a pass recorded of the rows that are recomputed."""
+"""The recorded values of the rows that are recomputed."""
 
 from collections import OrderedDict
 from collections.abc import Collection
@@ -10,19 +10,19 @@ from rlk_align.model.sites import RowIndex, Site
 from rlk_align.probe.referee.weights import NotRefereed
 from rlk_align.trace.values import RecordedRows
 
-_SITES = 12
-"""Sites whose values are held at a time: as far back as the residual stream lies."""
-_HELD = 1 << 26
-"""Entries of a site that are held; the logits of a large vocabulary have more."""
+_CACHED_SITES = 12
+"""The number of sites whose values are cached, which reaches back to the last residual."""
+_MOST_CACHED_ENTRIES = 1 << 26
+"""The largest number of entries of a cached site; the logits of a large vocabulary have more."""
 
 
 class RecordedPass:
-    """One pass of a trace, by row number of the batch."""
+    """One pass of a trace. Rows are named by their number in the batch."""
 
     def __init__(
         self, rows: RecordedRows, index: RowIndex, chosen: np.ndarray, device: torch.device
     ) -> None:
-        """`chosen`: the row numbers, ascending, that are recomputed."""
+        """`chosen`: the numbers of the rows that are recomputed, ascending."""
         self._record, self._index, self._device = rows.reader.record, index, device
         self._rows, self._chosen = rows, chosen
         self._values: OrderedDict[str, tuple[np.ndarray, torch.Tensor]] = OrderedDict()
@@ -33,8 +33,8 @@ class RecordedPass:
         return self._record.unexposed
 
     def comparable(self, site: Site) -> np.ndarray:
-        """The chosen row numbers at which the pass kept finite values of the site and of all that
-        it reads; one of the rows with the same bits in all of these. Raises NotRefereed."""
+        """Returns the chosen rows for which the pass recorded finite values of the site and of all
+        its inputs; of rows that are equal bit for bit, one is returned. Raises NotRefereed."""
         for name in (site.name, *site.inputs, *site.prefix_inputs):
             self._check_recorded(name)
         good = self._rows.has_value(site.name).copy()
@@ -55,8 +55,7 @@ class RecordedPass:
             raise NotRefereed(f"{site} was not recorded")
 
     def _contents(self, site: Site, number: np.ndarray) -> np.ndarray:
-        """int64 `[N, K]`: the output of an operator in each row, and its inputs. The same output
-        for other inputs is not a repetition."""
+        """int64 `[N, K]`: digests of an operator's output and inputs in each row."""
         columns = [self._rows.digests(name)[number] for name in (site.name, *site.inputs)]
         token, position = self._index.token, self._index.position
         read = {"embedding": token, "log_softmax": np.roll(token, -1)}
@@ -65,15 +64,15 @@ class RecordedPass:
             columns.append(read[site.operator.formula][number, None])
         for name in site.prefix_inputs:
             up_to, total = self._up_to(number), np.zeros((len(self._index) + 1, 2), dtype=np.int64)
-            # Sums of digests, from each sequence's first row; they wrap around, and may.
+            # Sums of digests from each sequence's first row on; wrapping around does no harm.
             total[up_to + 1] = self._rows.digests(name)[up_to]
             total = total.cumsum(axis=0)
             columns.append(total[number + 1] - total[number - position[number]])
         return np.concatenate(columns, axis=1)
 
     def same(self, other: "RecordedPass", site: Site, number: np.ndarray) -> bool:
-        """Whether the other pass has these comparable rows too, with the same bits, and the same
-        bits of all that the site reads for them."""
+        """Whether the other pass has the same comparable rows, with the same bits of the site and
+        of all its inputs."""
         if not np.array_equal(other.comparable(site), number):
             return False
         read = {site.name: number, **dict.fromkeys(site.inputs, number)}
@@ -84,7 +83,7 @@ class RecordedPass:
         )
 
     def _up_to(self, number: np.ndarray) -> np.ndarray:
-        """Each sequence's rows, from its first to the last of these."""
+        """The rows of each sequence from its first row to the last of the given ones."""
         sample = self._index.sample[number]
         last = np.append(np.flatnonzero(np.diff(sample)), len(number) - 1)
         starts = self._index.offsets[sample[last]]
@@ -92,18 +91,18 @@ class RecordedPass:
         return np.concatenate([np.arange(start, stop) for start, stop in ranges])
 
     def values(self, site: str, number: np.ndarray) -> torch.Tensor:
-        """float64 `[N, F]` of these rows, which are chosen ones."""
+        """Returns the values of chosen rows, float64 `[N, F]`."""
         if site not in self._values:
             valued = self._chosen[self._rows.has_value(site)[self._chosen]]
-            if len(valued) * self._record.sites[site].features > _HELD:
+            if len(valued) * self._record.sites[site].features > _MOST_CACHED_ENTRIES:
                 return self.sequence(site, number).double()
             self._values[site] = (valued, self.sequence(site, valued))
-            if len(self._values) > _SITES:
+            if len(self._values) > _CACHED_SITES:
                 self._values.popitem(last=False)
         self._values.move_to_end(site)
         valued, values = self._values[site]
         return values[torch.from_numpy(np.searchsorted(valued, number))].double()
 
     def sequence(self, site: str, number: np.ndarray) -> torch.Tensor:
-        """`[N, F]` of any rows, in the dtype that they were recorded in."""
+        """Returns the values of any rows, `[N, F]`, in the dtype in which they were recorded."""
         return self._rows.values(site, number).to(self._device)

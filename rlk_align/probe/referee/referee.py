@@ -1,7 +1,8 @@
 """Two traces -> every operator of each pass, compared with float64.
 
-An operator is recomputed from the inputs that the same pass recorded, so that what it inherited
-does not count, and no engine is needed: which side is off, and by how many roundings.
+An operator is recomputed from the inputs that the same pass recorded. Inherited differences
+therefore do not count, and no engine is needed. The result says which side is off, and by how many
+roundings.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from rlk_align.model.edges import EDGE_ENDS
 from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import OPERATORS
 from rlk_align.model.sites import RowIndex, Site, model_sites
+from rlk_align.probe.explain_logprobs import explain_pass
 from rlk_align.probe.graph import partners
 from rlk_align.probe.referee.experts import as_recorded
 from rlk_align.probe.referee.exponentials import sum_orders
@@ -28,7 +30,6 @@ from rlk_align.probe.referee.reference import Reference, RowTokens
 from rlk_align.probe.referee.rounding import ErrorSums
 from rlk_align.probe.referee.row_choice import choose_rows
 from rlk_align.probe.referee.weights import NotRefereed, OtherWeight
-from rlk_align.probe.sampling import explain_pass
 from rlk_align.progress import Progress
 from rlk_align.results import (
     Comparison,
@@ -43,28 +44,28 @@ from rlk_align.trace.schema import SHIFT_IS_HARMLESS
 from rlk_align.trace.values import RecordedRows
 
 SUSPECT = 100.0
-"""Roundings beyond which a log-prob is of something else than its logits."""
+"""A log-prob that is off by more roundings than this does not follow from its logits as stated."""
 EXPLAINED = 10.0
-"""How many times smaller the errors of what explains a rotation must be."""
+"""By this factor the errors of a rotation must shrink if a shift of its positions explains them."""
 CPU_ELEMENTS, GPU_ELEMENTS = 1 << 18, 1 << 24
-"""Entries that are compared at a time."""
+"""Entries that are compared at once."""
 PRODUCT_ELEMENTS = 1 << 23
-"""Entries of a matrix product that are recomputed at a time."""
+"""Entries of a matrix product that are recomputed at once."""
 GPU_BYTES = 1 << 33
-"""Memory that must be free on a GPU that is used."""
+"""A GPU is used only if this much memory is free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """One pass of a side, and the side's checkpoint in float64, or the reason why it has none."""
+    """One pass of a side, and the side's checkpoint, or the reason why it cannot be read."""
 
     side: SideName
     name: str
     edges: list[EdgeName]
-    """The edges that the pass is an end of."""
+    """The edges of which the pass is an end."""
     trace: Trace
     fused: Mapping[str, str]
-    """Site -> the one that the engine computes together with it."""
+    """Site -> the site that the engine fuses with it."""
     recorded: RecordedPass
     reference: Reference | str
 
@@ -72,8 +73,8 @@ class Pass:
 def referee(
     comparison: Comparison, rollout: Trace, train: Trace, progress: Progress
 ) -> list[RefereedUnit]:
-    """Every operator of the passes that were compared, in execution order; those that cannot be
-    recomputed with the reason. Raises CorruptTrace where a trace is damaged."""
+    """Returns every operator of the compared passes, in execution order. An operator that cannot be
+    recomputed has a reason. Raises CorruptTrace if a trace is damaged."""
     if comparison.stopped or not comparison.edges:
         return []
     sides: dict[SideName, Trace] = {"rollout": rollout, "train": train}
@@ -113,8 +114,8 @@ def referee(
 
 
 def _valued(rows: RecordedRows, sites: Sequence[Site]) -> np.ndarray:
-    """Rows of the batch that have values, a mask: of the first site of which any are kept. Those of
-    keys and values tell little, of which more rows are, nor log-probs, of which all are."""
+    """The mask of the rows of the batch with recorded values, by the first site that has any. Sites
+    that later rows read and log-probs come last: more of their rows are recorded than of others."""
     more = {name for s in sites for name in s.prefix_inputs} | {"logprob"}
     few = sorted(sites, key=lambda s: s.name in more)
     masks = (rows.has_value(s.name) for s in few)
@@ -122,12 +123,12 @@ def _valued(rows: RecordedRows, sites: Sequence[Site]) -> np.ndarray:
 
 
 def _device() -> torch.device:
-    """A GPU where there is one with room: another program may fill it."""
+    """A GPU if one has enough free memory, and else the CPU."""
     if torch.cuda.is_available():
         try:
             free, _ = torch.cuda.mem_get_info()
         except RuntimeError:
-            # Full, or another process has it alone.
+            # The GPU is full, or another process uses it exclusively.
             free = 0
         if free >= GPU_BYTES:
             return torch.device("cuda")
@@ -137,7 +138,7 @@ def _device() -> torch.device:
 def _reference(
     trace: Trace, device: torch.device, other: Reference | str | None = None
 ) -> Reference | str:
-    """`other`: the other side's."""
+    """`other`: the reference of the other side."""
     r, tp = trace.record, int(trace.record.options.get("tp") or 1)
     like = None if isinstance(other, str) else other
     orders = sum_orders(r.environment)
@@ -151,8 +152,8 @@ def _reference(
 
 
 def _added(options: Mapping[str, Any]) -> frozenset[str]:
-    """Operators whose outputs tensor-parallel ranks round and add up: with the kernels, those that
-    are left to the engine."""
+    """The operators whose outputs tensor-parallel ranks round and add up; with the kernels only
+    excluded operators."""
     summed = frozenset(name for name, o in OPERATORS.items() if o.sharding.join == "sum")
     if options.get("kernels") != "rlk":
         return summed
@@ -161,18 +162,18 @@ def _added(options: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _fused(trace: Trace) -> dict[str, str]:
-    """Each site of a pair that the engine computes as one -> the other."""
+    """Each site of a fused pair -> the other site."""
     try:
         pairs = engine_info(trace.record.engine).fused
     except UnknownEngine:
-        # A capture from elsewhere, of an engine that is not known here.
+        # The capture comes from another installation, with an engine that is unknown here.
         return {}
     partner = partners({s.name: s for s in model_sites(trace.record.shape)}, pairs)
     return partner | {second: first for first, second in partner.items()}
 
 
 def _explanation(site: Site, p: Pass, errors: RoundingErrors | None) -> str:
-    """What log-probs that do not follow from their logits were computed from."""
+    """How log-probs were computed that do not follow from their logits as stated."""
     if site.op != "logprob" or errors is None or errors.rms <= SUSPECT:
         return ""
     return explain_pass(p.trace, p.name).words
@@ -197,7 +198,7 @@ def _worst_rows(
 
 
 class Walk:
-    """Goes from operator to operator; N = rows of a block."""
+    """Recomputes one operator after another. N = rows of a block."""
 
     def __init__(self, index: RowIndex, device: torch.device, sites: Mapping[str, Site]) -> None:
         self._sites = sites
@@ -205,8 +206,8 @@ class Walk:
         self._block = CPU_ELEMENTS if device.type == "cpu" else GPU_ELEMENTS
 
     def units(self, site: Site, passes: Sequence[Pass]) -> list[RefereedUnit]:
-        """One operator of every pass; what a side computed twice with the same bits is recomputed
-        once."""
+        """Returns one operator of every pass. If two passes of a side have the same bits, one is
+        recomputed."""
         latest: dict[SideName, tuple[Pass, RefereedUnit]] = {}
         units = []
         for p in passes:
@@ -240,7 +241,7 @@ class Walk:
     def _errors(
         self, site: Site, p: Pass, before: tuple[Pass, RefereedUnit] | None
     ) -> tuple[RoundingErrors, int]:
-        """`before`: another pass of the same side, and what was found of it."""
+        """`before`: another pass of the same side, and its result."""
         if isinstance(p.reference, str):
             raise NotRefereed(p.reference)
         site = as_recorded(site, self._sites, p.recorded.unexposed)
@@ -251,8 +252,8 @@ class Walk:
         return self._sums(site, p, p.reference, number).errors(self._index), len(number)
 
     def _shifted(self, site: Site, p: Pass, errors: RoundingErrors | None) -> str:
-        """Says of a rotation that it is one of positions that are all shifted by the number that
-        was measured in layer 0, where that explains it and that of its partner."""
+        """Explains a rotation, and that of its partner, by positions that are all shifted by the
+        number that was measured in layer 0; empty if this does not explain both."""
         shift = p.trace.read_pass(p.name).record.positions.one_shift
         if site.operator.formula != "rotary" or errors is None or not shift:
             return ""
@@ -271,7 +272,7 @@ class Walk:
     def _sums(
         self, site: Site, of: Pass, reference: Reference, number: np.ndarray, shift: int = 0
     ) -> ErrorSums:
-        """`shift`: what is added to every position."""
+        """`shift`: a number that is added to every position."""
         dtype, heads = reference.rounded_to(site), reference.heads(site)
         sums = ErrorSums(reference.features(site), heads, dtype, self._device)
         compared = max(1, self._block // site.features)
@@ -294,12 +295,13 @@ class Walk:
         return sums
 
     def _blocks(self, number: np.ndarray, site: Site, shape: ModelShape) -> Iterator[np.ndarray]:
-        """Rows by blocks of bounded size, and of one sequence each where the operator reads it."""
+        """Yields rows in blocks of bounded size. If the operator reads whole sequences, a block has
+        rows of one sequence."""
         entries, width = self._block, max(site.features, shape.intermediate)
         position = self._index.position
         cuts = np.zeros(0, dtype=np.int64)
         if site.operator.formula == "linear":
-            # As many as fit: each block widens the weight again.
+            # Blocks are large, because each one converts the weight to float64 again.
             entries = PRODUCT_ELEMENTS
         elif site.operator.formula == "log_softmax":
             width = shape.vocab
@@ -312,6 +314,6 @@ class Walk:
 
     def _rows(self, number: np.ndarray, shift: int) -> RowTokens:
         index = self._index
-        # The target of a sequence's last row is never asked for.
+        # The target of a sequence's last row is never used.
         columns = (index.position + shift, index.token, np.roll(index.token, -1))
         return RowTokens(*(torch.from_numpy(c[number]).to(self._device) for c in columns))

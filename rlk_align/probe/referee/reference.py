@@ -1,4 +1,4 @@
-"""A checkpoint's operators in float64: what each gives for the inputs that a side recorded."""
+"""A checkpoint's operators in float64, applied to the inputs that a side recorded."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,28 +23,28 @@ from rlk_align.results import LiveSetting
 from rlk_align.trace.reader import Weight
 
 FLOAT32_UNIT = 2.0**-24
-"""Half an ulp of 1: engines add, and turn, in float32."""
+"""Half an ulp of 1 in float32, the dtype in which engines add and rotate."""
 SUM_ULPS = 2.0
-"""The error, in ulps, of a float32 sum of exponentials in the mean, where all are added as a tree:
+"""The typical error, in ulps, of a float32 sum of exponentials that are added as a tree: the
 exponentials, their sum and its logarithm are within an ulp each."""
 WEIGHT_ELEMENTS = 1 << 25
-"""Entries of a weight that are float64 at a time."""
+"""Entries of a weight that are converted to float64 at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowTokens:
-    """Rows of one sequence or of several; N = rows."""
+    """The tokens of N rows, of one sequence or of several."""
 
     position: torch.Tensor
     """int64 `[N]`."""
     token: torch.Tensor
-    """The token at each, int64 `[N]`."""
+    """The token of each row, int64 `[N]`."""
     target: torch.Tensor
-    """The token after each; -1 behind the last one."""
+    """The token after each row, int64 `[N]`."""
 
 
 class Reference:
-    """One side's checkpoint; weights are read when they are asked for."""
+    """One side's checkpoint. Weights are read when they are needed."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class Reference:
         orders: Sequence[SumOrder] = (),
         added: frozenset[str] = frozenset(),
     ) -> None:
-        """`dtype`: what the side computes in; `tp`: its tensor-parallel ranks; `attributes`: what
-        it says of its log-probs; `live`: the weights that its engine held; `like`: another side's,
-        whose checkpoint is shared if it is the same; `orders`: in which it may add
-        exponentials up, by default those of an unknown processor; `added`: operators whose outputs
-        its ranks round and add up. Raises ModelError."""
+        """`dtype`: the dtype in which the side computes; `tp`: its number of tensor-parallel ranks;
+        `attributes`: those of its trace; `live`: the weights of its engine; `like`: the other
+        side's reference, whose checkpoint is shared if it is the same; `orders`: the orders in
+        which it may add exponentials, by default those of an unknown processor; `added`: operators
+        whose outputs its ranks round and add up. Raises ModelError."""
         self.shape, self.dtype, self.device, self._model = shape, dtype, device, model
         self._tp, self._attributes, self._added = tp, attributes, added
         self._orders = orders or sum_orders({})
@@ -81,18 +81,19 @@ class Reference:
         self._experts = ExpertReference(shape, dtype, self._weights.read, shares)
 
     def heads(self, site: Site) -> int:
-        """In how many heads its features lie; 1 where they are no heads'."""
+        """The number of heads of the site's features; 1 if they are not features of heads."""
         return self.shape.heads_of(site.operator.features)
 
     def exact(
         self, site: Site, inputs: Sequence[torch.Tensor], rows: RowTokens
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What `site` should be, and the variance of its rounding: float64 `[N, F]` both. Of a
-        choice of experts that is 0: `got` says by how much it is off. Then, float64 `[N, H]`, the
-        variance of Σ error · exact over a head, or a whole row, by errors that its features share.
+        """Returns the exact output and the variance of its rounding, float64 `[N, F]` each, and the
+        variance of Σ error · exact over a head, or over a whole row, by errors that its features
+        share, float64 `[N, H]`. The exact output of a choice of experts is 0, and `got` is its
+        error.
 
-        `inputs`: the recorded rows of each input, float64; for attention k and v of the rows' one
-        sequence, from its first position to the last of the rows. Raises NotRefereed.
+        `inputs`: the recorded rows of each input, float64. Attention reads k and v of one sequence,
+        from its first position to the last of the rows. Raises NotRefereed.
         """
         extra: torch.Tensor | float = 0.0
         shared: torch.Tensor | None = None
@@ -131,17 +132,17 @@ class Reference:
     def got(
         self, site: Site, recorded: torch.Tensor, inputs: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """What is compared with `exact`: what was recorded or, of a choice of experts `[N, K]`, by
-        how much a score that was left out exceeds one that was chosen, `[N, 1]`. Raises
+        """Returns the value that is compared with `exact`: the recorded one or, for a choice of
+        experts `[N, K]`, by how much an omitted score exceeds a chosen one, `[N, 1]`. Raises
         NotRefereed."""
         if site.operator.formula != "top_k":
             return recorded
         return self._experts.beyond(site, inputs[0], recorded.long())
 
     def nearest(self, site: Site, exact: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
-        """What `got` is measured against, `[N, F]`: `exact`, or the sum of the rounded product and
-        the bias where that is closer. An engine may round a product before it adds the bias: most
-        of a bias below half an ulp is then lost in every row alike, which is no rounding by chance.
+        """Returns `exact`, or the sum of the rounded product and the bias if it is closer to `got`,
+        `[N, F]`. An engine may round a product before it adds the bias. Most of a bias below half
+        an ulp is then lost in every row alike, which is not a random rounding error.
         """
         if site.operator.formula != "linear" or site.op not in self._biased:
             return exact
@@ -151,19 +152,19 @@ class Reference:
         return rounded if distances[1] < distances[0] else exact
 
     def settings(self, site: Site) -> list[LiveSetting]:
-        """What the side computes it by, beside what config.json says."""
+        """Returns the settings of the operator in the live engine, beside those of config.json."""
         return live_settings(site, self._attributes, self._config, self.shape)
 
     def features(self, site: Site) -> int:
-        """How many features `got` has."""
+        """The number of features of `got`."""
         return 1 if site.operator.formula == "top_k" else site.features
 
     def rounded_to(self, site: Site) -> str:
-        """The dtype of its outputs."""
+        """The dtype of the site's outputs."""
         return site.operator.rounded_to or self.dtype
 
     def _product(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A linear layer, some features at a time."""
+        """A linear layer, in blocks of features."""
         parameter = site.parameter
         bias = self._bias(site) if site.op in self._biased else None
         tied_to = site.operator.tied_to if self._config.get("tie_word_embeddings") else ""
@@ -182,11 +183,11 @@ class Reference:
     def _sums(
         self, site: Site, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x · weightᵀ + bias, and what adding K products up in float32, on each rank, leaves."""
+        """x · weightᵀ + bias, and its variance by the float32 sums of each rank."""
         out = formulas.linear(x, weight, bias)
         extra = formulas.sum_rounding(x, weight, self.dtype)
         if bias is not None:
-            # Some round the product before they add the bias.
+            # Some engines round the product before they add the bias.
             extra = extra + rounding_variance(out - bias, self.dtype)
         if site.op in self._added:
             total = torch.zeros_like(out)
@@ -195,7 +196,7 @@ class Reference:
             ):
                 partial = formulas.linear(of_rank, columns, None)
                 total = total + partial
-                # Each rank rounds its part, and the sum of the parts is rounded as it grows.
+                # Each rank rounds its partial sum, and every addition of two is rounded.
                 extra = extra + rounding_variance(partial, self.dtype)
                 extra = extra + rounding_variance(total, self.dtype)
         return out, extra
@@ -208,7 +209,7 @@ class Reference:
         inv_freq = torch.tensor(self._rotary.inv_freq, dtype=torch.float64, device=x.device)
         angle = rows.position.double()[:, None] * inv_freq
         out, slope = formulas.rotate(x, angle, heads, self._rotary.scaling)
-        # Frequencies and angles are float32: an angle is off by about an ulp of its own.
+        # Frequencies and angles are float32, so an angle is off by about one ulp.
         off = (2 * FLOAT32_UNIT * angle).repeat(1, 2)
         width = x.shape[1] // heads - off.shape[1]
         off = torch.cat([off, off.new_zeros(len(off), width)], dim=1)
@@ -220,7 +221,7 @@ class Reference:
         temperature = float(self._attributes.get("temperature", 1.0))
         out = formulas.log_prob(logits, rows.target, temperature)
         scaled = logits / temperature
-        # A difference of two numbers: both are rounded before they are subtracted.
+        # A log-prob is a difference of two numbers that are both rounded.
         chosen = scaled.gather(1, rows.target[:, None])
         rounded = [rounding_variance(x, "float32") for x in (chosen, chosen - out)]
         exponentials = (scaled - scaled.amax(dim=1, keepdim=True)).exp()
@@ -229,7 +230,7 @@ class Reference:
 
     @property
     def _attention_roundings(self) -> formulas.AttentionRoundings:
-        """Engines may round scores twice and probabilities once to the model's dtype; exponentials
+        """Engines may round scores twice and probabilities once to the model's dtype. Exponentials
         are float32."""
         once = relative_unit(self.dtype) ** 2
         in_float32 = self.dtype == "float32"

@@ -1,15 +1,16 @@
-"""Errors in units of an operator's own rounding: how large, how systematic, and where.
+"""Errors in units of an operator's own rounding: their size, their systematic part, and where they
+are.
 
-The unit of an element is what rounding its exact value to the side's dtype leaves in the mean,
-ulp / √12, together with whatever else the operator has to round on its way. Errors are summed
-over rows or features before they are divided, so that an element that cancels to almost nothing
-does not count by its own tiny ulp.
+The unit of an element is the root mean square error of rounding its exact value to the side's
+dtype, ulp / √12, combined with the other roundings within the operator. Errors are summed over rows
+or features before they are divided, so that an element that cancels to almost nothing does not
+count by its own tiny ulp.
 
-A systematic part (a gain, a shift) is that of the distance to the correctly rounded output: where a
-feature hardly varies, rounding alone is off to one side. It is counted as far as it stands out: by
-what is left of it after as many of its own standard errors as the largest of so many figures
-reaches by chance (`judge.chance`), so that few rows raise no alarm. No row counts for more than a
-few others: the first token of a sequence may be a thousand times as large as the rest.
+A systematic part (a gain or a shift) is measured on the distance to the correctly rounded output,
+because rounding alone has a bias if a feature hardly varies. As many of its standard errors are
+subtracted as the largest of so many figures reaches by chance (`judge.chance`), so that a few rows
+raise no alarm. No row counts for more than a few others: the first token of a sequence may be a
+thousand times as large as the rest.
 """
 
 import math
@@ -25,17 +26,17 @@ from rlk_align.probe.referee.pattern import RowLabels, Totals, pattern
 from rlk_align.results import RoundingErrors
 
 LARGEST_ROW = 4.0
-"""How many usual rows a large one counts for."""
+"""A large row counts for at most this many typical rows."""
 FEATURE_ROWS = 16
-"""Rows without which nothing is said of single features: what entries are, `peak` says."""
+"""With fewer rows the statistics of single features are 0; `peak` covers single entries."""
 SQUARE_VARIANCE = 0.8
 """The variance of the square of a uniform rounding error whose mean square is 1."""
 _LEAST_EXPONENT = {"float16": -14, "bfloat16": -126, "float32": -126}
 
 
 def relative_unit(dtype: str) -> float:
-    """What rounding to `dtype` leaves of a number just above a power of two, in the mean: 2^-p / √3
-    with p significant bits. Gains are counted in it."""
+    """The root mean square of the relative error of rounding a number just above a power of two to
+    `dtype`: 2^-p / √3 with p significant bits. It is the unit of gains."""
     return 2.0 ** -DTYPES[dtype] / math.sqrt(3)
 
 
@@ -45,25 +46,25 @@ def rounding_variance(exact: torch.Tensor, dtype: str) -> torch.Tensor:
     exponent = torch.frexp(exact).exponent
     # Zero has the ulp of the smallest numbers; frexp gives it that of 1/2.
     exponent = exponent.where(exact != 0, -(1 << 11)).clamp_(min=_LEAST_EXPONENT[dtype] + 1)
-    # 4^exponent, put together from its bits: float64 keeps the exponent above 52 others.
+    # 4^exponent from its bits: float64 has the exponent above 52 bits of the significand.
     power = (2 * (exponent.long() - DTYPES[dtype] - 1) + 1023) << 52
     return power.view(torch.float64) / 3
 
 
 class ErrorSums:
-    """Collects one operator's errors, block by block. N = rows, F = features, G = heads."""
+    """The sums of one operator's errors, block by block. N = rows, F = features, G = heads."""
 
     def __init__(self, features: int, heads: int, dtype: str, device: torch.device) -> None:
-        """`heads`: in how many heads the features lie, 1 where they are no heads'."""
+        """`heads`: the number of heads of the features; 1 if they are not features of heads."""
         self._dtype, self._heads = dtype, heads
         self._rows = 0
         # By feature: gap, error², error⁴, unit², gap·exact, exact², (error·exact)², rounding²,
-        # (rounding·exact)²; gap is the distance to the correctly rounded output, and rounding what
-        # that is off by.
+        # (rounding·exact)²; gap is the distance to the correctly rounded output, and rounding the
+        # error of that output.
         self._sums = torch.zeros(9, features, dtype=torch.float64, device=device)
-        # By row: error², unit², error·exact, exact², unit⁴; then, of the gains of its own in each
-        # head, what they explain of error², the mean of gain², what chance makes of that, and the
-        # sum of the squares of the latter, gains being in units.
+        # By row: error², unit², error·exact, exact², unit⁴. Then, of the row's gains in each head:
+        # the error² that they explain and, in units, the mean of gain², the mean of gain² by
+        # chance, and the sum of the squares of the latter.
         self._by_row: list[torch.Tensor] = []
         # By row and head: gap·exact, exact², and the variance of the former by shared errors.
         self._by_head: list[torch.Tensor] = []
@@ -79,9 +80,9 @@ class ErrorSums:
         shared: torch.Tensor,
         number: np.ndarray,
     ) -> None:
-        """float64 `[N, F]` each: what the side has, what is exact, and the squared unit; `shared`
-        `[N, G]`, or `[N, 1]` for each: the variance of Σ error · exact over a head by errors that
-        its features share; `number` `[N]`: which rows they are."""
+        """Adds rows: the side's output, the exact output and the squared unit, float64 `[N, F]`
+        each; `shared`, `[N, G]`, or `[N, 1]` for all heads: the variance of Σ error · exact over a
+        head by errors that its features share; `number`: the row numbers, `[N]`."""
         error, rounded = got - exact, exact.to(getattr(torch, self._dtype)).double()
         gap, product = got - rounded, error * exact
         square, power = error.square(), exact.square()
@@ -106,10 +107,10 @@ class ErrorSums:
         shared: torch.Tensor,
         exact: torch.Tensor,
     ) -> list[torch.Tensor]:
-        """Of the gain of each row in each head: the squared error that it explains, its square,
-        what chance makes of that, and the square of the latter. Chance is what is left of the
-        errors, but never less than rounding, which one large entry alone would hide; and what
-        features share, which is a gain like any other."""
+        """Returns four sums over heads of each row's gain: the squared error that it explains, its
+        square, its square by chance, and the square of the latter. Chance comes from the residual
+        errors, which count as rounding at least because one large entry would hide it, and from
+        errors that features share."""
         if error.shape[1] == self._heads:
             return [error.new_zeros(len(error))] * 4
         by_head = (len(error), self._heads, -1)
@@ -124,12 +125,12 @@ class ErrorSums:
         return [t.where(power > 0, 0.0).sum(dim=1) for t in terms]
 
     def _gain_unit(self, variance: torch.Tensor, power: torch.Tensor) -> torch.Tensor:
-        """The unit of a gain: the relative error that a rounding leaves, and where sums cancel, or
-        their rounding is more than that of their result, the relative error of these outputs."""
+        """The unit of a gain: the relative error of a rounding, or the relative error of these
+        outputs if it is larger, because sums cancel or are rounded more than their result."""
         return (variance / power).sqrt().clamp(min=relative_unit(self._dtype))
 
     def errors(self, index: RowIndex) -> RoundingErrors:
-        """What was collected, in units of rounding; infinite where a NaN was."""
+        """Returns the errors in units of rounding; a statistic of a NaN is infinite."""
         unit = relative_unit(self._dtype)
         number, by_row = np.concatenate(self._numbers), torch.cat(self._by_row, dim=1)
         n, row_rms = len(number), (by_row[0] / by_row[1]).sqrt()
@@ -140,11 +141,11 @@ class ErrorSums:
         by_chance = correlated * (2 * by_row[8].sum()).sqrt() / n
         weighted = by_row * weight
         gap, square, fourth, variance, product, power, products, rounding, others = self._sums
-        # A side that rounds less than its dtype makes small errors, and no small gaps.
+        # If a side rounds less than its dtype, its errors are small, but its gaps are not.
         products = torch.maximum(products, others)
         together = torch.cat(self._by_head, dim=1)
         rms = _number(_rms(weighted[0].sum(), weighted[1].sum(), (by_row[4] * weight**2).sum()))
-        # By chance alone a feature's errors are off by these, and never by less than their size.
+        # The standard errors of a feature's statistics; they are at least those of its rounding.
         floor = rms**2 * variance / n
         squares = torch.maximum(square, rounding) / n
         deviation = torch.maximum(squares - (gap / n).square(), floor).div(n).sqrt()
@@ -189,21 +190,22 @@ class ErrorSums:
 
 
 def _beyond(value: torch.Tensor, standard_error: torch.Tensor, candidates: int = 1) -> torch.Tensor:
-    """What of a value stands out of chance, with its sign, if the largest of so many is asked
-    for."""
+    """The part of a value beyond chance, with its sign, if it is the largest of `candidates`
+    values."""
     return value.sign() * (value.abs() - deviations(candidates) * standard_error).clamp(min=0)
 
 
 def _rms(square: torch.Tensor, variance: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
-    """Of errors in units, from sums of error², unit² and unit⁴: above 1 as far as it stands out."""
+    """The rms of errors in units, from sums of error², unit² and unit⁴. Of a value above 1 only the
+    part beyond chance counts."""
     mean = square / variance
     by_chance = (SQUARE_VARIANCE * squares).sqrt() / variance
     return torch.minimum(mean, 1 + _beyond(mean - 1, by_chance).clamp(min=0)).sqrt()
 
 
 def _gain(product: torch.Tensor, power: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
-    """The error regressed on the exact output, as far as it stands out; 0 where that is 0, and
-    infinite where it is not finite."""
+    """The part beyond chance of the error's regression on the exact output; 0 if that output is 0,
+    and infinite if the regression is not finite."""
     gain = _beyond(product / power, products.sqrt() / power, product.numel())
     return _infinite(gain).where(power != 0, 0.0)
 
@@ -211,8 +213,8 @@ def _gain(product: torch.Tensor, power: torch.Tensor, products: torch.Tensor) ->
 def _gain_of_rows(sums: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
     """The gain of each head, `[G]`, from sums of each row `[3, N, G]`: gap · exact, exact², and
     the variance of the former by shared errors. Its standard error is that of independent rows,
-    whose features may be off together, and never less than that of independent `entries`, `[G]`:
-    Σ (error · exact)²."""
+    whose features may have common errors, and at least that of independent entries, whose
+    Σ (error · exact)² is `entries`, `[G]`."""
     product, power, shared = sums
     rows, total = len(product), power.sum(dim=0)
     gain = product.sum(dim=0) / total
@@ -222,13 +224,13 @@ def _gain_of_rows(sums: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
 
 
 def _largest(values: torch.Tensor) -> tuple[float, int]:
-    """The value of the largest magnitude, a NaN being infinite, and where it is."""
+    """The value of the largest magnitude, and its index; a NaN counts as infinite."""
     at = int(_infinite(values.abs()).argmax())
     return _number(values[at]), at
 
 
 def _infinite(values: torch.Tensor) -> torch.Tensor:
-    """Puts infinities, which are over any budget, in place of what is not finite."""
+    """Replaces values that are not finite by infinity, which exceeds every budget."""
     return values.where(values.isfinite(), math.inf)
 
 

@@ -1,4 +1,4 @@
-"""Which rows are recomputed: some drawn by a seed, and those that a comparison points at."""
+"""The choice of the rows that are recomputed: a seeded sample, and rows that a comparison names."""
 
 import numpy as np
 
@@ -8,19 +8,19 @@ from rlk_align.results import Comparison
 ROWS = 1024
 """Rows that are drawn."""
 SAMPLED_ROWS = 256
-"""Rows that are drawn among those at which a token was sampled."""
+"""Rows that are drawn from those at which a token was sampled."""
 KEYS = 16384
-"""Rows of the sequences that they are drawn from: attention reads all of them."""
+"""Rows of the sequences from which they are drawn, because attention reads all of these."""
 SEED = 20261122
 
 
 def choose_rows(
     comparison: Comparison, worst: list[int], valued: np.ndarray, index: RowIndex
 ) -> np.ndarray:
-    """Row numbers of the batch, ascending: rows drawn of the `kept` ones, a mask, the row at which
-    each site first introduced a difference, and about each of the rows `worst` those of its sample,
-    up to as many as are drawn. No sample's last row, which no log-prob comes from, and no decode
-    has."""
+    """Returns row numbers of the batch, ascending: a sample of the rows with values (the mask
+    `valued`), the row at which each site first introduced a difference, and up to ROWS rows around
+    each of the rows `worst` in its sequence. The last row of a sequence is never among them: it
+    gives no log-prob, and decode does not compute it."""
     random = np.random.default_rng(SEED)
     counts = np.diff(np.concatenate([[0], np.cumsum(valued)])[index.offsets])
     order = random.permutation(len(counts))
@@ -42,7 +42,7 @@ def _rows_of(index: RowIndex, sample: int) -> np.ndarray:
 
 
 def _rows_about(index: RowIndex, row: int) -> np.ndarray:
-    """A sample's first rows, or where that row lies behind them the last ones up to it."""
+    """The first ROWS rows of a sequence or, if the row lies behind them, the last ones up to it."""
     sample, position = index.locate(row)
     first = max(0, position + 1 - ROWS)
     return _rows_of(index, sample)[first : first + ROWS]

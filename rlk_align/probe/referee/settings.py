@@ -1,5 +1,5 @@
-"""What an operator computes by, beside its inputs and its weights: what the live engine says, held
-against the checkpoint's config.json."""
+"""The settings of an operator in the live engine, compared with those of the checkpoint's
+config.json."""
 
 import math
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ from rlk_align.results import LiveSetting
 
 NO_WINDOW = "none"
 DIGITS = ".5g"
-"""What engines give of a number, some of them."""
+"""The digits of a number that are compared: some engines report no more."""
 
 
 def sliding_window(config: Mapping[str, Any], shape: ModelShape, layer: int) -> int | None:
-    """The sliding window of a layer, in tokens."""
+    """Returns the sliding window of a layer, in tokens; None if the layer has none."""
     config = {**shape.family.window, **config}
     window, kinds = config.get("sliding_window"), config.get("layer_types")
     if window is None or not config.get("use_sliding_window"):
@@ -29,8 +29,7 @@ def sliding_window(config: Mapping[str, Any], shape: ModelShape, layer: int) -> 
 def live_settings(
     site: Site, attributes: Mapping[str, Any], config: dict[str, Any], shape: ModelShape
 ) -> list[LiveSetting]:
-    """The settings of an operator, as its live engine has them and as config.json does. What either
-    does not name is left out."""
+    """Returns the settings of an operator that both the live engine and config.json state."""
     wanted = _configured(site, config, shape)
     lived = {name: _live(site, name, attributes) for name in wanted}
     return [
@@ -43,7 +42,7 @@ def live_settings(
 
 
 def _configured(site: Site, config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """Attribute -> its value, by config.json; None where that does not say."""
+    """Attribute -> its value by config.json; None if config.json does not state it."""
     match site.operator.formula:
         case "rms_norm":
             name = "norm_eps" if site.layer is not None else "final_norm_eps"
@@ -77,11 +76,11 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-"""hidden_act -> the name that engines' attributes give it."""
+"""hidden_act -> its name in the engines' attributes."""
 
 
 def _live(site: Site, name: str, attributes: Mapping[str, Any]) -> Any:
-    """The live value; None where the engine does not say."""
+    """The live value; None if the engine does not state it."""
     key = f"layers.{site.layer}.{name}"
     value = attributes.get(key, attributes.get(name))
     if isinstance(value, dict):

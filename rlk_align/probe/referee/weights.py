@@ -1,4 +1,4 @@
-"""A checkpoint's parameters as a side computed with them, read when they are asked for."""
+"""A checkpoint's parameters in the dtype of a side. They are read when they are needed."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,16 +17,16 @@ from rlk_align.trace.writer import one_thread
 
 
 class NotRefereed(Exception):
-    """Why an operator cannot be recomputed."""
+    """An operator cannot be recomputed; the message says why."""
 
 
 class OtherWeight(NotRefereed):
-    """An engine computed with another weight than the checkpoint holds."""
+    """An engine computed with another weight than the checkpoint's."""
 
 
 class Checkpoint:
-    """What lies on disk now, rounded to what a side computes in. Sides that compute alike share it:
-    they ask for the same parameters, one after the other."""
+    """The parameters on disk, rounded to the dtype of a side. Sides with the same dtype share one,
+    because they need the same parameters one after the other."""
 
     def __init__(
         self, model: Path, config: dict, shape: ModelShape, dtype: str, device: torch.device
@@ -46,11 +46,11 @@ class Checkpoint:
         self._last: tuple[str, list[torch.Tensor]] | None = None
 
     def read(self, parameter: str) -> torch.Tensor:
-        """A canonical parameter. Raises NotRefereed."""
+        """Returns a canonical parameter. Raises NotRefereed."""
         return self._values(parameter)[0]
 
     def _values(self, parameter: str) -> list[torch.Tensor]:
-        """Rounded, and as it is stored."""
+        """The rounded and the stored values."""
         if self._last is None or self._last[0] != parameter:
             stored = self._read(tensor_name(parameter, self._modules))
             dtype = self._dtypes.get(parameter, self._dtype)
@@ -58,13 +58,13 @@ class Checkpoint:
         return self._last[1]
 
     def holds(self, parameter: str, digest: str) -> bool:
-        """Whether an engine that held values of this digest held the parameter."""
+        """Whether this digest of an engine's weight is that of the parameter."""
         digests = self._digests.setdefault(parameter, [])
         rounded, stored = self._values(parameter)
         with one_thread():
             if not digests:
                 digests.append(digest_parameter(rounded))
-            # Some keep a master copy as the checkpoint has it, and round as they compute.
+            # Some engines have a master copy in the stored dtype and round it as they compute.
             if digest not in digests and len(digests) == 1 and stored.dtype != rounded.dtype:
                 digests.append(digest_parameter(stored))
         return digest in digests
@@ -85,15 +85,15 @@ class Checkpoint:
 
 
 class CheckpointWeights:
-    """A checkpoint's parameters, checked against what a side's engine held when it was captured."""
+    """A checkpoint's parameters, checked against the weights of a side's engine in its capture."""
 
     def __init__(self, checkpoint: Checkpoint, live: Mapping[str, Weight]) -> None:
         """`live`: the weights of the side's trace."""
         self._checkpoint, self._live = checkpoint, live
 
     def read(self, parameter: str, used_as: str = "") -> torch.Tensor:
-        """A canonical parameter, rounded to the side's dtype; `used_as`: the engine's name for its
-        copy, where that is another. Raises NotRefereed."""
+        """Returns a canonical parameter, rounded to the side's dtype; `used_as`: the name of the
+        engine's copy if it differs. Raises NotRefereed."""
         live = used_as if used_as in self._live else parameter
         value = self._checkpoint.read(parameter)
         if live not in self._live:

@@ -1,1 +1,1 @@
-"""The faults by name, as known without torch."""
+"""The catalogue of faults, which needs no torch."""

@@ -1,12 +1,12 @@
-"""The planted faults by name, and what `fault=NAME@STRENGTH@rankN` of an engine spec says.
+"""The planted faults by name, and the value `NAME@STRENGTH@rankN` of an engine's option `fault`.
 
-To add one: an entry in `lists`, and its formula in `formulas`.
+A new fault is an entry in a module of this folder, and a formula in `selftest.formulas`.
 """
 
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlk_align.errors import BadOption
 from rlk_align.selftest.faults.attention import ATTENTION, CACHE, ROPE
@@ -15,40 +15,47 @@ from rlk_align.selftest.faults.layer import ACTIVATIONS, NORMS, PROJECTIONS, RES
 from rlk_align.selftest.faults.model_ends import EMBEDDINGS, INPUTS, LOGITS, LOGPROBS, WEIGHTS
 from rlk_align.selftest.faults.sparse import ROUTING
 
-FAULTS: dict[str, Fault] = {
-    **NORMS,
-    **ROPE,
-    **ATTENTION,
-    **CACHE,
-    **PROJECTIONS,
-    **ACTIVATIONS,
-    **RESIDUALS,
-    **ROUTING,
-    **EMBEDDINGS,
-    **LOGITS,
-    **LOGPROBS,
-    **WEIGHTS,
-    **INPUTS,
+_GROUPS = {
+    "norm": NORMS,
+    "rope": ROPE,
+    "attention": ATTENTION,
+    "cache": CACHE,
+    "projection": PROJECTIONS,
+    "activation": ACTIVATIONS,
+    "residual": RESIDUALS,
+    "routing": ROUTING,
+    "embedding": EMBEDDINGS,
+    "logits": LOGITS,
+    "logprob": LOGPROBS,
+    "weights": WEIGHTS,
+    "input": INPUTS,
+}
+"""Operator class -> its faults; `routing` are those of sparse layers."""
+FAULTS = {
+    name: replace(fault, op_class=op_class)
+    for op_class, faults in _GROUPS.items()
+    for name, fault in faults.items()
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A fault of the catalogue, so strong."""
+    """A fault of the catalogue with a strength."""
 
     name: str
     fault: Fault
     strength: float
-    """In the fault's unit; 0 where it has none."""
+    """The strength in the fault's unit; 0 if the fault has no strength."""
     rank: int | None = None
-    """The rank that alone has it; None is every rank."""
+    """The only rank with the fault; None means every rank."""
 
     def on(self, rank: int) -> bool:
-        """Whether that rank has it."""
+        """Whether this rank has the fault."""
         return self.rank in (None, rank)
 
     def needs(self, engine: str) -> dict[str, str]:
-        """Options without which the fault cannot be planted in that engine, or does nothing."""
+        """Returns the options without which the fault cannot be planted in an engine, or changes
+        nothing."""
         spec = next(s for s in self.fault.engines if s.partition(":")[0] == engine)
         written = f"{spec.partition(':')[2]},{self.fault.both}"
         return dict(item.split("=") for item in written.split(",") if item)
@@ -60,7 +67,7 @@ class Chosen:
 
 
 def faults_of(engine: str) -> dict[str, Fault]:
-    """What can be planted in an engine, by its name."""
+    """Returns the faults that can be planted in an engine."""
     return {
         name: fault
         for name, fault in FAULTS.items()
@@ -69,8 +76,7 @@ def faults_of(engine: str) -> dict[str, Fault]:
 
 
 def choose(engine: str, text: str) -> Chosen:
-    """`NAME`, with `@STRENGTH`, `@rankN` or both behind it, as an engine's spec has it. Raises
-    BadOption."""
+    """Parses `NAME`, `NAME@STRENGTH`, `NAME@rankN` or `NAME@STRENGTH@rankN`. Raises BadOption."""
     name, *more = text.split("@")
     where = f"engine {engine!r}: fault={text}"
     if name not in FAULTS:
@@ -94,7 +100,7 @@ def choose(engine: str, text: str) -> Chosen:
 
 
 def check_fault(engine: str, options: Mapping[str, object]) -> None:
-    """Raises BadOption where these options of an engine ask for a fault that it cannot have."""
+    """Raises BadOption if an engine's options exclude the fault that they name."""
     chosen, known = choose(engine, str(options["fault"])), faults_of(engine)
     where = f"engine {engine!r}: fault={chosen}"
     if chosen.name not in known:
@@ -121,7 +127,8 @@ def check_fault(engine: str, options: Mapping[str, object]) -> None:
 
 
 def _wrong_rank(chosen: Chosen, engine: str, options: Mapping[str, object]) -> str:
-    """Why that rank alone cannot have the fault; empty where it can, or where every rank has it."""
+    """Why this rank alone cannot have the fault; empty if it can, or if every rank has the
+    fault."""
     sizes = {key: int(str(options.get(key, 1))) for key in ("tp", "cp", "pp", "ep")}
     tp, cp, ranks = sizes["tp"], sizes["cp"], math.prod(sizes.values())
     if chosen.fault.kind == "boundaries" and cp > 1:

@@ -1,4 +1,4 @@
-"""A planted fault, as it is known without an engine."""
+"""The description of a planted fault, which needs no engine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from rlk_align.model.sites import Site
 
 Kind = Literal["computation", "weights", "positions", "boundaries", "sparse"]
-"""`sparse`: planted by what the engine's `SparseLayers` can change."""
+"""`sparse`: planted through the engine's `SparseLayers`."""
 Expected = Literal["named", "rounding", "precheck"]
 
 ALL = ("hf", "vllm", "megatron")
@@ -16,59 +16,57 @@ ALL = ("hf", "vllm", "megatron")
 
 @dataclass(frozen=True, slots=True)
 class Strength:
-    """How large a fault is."""
+    """The strength of a fault: its unit and its values."""
 
     unit: str
     default: float
     curve: tuple[float, ...]
-    """Strengths from the smallest on, for the curve of what is seen."""
+    """Ascending strengths, of which the self-test finds the smallest that is named."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault at one place of the model."""
+    """One fault at one operator of the model."""
 
-    op_class: str
-    """norm, rope, attention, cache, projection, activation, residual, embedding, logits, logprob,
-    weights, input, or routing: of a sparse layer."""
     sites: tuple[str, ...]
-    """Canonical operators that compute it, in execution order: the first is the one to be named."""
+    """The canonical operators with the fault, in execution order. The first one must be named."""
     what: str
-    """What is wrong, in a sentence."""
+    """The fault in a sentence."""
     formula: str
-    """`module:function` below `formulas`."""
+    """`module:function` in `selftest.formulas`."""
     strength: Strength | None = None
     engines: tuple[str, ...] = ALL
-    """Specs on which it can be planted, with the options that it needs."""
+    """The engines in which it can be planted, with the options that it needs."""
     both: str = ""
-    """Options that both sides need for it to matter, e.g. `dtype=float32`."""
+    """Options that both sides need for an effect of the fault, e.g. `dtype=float32`."""
     idle: str = ""
-    """An option with which it changes nothing, e.g. `dtype=float32`."""
+    """An option with which the fault changes nothing, e.g. `dtype=float32`."""
     kind: Kind = "computation"
     expected: Expected = "named"
-    """`rounding`: legitimate in itself, so that a bitwise comparison sees it, and no budget has to;
-    `precheck`: told by the precheck, before any number."""
+    """`rounding`: legitimate rounding, which a bitwise comparison finds and a budget may allow;
+    `precheck`: found by the precheck, before any value is compared."""
     mismatch: str = ""
-    """The name of the precheck's mismatch."""
+    """The name of the mismatch that the precheck must report."""
     decode: bool = False
-    """Whether only rows of decode steps have it."""
+    """Whether only rows of decode steps have the fault."""
     needs: Literal["", "bias", "ties", "shared"] = ""
-    """What the model has to have for it: biases, experts whose logits tie, or experts that every
-    token is sent to."""
+    """A property that the model needs: biases, experts whose logits tie, or shared experts."""
+    op_class: str = ""
+    """The key of its group in the catalogue."""
 
     @property
     def site(self) -> str:
-        """Where it has to be named."""
+        """The operator that must be named."""
         return self.sites[0]
 
     @property
     def sparse(self) -> bool:
-        """Whether it is of a sparse layer."""
+        """Whether it is a fault of sparse layers."""
         return self.op_class == "routing"
 
     def fits(self, sites: Mapping[str, "Site"]) -> bool:
-        """Whether a model of these sites has a place for it: an operator within the experts has
-        rows of tokens by expert, which other faults know nothing of."""
+        """Whether a model with these sites has its operators. Operators within the experts have
+        rows by token and expert, which only faults of sparse layers can handle."""
         if self.needs == "bias" and any(s.sparse for s in sites.values()):
             return False
         return all(n in sites and self.sparse == sites[n].sparse for n in self.sites)

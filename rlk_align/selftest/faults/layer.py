@@ -8,14 +8,12 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 
 NORMS = {
     "norm-eps": Fault(
-        "norm",
         ("layers.0.attn_norm",),
         "epsilon is too large",
         "norms:larger_eps",
         Strength("added to epsilon", 1e-3, (1e-6, 1e-5, 1e-4, 1e-3)),
     ),
     "norm-cast-order": Fault(
-        "norm",
         ("layers.1.mlp_norm",),
         "rounded before the weight instead of after it, or the other way round",
         "norms:other_cast_order",
@@ -23,133 +21,103 @@ NORMS = {
         expected="rounding",
     ),
     "norm-statistics-bf16": Fault(
-        "norm",
-        ("layers.1.attn_norm",),
-        "the mean square is computed in bf16",
-        "norms:statistics_in_bf16",
+        ("layers.1.attn_norm",), "the mean square is computed in bf16", "norms:statistics_in_bf16"
     ),
     "norm-centred": Fault(
-        "norm",
-        ("layers.0.mlp_norm",),
-        "the mean is subtracted: LayerNorm for RMSNorm",
-        "norms:centred",
+        ("layers.0.mlp_norm",), "the mean is subtracted: LayerNorm for RMSNorm", "norms:centred"
     ),
     "norm-weight-left-out": Fault(
-        "norm", ("layers.3.q_norm",), "the weight is not applied", "norms:weight_left_out"
+        ("layers.3.q_norm",), "the weight is not applied", "norms:weight_left_out"
     ),
     "norm-weight-plus-one": Fault(
-        "norm",
-        ("layers.1.k_norm",),
-        "the weight is taken for an offset from 1",
-        "norms:weight_plus_one",
+        ("layers.1.k_norm",), "the weight is taken for an offset from 1", "norms:weight_plus_one"
     ),
     "norm-over-all-heads": Fault(
-        "norm",
         ("layers.2.q_norm",),
         "the statistics are taken over all heads together",
         "norms:over_all_heads",
     ),
     "norm-output-fp8": Fault(
-        "norm",
         ("layers.2.mlp_norm",),
         "the output goes through fp8 (e4m3), a scale for each row",
         "elementwise:through_fp8",
     ),
     "norm-channel": Fault(
-        "norm",
         ("layers.3.k_norm",),
         "one channel is too large",
         "elementwise:one_channel_scaled",
         Strength("share", 0.05, (1e-3, 5e-3, 0.02, 0.05)),
     ),
     "norm-gain": Fault(
-        "norm",
         ("layers.2.attn_norm",),
         "the output is too large",
         "elementwise:scaled_up",
         Strength("share", 0.02, _SHARES),
     ),
-    "final-norm-left-out": Fault(
-        "norm", ("final_norm",), "the last norm is skipped", "norms:left_out"
-    ),
+    "final-norm-left-out": Fault(("final_norm",), "the last norm is skipped", "norms:left_out"),
 }
 PROJECTIONS = {
     "proj-gain": Fault(
-        "projection",
         ("layers.1.o_proj",),
         "the output is too large",
         "elementwise:scaled_up",
         Strength("share", 0.02, _SHARES),
     ),
     "proj-channel-shift": Fault(
-        "projection",
         ("layers.2.up_proj",),
         "a constant is added to one channel",
         "elementwise:one_channel_shifted",
         Strength("absolute", 0.05, (1e-3, 5e-3, 0.02, 0.05)),
     ),
     "proj-accumulation": Fault(
-        "projection",
         ("layers.1.down_proj",),
         "the sum is kept in bf16 between blocks of the inner dimension",
         "linear:bf16_accumulation",
         Strength("1 / columns of a block", 1 / 32, (1 / 256, 1 / 128, 1 / 64, 1 / 32, 1 / 8)),
     ),
     "proj-weight-element": Fault(
-        "projection",
         ("layers.2.q_proj",),
         "one element of the weight is another in the computation",
         "linear:one_element",
         Strength("in standard deviations of the weight", 8.0, (0.1, 1.0, 8.0)),
     ),
     "proj-weight-int8": Fault(
-        "projection",
         ("layers.3.gate_proj",),
         "the weight is rounded to int8 on the fly, a scale for each row",
         "linear:int8_weight",
     ),
     "proj-weight-fp8": Fault(
-        "projection",
         ("layers.0.v_proj",),
         "the weight is rounded to fp8 (e4m3) on the fly, a scale for each row",
         "linear:fp8_weight",
     ),
     "proj-input-fp8": Fault(
-        "projection",
         ("layers.3.down_proj",),
         "the input is rounded to fp8 (e4m3), a scale for each row",
         "linear:fp8_input",
     ),
     "proj-stale-layer": Fault(
-        "projection",
         tuple(f"layers.2.{op}" for op in _PROJECTIONS),
         "all projections of a layer compute with weights of before the last update",
         "linear:stale",
         Strength("change of the update, as a share of the weights", 0.02, _SHARES),
     ),
     "proj-tf32": Fault(
-        "projection",
         ("layers.1.up_proj",),
         "a float32 product is computed in TF32",
         "linear:tf32",
         both="dtype=float32",
     ),
     "proj-fp32-as-bf16": Fault(
-        "projection",
         ("layers.2.o_proj",),
         "a float32 product is computed in bf16",
         "linear:bf16_product",
         both="dtype=float32",
     ),
     "proj-bias-dropped": Fault(
-        "projection",
-        ("layers.1.k_proj",),
-        "the bias is dropped",
-        "linear:bias_dropped",
-        needs="bias",
+        ("layers.1.k_proj",), "the bias is dropped", "linear:bias_dropped", needs="bias"
     ),
     "shared-expert-weak": Fault(
-        "projection",
         ("layers.2.shared_down_proj",),
         "the row of the experts that every token is sent to is too small",
         "elementwise:scaled_down",
@@ -157,20 +125,15 @@ PROJECTIONS = {
         needs="shared",
     ),
     "proj-heads-swapped": Fault(
-        "projection",
-        ("layers.0.k_proj",),
-        "heads 0 and 1 of the output are swapped",
-        "elementwise:heads_swapped",
+        ("layers.0.k_proj",), "heads 0 and 1 of the output are swapped", "elementwise:heads_swapped"
     ),
     "proj-one-position": Fault(
-        "projection",
         ("layers.2.o_proj",),
         "rows at position 7 are too large",
         "elementwise:one_position",
         Strength("share", 0.1, (1e-3, 1e-2, 0.1)),
     ),
     "proj-ulp": Fault(
-        "projection",
         ("layers.1.v_proj",),
         "every element is moved away from zero by this many units in the last place",
         "elementwise:ulps",
@@ -178,14 +141,12 @@ PROJECTIONS = {
         expected="rounding",
     ),
     "proj-noise": Fault(
-        "projection",
         ("layers.0.gate_proj",),
         "seeded noise on every element",
         "elementwise:noise",
         Strength("share of the element", 0.02, (1e-3, 2e-3, 5e-3, 0.02)),
     ),
     "decode-gain": Fault(
-        "projection",
         ("layers.1.o_proj",),
         "the output is too large in decode steps only",
         "elementwise:scaled_up_in_decode",
@@ -195,21 +156,17 @@ PROJECTIONS = {
     ),
 }
 ACTIVATIONS = {
-    "act-gelu": Fault(
-        "activation", ("layers.1.act",), "tanh-GELU for SiLU", "elementwise:gelu_for_silu"
-    ),
+    "act-gelu": Fault(("layers.1.act",), "tanh-GELU for SiLU", "elementwise:gelu_for_silu"),
     "act-swapped": Fault(
-        "activation", ("layers.2.act",), "gate and up are swapped", "elementwise:gate_up_swapped"
+        ("layers.2.act",), "gate and up are swapped", "elementwise:gate_up_swapped"
     ),
     "act-clamped": Fault(
-        "activation",
         ("layers.0.act",),
         "gate and up are clamped before they are multiplied",
         "elementwise:clamped",
         Strength("1 / largest magnitude let through", 1.0, (0.1, 0.25, 0.5, 1.0)),
     ),
     "act-beta": Fault(
-        "activation",
         ("layers.3.act",),
         "the sigmoid's slope is off: swish with another beta",
         "elementwise:other_beta",
@@ -218,26 +175,22 @@ ACTIVATIONS = {
 }
 RESIDUALS = {
     "residual-twice": Fault(
-        "residual",
         ("layers.2.attn_residual",),
         "the residual stream is added twice",
         "elementwise:stream_twice",
     ),
     "residual-left-out": Fault(
-        "residual",
         ("layers.3.mlp_residual",),
         "the residual stream is not added",
         "elementwise:stream_left_out",
     ),
     "residual-branch": Fault(
-        "residual",
         ("layers.1.mlp_residual",),
         "the branch is scaled before it is added",
         "elementwise:branch_scaled",
         Strength("share", 0.02, _SHARES),
     ),
     "residual-fp8": Fault(
-        "residual",
         ("layers.0.attn_residual",),
         "the residual stream goes through fp8 (e4m3), a scale for each row",
         "elementwise:through_fp8",

@@ -6,14 +6,12 @@ _SCORERS = ("hf", "megatron")
 
 EMBEDDINGS = {
     "embed-scaled": Fault(
-        "embedding",
         ("embed",),
         "embeddings are too large",
         "elementwise:scaled_up",
         Strength("share", 0.02, (1e-3, 5e-3, 0.02)),
     ),
     "embed-one-token": Fault(
-        "embedding",
         ("embed",),
         "the embedding of one token id is too large",
         "elementwise:one_token",
@@ -22,27 +20,23 @@ EMBEDDINGS = {
 }
 LOGITS = {
     "logits-bf16": Fault(
-        "logits",
         ("logits",),
         "float32 logits are rounded to bf16",
         "elementwise:through_bf16",
         both="dtype=float32",
     ),
     "logits-fp8": Fault(
-        "logits",
         ("logits",),
         "the head computes with fp8 (e4m3) weights, a scale for each row",
         "linear:fp8_weight",
     ),
     "logits-untied": Fault(
-        "logits",
         ("logits",),
         "the head is another tensor than the embedding, from before the last update",
         "linear:stale",
         Strength("change of the update, as a share of the weights", 0.02, (1e-3, 5e-3, 0.02)),
     ),
     "logits-softcap": Fault(
-        "logits",
         ("logits",),
         "logits are soft-capped: c tanh(x / c)",
         "elementwise:softcap",
@@ -51,14 +45,12 @@ LOGITS = {
 }
 LOGPROBS = {
     "logprob-temperature": Fault(
-        "logprob",
         ("logprob",),
         "scored at another temperature than the one that it says",
         "logprobs:temperature",
         Strength("share above 1", 0.1, (1e-4, 1e-3, 1e-2, 0.1)),
     ),
     "logprob-temperature-twice": Fault(
-        "logprob",
         ("logprob",),
         "the temperature is applied twice",
         "logprobs:temperature_twice",
@@ -66,37 +58,27 @@ LOGPROBS = {
         both="temperature=0.7",
     ),
     "logprob-top-p": Fault(
-        "logprob",
-        ("logprob",),
-        "processed: renormalised over the nucleus of p = 0.9",
-        "logprobs:top_p",
+        ("logprob",), "processed: renormalised over the nucleus of p = 0.9", "logprobs:top_p"
     ),
     "logprob-top-k": Fault(
-        "logprob", ("logprob",), "processed: renormalised over the 50 likeliest", "logprobs:top_k"
+        ("logprob",), "processed: renormalised over the 50 likeliest", "logprobs:top_k"
     ),
-    "logprob-bf16": Fault(
-        "logprob", ("logprob",), "the log-softmax is computed in bf16", "logprobs:in_bf16"
-    ),
+    "logprob-bf16": Fault(("logprob",), "the log-softmax is computed in bf16", "logprobs:in_bf16"),
     "logprob-label-shift": Fault(
-        "logprob",
         ("logprob",),
         "each row is scored against the label of the row after it",
         "logprobs:next_label",
     ),
     "logprob-chunk-edge": Fault(
-        "logprob",
         ("logprob",),
         "every fourth row, a chunk's edge, is scored against the token that was sampled there",
         "logprobs:another_at_the_edge",
     ),
-    "logprob-zero": Fault(
-        "logprob", ("logprob",), "every fourth row is missing, and is 0", "logprobs:zero"
-    ),
-    "logprob-base-2": Fault("logprob", ("logprob",), "logarithms to the base 2", "logprobs:base_2"),
+    "logprob-zero": Fault(("logprob",), "every fourth row is missing, and is 0", "logprobs:zero"),
+    "logprob-base-2": Fault(("logprob",), "logarithms to the base 2", "logprobs:base_2"),
 }
 WEIGHTS = {
     "weight-element": Fault(
-        "weights",
         ("layers.2.q_proj",),
         "one element of the live weight is another",
         "linear:element_changed",
@@ -107,7 +89,6 @@ WEIGHTS = {
         mismatch="layers.2.q_proj",
     ),
     "weight-stale-layer": Fault(
-        "weights",
         ("layers.1.q_proj", "layers.1.k_proj", "layers.1.v_proj"),
         "the live weights of a layer's q, k and v are of before the last update",
         "linear:stale_weight",
@@ -118,7 +99,6 @@ WEIGHTS = {
         mismatch="layers.1.q_proj",
     ),
     "weight-norm": Fault(
-        "weights",
         ("layers.3.mlp_norm",),
         "the live weight of a norm was not updated: ones",
         "linear:ones",
@@ -129,7 +109,6 @@ WEIGHTS = {
 }
 INPUTS = {
     "padding-positions": Fault(
-        "input",
         ("layers.0.q_rope",),
         "left-padded, positions count the padding",
         "inputs:columns",
@@ -139,7 +118,6 @@ INPUTS = {
         mismatch="position",
     ),
     "packed-boundary": Fault(
-        "input",
         ("layers.0.attn",),
         "the first packed sequence ends one token late",
         "inputs:one_late",

@@ -4,21 +4,18 @@ from rlk_align.selftest.faults.fault import Fault
 
 ROUTING = {
     "router-bf16": Fault(
-        "routing",
         ("layers.2.router",),
         "the product of a float32 router is computed in bf16",
         "linear:bf16_product",
         both="dtype=float32",
     ),
     "expert-flipped": Fault(
-        "routing",
         ("layers.2.experts",),
         "every fifth row's last expert is the one that its router likes least",
         "sparse:least_liked",
         kind="sparse",
     ),
     "expert-tie": Fault(
-        "routing",
         ("layers.2.experts",),
         "of experts whose logits tie the other is chosen",
         "sparse:other_of_ties",
@@ -27,14 +24,12 @@ ROUTING = {
         needs="ties",
     ),
     "expert-weights-unnormalised": Fault(
-        "routing",
         ("layers.2.routing_weights",),
         "the weights of a row's experts do not add up to 1",
         "sparse:over_all_experts",
         kind="sparse",
     ),
     "expert-weight-early": Fault(
-        "routing",
         ("layers.2.act", "layers.2.moe_out"),
         "an expert's weight multiplies its gate, before the activation, and not its row",
         "sparse:weighed_before_activation",
@@ -43,20 +38,17 @@ ROUTING = {
         kind="sparse",
     ),
     "expert-token-dropped": Fault(
-        "routing",
         ("layers.2.moe_out",),
         "every seventh row is dropped, as by experts that are full",
         "sparse:every_seventh_dropped",
     ),
     "expert-missing": Fault(
-        "routing",
         ("layers.2.moe_out",),
         "one expert's rows are missing from the sums, as where its rank adds nothing",
         "sparse:one_left_out",
         kind="sparse",
     ),
     "experts-shuffled": Fault(
-        "routing",
         ("layers.2.gate_proj", "layers.2.up_proj"),
         "two experts have each other's weights, as after a sync in another order",
         "sparse:first_two_swapped",

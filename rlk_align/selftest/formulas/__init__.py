@@ -1,1 +1,1 @@
-"""What a faulty operator computes, on canonical tensors: the same for every engine."""
+"""The formulas of faulty operators, on canonical tensors and so the same for every engine."""

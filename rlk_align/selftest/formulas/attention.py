@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from rlk_align.selftest.formulas.rounding import through_fp8, through_int8
-from rlk_align.selftest.planting.operands import Attention, Formula
+from rlk_align.selftest.planting.operands import Attention, Formula, formula
 
 
 def _scores(a: Attention, group: torch.Tensor | None = None) -> torch.Tensor:
@@ -52,16 +52,16 @@ def scale_off(strength: float) -> Formula:
 
 
 def _masked(a: Attention, visible: torch.Tensor) -> torch.Tensor:
-    """With that mask; a query that would see nothing keeps its own."""
+    """Attention with this mask; a query that would see no key keeps its own mask."""
     visible = torch.where(visible.any(-1, keepdim=True), visible, a.visible)
     return _attend(dataclasses.replace(a, visible=visible))
 
 
 def _own_key(a: Attention) -> torch.Tensor:
     """bool `[T, S]`: the last key that each query sees."""
-    places = torch.arange(a.visible.shape[1], device=a.visible.device)
-    last = torch.where(a.visible, places, -1).amax(-1, keepdim=True)
-    return places == last
+    keys = torch.arange(a.visible.shape[1], device=a.visible.device)
+    last = torch.where(a.visible, keys, -1).amax(-1, keepdim=True)
+    return keys == last
 
 
 def blind_to_itself(_: float) -> Formula:
@@ -78,72 +78,54 @@ def sees_the_next(_: float) -> Formula:
     )
 
 
-def window(strength: float) -> Formula:
+@formula
+def window(a: Attention, strength: float) -> torch.Tensor:
     """Query p sees the last 1 / `strength` keys."""
-
-    def formula(a: Attention) -> torch.Tensor:
-        places = torch.arange(a.visible.shape[1], device=a.visible.device)
-        last = torch.where(a.visible, places, -1).amax(-1, keepdim=True)
-        return _masked(a, a.visible & (places > last - round(1 / strength)))
-
-    return formula
+    keys = torch.arange(a.visible.shape[1], device=a.visible.device)
+    last = torch.where(a.visible, keys, -1).amax(-1, keepdim=True)
+    return _masked(a, a.visible & (keys > last - round(1 / strength)))
 
 
-def first_key_hidden(_: float) -> Formula:
-    """The first key that a query could see is left out."""
-
-    def formula(a: Attention) -> torch.Tensor:
-        first = a.visible & (a.visible.cumsum(-1) == 1)
-        return _masked(a, a.visible & ~first)
-
-    return formula
+@formula
+def first_key_hidden(a: Attention, _: float) -> torch.Tensor:
+    """The first visible key is masked."""
+    first = a.visible & (a.visible.cumsum(-1) == 1)
+    return _masked(a, a.visible & ~first)
 
 
-def key_heads_swapped(_: float) -> Formula:
-    """Key heads 0 and 1 are read in each other's place."""
-
-    def formula(a: Attention) -> torch.Tensor:
-        order = torch.arange(a.key.shape[1], device=a.key.device)
-        order[:2] = order[:2].flip(0)
-        return _attend(dataclasses.replace(a, key=a.key[:, order]))
-
-    return formula
+@formula
+def key_heads_swapped(a: Attention, _: float) -> torch.Tensor:
+    """Key heads 0 and 1 are swapped."""
+    order = torch.arange(a.key.shape[1], device=a.key.device)
+    order[:2] = order[:2].flip(0)
+    return _attend(dataclasses.replace(a, key=a.key[:, order]))
 
 
-def groups_interleaved(_: float) -> Formula:
+@formula
+def groups_interleaved(a: Attention, _: float) -> torch.Tensor:
     """Query head h reads key and value head h mod n."""
-
-    def formula(a: Attention) -> torch.Tensor:
-        group = torch.arange(a.query.shape[1], device=a.query.device) % a.key.shape[1]
-        return _mixed(a, _scores(a, group).softmax(-1), group)
-
-    return formula
+    group = torch.arange(a.query.shape[1], device=a.query.device) % a.key.shape[1]
+    return _mixed(a, _scores(a, group).softmax(-1), group)
 
 
-def bf16_softmax(_: float) -> Formula:
+@formula
+def bf16_softmax(a: Attention, _: float) -> torch.Tensor:
     """Scores, exponentials, the quotient, and their sum after every key are rounded to bf16."""
-
-    def formula(a: Attention) -> torch.Tensor:
-        scores = _scores(a).bfloat16()
-        e = (scores - scores.amax(-1, keepdim=True)).exp()
-        total = torch.zeros_like(e[..., :1])
-        for key in e.split(1, -1):
-            total += key
-        return _mixed(a, e / total)
-
-    return formula
+    scores = _scores(a).bfloat16()
+    e = (scores - scores.amax(-1, keepdim=True)).exp()
+    total = torch.zeros_like(e[..., :1])
+    for key in e.split(1, -1):
+        total += key
+    return _mixed(a, e / total)
 
 
-def one_more_below(_: float) -> Formula:
+@formula
+def one_more_below(a: Attention, _: float) -> torch.Tensor:
     """softmax with exp(0) added to the sum."""
-
-    def formula(a: Attention) -> torch.Tensor:
-        scores = _scores(a)
-        largest = scores.amax(-1, keepdim=True)
-        e = (scores - largest).exp()
-        return _mixed(a, e / (e.sum(-1, keepdim=True) + (-largest).exp()))
-
-    return formula
+    scores = _scores(a)
+    largest = scores.amax(-1, keepdim=True)
+    e = (scores - largest).exp()
+    return _mixed(a, e / (e.sum(-1, keepdim=True) + (-largest).exp()))
 
 
 def kv_in_int8(_: float) -> Formula:
@@ -160,13 +142,10 @@ def kv_in_fp8(_: float) -> Formula:
     )
 
 
-def stale_by_one(_: float) -> Formula:
+@formula
+def stale_by_one(a: Attention, _: float) -> torch.Tensor:
     """In a decode step the newest key and value are those of the token before."""
-
-    def formula(a: Attention) -> torch.Tensor:
-        if not a.decoding:
-            return a.result
-        key, value = (torch.cat([t[:-1], t[-2:-1]]) for t in (a.key, a.value))
-        return _attend(dataclasses.replace(a, key=key, value=value))
-
-    return formula
+    if not a.decoding:
+        return a.result
+    key, value = (torch.cat([t[:-1], t[-2:-1]]) for t in (a.key, a.value))
+    return _attend(dataclasses.replace(a, key=key, value=value))

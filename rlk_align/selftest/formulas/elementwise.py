@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional
 
 from rlk_align.selftest.formulas.rounding import through_fp8 as _through_fp8
-from rlk_align.selftest.planting.operands import Formula, Unit
+from rlk_align.selftest.planting.operands import Formula, Unit, formula
 
 CHANNEL = 11
 
@@ -23,28 +23,22 @@ def _where(chosen: torch.Tensor, unit: Unit, strength: float) -> torch.Tensor:
     return torch.where(chosen, unit.result.float() * (1.0 + strength), unit.result.float())
 
 
-def one_position(strength: float) -> Formula:
-    """Rows at position 7."""
-
-    def formula(unit: Unit) -> torch.Tensor:
-        assert unit.rows is not None
-        return _where((unit.rows.positions == 7)[:, None], unit, strength)
-
-    return formula
+@formula
+def one_position(unit: Unit, strength: float) -> torch.Tensor:
+    """Scales rows at position 7."""
+    assert unit.rows is not None
+    return _where((unit.rows.positions == 7)[:, None], unit, strength)
 
 
-def scaled_up_in_decode(strength: float) -> Formula:
-    """Rows of decode steps."""
-
-    def formula(unit: Unit) -> torch.Tensor:
-        assert unit.rows is not None
-        return _where(unit.rows.decoding[:, None], unit, strength)
-
-    return formula
+@formula
+def scaled_up_in_decode(unit: Unit, strength: float) -> torch.Tensor:
+    """Scales rows of decode steps."""
+    assert unit.rows is not None
+    return _where(unit.rows.decoding[:, None], unit, strength)
 
 
 def one_token(strength: float) -> Formula:
-    """Rows of one token id: the first that the engine is given."""
+    """Scales the rows of one token id, which is the first that the engine gets."""
     chosen: list[torch.Tensor] = []
 
     def formula(unit: Unit) -> torch.Tensor:
@@ -62,41 +56,32 @@ def _channel(unit: Unit) -> torch.Tensor:
 
 
 def one_channel_scaled(strength: float) -> Formula:
-    """One channel of each head."""
+    """Scales one channel of each head."""
     return lambda unit: _where(_channel(unit), unit, strength)
 
 
-def one_channel_shifted(strength: float) -> Formula:
-    """One feature plus a constant."""
-
-    def formula(unit: Unit) -> torch.Tensor:
-        y = unit.result.float().clone()
-        y[..., CHANNEL] += strength
-        return y
-
-    return formula
+@formula
+def one_channel_shifted(unit: Unit, strength: float) -> torch.Tensor:
+    """Adds a constant to one feature."""
+    y = unit.result.float().clone()
+    y[..., CHANNEL] += strength
+    return y
 
 
-def one_head_scaled(strength: float) -> Formula:
-    """The features of head 1."""
-
-    def formula(unit: Unit) -> torch.Tensor:
-        heads = torch.arange(unit.result.shape[-1], device=unit.result.device) // unit.head_dim
-        return _where(heads == 1, unit, strength)
-
-    return formula
+@formula
+def one_head_scaled(unit: Unit, strength: float) -> torch.Tensor:
+    """Scales the features of head 1."""
+    heads = torch.arange(unit.result.shape[-1], device=unit.result.device) // unit.head_dim
+    return _where(heads == 1, unit, strength)
 
 
-def heads_swapped(_: float) -> Formula:
-    """Heads 0 and 1 in each other's place."""
-
-    def formula(unit: Unit) -> torch.Tensor:
-        d = unit.head_dim
-        return torch.cat(
-            [unit.result[..., d : 2 * d], unit.result[..., :d], unit.result[..., 2 * d :]], -1
-        )
-
-    return formula
+@formula
+def heads_swapped(unit: Unit, _: float) -> torch.Tensor:
+    """Swaps heads 0 and 1."""
+    d = unit.head_dim
+    return torch.cat(
+        [unit.result[..., d : 2 * d], unit.result[..., :d], unit.result[..., 2 * d :]], -1
+    )
 
 
 def through_fp8(_: float) -> Formula:
@@ -114,27 +99,21 @@ def softcap(strength: float) -> Formula:
     return lambda unit: torch.tanh(unit.result.float() * strength) / strength
 
 
-def ulps(strength: float) -> Formula:
-    """Away from zero by whole units in the last place."""
-
-    def formula(unit: Unit) -> torch.Tensor:
-        result = unit.result.contiguous()
-        bits = result.view({2: torch.int16, 4: torch.int32}[result.element_size()])
-        # The bits of a float, its sign aside, count upwards with its magnitude.
-        return (bits + round(strength)).view(result.dtype)
-
-    return formula
+@formula
+def ulps(unit: Unit, strength: float) -> torch.Tensor:
+    """Moves elements away from zero by whole units in the last place."""
+    result = unit.result.contiguous()
+    bits = result.view({2: torch.int16, 4: torch.int32}[result.element_size()])
+    # Without the sign, the bits of a float grow by 1 from each value to the next larger one.
+    return (bits + round(strength)).view(result.dtype)
 
 
-def noise(strength: float) -> Formula:
+@formula
+def noise(unit: Unit, strength: float) -> torch.Tensor:
     """Each element times 1 + strength n, n normal and seeded for each forward."""
-
-    def formula(unit: Unit) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(0)
-        n = torch.randn(unit.result.shape, generator=generator).to(unit.result.device)
-        return unit.result.float() * (1.0 + strength * n)
-
-    return formula
+    generator = torch.Generator().manual_seed(0)
+    n = torch.randn(unit.result.shape, generator=generator).to(unit.result.device)
+    return unit.result.float() * (1.0 + strength * n)
 
 
 def gelu_for_silu(_: float) -> Formula:
@@ -149,24 +128,18 @@ def gate_up_swapped(_: float) -> Formula:
     return lambda unit: unit.inputs[0].float() * functional.silu(unit.inputs[1].float())
 
 
-def clamped(strength: float) -> Formula:
-    """Both inputs no larger than 1 / strength."""
-
-    def formula(unit: Unit) -> torch.Tensor:
-        gate, up = (x.float().clamp(-1 / strength, 1 / strength) for x in unit.inputs)
-        return functional.silu(gate) * up
-
-    return formula
+@formula
+def clamped(unit: Unit, strength: float) -> torch.Tensor:
+    """Clamps both inputs to 1 / strength."""
+    gate, up = (x.float().clamp(-1 / strength, 1 / strength) for x in unit.inputs)
+    return functional.silu(gate) * up
 
 
-def other_beta(strength: float) -> Formula:
+@formula
+def other_beta(unit: Unit, strength: float) -> torch.Tensor:
     """gate sigmoid((1 + strength) gate) up."""
-
-    def formula(unit: Unit) -> torch.Tensor:
-        gate, up = (x.float() for x in unit.inputs)
-        return gate * torch.sigmoid((1.0 + strength) * gate) * up
-
-    return formula
+    gate, up = (x.float() for x in unit.inputs)
+    return gate * torch.sigmoid((1.0 + strength) * gate) * up
 
 
 def stream_twice(_: float) -> Formula:

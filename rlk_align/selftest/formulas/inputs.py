@@ -2,7 +2,7 @@
 
 import torch
 
-from rlk_align.selftest.planting.operands import Formula
+from rlk_align.selftest.planting.operands import Formula, formula
 
 
 def columns(_: float) -> Formula:
@@ -10,12 +10,9 @@ def columns(_: float) -> Formula:
     return lambda p: torch.arange(p.shape[1], device=p.device).expand_as(p)
 
 
-def one_late(_: float) -> Formula:
+@formula
+def one_late(ends: torch.Tensor, _: float) -> torch.Tensor:
     """The first sequence ends one token late."""
-
-    def change(ends: torch.Tensor) -> torch.Tensor:
-        moved = ends.clone()
-        moved[1] += 1
-        return moved
-
-    return change
+    moved = ends.clone()
+    moved[1] += 1
+    return moved

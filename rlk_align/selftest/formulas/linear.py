@@ -3,7 +3,7 @@
 import torch
 
 from rlk_align.selftest.formulas.rounding import through_fp8, through_int8, to_tf32
-from rlk_align.selftest.planting.operands import Formula, Unit
+from rlk_align.selftest.planting.operands import Formula, Unit, formula
 
 
 def _product(unit: Unit, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -17,9 +17,9 @@ def _weight(unit: Unit) -> torch.Tensor:
 
 
 def _with_weight(change: Formula) -> Formula:
-    """Computes with a changed weight, which is changed once: an engine gives the same tensor for
-    as long as the fault is planted. In the host's memory: a large head's copies would not fit
-    beside an engine that has taken most of a GPU."""
+    """Computes with a changed weight. The weight is changed once, because an engine passes the same
+    tensor as long as the fault is planted, and in the host's memory, because copies of a large
+    head would not fit beside an engine that uses most of a GPU."""
     changed: dict[int, torch.Tensor] = {}
 
     def formula(unit: Unit) -> torch.Tensor:
@@ -42,12 +42,12 @@ def fp8_weight(_: float) -> Formula:
 
 
 def stale(strength: float) -> Formula:
-    """The weight of before an update."""
+    """The weight before an update."""
     return _with_weight(stale_weight(strength))
 
 
 def one_element(strength: float) -> Formula:
-    """One element of the weight is another."""
+    """One element of the weight is changed."""
     return _with_weight(element_changed(strength))
 
 
@@ -57,7 +57,7 @@ def fp8_input(_: float) -> Formula:
 
 
 def tf32(_: float) -> Formula:
-    """Both factors in TF32, as tensor cores take float32."""
+    """Both factors in TF32, in which tensor cores multiply float32."""
     return lambda unit: _product(unit, to_tf32(unit.inputs[0]), to_tf32(_weight(unit)))
 
 
@@ -68,18 +68,15 @@ def bf16_product(_: float) -> Formula:
     ).bfloat16()
 
 
-def bf16_accumulation(strength: float) -> Formula:
+@formula
+def bf16_accumulation(unit: Unit, strength: float) -> torch.Tensor:
     """The sum is rounded to bf16 after every 1 / `strength` columns."""
-
-    def formula(unit: Unit) -> torch.Tensor:
-        columns = round(1 / strength)
-        total = torch.zeros_like(unit.result, dtype=torch.bfloat16)
-        x, weight = unit.inputs[0].split(columns, -1), _weight(unit).split(columns, -1)
-        for part, w in zip(x, weight, strict=True):
-            total = (total.float() + part.float() @ w.float().T).bfloat16()
-        return total if unit.bias is None else total.float() + unit.bias.float()
-
-    return formula
+    columns = round(1 / strength)
+    total = torch.zeros_like(unit.result, dtype=torch.bfloat16)
+    x, weight = unit.inputs[0].split(columns, -1), _weight(unit).split(columns, -1)
+    for part, w in zip(x, weight, strict=True):
+        total = (total.float() + part.float() @ w.float().T).bfloat16()
+    return total if unit.bias is None else total.float() + unit.bias.float()
 
 
 def bias_dropped(_: float) -> Formula:
@@ -87,26 +84,20 @@ def bias_dropped(_: float) -> Formula:
     return lambda unit: unit.inputs[0].float() @ _weight(unit).float().T
 
 
-def stale_weight(strength: float) -> Formula:
+@formula
+def stale_weight(weight: torch.Tensor, strength: float) -> torch.Tensor:
     """The weight plus a seeded update, whose norm is a share of the weight's."""
-
-    def change(weight: torch.Tensor) -> torch.Tensor:
-        noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
-        spread = strength * weight.float().std()
-        return (weight.float() + spread * noise.to(weight.device)).to(weight.dtype)
-
-    return change
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    spread = strength * weight.float().std()
+    return (weight.float() + spread * noise.to(weight.device)).to(weight.dtype)
 
 
-def element_changed(strength: float) -> Formula:
+@formula
+def element_changed(weight: torch.Tensor, strength: float) -> torch.Tensor:
     """Element [5, 7] plus this many standard deviations."""
-
-    def change(weight: torch.Tensor) -> torch.Tensor:
-        changed = weight.clone()
-        changed[5, 7] += (strength * weight.float().std()).to(weight.dtype)
-        return changed
-
-    return change
+    changed = weight.clone()
+    changed[5, 7] += (strength * weight.float().std()).to(weight.dtype)
+    return changed
 
 
 def ones(_: float) -> Formula:

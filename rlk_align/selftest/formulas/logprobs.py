@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from rlk_align.selftest.planting.operands import Formula, Report
+from rlk_align.selftest.planting.operands import Formula, Report, formula
 
 
 def _chosen(logprobs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -28,41 +28,35 @@ def temperature_twice(_: float) -> Formula:
 
 
 def _renormalised(report: Report, allowed: torch.Tensor) -> torch.Tensor:
-    """Over the kept tokens `[N, V]` and the target, which sampling would not have left out."""
+    """Renormalises over the allowed tokens `[N, V]` and the target."""
     allowed = allowed.scatter(-1, report.targets[:, None], True)
     scaled = report.logits.float() / report.temperature
     return _chosen(scaled.masked_fill(~allowed, -torch.inf).log_softmax(-1), report.targets)
 
 
-def top_p(_: float) -> Formula:
+@formula
+def top_p(r: Report, _: float) -> torch.Tensor:
     """Over the likeliest tokens whose probabilities reach 0.9."""
-
-    def formula(r: Report) -> torch.Tensor:
-        p, order = _all(r).exp().sort(-1, descending=True)
-        allowed = p.cumsum(-1) - p < 0.9
-        return _renormalised(r, torch.zeros_like(allowed).scatter(-1, order, allowed))
-
-    return formula
+    p, order = _all(r).exp().sort(-1, descending=True)
+    allowed = p.cumsum(-1) - p < 0.9
+    return _renormalised(r, torch.zeros_like(allowed).scatter(-1, order, allowed))
 
 
-def top_k(_: float) -> Formula:
+@formula
+def top_k(r: Report, _: float) -> torch.Tensor:
     """Over the 50 likeliest tokens."""
-
-    def formula(r: Report) -> torch.Tensor:
-        order = r.logits.topk(min(50, r.logits.shape[-1]), -1).indices
-        none = torch.zeros_like(r.logits, dtype=torch.bool)
-        return _renormalised(r, none.scatter(-1, order, True))
-
-    return formula
+    order = r.logits.topk(min(50, r.logits.shape[-1]), -1).indices
+    none = torch.zeros_like(r.logits, dtype=torch.bool)
+    return _renormalised(r, none.scatter(-1, order, True))
 
 
 def in_bf16(_: float) -> Formula:
-    """The log-softmax of bf16 logits, rounded to bf16."""
+    """The log-softmax of bf16 logits in bf16."""
     return lambda r: _chosen((r.logits / r.temperature).bfloat16().log_softmax(-1), r.targets)
 
 
 def next_label(_: float) -> Formula:
-    """The label of the row after it; the last row's is the first's."""
+    """The label of the next row; the last row has the label of the first."""
     return lambda r: _chosen(_all(r), r.targets.roll(-1))
 
 
@@ -71,18 +65,15 @@ def _edge(report: Report) -> torch.Tensor:
     return torch.arange(len(report.targets), device=report.targets.device) % 4 == 3
 
 
-def another_at_the_edge(_: float) -> Formula:
-    """Rows at an edge against the likeliest token that is not theirs."""
-
-    def formula(r: Report) -> torch.Tensor:
-        others = _all(r).scatter(-1, r.targets[:, None], -torch.inf)
-        return torch.where(_edge(r), others.amax(-1), r.result)
-
-    return formula
+@formula
+def another_at_the_edge(r: Report, _: float) -> torch.Tensor:
+    """Scores rows at an edge against the likeliest token other than their target."""
+    others = _all(r).scatter(-1, r.targets[:, None], -torch.inf)
+    return torch.where(_edge(r), others.amax(-1), r.result)
 
 
 def zero(_: float) -> Formula:
-    """0 in the rows at an edge."""
+    """Reports 0 in rows at an edge."""
     return lambda r: torch.where(_edge(r), 0.0, r.result)
 
 

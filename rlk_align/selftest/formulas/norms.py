@@ -2,11 +2,11 @@
 
 import torch
 
-from rlk_align.selftest.planting.operands import Formula, Unit
+from rlk_align.selftest.planting.operands import Formula, Unit, formula
 
 
 def _grouped(unit: Unit) -> torch.Tensor:
-    """The input in float32, its last dimension the one that is normed."""
+    """The input in float32; its last dimension is normalised."""
     assert unit.weight is not None
     return unit.inputs[0].float().reshape(-1, unit.weight.numel())
 
@@ -20,82 +20,61 @@ def _inverse(x: torch.Tensor, eps: float) -> torch.Tensor:
     return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
-def larger_eps(strength: float) -> Formula:
+@formula
+def larger_eps(unit: Unit, strength: float) -> torch.Tensor:
     """`strength` is added to epsilon."""
-
-    def formula(unit: Unit) -> torch.Tensor:
-        x = _grouped(unit)
-        return x * _inverse(x, unit.eps + strength) * _weight(unit)
-
-    return formula
+    x = _grouped(unit)
+    return x * _inverse(x, unit.eps + strength) * _weight(unit)
 
 
-def other_cast_order(_: float) -> Formula:
-    """Rounds before the weight or after it: whichever the engine does not."""
-
-    def formula(unit: Unit) -> torch.Tensor:
-        x = _grouped(unit)
-        normed = x * _inverse(x, unit.eps)
-        dtype = unit.result.dtype
-        before = (normed.to(dtype) * _weight(unit).to(dtype)).to(dtype)
-        after = (normed * _weight(unit)).to(dtype)
-        result = unit.result.reshape(before.shape)
-        return max((before, after), key=lambda y: int((y != result).sum()))
-
-    return formula
+@formula
+def other_cast_order(unit: Unit, _: float) -> torch.Tensor:
+    """Rounds before or after multiplying by the weight, whichever the engine does not do."""
+    x = _grouped(unit)
+    normed = x * _inverse(x, unit.eps)
+    dtype = unit.result.dtype
+    before = (normed.to(dtype) * _weight(unit).to(dtype)).to(dtype)
+    after = (normed * _weight(unit)).to(dtype)
+    result = unit.result.reshape(before.shape)
+    return max((before, after), key=lambda y: int((y != result).sum()))
 
 
-def statistics_in_bf16(_: float) -> Formula:
+@formula
+def statistics_in_bf16(unit: Unit, _: float) -> torch.Tensor:
     """Squares, their mean and its root in bf16."""
-
-    def formula(unit: Unit) -> torch.Tensor:
-        x = _grouped(unit)
-        mean = x.bfloat16().pow(2).mean(-1, keepdim=True)
-        return x * torch.rsqrt(mean + unit.eps).bfloat16().float() * _weight(unit)
-
-    return formula
+    x = _grouped(unit)
+    mean = x.bfloat16().pow(2).mean(-1, keepdim=True)
+    return x * torch.rsqrt(mean + unit.eps).bfloat16().float() * _weight(unit)
 
 
-def centred(_: float) -> Formula:
+@formula
+def centred(unit: Unit, _: float) -> torch.Tensor:
     """Subtracts the mean first."""
-
-    def formula(unit: Unit) -> torch.Tensor:
-        x = _grouped(unit)
-        x = x - x.mean(-1, keepdim=True)
-        return x * _inverse(x, unit.eps) * _weight(unit)
-
-    return formula
+    x = _grouped(unit)
+    x = x - x.mean(-1, keepdim=True)
+    return x * _inverse(x, unit.eps) * _weight(unit)
 
 
-def weight_left_out(_: float) -> Formula:
+@formula
+def weight_left_out(unit: Unit, _: float) -> torch.Tensor:
     """x / sqrt(mean(x²) + eps)."""
-
-    def formula(unit: Unit) -> torch.Tensor:
-        x = _grouped(unit)
-        return x * _inverse(x, unit.eps)
-
-    return formula
+    x = _grouped(unit)
+    return x * _inverse(x, unit.eps)
 
 
-def weight_plus_one(_: float) -> Formula:
+@formula
+def weight_plus_one(unit: Unit, _: float) -> torch.Tensor:
     """(1 + w) x / sqrt(mean(x²) + eps)."""
-
-    def formula(unit: Unit) -> torch.Tensor:
-        x = _grouped(unit)
-        return x * _inverse(x, unit.eps) * (1.0 + _weight(unit))
-
-    return formula
+    x = _grouped(unit)
+    return x * _inverse(x, unit.eps) * (1.0 + _weight(unit))
 
 
-def over_all_heads(_: float) -> Formula:
+@formula
+def over_all_heads(unit: Unit, _: float) -> torch.Tensor:
     """One mean square for all heads of a row."""
-
-    def formula(unit: Unit) -> torch.Tensor:
-        x = unit.inputs[0].float()
-        heads = (x * _inverse(x, unit.eps)).reshape(-1, _weight(unit).numel())
-        return heads * _weight(unit)
-
-    return formula
+    x = unit.inputs[0].float()
+    heads = (x * _inverse(x, unit.eps)).reshape(-1, _weight(unit).numel())
+    return heads * _weight(unit)
 
 
 def left_out(_: float) -> Formula:

@@ -2,7 +2,7 @@
 
 import torch
 
-from rlk_align.selftest.planting.operands import Formula, Unit
+from rlk_align.selftest.planting.operands import Formula, Unit, formula
 
 
 def _angles(unit: Unit, later: torch.Tensor | float = 0.0) -> torch.Tensor:
@@ -20,7 +20,7 @@ def _heads(unit: Unit) -> torch.Tensor:
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`[N, H, D]`, whose first features, twice as many as there are pairs, are turned."""
+    """Rotates the first features of `[N, H, D]`, twice as many as there are pairs."""
     pairs = cos.shape[-1]
     a, b, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
@@ -30,61 +30,49 @@ def _by(unit: Unit, angles: torch.Tensor) -> torch.Tensor:
     return _turned(_heads(unit), angles.cos().float(), angles.sin().float())
 
 
-def other_base(strength: float) -> Formula:
+@formula
+def other_base(unit: Unit, strength: float) -> torch.Tensor:
     """The base times 1 + `strength`: frequency w becomes w (1 + strength)^(-2j/d)."""
-
-    def formula(unit: Unit) -> torch.Tensor:
-        pairs = _angles(unit).shape[-1]
-        exponent = torch.arange(pairs, device=unit.result.device).double() / pairs
-        return _by(unit, _angles(unit) * (1.0 + strength) ** -exponent)
-
-    return formula
+    pairs = _angles(unit).shape[-1]
+    exponent = torch.arange(pairs, device=unit.result.device).double() / pairs
+    return _by(unit, _angles(unit) * (1.0 + strength) ** -exponent)
 
 
-def table_in_bf16(_: float) -> Formula:
+@formula
+def table_in_bf16(unit: Unit, _: float) -> torch.Tensor:
     """cos and sin rounded to bf16."""
-
-    def formula(unit: Unit) -> torch.Tensor:
-        angles = _angles(unit)
-        cos, sin = (t.bfloat16().float() for t in (angles.cos(), angles.sin()))
-        return _turned(_heads(unit), cos, sin)
-
-    return formula
+    angles = _angles(unit)
+    cos, sin = (t.bfloat16().float() for t in (angles.cos(), angles.sin()))
+    return _turned(_heads(unit), cos, sin)
 
 
 def angles_in_bf16(_: float) -> Formula:
-    """Angles rounded to bf16, so that far positions turn by whole radians too much."""
+    """Angles rounded to bf16, which is off by whole radians at far positions."""
     return lambda unit: _by(unit, _angles(unit).bfloat16().double())
 
 
-def interleaved(_: float) -> Formula:
+@formula
+def interleaved(unit: Unit, _: float) -> torch.Tensor:
     """Features 2j and 2j + 1 turn together."""
-
-    def formula(unit: Unit) -> torch.Tensor:
-        x, angles = _heads(unit), _angles(unit)
-        width = 2 * angles.shape[-1]
-        a, b = x[..., 0:width:2], x[..., 1:width:2]
-        cos, sin = angles.cos().float(), angles.sin().float()
-        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
-        return torch.cat([turned, x[..., width:]], -1)
-
-    return formula
+    x, angles = _heads(unit), _angles(unit)
+    width = 2 * angles.shape[-1]
+    a, b = x[..., 0:width:2], x[..., 1:width:2]
+    cos, sin = angles.cos().float(), angles.sin().float()
+    turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    return torch.cat([turned, x[..., width:]], -1)
 
 
 def later_position(strength: float) -> Formula:
-    """Every row by `strength` positions too far."""
+    """Rotates every row by `strength` positions too far."""
     return lambda unit: _by(unit, _angles(unit, strength))
 
 
-def later_position_in_decode(strength: float) -> Formula:
-    """The same for rows of decode steps alone."""
-
-    def formula(unit: Unit) -> torch.Tensor:
-        assert unit.rows is not None
-        turned = _by(unit, _angles(unit, strength)).flatten(1).to(unit.result.dtype)
-        return torch.where(unit.rows.decoding[:, None], turned, unit.result)
-
-    return formula
+@formula
+def later_position_in_decode(unit: Unit, strength: float) -> torch.Tensor:
+    """Rotates rows of decode steps by `strength` positions too far."""
+    assert unit.rows is not None
+    turned = _by(unit, _angles(unit, strength)).flatten(1).to(unit.result.dtype)
+    return torch.where(unit.rows.decoding[:, None], turned, unit.result)
 
 
 def left_out(_: float) -> Formula:
@@ -92,12 +80,9 @@ def left_out(_: float) -> Formula:
     return lambda unit: unit.inputs[0]
 
 
-def half_of_the_pairs(_: float) -> Formula:
-    """The slower half of the pairs stays as it is."""
-
-    def formula(unit: Unit) -> torch.Tensor:
-        angles = _angles(unit).clone()
-        angles[..., angles.shape[-1] // 2 :] = 0
-        return _by(unit, angles)
-
-    return formula
+@formula
+def half_of_the_pairs(unit: Unit, _: float) -> torch.Tensor:
+    """The slower half of the pairs is not rotated."""
+    angles = _angles(unit).clone()
+    angles[..., angles.shape[-1] // 2 :] = 0
+    return _by(unit, angles)

@@ -1,21 +1,21 @@
-"""Faults of sparse layers. Most change what no single tensor is, and are planted by the engine's
-`SparseLayers`."""
+"""Faults of sparse layers. Most of them change more than one tensor, so the engine's `SparseLayers`
+plants them."""
 
 from collections.abc import Callable
 
 import torch
 
-from rlk_align.selftest.planting.operands import Formula, Unit
+from rlk_align.selftest.planting.operands import Unit, formula
 from rlk_align.selftest.planting.sparse_layers import Routing, SparseLayers
 
 Plant = Callable[[SparseLayers, int], None]
-"""Plants a fault into a layer."""
+"""(sparse layers of the model, number of a layer): plants a fault into that layer."""
 LEFT_OUT = 2
 """The expert whose rows are missing."""
 
 
 def least_liked(_: float) -> Plant:
-    """Every fifth row's last expert is the one that its router likes least."""
+    """The last expert of every fifth row is the one with the lowest score."""
 
     def choose(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         changed = chosen.clone()
@@ -26,8 +26,8 @@ def least_liked(_: float) -> Plant:
 
 
 def other_of_ties(_: float) -> Plant:
-    """Where the least of the chosen scores is also that of an expert that is left out, the latter
-    is chosen in its place."""
+    """If the least of the chosen scores is also the score of an omitted expert, the omitted one is
+    chosen instead."""
 
     def choose(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         least = scores.gather(1, chosen).min(dim=1, keepdim=True)
@@ -53,7 +53,7 @@ def one_left_out(_: float) -> Plant:
 
 
 def first_two_swapped(_: float) -> Plant:
-    """The first two experts have each other's first weights."""
+    """Swaps the first weights of the first two experts."""
     return lambda layers, layer: layers.swap_experts(layer, 0, 1)
 
 
@@ -62,12 +62,9 @@ def weighed_before_activation(_: float) -> Plant:
     return lambda layers, layer: layers.weigh_before_activation(layer)
 
 
-def every_seventh_dropped(_: float) -> Formula:
+@formula
+def every_seventh_dropped(unit: Unit, _: float) -> torch.Tensor:
     """Zeros for every seventh row."""
-
-    def formula(unit: Unit) -> torch.Tensor:
-        kept = unit.result.clone()
-        kept[::7] = 0
-        return kept
-
-    return formula
+    result = unit.result.clone()
+    result[::7] = 0
+    return result

@@ -1,1 +1,1 @@
-"""Planted faults: what the tool must find, put into the live model of an engine."""
+"""Planting: puts a fault, which the tool must find, into the live model of an engine."""

@@ -1,7 +1,7 @@
-"""The operators of a live model, each of which a formula can stand in for.
+"""The operators of a live model, each of which can be replaced by a formula.
 
-A subclass for each engine says where an operator lies there, and how its tensors are laid out;
-formulas see canonical ones, `[N, F]`, N rows in whatever order the engine has them.
+A subclass for each engine knows where an operator is and how its tensors are laid out. Formulas see
+canonical tensors `[N, F]`, with N rows in the engine's order.
 """
 
 import functools
@@ -33,12 +33,12 @@ from rlk_align.selftest.planting.sparse_layers import SparseLayers
 
 
 class LiveOperators(Hooks, ABC):
-    """Closing it undoes every replacement. Of a model that ranks share, every rank has one, and all
-    are used alike: formulas are computed on all of them, and a rank keeps its part of the result,
-    where it is one that has the fault."""
+    """The operators of one rank's model. Closing it undoes every replacement. All ranks compute
+    each formula on whole operators, and a rank with the fault writes back its part of the
+    result."""
 
     rows: ForwardTokens
-    """The rows of the whole forward that runs; an engine's hooks keep it up to date."""
+    """The rows of the current forward; the engine's hooks update them."""
 
     def __init__(
         self,
@@ -48,8 +48,7 @@ class LiveOperators(Hooks, ABC):
         chosen: Chosen,
         sharing: Sharing = ALONE,
     ) -> None:
-        """`engine`: has the `shape` and the `model_path`; `places`: where each site lies in the
-        engine's model."""
+        """`engine` has a `shape` and a `model_path`; `places` are those of the engine's model."""
         super().__init__()
         self._engine, self._model, self.shape = engine, model, engine.shape
         self._chosen, self._sharing = chosen, sharing
@@ -68,7 +67,7 @@ class LiveOperators(Hooks, ABC):
         return any(map(has_kernels, self._model.modules()))
 
     def replace_operator(self, site: str, formula: Formula) -> None:
-        """From here on the operator returns what the formula computes."""
+        """Makes the operator return the formula's result."""
         at = self.sites[site]
         layer = -1 if at.layer is None else at.layer
         match at.operator.formula:
@@ -86,16 +85,16 @@ class LiveOperators(Hooks, ABC):
                 self._module_output(site, formula)
 
     def computes(self, site: str) -> bool:
-        """Whether this rank computes it, or a part of it."""
+        """Whether this rank computes the site or a part of it."""
         return True
 
     def module(self, site: str) -> Any:
-        """What gives it."""
+        """The module that computes the site."""
         return self._model.get_submodule(self._places[site].module)
 
     def whole(self, site: str, value: torch.Tensor, some: bool = False) -> torch.Tensor:
-        """`[N, F]` of a site's live value, whatever dimensions its rows and its heads have. `some`:
-        whether it may have fewer rows than the forward."""
+        """Returns a site's live value as `[N, F]`. `some`: whether it may have fewer rows than the
+        forward."""
         local = value.flatten(0, -2) if some else self._flat(site, value)
         return self._sharing.whole(site, local, self._places[site].layout)
 
@@ -106,7 +105,8 @@ class LiveOperators(Hooks, ABC):
         return value.reshape(len(self.rows.ids) // (self._sharing.ranks if shares else 1), -1)
 
     def put_back(self, site: str, whole: torch.Tensor, value: torch.Tensor) -> None:
-        """Writes this rank's part of `[N, F]` over a site's live value, where it has the fault."""
+        """Overwrites a site's live value by this rank's part of `[N, F]`, if the rank has the
+        fault."""
         if self.faulty:
             local = self._flat(site, value).clone()
             self._sharing.put_back(site, whole, local, self._places[site].layout)
@@ -114,12 +114,12 @@ class LiveOperators(Hooks, ABC):
 
     @abstractmethod
     def parameter(self, name: str) -> torch.Tensor:
-        """A canonical parameter, whole; called on all ranks."""
+        """Returns a whole canonical parameter. All ranks call this."""
 
     @abstractmethod
     def live(self, name: str) -> tuple[torch.Tensor, Parameter | None]:
-        """The parameter of this rank's model that holds it, and how; None where nothing else is in
-        it and no rank shares it."""
+        """Returns this rank's live parameter with the canonical one, and its layout; None if the
+        live parameter is exactly the canonical one."""
 
     def biased(self, site: str) -> bool:
         """Whether the operator's own module adds a bias."""
@@ -136,8 +136,8 @@ class LiveOperators(Hooks, ABC):
         visible: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """In place of what attention gives for one sequence; tensors as `Attention` has them, with
-        this rank's heads."""
+        """Returns the replacement of attention's result for one sequence. The tensors have the
+        shapes of `Attention`, with this rank's heads."""
         site, width = f"layers.{layer}.attn", self.shape.head_dim
 
         def whole(name: str, local: torch.Tensor) -> torch.Tensor:
@@ -150,7 +150,7 @@ class LiveOperators(Hooks, ABC):
         unit = Attention(
             result=whole("attn", result).flatten(1),
             query=whole("q_rope", query),
-            # Values are cut into heads as keys are.
+            # Values have the same heads as keys.
             key=whole("k_rope", key),
             value=whole("k_rope", value),
             visible=visible,
@@ -163,8 +163,8 @@ class LiveOperators(Hooks, ABC):
         return local
 
     def frequencies(self) -> torch.Tensor:
-        """The frequencies of the checkpoint's rotary embedding, float64. Raises BadOption where
-        they change."""
+        """The frequencies of the checkpoint's rotary embedding, float64. Raises BadOption if they
+        depend on the sequence."""
         if self._rotary is None:
             raise BadOption("the rotary embedding's frequencies change: no fault is planted there")
         device = next(self._model.parameters()).device
@@ -179,16 +179,16 @@ class LiveOperators(Hooks, ABC):
         weight = self.parameter(name) if op.weight and not embedding else None
         bias = self.parameter(f"{name}.bias") if self.biased(site) else None
         eps = norm_epsilon(module) or 0.0
-        # A norm of heads has the heads that it gives; a product those of the operator before it.
+        # A norm's input has the layout of its output, a product's input that of the site it reads.
         of = site if op.formula == "rms_norm" else next(iter(self.sites[site].inputs), site)
 
         def see(_module: Any, inputs: Any, out: Any) -> None:
             value = first(out)
             if value is None:
-                return  # A rank that is given no logits.
+                return  # This rank gets no logits.
             operands = () if embedding else (self.whole(of, inputs[-1], not every_row),)
             if op.formula == "rms_norm" and out is not value:
-                # A fused norm also gives the sum that it norms.
+                # A fused norm also returns the sum that it normalises.
                 operands = (self.whole(site, out[1]),)
             unit = Unit(
                 result=self.whole(site, value),
@@ -204,7 +204,8 @@ class LiveOperators(Hooks, ABC):
         self.after(module, see)
 
     def _combination(self, site: str, formula: Formula) -> None:
-        """Replaces what has no module: it is computed from the outputs of other operators."""
+        """Replaces an operator without a module, whose inputs are the outputs of other
+        operators."""
         place, inputs = self._places[site], self.sites[site].inputs
         frequencies = self.frequencies() if place.end == "rope" else None
         live: dict[str, torch.Tensor] = {}
@@ -213,7 +214,7 @@ class LiveOperators(Hooks, ABC):
             live[name] = self.whole(name, self._places[name].access.read(passed)).clone()
 
         def overwrite(passed: Any) -> None:
-            # Not where somebody asks an activation what it is.
+            # Other calls of the activation have no inputs here.
             if len(live) == len(inputs):
                 result = place.access.target(passed)
                 unit = Unit(
@@ -230,7 +231,7 @@ class LiveOperators(Hooks, ABC):
         self._watch(site, overwrite)
 
     def _watch(self, site: str, see: Callable[[Any], None]) -> None:
-        """`see(what the site's module takes or gives)` in each forward."""
+        """Calls `see` in each forward with the input or output of the module that is the site."""
         module = self.module(site)
         match self._places[site].end:
             case "input":
@@ -245,22 +246,23 @@ class LiveOperators(Hooks, ABC):
 
     @abstractmethod
     def sparse_layers(self) -> SparseLayers:
-        """What faults can change in the model's sparse layers."""
+        """Returns the changes that faults can make to the model's sparse layers."""
 
     @abstractmethod
     def on_rotation(self, see: Callable[[torch.Tensor], None]) -> None:
-        """`see(what the rotary embedding gives)`: in each attention the query, then the key."""
+        """Calls `see` with the output of the rotary embedding: for each attention the query's, then
+        the key's."""
 
     @abstractmethod
     def _attention(self, layer: int, formula: Formula) -> None:
-        """The formula is given an `Attention` for each sequence."""
+        """Replaces attention; the formula gets an `Attention` for each sequence."""
 
     @abstractmethod
     def _logprob(self, formula: Formula) -> None:
-        """The formula is given a `Report`."""
+        """Replaces the reported log-probs; the formula gets a `Report`."""
 
     def change_weight(self, site: str, change: Formula) -> None:
-        """Writes `change(weight)` over the live weight of a site, until this is closed."""
+        """Overwrites the live weight of a site by `change(weight)` until this is closed."""
         changed = change(self.parameter(site).clone())
         live, entry = self.live(site)
         if not self.faulty:
@@ -272,16 +274,17 @@ class LiveOperators(Hooks, ABC):
             write_part(entry, site, self._sharing.rank, changed, live)
 
     def change_positions(self, change: Formula) -> None:
-        """`change(positions)` is what the model is given."""
+        """Gives `change(positions)` to the model."""
         raise NotImplementedError
 
     def change_boundaries(self, change: Formula) -> None:
-        """`change(ends)` is what the model is given of packed sequences."""
+        """Gives `change(ends)` to the model as the ends of packed sequences."""
         raise NotImplementedError
 
 
 def plant(operators: LiveOperators, chosen: Chosen) -> LiveOperators:
-    """Puts a fault into a live model. Raises BadOption for a model that has no place for it."""
+    """Puts a fault into a live model. Raises BadOption if the model lacks an operator that it
+    changes."""
     fault, shape = chosen.fault, operators.shape
     make: Callable[[float], Formula] = resolve_name(f"rlk_align.selftest.formulas.{fault.formula}")
     for site in fault.sites:

@@ -1,35 +1,38 @@
-"""What a formula is given of an operator: its inputs, its own result, its parameters.
+"""The operands of a formula: an operator's inputs, its own result, and its parameters.
 
 N = rows, F = features, H = heads, D = features of a head.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardTokens:
-    """Which rows a forward computes; tensors `[N]`, padding included."""
+    """The rows of a forward; tensors `[N]`, padding included."""
 
     ids: torch.Tensor
     positions: torch.Tensor
     decoding: torch.Tensor
-    """bool: rows that are their sequence's only one in this forward, and not its first."""
+    """bool: whether a row is the only one of its sequence in this forward, and not the first one of
+    the sequence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """One operator in one forward; `inputs` in the order of the canonical site's."""
+    """One operator in one forward. Its inputs have the order of the canonical site's inputs."""
 
     result: torch.Tensor
-    """What the engine itself computes, `[N, F]`."""
+    """The engine's own result, `[N, F]`."""
     inputs: tuple[torch.Tensor, ...] = ()
     """`[N, F]` each."""
     head_dim: int
     rows: ForwardTokens | None = None
-    """The rows of the forward; None where the operator sees only some rows."""
+    """The rows of the forward; None if the operator computes only some of them."""
     weight: torch.Tensor | None = None
     """The weight of a norm `[D]` or `[F]`, or of a projection `[F, F_in]`."""
     bias: torch.Tensor | None = None
@@ -47,10 +50,10 @@ class Attention:
     query: torch.Tensor
     """`[T, H, D]`."""
     key: torch.Tensor
-    """`[S, KV, D]`, of the sequence's tokens up to and including those of `query`."""
+    """`[S, KV, D]`, the keys of the sequence's tokens up to the last one of `query`."""
     value: torch.Tensor
     visible: torch.Tensor
-    """bool `[T, S]`: which keys a query sees."""
+    """bool `[T, S]`: which keys a query attends to."""
     scale: float
     head_dim: int
 
@@ -62,10 +65,10 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """Log-probs of some rows, as an engine reports them."""
+    """The log-probs of some rows as an engine reports them."""
 
     result: torch.Tensor
-    """What the engine itself reports, float32 `[N]`."""
+    """The engine's own log-probs, float32 `[N]`."""
     logits: torch.Tensor
     """`[N, V]`."""
     targets: torch.Tensor
@@ -74,7 +77,18 @@ class Report:
 
 
 Formula = Callable[..., torch.Tensor]
-"""A Unit, an Attention or a Report -> what stands in place of the result."""
+"""A Unit, an Attention or a Report -> the value that replaces the result."""
+
+
+def formula(compute: Callable[[Any, float], torch.Tensor]) -> Callable[[float], Formula]:
+    """Makes `compute(operands, strength)` a function of the strength that returns the formula. It
+    is for formulas that are longer than one expression and keep no state."""
+
+    @functools.wraps(compute)
+    def of_strength(strength: float) -> Formula:
+        return lambda operands: compute(operands, strength)
+
+    return of_strength
 
 
 def in_place_of(formula: Formula, unit: Unit | Attention) -> torch.Tensor:

@@ -8,7 +8,7 @@ from rlk_align.selftest.faults.catalogue import choose
 
 
 def plant_fault(engine: Engine) -> ExitStack:
-    """Plants the fault of `engine.spec` and returns what removes it again; all ranks call this.
+    """Plants the fault of `engine.spec`, on all ranks. Closing the returned stack removes it again.
     Raises BadOption if the model has no operator that the fault could change."""
     spec = engine.spec
     planter = resolve_name(spec.info.planting)

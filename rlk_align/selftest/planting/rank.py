@@ -1,7 +1,8 @@
-"""What the ranks of tensor parallelism hold of an operator, put together and taken apart again: a
-formula sees whole operators, whatever the layout.
+"""Gathers the parts of an operator from the ranks that share it, and writes this rank's part back.
+A formula therefore sees whole operators in every layout.
 
-N = rows of the forward, F = features of the whole site; `local` is this rank's, rows flattened.
+N = rows of the forward, F = features of the whole site; `local` is this rank's part, with its rows
+flattened.
 """
 
 from collections.abc import Callable
@@ -18,17 +19,17 @@ def _alone(local: torch.Tensor) -> list[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """One rank among those that share a model."""
+    """One of the ranks that share a model."""
 
     rank: int = 0
     ranks: int = 1
     gather: Callable[[torch.Tensor], list[torch.Tensor]] = _alone
-    """The tensors of all ranks, equal in shape, in rank order, on every rank."""
+    """Returns the tensors of all ranks, which have one shape, in rank order, on every rank."""
     rows: bool = False
-    """Whether each rank has some rows only of what has no layout (sequence parallelism)."""
+    """Whether a rank has only some rows of a site without a layout (sequence parallelism)."""
 
     def whole(self, site: str, local: torch.Tensor, layout: Layout | None) -> torch.Tensor:
-        """`[N, F]` of a site; called on all ranks."""
+        """Returns a whole site `[N, F]`. All ranks call this."""
         if layout is not None:
             return layout.assemble(site, self.gather(local), 1)
         return torch.cat(self.gather(local)) if self.rows else local
@@ -46,4 +47,4 @@ class Sharing:
 
 
 ALONE = Sharing()
-"""One rank that holds all."""
+"""A single rank that has the whole model."""

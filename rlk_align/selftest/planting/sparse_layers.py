@@ -1,6 +1,6 @@
-"""The sparse layers of a live model, as planted faults change them.
+"""The changes that planted faults make to the sparse layers of a live model.
 
-Every change is undone with the hooks that it is made by.
+Every change is undone when its hooks are removed.
 N = rows, E = experts, K = experts of a row
 """
 
@@ -18,7 +18,7 @@ from rlk_align.selftest.planting.operands import Formula, Unit, in_place_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routing:
-    """The choice of one layer, as its router gives it."""
+    """The result of one layer's router."""
 
     logits: torch.Tensor
     """`[N, E]`."""
@@ -33,31 +33,31 @@ class SparseLayers(ABC):
 
     @abstractmethod
     def change_logits(self, layer: int, formula: Formula) -> None:
-        """`formula(Unit)` in place of the router's logits, by which experts are chosen then."""
+        """Replaces the router's logits by `formula(Unit)`; experts are then chosen by these."""
 
     @abstractmethod
     def change_choice(self, layer: int, choose: Choose) -> None:
-        """`choose(scores, chosen)` in place of the router's own choice."""
+        """Replaces the router's choice by `choose(scores, chosen)`."""
 
     @abstractmethod
     def change_weights(self, layer: int, change: Callable[[Routing], torch.Tensor]) -> None:
-        """`change(routing)`, `[N, K]`, in place of the weights of the chosen experts."""
+        """Replaces the weights of the chosen experts by `change(routing)`, `[N, K]`."""
 
     @abstractmethod
     def leave_out(self, layer: int, expert: int) -> None:
-        """Leaves that expert's rows out of the sums."""
+        """Omits the rows of this expert from the sums."""
 
     @abstractmethod
     def swap_experts(self, layer: int, one: int, other: int) -> None:
-        """Two experts have each other's first weights."""
+        """Swaps the first weights of two experts."""
 
     def weigh_before_activation(self, layer: int) -> None:
-        """An expert's weight multiplies its gate, and not its row."""
+        """Multiplies an expert's gate by its weight, instead of its row."""
         raise NotImplementedError
 
 
 def swap(hooks: Hooks, one: torch.Tensor, other: torch.Tensor) -> None:
-    """Two live tensors have each other's values, until the hooks come out."""
+    """Swaps the values of two live tensors until the hooks are removed."""
     before = one.clone(), other.clone()
     one.copy_(before[1])
     other.copy_(before[0])
@@ -66,17 +66,18 @@ def swap(hooks: Hooks, one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 class KernelLayers(SparseLayers):
-    """Stands before an engine's own, which knows where the experts' weights are."""
+    """The sparse layers of an engine with the kernels. A subclass for each engine finds the
+    experts' weights."""
 
     _hooks: Hooks
 
     @abstractmethod
     def _chooser(self, layer: int) -> Any:
-        """What chooses experts by the kernels."""
+        """The object that chooses experts with the kernels."""
 
     @abstractmethod
     def _computer(self, layer: int) -> Any:
-        """What computes experts by the kernels and adds up their rows."""
+        """The object that computes experts with the kernels and adds up their rows."""
 
     def change_logits(self, layer: int, formula: Formula) -> None:
         router = self._chooser(layer)

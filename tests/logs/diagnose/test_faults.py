@@ -1,4 +1,4 @@
-"""Every planted fault is named by its own name, and healthy runs by none."""
+"""Every planted fault is named correctly, and healthy runs raise no alarm."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from rlk_align.logs.dumps.sequences import Sequences
 
 CONTRACT = load_run_contract()
 LARGE = {"stale cache, nothing dumped", "routes flip"}
-"""They are told from others by many groups, or many tokens."""
+"""Faults that only many groups, or many tokens, distinguish from others."""
 
 
 def explained(run: Sequences) -> Explanation:
@@ -80,7 +80,7 @@ def test_no_sequence_is_never_a_pass() -> None:
 
 
 def test_a_large_error_without_a_cause_is_no_pass() -> None:
-    """One sequence of few is far off: too little to name a cause, and too much to pass."""
+    """If one of few sequences is far off, no cause is named, and the run does not pass."""
     run = healthy(3, 2_000).take(np.arange(8))
     spoiled = slice(run.offsets[0], run.offsets[1])
     where = run.compared[spoiled]

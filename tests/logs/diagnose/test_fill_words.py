@@ -1,4 +1,4 @@
-"""What is said of values in place of log-probs: which value, from which side, at which tokens."""
+"""The words for values in place of log-probs: the value, its side, and its tokens."""
 
 import warnings
 
@@ -19,7 +19,7 @@ def explained(run: Sequences) -> Explanation:
 
 
 def with_ends(seed: int = 0) -> tuple[Sequences, np.ndarray]:
-    """A healthy run whose responses end with one token, and the places of these."""
+    """A healthy run whose responses all end with one token id, and the indices of these tokens."""
     run = healthy(seed, 20_000)
     run.token_ids[run.token_ids == END] = END + 1
     last = run.offsets[1:] - 1

@@ -1,4 +1,4 @@
-"""What a run cannot say: few steps, few tokens, a dtype or counts that the dump does not have."""
+"""Runs with too little information: few steps, few tokens, no dtype, or no counts."""
 
 import dataclasses
 

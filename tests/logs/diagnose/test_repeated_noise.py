@@ -1,4 +1,4 @@
-"""Noise that is drawn anew for each sample, and noise that depends on the tokens alone."""
+"""Noise that differs from sample to sample, and noise that depends only on the tokens."""
 
 import numpy as np
 import pytest

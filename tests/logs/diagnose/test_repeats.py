@@ -20,7 +20,7 @@ def explained(run: Sequences) -> Explanation:
 
 
 def one_prompt_a_group(run: Sequences) -> Sequences:
-    """Simulated samples of a group have prompts of their own; here they share the first one's."""
+    """Simulated samples of a group have different prompts; here they share the first one."""
     for k in range(len(run)):
         first = run.offsets[k // GROUP * GROUP]
         own = slice(run.offsets[k], run.offsets[k] + PROMPT)
@@ -29,7 +29,7 @@ def one_prompt_a_group(run: Sequences) -> Sequences:
 
 
 def copied(run: Sequences, of: np.ndarray) -> Sequences:
-    """Samples k are what samples `of[k]` are, with noise of their own in the log-probs."""
+    """Sample k becomes a copy of sample `of[k]`, with other noise in the log-probs."""
     made = run.take(of)
     rng = np.random.default_rng(5)
     made.rollout[:] += 1e-4 * rng.standard_normal(made.tokens) * -np.expm1(made.rollout)
@@ -37,7 +37,7 @@ def copied(run: Sequences, of: np.ndarray) -> Sequences:
 
 
 def alike(run: Sequences, groups: int) -> np.ndarray:
-    """Of the first groups all samples are the first one's."""
+    """In the first groups all samples are copies of the first one."""
     every = np.arange(len(run))
     return np.where(every < groups * GROUP, every // GROUP * GROUP, every)
 
@@ -77,7 +77,7 @@ def test_copies_do_not_narrow_an_interval() -> None:
 
 
 def sampled(logits: np.ndarray, length: int, seed: int, greedy: bool = False) -> Sequences:
-    """24 groups of samples of `length` tokens, each token by one of these laws."""
+    """24 groups of samples of `length` tokens, each token from one of these distributions."""
     dump = Dump(seed, 30_000)
     dump.groups = np.arange(24).repeat(GROUP)
     dump.sequences = len(dump.groups)
@@ -86,7 +86,7 @@ def sampled(logits: np.ndarray, length: int, seed: int, greedy: bool = False) ->
     dump.sequence = np.arange(dump.sequences).repeat(length)
     dump.position = np.tile(np.arange(length), dump.sequences)
     rng = np.random.default_rng(seed)
-    # Samples of a group have the same laws, at the same places.
+    # Samples of a group have the same distributions at the same positions.
     of_group = logits[rng.integers(0, len(logits), (24, length))]
     dump.logits = of_group[dump.groups[dump.sequence], dump.position]
     dump.scale = np.full(len(dump.sequence), 0.04)
@@ -125,7 +125,7 @@ def test_greedy_decoding_repeats_and_is_no_fault(said: float | None) -> None:
 
 
 def test_a_sampler_at_a_lower_temperature_than_recorded_is_no_copier() -> None:
-    """Log-probs of temperature 1, of answers that were sampled at 0.6."""
+    """Log-probs at temperature 1 of answers that were sampled at 0.6."""
     run = sampled(laws(3.0) / 0.6, 3, 2)
     run.rollout[:] = run.rollout * 0.6
     assert not len(repeats(run, CONTRACT).repeated)

@@ -1,4 +1,4 @@
-"""The contract for runs: what it holds, and what is wrong with others."""
+"""The contract for runs: its content, and errors in other contracts."""
 
 from collections.abc import Callable
 from pathlib import Path

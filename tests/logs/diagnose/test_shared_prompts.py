@@ -1,4 +1,4 @@
-"""What samples share because they have one prompt: tokens, log-probs, and cached tokens."""
+"""Samples of one prompt, which share tokens, log-probs and cached tokens."""
 
 import numpy as np
 from simulate_dumps import GROUP, Dump

@@ -1,4 +1,4 @@
-"""Intervals, and the sample that is kept of a run."""
+"""Intervals, and the sample of a run."""
 
 import math
 
@@ -15,7 +15,7 @@ CONTRACT = load_run_contract()
 
 
 def test_students_quantiles_are_wide_enough() -> None:
-    """The exact ones of the probability 1 − 3.167e-5 are 32.6, 9.65, 6.25, 4.41 and 4.08."""
+    """The exact quantiles of the probability 1 − 3.167e-5 are 32.6, 9.65, 6.25, 4.41 and 4.08."""
     for freedom, exact in ((3, 32.6), (6, 9.65), (10, 6.46), (40, 4.48), (200, 4.09)):
         assert 0.97 * exact < student(freedom) < 1.25 * exact
     assert student(1e9) == pytest.approx(4, abs=1e-3)

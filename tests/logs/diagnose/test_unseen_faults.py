@@ -8,7 +8,7 @@ from rlk_align.logs.diagnose.explain import explain
 
 CONTRACT = load_run_contract()
 NOT_ALWAYS = {"noise × 3", "packs of 8", "last turn, 1 row in 5"}
-"""Faults that this few tokens do not always prove; they never pass under another name."""
+"""Faults that so few tokens do not always prove; they are never named otherwise."""
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -1,4 +1,4 @@
-"""A 0.0 instead of a log-prob, and one that a truncated law gives."""
+"""Zeros in place of log-probs, and zeros that a truncated distribution gives."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ CONTRACT = load_run_contract()
 
 
 def filled(run: Sequences) -> int:
-    """How many tokens have something instead of a log-prob."""
+    """The number of tokens with another value in place of a log-prob."""
     sample = gather([run], CONTRACT)
     assert sample.kept is not None
     return int(Evidence(sample.kept, sample.counts, CONTRACT).filled.sum())

@@ -9,7 +9,7 @@ from padded import padded
 
 from rlk_align.logs.monitor.frameworks import FRAMEWORKS, framework_metrics
 from rlk_align.logs.monitor.pairs import pairs_of
-from rlk_align.logs.monitor.run import padded_sequences
+from rlk_align.logs.monitor.run_monitor import padded_sequences
 
 G, T, MASK = padded()
 ROWS = [
@@ -29,7 +29,7 @@ def k3(d: float) -> float:
 
 
 def of_rows(figure) -> list[float]:
-    """The mean over each sequence's tokens of a figure of (g, t)."""
+    """The mean of a function of (g, t) over each sequence's tokens."""
     return [fmean(figure(g, t) for g, t in row) for row in ROWS]
 
 
@@ -53,7 +53,7 @@ def pearson(x: list[float], y: list[float]) -> float:
 
 
 def segments() -> list[list[list[tuple[float, float]]]]:
-    """Each row's stretches of scored tokens."""
+    """Each row's segments of scored tokens."""
     found = []
     for a, b, c in zip(G, T, MASK, strict=True):
         row, open_ = [], False
@@ -235,7 +235,7 @@ def test_a_nan_is_not_averaged_away_but_where_the_framework_does_so() -> None:
     found = framework_metrics(pairs_of(padded_sequences(0, g, t, mask)))
     assert math.isnan(found["nemo-rl"]["gen_kl_error"])
     assert math.isnan(found["verl"]["rollout_corr/kl"])
-    # TRL leaves NaN out, miles sets it to 0: their dashboards show a number.
+    # TRL omits NaN, and miles sets it to 0, so their dashboards show a number.
     assert math.isfinite(found["trl"]["sampling/sampling_logp_difference/mean"])
     assert math.isfinite(found["miles"]["train/train_rollout_kl"])
 

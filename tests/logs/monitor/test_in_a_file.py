@@ -1,4 +1,4 @@
-"""What `rlk-align monitor` writes into a file or a pipe while it follows a run."""
+"""The output of `rlk-align monitor` to a file or a pipe while it follows a run."""
 
 import signal
 import subprocess

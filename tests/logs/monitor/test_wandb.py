@@ -11,8 +11,8 @@ import pytest
 
 from rlk_align.cli.monitor_outputs import StepOutputs
 from rlk_align.cli.outputs import OutputTarget
-from rlk_align.logs.monitor.output import scalars
-from rlk_align.logs.monitor.run import RunMonitor
+from rlk_align.logs.monitor.export import scalars
+from rlk_align.logs.monitor.run_monitor import RunMonitor
 
 pytest.importorskip("wandb")
 

@@ -1,12 +1,12 @@
-"""Sequences, and the run that an import makes of files that hold them."""
+"""Imports files of a test and returns their sequences."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from rlk_align.logs.dumps.imported_run import ImportedRun
 from rlk_align.logs.dumps.manifest import Manifest
-from rlk_align.logs.dumps.run import ImportedRun
 from rlk_align.logs.dumps.sequences import Sequences
 from rlk_align.logs.readers.importing import import_dump
 
@@ -15,7 +15,7 @@ Import = Callable[..., tuple[Manifest, Sequences]]
 
 @pytest.fixture
 def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Import:
-    """Imports paths below the test's folder, and returns what the run then holds."""
+    """Imports paths below the test's folder, and returns the content of the run."""
     monkeypatch.chdir(tmp_path)
 
     def run(format: str, *paths: str | Path) -> tuple[Manifest, Sequences]:

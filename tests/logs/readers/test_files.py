@@ -1,4 +1,4 @@
-"""What lies around the lines of a dump: encodings, folders of several formats, failed imports."""
+"""Files of a dump: encodings, folders of several formats, failed imports."""
 
 import codecs
 import json
@@ -8,9 +8,9 @@ import pytest
 from dump_files import lines
 
 from rlk_align.errors import CorruptTrace, DumpError
-from rlk_align.logs.dumps.run import ImportedRun
-from rlk_align.logs.monitor.run import RunMonitor
-from rlk_align.logs.monitor.source import open_source
+from rlk_align.logs.dumps.imported_run import ImportedRun
+from rlk_align.logs.monitor.run_monitor import RunMonitor
+from rlk_align.logs.monitor.step_sources import open_source
 
 NEMO_RL = {
     "input_lengths": [3],

@@ -1,4 +1,4 @@
-"""miles' dumps: a file a rank, with copies of tensor and slices of context parallelism."""
+"""miles' dumps: a file for each rank, with tensor-parallel copies and context-parallel slices."""
 
 import itertools
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from dump_files import drawn
 
 from rlk_align.errors import DumpError
-from rlk_align.logs.readers.zigzag import response_places
+from rlk_align.logs.readers.zigzag import response_tokens
 
 torch = pytest.importorskip("torch")
 SHAPES = [(13, 9), (8, 3), (20, 19), (5, 1)]
@@ -104,7 +104,7 @@ def test_a_slice_that_is_not_there_is_refused(imported) -> None:
 
 
 def test_slices_that_do_not_say_their_rank_and_are_of_equal_length_are_refused(imported) -> None:
-    """Both ranks hold half of the response."""
+    """Each of two ranks has half of the response."""
     paths = dump(cp=2, meta=False)
     for path in paths:
 
@@ -120,7 +120,7 @@ def test_slices_that_do_not_say_their_rank_and_are_of_equal_length_are_refused(i
                 data[name] = [full[:8] if value["rank"] else full[8:]]
 
         changed(path, shorten)
-    with pytest.raises(DumpError, match="cannot be placed"):
+    with pytest.raises(DumpError, match="positions of its context-parallel slices are unknown"):
         imported("miles", ".")
 
 
@@ -171,5 +171,5 @@ def test_rollouts_come_in_order(imported) -> None:
 def test_each_token_of_a_response_has_one_place(ranks: int, padded: int | None) -> None:
     for total in range(2, 21):
         for response in range(1, total):
-            places = [response_places(total, response, r, ranks, padded) for r in range(ranks)]
+            places = [response_tokens(total, response, r, ranks, padded) for r in range(ranks)]
             assert sorted(p for part in places for p in part) == list(range(response))

@@ -127,7 +127,7 @@ def test_a_weight_that_is_null_is_the_default(imported, weights: dict, scored: i
         ({"trainer_logprobs": [-1.0] * 3}, "trainer_logprobs has 3 entries"),
         ({"position_ids": [0, 1]}, "position_ids has 2 entries"),
         ({"loss_mask": [1]}, "loss_mask has 1 entries"),
-        ({"loss_mask": [None] * 4}, "loss_mask holds null"),
+        ({"loss_mask": [None] * 4}, "loss_mask has null"),
         ({"inference_logprobs": None}, "inference_logprobs"),
         ({"step": "3"}, "step is a text"),
         ({"rewards": ["a"] * 4}, "rewards"),

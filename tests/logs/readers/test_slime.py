@@ -93,7 +93,9 @@ def test_the_rollouts_own_dump_beside_it_is_left_alone(imported) -> None:
 def test_format_1_under_context_parallelism_is_refused(imported) -> None:
     slices = [torch.tensor(T[:2]) for _ in range(2)]
     saved(format_1(log_probs=slices, rollout_log_probs=slices))
-    with pytest.raises(DumpError, match="2 entries of a response of 4: the slice of a context"):
+    with pytest.raises(
+        DumpError, match="2 entries for a response of 4: it is the slice of a context"
+    ):
         imported("slime", "train_data")
 
 
@@ -130,14 +132,14 @@ def test_a_zero_is_missing_outside_of_the_mask_alone(imported) -> None:
     ("change", "said"),
     [
         ({"log_probs": None}, "log_probs: missing; the trainer computed none"),
-        ({"rollout_log_probs": None}, "rollout_log_probs: missing; the run kept no"),
+        ({"rollout_log_probs": None}, "rollout_log_probs: missing; the run recorded no"),
         ({"log_probs": torch.zeros(3)}, "log_probs has 3 entries"),
         ({"log_probs": torch.zeros(4, 2)}, "log_probs"),
         ({"log_probs": "text"}, "log_probs is a text"),
         ({"loss_masks": torch.ones(3)}, "loss_masks has 3 entries"),
         ({"response_lengths": 9}, "response_lengths is 9"),
         ({"response_lengths": "4"}, "response_lengths is a text"),
-        ({"tokens": torch.tensor([0.5] * 6)}, "tokens holds numbers that are not integers"),
+        ({"tokens": torch.tensor([0.5] * 6)}, "tokens has numbers that are not integers"),
     ],
 )
 def test_a_wrong_value_is_named(imported, change: dict, said: str) -> None:
@@ -165,7 +167,7 @@ def test_another_content_is_refused(imported, value: object) -> None:
 
 
 class Planted:
-    """Leaves a mark where it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __reduce__(self) -> tuple:
         return Path.touch, (Path("unpickled"),)

@@ -1,4 +1,4 @@
-"""Which sequences are scored again, and what cannot be."""
+"""The choice of the sequences that are scored again, and the refusals."""
 
 import dataclasses
 from pathlib import Path
@@ -19,7 +19,7 @@ RUN = healthy(1, 8_000)
 
 
 class Dump:
-    """Stands for an imported run, in two batches."""
+    """Replaces an imported run, in two batches."""
 
     folder = Path("dump")
 
@@ -64,7 +64,7 @@ def test_the_temperature_is_the_dumps() -> None:
     choice = chosen(dataclasses.replace(RUN, sampling=warm), count=1000)
     assert choice.temperature == 0.7
     assert choice.usable == len(RUN) - 1
-    assert "1 sequences with another temperature are left out" in choice.notes[0]
+    assert "1 sequences with another temperature are omitted" in choice.notes[0]
     assert chosen(dataclasses.replace(RUN, sampling=warm), temperature=0.9).temperature == 0.9
     silent = chosen(dataclasses.replace(RUN, sampling=[Sampling()] * len(RUN)))
     assert silent.temperature == 1.0

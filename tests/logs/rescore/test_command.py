@@ -1,4 +1,4 @@
-"""`rlk-align compare --tokens` with a real engine on real ids, and what it refuses."""
+"""`rlk-align compare --tokens` with a real engine on real ids, and its refusals."""
 
 import json
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def _one_sided(row: dict) -> dict:
 
 
 def dump(path: Path, change: Callable[[dict], dict] = lambda row: row) -> Path:
-    """A dump whose numbers are made up: nothing is scored."""
+    """A dump with invented numbers, of which nothing is scored."""
     row = {
         "schema": "rlk-align/logprobs/1",
         "id": "a",

@@ -1,4 +1,4 @@
-"""A mismatch is named by the edge that it lies on; engines are noise of the published level."""
+"""A mismatch is assigned to its edge; engines are simulated by noise of the published level."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ CONTRACT = load_run_contract()
 
 
 def noisy(values: np.ndarray, seed: int, c: float = 0.04) -> np.ndarray:
-    """The same log-probs by another engine: E|Δ| = c (1 − p)."""
+    """The same log-probs from another engine: E|Δ| = c (1 − p)."""
     noise = np.random.default_rng(seed).laplace(size=len(values))
     other = values + np.where(RUN.compared, c * -np.expm1(values) * noise, 0.0)
     return np.where(other > 0, values, other)
@@ -66,7 +66,7 @@ def test_a_healthy_run_has_three_small_edges_that_add_up() -> None:
     assert [e.name for e in done.edges] == names
     assert all(e.diagnosis == "numerics" and e.mean.value < 0.03 for e in done.edges)
     assert sum(e.share.value for e in done.edges) == pytest.approx(1.0)
-    # Δ of the edges is that of the dump: k1 is its mean, with a minus.
+    # The Δ of the edges add up to that of the dump, and k1 is the negative mean of Δ.
     assert sum(e.metrics.k1 for e in done.edges) == pytest.approx(done.own.k1)
     assert done.missing == 0
 

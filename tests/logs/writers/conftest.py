@@ -1,4 +1,4 @@
-"""Steps that were written, as the run that an import makes of them."""
+"""Imports steps that a writer wrote."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ from rlk_align.logs.writers.step_file import write_step
 
 @pytest.fixture
 def imported_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Sequences]:
-    """Imports what lies in a folder of steps."""
+    """Imports a folder of steps."""
     return lambda folder: sequences_in(folder, tmp_path_factory.mktemp("imported"))
 
 

@@ -1,4 +1,4 @@
-"""Batches as records: which token each value belongs to, what is null, and what is refused."""
+"""Batches as records: the token of each value, the values that are null, and the refusals."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from rlk_align.logs.writers.batch import batch_records
 from rlk_align.logs.writers.step_file import write_step
 
 IDS = [[0, 11, 12, 13, 14, 0], [21, 22, 23, 24, 25, 26]]
-"""A prompt of two tokens each, in front of at most three that were sampled; row 0 is padded."""
+"""Prompts of two tokens and responses of at most three; row 0 is padded."""
 THERE = [[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]]
 G = [[-1.0, -0.5, 0.0], [-2.0, 0.0, -3.0]]
 T = [[-1.5, -0.25, 0.0], [-2.5, -0.125, -3.5]]
@@ -38,7 +38,7 @@ def test_padding_is_left_out_and_missing_values_are_null() -> None:
     assert (first["token_ids"], first["prompt_length"]) == ([11, 12, 13, 14], 2)
     assert first["mask"] == [True, True]
     assert (first["rollout_logprobs"], first["train_logprobs"]) == ([-1.0, -0.5], [-1.5, -0.25])
-    # Nobody sampled the token that a tool gave.
+    # The tool's token was not sampled.
     assert second["rollout_logprobs"] == [-2.0, None, -3.0]
     assert second["train_logprobs"] == [-2.5, -0.125, -3.5]
     assert first["group"] != second["group"]
@@ -46,7 +46,7 @@ def test_padding_is_left_out_and_missing_values_are_null() -> None:
 
 @pytest.mark.parametrize(("sentinel", "written"), [(-9999.0, None), (0.0, 0.0)])
 def test_a_value_that_stands_for_none_is_null(sentinel: float, written: float | None) -> None:
-    """A 0.0 inside of the mask may be a log-prob: the whole run tells."""
+    """A 0.0 within the mask may be a log-prob: only the whole run shows it."""
     g = np.array([[-1.0, sentinel, 0.0], G[1]])
     assert batch_records(**batch(rollout_logprobs=g))[0]["rollout_logprobs"] == [-1.0, written]
 
@@ -119,11 +119,11 @@ def test_every_field(imported_step) -> None:
         ({"train_logprobs": None}, "train_logprobs is None"),
         ({"rollout_logprobs": np.zeros((2, 3))}, "rollout_logprobs is 0.0 at every token"),
         ({"train_logprobs": np.zeros((2, 3))}, "train_logprobs is 0.0 at every token"),
-        # A mask of tools, which is padded with 1, and not cut by the completion's.
+        # A mask of tools that is padded with 1 and not multiplied by the completion's mask.
         ({"mask": np.array([[1, 1, 1], [1, 0, 1]])}, "1 tokens of padding in row 0"),
-        # A mask one token early.
-        ({"prompt_lengths": [3, 3]}, "2 in front of the first token that the loss counts"),
-        ({"prompt_lengths": [1, 3]}, "in front of the log-probs"),
+        # A mask that is one token early.
+        ({"prompt_lengths": [3, 3]}, "2 precede the first token that the loss counts"),
+        ({"prompt_lengths": [1, 3]}, "precede the log-probs"),
         ({"prompt_lengths": [2]}, r"\[1\], and \[2\] is expected"),
         ({"rollout_logprobs": np.array(G)[:, 1:]}, r"\[2, 2\], and \[2, 3\] is expected"),
         ({"train_logprobs": [[-1.0], [-1.0, -2.0]]}, "several lengths"),

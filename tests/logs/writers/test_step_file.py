@@ -1,4 +1,4 @@
-"""A step on disk: whole or not there, by one rank or several, and followed while it is written."""
+"""A step on disk: complete or absent, by one rank or several, and followed during the writing."""
 
 import os
 from pathlib import Path
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from rlk_align.errors import DumpError, TraceNotWritten
-from rlk_align.logs.monitor.run import RunMonitor
-from rlk_align.logs.monitor.source import open_source
+from rlk_align.logs.monitor.run_monitor import RunMonitor
+from rlk_align.logs.monitor.step_sources import open_source
 from rlk_align.logs.writers import step_file
 from rlk_align.logs.writers.batch import Record, batch_records
 from rlk_align.logs.writers.step_file import write_step

@@ -15,14 +15,14 @@ from rlk_align.logs.writers import verl
 
 
 def tensor_dict() -> Any:
-    """As `tq.kv_batch_get` gives them to it."""
+    """The batch as `tq.kv_batch_get` returns it."""
     tensordict = pytest.importorskip("tensordict")
     uid = tensordict.NonTensorStack("p", "q")
     return tensordict.TensorDict(jagged() | {"uid": uid}, batch_size=2)
 
 
 def data_proto() -> Any:
-    """verl's own, with the samples' prompts."""
+    """verl's own DataProto, with the samples' prompts."""
     protocol = pytest.importorskip("verl.protocol")
     uid = np.array(["p", "q"], dtype=object)
     return protocol.DataProto.from_dict(tensors=padded(), non_tensors={"uid": uid})

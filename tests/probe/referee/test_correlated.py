@@ -1,4 +1,4 @@
-"""Features that round to the same number: their errors are one error."""
+"""Features that round to the same number have one common error."""
 
 import pytest
 import torch
@@ -20,24 +20,24 @@ def test_independent_features_are_not_alike(features: int, dtype: str) -> None:
     torch.manual_seed(features)
     exact = 3 * torch.randn(32, features).double()
     assert 1.0 <= factor(exact, dtype) < 1.3
-    # A fault of the rows is no sign of it.
+    # A fault of whole rows is no correlation.
     assert factor(exact, dtype, gain=0.01) < 1.3
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])
 def test_equal_features_are_off_together(share: float) -> None:
-    """As the logits of tokens that were never trained are."""
+    """Like the logits of tokens that were never trained."""
     torch.manual_seed(1)
     exact = 3 * torch.randn(32, 512).double()
     equal = int(share * 512)
     exact[:, :equal] = exact[:, :1]
     found = factor(exact, "bfloat16")
-    # Of n equal errors the sum varies n times as much as with independent ones.
+    # The variance of a sum of n equal errors is n times that of independent errors.
     assert 0.2 * share * equal < found < 3 * equal
 
 
 def test_a_row_that_equal_features_make_up_is_known_too() -> None:
-    """A gain of the row explains their error wholly, and leaves nothing to be seen."""
+    """A gain of the row explains the error completely, so no correlation remains."""
     torch.manual_seed(2)
     exact = torch.randn(32, 64).double()
     exact[:, :32] = 1000 * exact[:, :1]

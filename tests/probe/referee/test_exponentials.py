@@ -1,4 +1,4 @@
-"""What float32 sums of exponentials lose: predicted, and measured on torch's own log-softmax."""
+"""The errors of float32 sums of exponentials, predicted and measured on torch's log-softmax."""
 
 import math
 import os
@@ -20,7 +20,7 @@ LEVELS = (
     "default",
     *(pytest.param(level, marks=pytest.mark.whole_matrix) for level in ("avx2", "avx512")),
 )
-"""Of torch's own kernels; a processor without AVX-512 runs the last as AVX2."""
+"""The capabilities of torch's kernels; a processor without AVX-512 runs the last as AVX2."""
 
 
 def confident(vocab: int, unseen: float, rows: int = 64) -> torch.Tensor:
@@ -67,7 +67,7 @@ def test_running_totals_of_blocks(tmp_path: Path, lanes: int, block: int, unseen
     rms, row = errors(tmp_path, logits, got, SumOrder(lanes=lanes, block=block))
     assert 0.2 < rms < 1.3
     assert row < 3
-    # Another temperature than the one that is said is none of it.
+    # Another temperature than the stated one is not explained by these errors.
     rms, _ = errors(tmp_path, logits / 1.001, got, SumOrder(lanes=lanes, block=block))
     assert rms > 20
 
@@ -112,6 +112,6 @@ def test_one_exponential_loses_nothing() -> None:
 def test_exponentials_too_small_for_float32_lose_nothing_that_counts(
     orders: tuple[SumOrder, ...],
 ) -> None:
-    """As where a norm is left out: logits hundreds apart, down to the smallest of float64."""
+    """Like logits without a final norm: differences of hundreds, down to the smallest float64."""
     row = torch.linspace(-800, 0, 4096, dtype=torch.float64)[None].exp()
     assert 0 < float(lost_share(row, orders)) < 2.0**-40

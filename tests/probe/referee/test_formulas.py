@@ -68,7 +68,7 @@ def test_linear(seed: int, rows: int, features: int, width: int, biased: bool) -
 
 
 def rotated_by_hand(x: Array, angle: Array, heads: int, scaling: float) -> Array:
-    """Each pair as a complex number, turned."""
+    """Rotates each pair as a complex number."""
     out, pairs = x.copy(), angle.shape[1]
     width = x.shape[1] // heads
     for n in range(x.shape[0]):
@@ -147,7 +147,7 @@ ROUNDINGS = formulas.AttentionRoundings(
 
 @pytest.mark.parametrize("sharp", [0.3, 3.0])
 def test_what_rounding_leaves_of_attention(sharp: float) -> None:
-    """Scores and probabilities that are off at random, many times over: by as much as is said."""
+    """The stated variance is that of many random errors of scores and probabilities."""
     torch.manual_seed(0)
     heads, length, width, times = 2, 9, 8, 4000
     q, k, v = (torch.randn(length, heads * width).double() for _ in range(3))

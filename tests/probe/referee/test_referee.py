@@ -1,4 +1,4 @@
-"""The referee on traces of tiny real checkpoints: healthy ones, and one with each fault."""
+"""The referee on traces of tiny real checkpoints, healthy and with each fault."""
 
 import functools
 import itertools
@@ -31,7 +31,7 @@ from rlk_align.trace.reader import Trace
 FIRST = ("prefill_vs_train",)
 SIDES = ("rollout", "train")
 KEPT = tempfile.TemporaryDirectory(prefix="rlk-tiny-")
-"""For as long as the tests run."""
+"""A folder that exists as long as the tests run."""
 Both = tuple[Values, Values]
 
 
@@ -104,8 +104,8 @@ def test_a_healthy_pair_is_within_its_budgets(tmp_path: Path, family: str) -> No
     for (side, site), unit in by_site.items():
         assert unit.errors is not None, (side, site, unit.reason)
         most = 2.0 if site.endswith("norm") and side == "train" else 1.2
-        # Half of a llama's head is not turned here, and not rounded; a bias has room for a rounding
-        # of the product before it. Attention rounds its output alone here, of what its unit holds.
+        # Half of a llama's head is not rotated here, and so not rounded. A bias allows a rounding
+        # of the product before it. Attention rounds only its output here, but its unit allows more.
         least = {"embed": 0.0, "logprob": 0.2}.get(site, 0.3 if site.endswith(".attn") else 0.6)
         assert least <= unit.errors.rms <= most, (side, site, unit.errors)
     differing = {s.site for s in verdict.comparison.edges[0].sites if s.differ}
@@ -120,9 +120,9 @@ def test_partial_sums_of_ranks_are_no_fault(tmp_path: Path) -> None:
     two = trace(tmp_path / "two", train, "llama", record={"options": {"tp": 2}})
     assert named(refereed(one, two)) == []
     told = trace(tmp_path / "told", train, "llama")
-    # `o_proj` has a bias, and so room for one rounding more.
+    # `o_proj` has a bias, which allows one more rounding.
     assert named(refereed(one, told)) == [(f"layers.{i}.down_proj", "train") for i in (0, 1)]
-    # Nor where the kernels' ranks, who add nothing up, are said to have computed it.
+    # With the kernels, ranks do not add up rounded parts, so the fault is named, too.
     with_kernels = {"tp": 2, "kernels": "rlk"}
     summed = trace(tmp_path / "summed", train, "llama", record={"options": with_kernels})
     assert named(refereed(one, summed)) == named(refereed(one, told))
@@ -151,14 +151,14 @@ def shifted(by: float, feature: int) -> Fault:
 
 
 def stale(exact: Array, _: Mapping[str, Array]) -> Array:
-    """One row has what the row before it has."""
+    """One row is a copy of the row before it."""
     exact = exact.copy()
     exact[7] = exact[6]
     return exact
 
 
 def of_other_rows(exact: Array, _: Mapping[str, Array]) -> Array:
-    """Each row has what the next one should have."""
+    """Each row is the exact next one."""
     return np.roll(exact, -1, axis=0)
 
 
@@ -172,7 +172,7 @@ def placed(value: float) -> Fault:
 
 
 def wrong_token(exact: Array, seen: Mapping[str, Array]) -> Array:
-    """One id is given the embedding of another, which the batch has too."""
+    """One id has the embedding of another id of the batch."""
     ids = seen["ids"]
     table = Engine(model("qwen3")).weights["embed_tokens.weight"]
     return table[np.where(ids == BATCH.samples[0].ids[20], BATCH.samples[0].ids[2], ids)]
@@ -240,7 +240,7 @@ def test_a_planted_fault_is_named_on_its_side(tmp_path: Path, name: str, side: s
     verdict = refereed(of, clean) if side == "rollout" else refereed(clean, of)
     found = named(verdict)
     assert found[:1] == [(site, side)]
-    # What follows a NaN is NaN on its own: that is `finite`'s to tell, and no operator's fault.
+    # After a NaN all values are NaN: the limit `finite` reports them, and no operator is named.
     rest = [] if "NaN" in name or "infinity" in name else found[1:]
     assert rest == []
     assert any(c.site == site and c.side == side for c in verdict.breaches)
@@ -307,7 +307,7 @@ def test_a_decode_that_differs_in_one_row_is_recomputed(tmp_path: Path) -> None:
     }
     assert off["prefill_vs_train"] == []
     assert off["decode_vs_prefill"] == [("layers.0.v_proj", "rollout")]
-    # Attention did not read the row that was spoilt: it is off too, where it differs.
+    # Attention did not read the changed row, so it is named, too, on the edge where it differs.
     both = [("layers.0.v_proj", "rollout"), ("layers.0.attn", "rollout")]
     assert off["decode_vs_train"] == both
 
@@ -317,7 +317,7 @@ def reasons(verdict: Verdict, side: str = "train") -> dict[str, str]:
 
 
 def pair(tmp_path: Path, family: str = "qwen3", **train: Any) -> Verdict:
-    """A healthy pair, whose training side is recorded as told."""
+    """A healthy pair whose training side is recorded with these options."""
     other = train.pop("values", healthy(family, norm_twice=True))
     return refereed(healthy_trace(family), trace(tmp_path / "b", other, family, **train))
 
@@ -366,7 +366,7 @@ def test_tensors_that_are_missing_or_of_another_shape(tmp_path: Path) -> None:
 
 
 def stored(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
-    """The tiny model with other tensors."""
+    """The tiny model with changed tensors."""
     folder = checkpoint(folder, "qwen3")
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -375,7 +375,7 @@ def stored(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> P
 
 
 def test_a_checkpoint_that_was_replaced_since(tmp_path: Path) -> None:
-    """What another training step changes is not called a fault of the engine."""
+    """The changes of another training step are not called a fault of the engine."""
 
     def step(tensors: dict[str, torch.Tensor]) -> None:
         for name in ("layers.1.self_attn.o_proj", "layers.0.post_attention_layernorm"):
@@ -391,7 +391,7 @@ def test_a_checkpoint_that_was_replaced_since(tmp_path: Path) -> None:
 
 
 def test_a_weight_of_the_engines_own_is_not_held_against_the_checkpoints(tmp_path: Path) -> None:
-    """As a patch changes it: across the mismatch, what is computed with it is another operator."""
+    """A patch may change a weight; the operators with this weight are then different ones."""
     own = live_weights(model("qwen3"))
     own["layers.0.up_proj"] = own["layers.0.up_proj"] * 1.02
     own["lm_head"] = own["lm_head"] * 1.02
@@ -403,7 +403,7 @@ def test_a_weight_of_the_engines_own_is_not_held_against_the_checkpoints(tmp_pat
     assert reasons(verdict).keys() == {"layers.0.up_proj", "layers.1.down_proj", "logits"}
     assert reasons(verdict)["layers.1.down_proj"] == "its engine showed no layers.1.down_proj"
     assert "the lm_head in its engine differs" in reasons(verdict)["logits"]
-    # They are too far from each other, and nobody knows which side is off.
+    # The sides differ by too much, but it is unknown which one is off.
     assert {side for _, side in named(verdict)} <= {None}
 
 
@@ -496,13 +496,13 @@ def test_rows_whose_values_were_not_kept(tmp_path: Path) -> None:
     kept = sum(lengths) - lengths[1]
     assert by_site["train", "layers.1.q_norm"].rows == kept
     assert by_site["train", "layers.1.k_rope"].rows == kept - 1
-    # Attention needs every key up to its row: of sample 0 there are three.
+    # Attention needs every key up to its row, and sample 0 has three of them.
     assert by_site["train", "layers.1.attn"].rows == kept - lengths[0] + 3
     assert by_site["rollout", "layers.1.attn"].rows == sum(lengths)
 
 
 def test_a_fault_is_named_by_the_rows_that_a_small_budget_keeps(tmp_path: Path) -> None:
-    """Though few rows were kept, and of attention's keys and values those of one sequence."""
+    """Few rows were recorded, and attention's keys and values only for one sequence."""
     rows = [(0, p) for p in (3, 8, 15, 22, 30)] + [(3, 12), (4, 20)]
 
     def keep(site: str, sample: Array, position: Array) -> Array:
@@ -558,7 +558,7 @@ def test_blocks_of_any_size_find_the_same(
     for name in ("CPU_ELEMENTS", "PRODUCT_ELEMENTS"):
         monkeypatch.setattr(module, name, entries)
     monkeypatch.setattr("rlk_align.probe.referee.reference.WEIGHT_ELEMENTS", entries)
-    monkeypatch.setattr("rlk_align.probe.referee.recorded._HELD", entries)
+    monkeypatch.setattr("rlk_align.probe.referee.recorded._MOST_CACHED_ENTRIES", entries)
     for a, b in zip(usual, pair(tmp_path / "small", "qwen2").comparison.referee, strict=True):
         assert (a.rows, a.reason) == (b.rows, b.reason)
         for name in STATISTICS:

@@ -1,4 +1,4 @@
-"""Errors in units of rounding: exact ulps, what rounding alone gives, and each planted fault."""
+"""Errors in units of rounding: exact ulps, rounding alone, and each planted fault."""
 
 import math
 import struct
@@ -55,7 +55,7 @@ def test_the_unit_at_its_edges(dtype: str) -> None:
     edges = [0.0, -0.0, *powers, *(math.nextafter(p, 0) for p in powers), *(-p for p in powers)]
     variance = rounding_variance(torch.tensor(edges, dtype=torch.float64), dtype)
     assert variance.tolist() == [(ulp(x, dtype) / 2) ** 2 / 3 for x in edges]
-    # As torch has it: numbers half an ulp apart, and no closer, are told apart.
+    # As in torch: numbers with a distance of half an ulp differ, and closer ones do not.
     for x in (1.0, 1.5, 2.0**least, 2.0**least / 2):
         step = math.sqrt(3 * float(rounding_variance(torch.tensor(x).double(), dtype))) * 2
         above = torch.tensor([x + step, x + step * 0.49]).double().to(TORCH[dtype]).double()
@@ -68,7 +68,7 @@ FEATURES = HEADS * WIDTH
 
 
 def batch(rows: int = ROWS) -> RowIndex:
-    """One sample; token ids repeat, and so do positions over two samples where there are many."""
+    """One sample, or two if there are many rows; token ids repeat, and so do positions."""
     ids = tuple((i * 7) % 13 for i in range(rows))
     half = rows // 2 if rows > 8 else rows
     samples = [Sample("a", ids[:half]), Sample("b", ids[half:])]
@@ -76,7 +76,7 @@ def batch(rows: int = ROWS) -> RowIndex:
 
 
 def outputs(rows: int = ROWS, features: int = FEATURES, seed: int = 0) -> torch.Tensor:
-    """Of a layer: features of other sizes, float64."""
+    """The output of a layer, with features of different sizes, float64."""
     rng = np.random.default_rng(seed)
     return torch.from_numpy(rng.normal(size=(rows, features)) * rng.uniform(0.5, 2.0, features))
 
@@ -133,7 +133,7 @@ def test_exact_outputs_are_exact(dtype: str) -> None:
 
 @pytest.mark.parametrize("rows", [40, 220, 1500])
 def test_outputs_that_are_rounded_less_raise_no_alarm(rows: int) -> None:
-    """As float32 logits of a router in a bf16 model: they are nearer to exact than any rounding."""
+    """Like float32 logits of a router in a bf16 model, whose errors are smaller than a rounding."""
     for seed in range(8):
         exact = outputs(rows, features=8, seed=seed)
         exact[0] *= 10
@@ -146,7 +146,7 @@ def test_outputs_that_are_rounded_less_raise_no_alarm(rows: int) -> None:
 
 @dtypes
 def test_large_and_small_rows_features_and_entries_raise_no_alarm(dtype: str) -> None:
-    """Rows, features and single entries of quite other sizes, as sinks and outliers are."""
+    """Rows, features and single entries of very different sizes, like sinks and outliers."""
     for seed in range(4):
         exact = outputs(seed=seed)
         exact[0] *= 100
@@ -162,7 +162,7 @@ def test_large_and_small_rows_features_and_entries_raise_no_alarm(dtype: str) ->
 def test_a_bias_that_is_added_to_a_rounded_product_is_no_gain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
-    """Most of a bias below half an ulp is lost in every row alike; what loses the bias is found."""
+    """Most of a bias below half an ulp is lost in every row alike; a dropped bias is found."""
     made = checkpoint(tmp_path, "qwen2")
     shape = read_shape(made)
     site = next(s for s in model_sites(shape) if s.op == "q_proj")
@@ -181,7 +181,7 @@ def test_a_bias_that_is_added_to_a_rounded_product_is_no_gain(
 
 
 def test_one_large_feature_in_every_head_is_no_gain_of_a_row() -> None:
-    """As biases of some models' keys make them: a head's gain is then one rounding."""
+    """Like keys with the biases of some models: a head's gain is then one rounding."""
     for seed in range(4):
         exact = outputs(seed=seed)
         exact[:, ::WIDTH] = 200 + exact[:, ::WIDTH] * 20
@@ -192,7 +192,7 @@ def test_one_large_feature_in_every_head_is_no_gain_of_a_row() -> None:
 @dtypes
 @pytest.mark.parametrize("spread", [0.0, 1e-6, 1e-4])
 def test_rounding_alone_raises_no_alarm_where_rows_hardly_differ(dtype: str, spread: float) -> None:
-    """As behind an activation that is cut off: each feature is then rounded to one side."""
+    """Like the output of a clamped activation: each feature is rounded in one direction."""
     for seed in range(4):
         exact = outputs(1, seed=seed) * (1 + spread * outputs(seed=seed))
         assert over(errors(rounded(exact, dtype), exact, dtype), dtype=dtype) == set()
@@ -241,7 +241,7 @@ A_CHANNEL = np.arange(2, FEATURES, WIDTH)
 EVERYTHING = (slice(None), slice(None))
 HEAD = (slice(None), slice(WIDTH, 2 * WIDTH))
 FAULTS = {
-    # The fault; what must stand out; place, at, manner, amount.
+    # The fault; the statistic that must exceed its budget; place, at, manner, amount.
     "all scaled": (scaled(EVERYTHING, 1.02), "gain", "everywhere", 0, "scaled", 0.02),
     "a head scaled": (scaled(HEAD, 0.97), "head_gain", "head", 1, "scaled", -0.03),
     "a feature scaled": (

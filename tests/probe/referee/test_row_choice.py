@@ -1,4 +1,4 @@
-"""Which rows are recomputed: the same each time, bounded, and those that a comparison points at."""
+"""The rows that are recomputed: reproducible, bounded, and with those that a comparison names."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a live engine computes by, held against config.json."""
+"""The settings of a live engine, compared with config.json."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ LIVE: dict[str, Any] = {
 
 
 def unlike(attributes: dict[str, Any], folder: Path = MODEL) -> dict[str, list[str]]:
-    """Site -> what is said of its settings."""
+    """Site -> its settings."""
     config, shape = read_config(folder), read_shape(folder)
     found = {s.name: live_settings(s, attributes, config, shape) for s in model_sites(shape)}
     unlike = {name: [str(s) for s in some if s.differs] for name, some in found.items()}

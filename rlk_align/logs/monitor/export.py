@@ -1,4 +1,5 @@
-"""A monitored run for programs: a JSON line for each step, and Prometheus' text format."""
+"""Formats of a monitored run for programs: a JSON line for each step, and Prometheus' text
+format."""
 
 import json
 import math
@@ -9,16 +10,16 @@ from rlk_align.text import printable
 
 SCHEMA = "rlk-align/step/1"
 PLAIN = (
-    *("sequences", "tokens", "missing", "not_finite", "mean_abs", "k1", "k2", "ess"),
+    *("sequences", "tokens", "missing", "not_finite", "excess", "mean_abs", "k1", "k2", "ess"),
     *("clip_fraction", "kl_entropy", "outliers", "duplicated"),
     *("version_lag", "version_lag_max", "reward"),
 )
-"""Fields of a record that are a number."""
+"""The fields of a record that are numbers."""
 INTERVALS = ("ratio_error", "c", "k2_scaled", "k3")
 
 
 def json_line(run: str, record: StepRecord) -> str:
-    """Returns a line. NaN and infinity are null in it; `not_finite` counts them."""
+    """Returns the line of a step. NaN and infinity become null; `not_finite` counts them."""
     body: dict[str, Any] = {"schema": SCHEMA, "run": run} | record.model_dump()
     return json.dumps(_finite(body), allow_nan=False) + "\n"
 
@@ -34,19 +35,19 @@ def _finite(value: Any) -> Any:
 def scalars(record: StepRecord) -> dict[str, float]:
     """Returns the known numbers of a step by name, e.g. `ratio_error`, `ratio_error_low`, and
     `verl/rollout_corr/kl`."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name in PLAIN:
         value = getattr(record, name)
         if value is not None:
-            found[name] = float(value)
+            numbers[name] = float(value)
     for name in INTERVALS:
         interval: Interval | None = getattr(record, name)
         if interval is not None:
-            found |= {name: interval.value, f"{name}_low": interval.low}
-            found[f"{name}_high"] = interval.high
+            numbers |= {name: interval.value, f"{name}_low": interval.low}
+            numbers[f"{name}_high"] = interval.high
     for framework, metrics in record.frameworks.items():
-        found |= {f"{framework}/{name}": value for name, value in metrics.items()}
-    return found
+        numbers |= {f"{framework}/{name}": value for name, value in metrics.items()}
+    return numbers
 
 
 def prometheus(latest: dict[str, StepRecord]) -> str:

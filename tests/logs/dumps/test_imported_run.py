@@ -1,4 +1,4 @@
-"""The run that an import writes: found again, told from other runs, and whole or refused."""
+"""Imported runs: they are found, distinguished from other runs, and refused if incomplete."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 from synthetic import compared_run
 
 from rlk_align.errors import BadOption, CorruptTrace, DumpError
-from rlk_align.logs.dumps.manifest import Findings, Source
-from rlk_align.logs.dumps.run import MANIFEST, TABLE, ImportedRun
+from rlk_align.logs.dumps.imported_run import MANIFEST, TABLE, ImportedRun
+from rlk_align.logs.dumps.manifest import Findings, SourceFile
 from rlk_align.logs.dumps.table import SCHEMA
 from rlk_align.trace.checksums import CHECKSUMS
 from rlk_align.trace.run import Run
@@ -29,7 +29,7 @@ COMMAND = ["rlk-align", "import", "jsonl", "a.jsonl", "-o", "run"]
 
 def written(*rows: dict, folder: str = "run") -> ImportedRun:
     run = ImportedRun(Path(folder))
-    findings = Findings(sources=[Source(path="a.jsonl", size=7)])
+    findings = Findings(sources=[SourceFile(path="a.jsonl", size=7)])
     findings.note("a note")
     findings.skip("a reason")
     batches = (pa.RecordBatch.from_pylist([row], schema=SCHEMA) for row in rows)

@@ -1,4 +1,4 @@
-"""Whole sequences that are off: those that started from cached tokens, or those of some prompts."""
+"""Faults of whole sequences: a stale prefix cache, copies, and a broken state in decode."""
 
 import numpy as np
 
@@ -38,20 +38,20 @@ def _by_cached_tokens(e: Evidence) -> Diagnosis | Untested | None:
 
 
 def _from_cache(e: Evidence) -> Mask:
-    """[S]; sequences with cached tokens that no sample of their own group left in the cache."""
+    """[S]; sequences with cached tokens that do not come from a sample of their own group."""
     return (e.run.cached_tokens > 0) & ~_computed_anew(e)
 
 
 def _computed_anew(e: Evidence) -> Mask:
-    """[S]; sequences without cached tokens, and the others of their groups: the samples of a prompt
-    share what the first of them computed, with weights of the same step."""
+    """[S]; sequences without cached tokens, and the others of their groups, which share what the
+    first sample computed with weights of the same step."""
     groups = _groups(e)
     return np.asarray(np.isin(groups, groups[e.run.cached_tokens == 0]))
 
 
 def _by_group(e: Evidence) -> Diagnosis | Untested | None:
-    """Without counts of cached tokens: whole groups are broken, and no group of the first step is,
-    before which no weights were updated."""
+    """The test without counts of cached tokens. It holds if whole groups are broken, but no group
+    of the first step, before which no weights were updated."""
     chance, threshold = chance_of_clean_start(e), e.contract.threshold
     if chance is None or chance > threshold("stale-cache.by-chance") or None in e.run.groups:
         return Untested(name="stale-cache", why="the dump has no counts of cached tokens")
@@ -74,16 +74,15 @@ def _by_group(e: Evidence) -> Diagnosis | Untested | None:
 
 
 def _groups_of_first_step(e: Evidence) -> Indices:
-    """The numbers of the groups before which no weights were updated; empty if the run has only one
-    step."""
+    """The numbers of the first step's groups; empty if the run has only one step."""
     steps = np.unique(e.run.steps)
     first = e.run.steps == steps[0]
     return np.unique(broken_groups(e)[0][first]) if len(steps) > 1 else np.empty(0, dtype=np.int64)
 
 
 def chance_of_clean_start(e: Evidence) -> float | None:
-    """The probability that the first step has no broken group if groups break at every step alike;
-    None if the first step has a broken group, or if no group is broken."""
+    """Returns the probability that the first step has no broken group if groups break equally often
+    at every step; None if the first step has a broken group, or if no group is broken."""
     broken, first = broken_groups(e)[1], _groups_of_first_step(e)
     if broken[first].any() or not broken.any():
         return None
@@ -100,8 +99,8 @@ def _groups(e: Evidence) -> Indices:
 
 
 def broken_groups(e: Evidence) -> tuple[Indices, Mask]:
-    """[S]: the number of each sequence's group; and for each group whether most of its sequences
-    are outliers."""
+    """Returns the number of each sequence's group, [S], and for each group whether most of its
+    sequences are outliers."""
     groups, part = _groups(e), e.contract.threshold("group.broken")
     return groups, np.bincount(groups, e.outliers) >= part * np.bincount(groups)
 
@@ -110,25 +109,25 @@ def duplicated(e: Evidence) -> Diagnosis | Untested | None:
     """Holds if the samples of a prompt are copies of one another."""
     if not e.contract.asks("duplicated"):
         return None
-    found, limit = repeats(e.run, e.contract), e.contract.limit("duplicated")
-    estimate = share(len(found.repeated), found.groups)
+    result, limit = repeats(e.run, e.contract), e.contract.limit("duplicated")
+    estimate = share(len(result.repeated), result.groups)
     if not estimate.above(limit):
         return None
     what = (
-        f"in {len(found.repeated):,} of {found.groups:,} groups most samples repeat one another: "
-        f"{found.samples:,} samples are {found.distinct:,} different answers"
+        f"in {len(result.repeated):,} of {result.groups:,} groups most samples repeat one another: "
+        f"{result.samples:,} samples are {result.distinct:,} different answers"
     )
-    if found.greedy:
+    if result.greedy:
         why = f"{what}, and hardly any of their tokens is improbable, as in greedy decoding"
         return Untested(name="duplicated", why=why)
     why = (
         f"{what}. By their own log-probs chance does so with a probability below "
-        f"1e{max(found.chance, -300):.0f}: they were sampled with one seed, or copied. A group of "
+        f"1e{max(result.chance, -300):.0f}: they were sampled with one seed, or copied. A group of "
         "one answer teaches nothing, and every interval here counts an answer once"
     )
     statistic = "share of groups whose samples repeat one another"
-    places = e.run.offsets[found.repeated] + e.run.prompt_lengths[found.repeated]
-    return diagnosis("duplicated", statistic, estimate, limit, why, e.tokens(places))
+    indices = e.run.offsets[result.repeated] + e.run.prompt_lengths[result.repeated]
+    return diagnosis("duplicated", statistic, estimate, limit, why, e.tokens(indices))
 
 
 def decode_state(e: Evidence) -> Diagnosis | None:
@@ -145,7 +144,7 @@ def decode_state(e: Evidence) -> Diagnosis | None:
     factor = e.contract.threshold("outlier.factor")
     how = "in most samples of their group" if of_prompt else "in single samples of their groups"
     how = how if grouped else "and the dump names no groups"
-    # Counts of cached tokens, or a broken first step, leave decoding as the only cause.
+    # Counts of cached tokens, or a broken first step, exclude the prefix cache as the cause.
     uncounted = (e.run.cached_tokens == UNKNOWN).all()
     cache = of_prompt and uncounted and chance_of_clean_start(e) is not None
     which = (

@@ -1,6 +1,7 @@
-"""Log-probs of different distributions: another token, another temperature, another support.
+"""Log-probs of different distributions: of another token, temperature or truncation.
 
-Numerical noise has no sign. If the sides' distributions differ, the sign of Δ depends on p.
+Numerical noise has no preferred sign. If the sides' distributions differ, the sign of Δ depends on
+p.
 """
 
 import numpy as np
@@ -16,15 +17,15 @@ def wrong_token(e: Evidence) -> Diagnosis | None:
     on probable tokens: they score two different tokens, often the sampled one and the most probable
     one."""
     limit, threshold = e.contract.limit("wrong-token"), e.contract.threshold
-    apart, rarest = threshold("wrong-token.apart"), threshold("wrong-token.rare")
+    far_apart, rarest = threshold("wrong-token.apart"), threshold("wrong-token.rare")
     for side, low, sign in (("rollout", e.t, -1.0), ("trainer", e.g, 1.0)):
-        # In broken sequences it is the noise that makes tokens improbable.
+        # In broken sequences tokens are improbable because of the noise.
         rare = (low < rarest) & e.usual
-        wrong = rare & (e.d * sign > apart)
+        wrong = rare & (e.d * sign > far_apart)
         estimate = e.share(wrong.astype(float), rare.astype(float))
-        other = int((e.d * sign < -apart).sum())
+        other = int((e.d * sign < -far_apart).sum())
         probable = np.maximum(e.g, e.t) > threshold("wrong-token.probable")
-        clean = e.scaled[probable & (e.size < apart)]
+        clean = e.scaled[probable & (e.size < far_apart)]
         clean = clean[np.isfinite(clean)]
         opposite = other > threshold("wrong-token.opposite") * wrong.sum()
         if not estimate.above(limit) or opposite or fits_line(e):
@@ -91,7 +92,7 @@ def temperature(e: Evidence) -> Diagnosis | None:
 
 
 def truncation(e: Evidence) -> Diagnosis | None:
-    """Holds if Δ has one sign at every p, and a size that does not grow with −log p."""
+    """Holds if Δ has one sign at every p and a size that does not grow with −log p."""
     limit = e.contract.limit("truncation")
     where = _band(e, 0.0, 0.9)
     negative = e.share((where & (e.d < 0)).astype(float), where.astype(float))
@@ -105,11 +106,11 @@ def truncation(e: Evidence) -> Diagnosis | None:
     if far > e.contract.threshold("truncation.far-tokens"):
         return None
     side = "rollout" if mostly_negative else "trainer"
-    kept = float(np.exp(-np.abs(np.median(e.d[where]))))
+    kept_mass = float(np.exp(-np.abs(np.median(e.d[where]))))
     why = (
         f"{purity.value:.0%} of the tokens are more probable to the {side}, by about the same "
         "factor whatever their probability: its log-probs are of the truncated distribution "
-        f"(top-p, top-k or min-p), which keeps about {kept:.2f} of the mass there"
+        f"(top-p, top-k or min-p), which keeps about {kept_mass:.2f} of the mass there"
     )
     samples = e.worst(np.abs(e.d), where)
     statistic = "share of tokens with p < 0.9 that have the same sign"
@@ -117,7 +118,7 @@ def truncation(e: Evidence) -> Diagnosis | None:
 
 
 def _band(e: Evidence, low: float, high: float) -> Mask:
-    """Tokens of low ≤ p < high."""
+    """The mask of the tokens with low ≤ p < high."""
     return (1 - e.q >= low) & (1 - e.q < high)
 
 
@@ -129,14 +130,14 @@ def lean(e: Evidence, where: Mask) -> Estimate:
 
 
 def sharp(e: Evidence) -> bool:
-    """Whether Δ of nearly sure tokens has one sign, as another temperature gives it. Noise that
-    grows with the logits has a mean too, by its convexity, but both signs."""
+    """Whether Δ of nearly sure tokens has one sign, as with another temperature. The mean of noise
+    that grows with the logits is not 0 either, by convexity, but its Δ has both signs."""
     d, few = e.d[_band(e, 0.9, 0.999)], e.contract.threshold("temperature.few-positive")
     return len(d) > 0 and not few <= float(np.mean(d > 0)) <= 1 - few
 
 
 def slope(e: Evidence, where: Mask) -> Estimate:
-    """d for each nat of log-prob in a band."""
+    """d per nat of log-prob in a band."""
     logs = np.clip(e.g + e.t, -40, 0) / -2
     return e.share(
         np.where(where, np.clip(e.d, -FARTHEST, FARTHEST), 0.0), np.where(where, logs, 0.0)
@@ -144,7 +145,7 @@ def slope(e: Evidence, where: Mask) -> Estimate:
 
 
 def slope_through(e: Evidence) -> float:
-    """The slope of t on g through the origin, less 1: least squares in units of the noise."""
+    """The slope of t on g through the origin minus 1, by least squares in units of the noise."""
     weight = 1 / np.maximum(e.q, 1e-3) ** 2
     return float((weight * e.d * e.g).sum() / (weight * e.g * e.g).sum())
 
@@ -157,7 +158,7 @@ def fits_line(e: Evidence) -> bool:
     sizes = np.abs(bands)
     same_sign = len({np.sign(b) for b in bands if np.isfinite(b)}) == 1
     rest = np.minimum(np.abs(e.d - slope_through(e) * e.g), FARTHEST).sum() / e.q.sum()
-    # Large noise has a slope of its own, by its convexity.
+    # Large noise has a slope, too, by convexity.
     beyond_noise = np.nanmedian(sizes) > e.contract.threshold("line.noise") * rest
     even = np.nanmin(sizes) > e.contract.threshold("line.even") * np.nanmax(sizes)
     return bool(same_sign and beyond_noise and even)

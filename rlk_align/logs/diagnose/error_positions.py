@@ -1,4 +1,5 @@
-"""Errors at one place: after a turn, in later sequences of a pack, or at far positions."""
+"""Errors at certain positions: after a turn, in later sequences of a pack, or far from the
+start."""
 
 from itertools import pairwise
 
@@ -31,7 +32,7 @@ def turn_boundary(e: Evidence) -> Diagnosis | Untested | None:
     estimate = e.within(after, before)
     statistic = f"c of the {window:g} tokens after the turn's start over that of those before"
     if not estimate.above(limit):
-        # They were chosen for their growth, which a few of many sequences have by chance.
+        # The sequences were chosen by their growth, which a few of many have by chance.
         share_of_all = threshold("turn-boundary.many-share") * several.sum()
         many = affected.sum() > max(threshold("turn-boundary.many"), share_of_all)
         return untested("turn-boundary", statistic, estimate, limit, e.contract, many)
@@ -86,7 +87,7 @@ def rope(e: Evidence) -> Diagnosis | Untested | None:
     if not len(e.position):
         return None
     lengths = np.bincount(e.sequence, minlength=len(e.run))
-    # The longer half: short sequences do not reach far.
+    # Only the longer half counts, because short sequences have no far positions.
     typical = np.median(lengths[lengths > 0])
     long = e.usual & (lengths >= typical)[e.sequence]
     first = np.zeros(len(e.run), dtype=np.int64)

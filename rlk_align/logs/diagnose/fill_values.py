@@ -1,9 +1,9 @@
-"""Values in place of a log-prob: NaN, infinite ones, values above 0, sentinels, 0.0, and other
+"""Values in place of a log-prob: NaN, infinity, values above 0, sentinels, 0.0, and other
 constants.
 
-A 0.0 may be a log-prob: float32 gives it to a token that the model is sure of, and a truncated
-distribution to a token that it keeps alone. Counts over the whole run show which of them a side's
-zeros are.
+A 0.0 may be a log-prob: in float32 that of a token that the model is sure of, and in a truncated
+distribution that of the only token that is kept. Counts over the whole run show whether a side's
+zeros are log-probs.
 """
 
 from collections.abc import Iterator
@@ -25,24 +25,24 @@ ZERO_BOUNDS = (
 
 
 def not_finite(values: Floats) -> Mask:
-    """NaN and infinite values."""
+    """Marks NaN and infinite values."""
     return ~np.isfinite(values)
 
 
 def above_zero(values: Floats, contract: RunContract) -> Mask:
-    """Finite values that are too large to be a log-prob."""
+    """Marks finite values that are too large to be a log-prob."""
     largest = contract.threshold("missing.above-zero")
     return np.asarray(np.isfinite(values) & (np.nan_to_num(values) > largest))
 
 
 def sentinels(values: Floats, contract: RunContract) -> Mask:
-    """Finite values that are too small to be a log-prob."""
+    """Marks finite values that are too small to be a log-prob."""
     smallest = contract.threshold("missing.sentinel")
     return np.asarray(np.isfinite(values) & (np.nan_to_num(values) < smallest))
 
 
 def impossible(values: Floats, contract: RunContract) -> Mask:
-    """Values that are no log-prob, whatever the other side's value is."""
+    """Marks values that cannot be a log-prob, whatever the other side's value is."""
     return not_finite(values) | above_zero(values, contract) | sentinels(values, contract)
 
 
@@ -53,11 +53,11 @@ class ZeroCounts:
     contract: RunContract
     tokens: int = 0
     zeros: tuple[int, ...] = (0,) * len(ZERO_BOUNDS)
-    """How many 0.0 there are where the other side's log-prob is below each of ZERO_BOUNDS."""
+    """The number of 0.0 for which the other side's log-prob is below each of ZERO_BOUNDS."""
     nearly: tuple[int, ...] = (0,) * len(ZERO_BOUNDS)
-    """The same for log-probs of nearly sure tokens."""
+    """The same numbers for log-probs of nearly sure tokens."""
     probable: int = 0
-    """Tokens that the other side finds probable, and is not sure of."""
+    """Tokens that are probable to the other side, but not certain."""
     probable_zeros: int = 0
 
     def add(self, side: Floats, other: Floats) -> None:
@@ -76,16 +76,15 @@ class ZeroCounts:
 
     @property
     def replace_log_probs(self) -> bool:
-        """Whether the 0.0 are in place of log-probs. False where a truncated distribution that
-        keeps one token may have given them."""
+        """Whether the 0.0 are in place of log-probs. False if a truncated distribution that keeps
+        one token may give them."""
         limit = self.contract.threshold
         zeros, nearly = (dict(zip(ZERO_BOUNDS, x, strict=True)) for x in (self.zeros, self.nearly))
         improbable = zeros["missing.zero-improbable"] > nearly["missing.zero-improbable"]
-        # Such a distribution gives the log-prob 0 often, and never where the other side is this
-        # unsure.
+        # Such a distribution gives the log-prob 0 often, but not if the other side is this unsure.
         unsure = zeros["missing.zero-unsure"] > 1 + nearly["missing.zero-unsure"]
         rare = zeros["missing.zero"] < limit("missing.rare-zeros") * self.tokens and unsure
-        # And it gives it to the more probable tokens too.
+        # It also gives it to more probable tokens.
         untruncated = (
             self.probable >= limit("missing.probable-tokens")
             and self.probable_zeros <= limit("missing.probable-zeros") * self.probable
@@ -97,7 +96,7 @@ class ZeroCounts:
 
     @property
     def filled(self) -> int:
-        """How many 0.0 are in place of log-probs."""
+        """The number of 0.0 in place of log-probs."""
         return self.zeros[0] if self.replace_log_probs else 0
 
 
@@ -106,7 +105,7 @@ def _counts_below(bounds: list[float], values: Floats, before: tuple[int, ...]) 
 
 
 def count_zeros(run: Sequences, contract: RunContract) -> tuple[ZeroCounts, ZeroCounts]:
-    """Returns the counts of a run's rollout and of its trainer."""
+    """Returns the counts of a run's rollout and trainer."""
     both = run.compared
     g, t = run.rollout[both], run.train[both]
     rollout, train = ZeroCounts(contract), ZeroCounts(contract)
@@ -116,8 +115,8 @@ def count_zeros(run: Sequences, contract: RunContract) -> tuple[ZeroCounts, Zero
 
 
 def filled_tokens(run: Sequences, zeros: tuple[ZeroCounts, ZeroCounts]) -> tuple[Mask, Mask]:
-    """Two of [N]: compared tokens of which the rollout, and the trainer, has another value in place
-    of a log-prob. `zeros` are the counts of the whole run."""
+    """Returns two masks [N] of the compared tokens for which the rollout, and the trainer, has
+    another value in place of a log-prob. `zeros` are the counts of the whole run."""
     sides = (run.rollout, run.train), (run.train, run.rollout)
     rollout, train = (_filled(run, *pair, count) for pair, count in zip(sides, zeros, strict=True))
     return rollout, train
@@ -125,30 +124,30 @@ def filled_tokens(run: Sequences, zeros: tuple[ZeroCounts, ZeroCounts]) -> tuple
 
 def _filled(run: Sequences, side: Floats, other: Floats, zeros: ZeroCounts) -> Mask:
     both, limit = run.compared, zeros.contract.threshold
-    wild = impossible(side, zeros.contract)
-    found = wild & both
+    not_log_probs = impossible(side, zeros.contract)
+    filled = not_log_probs & both
     with np.errstate(invalid="ignore"):
         if zeros.replace_log_probs:
             unexplained = (side == 0) & (other < limit("missing.zero")) & both
-            found |= both & _of_token(run, unexplained, side, other, zeros.contract)
-        apart = np.abs(side - other) > limit("missing.constant-apart")
-        far = (side < limit("missing.constant-below")) & apart & both & ~wild
+            filled |= both & _of_token(run, unexplained, side, other, zeros.contract)
+        distant = np.abs(side - other) > limit("missing.constant-apart")
+        far = (side < limit("missing.constant-below")) & distant & both & ~not_log_probs
     if far.any():
-        # Samples of one prompt repeat a token with both of its log-probs; a constant in place of
-        # log-probs meets a different log-prob each time.
+        # Samples of one prompt may repeat a token with both of its log-probs. If a constant stands
+        # in place of log-probs, the other side's log-prob is different each time.
         pairs = np.unique(np.stack([side[far], other[far]]), axis=1)
         values, times = np.unique(pairs[0], return_counts=True)
         share = limit("missing.constant-share") * pairs.shape[1]
         if times.max() >= max(limit("missing.constant-times"), share):
-            found |= both & (side == values[times.argmax()])
-    return found
+            filled |= both & (side == values[times.argmax()])
+    return filled
 
 
 def _of_token(
     run: Sequences, zeros: Mask, side: Floats, other: Floats, contract: RunContract
 ) -> Mask:
-    """Returns these zeros. If all of them are of one token id, it also returns the other zeros of
-    that id, except where the other side is sure too."""
+    """Returns these zeros. If all of them have one token id, the other zeros of that id are added,
+    except those at which the other side is sure, too."""
     ids = np.unique(run.token_ids[zeros])
     if len(ids) != 1 or ids[0] < 0 or zeros.sum() < contract.threshold("missing.one-id"):
         return zeros
@@ -157,8 +156,7 @@ def _of_token(
 
 
 def kinds(values: Floats, contract: RunContract) -> Iterator[tuple[str, Mask]]:
-    """Yields each kind of value in place of log-probs, [n], in words, with the mask of its
-    tokens."""
+    """Yields each kind of value in place of log-probs, with the mask of its tokens, [n]."""
     above = above_zero(values, contract)
     yield "NaN", np.isnan(values)
     yield "infinite", np.isinf(values)

@@ -2,9 +2,9 @@
 
 RUN/
   run.json          the command, and that this is an imported run
-  dump.json         the files that were read, and what they hold (`rlk_align.logs.dumps.manifest`)
+  dump.json         the files that were read, and their content (`rlk_align.logs.dumps.manifest`)
   logprobs.parquet  a row for each sequence (`rlk_align.logs.dumps.table`)
-  checksums.json    of all these files; it is written last, so a run that has it is complete
+  checksums.json    of all these files; it is written last, so a run with it is complete
 """
 
 import shlex
@@ -34,7 +34,7 @@ class ImportRecord(Record):
     command: list[str]
     """The command line that reproduces it."""
     failed: str | None = None
-    """The reason for which the dump could not be read; the folder then holds no run."""
+    """Why the dump could not be read; the folder then has no run."""
 
 
 class ImportedRun(RunFolder):
@@ -45,13 +45,13 @@ class ImportedRun(RunFolder):
     @classmethod
     def open(cls, name: str) -> "ImportedRun":
         """Returns a finished run, by folder or as `@last`. Raises BadOption if there is no run, or
-        if engines made it; CorruptTrace if it is not complete or was changed."""
+        if engines made it, and CorruptTrace if it is incomplete or was changed."""
         run = cls(find_run(name))
         schema = schema_of(run.folder)
         if schema is not None and schema.startswith("rlk-align/run/"):
             raise BadOption(
                 f"{run.folder} is a run of engines, not an imported dump",
-                "rlk-align import FORMAT PATH... -o RUN makes one of a framework's dump",
+                "rlk-align import FORMAT PATH... -o RUN imports a framework's dump",
             )
         with run._import_again():
             run._check_whole("it was interrupted, or another command is still writing it")
@@ -76,7 +76,8 @@ class ImportedRun(RunFolder):
         yield from read_table(self.folder / TABLE)
 
     def steps(self) -> Iterator[tuple[int, Iterator[Sequences]]]:
-        """Yields each training step, in order, with its sequences. Raises CorruptTrace likewise."""
+        """Yields each training step, in order, with its sequences. Raises CorruptTrace if the table
+        was changed."""
         with self._import_again():
             self._checksums.check(self.folder, [TABLE])
         yield from read_steps(self.folder / TABLE)
@@ -92,12 +93,12 @@ class ImportedRun(RunFolder):
     ) -> Manifest:
         """Replaces the run by batches of `table.SCHEMA`, and makes it the last run.
 
-        The reader fills `findings` while it yields the batches. Raises BadOption if the folder
-        holds another kind of run; DumpError if the dump cannot be read or holds no sequence. The
-        folder then records why it holds no run.
+        The reader fills `findings` while it yields the batches. Raises BadOption if the folder has
+        another kind of run. Raises DumpError if the dump cannot be read or has no sequence; the
+        folder then records the reason.
         """
         if (self.folder / RUN_JSON).is_file() and schema_of(self.folder) != IMPORTED:
-            raise BadOption(f"{self.folder} holds another run", "name another folder with -o")
+            raise BadOption(f"{self.folder} has another run", "name another folder with -o")
         with self.locked():
             self._discard()
             try:
@@ -123,7 +124,7 @@ class ImportedRun(RunFolder):
         with writing(self.folder / TABLE):
             write_table(tally.counting(batches), self.folder / TABLE)
         if not tally.counts["sequences"]:
-            raise DumpError("the dump holds no sequence", "; ".join(findings.skipped))
+            raise DumpError("the dump has no sequence", "; ".join(findings.skipped))
         manifest = tally.manifest(format, framework, findings)
         save_record(manifest, self.folder / MANIFEST)
         add_checksums(self.folder, (RUN_JSON, MANIFEST, TABLE))
@@ -145,6 +146,6 @@ class ImportedRun(RunFolder):
                 command, failed = shlex.join(self.record.command), self.record.failed
             fix = f"import it again: {command}"
             if failed is not None:
-                # To import the same files again would fail again.
-                fix = f"the import failed: {failed}. Mend or leave out that file, then: {command}"
+                # An import of the same files would fail again.
+                fix = f"the import failed: {failed}. Repair or omit that file, then: {command}"
             raise CorruptTrace(error.message, fix) from error

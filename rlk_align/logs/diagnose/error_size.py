@@ -1,4 +1,4 @@
-"""The size of the error: over steps and weight versions, in its tail, at sure tokens, and of the
+"""The size of the error: by step and by weight version, in its tail, at sure tokens, and in the
 whole run."""
 
 import numpy as np
@@ -16,9 +16,9 @@ def stale_weights(e: Evidence) -> Diagnosis | Untested | None:
     """Holds if the error grows with the steps or with the age of the weights, or if the labels of
     the weights' versions do not fit it."""
     answers = [_by_age(e), versions.mislabelled(e), _by_step(e)]
-    found = [x for x in answers if isinstance(x, Diagnosis)]
-    if found:
-        return found[0]
+    diagnoses = [x for x in answers if isinstance(x, Diagnosis)]
+    if diagnoses:
+        return diagnoses[0]
     unknown = [x for x in answers if isinstance(x, Untested)]
     if not unknown:
         return None
@@ -33,32 +33,32 @@ def _by_age(e: Evidence) -> Diagnosis | None:
     trained = e.run.train_versions[e.sequence]
     sampled = e.run.rollout_versions[e.index]
     known = (trained != UNKNOWN) & (sampled != UNKNOWN) & e.usual
-    older, own = known & (sampled < trained), known & (sampled == trained)
-    estimate = e.between(older, own)
+    older, current = known & (sampled < trained), known & (sampled == trained)
+    estimate = e.between(older, current)
     limit = e.contract.limit("stale-weights")
-    if e.between(own, older).above(limit):
-        return _labels_swapped(e, own, older)
+    if e.between(current, older).above(limit):
+        return _labels_swapped(e, current, older)
     if not estimate.above(limit):
         return None
     age = float(np.mean((trained - sampled)[older]))
     why = (
         f"tokens that older weights sampled are {estimate.value:.1f} times worse than those of "
-        f"the trainer's own version; they are {age:.1f} versions old on average"
+        f"the trainer's own version; their weights are {age:.1f} versions old on average"
     )
     statistic = "c of tokens from older weights over that of tokens from the trainer's version"
     samples = e.worst(e.size, older)
     return diagnosis("stale-weights", statistic, estimate, limit, why, samples)
 
 
-def _labels_swapped(e: Evidence, own: Mask, older: Mask) -> Diagnosis:
-    estimate = e.between(own, older)
+def _labels_swapped(e: Evidence, current: Mask, older: Mask) -> Diagnosis:
+    estimate = e.between(current, older)
     why = (
         "the labels of the weights' versions do not fit the noise: tokens whose label is the "
         f"trainer's own version are {estimate.value:.1f} times worse than those whose label is "
         "older. The labels are not those of the weights that sampled"
     )
     statistic = "c of tokens labelled with the trainer's version over that of older ones"
-    limit, samples = e.contract.limit("stale-weights"), e.worst(e.size, own)
+    limit, samples = e.contract.limit("stale-weights"), e.worst(e.size, current)
     return diagnosis("stale-weights", statistic, estimate, limit, why, samples, "moderate")
 
 
@@ -122,7 +122,7 @@ def dropout(e: Evidence) -> Diagnosis | Untested | None:
     sure, others = (e.q >= 1e-4) & (e.q < 0.05), (e.q >= 0.1) & (e.q < 0.9)
     estimate = e.pooled(sure & e.usual, others & e.usual)
     statistic = "c of tokens with p > 0.95 over that of tokens with 0.1 < p < 0.9"
-    # Small errors of healthy engines are larger at sure tokens too.
+    # Small errors of healthy engines are also larger at sure tokens.
     level = e.contract.limit("quantisation", dtype=e.dtype)
     if not e.c().value > level:
         return None
@@ -139,16 +139,16 @@ def dropout(e: Evidence) -> Diagnosis | Untested | None:
 
 
 def _not_repeated(e: Evidence) -> Diagnosis | None:
-    """Holds if the trainer gives a token another log-prob in each sample, after the same
-    tokens."""
+    """Holds if the trainer gives one token after the same tokens another log-prob in each
+    sample."""
     if not e.contract.asks("dropout", "repeat"):
         return None
     limit = e.contract.limit("dropout", "repeat")
     cell = shared_prefixes(e.run)[e.index]
     shared = np.flatnonzero((cell >= 0) & e.usual)
     cells, number, times = np.unique(cell[shared], return_inverse=True, return_counts=True)
-    kept = times[number] > 1
-    shared, number = shared[kept], number[kept]
+    repeated = times[number] > 1
+    shared, number = shared[repeated], number[repeated]
     if not len(shared):
         return None
     middle = np.bincount(number, e.t[shared], len(cells)) / np.maximum(times, 1)
@@ -189,7 +189,8 @@ def quantisation(e: Evidence) -> Diagnosis | None:
 
 
 def single_token(e: Evidence) -> Diagnosis | None:
-    """Holds if a token is farther off than the largest error of so many tokens."""
+    """Holds if the error of a token exceeds the largest one that is healthy among so many
+    tokens."""
     limit = e.contract.single_token(e.dtype)
     if limit is None or limit.floor is None:
         return None
@@ -210,7 +211,7 @@ def single_token(e: Evidence) -> Diagnosis | None:
 
 
 def numerics(e: Evidence, mean_ratio: Estimate) -> Diagnosis:
-    """The diagnosis that is left if no other holds: rounding and summation order."""
+    """The diagnosis if no other holds: rounding and summation order."""
     limit = e.contract.limit("quantisation", dtype=e.dtype)
     why = (
         f"the error has no sign, is equally large at every probability, and E[ρ] is "

@@ -1,5 +1,5 @@
-"""The self-test: clean captures made once, faulty ones a few at a time, each compared with a clean
-one of another engine."""
+"""Runs the self-test. Clean captures are made once, faulty ones a few at a time, and each faulty
+one is compared with a clean one of another engine."""
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from rlk_align.model.prompts import load_prompts, save_prompts
 from rlk_align.progress import Progress
 from rlk_align.results import EdgeName, SideName
 from rlk_align.selftest.biased_model import biased_model
-from rlk_align.selftest.detect import alarms, detection, first_parting, shown_as, verdict_of
+from rlk_align.selftest.detect import alarms, detection, first_difference, first_shown, verdict_of
 from rlk_align.selftest.faults.fault import Fault
 from rlk_align.selftest.plan import (
     Case,
@@ -33,33 +33,29 @@ from rlk_align.trace.run import Run
 
 Reported = TypeVar("Reported", Detection, CleanPair)
 TOGETHER, SEEDS_TOGETHER = 16, 5
-"""Faults, and seeds, whose captures are on disk at a time."""
+"""The numbers of faults and of seeds whose captures are on disk at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelfTestRequest:
-    """What is planted, and on what."""
+    """The faults, the engines and the model of a self-test."""
 
     engines: tuple[EngineSpec, ...]
-    """Each name once."""
+    """Engines with different names."""
     faults: tuple[str, ...]
     seeds: int
-    """Seeds of the pairs that have no fault."""
+    """The number of seeds of the pairs without a fault."""
     curves: bool
     model: str
     prompts: Path
-    planted: tuple[str, ...] = ()
-    """Names of engines that get the faults; empty is all."""
-    together: int = TOGETHER
-    """Faults whose captures are on disk at a time."""
 
 
 def _quiet(_stage: str, _done: int, _total: int) -> None:
-    """The self-test tells of faults, and not of each capture and comparison."""
+    """Captures and comparisons show no progress of their own."""
 
 
 def _together(case: Case) -> tuple[str, str, bool, str]:
-    """Cases that agree in it can follow each other in one process."""
+    """Cases with the same value can run in one process, one after another."""
     return case.engine.name, str(case.clean), case.chosen.fault.decode, case.chosen.fault.needs
 
 
@@ -72,12 +68,12 @@ def selftest(
     request: SelfTestRequest,
     run: Run,
     progress: Progress,
-    tell: Callable[[Detection | CleanPair], None],
+    report: Callable[[Detection | CleanPair], None],
 ) -> SelfTest:
-    """Plants every fault in every engine, on either side of every pair; `tell` is told of each as
-    it is found. Raises what capturing raises."""
+    """Plants every fault in every engine, on either side of every pair, and calls `report` with
+    each result. Raises what capturing raises."""
     with run.locked():
-        return _SelfTest(request, run, progress, tell).done()
+        return _SelfTest(request, run, progress, report).run_all()
 
 
 @dataclass
@@ -85,26 +81,23 @@ class _SelfTest:
     request: SelfTestRequest
     run: Run
     progress: Progress
-    tell: Callable[[Detection | CleanPair], None]
+    report: Callable[[Detection | CleanPair], None]
     _clean: dict[tuple[str, str], Trace] = field(default_factory=dict)
 
-    def done(self) -> SelfTest:
-        """The whole of it."""
+    def run_all(self) -> SelfTest:
+        """Runs all faults and all clean pairs."""
         r = self.request
         self._prompts = self.run.folder / "selftest-prompts.jsonl"
         save_prompts(middle(load_prompts(r.prompts)), self._prompts)
-        # One that samples stands first in every pair.
+        # The first engine of a pair can sample.
         first_engine = pairs(r.engines)[0][0]
         self._base = self._sampled(first_engine, 0)
-        every_case = cases(r.engines, r.faults, r.curves)
-        todo = sorted(
-            (c for c in every_case if not r.planted or c.engine.name in r.planted), key=_together
-        )
+        todo = sorted(cases(r.engines, r.faults, r.curves), key=_together)
         detections: list[Detection] = []
         for _, some in groupby(todo, key=_together):
             group = [*some]
-            for start in range(0, len(group), r.together):
-                part = group[start : start + r.together]
+            for start in range(0, len(group), TOGETHER):
+                part = group[start : start + TOGETHER]
                 done = len({*map(_name, detections)})
                 detections += map(self._reported, self._detections(part, done, len(todo)))
         rows = sum(len(s.ids) for s in self._base.tokens.samples)
@@ -121,7 +114,7 @@ class _SelfTest:
         )
 
     def _reported(self, result: Reported) -> Reported:
-        self.tell(result)
+        self.report(result)
         return result
 
     def _request(
@@ -133,7 +126,7 @@ class _SelfTest:
         return replace(request, seed=seed, passes=passes)
 
     def _model(self, needs: str) -> Path:
-        """The checkpoint, or one made of it that has what a fault needs."""
+        """The checkpoint, or a variant of it with the property that a fault needs."""
         model, folder = Path(self.request.model), self.run.folder
         if needs == "bias":
             return biased_model(model, folder / "biased-model")
@@ -144,7 +137,7 @@ class _SelfTest:
         return capture(request, "rollout", self.run, None, False, _quiet)
 
     def _scored(self, engine: EngineSpec, fault: Fault) -> Trace:
-        """A clean capture of the tokens that all faults are seen on."""
+        """A clean capture of the tokens on which all faults are planted."""
         key = (str(engine), fault.needs)
         if key not in self._clean:
             request = self._request(engine, fault)
@@ -153,7 +146,7 @@ class _SelfTest:
         return self._clean[key]
 
     def _detections(self, some: Sequence[Case], done: int, total: int) -> Iterator[Detection]:
-        """Detects faults that one process can have one after another."""
+        """Detects faults that can be planted in one process, one after another."""
         decode = some[0].chosen.fault.decode
         requests = [self._request(c.faulty, c.chosen.fault, decode=decode) for c in some]
         tokens = None if decode else self._base.folder / "tokens.parquet"
@@ -185,16 +178,16 @@ class _SelfTest:
                     shutil.rmtree(clean.folder)
 
     def _planted(self, case: Case, faulty: Trace) -> str | None:
-        """Where the faulty engine parts from itself; where it does so at the first operator that it
-        shows behind the fault's, at the fault's."""
+        """The site at which the faulty engine first differs from the clean one. If the engine
+        cannot show the fault's site, the first shown site after it counts as the fault's."""
         fault = case.chosen.fault
         passname = "decode" if fault.decode else "prefill"
         clean = self._sampled(case.clean, 0) if fault.decode else self._scored(case.clean, fault)
-        parting = first_parting(clean, faulty, passname)
-        return fault.site if parting == shown_as(fault.site, faulty, passname) else parting
+        site = first_difference(clean, faulty, passname)
+        return fault.site if site == first_shown(fault.site, faulty, passname) else site
 
     def _clean_pairs(self) -> Iterator[CleanPair]:
-        """Every pair without a fault, on fresh tokens for every seed."""
+        """Compares every pair without a fault, on new tokens for every seed."""
         for start in range(0, self.request.seeds, SEEDS_TOGETHER):
             seeds = range(start, min(start + SEEDS_TOGETHER, self.request.seeds))
             made: set[Path] = set()
@@ -216,7 +209,7 @@ class _SelfTest:
     def _clean_captures(
         self, pair: tuple[EngineSpec, EngineSpec], seeds: Sequence[int]
     ) -> tuple[list[Trace], list[Trace]]:
-        """What the rollout engine samples for each seed, and what the other makes of it."""
+        """The rollout engine's samples for each seed, and the other engine's scores of them."""
         requests = [self._request(pair[0], None, seed, decode=True) for seed in seeds]
         sampled = capture_each(requests, "rollout", self.run, [None] * len(seeds), _quiet)
         requests = [self._request(pair[1], None)] * len(seeds)
@@ -225,7 +218,7 @@ class _SelfTest:
 
 
 def _blamed(rollout: Trace, train: Trace) -> list[str]:
-    """What the comparison of two engines without a fault blames."""
+    """The false alarms of a comparison of two engines without a fault."""
     edges: tuple[EdgeName, ...] = ("prefill_vs_train", "decode_vs_train")
     blamed = [a for edge in edges for a in alarms(verdict_of(rollout, train, edge, _quiet))]
     return list(dict.fromkeys(blamed))

@@ -1,4 +1,4 @@
-"""A text file to which a program appends lines."""
+"""A text file to which another program appends lines."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,16 +8,16 @@ from rlk_align.logs.readers.files import BOM, not_utf8
 
 
 class GrowingFile:
-    """Yields each line once, when it is complete. A file that has become shorter, because it was
-    written again from its start, is an error."""
+    """Reads each line once, when it is complete. It is an error if the file becomes shorter,
+    because it was then written again from its start."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._read = self._number = 0
 
     def lines(self, ended: bool) -> Iterator[tuple[str, bytes]]:
-        """Yields (where, line) for each new line. If the file has `ended`, this includes a last
-        line without a line break that is a whole JSON object. Raises DumpError."""
+        """Yields (path and line number, line) for each new line. If the file has `ended`, a last
+        line without a line break counts if it is a whole JSON object. Raises DumpError."""
         try:
             if self.path.stat().st_size < self._read:
                 raise DumpError(f"{self.path} has become shorter", "restart the monitor")

@@ -1,5 +1,5 @@
-"""What a reported log-prob was computed from: where log-probs differ and the logits do not, the
-transformation of the logits that gives the reported values is searched, and named.
+"""Finds the transformation of the logits that gives the log-probs that an engine reported. It is
+needed if log-probs differ although the logits do not.
 
 N = rows, V = vocabulary. Everything is float64.
 """
@@ -24,36 +24,36 @@ from rlk_align.trace.reader import Trace
 from rlk_align.trace.values import RecordedRows
 
 BLOCK_ELEMENTS = 1 << 24
-"""Logits looked at a time."""
+"""Logits that are transformed at once."""
 LEAST_SHARE = 0.5
-"""Rows that a transformation must explain for the rest to be exceptions to it."""
+"""The share of rows that a transformation must reproduce for the others to be its exceptions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """What the reported log-probs of some rows were computed from."""
+    """How the reported log-probs of some rows were computed."""
 
     name: str | None
-    """The transformation that fits, e.g. `temperature twice`; None where none does."""
+    """The transformation that fits, e.g. `temperature twice`; None if there is none."""
     words: str
     rows: int
     explained: int
-    """Rows that it reproduces, exceptions not counted."""
+    """Rows that the transformation reproduces, without its exceptions."""
     largest_residual: float
-    """The largest |reported - computed| of those rows."""
+    """The largest |reported - computed| of these rows."""
     exceptions: dict[str, int]
-    """What the remaining rows are, e.g. `zero`, with their number."""
+    """Kind of exception, e.g. `zero` -> the number of its rows."""
     also: tuple[str, ...] = ()
-    """Others that fit as well: these rows do not tell them apart."""
+    """Other transformations that fit as well: these rows do not distinguish them."""
 
 
 def explain(
     logits: torch.Tensor, reported: torch.Tensor, rows: TokenContext, stated: Stated
 ) -> Explanation:
-    """Of logits `[N, V]` and reported log-probs `[N]`, the latter in whatever dtype it came.
+    """Explains reported log-probs `[N]`, in their own dtype, by logits `[N, V]`.
 
-    The stated semantics first, then those that are one mistake away from them, in the order of
-    `transformations`; of several that fit the first is named, and the others beside it.
+    The candidates are the stated transformation and those that are one mistake away from it, in
+    the order of `transformations`. If several fit, the first one is named.
     """
     count = len(reported)
     if not count:
@@ -62,7 +62,7 @@ def explain(
     step = max(1, BLOCK_ELEMENTS // logits.shape[-1])
     computed: dict[Transformation, list[torch.Tensor]] = {}
     limits, other = [], []
-    # A transformation that has a number to be found takes it from the first rows.
+    # A transformation with a parameter fits it to the first rows.
     tried = transformations(logits[:step], reported[:step], rows[:step], stated)
     for start in range(0, count, step):
         part = slice(start, start + step)
@@ -108,10 +108,10 @@ class _Fit:
         self.name, self.words = transformation.name, transformation.words
         residual = (computed - reported).abs()
         if transformation.bf16:
-            # Two ways to it may differ by a unit in its last place, and must end in a bf16 number.
+            # Two computations may differ by an ulp of bf16, and both give a bf16 number.
             limit = limit + torch.finfo(torch.bfloat16).eps * reported.abs()
             limit = torch.where(reported == reported.bfloat16(), limit, -1.0)
-        # `<=`: a NaN explains nothing.
+        # A NaN is not reproduced.
         hit = residual <= limit
         self.explained = int(hit.sum())
         self.largest_residual = float(residual[hit].max()) if self.explained else float("nan")
@@ -131,8 +131,8 @@ class _Fit:
 def _other_token(
     logits: torch.Tensor, reported: torch.Tensor, stated: Stated, limit: torch.Tensor
 ) -> torch.Tensor:
-    """bool `[N]`: rows that report, as stated, one of the two likeliest tokens, as it is where a
-    token that was sampled there took the place of the one that is scored."""
+    """bool `[N]`: rows whose value is the stated log-prob of one of the two likeliest tokens. This
+    happens if a token that was sampled there is scored instead of the target."""
     likeliest = (logits / stated.temperature).log_softmax(-1).topk(2, -1).values
     return ((likeliest - reported[:, None]).abs() <= limit[:, None]).any(-1)
 
@@ -164,7 +164,7 @@ def _none(words: str, rows: int, explained: int) -> Explanation:
 
 
 def explain_pass(trace: Trace, passname: str) -> Explanation:
-    """Explains the rows of a pass of which both the logits and the log-prob are recorded."""
+    """Explains the rows of a pass whose logits and log-prob are both recorded."""
     reader = trace.read_pass(passname)
     for site, name in (("logits", "logits"), ("logprob", "log-probs")):
         if site not in reader.record.sites:

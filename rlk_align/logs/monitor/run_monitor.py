@@ -1,4 +1,4 @@
-"""Monitors a run: takes its steps, returns their records, and says when to stop.
+"""Monitors a run: takes its steps, returns their records, and decides when to stop.
 
 monitor = RunMonitor(patience=3)
 for step in ...:
@@ -24,10 +24,10 @@ from rlk_align.logs.monitor.record import StepRecord
 
 
 class RunMonitor:
-    """Monitors a training run; its memory does not grow with the number of steps.
+    """Monitors a training run in an amount of memory that does not grow with the steps.
 
     `stop` becomes true once `patience` steps in a row have failed, for early stopping. `on_step` is
-    called with each step's record. `contract` is the built-in one for runs by default.
+    called with each step's record. The default of `contract` is the built-in one for runs.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class RunMonitor:
 
     @property
     def exit_code(self) -> int:
-        """0 if all steps passed, 1 if a step failed, 4 if nothing was compared in a step, or if
-        there was no step."""
+        """0 if all steps passed, 1 if a step failed, 4 if a step has no compared token, or if there
+        was no step."""
         if self.inconclusive or not self.steps:
             return EXIT_INCONCLUSIVE
         return EXIT_FAIL if self.failed else EXIT_PASS
 
     def sequences(self, step: int, parts: Iterable[Sequences]) -> StepRecord:
-        """Returns the record of a step's sequences. The log-probs are not kept."""
+        """Returns the record of a step's sequences."""
         whole = [p for p in parts if len(p)]
         if not whole:
             return self.record(StepRecord(step=step, sequences=0, tokens=0))
@@ -85,7 +85,7 @@ class RunMonitor:
         return self.sequences(step, [sequences])
 
     def record(self, measured: StepRecord) -> StepRecord:
-        """Returns a step's record with its findings. The steps have to come in order."""
+        """Returns a step's record with its findings. Steps must be recorded in order."""
         findings = [*step_findings(measured, self.contract.steps), *self._trends.add(measured)]
         record = measured.model_copy(update={"findings": findings})
         levels = {f.level for f in findings}
@@ -107,7 +107,7 @@ def padded_sequences(
     rollout_versions: ArrayLike | None = None,
     train_version: int | None = None,
 ) -> Sequences:
-    """Returns padded arrays [B, T] as sequences of T tokens whose ids are not known."""
+    """Returns padded arrays [B, T] as sequences of T tokens with unknown ids."""
     g, t = np.asarray(rollout, dtype=np.float64), np.asarray(train, dtype=np.float64)
     scored = np.asarray(mask, dtype=bool)
     if g.ndim != 2 or not g.shape == t.shape == scored.shape:

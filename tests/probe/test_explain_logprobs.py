@@ -1,4 +1,4 @@
-"""What log-probs are of: each way to get them wrong is named, and what cannot be told is said."""
+"""Explanations of log-probs: each wrong transformation is named, and ambiguity is reported."""
 
 import math
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 from synthetic import BATCH, draw, keep_logprobs, write_trace
 
 from rlk_align.model.sites import RowIndex
-from rlk_align.probe.sampling import Explanation, explain, explain_pass
+from rlk_align.probe.explain_logprobs import Explanation, explain, explain_pass
 from rlk_align.probe.transformations import Stated, TokenContext
 from rlk_align.trace.reader import Trace
 
@@ -28,7 +28,7 @@ def _case(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, TokenContex
 
 
 def _scored(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """As engines do: float32."""
+    """Log-probs in float32, as engines compute them."""
     return logits.float().log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)
 
 
@@ -47,10 +47,10 @@ def _likeliest(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 LOGITS, ROWS = _case()
 KEPT = TokenContext(LOGITS.argmax(-1), ROWS.before, ROWS.after)
-"""Targets that no truncation drops."""
+"""Targets that no truncation removes."""
 T07 = Stated(temperature=0.7)
 CASES = {
-    # Name: (what is stated, rows, what is reported).
+    # Name: (stated transformation, rows, reported log-probs).
     "as stated": (Stated(), ROWS, _scored(LOGITS, ROWS.targets)),
     "raw": (T07, ROWS, _scored(LOGITS, ROWS.targets)),
     "temperature twice": (T07, ROWS, _scored(LOGITS / 0.7 / 0.7, ROWS.targets)),
@@ -100,7 +100,7 @@ def test_a_stated_temperature_is_no_finding() -> None:
 
 @pytest.mark.parametrize("largest", [2.0, 30.0, 400.0])
 def test_rounding_is_no_finding(largest: float) -> None:
-    """Two float32 ways to one log-prob, whatever the size of the logits."""
+    """Two float32 computations of a log-prob, for logits of any size."""
     logits = LOGITS * (largest / float(LOGITS.abs().max()))
     reported = (logits - logits.logsumexp(-1, keepdim=True)).gather(-1, ROWS.targets[:, None])
     assert explain(logits, reported[:, 0], ROWS, Stated()).name == "as stated"
@@ -124,7 +124,7 @@ def test_another_token_at_edges_is_an_exception() -> None:
 
 
 def test_what_cannot_be_told_apart_is_said() -> None:
-    """All of the mass lies in ten tokens: more of them change nothing."""
+    """Ten tokens have the whole mass, so more of them change nothing."""
     logits = torch.full((N, V), -60.0)
     logits[:, :10] = LOGITS[:, :10]
     rows = TokenContext(logits.argmax(-1), ROWS.before, ROWS.after)
@@ -161,14 +161,14 @@ def test_no_row_is_no_explanation() -> None:
 
 
 def test_a_large_vocabulary_goes_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlk_align.probe.sampling.BLOCK_ELEMENTS", 5 * V)
+    monkeypatch.setattr("rlk_align.probe.explain_logprobs.BLOCK_ELEMENTS", 5 * V)
     stated, rows, reported = CASES["temperature twice"]
     explanation = explain(LOGITS, reported, rows, stated)
     assert (explanation.name, explanation.explained) == ("temperature twice", N)
 
 
 def _recorded(folder: Path, **options: Any) -> Trace:
-    """A trace whose log-probs are those of its logits; `options`: of `write_trace`."""
+    """A trace whose log-probs follow from its logits; `options` are those of `write_trace`."""
     values = draw()
     targets = torch.from_numpy(np.roll(RowIndex(BATCH).token, -1))
     values["logprob"] = _scored(values["logits"], targets)[:, None]

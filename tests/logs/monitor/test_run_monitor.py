@@ -1,4 +1,4 @@
-"""A run that is watched: planted faults are named, and healthy steps are not."""
+"""Monitored runs: planted faults are named, and healthy steps raise no alarm."""
 
 import math
 import tracemalloc
@@ -14,8 +14,9 @@ from rlk_align.errors import BadOption
 from rlk_align.logs.diagnose.contract import load_run_contract
 from rlk_align.logs.diagnose.explain import explain
 from rlk_align.logs.dumps.sequences import Sequences
+from rlk_align.logs.monitor.export import scalars
 from rlk_align.logs.monitor.record import Interval, StepRecord
-from rlk_align.logs.monitor.run import RunMonitor
+from rlk_align.logs.monitor.run_monitor import RunMonitor
 
 
 def watched(loop: Loop, count: int) -> tuple[RunMonitor, list[StepRecord]]:
@@ -52,7 +53,7 @@ def test_weights_that_were_never_synced_are_named(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("learning_rate", [2, 32])
 def test_a_healthy_run_raises_no_alarm(seed: int, learning_rate: float) -> None:
-    """With a large learning rate the entropy falls by far, and that is no trend."""
+    """With a large learning rate the entropy falls strongly, which is not a trend."""
     monitor, records = watched(Loop(seed=seed, learning_rate=learning_rate), 150)
     assert not [f for r in records for f in r.findings]
     assert monitor.exit_code == 0
@@ -96,6 +97,18 @@ def test_a_growing_version_lag_is_named() -> None:
         )
         found.append("growing-version-lag" in {f.name for f in record.findings})
     assert found == [False] * 9 + [True] * 3
+
+
+def test_one_wrong_token_is_named_where_the_rollout_is_sure_of_every_token() -> None:
+    monitor = RunMonitor()
+    g = np.full((64, 64), 1e-9)  # above 0 by rounding: 1 − p is 0 for every token, and c is unknown
+    t = g.copy()
+    assert not monitor.arrays(0, g, t, np.ones_like(g)).findings
+    t[3, 4] = -1.0
+    record = monitor.arrays(1, g, t, np.ones_like(g))
+    assert record.c is None
+    assert "single-token" in {f.name for f in record.findings}
+    assert scalars(record)["excess"] == record.excess
 
 
 def test_nan_fails_and_nothing_compared_is_no_pass() -> None:
@@ -142,7 +155,7 @@ def test_memory_is_constant_over_10_000_steps() -> None:
     tracemalloc.start()
     for n in range(500, 10_000):
         step(n)
-    # What other threads of this process allocate meanwhile is not the monitor's.
+    # Allocations by other threads of this process do not count.
     own = tracemalloc.Filter(True, "*/rlk_align/*")
     held = tracemalloc.take_snapshot().filter_traces([own]).statistics("filename")
     tracemalloc.stop()

@@ -1,4 +1,4 @@
-"""In which rows a unit is known to have computed on recorded inputs: only these say anything."""
+"""The determined rows of a unit: those in which it certainly computed on recorded inputs."""
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from rlk_align.trace.values import RecordedRows
 
 
 class RecordedEnd:
-    """One engine of the edge: its capture and its graft passes, row by row."""
+    """One engine of an edge: the rows of its capture and of its graft passes."""
 
     def __init__(self, end: GraftedEnd, index: RowIndex) -> None:
         self.end = end
@@ -23,21 +23,21 @@ class RecordedEnd:
         return getattr(torch, self.end.captured.record.sites[site].dtype)
 
     def not_reproduced(self, site: str) -> int:
-        """Rows that it does not reproduce when grafted with its own inputs."""
-        there = self.captured.present(site)
+        """The number of rows that it does not reproduce if it is grafted with its own inputs."""
+        present = self.captured.present(site)
         same = (self.captured.digests(site) == self.self_grafted.digests(site)).all(axis=1)
-        return int((there & ~(same & self.self_grafted.present(site))).sum())
+        return int((present & ~(same & self.self_grafted.present(site))).sum())
 
 
-def determined(
+def determined_rows(
     index: RowIndex,
     graph: UnitGraph,
     grafted: RecordedEnd,
     source: RecordedEnd,
     expected: np.ndarray,
 ) -> tuple[np.ndarray, str]:
-    """The rows in which the unit is known to have read recorded inputs, and all its outputs are
-    recorded; and why others are left out."""
+    """Returns the mask of the rows in which the unit certainly read recorded inputs and of which
+    every output is recorded, and why other rows are left out."""
     none = np.zeros(len(index), dtype=bool)
     for site in graph.sites:
         wrong = grafted.not_reproduced(site.name)
@@ -76,5 +76,5 @@ def determined(
 
 
 def _exact(source_dtype: torch.dtype, live_dtype: torch.dtype) -> bool:
-    """Whether every value of the one is a value of the other."""
+    """Whether the live dtype has every value of the source's dtype."""
     return torch.promote_types(source_dtype, live_dtype) == live_dtype

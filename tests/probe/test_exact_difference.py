@@ -1,4 +1,4 @@
-"""Introduced and inherited add up to what is observed, exactly."""
+"""The introduced and the inherited difference add up to the observed one exactly."""
 
 import math
 
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlk_align.probe.exact import difference, split
+from rlk_align.probe.exact_difference import exact_difference, split_difference
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 finite = st.floats(allow_nan=False, allow_infinity=False, width=32)
@@ -22,7 +22,7 @@ def test_they_add_up_to_the_last_bit(
 ) -> None:
     a_on_a = rounded([r[0] for r in rows], first)
     b_on_a, b_on_b = (rounded([r[i] for r in rows], second) for i in (1, 2))
-    introduced, inherited, errors = split(a_on_a, b_on_a, b_on_b)
+    introduced, inherited, errors = split_difference(a_on_a, b_on_a, b_on_b)
     for i in range(len(rows)):
         parts = [float(x[i]) for x in (introduced, inherited, errors[0], errors[1])]
         # fsum rounds the exact sum once, and so does the one subtraction.
@@ -32,13 +32,13 @@ def test_they_add_up_to_the_last_bit(
 @given(st.lists(finite, min_size=2, max_size=2))
 def test_nearby_values_lose_nothing(pair: list[float]) -> None:
     x, y = (torch.tensor([v]).clamp(2.0**-14, 2.0**14) for v in pair)
-    d, error = difference(x, y)
+    d, error = exact_difference(x, y)
     assert float(error) == 0
     assert float(d) == float(x) - float(y)
 
 
 def test_what_float64_cannot_hold_is_in_the_error() -> None:
-    d, error = difference(torch.tensor([1e30]), torch.tensor([1e-30]))
+    d, error = exact_difference(torch.tensor([1e30]), torch.tensor([1e-30]))
     assert float(error) != 0
     assert math.fsum([float(d), float(error)]) == math.fsum(
         [float(torch.tensor(1e30)), -float(torch.tensor(1e-30))]
@@ -46,7 +46,7 @@ def test_what_float64_cannot_hold_is_in_the_error() -> None:
 
 
 def test_what_is_not_finite_stays_so() -> None:
-    d, error = difference(torch.tensor([math.inf, math.nan]), torch.tensor([1.0, 1.0]))
+    d, error = exact_difference(torch.tensor([math.inf, math.nan]), torch.tensor([1.0, 1.0]))
     assert d[0] == math.inf
     assert d[1].isnan()
     assert (error == 0).all()

@@ -1,4 +1,4 @@
-"""Where steps come from: when they are handed on, and what is not read."""
+"""The sources of steps: when a step is complete, and which sources are refused."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 from padded import padded
 
 from rlk_align.errors import DumpError
-from rlk_align.logs.monitor.run import RunMonitor
-from rlk_align.logs.monitor.source import open_source
+from rlk_align.logs.monitor.run_monitor import RunMonitor
+from rlk_align.logs.monitor.step_sources import open_source
 
 LENGTH = 10
 
@@ -90,7 +90,7 @@ def test_a_line_is_complete_once_it_ends_and_a_step_once_another_begins(tmp_path
         file.write(whole[40:] + line(2)[:30])
     [record] = source.poll(monitor, False)
     assert (record.step, record.sequences, record.tokens) == (0, 2, 2 * LENGTH)
-    # The last line was cut off, and stays so.
+    # The last line remains incomplete.
     assert [r.step for r in source.poll(monitor, True)] == [1]
 
 

@@ -1,9 +1,9 @@
-"""The sources of a run's steps: a folder of dumps, a file that grows, or an imported run.
+"""The sources of a run's steps: a folder of dumps, a growing file, or an imported run.
 
-A step is yielded once, when it is complete. prime-rl marks a complete step with a file STABLE. The
-names of files from our own writers say how many files the step has. Any other dump of a step is
-complete once a file of a later step exists (NeMo-RL overwrites a step that is repeated), and a line
-of a growing file once it has a line break. When the run has ended, every step is complete.
+A step is yielded once, when it is complete. prime-rl marks a complete step with a file STABLE, and
+the files of `logs.writers` have the number of the step's files in their names. In any other folder
+a step is complete once a file of a later step exists (NeMo-RL overwrites a repeated step), and in a
+growing file once a later step begins. When the run has ended, every step is complete.
 """
 
 import re
@@ -13,14 +13,14 @@ from typing import Protocol
 
 from rlk_align.errors import DumpError
 from rlk_align.logs.dumps.batches import Row, batches
+from rlk_align.logs.dumps.imported_run import ImportedRun
 from rlk_align.logs.dumps.manifest import Findings
 from rlk_align.logs.dumps.record import SCHEMA
-from rlk_align.logs.dumps.run import ImportedRun
 from rlk_align.logs.dumps.table import sequences_of
-from rlk_align.logs.monitor.lines import GrowingFile
+from rlk_align.logs.monitor.growing_file import GrowingFile
 from rlk_align.logs.monitor.metrics_log import MetricsLog
 from rlk_align.logs.monitor.record import StepRecord
-from rlk_align.logs.monitor.run import RunMonitor
+from rlk_align.logs.monitor.run_monitor import RunMonitor
 from rlk_align.logs.readers.base import Reader
 from rlk_align.logs.readers.files import first_object
 from rlk_align.logs.readers.jsonl import row_of_line
@@ -40,21 +40,21 @@ STEP_IN_NAME = {
 """Format -> the pattern of the step in a file's path."""
 
 
-class Source(Protocol):
-    """Steps of one run."""
+class StepSource(Protocol):
+    """The steps of one run."""
 
     name: str
 
     def poll(self, monitor: RunMonitor, ended: bool) -> Iterator[StepRecord]:
-        """Yields the records of the steps that are complete and were not yielded before. `ended`
-        says that nothing more will be written. Raises DumpError."""
+        """Yields the records of complete steps that were not yielded before. `ended`: nothing more
+        will be written. Raises DumpError."""
         ...
 
 
-def open_source(path: Path) -> Source:
-    """Returns the source for a path. Raises DumpError if it is of no known kind."""
+def open_source(path: Path) -> StepSource:
+    """Returns the source for a path. Raises DumpError for an unknown kind of source."""
     if not path.exists():
-        raise DumpError(f"{path} does not exist", "give a run's folder, or its log of metrics")
+        raise DumpError(f"{path} does not exist", "name a run's folder, or its log of metrics")
     if path.is_dir():
         if (path / RUN_JSON).is_file() and schema_of(path) == IMPORTED:
             return ImportedSource(path)
@@ -62,7 +62,7 @@ def open_source(path: Path) -> Source:
     if path.suffix not in (".jsonl", ".json", ".ndjson"):
         raise DumpError(
             f"{path}: only JSON Lines can be followed as a single file",
-            "give its folder, or import it with `rlk-align import`",
+            "name its folder, or import it with `rlk-align import`",
         )
     if "schema" in first_object(path) or "token_ids" in first_object(path):
         return LinesSource(path)
@@ -77,7 +77,6 @@ class ImportedSource:
         self._run: ImportedRun | None = ImportedRun.open(self.name)
 
     def poll(self, monitor: RunMonitor, ended: bool) -> Iterator[StepRecord]:
-        """See Source."""
         run, self._run = self._run, None
         if run is not None:
             for step, parts in run.steps():
@@ -93,7 +92,6 @@ class FolderSource:
         self._last = -1
 
     def poll(self, monitor: RunMonitor, ended: bool) -> Iterator[StepRecord]:
-        """See Source."""
         steps = self._steps()
         newest = max(steps, default=-1)
         for step in sorted(s for s in steps if s > self._last):
@@ -105,9 +103,9 @@ class FolderSource:
         if ended and self._reader is None:
             names = ", ".join(STEP_IN_NAME)
             raise DumpError(
-                f"{self.folder} holds no step in a known format",
-                f"known: {names}, whose files are named step_N.jsonl; other names: "
-                "`rlk-align import` first",
+                f"{self.folder} has no step in a known format",
+                f"known formats are {names}, the last with files named step_N.jsonl; import files "
+                "with other names with `rlk-align import` first",
             )
 
     def _complete(self, files: list[Path], followed: bool) -> bool:
@@ -119,7 +117,7 @@ class FolderSource:
         return followed
 
     def _steps(self) -> dict[int, list[Path]]:
-        """The files of each step, in the first format with any such file."""
+        """The files of each step in the first format that has any."""
         names = [self._reader.name] if self._reader else [n for n in STEP_IN_NAME if n in READERS]
         for name in names:
             steps: dict[int, list[Path]] = {}
@@ -134,7 +132,7 @@ class FolderSource:
 
 
 class LinesSource:
-    """A neutral file that grows; a step ends where a later one begins."""
+    """A growing neutral file, in which a step ends where a later one begins."""
 
     def __init__(self, path: Path) -> None:
         self.name, self._file = str(path), GrowingFile(path)
@@ -142,7 +140,6 @@ class LinesSource:
         self._rows: list[Row] = []
 
     def poll(self, monitor: RunMonitor, ended: bool) -> Iterator[StepRecord]:
-        """See Source."""
         for where, line in self._file.lines(ended):
             try:
                 row = row_of_line(line)
@@ -152,7 +149,7 @@ class LinesSource:
             if step is None or (self._step is not None and step < self._step):
                 raise DumpError(
                     f"{where}: step {step} follows step {self._step}",
-                    "a file that is followed has its steps in order; "
+                    "the steps of a followed file must be in order; "
                     "`rlk-align import` reads any order",
                 )
             if step != self._step:

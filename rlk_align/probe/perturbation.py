@@ -1,6 +1,4 @@
-"""Amplifiers: how an engine answers when one site is moved by its own rounding's size."""
-
-from collections.abc import Sequence
+"""Amplifiers: how an engine responds if one site is moved by the size of its own rounding."""
 
 import numpy as np
 import torch
@@ -10,59 +8,44 @@ from rlk_align.capture.request import TracePlan
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.errors import BadOption
-from rlk_align.model.sites import RowIndex, Site, model_sites
-from rlk_align.probe.effects import Amplification, Response
+from rlk_align.model.sites import RowIndex, model_sites
 from rlk_align.probe.graft import fused_pairs, traces_of
 from rlk_align.probe.graph import UnitGraph, unit_graphs
+from rlk_align.probe.perturbation_record import Amplification, Response
 from rlk_align.progress import Progress
 from rlk_align.results import SideName
-from rlk_align.trace.reader import PassReader, Trace
 from rlk_align.trace.run import Run
 from rlk_align.trace.values import RecordedRows
 
 Distance = dict[str, tuple[float, float]]
-"""Site -> squares of its difference and of its value, over all rows of which both are kept."""
+"""Site -> the sums of squares of its difference and of its value, over all rows for which both are
+recorded."""
 
 
 def amplification(
     run: Run,
     side: SideName,
-    perturbed: Sequence[str],
+    perturbed: str,
     progress: Progress,
     passname: str = "prefill",
-    ulps: int = 1,
-    seed: int = 0,
     plan: TracePlan | None = None,
-) -> list[Amplification]:
-    """The response of one engine to a perturbation of each of these sites in turn, a forward each.
+) -> Amplification:
+    """Returns the response of one engine to a perturbation of one site by an ulp.
 
-    Raises BadOption for what is not a site, or for a pass that the capture lacks.
+    Raises BadOption if the site cannot be perturbed, or if the capture lacks the pass.
     """
     trace = traces_of(run)[side]
     sites = {s.name: s for s in model_sites(trace.record.shape)}
-    for name in perturbed:
-        if name not in sites or name == "logprob":
-            raise BadOption(f"{name!r} is not a site that can be perturbed", "e.g. embed")
+    if perturbed not in sites or perturbed == "logprob":
+        raise BadOption(f"{perturbed!r} is not a site that can be perturbed", "e.g. embed")
     if not trace.has_pass(passname):
         raise BadOption(f"{run.folder}: the {side} capture has no {passname} pass")
-    plans = {n: Intervention(kind="perturb", sites=(n,), ulps=ulps, seed=seed) for n in perturbed}
-    wanted = {name: (passname, intervention) for name, intervention in plans.items()}
+    intervention = Intervention(kind="perturb", sites=(perturbed,), ulps=1, seed=0)
+    wanted = {perturbed: (passname, intervention)}
     passes = intervene(trace, side, run, wanted, plan or TracePlan(), progress)
-    captured = trace.read_pass(passname)
-    return [_response(trace, side, captured, passes[n], n, plans[n], sites) for n in perturbed]
-
-
-def _response(
-    trace: Trace,
-    side: SideName,
-    captured: PassReader,
-    moved: PassReader,
-    name: str,
-    intervention: Intervention,
-    sites: dict[str, Site],
-) -> Amplification:
     index = RowIndex(trace.tokens)
-    before, after = RecordedRows(captured, index), RecordedRows(moved, index)
+    captured = trace.read_pass(passname)
+    before, after = RecordedRows(captured, index), RecordedRows(passes[perturbed], index)
     editor = Editor(intervention, trace.tokens)
     distance: Distance = {}
     for site in sites:
@@ -70,8 +53,8 @@ def _response(
         if not len(number):
             continue
         value = before.values(site, number)
-        if site == name:
-            # It was recorded before it was moved.
+        if site == perturbed:
+            # Its rows were recorded before they were moved.
             now, _ = editor(site, value, index.sample[number], index.position[number], 0)
         else:
             now = after.values(site, number)
@@ -83,18 +66,18 @@ def _response(
     return Amplification(
         side=side,
         passname=captured.folder.name,
-        perturbed=name,
+        perturbed=perturbed,
         ulps=intervention.ulps,
         seed=intervention.seed,
-        rel_l2=_relative(distance, [name]),
-        responses=[r for g in graphs if (r := _of_unit(g, distance, name)) is not None],
+        rel_l2=_relative(distance, [perturbed]),
+        responses=[r for g in graphs if (r := _of_unit(g, distance, perturbed)) is not None],
         mean_abs_dlogp=float(dlogp.mean()) if len(dlogp) else float("nan"),
         max_abs_dlogp=float(dlogp.max()) if len(dlogp) else float("nan"),
     )
 
 
 def _of_unit(graph: UnitGraph, distance: Distance, perturbed: str) -> Response | None:
-    """The response of a unit; None where its inputs are not perturbed."""
+    """The response of a unit; None if its inputs are not perturbed."""
     inputs = _relative(distance, list(dict.fromkeys(graph.inputs + graph.prefix_inputs)))
     if inputs == 0:
         return None
