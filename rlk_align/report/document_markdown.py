@@ -52,9 +52,11 @@ def _head(document: Document) -> Iterator[str]:
 
 
 def _step(step: str) -> str:
-    """A step, with its command as code."""
-    words, colon, command = step.partition(": rlk-align ")
-    return f"{prose(words)}: {code(f'rlk-align {command}')}" if colon else prose(step)
+    """Writes a step, with the command before or behind its colon as code."""
+    if ": " not in step:
+        return prose(step)
+    parts = step.split(": ", 1)
+    return ": ".join((code if part.startswith("rlk-align ") else prose)(part) for part in parts)
 
 
 def _facts(facts: Iterable[Fact]) -> Iterator[str]:

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator
 
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
+from rich.table import Table
 from rich.text import Text
 
-from rlk_align.report.columns import columns
 from rlk_align.report.document import DataTable, Document, Entry, Fact, Section, Tone
 from rlk_align.text import line
 
@@ -56,7 +56,7 @@ def _section(section: Section, console: Console) -> Iterator[RenderableType]:
     for text in section.text:
         yield from (line(x, style) for x in _wrapped(text, "  ", "  "))
     if section.table is not None:
-        yield from _table(section.table, console)
+        yield from table_parts(section.table, console)
     for entry in section.entries[:_ITEMS]:
         yield from _entry(entry, "dim" if section.tone == "soft" else "")
     if len(section.items) > _ITEMS:
@@ -92,9 +92,11 @@ def _wrapped(text: str, first: str = "", later: str = "") -> list[str]:
     )
 
 
-def _table(data: DataTable, console: Console) -> Iterator[RenderableType]:
-    """A table; where it does not fit, a line for each figure: none is ever cut."""
-    table = columns(data.columns[: data.names], data.columns[data.names :])
+def table_parts(data: DataTable, console: Console) -> Iterator[RenderableType]:
+    """Yields a table, or where it is too wide a line for each figure: none is ever cut."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for at, name in enumerate(data.columns):
+        table.add_column(name, justify="left" if at < data.names else "right", no_wrap=True)
     rows = data.rows[:_ROWS]
     for row in rows:
         table.add_row(*map(line, row))

@@ -86,7 +86,7 @@ def _next(verdict: Verdict, folder: Path, probe: Probe | None) -> list[str]:
     if probe is not None or not differs or "rlk-align probe" in step:
         return [step]
     where = shlex.quote(str(folder))
-    return [step, f"rlk-align probe {where}    which operator introduced what, and its effect"]
+    return [step, f"see which operator introduced which difference: rlk-align probe {where}"]
 
 
 def _facts(verdict: Verdict) -> Iterator[Fact]:

@@ -366,8 +366,8 @@ def next_step(verdict: Verdict, folder: Path) -> str:
             "(temperature, raw or processed log-probs, the softmax's dtype)"
         )
     if not over:
-        return f"rlk-align probe {where} --attribute    which operators move the log-probs most"
+        return f"see which operators move the log-probs most: rlk-align probe {where} --attribute"
     if over[0].unchecked:
         unchecked = over[0].unchecked[0].side
         return f"give {unchecked} the checkpoint's own {first.site}, and compare again"
-    return f"rlk-align report html {where} -o report.html    shows {first.site}"
+    return f"see {first.site} on a page: rlk-align report html {where} -o report.html"

@@ -13,7 +13,6 @@ from rlk_align.judge.verdict import Verdict, headline
 from rlk_align.report.drift import drift_series
 from rlk_align.report.facts import operator_facts
 from rlk_align.report.html.answers import answers
-from rlk_align.report.html.card import document_card
 from rlk_align.report.html.drift import drift_figure
 from rlk_align.report.html.heat import operator_heat
 from rlk_align.report.html.logprobs import histogram, largest_bound, metric_rows, noise_floor
@@ -31,6 +30,7 @@ from rlk_align.text import printable
 from rlk_align.version import __version__
 
 _TEMPLATES = "templates"
+STATUS_SIGNS = {"pass": "✓", "fail": "✕", "inconclusive": "?"}
 NO_ROWS = "This run keeps no rows (comparison.parquet), so nothing can be shown token by token."
 
 
@@ -41,7 +41,14 @@ def render(template: str, **context: object) -> str:
         f"default-src 'none'; style-src '{_hash(css)}'; script-src '{_hash(js)}'; "
         "base-uri 'none'; form-action 'none'"
     )
-    shared = {"css": css, "js": js, "policy": policy, "version": __version__, "number": _number}
+    shared = {
+        "css": css,
+        "js": js,
+        "policy": policy,
+        "version": __version__,
+        "number": _number,
+        "status_signs": STATUS_SIGNS,
+    }
     return _environment().get_template(template).render(shared | context)
 
 
@@ -84,7 +91,7 @@ def run_page(source: ReportSource) -> str:
     """The whole page of one run."""
     verdict, edge = source.verdict, headline(source.verdict)
     context: dict[str, object] = {
-        "card": document_card(source_document(source)),
+        "document": source_document(source),
         "name": source.name,
         "where": str(source.folder),
         "problems": list(problem_sections(verdict)),
@@ -105,7 +112,7 @@ def run_page(source: ReportSource) -> str:
 
 _SECTIONS = [
     ("problems", "Breaches, warnings and doubts", "problems"),
-    ("provenance", "Provenance", "card"),
+    ("provenance", "Provenance", "document"),
     ("drift", "Where drift starts", "drift"),
     ("heatmap", "Layers and operators", "drift"),
     ("routing", "Routing", "routing"),
@@ -113,8 +120,8 @@ _SECTIONS = [
     ("logprobs", "Log-probs", "drift"),
     ("rankmap", "Ranks", "ranks"),
     ("operators", "Operators", "drift"),
-    ("unpaired", "Unpaired sites", "card"),
-    ("waivers", "Waivers", "card"),
+    ("unpaired", "Unpaired sites", "document"),
+    ("waivers", "Waivers", "document"),
     ("notes", "Notes", "notes"),
 ]
 """Each section's id and heading, and the variable without which the page lacks the section."""

@@ -44,6 +44,15 @@ class Stretch:
         sizes = [(_size(d), n) for n, d in enumerate(self.delta) if d is not None]
         return max(sizes, default=(0.0, 0))
 
+    def word(self, number: int) -> str:
+        """The text of a token, or its id where the text is empty or unknown."""
+        return self.texts[number] or f"⟨{self.ids[number]}⟩"
+
+    def delta_text(self, number: int) -> str:
+        """A token's Δlogp; empty for one of the prompt's."""
+        delta = self.delta[number]
+        return "" if delta is None else f"{delta:+.2g}"
+
 
 def _size(delta: float) -> float:
     return math.inf if math.isnan(delta) else abs(delta)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from markupsafe import Markup
 
 from rlk_align.judge.verdict import headline, over_budget
+from rlk_align.report.document import Document
 from rlk_align.report.drift import drift_series
-from rlk_align.report.html.card import Card, document_card
 from rlk_align.report.html.drift import drift_figure, drift_scale
 from rlk_align.report.html.figure import Figure
 from rlk_align.report.html.logprobs import WORDS, largest_bound, metric_value
@@ -32,7 +32,7 @@ class RunView:
     label: str
     """A letter and its folder's name."""
     source: ReportSource
-    card: Card
+    document: Document
     cells: list[str]
     """The run's cells in the table of verdicts, from the engines on."""
 
@@ -90,7 +90,7 @@ def _run(label: str, source: ReportSource) -> RunView:
     return RunView(
         label=label,
         source=source,
-        card=document_card(source_document(source)),
+        document=source_document(source),
         cells=[*engines, c.dtype, contract, *figures],
     )
 
