@@ -7,6 +7,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 SideName = Literal["rollout", "train"]
 EdgeName = Literal["decode_vs_prefill", "prefill_vs_train", "decode_vs_train"]
+CLIP_LOW, CLIP_HIGH = 0.8, 1.2
+"""The bounds of ρ outside of which `clip_fraction` counts a token."""
 
 
 def _check(holds: bool, what: str) -> None:

@@ -1,8 +1,9 @@
-"""The law of healthy noise of tokens: E|Δ| = c · (1 − p), one c for all tokens of two engines.
+"""The law of healthy noise of tokens: E|Δ| = c · (1 − p), with one c for all tokens of two engines.
 
-Rounding and summation order move the logits by about as much for every token. To first order Δ is
-Σ (δ_ij − p_j) dz_j, which is in proportion to 1 − p, so that c depends on the engines and the model
-and not on how sure the model is of its tokens. `diagnose.evidence` puts the same law to dumps.
+Rounding and summation order move the logits of every token by about the same amount. To first order
+Δ is Σ (δ_ij − p_j) dz_j, which is proportional to 1 − p. So c depends on the engines and the model,
+but not on how certain the model is of its tokens. `diagnose.evidence` applies the same law to
+dumps.
 """
 
 import numpy as np
@@ -11,13 +12,13 @@ from rlk_align.interval import Estimate, Floats, ratio
 from rlk_align.results import TokenNoise
 
 LEAST_ROOM = 0.01
-"""The 1 − p below which a token is too sure to have an error of its own."""
+"""The smallest 1 − p that an error is divided by: below it a token is almost certain."""
 
 
 def token_noise(first: Floats, second: Floats, sequence: np.ndarray) -> TokenNoise:
-    """`first`, `second`: log-probs of the same sampled tokens, float64 `[N]`, in nats; `sequence`:
-    the number of the sequence of each, int `[N]`. A NaN or an infinite value makes NaN of what it
-    enters."""
+    """Fits the law to `first` and `second`, log-probs of the same sampled tokens, float64 `[N]`, in
+    nats. `sequence`: the number of each token's sequence, int `[N]`. A figure that a NaN or an
+    infinite value enters is NaN."""
     number = np.unique(sequence, return_inverse=True)[1]
 
     def sums(values: Floats) -> Floats:
@@ -42,7 +43,7 @@ def token_noise(first: Floats, second: Floats, sequence: np.ndarray) -> TokenNoi
 
 
 def _known(estimate: Estimate) -> Estimate:
-    """NaN for the ends of an interval that is infinite, as that of one sequence is."""
+    """Replaces the ends of an infinite interval, e.g. that of one sequence, with NaN."""
     if np.isfinite([estimate.low, estimate.high]).all():
         return estimate
     return Estimate(estimate.value, float("nan"), float("nan"))

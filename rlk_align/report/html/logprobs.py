@@ -10,13 +10,18 @@ from rlk_align.judge.checks import LimitCheck
 from rlk_align.judge.verdict import Verdict
 from rlk_align.report.html.figure import Figure
 from rlk_align.report.html.svg import chart, el, figure, text
-from rlk_align.results import Comparison, EdgeMetrics, EdgeResult, Noise
+from rlk_align.results import (
+    CLIP_HIGH,
+    CLIP_LOW,
+    Comparison,
+    EdgeMetrics,
+    EdgeResult,
+    Noise,
+)
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _HEIGHT = 1120.0, 58.0, 10.0, 40.0, 170.0
 _BINS = 61
 _QUANTILES = (0.5, 0.9, 0.99, 0.999)
-_CLIP = (0.8, 1.2)
-"""The bounds of ρ outside of which `clip_fraction` counts a token."""
 
 _NEAR_ONE = ("ratio_mean", "ratio_max", "ess_fraction", "token_mult_prob_error")
 WORDS = {
@@ -197,7 +202,7 @@ class _HistogramPlot:
             yield text(x, _TOP - 10, f"{math.exp(min(delta, 700.0)):.3g}", **middle)
         yield text(_LEFT - 6, _TOP - 10, "ρ", class_="label end")
         yield text(_LEFT - 6, bottom + 20, "Δlogp", class_="label end")
-        for ratio in _CLIP:
+        for ratio in (CLIP_LOW, CLIP_HIGH):
             if abs(math.log(ratio)) < self.span:
                 x = self.x(math.log(ratio))
                 yield el("line", x1=x, x2=x, y1=_TOP, y2=bottom, class_="clip")
