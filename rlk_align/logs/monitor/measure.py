@@ -11,8 +11,9 @@ from rlk_align.logs.diagnose.repeats import repeats
 from rlk_align.logs.dumps.sequences import UNKNOWN, Sequences
 from rlk_align.logs.monitor.pairs import Floats, Pairs, pairs_of
 from rlk_align.logs.monitor.record import Band, Interval, Spread, StepRecord
-from rlk_align.results import CLIP_HIGH, CLIP_LOW
 
+CLIP_LOW, CLIP_HIGH = 0.8, 1.2
+"""The ratios outside of which `clip_fraction` counts a token."""
 BANDS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999, 1.0)
 """Bounds of the profile's bands of p."""
 

@@ -1,4 +1,4 @@
-"""One run as a page: its parts in order, and the template that holds them."""
+"""The page of one run, and the rendering of all templates."""
 
 import base64
 import hashlib
@@ -31,11 +31,11 @@ from rlk_align.version import __version__
 
 _TEMPLATES = "templates"
 STATUS_SIGNS = {"pass": "✓", "fail": "✕", "inconclusive": "?"}
-NO_ROWS = "This run keeps no rows (comparison.parquet), so nothing can be shown token by token."
+NO_ROWS = "This run keeps no rows (comparison.parquet), so single tokens cannot be shown."
 
 
 def render(template: str, **context: object) -> str:
-    """A page from its template; text that is not Markup is made printable and escaped."""
+    """Renders a page from its template; text that is not Markup is made printable and escaped."""
     css, js = _asset("report.css"), _asset("report.js")
     policy = (
         f"default-src 'none'; style-src '{_hash(css)}'; script-src '{_hash(js)}'; "
@@ -72,13 +72,13 @@ def _asset(name: str) -> Markup:
 
 
 def _hash(text: str) -> str:
-    """The hash by which a content security policy allows an inline part."""
+    """Returns the hash by which a content security policy allows an inline part."""
     digest = hashlib.sha256(text.encode()).digest()
     return f"sha256-{base64.b64encode(digest).decode()}"
 
 
 def _number(cell: str) -> Markup:
-    """The attributes by which a numeric cell is aligned and sorted."""
+    """Returns the attributes by which a numeric cell is aligned and sorted."""
     try:
         value = float(cell.replace(",", "").removesuffix("%"))
     except ValueError:
@@ -88,7 +88,7 @@ def _number(cell: str) -> Markup:
 
 
 def run_page(source: ReportSource) -> str:
-    """The whole page of one run."""
+    """Returns the page of one run."""
     verdict, edge = source.verdict, headline(source.verdict)
     context: dict[str, object] = {
         "document": source_document(source),
@@ -152,14 +152,14 @@ _OUTCOMES = {"pass": "", "warn": "near-limit", "waived": "near-limit", "fail": "
 
 
 def _charts(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
-    """The template's variables for the charts of the headline edge."""
+    """Returns the template's variables for the charts of the headline edge."""
     verdict, operators = source.verdict, operator_facts(source, edge)
     series = [drift_series(source, edge)]
     columns, rows = operator_table(operators)
     probed = source.probe.edge(edge.name) if source.probe else None
     words = f"probe: {summary(verdict, probed)}" if probed else "Not probed."
     if source.probe and source.probe.left_out:
-        words = f"Graft passes were left out: {source.probe.left_out}"
+        words = f"Graft passes were omitted: {source.probe.left_out}"
     return {
         "edge": edge.name,
         "answers": answers(source, edge),
@@ -181,7 +181,7 @@ def _charts(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
 
 
 def _other(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
-    """The drift of another edge, folded away."""
+    """Returns the folded chart of another edge's drift."""
     operators = operator_facts(source, edge)
     differ = sum(bool(o.site.differ) for o in operators)
     title = f"Drift of {edge.name}"
@@ -196,7 +196,7 @@ def _other(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
 
 
 def _rows(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
-    """The template's variables for what is drawn token by token."""
+    """Returns the template's variables for the charts of tokens."""
     if not source.run.has_rows:
         return {"samples": [], "histogram": None}
     bound = largest_bound(source.verdict, edge)

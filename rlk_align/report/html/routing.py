@@ -1,5 +1,5 @@
-"""The routing of a sparse model: which tokens are sent to other experts, in which layers, and what
-is left of the drift where routing was replayed."""
+"""The routing of a sparse model: which tokens are sent to other experts, in which layers, and the
+drift that remains where routing was replayed."""
 
 from dataclasses import dataclass
 
@@ -26,12 +26,12 @@ _LEGEND = [("effect", _STATES["effect"]), ("at-router", f"× {_STATES['at-router
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingPanel:
-    """What the page says of routing."""
+    """The page's section on routing."""
 
     lines: list[str]
     layers: Figure
     samples: list[tuple[str, Figure]]
-    """For each sequence with flips, what is said of it before it is opened, and its chart."""
+    """The summary and the chart of each sequence with flips."""
     replays: list[list[str]]
     """Rows of the table of drift with and without routing; empty where nothing was replayed."""
 
@@ -48,7 +48,7 @@ REPLAY_COLUMNS = (
 
 
 def routing_panel(source: ReportSource, edge: EdgeResult) -> RoutingPanel | None:
-    """None for a dense model."""
+    """Returns the section; None for a dense model."""
     routing = edge.routing
     if routing is None:
         return None
@@ -154,17 +154,17 @@ def _by_token(stretch: Stretch, choices: dict[int, str], inputs: dict[int, str])
 
 
 def _replays(source: ReportSource) -> list[list[str]]:
-    """The drift of each replayed edge with the engine's own routing, and the two parts of it."""
+    """Returns the drift of each replayed edge with the engine's own routing, and its two parts."""
     table = []
     for edge in source.verdict.comparison.edges:
         replay = source.probe.replay(edge.name) if source.probe else None
         if replay is None or edge.routing is None:
             continue
         routing = edge.routing
-        own = (routing.mean_abs_dlogp_flipped, routing.mean_abs_dlogp_other)
+        whole = (routing.mean_abs_dlogp_flipped, routing.mean_abs_dlogp_other)
         rest = (replay.mean_abs_rest_flipped, replay.mean_abs_rest_other)
         for part, metrics, means in (
-            ("with routing", edge.metrics, own),
+            ("with routing", edge.metrics, whole),
             ("routing by itself", replay.routing, None),
             (f"rest: {replay.side} computes the other side's experts", replay.rest, rest),
         ):

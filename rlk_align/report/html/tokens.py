@@ -1,4 +1,4 @@
-"""One sequence: its error by token and layer, and its text coloured by Δlogp."""
+"""The view of one sequence: its error by token and layer, and its text coloured by Δlogp."""
 
 import math
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from rlk_align.text import printable
 
 @dataclass(frozen=True, kw_only=True)
 class Token:
-    """A token of the text, as it is shown."""
+    """A token of the displayed text."""
 
     text: str
     title: str
@@ -32,11 +32,12 @@ class SampleView:
     tokens: list[Token]
     before: int
     after: int
-    """Tokens that are left out on either side."""
+    """The numbers of tokens before and after the stretch."""
 
 
 def sample_view(stretch: Stretch, bound: float | None, delta: Ramp, errors: Ramp) -> SampleView:
-    """`bound`: the contract's on the largest |Δlogp|; the ramps are those of the whole page."""
+    """Returns the view of a stretch. `bound`: the contract's bound on the largest |Δlogp|. The
+    ramps apply to the whole page."""
     worst, at = stretch.worst
     words = printable(stretch.word(at)) if stretch.ids else ""
     return SampleView(
@@ -51,12 +52,12 @@ def sample_view(stretch: Stretch, bound: float | None, delta: Ramp, errors: Ramp
 
 
 def delta_ramp(stretches: list[Stretch]) -> Ramp:
-    """The colour scale of |Δlogp| on the whole page."""
+    """Returns the colour scale of |Δlogp| for the whole page."""
     return Ramp(None if d is None else abs(d) for s in stretches for d in s.delta)
 
 
 def error_ramp(stretches: list[Stretch]) -> Ramp:
-    """The colour scale of relative L2 errors on the whole page."""
+    """Returns the colour scale of relative L2 errors for the whole page."""
     return Ramp(v for s in stretches for row in s.errors.values() for v in row)
 
 
@@ -69,7 +70,7 @@ def _tokens(stretch: Stretch, bound: float | None, ramp: Ramp) -> Iterator[Token
                 text=stretch.word(n), title=f"{title}, {kind}", classes="prompt", breach=False
             )
             continue
-        # `not <=`: a NaN is above any bound.
+        # `not <=`: a NaN breaks any bound.
         breach = bound is not None and not abs(delta) <= bound
         sign = " up" if delta > 0 else " down" if delta < 0 else ""
         classes = f"{ramp.level(abs(delta))} ink{sign}"
