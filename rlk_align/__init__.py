@@ -1,6 +1,6 @@
 """rlk-align: are the rollout engine and the training engine the same policy?
 
-The public names, for notebooks and pytest; docs/python.md shows them at work. Errors are in
+The public names, for notebooks and pytest; docs/python.md shows examples. Errors are in
 `rlk_align.errors`.
 """
 
@@ -22,7 +22,7 @@ _TYPES = {
     "RlkError": "rlk_align.errors",
     "Verdict": "rlk_align.judge.verdict",
 }
-"""Name -> the module that is imported once somebody asks for it."""
+"""Name -> its module, which is imported at the first access."""
 
 __all__ = [
     "LoadedRun",

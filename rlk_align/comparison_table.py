@@ -1,19 +1,19 @@
-"""comparison.parquet: every token of every edge, its log-probs and its error at every site.
+"""comparison.parquet: every token of every edge, with its log-probs and its error at every site.
 
-A row for each (edge, sample, position), in the order of the batch, with the columns
+The table has a row for each (edge, sample, position), in the order of the batch, with the columns
 
     edge                            as in comparison.json
-    sample, position, token, text   the id at that position, and what it says (null where the
-                                    checkpoint's tokenizer is not at hand)
-    response                        whether the id was sampled, and is not of the prompt
+    sample, position, token, text   the id at that position and its text (null without the
+                                    checkpoint's tokenizer)
+    response                        whether the id was sampled, i.e. is not part of the prompt
     first_logprob, second_logprob   of the *next* token, in nats, by the edge's two passes; null
-                                    where it was not sampled, or the mask of a dump leaves it out
+                                    where it was not sampled, or a dump's mask excludes it
     embed, layers.0.attn_norm, …    a column per site, in execution order: ‖b − a‖ / max(‖a‖, ‖b‖)
                                     of the row; 0 where its bits are equal, NaN where it is not
-                                    finite, null where it was not compared or not kept; of
+                                    finite, null where it was not compared or not kept; for
                                     `experts`, which are ids, 1 where the sets differ
 
-Who judges or draws a run reads this, and needs neither torch nor the captures.
+Judging and drawing a run read this table and need neither torch nor the captures.
 """
 
 from collections.abc import Sequence
@@ -40,14 +40,14 @@ HEAD = {
 
 
 def sites_of(table: pa.Table) -> list[str]:
-    """The sites that a table has errors of, in execution order."""
+    """Returns the sites of a table, in execution order."""
     return table.column_names[len(HEAD) :]
 
 
 def save_rows(table: pa.Table, path: Path) -> None:
-    """Raises OSError or an ArrowException where it cannot be written."""
+    """Writes a table. Raises OSError or an ArrowException where it cannot be written."""
     sites = sites_of(table)
-    # Opened here: pyarrow takes no path that is not UTF-8.
+    # pyarrow accepts only UTF-8 paths, so the file is opened here.
     with whole_file(path) as partial, partial.open("wb") as file:
         pq.write_table(
             table,
@@ -60,7 +60,8 @@ def save_rows(table: pa.Table, path: Path) -> None:
 
 
 def load_rows(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """What `save_rows` wrote, or these columns of it. Raises CorruptTrace where it is not that."""
+    """Reads a table of `save_rows`, or some of its columns. Raises CorruptTrace for any other
+    file."""
     try:
         with path.open("rb") as opened:
             file = pq.ParquetFile(opened, page_checksum_verification=True)

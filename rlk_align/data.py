@@ -1,4 +1,4 @@
-"""Where the shipped data lies: contracts, the embedded model and the prompts."""
+"""Finds the shipped data: contracts, the embedded model and the prompts."""
 
 from pathlib import Path
 
@@ -11,10 +11,10 @@ _CHECKOUT = {
 
 
 def data_path(name: str) -> Path:
-    """The shipped file or folder `name`, in an installed wheel or in a checkout.
+    """Returns the path of a shipped file or folder, in an installed wheel or in a checkout.
 
-    A wheel holds the data inside the package; an editable install does not see those
-    copies and reads the checkout's own folders.
+    A wheel has the data inside the package. An editable install has no such copies and reads the
+    folders of the checkout.
     """
     installed = _PACKAGE / "data" / name
     return installed if installed.exists() else _PACKAGE.parent / _CHECKOUT[name]

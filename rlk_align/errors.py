@@ -1,4 +1,4 @@
-"""What can go wrong, as a tree. Each error says what, where, what is known and what to do.
+"""The tree of errors. Each states what is wrong, where, what is known and what to do.
 
 RlkError
 ├── UsageError            exit 2   the command line, a configuration or a missing dependency
@@ -31,7 +31,7 @@ EXIT_INTERRUPTED = 130
 
 
 class RlkError(Exception):
-    """An error meant for the user: `message` says what and where, `fix` what to do."""
+    """An error for the user: `message` states what is wrong and where, `fix` what to do."""
 
     exit_code = EXIT_TOOL
 
@@ -48,7 +48,7 @@ class UsageError(RlkError):
 
 
 class BadOption(UsageError):
-    """An option has a value that it cannot have."""
+    """An option has an invalid value."""
 
 
 class UnknownEngine(UsageError):
@@ -60,7 +60,7 @@ class MissingDependency(UsageError):
 
 
 class ModelError(UsageError):
-    """The model is missing, unreadable, or of a family that is not known."""
+    """The model is missing, unreadable, or of an unknown family."""
 
 
 class PromptError(UsageError):
@@ -68,7 +68,7 @@ class PromptError(UsageError):
 
 
 class DumpError(UsageError):
-    """A framework's dump is missing, empty, malformed, or of a kind that is not read."""
+    """A framework's dump is missing, empty, malformed, or in an unknown format."""
 
 
 class ContractError(UsageError):
@@ -84,15 +84,15 @@ class EngineFailed(ToolError):
 
 
 class CorruptTrace(ToolError):
-    """A trace on disk is not what was written there."""
+    """A trace on disk has changed since it was written."""
 
 
 class CorruptCheckpoint(ToolError):
-    """A file of a checkpoint is truncated, or is not what its header says."""
+    """A file of a checkpoint is truncated, or contradicts its header."""
 
 
 class TraceNotWritten(ToolError):
-    """A trace could not be written: disk full, no permission."""
+    """A file could not be written, e.g. to a full disk or without permission."""
 
 
 class Interrupted(RlkError):
@@ -106,4 +106,4 @@ ERRORS: dict[str, type[RlkError]] = {
     for name, value in globals().items()
     if isinstance(value, type) and issubclass(value, RlkError)
 }
-"""Errors by name, so that a worker process can hand its error to the parent."""
+"""Name -> error, by which a worker process passes its error to the parent."""

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and text files as people save them."""
+"""Writes files completely or not at all, and reads text files as people save them."""
 
 import codecs
 import os
@@ -9,14 +9,14 @@ from pathlib import Path
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Where to write `path`, which takes its place when the context ends without an error."""
+    """Yields a path to write to; it becomes `path` when the context ends without an error."""
     partial = path.with_name(path.name + ".partial")
     yield partial
     os.replace(partial, path)
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file, without a byte-order mark, each line end as `\\n`.
+    """Reads a UTF-8 file, without a byte-order mark, with each line end as `\\n`.
 
     Raises OSError, or ValueError where the file is not UTF-8.
     """

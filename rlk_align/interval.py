@@ -1,9 +1,9 @@
 """Estimates from sums over tokens, with intervals that are clustered by sequence.
 
-A statistic is a ratio of two sums, or the quotient of two such ratios. Tokens of one sequence
-share its state, so sequences are the independent units: the variance is that of the sequences'
-influences (linearisation, Cochran 1977, chapter 6), and the degrees of freedom are those of as many
-sequences of equal weight (Kish 1965).
+A statistic is a ratio of two sums, or the quotient of two such ratios. The tokens of a sequence
+share its state, so sequences are the independent units. The variance is that of the sequences'
+influences (linearisation, Cochran 1977, chapter 6), and the degrees of freedom follow from the
+effective number of sequences of equal weight (Kish 1965).
 """
 
 import math
@@ -14,20 +14,20 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 DEVIATIONS = 4.0
-"""Half the width of an interval in standard deviations of a normal law: 6 in 100,000 lie outside,
-so that some twenty questions put to hundreds of healthy runs raise no alarm."""
+"""Half the width of an interval in standard deviations of a normal law: 6 in 100,000 values are
+outside, so that twenty checks of hundreds of healthy runs raise no alarm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A value with the interval that the true one lies in; NaN where nothing can be said."""
+    """A value with the interval of the true value; NaN where nothing is known."""
 
     value: float
     low: float
     high: float
 
     def above(self, limit: float) -> bool:
-        """Whether the whole interval is above; never where nothing can be said."""
+        """Whether the whole interval is above a limit; false where nothing is known."""
         return self.low > limit
 
     def __neg__(self) -> "Estimate":
@@ -38,7 +38,7 @@ UNKNOWN = Estimate(math.nan, math.nan, math.nan)
 
 
 def ratio(numerators: Floats, denominators: Floats) -> Estimate:
-    """Σ numerators / Σ denominators, each a figure of a sequence."""
+    """Estimates Σ numerators / Σ denominators; each has an entry for each sequence."""
     total = float(denominators.sum())
     if not total > 0:
         return UNKNOWN
@@ -48,8 +48,8 @@ def ratio(numerators: Floats, denominators: Floats) -> Estimate:
 
 
 def quotient(a: tuple[Floats, Floats], b: tuple[Floats, Floats]) -> Estimate:
-    """(Σ a₀ / Σ a₁) / (Σ b₀ / Σ b₁), each a figure of a sequence; the interval is that of its
-    logarithm."""
+    """Estimates (Σ a₀ / Σ a₁) / (Σ b₀ / Σ b₁); each has an entry for each sequence. The interval is
+    computed for the logarithm."""
     sums = [float(x.sum()) for x in (*a, *b)]
     if not all(s > 0 for s in sums):
         return UNKNOWN
@@ -61,7 +61,7 @@ def quotient(a: tuple[Floats, Floats], b: tuple[Floats, Floats]) -> Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """How many figures there are, their mean, and the sum of their squared deviations from it."""
+    """The number of values, their mean, and the sum of their squared deviations from the mean."""
 
     count: int = 0
     mean: float = 0.0
@@ -69,30 +69,30 @@ class Moments:
 
     @classmethod
     def of(cls, values: Floats) -> "Moments":
-        """Those of some figures."""
+        """Returns the moments of values."""
         if not len(values):
             return cls()
         return cls(len(values), float(values.mean()), float(values.var()) * len(values))
 
     def __add__(self, other: "Moments") -> "Moments":
-        """Those of both together (Chan, Golub and LeVeque 1979)."""
+        """Returns the moments of both sets of values together (Chan, Golub and LeVeque 1979)."""
         count = self.count + other.count
         if not count:
             return self
-        apart = other.mean - self.mean
-        mean = self.mean + apart * other.count / count
-        between = apart**2 * self.count * other.count / count
+        difference = other.mean - self.mean
+        mean = self.mean + difference * other.count / count
+        between = difference**2 * self.count * other.count / count
         return Moments(count, mean, self.squares + other.squares + between)
 
 
 def mean_factor(logs: Floats, others: Floats | None = None) -> Estimate:
-    """The exponential of the mean of `logs`, or of how far it is above that of `others`: figures of
-    sequences that weigh alike, so that none decides alone."""
+    """Estimates the exponential of the mean of `logs`, or of its difference to the mean of
+    `others`. Every sequence has one value and the same weight."""
     return factor(Moments.of(logs), None if others is None else Moments.of(others))
 
 
 def factor(logs: Moments, others: Moments | None = None) -> Estimate:
-    """The same of figures whose moments are known (Welch 1947)."""
+    """Does the same for values whose moments are known (Welch 1947)."""
     groups = [logs] if others is None else [logs, others]
     if any(x.count < 2 for x in groups):
         return UNKNOWN
@@ -109,20 +109,20 @@ def _around(middle: float, half: float) -> Estimate:
 
 
 def share(part: int, whole: int) -> Estimate:
-    """`part` of `whole` independent units, with Wilson's interval (1927)."""
+    """Estimates the share of `part` in `whole` independent units, with Wilson's interval (1927)."""
     if whole == 0:
         return UNKNOWN
     z2, p = DEVIATIONS**2, part / whole
     middle = (p + z2 / (2 * whole)) / (1 + z2 / whole)
     half = math.sqrt(p * (1 - p) / whole + z2 / (4 * whole**2)) * DEVIATIONS / (1 + z2 / whole)
-    # None of them is exactly 0, whatever the sums round to.
+    # A share of no units is exactly 0, regardless of rounding.
     low = max(0.0, middle - half) if part else 0.0
     return Estimate(p, low, min(1.0, middle + half) if part < whole else 1.0)
 
 
 def _half_width(influences: Floats, weights: Floats) -> float:
-    """Half the width of the interval of an estimate whose sequences have these influences; as many
-    as would weigh alike count."""
+    """Returns half the width of the interval of an estimate whose sequences have these influences
+    and weights."""
     effective = float(weights.sum()) ** 2 / float((weights**2).sum())
     if not effective > 1.5:
         return math.inf
@@ -132,7 +132,7 @@ def _half_width(influences: Floats, weights: Floats) -> float:
 
 
 def student(freedom: float) -> float:
-    """The quantile of Student's law that is as rare as DEVIATIONS is under the normal law, by
-    Wallace's approximation (1959), which errs to the wide side."""
+    """Returns the quantile of Student's law that is as rare as DEVIATIONS under the normal law, by
+    Wallace's approximation (1959), which errs towards wider intervals."""
     exponent = (DEVIATIONS * (8 * freedom + 3) / (8 * freedom + 1)) ** 2 / freedom
     return math.sqrt(freedom * math.expm1(min(exponent, 100.0)))

@@ -26,7 +26,7 @@ from rlk_align.trace.run import Run, RunRecord
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompareRequest:
-    """Two sides, and how they are compared."""
+    """Two sides, and how to compare them."""
 
     rollout: CaptureRequest | Recording
     train: CaptureRequest | Recording
@@ -34,15 +34,15 @@ class CompareRequest:
     """The sequences that both sides score; None lets the rollout engine sample them."""
     judged: tuple[EdgeName, ...] = EDGES
     contract: Contract | None = None
-    """None is the one of the lower-precision dtype."""
+    """None means the contract of the lower-precision dtype."""
     allowed: tuple[Kind, ...] = ()
     fresh: bool = False
     command: tuple[str, ...] = ()
 
 
 def compare(request: CompareRequest, run: Run, progress: Progress) -> Verdict:
-    """The rollout engine samples, the training engine scores the same ids, and a contract says
-    whether they are the same policy. Everything is kept in the run's folder."""
+    """Lets the rollout engine sample and the training engine score the same ids, and judges by a
+    contract whether they are the same policy. Keeps everything in the run's folder."""
     with run.locked():
         run.invalidate()
         fresh = request.fresh
@@ -65,7 +65,7 @@ def compare(request: CompareRequest, run: Run, progress: Progress) -> Verdict:
 
 
 def recompute(run: Run, progress: Progress) -> Comparison:
-    """A compared run's comparison, derived again from its captures; nothing is written."""
+    """Compares the captures of a run again; nothing is written."""
     record = run.record
     rollout, train = Trace(run.capture_folder("rollout")), Trace(run.capture_folder("train"))
     comparison, _ = measured(rollout, train, record.judged, record.allowed, progress)
@@ -79,8 +79,8 @@ def measured(
     allowed: tuple[Kind, ...],
     progress: Progress,
 ) -> tuple[Comparison, pa.Table]:
-    """Both sides against each other, and each side's operators against float64. Beside it what was
-    compared, row by row (see `rlk_align.comparison_table`)."""
+    """Compares both sides with each other, and each side's operators with float64. Returns the
+    comparison and its table of rows (see `rlk_align.comparison_table`)."""
     comparison, rows = measure(rollout, train, judged, allowed, progress)
     units = referee(comparison, rollout, train, progress)
     return comparison.model_copy(update={"referee": units}), rows
@@ -88,29 +88,29 @@ def measured(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeRequest:
-    """What is asked of a compared run."""
+    """How to probe a compared run."""
 
     edges: tuple[EdgeName, ...] = ()
-    """Empty is the edge that the verdict speaks of first; of replays, every judged edge."""
+    """Empty means the edge that the verdict names first; for replays, every judged edge."""
     grafts: bool = True
-    """Whether each engine is run on the other's inputs."""
+    """Whether to run each engine on the other's inputs."""
     attribute: bool = False
     replay_routing: bool = False
-    """Whether each edge's second engine is run with the first one's experts."""
+    """Whether to run each edge's second engine with the first engine's experts."""
     contract: Contract | None = None
-    """None is the one of the lower-precision dtype."""
+    """None means the contract of the lower-precision dtype."""
     plan: TracePlan
-    """Which values the graft passes keep."""
+    """The values that graft passes keep."""
 
 
 def probe(request: ProbeRequest, run: Run, progress: Progress) -> tuple[Verdict, Probe]:
-    """Each engine of a compared run on the other's inputs: who introduced the differences. Kept in
-    the run's folder, beside the verdict."""
+    """Runs each engine of a compared run on the other's inputs, to find who introduced the
+    differences. Keeps the result in the run's folder, beside the verdict."""
     with run.locked():
         verdict = judge_by(run.comparison, request.contract)
         if verdict.comparison.stopped:
             raise BadOption(
-                f"{run.folder}: the precheck stopped the comparison, and there is nothing to probe",
+                f"{run.folder}: the precheck stopped the comparison, so there is nothing to probe",
                 "correct what differs, or compare anyway with --allow-mismatch",
             )
         first = headline(verdict)
@@ -130,9 +130,9 @@ def probe(request: ProbeRequest, run: Run, progress: Progress) -> tuple[Verdict,
 def _grafted(
     request: ProbeRequest, run: Run, edges: tuple[EdgeName, ...], progress: Progress
 ) -> dict[str, object]:
-    """The fields of the probe that graft passes fill."""
+    """Returns the fields of the probe that graft passes fill."""
     try:
         return {"edges": probe_run(run, edges, request.attribute, request.plan, progress)}
     except (MissingDependency, ModelError) as error:
-        # What the captures alone tell needs no engine: the operators, recomputed.
+        # The captures alone still show the recomputed operators.
         return {"left_out": error.message}

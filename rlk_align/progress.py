@@ -1,5 +1,5 @@
-"""Progress of long work, on stderr: a live line on a terminal; elsewhere a line per stage, and a
-sign of life from a stage that lasts."""
+"""Shows the progress of long work on stderr: as a live line on a terminal; elsewhere as a line for
+each stage, repeated while a stage lasts."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ Progress = Callable[[str, int, int], None]
 """Receives the progress of long work: (stage, done, total); total is 0 if nothing is counted."""
 
 SIGN_OF_LIFE = 20.0
-"""Seconds after which a stage is named again where there is no terminal."""
+"""Seconds after which a stage is printed again where stderr is not a terminal."""
 
 
 def silent(_stage: str, _done: int, _total: int) -> None:
@@ -23,13 +23,13 @@ def silent(_stage: str, _done: int, _total: int) -> None:
 
 
 def labelled(progress: Progress, what: str) -> Progress:
-    """The progress of a part of the work, whose stages are told as that part's."""
+    """Returns the progress of a part of the work, which prefixes the names of stages."""
     return lambda stage, done, total: progress(f"{what}: {stage}", done, total)
 
 
 @contextmanager
 def show_progress(name: str) -> Iterator[Progress]:
-    """Shows what is told for as long as the context is entered."""
+    """Yields a function that shows progress until the context ends."""
     console = Console(stderr=True, highlight=False)
     started = time.monotonic()
 
@@ -44,27 +44,27 @@ def show_progress(name: str) -> Iterator[Progress]:
         return
 
     last = ("", 0, 0)
-    told, ended = threading.Event(), threading.Event()
+    printed, ended = threading.Event(), threading.Event()
 
-    def tell(stage: str, done: int, total: int) -> None:
+    def show(stage: str, done: int, total: int) -> None:
         nonlocal last
         if stage != last[0]:
             console.print(line(stage, 0, 0), soft_wrap=True)
-            told.set()
+            printed.set()
         last = stage, done, total
 
-    def live() -> None:
+    def repeat() -> None:
         while not ended.is_set():
-            if told.wait(SIGN_OF_LIFE):
-                told.clear()
+            if printed.wait(SIGN_OF_LIFE):
+                printed.clear()
             elif last[0] and not ended.is_set():
                 console.print(line(f"still {last[0]}", *last[1:]), soft_wrap=True)
 
-    thread = threading.Thread(target=live, daemon=True)
+    thread = threading.Thread(target=repeat, daemon=True)
     thread.start()
     try:
-        yield tell
+        yield show
     finally:
         ended.set()
-        told.set()
+        printed.set()
         thread.join()

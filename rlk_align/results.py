@@ -1,4 +1,4 @@
-"""What a comparison found, as frozen records: stored as JSON, judged without torch."""
+"""The results of a comparison, as frozen records: stored as JSON, judged without torch."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self, get_args
@@ -7,6 +7,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 SideName = Literal["rollout", "train"]
 EdgeName = Literal["decode_vs_prefill", "prefill_vs_train", "decode_vs_train"]
+CLIP_LOW, CLIP_HIGH = 0.8, 1.2
+"""The bounds of ρ outside of which `clip_fraction` counts a token."""
 
 
 def _check(holds: bool, what: str) -> None:
@@ -20,10 +22,10 @@ def _not_below(lowest: float, x: float) -> float:
 
 
 _ROUNDING = 1e-9
-"""The tolerance by which a mean of float64 numbers may miss its bounds."""
+"""The tolerance by which a mean of float64 numbers may exceed its bounds."""
 
 Size = Annotated[float, AfterValidator(lambda x: _not_below(0.0, x))]
-"""Never negative; a NaN is kept, and fails every limit."""
+"""Not negative; a NaN is valid, and fails every limit."""
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[Size, AfterValidator(lambda x: -_not_below(-1 - _ROUNDING, -x))]
 Cell = tuple[Count, Count]
@@ -31,20 +33,20 @@ Cell = tuple[Count, Count]
 
 
 class Result(BaseModel):
-    """A frozen record; a NaN survives its JSON."""
+    """A frozen record; its JSON preserves a NaN."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
 class TokenNoise(Result):
-    """How the Δ of sampled tokens compares with the law of healthy noise, E|Δ| = c · (1 − p), where
-    p is the geometric mean of both sides' probabilities (`rlk_align.noise`).
+    """The fit of sampled tokens to the law of healthy noise, E|Δ| = c · (1 − p), where p is the
+    geometric mean of both sides' probabilities (`rlk_align.noise`).
 
-    An interval is clustered by sequence and four standard deviations wide on each side; its ends
-    are NaN where there are too few sequences for one."""
+    Intervals are clustered by sequence and reach four standard deviations to each side; their ends
+    are NaN for too few sequences."""
 
     sequences: Count
-    """Sequences with a sampled token."""
+    """The number of sequences with a sampled token."""
     room: Size
     """mean (1 − p)."""
     c: Size
@@ -55,12 +57,12 @@ class TokenNoise(Result):
     """The interval of mean ρ."""
     ratio_high: float
     largest: Size
-    """The largest |Δ| / (1 − p) of a token, 1 − p being 0.01 at least."""
+    """The largest |Δ| / (1 − p) of a token, with 1 − p at least 0.01."""
 
 
 class EdgeMetrics(Result):
-    """The metrics of one edge, over the tokens that were sampled; Δ = logp of the second pass − the
-    first."""
+    """The metrics of one edge over the sampled tokens; Δ = log-prob of the second pass − that of
+    the first."""
 
     tokens: Count
     max_abs_dlogp: Size
@@ -70,7 +72,8 @@ class EdgeMetrics(Result):
     k1: float
     """mean(−Δ): the plain estimator of KL(first ‖ second)."""
     k3: Annotated[float, AfterValidator(lambda x: _not_below(-_ROUNDING, x))]
-    """mean(expm1(Δ) − Δ): unbiased for the same, never negative (Schulman 2020)."""
+    """mean(expm1(Δ) − Δ): an unbiased estimator of the same that is never negative (Schulman
+    2020)."""
     ratio_mean: Size
     """mean ρ, ρ = exp Δ: 1 in expectation where the policies agree."""
     ratio_max: Size
@@ -83,7 +86,7 @@ class EdgeMetrics(Result):
     bit_mismatches: Count
     """Log-probs whose float32 bits differ."""
     noise: TokenNoise | None = None
-    """None in a run of an older version, and where sequences are not told apart."""
+    """None in a run of an older version, and where the sequences of tokens are not known."""
 
     @property
     def ratio_mean_error(self) -> float:
@@ -112,9 +115,9 @@ class SiteResult(Result):
     differ: Count
     """Rows whose bits differ."""
     introduced: Count
-    """Rows that differ although the unit's inputs are equal; noisy rows are left out."""
+    """Rows that differ although the unit's inputs are equal; noisy rows do not count."""
     introduced_valued: Count
-    """Introduced rows of which both sides keep the values."""
+    """Introduced rows whose values both sides keep."""
     noisy: Count
     """Rows that an engine does not reproduce itself."""
     nonfinite: Count
@@ -122,7 +125,7 @@ class SiteResult(Result):
     first_introduced: Cell | None
     first_nonfinite: Cell | None
     valued_rows: Count
-    """Differing rows of which both sides keep the values; the figures below are of these."""
+    """Differing rows whose values both sides keep; the figures below describe these rows."""
     elements_differ: Count
     max_abs: Size
     max_ulp: Count
@@ -130,13 +133,13 @@ class SiteResult(Result):
     mean_rel_l2: Size
     min_cosine: float
     frontier: list[tuple[Size, Size]]
-    """(magnitude, error) of the introduced rows, of those without values the least that they can
-    be off: see `metrics.error_frontier`."""
+    """(magnitude, error) of the introduced rows; for rows without values, the smallest possible
+    error: see `metrics.error_frontier`."""
     not_comparable: Count = 0
-    """Rows of experts that the two sides do not share, which are not among `rows`."""
+    """Rows of experts that the two sides do not share; they are not part of `rows`."""
     ranks: dict[SideName, list[Count]] = Field(default_factory=dict)
-    """Side -> its ranks that hold what differs in the introduced rows. A side of one rank, or one
-    whose ranks are not known, is left out."""
+    """Side -> its ranks that hold the differing values of the introduced rows; without sides of one
+    rank and sides whose ranks are not known."""
 
     @model_validator(mode="after")
     def _within_rows(self) -> Self:
@@ -158,14 +161,14 @@ class Introducer(Result):
     last_equal: str | None
     """The site before it, the last whose every row is equal."""
     ranks: dict[SideName, list[Count]] = Field(default_factory=dict)
-    """Side -> its ranks that hold what differs. A side of one rank, or one whose ranks are not
-    known, is left out."""
+    """As `SiteResult.ranks`."""
 
     @classmethod
     def among(
         cls, before: Sequence[SiteResult], site: "SiteResult | RefereedUnit", cell: Cell
     ) -> Self:
-        """A site first seen in `cell`, and those of its edge that are computed before it."""
+        """Makes the record of a site whose first difference is in `cell`; `before`: the sites of
+        its edge that are computed before it."""
         sample, position = cell
         equal = [s.site for s in before if s.rows and not s.differ]
         return cls(
@@ -188,13 +191,13 @@ class LayerRouting(Result):
     flipped: Count
     """Rows that are sent to another set of experts."""
     at_router: Count
-    """Flipped rows whose router was given equal inputs: the sides diverge there."""
+    """Flipped rows whose router has equal inputs: the sides diverge there."""
     measured: Count
-    """The rows at the router whose logits both sides keep."""
+    """The rows flipped at the router whose logits both sides keep."""
     ties: Count
     """The measured rows whose logits tie, on either side."""
     largest_gap: Size
-    """The largest number of roundings of a logit by which a side prefers its own choice at the
+    """The largest number of roundings by which a side's logits prefer its own choice at the
     router."""
     first_at_router: Cell | None
 
@@ -210,12 +213,12 @@ class EdgeRouting(Result):
     flipped_sampled: Count
     """Sampled tokens whose log-prob follows from a flipped token."""
     share_of_dlogp: Size
-    """The share of the summed |Δ| that lies on these."""
+    """The share of the summed |Δ| on these tokens."""
     mean_abs_dlogp_flipped: Size
     mean_abs_dlogp_other: Size
     unflipped: EdgeMetrics | None = None
-    """The metrics of the sampled tokens that are sent to the same experts everywhere; None where
-    there is no such token."""
+    """The metrics of the sampled tokens that both sides send to the same experts in every layer;
+    None without such tokens."""
 
 
 class EdgeResult(Result):
@@ -243,7 +246,7 @@ class EdgeResult(Result):
 
 
 class Noise(Result):
-    """How far one pass of an engine is from the same pass run again."""
+    """The difference between one pass of an engine and its repetition."""
 
     passname: str
     rows: Annotated[int, Field(gt=0)]
@@ -254,20 +257,20 @@ class Noise(Result):
 
 
 class CodePlace(Result):
-    """Where an operator is in its engine's code."""
+    """The location of an operator in its engine's code."""
 
     module: str
     """The module's path below the model, e.g. `model.layers.3.mlp.down_proj`."""
     kind: str
     """The module's class."""
     file: str
-    """Of the function that computes it, also where that was put on the module; below the
-    installation, where it is installed; empty where it has no source."""
+    """The file of the function that computes it, even where that function was patched in. The path
+    starts below the installation where the file is installed; empty without source."""
     line: Count
     hooks: list[str] = []
-    """`file:line` of the hooks that change what the module is given or gives."""
+    """`file:line` of the hooks that change the module's inputs or outputs."""
     settings: dict[str, bool | int | float | str]
-    """The scalars that it computes by, as far as it keeps them itself."""
+    """The scalar settings that the module stores."""
 
     def __str__(self) -> str:
         where = f", {self.file}:{self.line}" if self.file else ""
@@ -275,16 +278,17 @@ class CodePlace(Result):
         return f"{self.module} ({self.kind}{where})"
 
     def settings_unlike(self, other: "CodePlace") -> dict[str, bool | int | float | str]:
-        """The settings whose value the other place has under no name."""
+        """Returns the settings whose value the other place does not have under any name."""
         known = {(type(v), v) for v in other.settings.values()}
         return {n: v for n, v in self.settings.items() if (type(v), v) not in known}
 
 
 class LiveSetting(Result):
-    """What a live engine computes an operator by, beside what the checkpoint's config.json says."""
+    """A setting of an operator in the live engine, beside its value in the checkpoint's
+    config.json."""
 
     name: str
-    """As the precheck names the attribute."""
+    """The name of the attribute in the precheck."""
     live: bool | int | float | str
     configured: bool | int | float | str
     differs: bool
@@ -296,11 +300,11 @@ class LiveSetting(Result):
 
 
 class ErrorPattern(Result):
-    """Where most of an operator's error lies that is beyond rounding, and what it looks like."""
+    """Where most of an operator's error beyond rounding is, and its form."""
 
     place: Literal["everywhere", "head", "channel", "feature", "token", "position", "row"]
     at: Count
-    """Which head, channel of each head, feature, token id or position; of a row, its number in the
+    """The head, channel of each head, feature, token id or position; for a row, its number in the
     batch."""
     manner: Literal["scaled", "shifted", "rows scaled", "scattered"]
     """The error is proportional to the exact output, constant, proportional with another factor in
@@ -310,10 +314,10 @@ class ErrorPattern(Result):
 
 
 class RoundingErrors(Result):
-    """How far an operator's outputs are from exact ones, in units of its own rounding: of what
-    rounding the exact outputs to the side's dtype leaves (see `probe.referee.rounding`).
+    """The distance of an operator's outputs from exact ones, in roundings: in units of the error
+    that rounding the exact outputs to the side's dtype leaves (see `probe.referee.rounding`).
 
-    Gains, and the shift of a feature, keep their sign and count as far as they stand out of chance.
+    Gains and the shift of a feature are signed, and count only as far as they exceed chance.
     """
 
     unit: Annotated[float, Field(gt=0)]
@@ -325,38 +329,39 @@ class RoundingErrors(Result):
     gain: float
     """The error regressed on the exact output, over all entries."""
     row_gain: Size
-    """The same by row (and head), rms over the rows: statistics of a row in low precision."""
+    """The gain by row (and head), rms over the rows; statistics of a row in low precision raise
+    it."""
     head_gain: float
-    """The same by head, the largest; 0 for an operator that has no heads."""
+    """The largest gain of a head; 0 for an operator without heads."""
     head: Count
     feature_rms: Size
-    """The largest of a feature."""
+    """The largest rms of a feature."""
     feature_gain: float
     feature_shift: float
     """The largest mean error of a feature."""
     feature: Count
     """The feature whose rms, gain or shift is the largest."""
     row_rms: Size
-    """The largest of a row."""
+    """The largest rms of a row."""
     row: Cell
     peak: Size
-    """The largest of an entry, its unit being that of its row in the mean where that is larger."""
+    """The largest error of an entry; its unit is the mean unit of its row where that is larger."""
     pattern: ErrorPattern
 
 
 class RefereedUnit(Result):
-    """An operator of one pass, compared with float64 on the pass's own recorded inputs."""
+    """An operator of one pass, compared with float64 on the recorded inputs of the pass."""
 
     side: SideName
     passname: str
     edges: list[EdgeName]
-    """The edges that the pass is an end of."""
+    """The edges with this pass as an end."""
     site: str
     layer: Count | None
     op: str
     op_class: str
     rows: Count
-    """Rows that were recomputed."""
+    """The number of recomputed rows."""
     errors: RoundingErrors | None
     """The errors; None where no row could be recomputed."""
     reason: str = ""
@@ -364,19 +369,19 @@ class RefereedUnit(Result):
     dtype: str = ""
     """The dtype the side computes in; empty in a run of an older version."""
     other_weight: bool = False
-    """Whether it could not be recomputed because its engine holds another weight than the
-    checkpoint."""
+    """Whether the operator could not be recomputed because its engine's weight differs from the
+    checkpoint's."""
     explanation: str = ""
-    """What the side computes instead, where that is known to fit."""
+    """The formula that the side computes instead, where a known one fits."""
     settings: list[LiveSetting] = []
-    """What it computes by, as far as both the live engine and config.json say."""
+    """The settings that both the live engine and config.json state."""
     fused_with: str = ""
     """The site that the engine computes together with this one."""
     code: CodePlace | None = None
 
     @property
     def unlike_config(self) -> list[LiveSetting]:
-        """The settings that the engine has otherwise than config.json."""
+        """The settings whose values in the engine and in config.json differ."""
         return [s for s in self.settings if s.differs]
 
     @model_validator(mode="after")
@@ -394,17 +399,17 @@ class Controls(Result):
     """The controls of both sides."""
 
     observer: Observer
-    """Final log-probs with taps against those without, in one and the same mode."""
+    """The comparison of final log-probs with and without taps, in the same mode."""
     observer_detail: list[str]
     noise: dict[SideName, Noise | NotMeasured | None]
-    """The worst noise of each side's passes: None where each repeats itself bit for bit."""
+    """The largest noise of each side's passes; None where every pass repeats itself bit for bit."""
 
 
 Kind = Literal["tokens", "weights", "attributes"]
 
 
 class Mismatch(Result):
-    """One thing that differs between the sides before anything is computed."""
+    """A difference between the sides before anything is computed."""
 
     kind: Kind
     name: str
@@ -415,15 +420,15 @@ class Mismatch(Result):
     position: int | None = None
     """For tokens and positions: where the mismatch starts."""
     ranks: list[int] = []
-    """For weights of a sharded side: the ranks that hold what differs."""
+    """For weights of a sharded side: the ranks that hold the differing values."""
     detail: str = ""
-    """What is known of it beyond the two values."""
+    """Details beyond the two values."""
     stops: bool = True
-    """Whether nothing is compared across it unless the user allows it."""
+    """Whether it stops the comparison unless the user allows it."""
 
 
 class EngineRecord(Result):
-    """One side, as the verdict names it."""
+    """The engine of one side."""
 
     name: str
     version: str
@@ -439,11 +444,11 @@ class GraphReplays(Result):
     steps: Count
     """Forwards of the model."""
     replayed_steps: Count
-    """Those that replayed a CUDA graph."""
+    """The forwards that replayed a CUDA graph."""
     replays: dict[str, Count]
     """Replays by mode: `full`, of a whole forward, or `piecewise`, of a part of one."""
     captured: dict[str, Count]
-    """How many graphs of each mode the engine had captured before the pass."""
+    """The number of graphs of each mode that the engine had captured before the pass."""
 
     @property
     def total(self) -> int:
@@ -455,18 +460,18 @@ class ProductionPass(Result):
     """One un-tapped pass of the production mode against the observed one."""
 
     metrics: EdgeMetrics
-    """Of the tokens that both have; Δ = observed − production."""
+    """The metrics of the tokens that both passes have; Δ = observed − production."""
     expected: Count
     """Sampled tokens of the batch."""
     parted: list[Cell] = []
-    """Where a decode sampled another token than the observed one, by sample: from there on its
-    text is another, and nothing is compared."""
+    """For each such sample, the cell where a decode sampled a different token than the observed
+    decode; later tokens are not compared."""
     graphs: GraphReplays | None = None
-    """None where the engine has no CUDA graphs, or tells nothing of them."""
+    """None where the engine has no CUDA graphs or does not report them."""
 
     @property
     def replays(self) -> int:
-        """CUDA graphs that were replayed, and seen to be."""
+        """The number of CUDA graphs that were observed to be replayed."""
         return self.graphs.total if self.graphs else 0
 
 
@@ -485,17 +490,17 @@ class Comparison(Result):
     longest_response: Count = 0
     """Sampled tokens of the longest sequence."""
     longest_sequence: Count = 0
-    """Tokens of the longest sequence, its prompt among them: one for each position that is tested;
-    0 in a run of an older version."""
+    """Tokens of the longest sequence, prompt included: the number of tested positions; 0 in a run
+    of an older version."""
     context: Count = 0
     """Positions that the checkpoint allows; 0 in a run of an older version."""
     engines: dict[SideName, EngineRecord]
     mismatches: list[Mismatch]
     casts: dict[SideName, str] = {}
-    """Side -> the dtype in which it holds the other side's weights, rounded; without a side that
-    holds them as they are."""
+    """Side -> the dtype to which its weights are the other side's, rounded; without sides whose
+    weights are not rounded."""
     allowed: list[Kind]
-    """Mismatches that the user chose to measure across."""
+    """Mismatches that the user allowed."""
     controls: Controls | None
     """The controls; None where the precheck stopped the comparison."""
     edges: list[EdgeResult]
@@ -506,21 +511,21 @@ class Comparison(Result):
     referee: list[RefereedUnit] = []
     """Every operator of every pass of the edges, in execution order."""
     production: EdgeMetrics | None = None
-    """The un-tapped production mode against the observed one, over the tokens of all its passes;
-    None where not measured."""
+    """The un-tapped production mode compared with the observed passes, over the tokens of all its
+    passes; None where it was not measured."""
     production_passes: dict[PassName, ProductionPass] = {}
-    """The same by pass; empty too in a run of an earlier version, which had a prefill alone."""
+    """The same by pass; also empty in a run of an earlier version, which had only a prefill."""
     same_capture: bool = False
-    """Whether both sides are one capture: their equality says nothing."""
+    """Whether both sides are one capture, so that their equality proves nothing."""
 
     @property
     def stopped(self) -> bool:
-        """Whether a mismatch that was not allowed ended it before any number."""
+        """Whether a mismatch that was not allowed stopped the comparison before any number."""
         return bool(self.stopping)
 
     @property
     def stopping(self) -> list[Mismatch]:
-        """Mismatches across which nothing is compared."""
+        """The mismatches that stop the comparison."""
         return [m for m in self.mismatches if m.stops and m.kind not in self.allowed]
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The largest value of many, as limits of a maximum state it."""
+"""The tail of a distribution, by which a limit bounds the maximum of many values."""
 
 import math
 from typing import TYPE_CHECKING, Annotated
@@ -7,9 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Tail(BaseModel):
-    """How the largest of N tokens grows with N, as in healthy runs: a token is above `value` with
-    probability 1 − `quantile`, and how far above is exponential with the mean `scale` (peaks over
-    a threshold, Pickands 1975). In the unit of the limit's metric."""
+    """How the largest of N tokens grows with N in healthy runs: a token exceeds `value` with the
+    probability 1 − `quantile`, and the excess is exponential with the mean `scale` (peaks over a
+    threshold, Pickands 1975). In the unit of the limit's metric."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -20,8 +20,8 @@ class Tail(BaseModel):
     """The probability with which a healthy run, of any number of tokens, exceeds the limit."""
 
     def bound(self, tokens: int) -> float:
-        """What the largest of this many tokens may be: P(max > x) ≤ N (1 − q) exp(−(x − value) /
-        scale) = chance, whether tokens are independent or not."""
+        """Returns the bound on the largest of this many tokens: P(max > x) ≤ N (1 − q) exp(−(x −
+        value) / scale) = chance, whether tokens are independent or not."""
         return self.value + self.scale * max(
             0.0, math.log(max(1, tokens) * (1 - self.quantile) / self.chance)
         )

@@ -1,1 +1,1 @@
-"""The tool for Python: the public functions, and what they and the command line share."""
+"""The Python API: the public functions, and the requests that they share with the command line."""

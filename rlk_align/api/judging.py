@@ -1,4 +1,4 @@
-"""Compared runs that are to be judged again."""
+"""Judges compared runs again."""
 
 from rlk_align.api.options import Warn
 from rlk_align.errors import BadOption, CorruptTrace
@@ -11,8 +11,8 @@ from rlk_align.trace.run import Run
 
 
 def open_runs(run: str, later: str | None, recompute: bool) -> tuple[Run, Run | None]:
-    """The runs to be judged. Raises BadOption where they are two that are to be recomputed, and
-    what `Run.open` raises."""
+    """Opens one run or two. Raises BadOption where two runs are to be recomputed, and the errors of
+    `Run.open`."""
     if later is not None and recompute:
         raise BadOption("--recompute takes one run", "gate each of them with it first")
     return Run.open(run), None if later is None else Run.open(later)
@@ -21,8 +21,8 @@ def open_runs(run: str, later: str | None, recompute: bool) -> tuple[Run, Run | 
 def judge_again(
     run: Run, contract: str | None, recompute: bool, progress: Progress, warn: Warn
 ) -> Verdict:
-    """One run, as it was compared, once every file of it is known to be what was written; or as its
-    captures say, compared again. Raises RlkError."""
+    """Judges the comparison of one run after checking every file; with `recompute`, compares its
+    captures again. Raises RlkError."""
     if recompute:
         return judge_by(_recomputed(run, progress, warn), contract)
     comparison = run.comparison
@@ -31,7 +31,7 @@ def judge_again(
 
 
 def judge_later(first: Run, second: Run, name: str | None) -> RegressionVerdict:
-    """Judges what became worse from one run to another. Raises RlkError."""
+    """Judges what became worse between two runs. Raises RlkError."""
     for run in (first, second):
         run.check()
     before, after = first.comparison, second.comparison

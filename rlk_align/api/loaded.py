@@ -14,8 +14,8 @@ from rlk_align.report.verdict_json import verdict_json
 from rlk_align.results import EdgeMetrics, RoundingErrors, SiteResult
 
 Columns = dict[str, list[Any]]
-"""A table by its columns, all of one length: `pandas.DataFrame(columns)`, `polars.DataFrame(...)`
-and `pyarrow.table(...)` take it."""
+"""Columns of a table, all of one length, as `pandas.DataFrame(columns)`, `polars.DataFrame(...)`
+and `pyarrow.table(...)` take them."""
 
 METRICS = tuple(name for name in EdgeMetrics.model_fields if name != "noise")
 FIGURES_OF_SITES = tuple(
@@ -45,15 +45,16 @@ class LoadedRun:
 
     @property
     def probe(self) -> Probe | None:
-        """What `rlk-align probe` found; None where the run was not probed."""
+        """The result of `rlk-align probe`; None where the run was not probed."""
         return self.source.probe
 
     def json(self) -> dict[str, Any]:
-        """The verdict for programs, `rlk-align/verdict/1`."""
+        """Returns the verdict for programs, `rlk-align/verdict/1`."""
         return verdict_json(self.verdict, self.probe)
 
     def edges(self) -> Columns:
-        """A row for each edge: its metrics over the sampled tokens, and whether it is judged."""
+        """Returns a row for each edge: its metrics over the sampled tokens, and whether it is
+        judged."""
         compared = self.verdict.comparison
         rows = (
             {
@@ -67,8 +68,8 @@ class LoadedRun:
         return _columns(("edge", "judged", *METRICS, "c"), rows)
 
     def sites(self) -> Columns:
-        """A row for each site of each edge, in execution order: how many rows differ, how many
-        differ for the first time there, and by how much."""
+        """Returns a row for each site of each edge, in execution order: how many rows differ, how
+        many are introduced there, and how large the errors are."""
         rows = (
             {"edge": e.name, **_values(site, FIGURES_OF_SITES)}
             for e in self.verdict.comparison.edges
@@ -77,8 +78,8 @@ class LoadedRun:
         return _columns(("edge", *FIGURES_OF_SITES), rows)
 
     def operators(self) -> Columns:
-        """A row for each operator of each pass, in execution order: its error against float64 in
-        roundings, null where it could not be recomputed, for the reason beside it."""
+        """Returns a row for each operator of each pass, in execution order: its error against
+        float64 in roundings, or null with the reason where it could not be recomputed."""
         rows = (
             {
                 **_values(unit, OF_OPERATORS),
@@ -89,15 +90,16 @@ class LoadedRun:
         return _columns((*OF_OPERATORS, *ROUNDINGS), rows)
 
     def tokens(self) -> Columns:
-        """A row for each token of each edge: its id and text, and the log-prob of the *next* one by
-        the edge's two passes, with their difference `dlogp`; null where that was not sampled."""
+        """Returns a row for each token of each edge: its id and text, the log-probs of the *next*
+        token by the edge's two passes, and their difference `dlogp`; null where the next token was
+        not sampled."""
         import pyarrow.compute as pc
 
         from rlk_align.comparison_table import HEAD
 
         if not self.source.run.has_rows:
             raise BadOption(
-                f"{self.folder} holds no comparison.parquet: it was compared by an older version",
+                f"{self.folder} has no comparison.parquet: an older version compared the run",
                 "compare it again",
             )
         table = self.source.run.rows(list(HEAD))

@@ -1,4 +1,4 @@
-"""Parses the text of flags into values, and supplies the defaults."""
+"""Parses the text of flags, and supplies their defaults."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ from rlk_align.trace.run_folder import RUNS
 from rlk_align.trace.schema import TraceRecord
 
 Warn = Callable[[str], None]
-"""Receives what the caller should know before an engine starts."""
+"""Receives warnings before an engine starts."""
 
 
 def command(name: str, runs: Sequence[str], request: Any) -> tuple[str, ...]:
-    """The command line that asks for the same as a dataclass whose fields are flags."""
+    """Returns the command line that is equivalent to a dataclass whose fields are flags."""
     words = ["rlk-align", name, *runs]
     for field in fields(request):
         value, flag = getattr(request, field.name), f"--{field.name.replace('_', '-')}"
@@ -41,7 +41,7 @@ def command(name: str, runs: Sequence[str], request: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaptureOptions:
-    """The flags that say how engines are captured."""
+    """The flags that control how engines are captured."""
 
     model: str | None = None
     kernels: str | None = None
@@ -56,7 +56,7 @@ class CaptureOptions:
 
     @property
     def plan(self) -> TracePlan:
-        """Which values are kept. Raises BadOption for a flag that cannot be read."""
+        """The values to keep. Raises BadOption for a flag that cannot be parsed."""
         return TracePlan(
             budget=parse_size(self.trace_budget),
             layers=parse_layers(self.layers),
@@ -70,12 +70,10 @@ class CaptureOptions:
         passes: tuple[str, ...],
         prompts: Path,
     ) -> CaptureRequest:
-        """What one engine is asked to do, with the embedded model by default.
-
-        Raises BadOption for an empty name.
-        """
+        """Returns the request for one engine; the default model is the embedded one. Raises
+        BadOption for an empty name of a model."""
         if self.model == "":
-            raise BadOption("--model is empty", "leave it out for the embedded model")
+            raise BadOption("--model is empty", "omit it for the embedded model")
         return CaptureRequest(
             engine=engine,
             model=self.model or default_model(),
@@ -87,8 +85,8 @@ class CaptureOptions:
         )
 
     def recorded_by(self, trace: Path) -> Self:
-        """The same with the model and the prompts of a trace, so that both sides load and tokenize
-        what was captured; those that are set already stay."""
+        """Returns these options with the model and the prompts of a trace where they are not set,
+        so that both sides use those of the capture."""
         model, prompts = self.model, self.prompts
         if model is None:
             model = load_record(TraceRecord, trace / "trace.json").model
@@ -98,8 +96,8 @@ class CaptureOptions:
 
 
 def side(text: str, kernels: str | None) -> Side:
-    """An engine or a recording; `kernels` for an engine that does not say itself. Raises
-    UnknownEngine, BadOption, or MissingDependency for an engine that is not installed."""
+    """Parses an engine or a recording; `kernels` applies to an engine whose spec does not set them.
+    Raises UnknownEngine, BadOption, and MissingDependency for an engine that is not installed."""
     check_kernels(kernels)
     parsed = parse_side(text)
     if isinstance(parsed, Recording):
@@ -112,7 +110,7 @@ def side(text: str, kernels: str | None) -> Side:
 
 
 def check_sampling(max_new_tokens: int, seed: int) -> None:
-    """Raises BadOption for numbers with which nothing can be sampled."""
+    """Raises BadOption for numbers outside their ranges."""
     if max_new_tokens < 1:
         raise BadOption(f"--max-new-tokens {max_new_tokens}: must be 1 or more")
     if seed < 0:
@@ -120,8 +118,7 @@ def check_sampling(max_new_tokens: int, seed: int) -> None:
 
 
 def check_kernels(wanted: str | None) -> None:
-    """Raises BadOption for a value that `--kernels` cannot have, such as the name of another
-    option."""
+    """Raises BadOption for an unknown value of `--kernels`."""
     if wanted not in (None, "rlk", "off"):
         raise BadOption(
             f"--kernels {wanted!r} is unknown",
@@ -131,23 +128,23 @@ def check_kernels(wanted: str | None) -> None:
 
 
 def without_kernels(spec: EngineSpec) -> str:
-    """The spec of the same engine without the kernels."""
+    """Returns the spec of the same engine without the kernels."""
     options = {k: v for k, v in spec.options.items() if k not in ("kernels", "except")}
     return str(EngineSpec(spec.name, options))
 
 
 def default_rollout() -> str:
-    """vLLM where it is installed, else HF."""
+    """Returns vLLM where it is installed, else HF."""
     return "vllm" if engine_info("vllm").installed else "hf"
 
 
 def default_train() -> str:
-    """Megatron-core where it is installed, else HF."""
+    """Returns Megatron-core where it is installed, else HF."""
     return "megatron" if engine_info("megatron").installed else "hf"
 
 
 def parse_size(text: str) -> int:
-    """`8GB`, `500 MiB`, `1e9` ... in bytes. Raises BadOption."""
+    """Parses `8GB`, `500 MiB`, `1e9` ... into bytes. Raises BadOption."""
     number, unit = r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)", r"(?:([KMGT])(i?))?B?"
     match = re.fullmatch(rf"{number}\s*{unit}", text, re.IGNORECASE)
     if not match or not 0 < float(match[1]) < 1e30:
@@ -167,7 +164,8 @@ def parse_layers(text: str | None) -> tuple[int, int] | None:
 
 
 def parse_edges(text: str | None) -> tuple[EdgeName, ...]:
-    """Edges in their own order; None is all. Raises BadOption for an unknown one."""
+    """Returns the named edges in their fixed order; None means all. Raises BadOption for an unknown
+    edge."""
     if text is None:
         return EDGES
     wanted = names(text)
@@ -178,7 +176,7 @@ def parse_edges(text: str | None) -> tuple[EdgeName, ...]:
 
 
 def parse_kinds(items: Sequence[str] | None) -> tuple[Kind, ...]:
-    """Mismatches to measure across. Raises BadOption for an unknown one."""
+    """Returns the allowed kinds of mismatch. Raises BadOption for an unknown kind."""
     known = get_args(Kind)
     for item in items or []:
         if item not in known:
@@ -192,22 +190,20 @@ def names(text: str | None) -> list[str]:
 
 
 def specs(text: str | None) -> list[str]:
-    """Splits a comma-separated list of engine specs. `vllm:tp=2,dtype=float32,hf` has two: what
-    stands before a `=` is an option of the engine before it."""
-    found: list[str] = []
+    """Splits a comma-separated list of engine specs. `vllm:tp=2,dtype=float32,hf` has two: an item
+    with a `=` is an option of the engine before it."""
+    engines: list[str] = []
     for item in names(text):
-        if found and ":" in found[-1] and re.match("[^:=]+=", item):
-            found[-1] += f",{item}"
+        if engines and ":" in engines[-1] and re.match("[^:=]+=", item):
+            engines[-1] += f",{item}"
         else:
-            found.append(item)
-    return found
+            engines.append(item)
+    return engines
 
 
 def choose_run(run_dir: Path | None, kind: str, *settings: object) -> Run:
-    """The folder `run_dir`, or one named after the settings, so that a rerun finds it again.
-
-    Raises BadOption for a name of nothing.
-    """
+    """Returns the folder `run_dir`, or one named after the settings, so that a rerun uses the same.
+    Raises BadOption for an empty name."""
     if run_dir is not None and not str(run_dir).strip("."):
         raise BadOption("a run needs a folder of its own", "name one")
     return Run(run_dir or RUNS / f"{kind}-{fingerprint(*settings)}")

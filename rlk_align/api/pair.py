@@ -1,4 +1,4 @@
-"""Two sides that are to be compared: from words to a request that may start."""
+"""Prepares a comparison of two sides: from the text of flags to a checked request."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ OF_CAPTURES = (
     *("model", "rollout", "train", "prompts", "kernels", "production"),
     *("fresh", "seed", "max_new_tokens"),
 )
-"""Fields that say what a capture holds."""
+"""Fields that determine the contents of a capture."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ class Pair(options.CaptureOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedPair:
-    """A comparison that may start: what can be refused before it has been looked for."""
+    """A comparison that is ready to start: every error that can be found early was ruled out."""
 
     request: "CompareRequest"
     run: Run
@@ -68,7 +68,7 @@ class PreparedPair:
     dtype: str
     """The lower-precision dtype of the two sides."""
     most_tokens: int | None
-    """Sampled tokens at most; None where they are recorded already."""
+    """The most tokens that may be sampled; None where they are recorded already."""
     sparse: bool
     """Whether the model sends tokens to experts."""
     prompts: RunPrompts | None
@@ -80,14 +80,14 @@ class PreparedPair:
         return self.most_tokens is not None and self.most_tokens < self.contract.min_tokens
 
     def check_replay(self, wanted: bool) -> None:
-        """Raises BadOption if routing is to be replayed and the model has no experts."""
+        """Raises BadOption if routing is to be replayed but the model has no experts."""
         if wanted and not self.sparse:
             raise BadOption(
-                "--replay-routing: the model has no sparse layers, and so no routing to replay"
+                "--replay-routing: the model has no sparse layers, so there is no routing to replay"
             )
 
     def start(self, progress: Progress) -> "Verdict":
-        """Compares, and returns the verdict."""
+        """Runs the comparison and returns the verdict."""
         from rlk_align.pipeline import compare
 
         if self.prompts is not None:
@@ -98,9 +98,10 @@ class PreparedPair:
 def prepare(
     pair: Pair, runs: Sequence[str], warn: options.Warn, command: Sequence[str] | None = None
 ) -> PreparedPair:
-    """Whatever would fail after minutes of capturing fails here. Raises RlkError.
+    """Checks a request, so that errors come before minutes of capturing. Raises RlkError.
 
-    `runs`: none, or two captures made earlier; `command`: the command line, if it was one.
+    `runs`: none, or two captures made earlier. `command`: the command line; None for a call from
+    Python.
     """
     options.check_kernels(pair.kernels)
     options.check_sampling(pair.max_new_tokens, pair.seed)
@@ -115,7 +116,7 @@ def prepare(
     recordings = {side: each for side, each in sides.items() if isinstance(each, Recording)}
     specs = {side: each for side, each in sides.items() if isinstance(each, EngineSpec)}
     prompts = RunPrompts.of(captured.prompts, run) if specs else None
-    # A side that no edge needs is scored too: its weights and tokens are the precheck's.
+    # A side that no edge needs is scored too: the precheck compares its weights and tokens.
     passes = {side: passes_for(judged, side) or ("prefill",) for side in specs}
     requests = {
         side: captured.request(spec, plan, passes[side], prompts.path)
@@ -136,7 +137,9 @@ def prepare(
     for side, request in requests.items():
         production = side == "rollout" and _measure_production(pair.production, request)
         final[side] = replace(request, production=production)
-    given = pair if prompts is None or pair.prompts is None else replace(pair, prompts=prompts.path)
+    stored = (
+        pair if prompts is None or pair.prompts is None else replace(pair, prompts=prompts.path)
+    )
 
     from rlk_align.pipeline import CompareRequest
 
@@ -148,7 +151,7 @@ def prepare(
             contract=contract,
             allowed=allowed,
             fresh=pair.fresh,
-            command=tuple(command or options.command("compare", runs, given)),
+            command=tuple(command or options.command("compare", runs, stored)),
         ),
         run=run,
         contract=contract,
@@ -161,11 +164,11 @@ def prepare(
 
 
 def _sides(pair: Pair, runs: Sequence[str]) -> dict[SideName, Side]:
-    """The engines or recordings that are compared. Raises UnknownEngine or BadOption."""
+    """Returns the engines or recordings of both sides. Raises UnknownEngine or BadOption."""
     if not runs:
         rollout, train = (options.side(text, pair.kernels) for text in _engines(pair))
         return {"rollout": rollout, "train": train}
-    # What a capture is asked for: given here, it would be left out of account.
+    # Options of a capture would have no effect here.
     if len(runs) != 2 or pair.gives("layers", "sites"):
         raise BadOption(
             "two runs are compared as they are: give RUN_A RUN_B without engines, model, prompts "
@@ -175,13 +178,13 @@ def _sides(pair: Pair, runs: Sequence[str]) -> dict[SideName, Side]:
 
 
 def _engines(pair: Pair) -> tuple[str, str]:
-    """The rollout and the training side, as text."""
+    """Returns the specs of the rollout side and the training side."""
     return (pair.rollout or options.default_rollout(), pair.train or options.default_train())
 
 
 def without_kernels(pair: Pair, folder: Path) -> Pair | None:
-    """The same pair without kernels, for one that `--kernels rlk` gave them: drift off and on, side
-    by side. None where there is nothing to show so."""
+    """Returns the same pair without kernels, to compare the drift off and on; None unless
+    `--kernels rlk` applies to two engines."""
     if pair.kernels != "rlk":
         return None
     specs = [side for side in map(parse_side, _engines(pair)) if isinstance(side, EngineSpec)]
@@ -200,16 +203,16 @@ def _measure_production(wanted: bool | None, request: CaptureRequest) -> bool:
 
 
 def _recorded(sides: Mapping[SideName, Side], run: Run) -> dict[SideName, Path]:
-    """The traces that stand for engines. Raises BadOption where one lies in the run to be made, and
-    CorruptTrace where any file of one is not what was written, in passes too that are not compared:
-    `gate` would refuse that recording."""
+    """Returns the traces of recordings. Raises BadOption where one is in the run to be written, and
+    CorruptTrace where any file of one has changed, even in a pass that is not compared: `gate`
+    would refuse that recording."""
     traces: dict[SideName, Path] = {}
     for side, recording in sides.items():
         if isinstance(recording, Recording):
             source = recording.open()
             if source.folder.resolve() == run.folder.resolve():
                 raise BadOption(
-                    f"{run.folder} is one of the runs to be compared, and would be overwritten",
+                    f"{run.folder} is one of the compared runs, and would be overwritten",
                     "name another --run-dir",
                 )
             traces[side] = source.capture_folder(side)
@@ -221,12 +224,11 @@ def _check_recorded_kernels(recorded: Mapping[SideName, Path], wanted: str | Non
     """Raises BadOption where `--kernels` contradicts the setting that a recording was captured
     with."""
     for folder in recorded.values():
-        held = "rlk" if load_record(TraceRecord, folder / "trace.json").kernels else "off"
-        if wanted not in (None, held):
+        setting = "rlk" if load_record(TraceRecord, folder / "trace.json").kernels else "off"
+        if wanted not in (None, setting):
             raise BadOption(
-                f"--kernels {wanted}: {folder} was captured with kernels={held}",
-                "capture it again; or leave --kernels out, and say kernels= in the other engine's "
-                "spec",
+                f"--kernels {wanted}: {folder} was captured with kernels={setting}",
+                "capture it again; or omit --kernels, and set kernels= in the other engine's spec",
             )
 
 
@@ -236,8 +238,8 @@ def _check_contract(
     checked: "Mapping[SideName, CheckedRequest]",
     recorded: Mapping[SideName, Path],
 ) -> tuple[Contract, str, bool]:
-    """The contract that will judge, the lower-precision dtype of the two sides, and whether their
-    model has sparse layers. Raises ContractError for a contract that lacks an operator's limit."""
+    """Returns the contract, the lower-precision dtype of the two sides, and whether their model has
+    sparse layers. Raises ContractError for a contract that lacks the limit of an operator."""
     from rlk_align.model.sites import model_sites
 
     records = [load_record(TraceRecord, folder / "trace.json") for folder in recorded.values()]

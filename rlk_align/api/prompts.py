@@ -1,4 +1,4 @@
-"""The prompts of a run: the file that was named, values of Python, or the embedded ones."""
+"""The prompts of a run: from a file, from Python values, or the embedded ones."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rlk_align.capture.check import CheckedRequest
     from rlk_align.model.prompts import Prompt
 
-GivenPrompts = Path | Sequence[Any] | None
+PromptSource = Path | Sequence[Any] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,27 +25,28 @@ class RunPrompts:
     prompts: "tuple[Prompt, ...]"
     path: Path
     embedded: bool = False
-    """Whether nobody named prompts."""
+    """Whether these are the embedded prompts, because the user named none."""
     unwritten: bool = False
-    """Whether the file is the run's own, which is written when the run starts."""
+    """Whether the file belongs to the run and is written when the run starts."""
 
     @classmethod
-    def of(cls, given: GivenPrompts, run: Run) -> Self:
-        """Raises PromptError for what is no file of prompts, and no list of them."""
+    def of(cls, source: PromptSource, run: Run) -> Self:
+        """Loads prompts. Raises PromptError for a value that is neither a file nor a list of
+        prompts."""
         from rlk_align.model.prompts import as_prompts, load_prompts
 
         own = run.folder / RUN_PROMPTS
-        if isinstance(given, Path):
-            return cls(prompts=tuple(load_prompts(given)), path=given)
-        if given is not None:
-            return cls(prompts=tuple(as_prompts(given)), path=own, unwritten=True)
+        if isinstance(source, Path):
+            return cls(prompts=tuple(load_prompts(source)), path=source)
+        if source is not None:
+            return cls(prompts=tuple(as_prompts(source)), path=own, unwritten=True)
         path = data_path("prompts.jsonl")
         return cls(prompts=tuple(load_prompts(path)), path=path, embedded=True)
 
     def fitting(self, requests: Iterable["CheckedRequest"], run: Run, warn: Warn) -> Self:
-        """The same where all of them fit every engine; else those of the embedded prompts that do,
-        with a word about the others. Raises PromptError for a user's prompts, or where none fits,
-        and ModelError where a prompt needs what a model lacks."""
+        """Returns the prompts that fit every engine. Embedded prompts that do not fit are omitted
+        with a warning. Raises PromptError where a user's prompt does not fit or no prompt does, and
+        ModelError where a model lacks what a prompt needs."""
         from rlk_align.capture.check import check_prompts, too_long
 
         requests = [*requests]
@@ -69,14 +70,14 @@ class RunPrompts:
             )
         warn(
             f"{len(long)} of the {len(self.prompts)} embedded prompts "
-            f"{'is' if len(long) == 1 else 'are'} left out: the model leaves {room}, and the "
+            f"{'is' if len(long) == 1 else 'are'} omitted: the model leaves {room}, and the "
             f"longest prompt has {max(long.values())} tokens; --prompts names others"
         )
         own = run.folder / RUN_PROMPTS
         return replace(self, prompts=fitting, path=own, unwritten=True)
 
     def save(self) -> None:
-        """Writes the run's own file, where it has one. Raises TraceNotWritten."""
+        """Writes the file that belongs to the run, if any. Raises TraceNotWritten."""
         from rlk_align.model.prompts import save_prompts
 
         if self.unwritten:

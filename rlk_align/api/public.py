@@ -1,7 +1,7 @@
-"""The public functions. To import them loads nothing; each loads what it needs when it is called.
+"""The public functions. Their import is cheap: each loads what it needs when it is called.
 
-Their arguments are the command line's flags, with the same meaning and the same defaults. What the
-command line takes as names between commas may be a list of names, and prompts may be a list.
+Their arguments are the flags of the command line, with the same meanings and defaults. Names that
+the command line separates by commas may be a list, and so may prompts.
 """
 
 import os
@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-# Loaded before the functions of these names are: an import of a package's module for the first time
-# would put the package in the function's place.
+# Imported first: a later import of a module of these packages would replace the functions of the
+# same names.
 import rlk_align.capture
 import rlk_align.compare  # noqa: F401
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 AnyPath = str | os.PathLike[str]
 Names = str | Sequence[str]
-"""Names as the command line takes them, separated by commas, or a list of them."""
+"""Names separated by commas, as on the command line, or a list of names."""
 Prompts = AnyPath | Sequence[str | Sequence[Any] | Mapping[str, Any]]
-"""A file of prompts; or the prompts: texts, lists of messages, lists of token ids."""
+"""A file of prompts; or a list of prompts: texts, lists of messages, or lists of token ids."""
 Tell = Callable[[str, int, int], None]
 """Receives the progress of long work: (stage, done, total); total 0 if nothing is counted."""
 
@@ -52,7 +52,7 @@ def compare(
     """Loads one model into both engines, scores the same tokens and compares every operator; or
     compares two `runs` that were captured earlier. Everything is kept in `run_dir`.
 
-    Raises what `rlk_align.errors` lists; a verdict that is not a pass is not an error.
+    Raises the errors of `rlk_align.errors`; a verdict that is not a pass is not an error.
     """
     from rlk_align.api import values
     from rlk_align.api.pair import Pair, prepare
@@ -101,7 +101,7 @@ def capture(
     """Captures one engine into the run `out`: samples and scores, or scores the `tokens` of another
     run. Returns the run's folder, which `compare` and `tokens` take.
 
-    Raises what `rlk_align.errors` lists.
+    Raises the errors of `rlk_align.errors`.
     """
     from rlk_align.api import values
     from rlk_align.api.single import Single, prepare
@@ -152,27 +152,27 @@ def gate(
     progress: Tell | None = None,
 ) -> "Verdict | RegressionVerdict":
     """Judges a compared run, a folder or `@last`, by a contract, by default that of its dtype; or
-    says what became worse from one run to a `later` one. Needs neither an engine nor a GPU.
+    judges what became worse between the run and a `later` one. Needs neither an engine nor a GPU.
 
-    `recompute` derives the comparison again from the captures, which needs torch. Raises what
-    `rlk_align.errors` lists; a verdict that is not a pass is not an error.
+    `recompute` derives the comparison again from the captures, which needs torch. Raises the
+    errors of `rlk_align.errors`; a verdict that is not a pass is not an error.
     """
     from rlk_align.api import values
     from rlk_align.api.judging import judge_again, judge_later, open_runs
     from rlk_align.progress import silent
 
-    given = values.converted(
+    flags = values.converted(
         {"run": run, "later": later, "contract": contract, "recompute": recompute}
     )
-    first, second = open_runs(given["run"], given["later"], recompute)
+    first, second = open_runs(flags["run"], flags["later"], recompute)
     if second is not None:
-        return judge_later(first, second, given["contract"])
-    return judge_again(first, given["contract"], recompute, progress or silent, _warn)
+        return judge_later(first, second, flags["contract"])
+    return judge_again(first, flags["contract"], recompute, progress or silent, _warn)
 
 
 def load_run(run: AnyPath, contract: AnyPath | None = None) -> "LoadedRun":
-    """A compared run, a folder or `@last`: its verdict by a contract, by default that of its dtype,
-    and its figures as tables.
+    """Loads a compared run, a folder or `@last`: its verdict by a contract, by default that of its
+    dtype, and its figures as tables.
 
     Raises BadOption if there is no such run, CorruptTrace for a damaged one, and ContractError.
     """
@@ -180,8 +180,8 @@ def load_run(run: AnyPath, contract: AnyPath | None = None) -> "LoadedRun":
     from rlk_align.api.loaded import LoadedRun
     from rlk_align.report.source import load_source
 
-    given = values.converted({"run": run, "contract": contract})
-    return LoadedRun(load_source(given["run"], given["contract"]))
+    flags = values.converted({"run": run, "contract": contract})
+    return LoadedRun(load_source(flags["run"], flags["contract"]))
 
 
 def _warn(text: str) -> None:

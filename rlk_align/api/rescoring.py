@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rlk_align.trace.reader import Trace
 
 DUMP, CHOSEN = "dump", "chosen"
-"""Folders in the run: of a dump that was not imported yet, and of the ids that are scored."""
+"""Folders in the run: of a dump that had to be imported, and of the ids to score."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,14 +47,14 @@ class Rescoring(options.CaptureOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedRescoring:
-    """A rescoring that may start: what can be refused before it has been looked for."""
+    """A rescoring that is ready to start: every error that can be found early was ruled out."""
 
     requests: Mapping[SideName, CaptureRequest]
     dump: ImportedRun
     choice: Choice
     batch: TokenBatch
     ids: Path
-    """The table of the ids that are scored."""
+    """The table of the ids to score."""
     run: Run
     """The run that keeps the scores."""
     contract: RunContract
@@ -63,7 +63,7 @@ class PreparedRescoring:
     command: tuple[str, ...]
 
     def start(self, progress: Progress) -> "Rescored":
-        """Scores the ids on each engine, and splits the dump's mismatch."""
+        """Scores the ids on each engine, and splits the dump's mismatch into edges."""
         from rlk_align.compare.measure import engine_record
         from rlk_align.logs.rescore.logprobs import token_logprobs
         from rlk_align.logs.rescore.split import Scores, split
@@ -80,7 +80,8 @@ class PreparedRescoring:
         return split(self.choice, explained, scores, engines, self.contract)
 
     def _capture(self, progress: Progress) -> "dict[SideName, Trace]":
-        """Two sides become a compared run, which can be probed; one side a capture alone."""
+        """Captures the engines: two as a compared run, which can be probed, one as a single
+        capture."""
         from rlk_align.capture.capture import capture_alone
         from rlk_align.pipeline import CompareRequest, compare
         from rlk_align.trace.reader import Trace
@@ -106,7 +107,7 @@ class PreparedRescoring:
 def prepare(
     rescoring: Rescoring, warn: options.Warn, progress: Progress, command: Sequence[str]
 ) -> PreparedRescoring:
-    """Whatever would fail after minutes of scoring fails here. Raises RlkError."""
+    """Checks a request, so that errors come before minutes of scoring. Raises RlkError."""
     options.check_kernels(rescoring.kernels)
     options.check_sampling(1, rescoring.seed)
     allowed, plan = options.parse_kinds(rescoring.allow_mismatch), rescoring.plan
@@ -149,8 +150,8 @@ def prepare(
 
 
 def _engines(rescoring: Rescoring) -> tuple[dict[SideName, EngineSpec], float | None]:
-    """The engines, and the temperature that their specs state. It is taken out of them: all score
-    at temperature 1, and their logits are divided."""
+    """Returns the engines, and the temperature that their specs state. The temperature is removed
+    from the specs: every engine scores at temperature 1, and its logits are divided."""
     texts: dict[SideName, str | None] = {"rollout": rescoring.rollout, "train": rescoring.train}
     specs: dict[SideName, EngineSpec] = {}
     stated: set[float] = set()
@@ -160,7 +161,7 @@ def _engines(rescoring: Rescoring) -> tuple[dict[SideName, EngineSpec], float | 
         spec = options.side(text, rescoring.kernels)
         if isinstance(spec, Recording):
             raise BadOption(
-                f"--{side} {text}: a recording has its own ids, and --tokens gives others",
+                f"--{side} {text}: a recording has its own ids, but --tokens gives others",
                 "name an engine",
             )
         chosen = dict(spec.options)
@@ -177,8 +178,8 @@ def _engines(rescoring: Rescoring) -> tuple[dict[SideName, EngineSpec], float | 
 
 
 def _dump(name: str, run: Run, command: Sequence[str], progress: Progress) -> ImportedRun:
-    """The imported run of that name; what is no run is imported into the run. Raises BadOption
-    where it lies in the run to be made, DumpError for what cannot be read."""
+    """Opens the imported run of that name; a path that is not a run is imported into the run first.
+    Raises BadOption where it is the run to be written, and DumpError where it cannot be read."""
     path = Path(name)
     if name == "@last" or (path / RUN_JSON).is_file():
         dump = ImportedRun.open(name)

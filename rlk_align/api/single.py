@@ -1,4 +1,4 @@
-"""One engine that is to be captured: from words to a request that may start."""
+"""Prepares a capture of one engine: from the text of flags to a checked request."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,19 +28,19 @@ class Single(options.CaptureOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedSingle:
-    """A capture that may start: what can be refused before it has been looked for."""
+    """A capture that is ready to start: every error that can be found early was ruled out."""
 
     request: CaptureRequest
     run: Run
     """The run that keeps the capture."""
     tokens: Path | None
-    """The ids to score; None lets the engine sample them."""
+    """The ids to score; None: the engine samples them."""
     prompts: RunPrompts
     fresh: bool
     command: tuple[str, ...]
 
     def start(self, progress: Progress) -> "Trace":
-        """Captures, and returns the trace."""
+        """Captures the engine and returns the trace."""
         from rlk_align.capture.capture import capture_alone
 
         self.prompts.save()
@@ -52,15 +52,15 @@ class PreparedSingle:
 def prepare(
     single: Single, warn: options.Warn, command: Sequence[str] | None = None
 ) -> PreparedSingle:
-    """Whatever would fail once an engine runs fails here. Raises RlkError.
+    """Checks a request, so that errors come before an engine starts. Raises RlkError.
 
-    `command`: the command line, if it was one.
+    `command`: the command line; None for a call from Python.
     """
     engine = options.side(single.engine, single.kernels)
     if isinstance(engine, Recording):
-        raise BadOption("a replay is a capture already")
+        raise BadOption("a replay is already a capture")
     if single.tokens and single.prompts is not None:
-        raise BadOption("--tokens scores that run's own prompts", "leave --prompts out")
+        raise BadOption("--tokens scores the prompts of its run", "omit --prompts")
     options.check_sampling(single.max_new_tokens, single.seed)
     plan = single.plan
     run = options.choose_run(single.out, "capture")
@@ -76,19 +76,20 @@ def prepare(
     prompts = prompts.fitting([checked], run, warn)
     for warning in checked.warnings:
         warn(warning)
-    given = single if single.prompts is None else replace(single, prompts=prompts.path)
+    stored = single if single.prompts is None else replace(single, prompts=prompts.path)
     return PreparedSingle(
         request=replace(request, prompts=prompts.path),
         run=run,
         prompts=prompts,
         tokens=source / "tokens.parquet" if source else None,
         fresh=single.fresh,
-        command=tuple(command or options.command("capture", (), given)),
+        command=tuple(command or options.command("capture", (), stored)),
     )
 
 
 def _source(tokens: str, run: Run) -> Path:
-    """The trace whose tokens are scored. Raises BadOption where it lies in the run to be made."""
+    """Returns the trace whose tokens are scored. Raises BadOption where it is in the run to be
+    written."""
     source = Run.open(tokens)
     if source.folder.resolve() == run.folder.resolve():
         raise BadOption(f"--tokens and --out name one run, {run.folder}", "name another folder")

@@ -1,6 +1,6 @@
-"""Arguments of the public functions, as the flags whose text the command line parses.
+"""Converts arguments of the public functions to values of flags.
 
-What cannot be a flag's value is refused by its name.
+An argument that cannot be the value of a flag raises BadOption with its name.
 """
 
 import os
@@ -16,20 +16,20 @@ R = TypeVar("R")
 
 
 def request(kind: type[R], **arguments: Any) -> R:
-    """A request of the command line, from arguments of a public function. Raises BadOption."""
+    """Makes a request from the arguments of a public function. Raises BadOption."""
     return kind(**converted(arguments))
 
 
 def converted(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by name, each as its flag is. Raises BadOption for one of another kind."""
+    """Converts each argument to the value of its flag. Raises BadOption for a wrong type."""
     return {
-        name: None if value is None else _KINDS.get(name, _as_it_is)(name, value)
+        name: None if value is None else _KINDS.get(name, _unchanged)(name, value)
         for name, value in arguments.items()
     }
 
 
 def text(name: str, value: Any) -> str:
-    """A text, or a path as text."""
+    """Returns a text, or a path as text."""
     if isinstance(value, str | os.PathLike):
         path = os.fspath(value)
         if isinstance(path, str):
@@ -48,7 +48,7 @@ def _number(name: str, value: Any) -> int:
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether it is a whole number, of Python or NumPy."""
+    """Whether a value is an integer of Python or NumPy."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -59,18 +59,18 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _names(name: str, value: Any) -> str:
-    """Names between commas, from such a text or from a list of names."""
+    """Returns names separated by commas, from such a text or from a list."""
     if isinstance(value, str):
         return value
     if not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
         raise BadOption(f"{name} is {value!r}; it must be text, or a list of names")
     if not value and name != "allow_mismatch":
-        raise BadOption(f"{name} is an empty list", "leave it out for all")
+        raise BadOption(f"{name} is an empty list", "omit it for all")
     return ",".join(value)
 
 
 def _layers(name: str, value: Any) -> str:
-    """`A-B`, from such a text, one layer, or a list of layers that follow one another."""
+    """Returns `A-B`, from such a text, one layer, or a list of consecutive layers."""
     if isinstance(value, str):
         return value
     layers = [value] if _is_whole(value) else value
@@ -78,8 +78,8 @@ def _layers(name: str, value: Any) -> str:
         raise BadOption(f"{name} is {value!r}; it must be text, a layer, or a list of layers")
     if list(layers) != list(range(layers[0], layers[0] + len(layers))):
         raise BadOption(
-            f"{name} is {value!r}, and values are kept from one layer to another",
-            f'"{min(layers)}-{max(layers)}" has all of them',
+            f"{name} is {value!r}; it must be consecutive layers",
+            f'"{min(layers)}-{max(layers)}" includes all of them',
         )
     return f"{layers[0]}-{layers[-1]}"
 
@@ -92,7 +92,7 @@ def _prompts(name: str, value: Any) -> Path | tuple[Any, ...]:
     return tuple(value)
 
 
-def _as_it_is(_name: str, value: Any) -> Any:
+def _unchanged(_name: str, value: Any) -> Any:
     return value
 
 
@@ -106,4 +106,4 @@ _KINDS: dict[str, Callable[[str, Any], Any]] = {
     "allow_mismatch": lambda name, value: names(_names(name, value)),
     **{"layers": _layers, "prompts": _prompts},
 }
-"""Argument -> what makes a flag's value of it."""
+"""Argument -> the function that converts it to the value of its flag."""

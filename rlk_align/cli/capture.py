@@ -1,4 +1,4 @@
-"""`rlk-align capture`: one engine, kept for a comparison later or elsewhere."""
+"""`rlk-align capture`: captures one engine for a comparison later or elsewhere."""
 
 from pathlib import Path
 from typing import Annotated

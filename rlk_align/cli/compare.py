@@ -1,4 +1,4 @@
-"""`rlk-align compare`: the main job."""
+"""`rlk-align compare`: compares two engines, operator by operator."""
 
 from typing import Annotated
 
@@ -14,7 +14,7 @@ from rlk_align.cli.outputs import check_outputs, parse_outputs
 from rlk_align.progress import labelled, show_progress
 
 WITHOUT = "kernels-off"
-"""The folder, in a run with the kernels, of the run of the same pair without them."""
+"""The folder, inside a run with the kernels, of the run of the same engines without them."""
 
 
 @takes(Pair)

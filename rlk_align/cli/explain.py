@@ -1,4 +1,4 @@
-"""`rlk-align explain`: what kind of mismatch an imported run has, without an engine."""
+"""`rlk-align explain`: names the kind of mismatch of an imported run, without an engine."""
 
 import sys
 from typing import Annotated, NoReturn

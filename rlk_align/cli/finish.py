@@ -1,4 +1,4 @@
-"""How a verdict leaves the process: on the terminal, in files, as an exit code."""
+"""Delivers a verdict: on the terminal, in files, and as an exit code."""
 
 import sys
 from collections.abc import Callable
@@ -45,10 +45,11 @@ def finish(
     probe: Probe | None = None,
     beside: tuple[Verdict, Run] | None = None,
 ) -> NoReturn:
-    """Prints the verdict, on stderr where an output takes stdout, writes each output, and exits
-    with its code, whether anybody could read it or not.
+    """Prints the verdict (on stderr where an output takes stdout), writes each output, and exits
+    with the verdict's code even if the verdict could not be printed.
 
-    `beside`: the same pair without the kernels, of which a summary below shows both.
+    `beside`: the verdict and the run of the same engines without the kernels, for a comparison
+    below the verdict.
     """
 
     def everything(console: Console) -> None:
@@ -71,8 +72,8 @@ def _source(verdict: Verdict, run: Run, probe: Probe | None) -> ReportSource:
 
 
 def finish_too_few(pair: PreparedPair, outputs: list[OutputTarget]) -> NoReturn:
-    """Says that a run cannot be conclusive, before anything is captured: it samples too few tokens.
-    Of the outputs only JSON is written, for there is no run that the others could show."""
+    """Reports before any capture that a run samples too few tokens to be conclusive. Only JSON
+    outputs are written: the other formats show a run, and there is none."""
     contract = pair.contract
     needed = f"{contract.min_tokens:,} are needed"
     doubt = f"at most {pair.most_tokens:,} sampled tokens, {needed}: nothing was captured"
@@ -105,7 +106,7 @@ def finish_regression(
 
 
 def print_report(show_on: Callable[[Console], None], to_stderr: bool) -> None:
-    """Prints for people. A closed pipe or a full disk does not change the exit code."""
+    """Prints a report for people. A closed pipe or a full disk does not change the exit code."""
     console = _Stdout(stderr=to_stderr, highlight=False, soft_wrap=True)
     try:
         show_on(console)

@@ -10,14 +10,15 @@ from rlk_align.cli import options
 Command = Callable[..., None]
 
 
-def takes(request: type, **own: Any) -> Callable[[Command], Command]:
+def takes(request: type, **specific: Any) -> Callable[[Command], Command]:
     """Decorates the function of a command whose first parameter is a request, a dataclass of
-    `rlk_align.api`: the command takes each field of the request as a flag with the field's default.
-    `own`: the annotated types of fields that no other command has, which come first; those of the
-    others stand in `options.FLAGS`. The function's other parameters are taken as they are: its
-    arguments before these flags, its own flags behind them.
+    `rlk_align.api`: each field of the request becomes a flag with the field's default.
+
+    `specific`: the annotated types of fields that no other command has; their flags come first. The
+    types of all other fields are in `options.FLAGS`. The function's other parameters are kept: its
+    arguments precede these flags, and its keyword parameters follow them.
     """
-    known = own | options.FLAGS
+    known = specific | options.FLAGS
     flags = [
         inspect.Parameter(
             field.name,
@@ -34,9 +35,9 @@ def takes(request: type, **own: Any) -> Callable[[Command], Command]:
         more = [p for p in others if p.kind is inspect.Parameter.KEYWORD_ONLY]
         parameters = [*arguments, *flags, *more]
 
-        def command(**given: Any) -> None:
-            asked = request(**{flag.name: given.pop(flag.name) for flag in flags})
-            function(asked, **given)
+        def command(**values: Any) -> None:
+            asked = request(**{flag.name: values.pop(flag.name) for flag in flags})
+            function(asked, **values)
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
         command.__annotations__ = {p.name: p.annotation for p in parameters}

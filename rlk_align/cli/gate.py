@@ -1,4 +1,4 @@
-"""`rlk-align gate`: judge a run again; needs neither an engine nor a GPU."""
+"""`rlk-align gate`: judges a run again; needs neither an engine nor a GPU."""
 
 from contextlib import nullcontext
 from typing import Annotated
@@ -22,7 +22,8 @@ def gate(
     later: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RUN_B]", help="A later run of the same pair: judge what is worse than in RUN."
+            metavar="[RUN_B]",
+            help="A later run of the same engines, to judge what became worse since RUN.",
         ),
     ] = None,
     contract: options.ContractName = None,
@@ -33,11 +34,11 @@ def gate(
 ) -> None:
     """Judge a compared run by a contract; the exit code is the gate.
 
-    Every file of the run is compared with its checksum first. Captures may
-    be left behind except for their checksums.json; --recompute needs whole captures,
-    and derives the comparison from them again.
-    An imported run is judged as `explain` does, by the contract for runs.
-    With two runs the contract's regression limits say how much worse the second
+    Every file of the run is checked against its checksum first. Captures may be
+    missing, except for their checksums.json. --recompute needs complete captures
+    and compares them again.
+    An imported run is judged as by `explain`, with the contract for runs.
+    With two runs, the contract's regression limits bound how much worse the second
     may be than the first.
     """
     outputs = parse_outputs(output, FORMATS if later is None else REGRESSION_FORMATS)

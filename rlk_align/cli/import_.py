@@ -1,4 +1,4 @@
-"""`rlk-align import`: log-probs that a framework wrote become a run; needs no engine."""
+"""`rlk-align import`: turns log-probs that a framework wrote into a run; needs no engine."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

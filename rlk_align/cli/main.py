@@ -1,4 +1,4 @@
-"""`rlk-align`: the commands, and how errors leave the process."""
+"""`rlk-align`: the commands, and the exit code and message of each error."""
 
 import importlib.util
 import io
@@ -68,7 +68,8 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print it."),
     ] = False,
 ) -> None:
     pass
@@ -80,13 +81,13 @@ def _interrupt(_number: int, _frame: object) -> None:
 
 @contextmanager
 def _missing_packages() -> Iterator[None]:
-    """What needs torch says so where rlk-align is installed without engines."""
+    """Turns the import error of a missing package into an error that names the extra."""
     try:
         yield
     except ModuleNotFoundError as error:
         if (error.name or "rlk_align").startswith("rlk_align"):
             raise
-        # Whichever package of the extra is asked for first: without torch, it is torch that counts.
+        # Without torch the error names torch, whichever package of the extra is imported first.
         missing = error.name if importlib.util.find_spec("torch") else "torch"
         raise MissingDependency(
             f"this command needs {missing}, which is not installed",
@@ -96,12 +97,12 @@ def _missing_packages() -> Iterator[None]:
 
 def main() -> None:
     """The entry point of the command line."""
-    # Whoever starts this in the background has SIGINT ignored: Ctrl-C must still reach us.
+    # A process that is started in the background ignores SIGINT: Ctrl-C must still reach it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A terminal or a log that knows ASCII alone gets the rest as `?`.
+            # A terminal or a log that is limited to ASCII shows other characters as `?`.
             stream.reconfigure(errors="replace")
     console = Console(stderr=True, highlight=False)
     try:
@@ -117,7 +118,7 @@ def main() -> None:
         console.print("interrupted", style="bold red")
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
-        # The reader of our output is gone (`| head`); nothing is left to say.
+        # The reader of the output is gone (`| head`).
         sys.stderr.close()
         sys.exit(EXIT_TOOL)
     except OSError as error:
@@ -126,5 +127,5 @@ def main() -> None:
         sys.exit(EXIT_TOOL)
     except Exception:
         traceback.print_exc()
-        console.print("This is a bug in rlk-align; the lines above say where.", style="bold red")
+        console.print("This is a bug in rlk-align; the traceback shows where.", style="bold red")
         sys.exit(EXIT_TOOL)

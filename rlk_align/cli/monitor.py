@@ -1,4 +1,4 @@
-"""`rlk-align monitor`: a training run, step by step; needs neither an engine nor torch."""
+"""`rlk-align monitor`: follows training runs step by step; needs neither an engine nor torch."""
 
 import sys
 import time
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from rlk_align.logs.monitor.run_monitor import RunMonitor
 
 SHOWN = 20
-"""Steps of the live table."""
+"""The most steps in the live table."""
 WIDTH = 180
 """Columns of the table in a file or a pipe."""
 POLL = 2.0
-"""Seconds between two looks."""
+"""Seconds between two reads of the sources."""
 
 
 def monitor(
@@ -41,7 +41,7 @@ def monitor(
     ],
     once: Annotated[
         bool,
-        typer.Option("--once", help="Read the steps written so far, judge them and end, for CI."),
+        typer.Option("--once", help="Read the steps written so far, judge them and exit, for CI."),
     ] = False,
     contract: options.RunContractName = RUN_CONTRACT,
     output: Annotated[
@@ -63,25 +63,25 @@ def monitor(
 
     outputs = parse_outputs(output, FORMATS)
     if len({path.absolute() for path in paths}) < len(paths):
-        raise BadOption("a run is named twice", "name each once")
+        raise BadOption("a run is named twice", "name each run once")
     limits = load_run_contract(contract)
     sources = [(open_source(path), RunMonitor(limits)) for path in paths]
     console = _console(takes_stdout(outputs))
     several = len(sources) > 1
     with StepOutputs(outputs) as written, _shown(console, several) as shown:
 
-        def look() -> None:
+        def read_steps() -> None:
             for source, watched in sources:
                 for record in source.poll(watched, ended=once):
                     written.add(source.name, record)
                     shown.add(source.name, record)
 
-        look()
+        read_steps()
         while not once:
             shown.refresh()
             written.flush()
             time.sleep(POLL)
-            look()
+            read_steps()
         shown.refresh()
     console.print()
     for source, watched in sources:
@@ -91,11 +91,11 @@ def monitor(
 
 
 class _Rows:
-    """Each step as a row of its own, once it is there: for a file or a pipe."""
+    """Prints each new step as a row: for a file or a pipe."""
 
     def __init__(self, console: Console, several: bool) -> None:
         self._console, self._several = console, several
-        self._told: dict[str, set[tuple[str, str]]] = {}
+        self._reported: dict[str, set[tuple[str, str]]] = {}
         self._header = True
 
     def __enter__(self) -> Self:
@@ -108,20 +108,20 @@ class _Rows:
         """Shows the next step of a run."""
         self._console.print(steps_table([(run, record)], self._several, self._header))
         self._header = False
-        self._tell(run, record)
+        self._report(run, record)
 
-    def _tell(self, run: str, record: StepRecord) -> None:
-        """Says what a step breaks; what goes on from the step before is in its row."""
-        for text in finding_lines(run if self._several else "", record, self._told.get(run)):
+    def _report(self, run: str, record: StepRecord) -> None:
+        """Prints the findings of a step, without those that continue from the step before."""
+        for text in finding_lines(run if self._several else "", record, self._reported.get(run)):
             self._console.print(text)
-        self._told[run] = {(f.level, f.name) for f in record.findings}
+        self._reported[run] = {(f.level, f.name) for f in record.findings}
 
     def refresh(self) -> None:
-        """Shows what is not shown yet."""
+        """Does nothing: every row has been printed."""
 
 
 class _LiveTable(_Rows):
-    """The last steps as a table that is drawn again: for a terminal."""
+    """Shows the last steps as a table that is redrawn: for a terminal."""
 
     def __init__(self, console: Console, several: bool) -> None:
         super().__init__(console, several)
@@ -138,11 +138,11 @@ class _LiveTable(_Rows):
     def add(self, run: str, record: StepRecord) -> None:
         """Shows the next step of a run."""
         self._last.append((run, record))
-        self._tell(run, record)
+        self._report(run, record)
         self._live.update(steps_table([*self._last], self._several))
 
     def refresh(self) -> None:
-        """Draws the table again."""
+        """Redraws the table."""
         self._live.refresh()
 
 
@@ -151,7 +151,7 @@ def _shown(console: Console, several: bool) -> _Rows:
 
 
 def _console(to_stderr: bool) -> Console:
-    """In a file or a pipe the table has the width that it needs."""
+    """Returns a console. In a file or a pipe the table has its full width."""
     console = Console(stderr=to_stderr, highlight=False)
     return (
         console

@@ -1,4 +1,4 @@
-"""Where `rlk-align monitor` writes beside the terminal."""
+"""The files and loggers that `rlk-align monitor` writes to."""
 
 import sys
 from contextlib import ExitStack
@@ -16,7 +16,7 @@ FORMATS = ("jsonl", "prometheus", "html", "tensorboard", "wandb")
 
 
 class StepOutputs:
-    """Writes each step as it comes; what shows a whole run is written by `flush`."""
+    """Writes each step as it comes. `flush` writes outputs that show a whole run."""
 
     def __init__(self, targets: list[OutputTarget]) -> None:
         self._targets = targets
@@ -67,7 +67,7 @@ class StepOutputs:
             logger.add(run, record)
 
     def flush(self) -> None:
-        """Writes the outputs again that show the last step, or the whole run."""
+        """Rewrites the outputs that show the last step or the whole run."""
         for target in self._targets:
             if target.format == "prometheus":
                 write_text(target.path, prometheus(self._latest))
@@ -98,13 +98,14 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """One offline run, which `wandb sync` uploads; its charts are over the training step."""
+    """Writes an offline run, which `wandb sync` uploads; its charts have the training step as their
+    axis."""
 
     def __init__(self, folder: Path) -> None:
         import wandb
 
         folder.mkdir(parents=True, exist_ok=True)
-        # Neither what the terminal shows nor the machine's load is of the monitored run.
+        # The terminal's output and the machine's load do not belong to the monitored run.
         quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True)
         self._run = wandb.init(project="rlk-align", mode="offline", dir=str(folder), settings=quiet)
         self._run.define_metric("step")
@@ -119,7 +120,7 @@ class _Wandb:
 
 
 def _group(run: str) -> str:
-    """A run's path as one name, under which its metrics stand."""
+    """Returns a run's path as one name, the group of its metrics."""
     return run.strip("/").replace("/", "_") or "run"
 
 

@@ -25,22 +25,8 @@ Prompts = Annotated[
         show_default="the embedded prompts",
     ),
 ]
-MaxNewTokens = Annotated[
-    int, typer.Option(metavar="N", min=1, help="Tokens to sample after each prompt.")
-]
-Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the sampling.")]
 RunDir = Annotated[
     Path | None, typer.Option(metavar="D", help="The run's folder.", show_default="below rlk-runs")
-]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Repeat captures that exist already.")]
-Layers = Annotated[
-    str | None, typer.Option(metavar="A-B", help="Keep values only of these layers.")
-]
-Sites = Annotated[
-    str | None, typer.Option(metavar="S,...", help="Keep values only of these sites or operators.")
-]
-TraceBudget = Annotated[
-    str, typer.Option(metavar="SIZE", help="Largest size of the values that one capture keeps.")
 ]
 ContractName = Annotated[
     str | None,
@@ -70,45 +56,6 @@ Output = Annotated[
 ]
 
 
-Rollout = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SPEC", help="Rollout engine, NAME[:key=value,...].", show_default="vllm, else hf"
-    ),
-]
-Train = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SPEC",
-        help="Training engine, NAME[:key=value,...].",
-        show_default="megatron, else hf",
-    ),
-]
-Kernels = Annotated[
-    str | None,
-    typer.Option(
-        metavar="rlk|off",
-        help="Compute every operator of the engines with rlk_kernels.",
-        show_default="off",
-    ),
-]
-AllowMismatch = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="KIND", help="Compare although these differ: tokens, weights or attributes."
-    ),
-]
-Edges = Annotated[
-    str | None, typer.Option(metavar="E,...", help="Edges to judge.", show_default="all three")
-]
-Production = Annotated[
-    bool | None,
-    typer.Option(
-        "--production/--no-production",
-        help="Also score in the rollout engine's compiled mode.",
-        show_default="on GPUs",
-    ),
-]
 Attribute = Annotated[
     bool,
     typer.Option(
@@ -126,30 +73,74 @@ ReplayRouting = Annotated[
 
 FLAGS: dict[str, Any] = {
     "model": Model,
-    "rollout": Rollout,
-    "train": Train,
+    "rollout": Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPEC",
+            help="Rollout engine, NAME[:key=value,...].",
+            show_default="vllm, else hf",
+        ),
+    ],
+    "train": Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPEC",
+            help="Training engine, NAME[:key=value,...].",
+            show_default="megatron, else hf",
+        ),
+    ],
     "prompts": Prompts,
     "contract": ContractName,
-    "kernels": Kernels,
-    "max_new_tokens": MaxNewTokens,
-    "seed": Seed,
+    "kernels": Annotated[
+        str | None,
+        typer.Option(
+            metavar="rlk|off",
+            help="Compute every operator of the engines with rlk_kernels.",
+            show_default="off",
+        ),
+    ],
+    "max_new_tokens": Annotated[
+        int, typer.Option(metavar="N", min=1, help="Tokens to sample after each prompt.")
+    ],
+    "seed": Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the sampling.")],
     "run_dir": RunDir,
-    "allow_mismatch": AllowMismatch,
-    "fresh": Fresh,
-    "layers": Layers,
-    "sites": Sites,
-    "edges": Edges,
-    "production": Production,
-    "trace_budget": TraceBudget,
+    "allow_mismatch": Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND", help="Compare although these differ: tokens, weights or attributes."
+        ),
+    ],
+    "fresh": Annotated[bool, typer.Option("--fresh", help="Repeat captures that exist already.")],
+    "layers": Annotated[
+        str | None, typer.Option(metavar="A-B", help="Keep values only of these layers.")
+    ],
+    "sites": Annotated[
+        str | None,
+        typer.Option(metavar="S,...", help="Keep values only of these sites or operators."),
+    ],
+    "edges": Annotated[
+        str | None, typer.Option(metavar="E,...", help="Edges to judge.", show_default="all three")
+    ],
+    "production": Annotated[
+        bool | None,
+        typer.Option(
+            "--production/--no-production",
+            help="Also score in the rollout engine's compiled mode.",
+            show_default="on GPUs",
+        ),
+    ],
+    "trace_budget": Annotated[
+        str, typer.Option(metavar="SIZE", help="Largest size of the values that one capture keeps.")
+    ],
 }
 """Field of a request -> its flag, in the order of --help."""
 
 
 def command_line() -> list[str]:
-    """The command as it was given; what is not text as an escape."""
+    """Returns the command line of this process; characters that cannot be printed are escaped."""
     return ["rlk-align", *map(printable, sys.argv[1:])]
 
 
 def warn(text: str) -> None:
-    """Says on stderr what the user should know before an engine starts."""
+    """Prints a warning on stderr."""
     Console(stderr=True, highlight=False).print(line(f"warning: {text}"), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Where a verdict is written beside the terminal: `--output FMT=PATH`."""
+"""The files and streams that a verdict is written to: `--output FMT=PATH`."""
 
 import io
 import os
@@ -23,23 +23,23 @@ class OutputTarget:
     format: str
     """A key of FORMATS."""
     path: Path | None
-    """None is stdout; for `github`, whose commands go there anyway, the summary that GitHub names,
-    if any."""
+    """None means stdout. For `github`, whose commands go to stdout in any case, None means the
+    summary file that GitHub names, if any."""
 
     def __str__(self) -> str:
         return f"{self.format}={self.path or '-'}"
 
 
 def silence_stdout() -> None:
-    """Nothing more is said there: nobody reads on (`| head`), or the disk behind it is full."""
+    """Discards further output: its reader is gone (`| head`), or its disk is full."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - Python flushes it at its end
 
 
 def parse_outputs(
     items: list[str] | None, formats: Collection[str] = tuple(FORMATS)
 ) -> list[OutputTarget]:
-    """Raises BadOption for a format that is not one of `formats`, or a path at which nothing can be
-    written."""
+    """Parses the values of --output. Raises BadOption for an unknown format, and for a path that
+    cannot be written."""
     outputs = []
     for item in items or []:
         kind, equals, path = item.partition("=")
@@ -54,7 +54,7 @@ def parse_outputs(
 
 
 def make_output(kind: str, path: str) -> OutputTarget:
-    """Checks a single output. Raises as `parse_outputs` does."""
+    """Returns an output after checking it. Raises as `parse_outputs` does."""
     output = OutputTarget(kind, None if path == "-" else Path(path))
     target = output_file(output)
     if target is not None:
@@ -63,7 +63,7 @@ def make_output(kind: str, path: str) -> OutputTarget:
 
 
 def output_file(output: OutputTarget) -> Path | None:
-    """The file that is written; None if no file is written."""
+    """Returns the file that an output is written to; None if there is none."""
     if output.path is None and output.format == "github":
         from rlk_align.report.github import summary_file
 
@@ -82,34 +82,34 @@ def _check_writable(output: OutputTarget, path: Path) -> None:
 
 
 def _check_distinct(outputs: Sequence[OutputTarget]) -> None:
-    """Raises BadOption where one output would take another's place."""
+    """Raises BadOption where two outputs have the same target."""
     taken: set[Path | None] = set()
     for output in outputs:
         if output.path is None and output.format == "github":
             continue
-        place = output.path and output.path.resolve()
-        # What is no file, such as /dev/null, takes any number.
-        if place in taken and (place is None or place.is_file() or not place.exists()):
+        target = output.path and output.path.resolve()
+        # A target that is not a file, such as /dev/null, takes any number of outputs.
+        if target in taken and (target is None or target.is_file() or not target.exists()):
             raise BadOption(f"--output {str(output)!r}: another output goes there already")
-        taken.add(place)
+        taken.add(target)
 
 
 def check_outputs(outputs: Sequence[OutputTarget], run: RunFolder) -> None:
-    """Raises BadOption where an output would be written over a file of the run."""
+    """Raises BadOption where an output would overwrite a file of the run."""
     for output in outputs:
         if output.path is not None:
             run.check_output(output.path)
 
 
 def takes_stdout(outputs: Sequence[OutputTarget]) -> bool:
-    """Whether a program reads stdout, so that what is for people goes to stderr."""
+    """Whether an output takes stdout, so that the report for people goes to stderr."""
     return any(o.path is None and o.format != "github" for o in outputs)
 
 
 def write_outputs(
     outputs: Sequence[OutputTarget], render: Callable[[str], str], commands: Callable[[], str]
 ) -> None:
-    """Each format as `render` makes it; for GitHub its workflow commands too. Raises
+    """Writes each format as rendered by `render`; for GitHub its workflow commands too. Raises
     TraceNotWritten."""
     for output in outputs:
         text = render(output.format)
@@ -124,8 +124,7 @@ def write_outputs(
 def write_run(
     outputs: Sequence[OutputTarget], source: ReportSource, beside: ReportSource | None = None
 ) -> None:
-    """What a run found; a page lays it over the run `beside`. Raises
-    TraceNotWritten."""
+    """Writes the verdict of a run. A page also shows the run `beside`. Raises TraceNotWritten."""
     from rlk_align.report.github import workflow_commands
 
     def render(name: str) -> str:
@@ -149,7 +148,7 @@ def write_document(
 
 
 def write_regression(outputs: Sequence[OutputTarget], verdict: RegressionVerdict) -> None:
-    """Writes what became worse from one run to another. Raises TraceNotWritten."""
+    """Writes the verdict on what became worse between two runs. Raises TraceNotWritten."""
     from rlk_align.report.regression_formats import regression_commands
 
     write_outputs(
@@ -160,8 +159,8 @@ def write_regression(outputs: Sequence[OutputTarget], verdict: RegressionVerdict
 
 
 def write_text(path: Path | None, text: str) -> None:
-    """A file whole or not at all, None being stdout; a step's summary, to which others add too, is
-    added to. Raises TraceNotWritten."""
+    """Writes a file completely or not at all; None means stdout. Text for the summary of a GitHub
+    step is appended, because other programs write to that file too. Raises TraceNotWritten."""
     if path is None:
         _write_stream(False, text)
         return
@@ -181,7 +180,7 @@ def write_text(path: Path | None, text: str) -> None:
 
 
 def _write_stream(to_stderr: bool, text: str) -> None:
-    """Writes UTF-8 whatever the terminal's encoding is: a program reads it."""
+    """Writes UTF-8 whatever the encoding of the stream: programs read it."""
     stream = sys.stderr if to_stderr else sys.stdout
     try:
         stream.flush()

@@ -1,4 +1,4 @@
-"""`rlk-align probe`: who introduced the differences of two engines, and do they matter?"""
+"""`rlk-align probe`: finds the operators that introduce the differences, and their effect."""
 
 from typing import Annotated
 
@@ -43,7 +43,7 @@ def probe(
     requested_edges = parse_edges(pair.edges) if pair.edges else ()
     outputs, prepared = parse_outputs(output), None
     if of is not None:
-        # What a capture is asked for: given here, it would be left out of account.
+        # Options of a capture would have no effect here.
         if pair.gives("run_dir", "allow_mismatch"):
             raise BadOption(
                 "a run is probed as it is: give RUN without engines, model, prompts or other "
@@ -80,9 +80,8 @@ def probe(
 
 
 def _check_probed(run: Run, plan: TracePlan, name: str | None) -> Contract:
-    """The contract that judges. Raises what would fail once torch is imported and engines run:
-    BadOption for layers and sites that the run's model lacks, or a run that compared nothing;
-    ContractError; CorruptTrace."""
+    """Returns the contract. Raises early what would fail later: BadOption for layers and sites that
+    the run's model lacks and for a run that compared nothing; ContractError; CorruptTrace."""
     from rlk_align.capture.check import check_trace_plan
 
     dtype = run.comparison.dtype

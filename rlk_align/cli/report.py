@@ -1,4 +1,4 @@
-"""`rlk-align report`: what a run found, for people; needs neither an engine nor torch."""
+"""`rlk-align report`: writes a run's results for people; needs neither an engine nor torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rlk_align.logs.dumps.imported_run import ImportedRun
     from rlk_align.logs.monitor.history import History
 
-report = typer.Typer(no_args_is_help=True, help="Write a run's findings in a format for people.")
+report = typer.Typer(no_args_is_help=True, help="Write a run's results in a format for people.")
 """A command for each format."""
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A compared run's folder, or @last.")]
 
@@ -36,10 +36,10 @@ def html(
     ),
     contract: options.ContractName = None,
 ) -> None:
-    """One page that can be mailed: it needs no network and no JavaScript.
+    """Write one page that can be mailed: it needs no network and no JavaScript.
 
-    Several runs are compared on one page. Of an imported run it shows what
-    `explain` says, and its metrics over the steps; of several their steps.
+    Several runs are compared on one page. The page of an imported run shows the verdict
+    of `explain` and the metrics over the steps; that of several imported runs, the steps.
     """
     if any(map(is_imported, runs)):
         return _imported_html(runs, out, contract or RUN_CONTRACT)
@@ -52,7 +52,7 @@ def html(
 
 
 def _imported_html(runs: list[str], out: Path, contract: str) -> None:
-    """Writes the page of imported runs: of one its diagnoses and its steps, of several their steps.
+    """Writes the page of imported runs: diagnoses and steps of one run, or the steps of several.
     Raises BadOption where one is a run of engines."""
     from rlk_align.logs.diagnose.contract import load_run_contract
     from rlk_align.logs.diagnose.explain import explain
@@ -74,7 +74,7 @@ def _imported_html(runs: list[str], out: Path, contract: str) -> None:
 
 
 def _history(run: "ImportedRun", limits: "RunContract") -> "History":
-    """The run's steps, each held to its limits; none where the dump says no step."""
+    """Returns the run's steps, judged by the limits; none where the dump has no steps."""
     from rlk_align.logs.monitor.history import History
     from rlk_align.logs.monitor.run_monitor import RunMonitor
 
@@ -86,7 +86,7 @@ def _history(run: "ImportedRun", limits: "RunContract") -> "History":
 
 
 def _imported_markdown(name: str, out: str, contract: str) -> None:
-    """Writes what was explained of an imported run."""
+    """Writes the explanation of an imported run."""
     from rlk_align.logs.diagnose.contract import load_run_contract
     from rlk_align.logs.diagnose.explain import explain
     from rlk_align.logs.dumps.imported_run import ImportedRun
@@ -107,7 +107,7 @@ Out = Annotated[
 
 @report.command()
 def markdown(run: RunName, out: Out = "-", contract: options.ContractName = None) -> None:
-    """A comment for a pull request, below 64 KB whatever the run."""
+    """Write a comment for a pull request, always below 64 KB."""
     if is_imported(run):
         return _imported_markdown(run, out, contract or RUN_CONTRACT)
     _write_one("markdown", run, out, contract)
@@ -115,7 +115,7 @@ def markdown(run: RunName, out: Out = "-", contract: options.ContractName = None
 
 @report.command()
 def junit(run: RunName, out: Out = "-", contract: options.ContractName = None) -> None:
-    """JUnit XML: a test case for each limit and class of operators."""
+    """Write JUnit XML: a test case for each limit and class of operators."""
     _write_one("junit", run, out, contract)
 
 
@@ -134,7 +134,7 @@ def github(
     ] = "-",
     contract: options.ContractName = None,
 ) -> None:
-    """Annotations for GitHub Actions on stdout, and a summary of the step."""
+    """Write annotations for GitHub Actions to stdout, and a summary of the step."""
     _write_one("github", run, out, contract)
 
 
@@ -153,9 +153,9 @@ def chart(
     ] = Path("drift.png"),
     contract: options.ContractName = None,
 ) -> None:
-    """A picture for slides and papers: drift by operator, and a histogram of Δlogp.
+    """Draw a picture for slides and papers: drift by operator, and a histogram of Δlogp.
 
-    A run of `compare --kernels rlk` is drawn with the kernels off and on.
+    For a run of `compare --kernels rlk` it shows the kernels off and on.
     """
     from rlk_align.report.chart import chart_file, check_chart_path
 
@@ -174,7 +174,8 @@ def chart(
 
 
 def _without_kernels(source: ReportSource) -> Path | None:
-    """The run of the same pair without the kernels, which `compare --kernels rlk` leaves inside."""
+    """Returns the run of the same engines without the kernels, which `compare --kernels rlk` keeps
+    inside the run; None without one."""
     with_kernels = any("kernels" in e.options for e in source.verdict.comparison.engines.values())
     plain = source.folder / WITHOUT
     return plain if with_kernels and plain.is_dir() else None
@@ -188,7 +189,7 @@ def model_explorer(
     ),
     contract: options.ContractName = None,
 ) -> None:
-    """Graphs for Google's Model Explorer.
+    """Write graphs for Google's Model Explorer.
 
     To open them: pip install ai-edge-model-explorer, then
 
@@ -208,12 +209,12 @@ def model_explorer(
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BadOption(f"{out}: no folder can be made there: {error.strerror}") from error
+        raise BadOption(f"{out}: the folder cannot be created: {error.strerror}") from error
     write_report([source.run], {out / name: text for name, text in texts.items()})
 
 
 def _inputs(source: ReportSource) -> dict[str, tuple[str, ...]]:
-    """Site -> the sites that it reads, by the shapes of both sides' models."""
+    """Returns for each site the sites that it reads, by the shapes of both sides' models."""
     from rlk_align.model.sites import model_sites
     from rlk_align.trace.records import load_record
     from rlk_align.trace.schema import TraceRecord
@@ -227,8 +228,8 @@ def _inputs(source: ReportSource) -> dict[str, tuple[str, ...]]:
 
 
 def write_report(runs: Sequence[RunFolder], texts: dict[Path, str]) -> None:
-    """Writes each file whole or not at all, and names it. Raises BadOption for a path of the runs
-    themselves, TraceNotWritten where nothing can be written."""
+    """Writes each file completely or not at all, and prints its path. Raises BadOption for a file
+    of the runs, and TraceNotWritten where a file cannot be written."""
     for path in texts:
         check_report_path(path, runs)
     for path, text in texts.items():
@@ -239,7 +240,7 @@ def write_report(runs: Sequence[RunFolder], texts: dict[Path, str]) -> None:
 
 
 def check_report_path(path: Path, runs: Sequence[RunFolder]) -> None:
-    """Raises BadOption for a file of the runs themselves, or where no file can be written."""
+    """Raises BadOption for a file of the runs, and for a path that cannot be written."""
     for run in runs:
         run.check_output(path)
     if path.is_dir() or not path.absolute().parent.is_dir():

@@ -1,4 +1,4 @@
-"""`rlk-align compare --tokens DUMP`: what a training run wrote, scored again by engines."""
+"""`rlk-align compare --tokens DUMP`: scores the tokens of a training run again by engines."""
 
 import sys
 from typing import NoReturn
@@ -15,7 +15,7 @@ from rlk_align.report.rescored_json import rescored_json
 
 
 def rescore(rescoring: Rescoring, output: list[str] | None) -> NoReturn:
-    """Scores a dump again, prints what its mismatch consists of, and exits."""
+    """Scores a dump again, prints the parts of its mismatch, and exits."""
     outputs = parse_outputs(output, ("json", *DOCUMENT_FORMATS))
     with show_progress("compare") as progress:
         prepared = prepare(rescoring, options.warn, progress, options.command_line())

@@ -1,4 +1,4 @@
-"""`rlk-align selftest`: planted faults on real engines, and whether each of them is named."""
+"""`rlk-align selftest`: plants faults into real engines and checks that each is named."""
 
 import sys
 from dataclasses import replace
@@ -15,7 +15,7 @@ from rlk_align.progress import show_progress
 from rlk_align.text import printable
 
 RESULTS = "selftest.jsonl"
-"""In the run's folder: each result in a line, written as it comes, should the test end early."""
+"""The file in the run's folder with a line for each result, which survives an interruption."""
 
 
 def selftest(
@@ -23,8 +23,8 @@ def selftest(
         str | None,
         typer.Option(
             metavar="E,...",
-            help="Engines that get the faults and are compared with each other, each once, with "
-            "options as in compare: vllm:tp=2,kernels=rlk,hf.",
+            help="Engines that get the faults and are compared with one another, with options as "
+            "in compare: vllm:tp=2,kernels=rlk,hf.",
             show_default="hf, vllm and megatron, where installed",
         ),
     ] = None,
@@ -32,7 +32,7 @@ def selftest(
         str | None, typer.Option(metavar="F,...", help="Faults to plant.", show_default="all")
     ] = None,
     seeds: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Seeds of pairs that have no fault.")
+        int, typer.Option(metavar="N", min=0, help="Seeds of the comparisons without a fault.")
     ] = 20,
     curves: Annotated[
         bool, typer.Option(help="Also plant weaker faults, to find the weakest that is named.")
@@ -63,12 +63,12 @@ def selftest(
 
     from rlk_align.capture.check import check_request
 
-    given = RunPrompts.of(prompts, run)
-    given = replace(given, prompts=tuple(middle(given.prompts)))
-    requests = [scoring_request(engine, str(checkpoint), given.path) for engine in chosen]
+    all_prompts = RunPrompts.of(prompts, run)
+    medium = replace(all_prompts, prompts=tuple(middle(all_prompts.prompts)))
+    requests = [scoring_request(engine, str(checkpoint), medium.path) for engine in chosen]
     samples = pairs(chosen)[0][0]
     checked = [check_request(request, request.engine == samples) for request in requests]
-    fitting = given.fitting(checked, run, options.warn)
+    fitting = medium.fitting(checked, run, options.warn)
     fitting.save()
 
     from rlk_align.selftest.fault_trials import SelfTestRequest, selftest

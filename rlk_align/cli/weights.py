@@ -1,4 +1,4 @@
-"""`rlk-align weights`: is what was synced what was trained?"""
+"""`rlk-align weights`: compares the synced weights with the trained ones."""
 
 import json
 import sys

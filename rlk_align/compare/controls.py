@@ -1,4 +1,4 @@
-"""Whether a capture can be trusted: does observing change it, and does it repeat itself?"""
+"""Checks whether a capture can be trusted: does observing change it, and does it repeat itself?"""
 
 import math
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from rlk_align.trace.reader import PassReader, Trace
 def check_controls(
     sides: Mapping[SideName, tuple[Trace, list[str]]], index: RowIndex, sites: list[Site]
 ) -> Controls:
-    """`sides`: by name, the trace and the observed passes that matter."""
+    """Checks both sides; `sides` has the trace and the names of the compared passes of each."""
     noise: dict[SideName, Noise | NotMeasured | None] = {}
     details: list[str] = []
     violated = False
@@ -53,9 +53,9 @@ def check_controls(
 
 
 def is_noise(shift: np.ndarray, noise: np.ndarray | None) -> bool:
-    """Whether the |Δ| of each token without taps, `[N]`, may be a draw of what the engine's own
-    |Δ| are, `[N]`. A token's is then as often the larger one as not; and the largest of all is no
-    other order of magnitude. False for NaN, and where the two are not of the same tokens."""
+    """Whether the |Δ| that taps cause, `[N]`, may be another draw of the engine's own |Δ| between
+    repetitions, `[N]`. Then each is the larger one at about half of the tokens, and the largest
+    values have the same order of magnitude. False for NaN, and for different tokens."""
     if noise is None or shift.shape != noise.shape or not np.isfinite([shift, noise]).all():
         return False
     if not shift.max() <= _MAX_OVER_NOISE * noise.max():
@@ -67,11 +67,11 @@ def is_noise(shift: np.ndarray, noise: np.ndarray | None) -> bool:
 
 
 _MAX_OVER_NOISE = 32.0
-"""Between two draws of a loud noise, of 36 tokens, the ratio of the largest was above 12 in one of
-10,000."""
+"""Between two draws of a large noise on 36 tokens, the ratio of the largest values was above 12
+once in 10,000."""
 _SHARE, _DEVIATIONS = 0.75, 4.8
-"""Tokens that may be further off without taps: by chance, one time in a million; and where tokens
-move together, as much again."""
+"""The share of tokens that may be further off without taps: chance exceeds the deviations once in a
+million, and the fixed share allows for tokens that move together."""
 
 
 def _noise(
@@ -102,8 +102,8 @@ def _noise(
 def paired_logprobs(
     first: PassReader, repeat: PassReader, index: RowIndex
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The rows of the batch whose log-prob counts and that both passes have one of, and both
-    passes' log-probs."""
+    """Returns the rows of the batch whose log-prob counts and is in both passes, and the log-probs
+    of both passes."""
     a, b = read_rows(first, "logprob", index), read_rows(repeat, "logprob", index)
     if a is None or b is None:
         return np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0)
@@ -118,8 +118,8 @@ def paired_logprobs(
 
 
 def _logprob_shift(observed: PassReader, other: PassReader, index: RowIndex) -> np.ndarray | None:
-    """The |Δ| of every token, `[N]`; None where the log-probs are bitwise equal, or where the
-    engine has none of that kind to show; Inf for other rows."""
+    """Returns the |Δ| of every token, `[N]`. Returns None where the log-probs are bitwise equal or
+    the engine cannot show them, and infinity where the passes have different rows."""
     if all("logprob" in p.record.unexposed for p in (observed, other)):
         return None
     a, b = read_rows(observed, "logprob", index), read_rows(other, "logprob", index)

@@ -1,8 +1,9 @@
-"""Pairs, compared bit for bit and by metric: where do two passes diverge, and who introduced it?
+"""Compares pairs bit for bit and by metric: where do two passes diverge, and which unit introduces
+it?
 
-A unit whose inputs are equal and whose outputs differ introduced the difference: a proof
-without a threshold. One whose inputs differ already may only have passed it on. Equality is
-read from digests; values are read only where digests differ.
+A unit whose inputs are equal and whose outputs differ introduces the difference; the proof needs no
+threshold. A unit whose inputs differ already may only pass the difference on. Equality is read from
+digests; values are read only where digests differ.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rlk_align.compare.choice import Routers
 from rlk_align.compare.edge_rows import UNKNOWN, EdgeRows
+from rlk_align.compare.expert_choice import Routers
 from rlk_align.compare.metrics import ValueMetrics, edge_metrics, error_frontier
 from rlk_align.compare.pairing import PairedSite, Unpaired, pair_site
 from rlk_align.compare.ranks import Holders, Shards, use_copies
@@ -40,16 +41,16 @@ class Side:
     """One end of an edge: a pass, and the same pass run again."""
 
     name: str
-    """`rollout decode`, as reasons call it."""
+    """The name in reasons, e.g. `rollout decode`."""
     of: SideName
     observed: PassReader
     repeat: PassReader | None
     shards: Mapping[str, Shards] = field(default_factory=dict)
-    """Site -> what each of its ranks holds of it; without the sites that each holds whole."""
+    """Site -> the part that each rank holds; without sites that every rank holds whole."""
     stages: Mapping[str, list[int]] = field(default_factory=dict)
-    """Site -> the ranks of the stage that computes it; empty where all do."""
+    """Site -> the ranks of the stage that computes it; empty where all ranks compute it."""
     experts: Sequence[list[int]] = ()
-    """For each expert the ranks that have it; empty where all ranks have all of them."""
+    """For each expert the ranks that have it; empty where all ranks have all experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,12 @@ class Edge:
     same_token: np.ndarray
     """Rows at which both ends were given the same token id, a mask over the batch."""
     routers: Routers | None = None
-    """How the model's routers choose; without them no gap of a flip is measured."""
+    """The model's routers; without them the gaps of flips are not measured."""
 
 
 @dataclass(slots=True)
 class _EdgeState:
-    """What the walk along the sites has found so far; masks are over the batch's rows."""
+    """The results of the sites compared so far; masks are over the batch's rows."""
 
     rows: EdgeRows
     equal: dict[str, np.ndarray] = field(default_factory=dict)
@@ -86,7 +87,7 @@ class _EdgeState:
 
 
 class _SiteRows:
-    """What all passes hold of the site at hand: edges share passes."""
+    """The rows of the current site in all passes, which edges share."""
 
     def __init__(self, edges: list[Edge], sites: list[Site], index: RowIndex) -> None:
         sides = [side for edge in edges for side in (edge.first, edge.second)]
@@ -122,8 +123,8 @@ class _SiteRows:
 def compare_edges(
     edges: list[Edge], sites: list[Site], index: RowIndex, progress: Progress
 ) -> tuple[list[EdgeResult], list[EdgeRows]]:
-    """Walks the sites in execution order, all edges at each, and returns the results of the edges,
-    and of their rows."""
+    """Compares all edges site by site in execution order. Returns the results of the edges and
+    their rows."""
     states = {e.name: _EdgeState(EdgeRows.of(e.name, index, len(sites))) for e in edges}
     graph = {s.name: s for s in sites}
     rows = _SiteRows(edges, sites, index)
@@ -154,7 +155,7 @@ def _compare_site(
         (edge.first.name, edge.second.name),
         (a.record.unexposed.get(site.name), b.record.unexposed.get(site.name)),
     )
-    # The sum of a layer's experts stands for rows that an engine never has.
+    # Rows of single experts that an engine never has are represented by the sum of the experts.
     inside = bool(site.experts) and bool(unpaired) and all(u.explained for u in unpaired)
     state.expected += 0 if inside else int(expected.sum())
     state.unpaired += unpaired
@@ -181,10 +182,10 @@ def _compare_site(
     ids = site.operator.formula == "top_k"
     errors = differ.astype(np.float32) if ids else _row_errors(paired, differ, values)
     state.rows.add(site.name, paired.number, errors)
-    held = _valued(paired, np.flatnonzero(introduced))
-    unheld = np.setdiff1d(np.flatnonzero(introduced), held)
-    # By how much ids differ says nothing.
-    least = _least_errors(paired, unheld[:0] if ids else unheld)
+    introduced_valued = introduced & paired.valued
+    without_values = np.flatnonzero(introduced & ~paired.valued)
+    # A difference of expert ids has no size.
+    least = _least_errors(paired, without_values[:0] if ids else without_values)
     frontier = error_frontier(np.concatenate([values.frontier, least]))
     nonfinite = paired.nonfinite
 
@@ -200,7 +201,7 @@ def _compare_site(
             rows=len(paired.number),
             differ=int(differ.sum()),
             introduced=int(introduced.sum()),
-            introduced_valued=len(held),
+            introduced_valued=int(introduced_valued.sum()),
             noisy=int(noisy[paired.number].sum()),
             nonfinite=int(nonfinite.sum()),
             first_introduced=first(introduced),
@@ -227,14 +228,13 @@ def _compare_site(
 
 
 def _comparable(paired: PairedSite, flips: Flips | None) -> tuple[PairedSite, int]:
-    """The pair without the rows of experts that the sides do not share, or are not known to share,
-    and the number of these rows."""
+    """Returns the pair without rows of experts that the sides do not share or are not known to
+    share, and the number of these rows."""
     if flips is None:
         return paired, 0
     keep = flips.comparable(paired.number)
     flipped = flips.flipped[paired.number]
-    valued = np.isin(np.arange(len(keep)), _valued(paired, np.arange(len(keep))))
-    keep &= ~flipped | valued
+    keep &= ~flipped | paired.valued
     shared = replace(
         paired, number=paired.number[keep], a_at=paired.a_at[keep], b_at=paired.b_at[keep]
     )
@@ -245,13 +245,12 @@ def _equal_rows(
     a: PassReader, b: PassReader, paired: PairedSite, flips: Flips | None
 ) -> np.ndarray:
     """Whether both rows are equal, bool `[N]`: by their bits or, where the engines compute in
-    other dtypes and the bits cannot agree, or where they compute other experts, by the values that
-    both sides keep."""
+    different dtypes or compute different experts, by the values that both sides keep."""
     name = paired.site.name
     records = a.record.sites[name], b.record.sites[name]
     if records[0].features != records[1].features:
         return paired.equal
-    # Copies of ranks have the dtype of their own side.
+    # Copies of ranks have the dtype of their side.
     if records[0].dtype != records[1].dtype:
         equal = np.zeros(len(paired.number), dtype=bool)
         by_value = np.ones(len(equal), dtype=bool)
@@ -271,16 +270,16 @@ def _equal_rows(
 
 
 def _least_errors(paired: PairedSite, rows: np.ndarray) -> np.ndarray:
-    """(magnitude, error) points `[M, 2]` of rows whose values were not kept: a row whose largest
-    magnitude is M on one side and m < M on the other has an entry of M that is M - m off."""
+    """Returns (magnitude, error) points `[M, 2]` of rows whose values were not kept: a row whose
+    largest magnitude is M on one side and m < M on the other has an entry of M that is at least
+    M - m off."""
     a, b = paired.a.absmax[paired.a_at[rows]], paired.b.absmax[paired.b_at[rows]]
     return np.stack([np.maximum(a, b), np.abs(a - b)], axis=1)
 
 
 def _valued(paired: PairedSite, rows: np.ndarray) -> np.ndarray:
-    """Returns those of the rows whose values both sides keep."""
-    valued = (paired.a.shard[paired.a_at[rows]] >= 0) & (paired.b.shard[paired.b_at[rows]] >= 0)
-    return rows[valued]
+    """Returns the rows whose values both sides keep."""
+    return rows[paired.valued[rows]]
 
 
 def _inputs_equal(
@@ -290,10 +289,10 @@ def _inputs_equal(
     equal: dict[str, np.ndarray],
     graph: dict[str, Site],
 ) -> np.ndarray:
-    """Rows at which everything that the unit reads is equal, as a mask over the batch.
+    """Returns the rows at which all inputs of the unit are equal, as a mask over the batch.
 
-    An input that was not paired is looked through to its own inputs: the unit then stands
-    for the region from those on.
+    An input that was not paired is replaced by its own inputs: the unit then represents the region
+    that starts there.
     """
 
     def rows(name: str) -> np.ndarray:
@@ -305,7 +304,7 @@ def _inputs_equal(
     if site.operator.formula == "embedding":
         good &= edge.same_token
     if site.operator.formula == "log_softmax":
-        # Row p speaks of token p + 1.
+        # Row p has the log-prob of token p + 1.
         good &= np.roll(edge.same_token, -1)
     for name in site.inputs:
         good &= rows(name)
@@ -323,8 +322,8 @@ def _compare_values(
     introduced: np.ndarray,
     flips: Flips | None,
 ) -> ValueMetrics:
-    """Metrics of the differing rows whose values both sides keep; memory stays bounded. Ids have
-    none."""
+    """Returns the metrics of the differing rows whose values both sides keep, block by block;
+    expert ids have none."""
     site, metrics = of.name, ValueMetrics()
     rows = _valued(paired, differ)
     if not len(rows) or of.operator.formula == "top_k":
@@ -354,7 +353,8 @@ def _compare_values(
 
 
 def _row_errors(paired: PairedSite, differ: np.ndarray, values: ValueMetrics) -> np.ndarray:
-    """The relative L2 of each pair, `[N]`: 0 where equal, `UNKNOWN` where values were not kept."""
+    """Returns the relative L2 of each pair, `[N]`: 0 where equal, `UNKNOWN` where values were not
+    kept."""
     errors = np.where(differ, UNKNOWN, np.float32(0))
     if values.rel_l2:
         errors[_valued(paired, np.flatnonzero(differ))] = np.concatenate(values.rel_l2)
@@ -365,16 +365,16 @@ def _ranks(
     edge: Edge, site: Site, paired: PairedSite, introduced: np.ndarray, features: np.ndarray,
     index: RowIndex,
 ) -> dict[SideName, list[int]]:  # fmt: skip
-    """Side -> its ranks that hold what differs in the introduced rows. A side of one rank, or one
-    whose ranks are not known, is left out."""
-    found: dict[SideName, set[int]] = {}
+    """Returns for each side the ranks that hold the differing values of the introduced rows;
+    without sides of one rank and sides whose ranks are not known."""
+    by_side: dict[SideName, set[int]] = {}
     if introduced.any():
         for which, side in enumerate((edge.first, edge.second)):
-            held = Holders(side.observed, side.shards, side.stages, side.experts)
-            ranks = held.ranks(site, paired, which, introduced, features, index)
+            holders = Holders(side.observed, side.shards, side.stages, side.experts)
+            ranks = holders.ranks(site, paired, which, introduced, features, index)
             if ranks:
-                found.setdefault(side.of, set()).update(ranks)
-    return {side: sorted(ranks) for side, ranks in found.items()}
+                by_side.setdefault(side.of, set()).update(ranks)
+    return {side: sorted(ranks) for side, ranks in by_side.items()}
 
 
 def _edge_result(edge: Edge, state: _EdgeState, index: RowIndex) -> EdgeResult:

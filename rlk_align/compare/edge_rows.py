@@ -15,13 +15,13 @@ from rlk_align.model.sites import RowIndex
 from rlk_align.model.tokenise import fast_tokenizer
 
 MAX_ERRORS = 8_000_000
-"""Errors kept of an edge, 32 MB: of a larger run, those of a seeded choice of its rows."""
+"""The most errors that are kept of an edge, 32 MB. A larger run keeps a seeded choice of rows."""
 _SEED = 17
 
 
 @dataclass(slots=True)
 class EdgeRows:
-    """One edge, row by row of the batch; arrays `[N]`."""
+    """The log-probs and errors of one edge; arrays `[N]` over the batch's rows."""
 
     edge: str
     selected: np.ndarray
@@ -32,7 +32,7 @@ class EdgeRows:
     paired: np.ndarray
     """bool: whether both passes have a log-prob there."""
     errors: dict[str, np.ndarray] = field(default_factory=dict)
-    """float32 by site, of the kept rows: relative L2, `UNKNOWN` where it was not compared."""
+    """Site -> relative L2 of the selected rows, float32; `UNKNOWN` where a row was not compared."""
 
     @classmethod
     def of(cls, edge: str, index: RowIndex, sites: int) -> "EdgeRows":
@@ -94,14 +94,14 @@ def _errors(edge: EdgeRows, site: str) -> pa.Array:
 
 
 def _text(tokenizer: Tokenizer, token: int) -> str:
-    """What one id says within a text: some decoders strip the space before the first of them, and
-    so the id is decoded behind itself."""
+    """Returns the text of one id within a sentence. Some decoders strip the space before the first
+    id, so the id is decoded behind itself."""
     alone, twice = (tokenizer.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
     return twice.removeprefix(alone) if twice.startswith(alone) else alone
 
 
 def _texts(token: np.ndarray, model: Path) -> pa.Array:
-    """What each id says; nulls where the checkpoint has no tokenizer file that can be read."""
+    """Returns the text of each id; nulls where the checkpoint has no readable tokenizer file."""
     try:
         tokenizer = fast_tokenizer(model)
     except ModelError:

@@ -7,10 +7,10 @@ from typing import get_args
 import numpy as np
 import pyarrow as pa
 
-from rlk_align.compare.choice import Routers
 from rlk_align.compare.controls import check_controls, paired_logprobs
 from rlk_align.compare.divergence import Edge, Side, compare_edges
 from rlk_align.compare.edge_rows import NO_ROWS, rows_table
+from rlk_align.compare.expert_choice import Routers
 from rlk_align.compare.metrics import edge_metrics
 from rlk_align.compare.parity import check_parity
 from rlk_align.compare.parity_weights import cast_sides
@@ -43,11 +43,11 @@ def measure(
     allowed: Sequence[Kind],
     progress: Progress,
 ) -> tuple[Comparison, pa.Table]:
-    """Everything that a contract judges, and the same row by row (see
+    """Returns everything that a contract judges, and the table of rows (see
     `rlk_align.comparison_table`).
 
-    A mismatch of a kind that is not allowed ends it before any number. Raises CorruptTrace
-    where a trace is damaged.
+    A mismatch of a kind that is not allowed stops the comparison before any number. Raises
+    CorruptTrace where a trace is damaged.
     """
     progress("comparing", 0, 0)
     sides: dict[SideName, Trace] = {"rollout": rollout, "train": train}
@@ -61,7 +61,7 @@ def measure(
     if all(m.kind in allowed or not m.stops for m in mismatches):
         index = RowIndex(rollout.tokens)
         sites = model_sites(rollout.record.shape)
-        # What only the training side has is expected too, and will be missed.
+        # Sites of the training side alone are expected too, and are reported as missing.
         known = {s.name for s in sites}
         sites += [s for s in model_sites(train.record.shape) if s.name not in known]
         missing = _missing_edges(sides, judged)
@@ -97,7 +97,7 @@ def measure(
 def _missing_edges(
     sides: Mapping[SideName, Trace], judged: Sequence[EdgeName]
 ) -> dict[EdgeName, str]:
-    """Judged edges of which a trace lacks a pass, with the reason."""
+    """Returns the judged edges for which a trace lacks a pass, with the reason."""
     missing: dict[EdgeName, str] = {}
     for name in judged:
         for side, passname in EDGE_ENDS[name]:
@@ -134,8 +134,8 @@ def _side(trace: Trace, side: SideName, passname: str) -> Side:
 def _production(
     rollout: Trace, index: RowIndex
 ) -> tuple[EdgeMetrics | None, dict[PassName, ProductionPass]]:
-    """The engine's un-tapped production mode against its observed one: over all tokens, and by
-    pass."""
+    """Compares the engine's un-tapped production mode with its observed passes: over all tokens,
+    and by pass."""
     found: dict[PassName, tuple[np.ndarray, np.ndarray]] = {}
     passes: dict[PassName, ProductionPass] = {}
     for name in get_args(PassName):
@@ -156,7 +156,7 @@ def _production(
 
 
 def engine_record(trace: Trace) -> EngineRecord:
-    """What the engine of a trace is."""
+    """Returns the record of the engine that made a trace."""
     r = trace.record
     return EngineRecord(
         name=r.engine,

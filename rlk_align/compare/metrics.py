@@ -1,6 +1,6 @@
-"""The numbers of a comparison, all in float64, raw and unclipped.
+"""The metrics of a comparison, all in float64, raw and unclipped.
 
-NaN stays NaN: a comparison with a metric must be written so that NaN fails.
+NaN stays NaN: a check of a metric must be written so that NaN fails.
 """
 
 from dataclasses import dataclass, field
@@ -10,19 +10,17 @@ import numpy as np
 import torch
 
 from rlk_align.compare.token_noise import token_noise
-from rlk_align.results import EdgeMetrics
-
-CLIP_LOW, CLIP_HIGH = 0.8, 1.2
+from rlk_align.results import CLIP_HIGH, CLIP_LOW, EdgeMetrics
 
 
 def edge_metrics(
     first: np.ndarray, second: np.ndarray, sequence: np.ndarray | None = None
 ) -> EdgeMetrics:
-    """The metrics of two passes' log-probs of the same sampled tokens, `[N]` each, of one float
-    dtype, in nats. `sequence`: the number of each token's sequence, int `[N]`; None leaves out the
+    """Returns the metrics of two passes' log-probs of the same sampled tokens, `[N]` each, of one
+    float dtype, in nats. `sequence`: the number of each token's sequence, int `[N]`; None omits the
     law of noise, whose intervals are clustered by sequence.
 
-    Empty input gives NaN everywhere, which every limit fails.
+    Empty input gives NaN for every metric, which fails every limit.
     """
     a, b = first.astype(np.float64), second.astype(np.float64)
     with np.errstate(invalid="ignore"):
@@ -59,11 +57,12 @@ def _bits(values: np.ndarray) -> np.ndarray:
 
 @dataclass(slots=True)
 class ValueMetrics:
-    """How far the values of a site's differing rows are apart; fed block by block."""
+    """The distances between the values of a site's differing rows; rows are added block by
+    block."""
 
     rows: int = 0
     elements: int = 0
-    """Elements whose bits differ: ±0 and NaN by their pattern."""
+    """Elements whose bits differ; ±0 and NaN count by their bit pattern."""
     max_abs: float = 0.0
     max_ulp: int = 0
     """Largest distance in representable numbers, between values of the same dtype; 0 where
@@ -72,7 +71,7 @@ class ValueMetrics:
     """Per row, ‖b − a‖ / max(‖a‖, ‖b‖)."""
     sum_rel_l2: float = 0.0
     rel_l2: list[np.ndarray] = field(default_factory=list)
-    """The relative L2 of every row that was fed, in that order, block by block."""
+    """The relative L2 of every added row, in the order of the blocks."""
     min_cosine: float = 1.0
     frontier: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
     """(magnitude, error) points of the introduced rows, see `error_frontier`."""
@@ -87,13 +86,13 @@ class ValueMetrics:
         norm_b: torch.Tensor,
         introduced: torch.Tensor,
     ) -> None:
-        """Rows `[N, F]` of both sides with their L2 norms, float64 `[N]`; `introduced` bool `[N]`
-        marks rows with equal inputs."""
+        """Adds rows `[N, F]` of both sides with their L2 norms, float64 `[N]`; `introduced`, bool
+        `[N]`, marks rows with equal inputs."""
         error = (b.double() - a.double()).abs_()
         norm_d = torch.linalg.vector_norm(error, dim=1)
         relative = torch.where(norm_d == 0, norm_d, norm_d / torch.maximum(norm_a, norm_b))
         cosine = (norm_a**2 + norm_b**2 - norm_d**2) / (2 * norm_a * norm_b)
-        # Zeros have no direction: like other zeros, unlike anything else.
+        # A zero vector has no direction: its cosine is 1 with another zero vector, and 0 otherwise.
         cosine = torch.where(norm_a * norm_b == 0, (norm_d == 0).double(), cosine)
         self.rows += a.shape[0]
         self.max_abs = _nan_max(self.max_abs, error)
@@ -119,10 +118,11 @@ class ValueMetrics:
 
 
 def error_frontier(points: np.ndarray) -> np.ndarray:
-    """The (magnitude, error) points `[M, 2]` that decide `error <= atol + rtol * magnitude` for
-    every atol and every rtol >= 0: those with a larger error than all of smaller magnitude.
+    """Returns the (magnitude, error) points `[M, 2]` that decide `error <= atol + rtol * magnitude`
+    for every atol and every rtol >= 0: those with a larger error than all points of smaller
+    magnitude.
 
-    Points with a non-finite entry are left out: they fail before any tolerance is asked.
+    Points with a non-finite entry are omitted: they fail before any tolerance is applied.
     """
     points = points[np.isfinite(points).all(axis=1) & (points[:, 1] > 0)]
     if not len(points):
@@ -134,7 +134,7 @@ def error_frontier(points: np.ndarray) -> np.ndarray:
 
 
 def _nan_max(so_far: float, values: torch.Tensor) -> float:
-    """The maximum, NaN where any value is NaN."""
+    """Returns the maximum; NaN where any value is NaN."""
     if not values.numel():
         return so_far
     return float(torch.maximum(torch.tensor(so_far, dtype=torch.float64), values.max()))
@@ -149,8 +149,9 @@ _INT_VIEW = {
 
 
 def _ordered_bits(values: torch.Tensor) -> torch.Tensor:
-    """The bits as integers in the order of the numbers: neighbours differ by one, and so do
-    -0 and +0. Negative numbers count backwards, so all but their sign bit is inverted."""
+    """Returns the bits as integers in the order of the numbers: neighbours differ by one, and so do
+    -0 and +0. The bits of negative numbers count backwards, so all but the sign bit are
+    inverted."""
     bits = values.contiguous().view(_INT_VIEW[values.dtype])
     width = 8 * values.element_size() - 1
     return bits ^ ((bits >> width) & ((1 << width) - 1))

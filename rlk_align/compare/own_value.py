@@ -1,5 +1,6 @@
-"""Rows whose attention may be their own value to the bit, although they see other tokens: where a
-head gives nearly all its weight to the token itself, rounding leaves nothing of the others."""
+"""Finds rows whose attention equals their own value bit for bit although they attend to other
+tokens: where a head gives nearly all its weight to the token itself, the others vanish in the
+rounding."""
 
 import numpy as np
 import torch
@@ -13,13 +14,13 @@ from rlk_align.trace.values import RecordedRows
 VALUE, OUTPUT = "layers.0.v_proj", "layers.0.attn"
 INPUTS = ("layers.0.q_rope", "layers.0.k_rope", VALUE)
 MOST_ROWS = 256
-"""How many rows are computed again: each reads all tokens before it."""
+"""The most rows that are recomputed: each reads all tokens before it."""
 
 
 def round_to_own_value(trace: Trace, name: str) -> bool:
-    """Whether the rows of a pass that see themselves alone, by the values that were kept, would
-    give the same bits if they saw all tokens up to their own. False where no such row was kept, and
-    where the first row of a sequence sees others."""
+    """Whether the rows of a pass that seem to attend to themselves alone would have the same bits
+    if they attended to all tokens up to their own. Decided by the values that were kept; False
+    where no such row was kept, and where the first row of a sequence attends to others."""
     index = RowIndex(trace.tokens)
     rows = RecordedRows(trace.read_pass(name), index)
     kept = np.flatnonzero(rows.has_value(OUTPUT) & rows.has_value(VALUE))
@@ -43,8 +44,8 @@ def _inputs_kept(rows: RecordedRows, index: RowIndex, number: int) -> bool:
 
 
 def _rounds(trace: Trace, rows: RecordedRows, index: RowIndex, number: int) -> bool:
-    """Whether attention over all tokens up to a row, in float64 on what the pass recorded, is
-    within a unit in the last place of the row's own value."""
+    """Whether attention over all tokens up to a row, in float64 on the recorded inputs, is within a
+    unit in the last place of the row's own value."""
     seen = np.arange(number - int(index.position[number]), number + 1)
     query, key, value = (rows.values(site, seen).double() for site in INPUTS)
     q = query[-1].reshape(trace.record.shape.heads, -1)
@@ -56,7 +57,7 @@ def _rounds(trace: Trace, rows: RecordedRows, index: RowIndex, number: int) -> b
 
 
 def _of_heads(trace: Trace, rows: torch.Tensor) -> torch.Tensor:
-    """Keys or values `[N, Hkv·D]`, by the query head that reads them: `[N, H, D]`."""
+    """Repeats keys or values `[N, Hkv·D]` for the query heads that read them: `[N, H, D]`."""
     shape = trace.record.shape
     by_head = rows.reshape(len(rows), shape.kv_heads, -1)
     return by_head.repeat_interleave(shape.heads // shape.kv_heads, dim=1)

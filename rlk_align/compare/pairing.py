@@ -1,4 +1,4 @@
-"""Two passes -> pairs of rows, by canonical site, sample and position; what is left over is
+"""Pairs the rows of two passes by canonical site, sample and position; rows without a partner are
 reported, never skipped."""
 
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from rlk_align.trace.reader import SiteRows
 
 @dataclass(frozen=True, slots=True)
 class Unpaired:
-    """Rows that were expected of a site and are not there on both sides."""
+    """Expected rows of a site that one side or both sides lack."""
 
     site: str
     rows: int
     reason: str
     explained: bool
-    """Whether the engine says that it cannot show this site."""
+    """Whether the engine states that it cannot show this site."""
 
 
 Copies = dict[int, NumberedRows]
@@ -26,7 +26,7 @@ Copies = dict[int, NumberedRows]
 
 @dataclass(frozen=True, slots=True)
 class PairedSite:
-    """The rows that both passes hold of one site; arrays of length N, in batch order."""
+    """The rows of one site that both passes have; arrays of length N, in batch order."""
 
     site: Site
     number: np.ndarray
@@ -35,22 +35,22 @@ class PairedSite:
     b: SiteRows
     b_at: np.ndarray
     copies: tuple[Copies, Copies]
-    """For both passes: rank -> the rows for which that rank holds another copy."""
+    """For both passes: rank -> the rows of which that rank has a different copy."""
 
     @property
     def equal(self) -> np.ndarray:
-        """Whether the raw bits agree, bool `[N]`, those of all ranks."""
+        """Whether the raw bits of all ranks agree, bool `[N]`."""
         return self.recorded_equal & ~self.disagree
 
     @property
     def recorded_equal(self) -> np.ndarray:
-        """Whether those agree that each pass keeps under the site's own name, bool `[N]`."""
+        """Whether the bits agree that each pass keeps under the site's own name, bool `[N]`."""
         return (self.a.digest[self.a_at] == self.b.digest[self.b_at]).all(axis=1)
 
     @property
     def disagree(self) -> np.ndarray:
-        """Rows of which ranks of one pass hold copies with different bits, bool `[N]`, unless those
-        of the other pass hold the same ones, rank by rank."""
+        """Rows whose copies on the ranks of one pass have different bits, bool `[N]`, unless the
+        ranks of the other pass have the same copies, rank by rank."""
         first, second = (self._unequal(of_pass) for of_pass in self.copies)
         mask = first ^ second
         for rank in self.copies[0].keys() | self.copies[1].keys():
@@ -62,12 +62,17 @@ class PairedSite:
         return np.logical_or.reduce([np.zeros(len(self.number), dtype=bool), *rows])
 
     def digest_of(self, which: int, rank: int) -> np.ndarray:
-        """`[N, 2]`: what that rank of the first pass (0) or the second has."""
+        """The digests of a rank of the first pass (0) or the second, `[N, 2]`."""
         digest = (self.a.digest[self.a_at], self.b.digest[self.b_at])[which]
         if copy := self.copies[which].get(rank):
             here, at = copy.find(self.number)
             digest[here] = copy.rows.digest[at]
         return digest
+
+    @property
+    def valued(self) -> np.ndarray:
+        """Rows whose values both sides keep, bool `[N]`."""
+        return (self.a.shard[self.a_at] >= 0) & (self.b.shard[self.b_at] >= 0)
 
     @property
     def nonfinite(self) -> np.ndarray:
@@ -83,10 +88,10 @@ def pair_site(
     names: tuple[str, str],
     reasons: tuple[str | None, str | None],
 ) -> tuple[PairedSite | None, list[Unpaired]]:
-    """Pairs one site's rows; `expected` is the mask over the batch of the rows that must be there.
+    """Pairs one site's rows; `expected` is a mask over the batch of the rows that must exist.
 
-    `names` are how the sides are called in reasons, `reasons` what each engine says of a
-    site that it cannot show.
+    `names`: the names of the sides in reasons. `reasons`: why each engine cannot show the site;
+    None where it can.
     """
     wanted = int(expected.sum())
     unpaired: list[Unpaired] = []
@@ -96,7 +101,7 @@ def pair_site(
         else:
             why = f"{name} cannot show it: {reason}"
             unpaired.append(Unpaired(site.name, wanted, why, True))
-    # What an engine cannot show in all of a pass it may have shown in some of it.
+    # An engine may have shown a site in a part of the pass only.
     if a is None or b is None or reasons != (None, None):
         return None, unpaired
     number, a_in, b_in = np.intersect1d(a.number, b.number, assume_unique=True, return_indices=True)

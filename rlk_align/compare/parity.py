@@ -1,7 +1,7 @@
-"""The precheck: before any number, are both sides given the same thing?
+"""The precheck: do both sides have the same tokens, weights and attributes?
 
-A mismatch is not drift. It is reported as what it is: a token span, a parameter or an
-attribute, and where it is first.
+A mismatch is not drift. The report names the token span, the parameter or the attribute, and where
+the mismatch starts.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,15 +19,15 @@ from rlk_align.trace.reader import Trace
 from rlk_align.trace.schema import SHIFT_IS_HARMLESS, PassRecord, PositionRecord
 
 DROPOUT = "dropout"
-"""The attribute that says where a model drops values; a side without it drops none."""
+"""The attribute that names where a model drops values; a side without it drops none."""
 UNSET_AGREES = frozenset({"padding_side"})
-"""Attributes that a side without them does not contradict."""
+"""Attributes that agree with a side that does not state them."""
 
 
 def check_parity(rollout: Trace, train: Trace) -> list[Mismatch]:
-    """Every mismatch, tokens first, in the order of samples, parameters and attributes."""
+    """Returns every mismatch: tokens first, then parameters, then attributes."""
     attributes = _attributes(rollout.record.attributes, train.record.attributes)
-    # Another rotary embedding turns by other angles: no position can be told from them.
+    # A different rotary embedding has other angles: positions cannot be derived from them.
     same_rotary = not any("rope" in m.name for m in attributes)
     return [
         *_tokens(rollout, train),
@@ -41,22 +41,22 @@ def check_parity(rollout: Trace, train: Trace) -> list[Mismatch]:
 
 
 def _dropout(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
-    """Sides whose model is in training mode and drops values at random."""
-    said = {s: t.record.attributes.get(DROPOUT) for s, t in _sides(rollout, train)}
-    for side, where in said.items():
+    """Yields sides whose model is in training mode and drops values at random."""
+    places = {s: t.record.attributes.get(DROPOUT) for s, t in _sides(rollout, train)}
+    for side, where in places.items():
         if where is not None:
             yield Mismatch(
                 kind="attributes",
                 name=DROPOUT,
-                rollout=said["rollout"] or "none",
-                train=said["train"] or "none",
+                rollout=places["rollout"] or "none",
+                train=places["train"] or "none",
                 detail=f"the {side} model is in training mode and drops values at random: "
                 "call model.eval(), or set its dropout to 0",
             )
 
 
 def _tokens(rollout: Trace, train: Trace) -> list[Mismatch]:
-    """The scored ids of both sides, and what each side's own tokenizer makes of the prompts."""
+    """Compares the scored ids of both sides, and the prompts by each side's own tokenizer."""
     mismatches = []
     a, b = rollout.tokens.samples, train.tokens.samples
     for i in range(max(len(a), len(b))):
@@ -77,7 +77,7 @@ def _tokens(rollout: Trace, train: Trace) -> list[Mismatch]:
 
 
 def _span(name: str, sample: int, a: list[int], b: list[int]) -> Mismatch:
-    """The first mismatched span, without what is equal before and after it."""
+    """Returns the first mismatched span, without equal ids before and after it."""
     start = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
     start = min(len(a), len(b)) if start is None else start
     a, b = a[start:], b[start:]
@@ -96,7 +96,7 @@ def _span(name: str, sample: int, a: list[int], b: list[int]) -> Mismatch:
 
 
 def _positions(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
-    """Rows that a side rotated by another position than their own, by side the first."""
+    """Yields for each side the first row that it rotated by a position other than the row's own."""
 
     def rotated(trace: Trace, name: str) -> bool:
         return bool(trace.read_pass(name).record.positions.first)
@@ -116,15 +116,15 @@ def _positions(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
 
 
 def _harmless(positions: PositionRecord) -> str:
-    """What follows where the positions of each sequence are shifted by one number."""
+    """Adds a remark where one number shifts all positions of each sequence."""
     if not positions.harmless:
         return ""
     return f"; all queries and keys are shifted by {positions.shift_words}; {SHIFT_IS_HARMLESS}"
 
 
 def _boundaries(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
-    """Rows whose attention sees another sequence, or not their own, by side the first. A side that
-    does not repeat its attention tells nothing of it."""
+    """Yields for each side the first row that attends to another sequence, or not to its own. A
+    side that does not repeat its attention cannot be checked."""
     sides = dict(_sides(rollout, train))
     for side, name, record in _first_wrong(rollout, train, _crossed):
         if not _repeats(sides[side], name, "layers.0.attn"):
@@ -144,15 +144,15 @@ def _boundaries(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
 
 
 def _crossed(trace: Trace, name: str) -> bool:
-    """Whether a pass has rows that see another sequence, or not their own, which are no rows that
-    give themselves nearly all weight."""
+    """Whether a pass has rows that attend to another sequence, or not to their own; rows that give
+    themselves nearly all weight do not count."""
     record = trace.read_pass(name).record.boundaries
     alone = all(row.sees == "itself alone" for row in record.first)
     return bool(record.wrong) and not (alone and round_to_own_value(trace, name))
 
 
 def _repeats(trace: Trace, name: str, site: str) -> bool:
-    """Whether a pass, run again, gave a site the same bits; as far as is known."""
+    """Whether the repetition of a pass gave a site the same bits; true where there is none."""
     if not trace.has_pass(f"{name}.repeat"):
         return True
     index = RowIndex(trace.tokens)
@@ -163,7 +163,7 @@ def _repeats(trace: Trace, name: str, site: str) -> bool:
 
 
 def _padding(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
-    """Logits with more columns than the vocabulary has tokens, on one side alone or on both: the
+    """Yields a mismatch where a side's logits have more columns than the vocabulary has tokens;
     rows are compared over the vocabulary."""
     columns, vocab = {}, rollout.record.shape.vocab
     for side, trace in _sides(rollout, train):
@@ -185,7 +185,7 @@ def _padding(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
 def _first_wrong(
     rollout: Trace, train: Trace, wrong: Callable[[Trace, str], bool]
 ) -> Iterator[tuple[SideName, str, PassRecord]]:
-    """(side, pass, record) of the first observed pass of each side that has a wrong row."""
+    """Yields (side, pass, record) of the first observed pass of each side that has a wrong row."""
     for side, trace in _sides(rollout, train):
         for name in ("decode", "prefill"):
             if trace.has_pass(name) and wrong(trace, name):
@@ -198,7 +198,7 @@ def _sides(rollout: Trace, train: Trace) -> tuple[tuple[SideName, Trace], ...]:
 
 
 def _attributes(a: dict[str, Any], b: dict[str, Any]) -> list[Mismatch]:
-    """Names each attribute that differs, by layer where a side has `layers.i.NAME` beside NAME."""
+    """Names each differing attribute, by layer where a side has `layers.i.NAME` beside NAME."""
     mismatches = []
     by_layer = {name.split(".", 2)[2] for name in [*a, *b] if name.startswith("layers.")}
     whole = (n for n in [*a, *b] if not n.startswith("layers.") and n != DROPOUT)
@@ -220,7 +220,7 @@ def _differ(name: str, a: Any, b: Any) -> bool:
 
 
 def _layers(attributes: dict[str, Any]) -> int:
-    """How many layers a side has, or at least speaks of."""
+    """Returns how many layers a side has, or at least names."""
     named = [int(n.split(".")[1]) + 1 for n in attributes if n.startswith("layers.")]
     return max([int(attributes.get("layers", 0)), *named])
 

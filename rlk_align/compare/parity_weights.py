@@ -1,7 +1,8 @@
-"""Are the weights the same, and if not: which slices differ, who holds them, what is there instead?
+"""Compares the weights of both sides: which slices differ, which ranks hold them, and how they
+differ.
 
-Both sides keep a digest of each slice of a parameter along both dimensions, so that rows in
-another order are told from rows with other values.
+Both sides keep a digest of each slice of a parameter along both dimensions, so that permuted rows
+are distinguished from rows with other values.
 """
 
 from dataclasses import dataclass
@@ -18,14 +19,14 @@ _SHOWN = 4
 """Runs of slices that a mismatch names."""
 
 Run = tuple[int, int, int]
-"""(start, stop, the other side's start): slices that lie elsewhere on the other side."""
+"""(start, stop, the other side's start): slices that are elsewhere on the other side."""
 Shards = list[tuple[int, int, int, int]]
 """(rank, dimension, start, stop); empty where one rank holds everything."""
 
 
 def check_weights(rollout: Trace, train: Trace) -> list[Mismatch]:
-    """Every canonical parameter that differs, in the order of the model; one that a side holds in a
-    narrower dtype is compared with what rounding to that dtype makes of the other's."""
+    """Returns every canonical parameter that differs, in the order of the model. Where one side has
+    a narrower dtype, the other side's parameter is rounded to it before they are compared."""
     a, b = rollout.weights, train.weights
     named = {digest: name for name, w in a.items() for digest in (w.digest, *w.casts.values())}
     mismatches = []
@@ -52,7 +53,8 @@ def check_weights(rollout: Trace, train: Trace) -> list[Mismatch]:
 
 
 def cast_sides(rollout: Trace, train: Trace) -> dict[SideName, str]:
-    """Side -> the dtype in which it holds the other side's weights, rounded."""
+    """Returns for each side that holds the other side's weights rounded the dtype of its
+    weights."""
     found: dict[SideName, str] = {}
     b = train.weights
     for name, mine in rollout.weights.items():
@@ -65,7 +67,8 @@ def cast_sides(rollout: Trace, train: Trace) -> dict[SideName, str]:
 
 
 def _in_one_dtype(a: Weight, b: Weight) -> tuple[Weight, Weight]:
-    """The wider one rounded as the other is held, where that is known and their values differ."""
+    """Rounds the wider parameter to the dtype of the other, where that digest is known and the
+    values differ."""
     if a.digest == b.digest:
         return a, b
     return a.rounded(b.dtype) or a, b.rounded(a.dtype) or b
@@ -79,8 +82,8 @@ def _mismatch(a: Weight, b: Weight, ranks: list[int], detail: str) -> Mismatch:
 
 
 def _stale_copies(a: Weight, b: Weight) -> tuple[list[int], str] | None:
-    """The ranks whose own copy of a replicated parameter is not the other side's, where some
-    ranks' copies are."""
+    """Returns the ranks whose copy of a replicated parameter differs from the other side's, where
+    the copies of other ranks do not."""
     for side, weight, other in (("rollout", a, b), ("train", b, a)):
         right = [rank for rank, digest in weight.copies.items() if digest == other.digest]
         stale = [rank for rank in weight.copies if rank not in right]
@@ -91,12 +94,12 @@ def _stale_copies(a: Weight, b: Weight) -> tuple[list[int], str] | None:
 
 
 class Sides(NamedTuple):
-    """What a difference calls the two sides."""
+    """The names of the two sides in the words of a difference."""
 
     a: str
     b: str
     whose: str
-    """What belongs to `a`."""
+    """The possessive of `a`."""
 
 
 _SIDES = Sides("rollout", "train", "the rollout's")
@@ -110,7 +113,7 @@ class Difference:
     at: np.ndarray
     """The slices along `dim` that differ."""
     ranks: list[int]
-    """Who holds them; empty where one rank holds everything."""
+    """The ranks that hold these slices; empty where one rank holds everything."""
     detail: str
 
 
@@ -129,8 +132,8 @@ def difference(a: Sliced, b: Sliced, sides: Sides, head_dim: int) -> Difference:
     """Compares two versions of one parameter, of one shape, slice by slice."""
     slices = [a.slices, b.slices]
     differ = [np.flatnonzero(x != y) for x, y in zip(*slices, strict=True)]
-    # Rows in another order touch every column, and the other way round: what is in another order,
-    # or else what differs in the smaller share of its slices, tells the dimension.
+    # Permuted rows change every column, and the other way round: the permuted dimension counts, or
+    # else the dimension in which the smaller share of slices differs.
     shares = [len(d) / max(1, len(x)) or 1.0 for d, x in zip(differ, slices[0], strict=True)]
     permuted = [_permuted(x, y) for x, y in zip(*slices, strict=True)]
     dim = permuted.index(True) if any(permuted) else shares.index(min(shares))
@@ -155,7 +158,7 @@ class _Recorded:
     trace: Trace
     name: str
     cast: str = ""
-    """The dtype that it is rounded to; empty where it is not."""
+    """The dtype that the parameter is rounded to; empty where it is not rounded."""
 
     @property
     def shards(self) -> Shards:
@@ -171,8 +174,8 @@ def _permuted(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _holding(shards: Shards, dim: int, at: np.ndarray) -> list[int]:
-    """Ranks with a shard along `dim` that has one of the slices `at`; none where it is whole on
-    rank 0, or on all."""
+    """Returns the ranks with a shard along `dim` that contains one of the slices `at`; none where
+    rank 0 or every rank holds the whole parameter."""
     ranks = {
         rank
         for rank, d, start, stop in shards
@@ -190,7 +193,7 @@ def _has_heads(name: str, dim: int) -> bool:
 
 
 def _moves(mine: np.ndarray, theirs: np.ndarray, what: str, head: int, sides: Sides) -> str:
-    """Where one side's slices lie on the other, as runs."""
+    """Describes where the slices of one side are on the other, as runs."""
     place = {digest: i for i, digest in reversed(list(enumerate(mine.tolist())))}
     source = np.array([place[digest] for digest in theirs.tolist()])
     source = np.where(theirs == mine, np.arange(len(mine)), source)

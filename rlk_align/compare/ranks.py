@@ -1,4 +1,4 @@
-"""Which ranks of a side hold what differs: by features, by rows, or by copies that are unequal."""
+"""Finds the ranks of a side that hold the differing values: by features, rows or unequal copies."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +16,7 @@ Shards = list[tuple[int, int, int]]
 
 
 class Holders:
-    """Who holds what of one pass."""
+    """The ranks that hold the sites and rows of one pass."""
 
     def __init__(
         self,
@@ -37,9 +37,9 @@ class Holders:
         features: np.ndarray,
         index: RowIndex,
     ) -> set[int]:
-        """The ranks that hold what differs in the introduced rows, bool `[N]`. `which`: the pair's
-        first pass (0) or its second; `features`: those that differ, bool `[F]`, empty where no
-        values were kept."""
+        """Returns the ranks that hold the differing values of the introduced rows, bool `[N]`.
+        `which`: the pair's first pass (0) or its second. `features`: the differing features, bool
+        `[F]`, empty where no values were kept."""
         if copies := self._unlike(paired, which, introduced, index):
             return copies
         if self._experts and (site.experts or site.operator.formula == "combine"):
@@ -52,7 +52,7 @@ class Holders:
             ranks = {rank for rank, start, stop in held if features[start:stop].any()}
             sharing = [ranks.intersection(h.sharing) if h.sharing else ranks for h in rows]
             return set().union(*sharing) if rows else ranks
-        # What one rank reports of rows that others computed too is not that rank's alone.
+        # Log-probs that one rank reports follow from logits of all ranks.
         if self._shards and site.op == "logprob":
             return set()
         if not rows:
@@ -60,8 +60,8 @@ class Holders:
         return {h.rank for h in rows if not stage or h.rank in stage}
 
     def _of_experts(self, site: Site, number: np.ndarray, index: RowIndex) -> set[int]:
-        """The ranks that have the experts behind these rows, where each row was sent to an
-        expert of theirs, and no other ranks have that."""
+        """Returns the ranks that have the experts of these rows, where each row was sent to at
+        least one of their experts and this holds for no other ranks."""
         choice, of_layer = RecordedRows(self._reader, index), f"layers.{site.layer}.experts"
         if not len(number) or not choice.has_value(of_layer)[number].all():
             return set()
@@ -75,7 +75,7 @@ class Holders:
         return set(*behind) if len(behind) == 1 else set()
 
     def _of(self, number: np.ndarray, index: RowIndex) -> list[HeldRows]:
-        """Who has which of these rows."""
+        """Returns which rank holds which of these rows."""
         wanted = np.zeros(len(index), dtype=bool)
         wanted[number] = True
 
@@ -89,9 +89,9 @@ class Holders:
     def _unlike(
         self, paired: PairedSite, which: int, introduced: np.ndarray, index: RowIndex
     ) -> set[int]:
-        """The ranks whose copy differs from the other pass's, for rows of which ranks of one pass
-        hold different copies. The copy that is recorded under the site's name is that of the first
-        rank that has the row."""
+        """Returns the ranks whose copy differs from that of the other pass, for rows of which the
+        ranks of one pass hold different copies. The copy that is recorded under the site's name is
+        that of the first rank that has the row."""
         other = paired.b.digest[paired.b_at] if which == 0 else paired.a.digest[paired.a_at]
         found: set[int] = set()
         for rank in {0, *paired.copies[which]} if paired.copies[which] else ():
@@ -110,8 +110,8 @@ class Holders:
 def use_copies(
     values: torch.Tensor, paired: PairedSite, which: int, part: np.ndarray, reader: PassReader
 ) -> None:
-    """Writes a rank's copies over rows of `values` `[len(part), F]`, one pass's, of which rank 0's
-    copy has the other pass's bits: metrics are of the copy that is off."""
+    """Replaces rows of one pass's `values` `[len(part), F]` with a rank's copy where rank 0's copy
+    has the bits of the other pass, so that metrics describe the copy that is off."""
     same = paired.recorded_equal[part]
     for rank, copy in paired.copies[which].items():
         here, at = copy.find(paired.number[part])

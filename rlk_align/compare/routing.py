@@ -1,16 +1,17 @@
-"""Sparse layers on an edge: which tokens were sent to other experts, was that the router's doing,
-and which rows of experts can be compared at all.
+"""Sparse layers on an edge: which tokens the sides send to different experts, whether the router
+causes that, and which rows of experts can be compared at all.
 
-A token whose router was given equal inputs on both sides, and chose another set of experts,
-diverges *at the router*. Where the inputs differ already, its flip is an effect, which may amplify
-what it follows from. N = rows, E = experts, K = experts of a token"""
+A token diverges *at the router* where its router has equal inputs on both sides and chooses
+different experts. Where the inputs differ already, the flip is an effect, which may amplify its
+cause. N = rows, E = experts, K = experts of a token
+"""
 
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from rlk_align.compare.choice import Routers, beyond_choice
+from rlk_align.compare.expert_choice import Routers, beyond_choice
 from rlk_align.compare.metrics import edge_metrics
 from rlk_align.compare.pairing import PairedSite
 from rlk_align.model.dtypes import DTYPES
@@ -22,7 +23,7 @@ from rlk_align.trace.reader import PassReader
 
 @dataclass(frozen=True, slots=True)
 class Flips:
-    """The rows of one layer that are sent to other experts on the two sides."""
+    """The rows of one layer that the two sides send to different experts."""
 
     flipped: np.ndarray
     """A mask over the batch's rows."""
@@ -33,14 +34,14 @@ class Flips:
     """Their ids, int64 `[n, K]`."""
 
     def common(self) -> torch.Tensor:
-        """Whether each expert of the first side is also the second's, bool `[n, K]`."""
+        """Whether the second side chose each expert of the first too, bool `[n, K]`."""
         return (self.a[:, :, None] == self.b[:, None]).any(dim=2)
 
     def aligned(
         self, number: np.ndarray, a: torch.Tensor, b: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows `[N, K · F]` of both sides, where flipped reduced to the experts that both have:
-        these in the first side's slots, and zeros in all others."""
+        """Returns rows `[N, K · F]` of both sides. Flipped rows are reduced to the experts that
+        both sides chose, in the first side's slots; all other slots are zero."""
         here = np.flatnonzero(np.isin(number, self.number))
         if not len(here):
             return a, b
@@ -56,23 +57,23 @@ class Flips:
         return a, b
 
     def comparable(self, number: np.ndarray) -> np.ndarray:
-        """Which of these rows have an expert that both sides know them to share, bool `[N]`; rows
-        that are not flipped do."""
+        """Which of these rows have an expert that both sides are known to share, bool `[N]`; true
+        for rows that are not flipped."""
         sharing = self.number[self.common().any(dim=1).numpy()]
         return ~self.flipped[number] | np.isin(number, sharing)
 
 
 @dataclass(slots=True)
 class Routing:
-    """What the walk along an edge's sites has found of its sparse layers."""
+    """The flips and the sparse layers of an edge, collected while its sites are compared."""
 
     flips: dict[str, Flips] = field(default_factory=dict)
-    """The flips, by the site of the choice."""
+    """Site of the choice -> its flips."""
     layers: list[LayerRouting] = field(default_factory=list)
     _router: PairedSite | None = None
 
     def see_router(self, paired: PairedSite) -> None:
-        """Keeps a layer's router until its choice is seen."""
+        """Keeps a layer's router until `see_choice` is called."""
         self._router = paired
 
     def see_choice(
@@ -84,12 +85,12 @@ class Routing:
         index: RowIndex,
         routers: Routers | None,
     ) -> None:
-        """A layer's choice. `inputs_equal`: rows of the batch at which the router reads the same on
-        both sides; `routers`: without them no gaps are measured."""
+        """Adds a layer's choice. `inputs_equal`: rows of the batch at which both routers have equal
+        inputs. Without `routers` no gaps are measured."""
         site = paired.site
         flipped = np.zeros(len(index), dtype=bool)
         flipped[paired.number[~paired.equal]] = True
-        valued = _valued(paired) & ~paired.equal
+        valued = paired.valued & ~paired.equal
         number, ids = paired.number[valued], _values(a, b, paired, valued)
         flips = Flips(flipped, number, *(x.long() for x in ids))
         self.flips[site.name] = flips
@@ -120,28 +121,29 @@ class Routing:
         at_router: np.ndarray,
         routers: Routers | None,
     ) -> np.ndarray:
-        """By how many roundings each side prefers its own experts to the other's, of flips at the
-        router: the larger of both sides, and 0 where either side's scores tie."""
+        """Returns for each flip at the router by how many roundings a side prefers its own experts:
+        the larger of both sides, or 0 where either side's scores tie."""
         router = self._router
         if router is None or routers is None:
             return np.zeros(0)
-        held = _valued(router) & np.isin(router.number, flips.number) & at_router[router.number]
-        logits = _values(a, b, router, held)
-        of = np.searchsorted(flips.number, router.number[held])
+        at_hand = router.valued & np.isin(router.number, flips.number) & at_router[router.number]
+        logits = _values(a, b, router, at_hand)
+        of = np.searchsorted(flips.number, router.number[at_hand])
         gaps = []
         for x, mine, other in zip(logits, (flips.a, flips.b), (flips.b, flips.a), strict=True):
             scores = routers.scores(choice, x)
             if scores is None:
                 return np.zeros(0)
             gaps.append(_preference(x, scores, mine[of], other[of], routers.shape))
-        # Below 0 a side chose against its own scores.
+        # A gap below 0 means that a side chose against its own scores.
         tied = (gaps[0] == 0) | (gaps[1] == 0)
         return np.where(tied, 0.0, np.maximum(*np.abs(gaps)))
 
     def result(
         self, logp: tuple[np.ndarray, np.ndarray, np.ndarray], index: RowIndex
     ) -> EdgeRouting | None:
-        """`logp`: rows of the batch, and both sides' log-probs at them. None for a dense model."""
+        """Returns the result of the edge; None for a dense model. `logp`: rows of the batch, and
+        both sides' log-probs at them."""
         if not self.layers:
             return None
         number, first, second = logp
@@ -163,14 +165,10 @@ class Routing:
         )
 
 
-def _valued(paired: PairedSite) -> np.ndarray:
-    return (paired.a.shard[paired.a_at] >= 0) & (paired.b.shard[paired.b_at] >= 0)
-
-
 def _values(
     a: PassReader, b: PassReader, paired: PairedSite, mask: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both sides' values of these rows, `[n, F]`."""
+    """Returns both sides' values of these rows, `[n, F]`."""
     name, rows = paired.site.name, np.flatnonzero(mask)
     if not len(rows):
         features = a.record.sites[name].features
@@ -188,23 +186,23 @@ def _preference(
     other: torch.Tensor,
     shape: ModelShape,
 ) -> np.ndarray:
-    """By how many roundings a side's scores `[n, E]` prefer its own experts to the other side's,
-    `[n]`: the worst score of those that only this side chose against the best of those that only
-    the other did. A rounding is that of a difference of two scores."""
+    """Returns by how many roundings a side's scores `[n, E]` prefer its own experts to the other
+    side's, `[n]`: the worst score among experts that only this side chose, less the best among
+    experts that only the other side chose. The rounding is that of a difference of two scores."""
     match = mine[:, :, None] == other[:, None]
     own = scores_NE.gather(1, mine).masked_fill(match.any(dim=2), torch.inf).amin(dim=1)
     left = scores_NE.gather(1, other).masked_fill(match.any(dim=1), -torch.inf).amax(dim=1)
     if shape.top_groups == shape.groups:
         gap = own - left
     else:
-        # Which experts may be chosen follows from the groups that are.
+        # The selected groups decide which experts may be chosen.
         gap = (beyond_choice(scores_NE, x, shape)[:, 0] for x in (other, mine))
         gap = torch.sub(*gap)
     dtype = str(logits.dtype).removeprefix("torch.")
     rounding = _ulp(torch.maximum(own.abs(), left.abs()), dtype) / 12**0.5
     if shape.family.sigmoid:
-        # Logits that are not rounded are sums in some order: each term is off by a rounding. The
-        # slope of a sigmoid is 1/4 at most.
+        # Unrounded logits depend on the order of their sums: each term is off by a rounding. The
+        # slope of a sigmoid is at most 1/4.
         rows = torch.arange(len(logits))[:, None]
         largest = logits.double()[rows, torch.cat([mine, other], dim=1)].abs().amax(dim=1)
         of_sum = _ulp(largest, dtype) * (shape.hidden / 12) ** 0.5

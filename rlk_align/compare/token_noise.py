@@ -7,13 +7,13 @@ from rlk_align.noise import scaled_errors
 from rlk_align.results import TokenNoise
 
 LEAST_ROOM = 0.01
-"""The 1 − p below which a token is too sure to have an error of its own."""
+"""The smallest 1 − p that an error is divided by: below it a token is almost certain."""
 
 
 def token_noise(first: Floats, second: Floats, sequence: np.ndarray) -> TokenNoise:
-    """`first`, `second`: log-probs of the same sampled tokens, float64 `[N]`, in nats; `sequence`:
-    the number of the sequence of each, int `[N]`. A NaN or an infinite value makes NaN of what it
-    enters."""
+    """Fits the law to `first` and `second`, log-probs of the same sampled tokens, float64 `[N]`, in
+    nats. `sequence`: the number of each token's sequence, int `[N]`. A figure that a NaN or an
+    infinite value enters is NaN."""
     number = np.unique(sequence, return_inverse=True)[1]
 
     def sums(values: Floats) -> Floats:
@@ -37,7 +37,7 @@ def token_noise(first: Floats, second: Floats, sequence: np.ndarray) -> TokenNoi
 
 
 def _known(estimate: Estimate) -> Estimate:
-    """NaN for the ends of an interval that is infinite, as that of one sequence is."""
+    """Replaces the ends of an infinite interval, e.g. that of one sequence, with NaN."""
     if np.isfinite([estimate.low, estimate.high]).all():
         return estimate
     return Estimate(estimate.value, float("nan"), float("nan"))

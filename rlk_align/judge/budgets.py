@@ -1,4 +1,4 @@
-"""Which budget a side's operator is held to: one of its own dtype, for rows of its own width."""
+"""Finds the budget of an operator: that of the side's dtype, for rows of the operator's width."""
 
 from functools import cache
 
@@ -9,9 +9,9 @@ from rlk_align.results import RefereedUnit
 
 
 def budget_of(contract: Contract, unit: RefereedUnit) -> Budget | None:
-    """The contract's budget for an operator. A side whose dtype the contract does not cover is
-    judged by the built-in contract of that dtype. None where the contract has no budgets, or where
-    no contract has one for that dtype."""
+    """Returns the contract's budget for an operator. A side whose dtype the contract does not cover
+    is judged by the built-in contract of that dtype. Returns None where the contract has no
+    budgets, and where no built-in contract covers the dtype."""
     if not contract.budgets or unit.dtype in ("", *contract.dtypes):
         return contract.budget(unit.op, unit.op_class)
     if unit.dtype not in BY_DTYPE:
@@ -20,7 +20,7 @@ def budget_of(contract: Contract, unit: RefereedUnit) -> Budget | None:
 
 
 def exceeded(contract: Contract, unit: RefereedUnit) -> list[str]:
-    """The statistics of an operator that exceed its budget; none where it has no budget."""
+    """Lists the statistics of an operator that exceed its budget; empty where it has no budget."""
     bounds = bounds_of(contract, unit)
     if bounds is None or unit.errors is None:
         return []
@@ -29,8 +29,9 @@ def exceeded(contract: Contract, unit: RefereedUnit) -> list[str]:
 
 
 def bounds_of(contract: Contract, unit: RefereedUnit) -> dict[str, float] | None:
-    """What each statistic of an operator may reach: its budget, and where the contract says so the
-    rms and the gain of a row for the width of its rows. None where it has no budget."""
+    """Returns the largest value that each statistic of an operator may have. Where the contract
+    says so, the bounds on the rms and the gain of a row depend on the width of the rows. Returns
+    None where the operator has no budget."""
     budget = budget_of(contract, unit)
     if budget is None:
         return None

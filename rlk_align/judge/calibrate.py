@@ -1,9 +1,9 @@
-"""Limits proposed from healthy runs: many seeds of each pair of engines, and nothing planted.
+"""Proposes limits from healthy runs: many seeds of each pair of engines, without planted faults.
 
-The largest healthy value of a metric, times `MARGIN`, is proposed as its `fail`; the largest itself
-as its `warn`. The largest |Δ| of a run grows with its tokens, so it gets a tail: over all tokens of
-an edge its 99th percentile, and the mean excess above that (peaks over a threshold), or more where
-the largest of them says that the tail is heavier.
+The largest healthy value of a metric, times `MARGIN`, is proposed as its `fail`, and the largest
+value itself as its `warn`. The largest |Δ| of a run grows with its tokens, so that limit has a
+tail: the 99th percentile over all tokens of an edge, and the mean excess above it (peaks over a
+threshold), or a larger excess where the largest |Δ| shows a heavier tail.
 """
 
 import math
@@ -22,14 +22,14 @@ from rlk_align.judge.verdict import doubts_of
 from rlk_align.results import Comparison, EdgeName, RefereedUnit
 
 MARGIN = 1.5
-"""Room for models and machines that were not measured."""
+"""A factor that leaves room for models and machines that were not measured."""
 MIN_RUNS, MIN_RUNS_OF_A_PAIR, MIN_TOKENS = 10, 5, 5000
 QUANTILE, CHANCE = 0.99, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class HealthyRun:
-    """A compared run in which nothing is wrong."""
+    """A compared run without a fault."""
 
     name: str
     comparison: Comparison
@@ -47,7 +47,7 @@ class HealthyRun:
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """A figure of the contract, as it is and as the runs suggest it."""
+    """A number of the contract: its present value, and the value that the runs suggest."""
 
     entry: str
     what: str
@@ -71,8 +71,8 @@ class Proposal:
 
 
 def calibrated(runs: Sequence[HealthyRun], base: Contract) -> Proposal:
-    """The base with the limits that the runs suggest. Raises BadOption for too few of them, or for
-    runs that were not healthy."""
+    """Returns the base contract with the limits that the runs suggest. Raises BadOption for too few
+    runs, and for runs that are not healthy."""
     _check_enough(runs, base)
     source = _source(runs)
     proposal = Proposal([], source)
@@ -142,7 +142,7 @@ def _limit(
     if limit.metric == "max_abs_dlogp":
         tail = fitted_tail(runs)
         tokens = max(r.comparison.tokens for r in runs)
-        # Of a million tokens none that is healthy may reach the bound.
+        # No healthy token of a million may reach the bound.
         most = max(MARGIN * largest, tail.bound(1_000_000))
         changes |= {"tail": tail, "fail": max(limit.fail, rounded_up(most))}
         proposed = min(changes["fail"], tail.bound(tokens))
@@ -150,7 +150,7 @@ def _limit(
             Proposed(limit.id, f"of {tokens:,} tokens", limit.fail_at(tokens), largest, proposed)
         )
     elif limit.metric == "excess":
-        # Its tail is that of many models, and one pair of engines says too little of it.
+        # Its tail was fitted to many models; one pair of engines has too few tokens for that.
         return limit.model_copy(update=changes)
     else:
         changes["fail"] = rounded_up(MARGIN * largest)
@@ -160,8 +160,8 @@ def _limit(
 
 
 def fitted_tail(runs: Sequence[HealthyRun]) -> Tail:
-    """The tail of the pair of engines, and of its edge, that is the heaviest at a million tokens,
-    and never below what was seen."""
+    """Fits a tail to each edge of each pair of engines, and returns the one that is the heaviest at
+    a million tokens. A tail never lies below the largest value that was measured."""
     tails = []
     for pair, edge in sorted({(run.pair, edge) for run in runs for edge in run.shifts}):
         sizes = np.concatenate([r.shifts[edge] for r in runs if r.pair == pair])
@@ -169,7 +169,7 @@ def fitted_tail(runs: Sequence[HealthyRun]) -> Tail:
         above = sizes[sizes > value]
         if not len(above):
             continue
-        # What exceeds it in the mean; more where the largest says that the tail is heavier.
+        # The mean excess; more where the largest value shows a heavier tail.
         spread = math.log(max(2.0, len(sizes) * (1 - QUANTILE)))
         scale = max(float(above.mean()) - value, (float(sizes.max()) - value) / spread)
         tails.append(
@@ -209,7 +209,7 @@ def _budget(
 
 
 def _as_measured(unit: RefereedUnit, name: str, budget: Budget) -> float:
-    """The magnitude of a statistic, for rows of the width that the budget's bound is of."""
+    """Returns the magnitude of a statistic, converted to the row width of the budget's bound."""
     assert unit.errors is not None
     size = abs(float(getattr(unit.errors, name)))
     if name == "row_rms" and budget.row_rms_by_width:
@@ -218,7 +218,7 @@ def _as_measured(unit: RefereedUnit, name: str, budget: Budget) -> float:
 
 
 def rounded_up(value: float) -> float:
-    """To two significant digits."""
+    """Rounds up to two significant digits."""
     if not value or not math.isfinite(value):
         return value
     step = 10.0 ** (math.floor(math.log10(value)) - 1)
@@ -226,7 +226,7 @@ def rounded_up(value: float) -> float:
 
 
 def proposal_lines(proposal: Proposal) -> Iterator[str]:
-    """What is proposed, as a table."""
+    """Yields the lines of a table of the proposed numbers, then their source."""
     yield f"{'limit':<22}{'of':<22}{'healthy':>10}{'now':>10}{'proposed':>10}"
     for p in proposal.figures:
         looser = "  looser" if p.proposed > p.now else ""

@@ -1,4 +1,4 @@
-"""What one contract allows that another does not: for pull requests, and for `extends`."""
+"""Compares what two contracts allow: for pull requests, and for `extends`."""
 
 import math
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ Kind = Literal["loosened", "tightened", "reworded"]
 
 
 class Change(Result):
-    """One thing that two contracts say otherwise."""
+    """One difference between two contracts."""
 
     kind: Kind
     entry: str
@@ -27,8 +27,8 @@ class Change(Result):
 
 
 def changes(before: Contract, after: Contract) -> list[Change]:
-    """All of them, the head first, then by entry. What is not comparable (a site pattern, an
-    operator's tolerance of another shape) counts as looser: somebody has to look at it."""
+    """Lists all differences: the head first, then entry by entry. A difference that cannot be
+    ordered (a site pattern, another metric) counts as looser, so that a person reviews it."""
     return [
         *_head(before, after),
         *_entries(before.limits, after.limits, _limit),
@@ -39,7 +39,7 @@ def changes(before: Contract, after: Contract) -> list[Change]:
 
 
 def needed_version(before: Contract, changed: list[Change]) -> str:
-    """The least version that a contract with these changes may have."""
+    """Returns the lowest version that a contract with these changes may have."""
     major, minor, patch = (int(x) for x in before.version.split("."))
     kinds = {c.kind for c in changed}
     if "loosened" in kinds:
@@ -50,7 +50,7 @@ def needed_version(before: Contract, changed: list[Change]) -> str:
 
 
 def version_is_enough(before: Contract, after: Contract, changed: list[Change]) -> bool:
-    """Whether the later version says what kind of change it is."""
+    """Whether the later contract's version is high enough for the kind of its changes."""
     have, need = (
         [int(x) for x in v.split(".")] for v in (after.version, needed_version(before, changed))
     )
@@ -89,7 +89,7 @@ def _limit(a: Limit, b: Limit) -> Iterator[Change]:
         yield from _higher_is_looser(a.id, name, getattr(a, name), getattr(b, name))
     yield from _higher_is_looser(a.id, "warn", a.warn, b.warn)
     yield from _higher_is_looser(a.id, "min_tokens", a.min_tokens, b.min_tokens)
-    # The largest of many tokens, and of few: a tail has two ends.
+    # A tail has two ends: few tokens, and many.
     tails = [[x.fail_at(n) for n in (100, 1_000_000)] for x in (a, b)]
     for tokens, old, new in zip((100, 1_000_000), *tails, strict=True):
         if a.tail != b.tail:
@@ -133,10 +133,10 @@ def _words(a: BaseModel, b: BaseModel) -> Iterator[Change]:
 
 
 def _differs(kind: Kind, entry: str, what: str, before: object, after: object) -> Change:
-    return Change(kind=kind, entry=entry, what=what, before=_said(before), after=_said(after))
+    return Change(kind=kind, entry=entry, what=what, before=_written(before), after=_written(after))
 
 
-def _said(value: object) -> str:
+def _written(value: object) -> str:
     if value is None:
         return "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -145,7 +145,7 @@ def _said(value: object) -> str:
 def _higher_is_looser(
     entry: str, what: str, before: float | None, after: float | None
 ) -> Iterator[Change]:
-    """None is no bound."""
+    """Here None means no bound."""
     old, new = (math.inf if x is None else x for x in (before, after))
     if old != new:
         yield _differs("loosened" if new > old else "tightened", entry, what, before, after)
@@ -159,7 +159,7 @@ def _lower_is_looser(entry: str, what: str, before: float, after: float) -> Iter
 def _narrower_is_looser(
     entry: str, what: str, before: list | None, after: list | None
 ) -> Iterator[Change]:
-    """None is everything."""
+    """Here None means everything."""
     if before == after:
         return
     wider = after is None or (before is not None and set(before) <= set(after))

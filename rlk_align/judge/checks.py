@@ -29,8 +29,8 @@ class LimitCheck(Result):
     metric: str
     value: float
     low: float | None = None
-    """The low end of the value's interval, which is what is held against the limit; None for a
-    value without an interval."""
+    """The low end of the value's interval, which is compared with the limit; None for a value
+    without an interval."""
     warn: float | None = None
     fail: float
     site: str | None
@@ -38,15 +38,15 @@ class LimitCheck(Result):
     edge: str
     side: SideName | None = None
     passname: str | None = None
-    """Whose operator it is, in which pass, of a budget."""
+    """For a budget: the side and the pass of the operator."""
     waiver: Waiver | None = None
-    """Who answers for it, where it is in breach."""
+    """The waiver that excuses the breach; None without one."""
     alike: bool = False
-    """Whether the other side exceeds the same budget by as much, and both by little."""
+    """Whether both sides exceed the same budget by little, and by about the same factor."""
 
     @property
     def size(self) -> float:
-        """The magnitude that is held against the limit; a NaN stays one."""
+        """The magnitude that is compared with the limit; NaN for a NaN."""
         return abs(self.value if self.low is None or math.isnan(self.value) else self.low)
 
     @property
@@ -62,19 +62,21 @@ class LimitCheck(Result):
 
     @property
     def excess(self) -> float:
-        """The value over its limit: above 1 in breach; infinite for a NaN, and above 0."""
+        """The value divided by its limit: above 1 in breach; infinite for a NaN, and for a value
+        above a limit of 0."""
         size = self.size
         ratio = size / self.fail if self.fail else (math.inf if size else 0.0)
         return math.inf if math.isnan(ratio) else ratio
 
 
 def judged_metrics(edge: EdgeResult, c: Comparison, contract: Contract) -> EdgeMetrics:
-    """The metrics of an edge that a contract's limits on log-probs apply to.
+    """Returns the metrics of an edge to which a contract's limits on log-probs apply.
 
-    Of a sparse model these are the metrics of the tokens that both sides send to the same experts:
-    another expert is another computation, and moves a log-prob by whatever it computes. That the
-    choice itself is sound has to be known: the contract has a budget for it, and each side's was
-    checked against its own logits. Where it is not, or where too few tokens are left, all count.
+    In a sparse model these are the metrics of the tokens that both sides send to the same experts:
+    a different expert computes something else, and moves a log-prob by an amount that says nothing
+    about drift. This requires that the choices are known to be correct: the contract has a budget
+    for them, and each side's choices were checked against its own logits. Where they were not, or
+    where too few tokens remain, all tokens count.
     """
     routing = edge.routing
     if routing is None or routing.unflipped is None or not contract.budget("experts", "routing"):
@@ -86,8 +88,9 @@ def judged_metrics(edge: EdgeResult, c: Comparison, contract: Contract) -> EdgeM
 
 
 def check_edge(edge: EdgeResult, c: Comparison, contract: Contract) -> list[LimitCheck]:
-    """All that the contract says of an edge. Raises ContractError where a limit names sites that
-    are not there, or where operators are limited and one of them is not."""
+    """Checks every limit and budget of the contract on an edge. Raises ContractError where a limit
+    names sites that the edge lacks, or where the contract limits some of its operators but not
+    all."""
     metrics = judged_metrics(edge, c, contract)
     limits = [x for x in contract.limits_for(c.dtype) if x.judges(edge.name, metrics.tokens)]
     _check_covered(edge, limits, contract)
@@ -97,9 +100,9 @@ def check_edge(edge: EdgeResult, c: Comparison, contract: Contract) -> list[Limi
 
 
 def _refereed(edge: EdgeResult, c: Comparison, contract: Contract) -> set[str]:
-    """The sites whose operator was recomputed in each pass of an edge, and has a budget; none where
-    the sides were allowed to differ: each may be what its own checkpoint says, and still be far
-    from the other."""
+    """Returns the sites whose operator has a budget and was recomputed in each pass of an edge. The
+    set is empty where the user allowed a mismatch: each side may then be true to its own
+    checkpoint, and still be far from the other."""
     if any(m.stops for m in c.mismatches):
         return set()
     units = [u for u in c.referee if edge.name in u.edges]
@@ -115,7 +118,7 @@ def _check_covered(edge: EdgeResult, limits: list[Limit], contract: Contract) ->
                 raise ContractError(
                     f"contract {contract.id}: limit {limit.id!r} names {pattern}, and "
                     f"{edge.name} has no such site",
-                    "correct the pattern, or leave it out",
+                    "correct the pattern, or remove it",
                 )
     check_operators(contract, limits, [(s.site, s.op, s.op_class) for s in edge.sites])
 
@@ -123,11 +126,11 @@ def _check_covered(edge: EdgeResult, limits: list[Limit], contract: Contract) ->
 def check_operators(
     contract: Contract, limits: Iterable[Limit], operators: Iterable[tuple[str, str, str]]
 ) -> None:
-    """Raises ContractError where some operators are limited, and one of these is not: (site,
-    operator, class) each."""
+    """Raises ContractError where the contract limits some operators, but not each of these:
+    (site, operator, class)."""
     for site, missing in contract.uncovered(limits, operators):
         raise ContractError(
-            f"contract {contract.id} limits operators, and has no limit for {site}",
+            f"contract {contract.id} limits operators, but has no limit for {site}",
             f"add {missing}",
         )
 
@@ -135,7 +138,7 @@ def check_operators(
 def _of_edge(
     edge: EdgeResult, metrics: EdgeMetrics, limits: list[Limit], refereed: set[str]
 ) -> Iterator[LimitCheck]:
-    """`refereed`: the sites that each side's budgets judge."""
+    """`refereed`: the sites that budgets judge on both sides."""
     for site in edge.sites:
         value = float(site.nonfinite)
         yield _of_site(site, edge, limit="finite", metric="nonfinite", value=value, fail=0.0)
@@ -160,8 +163,9 @@ def _of_edge(
 
 
 def edge_value(limit: Limit, metrics: EdgeMetrics) -> tuple[float, float | None]:
-    """A limit's metric, and the low end of its interval where it has one. Where there are too few
-    sequences for an interval, c stands for itself, and nothing is known of the mean ratio."""
+    """Returns the value of a limit's metric, and the low end of its interval where it has one. With
+    too few sequences for an interval, the low end of c is c itself, and that of the mean ratio's
+    bias is 0."""
     if limit.metric not in LAW_METRICS:
         return float(getattr(metrics, limit.metric)), None
     noise = metrics.noise
@@ -185,8 +189,8 @@ def _of_site(site: SiteResult | RefereedUnit, edge: EdgeResult, **check: Any) ->
 
 
 def _of_operators(edge: EdgeResult, c: Comparison, contract: Contract) -> Iterator[LimitCheck]:
-    """For each operator whose outputs differ, or that one side alone shows, and each side, the
-    check of the statistic that uses up most of its budget."""
+    """Yields one check for each side of each operator whose outputs differ, or that only one side
+    shows: that of the statistic which uses most of its budget."""
     equal = {s.site for s in edge.sites if not s.differ}
     for unit in c.referee:
         budget, bounds = budget_of(contract, unit), bounds_of(contract, unit)
@@ -211,8 +215,8 @@ def _of_operators(edge: EdgeResult, c: Comparison, contract: Contract) -> Iterat
 
 
 def mark_alike(checks: list[LimitCheck], contract: Contract) -> list[LimitCheck]:
-    """The checks, with those marked in which both sides exceed an operator's budget by little, and
-    by as much: a sign of a wrong unit, and of no guilty side."""
+    """Marks the checks in which both sides exceed an operator's budget by little, and by about the
+    same factor: then the unit of the budget is more likely wrong than both sides."""
     alike = contract.alike
     if alike is None:
         return checks
@@ -236,7 +240,8 @@ def mark_alike(checks: list[LimitCheck], contract: Contract) -> list[LimitCheck]
 
 
 def _of_routers(edge: EdgeResult, contract: Contract) -> Iterator[LimitCheck]:
-    """By how many roundings the sides prefer other experts, for each router with equal inputs."""
+    """Yields for each router with equal inputs by how many roundings the sides prefer different
+    experts."""
     for layer in edge.routing.layers if edge.routing else ():
         budget = contract.budget("experts", "routing")
         if layer.measured > layer.ties and budget is not None:
@@ -260,7 +265,8 @@ def _site_value(limit: Limit, site: SiteResult) -> float:
 
 
 def tolerance_ratio(frontier: list[tuple[float, float]], atol: float, rtol: float) -> float:
-    """Largest error / (atol + rtol * magnitude): at most 1 where all errors are tolerated."""
+    """Returns the largest error / (atol + rtol * magnitude): at most 1 where all errors are
+    tolerated."""
     ratios = [
         error / bound if (bound := atol + rtol * magnitude) else math.inf
         for magnitude, error in frontier

@@ -1,35 +1,24 @@
-"""Numerical contracts: what two engines owe each other, each limit with its reason and its source.
+"""Numerical contracts: how far two engines may differ, each limit with its reason and source.
 
-    id = "bf16"
-    version = "2.0.0"           loosening any limit is a major bump
-    dtypes = ["bfloat16"]
-    min_coverage = 0.9          share of the expected rows that must be paired
-    min_tokens = 32             sampled tokens without which nothing is said
-    max_noise = 1e-3            how far a side may be from itself; left out, it repeats bitwise
+id = "bf16" version = "2.0.0"           loosening any limit is a major bump dtypes = ["bfloat16"]
+min_coverage = 0.9          share of the expected rows that must be paired min_tokens = 32
+sampled tokens below which nothing is concluded max_noise = 1e-3            how far a side may
+differ from its own repetition; omitted: bit for bit
 
-    [sequences]                 how long the responses are for which the limits were chosen
-    tokens = 1024
-    ess = 0.5                   effective sample size that is left of sequences as long as that
+[sequences]                 the length of responses for which the limits were chosen tokens = 1024
+ess = 0.5                   effective sample size that remains of sequences of that length
 
-    [[limits]]
-    id = "max-dlogp"
-    metric = "max_abs_dlogp"    of an edge, or `op_error`, or `rows_differ`
-    warn = 0.1
-    fail = 0.15
-    why = "..."
-    source = "measured: ..."
+[[limits]] id = "max-dlogp" metric = "max_abs_dlogp"    of an edge, or `op_error`, or `rows_differ`
+warn = 0.1 fail = 0.15 why = "..." source = "measured: ..."
 
-    [[budgets]]                 of operators, in units of their own rounding
-    id = "rounding-norms"
-    ops = ["attn_norm", "mlp_norm"]     or op_classes, of all others of these classes
-    rms = 2.4                   any statistic of `results.RoundingErrors`
-    why = "..."
-    source = "measured: ..."
+[[budgets]]                 of operators, in units of their own rounding id = "rounding-norms" ops =
+["attn_norm", "mlp_norm"]     or op_classes, for all other operators of these classes rms = 2.4
+any statistic of `results.RoundingErrors` why = "..." source = "measured: ..."
 
-    [[regressions]]             of one run against an earlier one, for `gate A B`
-    [[waivers]]                 breaches that somebody answers for, until a day
+[[regressions]]             of one run against an earlier one, for `gate A B` [[waivers]]
+breaches that a named owner excuses until a date
 
-    [extends]                   a contract that this one starts from (see `judge.load`)
+[extends]                   a contract that this one starts from (see `judge.load`)
 
 Tolerances live in these files only.
 """
@@ -62,8 +51,8 @@ RawMetric = Literal[
 LawMetric = Literal["noise_c", "ratio_bias", "excess"]
 LAW_METRICS = get_args(LawMetric)
 """The metrics of `results.TokenNoise`, the law of healthy noise. `noise_c` is c; `ratio_bias` is
-|mean ρ − 1|; both have an interval, and break a limit where the whole interval lies above it.
-`excess` is the largest |Δ| / (1 − p) of a token in multiples of c."""
+|mean ρ − 1|. Both have an interval, and break a limit where the whole interval lies above it.
+`excess` is the largest |Δ| / (1 − p) of a token, in multiples of c."""
 EdgeMetric = RawMetric | LawMetric
 SiteMetric = Literal["op_error", "rows_differ"]
 if TYPE_CHECKING:
@@ -93,43 +82,45 @@ class Limit(TailLimit, BaseModel):
     warn: Bound | None = None
     fail: Bound
     tail: Tail | None = None
-    """For a maximum: what it may be in this many tokens, `fail` being what no token may reach."""
+    """For a maximum: its bound, which depends on the number of tokens; `fail` bounds it for any
+    number."""
     floor: Bound | None = None
-    """For `excess`: the least c. An excess is counted in multiples of it where the run's own c is
-    smaller."""
+    """For `excess`: the smallest c. Where the run's own c is smaller, the excess is counted in
+    multiples of this value."""
     min_tokens: Annotated[int, Field(ge=0)] = 0
-    """Sampled tokens below which it does not apply: a quantile of few is their largest."""
+    """Sampled tokens below which the limit does not apply: a quantile of few tokens is their
+    largest value."""
     edges: Annotated[list[EdgeName], Field(min_length=1)] | None = None
-    """The edges that it applies to; None is every judged edge."""
+    """The edges that the limit applies to; None means every judged edge."""
     dtypes: Annotated[list[Dtype], Field(min_length=1)] | None = None
-    """None is every dtype of the contract."""
+    """None means every dtype of the contract."""
     op_classes: Annotated[list[OpClass], Field(min_length=1)] | None = None
-    """For a site's metric: which operators; None is all."""
+    """For a site's metric: the classes of operators; None means all."""
     sites: Annotated[list[Pattern], Field(min_length=1)] | None = None
-    """For a site's metric: which sites; None is all."""
+    """For a site's metric: the sites; None means all."""
     atol: Bound | None = None
     rtol: Bound | None = None
     unrefereed: bool = False
-    """For `op_error`: whether it applies only where a side's operator could not be recomputed in
-    float64, so that no budget judges it."""
+    """For `op_error`: whether the limit applies only where a side's operator could not be
+    recomputed in float64, so that no budget judges it."""
     healthy: Bound | None = None
     """The largest value that was measured on healthy pairs."""
     why: Words
     source: Words
     """`published: …`, `measured: …` with N, hardware, commit and date, or `derived: …`."""
     reason: Words | None = None
-    """Why it is looser than the limit of the contract that is extended."""
+    """Why the limit is looser than that of the extended contract."""
 
     @property
     def of_site(self) -> bool:
         return self.metric in ("op_error", "rows_differ")
 
     def judges(self, edge: EdgeName, tokens: int) -> bool:
-        """Whether it applies to an edge of this many tokens."""
+        """Whether the limit applies to an edge with this many tokens."""
         return tokens >= self.min_tokens and (self.edges is None or edge in self.edges)
 
     def covers(self, site: str, op_class: str) -> bool:
-        """Whether it applies to that site."""
+        """Whether the limit applies to that site."""
         if self.op_classes is not None and op_class not in self.op_classes:
             return False
         return self.sites is None or any(fnmatchcase(site, p) for p in self.sites)
@@ -152,15 +143,17 @@ class Limit(TailLimit, BaseModel):
 
 
 class Budget(BaseModel):
-    """How far operators may be from exact ones, in units of their own rounding: a side's outputs
-    against float64 on its own inputs. A magnitude above its bound, or a NaN, breaks it."""
+    """How far the outputs of operators may be from exact ones, in roundings: a side's outputs are
+    compared with float64 on the same inputs. A magnitude above its bound, or a NaN, breaks the
+    budget."""
 
     model_config = _STRICT
 
     id: Name
     ops: Annotated[list[Op], Field(min_length=1)] = []
     op_classes: Annotated[list[OpClass], Field(min_length=1)] = []
-    """The classes whose operators it applies to, except operators that a budget names."""
+    """The classes of operators that the budget applies to, without operators that a budget
+    names."""
     rms: Bound
     gain: Bound
     row_gain: Bound
@@ -170,16 +163,16 @@ class Budget(BaseModel):
     feature_shift: Bound
     row_rms: Bound
     row_rms_by_width: bool = False
-    """Whether `row_rms` is that of rows of 96 features, and grows for narrower rows and shrinks for
-    wider ones as the largest of their rms does by chance; `row_gain` grows for narrower rows
+    """Whether `row_rms` is stated for rows of 96 features, and is converted to other widths as the
+    largest rms of a row changes by chance; `row_gain` then grows for narrower rows
     (`judge.chance`)."""
     peak: Bound
     warn: Annotated[float, Field(gt=0, le=1)] | None = None
-    """The share of a bound from which on a value is reported."""
+    """The share of a bound above which a value is reported."""
     why: Words
     source: Words
     reason: Words | None = None
-    """Why it is looser than the budget of the contract that is extended."""
+    """Why the budget is looser than that of the extended contract."""
 
     @model_validator(mode="after")
     def _of_something(self) -> "Budget":
@@ -201,8 +194,8 @@ class Regression(BaseModel):
 
     id: Name
     metric: RawMetric | Literal["rows_differ", "rounding_rms"]
-    """An edge's metric; or of each site the rows that differ, or, of each operator that is compared
-    with float64, the rms of its errors."""
+    """A metric of an edge; or the rows of each site that differ; or the rms error of each operator
+    that is compared with float64."""
     factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     plus: Bound = 0.0
     why: Words
@@ -210,7 +203,7 @@ class Regression(BaseModel):
 
 
 class Waiver(BaseModel):
-    """Breaches of one limit that somebody answers for, until a day."""
+    """Excuses breaches of one limit until a date; a named owner is responsible."""
 
     model_config = _STRICT
 
@@ -221,35 +214,35 @@ class Waiver(BaseModel):
     owner: Words
     reason: Words
     expires: date
-    """The last day on which it holds."""
+    """The last day on which the waiver is valid."""
 
     def covers(self, limit: str, site: str | None, edge: str) -> bool:
-        """Whether it speaks of a breach."""
+        """Whether the waiver excuses a breach."""
         if limit != self.limit or (self.edges is not None and edge not in self.edges):
             return False
         return self.sites is None or any(fnmatchcase(site or "", p) for p in self.sites)
 
 
 class Sequences(BaseModel):
-    """The sequences that the limits of tokens were chosen for. Where Δ has the variance σ² at each
-    token, a sequence of T tokens has a log-ratio of variance Tσ², and of N such sequences
-    exp(−Tσ²) · N count: the effective sample size."""
+    """The sequences for which the limits on tokens were chosen. Where Δ has the variance σ² at each
+    token, the log-ratio of a sequence of T tokens has the variance Tσ², and N such sequences have
+    an effective sample size of N · exp(−Tσ²)."""
 
     model_config = _STRICT
 
     tokens: Annotated[int, Field(ge=1)]
     ess: Annotated[float, Field(gt=0, lt=1)]
-    """At least this share of the sequences counts, at limits that are used up."""
+    """The smallest effective sample size per sequence where the limits are reached."""
 
 
 class Healthy(BaseModel):
-    """Where healthy models lie in metrics that are shown beside what is judged."""
+    """The range of healthy models in metrics that reports show beside the judged values."""
 
     model_config = _STRICT
 
     source: Words
     ranges: dict[RawMetric, Annotated[list[Bound], Field(min_length=2, max_length=2)]]
-    """Metric -> the least and the largest value."""
+    """Metric -> the smallest and the largest value."""
 
     @model_validator(mode="after")
     def _ordered(self) -> "Healthy":
@@ -260,8 +253,8 @@ class Healthy(BaseModel):
 
 
 class Alike(BaseModel):
-    """When an excess that both sides share says that the unit is wrong, and no side: nothing is
-    concluded then."""
+    """When both sides exceed a budget so similarly that its unit is more likely wrong than both
+    sides; nothing is concluded then."""
 
     model_config = _STRICT
 
@@ -272,7 +265,7 @@ class Alike(BaseModel):
 
 
 class Extends(BaseModel):
-    """The contract that another one starts from, pinned."""
+    """The contract that another one extends, pinned by version and digest."""
 
     model_config = _STRICT
 
@@ -281,13 +274,13 @@ class Extends(BaseModel):
     version: Version
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
     file: str | None = None
-    """A path from the contract's own folder."""
+    """A path relative to the folder of the extending contract."""
     reason: Words | None = None
-    """Why what stands at the head (coverage, tokens, noise) is looser."""
+    """Why the values at the head (coverage, tokens, noise) are looser."""
 
 
 class Contract(BaseModel):
-    """What two engines owe each other."""
+    """How far two engines may differ."""
 
     model_config = _STRICT
 
@@ -299,34 +292,33 @@ class Contract(BaseModel):
     min_coverage: Annotated[float, Field(gt=0, le=1)]
     min_tokens: Annotated[int, Field(ge=1)]
     max_noise: Bound | None = None
-    """Largest |Δ| by which a side may differ from itself; None requires it to repeat itself bit for
-    bit."""
+    """The largest |Δ| by which a side may differ from its own repetition; None requires a bitwise
+    repetition."""
     alike: Alike | None = None
-    """None blames both sides for an excess that they share."""
+    """None: an excess that both sides share is a breach of both."""
     sequences: Sequences | None = None
     healthy: Healthy | None = None
-    """Where healthy models lie, for what is shown and not judged."""
+    """The ranges of healthy models, which are shown and not judged."""
     limits: Annotated[list[Limit], Field(min_length=1)]
     budgets: list[Budget] = []
-    """None, or for every operator of the model that is judged."""
+    """Either empty, or with a budget for every operator of the judged model."""
     regressions: list[Regression] = []
     waivers: list[Waiver] = []
     _reference: str = PrivateAttr(default="")
 
     @property
     def reference(self) -> str:
-        """What names it on the command line: the built-in id, or the path of its file."""
+        """Its name on the command line: the built-in id, or the path of its file."""
         return self._reference or self.id
 
     @cached_property
     def sha256(self) -> str:
-        """A digest of what it says, comments and layout aside."""
+        """A digest of its content, without comments and layout."""
         return hashlib.sha256(self.model_dump_json(exclude_defaults=True).encode()).hexdigest()
 
     def budget(self, op: str, op_class: str = "") -> Budget | None:
-        """What an operator may be off by: the budget that names it, or else that of its class, or
-        else the widest of those that name operators of its class. None if the contract has no
-        budgets."""
+        """Returns an operator's budget: the one that names the operator, else that of its class,
+        else the widest budget that names operators of its class. Returns None without budgets."""
         for budget in self.budgets:
             if op in budget.ops:
                 return budget
@@ -339,9 +331,9 @@ class Contract(BaseModel):
     def uncovered(
         self, limits: Iterable[Limit], operators: Iterable[tuple[str, str, str]]
     ) -> Iterator[tuple[str, str]]:
-        """A contract that limits some operators has to limit each of them: yields each operator of
-        (site, operator, class) that has neither a budget nor one of the limits, as (site, what is
-        missing). The log-prob has the limits of tokens."""
+        """Yields (site, what is missing) for each (site, operator, class) that has neither a budget
+        nor one of the limits, where the contract limits other operators. The log-prob needs none:
+        limits on tokens apply to it."""
         of_operators = [x for x in limits if x.metric == "op_error"]
         for site, op, op_class in operators:
             if self.budgets:
@@ -353,7 +345,7 @@ class Contract(BaseModel):
                 yield site, f"a limit of op_error that covers the class {op_class}"
 
     def limits_for(self, dtype: str) -> list[Limit]:
-        """The limits that hold for a comparison in that dtype."""
+        """Returns the limits that apply to a comparison in that dtype."""
         return [x for x in self.limits if x.dtypes is None or dtype in x.dtypes]
 
     @model_validator(mode="after")
@@ -381,7 +373,7 @@ class Contract(BaseModel):
             yield f"{twice[0]} has two budgets"
 
     def _missing_dtypes(self) -> Iterator[str]:
-        """A limit that is given by dtype is given for each."""
+        """Yields a problem for each limit that names dtypes but not every dtype of the contract."""
         by_dtype = [x for x in self.limits if x.dtypes is not None]
         for limit in by_dtype:
             alike = [x for x in by_dtype if _same_thing(x, limit)]

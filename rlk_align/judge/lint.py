@@ -1,5 +1,5 @@
-"""What is wrong with a contract as such: limits that can never fire, that contradict each other, or
-that lie below what healthy engines were measured to do; and sites that no model has."""
+"""Finds errors of a contract: limits that can never fire, that contradict each other, or that lie
+below the measured values of healthy engines; and sites that no model has."""
 
 import math
 from collections.abc import Iterator
@@ -9,16 +9,14 @@ from fnmatch import fnmatchcase
 from rlk_align.judge.contract import Contract, Limit
 from rlk_align.judge.waivers import today
 from rlk_align.model.operators import OPERATORS
-from rlk_align.results import Result
+from rlk_align.results import CLIP_HIGH, CLIP_LOW, Result
 
-CLIP_LOW, CLIP_HIGH = 0.8, 1.2
-"""The ratios between which a token is not clipped, as `compare.metrics` counts them."""
 _MANY = 10_000_000
-"""More tokens than a comparison has: what a limit with a tail ever allows."""
+"""More tokens than a comparison has: at this number a limit with a tail is at its loosest."""
 
 
 class Finding(Result):
-    """One thing that is wrong."""
+    """One error."""
 
     entry: str
     """The id of the limit, the budget or the waiver; empty for the contract as a whole."""
@@ -43,7 +41,7 @@ def lint(contract: Contract, day: date | None = None) -> list[Finding]:
 
 
 def _largest(metric: str, most: float) -> float:
-    """What a metric can be where no |Δ| is above `most`."""
+    """Returns the largest value that a metric can have where no |Δ| is above `most`."""
     try:
         grown = math.expm1(most)
     except OverflowError:
@@ -59,7 +57,7 @@ def _largest(metric: str, most: float) -> float:
         "token_mult_prob_error": grown + 1,
         "clip_fraction": 0.0 if most <= min(math.log(CLIP_HIGH), -math.log(CLIP_LOW)) else 1.0,
         "bit_mismatches": math.inf if most else 0.0,
-        # The mean ratio is bounded; what is divided by a small 1 − p is not.
+        # The mean ratio is bounded; a |Δ| divided by a small 1 − p is not.
         "ratio_bias": grown,
         "noise_c": math.inf if most else 0.0,
         "excess": math.inf if most else 0.0,
@@ -67,7 +65,7 @@ def _largest(metric: str, most: float) -> float:
 
 
 def _never(limits: list[Limit]) -> Iterator[Finding]:
-    """Limits that another one always forestalls, or that no value can reach."""
+    """Finds limits that no value can reach, and limits before which another one always fires."""
     of_edges = [x for x in limits if not x.of_site]
     for limit in of_edges:
         if limit.metric == "clip_fraction" and limit.fail >= 1:
@@ -102,20 +100,21 @@ def _never(limits: list[Limit]) -> Iterator[Finding]:
 
 
 def _wherever(limit: Limit, other: Limit) -> bool:
-    """Whether the other holds wherever the first does."""
+    """Whether `other` applies wherever `limit` does."""
     if other.min_tokens > limit.min_tokens:
         return False
     return other.edges is None or (limit.edges is not None and set(limit.edges) <= set(other.edges))
 
 
 def _too_few_tokens(limits: list[Limit], contract: Contract) -> Iterator[Finding]:
-    """A quantile of fewer tokens than it counts by is their largest, which has a limit already."""
+    """Finds limits on a quantile of so few tokens that it is their largest value, which has a limit
+    already."""
     for limit in limits:
         needed = {"p99_abs_dlogp": 100, "p999_abs_dlogp": 1000}.get(limit.metric, 0)
-        held = max(limit.min_tokens, contract.min_tokens)
-        if held < needed:
+        tokens = max(limit.min_tokens, contract.min_tokens)
+        if tokens < needed:
             text = (
-                f"of {held} tokens {limit.metric} is hardly less than the largest value: give it "
+                f"of {tokens} tokens {limit.metric} is hardly less than the largest value: give it "
                 f"min_tokens = {needed}"
             )
             yield Finding(entry=limit.id, text=text)
@@ -133,7 +132,7 @@ def _below_noise(contract: Contract) -> Iterator[Finding]:
             )
             yield Finding(entry=limit.id, text=text)
     for budget in contract.budgets:
-        # A copy is exact; whatever is computed is rounded once at least.
+        # A copy is exact; every computed output is rounded at least once.
         exact = all(OPERATORS[op].formula == "embedding" for op in budget.ops)
         if not (exact and not budget.op_classes) and budget.rms < 1:
             text = f"rms {budget.rms:g}: an exact result, rounded once, has 1"
@@ -160,7 +159,7 @@ _LAYERS = 1000
 
 
 def _no_such_sites(contract: Contract) -> Iterator[Finding]:
-    """Patterns of sites that no model has."""
+    """Finds patterns that match no site of any model."""
     whole = [name for name, operator in OPERATORS.items() if operator.part is None]
     inner = dict.fromkeys(o.site for o in OPERATORS.values() if o.part is not None)
     sites = whole + [f"layers.{i}.{name}" for i in range(_LAYERS) for name in inner]
@@ -175,8 +174,8 @@ def _no_such_sites(contract: Contract) -> Iterator[Finding]:
 
 
 def _says_nothing(contract: Contract) -> Iterator[Finding]:
-    """Operators that a model may have, and that no budget or limit speaks of."""
-    # Routing is judged of sparse models alone, and what is missing is said there.
+    """Finds operators of models that no budget and no limit covers, where others are covered."""
+    # Routing exists in sparse models alone: a comparison of one reports a missing budget.
     operators = [
         (f"layers.0.{o.site}" if o.part else o.site, o.site, o.op_class)
         for o in OPERATORS.values()
@@ -190,7 +189,8 @@ def _says_nothing(contract: Contract) -> Iterator[Finding]:
 
 
 def sequence_ess(contract: Contract, tokens: int) -> float:
-    """The share of sequences of this many tokens that counts where k3 is at its limit: exp(−Tσ²),
-    σ² being 2 · k3 of small Δ, independent along the sequence. NaN where k3 has no limit."""
+    """Returns the effective sample size per sequence of this many tokens where k3 is at its limit:
+    exp(−Tσ²), with σ² = 2 · k3 for small Δ that are independent along the sequence. NaN where k3
+    has no limit."""
     bounds = [x.fail for x in contract.limits if x.metric == "k3"]
     return math.exp(-tokens * 2 * max(bounds)) if bounds else math.nan

@@ -1,4 +1,4 @@
-"""Contracts as files: the built-in ones by id, others by path, and what a contract extends.
+"""Loads contracts: built-in ones by id, others by path, each with the contract that it extends.
 
 id = "ours"
 version = "1.0.0"
@@ -7,9 +7,9 @@ description = "bf16, tighter in the mean"
 [extends]
 id = "bf16"
 version = "2.0.0"           the built-in version, or an earlier one that is shipped with it
-sha256 = "…"                `rlk-align contract show bf16` tells it
+sha256 = "…"                `rlk-align contract show bf16` prints it
 
-[[limits]]                  one with the id of the parent's takes its place, key by key
+[[limits]]                  an entry with an id of the parent replaces its keys
 id = "mean-dlogp"
 fail = 0.004                tighter is free; looser needs a `reason`
 """
@@ -28,15 +28,14 @@ from rlk_align.judge.contract import Contract, Extends
 from rlk_align.text import complaint
 
 BY_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-"""The contract that a dtype gets where the user names none."""
-
+"""Dtype -> the built-in contract for it."""
 
 OF_RUNS = ("run",)
-"""Contracts of another kind, for imported runs: `rlk_align.logs.diagnose.contract`."""
+"""Contracts for imported runs, which are of another kind: `rlk_align.logs.diagnose.contract`."""
 
 
 def default_contract(dtype: str) -> str:
-    """The built-in contract's id for a dtype."""
+    """Returns the id of the built-in contract for a dtype. Raises ContractError without one."""
     if dtype not in BY_DTYPE:
         raise ContractError(
             f"there is no built-in contract for {dtype}", "name one with --contract"
@@ -45,16 +44,16 @@ def default_contract(dtype: str) -> str:
 
 
 def built_in() -> dict[str, Path]:
-    """The contracts that are shipped, by id."""
+    """Returns the files of the built-in contracts, by id."""
     paths = sorted(data_path("contracts").glob("*.toml"))
     return {p.stem: p for p in paths if p.stem not in OF_RUNS}
 
 
 def load_contract(name: str, dtype: str) -> Contract:
-    """A built-in contract by id, or a TOML file by path, for a comparison in `dtype`.
+    """Loads a built-in contract by id, or a TOML file by path, for a comparison in `dtype`.
 
-    Raises ContractError if there is no such contract, if it is malformed, or where it says
-    nothing of the dtype.
+    Raises ContractError if there is no such contract, if it is malformed, or if it does not cover
+    the dtype.
     """
     contract = open_contract(name)
     if dtype not in contract.dtypes:
@@ -66,7 +65,7 @@ def load_contract(name: str, dtype: str) -> Contract:
 
 
 def open_contract(name: str) -> Contract:
-    """A built-in contract by id, or a TOML file by path. Raises ContractError."""
+    """Loads a built-in contract by id, or a TOML file by path. Raises ContractError."""
     shipped = built_in()
     path = Path(name) if name.endswith(".toml") else shipped.get(name)
     if path is None or not path.is_file():
@@ -84,7 +83,7 @@ def open_contract(name: str) -> Contract:
 
 
 def _resolved(path: Path, below: tuple[Path, ...]) -> Contract:
-    """The contract of a file, with all that it extends."""
+    """Returns the contract of a file, merged with the contracts that it extends."""
     document = _read(path)
     if "extends" not in document:
         return _validated(document, path)
@@ -105,7 +104,7 @@ def _resolved(path: Path, below: tuple[Path, ...]) -> Contract:
 
 
 def _shipped(pinned: Extends) -> Path | None:
-    """The built-in contract that is pinned: an earlier version where there is one."""
+    """Returns the file of the pinned built-in contract, which may be an earlier version."""
     earlier = data_path("contracts") / "earlier" / f"{pinned.id}-{pinned.version}.toml"
     return earlier if earlier.is_file() else built_in().get(pinned.id)
 
@@ -114,10 +113,9 @@ def _check_pin(pinned: Extends, parent: Contract, path: Path) -> None:
     for name in ("id", "version", "sha256"):
         if getattr(pinned, name) != getattr(parent, name):
             raise ContractError(
-                f"{path} extends {pinned.id} with {name} {getattr(pinned, name)}, and it is "
+                f"{path} extends {pinned.id} with {name} {getattr(pinned, name)}, but it has "
                 f"{getattr(parent, name)}",
-                "see what changed with `rlk-align contract diff`, then pin the version that you "
-                "mean",
+                "see what changed with `rlk-align contract diff`, then pin the intended version",
             )
 
 
@@ -125,7 +123,7 @@ _LISTS = ("limits", "budgets", "regressions")
 
 
 def _merged(parent: Contract, document: dict[str, Any]) -> dict[str, Any]:
-    """What the file says over what the parent says; in lists entry by entry, by id."""
+    """Merges the file over its parent; lists are merged entry by entry, by id."""
     base = parent.model_dump(exclude_defaults=True)
     for entry in (e for name in ("limits", "budgets") for e in base.get(name, ())):
         entry.pop("reason", None)
@@ -146,11 +144,11 @@ def _merged(parent: Contract, document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_reasons(parent: Contract, contract: Contract, path: Path) -> None:
-    """Raises ContractError for what is looser than in the parent, without a reason."""
+    """Raises ContractError for a value that is looser than the parent's and has no reason."""
     assert contract.extends is not None
     reasons = {x.id: x.reason for x in contract.limits} | {b.id: b.reason for b in contract.budgets}
     for change in changes(parent, contract):
-        # A waiver has a reason of its own.
+        # A waiver always has a reason.
         if change.kind != "loosened" or change.what == "waiver":
             continue
         if not reasons.get(change.entry, contract.extends.reason):
@@ -174,5 +172,5 @@ def _validated(document: dict[str, Any], path: Path) -> Contract:
     try:
         return Contract.model_validate(document)
     except ValidationError as error:
-        known = "`rlk-align contract schema` prints what a contract may hold"
+        known = "`rlk-align contract schema` prints the fields of a contract"
         raise ContractError(f"{path}: {complaint(error)}", known) from error

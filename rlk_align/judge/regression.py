@@ -1,4 +1,4 @@
-"""Two comparisons of the same thing, an earlier and a later one: what became worse?"""
+"""Finds what became worse between an earlier and a later comparison of the same engines."""
 
 from collections.abc import Iterator
 
@@ -27,7 +27,7 @@ class RegressionCheck(Result):
 
 
 class RegressionVerdict(Result):
-    """What became worse, by the limits of a contract."""
+    """The figures of two runs, checked by the regression limits of a contract."""
 
     contract: Contract
     checks: list[RegressionCheck]
@@ -36,7 +36,7 @@ class RegressionVerdict(Result):
 
     @property
     def status(self) -> Status:
-        """Doubt outweighs a figure that is worse."""
+        """A doubt outweighs a figure that is worse."""
         if self.doubts:
             return "inconclusive"
         return "fail" if self.worse else "pass"
@@ -47,16 +47,16 @@ class RegressionVerdict(Result):
 
     @property
     def worse(self) -> list[RegressionCheck]:
-        """Figures beyond what is allowed."""
+        """The figures beyond their bounds."""
         return [check for check in self.checks if not check.holds]
 
 
 def judge_regression(
     before: Comparison, after: Comparison, contract: Contract
 ) -> RegressionVerdict:
-    """Every regression limit on every judged edge. What one run alone cannot conclude, two cannot.
-    Raises BadOption for runs that cannot be compared, or a contract that has no such
-    limit."""
+    """Checks every regression limit on every judged edge. The verdict is inconclusive where either
+    run alone is. Raises BadOption for runs that cannot be compared, and for a contract without
+    regression limits."""
     if not contract.regressions:
         raise BadOption(
             f"contract {contract.id} has no regression limits",
@@ -91,18 +91,18 @@ def _check_comparable(before: Comparison, after: Comparison) -> None:
 
 
 def _check_alike(before: Comparison, after: Comparison) -> None:
-    """Raises BadOption where the runs compared other operators."""
+    """Raises BadOption where the runs compared different operators."""
     old, new = _sites(before), _sites(after)
     if old != new:
         (edge, site), *more = sorted(old ^ new)
         where = f"{site} on {edge}" + (f" and {len(more)} more" if more else "")
         there, missing = ("first", "second") if (edge, site) in old else ("second", "first")
-        raise _other("sites", f"{where} in the {there}", f"none of it in the {missing}")
+        raise _other("sites", f"{where} in the {there} run", f"not in the {missing}")
 
 
 def _other(what: str, old: str, new: str) -> BadOption:
     return BadOption(
-        f"the two runs have different {what}: {old}, and {new}",
+        f"the two runs have different {what}: {old}; {new}",
         "compare runs of the same engines and the same model, made with the same options",
     )
 
@@ -134,7 +134,8 @@ Figure = tuple[str | None, SideName | None, float, float]
 def _figures(
     limit: Regression, old: EdgeResult, new: EdgeResult, before: Comparison, after: Comparison
 ) -> Iterator[Figure]:
-    """Counts as shares: the runs may have sampled other numbers of tokens."""
+    """Yields the figures of both runs. Counts become shares: the runs may have sampled different
+    numbers of tokens."""
     if limit.metric == "rows_differ":
         earlier = {s.site: s for s in old.sites}
         for site in new.sites:

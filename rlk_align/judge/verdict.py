@@ -1,4 +1,4 @@
-"""Comparison + Contract -> Verdict. Needs neither an engine nor torch."""
+"""Judges a comparison by a contract; needs neither an engine nor torch."""
 
 from collections.abc import Iterable, Iterator
 from datetime import date
@@ -27,34 +27,35 @@ EXIT_CODES = {"pass": EXIT_PASS, "fail": EXIT_FAIL, "inconclusive": EXIT_INCONCL
 
 
 class Verdict(Result):
-    """Whether the two policies are the same, and why one may say so."""
+    """Whether the two policies are the same by a contract, and the evidence for it."""
 
     status: Status
     exit_code: int
     contract: Contract
     comparison: Comparison
     checks: list[LimitCheck]
-    """Every limit on every judged edge; empty where the precheck stopped the comparison."""
+    """A check for every limit on every judged edge; empty where the precheck stopped the
+    comparison."""
     doubts: list[str]
     """Reasons for which nothing can be concluded."""
     notes: list[str]
-    """What a reader should know of what was judged."""
+    """What a reader should know about the judged values."""
     waivers: list[WaiverUse]
-    """The contract's, and what became of them."""
+    """The contract's waivers and their states."""
 
     @property
     def breaches(self) -> list[LimitCheck]:
-        """Values beyond a limit that nobody answers for."""
+        """The values beyond a limit, without waived ones."""
         return [check for check in self.checks if check.outcome == "fail"]
 
     @property
     def warnings(self) -> list[LimitCheck]:
-        """Values within their limits that come near them."""
+        """The values that are within their limits, but near them."""
         return [check for check in self.checks if check.outcome == "warn"]
 
     @property
     def waived(self) -> list[LimitCheck]:
-        """Values beyond a limit for which somebody answers."""
+        """The values beyond a limit that a waiver excuses."""
         return [check for check in self.checks if check.outcome == "waived"]
 
     @property
@@ -63,9 +64,9 @@ class Verdict(Result):
 
 
 def judge(comparison: Comparison, contract: Contract, day: date | None = None) -> Verdict:
-    """Judges a comparison by a contract, on a day, today if None. A doubt outweighs a breach; a
+    """Judges a comparison by a contract on a day; None means today. A doubt outweighs a breach. A
     breach or an expired waiver outweighs a pass. Raises ContractError where the contract does not
-    fit the sites that were compared."""
+    fit the compared sites."""
     doubts = list(doubts_of(comparison, contract))
     checks: list[LimitCheck] = []
     if not comparison.stopped:
@@ -93,18 +94,15 @@ def judge(comparison: Comparison, contract: Contract, day: date | None = None) -
 
 
 def judge_by(comparison: Comparison, contract: Contract | str | None) -> Verdict:
-    """Judges a comparison by a contract, as it is, or by its id or file; None is the one of its
-    dtype.
-
-    Raises ContractError.
-    """
+    """Judges a comparison by a contract, given as a value, an id or a file; None means the built-in
+    contract of the comparison's dtype. Raises ContractError."""
     if not isinstance(contract, Contract):
         contract = load_contract(contract or default_contract(comparison.dtype), comparison.dtype)
     return judge(comparison, contract)
 
 
 def _alike(checks: Iterable[LimitCheck]) -> Iterator[str]:
-    """Operators of which both sides exceed the budget alike: a doubt if nothing else is wrong."""
+    """Yields a doubt for each operator whose budget both sides exceed alike."""
     by_site: dict[str | None, dict[tuple[str, str | None], LimitCheck]] = {}
     for check in checks:
         if check.outcome == "alike":
@@ -124,9 +122,9 @@ Cause = Literal["operator", "drift", "none"]
 
 
 def cause_of(verdict: Verdict) -> Cause | None:
-    """What a verdict rests on: an operator that is further from exact than its budget allows, or
-    drift beyond the contract that no operator explains, or nothing; None where nothing was
-    concluded."""
+    """Returns the cause of a verdict: an operator that is further from exact than its budget
+    allows, drift beyond the contract that no operator explains, or none. Returns None where nothing
+    was concluded."""
     if verdict.status == "inconclusive":
         return None
     c = verdict.comparison
@@ -139,8 +137,8 @@ _SIDES = {"rollout": "rollout", "train": "training"}
 
 
 def parity(comparison: Comparison, kind: str) -> str:
-    """`equal`, `mismatch`, `mismatch allowed` or, of weights that a side holds rounded, e.g.
-    `cast to bfloat16 on the rollout side`."""
+    """Returns `equal`, `mismatch` or `mismatch allowed`; or, for weights that one side holds
+    rounded, e.g. `cast to bfloat16 on the rollout side`."""
     if not any(m.kind == kind and m.stops for m in comparison.mismatches):
         casts = comparison.casts.items() if kind == "weights" else ()
         words = [f"to {dtype} on the {_SIDES[side]} side" for side, dtype in casts]
@@ -149,13 +147,13 @@ def parity(comparison: Comparison, kind: str) -> str:
 
 
 def coverage(comparison: Comparison) -> tuple[int, int]:
-    """(paired, expected) rows over the judged edges."""
+    """Returns the numbers of paired and of expected rows over the judged edges."""
     edges = [e for e in comparison.edges if e.name in comparison.judged]
     return sum(e.paired_rows for e in edges), sum(e.expected_rows for e in edges)
 
 
 def doubts_of(c: Comparison, contract: Contract) -> list[str]:
-    """Reasons for which a contract can conclude nothing from a comparison."""
+    """Returns the reasons why nothing can be concluded from a comparison by a contract."""
     if c.stopped:
         kinds = dict.fromkeys(m.kind for m in c.stopping)
         return [f"precheck: {', '.join(kinds)} differ between the sides"]
@@ -191,8 +189,8 @@ def doubts_of(c: Comparison, contract: Contract) -> list[str]:
 
 
 def _no_law(edge: EdgeResult, c: Comparison, contract: Contract) -> Iterator[str]:
-    """An edge whose tokens were not held against the law of healthy noise that its contract asks
-    for."""
+    """Yields a doubt where the contract limits the noise of tokens, but the run has no such
+    figures."""
     judged = judged_metrics(edge, c, contract)
     asked = [x for x in contract.limits_for(c.dtype) if x.metric in LAW_METRICS]
     if judged.noise is None and any(x.judges(edge.name, judged.tokens) for x in asked):
@@ -203,7 +201,7 @@ def _no_law(edge: EdgeResult, c: Comparison, contract: Contract) -> Iterator[str
 
 
 def _noise(c: Comparison, contract: Contract) -> Iterator[str]:
-    """Sides that do not repeat themselves: what is measured of them changes each time."""
+    """Yields a doubt for each side that does not repeat itself: its figures change each time."""
     for side, noise in (c.controls.noise if c.controls else {}).items():
         if noise == "not measured" and contract.max_noise is None:
             yield f"it was not measured whether {side} repeats itself"
@@ -219,8 +217,9 @@ def _noise(c: Comparison, contract: Contract) -> Iterator[str]:
 
 
 def _notes(c: Comparison, contract: Contract) -> list[str]:
-    """Untested versions, other versions of torch on the two sides, one capture for both, and rows
-    that no operator's limit was checked on: their values were not kept, or they are noisy."""
+    """Returns notes on untested versions, different versions of torch on the two sides, one capture
+    for both sides, and rows on which no operator's limit was checked because their values were not
+    kept or are noisy."""
     notes = [
         f"{role}: {e.environment['untested']}"
         for role, e in c.engines.items()
@@ -239,8 +238,8 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
             f"responses of up to {c.longest_response:,} tokens: the limits were chosen for "
             f"{contract.sequences.tokens:,}, and drift adds up along a sequence"
         )
-    notes += _flipped_apart(c, contract)
-    notes += _not_held(c, contract)
+    notes += _excluded_flips(c, contract)
+    notes += _skipped_limits(c, contract)
     unrefereed = [u for u in c.referee if u.errors is None]
     if contract.budgets and c.edges and not c.referee:
         notes.append("no operator was checked against float64")
@@ -274,21 +273,21 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
     return notes
 
 
-def _flipped_apart(c: Comparison, contract: Contract) -> Iterator[str]:
-    """Edges whose flipped tokens stand outside of the limits on log-probs."""
+def _excluded_flips(c: Comparison, contract: Contract) -> Iterator[str]:
+    """Yields a note for each edge whose limits on log-probs exclude flipped tokens."""
     for edge in c.edges:
         judged = judged_metrics(edge, c, contract)
-        apart = edge.metrics.tokens - judged.tokens
-        if edge.name in c.judged and apart:
+        excluded = edge.metrics.tokens - judged.tokens
+        if edge.name in c.judged and excluded:
             yield (
                 f"{edge.name}: limits on log-probs were checked against the {judged.tokens:,} "
                 "tokens that both sides send to the same experts, max |Δ| "
-                f"{judged.max_abs_dlogp:.2g}; the {apart:,} others count apart"
+                f"{judged.max_abs_dlogp:.2g}; the {excluded:,} others count apart"
             )
 
 
-def _not_held(c: Comparison, contract: Contract) -> Iterator[str]:
-    """Limits that need more tokens than there are."""
+def _skipped_limits(c: Comparison, contract: Contract) -> Iterator[str]:
+    """Yields a note for each edge with limits that need more tokens than it has."""
     for edge in c.edges:
         limits = contract.limits_for(c.dtype) if edge.name in c.judged else []
         tokens = judged_metrics(edge, c, contract).tokens
@@ -303,16 +302,16 @@ def _not_held(c: Comparison, contract: Contract) -> Iterator[str]:
 
 
 def closest_limit(verdict: Verdict) -> LimitCheck | None:
-    """The limit that is used up most; None where all are 0."""
+    """Returns the check that comes closest to its limit; None where all limits are 0."""
     return max((c for c in verdict.checks if c.fail), key=lambda c: c.excess, default=None)
 
 
 def headline(verdict: Verdict) -> EdgeResult | None:
-    """The edge to speak of first.
+    """Returns the edge that reports name first.
 
-    Of those in breach the one that is furthest over its limits; decode_vs_train, which is the
-    other two together, only where it is alone. Without a breach the first that has a difference.
-    `prefill_vs_train` goes first among equals.
+    Among the edges in breach it is the one furthest over its limits; decode_vs_train, which
+    combines the other two, only where no other is in breach. Without a breach it is the first edge
+    with a difference. `prefill_vs_train` precedes the others.
     """
     c = verdict.comparison
     edges = sorted(
@@ -332,22 +331,22 @@ Off = Literal["rollout", "train", "both", "neither"]
 
 
 class OverBudget(Result):
-    """An operator that is further off than its budget, or its limit, allows."""
+    """An operator that exceeds its budget or its limit."""
 
     unit: Introducer
     side: Off | None
-    """Whose outputs are off; `neither` where both are within their budgets, and only too far from
-    each other; None where they could not be recomputed."""
+    """The side whose outputs are off; `neither` where both sides are within their budgets, but too
+    far from each other; None where the outputs could not be recomputed."""
     units: list[RefereedUnit]
-    """What the recomputation found, of the sides that are off."""
+    """The recomputed units of the sides that are off."""
     unchecked: list[RefereedUnit]
     """The unit of each side that could not be recomputed, with the reason."""
 
 
 def over_budget(verdict: Verdict, edge: EdgeResult) -> list[OverBudget]:
-    """Every unit of an edge, in execution order, that is further from float64 than its budget
-    allows, also where one side alone shows it, or introduced more than its limit does, or a NaN or
-    an infinity."""
+    """Returns in execution order the units of an edge that are further from float64 than their
+    budgets allow (also units that one side alone shows), that introduced an error beyond their
+    limit, or that introduced a NaN or an infinity."""
     breaches = _by_site(b for b in verdict.breaches if b.edge == edge.name)
     refereed = _by_site(u for u in verdict.comparison.referee if edge.name in u.edges)
     over: list[OverBudget] = []
@@ -379,8 +378,8 @@ def over_budget(verdict: Verdict, edge: EdgeResult) -> list[OverBudget]:
 def _in_order(
     edge: EdgeResult, refereed: Iterable[str | None]
 ) -> Iterator[tuple[int, str, SiteResult | None]]:
-    """(how many paired sites are computed before it, site, what the pairs say of it) of all sites
-    that an edge pairs, and of those that one side alone shows and that were recomputed."""
+    """Yields (number of paired sites computed before it, site, its result) for each site that an
+    edge pairs, and for each recomputed site that one side alone shows, which has no result."""
     number = {s.site: at for at, s in enumerate(edge.sites)}
     alone: dict[int, list[str]] = {}
     before = 0
@@ -405,4 +404,4 @@ def _by_site(items: Iterable[OfSite]) -> dict[str | None, list[OfSite]]:
 
 
 _INTRODUCED = ("op_error", "nonfinite")
-"""Metrics of a site that speak of what it introduced itself."""
+"""The metrics of a site that measure what it introduced itself."""

@@ -1,4 +1,4 @@
-"""Waivers: breaches that somebody answers for, until a day."""
+"""Waivers: breaches that a named owner excuses until a date."""
 
 import os
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from rlk_align.results import Result
 
 
 class WaiverUse(Result):
-    """A waiver of the contract, on the day of the verdict."""
+    """The state of a waiver on the day of the verdict."""
 
     waiver: Waiver
     state: Literal["used", "unused", "expired"]
     days_left: int
-    """Days after today on which it still holds; negative where it has expired."""
+    """The days for which the waiver is still valid; negative after it has expired."""
     breaches: int
-    """Breaches that it excuses."""
+    """The number of breaches that the waiver excuses."""
 
     def __str__(self) -> str:
         w = self.waiver
@@ -31,7 +31,7 @@ class WaiverUse(Result):
 
 
 def today() -> date:
-    """The day of a verdict; SOURCE_DATE_EPOCH, seconds of Unix time, sets another one."""
+    """Returns the current day; SOURCE_DATE_EPOCH, in seconds of Unix time, overrides it."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
     now = datetime.fromtimestamp(int(epoch), UTC) if epoch.isdecimal() else datetime.now(UTC)
     return now.date()
@@ -40,8 +40,8 @@ def today() -> date:
 def waive(
     checks: Sequence[LimitCheck], waivers: Sequence[Waiver], day: date
 ) -> tuple[list[LimitCheck], list[WaiverUse]]:
-    """The checks, with the waiver of each breach that has one; and what became of the waivers. An
-    expired one excuses nothing, and neither does any a NaN or an infinity."""
+    """Returns the checks, each breach with the waiver that excuses it, and the state of each
+    waiver. An expired waiver excuses nothing, and no waiver excuses a NaN or an infinity."""
     done, uses = list(checks), []
     for waiver in waivers:
         days_left = (waiver.expires - day).days

@@ -1,4 +1,4 @@
-"""How an operator is off, in words: by what its error looks like, and what its budget allows."""
+"""Describes in words how an operator is off: the pattern of its error, and its budget."""
 
 from collections.abc import Mapping
 
@@ -9,8 +9,9 @@ from rlk_align.results import EdgeResult, ErrorPattern, RefereedUnit, RoundingEr
 
 
 def how_off(unit: RefereedUnit, contract: Contract) -> str:
-    """E.g. `scaled by 1.02; errors of 12.3 roundings, 1.3 allowed`, after the settings that its
-    engine has otherwise than the checkpoint's config; empty for an operator within its budget."""
+    """Describes an operator's error, e.g. `scaled by 1.02; errors of 12.3 roundings, 1.3 allowed`,
+    after the settings in which the engine differs from config.json. Empty for an operator within
+    its budget."""
     errors, bounds, over = unit.errors, bounds_of(contract, unit), exceeded(contract, unit)
     if errors is None or bounds is None or not over:
         return ""
@@ -26,8 +27,8 @@ def how_off(unit: RefereedUnit, contract: Contract) -> str:
 
 
 def why_legitimate(verdict: Verdict, edge: EdgeResult, site: str) -> str:
-    """One sentence on a difference that both sides' own rounding explains; empty where it does not,
-    or where that is not known."""
+    """Explains in one sentence a difference that is due to the rounding of both sides; empty where
+    it is not, or where that is not known."""
     units = [u for u in verdict.comparison.referee if u.site == site and edge.name in u.edges]
     budgets = {u.side: budget_of(verdict.contract, u) for u in units}
     if any(u.errors is None or how_off(u, verdict.contract) for u in units):
@@ -46,7 +47,7 @@ def why_legitimate(verdict: Verdict, edge: EdgeResult, site: str) -> str:
 
 
 LOW_PRECISION = 2.0
-"""Rows that are scaled by fewer roundings than this look like statistics in the model's dtype."""
+"""Rows that are scaled by fewer roundings than this point to statistics in the model's dtype."""
 _FIGURES = {
     "rms": "errors of",
     "gain": "a common factor that is off by",
@@ -61,7 +62,7 @@ _FIGURES = {
 
 
 def _share(errors: RoundingErrors, bounds: Mapping[str, float], name: str) -> float:
-    """How much of a budget is used up."""
+    """Returns the share of a budget that is used."""
     value, allowed = getattr(errors, name), bounds[name]
     return abs(value) / allowed if allowed else float("inf")
 
@@ -72,7 +73,8 @@ def share(value: float) -> str:
 
 
 def _factor(amount: float) -> str:
-    """1 + amount, with the digits of the amount where rounding to four of them would leave few."""
+    """Writes 1 + amount. Where four digits would leave few of the amount's, it keeps two of
+    them."""
     if not abs(amount) < _NEAR_ONE:
         return f"{1 + amount:.4g}"
     return f"1 {'-' if amount < 0 else '+'} {abs(amount):.2g}"

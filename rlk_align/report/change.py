@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
 from rlk_align.judge.verdict import Verdict, headline
-from rlk_align.report.columns import columns
-from rlk_align.report.document_terminal import STYLES
+from rlk_align.report.document import DataTable
+from rlk_align.report.document_terminal import STYLES, table_parts
 from rlk_align.report.words import EDGE_FIGURES, edge_figures
 from rlk_align.results import EdgeMetrics
 from rlk_align.text import line
@@ -19,8 +18,8 @@ SHOWN = ("max |Δ|", "mean |Δ|", "k3", "≠ bits")
 
 
 def show_change(off: Verdict, on: Verdict, folder: Path, console: Console) -> None:
-    """Prints both verdicts, a line each, and the figures of each edge that both have, without the
-    kernels above those with them. `folder`: the run without them."""
+    """Prints a line for each verdict, and for each edge that both runs have its figures without the
+    kernels above those with them. `folder`: the run without the kernels."""
     console.print()
     for kernels, verdict in (("off", off), ("rlk", on)):
         status = line(f" {verdict.status.upper()} ", style=STYLES[verdict.status] + " reverse")
@@ -29,17 +28,17 @@ def show_change(off: Verdict, on: Verdict, folder: Path, console: Console) -> No
     rows = list(_rows(off, on))
     if not rows:
         return
-    table = columns(("edge", "kernels"), SHOWN)
-    for row in rows:
-        table.add_row(*row)
     console.print()
-    console.print(table)
+    columns = ("edge", "kernels", *SHOWN)
+    table = DataTable(name="change", caption="", columns=columns, rows=rows, names=2)
+    for part in table_parts(table, console):
+        console.print(part)
 
 
 def _in_short(verdict: Verdict) -> str:
-    """What a verdict rests on, in a line."""
+    """States in one line what a verdict rests on."""
     if verdict.comparison.stopped:
-        return "the precheck stopped it"
+        return "the precheck stopped the comparison"
     edge = headline(verdict)
     if edge is None or edge.first_bitwise is None:
         return "no first divergence"
@@ -47,18 +46,19 @@ def _in_short(verdict: Verdict) -> str:
     return f"first divergence: {edge.first_bitwise.site}{breaches}"
 
 
-def _rows(off: Verdict, on: Verdict) -> Iterator[list[Text | str]]:
+def _rows(off: Verdict, on: Verdict) -> Iterator[list[str]]:
     without, with_them = _edges(off), _edges(on)
     for name in without:
         if name in with_them:
             for kernels, metrics in (("off", without[name]), ("rlk", with_them[name])):
                 figures = dict(zip(EDGE_FIGURES, edge_figures(metrics), strict=True))
-                first = line(name) if kernels == "off" else ""
+                first = name if kernels == "off" else ""
                 yield [first, kernels, *(figures[column] for column in SHOWN)]
 
 
 def _edges(verdict: Verdict) -> dict[str, EdgeMetrics]:
-    """The metrics of each compared edge, and of the production mode where it was measured."""
+    """Returns the metrics of each compared edge, and of the production mode where it was
+    measured."""
     c = verdict.comparison
     if c.stopped:
         return {}

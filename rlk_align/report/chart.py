@@ -1,4 +1,4 @@
-"""The picture of a run for slides and papers, drawn by matplotlib: drift by operator, and Δlogp."""
+"""The picture of a run for slides and papers: drift by operator, and a histogram of Δlogp."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".png", ".svg", ".pdf")
 _SIZE, _DPI = (12.0, 6.6), 150
 _COLOURS = ("#c2410c", "#1d4ed8")
-"""One for each run; they differ in lightness too, for print in grey."""
+"""A colour for each run; they differ in lightness too, for grey print."""
 _STYLE = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -51,7 +51,7 @@ class ChartSeries:
 
 
 def check_chart_path(path: Path) -> None:
-    """Raises BadOption for a suffix that no format has, MissingDependency without matplotlib."""
+    """Raises BadOption for a suffix of no known format, MissingDependency without matplotlib."""
     if path.suffix.lower() not in SUFFIXES:
         raise BadOption(
             f"{path}: a chart cannot be written as {path.suffix or 'a file without a suffix'!r}",
@@ -67,8 +67,8 @@ def check_chart_path(path: Path) -> None:
 
 
 def chart_file(suffix: str, source: ReportSource, without: ReportSource | None = None) -> bytes:
-    """Returns what `run_chart` draws as a file of one of SUFFIXES; the same run gives the same
-    bytes. Raises what `run_chart` does."""
+    """Returns the picture of `run_chart` as a file with one of SUFFIXES; the same run gives the
+    same bytes. Raises the errors of `run_chart`."""
     import matplotlib
 
     kind, file = suffix.lower()[1:], BytesIO()
@@ -79,10 +79,10 @@ def chart_file(suffix: str, source: ReportSource, without: ReportSource | None =
 
 
 def run_chart(source: ReportSource, without: ReportSource | None = None) -> "Figure":
-    """Draws a run; in the same axes the run of the same pair `without` the kernels, where given.
+    """Draws a run, and in the same axes the run of the same engines `without` the kernels, if any.
 
-    The edge is the one that the verdict of the first drawn run speaks of first. Raises BadOption
-    where a run has no values on it.
+    The edge is the headline of the first drawn run's verdict. Raises BadOption where a run has no
+    values on that edge.
     """
     edge = _edge_of(without or source)
     series = [_series(source, "kernels on" if without else "", edge)]
@@ -152,19 +152,19 @@ def _draw_drift(axes: "Axes", series: Sequence[ChartSeries]) -> None:
     axes.set_xlim(-0.7, len(sites) - 0.3)
     axes.axhspan(zero / 1.8, zero * 1.8, color="#f1f5f9", zorder=0)
     for s, colour in zip(series, _COLOURS, strict=False):
-        place = axis.values(s.drift, "mean")
+        means_of_run = axis.values(s.drift, "mean")
         # A missing value breaks the line.
-        y = [np.nan if v is None else zero if v == 0 else v for v in place]
+        y = [np.nan if v is None else zero if v == 0 else v for v in means_of_run]
         whose = f"{s.drift.label}, " if s.drift.label else ""
         style: dict[str, Any] = {"color": colour, "clip_on": False}
         label = f"{whose}mean of the rows that differ"
         axes.plot(range(len(sites)), y, "-o", ms=3, lw=1.2, label=label, **style)
-        bad = [n for n, v in enumerate(place) if v is not None and not np.isfinite(v)]
+        bad = [n for n, v in enumerate(means_of_run) if v is not None and not np.isfinite(v)]
         if bad:
             axes.plot(bad, [high] * len(bad), "x", label=f"{whose}NaN or infinite", **style)
-        missing = sum(v is None for v in place)
+        missing = sum(v is None for v in means_of_run)
         if missing:
-            # An entry of its own in the legend, without a mark.
+            # A separate entry of the legend, without a mark.
             axes.plot([], [], " ", label=f"{whose}{missing} operators without values")
     _name_layers(axes, axis)
     axes.set_xticks(
@@ -215,7 +215,7 @@ def _draw_histogram(axes: "Axes", series: Sequence[ChartSeries]) -> None:
         if not np.any(values):
             label += f": all {len(values):,} are exactly 0"
         if lost := len(delta) - len(values):
-            label += f"; {lost:,} NaN or infinite are left out"
+            label += f"; {lost:,} NaN or infinite are omitted"
         axes.stairs(counts, edges, baseline=0.7, fill=True, color=colour, alpha=0.75, label=label)
     for sign in (-1, 1):
         if series[0].bound:
@@ -225,5 +225,5 @@ def _draw_histogram(axes: "Axes", series: Sequence[ChartSeries]) -> None:
     axes.set_ylim(bottom=0.7)
     axes.yaxis.set_major_formatter(lambda count, _: f"{count:,.0f}")
     axes.minorticks_off()
-    # Above the axes: a limit's line may be anywhere inside.
+    # The legend is above the axes, because the line of a limit may be anywhere inside.
     axes.legend(**_LEGEND, loc="lower right", bbox_to_anchor=(1, 1), ncols=3)

@@ -1,5 +1,5 @@
-"""What a report says, before it is text: each subject makes one document, and each format renders
-documents in one way. Texts are plain; the renderers escape them.
+"""The document of a report: each subject makes one document, and each format renders any document.
+Its texts are plain; the renderers escape them.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ Tone = Literal["", "soft", "doubt", "breach"]
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A labelled statement; without a label it adds to the one before."""
+    """A labelled statement; one without a label continues the statement before it."""
 
     label: str
     text: str
@@ -22,7 +22,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """An entry of a list: what it is about, what is said of that, and details."""
+    """An entry of a list: its subject, a statement, and details."""
 
     title: str = ""
     text: str
@@ -31,7 +31,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataTable:
-    """Rows of names and figures."""
+    """A table of names and figures."""
 
     name: str
     """Unique in its document."""
@@ -39,19 +39,19 @@ class DataTable:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     names: int = 1
-    """How many of the first columns hold names; the others hold figures."""
+    """The number of leading columns with names; the others have figures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """What stands under one heading."""
+    """The content under one heading."""
 
     heading: str
     text: Sequence[str] = ()
     """Paragraphs."""
     table: DataTable | None = None
     items: Sequence[Entry | str] = ()
-    """Entries of a list; a text is an entry without details."""
+    """The entries of a list; a plain text is an entry without details."""
     facts: Sequence[Fact] = ()
     tone: Tone = ""
 
@@ -62,18 +62,20 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A report: a status, a sentence, what the verdict rests on, sections, and what to do next."""
+    """A report: a status, a headline, the facts behind the verdict, sections, and the next
+    steps."""
 
     status: Status
     headline: str
     text: str = ""
-    """What the headline rests on, in more words."""
+    """The reasons for the headline."""
     folder: str
-    """Where the run is; empty for a report on several runs."""
+    """The run's folder; empty for a report on several runs."""
     facts: Sequence[Fact]
-    """What the verdict rests on."""
+    """The facts behind the verdict."""
     sections: Sequence[Section]
     next_steps: Sequence[str] = ()
-    """What to do, the most important first."""
+    """What the reader should do, the most important step first. A command follows or precedes a
+    colon."""
     command: str = ""
-    """The command that made the run, for readers who do not sit where it ran."""
+    """The command that made the run."""

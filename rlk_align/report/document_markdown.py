@@ -1,7 +1,7 @@
 """A document as Markdown, for a pull request.
 
-Below 64 KB whatever the run, for a forge takes no longer comment: lists and tables are cut and
-their rest is counted, and sections that do not fit are left out by name.
+It is always below 64 KB, the limit of a forge for a comment: long lists and tables are cut with a
+count of the rest, and sections that do not fit are omitted by name.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,9 +11,9 @@ from rlk_align.report.markup import block, code, prose, table
 from rlk_align.text import printable
 
 LARGEST = 64_000
-"""Bytes of a comment."""
+"""The most bytes of a comment."""
 _SHOWN = 20
-"""Entries of a list, and rows of a table, that are shown; the rest is counted."""
+"""The most entries of a list or rows of a table that are shown; the rest is counted."""
 _LONGEST_COMMAND = 2000
 
 
@@ -23,7 +23,7 @@ def document_markdown(document: Document) -> str:
     omitted = []
     for section in document.sections:
         part = "\n" + "\n\n".join(_section(section)) + "\n"
-        # Room for the command, and for the names of what is left out.
+        # This leaves room for the command and for the names of omitted sections.
         if len((text + part).encode()) <= LARGEST - 2 * _LONGEST_COMMAND - 1000:
             text += part
         else:
@@ -31,14 +31,14 @@ def document_markdown(document: Document) -> str:
     if document.command:
         text += f"\n### to make the run again\n\n{block(_command(document.command))}\n"
     if omitted:
-        text += f"\nLeft out because they are too long: {'; '.join(map(prose, omitted))}.\n"
+        text += f"\nOmitted because they are too long: {'; '.join(map(prose, omitted))}.\n"
     return text
 
 
 def _command(command: str) -> str:
     if len(command) <= _LONGEST_COMMAND:
         return printable(command)
-    return "the command in the run's run.json, which is too long to be shown"
+    return "the command is too long for a comment; the run's run.json has it"
 
 
 def _head(document: Document) -> Iterator[str]:
@@ -52,9 +52,11 @@ def _head(document: Document) -> Iterator[str]:
 
 
 def _step(step: str) -> str:
-    """A step, with its command as code."""
-    words, colon, command = step.partition(": rlk-align ")
-    return f"{prose(words)}: {code(f'rlk-align {command}')}" if colon else prose(step)
+    """Writes a step, with the command before or behind its colon as code."""
+    if ": " not in step:
+        return prose(step)
+    parts = step.split(": ", 1)
+    return ": ".join((code if part.startswith("rlk-align ") else prose)(part) for part in parts)
 
 
 def _facts(facts: Iterable[Fact]) -> Iterator[str]:

@@ -5,22 +5,22 @@ from collections.abc import Iterable, Iterator
 
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
+from rich.table import Table
 from rich.text import Text
 
-from rlk_align.report.columns import columns
 from rlk_align.report.document import DataTable, Document, Entry, Fact, Section, Tone
 from rlk_align.text import line
 
 STYLES = {"pass": "bold green", "fail": "bold red", "inconclusive": "bold yellow"}
 _TONES: dict[Tone, str] = {"": "", "soft": "dim", "doubt": "yellow", "breach": "red"}
 _LABEL, _WIDTH = 9, 96
-"""Columns of a label, and of a line."""
+"""The width of a label, and that of a line, in columns."""
 _ITEMS, _ROWS = 8, 20
-"""Entries of a list, and rows of a table, that are printed; the rest is counted."""
+"""The most entries of a list and rows of a table that are printed; the rest is counted."""
 
 
 def show_document(document: Document, console: Console) -> None:
-    """Prints a document. What comes from files is printed as text, not as markup."""
+    """Prints a document. Its texts are never interpreted as markup."""
     head = line(f" {document.status.upper()} ", style=f"{STYLES[document.status]} reverse")
     console.print(head, line(document.headline, style="bold"))
     for part in _parts(document, console):
@@ -44,9 +44,9 @@ def _parts(document: Document, console: Console) -> Iterator[RenderableType]:
 def _facts(facts: Iterable[Fact]) -> Iterator[Text]:
     for fact in facts:
         start = f"{fact.label} " if len(fact.label) >= _LABEL else f"{fact.label:{_LABEL}}"
-        # A path and a command stay on one line, to be copied.
-        whole = fact.label == "run" or "rlk-align " in fact.text
-        texts = [start + fact.text] if whole else _wrapped(fact.text, start, " " * _LABEL)
+        # A path or a command stays on one line, so that it can be copied.
+        unbroken = fact.label == "run" or "rlk-align " in fact.text
+        texts = [start + fact.text] if unbroken else _wrapped(fact.text, start, " " * _LABEL)
         yield from (line(text, style=_TONES[fact.tone]) for text in texts)
 
 
@@ -56,7 +56,7 @@ def _section(section: Section, console: Console) -> Iterator[RenderableType]:
     for text in section.text:
         yield from (line(x, style) for x in _wrapped(text, "  ", "  "))
     if section.table is not None:
-        yield from _table(section.table, console)
+        yield from table_parts(section.table, console)
     for entry in section.entries[:_ITEMS]:
         yield from _entry(entry, "dim" if section.tone == "soft" else "")
     if len(section.items) > _ITEMS:
@@ -74,7 +74,7 @@ def _entry(entry: Entry, style: str) -> Iterator[Text]:
 
 
 def _fitting(start: str, text: str) -> Iterator[str]:
-    """One line, or where that is too long for a log lines for each clause."""
+    """Yields one line, or where that is too long separate lines for each clause."""
     first, *rest = [text] if len(start + text) <= _WIDTH else text.split("; ")
     yield from _wrapped(first, start, f"{start}  ")
     for clause in rest:
@@ -92,9 +92,11 @@ def _wrapped(text: str, first: str = "", later: str = "") -> list[str]:
     )
 
 
-def _table(data: DataTable, console: Console) -> Iterator[RenderableType]:
-    """A table; where it does not fit, a line for each figure: none is ever cut."""
-    table = columns(data.columns[: data.names], data.columns[data.names :])
+def table_parts(data: DataTable, console: Console) -> Iterator[RenderableType]:
+    """Yields a table, or where it is too wide a line for each figure: none is ever cut."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for at, name in enumerate(data.columns):
+        table.add_column(name, justify="left" if at < data.names else "right", no_wrap=True)
     rows = data.rows[:_ROWS]
     for row in rows:
         table.add_row(*map(line, row))

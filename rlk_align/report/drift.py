@@ -1,4 +1,5 @@
-"""How far the two sides are apart, operator by operator: what the page and the slides draw."""
+"""The distance of the two sides by operator: the data of the drift charts of the page and the
+slides."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from rlk_align.report.source import ReportSource
 from rlk_align.results import EdgeResult, SiteResult
 
 _NAMED = 100
-"""Operators that are named below the axis; more would not be readable."""
+"""The most operators that are named below the axis; more names would not be readable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +22,12 @@ class DriftSeries:
 
     label: str
     operators: list[OperatorFacts]
-    """The operators without the log-probs, whose errors are not a relative L2 of a state."""
+    """The operators except the log-prob, whose error is not a relative L2 of a state."""
     contract: Contract
 
     def allowed(self, operator: OperatorFacts) -> float | None:
-        """What the contract lets the operator introduce, as relative L2: the rms budgets of both
-        sides, in units of rounding, added up; None where it was not compared with a budget."""
+        """Returns the relative L2 that the contract allows the operator to introduce: the sum of
+        the rms budgets of both sides; None where no budget was applied to the operator."""
         allowed = {}
         for unit in operator.refereed:
             budget = budget_of(self.contract, unit)
@@ -36,13 +37,13 @@ class DriftSeries:
 
     @property
     def rounding(self) -> float | None:
-        """One rounding of the run's dtype, relative."""
+        """The relative size of one rounding of the run's dtype."""
         units = [u.errors.unit for o in self.operators for u in o.refereed if u.errors]
         return max(units, default=None)
 
 
 def drift_series(source: ReportSource, edge: EdgeResult, label: str | None = None) -> DriftSeries:
-    """The drift of a run on an edge; the label is by default the run's name."""
+    """Returns the drift of a run on an edge; the default label is the run's name."""
     return DriftSeries(
         label=source.name if label is None else label,
         operators=[o for o in operator_facts(source, edge) if o.site.op != "logprob"],
@@ -51,10 +52,10 @@ def drift_series(source: ReportSource, edge: EdgeResult, label: str | None = Non
 
 
 class DriftAxis:
-    """The sites along the axis that several series share."""
+    """The sites along the common axis of several series."""
 
     def __init__(self, series: Sequence[DriftSeries]) -> None:
-        # The order of the run with most sites, so that a deeper model's layers stay in theirs.
+        # The run with most sites comes first: the layers of a deeper model keep their order.
         longest = sorted(series, key=lambda s: -len(s.operators))
         sites = {o.site.site: o.site for s in longest for o in s.operators}
         self.sites: list[SiteResult] = list(sites.values())
@@ -62,13 +63,13 @@ class DriftAxis:
         self.named = len(sites) <= _NAMED
 
     def values(self, series: DriftSeries, kind: Literal["mean", "largest"]) -> list[float | None]:
-        """A value for each site, None where the series lacks it: a line that leaps over the site
-        would say too much."""
+        """Returns a value for each site; None where the series lacks the site, so that its line is
+        broken there."""
         known = {o.site.site: getattr(o, kind) for o in series.operators}
         return [known.get(site) for site in self.at]
 
     def layers(self) -> list[tuple[int, int, int]]:
-        """(layer, place of its first site, number of its sites), without sites of no layer."""
+        """Returns (layer, index of its first site, number of its sites) for each layer."""
         spans, first = [], 0
         for layer, group in groupby(self.sites, key=lambda s: s.layer):
             count = len(list(group))

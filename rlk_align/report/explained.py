@@ -1,23 +1,49 @@
-"""What was explained of a run, as a document."""
+"""The explanation of an imported run, as a document."""
 
+import shlex
 from collections.abc import Iterator
+from math import isnan
 
-from rlk_align.logs.diagnose.explain import Explanation
-from rlk_align.logs.diagnose.record import Diagnosis, Token
+from rlk_align.interval import Estimate
+from rlk_align.logs.diagnose.explain import Breach, Explanation
+from rlk_align.logs.diagnose.record import Diagnosis, Name, Token
 from rlk_align.report.document import DataTable, Document, Fact, Section
-from rlk_align.report.explained_words import (
-    BLIND,
-    breach_words,
-    interval,
-    next_command,
-    scope,
-    sentence,
-    value_words,
+
+MEANING: dict[Name, str] = {
+    "vacuous": "There is nothing to compare.",
+    "misaligned": "The two sides' log-probs belong to different positions.",
+    "mask-shifted": "The loss mask does not lie on the sampled tokens.",
+    "above-zero": "One side wrote values above 0, which are no log-probs.",
+    "missing": "Log-probs are missing, or another value is in their place.",
+    "low-precision": "Log-probs were stored in too few bits.",
+    "duplicated": "Samples of one prompt are copies of one another.",
+    "wrong-token": "One side's log-probs belong to a token that was not sampled.",
+    "logprob-scaled": "One side divided log-probs by the temperature instead of logits.",
+    "temperature": "The two sides use different temperatures.",
+    "truncation": "One side's log-probs are of the truncated distribution (top-p, top-k, min-p).",
+    "turn-boundary": "From a turn on, the two sides read different tokens.",
+    "packing": "Packed sequences disturb each other.",
+    "rope": "The two sides disagree more, the later the token's position.",
+    "stale-cache": "The rollout's prefix cache holds states of older weights.",
+    "stale-weights": "The rollout's weights are older than the trainer's.",
+    "decode-state": "The rollout decoded some sequences in a broken state.",
+    "routing": "Single tokens take another route through the model.",
+    "dropout": "The trainer's log-probs have noise that depends on the model's certainty.",
+    "quantisation": "The numerical error is larger than the dtype explains.",
+    "single-token": "Single tokens are farther off than rounding explains.",
+    "numerics": "The two sides agree within ordinary rounding.",
+}
+"""Diagnosis -> its meaning, in a sentence."""
+BLIND = (
+    "decode, prefill or trainer: which of them is off",
+    "which operator or kernel it comes from",
+    "noise between micro-batches of the trainer",
 )
+"""Questions that a dump cannot answer."""
 
 
 def explained_document(explained: Explanation, folder: str) -> Document:
-    """The verdict on an imported run."""
+    """Returns the verdict on an imported run, which is in `folder`."""
     first = explained.diagnoses[0].next if explained.diagnoses else ""
     return Document(
         status=explained.status,
@@ -26,20 +52,20 @@ def explained_document(explained: Explanation, folder: str) -> Document:
         facts=[
             *measured(explained),
             *(Fact("doubt", doubt, "doubt") for doubt in explained.doubts),
-            *(Fact("breach", breach_words(b), "breach") for b in _alone(explained)),
+            # A breach of another limit has a diagnosis, which names it.
+            *(
+                Fact("breach", breach_words(breach), "breach")
+                for breach in explained.breaches
+                if breach[0] == "numerics"
+            ),
         ],
         sections=[*diagnosis_sections(explained, folder), unknown(explained)],
-        next_steps=[next_command(first, folder)] if first else [],
+        next_steps=[next_command(first, RUN=folder)] if first else [],
     )
 
 
-def _alone(explained: Explanation) -> list[tuple[str, str, float, float]]:
-    """The limits that are breached, beside those of diagnoses."""
-    return [breach for breach in explained.breaches if breach[0] == "numerics"]
-
-
 def measured(explained: Explanation) -> list[Fact]:
-    """The contract, and the figures that every verdict on a dump has."""
+    """Returns the contract, and the figures that every verdict on a dump states."""
     contract = explained.contract
     return [
         Fact("contract", f"{contract.id} {contract.version}, {explained.dtype}"),
@@ -50,10 +76,10 @@ def measured(explained: Explanation) -> list[Fact]:
 
 
 def diagnosis_sections(explained: Explanation, folder: str) -> Iterator[Section]:
-    """A section for each diagnosis, the verdict's first."""
-    for place, diagnosis in enumerate(explained.diagnoses):
-        kind = "also" if place else "verdict"
-        further = [Fact("next", next_command(diagnosis.next, folder))] if place else []
+    """Yields a section for each diagnosis. The first is the verdict."""
+    for number, diagnosis in enumerate(explained.diagnoses):
+        kind = "also" if number else "verdict"
+        further = [Fact("next", next_command(diagnosis.next, RUN=folder))] if number else []
         yield Section(
             heading=f"{kind}: {diagnosis.name}, confidence {diagnosis.confidence}",
             text=[diagnosis.why, value_words(diagnosis)],
@@ -63,7 +89,7 @@ def diagnosis_sections(explained: Explanation, folder: str) -> Iterator[Section]
 
 
 def unknown(explained: Explanation) -> Section:
-    """What could not be tested, and what no dump says."""
+    """Lists what could not be tested, and what no dump can show."""
     untested = [f"{x.name} could not be tested: {x.why}" for x in explained.untested]
     blind = f"a dump cannot tell: {'; '.join(BLIND)}"
     return Section(heading="not known", items=[*untested, blind], tone="soft")
@@ -85,3 +111,48 @@ def _cells(t: Token) -> list[str]:
 
 def _value(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}"
+
+
+def sentence(explained: Explanation) -> str:
+    """Returns the verdict in a sentence."""
+    if explained.diagnoses:
+        return MEANING[explained.diagnoses[0].name]
+    if explained.doubts:
+        return "Nothing can be concluded."
+    return "The mean ratio is not 1, and no known kind of mismatch explains it."
+
+
+def interval(estimate: Estimate) -> str:
+    """Writes a value with its interval."""
+    if isnan(estimate.value):
+        return "not known: there are no tokens to estimate it from"
+    if not estimate.low <= estimate.high:
+        return f"{estimate.value:.4g}, without an interval"
+    return f"{estimate.value:.4g} ({estimate.low:.4g} to {estimate.high:.4g})"
+
+
+def value_words(diagnosis: Diagnosis) -> str:
+    """Writes a diagnosis' statistic with its value, its interval and its limit."""
+    shown = f"{diagnosis.value:.4g} ({diagnosis.low:.4g} to {diagnosis.high:.4g})"
+    return f"{diagnosis.statistic}: {shown}, limit {diagnosis.limit:g}"
+
+
+def breach_words(breach: Breach) -> str:
+    """Describes a breached limit of the contract."""
+    _, metric, value, bound = breach
+    return f"{metric} is {value:.4g}, {bound:g} allowed"
+
+
+def scope(explained: Explanation) -> str:
+    """States how much of the run was examined."""
+    counts = explained.counts
+    compared = f"{counts.compared:,} of {counts.scored:,} scored tokens have both log-probs"
+    if explained.sampled is None:
+        return f"{compared}; {counts.sequences:,} sequences"
+    part = f"{explained.sampled:,} of {counts.sequences:,} sequences, a seeded sample"
+    return f"{compared}; the diagnoses are based on {part}"
+
+
+def next_command(text: str, **folders: str) -> str:
+    """Replaces the names of folders in a command, e.g. {RUN}, with their paths, quoted."""
+    return text.format(**{name: shlex.quote(folder) for name, folder in folders.items()})

@@ -1,10 +1,11 @@
-"""What was explained of a run, for programs: the record `rlk-align/verdict/1`, with diagnoses."""
+"""The explanation of an imported run, for programs: the record `rlk-align/verdict/1` with
+diagnoses."""
 
 from typing import Any
 
 from rlk_align.interval import Estimate
 from rlk_align.logs.diagnose.explain import Explanation
-from rlk_align.report.explained_words import BLIND, next_command, sentence
+from rlk_align.report.explained import BLIND, next_command, sentence
 from rlk_align.report.verdict_json import finite, record_text
 
 
@@ -14,7 +15,7 @@ def explained_json(explained: Explanation, folder: str) -> str:
 
 
 def explained_record(explained: Explanation, folder: str) -> dict[str, Any]:
-    """The published record; what only engines can tell is empty in it."""
+    """Returns the published record; fields that only engines can fill are empty."""
     contract, counts = explained.contract, explained.counts
     record = {
         "schema": "rlk-align/verdict/1",
@@ -53,15 +54,16 @@ def explained_record(explained: Explanation, folder: str) -> dict[str, Any]:
         "untested": [x.model_dump() for x in explained.untested],
         "notes": [f"a dump cannot tell: {what}" for what in BLIND],
         "sentence": sentence(explained),
-        "mean_ratio": _interval(explained.mean_ratio),
-        "c": _interval(explained.c),
+        "mean_ratio": interval_json(explained.mean_ratio),
+        "c": interval_json(explained.c),
         "sampled_sequences": explained.sampled,
         "diagnoses": [
-            d.model_dump() | {"next": next_command(d.next, folder)} for d in explained.diagnoses
+            d.model_dump() | {"next": next_command(d.next, RUN=folder)} for d in explained.diagnoses
         ],
     }
     return finite(record)
 
 
-def _interval(estimate: Estimate) -> dict[str, float]:
+def interval_json(estimate: Estimate) -> dict[str, float]:
+    """Returns a value and the bounds of its interval."""
     return {"value": estimate.value, "low": estimate.low, "high": estimate.high}

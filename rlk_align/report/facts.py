@@ -1,4 +1,4 @@
-"""All that is known of each operator of an edge, joined: what charts and tables draw from."""
+"""Joins the results for each operator of an edge, as the data of charts and tables."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ STATES = {
     "equal": ("=", "bit-equal"),
     "missing": ("–", "not compared"),
 }
-"""The sign that stands beside each state's colour, and what it means."""
+"""State -> its sign, which accompanies its colour, and its meaning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,20 +33,20 @@ class OperatorFacts:
     """The site's position in execution order, from 1."""
     site: SiteResult
     unit: Unit | None
-    """What the probe says of it; None where it has not run."""
+    """The probe's unit with this site; None where the run was not probed."""
     split: Split | None
-    """What it introduced and what it inherited; None where that was not determined."""
+    """The introduced and the inherited error; None where they were not determined."""
     over: OverBudget | None
     contribution: Contribution | None
     refereed: list[RefereedUnit]
     worst: LimitCheck | None
-    """The limit of an operator that it uses up most."""
+    """The check that comes closest to its limit."""
     how: list[str]
-    """How it is off, by side and pass."""
+    """A description of its error for each side and pass."""
 
     @property
     def mean(self) -> float | None:
-        """Mean relative L2 of the rows that differ; 0 where none does."""
+        """Mean relative L2 of the rows that differ; 0 where no row differs."""
         return self._known(self.site.mean_rel_l2)
 
     @property
@@ -67,12 +67,12 @@ class OperatorFacts:
 
     @property
     def introduces(self) -> bool:
-        """Proven: by the probe, or by rows whose inputs are bit-equal. Of operators that an engine
-        computes as one, those whose own outputs show it."""
+        """Whether it is proven to introduce a difference: by the probe, or by rows whose inputs are
+        bit-equal. In a region, it is proven for the operators whose own outputs show it."""
         if self.unit is None:
             return self.site.introduced > 0
         splits = [s for o in self.unit.orders for s in o.splits if s.site == self.site.site]
-        # A NaN was introduced too: it is not 0.
+        # A NaN is not 0, so it counts as introduced.
         return self.unit.label == "introducer" and any(s.introduced.max_abs != 0 for s in splits)
 
     @property
@@ -97,7 +97,7 @@ class OperatorFacts:
 
     @property
     def summary(self) -> str:
-        """One line, for a tooltip and for a screen reader."""
+        """A summary in one line, for a tooltip and for a screen reader."""
         parts = [f"{self.site.site}: {STATES[self.state][1]}"]
         if self.largest is not None:
             parts.append(f"relative L2 mean {self.mean:.2g}, largest {self.largest:.2g}")
@@ -109,7 +109,7 @@ class OperatorFacts:
 
 
 def operator_facts(source: ReportSource, edge: EdgeResult) -> list[OperatorFacts]:
-    """All that is known of each operator of an edge, in execution order."""
+    """Returns the facts of each operator of an edge, in execution order."""
     verdict, probed = source.verdict, probed_edge(source, edge)
     over = {o.unit.site: o for o in over_budget(verdict, edge)}
     units = {site: u for u in (probed.units if probed else []) for site in u.sites}
@@ -145,11 +145,11 @@ def _severity(check: LimitCheck) -> tuple[int, float]:
 
 
 def _split(unit: Unit | None, site: str) -> Split | None:
-    """The split of a site in the first graft order that determined one."""
+    """Returns the split of a site in the first graft order that determined one."""
     splits = [s for o in (unit.orders if unit else []) for s in o.splits if s.site == site]
     return splits[0] if splits else None
 
 
 def probed_edge(source: ReportSource, edge: EdgeResult) -> ProbedEdge | None:
-    """The probe's record of an edge; None if the edge was not probed."""
+    """Returns the probe's record of an edge; None if the edge was not probed."""
     return source.probe.edge(edge.name) if source.probe else None

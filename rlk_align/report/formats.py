@@ -1,4 +1,4 @@
-"""The formats that a run's verdict is written in. A new one is a line here."""
+"""The formats of reports. A new format is a line here."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module

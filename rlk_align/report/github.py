@@ -1,8 +1,8 @@
-"""The verdict for GitHub Actions: workflow commands, which it shows as annotations. The summary of
-the step is the Markdown report.
+"""The verdict for GitHub Actions: workflow commands, which GitHub shows as annotations. The summary
+of the step is the Markdown report.
 
-GitHub shows ten annotations of a level for a step. The first error is the first operator that is
-off, or the first divergence, with its place in the code where that is known.
+GitHub shows at most ten annotations of each level for a step. The first error is the first operator
+that is off, or the first divergence, with its location in the code if known.
 """
 
 import os
@@ -28,10 +28,10 @@ from rlk_align.results import CodePlace, EdgeResult
 from rlk_align.text import short_printable
 
 SUMMARY = "GITHUB_STEP_SUMMARY"
-"""The variable by which GitHub names the file of a step's summary."""
+"""The environment variable with the path of a step's summary."""
 _SHOWN = 10
 _NOTICE_DAYS = 14
-"""A waiver that ends within this many days is announced."""
+"""A notice announces a waiver that ends within this many days."""
 _LONGEST = 1000
 Level = Literal["error", "warning", "notice"]
 
@@ -54,29 +54,29 @@ class Annotation:
 
 
 def _data(text: str) -> str:
-    """A message, escaped as workflow commands want it."""
+    """Escapes a message for workflow commands."""
     message = short_printable(text, _LONGEST, lines=True)
     return message.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:
-    """A property's value, escaped likewise."""
+    """Escapes the value of a property."""
     return _data(short_printable(text, _LONGEST)).replace(":", "%3A").replace(",", "%2C")
 
 
 def summary_file() -> str:
-    """The file in which GitHub wants the summary of the step; empty elsewhere."""
+    """Returns the path of the step's summary on GitHub; empty elsewhere."""
     return os.environ.get(SUMMARY, "")
 
 
 def workflow_commands(source: ReportSource) -> str:
-    """The annotations of a run's verdict."""
+    """Returns the annotations of a run's verdict."""
     verdict = source.verdict
     return commands([*_errors(source), *_warnings(verdict), *_notices(verdict)])
 
 
 def commands(annotations: Sequence[Annotation]) -> str:
-    """A line for each annotation, the first ten of each level."""
+    """Returns a line for each annotation: the first ten of each level."""
     of_level = ([a for a in annotations if a.level == level][:_SHOWN] for level in get_args(Level))
     return "".join(f"{annotation}\n" for annotation in chain.from_iterable(of_level))
 
@@ -91,7 +91,7 @@ def _errors(source: ReportSource) -> Iterator[Annotation]:
         for message in (first, *verdict.doubts[1:]):
             yield Annotation(level="error", title="nothing can be concluded", message=message)
         return
-    # An expired waiver is shown before the breaches that would crowd it out.
+    # An expired waiver comes second, because the breaches may use up the annotations.
     breaches = list(_breaches(source, edge)) if verdict.breaches else []
     yield from breaches[:1]
     for use in verdict.expired:
@@ -100,7 +100,8 @@ def _errors(source: ReportSource) -> Iterator[Annotation]:
 
 
 def _breaches(source: ReportSource, edge: EdgeResult) -> Iterator[Annotation]:
-    """The first divergence; then every further operator that is off; then limits of tokens."""
+    """Yields the first divergence, then every further operator that is off, then limits on
+    tokens."""
     verdict = source.verdict
     over = over_budget(verdict, edge)
     first = over[0].unit if over else edge.first_bitwise
@@ -111,7 +112,9 @@ def _breaches(source: ReportSource, edge: EdgeResult) -> Iterator[Annotation]:
         title=f"first divergence at {first.site}" if first else f"{edge.name} is beyond its limits",
         message=f"{finding(verdict)}\nSide: {side_off(verdict)}.\n"
         f"Next: {next_step(verdict, source.place)}.\n{count} {limits} not hold.",
-        place=_place(verdict, edge, first.site, over[0].side if over else None) if first else None,
+        place=_code_location(verdict, edge, first.site, over[0].side if over else None)
+        if first
+        else None,
     )
     for operator in over[1:]:
         how = "; ".join(f"{where}: {how}" for where, how in how_words(verdict, operator))
@@ -119,7 +122,7 @@ def _breaches(source: ReportSource, edge: EdgeResult) -> Iterator[Annotation]:
             level="error",
             title=f"{operator.unit.site} is beyond its budget",
             message=": ".join(filter(None, [whose_off(operator), how])),
-            place=_place(verdict, edge, operator.unit.site, operator.side),
+            place=_code_location(verdict, edge, operator.unit.site, operator.side),
         )
     annotated = {operator.unit.site for operator in over}
     for check in verdict.breaches:
@@ -129,8 +132,10 @@ def _breaches(source: ReportSource, edge: EdgeResult) -> Iterator[Annotation]:
             )
 
 
-def _place(verdict: Verdict, edge: EdgeResult, site: str, side: str | None) -> CodePlace | None:
-    """The code of the side that is off, or of the training engine, or of either."""
+def _code_location(
+    verdict: Verdict, edge: EdgeResult, site: str, side: str | None
+) -> CodePlace | None:
+    """Returns the code of the side that is off, else of the training engine, else of the other."""
     places = {s: place for s, place, _ in code_places(verdict, edge, site) if place.file}
     return places.get(side or "", places.get("train", next(iter(places.values()), None)))
 

@@ -1,8 +1,8 @@
 """The verdict as JUnit XML, which every CI reads: a test case for each limit and op class.
 
-A suite for each judged edge, one for what a verdict rests on (`evidence`), and one for waivers. A
-breach is a failure, a doubt an error, a waived breach a skipped test with its reason. The figures
-are properties of the suites: the schema of Jenkins knows none of test cases.
+There is a suite for each judged edge, one for the evidence behind the verdict, and one for waivers.
+A breach is a failure, a doubt an error, and a waived breach a skipped test with its reason. Figures
+are properties of suites, because the schema of Jenkins has no properties of test cases.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from rlk_align.results import EdgeResult
 from rlk_align.text import short_printable
 
 _SHOWN = 20
-"""Checks of one test case that are shown; the rest is counted."""
+"""The most checks that a test case shows; the rest is counted."""
 _LONGEST = 1000
 Properties = dict[str, object]
 
@@ -117,12 +117,12 @@ def _case_element(suite: JUnitSuite, case: JUnitCase) -> ElementTree.Element:
 
 
 def _text(text: object) -> str:
-    """Short text without the characters that XML forbids."""
+    """Returns short text without characters that XML forbids."""
     return short_printable(text, _LONGEST)
 
 
 def _evidence(source: ReportSource) -> JUnitSuite:
-    """The suite of what must hold before anything can be judged."""
+    """Returns the suite of the conditions of a verdict."""
     verdict, c = source.verdict, source.verdict.comparison
     contract = verdict.contract
     properties: Properties = {
@@ -170,7 +170,7 @@ def _of_parity(verdict: Verdict, kind: str) -> JUnitCase:
 
 
 def _of_edge(verdict: Verdict, edge: EdgeResult) -> JUnitSuite:
-    """The suite of an edge: its limits by op class, in the contract's order."""
+    """Returns the suite of an edge: its limits by op class, in the contract's order."""
     groups: dict[str, list[LimitCheck]] = {}
     for check in verdict.checks:
         if check.edge == edge.name:
@@ -185,7 +185,7 @@ def _of_edge(verdict: Verdict, edge: EdgeResult) -> JUnitSuite:
 
 
 def _of_limit(verdict: Verdict, name: str, checks: list[LimitCheck]) -> JUnitCase:
-    """One limit on the operators of one class, or on the tokens of an edge."""
+    """Returns the case of one limit on the operators of one class, or on the tokens of an edge."""
     failed, waived, near = (
         sorted((c for c in checks if c.outcome == outcome), key=_badness, reverse=True)
         for outcome in ("fail", "waived", "warn")
@@ -206,7 +206,8 @@ def _of_limit(verdict: Verdict, name: str, checks: list[LimitCheck]) -> JUnitCas
 
 
 def _check_line(check: LimitCheck, verdict: Verdict) -> str:
-    """The figure; for an operator also how it is off, and its place in the code."""
+    """Returns the figure of a check; for an operator also its error and its location in the
+    code."""
     state = {"waived": "waived: ", "warn": "near its limit: "}.get(check.outcome, "")
     parts = [f"{state}{check_words(check)}"]
     for u in verdict.comparison.referee:

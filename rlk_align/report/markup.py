@@ -1,8 +1,7 @@
-"""Text as Markdown, whatever it says: names and reasons are not ours, and a pull request renders
-them.
+"""Escapes foreign text, such as names and reasons, for Markdown in a pull request.
 
-What only letters, digits and plain punctuation make up stands as it is. Any other word is shown as
-code, in which no forge looks for links, mentions, emoji or HTML.
+Words of letters, digits and plain punctuation are kept. Any other word is shown as code, in which
+no forge looks for links, mentions, emoji or HTML.
 """
 
 import re
@@ -10,25 +9,25 @@ import re
 from rlk_align.text import short_printable
 
 _LONGEST = 160
-"""Characters of one name."""
+"""The most characters of a name."""
 _ACTIVE = re.compile(r"[`*_\[\]<>|\\#@~$!&^{}:]|//|www\.|[a-z]\.\w", re.IGNORECASE)
-"""What Markdown, or what a forge makes of it, acts upon inside a line; and names with dots."""
+"""Syntax of Markdown or of a forge inside a line, and names with dots."""
 _STARTS_A_BLOCK = re.compile(r"[-+=.]|\d+[.)]$")
-"""What it acts upon where a line begins."""
+"""Syntax of Markdown at the start of a line."""
 
 
 def code(text: object) -> str:
-    """`text` as code, in one line, also inside a table."""
+    """Returns text as code in one line, valid inside a table too."""
     shown = short_printable(text, _LONGEST)
     if shown and shown == shown.strip() and not re.search(r"[`|\\]", shown):
         return f"`{shown}`"
-    # An entity is never read as syntax, not even as the end of a table's cell.
+    # An entity is never syntax, not even the end of a table's cell.
     spelled = re.sub(r"[^\w. -]|_", lambda c: f"&#{ord(c[0])};", shown)
     return f"<code>{spelled}</code>"
 
 
 def prose(text: object, longest: int = 600, starts_line: bool = True) -> str:
-    """A sentence with names in it; in a table's cell it starts no line."""
+    """Returns a sentence with names as code. `starts_line`: false for a cell of a table."""
     words = [w for w in short_printable(text, longest).split(" ") if w]
     return " ".join(_word(w, first=starts_line and not at) for at, w in enumerate(words))
 
@@ -43,14 +42,15 @@ def _word(word: str, first: bool) -> str:
 
 
 def table(head: list[str], rows: list[list[str]], names: int = 1) -> str:
-    """Cells are Markdown; the first `names` columns are of names, the others of figures."""
+    """Returns a table. Cells are Markdown; the first `names` columns have names, the others
+    figures."""
     head = [cell.replace("|", "\\|") for cell in head]
     rule = ["---" if at < names else "---:" for at in range(len(head))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
 
 
 def block(text: str) -> str:
-    """Lines that stand as they are."""
+    """Returns lines as a block of code."""
     fence = "```"
     while fence in text:
         fence += "`"

@@ -1,10 +1,10 @@
-"""Files for Google's Model Explorer: the operators as graphs, what is known of them as node data,
-and which operator of one engine is which of the other.
+"""Files for Google's Model Explorer: graphs of the operators, node data with their results, and a
+mapping between the operators of both engines.
 
-    canonical.json       the canonical operators
-    engines.json         two graphs, `rollout` and `train`: the same, by the engines' own modules
-    navigation.json      the two-pane mapping of the second onto the first
-    relative-l2.json, introduced.json, inherited.json, side.json      node data for all three graphs
+canonical.json       the canonical operators engines.json         two graphs, `rollout` and `train`:
+the operators by the engines' own modules navigation.json      the two-pane mapping of the second
+onto the first relative-l2.json, introduced.json, inherited.json, side.json      node data for all
+three graphs
 """
 
 import json
@@ -32,10 +32,8 @@ _SIDES = {"rollout": "#e3a335", "train": "#6db6f5", "both": "#d0453a", "neither"
 
 
 def model_explorer_files(source: ReportSource, inputs: Inputs) -> dict[str, str]:
-    """File name -> its text, of the edge that the verdict speaks of first.
-
-    Raises BadOption where the run compared nothing.
-    """
+    """Returns the text of each file by name, for the headline edge of the verdict. Raises BadOption
+    where the run compared nothing."""
     edge = headline(source.verdict)
     if edge is None or source.verdict.comparison.stopped:
         raise BadOption(
@@ -95,7 +93,7 @@ def _labelled(label: str, *graphs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _namer(side: SideName) -> Callable[[OperatorFacts], str]:
-    """A node's id in an engine's graph: its module, and the site that it computes there."""
+    """Returns the function that names nodes in an engine's graph: by module and site."""
 
     def name(o: OperatorFacts) -> str:
         module = _module(o, side)
@@ -105,12 +103,12 @@ def _namer(side: SideName) -> Callable[[OperatorFacts], str]:
 
 
 def _module(o: OperatorFacts, side: str) -> str:
-    """The module in which a side computes the operator; empty where it is unknown."""
+    """Returns the module in which a side computes the operator; empty where it is unknown."""
     return next((u.code.module for u in o.refereed if u.side == side and u.code), "")
 
 
 def _namespace(o: OperatorFacts, graph: str) -> str:
-    """`layers/0/attn`, or the module's own path."""
+    """Returns the path of the module, or e.g. `layers/0/attn` where it is unknown."""
     module = _module(o, graph)
     if module:
         return "/".join(filter(None, module.split(".")))
@@ -162,7 +160,8 @@ def _attributes(o: OperatorFacts) -> Iterator[tuple[str, str]]:
 
 
 def _logarithms(sizes: list[float | None]) -> list[float | None]:
-    """log10; an exact 0 lies one below all others, a NaN or an infinity one above."""
+    """Returns log10 of sizes; an exact 0 is one below all others, a NaN or an infinity one
+    above."""
     positive = [math.log10(s) for s in sizes if s is not None and s > 0 and math.isfinite(s)]
     low, high = min(positive, default=0.0) - 1, max(positive, default=0.0) + 1
 

@@ -1,4 +1,4 @@
-"""The units that a probe measured, joined with the verdict; as records and as a section."""
+"""Joins the units that a probe measured with the verdict: as records and as a section."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,23 +11,23 @@ from rlk_align.report.document import DataTable, Section
 from rlk_align.report.words import how_words
 
 SHOWN = 16
-"""Introducers of which it is said how they are off."""
+"""The most introducers whose errors are described."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbedUnit:
-    """A unit with all that is known of it."""
+    """A unit with its verdict and its contribution."""
 
     unit: Unit
     over: OverBudget | None
     contribution: Contribution | None
-    """The unit's contribution; None where it was not asked for, or where its layer was not looked
-    into."""
+    """The unit's contribution; None where it was not requested, or where only the contribution of
+    its layer was measured."""
 
 
 def probed_units(verdict: Verdict, probed: ProbedEdge) -> list[ProbedUnit]:
-    """The units over their budgets first, then those that introduced, by what they introduced, then
-    the others in execution order."""
+    """Returns units over their budgets first, then introducers by the size of the introduced error,
+    then the others in execution order."""
     edge = next((e for e in verdict.comparison.edges if e.name == probed.name), None)
     over = {o.unit.site: o for o in (over_budget(verdict, edge) if edge else [])}
     parts = contributions(probed.attribution)
@@ -42,12 +42,12 @@ def _urgency(probed: ProbedUnit) -> tuple[bool, bool, float]:
     introduced = probed.unit.part("introduced")
     is_introducer = probed.unit.label == "introducer"
     size = introduced.rel_l2 if introduced and is_introducer else 0.0
-    # Those over budget keep the order of execution: an earlier one may be the cause.
+    # Units over budget keep the execution order: an earlier one may be the cause.
     return probed.over is None, not is_introducer, 0.0 if probed.over else -size
 
 
 def contributions(attribution: Attribution | None) -> dict[str, Contribution]:
-    """Unit -> its contribution, where the unit was attributed by itself."""
+    """Returns the contribution of each unit that was attributed alone."""
     if attribution is None:
         return {}
     alone = [c for c in attribution.layers if len(c.units) == 1]
@@ -56,7 +56,7 @@ def contributions(attribution: Attribution | None) -> dict[str, Contribution]:
 
 
 def summary(verdict: Verdict, probed: ProbedEdge) -> str:
-    """E.g. `introducers: 5, all within their budgets`."""
+    """Returns a summary, e.g. `introducers: 5, all within their budgets`."""
     units = probed_units(verdict, probed)
     count, over = len(probed.introducers), sum(u.over is not None for u in units)
     what = f"{over} beyond their budgets" if over else "all within their budgets"
@@ -68,7 +68,7 @@ def summary(verdict: Verdict, probed: ProbedEdge) -> str:
 
 
 def probe_section(verdict: Verdict, probed: ProbedEdge) -> Section:
-    """The introducers as a table, and what follows from them."""
+    """Returns the introducers as a table, with their effects."""
     units = [u for u in probed_units(verdict, probed) if u.over or u.unit.label == "introducer"]
     items = [
         f"{u.unit.name}: {where}: {how}"

@@ -1,4 +1,4 @@
-"""What became worse from one run to another, as a document."""
+"""The comparison of a run with an earlier one, as a document."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ from rlk_align.report.document import DataTable, Document, Fact, Section
 def regression_document(
     verdict: RegressionVerdict, folders: tuple[Path, Path] | None = None
 ) -> Document:
-    """The figures of whole edges, and of operators those that are worse than allowed; `folders`:
-    of the runs before and after."""
+    """Returns the figures of whole edges, and those of operators that are worse than allowed.
+    `folders`: those of the runs before and after."""
     contract, checks = verdict.contract, verdict.checks
     shown = [c for c in checks if c.site is None or not c.holds]
     table = DataTable(
@@ -41,7 +41,7 @@ def _cells(check: RegressionCheck) -> list[str]:
 
 
 def finding(verdict: RegressionVerdict) -> str:
-    """The verdict in a sentence."""
+    """Returns the verdict in a sentence."""
     if verdict.doubts:
         return f"Nothing can be concluded: {verdict.doubts[0]}"
     count = len(verdict.checks)

@@ -1,5 +1,5 @@
-"""What became worse from one run to another, as files: JSON, Markdown, JUnit and GitHub's workflow
-commands."""
+"""The comparison of a run with an earlier one, as JSON, Markdown, JUnit and workflow commands of
+GitHub."""
 
 from rlk_align.judge.regression import RegressionCheck, RegressionVerdict
 from rlk_align.report.document_markdown import document_markdown
@@ -9,11 +9,11 @@ from rlk_align.report.regression import finding, regression_document
 from rlk_align.report.verdict_json import contract_json, finite, record_text
 
 _SHOWN = 50
-"""Figures of a list that are shown; the rest is counted."""
+"""The most figures that a list shows; the rest is counted."""
 
 
 def regression_json(verdict: RegressionVerdict) -> str:
-    """The published record; a NaN is null there."""
+    """Returns the published record, in which a NaN is null."""
     record = {
         "schema": "rlk-align/regression/1",
         "status": verdict.status,
@@ -26,12 +26,13 @@ def regression_json(verdict: RegressionVerdict) -> str:
 
 
 def regression_markdown(verdict: RegressionVerdict) -> str:
-    """A comment for a pull request: figures of whole edges, and operators that are worse."""
+    """Returns a comment for a pull request: figures of whole edges, and operators that are
+    worse."""
     return document_markdown(regression_document(verdict))
 
 
 def regression_junit(verdict: RegressionVerdict) -> str:
-    """A test case for each limit, in a suite for each edge."""
+    """Returns a suite for each edge with a test case for each limit."""
     message = finding(verdict)
     conclusive = JUnitCase(
         name="conclusive",

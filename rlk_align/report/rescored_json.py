@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from rlk_align.interval import Estimate
 from rlk_align.logs.rescore.record import Rescored, SplitEdge
 from rlk_align.logs.rescore.words import WHAT
-from rlk_align.report.explained_json import explained_record
-from rlk_align.report.rescored_words import chosen, next_command, temperature
+from rlk_align.report.explained import next_command
+from rlk_align.report.explained_json import explained_record, interval_json
+from rlk_align.report.rescored import chosen, temperature
 from rlk_align.report.verdict_json import finite, record_text
 
 
@@ -33,7 +33,7 @@ def rescored_json(rescored: Rescored, dump: str, scores: str) -> str:
         "carrier": rescored.carrier,
         "odd": rescored.odd,
         "split": rescored.sentence,
-        "next": next_command(rescored.next, dump, scores),
+        "next": next_command(rescored.next, DUMP=dump, RUN=scores),
         "rescored": {
             "sequences": rescored.chosen,
             "worst": rescored.worst,
@@ -50,14 +50,10 @@ def rescored_json(rescored: Rescored, dump: str, scores: str) -> str:
 def _edge(edge: SplitEdge) -> dict[str, Any]:
     return edge.metrics.model_dump() | {
         "what": WHAT[edge.name],
-        "mean": _interval(edge.mean),
-        "share": _interval(edge.share),
-        "mean_ratio": _interval(edge.mean_ratio),
-        "c": _interval(edge.c),
+        "mean": interval_json(edge.mean),
+        "share": interval_json(edge.share),
+        "mean_ratio": interval_json(edge.mean_ratio),
+        "c": interval_json(edge.c),
         "c_limit": edge.c_limit,
         "diagnosis": edge.diagnosis,
     }
-
-
-def _interval(estimate: Estimate) -> dict[str, float]:
-    return {"value": estimate.value, "low": estimate.low, "high": estimate.high}

@@ -1,4 +1,4 @@
-"""What is said of the experts that tokens are sent to."""
+"""Sentences about the experts that tokens are sent to."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from rlk_align.results import EdgeResult, EdgeRouting, LayerRouting
 
 
 def routing_lines(edge: EdgeResult, contract: Contract) -> Iterator[str]:
-    """How many tokens of a sparse model go to other experts, and each layer's part in it."""
+    """Yields how many tokens of a sparse model go to other experts, and the part of each layer."""
     r = edge.routing
     if r is None:
         return
@@ -30,8 +30,8 @@ def routing_lines(edge: EdgeResult, contract: Contract) -> Iterator[str]:
 
 
 def replay_lines(replay: ReplayedEdge, edge: EdgeResult) -> Iterator[str]:
-    """How much of an edge's differences is left once its second engine computes the first one's
-    experts."""
+    """Yields how much of an edge's differences remains once its second engine computes the first
+    engine's experts."""
     r, whole, rest = edge.routing, edge.metrics, replay.rest
     yield (
         f"replayed ({edge.name}): with the other side's experts in {replay.side}, mean |Δ| is "
@@ -59,7 +59,7 @@ def _log_probs(r: EdgeRouting) -> str:
 
 
 def layer_words(layer: LayerRouting, contract: Contract) -> str:
-    """Whose doing a layer's flips are."""
+    """States whether a layer's flips arise at its router or follow from its inputs."""
     effects = layer.flipped - layer.at_router
     parts = [f"{layer.flipped:,} of {layer.rows:,} rows flipped"]
     if layer.at_router:
@@ -72,7 +72,7 @@ def layer_words(layer: LayerRouting, contract: Contract) -> str:
 
 
 def _kind(layer: LayerRouting, contract: Contract) -> str:
-    """Whether flips on equal inputs are ties, rounding, or more."""
+    """States whether flips on equal inputs are ties, rounding, or larger."""
     others = layer.measured - layer.ties
     kinds = [f"{layer.ties:,} tie{'s' * (layer.ties > 1)} of logits"] if layer.ties else []
     if others:
@@ -90,7 +90,8 @@ def _kind(layer: LayerRouting, contract: Contract) -> str:
 
 
 def routing_json(edge: EdgeResult, contract: Contract, probe: Probe | None) -> dict[str, Any]:
-    """The same for programs, with `replay` where routing was replayed; empty for a dense model."""
+    """Returns the record of an edge's routing, with `replay` where routing was replayed; empty for
+    a dense model."""
     if edge.routing is None:
         return {}
     record = edge.routing.model_dump()

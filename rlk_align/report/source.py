@@ -1,4 +1,4 @@
-"""The input of every report: a finished run with a fresh verdict."""
+"""The input of every report: a finished run with a new verdict."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,21 +24,21 @@ class ReportSource:
 
     @property
     def name(self) -> str:
-        """The folder's own name, which readers know the run by."""
+        """The name of the folder, by which readers know the run."""
         return self.folder.name or str(self.folder)
 
     @property
     def place(self) -> Path:
-        """The folder as files name it: where it lay when it was judged is not of the run."""
+        """The folder's name as a path: a report does not depend on where the run was judged."""
         return Path(self.name)
 
 
 def load_source(name: str, contract: str | None) -> ReportSource:
-    """A compared run by folder or as `@last`, judged by a contract, given by id or file, or by that
-    of its dtype.
+    """Loads a compared run by folder or as `@last`, and judges it by a contract's id or file; None
+    means the contract of the run's dtype.
 
-    Raises BadOption where there is no such run or it compares nothing, CorruptTrace where a file of
-    it is missing or is not what was written, ContractError.
+    Raises BadOption where there is no such run or it compares nothing, CorruptTrace where one of
+    its files is missing or has changed, and ContractError.
     """
     run = Run.open(name)
     comparison = run.comparison

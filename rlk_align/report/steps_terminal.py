@@ -17,12 +17,12 @@ COLUMNS = (
 
 
 WIDTHS = {"step": 6, "tokens": 9, "E[ρ] − 1": 18, "c": 16, "reward": 7, "run": 12}
-"""Characters that a column has at least; the others have 8."""
+"""The least width of a column in characters; it is 8 for the others."""
 
 
 def steps_table(steps: list[tuple[str, StepRecord]], several: bool, header: bool = True) -> Table:
-    """Returns the last steps as a table; `several` runs are named in it. Columns have widths of
-    their own, so that tables below one another read as one; only the first has a `header` then."""
+    """Returns the last steps as a table, which names each step's run where there are `several`.
+    Fixed widths align tables below one another, of which only the first has a `header`."""
     table = Table(box=None, pad_edge=False, header_style="dim", show_header=header)
     for name in ("run", *COLUMNS) if several else COLUMNS:
         justify: Literal["left", "right"] = "left" if name in ("run", "findings") else "right"
@@ -34,7 +34,7 @@ def steps_table(steps: list[tuple[str, StepRecord]], several: bool, header: bool
 
 
 def cells_of(record: StepRecord) -> list[str]:
-    """Returns the figures of COLUMNS, a dash where one is not known."""
+    """Returns the cells of COLUMNS; a dash where a figure is not known."""
     return [
         str(record.step),
         "–" if record.tokens is None else f"{record.tokens:,}",
@@ -69,11 +69,12 @@ def _findings(record: StepRecord) -> Text:
 
 
 def finding_lines(
-    run: str, record: StepRecord, told: set[tuple[str, str]] | None = None
+    run: str, record: StepRecord, reported: set[tuple[str, str]] | None = None
 ) -> Iterator[Text]:
-    """Yields each finding of a step in a sentence, those aside whose (level, name) is in `told`."""
+    """Yields each finding of a step in a sentence, except those whose (level, name) is in
+    `reported`."""
     for finding in record.findings:
-        if (finding.level, finding.name) in (told or ()):
+        if (finding.level, finding.name) in (reported or ()):
             continue
         where = f"{run}: step {record.step}" if run else f"step {record.step}"
         since = "" if finding.since is None else f" since step {finding.since}"

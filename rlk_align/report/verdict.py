@@ -1,5 +1,5 @@
 """A verdict as a document: what is wrong, where, on which side, and what to do next; then the
-figures, and what a pass rests on."""
+figures and the evidence."""
 
 import math
 import shlex
@@ -49,13 +49,14 @@ from rlk_align.report.words import (
 from rlk_align.results import Comparison, EdgeResult, Introducer
 
 _SHOWN = 8
-"""Names in one line; the rest is counted."""
+"""The most names in one line; the rest is counted."""
 
 
 def verdict_document(
     verdict: Verdict, folder: Path, probe: Probe | None = None, command: Sequence[str] = ()
 ) -> Document:
-    """The verdict on a run, and what a probe added to it. `command`: the one that made the run."""
+    """Returns the verdict on a run with the results of its probe. `command`: the command that made
+    the run."""
     sentence, more = outcome(verdict)
     return Document(
         status=verdict.status,
@@ -63,20 +64,20 @@ def verdict_document(
         text=more,
         folder=str(folder),
         facts=list(_facts(verdict)),
-        sections=[*_found(verdict, probe), *problem_sections(verdict)],
+        sections=[*_measurements(verdict, probe), *problem_sections(verdict)],
         next_steps=_next(verdict, folder, probe),
         command=shlex.join(command),
     )
 
 
 def source_document(source: ReportSource) -> Document:
-    """The verdict on a finished run, which reads the same wherever its folder lies."""
+    """Returns the verdict on a finished run; its text does not depend on the folder's location."""
     command = source.record.command
     return verdict_document(source.verdict, source.place, source.probe, command)
 
 
 def markdown(source: ReportSource) -> str:
-    """The comment on a pull request."""
+    """Renders the comment on a pull request."""
     return document_markdown(source_document(source))
 
 
@@ -86,7 +87,7 @@ def _next(verdict: Verdict, folder: Path, probe: Probe | None) -> list[str]:
     if probe is not None or not differs or "rlk-align probe" in step:
         return [step]
     where = shlex.quote(str(folder))
-    return [step, f"rlk-align probe {where}    which operator introduced what, and its effect"]
+    return [step, f"see which operator introduced which difference: rlk-align probe {where}"]
 
 
 def _facts(verdict: Verdict) -> Iterator[Fact]:
@@ -107,7 +108,7 @@ def _facts(verdict: Verdict) -> Iterator[Fact]:
         yield Fact("coverage", f"{paired:,} of {expected:,} rows paired")
         yield from _production(c)
     if verdict.status == "pass":
-        yield from _rests_on(verdict)
+        yield from _evidence(verdict)
     beyond = verdict.breaches or verdict.waived
     worst = max(beyond, key=_badness, default=closest_limit(verdict))
     if worst is not None:
@@ -117,7 +118,8 @@ def _facts(verdict: Verdict) -> Iterator[Fact]:
 
 
 def _badness(check: LimitCheck) -> tuple[bool, bool, float]:
-    """A NaN is worst. What is a multiple of its limit says more than what should be 0."""
+    """The order of checks: a NaN is worst, and a multiple of a limit counts more than a limit of
+    0."""
     return math.isnan(check.value), check.fail > 0, check.excess
 
 
@@ -132,8 +134,8 @@ def _production(c: Comparison) -> Iterator[Fact]:
         yield Fact("", f"  {name}: {production_words(found)}", "soft")
 
 
-def _rests_on(verdict: Verdict) -> Iterator[Fact]:
-    """What a pass rests on: how far it was tested, and how much is equal."""
+def _evidence(verdict: Verdict) -> Iterator[Fact]:
+    """Yields the evidence of a pass: the tested positions, and how many rows are equal."""
     edges = [e for e in verdict.comparison.edges if e.name in verdict.comparison.judged]
     differ = sum(s.differ for e in edges for s in e.sites)
     rows = sum(s.rows for e in edges for s in e.sites)
@@ -142,16 +144,16 @@ def _rests_on(verdict: Verdict) -> Iterator[Fact]:
     if not differ:
         yield Fact("rows", f"all {rows:,} rows are bit-equal")
         return
-    places = {s.site for e in edges for s in e.sites if s.differ}
+    sites = {s.site for e in edges for s in e.sites if s.differ}
     yield Fact(
         "rows",
-        f"{differ:,} of {rows:,} rows differ, at {len(places)} sites: within the limits of "
+        f"{differ:,} of {rows:,} rows differ, at {len(sites)} sites: within the limits of "
         f"{verdict.contract.id}, not equal",
     )
 
 
-def _found(verdict: Verdict, probe: Probe | None) -> Iterator[Section]:
-    """What the comparison measured, in the order of a reader's questions."""
+def _measurements(verdict: Verdict, probe: Probe | None) -> Iterator[Section]:
+    """Yields the measurements, in the order of a reader's questions."""
     c, edge = verdict.comparison, headline(verdict)
     if not c.stopped:
         if c.edges:
@@ -163,19 +165,19 @@ def _found(verdict: Verdict, probe: Probe | None) -> Iterator[Section]:
             if probe is not None and (replay := probe.replay(e.name)):
                 yield from _lines(replay_lines(replay, e))
     if probe is not None and probe.left_out:
-        yield Section(heading=f"graft passes left out: {probe.left_out}", tone="doubt")
+        yield Section(heading=f"graft passes omitted: {probe.left_out}", tone="doubt")
     for probed in probe.edges if probe else ():
         yield probe_section(verdict, probed)
 
 
 def _lines(lines: Iterator[str]) -> Iterator[Section]:
-    """A section of lines, of which the first is its heading; none without a line."""
+    """Yields a section whose heading is the first line; nothing without lines."""
     for heading in lines:
         yield Section(heading=heading, items=[text.strip() for text in lines])
 
 
 def _edges(verdict: Verdict) -> Section:
-    """A row for each edge, and for healthy models; then the law of noise."""
+    """Returns a row for each edge and one for healthy models, then the law of noise."""
     rows = [[e.name, *edge_figures(e.metrics)] for e in verdict.comparison.edges]
     if healthy := healthy_figures(verdict):
         rows.append(["healthy models", *healthy])
@@ -185,7 +187,7 @@ def _edges(verdict: Verdict) -> Section:
         heading="edges",
         table=DataTable(
             name="edges",
-            caption="Δ is a token's log-prob in the second pass less that in the first.",
+            caption="Δ is a token's log-prob in the second pass minus that in the first.",
             columns=("edge", *EDGE_FIGURES),
             rows=rows,
         ),
@@ -209,7 +211,7 @@ def _divergence(verdict: Verdict, edge: EdgeResult) -> Iterator[Section]:
 
 
 def _operator(verdict: Verdict, edge: EdgeResult, over: OverBudget) -> Entry:
-    """Which side is off, how, and where the operator is in the code."""
+    """States which side is off, how, and where the operator is in the code."""
     unit = over.unit
     off, *unchecked = whose_off(over).split("; ")
     details = [*unchecked, f"at sample {unit.sample}, position {unit.position}"]
@@ -254,7 +256,8 @@ def _introducer(verdict: Verdict, edge: EdgeResult, unit: Introducer) -> Section
 
 
 def problem_sections(verdict: Verdict) -> Iterator[Section]:
-    """Lists of what is wrong, nearly wrong, excused or unknown; none without an entry."""
+    """Yields lists of errors, near misses, excuses and doubts; lists without an entry are
+    omitted."""
     c = verdict.comparison
     mismatches = [
         Entry(text=mismatch_words(m), details=[m.detail] if m.detail else []) for m in c.mismatches
@@ -278,6 +281,6 @@ def problem_sections(verdict: Verdict) -> Iterator[Section]:
 
 
 def _listed(heading: str, items: Sequence[Entry | str], tone: Tone = "") -> Iterator[Section]:
-    """A section of its items; none where there are no items."""
+    """Yields a section with items; nothing without items."""
     if items:
         yield Section(heading=heading, items=items, tone=tone)

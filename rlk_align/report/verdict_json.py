@@ -32,12 +32,12 @@ def json_text(source: ReportSource) -> str:
 
 
 def record_text(record: dict[str, Any]) -> str:
-    """A record as JSON, ending in a line break."""
+    """Returns a record as JSON with a final line break."""
     return json.dumps(record, indent=1, allow_nan=False) + "\n"
 
 
 def verdict_json(verdict: Verdict, probe: Probe | None = None) -> dict[str, Any]:
-    """The published record, with the units where a probe has run; a NaN is null there."""
+    """Returns the published record, with units where the run was probed; a NaN is null."""
     c, edge = verdict.comparison, headline(verdict)
     stopped = c.stopped
     record = {
@@ -83,12 +83,12 @@ def verdict_json(verdict: Verdict, probe: Probe | None = None) -> dict[str, Any]
 
 
 def contract_json(contract: Contract) -> dict[str, str]:
-    """Identifies the contract that judged."""
+    """Returns the identity of the contract."""
     return {"id": contract.id, "version": contract.version, "sha256": contract.sha256}
 
 
 def too_few_json(contract: Contract, model: str, dtype: str, doubt: str) -> dict[str, Any]:
-    """The record of a comparison that was not started; nothing in it was checked."""
+    """Returns the record of a comparison that was not started; nothing was checked."""
     return {
         "schema": "rlk-align/verdict/1",
         "status": "inconclusive",
@@ -156,7 +156,7 @@ def _edges_json(c: Comparison) -> dict[str, Any]:
 
 
 def _routing_json(verdict: Verdict, probe: Probe | None) -> dict[str, Any]:
-    """The routing of a sparse model, by edge."""
+    """Returns the routing of a sparse model, by edge."""
     c = verdict.comparison
     routing = {e.name: routing_json(e, verdict.contract, probe) for e in c.edges if e.routing}
     return {"routing": routing} if routing and not c.stopped else {}
@@ -181,7 +181,8 @@ def _contributor_json(probed: ProbedEdge) -> dict[str, Any] | None:
 
 
 def _contribution_json(part: Contribution) -> dict[str, Any]:
-    """Effects in nats over the tokens; the mean averages patching in first and removing last."""
+    """Returns effects in nats over the tokens; the mean averages patching in first and removing
+    last."""
     return {"mean_abs_dlogp": part.mean_abs, "mean_dlogp": part.mean}
 
 
@@ -243,7 +244,7 @@ def _over_budget_json(verdict: Verdict, over: OverBudget) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null stands for them."""
+    """Replaces NaN and infinity, which JSON lacks, with null."""
     if isinstance(value, dict):
         return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""What became of the weights, as a document."""
+"""The comparison of two sets of weights, as a document."""
 
 import math
 
@@ -7,10 +7,10 @@ from rlk_align.weights.findings import EXPECTED, Finding, WeightsReport
 
 
 def weights_document(report: WeightsReport) -> Document:
-    """How many parameters have which status, then those that are not equal."""
+    """Returns the counts by status, then the parameters that are not equal."""
     counts = [f"{n:,} {status}" for status, n in report.counts.items() if n]
     unequal = [f for f in report.findings if f.status != "equal"]
-    # What fails comes first; the rest keeps the order of the model.
+    # Failures come first; the rest keeps the order of the model.
     unequal.sort(key=lambda f: f.status in EXPECTED)
     table = DataTable(
         name="parameters",
@@ -47,11 +47,11 @@ def _extent(f: Finding) -> str:
 
 
 def _next(report: WeightsReport) -> str:
-    """What to do about the first kind of failure that there is."""
+    """Returns what to do about the most important kind of failure."""
     counts = report.counts
     if counts["stale"]:
         steps = sorted({f.step for f in report.findings if f.step})
-        return f"these parameters were not synced since {', '.join(steps)}: check what sends them"
+        return f"these parameters were not synced since {', '.join(steps)}: check the sender"
     if counts["missing"]:
         return "check which names the sender and the receiver use for the missing parameters"
     if report.earlier:
@@ -59,6 +59,6 @@ def _next(report: WeightsReport) -> str:
             "B equals none of the earlier steps: check how it was converted or merged (--adapter)"
         )
     return (
-        "give earlier checkpoints (--earlier) or the adapter (--adapter) to find where it "
-        "comes from"
+        "give earlier checkpoints (--earlier) or the adapter (--adapter) to find the origin of the "
+        "difference"
     )

@@ -1,4 +1,4 @@
-"""Sentences and figures that several reports share."""
+"""Sentences and figures for several reports."""
 
 import shlex
 from collections.abc import Iterator, Sequence
@@ -25,34 +25,34 @@ from rlk_align.results import (
 
 
 def engine_spec(engine: EngineRecord) -> str:
-    """E.g. `vllm:tp=2`, as the command line takes it."""
+    """Returns the spec of an engine for the command line, e.g. `vllm:tp=2`."""
     options = ",".join(f"{k}={v}" for k, v in engine.options.items())
     return f"{engine.name}:{options}" if options else engine.name
 
 
-def production_words(found: ProductionPass) -> str:
-    """What one pass of the production mode rests on: tokens, and CUDA graphs."""
-    words = f"{found.metrics.tokens:,} of {found.expected:,} tokens compared"
-    if found.parted:
-        sample, position = found.parted[0]
+def production_words(run: ProductionPass) -> str:
+    """Describes one pass of the production mode: its tokens and CUDA graphs."""
+    words = f"{run.metrics.tokens:,} of {run.expected:,} tokens compared"
+    if run.parted:
+        sample, position = run.parted[0]
         words += (
-            f", {len(found.parted):,} samples part from the observed text "
+            f", {len(run.parted):,} samples depart from the observed text "
             f"(first sample {sample}, after position {position})"
         )
-    graphs = found.graphs
+    graphs = run.graphs
     if graphs is None:
         return f"{words}; without CUDA graphs"
-    if not found.replays:
+    if not run.replays:
         return f"{words}; no CUDA graph was replayed in {graphs.steps:,} steps"
     by_mode = ", ".join(f"{count:,} {mode}" for mode, count in sorted(graphs.replays.items()))
     return (
-        f"{words}; {found.replays:,} CUDA graph replays ({by_mode}) in {graphs.replayed_steps:,} "
+        f"{words}; {run.replays:,} CUDA graph replays ({by_mode}) in {graphs.replayed_steps:,} "
         f"of {graphs.steps:,} steps"
     )
 
 
 def noise_words(noise: Noise | str | None) -> str:
-    """Says whether a side repeats itself bit for bit."""
+    """States whether a side repeats itself bit for bit."""
     if isinstance(noise, Noise):
         return f"differs from itself by up to {noise.max_abs_dlogp:.2g}"
     return "noise not measured" if noise else "repeats bitwise"
@@ -68,14 +68,15 @@ _WHOSE_OFF = {
 
 
 def whose_off(over: OverBudget) -> str:
-    """E.g. `the training side is off`, and which side was not checked, and why."""
+    """States which side is off, e.g. `the training side is off`, and which side was not checked and
+    why."""
     unchecked = {u.side: u.reason for u in over.unchecked}
     parts = [f"{side} was not checked here: {why}" for side, why in unchecked.items()]
     return "; ".join([_WHOSE_OFF[over.side], *parts])
 
 
-def _parting(verdict: Verdict, edge: EdgeResult, over: list[OverBudget]) -> str:
-    """In one sentence: the first operator over its budget, and where the sides first differ."""
+def _first_difference(verdict: Verdict, edge: EdgeResult, over: list[OverBudget]) -> str:
+    """States in one sentence where the sides first differ."""
     site, first = over[0].unit.site, edge.first_bitwise
     if first is not None and first.site == site:
         return f"The sides first differ at {site}, which is over its budget."
@@ -90,7 +91,7 @@ def _parting(verdict: Verdict, edge: EdgeResult, over: list[OverBudget]) -> str:
 
 
 def site_figures(s: SiteResult) -> str:
-    """Says how many rows a site introduced, and how large its error is."""
+    """States how many rows a site introduced, and how large its error is."""
     text = f"{s.introduced:,} of {s.rows:,} rows introduced here"
     if s.nonfinite:
         return f"{text}; {s.nonfinite:,} entries are NaN or infinite"
@@ -100,8 +101,8 @@ def site_figures(s: SiteResult) -> str:
 
 
 def positions_words(c: Comparison) -> str:
-    """Says how far into its context a model was tested; empty where that is all of it, or where a
-    run does not say."""
+    """States which positions of the context were tested; empty where all were, or where the run
+    does not record that."""
     if not 0 < c.longest_sequence < c.context:
         return ""
     return f"positions up to {c.longest_sequence:,} of {c.context:,} tested"
@@ -112,20 +113,21 @@ LONGER_PROMPTS = "longer prompts (--prompts FILE) test later ones"
 
 
 def rank_words(unit: Introducer) -> str:
-    """Says which ranks of a sharded side hold what differs; empty where that cannot be told."""
+    """States which ranks of a sharded side hold the differing values; empty where that is not
+    known."""
     sides = [
         f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} of {side}"
         for side, ranks in unit.ranks.items()
     ]
-    return f"what differs is held by {' and '.join(sides)}" if sides else ""
+    return f"the differing values are on {' and '.join(sides)}" if sides else ""
 
 
 EDGE_FIGURES = ("max |Δ|", "mean |Δ|", "p99 |Δ|", "k3", "ρ − 1", "clip", "≠ bits")
-"""The figures of an edge that are shown first."""
+"""The most important figures of an edge."""
 
 
 def edge_figures(m: EdgeMetrics) -> list[str]:
-    """The figures that EDGE_FIGURES names, short."""
+    """Returns the figures of EDGE_FIGURES in few digits."""
     sizes = (m.max_abs_dlogp, m.mean_abs_dlogp, m.p99_abs_dlogp, m.k3)
     shift, clipped = f"{m.ratio_mean - 1:.1g}", f"{m.clip_fraction:.1%}"
     return [*(f"{x:.2g}" for x in sizes), shift, clipped, str(m.bit_mismatches)]
@@ -135,8 +137,8 @@ _HEALTHY = ("max_abs_dlogp", "mean_abs_dlogp", "p99_abs_dlogp", "k3", "ratio_mea
 
 
 def healthy_figures(verdict: Verdict) -> list[str]:
-    """Up to where healthy models lie in each of EDGE_FIGURES, by the contract; empty where it does
-    not say so."""
+    """Returns the largest value of healthy models for each of EDGE_FIGURES; empty where the
+    contract does not state them."""
     healthy = verdict.contract.healthy
     if healthy is None:
         return []
@@ -147,7 +149,7 @@ def healthy_figures(verdict: Verdict) -> list[str]:
 
 
 def noise_law(verdict: Verdict, edge: EdgeResult) -> str:
-    """How the Δ of an edge compares with the law of healthy noise; empty for a run of an older
+    """Compares the Δ of an edge with the law of healthy noise; empty for a run of an older
     version."""
     noise = edge.metrics.noise
     if noise is None:
@@ -159,8 +161,8 @@ def noise_law(verdict: Verdict, edge: EdgeResult) -> str:
 
 
 def cause_words(verdict: Verdict) -> str:
-    """In a few words what a verdict rests on: a bug of an operator, drift, or nothing; empty where
-    nothing was concluded."""
+    """Names the cause of a verdict: a bug of an operator, drift, or none; empty where nothing was
+    concluded."""
     cause = cause_of(verdict)
     if cause == "drift":
         return "drift beyond what the contract allows; no operator is at fault"
@@ -177,12 +179,12 @@ def cause_words(verdict: Verdict) -> str:
 
 
 def how_words(verdict: Verdict, over: OverBudget) -> list[tuple[str, str]]:
-    """(side and pass, how the operator is off there)."""
+    """Returns (side and pass, description of the error) for each side that is off."""
     return [(f"{u.side} {u.passname}", how_off(u, verdict.contract)) for u in over.units]
 
 
 def bounded(lines: Sequence[str], most: int) -> list[str]:
-    """The first `most` lines, and how many more there are."""
+    """Returns the first `most` lines, and a count of the rest."""
     more = [f"and {len(lines) - most} more"] if len(lines) > most else []
     return [*lines[:most], *more]
 
@@ -190,8 +192,8 @@ def bounded(lines: Sequence[str], most: int) -> list[str]:
 def code_places(
     verdict: Verdict, edge: EdgeResult, site: str
 ) -> Iterator[tuple[str, CodePlace, list[str]]]:
-    """(side, where the operator is in its code, the settings that the other side does not have, and
-    those that are as the checkpoint's config.json has them)."""
+    """Yields (side, location of the operator in the side's code, settings): the settings that the
+    other side lacks, then those that agree with config.json."""
     units = [u for u in verdict.comparison.referee if u.site == site and edge.name in u.edges]
     places = {u.side: u.code for u in units if u.code is not None}
     for side, place in places.items():
@@ -206,7 +208,7 @@ def _settings(units: Sequence[RefereedUnit], side: str) -> list[LiveSetting]:
 
 
 def mismatch_words(m: Mismatch) -> str:
-    """Says in one line what differs between the sides."""
+    """Describes in one line a difference between the sides."""
     where = f" (sample {m.sample}, position {m.position})" if m.sample is not None else ""
     return f"{m.kind} {m.name}{where}: rollout {_short(m.rollout)}, train {_short(m.train)}"
 
@@ -217,7 +219,7 @@ def _short(value: Any) -> str:
 
 
 def check_words(check: LimitCheck) -> str:
-    """E.g. `prefill_vs_train max_abs_dlogp: 0.082, 0.06 allowed (max-dlogp)`."""
+    """Describes a check, e.g. `prefill_vs_train max_abs_dlogp: 0.082, 0.06 allowed (max-dlogp)`."""
     where = " ".join(filter(None, [check.edge, check.side, check.site, check.metric]))
     value = f"{abs(check.value):.3g}"
     if check.low is not None:
@@ -229,10 +231,10 @@ def check_words(check: LimitCheck) -> str:
 
 
 def outcome(verdict: Verdict) -> tuple[str, str]:
-    """In a sentence what is wrong, or that nothing is; and what that rests on, in more words."""
+    """Returns a sentence on what is wrong, if anything, and a second text with the reasons."""
     c, edge = verdict.comparison, headline(verdict)
     if c.stopped:
-        return f"The two sides were not given the same: {mismatch_words(c.stopping[0])}.", ""
+        return f"The two sides have different inputs: {mismatch_words(c.stopping[0])}.", ""
     if verdict.status == "inconclusive" or edge is None:
         return f"Nothing can be concluded: {verdict.doubts[0]}.", ""
     cause = cause_words(verdict)
@@ -240,12 +242,12 @@ def outcome(verdict: Verdict) -> tuple[str, str]:
 
 
 def finding(verdict: Verdict) -> str:
-    """Says in plain words what is wrong, or what a pass rests on."""
+    """States what is wrong, or the evidence of a pass."""
     return " ".join(filter(None, outcome(verdict)))
 
 
 def _finding(verdict: Verdict, edge: EdgeResult) -> str:
-    """What is wrong on an edge, or what a pass rests on."""
+    """States what is wrong on an edge, or the evidence of a pass."""
     c = verdict.comparison
     over = over_budget(verdict, edge)
     if over:
@@ -281,11 +283,11 @@ def _over_words(verdict: Verdict, edge: EdgeResult, over: list[OverBudget]) -> s
         text = f"{first.unit.site} is further from exact than rounding explains: {how[0][1]}"
     later = len(over) - 1
     more = f" {later} later operator{'s are' if later > 1 else ' is'} off too." if later else ""
-    return f"{text}.{more} {_parting(verdict, edge, over)}"
+    return f"{text}.{more} {_first_difference(verdict, edge, over)}"
 
 
 def side_off(verdict: Verdict) -> str:
-    """Says which side is off."""
+    """States which side is off."""
     c, edge = verdict.comparison, headline(verdict)
     if c.stopped or edge is None or verdict.status == "inconclusive":
         return "unknown: nothing was judged"
@@ -300,11 +302,11 @@ def side_off(verdict: Verdict) -> str:
 
 
 MORE_TOKENS = "capture with more --prompts, or a larger --max-new-tokens"
-"""The advice where a comparison has too few tokens."""
+"""The advice for a comparison with too few tokens."""
 
 
 def _settle(verdict: Verdict) -> str:
-    """Says what would make the next run conclusive."""
+    """States what would make the next run conclusive."""
     c, contract = verdict.comparison, verdict.contract
     noisy = [s for s, n in (c.controls.noise if c.controls else {}).items() if isinstance(n, Noise)]
     if noisy:
@@ -315,16 +317,16 @@ def _settle(verdict: Verdict) -> str:
         return f"judge only what both sides can show: --edges {','.join(rest)}"
     if short:
         return MORE_TOKENS
-    return "correct what is named above, then capture and compare again with --fresh"
+    return "correct the causes named above, then capture and compare again with --fresh"
 
 
 def _never_shown(edge: EdgeResult) -> bool:
-    """Whether a side cannot give this edge's log-probs, however many tokens are captured."""
+    """Whether a side can never show this edge's log-probs, however many tokens are captured."""
     return any(site == "logprob" and explained for site, _, explained in edge.unpaired)
 
 
 def next_step(verdict: Verdict, folder: Path) -> str:
-    """Says what the user should do next."""
+    """States what the user should do next."""
     c = verdict.comparison
     if c.stopped:
         kinds = dict.fromkeys(m.kind for m in c.stopping)
@@ -355,8 +357,8 @@ def next_step(verdict: Verdict, folder: Path) -> str:
     if unlike:
         s = unlike[0]
         return (
-            f"give the {over[0].units[0].side} side {s.name} {s.configured} at {first.site}, as "
-            f"config.json says: it computes by {s.live}"
+            f"give the {over[0].units[0].side} side {s.name} {s.configured} at {first.site}, as in "
+            f"config.json: it uses {s.live}"
         )
     if over and over[0].side in ("rollout", "train"):
         return f"check {first.site} on the {over[0].side} side"
@@ -366,8 +368,8 @@ def next_step(verdict: Verdict, folder: Path) -> str:
             "(temperature, raw or processed log-probs, the softmax's dtype)"
         )
     if not over:
-        return f"rlk-align probe {where} --attribute    which operators move the log-probs most"
+        return f"see which operators move the log-probs most: rlk-align probe {where} --attribute"
     if over[0].unchecked:
         unchecked = over[0].unchecked[0].side
         return f"give {unchecked} the checkpoint's own {first.site}, and compare again"
-    return f"rlk-align report html {where} -o report.html    shows {first.site}"
+    return f"see {first.site} on a page: rlk-align report html {where} -o report.html"

@@ -104,5 +104,5 @@ def test_a_run_without_rows_says_so(tmp_path: Path) -> None:
     add_checksums(folder, ["run.json", "comparison.json", "verdict.json", *captures])
     loaded = rlk_align.load_run(folder, CONTRACT)
     assert loaded.sites()["site"] == NAMES
-    with pytest.raises(BadOption, match=r"holds no comparison\.parquet"):
+    with pytest.raises(BadOption, match=r"has no comparison\.parquet"):
         loaded.tokens()

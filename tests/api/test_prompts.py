@@ -29,7 +29,7 @@ def test_embedded_prompts_that_do_not_fit_are_left_out_with_a_word(
     left = [p.id for p in EMBEDDED if p not in ready.prompts.prompts]
     assert left == ["p07"]
     assert said == [
-        "1 of the 64 embedded prompts is left out: the model leaves 512 positions less 32 new "
+        "1 of the 64 embedded prompts is omitted: the model leaves 512 positions less 32 new "
         "tokens, and the longest prompt has 512 tokens; --prompts names others"
     ]
     assert not (tmp_path / "run").exists(), "nothing is written before the run starts"
@@ -39,7 +39,7 @@ def test_embedded_prompts_that_do_not_fit_are_left_out_with_a_word(
     assert "--prompts" not in ready.command, "the same command leaves out the same ones"
     fewer: list[str] = []
     prepared(tmp_path / "other", fewer.append, model=str(model), max_new_tokens=400)
-    assert fewer[0].startswith("15 of the 64 embedded prompts are left out")
+    assert fewer[0].startswith("15 of the 64 embedded prompts are omitted")
 
 
 def test_all_embedded_prompts_fit_the_embedded_model(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlk_align.compare.choice import Routers
+from rlk_align.compare.expert_choice import Routers
 from rlk_align.compare.routing import Flips, _preference
 from rlk_align.judge.contract import Contract
 from rlk_align.judge.load import open_contract

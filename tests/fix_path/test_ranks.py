@@ -56,7 +56,7 @@ def test_a_fault_on_one_rank_is_named_with_it(run: Any, engine: str, fault: str,
     done = run(f"{engine},fault={fault}@rank1")
     side = "rollout" if engine.startswith("vllm") else "train"
     assert named(done) == (site, {side: [1]})
-    assert f"what differs is held by rank 1 of {side}" in done.out
+    assert f"the differing values are on rank 1 of {side}" in done.out
 
 
 @whole_matrix

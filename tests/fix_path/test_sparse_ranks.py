@@ -76,7 +76,7 @@ def test_a_fault_of_one_rank_is_named_with_it(folder: Path, kernels: str, op: st
     first = done.verdict["divergences"]["prefill_vs_train"]["first_bitwise"]
     if kernels == "rlk":
         assert (first["site"], first["ranks"]) == (f"layers.2.{op}", {"rollout": [1]})
-        assert "what differs is held by rank 1 of rollout" in done.out
+        assert "the differing values are on rank 1 of rollout" in done.out
     else:
         # Two ranks round more than one, before that layer.
         assert first["site"] == "layers.0.o_proj"

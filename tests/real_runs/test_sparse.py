@@ -279,7 +279,7 @@ def test_graft_passes_are_left_out_with_the_reason(tmp_path: Path) -> None:
     assert compared(tmp_path, "hf", "hf:attn=eager").code == 0
     done = command_line(tmp_path)("probe", tmp_path / "run")
     assert done.code == 0, done.err
-    assert "graft passes left out: " in done.out
+    assert "graft passes omitted: " in done.out
     assert "sparse layers" in done.out
 
 

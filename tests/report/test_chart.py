@@ -125,7 +125,7 @@ def test_what_cannot_be_drawn_is_said(tmp_path: Path) -> None:
 def test_a_token_that_is_nan_is_counted(tmp_path: Path) -> None:
     run = report_run(tmp_path / "run", probed=False, nan=["layers.1.act"])
     legend = run_chart(load_source(str(run.folder), None)).axes[1].get_legend()
-    assert legend.get_texts()[0].get_text() == "48 tokens; 1 NaN or infinite are left out"
+    assert legend.get_texts()[0].get_text() == "48 tokens; 1 NaN or infinite are omitted"
 
 
 @pytest.mark.parametrize(("suffix", "head"), [("png", b"\x89PNG"), ("PDF", b"%PDF")])

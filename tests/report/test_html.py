@@ -209,7 +209,7 @@ def test_ranks_are_shown_where_there_are_several(tmp_path: Path, healthy: Run) -
 def test_a_run_that_was_stopped_says_why(tmp_path: Path) -> None:
     run = report_run(tmp_path / "stopped", mismatches=[hostile_mismatch()], edges=[], controls=None)
     text = page(run)
-    assert "The two sides were not given the same: weights" in section(text, "verdict")
+    assert "The two sides have different inputs: weights" in section(text, "verdict")
     assert 'id="drift"' not in text
     several = several_page([load_source(str(run.folder), None)] * 2)
     assert "INCONCLUSIVE" in several

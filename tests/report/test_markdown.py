@@ -98,6 +98,9 @@ def test_it_says_what_is_wrong_where_and_what_to_do(tmp_path: Path) -> None:
     assert "roundings" in operators
     for heading in ("breaches", "to make the run again"):
         assert f"\n### {heading}\n" in text
+    unprobed = report_run(tmp_path / "unprobed", over=[OVER], probed=False)
+    text = markdown(load_source(str(unprobed.folder), None))
+    assert "introduced which difference: `rlk-align probe unprobed`" in text
 
 
 def test_a_pass_says_how_close_it_came(tmp_path: Path) -> None:

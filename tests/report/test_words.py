@@ -19,7 +19,7 @@ def test_edges_that_a_side_never_shows_are_to_be_left_out(tmp_path: Path) -> Non
     assert verdict.status == "inconclusive"
     assert next_step(verdict, tmp_path).endswith("--edges decode_vs_train")
     blind = comparison(shown, controls=None)
-    assert "correct what is named above" in next_step(judge(blind, contract()), tmp_path)
+    assert "correct the causes named above" in next_step(judge(blind, contract()), tmp_path)
     few = edge("prefill_vs_train", metrics=metrics(tokens=0))
     assert "--max-new-tokens" in next_step(judge(comparison(few, shown), contract()), tmp_path)
 
@@ -39,6 +39,6 @@ def test_cuda_graphs_are_claimed_where_some_were_replayed_alone() -> None:
     assert said(graphs=none).endswith("compared; no CUDA graph was replayed in 9 steps")
     assert said(graphs=none.model_copy(update={"replays": {"full": 0}})) == said(graphs=none)
     assert said() == "90 of 100 tokens compared; without CUDA graphs"
-    assert "2 samples part from the observed text (first sample 3, after position 41)" in said(
+    assert "2 samples depart from the observed text (first sample 3, after position 41)" in said(
         parted=[(3, 41), (5, 7)]
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from rlk_align.compare.choice import beyond_choice, scores
+from rlk_align.compare.expert_choice import beyond_choice, scores
 from rlk_align.model.dtypes import DTYPES
 from rlk_align.model.families import ModelShape
 from rlk_align.model.sites import Site

@@ -1,4 +1,4 @@
-"""Four answers to "which operator", for an edge: they are rarely one and the same."""
+"""Four answers to "which operator", for an edge; they usually differ."""
 
 from rlk_align.judge.verdict import over_budget
 from rlk_align.report.source import ReportSource
@@ -10,7 +10,7 @@ _NO_ATTRIBUTION = "unknown; find out with: rlk-align probe RUN --attribute"
 
 
 def answers(source: ReportSource, edge: EdgeResult) -> list[tuple[str, str]]:
-    """The questions with their answers, as a page shows them."""
+    """Returns the questions with their answers."""
     return [
         ("where drift starts", _first(edge)),
         ("first beyond its budget", _over(source, edge)),

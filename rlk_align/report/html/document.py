@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from rlk_align.report.document import Document
-from rlk_align.report.html.card import document_card
 from rlk_align.report.html.page import render
 from rlk_align.report.html.steps import COLUMNS, RunSteps
 
@@ -14,7 +13,6 @@ def document_page(document: Document, steps: RunSteps | None = None) -> str:
         "document.html",
         name=Path(document.folder).name or document.folder,
         document=document,
-        card=document_card(document),
         steps=steps,
         columns=COLUMNS,
     )

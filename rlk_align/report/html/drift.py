@@ -1,4 +1,4 @@
-"""The drift chart: how far the two sides are apart, operator by operator in execution order."""
+"""The drift chart: the distance of the two sides by operator, in execution order."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ WIDTH, LEFT, RIGHT, TOP, HEIGHT = 1120.0, 58.0, 10.0, 60.0, 300.0
 
 
 def drift_scale(series: Sequence[DriftSeries], height: float = HEIGHT) -> LogScale:
-    """One that all of them fit on."""
+    """Returns a scale that fits all series."""
     values: list[float | None] = []
     for s in series:
         values.append(s.rounding)
@@ -32,7 +32,7 @@ def drift_figure(
     linked: bool,
     scale: LogScale | None = None,
 ) -> Figure:
-    """`linked`: each site leads to its row in the table of operators."""
+    """Draws the series. `linked`: each site links to its row in the table of operators."""
     plot = _DriftPlot(series, scale or drift_scale(series), linked)
     probed = any(o.introduced is not None for s in series for o in s.operators)
     legend = []
@@ -181,7 +181,7 @@ class _DriftPlot:
                     yield el("circle", cx=self.x(o.site.site), cy=y, r=2, class_=f"dot s{number}")
 
     def _parts(self, number: int, series: DriftSeries) -> Iterator[Markup]:
-        """Marks introduced errors; in a chart of one run, inherited errors too."""
+        """Draws introduced errors; in a chart of one run, inherited errors too."""
         size = min(5.0, max(2.0, self.step / 2))
         for o in series.operators:
             x = self.x(o.site.site)
@@ -189,15 +189,15 @@ class _DriftPlot:
                 y = self.scale(o.inherited)
                 yield el("circle", cx=x, cy=y, r=size * 0.7, class_="ring s0")
             if o.introduced is not None:
-                # Beside each other, so that no run hides another.
+                # The marks are side by side, so that no run hides another.
                 x += (number - (len(self.numbered) - 1) / 2) * self.step / 2
                 y, half = self.scale(o.introduced), size if o.introduced else size / 2
                 path = f"M{x:.1f} {y - half:.1f}l{half} {half}l-{half} {half}l-{half} -{half}z"
                 yield el("path", d=path, class_=f"diamond s{number}")
 
     def _marks(self) -> Iterator[Markup]:
-        """Where drift starts, and the first operator beyond its budget; of several runs, in the
-        first that has it."""
+        """Marks where drift starts and the first operator beyond its budget, in the first run that
+        has each."""
         operators = [(s.label, o) for _, s in self.numbered for o in s.operators]
         marks = (
             ("first", "▼ drift starts: ", next((f for f in operators if f[1].introduces), None)),
@@ -215,7 +215,7 @@ class _DriftPlot:
             yield text(x + shift, y, words, class_=f"label {kind} {side}")
 
     def _hits(self) -> Iterator[Markup]:
-        """A column for each site, to point at and to step through."""
+        """Draws a column for each site, for a pointer and for the keyboard."""
         bottom = self.scale.bottom + LogScale.LANE
         by_site = {s: {o.site.site: o for o in series.operators} for s, series in self.numbered}
         for n, site in enumerate(self.sites):
@@ -237,7 +237,7 @@ class _DriftPlot:
 
 
 def _strokes(points: list[tuple[float, float | None]], scale: LogScale) -> Iterator[str]:
-    """A path that is broken where a value is missing."""
+    """Yields the commands of a path that is broken where a value is missing."""
     down = False
     for x, value in points:
         if value is not None:

@@ -1,4 +1,4 @@
-"""A chart with what stands around it: title, caption, and its data as a table."""
+"""A chart with its title, its caption, and its data as a table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,10 +14,10 @@ class Figure:
     """Unique on its page."""
     title: str
     caption: list[str]
-    """What is drawn, in sentences."""
+    """Sentences that describe the chart."""
     svg: Markup
     legend: list[tuple[str, str]] = field(default_factory=list)
     """(class of the swatch, words)."""
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
-    """What is drawn, as text."""
+    """The data of the chart."""

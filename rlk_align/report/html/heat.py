@@ -1,4 +1,4 @@
-"""Layer by operator: where the sides differ, as a heat map."""
+"""The heat map of layers and operators, which shows where the sides differ."""
 
 from collections.abc import Iterator
 
@@ -10,13 +10,13 @@ from rlk_align.report.html.svg import Ramp, chart, el, figure, text
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _CELL = 1120.0, 70.0, 44.0, 66.0, 20.0
 _SIGNED = ("over", "waived", "near", "introducer")
-"""States whose sign stands in the cell."""
+"""States whose sign is drawn in the cell."""
 _OUTER = 150.0
-"""Width of a cell that belongs to no layer; its name stands in it."""
+"""Width of a cell that belongs to no layer and bears its name."""
 
 
 def operator_heat(operators: list[OperatorFacts]) -> Figure:
-    """Mean relative L2 error of every operator; a cell leads to its row in the table."""
+    """Draws the mean relative L2 error of every operator; a cell links to its row in the table."""
     ramp = Ramp(o.mean for o in operators)
     ops = list(dict.fromkeys(o.site.op for o in operators if o.site.layer is not None))
     layers = sorted({o.site.layer for o in operators if o.site.layer is not None})
@@ -85,7 +85,7 @@ def _cell(
     label: str,
     at: tuple[int, int],
 ) -> Markup:
-    """A link whose colour is the error and whose sign is the state."""
+    """Returns a link whose colour shows the error and whose sign shows the state."""
     x, y = place
     sign = STATES[o.state][0] if o.state in _SIGNED else ""
     level = ramp.level(o.mean)

@@ -1,4 +1,4 @@
-"""Log-probs: the histogram of Δlogp, and every figure beside its limit."""
+"""Log-probs: the histogram of Δlogp, and a table of the figures and their limits."""
 
 import math
 from collections.abc import Iterator
@@ -10,13 +10,18 @@ from rlk_align.judge.checks import LimitCheck
 from rlk_align.judge.verdict import Verdict
 from rlk_align.report.html.figure import Figure
 from rlk_align.report.html.svg import chart, el, figure, text
-from rlk_align.results import Comparison, EdgeMetrics, EdgeResult, Noise
+from rlk_align.results import (
+    CLIP_HIGH,
+    CLIP_LOW,
+    Comparison,
+    EdgeMetrics,
+    EdgeResult,
+    Noise,
+)
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _HEIGHT = 1120.0, 58.0, 10.0, 40.0, 170.0
 _BINS = 61
 _QUANTILES = (0.5, 0.9, 0.99, 0.999)
-_CLIP = (0.8, 1.2)
-"""The bounds of ρ outside of which `clip_fraction` counts a token."""
 
 _NEAR_ONE = ("ratio_mean", "ratio_max", "ess_fraction", "token_mult_prob_error")
 WORDS = {
@@ -35,20 +40,18 @@ WORDS = {
     "token_mult_prob_error": "mean exp |Δ|",
     "bit_mismatches": "log-probs whose bits differ",
 }
-
-
 LAW_WORDS = {
     "noise_c": "c, mean |Δ| / mean (1 − p)",
     "ratio_bias": "|mean ρ − 1| beyond chance",
     "excess": "largest |Δ| / (1 − p), in c",
 }
-"""The figures of the law of healthy noise, where a contract limits them."""
+"""Figures of the law of healthy noise, which are shown where a contract limits them."""
 
 
 def metric_rows(
     verdict: Verdict, edges: list[EdgeResult]
 ) -> list[tuple[str, list[tuple[str, LimitCheck | None]]]]:
-    """Each metric in words, with its value on each edge and the limit that applies to the value."""
+    """Returns each metric in words, with its value on each edge and the check of that value."""
     checks = {(c.edge, c.metric): c for c in verdict.checks if c.site is None}
     raw = [
         (words, [(metric_value(e.metrics, name), checks.get((e.name, name))) for e in edges])
@@ -67,14 +70,14 @@ def metric_rows(
 
 
 def _law_value(check: LimitCheck | None) -> str:
-    """A figure of the law of noise, with the low end of its interval."""
+    """Writes a figure of the law of noise, with the low end of its interval."""
     if check is None:
         return "–"
     return figure(check.value) + ("" if check.low is None else f", at least {figure(check.low)}")
 
 
 def metric_value(metrics: EdgeMetrics, name: str) -> str:
-    """A metric of WORDS with few digits."""
+    """Writes a metric of WORDS in few digits."""
     value = getattr(metrics, name)
     if isinstance(value, int):
         return f"{value:,}"
@@ -82,19 +85,21 @@ def metric_value(metrics: EdgeMetrics, name: str) -> str:
 
 
 def largest_bound(verdict: Verdict, edge: EdgeResult) -> float | None:
-    """The contract's bound on max |Δ| of an edge; None where it has none."""
+    """Returns the contract's bound on max |Δ| of an edge; None without one."""
     bounds = [c.fail for c in verdict.checks if c.edge == edge.name and c.metric == "max_abs_dlogp"]
     return min(bounds, default=None)
 
 
 def noise_floor(comparison: Comparison) -> float:
-    """The largest difference between two runs of one side; 0 where both sides repeat bitwise."""
+    """Returns the largest difference between repetitions of one side; 0 where both repeat
+    bitwise."""
     noise = comparison.controls.noise.values() if comparison.controls else ()
     return max((n.max_abs_dlogp for n in noise if isinstance(n, Noise)), default=0.0)
 
 
 def histogram(delta: np.ndarray, bound: float | None, noise: float, edge: str) -> Figure:
-    """`delta`, float64 `[N]`, in nats; `bound` on the largest and the noise floor likewise."""
+    """Draws `delta`, float64 `[N]`; `bound`: that on the largest |Δ|; `noise`: the noise floor. All
+    are in nats."""
     finite = delta[np.isfinite(delta)]
     span = max(float(np.abs(finite).max(initial=0.0)), bound or 0.0) * 1.05 or 1e-3
     counts, bounds = np.histogram(finite, bins=_BINS, range=(-span, span))
@@ -105,7 +110,7 @@ def histogram(delta: np.ndarray, bound: float | None, noise: float, edge: str) -
         "Counts on a logarithmic scale."
     ]
     if lost:
-        caption.append(f"{lost:,} tokens are left out here: their Δ is NaN or infinite.")
+        caption.append(f"{lost:,} tokens are omitted here: their Δ is NaN or infinite.")
     title = f"Δlogp of {edge}"
     desc = (
         "Histogram: Δlogp to the right, number of tokens upwards by logarithm; above, the "
@@ -149,7 +154,7 @@ class _HistogramPlot:
         return _LEFT + (delta / self.span + 1) / 2 * (_WIDTH - _LEFT - _RIGHT)
 
     def y(self, count: float) -> float:
-        """One token stands a little above the axis."""
+        """Returns the height of a count; one token is a little above the axis."""
         high = (math.log10(count) + 0.15) / (self.top + 0.15) if count else 0.0
         return _TOP + _HEIGHT * (1 - high)
 
@@ -158,7 +163,7 @@ class _HistogramPlot:
     ) -> Iterator[Markup]:
         bottom = _TOP + _HEIGHT
         if noise:
-            # A NaN, and what lies beyond the chart, fill it.
+            # A NaN, or noise beyond the chart, fills it.
             reach = noise if noise <= self.span else self.span
             left, right = self.x(-reach), self.x(reach)
             band = {"x": left, "y": _TOP, "width": right - left, "height": _HEIGHT}
@@ -197,7 +202,7 @@ class _HistogramPlot:
             yield text(x, _TOP - 10, f"{math.exp(min(delta, 700.0)):.3g}", **middle)
         yield text(_LEFT - 6, _TOP - 10, "ρ", class_="label end")
         yield text(_LEFT - 6, bottom + 20, "Δlogp", class_="label end")
-        for ratio in _CLIP:
+        for ratio in (CLIP_LOW, CLIP_HIGH):
             if abs(math.log(ratio)) < self.span:
                 x = self.x(math.log(ratio))
                 yield el("line", x1=x, x2=x, y1=_TOP, y2=bottom, class_="clip")

@@ -1,4 +1,4 @@
-"""One run as a page: its parts in order, and the template that holds them."""
+"""The page of one run, and the rendering of all templates."""
 
 import base64
 import hashlib
@@ -13,7 +13,6 @@ from rlk_align.judge.verdict import Verdict, headline
 from rlk_align.report.drift import drift_series
 from rlk_align.report.facts import operator_facts
 from rlk_align.report.html.answers import answers
-from rlk_align.report.html.card import document_card
 from rlk_align.report.html.drift import drift_figure
 from rlk_align.report.html.heat import operator_heat
 from rlk_align.report.html.logprobs import histogram, largest_bound, metric_rows, noise_floor
@@ -31,17 +30,25 @@ from rlk_align.text import printable
 from rlk_align.version import __version__
 
 _TEMPLATES = "templates"
-NO_ROWS = "This run keeps no rows (comparison.parquet), so nothing can be shown token by token."
+STATUS_SIGNS = {"pass": "✓", "fail": "✕", "inconclusive": "?"}
+NO_ROWS = "This run keeps no rows (comparison.parquet), so single tokens cannot be shown."
 
 
 def render(template: str, **context: object) -> str:
-    """A page from its template; text that is not Markup is made printable and escaped."""
+    """Renders a page from its template; text that is not Markup is made printable and escaped."""
     css, js = _asset("report.css"), _asset("report.js")
     policy = (
         f"default-src 'none'; style-src '{_hash(css)}'; script-src '{_hash(js)}'; "
         "base-uri 'none'; form-action 'none'"
     )
-    shared = {"css": css, "js": js, "policy": policy, "version": __version__, "number": _number}
+    shared = {
+        "css": css,
+        "js": js,
+        "policy": policy,
+        "version": __version__,
+        "number": _number,
+        "status_signs": STATUS_SIGNS,
+    }
     return _environment().get_template(template).render(shared | context)
 
 
@@ -65,13 +72,13 @@ def _asset(name: str) -> Markup:
 
 
 def _hash(text: str) -> str:
-    """The hash by which a content security policy allows an inline part."""
+    """Returns the hash by which a content security policy allows an inline part."""
     digest = hashlib.sha256(text.encode()).digest()
     return f"sha256-{base64.b64encode(digest).decode()}"
 
 
 def _number(cell: str) -> Markup:
-    """The attributes by which a numeric cell is aligned and sorted."""
+    """Returns the attributes by which a numeric cell is aligned and sorted."""
     try:
         value = float(cell.replace(",", "").removesuffix("%"))
     except ValueError:
@@ -81,10 +88,10 @@ def _number(cell: str) -> Markup:
 
 
 def run_page(source: ReportSource) -> str:
-    """The whole page of one run."""
+    """Returns the page of one run."""
     verdict, edge = source.verdict, headline(source.verdict)
     context: dict[str, object] = {
-        "card": document_card(source_document(source)),
+        "document": source_document(source),
         "name": source.name,
         "where": str(source.folder),
         "problems": list(problem_sections(verdict)),
@@ -105,7 +112,7 @@ def run_page(source: ReportSource) -> str:
 
 _SECTIONS = [
     ("problems", "Breaches, warnings and doubts", "problems"),
-    ("provenance", "Provenance", "card"),
+    ("provenance", "Provenance", "document"),
     ("drift", "Where drift starts", "drift"),
     ("heatmap", "Layers and operators", "drift"),
     ("routing", "Routing", "routing"),
@@ -113,8 +120,8 @@ _SECTIONS = [
     ("logprobs", "Log-probs", "drift"),
     ("rankmap", "Ranks", "ranks"),
     ("operators", "Operators", "drift"),
-    ("unpaired", "Unpaired sites", "card"),
-    ("waivers", "Waivers", "card"),
+    ("unpaired", "Unpaired sites", "document"),
+    ("waivers", "Waivers", "document"),
     ("notes", "Notes", "notes"),
 ]
 """Each section's id and heading, and the variable without which the page lacks the section."""
@@ -145,14 +152,14 @@ _OUTCOMES = {"pass": "", "warn": "near-limit", "waived": "near-limit", "fail": "
 
 
 def _charts(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
-    """The template's variables for the charts of the headline edge."""
+    """Returns the template's variables for the charts of the headline edge."""
     verdict, operators = source.verdict, operator_facts(source, edge)
     series = [drift_series(source, edge)]
     columns, rows = operator_table(operators)
     probed = source.probe.edge(edge.name) if source.probe else None
     words = f"probe: {summary(verdict, probed)}" if probed else "Not probed."
     if source.probe and source.probe.left_out:
-        words = f"Graft passes were left out: {source.probe.left_out}"
+        words = f"Graft passes were omitted: {source.probe.left_out}"
     return {
         "edge": edge.name,
         "answers": answers(source, edge),
@@ -174,7 +181,7 @@ def _charts(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
 
 
 def _other(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
-    """The drift of another edge, folded away."""
+    """Returns the folded chart of another edge's drift."""
     operators = operator_facts(source, edge)
     differ = sum(bool(o.site.differ) for o in operators)
     title = f"Drift of {edge.name}"
@@ -189,7 +196,7 @@ def _other(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
 
 
 def _rows(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
-    """The template's variables for what is drawn token by token."""
+    """Returns the template's variables for the charts of tokens."""
     if not source.run.has_rows:
         return {"samples": [], "histogram": None}
     bound = largest_bound(source.verdict, edge)

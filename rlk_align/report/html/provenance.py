@@ -1,4 +1,4 @@
-"""Where numbers come from, side by side, differences first."""
+"""The origin of the numbers: facts about engines side by side, differences first."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,8 +6,8 @@ from rlk_align.results import EngineRecord
 
 
 def side_by_side(facts: Sequence[Mapping[str, str]]) -> list[tuple[bool, str, list[str]]]:
-    """(whether the columns differ, name, a value for each column), differences first; a dash stands
-    where a column does not say. Each half keeps the order of the facts."""
+    """Returns (whether the columns differ, name, a value for each column), differences first. A
+    dash marks a missing value. Both parts keep the order of the facts."""
     names = dict.fromkeys(name for column in facts for name in column)
     rows = [(name, [column.get(name, "–") for column in facts]) for name in names]
     compared = [(len(set(values)) > 1, name, values) for name, values in rows]
@@ -15,7 +15,7 @@ def side_by_side(facts: Sequence[Mapping[str, str]]) -> list[tuple[bool, str, li
 
 
 def engine_facts(engine: EngineRecord) -> dict[str, str]:
-    """All that an engine says of itself, by name."""
+    """Returns the recorded facts of an engine, by name."""
     facts = {
         "engine": engine.name,
         "version": engine.version,

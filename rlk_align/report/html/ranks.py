@@ -1,4 +1,4 @@
-"""The rank map: which ranks of a sharded side hold what differs."""
+"""The rank map: the ranks of a sharded side that hold differing weights."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ _CELL, _LEFT = 96.0, 210.0
 
 
 def ranks_of(engine: EngineRecord) -> int:
-    """Processes that the engine ran in."""
+    """Returns the number of processes in which the engine ran."""
     ranks = engine.environment.get("ranks", "1")
     return int(ranks) if ranks.isdecimal() else 1
 
@@ -24,31 +24,32 @@ def rank_map(c: Comparison) -> Figure | None:
     most = max(sides.values())
     if most == 1:
         return None
-    held = Counter(r for m in c.mismatches for r in m.ranks)
+    differing = Counter(r for m in c.mismatches for r in m.ranks)
     title = "Ranks"
     desc = (
         "A row for each side, a square for each of its ranks, with the weights that differ there."
     )
-    # A mismatch names the ranks of the sharded side; where both are sharded it may be either's.
-    drawn = list(_squares(c, sides, held))
+    # A mismatch names ranks of a sharded side; where both are sharded, of either side.
+    drawn = list(_squares(c, sides, differing))
     rows = [
-        [side, str(rank), str(held[rank]) if count > 1 else "–"]
+        [side, str(rank), str(differing[rank]) if count > 1 else "–"]
         for side, count in sides.items()
         for rank in range(count)
     ]
-    nothing = "No parameter differs between the sides, so no rank holds one that does."
-    caption = [nothing] if not held else ["Parameters that differ, by the ranks that hold them."]
+    caption = "Parameters that differ, by the ranks that hold them."
+    if not differing:
+        caption = "No parameter differs between the sides."
     return Figure(
         name="ranks",
         title=title,
-        caption=caption,
+        caption=[caption],
         svg=chart("ranks", (max(600.0, _LEFT + _CELL * most), 96.0), title, desc, drawn),
         columns=["side", "rank", "parameters that differ"],
         rows=rows,
     )
 
 
-def _squares(c: Comparison, sides: dict, held: Counter[int]) -> Iterator[Markup]:
+def _squares(c: Comparison, sides: dict, differing: Counter[int]) -> Iterator[Markup]:
     for row, (side, count) in enumerate(sides.items()):
         y = 4.0 + row * 46
         split = ", ".join(
@@ -58,7 +59,7 @@ def _squares(c: Comparison, sides: dict, held: Counter[int]) -> Iterator[Markup]
         )
         yield text(_LEFT - 8, y + 24, f"{side} {split}".strip(), class_="label end")
         for rank in range(count):
-            x, differ = _LEFT + rank * _CELL, held[rank] if count > 1 else 0
+            x, differ = _LEFT + rank * _CELL, differing[rank] if count > 1 else 0
             level = "bad" if differ else "l0"
             box = {"x": x, "y": y, "width": _CELL - 4, "height": 40.0}
             yield el("rect", class_=level, **box)

@@ -1,4 +1,5 @@
-"""The sequences of a run that a page shows token by token: those with the largest |Δlogp|."""
+"""The sequences of a run whose tokens a page shows: those with the largest |Δlogp|, and those with
+the most flips."""
 
 import math
 from collections.abc import Sequence
@@ -13,16 +14,16 @@ from rlk_align.report.source import ReportSource
 from rlk_align.results import EdgeResult
 
 SHOWN = 4
-"""Sequences that are drawn."""
+"""The most sequences that are drawn."""
 LONGEST = 320
-"""Tokens of a sequence that are drawn."""
+"""The most tokens of a sequence that are drawn."""
 _CELLS = 30_000
-"""Values of the heat maps together, so that a page of a deep model stays small."""
+"""The most values of all heat maps, so that the page of a deep model stays small."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """A stretch of one sequence: what is drawn of it."""
+    """The drawn stretch of one sequence."""
 
     sample: int
     positions: list[int]
@@ -30,19 +31,28 @@ class Stretch:
     texts: list[str | None]
     sampled: list[bool]
     delta: list[float | None]
-    """Δlogp of each token itself; None for the prompt's."""
+    """Δlogp of each token itself; None for tokens of the prompt."""
     errors: dict[str, list[float | None]]
     """Site -> relative L2 error of each row; None where no value was kept."""
     before: int
-    """Tokens that are left out before the first that is drawn."""
+    """The number of tokens before the stretch."""
     after: int
-    """Tokens that are left out after the last that is drawn."""
+    """The number of tokens after the stretch."""
 
     @property
     def worst(self) -> tuple[float, int]:
-        """(|Δlogp|, place in the stretch) of its worst token."""
+        """(|Δlogp|, index in the stretch) of the worst token."""
         sizes = [(_size(d), n) for n, d in enumerate(self.delta) if d is not None]
         return max(sizes, default=(0.0, 0))
+
+    def word(self, number: int) -> str:
+        """The text of a token, or its id where the text is empty or unknown."""
+        return self.texts[number] or f"⟨{self.ids[number]}⟩"
+
+    def delta_text(self, number: int) -> str:
+        """A token's Δlogp; empty for one of the prompt's."""
+        delta = self.delta[number]
+        return "" if delta is None else f"{delta:+.2g}"
 
 
 def _size(delta: float) -> float:
@@ -50,7 +60,7 @@ def _size(delta: float) -> float:
 
 
 def deltas(source: ReportSource, edge: EdgeResult) -> np.ndarray:
-    """Δlogp of every sampled token of an edge, in nats."""
+    """Returns Δlogp of every sampled token of an edge, in nats."""
     table = _head(source, edge)
     dlogp = pc.subtract(table["second_logprob"], table["first_logprob"]).drop_null()
     return dlogp.to_numpy()
@@ -62,7 +72,7 @@ def _head(source: ReportSource, edge: EdgeResult, columns: Sequence[str] = ()) -
 
 
 def layer_ends(edge: EdgeResult) -> list[str]:
-    """Sites that stand for their layers: the last of each, and those of no layer but logprob."""
+    """Returns the last site of each layer, and the sites outside of layers except logprob."""
     ends: dict[object, str] = {}
     for s in edge.sites:
         if s.op != "logprob":
@@ -71,11 +81,11 @@ def layer_ends(edge: EdgeResult) -> list[str]:
 
 
 def worst_samples(source: ReportSource, edge: EdgeResult) -> list[Stretch]:
-    """The SHOWN samples with the largest |Δlogp|, the largest first."""
+    """Returns the SHOWN samples with the largest |Δlogp|, the largest first."""
     sites = layer_ends(edge)
     table = _head(source, edge)
     size = pc.abs(pc.subtract(table["second_logprob"], table["first_logprob"]))
-    # Arrow sorts a NaN last, and there is nothing worse.
+    # Arrow sorts a NaN last, but a NaN is the worst value.
     size = pc.if_else(pc.is_nan(size), math.inf, size)
     worst = (
         pa.table({"sample": table["sample"], "size": size})
@@ -89,8 +99,9 @@ def worst_samples(source: ReportSource, edge: EdgeResult) -> list[Stretch]:
 def flipped_samples(
     source: ReportSource, edge: EdgeResult, choices: Sequence[str], others: Sequence[str]
 ) -> list[Stretch]:
-    """The SHOWN samples with the most flips, the most first; none without any. `choices`: the sites
-    at which experts are chosen; `others`: sites whose errors are wanted beside them."""
+    """Returns the SHOWN samples with the most flips, the most first, without samples that have
+    none. `choices`: the sites at which experts are chosen. `others`: further sites whose errors are
+    kept."""
     table = _head(source, edge, choices)
     flips = sum(np.nan_to_num(table[c].to_numpy()) > 0 for c in choices)
     count = np.bincount(table["sample"].to_numpy(), weights=flips)
@@ -107,15 +118,15 @@ def _stretches(
 
 
 def _stretch(table: pa.Table, sample: int, sites: Sequence[str], length: int) -> Stretch:
-    """The stretch of a long sequence around its first sampled token, at most a third of it prompt
-    where enough was sampled; or around its worst token, where that lies further on."""
+    """Returns the stretch of a long sequence around its first sampled token, with at most a third
+    of it prompt where enough was sampled; or around its worst token, where that comes later."""
     rows = table.filter(pc.equal(table["sample"], sample))
     sampled = rows["response"].to_pylist()
     prompt = sampled.index(True) if True in sampled else len(sampled)
     before = max(length // 3, length - (len(sampled) - prompt))
     start = max(0, prompt - before)
     whole = pc.subtract(rows["second_logprob"], rows["first_logprob"]).to_pylist()
-    # A row speaks of the next token: the token itself is spoken of by the row before it.
+    # A row has the log-prob of the next token, so the row before a token has the token's own.
     dlogp = [None, *whole[:-1]]
     worst = max(range(len(dlogp)), key=lambda n: -1.0 if dlogp[n] is None else _size(dlogp[n]))
     if worst >= start + length:

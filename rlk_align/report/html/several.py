@@ -1,21 +1,17 @@
-"""Several runs on one page: engines, dtypes, kernels on and off, side by side."""
+"""The page that compares several runs: engines, dtypes, kernels on and off."""
 
-import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from markupsafe import Markup
-
 from rlk_align.judge.verdict import headline, over_budget
+from rlk_align.report.document import Document
 from rlk_align.report.drift import drift_series
-from rlk_align.report.html.card import Card, document_card
 from rlk_align.report.html.drift import drift_figure, drift_scale
 from rlk_align.report.html.figure import Figure
 from rlk_align.report.html.logprobs import WORDS, largest_bound, metric_value
 from rlk_align.report.html.page import render
 from rlk_align.report.html.provenance import engine_facts, side_by_side
-from rlk_align.report.html.svg import LogScale, chart, el, figure, text
+from rlk_align.report.html.svg import figure
 from rlk_align.report.source import ReportSource
 from rlk_align.report.verdict import source_document
 from rlk_align.report.words import engine_spec
@@ -32,7 +28,7 @@ class RunView:
     label: str
     """A letter and its folder's name."""
     source: ReportSource
-    card: Card
+    document: Document
     cells: list[str]
     """The run's cells in the table of verdicts, from the engines on."""
 
@@ -43,7 +39,6 @@ class EdgeView:
 
     name: str
     drift: list[Figure]
-    logprobs: Figure
     columns: list[str]
     rows: list[list[str]]
 
@@ -90,7 +85,7 @@ def _run(label: str, source: ReportSource) -> RunView:
     return RunView(
         label=label,
         source=source,
-        card=document_card(source_document(source)),
+        document=source_document(source),
         cells=[*engines, c.dtype, contract, *figures],
     )
 
@@ -116,10 +111,11 @@ def _view(name: EdgeName, runs: list[RunView]) -> EdgeView | None:
         [words, *(metric_value(edge.metrics, metric) for _, edge in measured)]
         for metric, words in WORDS.items()
     ]
+    bounds = [largest_bound(run.source.verdict, edge) for run, edge in measured]
+    rows.append(["the contract's bound on max |Δ|", *map(figure, bounds)])
     return EdgeView(
         name=name,
         drift=drift,
-        logprobs=_sizes(name, measured),
         columns=["figure", *(run.label for run, _ in measured)],
         rows=rows,
     )
@@ -130,79 +126,8 @@ def _edge(run: RunView, name: EdgeName) -> EdgeResult | None:
     return None if c.stopped else next((e for e in c.edges if e.name == name), None)
 
 
-_WIDTH, _LEFT, _TOP, _ROW = 1120.0, 190.0, 26.0, 26.0
-_SIZES = (
-    ("mean_abs_dlogp", "mean |Δ|", "ring"),
-    ("p99_abs_dlogp", "p99 |Δ|", "diamond"),
-    ("max_abs_dlogp", "max |Δ|", "dot"),
-)
-
-
-def _sizes(name: EdgeName, measured: list[tuple[RunView, EdgeResult]]) -> Figure:
-    """Mean, p99 and largest |Δlogp| of each run, on one scale."""
-    bounds = [largest_bound(run.source.verdict, edge) for run, edge in measured]
-    values = [getattr(edge.metrics, metric) for _, edge in measured for metric, _, _ in _SIZES]
-    scale = LogScale([*values, *(b for b in bounds if b)], _LEFT + 60, _WIDTH - 10)
-    bottom = _TOP + _ROW * len(measured)
-    title = f"|Δlogp| of {name}"
-    desc = "A row for each run; mean, p99 and largest |Δlogp| to the right, by logarithm."
-    drawn = [*_axis(scale, bottom)]
-    for n, ((run, edge), bound) in enumerate(zip(measured, bounds, strict=True)):
-        drawn += _row(run, edge, bound, scale, _TOP + (n + 0.5) * _ROW)
-    return Figure(
-        name=f"sizes-{name}",
-        title=title,
-        caption=["In nats, over the sampled tokens. A bar marks the bound on max |Δ|."],
-        svg=chart(f"sizes-{name}", (_WIDTH, bottom + 8), title, desc, drawn),
-        legend=[
-            *((f"{kind} s0" if kind == "dot" else kind, words) for _, words, kind in _SIZES),
-            ("limit", "the contract's bound on max |Δ|"),
-        ],
-        columns=["run", *(words for _, words, _ in _SIZES)],
-        rows=[
-            [run.label, *(figure(getattr(edge.metrics, metric)) for metric, _, _ in _SIZES)]
-            for run, edge in measured
-        ],
-    )
-
-
-def _across(scale: LogScale, value: float) -> float:
-    """LogScale counts from its bottom upwards: turned to the right; an exact 0 at the far left."""
-    if value == 0:
-        return _LEFT + 20
-    if not math.isfinite(value):
-        return _WIDTH - 4
-    return scale.top + scale.bottom - scale(value)
-
-
-def _axis(scale: LogScale, bottom: float) -> Iterator[Markup]:
-    yield text(_LEFT + 20, _TOP - 8, "exact 0", class_="label middle")
-    yield el("rect", x=_LEFT, y=_TOP, width=40.0, height=bottom - _TOP, class_="zero")
-    for y, label in scale.decades():
-        x = scale.top + scale.bottom - y
-        yield el("line", x1=x, x2=x, y1=_TOP, y2=bottom, class_="grid")
-        yield text(x, _TOP - 8, label, class_="label middle")
-
-
-def _row(
-    run: RunView, edge: EdgeResult, bound: float | None, scale: LogScale, y: float
-) -> Iterator[Markup]:
-    yield text(_LEFT - 8, y + 4, run.label[:28], class_="label end")
-    if bound:
-        x = _across(scale, bound)
-        yield el("line", x1=x, x2=x, y1=y - 9, y2=y + 9, class_="limit")
-    for metric, words, kind in _SIZES:
-        value = getattr(edge.metrics, metric)
-        x, title = _across(scale, value), el("title", f"{run.label}: {words} {figure(value)}")
-        if kind == "diamond":
-            path = f"M{x:.1f} {y - 5:.1f}l5 5l-5 5l-5 -5z"
-            yield el("path", title, d=path, class_=kind)
-        else:
-            yield el("circle", title, cx=x, cy=y, r=4, class_=f"{kind} s0")
-
-
 def _engine_facts(run: RunView) -> dict[str, str]:
-    """What both of a run's engines say of themselves, by side and name."""
+    """Returns the facts of both engines of a run, by side and name."""
     return {
         f"{side} {name}": value
         for side, engine in run.source.verdict.comparison.engines.items()

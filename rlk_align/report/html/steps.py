@@ -1,4 +1,4 @@
-"""The page of a monitored run: its metrics over the steps, and what was found."""
+"""The page of monitored runs: the metrics over the steps, and the findings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ SERIES = (
     Series(
         "ratio-error",
         "E[ρ] − 1",
-        "0 whatever the numerics, if the rollout's log-probs are of the distribution that was "
-        "sampled. The band is the interval, clustered by sequence.",
+        "0 whatever the numerics, if the rollout's log-probs are those of the sampled "
+        "distribution. The band is the interval, clustered by sequence.",
         lambda r: r.ratio_error,
     ),
-    Series("noise", "c, mean |Δ| / mean (1 − p)", "Of both sides, in nats.", lambda r: r.c),
+    Series("noise", "c, mean |Δ| / mean (1 − p)", "Over both sides, in nats.", lambda r: r.c),
     Series("k3", "k3, KL", "In nats; it should not grow with the steps.", lambda r: r.k3),
     Series(
         "k2-scaled",
@@ -37,13 +37,16 @@ SERIES = (
     Series(
         "outliers",
         "share of outlier sequences",
-        "Their noise is more than ten times the median sequence's.",
+        "The noise of these is more than ten times that of the median sequence.",
         lambda r: r.outliers,
     ),
     Series(
-        "lag", "version lag", "The trainer's weights over the rollout's.", lambda r: r.version_lag
+        "lag",
+        "version lag",
+        "By how many versions the trainer's weights are ahead of the rollout's.",
+        lambda r: r.version_lag,
     ),
-    Series("reward", "reward", "The mean of the sequences.", lambda r: r.reward),
+    Series("reward", "reward", "The mean over the sequences.", lambda r: r.reward),
 )
 
 
@@ -66,13 +69,13 @@ COLUMNS = (
 
 
 def steps_page(runs: Mapping[str, History]) -> str:
-    """Returns the page of one run, or of several one below the other."""
+    """Returns the page of one run, or of several below one another."""
     views = [run_steps(n, name, history) for n, (name, history) in enumerate(runs.items())]
     return render("steps.html", runs=views, columns=COLUMNS)
 
 
 def run_steps(number: int, name: str, history: History) -> RunSteps:
-    """Returns what the page shows of a run; `number` is unique on it."""
+    """Returns the section of a run; `number` is unique on the page."""
     spans, records = history.spans, history.records
     levels = {span.latest.level for span in spans}
     status = next((level for level in ("inconclusive", "fail") if level in levels), "pass")

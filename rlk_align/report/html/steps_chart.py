@@ -16,7 +16,7 @@ Value = Callable[[StepRecord], Interval | float | int | None]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """What one chart shows."""
+    """The metric of one chart."""
 
     name: str
     title: str
@@ -68,12 +68,12 @@ class _Plot:
         values = [v.value for _, v in self.points] or [0.0]
         low, high = min(values), max(values)
         room = 0.15 * (high - low) or 0.5 * abs(high) or 1.0
-        # A metric that is never negative has no room below 0.
+        # The axis of a metric without negative values starts at 0 or above.
         self.low, self.high = (low - room if low < 0 else max(0.0, low - room)), high + room
         self.first, self.last = points[0][0].step, points[-1][0].step
 
     def x(self, step: float) -> float:
-        """Where a step lies; there is room for half a step on both sides."""
+        """Returns the position of a step; there is room for half a step on both sides."""
         share = (step - self.first + 0.5) / (self.last - self.first + 1)
         return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
 
@@ -102,14 +102,14 @@ class _Plot:
             yield text(self.x(step), bottom + 19, f"{step:,}", class_="label middle")
 
     def _steps(self) -> list[int]:
-        """Steps that the axis names."""
+        """Returns the steps that the axis names."""
         if self.last == self.first:
             return [self.first]
         ticks = round_ticks(self.first, self.last, 8)
         return [round(step) for step, _ in ticks if step == round(step)]
 
     def _failing(self) -> Iterator[tuple[int, int]]:
-        """The first and the last step of each stretch of steps that fail or are inconclusive."""
+        """Yields the first and the last step of each stretch of failed or inconclusive steps."""
         start = end = None
         for record, _ in self.all:
             if all(f.level == "warn" for f in record.findings):

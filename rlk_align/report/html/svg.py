@@ -1,4 +1,4 @@
-"""SVG by hand: elements whose text is always escaped, and the scales of the charts."""
+"""Elements of SVG, whose text is always escaped, and the scales of the charts."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,8 @@ Content = Markup | str | Iterable["Content"]
 
 
 def el(tag: str, *content: Content, **attributes: object) -> Markup:
-    """An element; `class_` and `font_size` become `class` and `font-size`, None is left out."""
+    """Returns an element; `class_` and `font_size` become `class` and `font-size`, None is
+    omitted."""
     written = "".join(
         f' {name.strip("_").replace("_", "-")}="{_text(value)}"'
         for name, value in attributes.items()
@@ -37,7 +38,7 @@ def _text(value: object) -> Markup:
 
 
 def chart(name: str, size: tuple[float, float], title: str, desc: str, *content: Content) -> Markup:
-    """A whole chart; `name` is unique on its page. It scales with the page."""
+    """Returns a chart that scales with its page; `name` is unique on the page."""
     width, height = size
     return el(
         "svg",
@@ -54,20 +55,20 @@ def chart(name: str, size: tuple[float, float], title: str, desc: str, *content:
 
 
 def text(x: float, y: float, words: object, **attributes: object) -> Markup:
-    """A text element at (x, y)."""
+    """Returns a text element at (x, y)."""
     return el("text", _text(words), x=x, y=y, **attributes)
 
 
 def figure(value: float | None) -> str:
-    """Two digits; a dash for a value that is not known."""
+    """Writes a value in two digits; a dash where it is not known."""
     if value is None:
         return "–"
     return "0" if value == 0 else f"{value:.2g}"
 
 
 def round_ticks(low: float, high: float, most: int) -> list[tuple[float, str]]:
-    """At most `most` + 1 multiples of 1, 2 or 5 × 10^n from `low` to `high`, with their labels;
-    both bounds are finite and `low` is the smaller one."""
+    """Returns at most `most` + 1 multiples of 1, 2 or 5 × 10^n from `low` to `high`, with their
+    labels; both bounds are finite and `low` is the smaller one."""
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     step = next(m * power for m in (1, 2, 5, 10) if (high - low) / (m * power) <= most)
     places = max(0, -math.floor(math.log10(step) + 1e-9))
@@ -78,10 +79,8 @@ def round_ticks(low: float, high: float, most: int) -> list[tuple[float, str]]:
 
 
 class LogScale:
-    """Values on a logarithmic axis that has a lane of its own for exact zeros.
-
-    From `top` (the largest value) down to `bottom`, below which lies the lane.
-    """
+    """A logarithmic axis from `top` (the largest value) to `bottom`, below which is a lane for
+    exact zeros."""
 
     LANE = 26.0
 
@@ -93,7 +92,7 @@ class LogScale:
 
     @property
     def zero(self) -> float:
-        """Where an exact zero lies."""
+        """The position of an exact zero."""
         return self.bottom + self.LANE / 2
 
     def __call__(self, value: float) -> float:
@@ -105,7 +104,7 @@ class LogScale:
         return self.bottom - min(max(share, 0.0), 1.0) * (self.bottom - self.top)
 
     def decades(self) -> Iterator[tuple[float, str]]:
-        """Places of the powers of ten, with their labels."""
+        """Yields the positions of the powers of ten, with their labels."""
         step = max(1, (self.high - self.low) // 8)
         for power in range(self.low, self.high + 1, step):
             yield self(10.0**power), f"1e{power}" if power else "1"
@@ -113,10 +112,8 @@ class LogScale:
 
 LEVELS = 10
 """Steps of a heat map's ramp."""
-
-
 _DECADES = 3.0
-"""A ramp spans at most this many decades: the largest values are what a reader looks for."""
+"""The most decades of a ramp, because readers look for the largest values."""
 
 
 class Ramp:
@@ -128,7 +125,8 @@ class Ramp:
         self.low = max(math.log10(min(positive, default=1e-3)), self.high - _DECADES)
 
     def level(self, value: float | None) -> str:
-        """The CSS class of a value: `l0` to `l10`, `none` if missing, `bad` if NaN or infinite."""
+        """Returns the CSS class of a value: `l0` to `l10`, `none` if missing, `bad` if NaN or
+        infinite."""
         if value is None:
             return "none"
         if not math.isfinite(value):
@@ -139,7 +137,7 @@ class Ramp:
         return f"l{min(LEVELS, 1 + max(0, int(share * LEVELS)))}"
 
     def legend(self) -> list[tuple[str, str]]:
-        """The steps of the ramp, as (class, words)."""
+        """Returns the legend of the ramp, as (class, words)."""
         ends = f"{10**self.low:.2g} or less, to {10**self.high:.2g}, by logarithm"
         return [
             ("ramp", ends),

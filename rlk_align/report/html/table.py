@@ -1,4 +1,4 @@
-"""The table of operators: one row each, in execution order."""
+"""The table of operators, in execution order."""
 
 import math
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ from rlk_align.results import CodePlace, SideName
 
 @dataclass(frozen=True, kw_only=True)
 class TableCell:
-    """One cell; `value` is what it is sorted by, where that is not its text."""
+    """One cell; `value` is its key for sorting, where that is not its text."""
 
     text: str = ""
     lines: list[str] = field(default_factory=list)
     classes: str = ""
     value: str | None = None
     folded: bool = False
-    """Whether its lines are shown only when they are asked for."""
+    """Whether its lines are folded."""
 
 
 _COLUMNS = [
@@ -42,8 +42,8 @@ _COLUMNS = [
 def operator_table(
     operators: list[OperatorFacts],
 ) -> tuple[list[tuple[str, str]], list[tuple[OperatorFacts, list[TableCell]]]]:
-    """The columns, each with its class, and the cells of each operator. Columns that say nothing of
-    any operator are omitted."""
+    """Returns the columns, each with its class, and the cells of each operator. Columns that are
+    empty for every operator are omitted."""
     rows = [(o, list(_cells(o))) for o in operators]
     used = [n for n in range(len(_COLUMNS)) if any(_says_something(cells[n]) for _, cells in rows)]
     return [_COLUMNS[n] for n in used], [(o, [cells[n] for n in used]) for o, cells in rows]
@@ -73,7 +73,7 @@ def _cells(o: OperatorFacts) -> Iterator[TableCell]:
 
 
 def _number(value: float | None, text: str | None = None) -> TableCell:
-    """A NaN and an infinity sort above all numbers."""
+    """Returns a numeric cell; a NaN and an infinity sort above all numbers."""
     if value is None:
         return TableCell(text="–", classes="num")
     size = repr(value) if math.isfinite(value) else "1e999"
@@ -81,14 +81,14 @@ def _number(value: float | None, text: str | None = None) -> TableCell:
 
 
 def _roundings(o: OperatorFacts, side: SideName) -> float | None:
-    """A side's error against float64 in roundings; the largest of its passes."""
+    """Returns a side's error against float64 in roundings: the largest of its passes."""
     sizes = [u.errors.rms for u in o.refereed if u.side == side and u.errors is not None]
     return max(sizes, key=lambda rms: math.inf if math.isnan(rms) else rms, default=None)
 
 
 def _code(o: OperatorFacts) -> Iterator[str]:
-    """Where each side computes it, the settings that one side alone has, and what was not
-    recomputed."""
+    """Yields where each side computes the operator, the settings that one side alone has, and the
+    passes that were not recomputed."""
     places: dict[str, CodePlace] = {u.side: u.code for u in o.refereed if u.code is not None}
     for side, place in places.items():
         yield f"{side}: {place}"

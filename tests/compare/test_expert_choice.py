@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlk_align.compare.choice import beyond_choice
+from rlk_align.compare.expert_choice import beyond_choice
 from rlk_align.model.families import ModelShape, read_shape
 
 SPARSE = read_shape(Path(__file__).parents[2] / "fixtures/sparse")

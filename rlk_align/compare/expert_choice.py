@@ -1,4 +1,4 @@
-"""By how much a choice of experts goes against the scores that it was made by.
+"""How far a choice of experts deviates from the scores on which it is based.
 
 N = rows, E = experts, K = experts of a row, G = groups of experts
 """
@@ -25,8 +25,8 @@ class Routers:
     shape: ModelShape
 
     def scores(self, choice: Site, logits: torch.Tensor) -> torch.Tensor | None:
-        """`scores` of a router's logits, `choice` being the site of its experts; None where the
-        checkpoint's correction cannot be read."""
+        """Returns the `scores` of a router's logits; `choice` is the site of its experts. Returns
+        None where the checkpoint's correction cannot be read."""
         if not choice.operator.weight:
             return scores(logits, None)
         modules = self.shape.family.modules
@@ -39,8 +39,8 @@ class Routers:
 
 
 def scores(logits: torch.Tensor, correction: torch.Tensor | None) -> torch.Tensor:
-    """What the experts of a row are chosen by, float64 `[N, E]`: its logits or, where a family
-    corrects its scores, the sigmoid of these plus the correction `[E]`."""
+    """Returns the scores by which the experts of a row are chosen, float64 `[N, E]`: the logits or,
+    where a family corrects its scores, their sigmoid plus the correction `[E]`."""
     exact = logits.double()
     return exact if correction is None else exact.sigmoid() + correction.double()
 
@@ -48,14 +48,13 @@ def scores(logits: torch.Tensor, correction: torch.Tensor | None) -> torch.Tenso
 def beyond_choice(
     scores_NE: torch.Tensor, chosen_NK: torch.Tensor, shape: ModelShape
 ) -> torch.Tensor:
-    """By how much the best expert that was left out exceeds the worst that was chosen, float64
-    `[N, 1]`: 0 where the chosen ones are the k largest. Infinite where an id is chosen twice, or is
-    not the id of an expert.
+    """Returns by how much the best omitted expert exceeds the worst chosen one, float64 `[N, 1]`: 0
+    where the k best experts are chosen, infinite where an id is chosen twice or names no expert.
 
-    Where experts are chosen from some groups alone, these may be any that hold the chosen ones: of
-    each such selection the larger counts of that excess, among the experts of its groups, and of
-    the one by which a group that was left out exceeds one that was not; and of all selections the
-    least.
+    Where experts are chosen from selected groups alone, the selection is not known: any groups that
+    contain the chosen experts may have been selected. For each such selection the result is the
+    larger of two excesses: of an omitted expert of these groups over a chosen one, and of an
+    omitted group over a selected one. The smallest result of all selections counts.
     """
     ordered = chosen_NK.sort(dim=1).values
     wrong = ((ordered[:, 1:] == ordered[:, :-1]).any(1)) | (ordered[:, 0] < 0)
