@@ -11,7 +11,7 @@ import rlk_kernels
 import torch
 from rlk_kernels import backend, private_api
 from rlk_kernels.integrations import hf, megatron, profile, vllm
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.experts import Sparse
 from rlk_kernels.integrations.operators import NORMS, Counted
 
@@ -212,7 +212,7 @@ def _refused(spec: EngineSpec) -> Iterator[None]:
     """A setting that the kernels do not support, as the user's error."""
     try:
         yield
-    except NotServed as error:
+    except NotSupported as error:
         raise ModelError(f"{spec}: {error}", "leave kernels=rlk out, or except=OPERATOR") from error
 
 
