@@ -1,4 +1,4 @@
-"""A bug to find: the first norm of a Megatron model gets an epsilon that config.json does not have.
+"""A bug to find: the first norm of a Megatron model has an epsilon that differs from config.json.
 
 rlk-align compare --train megatron:patch=examples.bad_norm:install
 """
@@ -10,7 +10,7 @@ import torch
 
 
 def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """RMSNorm with 1e-3 too much under the root."""
+    """RMSNorm whose epsilon is too large by 1e-3."""
     scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-4 + 1e-3)
     return (x.float() * scale * self.weight).to(x.dtype)
 

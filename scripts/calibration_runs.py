@@ -3,12 +3,12 @@
 
     OMP_NUM_THREADS=1 python scripts/calibration_runs.py --dtype bfloat16 --out runs/bf16
 
-For every seed the rollout engine samples once, and every training engine scores what it sampled; a
-process captures several seeds. The runs hold what was compared, and no captures:
+For every seed the rollout engine samples once, and every training engine scores the samples; a
+process captures several seeds. The runs contain the comparisons, and no captures:
 
     RUN = OUT/PAIR/SEED        rlk-align contract calibrate OUT/*/* --base bf16
 
-On a GPU several of it may run side by side, each with seeds and a folder of its own:
+On a GPU several commands may run side by side, each with its own seeds and folder:
 
     ... --rollout vllm --train megatron hf --vllm-options ,kv_cache_gb=1.5 --seeds 0-3 --out runs/0
 """
@@ -103,21 +103,15 @@ def keep(
     progress: Progress,
     allowed: tuple[Kind, ...] = (),
 ) -> None:
-    """A run of what was compared, row by row of the log-probs alone; the captures that it names
-    go."""
+    """Saves a run with the comparison and the rows of log-probs. The captures that it names are
+    deleted later."""
     run = Run(folder)
     comparison, rows = measured(rollout, train, EDGES, allowed, progress)
     rows = rows.select(list(HEAD)).filter(rows["first_logprob"].is_valid())
     with run.locked():
         captures = run.relative({"rollout": rollout.folder, "train": train.folder})
-        run.save(
-            RunRecord(
-                command=["scripts/calibration_runs.py"],
-                captures=captures,
-                judged=EDGES,
-                allowed=allowed,
-            )
-        )
+        command = ["scripts/calibration_runs.py"]
+        run.save(RunRecord(command=command, captures=captures, judged=EDGES, allowed=allowed))
         run.save_comparison(comparison, rows)
         run.save_verdict({})
         run.finish()
@@ -134,7 +128,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--engine-options", default="", help="for every engine, as ,key=value")
-    parser.add_argument("--vllm-options", default="", help="for vLLM beside them")
+    parser.add_argument("--vllm-options", default="", help="for vLLM, in addition")
     parser.add_argument("--controls", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--together", type=int, default=4, help="seeds on disk at a time")
     parser.add_argument("--pass-budget", type=float, default=4e9, help="bytes of a pass's values")

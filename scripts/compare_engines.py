@@ -4,9 +4,9 @@
         --dtype bfloat16 --dtype float32 --out reports/engines/engines-cpu [-- FLAGS OF compare]
 
 Each pair is one `rlk-align compare`. Pairs share captures, so each engine runs once for each dtype.
-OUT.json is written, and a table is printed: verdict, coverage, log-prob differences, the operators
-that introduced a difference, wall time, bytes of trace, and the peak memory of the parent and of an
-engine's largest process.
+The script writes OUT.json and prints a table: verdict, coverage, log-prob differences, the
+operators that introduced a difference, wall time, bytes of the trace, and the peak memory of the
+parent and of an engine's largest process.
 """
 
 import argparse
@@ -37,14 +37,14 @@ finally:
 
 
 def with_dtype(spec: str, dtype: str) -> str:
-    """The spec in that dtype, unless it names one itself."""
+    """The spec with this dtype, unless the spec names a dtype."""
     parsed = EngineSpec.parse(spec)
     return str(EngineSpec(parsed.name, {"dtype": dtype, **parsed.options}))
 
 
 def run(rollout: str, train: str, folder: Path, flags: list[str]) -> dict:
-    """One `rlk-align compare`; what it found and what it took."""
-    output = folder / "verdict-of-this.json"
+    """Runs `rlk-align compare`; its verdict, and the time and memory that it needed."""
+    output = folder / "verdict-of-pair.json"
     output.unlink(missing_ok=True)
     words = ["compare", "--rollout", rollout, "--train", train, "--run-dir", folder, *flags]
     words += ["--output", f"json={output}"]
@@ -73,28 +73,30 @@ def run(rollout: str, train: str, folder: Path, flags: list[str]) -> dict:
 
 
 def introducers(comparison: Comparison) -> dict[str, int]:
-    """Operator -> rows that it introduced a difference in, over all layers, in model order."""
+    """Operator -> the number of rows in which it introduced a difference, over all layers, in model
+    order."""
     edge = next((e for e in comparison.edges if e.name == EDGE), None)
-    found: Counter[str] = Counter()
+    rows: Counter[str] = Counter()
     for site in edge.sites if isinstance(edge, EdgeResult) else ():
         if site.introduced:
-            found[site.op] += site.introduced
-    return dict(found)
+            rows[site.op] += site.introduced
+    return dict(rows)
 
 
 def passes(folder: Path) -> list[dict]:
-    """Of each pass of a capture: seconds, and bytes on disk."""
-    found = []
+    """The seconds and the bytes on disk of each pass of a capture."""
+    records = []
     for path in sorted(folder.glob("*/pass.json")):
         record = json.loads(path.read_text())
         size = sum(f["size"] for f in record["files"].values())
-        found.append({"pass": path.parent.name, "seconds": record["seconds"], "bytes": size})
-    return found
+        records.append({"pass": path.parent.name, "seconds": record["seconds"], "bytes": size})
+    return records
 
 
 def table(report: dict) -> str:
-    """What is printed; OUT.json has each capture's passes as well, with their seconds and bytes."""
-    contracts = {f"{c['id']} {c['version']}" for c in _contracts(report["runs"])}
+    """The printed table. OUT.json also has the seconds and bytes of each capture's passes."""
+    verdicts = [r["verdict"] for r in report["runs"] if "verdict" in r]
+    contracts = {f"{v['contract']['id']} {v['contract']['version']}" for v in verdicts}
     lines = [
         f"# {report['title']}",
         "",
@@ -105,8 +107,8 @@ def table(report: dict) -> str:
         "```",
         "",
         f"Differences are those of `{EDGE}`. An introducer is an operator with equal inputs and "
-        "other outputs, with the number of rows. Memory: the parent, and the largest process of "
-        "an engine.",
+        "different outputs, and its number is that of such rows. Memory is that of the parent and "
+        "of an engine's largest process.",
         "",
         "| rollout | train | verdict | rows paired | max, mean abs Δ | first introducer "
         "| introducers (rows) | wall, trace, memory |",
@@ -118,10 +120,6 @@ def table(report: dict) -> str:
             continue
         lines.append("| " + " | ".join(_cells(r)) + " |")
     return "\n".join([*lines, ""])
-
-
-def _contracts(runs: list[dict]) -> list[dict]:
-    return [r["verdict"]["contract"] for r in runs if "verdict" in r]
 
 
 def _cells(r: dict) -> list[str]:
@@ -157,7 +155,7 @@ def main() -> None:
     parser.add_argument("--train", action="append", required=True)
     parser.add_argument("--dtype", action="append", help="default: the specs' own")
     parser.add_argument("--title", default="Engines compared")
-    parser.add_argument("--folder", type=Path, help="of the captures; default: one that is removed")
+    parser.add_argument("--folder", type=Path, help="of the captures; default: a temporary one")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("flags", nargs="*", help="of `rlk-align compare`")
     args = parser.parse_args()

@@ -1,15 +1,15 @@
-"""Compiles every kernel for an H200 (sm_90a), without a GPU, and checks what comes out.
+"""Compiles every kernel for an H200 (sm_90a), without a GPU, and checks the compiled code.
 
     PYTHONPATH=.:kernels python scripts/compile_kernels.py [--once] [--only CALL ...]
     PYTHONPATH=.:kernels python scripts/compile_kernels.py --every
 
-The operators run on tensors that have shapes and no memory (`tests/support/offline_h200.py`): each
-launch compiles its kernel with the installed Triton. A line is printed for each variant of a
-kernel: registers, bytes spilled, shared memory, wgmma instructions. The exit code is 1 if a kernel
-does not compile, spills more than `SPILLS` allows, sets up a barrier that it does not use, or, for
-a product of 64 rows or more on Hopper, has no wgmma instructions or serialized ones. `--every` does
-this with the newest release of each Triton version in the supported range; each is installed into
-a temporary folder and runs in its own process.
+The operators run on tensors that have shapes and no memory (`tests/support/offline_h200.py`), and
+each launch compiles its kernel with the installed Triton. The script prints a line for each variant
+of a kernel: registers, bytes spilled, shared memory, wgmma instructions. The exit code is 1 if a
+kernel does not compile, spills more than `SPILLS` allows, sets up a barrier that it does not use,
+or, in a product of 64 rows or more on Hopper, has no wgmma instructions or serialized ones.
+`--every` does this with the newest release of each Triton version in the supported range; each is
+installed into a temporary folder and runs in its own process.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from shapes import HEADS, LINEAR, ROWS
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCTS = ("_gemm_tma_kernel", "_sum_tma_kernel", "_tiles_tma_kernel")
-"""Of the kernels that are not written in Gluon, those whose products are wgmma on Hopper."""
+"""The kernels in plain Triton whose products are compiled to wgmma on Hopper."""
 SPILLS = {
     "_attention_hopper_kernel": 2048,  # 24 and 368 with Triton 3.6, none in a step; 1076 with 3.9
     "_pieces_hopper_kernel": 2048,  # between the chunks of a piece; 348 with Triton 3.6
@@ -80,8 +80,8 @@ def linear(m: int, n: int, k: int, dtype=BF16, out=None, bias=False, backward=Tr
 
 def linear_logp(t: int, h: int, v: int, dtype=BF16, logits=FP32, **options) -> None:
     hidden, weight = _x(t, h, dtype=dtype), _x(v, h, dtype=dtype)
-    found = rk.linear_logp(hidden, weight, _ids(t), logit_dtype=logits, **options)
-    _backward(*(found if isinstance(found, tuple) else (found,)))
+    outputs = rk.linear_logp(hidden, weight, _ids(t), logit_dtype=logits, **options)
+    _backward(*(outputs if isinstance(outputs, tuple) else (outputs,)))
 
 
 def linear_grpo(t: int, h: int, v: int) -> None:
@@ -102,7 +102,7 @@ def prefill(heads, sequences: int, tokens: int, dtype=BF16, backward=True, **opt
 
 
 def unaligned_prefill(tokens: int) -> None:
-    """Queries that do not begin at 16 bytes, and queries whose rows do not."""
+    """Queries whose first byte, or whose rows, are not aligned to 16 bytes."""
     k, v = (_x(tokens, 8, 128).detach() for _ in range(2))
     cu = _ids(2, dtype=torch.int32)
     rk.attention(_x(1 + tokens * 4096).detach()[1:].view(tokens, 32, 128), k, v, cu, cu)
@@ -140,7 +140,7 @@ def rows(m: int, h: int = 4096, ff: int = 12288, v: int = 128256) -> None:
 
 
 def head_norms(dim: int) -> None:
-    """Norms of heads as engines have them: dense, out of q, k and v in one, and not aligned."""
+    """Norms of heads as in engines: dense, slices of fused q, k and v, and unaligned."""
     weights = _x(dim).detach(), _x(dim).detach()
     fused = _x(7, 9, dim).detach()
     behind = _x(1 + 7 * 5 * dim).detach()[1:].view(7, 5, dim)
@@ -185,7 +185,7 @@ def corrected_routing(t: int, experts: int, top_k: int, groups: int, top_groups:
 
 LARGE, SMALL = HEADS.values()
 CALLS: dict[str, Callable[[], object]] = {
-    "tiles": lambda: rk.warm_up("cuda"),  # first: the first product would run it
+    "tiles": lambda: rk.warm_up("cuda"),  # comes first, because the first product would run it
     "linear, one wave of 64 rows": lambda: linear(256, 6144, 4096),
     "linear, one wave of 128 rows": lambda: linear(512, 6144, 4096, bias=True, backward=False),
     "linear, many rows": lambda: linear(8192, 6144, 4096),
@@ -249,11 +249,12 @@ CALLS: dict[str, Callable[[], object]] = {
     "peer gather, 8 ranks": lambda: peer_gather(1, 1536, 8),
     **{f"norms of heads of {dim}": lambda dim=dim: head_norms(dim) for dim in (36, 72)},
 }
-"""What is run: all that the benchmarks run, and what has kernels of its own besides."""
+"""Name -> a call: all calls of the benchmarks, and other calls that have kernels of their own."""
 
 
 def compile_calls(names: Collection[str], once: bool = False) -> Iterator[Compiled]:
-    """Run the calls; what each one compiles. once: the first variant of each kernel alone."""
+    """Runs the calls and yields what each call compiles. once: only the first variant of each
+    kernel."""
     with h200() as launches:
         launches.once = once
         for launches.call, run in CALLS.items():
@@ -265,7 +266,7 @@ def compile_calls(names: Collection[str], once: bool = False) -> Iterator[Compil
 
 
 def fault(x: Compiled) -> str:
-    """What is wrong with it; "" for nothing."""
+    """The fault of a compiled kernel; "" where there is none."""
     if x.error:
         return x.error
     if (x.gluon or x.kernel in PRODUCTS) and not (x.wgmma or x.narrow):
@@ -285,7 +286,7 @@ def line(x: Compiled) -> str:
 
 
 def every(names: list[str]) -> int:
-    """This script with each version of the range; how many failed."""
+    """Runs this script with each version of the range; returns the number that failed."""
     failed = 0
     (major, first), (_, beyond) = GLUON_TRITON
     for version in (f"{major}.{minor}" for minor in range(first, beyond)):

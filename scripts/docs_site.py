@@ -1,7 +1,7 @@
 """A hook of mkdocs that gathers the pages of the site and writes its reference from the source.
 
-Pages stay where the repository has them; their links are turned into links of the site. `make docs`
-builds the site.
+The pages are copied from their folders in the repository, and their links are turned into links of
+the site. `make docs` builds the site.
 """
 
 import html
@@ -16,8 +16,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGED = ROOT / "dist" / "site-pages"
-"""Where mkdocs reads; made anew each time."""
-PLACES = {
+"""The folder that mkdocs reads; it is rebuilt each time."""
+SITE_PATHS = {
     "docs": "",
     "reports": "reports",
     "kernels/README.md": "kernels/README.md",
@@ -27,7 +27,7 @@ PLACES = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
 }
-"""A file or folder of the repository -> its place on the site."""
+"""A file or folder of the repository -> its path on the site."""
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s#]+)(#[^()\s]*)?\)")
 FENCE = re.compile(r"(^```.*?^```[^\n]*$)", re.MULTILINE | re.DOTALL)
 PYTHON = {
@@ -52,8 +52,8 @@ PYTHON = {
 
 
 def on_config(config: Any) -> Any:
-    """Has mkdocs read the gathered pages."""
-    # mkdocs puts back the path of imports that was there before the hook was loaded.
+    """Makes mkdocs read the gathered pages."""
+    # mkdocs restores the import path that was in force before it loaded the hook.
     sys.path.insert(0, str(ROOT))
     gather(STAGED)
     config.docs_dir = str(STAGED)
@@ -63,9 +63,9 @@ def on_config(config: Any) -> Any:
 def gather(folder: Path) -> None:
     """Writes every page and file of the site below `folder`."""
     shutil.rmtree(folder, ignore_errors=True)
-    site = dict(places())
-    for source, place in site.items():
-        target = folder / place
+    site = dict(site_files())
+    for source, path in site.items():
+        target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.endswith(".md"):
             text = (ROOT / source).read_text(encoding="utf-8")
@@ -79,23 +79,23 @@ def gather(folder: Path) -> None:
     (reference / "contract.schema.json").write_text(json.dumps(contract_schema(), indent=1))
 
 
-def places() -> Iterator[tuple[str, str]]:
-    """Each file that the site shows, by its path in the repository, and its place on the site."""
-    for name, place in PLACES.items():
+def site_files() -> Iterator[tuple[str, str]]:
+    """Yields (path in the repository, path on the site) of each file that the site shows."""
+    for name, site_path in SITE_PATHS.items():
         path = ROOT / name
         if path.is_file():
-            yield name, place
+            yield name, site_path
         for file in sorted(path.rglob("*") if path.is_dir() else ()):
             if file.is_file():
                 inside = file.relative_to(path).as_posix()
-                yield f"{name}/{inside}", f"{place}/{inside}".lstrip("/")
+                yield f"{name}/{inside}", f"{site_path}/{inside}".lstrip("/")
 
 
 def moved(text: str, source: str, site: dict[str, str]) -> str:
     """Turns the links of a page into those of the site.
 
-    A link to what only the repository has becomes plain text; one to nothing at all is left, and
-    `mkdocs build --strict` fails.
+    A link to a file that only the repository has becomes plain text. A link to a file that does not
+    exist stays, so that `mkdocs build --strict` fails.
     """
 
     def link(match: re.Match[str]) -> str:
@@ -113,13 +113,13 @@ def moved(text: str, source: str, site: dict[str, str]) -> str:
 
 
 def piped(text: str) -> str:
-    """Writes code that holds an escaped pipe, as tables on GitHub need it, in HTML: Python-Markdown
-    would show the backslash."""
+    """Writes code that contains an escaped pipe, as tables on GitHub need it, in HTML, because
+    Python-Markdown would show the backslash."""
     return re.sub(r"`([^`\n]*\\\|[^`\n]*)`", lambda m: code(m[1].replace("\\|", "|")), text)
 
 
 def code(text: str) -> str:
-    """Text as code, also in a table's cell."""
+    """Text as code in HTML, which is valid in a table's cell too."""
     return f"<code>{html.escape(text, quote=False).replace('|', '&#124;')}</code>"
 
 
@@ -135,7 +135,7 @@ def references() -> dict[str, str]:
 
 
 def command_line() -> str:
-    """Every command with its arguments and options, as `--help` has them."""
+    """The page with every command, its arguments and its options, as `--help` shows them."""
     from typer.main import get_command
 
     from rlk_align.cli.main import app
@@ -152,7 +152,7 @@ def command_line() -> str:
 
 
 def commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
-    """The command and those below it, each with its whole name."""
+    """Yields (full name, command) for the command and its subcommands."""
     yield name, command
     for inner, below in getattr(command, "commands", {}).items():
         yield from commands(f"{name} {inner}", below)
@@ -183,16 +183,16 @@ def usage(name: str, command: Any) -> Iterator[str]:
 
 
 def default(parameter: Any) -> str:
-    """The default of an option, in words, as `--help` shows it."""
+    """The default of an option, as `--help` shows it."""
     shown, value = getattr(parameter, "show_default", None), parameter.default
     if isinstance(shown, str):
         return f" (default: {escaped(shown)})"
-    said = shown and value is not None and not isinstance(value, bool)
-    return f" (default: {code(str(value))})" if said else ""
+    visible = shown and value is not None and not isinstance(value, bool)
+    return f" (default: {code(str(value))})" if visible else ""
 
 
 def escaped(text: str) -> str:
-    """Text whose only meaning in Markdown's tables or HTML is that of its pairs of backticks."""
+    """Text for a Markdown table, with everything escaped except pairs of backticks."""
     words = re.split(r"`([^`]*)`", " ".join(text.split()))
     plain = (re.sub(r"([|<>*_\[\]`])", r"\\\1", part) for part in words[::2])
     spans = [*map(code, words[1::2]), ""]
@@ -207,7 +207,7 @@ def contract_schema() -> dict[str, Any]:
 
 
 def schemas() -> str:
-    """The published schemas: files to download, and what each field means."""
+    """The page of the published schemas: links to the files, and the meaning of each field."""
     verdict = json.loads((ROOT / "docs" / "verdict.schema.json").read_text(encoding="utf-8"))
     lines = [
         "# Schemas\n",

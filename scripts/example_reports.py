@@ -3,8 +3,8 @@
     python scripts/example_reports.py [--out reports/examples]
 
 The pages show the default pair, a planted fault, and the default pair without the kernels and with
-them. The runs are made in rlk-runs/ unless they are there already, and the first two are probed.
-The pages contain paths of the machine that made them.
+them. The script makes the runs in rlk-runs/ unless they exist, and probes the first two. The pages
+contain paths of the machine that made them.
 """
 
 import argparse
@@ -30,7 +30,8 @@ def tool(*words: str) -> None:
 
 
 def run_folders(name: str) -> list[str]:
-    """The run of that name, probed; or the run without the kernels, and the run with them."""
+    """The folder of this run, which is probed; or the folders of the runs without and with the
+    kernels."""
     folder = Path("rlk-runs") / name
     if not folder.is_dir():
         tool("compare", *RUNS[name], "--run-dir", str(folder))

@@ -5,10 +5,10 @@
     python scripts/healthy_models.py --out models --only 'w64*' --workers 2
     python scripts/healthy_models.py --list
 
-Each model is trained with AdamW and weight decay on the problems of fixtures/corpus.py, by nothing
-that flattens it: its logits grow as those of other people's models do. Its vocabulary is larger
-than its tokenizer's, so that many of its rows are never trained; weight decay and the softmax make
-these rows nearly equal.
+Each model is trained with AdamW and weight decay on the problems of fixtures/corpus.py. Nothing
+limits its logits, which grow as in models that others have published. Most vocabularies are larger
+than the tokenizer's, so that many rows are never trained; weight decay and the softmax make these
+rows nearly equal.
 """
 
 import argparse
@@ -40,24 +40,24 @@ from train_model import (  # noqa: E402
 )
 
 BYTES = 258
-"""Entries of a tokenizer of bytes: 256 and two special ones."""
+"""Entries of a tokenizer of bytes: 256 bytes and two special tokens."""
 EMBEDDED = 1024
 """Entries of the embedded model's tokenizer."""
 POOL = 1 << 20
-"""Tokens that a model is trained on, over and over."""
+"""The number of different tokens that a model is trained on."""
 ROW_LENGTH = 256
 """Tokens of a training row."""
 DECAY, WARM_UP = 0.1, 50
 PEAK = 0.03
-"""The highest rate of a model of width 1; it falls with the square root of the width."""
+"""The highest learning rate, for width 1; it falls with the square root of the width."""
 EAGER_STEPS, AVERAGED = 3, 20
-"""Steps before a graph is recorded; the last steps, whose mean loss is told."""
+"""Steps before a CUDA graph is recorded; and the last steps, whose mean loss is reported."""
 POSITIONS = 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """What a model is made from."""
+    """The shape and the training of a model."""
 
     name: str
     family: str
@@ -84,7 +84,8 @@ class ModelSpec:
 
     @property
     def trained_in(self) -> torch.dtype:
-        """Several are trained on one GPU at a time: AdamW has four numbers for each weight."""
+        """bf16 for large models: AdamW needs four numbers for each weight, and several models are
+        trained on one GPU at a time."""
         return torch.bfloat16 if self.hidden * self.vocabulary > 350e6 else torch.float32
 
 
@@ -179,9 +180,9 @@ SPECS = {spec.name: spec for spec in map(parse, TABLE.strip().splitlines())}
 
 
 def make_config(spec: ModelSpec, tokenizer: PreTrainedTokenizerFast) -> AutoConfig:
-    own = {} if spec.family == "qwen2" else {"head_dim": spec.head_dim}
+    head = {} if spec.family == "qwen2" else {"head_dim": spec.head_dim}
     if spec.family == "qwen2" and spec.head_dim * spec.heads != spec.hidden:
-        raise ValueError(f"{spec.name}: heads of qwen2 divide the hidden size")
+        raise ValueError(f"{spec.name}: qwen2's heads must divide the hidden size")
     return AutoConfig.for_model(
         spec.family,
         vocab_size=spec.vocabulary,
@@ -198,7 +199,7 @@ def make_config(spec: ModelSpec, tokenizer: PreTrainedTokenizerFast) -> AutoConf
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         dtype=spec.stored,
-        **own,
+        **head,
     )
 
 
@@ -207,12 +208,12 @@ tokenizer_of = functools.cache(train_tokenizer)
 
 @functools.cache
 def text_of(entries: int) -> torch.Tensor:
-    """POOL tokens in one row, the same for all models with a tokenizer of `entries`."""
+    """POOL tokens in one row: the same text for all models whose tokenizer has `entries`."""
     return torch.tensor(next(rows(tokenizer_of(entries), TRAIN_SEED, POOL)))
 
 
 def batches(spec: ModelSpec, device: str) -> Iterator[torch.Tensor]:
-    """Id batches of rows cut out of one text anywhere."""
+    """Yields batches of token ids: rows that begin at random positions of one text."""
     pool = text_of(spec.tokenizer).to(device)
     generator = torch.Generator().manual_seed(spec.seed)
     offsets = torch.arange(ROW_LENGTH)
@@ -223,7 +224,7 @@ def batches(spec: ModelSpec, device: str) -> Iterator[torch.Tensor]:
 
 
 def make_optimizer(model: PreTrainedModel) -> torch.optim.Optimizer:
-    """AdamW whose rate is a tensor, as a graph reads it anew in each step."""
+    """AdamW whose learning rate is a tensor, which a CUDA graph reads in each step."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     gains = [p for p in model.parameters() if p.ndim == 1]
     return torch.optim.AdamW(
@@ -238,11 +239,13 @@ def make_optimizer(model: PreTrainedModel) -> torch.optim.Optimizer:
 def train(
     model: PreTrainedModel, spec: ModelSpec, stream: Iterator[torch.Tensor], graphs: bool
 ) -> float:
-    """AdamW; linear warm-up, then a cosine to a tenth. Returns the last mean loss."""
+    """Trains with a linear warm-up and then a cosine to a tenth of the rate. Returns the mean loss
+    of the last steps."""
     device = model.device
     optimizer = make_optimizer(model)
     id_BT, last = next(stream), torch.zeros((), device=device)
-    # Given, so that transformers computes none: it asks the device for values, as a graph may not.
+    # With a mask of ours transformers computes none, which would copy values from the device: a
+    # CUDA graph must not do that.
     mask = torch.ones(ROW_LENGTH, ROW_LENGTH, dtype=torch.bool, device=device).tril()[None, None]
 
     def step() -> None:
@@ -273,7 +276,7 @@ def train(
 
 
 def recorded(step: Callable[[], None]) -> Callable[[], None]:
-    """The step as one CUDA graph: small models spend their time in starting kernels."""
+    """The step as one CUDA graph, because small models spend most time on launches."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
@@ -282,7 +285,7 @@ def recorded(step: Callable[[], None]) -> Callable[[], None]:
 
 @torch.no_grad()
 def measured(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
-    """What the table of models tells of it, on text that training did not see."""
+    """The model's figures in the table, on text that it was not trained on."""
     stream = rows(tokenizer, HELD_OUT_SEED, ROW_LENGTH)
     id_BT = torch.tensor([next(stream) for _ in range(4)], device=model.device)
     logits_BTV = model(input_ids=id_BT, use_cache=False).logits.float()
@@ -298,8 +301,8 @@ def measured(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> dict
 
 
 def make(spec: ModelSpec, out: Path, device: str, graphs: bool) -> dict[str, object]:
-    """Writes the model, its tokenizer and `made.json`. A model that is not trained has the same
-    weights whatever the device."""
+    """Writes the model, its tokenizer and `made.json`. An untrained model has the same weights on
+    every device."""
     start = time.monotonic()
     torch.manual_seed(spec.seed)
     tokenizer = tokenizer_of(spec.tokenizer)
@@ -308,12 +311,12 @@ def make(spec: ModelSpec, out: Path, device: str, graphs: bool) -> dict[str, obj
         model = AutoModelForCausalLM.from_config(config, dtype=spec.trained_in)
     model.to(device)
     loss = train(model, spec, batches(spec, device), graphs) if spec.steps else None
-    told = measured(model.eval(), tokenizer)
+    figures = measured(model.eval(), tokenizer)
     model.to(getattr(torch, spec.stored)).save_pretrained(out)
     tokenizer.save_pretrained(out)
     record = {
         **asdict(spec),
-        **told,
+        **figures,
         "training_loss": loss,
         "parameters": sum(p.numel() for p in model.parameters()),
         "minutes": (time.monotonic() - start) / 60,
@@ -336,8 +339,8 @@ def make_in_process(spec: ModelSpec, out: Path, graphs: bool) -> dict[str, objec
 
 
 def make_all(specs: Sequence[ModelSpec], out: Path, workers: int, graphs: bool) -> None:
-    """The most work first; what is there already is left as it is. A model that fails is told of,
-    and the others are made."""
+    """Makes the models that do not exist yet, those with the most work first. A model that fails is
+    reported, and does not stop the others."""
     missing = [s for s in specs if not (out / s.name / "made.json").exists()]
     missing.sort(key=lambda s: -s.steps * s.hidden * s.layers)
     failed = []
@@ -348,9 +351,9 @@ def make_all(specs: Sequence[ModelSpec], out: Path, workers: int, graphs: bool) 
                 failed.append(made[future].name)
                 print(f"{made[future].name} failed: {error!r}", flush=True)
             else:
-                told = future.result()
-                words = f"loss {told['held_out_loss']:.3f}, {told['minutes']:.2f} minutes"
-                print(f"{told['name']}: {words}", flush=True)
+                x = future.result()
+                words = f"loss {x['held_out_loss']:.3f}, {x['minutes']:.2f} minutes"
+                print(f"{x['name']}: {words}", flush=True)
     if failed:
         raise SystemExit(f"{len(failed)} models were not made: {', '.join(failed)}")
 
@@ -360,7 +363,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="+", default=["*"], help="patterns of names")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--steps", type=int, help="of every model, to try it out")
+    parser.add_argument("--steps", type=int, help="of every model, for a trial")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()

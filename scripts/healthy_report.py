@@ -4,8 +4,8 @@
     python scripts/healthy_report.py --models models --runs runs --out table.md
     python scripts/healthy_report.py ... --contracts bf16=new/bf16.toml --by dtype,hidden dtype,pair
 
-scripts/healthy_runs.py makes the runs. `table.md` has a table for each `--by`, with a line for each
-group; `table.json` has every run. Δ = log-prob of the trainer − log-prob of the rollout.
+scripts/healthy_runs.py makes the runs. `table.md` has a table for each `--by`, with a row for each
+group; `table.json` has every run. Δ is the log-prob of the trainer minus that of the rollout.
 """
 
 import argparse
@@ -30,7 +30,8 @@ from rlk_align.trace.run import Run
 
 EDGE = "decode_vs_train"
 AXES = ["family", "hidden", "layers", "head_dim", "vocabulary", "tied", "stored", "steps"]
-"""What a table may be grouped by, beside `model`, `dtype`, `processor` and `pair`."""
+"""The properties of a model that a table may be grouped by, besides `model`, `dtype`, `processor`
+and `pair`."""
 RANGES = {
     "hidden": (128, 512),
     "layers": (4, 12),
@@ -38,13 +39,13 @@ RANGES = {
     "vocabulary": (4096, 32000),
     "steps": (0, 200),
 }
-"""The tables group by ranges: up to the first, up to the second, and above."""
+"""Axes that tables group by ranges: up to the first number, up to the second, and above."""
 TABLES = ("dtype,pair", "dtype,processor", *(f"dtype,{axis}" for axis in RANGES))
-Told = dict[str, Any]
+Record = dict[str, Any]
 
 
-def tell(folder: Path, models: Path, contracts: dict[str, Contract]) -> Told:
-    """One run: its place on the axes, its figures, and its verdict."""
+def summarize(folder: Path, models: Path, contracts: dict[str, Contract]) -> Record:
+    """The record of one run: its position on the axes, its figures and its verdict."""
     model, setting, pair, seed = folder.parts[-4:]
     dtype, _, processor = setting.partition("-")
     made = json.loads((models / model / "made.json").read_text())
@@ -66,17 +67,17 @@ def tell(folder: Path, models: Path, contracts: dict[str, Contract]) -> Told:
 
 
 def logprobs(run: Run, edge: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of the sampled tokens the log-probs of both passes, and the number of the sequence."""
+    """For each sampled token the log-probs of both passes, and the number of its sequence."""
     rows = run.rows(["edge", "sample", "first_logprob", "second_logprob"]).drop_null()
-    there = np.array(rows["edge"].to_pylist()) == edge
+    on_edge = np.array(rows["edge"].to_pylist()) == edge
     first, second, sample = (
-        rows[n].to_numpy()[there] for n in ("first_logprob", "second_logprob", "sample")
+        rows[n].to_numpy()[on_edge] for n in ("first_logprob", "second_logprob", "sample")
     )
     return first, second, sample
 
 
 def measured_again(run: Run) -> Comparison:
-    """The run's comparison with the metrics of log-probs that are measured today."""
+    """The run's comparison, whose metrics of log-probs are computed anew by the present code."""
     comparison = run.comparison
     edges = [
         e.model_copy(update={"metrics": edge_metrics(*logprobs(run, e.name))})
@@ -85,8 +86,8 @@ def measured_again(run: Run) -> Comparison:
     return comparison.model_copy(update={"edges": edges})
 
 
-def figures(run: Run) -> Told:
-    """Sums over the sampled tokens, from which those of groups follow."""
+def figures(run: Run) -> Record:
+    """Sums over the sampled tokens, which can be added up over a group of runs."""
     first, second, _ = logprobs(run, EDGE)
     shift = second - first
     return {
@@ -99,9 +100,9 @@ def figures(run: Run) -> Told:
     }
 
 
-def shares(comparison: Comparison, contract: Contract) -> dict[str, Told]:
-    """Of each budget the statistic that uses up most of it, and whose."""
-    most: dict[str, Told] = {}
+def shares(comparison: Comparison, contract: Contract) -> dict[str, Record]:
+    """Budget -> the statistic that uses the largest share of it, and its site, side and pass."""
+    most: dict[str, Record] = {}
     for unit in comparison.referee:
         budget, bounds = budget_of(contract, unit), bounds_of(contract, unit)
         if budget is None or bounds is None or unit.errors is None:
@@ -120,8 +121,9 @@ def shares(comparison: Comparison, contract: Contract) -> dict[str, Told]:
     return most
 
 
-def verdict_of(comparison: Comparison, contract: Contract) -> Told:
-    """Without control passes, as if each side repeated itself and the taps changed nothing."""
+def verdict_of(comparison: Comparison, contract: Contract) -> Record:
+    """The verdict of a run. If it has no control passes, it is judged as if each side repeated
+    itself and the taps changed nothing."""
     controls = comparison.controls
     if controls is not None and set(controls.noise.values()) == {"not measured"}:
         repeated = Controls(
@@ -132,12 +134,12 @@ def verdict_of(comparison: Comparison, contract: Contract) -> Told:
         verdict = judge(comparison, contract)
     except ContractError as error:
         return {"status": "refused", "breaches": [], "alike": [], "doubts": [error.message]}
-    beyond: dict[str, list[Told]] = {"fail": [], "alike": []}
+    beyond: dict[str, list[Record]] = {"fail": [], "alike": []}
     for check in verdict.checks:
         if check.outcome in beyond:
-            kept = {"limit", "metric", "site", "edge", "side", "value", "fail"}
-            told = check.model_dump(include=kept)
-            beyond[check.outcome].append({**told, "excess": check.excess})
+            fields = {"limit", "metric", "site", "edge", "side", "value", "fail"}
+            record = check.model_dump(include=fields)
+            beyond[check.outcome].append({**record, "excess": check.excess})
     return {
         "status": verdict.status,
         "breaches": beyond["fail"],
@@ -146,10 +148,10 @@ def verdict_of(comparison: Comparison, contract: Contract) -> Told:
     }
 
 
-def table(runs: Sequence[Told], by: Sequence[str]) -> Iterator[str]:
-    groups: dict[tuple[Any, ...], list[Told]] = defaultdict(list)
+def table(runs: Sequence[Record], by: Sequence[str]) -> Iterator[str]:
+    groups: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
     for run in runs:
-        groups[tuple(place(axis, run[axis]) for axis in by)].append(run)
+        groups[tuple(group_of(axis, run[axis]) for axis in by)].append(run)
     budgets = sorted({b for run in runs for b, used in run["shares"].items() if used["share"]})
     titles = [b.removeprefix("rounding-") for b in budgets]
     head = ["runs", "tokens", "c", "c-max", "mean-Δ", "max-Δ", "E[ρ]−1", "k3"]
@@ -165,8 +167,9 @@ def table(runs: Sequence[Told], by: Sequence[str]) -> Iterator[str]:
         yield "| " + " | ".join([*cells, statuses(some), breached(some)]) + " |"
 
 
-def place(axis: str, value: Any) -> tuple[Any, str]:
-    """The range of an axis that a value lies in, and its name; the value where there are none."""
+def group_of(axis: str, value: Any) -> tuple[Any, str]:
+    """(sort key, name) of the range that contains a value; the value itself on an axis without
+    ranges."""
     if axis not in RANGES:
         return value, str(value)
     low, high = RANGES[axis]
@@ -175,12 +178,12 @@ def place(axis: str, value: Any) -> tuple[Any, str]:
     return (1, f"to {high}") if value > low else (0, f"to {low}")
 
 
-def most_used(some: Sequence[Told], budget: str) -> str:
+def most_used(some: Sequence[Record], budget: str) -> str:
     used = [r["shares"][budget]["share"] for r in some if budget in r["shares"]]
     return f"{max(used):.0%}" if used else "–"
 
 
-def measures(some: Sequence[Told]) -> list[str]:
+def measures(some: Sequence[Record]) -> list[str]:
     def total(name: str) -> float:
         return sum(r[name] for r in some)
 
@@ -202,23 +205,24 @@ def ratio(a: float, b: float) -> float:
     return a / b if b else float("nan")
 
 
-def statuses(some: Sequence[Told]) -> str:
+def statuses(some: Sequence[Record]) -> str:
     count = Counter(r["status"] for r in some)
     return f"{count['pass']}/{count['fail']}/{len(some) - count['pass'] - count['fail']}"
 
 
-def breached(some: Sequence[Told]) -> str:
-    """Limits with the number of runs that break them; of how many runs both sides break one alike,
-    and how many the precheck stops."""
+def breached(some: Sequence[Record]) -> str:
+    """Limits with the number of runs that exceed them; the number of runs whose two sides exceed a
+    limit alike; and the number of runs that the precheck stops."""
     count = Counter(limit for r in some for limit in {b["limit"] for b in r["breaches"]})
     for name in ("alike", "precheck"):
         count[name] = sum(bool(r[name]) for r in some)
     return ", ".join(f"{name} {n}" for name, n in count.most_common() if n) or "–"
 
 
-def alarms(runs: Sequence[Told]) -> Iterator[str]:
-    """Each statistic that healthy runs break, by operator: in how many runs, and by how much."""
-    groups: dict[tuple[str, ...], list[tuple[float, Told, Told]]] = defaultdict(list)
+def alarms(runs: Sequence[Record]) -> Iterator[str]:
+    """A table of the statistics that healthy runs exceed, by operator: in how many runs, and by how
+    much."""
+    groups: dict[tuple[str, ...], list[tuple[float, Record, Record]]] = defaultdict(list)
     for run in runs:
         for kind in ("breaches", "alike"):
             for check in run[kind]:
@@ -263,10 +267,10 @@ def main() -> None:
     options = parser.parse_args()
     other = dict(text.split("=", 1) for text in options.contracts)
     contracts = {d: open_contract(other.get(name, name)) for d, name in BY_DTYPE.items()}
-    found = [path.parent for path in sorted(options.runs.glob("*/*/*/*/checksums.json"))]
-    one = partial(tell, models=options.models, contracts=contracts)
+    folders = [path.parent for path in sorted(options.runs.glob("*/*/*/*/checksums.json"))]
+    one = partial(summarize, models=options.models, contracts=contracts)
     with ProcessPoolExecutor(options.workers) as pool:
-        runs = list(pool.map(one, found, chunksize=8))
+        runs = list(pool.map(one, folders, chunksize=8))
     lines = [f"# {len(runs)} healthy runs of {len({r['model'] for r in runs})} models", ""]
     for by in options.by:
         lines += [f"## By {by.replace(',', ' and ')}", "", *table(runs, by.split(",")), ""]

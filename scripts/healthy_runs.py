@@ -5,16 +5,12 @@
     python scripts/healthy_runs.py --models models --out runs --workers 2
     python scripts/healthy_report.py --models models --runs runs --out table.md
 
-A run holds the comparison, as those of scripts/calibration_runs.py do, in
-
-    OUT/MODEL/DTYPE-PROCESSOR/PAIR/SEED
-
-With `--keep-captures` its captures lie beside it. Existing runs are left as they are, so an
-interrupted command may be repeated. If an engine cannot run a model, PAIR/skipped.json has the
-reason.
+A run contains the comparison and no captures, like the runs of scripts/calibration_runs.py. Its
+folder is OUT/MODEL/DTYPE-PROCESSOR/PAIR/SEED. Existing runs are kept, so an interrupted command may
+be repeated. If an engine cannot run a model, PAIR/skipped.json has the reason.
 
 Engines are forked from processes that have imported the packages, as in the tests. A process that
-has used a GPU cannot be forked; `--cold` starts each engine anew.
+has used a GPU cannot be forked; `--cold` starts each engine in a new process.
 """
 
 import argparse
@@ -59,10 +55,10 @@ PROCESSORS = {
     "avx512": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
     "native": {},
 }
-"""Level -> the environment that holds torch's and oneDNN's kernels to it."""
+"""Level -> the environment that limits the kernels of torch and oneDNN to that level."""
 DTYPES = ("bfloat16", "float16", "float32")
 LONGEST = 260
-"""Bytes of the longest prompt: a tokenizer of bytes makes as many tokens of it."""
+"""Bytes of the longest prompt. A tokenizer of bytes makes a token of each byte."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,8 +77,8 @@ class Cell:
 
 
 def cells(models: Sequence[Path], options: argparse.Namespace) -> Iterator[Cell]:
-    """Every dtype of every model; the processor's level changes from one to the next, unless
-    `--all-processors` asks for each."""
+    """Every dtype of every model. The processor's level changes from cell to cell; with
+    `--all-processors`, each cell has every level."""
     levels = options.processors
     for number, model in enumerate(models):
         for k, dtype in enumerate(options.dtypes):
@@ -108,16 +104,16 @@ def installed(spec: str) -> bool:
 def missing(cell: Cell, train: str, options: argparse.Namespace) -> bool:
     folder = cell.folder(options.out, train)
     whole = all((folder / str(seed) / "checksums.json").exists() for seed in options.seeds)
-    return not refused(folder / "skipped.json") and (options.again or not whole)
+    return not (whole or refused(folder / "skipped.json"))
 
 
 def refused(record: Path) -> bool:
-    """Whether an engine cannot run it; an engine that failed is tried again."""
+    """Whether an engine cannot run the model. An engine that failed is tried again."""
     return record.exists() and json.loads(record.read_text())["kind"] != EngineFailed.__name__
 
 
 def run_cell(cell: Cell, servers: Mapping[str, str], options: argparse.Namespace) -> str:
-    """Makes the missing runs of a cell, unless time is up; returns a line about them."""
+    """Makes the missing runs of a cell, unless the time is over; returns a line about them."""
     start = time.monotonic()
     name = f"{cell.model.name} {cell.dtype} {cell.processor} {cell.rollout}"
     if start > options.deadline:
@@ -143,12 +139,10 @@ def run_cell(cell: Cell, servers: Mapping[str, str], options: argparse.Namespace
                 continue
             (cell.folder(options.out, train) / "skipped.json").unlink(missing_ok=True)
             for seed, a, b in zip(options.seeds, sampled, scored, strict=True):
-                # A mismatch that the precheck reports for a healthy pair does not stop it.
+                # The precheck may report a mismatch of attributes for a healthy pair.
                 keep(a, b, cell.folder(options.out, train) / str(seed), silent, ("attributes",))
-                if not options.keep_captures:
-                    shutil.rmtree(b.folder)
-    if not options.keep_captures:
-        shutil.rmtree(work.folder, ignore_errors=True)
+                shutil.rmtree(b.folder)
+    shutil.rmtree(work.folder, ignore_errors=True)
     seconds = time.monotonic() - start
     return f"{name}: {len(trains) - skipped} pairs, {skipped} skipped, {seconds:.0f} s"
 
@@ -178,8 +172,8 @@ def skip(cell: Cell, train: str, error: RlkError, out: Path) -> None:
 
 
 def run_all(todo: Sequence[Cell], options: argparse.Namespace) -> None:
-    """Runs all cells, the costliest first. Each level has a server of processes that have imported
-    the packages, because libraries choose their kernels once, when they are first used."""
+    """Runs all cells, the costliest first. Each level has a server of its own, whose processes have
+    imported the packages, because libraries choose their kernels when they are first used."""
     levels = set() if options.cold else {c.processor for c in todo}
     started = {level: server_of(level) for level in sorted(levels)}
     folders = {level: server.folder.name for level, server in started.items()}
@@ -205,7 +199,7 @@ def server_of(level: str) -> warm.Server:
 
 
 def cost(cell: Cell) -> float:
-    """A number below 0, lowest for the slowest model: by its layers and weights."""
+    """A negative number, lowest for the slowest model: it follows from layers and weights."""
     made = json.loads((cell.model / "made.json").read_text())
     return -(made["layers"] + made["parameters"] / 3e6)
 
@@ -238,13 +232,13 @@ def main() -> None:
     parser.add_argument("--prompt-count", type=int, default=12)
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--engine-options", default="", help="for every engine, as ,key=value")
-    parser.add_argument("--vllm-options", default="", help="for vLLM beside them")
+    parser.add_argument("--vllm-options", default="", help="for vLLM, in addition")
     parser.add_argument("--controls", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--pass-budget", type=float, default=4e9, help="bytes of a pass's values")
-    parser.add_argument("--keep-captures", action="store_true")
-    parser.add_argument("--again", action="store_true", help="compare again what is captured")
-    parser.add_argument("--cold", action="store_true", help="engines that use a GPU start cold")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin none later")
+    parser.add_argument("--cold", action="store_true", help="start each engine in a new process")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="start no run after these minutes"
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     options.prompts = write_prompts(options.out, options.prompt_count)

@@ -1,13 +1,13 @@
-"""Times the steps of TRL's GRPOTrainer, with vLLM in its process, on the problems of examples/grpo.
+"""Times the steps of TRL's GRPOTrainer on the problems of examples/grpo, with vLLM in its process.
 
     python scripts/loop_trl.py --model M --steps 25 --out trl.json [--dtype float32|bfloat16]
                                [--kernels rlk|off]
 
-The model, problems, group, limit of tokens, temperature, clip and token mean are those of train.py
-with --turns 1; answers that are cut at the limit count as well. float32 means fp32 weights under
-autocast to bf16, as train.py's master weights are. trl 1.16, datasets and vLLM are needed. Seconds
-are medians past the first five steps; each stage ends with a synchronisation of the device, as in
-train.py.
+The model, problems, group, token limit, temperature, clip and token mean are those of train.py with
+--turns 1; answers that are cut at the limit count as well. float32 means fp32 weights under
+autocast to bf16, like train.py's master weights. The script needs trl 1.16, datasets and vLLM.
+Seconds are medians past the first five steps; each stage ends with a synchronisation of the device,
+as in train.py.
 """
 
 import argparse
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "grpo"
 import problems
 
 WARM = 5
-"""Steps that are not counted."""
+"""The first steps, which are not counted."""
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -42,7 +42,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     a.add_argument("--problems", type=int, default=8)
     a.add_argument("--group", type=int, default=8)
     a.add_argument("--max-tokens", type=int, default=48)
-    a.add_argument("--micro", type=int, help="answers of a forward; all of them where left out")
+    a.add_argument("--micro", type=int, help="answers of a forward; default: all of them")
     a.add_argument("--lr", type=float, default=1e-5)
     a.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     a.add_argument("--kernels", choices=["rlk", "off"], default="off")
@@ -55,7 +55,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 
 class Clock:
-    """Seconds of each stage of each step; a stage within another is a part of it."""
+    """Seconds of each stage of each step; an outer stage includes the stages within it."""
 
     def __init__(self, gpu: bool) -> None:
         self.gpu, self.seconds = gpu, defaultdict(list)
@@ -66,7 +66,7 @@ class Clock:
         return time.perf_counter()
 
     def timed(self, holder: Any, method: str, stage: str) -> None:
-        """Times calls of a method of one object."""
+        """Times the calls of a method of this object."""
         inner: Callable = getattr(holder, method)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,8 @@ class Clock:
 
 
 def stop_ids(tokenizer: Any) -> list[int]:
-    """As rollout.py: a line ends an answer."""
+    """The tokens that contain a line break or end the text: as in rollout.py, a line break ends an
+    answer."""
     ends = [i for i in range(len(tokenizer)) if "\n" in tokenizer.decode([i])]
     return sorted({*ends, tokenizer.eos_token_id} - {None})
 
@@ -92,7 +93,7 @@ def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
 
 
 BY_PROMPT: dict[str, problems.Problem] = {}
-"""Of every prompt that is trained on."""
+"""Prompt -> its problem, for every prompt of the training."""
 
 
 def main() -> int:
@@ -111,7 +112,7 @@ def main() -> int:
     BY_PROMPT.update({problem.prompt: problem for problem in asked})
     tokenizer = AutoTokenizer.from_pretrained(o.model)
     batch = o.problems * o.group
-    # An answer that a line ends counts as cut in TRL, so those that are cut are not left out.
+    # For TRL an answer that a line break ends is cut, so that cut answers must not be masked.
     micro = o.micro or batch
     config = GRPOConfig(
         output_dir=str(o.out.with_suffix("")), per_device_train_batch_size=micro,

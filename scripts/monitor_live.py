@@ -4,15 +4,15 @@
     rlk-align monitor FOLDER
 
 vLLM samples and HF transformers trains (`rl_loop.py`). Each step becomes a neutral file,
-FOLDER/step_N.jsonl. From the step --sync-until on, the trainer's weights no longer reach vLLM, and
-nothing else changes. With --stop-early the loop watches itself, and ends where the monitor says so.
+FOLDER/step_N.jsonl. From step --sync-until on, the trainer's weights no longer reach vLLM; nothing
+else changes. With --stop-early the loop monitors itself and ends when the monitor says so.
 """
 
 import argparse
 from pathlib import Path
 
 import numpy as np
-from rl_loop import Rollout, Tasks, Trainer, lines
+from rl_loop import Rollout, Tasks, Trainer, records, text_of
 
 from rlk_align.files import whole_file
 from rlk_align.logs.monitor.record import StepRecord
@@ -25,7 +25,7 @@ RATE = 2e-4
 def run(folder: Path, steps: int, sync_until: int, stop_early: bool) -> None:
     """Trains for `steps` steps, or until the monitor stops it."""
     folder.mkdir(parents=True, exist_ok=True)
-    monitor = RunMonitor(patience=2, on_step=tell)
+    monitor = RunMonitor(patience=2, on_step=show)
     tasks, trainer = Tasks(seed=1), Trainer(RATE)
     rollout = Rollout(tasks)
     for step in range(steps):
@@ -34,7 +34,7 @@ def run(folder: Path, steps: int, sync_until: int, stop_early: bool) -> None:
         samples = rollout.sample(tasks.take(PROMPTS), seed=step)
         scores = trainer.score(samples)
         with whole_file(folder / f"step_{step}.jsonl") as file:
-            file.write_text("".join(lines(step, samples, scores)), encoding="utf-8")
+            file.write_text(text_of(records(step, samples, scores)), encoding="utf-8")
         monitor.arrays(
             step,
             padded([s.logprobs for s in samples]),
@@ -56,10 +56,10 @@ def padded(rows: list[list[float]]) -> np.ndarray:
     return array
 
 
-def tell(record: StepRecord) -> None:
-    """Prints what a step breaks."""
-    found = ", ".join(f"{f.level}: {f.name}" for f in record.findings)
-    print(f"step {record.step}: {record.tokens} tokens; {found or 'healthy'}", flush=True)
+def show(record: StepRecord) -> None:
+    """Prints the findings of a step."""
+    findings = ", ".join(f"{f.level}: {f.name}" for f in record.findings)
+    print(f"step {record.step}: {record.tokens} tokens; {findings or 'healthy'}", flush=True)
 
 
 if __name__ == "__main__":

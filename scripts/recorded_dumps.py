@@ -1,13 +1,13 @@
 """Makes dumps with the distributions and the noise of real engines, healthy or with a fault.
 
-    python scripts/recorded_dumps.py prompts prompts.jsonl
+    python scripts/recorded_dumps.py prompts.jsonl
     rlk-align compare --rollout hf:dtype=bfloat16 --train megatron:dtype=bfloat16 \\
         --prompts prompts.jsonl --max-new-tokens 32 --sites logits,logprob --run-dir RUN
-    python scripts/recorded_dumps.py dump RUN recorded.jsonl
+    python scripts/sweep_dumps.py --recorded RUN --out dumps.json
 
-A run's captures hold both engines' logits of every sampled token. The rollout's logits are the
-distribution, and the trainer's minus the rollout's are the noise. Faults are planted as in
-simulated dumps.
+The first command writes the prompts. The captures of a run contain both engines' logits of every
+sampled token: the rollout's logits are the distribution, and the trainer's minus the rollout's are
+the noise. Faults are planted as in simulated dumps.
 """
 
 import argparse
@@ -23,7 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/support"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "fixtures"))
 
 from corpus import sample_problem
-from simulate_dumps import FAULTS, GROUP, PROMPT, Dump, Floats
+from simulate_dumps import FAULTS, GROUP, Dump, Floats
 
 from rlk_align.logs.dumps.sequences import Sequences
 from rlk_align.model.sites import RowIndex
@@ -44,7 +44,7 @@ class Recording:
         self.batch = sides[0].tokens
         index = RowIndex(self.batch)
         prompts = np.array([len(s.prompt_ids) for s in self.batch.samples])
-        # The logits at one position belong to the next token.
+        # The logits at a position are those of the next token.
         rows = np.flatnonzero(index.position >= prompts[index.sample]) - 1
         self.sequence = index.sample[rows]
         self.token = index.token[rows + 1]
@@ -57,18 +57,18 @@ class Recording:
 
 def _logits(trace: Trace, name: str, index: RowIndex, rows: NDArray[np.int64]) -> Floats:
     reader = trace.read_pass(name)
-    found = read_rows(reader, "logits", index)
-    assert found is not None, f"{trace.folder} has no logits"
-    place = np.searchsorted(found.number, rows)
-    assert np.array_equal(found.number[place], rows), f"{trace.folder} lacks logits of some tokens"
-    return np.asarray(reader.values("logits", found.rows, found.at[place]).double().numpy())
+    recorded = read_rows(reader, "logits", index)
+    assert recorded is not None, f"{trace.folder} has no logits"
+    at = np.searchsorted(recorded.number, rows)
+    assert np.array_equal(recorded.number[at], rows), f"{trace.folder} lacks logits of some tokens"
+    return np.asarray(reader.values("logits", recorded.rows, recorded.at[at]).double().numpy())
 
 
 class RecordedDump(Dump):
-    """The tokens that the engines sampled; with `again`, others are drawn from the same
-    distributions."""
+    """A dump of the tokens that the engines sampled; with `resample`, new tokens are drawn from the
+    same distributions."""
 
-    def __init__(self, recording: Recording, seed: int, again: bool, turns: int = 1) -> None:
+    def __init__(self, recording: Recording, seed: int, resample: bool, turns: int = 1) -> None:
         self.rng = np.random.default_rng(seed)
         samples = recording.batch.samples
         numbers: dict[tuple[int, ...], int] = {}
@@ -81,12 +81,12 @@ class RecordedDump(Dump):
         self.position = np.concatenate([np.arange(n) for n in self.lengths])
         self.logits, self.token = recording.logits, recording.token
         self.difference = recording.train - recording.logits
-        self.again = again
+        self.resample = resample
         self.start_healthy(recording.dtype, turns)
 
     def sampled(self, law: Floats) -> NDArray[np.int64]:
         """[R]; the engines' tokens, or new draws."""
-        return super().sampled(law) if self.again else self.token
+        return super().sampled(law) if self.resample else self.token
 
     def noise(self) -> Floats:
         """[R, V]; the difference of the engines' logits."""
@@ -96,7 +96,7 @@ class RecordedDump(Dump):
 def planted(recording: Recording, name: str, seed: int) -> Sequences:
     """Returns the recording with a fault, at its greatest strength."""
     fault = FAULTS[name]
-    dump = RecordedDump(recording, seed, again=True, turns=fault.turns)
+    dump = RecordedDump(recording, seed, resample=True, turns=fault.turns)
     fault.plant(dump, fault.strengths[-1])
     return dump.sequences_of()
 
@@ -115,38 +115,11 @@ def prompt_lines() -> list[str]:
     return lines
 
 
-def neutral_lines(recording: Recording) -> list[str]:
-    """The healthy recording as lines of the neutral file."""
-    run = RecordedDump(recording, 0, again=False).sequences_of()
-    lines = []
-    for k, sample in enumerate(recording.batch.samples):
-        response = slice(run.offsets[k] + PROMPT, run.offsets[k + 1])
-        record = {
-            "schema": "rlk-align/logprobs/1",
-            "id": sample.prompt_id,
-            "group": run.groups[k],
-            "step": int(run.steps[k]),
-            "token_ids": sample.ids,
-            "prompt_length": len(sample.prompt_ids),
-            "rollout_logprobs": run.rollout[response].tolist(),
-            "train_logprobs": run.train[response].tolist(),
-            "dtype": {"rollout": recording.dtype, "train": recording.dtype},
-        }
-        lines.append(json.dumps(record) + "\n")
-    return lines
-
-
 def main() -> None:
-    """Writes the prompts of a run, or its neutral file."""
+    """Writes the prompts of a run."""
     parser = argparse.ArgumentParser(description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("prompts").add_argument("out", type=Path)
-    dump = commands.add_parser("dump")
-    dump.add_argument("run", type=Path)
-    dump.add_argument("out", type=Path)
-    asked = parser.parse_args()
-    lines = prompt_lines() if asked.command == "prompts" else neutral_lines(Recording(asked.run))
-    asked.out.write_text("".join(lines), encoding="utf-8")
+    parser.add_argument("out", type=Path)
+    parser.parse_args().out.write_text("".join(prompt_lines()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Prepares a copy of the repository for PyPI: `release_tree.py TREE REPOSITORY TAG`.
 
-The owner in `[project.urls]` becomes that of REPOSITORY, an https address, and the relative links
-of both README files become addresses of the files at TAG, because PyPI shows a README alone.
+The owner in `[project.urls]` becomes the owner of REPOSITORY, an https address, and the relative
+links of both README files become addresses of the files at TAG, because PyPI shows the README
+without the repository.
 """
 
 import posixpath
@@ -17,7 +18,7 @@ PROJECTS = ("", "kernels")
 
 
 def absolute(page: str, folder: str, repository: str, tag: str) -> str:
-    """A page of `folder`, its relative links and pictures as addresses in the repository."""
+    """A page of `folder`, whose relative links and pictures become addresses in the repository."""
 
     def link(match: re.Match[str]) -> str:
         image, words, target, anchor = match.groups(default="")

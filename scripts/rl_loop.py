@@ -1,15 +1,15 @@
-"""A small RL loop with real engines on the embedded model: vLLM samples, HF transformers trains.
+"""A small RL loop on the embedded model: vLLM samples, and HF transformers trains.
 
-The trainer keeps fp32 master weights and computes in bf16, as mixed-precision training does; the
-rollout is vLLM in bf16. The reward is `fixtures/corpus.py: check`, the loss REINFORCE with the
-group's mean as baseline. Both sides' log-probs become lines of the neutral file.
+The trainer keeps fp32 master weights and computes in bf16, as mixed-precision training does; vLLM
+computes in bf16. The reward is `check` of `fixtures/corpus.py`, and the loss is REINFORCE with the
+group's mean as the baseline. Both sides' log-probs become lines of the neutral file.
 """
 
 import json
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ os.environ |= {
 
 import torch
 from torch.nn import Linear, Module, Parameter
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM, SamplingParams
 
@@ -41,7 +42,7 @@ MODEL = str(data_path("model"))
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A prompt with the problem that it ends with."""
+    """A prompt, and the problem at its end."""
 
     name: str
     problem: Problem
@@ -50,7 +51,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A response with what the rollout said of it."""
+    """A response with the rollout's values."""
 
     task: Task
     response: list[int]
@@ -64,7 +65,7 @@ class Sample:
 
 
 class Tasks:
-    """Prompts of two solved problems and an open one, so that they fill blocks of the cache."""
+    """Prompts of two solved problems and an open one: long enough to fill blocks of the cache."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -89,7 +90,6 @@ class Rollout:
 
     def __init__(self, tasks: Tasks, logprobs: str = "processed") -> None:
         self.tokenizer = tasks.tokenizer
-        self.mode = f"{logprobs}_logprobs"
         self.llm = LLM(
             model=MODEL,
             dtype="bfloat16",
@@ -98,7 +98,7 @@ class Rollout:
             enable_prefix_caching=True,
             block_size=CACHE_BLOCK,
             disable_log_stats=True,
-            logprobs_mode=self.mode,
+            logprobs_mode=f"{logprobs}_logprobs",
         )
 
     def sample(
@@ -179,11 +179,11 @@ class Trainer:
             row[: len(s.token_ids) - 1].tolist() for row, s in zip(logp_BT, samples, strict=True)
         ]
 
-    def step(self, samples: list[Sample], temperature: float = 1.0) -> None:
+    def step(self, samples: list[Sample]) -> None:
         """Takes one optimizer step."""
         rewards = torch.tensor([s.reward for s in samples]).view(-1, GROUP)
         advantages = (rewards - rewards.mean(1, keepdim=True)).flatten()
-        logp_BT = self._logprobs(samples, temperature)
+        logp_BT = self._logprobs(samples, 1.0)
         mask_BT = torch.zeros_like(logp_BT)
         for row, s in zip(mask_BT, samples, strict=True):
             row[len(s.task.token_ids) - 1 : len(s.token_ids) - 1] = 1
@@ -194,39 +194,36 @@ class Trainer:
 
     def _logprobs(self, samples: list[Sample], temperature: float) -> torch.Tensor:
         """[B, T − 1]; index t belongs to token t + 1. Rows are padded on the right."""
-        longest = max(len(s.token_ids) for s in samples)
-        ids_BT = torch.tensor([s.token_ids + [0] * (longest - len(s.token_ids)) for s in samples])
-        there_BT = torch.tensor(
-            [[1] * len(s.token_ids) + [0] * (longest - len(s.token_ids)) for s in samples]
-        )
+        rows = [torch.tensor(s.token_ids) for s in samples]
+        ids_BT = pad_sequence(rows, batch_first=True)
+        mask_BT = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         with torch.autocast("cpu", torch.bfloat16):
-            logits_BTV = self.model(ids_BT, attention_mask=there_BT).logits[:, :-1]
+            logits_BTV = self.model(ids_BT, attention_mask=mask_BT).logits[:, :-1]
         logits_BTV = logits_BTV.float() / temperature
         return logits_BTV.log_softmax(-1).gather(-1, ids_BT[:, 1:, None]).squeeze(-1)
 
 
-def lines(
-    step: int, samples: list[Sample], scores: list[list[float]], **fields: Any
-) -> Iterator[str]:
-    """Yields the samples of a step as lines of the neutral file."""
+def records(
+    step: int, samples: list[Sample], scores: list[list[float]]
+) -> Iterator[dict[str, Any]]:
+    """Yields the samples of a step as records of the neutral file."""
     for number, (sample, score) in enumerate(zip(samples, scores, strict=True)):
         prompt = len(sample.task.token_ids)
-        yield (
-            json.dumps(
-                {
-                    "schema": "rlk-align/logprobs/1",
-                    "id": f"{step}-{number}",
-                    "group": sample.task.name,
-                    "step": step,
-                    "token_ids": sample.token_ids,
-                    "prompt_length": prompt,
-                    "rollout_logprobs": [None] * prompt + sample.logprobs,
-                    "train_logprobs": [None, *score],
-                    "cached_tokens": sample.cached_tokens,
-                    "reward": sample.reward,
-                    "dtype": {"rollout": "bfloat16", "train": "bfloat16"},
-                    **fields,
-                }
-            )
-            + "\n"
-        )
+        yield {
+            "schema": "rlk-align/logprobs/1",
+            "id": f"{step}-{number}",
+            "group": sample.task.name,
+            "step": step,
+            "token_ids": sample.token_ids,
+            "prompt_length": prompt,
+            "rollout_logprobs": [None] * prompt + sample.logprobs,
+            "train_logprobs": [None, *score],
+            "cached_tokens": sample.cached_tokens,
+            "reward": sample.reward,
+            "dtype": {"rollout": "bfloat16", "train": "bfloat16"},
+        }
+
+
+def text_of(records: Iterable[dict[str, Any]]) -> str:
+    """Records as the text of a neutral file."""
+    return "".join(json.dumps(record) + "\n" for record in records)

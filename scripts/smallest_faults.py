@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Finds the smallest faults of a product that its bf16 budget detects, by the width of its rows.
+"""Finds the smallest faults of a product that its bf16 budget detects, for each width of its rows.
 
     python scripts/smallest_faults.py
 
 Each fault changes 1,000 rows of normal outputs, which are then rounded to bf16. Strengths are a
-factor of 1.5 apart; the smallest from which on every strength is detected is printed. No engine is
-started.
+factor of 1.5 apart. The script prints the smallest strength above which every strength is detected.
+It starts no engine.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def at(where: tuple, change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A change of some entries alone."""
+    """A fault that changes only the entries at `where`."""
 
     def changed(exact: Tensor) -> Tensor:
         exact[where] = change(exact[where])
@@ -41,7 +41,7 @@ def at(where: tuple, change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], T
 
 
 def faults(strength: float, by_row: Tensor, by_entry: Tensor) -> dict[str, Callable]:
-    """The faults by name; `[ROWS, 1]` and `[ROWS, F]` are normal numbers."""
+    """Name -> fault. by_row[ROWS, 1] and by_entry[ROWS, F] are normal numbers."""
 
     def scaled(x: Tensor) -> Tensor:
         return x * (1 + strength)
@@ -62,7 +62,7 @@ def faults(strength: float, by_row: Tensor, by_entry: Tensor) -> dict[str, Calla
     }
 
 
-def is_seen(exact: Tensor, fault: Callable[[Tensor], Tensor]) -> bool:
+def is_detected(exact: Tensor, fault: Callable[[Tensor], Tensor]) -> bool:
     got = fault(exact.clone()).bfloat16().double()
     sums = ErrorSums(exact.shape[1], 1, "bfloat16", CPU)
     for start in range(0, ROWS, BLOCK):
@@ -79,10 +79,10 @@ def is_seen(exact: Tensor, fault: Callable[[Tensor], Tensor]) -> bool:
 
 
 def smallest(name: str, exact: Tensor, by_row: Tensor, by_entry: Tensor) -> float:
-    strength, found = LARGEST, float("nan")
-    while strength > SMALLEST and is_seen(exact, faults(strength, by_row, by_entry)[name]):
-        strength, found = strength / STEP, strength
-    return found
+    strength, detected = LARGEST, float("nan")
+    while strength > SMALLEST and is_detected(exact, faults(strength, by_row, by_entry)[name]):
+        strength, detected = strength / STEP, strength
+    return detected
 
 
 def main() -> None:

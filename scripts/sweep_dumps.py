@@ -2,9 +2,9 @@
 
     python scripts/sweep_dumps.py --out reports/dumps.json [--first-seed N] [--recorded RUN]...
 
-The counts are written to OUT and printed as tables. Seeds start at N, because results on the seeds
-that the diagnoses were tuned on would be too good. RUN is a run of `rlk-align compare` with the
-logits kept (`recorded_dumps.py`).
+The script writes the counts to OUT and prints them as tables. Seeds start at N, because results on
+the seeds that the diagnoses were tuned on would be too good. RUN is a run of `rlk-align compare`
+that recorded the logits (`recorded_dumps.py`).
 """
 
 import argparse
@@ -31,9 +31,9 @@ SEEDS = 10
 HEALTHY = {2_000: 100, 20_000: 40, 200_000: 10, 1_000_000: 2}
 """Size -> healthy runs in each dtype."""
 CURVE = 20_000
-"""The size at which smaller faults and unseen ones are planted."""
+"""The size at which weaker faults and unseen faults are planted."""
 FEW = 5
-"""Seeds of unseen faults, of dumps that leave out fields, and of recorded noise."""
+"""Seeds for unseen faults, for dumps that leave out fields, and for recorded noise."""
 Answers = Counter[str]
 
 
@@ -65,8 +65,9 @@ def healthy_table(found: dict[str, dict[str, Answers]]) -> str:
 
 
 def fault_table(faults: dict[str, dict[str, Any]]) -> str:
-    """A list, by diagnosis, of the faults that are named in every run at their greatest strength,
-    with the smallest strength that is always named; then a table of the other faults."""
+    """A list, by diagnosis, of the faults that are diagnosed in every run at their greatest
+    strength, each with the smallest strength that is always diagnosed; then a table of the other
+    faults."""
     always: dict[str, list[str]] = {}
     rows = []
     for name, fault in faults.items():
@@ -110,8 +111,8 @@ def missed_table(found: dict[str, dict[str, Any]]) -> str:
         for name, fault in found.items()
         if (answers := Answers(fault["answers"]))[fault["diagnosis"]] < answers.total()
     ]
-    said = f"The other {len(found) - len(rows)} of {len(found)} are always diagnosed correctly.\n"
-    return markdown(["fault", "diagnosis", "named"], rows) + "\n" + said
+    rest = f"The other {len(found) - len(rows)} of {len(found)} are always diagnosed correctly.\n"
+    return markdown(["fault", "diagnosis", "named"], rows) + "\n" + rest
 
 
 class Sweep:
@@ -121,7 +122,7 @@ class Sweep:
         self.contract, self.first_seed = load_run_contract(), first_seed
 
     def ask(self, make: Callable[[int], Sequences], seeds: Iterable[int]) -> Answers:
-        """The diagnoses of a run of each seed; `seeds` are added to the first seed."""
+        """The diagnoses of one run for each seed; `seeds` are added to the first seed."""
         return Counter(answer(make(self.first_seed + seed), self.contract) for seed in seeds)
 
     def healthy(self) -> dict[str, dict[str, Answers]]:
@@ -174,8 +175,8 @@ class Sweep:
         recording = Recording(folder)
 
         def sound(seed: int) -> Sequences:
-            again = seed > self.first_seed
-            return RecordedDump(recording, seed, again, 1 + seed % 4).sequences_of()
+            resample = seed > self.first_seed
+            return RecordedDump(recording, seed, resample, 1 + seed % 4).sequences_of()
 
         faults = {
             name: {
@@ -188,7 +189,7 @@ class Sweep:
 
 
 def main() -> None:
-    """Runs all of them, prints the tables and writes the counts."""
+    """Makes and explains all dumps, prints the tables and writes the counts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--first-seed", type=int, default=0)

@@ -1,6 +1,6 @@
-"""What a rollout gave, and the packed rows that the trainer sees of it.
+"""The answers of a rollout, and the packed rows that the trainer computes from them.
 
-T = tokens of a pack: whole sequences, one behind the other.
+T = tokens of a pack, which consists of whole sequences, one after another.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,20 +17,20 @@ class Span:
     """Tokens that the rollout engine sampled in one request."""
 
     first: int
-    """Index of the first in `Answer.ids`."""
+    """The first token's index in `Answer.ids`."""
     logprobs: tuple[float, ...]
-    """The engine's, of each token."""
+    """The engine's log-prob of each token."""
     cut: bool
-    """Whether they end at the limit of tokens, and not by themselves."""
+    """Whether the token limit ended the span."""
 
     @property
-    def places(self) -> range:
+    def indices(self) -> range:
         return range(self.first, self.first + len(self.logprobs))
 
 
 @dataclass
 class Answer:
-    """One sequence of a group: a prompt, sampled spans, and the tool's words between them."""
+    """One sequence of a group: a prompt, sampled spans, and the tool's text between them."""
 
     problem: Problem
     group: int
@@ -49,24 +49,23 @@ class Answer:
 
 @dataclass(frozen=True)
 class Sample:
-    """A sequence as the trainer has it; lists are as long as `ids`."""
+    """A sequence for the trainer. All lists have the length of `ids`."""
 
     ids: list[int]
     prompt_length: int
     mask: list[bool]
     """The tokens that the loss counts."""
     rollout_logprobs: list[float | None]
-    """None where the rollout engine sampled nothing."""
+    """None for tokens that the rollout engine did not sample."""
     advantage: float
 
 
 def to_sample(answer: Answer, advantage: float) -> Sample:
-    """The loss counts what was sampled: neither the prompt nor a tool's words, and nothing of an
-    answer that was cut at its limit."""
+    """The loss counts the sampled tokens, and no token of an answer that was cut at its limit."""
     logprobs: list[float | None] = [None] * len(answer.ids)
     for span in answer.spans:
-        for place, value in zip(span.places, span.logprobs, strict=True):
-            logprobs[place] = value
+        for index, value in zip(span.indices, span.logprobs, strict=True):
+            logprobs[index] = value
     mask = [value is not None and not answer.cut for value in logprobs]
     return Sample(answer.ids, answer.prompt_length, mask, logprobs, advantage)
 
@@ -76,21 +75,22 @@ class Pack:
     """Samples in one row."""
 
     tokens: int
-    """Without padding."""
+    """The number of tokens, without padding."""
     counted: int
-    """How many of them the loss counts."""
+    """The number of tokens that the loss counts."""
     answers: int
-    """How many samples have such tokens."""
+    """The number of samples that have such tokens."""
     ids: Tensor
     """int64 [1, T]."""
     positions: Tensor
-    """int64 [1, T], from 0 with each sample."""
+    """int64 [1, T], from 0 in each sample."""
     starts: Tensor
-    """int32 [samples + 1]: where each begins, the padding behind them too, and where it ends."""
+    """int32 [samples + 1]: where each sample begins, the padding included, and where the last
+    ends."""
     mask: Tensor
     """bool [T]."""
     sampled: Tensor
-    """bool [T]: where the rollout engine gave a log-prob."""
+    """bool [T]: True where the rollout engine returned a log-prob."""
     rollout_logprobs: Tensor
     """float32 [T], 0 where nothing was sampled."""
     advantages: Tensor
@@ -98,12 +98,12 @@ class Pack:
 
 
 PADDED_TO = {"cuda": 512, "cpu": 8}
-"""Tokens that the length of a pack is a multiple of: a GPU's launches are prepared by length."""
+"""The length of a pack is a multiple of this: on a GPU, kernels are prepared for each length."""
 
 
 def packs(samples: Sequence[Sample], tokens: int, device: torch.device) -> Iterator[Pack]:
-    """Samples in their order, up to `tokens` of them in a row, and at least one sample. Behind them
-    is a sequence of padding, which counts nowhere."""
+    """Packs the samples in their order. A pack has at most `tokens` tokens, or one sample that is
+    longer. After the samples comes a sequence of padding, which the loss ignores."""
     row: list[Sample] = []
     for sample in samples:
         if row and sum(len(s.ids) for s in row) + len(sample.ids) > tokens:
@@ -115,14 +115,14 @@ def packs(samples: Sequence[Sample], tokens: int, device: torch.device) -> Itera
 
 
 def empty_pack(device: torch.device, tokens: int = 1) -> Pack:
-    """Padding alone, in short sequences: for a rank whose answers need fewer packs than another's,
-    and to prepare for packs of that length."""
+    """A pack of short sequences of padding: for a rank whose answers need fewer packs than another
+    rank's, and to prepare kernels for packs of this length."""
     sizes = [min(EMPTY, tokens - start) for start in range(0, tokens, EMPTY)]
     return _pack([_padding(size) for size in sizes], device)
 
 
 EMPTY = 64
-"""Tokens of a sequence of padding, at most, where a pack has nothing else."""
+"""The most tokens of a sequence of padding in a pack of padding alone."""
 
 
 def _padding(size: int) -> Sample:

@@ -1,4 +1,4 @@
-"""Reward and mismatch over the steps of runs, as a picture.
+"""Draws reward and mismatch over the steps of runs.
 
 pip install matplotlib
 python examples/grpo/chart.py runs/grpo runs/off -o chart.svg
@@ -22,29 +22,30 @@ def _share(mismatch: dict[str, float]) -> float:
 
 
 def steps(run: Path) -> list[dict]:
-    """The lines of a run's metrics. Raises ValueError where there are none, or one is cut."""
+    """The lines of a run's metrics. Raises ValueError if there are none, or if one is
+    incomplete."""
     path = run / "metrics.jsonl"
-    if not (found := lines(path)):
+    if not (metrics := lines(path)):
         raise ValueError(f"{path} has no steps; name the folder of a run of train.py")
-    return found
+    return metrics
 
 
-LOOKS = {
+STYLES = {
     "rlk": {"color": "tab:blue", "linestyle": "-", "label": "with the kernels"},
     "off": {"color": "tab:orange", "linestyle": "--", "label": "without"},
 }
 SMOOTHED_OVER = 10
-"""Steps of a moving mean, of the training reward alone."""
+"""Steps of the moving mean, which only the training reward has."""
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Of as many steps as there are, up to SMOOTHED_OVER of them."""
+    """The mean of each value and up to SMOOTHED_OVER - 1 values before it."""
     parts = (values[max(0, i + 1 - SMOOTHED_OVER) : i + 1] for i in range(len(values)))
     return [sum(part) / len(part) for part in parts]
 
 
 def draw(runs: list[Path], output: Path) -> None:
-    """One panel above the other, a line for each run."""
+    """Draws the panels one above the other, with a line for each run."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -52,13 +53,14 @@ def draw(runs: list[Path], output: Path) -> None:
 
     figure, axes = plt.subplots(1 + len(PANELS), sharex=True, figsize=(7, 10))
     for run in runs:
-        taken, held = steps(run), lines(run / "held_out.jsonl")
-        look = LOOKS[taken[-1]["kernels"]] | {"alpha": 0.8, "linewidth": 1}
-        axes[0].plot([x["step"] for x in held], [x["reward"] for x in held], marker="o", **look)
+        trained, held_out = steps(run), lines(run / "held_out.jsonl")
+        style = STYLES[trained[-1]["kernels"]] | {"alpha": 0.8, "linewidth": 1}
+        rewards = [x["reward"] for x in held_out]
+        axes[0].plot([x["step"] for x in held_out], rewards, marker="o", **style)
         for axis, (_, value) in zip(axes[1:], PANELS, strict=True):
-            values = [value(x) for x in taken]
+            values = [value(x) for x in trained]
             values = smoothed(values) if axis is axes[1] else values
-            axis.plot([x["step"] for x in taken], values, **look)
+            axis.plot([x["step"] for x in trained], values, **style)
     titles = ("held-out reward", *(title for title, _ in PANELS))
     for axis, title in zip(axes, titles, strict=True):
         axis.set_title(title, loc="left", fontsize=10)

@@ -1,7 +1,7 @@
-"""What the loop checks in every step, and how it names a breach.
+"""The checks of every step, whose errors name the fault.
 
 Masks are compared with the spans that the rollout engine returned, and weights, parameter by
-parameter, with those of the live engine.
+parameter, with the weights of the live engine.
 """
 
 import math
@@ -12,18 +12,18 @@ from torch import Tensor
 
 
 class LoopFault(Exception):
-    """The loop would train on what is not so; the message begins with the fault's name."""
+    """The loop would train on wrong data. The message begins with the fault's name."""
 
 
 def check_masks(answers: Sequence[Answer], samples: Sequence[Sample]) -> None:
-    """Raises LoopFault where there are not as many samples as answers, and for the first sample
-    with other tokens than its answer's, whose mask counts what is not to be trained on, or leaves
-    out what is, or whose log-probs are of other tokens than those that were sampled."""
+    """Raises LoopFault if the numbers of samples and answers differ, and for the first sample whose
+    tokens are not its answer's, whose mask is not that of the answer's sampled tokens, or whose
+    log-probs belong to other tokens than the sampled ones."""
     if len(samples) != len(answers):
         raise LoopFault(f"other number of samples: {len(samples)} of {len(answers)} answers")
     for number, (answer, sample) in enumerate(zip(answers, samples, strict=True)):
-        sampled = {place for span in answer.spans for place in span.places}
-        counted = {place for place, on in enumerate(sample.mask) if on}
+        sampled = {index for span in answer.spans for index in span.indices}
+        counted = {index for index, on in enumerate(sample.mask) if on}
         where = f"in sample {number}, at token {{}}"
         tokens, lengths = len(answer.ids), {len(sample.mask), len(sample.rollout_logprobs)}
         if lengths != {tokens}:
@@ -36,7 +36,7 @@ def check_masks(answers: Sequence[Answer], samples: Sequence[Sample]) -> None:
                 f"tokens of another answer: sample {number} does not have the prompt and the "
                 f"tokens of answer {number}"
             )
-        known = {place for place, x in enumerate(sample.rollout_logprobs) if x is not None}
+        known = {index for index, x in enumerate(sample.rollout_logprobs) if x is not None}
         if others := sorted(known ^ sampled):
             raise LoopFault(f"log-prob of another token: {where.format(others[0])}")
         if not counted:
@@ -45,16 +45,16 @@ def check_masks(answers: Sequence[Answer], samples: Sequence[Sample]) -> None:
             continue
         if answer.cut:
             raise LoopFault(
-                f"cut answer counted: sample {number} ends at its limit of tokens, so its reward "
-                f"is of half an answer, and the loss counts {len(counted)} tokens of it"
+                f"cut answer counted: sample {number} ends at the token limit, so its reward is "
+                f"that of an incomplete answer, and the loss counts {len(counted)} of its tokens"
             )
         for shift in (1, -1):
-            # What a shift moves past the last token is lost.
-            if counted == {place + shift for place in sampled} - {len(sample.mask)}:
+            # A shift loses a token that it moves past the last one.
+            if counted == {index + shift for index in sampled} - {len(sample.mask)}:
                 raise LoopFault(
                     f"mask shifted by {shift:+d}: " + where.format(min(counted ^ sampled))
                 )
-        if early := sorted(place for place in counted if place < answer.prompt_length):
+        if early := sorted(index for index in counted if index < answer.prompt_length):
             raise LoopFault(f"prompt token counted: {where.format(early[0])}")
         if others := sorted(counted ^ sampled):
             what = "tool's token counted" if others[0] in counted else "sampled token left out"
@@ -62,7 +62,8 @@ def check_masks(answers: Sequence[Answer], samples: Sequence[Sample]) -> None:
 
 
 def check_gradients(norm: float, gradients: Mapping[str, Tensor]) -> None:
-    """Raises LoopFault where the norm of all gradients is not finite, and names the parameters."""
+    """Raises LoopFault with the names of the parameters if the norm of all gradients is not
+    finite."""
     if math.isfinite(norm):
         return
     wrong = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
@@ -76,8 +77,8 @@ def check_gradients(norm: float, gradients: Mapping[str, Tensor]) -> None:
 def check_weights(
     trainer: Mapping[str, str], rollout: Mapping[str, str], before: Mapping[str, str]
 ) -> None:
-    """Raises LoopFault where a parameter's digest is not the same on both sides. `before`: the
-    trainer's digests of the step before, by which a parameter that was not synced is known."""
+    """Raises LoopFault if a parameter's digests differ. before: the trainer's digests in the
+    previous step, which identify a parameter that was not synced."""
     if missing := sorted(trainer.keys() ^ rollout.keys()):
         raise LoopFault(f"parameter on one side only: {', '.join(missing)}")
     differing = [name for name in trainer if trainer[name] != rollout[name]]

@@ -1,9 +1,10 @@
-"""A model of a published shape that solves some of the problems: where the loop begins on a GPU.
+"""Trains the model with which the loop begins on a GPU: it has a published shape and solves some of
+the problems.
 
     python examples/grpo/make_model.py --out runs/model                  # Qwen3-0.6B's shape
 
-The weights are ours, random at first, and trained on solved problems with the embedded model's
-tokenizer until the model solves a share of problems that it has not seen, or until time is up.
+The weights are random at first. They are trained on solved problems, with the embedded model's
+tokenizer, until the model solves a share of problems that it has not seen, or until the time is up.
 """
 
 import argparse
@@ -24,9 +25,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from rlk_align.data import data_path
 
 ROW, ASKED_EVERY, ASKED = 128, 40, 256
-"""Tokens of a row; steps from one measurement to the next, and problems of one."""
+"""Tokens of a row; steps between two evaluations; problems of an evaluation."""
 MATRIX_RATE, OTHER_RATE, WARM_UP, DECAY = 3e-3, 1e-3, 20, 0.3
-"""Of Muon and of AdamW; steps; the share of the time over which rates fall."""
+"""The rates of Muon and of AdamW; warm-up steps; the last share of the time, in which rates
+fall."""
 NOT_COUNTED = -100
 
 
@@ -35,7 +37,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     a.add_argument("--out", type=Path, required=True)
     a.add_argument("--shape", default="qwen3-0.6b", help=f"of {', '.join(SHAPES)}[:layers=N]")
     a.add_argument("--until", type=float, default=0.5, help="share of problems solved")
-    a.add_argument("--seconds", type=float, default=60, help="of training, at most")
+    a.add_argument("--seconds", type=float, default=60, help="time limit of the training")
     a.add_argument("--step-tokens", type=int, default=4096)
     a.add_argument("--seed", type=int, default=0)
     return a.parse_args(words)
@@ -47,16 +49,16 @@ def sequence(tokenizer: PreTrainedTokenizerFast, problem: problems.Problem) -> t
 
 
 def rows(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[tuple[list[int], list[int]]]:
-    """(ids, targets) of solved problems behind each other, cut to ROW tokens; a row begins with a
-    question. The targets are the solutions alone: questions are drawn by chance."""
+    """Yields (ids, targets): solved problems one after another, cut to ROW tokens; a row begins
+    with a question. Only the solutions are targets, because the questions are random."""
     rng = random.Random(f"solved {seed}")
-    kept_back = {problem.prompt for problem in problems.held_out(ASKED)}
+    held_out = {problem.prompt for problem in problems.held_out(ASKED)}
     while True:
         row: list[int] = []
         targets: list[int] = []
         while len(row) < ROW:
             problem = problems.draw(rng)
-            if problem.prompt not in kept_back:
+            if problem.prompt not in held_out:
                 prompt, solution = sequence(tokenizer, problem)
                 row += [*prompt, *solution, tokenizer.eos_token_id]
                 targets += [*[NOT_COUNTED] * len(prompt), *solution, NOT_COUNTED]
@@ -65,17 +67,18 @@ def rows(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[tuple[list[i
 
 @torch.no_grad()
 def solved(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, count: int) -> float:
-    """The share of held-out problems of whose solution each token is the likeliest."""
+    """The share of held-out problems that the model solves: each token of the solution is the most
+    likely one."""
     right = 0
     asked = problems.held_out(count)
-    for first in range(0, count, 64):
-        some = [sequence(tokenizer, problem) for problem in asked[first : first + 64]]
+    for start in range(0, count, 64):
+        some = [sequence(tokenizer, problem) for problem in asked[start : start + 64]]
         longest = max(len(p) + len(s) for p, s in some)
         ids = torch.tensor([[*p, *s, *[0] * (longest - len(p) - len(s))] for p, s in some])
-        said = model(ids.to(model.device), use_cache=False).logits.argmax(-1).cpu()
-        for row, likeliest, (p, s) in zip(ids, said, some, strict=True):
-            places = slice(len(p), len(p) + len(s))
-            right += bool((row[places] == likeliest[len(p) - 1 : len(p) + len(s) - 1]).all())
+        greedy = model(ids.to(model.device), use_cache=False).logits.argmax(-1).cpu()
+        for row, likeliest, (p, s) in zip(ids, greedy, some, strict=True):
+            first, end = len(p), len(p) + len(s)
+            right += bool((row[first:end] == likeliest[first - 1 : end - 1]).all())
     return right / count
 
 
@@ -93,7 +96,7 @@ def make_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
 def train(
     model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, o: argparse.Namespace
 ) -> float:
-    """All in bf16; returns the share that the model solves at the end."""
+    """Trains in bf16; returns the share of problems that the model solves at the end."""
     optimizers = make_optimizers(model)
     rates = [(group, group["lr"]) for x in optimizers for group in x.param_groups]
     stream, start, share = rows(tokenizer, o.seed), time.monotonic(), 0.0
@@ -104,7 +107,7 @@ def train(
         some = list(itertools.islice(stream, max(o.step_tokens // ROW, 1)))
         ids, targets = (torch.tensor(x).to(model.device) for x in zip(*some, strict=True))
         logits = model(ids, use_cache=False).logits[:, :-1]
-        # Counted alone: a row of logits is 152 thousand numbers.
+        # Only counted rows, because a row of logits has 152 thousand numbers.
         counted = targets[:, 1:] != NOT_COUNTED
         loss = cross_entropy(logits[counted].float(), targets[:, 1:][counted])
         loss.backward()
@@ -115,8 +118,8 @@ def train(
         over = passed >= 1
         if step % ASKED_EVERY == 0 or over:
             share, now = solved(model, tokenizer, ASKED), time.monotonic() - start
-            said = f"step {step}: loss {loss.item():.3f}, {share:.1%} solved"
-            print(f"{said}, {now:.1f} s", flush=True)
+            words = f"step {step}: loss {loss.item():.3f}, {share:.1%} solved"
+            print(f"{words}, {now:.1f} s", flush=True)
         if over or share >= o.until:
             break
     return share

@@ -1,4 +1,4 @@
-"""The options of train.py, and which of them do not go together."""
+"""The options of train.py, and which of them exclude each other."""
 
 import argparse
 import os
@@ -12,11 +12,11 @@ from record import STATE
 from rlk_align.data import data_path
 
 CLIPS = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}
-"""Each loss's clip, as its paper has it."""
+"""Loss -> the clip of its paper."""
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """The type of an option that counts."""
+    """The type of an option that is an integer of at least `least`."""
 
     def count(word: str) -> int:
         if (number := int(word)) < least:
@@ -27,31 +27,32 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def arguments(words: list[str] | None = None, about: str | None = None) -> argparse.Namespace:
-    """Of `words`, or of the command line. Ends the process with exit code 2 where they do not go
-    together. `about` is what --help begins with."""
+    """The options in `words`, or on the command line. Ends the process with exit code 2 if they
+    exclude each other. about: the first text of --help."""
     a = argparse.ArgumentParser(description=about, formatter_class=argparse.RawTextHelpFormatter)
     a.add_argument("--run", type=Path, required=True, help="folder of the run")
     a.add_argument("--model", type=Path, default=data_path("model"))
     a.add_argument("--kernels", choices=["rlk", "off"], default="rlk")
-    a.add_argument("--steps", type=at_least(0), default=3, help="how many there are in the end")
+    a.add_argument("--steps", type=at_least(0), default=3, help="of the run, earlier ones included")
     a.add_argument("--problems", type=at_least(1), default=8, help="of a step")
     a.add_argument(
         "--families", nargs="+", choices=problems.FAMILIES, default=problems.LEARNABLE,
-        metavar="FAMILY", help=f"of problems, of {', '.join(problems.FAMILIES)}; add and multiply "
+        metavar="FAMILY", help=f"of problems: {', '.join(problems.FAMILIES)}; add and multiply "
         "have the longest answers",
     )  # fmt: skip
     a.add_argument("--group", type=at_least(2), default=8, help="answers to a problem")
     a.add_argument(
-        "--turns", type=at_least(1), default=2, help="tries; a checker speaks between them"
+        "--turns",
+        type=at_least(1),
+        default=2,
+        help="tries for an answer; a checker replies between them",
     )
-    a.add_argument("--max-tokens", type=at_least(1), default=48, help="of a try")
+    a.add_argument("--max-tokens", type=at_least(1), default=48, help="token limit of a try")
     a.add_argument(
         "--rollout-batch", type=at_least(1), help="answers sampled at a time; changes no bit"
     )
-    a.add_argument(
-        "--pack-tokens", type=at_least(1), default=4096, help="tokens of a forward, at most"
-    )
-    a.add_argument("--updates", type=at_least(1), default=1, help="of a rollout")
+    a.add_argument("--pack-tokens", type=at_least(1), default=4096, help="token limit of a forward")
+    a.add_argument("--updates", type=at_least(1), default=1, help="on each rollout")
     a.add_argument("--lr", type=float, default=1e-5)
     a.add_argument(
         "--loss", choices=CLIPS, default="dapo",
@@ -59,7 +60,7 @@ def arguments(words: list[str] | None = None, about: str | None = None) -> argpa
     )  # fmt: skip
     a.add_argument(
         "--clip", type=float, nargs=2, metavar=("LOW", "HIGH"),
-        help="the paper's unless given: " + ", ".join(f"{k} {v}" for k, v in CLIPS.items()),
+        help="default: the paper's, " + ", ".join(f"{k} {v}" for k, v in CLIPS.items()),
     )  # fmt: skip
     a.add_argument(
         "--held-out", type=at_least(0), default=32, help="problems that measure the reward"
@@ -68,20 +69,23 @@ def arguments(words: list[str] | None = None, about: str | None = None) -> argpa
     a.add_argument("--save-every", type=at_least(0), default=1, help="steps; 0 for never")
     a.add_argument("--seed", type=int, default=0)
     a.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    a.add_argument("--cache-gib", type=float, default=8, help="of keys and values, on a GPU")
+    a.add_argument("--cache-gib", type=float, default=8, help="vLLM's, on a GPU")
     a.add_argument(
         "--sleep", action=argparse.BooleanOptionalAction, default=True,
-        help="vLLM's memory is the trainer's in an update, on a GPU",
+        help="on a GPU, vLLM gives its memory to the trainer during an update",
     )  # fmt: skip
     a.add_argument(
         "--master-dtype", choices=["float32", "bfloat16"], default="float32",
-        help="of the weights that AdamW updates, and of its moments",
+        help="dtype of the weights that AdamW updates, and of its moments",
     )  # fmt: skip
     a.add_argument(
         "--graphs", action="store_true",
-        help="the trainer's forward and backward as CUDA graphs; changes no bit",
+        help="run the trainer's forward and backward as CUDA graphs; changes no bit",
     )  # fmt: skip
-    a.add_argument("--kv-cache", choices=["auto", "fp8"], default="auto", help="of the control")
+    a.add_argument(
+        "--kv-cache", choices=["auto", "fp8"], default="auto",
+        help="dtype of vLLM's cache of keys and values; fp8 without the kernels alone",
+    )  # fmt: skip
     a.add_argument("--resume", action="store_true")
     options = a.parse_args(words)
     options.clip = tuple(options.clip or CLIPS[options.loss])
@@ -93,19 +97,19 @@ def arguments(words: list[str] | None = None, about: str | None = None) -> argpa
 
 
 def _conflicts(o: argparse.Namespace, ranks: int) -> Iterator[tuple[bool, str]]:
-    """(whether options do not go together, what to say then)."""
+    """Yields (whether options exclude each other, the error message)."""
     gpu, kernels = o.device.startswith("cuda"), o.kernels == "rlk"
     yield (
         kernels and o.kv_cache != "auto",
-        f"--kv-cache {o.kv_cache}: the kernels keep keys and values as they are",
+        f"--kv-cache {o.kv_cache}: the kernels store keys and values in the model's dtype",
     )
     yield (
         o.graphs and not (gpu and ranks == 1 and kernels),
-        "--graphs: capturing needs the kernels, and one GPU in one process; leave it out",
+        "--graphs: capturing needs the kernels, and one GPU in one process; omit it",
     )
     yield (
         o.graphs and o.loss != "dapo",
-        f"--graphs: the loss {o.loss} waits for the GPU, which a graph cannot",
+        f"--graphs: the loss {o.loss} waits for the GPU, which a graph cannot do",
     )
     low, high = o.clip
     yield (
@@ -114,7 +118,7 @@ def _conflicts(o: argparse.Namespace, ranks: int) -> Iterator[tuple[bool, str]]:
     )
     yield (
         o.problems < ranks,
-        f"--problems {o.problems}: each of the {ranks} ranks needs one",
+        f"--problems {o.problems}: each of the {ranks} ranks needs a problem",
     )
     yield (
         o.eval_every > 0 and o.held_out == 0,
@@ -126,7 +130,7 @@ def _conflicts(o: argparse.Namespace, ranks: int) -> Iterator[tuple[bool, str]]:
     )
     yield (
         not o.resume and any((*o.run.glob(STATE), *o.run.glob(f"rank-*/{STATE}"))),
-        f"--run {o.run}: a run is saved there; give --resume to go on with it, or name another "
+        f"--run {o.run}: this folder has a saved run; continue it with --resume, or name another "
         "folder",
     )
     yield gpu and not torch.cuda.is_available(), f"--device {o.device}: torch finds no GPU"

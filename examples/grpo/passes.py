@@ -1,4 +1,4 @@
-"""A pack's forward and backward, by the host or as CUDA graphs, with the same bits."""
+"""A pack's forward and backward, launched by the host or as CUDA graphs, with the same bits."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 Score = Callable[[Pack], tuple[Tensor, Tensor]]
-"""Log-probs and entropies, float32 [T]."""
+"""Returns log-probs and entropies, float32 [T]."""
 Loss = Callable[[Tensor, Pack, Tensor | float], Tensor]
-"""Of log-probs, and what to multiply their sum by."""
+"""Takes log-probs, their pack, and a factor of the sum."""
 
 
 class Eager:
@@ -28,15 +28,15 @@ class Eager:
         return logprobs.detach(), entropies.detach()
 
     def backward(self) -> dict[str, Tensor]:
-        """The gradients of the last forward's loss, by parameter; they are to be read before the
-        next forward."""
+        """Parameter -> gradient of the last forward's loss. Read the gradients before the next
+        forward."""
         self._last.backward()
         del self._last
         return _take_gradients(self._parameters)
 
 
 def _take_gradients(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters have none afterwards."""
+    """Parameter -> gradient; removes the gradients from the parameters."""
     gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     for parameter in parameters.values():
         parameter.grad = None
@@ -54,19 +54,19 @@ class _Captured:
 
 
 class Graphs(Eager):
-    """The host launches two graphs instead of some thousand kernels, which takes it longer
-    than a GPU takes to compute them.
+    """The host launches two graphs instead of a few thousand kernels, whose launches take longer
+    than their computation on the GPU.
 
-    A graph reads and writes the memory that it was captured with, so packs are copied into it. Its
-    shapes are fixed: sequences without tokens fill a pack up to the number that the largest has.
-    All graphs share their memory, and write the gradients to one place.
+    A graph reads and writes the memory that it was captured with, so packs are copied into that
+    memory. Shapes are fixed: empty sequences fill each pack up to the largest number of sequences.
+    All graphs share their memory, and write the gradients to the same tensors.
     """
 
     def __init__(
         self, score: Score, loss: Loss, parameters: Mapping[str, Tensor], sequences: int
     ) -> None:
-        """sequences: most of a pack, with that of its padding. Needs one GPU, and a `score` that
-        never waits for it."""
+        """sequences: the largest number in a pack, padding included. This class needs one GPU, and
+        a `score` that never waits for the GPU."""
         super().__init__(score, loss, parameters)
         self._sequences, self._captured = sequences, dict[int, _Captured]()
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
@@ -91,27 +91,27 @@ class Graphs(Eager):
         return self._gradients
 
     def _keep_gradients(self) -> None:
-        """Moves the parameters' gradients to the place of all graphs."""
-        made = _take_gradients(self._parameters)
-        self._gradients = self._gradients or made
-        torch._foreach_copy_([self._gradients[name] for name in made], list(made.values()))
+        """Moves the parameters' gradients to the tensors that all graphs share."""
+        new = _take_gradients(self._parameters)
+        self._gradients = self._gradients or new
+        torch._foreach_copy_([self._gradients[name] for name in new], list(new.values()))
 
     def _filled(self, pack: Pack) -> dict[str, Tensor]:
-        """A pack's tensors, with all sequences; those without tokens stand behind the others."""
-        found = {field.name: getattr(pack, field.name) for field in fields(pack)}
+        """A pack's tensors, filled up with empty sequences at the end."""
+        values = {field.name: getattr(pack, field.name) for field in fields(pack)}
         missing = self._sequences + 1 - len(pack.starts)
-        found["starts"] = pad(pack.starts, (0, missing), value=pack.ids.shape[1])
-        return {name: x for name, x in found.items() if isinstance(x, Tensor)}
+        values["starts"] = pad(pack.starts, (0, missing), value=pack.ids.shape[1])
+        return {name: x for name, x in values.items() if isinstance(x, Tensor)}
 
     def _capture(self, pack: Pack) -> _Captured:
-        """The graphs of packs as long as `pack`. All is computed once before, because kernels wait
-        at their first call: they are compiled, loaded and checked."""
+        """Captures the graphs for packs of this length. The pack is computed once before, because
+        the first call of a kernel waits: it compiles, loads and checks the kernel."""
         fixed = replace(pack, **{name: x.clone() for name, x in self._filled(pack).items()})
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._loss(self._score(fixed)[0], fixed, self._scale).backward()
             self._keep_gradients()
-            # The check that a capture has instead of one that waits.
+            # A capture must not wait, so it uses an asynchronous assertion, which compiles here.
             torch._assert_async((fixed.starts >= 0).all())
         torch.cuda.current_stream().wait_stream(self._stream)
         # Other threads, such as vLLM's, may call CUDA meanwhile.

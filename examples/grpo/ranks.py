@@ -1,5 +1,5 @@
-"""The processes of a run: one, or those of torchrun. Each samples with a vLLM of its own, and they
-share the trainer's weights by FSDP2."""
+"""The processes of a run: one, or those of torchrun. Each process samples with a vLLM of its own,
+and they shard the trainer's weights with FSDP2."""
 
 import os
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 
 class Ranks:
-    """This process's `rank` among `size`."""
+    """This process's rank, and the number of ranks."""
 
     def __init__(self, device: torch.device) -> None:
         self.size, self.rank = (int(os.environ.get(x, y)) for x, y in SINGLE.items())
@@ -21,8 +21,8 @@ class Ranks:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         self.device = device
 
-    def share(self, model: torch.nn.Module) -> None:
-        """Shards a causal LM layer by layer, in place; gradients are summed up in fp32."""
+    def shard(self, model: torch.nn.Module) -> None:
+        """Shards a causal LM layer by layer, in place; gradients are added up in fp32."""
         if self.size > 1:
             policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
             for part in (*model.model.layers, model):
@@ -31,7 +31,7 @@ class Ranks:
     def total(self, number: float) -> float:
         return self._reduced(number, dist.ReduceOp.SUM)
 
-    def most(self, number: float) -> float:
+    def largest(self, number: float) -> float:
         return self._reduced(number, dist.ReduceOp.MAX)
 
     def _reduced(self, number: float, how: dist.ReduceOp.RedOpType) -> float:
@@ -46,10 +46,10 @@ SINGLE = {"WORLD_SIZE": 1, "RANK": 0}
 
 
 def local(value: Tensor) -> Tensor:
-    """What this rank holds of it."""
+    """This rank's shard of a tensor."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
 def whole(value: Tensor) -> Tensor:
-    """On every rank; all of them ask at once."""
+    """The whole of a sharded tensor. Call this on all ranks."""
     return value.full_tensor() if isinstance(value, DTensor) else value

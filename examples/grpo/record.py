@@ -1,5 +1,5 @@
-"""What a step leaves on disk: its sequences in the form `rlk-align/logprobs/1`, its metrics as a
-line of JSON, and the state to go on from."""
+"""The files of a step: its sequences in the form `rlk-align/logprobs/1`, its metrics as a line of
+JSON, and the state from which the run can continue."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +18,13 @@ from rlk_align.files import whole_file
 
 STATE, METRICS, HELD_OUT = "state.safetensors", "metrics.jsonl", "held_out.jsonl"
 LOG_PROBS = "log-probs"
-"""The folder of the sequences."""
+"""The folder with the sequences."""
 
 
 def mismatch(row: Sequence[Pack], scored: Scored) -> dict[str, float | int]:
-    """How the trainer's log-probs differ from the rollout's, over all sampled tokens: how many have
-    other bits, k3 and the largest difference, in float64. What is not a number differs."""
+    """The difference between the trainer's and the rollout's log-probs over all sampled tokens: the
+    number of tokens with other bits, k3, the largest difference and the largest ratio, in float64.
+    NaN counts as different."""
     at = torch.cat([pack.sampled for pack in row]).nonzero()[:, 0]
     rollout = torch.cat([pack.rollout_logprobs for pack in row])[at]
     train = torch.cat([logprobs for logprobs, _ in scored])[at]
@@ -31,23 +32,23 @@ def mismatch(row: Sequence[Pack], scored: Scored) -> dict[str, float | int]:
     d = train.double() - rollout.double()
     k3 = (torch.expm1(d) - d).mean()
     largest = [x.amax() if len(d) else k3 for x in (d.abs(), d.exp())]
-    # One transfer: the trainer's device is waited for at each.
-    other_bits, *found = torch.stack([other.sum().double(), k3, *largest]).tolist()
+    # A single transfer, because each one waits for the trainer's device.
+    other_bits, *rest = torch.stack([other.sum().double(), k3, *largest]).tolist()
     names = ("k3", "max", "ratio_max")
-    return {"tokens": len(d), "other_bits": int(other_bits), **dict(zip(names, found, strict=True))}
+    return {"tokens": len(d), "other_bits": int(other_bits), **dict(zip(names, rest, strict=True))}
 
 
 def records(
     answers: Sequence[Answer], samples: Sequence[Sample], row: Sequence[Pack], scored: Scored,
     version: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """A line of the neutral file for each sequence; lists are about all of its tokens."""
+    """A record of the neutral file for each sequence; the lists cover all of its tokens."""
     whole = [[x[: pack.tokens] for x in both] for pack, both in zip(row, scored, strict=True)]
     train, entropy = (torch.cat(some).tolist() for some in zip(*whole, strict=True))
     lines, start = [], 0
     for answer, sample in zip(answers, samples, strict=True):
         end = start + len(sample.ids)
-        there = [value is not None for value in sample.rollout_logprobs]
+        sampled = [value is not None for value in sample.rollout_logprobs]
         lines.append(
             {
                 "group": answer.group,
@@ -55,8 +56,8 @@ def records(
                 "prompt_length": sample.prompt_length,
                 "mask": sample.mask,
                 "rollout_logprobs": sample.rollout_logprobs,
-                "train_logprobs": _where(there, train[start:end]),
-                "entropy": _where(there, entropy[start:end]),
+                "train_logprobs": _where(sampled, train[start:end]),
+                "entropy": _where(sampled, entropy[start:end]),
                 "reward": answer.reward,
                 "rollout_version": version,
                 "train_version": version,
@@ -69,19 +70,19 @@ def records(
     return lines
 
 
-def _where(there: list[bool], values: list[float]) -> list[float | None]:
-    return [x if on else None for on, x in zip(there, values, strict=True)]
+def _where(sampled: list[bool], values: list[float]) -> list[float | None]:
+    return [x if on else None for on, x in zip(sampled, values, strict=True)]
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raises OSError that names `path` where what writes it fails."""
+    """A context whose write errors become an OSError that names `path`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         raise OSError(
-            f"{path} could not be written: {error}; free some space, and go on with --resume from "
-            "what was saved before"
+            f"{path} could not be written: {error}; free some space, and continue from the last "
+            "saved state with --resume"
         ) from error
 
 
@@ -91,10 +92,10 @@ def append(path: Path, line: dict[str, Any]) -> None:
 
 
 def forget_after(folder: Path, log_probs: Path, step: int) -> None:
-    """Leaves out what was written of steps that are done again."""
+    """Removes the lines and files of `step` and later steps, which will be repeated."""
     for path in (folder / METRICS, folder / HELD_OUT):
         if path.exists():
-            # A last line without an end was cut while it was written: its step was not saved.
+            # A last line without a line break is incomplete, and its step was not saved.
             lines = [x for x in path.read_text("utf-8").splitlines(True) if x.endswith("\n")]
             before = [line for line in lines if json.loads(line)["step"] < step]
             with writing(path), whole_file(path) as partial:
@@ -108,15 +109,15 @@ def save(
     folder: Path, step: int, settings: dict[str, Any], masters: dict[str, Tensor],
     optimizer: torch.optim.Optimizer, wait: Callable[[], object],
 ) -> None:  # fmt: skip
-    """The state after `step` steps, whole or not at all. `wait` comes between the writing of a new
-    state and the end of the one before."""
+    """Saves the state after `step` steps, completely or not at all. `wait` is called when the new
+    state is written and before it replaces the previous one."""
     tensors = {f"master {name}": value for name, value in masters.items()}
     for name, value in masters.items():
         for part, moment in optimizer.state[value].items():
             tensors[f"{part} {name}"] = moment
     cpu = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     with writing(folder / STATE), whole_file(folder / STATE) as partial:
-        # Under one key: the order of several in the file is chance.
+        # One key, because safetensors writes several keys in random order.
         save_file(cpu, partial, {"about": json.dumps({"step": step, "settings": settings})})
         wait()
 
@@ -125,17 +126,16 @@ def load(
     folder: Path, settings: dict[str, Any], masters: dict[str, Tensor],
     optimizer: torch.optim.Optimizer,
 ) -> int:  # fmt: skip
-    """Puts the saved state into `masters` and the optimiser; returns how many steps are done.
-    Raises ValueError where none was saved, the file is damaged, or the run was made with other
-    settings."""
+    """Loads the saved state into `masters` and the optimiser; returns the number of steps done.
+    Raises ValueError if no state was saved, the file is damaged, or the settings have changed."""
     path = folder / STATE
     if not path.exists():
-        raise ValueError(f"{path} does not exist: nothing was saved to resume; leave --resume out")
+        raise ValueError(f"{path} does not exist: there is no state to resume from; omit --resume")
     try:
         return _load(path, settings, masters, optimizer)
     except SafetensorError as error:
         raise ValueError(
-            f"{path} is damaged: {error}; put a copy in its place, or begin another run"
+            f"{path} is damaged: {error}; restore a copy of it, or begin another run"
         ) from error
 
 
@@ -149,15 +149,15 @@ def _load(
         before = about["settings"]
         other = sorted(name for name in settings if before.get(name) != settings[name])
         if other:
-            said = ", ".join(f"{name} {before.get(name)} became {settings[name]}" for name in other)
-            raise ValueError(f"{path} is of a run with other settings: {said}")
+            changes = [f"{name} {before.get(name)} became {settings[name]}" for name in other]
+            raise ValueError(f"{path} has a run with other settings: {', '.join(changes)}")
         for name, value in masters.items():
             value.copy_(file.get_tensor(f"master {name}"))
             parts = [key.split(" ")[0] for key in names if key.endswith(f" {name}")]
             moments = {part: file.get_tensor(f"{part} {name}") for part in parts}
             moments.pop("master")
             optimizer.state[value] = {
-                # AdamW counts steps on the CPU, and fused where the moments are.
+                # AdamW keeps the step on the CPU, and fused AdamW on the device of the moments.
                 part: moment if part == "step" and not fused else moment.to(value.device)
                 for part, moment in moments.items()
             }

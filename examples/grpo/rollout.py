@@ -1,5 +1,5 @@
-"""The rollout engine: vLLM in this process. It samples answers, sleeps while the trainer needs the
-memory, and takes the trainer's weights."""
+"""The rollout engine: vLLM in this process. It samples answers, sleeps while the trainer needs its
+memory, and loads the trainer's weights."""
 
 import argparse
 import random
@@ -18,7 +18,7 @@ from rlk_align.model.families import read_shape
 from rlk_align.trace.digest import digest_parameters
 
 MOST_AT_ONCE = 512
-"""Answers that vLLM samples at a time, on a GPU; each number up to it has a CUDA graph."""
+"""The most answers that vLLM samples at a time on a GPU; each number up to it has a CUDA graph."""
 
 
 class Rollout:
@@ -29,7 +29,7 @@ class Rollout:
 
         self.options, self.gpu = options, options.device.startswith("cuda")
         self.tokenizer = AutoTokenizer.from_pretrained(options.model)
-        # A line ends an answer.
+        # A line break ends an answer.
         size = len(self.tokenizer)
         ends = [i for i in range(size) if "\n" in self.tokenizer.decode([i])]
         self.stop_ids = sorted({*ends, self.tokenizer.eos_token_id} - {None})
@@ -37,29 +37,29 @@ class Rollout:
             vllm_kernels.register()
         at_once = min(options.rollout_batch or options.problems * options.group, MOST_AT_ONCE)
         on_gpu = {
-            # Of a card that others share, vLLM has its cache and its weights.
+            # Other processes share the GPU, so vLLM's memory is its cache and its weights alone.
             "kv_cache_dtype": options.kv_cache,
             "kv_cache_memory_bytes": int(options.cache_gib * 2**30), "gpu_memory_utilization": 0.01,
             "enable_sleep_mode": options.sleep, "max_num_seqs": at_once,
             "max_num_batched_tokens": 4096, "max_cudagraph_capture_size": at_once,
         }  # fmt: skip
-        # A prompt in pieces and a seed for each request do not go together on a CPU.
+        # On a CPU, vLLM cannot combine chunked prefill with a seed for each request.
         on_cpu = {"enable_chunked_prefill": False, "enforce_eager": True}
         self.llm = LLM(
             str(options.model), dtype="bfloat16", max_model_len=1024, seed=options.seed,
             enable_prefix_caching=True, disable_log_stats=True, **(on_gpu if self.gpu else on_cpu),
-            # Within torchrun, each rank has an engine of its own.
+            # In torchrun, each rank has an engine of its own.
             distributed_executor_backend="external_launcher" if ranks > 1 else None,
         )  # fmt: skip
-        # The live parameters. On a GPU they are those of the start: CUDA graphs read that memory,
-        # whatever a model is given later. On a CPU each update makes others.
+        # The live parameters. On a GPU they are those of the start, because CUDA graphs read that
+        # memory, whatever the model gets later. On a CPU each update creates new ones.
         self.live: list[tuple[str, Tensor]] | None = None
 
     def answers(
         self, asked: Sequence[problems.Problem], name: str, greedy: bool = False
     ) -> list[Answer]:
-        """The answers of each problem's group; greedy, one each, in one try. A request's seed
-        follows from `name` and its number, so that no token depends on who shares its batch."""
+        """The answers of each problem's group; greedy, one answer each, in one try. A request's
+        seed follows from `name` and its number, so that no token depends on its batch."""
         answers = []
         for number, problem in enumerate(asked):
             ids = self.tokenizer(problem.prompt)["input_ids"]
@@ -89,16 +89,16 @@ class Rollout:
         prompts = [{"prompt_token_ids": answer.ids} for _, answer in some]
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         for (_, answer), output in zip(some, outputs, strict=True):
-            said = output.outputs[0]
-            ids = list(said.token_ids)
-            logprobs = [step[i].logprob for step, i in zip(said.logprobs, ids, strict=True)]
-            cut = said.finish_reason == "length"
+            sampled = output.outputs[0]
+            ids = list(sampled.token_ids)
+            logprobs = [step[i].logprob for step, i in zip(sampled.logprobs, ids, strict=True)]
+            cut = sampled.finish_reason == "length"
             answer.spans.append(Span(len(answer.ids), tuple(logprobs), cut))
             answer.tries.append(self.tokenizer.decode(ids, skip_special_tokens=True))
             answer.ids = answer.ids + ids
 
     def _goes_on(self, answer: Answer, turn: int) -> bool:
-        """Whether there is another try; the checker's words are then behind the last one."""
+        """Whether there is another try; if so, appends the checker's reply to the answer."""
         words = problems.observation(answer.problem, answer.tries[-1])
         if words is None or answer.cut or turn + 1 == self.options.turns:
             return False
@@ -106,26 +106,27 @@ class Rollout:
         return True
 
     def sleep(self) -> None:
-        """On a GPU, weights go to the host's memory, and the cache of keys and values goes."""
+        """On a GPU, moves the weights to the host's memory and frees the cache of keys and
+        values."""
         if self.gpu and self.options.sleep:
             self.llm.sleep(level=1)
 
     def wake(self, part: str) -> None:
-        """part: `weights` or `kv_cache`."""
+        """Restores a part: `weights` or `kv_cache`."""
         if self.gpu and self.options.sleep:
             self.llm.wake_up(tags=[part])
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Weights by their names in the checkpoint, by vLLM's own update path; what was computed
-        with the old ones is forgotten."""
+        """Loads weights, by their names in the checkpoint, through vLLM's own update path, and
+        clears the prefix cache."""
         if self.gpu:
             self.llm.apply_model(lambda model: model.load_weights(weights))
-        else:  # vLLM packs weights away on a CPU
+        else:  # on a CPU vLLM packs its weights
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         self.llm.reset_prefix_cache()
 
     def digests(self) -> dict[str, str]:
-        """Of each parameter that the live engine computes with, by its canonical name."""
+        """Canonical name -> digest of each parameter that the live engine computes with."""
         if self.live is None or not self.gpu:
             shape = read_shape(self.options.model)
 

@@ -1,11 +1,12 @@
-"""Several runs of the loop at once, with the kernels and without, by seed, on the cards there are.
+"""Runs the loop several times at once: with the kernels and without, for each seed, on one or more
+GPUs.
 
     python examples/grpo/runs.py --out runs/six --cards 0,1 --seconds 540 -- \\
         --model runs/model --steps 300 --eval-every 50 --held-out 256 --turns 1 --no-sleep
 
-Runs share the cards evenly. After --seconds each is told to stop, and saves; the same line with
---resume goes on, and begins what was not saved. What is behind `--` is for train.py. At the end
-there are a summary and a chart.
+The runs share the GPUs evenly. After --seconds, each run is stopped and saves its state; the same
+command with --resume continues, and starts the runs that were not saved. The options after `--` are
+those of train.py. At the end the script prints a summary and draws a chart.
 """
 
 import argparse
@@ -20,24 +21,24 @@ from record import STATE
 from summary import summary
 
 HERE = Path(__file__).resolve().parent
-STAGGER, TELL_EVERY, TO_SAVE = 2, 20, 90
-"""Seconds from one start to the next, between lines that say how far runs are, and to save in."""
+STAGGER, REPORT_EVERY, TO_SAVE = 2, 20, 90
+"""Seconds between two starts, between two reports of progress, and for saving."""
 
 
 def arguments() -> argparse.Namespace:
     a = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     a.add_argument("--out", type=Path, required=True, help="folder of the runs")
-    a.add_argument("--cards", default="0", help="numbers of GPUs, with commas")
+    a.add_argument("--cards", default="0", help="numbers of the GPUs, separated by commas")
     a.add_argument("--seeds", default="0,1,2")
     a.add_argument("--kernels", default="rlk,off")
-    a.add_argument("--seconds", type=float, default=3600, help="until runs are told to stop")
+    a.add_argument("--seconds", type=float, default=3600, help="until the runs are stopped")
     a.add_argument("--resume", action="store_true")
     a.add_argument("train", nargs="*", help="options of train.py")
     return a.parse_args()
 
 
 def start(o: argparse.Namespace, name: str, card: str, words: list[str]) -> subprocess.Popen:
-    """train.py on a card; what it says goes to NAME.log."""
+    """Starts train.py on a GPU; its output goes to NAME.log."""
     variables = os.environ | {"CUDA_VISIBLE_DEVICES": card}
     variables.setdefault("OMP_NUM_THREADS", "4")
     command = [sys.executable, str(HERE / "train.py"), "--run", str(o.out / name), *words]
@@ -51,8 +52,8 @@ def last_line(path: Path) -> str:
 
 
 def wait(o: argparse.Namespace, runs: dict[str, subprocess.Popen], end: float) -> None:
-    """Until all have ended, or are told to at `end`."""
-    told, stopping = time.monotonic(), False
+    """Waits until all runs have ended, and stops them at the time `end`."""
+    reported, stopping = time.monotonic(), False
     while any(run.poll() is None for run in runs.values()):
         now = time.monotonic()
         if now > end and not stopping:
@@ -62,8 +63,8 @@ def wait(o: argparse.Namespace, runs: dict[str, subprocess.Popen], end: float) -
         if now > end + TO_SAVE:
             for run in runs.values():
                 run.kill()
-        if now - told > TELL_EVERY:
-            told = now
+        if now - reported > REPORT_EVERY:
+            reported = now
             for name in runs:
                 print(f"{name}: {last_line(o.out / f'{name}.log')}", flush=True)
         time.sleep(0.5)
@@ -74,7 +75,7 @@ def main() -> int:
     o.out.mkdir(parents=True, exist_ok=True)
     cards, runs = o.cards.split(","), {}
     for number, seed in enumerate(o.seeds.split(",")):
-        # In turns, so that each card has some of both.
+        # The order alternates, so that each GPU gets runs with and without the kernels.
         kernels = o.kernels.split(",")
         for which in kernels if number % 2 == 0 else reversed(kernels):
             name, card = f"{which}-{seed}", cards[len(runs) % len(cards)]

@@ -1,4 +1,4 @@
-"""What runs of the loop have shown, with the kernels and without, as tables in Markdown.
+"""Summarises runs of the loop, with the kernels and without, as tables in Markdown.
 
 python examples/grpo/summary.py runs/six/*/
 """
@@ -6,7 +6,7 @@ python examples/grpo/summary.py runs/six/*/
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,42 +19,43 @@ STAGES = (
 
 
 def lines(path: Path) -> list[Line]:
-    """Of a file of JSON lines; none where it is not there. Raises ValueError where one is cut."""
+    """The objects in a file of JSON lines; none if there is no file. Raises ValueError if a line is
+    incomplete."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
-    found = []
+    objects = []
     for number, line in enumerate(text.splitlines(), 1):
         try:
-            found.append(json.loads(line))
+            objects.append(json.loads(line))
         except json.JSONDecodeError as error:
             raise ValueError(
-                f"{path}: line {number} is not whole; train.py --resume writes it again"
+                f"{path}: line {number} is incomplete; train.py --resume writes it again"
             ) from error
-    return found
+    return objects
 
 
 def spread(values: Iterable[float], digits: int = 3) -> str:
-    """The mean, with the smallest and the largest."""
-    found = list(values)
-    if not found:
+    """The mean, with the smallest and the largest value."""
+    numbers = list(values)
+    if not numbers:
         return "–"
-    low, high = (f"{x:.{digits}f}" for x in (min(found), max(found)))
-    return f"{statistics.fmean(found):.{digits}f} ({low} to {high})"
-
-
-def _held_out(runs: list[list[Line]], place: Callable[[int], int], key: str) -> str:
-    return spread(run[place(len(run))][key] for run in runs if run)
+    low, high = (f"{x:.{digits}f}" for x in (min(numbers), max(numbers)))
+    return f"{statistics.fmean(numbers):.{digits}f} ({low} to {high})"
 
 
 def _row(kernels: str, runs: dict[Path, list[Line]]) -> list[str]:
-    """Of the runs of one arm."""
+    """The row of one arm's runs."""
     steps = [line for run in runs.values() for line in run]
     drift = [line["mismatch"] for line in steps]
     tokens, other = (sum(d[key] for d in drift) for key in ("tokens", "other_bits"))
-    held = [lines(path / "held_out.jsonl") for path in runs]
-    at = (lambda n: 0, lambda n: n // 2, lambda n: n - 1)
+    held_out = [run for path in runs if (run := lines(path / "held_out.jsonl"))]
+    evaluated = (
+        [run[0] for run in held_out],
+        [run[len(run) // 2] for run in held_out],
+        [run[-1] for run in held_out],
+    )
     return [
         kernels, str(len(runs)), " ".join(str(len(run)) for run in runs.values()),
-        *(_held_out(held, place, "reward") for place in at),
+        *(spread(line["reward"] for line in some) for some in evaluated),
         f"{other:,} of {tokens:,}", f"{statistics.fmean(d['k3'] for d in drift):.1e}",
         *(f"{np.max([d[key] for d in drift]):.3f}" for key in ("max", "ratio_max")),
         str(sum(d["other_bits"] == 0 for d in drift)) + f" of {len(drift)}",
@@ -63,7 +64,7 @@ def _row(kernels: str, runs: dict[Path, list[Line]]) -> list[str]:
 
 
 def _seconds(kernels: str, runs: dict[Path, list[Line]]) -> list[str]:
-    """Medians, past the first five steps of each run."""
+    """The row of an arm's seconds and memory: medians past the first five steps of each run."""
     steps = [line for run in runs.values() for line in (run[5:] or run)]
     medians = [statistics.median(line["seconds"].get(s, 0.0) for line in steps) for s in STAGES]
     tokens = statistics.fmean(line["mismatch"]["tokens"] for line in steps)
@@ -84,8 +85,8 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def summary(runs: Iterable[Path]) -> str:
-    """Tables of reward and mismatch, and of seconds and memory, an arm a row; and which runs have
-    no step. Raises ValueError where a line is cut."""
+    """A table of reward and mismatch, and one of seconds and memory, with a row for each arm; and
+    the runs without a step. Raises ValueError if a line is incomplete."""
     arms: dict[str, dict[Path, list[Line]]] = {}
     without = []
     for path in runs:

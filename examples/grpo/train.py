@@ -1,12 +1,12 @@
 """GRPO on problems with a verifiable answer: vLLM and a model of transformers in one process.
 
     python examples/grpo/train.py --run runs/grpo                   # with the kernels: no drift
-    python examples/grpo/train.py --run runs/off --kernels off      # as the engines are
-    python examples/grpo/train.py --run runs/grpo --resume          # goes on, bit for bit
+    python examples/grpo/train.py --run runs/off --kernels off      # the engines' own kernels
+    python examples/grpo/train.py --run runs/grpo --resume          # continues, bit for bit
     torchrun --nproc-per-node 2 -- examples/grpo/train.py --run runs/grpo   # FSDP2
 
-A step: sample groups of answers, score them, take one step of AdamW on fp32 master weights, sync
-the weights into the live vLLM. What must hold in each step is in checks.py.
+A step samples groups of answers, scores them, takes one step of AdamW on fp32 master weights, and
+syncs the weights into the live vLLM. checks.py has the checks of each step.
 """
 
 import argparse
@@ -49,14 +49,14 @@ from rlk_align.logs.writers.step_file import write_step
 
 
 class Loop:
-    """The two engines, the optimiser, and what one step does with them."""
+    """The two engines, the optimiser, and the step that uses them."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.step, self.stopped = options, 0, False
         self.device = torch.device(options.device)
         self.gpu = self.device.type == "cuda"
         self.ranks = ranks = Ranks(self.device)
-        # Of several ranks, each has its own state and metrics.
+        # Each of several ranks has its own state and metrics.
         self.folder = options.run / f"rank-{ranks.rank}" if ranks.size > 1 else options.run
         self.rollout = Rollout(options, ranks.size)
         self.trainer = Trainer(options, ranks, self.timed)
@@ -77,8 +77,8 @@ class Loop:
         return [to_sample(answer, a) for answer, a in zip(answers, advantages, strict=True)]
 
     def sync(self) -> None:
-        """Loads the trainer's weights into the live vLLM, then compares every parameter as each of
-        the two computes with it."""
+        """Loads the trainer's weights into the live vLLM, then compares the digests of every
+        parameter with which the two engines compute."""
         before = self.digests
         with self.timed("sync"):
             self.rollout.load(self.trainer.weights())
@@ -87,9 +87,9 @@ class Loop:
             check_weights(self.digests, self.rollout.digests(), before)
 
     def packs(self, samples: list[Sample]) -> list[Pack]:
-        """As many on each rank."""
+        """The samples as packs, the same number on each rank."""
         row = list(packs(samples, self.options.pack_tokens, self.device))
-        missing = int(self.ranks.most(len(row))) - len(row)
+        missing = int(self.ranks.largest(len(row))) - len(row)
         return [*row, *(empty_pack(self.device) for _ in range(missing))]
 
     # --- a step -----------------------------------------------------------------------------
@@ -145,8 +145,8 @@ class Loop:
         return line
 
     def hold_out(self) -> None:
-        """Writes the reward on the held-out problems, greedily answered, with the weights as they
-        are after `self.step` steps."""
+        """Writes the reward of greedy answers to the held-out problems, with the weights after
+        `self.step` steps."""
         asked = list(problems.held_out(self.options.held_out, tuple(self.options.families)))
         answers = self.rollout.answers(asked, "", greedy=True)
         reward = sum(answer.reward for answer in answers) / len(asked)
@@ -157,31 +157,31 @@ class Loop:
 
     def save(self) -> None:
         state = self.trainer.masters, self.trainer.optimizer
-        # No rank's state is replaced before all new ones are whole.
-        save(self.folder, self.step, self.settings(), *state, wait=lambda: self.ranks.most(0))
+        # No rank's state is replaced before the new states of all ranks are complete.
+        save(self.folder, self.step, self.settings(), *state, wait=lambda: self.ranks.largest(0))
 
     def load(self) -> None:
         trainer = self.trainer
         self.step = load(self.folder, self.settings(), trainer.masters, trainer.optimizer)
-        first, last = -self.ranks.most(-self.step), self.ranks.most(self.step)
+        first, last = -self.ranks.largest(-self.step), self.ranks.largest(self.step)
         if first != last:
             raise ValueError(
-                f"the states in {self.options.run} are of step {last:.0f} in one rank, and of step "
-                f"{first:.0f} in another; begin another run"
+                f"in {self.options.run} one rank's state is of step {last:.0f}, and another's of "
+                f"step {first:.0f}; begin another run"
             )
         trainer.round_masters()
 
     # --- a run ------------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Any]:
-        """What decides a run's bits."""
+        """The options that decide a run's bits."""
         free = {"run", "steps", "resume", "rollout_batch", "eval_every", "save_every"}
         free |= {"cache_gib", "sleep", "graphs"}
         chosen = vars(self.options) | {"ranks": self.ranks.size}
         return {k: str(v) for k, v in chosen.items() if k not in free}
 
     def run(self) -> int:
-        """All steps; returns the exit code."""
+        """Runs all steps; returns the exit code."""
         o = self.options
         self.folder.mkdir(parents=True, exist_ok=True)
         if o.resume:
@@ -206,14 +206,14 @@ class Loop:
                 f"{drift['other_bits']} of {drift['tokens']} tokens, max {drift['max']:.2g}",
                 flush=True,
             )
-            # Where one rank is told to stop, all do.
-            stops = bool(self.ranks.most(self.stopped))
+            # If one rank is to stop, all ranks stop.
+            stops = bool(self.ranks.largest(self.stopped))
             if o.save_every and (self.step % o.save_every == 0 or done or stops):
                 self.save()
         if o.eval_every and self.step == o.steps:
             self.hold_out()
         if self.step == begun:
-            print(f"no step was taken: {begun} are done, and --steps asks for {o.steps}")
+            print(f"no step was taken: {begun} are done, and --steps is {o.steps}")
             return 0
         every = " in every step" if differing == 0 else ""
         print(f"mismatch {differing} of {total} tokens{every}")
@@ -227,14 +227,14 @@ def main() -> int:
     options = arguments(about=__doc__)
     try:
         loop = Loop(options)
-        # A step that has begun is finished, so that what is saved is whole.
+        # Ctrl-C lets the present step end, so that the saved state is complete.
         signal.signal(signal.SIGINT, lambda *_: setattr(loop, "stopped", True))
         return loop.run()
     except (LoopFault, RlkError, ValueError, OSError) as fault:
         print(f"error: {fault}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("stopped before the first step: there was nothing to save")
+        print("stopped before the first step; nothing was saved")
         return 130
 
 

@@ -23,13 +23,13 @@ Scored = list[tuple[Tensor, Tensor]]
 """Log-probs and entropies of each pack, float32 [T]."""
 
 
-def _most(options: argparse.Namespace) -> int:
-    """Sequences of a pack, at most."""
+def _most_sequences(options: argparse.Namespace) -> int:
+    """The largest number of sequences in a pack."""
     return max(options.problems * options.group + 1, options.pack_tokens // EMPTY)
 
 
 class Trainer:
-    """`options` are those of train.py; `timed` counts the seconds of a stage."""
+    """options: those of train.py; timed: a context that measures the seconds of a stage."""
 
     def __init__(self, options: argparse.Namespace, ranks: Ranks, timed: Timed) -> None:
         self.options, self.ranks, self.timed = options, ranks, timed
@@ -37,20 +37,23 @@ class Trainer:
         self.model.to(ranks.device).train()
         if options.kernels == "rlk":
             self.kernels = hf.use_kernels(self.model)
-        ranks.share(self.model)
+        ranks.shard(self.model)
         self.parameters = dict(self.model.named_parameters())
         self.canonical = list(unfused(self.model, hf_places(self.model)))
         dtype, shards = getattr(torch, options.master_dtype), self.parameters.items()
         self.masters = {n: local(p.detach()).to(dtype, copy=True) for n, p in shards}
         computes = self.score, self.loss, self.parameters
-        self.passes = Graphs(*computes, _most(options)) if options.graphs else Eager(*computes)
+        self.passes = (
+            Graphs(*computes, _most_sequences(options)) if options.graphs else Eager(*computes)
+        )
         adam = {"lr": options.lr, "weight_decay": 0.0, "fused": ranks.device.type == "cuda"}
         self.optimizer = torch.optim.AdamW(self.masters.values(), **adam)
 
     def prepare(self) -> None:
-        """Compiles, plans and captures for every length of a pack, so that no step does."""
+        """Compiles, plans and captures kernels for every length of a pack, before the first
+        step."""
         step, most = PADDED_TO[self.ranks.device.type], self.options.pack_tokens
-        # The longest first: what it leaves of memory has room for the others.
+        # The longest pack comes first, because its memory has room for the others.
         for tokens in reversed(range(step, most + step, step)):
             self.passes.forward(empty_pack(self.ranks.device, tokens), 0.0)
             self.passes.backward()
@@ -65,17 +68,17 @@ class Trainer:
         else:
             call = {"position_ids": pack.positions, "use_cache": False}
             logs = torch.log_softmax(self.model(pack.ids, **call).logits[:, :-1].float(), -1)
-            found = logs.gather(-1, pack.ids[:, 1:, None])[..., 0]
+            picked = logs.gather(-1, pack.ids[:, 1:, None])[..., 0]
             first = pack.positions[:, 1:] == 0
             with torch.no_grad():
                 entropies = -logs.exp().mul_(logs).sum(-1)
-            rows = (found.masked_fill(first, 0.0), entropies)
+            rows = (picked.masked_fill(first, 0.0), entropies)
         logprobs, entropies = (torch.nn.functional.pad(x[0], (1, 0)) for x in rows)
         return logprobs, entropies
 
     def loss(self, logprobs: Tensor, pack: Pack, scale: Tensor | float) -> Tensor:
-        """A sum times `scale`: of DAPO's clipped tokens, or of GSPO's clipped sequences. Ratios are
-        to the rollout."""
+        """The sum over DAPO's clipped tokens, or over GSPO's clipped sequences, times `scale`. The
+        old log-probs are the rollout's."""
         low, high = self.options.clip
         if self.options.loss == "gspo":
             mean, _ = self._policy_loss(logprobs, pack)
@@ -92,14 +95,14 @@ class Trainer:
         )  # fmt: skip
 
     def clip_fraction(self, row: list[Pack], scored: Scored) -> float:
-        """The share of the counted tokens that the clip leaves without a gradient."""
-        found = [self._policy_loss(x, pack)[1] for pack, (x, _) in zip(row, scored, strict=True)]
-        clipped = sum(float(m["clip_fraction"] * m["tokens"]) for m in found)
+        """The share of the counted tokens whose gradient the clip removes."""
+        metrics = [self._policy_loss(x, pack)[1] for pack, (x, _) in zip(row, scored, strict=True)]
+        clipped = sum(float(m["clip_fraction"] * m["tokens"]) for m in metrics)
         return clipped / max(sum(pack.counted for pack in row), 1)
 
     def update(self, row: list[Pack]) -> tuple[Scored, float]:
-        """One step of AdamW on all packs: (their log-probs and entropies before it, the gradient's
-        norm). Ranks have as many packs as each other."""
+        """Takes one step of AdamW on all packs; returns (their log-probs and entropies before the
+        step, the gradient's norm). All ranks must have the same number of packs."""
         unit = "answers" if self.options.loss == "gspo" else "counted"
         count = max(self.ranks.total(sum(getattr(pack, unit) for pack in row)), 1)
         # FSDP2 takes the mean of the ranks' gradients.
@@ -118,7 +121,7 @@ class Trainer:
         return scored, norm
 
     def _collect(self, gradients: dict[str, Tensor]) -> None:
-        """Packs' bf16 gradients, added up in the masters' dtype."""
+        """Adds a pack's bf16 gradients to the masters', in the masters' dtype."""
         first, later = [], []
         for name, gradient in gradients.items():
             master = self.masters[name]
@@ -130,7 +133,7 @@ class Trainer:
                 into([master.grad for master, _ in some], [gradient for _, gradient in some])
 
     def _clip(self) -> float:
-        """Cuts the gradient of all ranks to a norm of 1, and returns its norm before that."""
+        """Clips the gradient of all ranks to a norm of 1; returns its norm before that."""
         gradients = {n: m.grad for n, m in self.masters.items() if m.grad is not None}
         mine = torch.nn.utils.get_total_norm(gradients.values())
         norm = self.ranks.total(mine.double().square().item()) ** 0.5
@@ -141,18 +144,18 @@ class Trainer:
 
     @torch.no_grad()
     def round_masters(self) -> None:
-        """The model's weights become the masters', rounded."""
+        """Sets the model's weights to the rounded masters."""
         torch._foreach_copy_(
             [local(parameter) for parameter in self.parameters.values()],
             list(self.masters.values()),
         )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """By their names in the checkpoint."""
+        """Yields (name in the checkpoint, whole weight)."""
         for name, parameter in self.parameters.items():
             yield name, whole(parameter.detach())
 
     def digests(self) -> dict[str, str]:
-        """Of each parameter, by its canonical name."""
+        """Canonical name -> digest of each parameter."""
         with torch.no_grad():
             return digest_parameters((name, whole(value)) for name, value in self.canonical)

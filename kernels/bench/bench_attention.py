@@ -1,5 +1,6 @@
-"""`attention` forward and decode against torch's SDPA (cuDNN, FlashAttention-2), and against
-FlashAttention-3 where vLLM is installed. `bench_attention_training.py` has the backward."""
+"""Times the forward of `attention` and paged decode beside torch's SDPA (cuDNN, FlashAttention-2),
+and beside FlashAttention-3 where vLLM is installed. `bench_attention_training.py` times the
+backward."""
 
 import functools
 
@@ -7,7 +8,7 @@ import rlk_kernels as rk
 import torch
 import torch.nn.functional as F
 from shapes import DECODE, HEADS, PREFILL
-from timing import graphs_ms
+from timing import graphs_ms, rand
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 RIVALS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
@@ -31,11 +32,6 @@ def within(backend, call):
             return call()
 
     return run
-
-
-def rand(*shape, grad=False):
-    x = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-    return x.requires_grad_() if grad else x
 
 
 def prefill(ceilings: dict) -> list[dict]:
@@ -62,20 +58,16 @@ def prefill(ceilings: dict) -> list[dict]:
             ms = graphs_ms({name: [call] for name, call in forward.items()}, repeat=7)
             tf = {name: flops / of / 1e9 for name, of in ms.items()}
             best = max(value for name, value in tf.items() if name != "rlk")
+            ratio = tf["rlk"] / best
             records.append(
-                {
-                    "model": model,
-                    "batch": batch,
-                    "tokens": n,
-                    "tflops": tf,
-                    "ratio": tf["rlk"] / best,
-                }
+                {"model": model, "batch": batch, "tokens": n, "tflops": tf, "ratio": ratio}
             )
     return records
 
 
 def decode(ceilings: dict) -> list[dict]:
-    """One query a sequence over a paged cache with blocks of 16: share of the copy bandwidth."""
+    """Microseconds, and the share of the copy bandwidth, of one query for each sequence over a
+    paged cache with blocks of 16."""
     records = []
     three = flash3()
     for model, (hq, hk, d) in HEADS.items():

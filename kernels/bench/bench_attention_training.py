@@ -1,8 +1,8 @@
-"""attention forward and backward: times beside torch's SDPA, and errors against float64.
+"""Times attention's forward and backward beside torch's SDPA, and measures errors against float64.
 
-Rivals are SDPA's cuDNN and FlashAttention-2, and the latter as torch makes it deterministic.
-Sequences of one length are one [batch, heads, tokens, D] for them; ragged ones they get one by one.
-FlashAttention-3 is measured in `bench_attention.py`: vLLM's has no backward.
+The rivals are SDPA's cuDNN and FlashAttention-2, the latter also in torch's deterministic mode.
+Rivals get sequences of one length as one [batch, heads, tokens, D], and ragged ones one by one.
+`bench_attention.py` times FlashAttention-3, which has no backward in vLLM.
 """
 
 import itertools
@@ -10,8 +10,8 @@ import itertools
 import rlk_kernels as rk
 import torch
 import torch.nn.functional as F
-from bench_attention import RIVALS, rand
-from timing import event_ms
+from bench_attention import RIVALS
+from timing import event_ms, rand
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 SHAPES = (
@@ -27,11 +27,11 @@ SHAPES = (
 """((query heads, KV heads, head size), tokens of each sequence)."""
 
 TOKENS = 777
-"""Of the sequence whose gradients are compared with float64."""
+"""The length of the sequence whose gradients are compared with float64."""
 
 
 def _milliseconds(forward, leaves, gradients) -> tuple[float, float]:
-    """Of the forward, and of the backward."""
+    """(milliseconds of the forward, of the backward)."""
     out = forward()
 
     def backward():

@@ -2,13 +2,14 @@
 
     PYTHONPATH=kernels python kernels/bench/bench_experts.py [--tokens 1 16 ...] [--json PATH]
 
-A line of microseconds is printed for each shape, then the table. "products" are the two grouped
-products alone, beside those of grouped_products.py, whose rows are sorted and padded: one torch.mm
-an expert ("cublas", whose host knows the counts), torch._grouped_mm, and DeepGEMM, on one buffer
-and, up to DECODE tokens, on a buffer an expert ("deep_gemm_masked"). Every result is checked before
-it is timed. "layer" goes from router logits to the sum, beside vLLM's topk and fused_experts on
-bf16 logits: "vllm" with the tiles that it chooses on this card, "vllm-h200" with those that it has
-tuned for the H200. Implementations that are not installed or do not run are named and left out.
+The record of each shape is printed, and then the table, in microseconds. "products" are the two
+grouped products alone. Their rivals (grouped_products.py), whose rows are sorted and padded, are
+one torch.mm for each expert ("cublas", whose host knows the counts), torch._grouped_mm, and
+DeepGEMM, on one buffer and, up to DECODE tokens, on a buffer for each expert ("deep_gemm_masked").
+Every result is checked before it is timed. "group" sorts the tokens by expert. "layer" goes from
+the router's logits to the sum of a token's experts; its rivals are vLLM's topk and fused_experts
+on bf16 logits: "vllm" with the tiles that vLLM chooses on this card, "vllm-h200" with those that it
+has tuned for the H200. Implementations that are not installed or do not run are named and left out.
 """
 
 import argparse
@@ -21,21 +22,22 @@ import grouped_products as grouped
 import rlk_kernels as rk
 import torch
 from grouped_products import Products, Task
-from timing import graphs_ms
+from timing import graphs_ms, rand
 from torch import Tensor
 
 HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8
 PRODUCTS = ("cublas", "grouped_mm", "deep_gemm", "deep_gemm_masked")
 LAYERS = ("vllm", "vllm-h200")
-"""What the products, and the layer, are held against."""
+"""The rivals of the products, and of the layer."""
 DECODE = 256
-"""Tokens up to which an expert gets a buffer that would hold them all."""
+"""The most tokens for which each expert gets a buffer that has room for all of them."""
 RATIOS = ("products ratio", "layer ratio")
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 
 
 def logits_of(t: int, spread: str) -> Tensor:
-    """fp32 [T, E]: all experts alike, or the e-th chosen about as often as 1 / (e + 1) says."""
+    """fp32 [T, E]: all experts equally likely, or ("skewed") expert e in proportion to 1 / (e +
+    1)."""
     noise = -torch.log(-torch.log(torch.rand(t, EXPERTS, device="cuda").clamp(1e-9, 1 - 1e-7)))
     if spread == "skewed":
         noise -= torch.arange(1, EXPERTS + 1, device="cuda").float().log()
@@ -43,13 +45,12 @@ def logits_of(t: int, spread: str) -> Tensor:
 
 
 def rivals(t: int, spread: str, up: Tensor, down: Tensor) -> dict[str, Callable[[], object]]:
-    """What is measured, by name."""
-    x = torch.randn(t, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    """Name -> a call that is timed."""
+    x = rand(t, HIDDEN)
     logits = logits_of(t, spread)
-    shares, ids = rk.route(logits, TOP_K)
+    _, ids = rk.route(logits, TOP_K)
     groups = rk.group_by_expert(ids, EXPERTS)
-    inner = torch.randn(t, TOP_K, INNER, device="cuda", dtype=torch.bfloat16)
-    rows = torch.randn(t, TOP_K, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    inner = rand(t, TOP_K, INNER)
 
     def products() -> tuple[Tensor, Tensor]:
         return rk.grouped_linear(x, up, groups), rk.grouped_linear(inner, down, groups)
@@ -66,14 +67,10 @@ def rivals(t: int, spread: str, up: Tensor, down: Tensor) -> dict[str, Callable[
     )
     right = grouped.exact(task)
     grouped.check(Products(products, order), right)
-    found: dict[str, Callable[[], object]] = {
+    timed: dict[str, Callable[[], object]] = {
         "products": products,
         "layer": layer,
-        "route": lambda: rk.route(logits, TOP_K),
         "group": lambda: rk.group_by_expert(ids, EXPERTS),
-        "up": lambda: rk.grouped_linear(x, up, groups),
-        "up and act": lambda: rk.grouped_swiglu(x, up, groups),
-        "combine": lambda: rk.combine_experts(rows, shares, ids, EXPERTS),
     }
 
     def checked(name: str, make: Callable[[Task], Products]) -> dict[str, Callable[[], object]]:
@@ -96,18 +93,18 @@ def rivals(t: int, spread: str, up: Tensor, down: Tensor) -> dict[str, Callable[
             for call in calls.values():
                 call()
             torch.cuda.synchronize()
-            found |= calls
+            timed |= calls
         except ModuleNotFoundError as error:
             print(f"{name} is not installed: {error}", flush=True)
-        except Exception as error:  # of any kind: what does not run here is named
+        except Exception as error:  # of any kind: a rival that does not run is named
             print(f"{name} does not run: {type(error).__name__}: {error}"[:300], flush=True)
-    return found
+    return timed
 
 
 def vllm_layers(
     x: Tensor, logits: Tensor, up: Tensor, down: Tensor
 ) -> dict[str, Callable[[], object]]:
-    """vLLM's sparse layer, by the tiles that it takes here and by those of the H200."""
+    """vLLM's sparse layer, with the tiles that it chooses here and with those of the H200."""
     from vllm.model_executor.layers import fused_moe
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
     from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
@@ -129,11 +126,11 @@ def vllm_layers(
 
 
 def measure(tokens: list[int]) -> list[dict]:
-    """A record a shape: microseconds of each rival."""
+    """A record for each shape, with the microseconds of each call."""
     torch.manual_seed(0)
     rk.warm_up("cuda")
-    up = torch.randn(EXPERTS, 2 * INNER, HIDDEN, device="cuda", dtype=torch.bfloat16) / 45
-    down = torch.randn(EXPERTS, HIDDEN, INNER, device="cuda", dtype=torch.bfloat16) / 28
+    up = rand(EXPERTS, 2 * INNER, HIDDEN, scale=1 / 45)
+    down = rand(EXPERTS, HIDDEN, INNER, scale=1 / 28)
     records = []
     for spread in ("balanced", "skewed"):
         for t in tokens:
@@ -151,7 +148,7 @@ def measure(tokens: list[int]) -> list[dict]:
 
 
 def _ratio(us: dict[str, float], ours: str, others: tuple[str, ...]) -> float:
-    """The time of the fastest of others in ours; NaN where none ran."""
+    """The time of the fastest of `others` divided by ours; NaN where none of them ran."""
     return min((us[name] for name in others if name in us), default=float("nan")) / us[ours]
 
 

@@ -12,19 +12,16 @@ import rlk_kernels as rk
 import torch
 import torch.nn.functional as F
 from rlk_kernels.ahead import compiled_ahead
+from timing import rand
 
 CALLS = 20
-"""Calls of a turn: their kernels fit the queue, and none is waited for."""
+"""Calls of a turn: their kernels fit into the queue, so that the host never waits."""
 ROUNDS = 40
-
-
-def rand(*shape, dtype=torch.bfloat16):
-    return torch.randn(*shape, device="cuda", dtype=dtype)
 
 
 def turn_us(call) -> float:
     """Microseconds of host time of one call."""
-    call()  # what was cold in the caches by now
+    call()  # warms the host's caches, which the other operators have used
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(CALLS):
@@ -77,7 +74,8 @@ def calls(m: int = 16) -> dict:
 
 
 def measure(ceilings: dict) -> list[dict]:
-    """Of each: microseconds, and the ratio to F.linear of the same round; medians."""
+    """For each operator the medians of its microseconds and of the ratio to F.linear in the same
+    round."""
     rk.warm_up("cuda")
     with torch.no_grad():
         every = calls()

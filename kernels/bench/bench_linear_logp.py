@@ -1,7 +1,8 @@
-"""linear_logp and linear_grpo_loss: time against the GEMM alone, memory, and the rivals.
+"""Measures time (against the GEMM alone) and memory of linear_logp and linear_grpo_loss, and of the
+rivals.
 
-`measure` times CUDA graphs, replayed in turn so that all of them see the same clocks. `rivals`
-times calls with events, in turn too; what is not installed is listed as such.
+`measure` replays CUDA graphs in turns, so that all of them run at the same clocks. `rivals` times
+calls with events, in turns too, and lists the packages that are not installed.
 T = tokens   H = hidden size   V = vocabulary
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Callable
 
 import rlk_kernels as rk
 import torch
+from timing import rand
 from torch.utils.checkpoint import checkpoint
 
 TOKENS = (1024, 4096, 8192, 16384)
@@ -22,11 +24,7 @@ SPREADS = {
     "deep": (4096, 4.0),
     "deep_peaked": (4096, 12.0),
 }
-"""Precision of log-probabilities: name -> (H, standard deviation of the logits)."""
-
-
-def rand(*shape, scale=1.0, dtype=torch.bfloat16):
-    return (torch.randn(*shape, device="cuda") * scale).to(dtype)
+"""The cases of precision: name -> (H, standard deviation of the logits)."""
 
 
 def captured(call: Callable[[], object]) -> Callable[[], object]:
@@ -62,7 +60,8 @@ def in_turn(calls: dict[str, Callable[[], object]], rounds: int, inner: int) -> 
 
 
 def held_mib(call: Callable[[], object], results: int = 0, warm: bool = True) -> float:
-    """MiB at the peak of `call` beyond what there was and `results` bytes of results."""
+    """MiB that `call` needs at its peak, beyond the memory in use before it and its `results`, in
+    bytes."""
     if warm:
         call()
     torch.cuda.synchronize()
@@ -75,7 +74,7 @@ def held_mib(call: Callable[[], object], results: int = 0, warm: bool = True) ->
 
 
 def measure(ceilings: dict) -> list[dict]:
-    """One record a shape: the GEMM alone, forward, forward and backward, the GRPO loss."""
+    """A record for each shape: the GEMM alone, forward, forward and backward, the GRPO loss."""
     records = []
     for h, v in HEADS:
         weight = rand(v, h, scale=h**-0.5).requires_grad_()
@@ -133,11 +132,13 @@ def torch_chunks(hidden, weight, target):
 
 
 def implementations() -> tuple[dict[str, Callable], dict[str, str]]:
-    """(name -> (hidden, weight, target) -> logp, name -> why it is not there)."""
-    runs: dict[str, Callable] = {"rlk": rk.linear_logp}
-    absent = {}
-    runs["torch, logits in memory"] = torch_whole
-    runs["torch, chunks of 1024"] = torch_chunks
+    """(name -> a function of hidden, weight and target that returns logp, name -> why a rival is
+    absent)."""
+    runs: dict[str, Callable] = {
+        "rlk": rk.linear_logp,
+        "torch, logits in memory": torch_whole,
+        "torch, chunks of 1024": torch_chunks,
+    }
     if importlib.util.find_spec("liger_kernel"):
         from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
             LigerFusedLinearScaledCrossEntropyFunction as Liger,
@@ -156,10 +157,8 @@ def implementations() -> tuple[dict[str, Callable], dict[str, str]]:
         runs["verl 0.9.1 kernel"] = lambda h, w, t: LinearCrossEntropy.apply(h, w, t, 1.0, "none")[
             0
         ]
-    for name in ("Liger 0.8.5 (CuTe DSL)", "cut-cross-entropy 25.1.1", "verl 0.9.1 kernel"):
-        if name not in runs:
-            absent[name] = "not installed"
-    return runs, absent
+    names = ("Liger 0.8.5 (CuTe DSL)", "cut-cross-entropy 25.1.1", "verl 0.9.1 kernel")
+    return runs, {name: "not installed" for name in names if name not in runs}
 
 
 def gradients(run: Callable, hidden, weight, target, up):
@@ -168,7 +167,8 @@ def gradients(run: Callable, hidden, weight, target, up):
 
 
 def errors(run: Callable) -> dict[str, float]:
-    """Largest error of logp by SPREADS, of tokens drawn from the softmax and of any tokens."""
+    """The largest error of logp in each case of SPREADS, for tokens drawn from the softmax and for
+    any tokens."""
     t, v = 1000, 32000
     record = {}
     for name, (h, spread) in SPREADS.items():
@@ -195,7 +195,7 @@ def errors(run: Callable) -> dict[str, float]:
 
 
 def properties(run: Callable) -> dict:
-    """Precision, and invariance at H=1024, V=32000: what the tests ask of ours."""
+    """Precision, and batch invariance at H=1024, V=32000, as the tests check ours."""
     t, h, v = 1000, 1024, 32000
     record: dict = errors(run)
     torch.manual_seed(1)

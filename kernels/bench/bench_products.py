@@ -1,17 +1,17 @@
-"""linear against cuBLAS over layers of published models with rows at random, in one process."""
+"""Times linear beside cuBLAS, over layers of published models with random numbers of rows."""
 
 import rlk_kernels as rk
 import torch
 from product_shapes import products
 from rlk_kernels.ahead import compiled_ahead
-from timing import copies, graphs_ms
+from timing import copies, graphs_ms, rand
 
 SEED, COUNT = 43, 220
-"""Of a draw that no tile was tuned on."""
+"""The seed and the size of a draw that no tile was tuned on."""
 
 
 def measure(ceilings: dict) -> list[dict]:
-    """One record a product: microseconds of each."""
+    """A record for each product, with the microseconds of each rival."""
     records = []
     drawn = products(SEED, COUNT)
     rk.warm_up("cuda")
@@ -21,10 +21,8 @@ def measure(ceilings: dict) -> list[dict]:
             rk.linear(x, w, out=torch.empty(m, n, dtype=torch.bfloat16))
     for m, n, k, name in drawn:
         sets = copies((n * k + m * k + m * n) * 2)
-        xs = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for _ in range(sets)]
-        ws = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(sets)]
+        pairs = [(rand(m, k), rand(n, k)) for _ in range(sets)]
         y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-        pairs = list(zip(xs, ws, strict=True))
         calls = {
             "rlk": [lambda x=x, w=w, y=y: rk.linear(x, w, out=y) for x, w in pairs],
             "cublas": [lambda x=x, w=w, y=y: torch.mm(x, w.T, out=y) for x, w in pairs],

@@ -1,16 +1,13 @@
-"""Times the memory-bound operators beside torch, eager and compiled, and installed Liger."""
+"""Times the memory-bound operators beside torch, eager and compiled, and beside Liger where it is
+installed."""
 
 import rlk_kernels as rk
 import torch
 import torch.nn.functional as F
-from timing import copies, graphs_ms
+from timing import copies, graphs_ms, rand
 
 ROWS = (1, 64, 1024, 8192)
 H, FF, VOCABULARY = 4096, 12288, 128256
-
-
-def rand(*shape):
-    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
 
 def torch_norm(x, weight):
@@ -58,7 +55,8 @@ def liger() -> dict:
 
 
 def cases(m: int) -> dict:
-    """name -> (bytes that must move, inputs maker, ours, torch's, Liger's key and call or None)."""
+    """name -> (bytes that must move, a maker of inputs, our call, torch's, (Liger's operator and a
+    call of it) or None)."""
     weight, head, table = rand(H), rand(128), rand(VOCABULARY, H)
     positions = torch.arange(m, device="cuda")
     rows = min(m, 2048)

@@ -2,10 +2,10 @@
 
     PYTHONPATH=kernels python kernels/bench/fit_products.py reports/bench/product_times_*.jsonl
 
-The input is what `tune_products.py` wrote, on any number of cards: products of random widths, and
-those of published models with random rows. The seven numbers of each tile (`tile_time.py`) are
-fitted, tiles that the choice does not need are left out, and the loss of the choice is printed for
-products that were not in its fit. This takes four minutes on a CPU.
+The input files were written by `tune_products.py`, on any number of cards: products of random
+widths, and products of published models with random rows. The script fits the seven numbers of each
+tile (`tile_time.py`), leaves out tiles that the choice does not need, and prints the loss of the
+choice for products that were not in its fit. This takes four minutes on a CPU.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from rlk_kernels.matmul.tile import Tile
 from rlk_kernels.matmul.tile_time import TileCost, Work, microseconds, work_of
 
 COPIES = {"NVIDIA H200": 4.2, "NVIDIA H100 80GB HBM3": 3.0}
-"""Terabytes a second that a card copies: costs are those of the first."""
+"""Card -> terabytes a second that it copies. The costs are those of the first card."""
 HEAD = '''"""Measured numbers of each tile, for `tile_time.py`: by kernels/bench/fit_products.py.
 
 Of {cards}, {date}.
@@ -39,21 +39,21 @@ COSTS = {{
 
 
 class Timed(NamedTuple):
-    """A product and what its tiles took."""
+    """A product with the times of its tiles."""
 
     kind: str
     m: int
     n: int
     k: int
     slower: float
-    """The card's memory against the first one's."""
+    """The first card's memory bandwidth divided by this card's."""
     card: str
     us: dict[Tile, float]
     cublas: float
 
 
 def load(path: Path) -> list[Timed]:
-    """The products in a file of times, with those of the tiles that are candidates now."""
+    """The products in a file of times, with the times of today's candidates."""
     head, *rows = map(json.loads, path.read_text().splitlines())
     made = [Tile(*fields) for fields in head["tiles"]]
     slower = COPIES["NVIDIA H200"] / COPIES[head["gpu"]]
@@ -67,32 +67,26 @@ def load(path: Path) -> list[Timed]:
 
 
 def expected(tile: Tile) -> list[float]:
-    """A tile's numbers before any measurement: what wgmma and the copies of a step take. No width
-    of wgmma is faster than one of 32, and a processor gets 130 KB a microsecond out of L2."""
+    """A tile's numbers before any measurement, from the time of wgmma and of the copies of a step.
+    No width of wgmma is faster than one of 32, and a processor reads 130 KB a microsecond from
+    L2."""
     tall, flat = (tile.n, tile.m) if tile.swap else (tile.m, tile.n)
     cycles = -(-tall // 64) * max(flat, 32) / 2 / 16
     copied = 2 * (tile.m + tile.n) / 130e3
     step = 580 * ((cycles / 1700) ** 4 + copied**4) ** 0.25
     narrow = step * (tile.tail / tile.n * 2 if tile.tail else 0.01)
-    return [
-        2.0,
-        0.7 if tile.flatten or tile.warp_specialized else 1.65,
-        step,
-        1.1,
-        1.5,
-        0.26,
-        narrow,
-    ]
+    start = 0.7 if tile.flatten or tile.warp_specialized else 1.65
+    return [2.0, start, step, 1.1, 1.5, 0.26, narrow]
 
 
 NEAR = 0.15
-"""How much slower than its product's best a tile is that counts e times less in the fit."""
+"""A tile that is slower than its product's best by this share counts e times less in the fit."""
 
 
 def fit(rows: list[Timed], steps: int = 1000) -> dict[Tile, TileCost]:
-    """Least errors (Huber's, relative) within each product, whose tiles are chosen among: what all
-    of them are off by counts little, and slow tiles do. Each tile's numbers are held near those of
-    its kind."""
+    """Minimizes relative errors (Huber's) within each product, because the choice is between the
+    tiles of one product: a common error of all of them counts little, and so do slow tiles. A
+    penalty keeps each tile's numbers near those of its kind."""
     made = sorted({tile for row in rows for tile in row.us}, key=str)
     index = {tile: i for i, tile in enumerate(made)}
     which, work, us, products, weights = [], [], [], [], []
@@ -138,7 +132,7 @@ def _huber(errors: torch.Tensor) -> torch.Tensor:
 
 
 def predicted(costs: dict[Tile, TileCost], row: Timed) -> dict[Tile, float]:
-    """Of the tiles that were measured, and that a fit has seen."""
+    """The predicted microseconds of the tiles that were measured and that the fit contains."""
     predictions = {}
     for tile in costs.keys() & row.us.keys():
         work = work_of(tile, row.m, row.n, row.k, PROCESSORS)
@@ -148,7 +142,7 @@ def predicted(costs: dict[Tile, TileCost], row: Timed) -> dict[Tile, float]:
 
 
 def unseen(rows: list[Timed], parts: int = 4) -> list[tuple[Timed, dict[Tile, float]]]:
-    """Each product with the predictions of a fit without it."""
+    """Each product with the predictions of a fit that does not contain it."""
     mixed = rows[:]
     random.Random(0).shuffle(mixed)
     return [
@@ -160,7 +154,8 @@ def unseen(rows: list[Timed], parts: int = 4) -> list[tuple[Timed, dict[Tile, fl
 
 
 def ranked(row: Timed, times: dict[Tile, float]) -> list[tuple[Tile, float]]:
-    """The tiles by predicted time, and what each loses, more of what is more than 6 %."""
+    """(tile, its loss against the best tile), by predicted time; a loss counts three times where it
+    exceeds 6 %."""
     least, losses = min(row.us.values()), []
     for tile in sorted(times, key=times.__getitem__):
         lost = min(NO_TILE_COST, row.us[tile] / least - 1)
@@ -169,18 +164,18 @@ def ranked(row: Timed, times: dict[Tile, float]) -> list[tuple[Tile, float]]:
 
 
 NO_TILE_COST = 0.6
-"""What a product loses for which there is no tile, and the most that a tile may lose."""
+"""The loss of a product that has no tile, and the largest loss of a tile."""
 
 
 def loss(rows: list[list[tuple[Tile, float]]], among: set[Tile]) -> float:
-    """What the choice among some tiles loses."""
+    """The mean loss of the choice among some tiles."""
     none = NO_TILE_COST + 2 * (NO_TILE_COST - 0.06)
     firsts = (next((lost for tile, lost in row if tile in among), none) for row in rows)
     return sum(firsts) / len(rows)
 
 
 def needed(rows: list[list[tuple[Tile, float]]], among: set[Tile]) -> set[Tile]:
-    """Tiles without the least needed ones, one after the other."""
+    """The tiles that remain after the least needed ones are removed, one after another."""
     remaining, now = set(among), loss(rows, among)
     while len(remaining) > 1:
         least, _, tile = min(
@@ -232,15 +227,15 @@ def main() -> int:
     arguments = parser.parse_args()
     rows = [row for path in arguments.times for row in load(path)]
     rows = [row for row in rows if row.us]
-    held = unseen(rows)
+    validated = unseen(rows)
     every = {tile for row in rows for tile in row.us}
     plain = {tile for tile in every if not tile.warp_specialized}
-    ranks = [ranked(*product) for product in held]
+    ranks = [ranked(*product) for product in validated]
     among = needed(ranks, every) | needed(ranks, plain)
     cards = sorted({row.card for row in rows})
     for kind in ("random", "published"):
         for card in cards:
-            products = [x for x in held if (x[0].kind, x[0].card) == (kind, card)]
+            products = [x for x in validated if (x[0].kind, x[0].card) == (kind, card)]
             report(f"{kind}, {card}", products, among)
     costs = fit(rows)
     arguments.out.write_text(written(costs, among, " and ".join(cards), arguments.date))

@@ -1,8 +1,7 @@
-"""Computes the two products by expert of a sparse layer by other libraries, and checks them.
+"""Computes a sparse layer's two products by expert with other libraries, and checks the results.
 
-Every library gets rows that are sorted by expert, on the device. Its other requirements are met
-beforehand: DeepGEMM's groups begin at multiples of a tile's rows, or have a buffer each. So neither
-sorting nor padding is timed.
+Every library gets rows that are sorted by expert, on the device. DeepGEMM's groups begin at
+multiples of a tile's rows, or have a buffer each. Neither sorting nor padding is timed.
 
 S = rows of all experts   E = experts   H, I = hidden, inner features
 """
@@ -17,31 +16,32 @@ import torch
 from torch import Tensor
 
 LIMIT = 2**-8
-"""How far a row may be from the exact one, as a share of its length: twice what bf16 can round."""
+"""The largest difference from the exact row, as a share of its norm: twice bf16's rounding."""
 
 
 class Task(NamedTuple):
-    """What is multiplied, bf16."""
+    """The operands, bf16."""
 
     x: Tensor
     """[S, H]: the rows of the first product."""
     up: Tensor
     """[E, 2 I, H]"""
     inner: Tensor
-    """[S, I]: the rows of the second."""
+    """[S, I]: the rows of the second product."""
     down: Tensor
     """[E, H, I]"""
     counts: list[int]
-    """E numbers: the rows of each expert."""
+    """The number of rows of each expert."""
 
 
 class Products(NamedTuple):
     """Both products, as one library computes them."""
 
     run: Callable[[], tuple[Tensor, Tensor]]
-    """Returns the first's rows [..., 2 I] and the second's [..., H], in the library's own order."""
-    place: Tensor
-    """int64 [S]: which of a result's rows each row of the task is."""
+    """Returns the rows of the first product [..., 2 I] and of the second [..., H], in the library's
+    order."""
+    position: Tensor
+    """int64 [S]: for each row of the task, its index among the rows of a result."""
 
 
 def exact(task: Task) -> tuple[Tensor, Tensor]:
@@ -57,17 +57,17 @@ def exact(task: Task) -> tuple[Tensor, Tensor]:
 def check(products: Products, right: tuple[Tensor, Tensor]) -> None:
     """Raises ArithmeticError where a row of either product is not the row of `right`."""
     for which, got, want in zip(("first", "second"), products.run(), right, strict=True):
-        off = (got.flatten(0, -2)[products.place].float() - want).norm(dim=1) / want.norm(dim=1)
+        off = (got.flatten(0, -2)[products.position].float() - want).norm(dim=1) / want.norm(dim=1)
         close = (off <= LIMIT).sum().item()
         if not close == len(off) > 0:
             raise ArithmeticError(
                 f"{close} of {len(off)} rows of the {which} product are those of the exact one: "
-                f"the others differ by over {LIMIT:.1e} of a row's length"
+                f"the others differ by over {LIMIT:.1e} of a row's norm"
             )
 
 
 def by_cublas(task: Task) -> Products:
-    """One product an expert that has rows; the host knows how many."""
+    """One product for each expert that has rows; the host knows their numbers."""
     first = task.x.new_empty(len(task.x), task.up.shape[1])
     second = task.x.new_empty(len(task.x), task.down.shape[1])
 
@@ -97,13 +97,13 @@ def by_grouped_mm(task: Task) -> Products:
 
 
 def by_deep_gemm(task: Task) -> Products:
-    """DeepGEMM on groups in one buffer, each of whole tiles of rows, filled up with zeros."""
+    """DeepGEMM on groups in one buffer; each group is padded with zeros to whole tiles of rows."""
     deep = _deep_gemm()
     unit = deep.get_mk_alignment_for_contiguous_layout()
     padded = [-(-n // unit) * unit for n in task.counts]
     owner = _experts(task, padded).int()
-    place = _begins(task, padded) + _rank(task)
-    x, inner = (_laid_out(rows, place, len(owner)) for rows in (task.x, task.inner))
+    position = _begins(task, padded) + _rank(task)
+    x, inner = (_laid_out(rows, position, len(owner)) for rows in (task.x, task.inner))
     first = x.new_empty(len(x), task.up.shape[1])
     second = x.new_empty(len(x), task.down.shape[1])
 
@@ -112,22 +112,23 @@ def by_deep_gemm(task: Task) -> Products:
         deep.m_grouped_bf16_gemm_nt_contiguous(inner, task.down, second, owner)
         return first, second
 
-    return Products(run, place)
+    return Products(run, position)
 
 
 def by_deep_gemm_masked(task: Task, most: int) -> Products:
-    """DeepGEMM on groups in buffers of equal size, of which each has its number of valid rows.
+    """DeepGEMM on groups in buffers of equal size, with a number of valid rows for each.
 
-    most: the rows that one expert may have, which the size follows as if the host knew no counts.
+    most: the largest number of rows that an expert may have, which decides the size of the buffers,
+    as if the host did not know the counts.
     """
     deep = _deep_gemm()
     experts = len(task.counts)
-    size = -(-most // 128) * 128  # of whole tiles: a tile is stored whole
+    size = -(-most // 128) * 128  # whole tiles, because a tile is stored whole
     valid = torch.tensor(task.counts, device=task.x.device, dtype=torch.int32)
     usual = -(-len(task.x) // experts)
-    place = _begins(task, [size] * experts) + _rank(task)
+    position = _begins(task, [size] * experts) + _rank(task)
     x, inner = (
-        _laid_out(rows, place, experts * size).unflatten(0, (experts, size))
+        _laid_out(rows, position, experts * size).unflatten(0, (experts, size))
         for rows in (task.x, task.inner)
     )
     first = x.new_empty(experts, size, task.up.shape[1])
@@ -138,13 +139,13 @@ def by_deep_gemm_masked(task: Task, most: int) -> Products:
         deep.m_grouped_bf16_gemm_nt_masked(inner, task.down, second, valid, usual)
         return first, second
 
-    return Products(run, place)
+    return Products(run, position)
 
 
 def _deep_gemm() -> ModuleType:
-    """DeepGEMM as installed, or as vLLM brings it; its launches overlap, as vLLM has them do."""
-    own = importlib.util.find_spec("deep_gemm")
-    deep = importlib.import_module("deep_gemm" if own else "vllm.third_party.deep_gemm")
+    """DeepGEMM as installed, or as vLLM bundles it; its launches overlap, as in vLLM."""
+    installed = importlib.util.find_spec("deep_gemm")
+    deep = importlib.import_module("deep_gemm" if installed else "vllm.third_party.deep_gemm")
     deep.set_pdl(True)
     return deep
 
@@ -160,18 +161,18 @@ def _experts(task: Task, counts: list[int]) -> Tensor:
 
 
 def _begins(task: Task, sizes: list[int]) -> Tensor:
-    """int64 [S]: for each row, where its expert's rows begin, if each expert has that many."""
+    """int64 [S]: for each row, where its expert's rows begin, if the experts have these sizes."""
     ends = torch.tensor(sizes, device=task.x.device).cumsum(0)
     return torch.cat((ends.new_zeros(1), ends[:-1]))[_experts(task, task.counts)]
 
 
 def _rank(task: Task) -> Tensor:
-    """int64 [S]: the how manieth of its expert each row is."""
+    """int64 [S]: the index of each row among its expert's rows."""
     return _in_order(task) - _begins(task, task.counts)
 
 
-def _laid_out(rows: Tensor, place: Tensor, size: int) -> Tensor:
-    """[size, features]: the rows where `place` says, and zeros."""
+def _laid_out(rows: Tensor, position: Tensor, size: int) -> Tensor:
+    """[size, features]: the rows at their positions, and zeros elsewhere."""
     out = rows.new_zeros(size, rows.shape[1])
-    out[place] = rows
+    out[position] = rows
     return out

@@ -13,17 +13,16 @@ DEVICE = torch.device("cuda")
 
 
 def initialize(tp: int) -> None:
-    """megatron-core's state for so many tensor-parallel ranks of those that torch has."""
+    """Initializes megatron-core's state for `tp` tensor-parallel ranks."""
     from megatron.core import parallel_state, tensor_parallel
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
-    if DEVICE.type == "cuda":
-        tensor_parallel.model_parallel_cuda_manual_seed(0)
+    tensor_parallel.model_parallel_cuda_manual_seed(0)
 
 
 @contextmanager
 def parallel(tp: int) -> Iterator[None]:
-    """`initialize`, for as long as the context lasts."""
+    """A context in which `initialize(tp)` is in force."""
     from megatron.core import parallel_state
 
     initialize(tp)
@@ -34,7 +33,7 @@ def parallel(tp: int) -> Iterator[None]:
 
 
 def expert_settings(shape: dict[str, Any]) -> dict[str, Any]:
-    """What TransformerConfig asks for beside a dense shape's; nothing for one."""
+    """The settings of TransformerConfig that a sparse shape adds; none for a dense shape."""
     if "num_experts" not in shape:
         return {}
     return {
@@ -47,11 +46,11 @@ def expert_settings(shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def expert_spec(shape: dict[str, Any], experts: str) -> dict[str, Any]:
-    """What the local layer spec asks for: plain experts."""
+    """The arguments of the local layer spec for plain experts."""
     from megatron.core.transformer.moe import grouped_gemm_util, moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # of TransformerEngine; the router asks for it
+        moe_utils.te_general_gemm = None  # the router reads it, and it is TransformerEngine's
     grouped = experts == "grouped"
     if grouped and grouped_gemm_util.grouped_gemm is None:
         ops = SimpleNamespace(gmm=grouped_mm)
@@ -78,8 +77,8 @@ def gpt_model(
     sequence: bool = False,
     experts: str = "sequential",
 ) -> Any:
-    """Of a config.json's settings, in bf16, with megatron-core's local spec or with the kernels;
-    `sequence`: sequence parallel; `experts` of a sparse shape: `sequential` or `grouped`."""
+    """A GPTModel by the settings of a config.json, in bf16, with megatron-core's local spec or with
+    the kernels. sequence: sequence parallelism; experts: `sequential` or `grouped`."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -97,7 +96,7 @@ def gpt_model(
         activation_func=torch.nn.functional.silu, add_bias_linear=False, hidden_dropout=0.0,
         attention_dropout=0.0, bf16=True, params_dtype=torch.bfloat16,
         tensor_model_parallel_size=tp, sequence_parallel=sequence,
-        use_cpu_initialization=DEVICE.type == "cpu", **expert_settings(shape),
+        **expert_settings(shape),
     )  # fmt: skip
     layer = get_gpt_layer_local_spec(
         qk_layernorm=norms, normalization="RMSNorm", **expert_spec(shape, experts)
@@ -115,22 +114,22 @@ def gpt_model(
 
 
 def causal_mask(length: int) -> Tensor:
-    """bool [1, 1, S, S]: what a position does not see."""
+    """bool [1, 1, S, S]: True where a position must not attend to another."""
     return torch.ones(length, length, dtype=torch.bool, device=DEVICE).triu(1)[None, None]
 
 
 def cut(whole: Tensor, parameter: Tensor, rank: int, tp: int) -> Tensor:
-    """What a rank has of a whole parameter, or of its gradient."""
+    """A rank's shard of a whole parameter, or of its gradient."""
     if tp == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return whole
     if parameter.partition_dim == 1:
         return whole.chunk(tp, 1)[rank]
-    # Operators that are fused stand side by side, each with the rows of all ranks.
+    # Fused operators lie side by side, each with the rows of all ranks.
     return whole.unflatten(0, (parameter.partition_stride, tp, -1))[:, rank].flatten(0, 1)
 
 
 def fill(model: Any, rank: int, tp: int) -> None:
-    """Random weights that are the same for every number of ranks: of a parameter's name."""
+    """Sets random weights, seeded by the parameters' names: the same for any number of ranks."""
     for name, parameter in model.named_parameters():
         size = list(parameter.shape)
         if tp > 1 and getattr(parameter, "tensor_model_parallel", False):

@@ -1,15 +1,15 @@
-"""Measures memory and time of a policy step's last part, from hidden states to gradients, by the
-size of a group: Llama-3-8B's head, 512 tokens an answer.
+"""Measures memory and time of the last part of a policy step, from hidden states to gradients, by
+the size of a group. The head is Llama-3-8B's, and an answer has 512 tokens.
 
     PYTHONPATH=.:kernels python kernels/bench/memory_grpo.py [--out memory_grpo.json] [--limit 80]
                                                              [--groups 64,128,256]
 
 Each implementation takes hidden[G * 512, 4096] and weight[128256, 4096] in bf16 and returns the
 gradients of both. MiB are the peak beyond these inputs and gradients. The largest group that fits
-follows from the measured peaks, which grow by the same bytes with every answer; if it is at most
-512, a step of that size confirms it. Packages that are not installed are listed. The kernels are
-compiled first, and the compilation is timed separately. Each case is printed as it is measured. A
-case ends after 30 s, and the whole run --limit seconds after the compilation.
+follows from the measured peaks, which grow by the same number of bytes with every answer; if it is
+at most 512, a step of that size confirms it. Packages that are not installed are listed. The
+kernels are compiled first, and the compilation is timed separately. Each case is printed when it is
+measured. A case ends after 30 s, and the whole run --limit seconds after the compilation.
 """
 
 import argparse
@@ -29,13 +29,13 @@ HIDDEN, VOCABULARY, LENGTH = 4096, 128256, 512
 GROUPS, MOST, STEP = (64, 128, 256), 512, 8
 DEVICE, MIB = "cuda", 1 << 20
 CASE_SECONDS = 30
-"""Of one case, at most."""
+"""The time limit of one case."""
 CLIP = (0.2, 0.28)
 Step = Callable[["Batch"], None]
 
 
 class Batch:
-    """A group's answers: each token has an advantage, and counts."""
+    """A group's answers, whose tokens all count in the loss."""
 
     def __init__(self, group: int, weight: torch.Tensor) -> None:
         torch.manual_seed(group)
@@ -49,7 +49,7 @@ class Batch:
         self.gradient_bytes = 2 * (hidden.numel() + weight.numel())
 
     def backward(self, logp: torch.Tensor) -> None:
-        """Of the clipped objective's token mean, on the policy."""
+        """Differentiates the token mean of the clipped objective, on-policy."""
         ratio, a = (logp - logp.detach()).exp(), self.advantages.repeat_interleave(LENGTH)
         gain = torch.minimum(ratio * a, ratio.clamp(1 - CLIP[0], 1 + CLIP[1]) * a)
         self.differentiate(-gain.mean())
@@ -76,7 +76,7 @@ def fused(b: Batch) -> None:
 
 
 def trl(b: Batch) -> None:
-    """As its trainer scores: `add_fused_lm_head`, log-probs and entropies."""
+    """Log-probs and entropies as TRL's trainer computes them (`add_fused_lm_head`)."""
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
@@ -108,12 +108,12 @@ STEPS = OURS | {"torch, logits in memory": plain_torch, "TRL": trl, "Liger": lig
 
 
 class TookTooLong(Exception):
-    """A case, or all of them, had no time left."""
+    """A case exceeded its time limit."""
 
 
 def measure(step: Step, batch: Batch) -> dict[str, float]:
-    """MiB beyond inputs and gradients, and the peak's bytes, of a call; the seconds of the one
-    after it, whose memory is the allocator's already."""
+    """MiB beyond inputs and gradients, and the bytes of the peak, of one call; and the seconds of
+    the next one, which allocates no new memory."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -129,9 +129,10 @@ def measure(step: Step, batch: Batch) -> dict[str, float]:
 
 
 def predicted(cases: dict[int, dict], capacity: int) -> int:
-    """The largest group, a multiple of STEP, whose peak stays within `capacity` bytes, by a line
-    through the two largest groups that were measured; with one of them, through the weight and its
-    gradient, which are there for any group. Raises ValueError where no group was measured."""
+    """The largest group, a multiple of STEP, whose peak stays within `capacity` bytes. The peak is
+    extrapolated on a line through the two largest groups that were measured, or, if only one was,
+    through that group and the weight with its gradient, the memory of an empty group. Raises
+    ValueError where no group was measured."""
     points = sorted((g, case["peak_bytes"]) for g, case in cases.items() if "peak_bytes" in case)
     if not points:
         raise ValueError("no group was measured")
@@ -142,8 +143,8 @@ def predicted(cases: dict[int, dict], capacity: int) -> int:
 
 
 def largest(step: Step, cases: dict[int, dict], weight: torch.Tensor) -> dict[str, int]:
-    """`predicted`, and the largest group that ran: the predicted one, or, where it has no room
-    after all, STEP less each time; above MOST, the largest that was measured."""
+    """The predicted group, and the largest one that ran: the predicted group, reduced by STEP as
+    long as it does not fit. Above MOST, the largest group that was measured counts as run."""
     capacity = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     fits = predicted(cases, capacity)
     if fits > MOST:
@@ -162,7 +163,7 @@ def largest(step: Step, cases: dict[int, dict], weight: torch.Tensor) -> dict[st
 
 
 def limited(seconds: float, call: Callable, *arguments):
-    """The call's value, or a line that says why there was no value within `seconds`."""
+    """The call's value, or a line that says why the call returned none within `seconds`."""
     if seconds <= 0:
         return "not run: no time was left"
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -194,8 +195,8 @@ def table(record: dict) -> str:
     lines.append("| --- |" + " ---: |" * (len(groups) + 1))
     for name, cases in record["steps"].items():
         most = record["largest"].get(name)
-        said = f"{most['ran']} ran, {most['predicted']} by arithmetic" if most else "–"
-        lines.append(f"| {name} | " + " | ".join(map(cell, cases.values())) + f" | {said} |")
+        fits = f"{most['ran']} ran, {most['predicted']} by arithmetic" if most else "–"
+        lines.append(f"| {name} | " + " | ".join(map(cell, cases.values())) + f" | {fits} |")
     return "\n".join(lines)
 
 

@@ -1,14 +1,14 @@
-"""Measures memory and time of a whole model's policy step, by the implementation of its last part.
+"""Measures memory and time of a whole model's policy step, for each implementation of its last
+part.
 
     PYTHONPATH=.:kernels python kernels/bench/memory_model.py --shape CONFIG.json [--group 256]
                                                               [--out memory_model.json]
 
 A step is forward, log-probs, loss and backward of one group in one pass. The model has the shape of
-config.json and random weights, in bf16; an answer has 512 tokens, and each layer is recomputed in
-the backward. The kernels take one packed row, the others a batch of answers with torch's attention;
-the last parts are those of `memory_grpo.py`. MiB are the peak beyond the weights and their
-gradients; there is no optimiser. A group of eight answers runs first, so that nothing compiles in
-the step that is timed.
+config.json and random weights, in bf16; an answer has 512 tokens, and the backward recomputes each
+layer. The kernels take one packed row, and the others a batch of answers with torch's attention.
+`memory_grpo.py` has the last parts. MiB are the peak beyond the weights and their gradients; there
+is no optimiser. A group of eight answers runs first, so that nothing compiles in the timed step.
 """
 
 import argparse
@@ -40,7 +40,8 @@ def make_model(shape: dict[str, Any], kernels: bool) -> Any:
 
 
 class ModelBatch(Batch):
-    """A group's answers, whose hidden states come from a model; backward goes through it."""
+    """A group's answers, whose hidden states come from a model; the backward goes through the
+    model."""
 
     def __init__(self, group: int, model: Any, packed: bool) -> None:
         super().__init__(group, model.lm_head.weight)

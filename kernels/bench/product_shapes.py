@@ -1,7 +1,7 @@
-"""Products of published models, drawn at random, and random widths that no model need have.
+"""Products of published models, drawn at random, and products of random widths.
 
-What tiles are tuned on (`widths_at_random`) and what they are judged by (`products`) share no
-draw: the one has widths out of a generator, the other those of models.
+Tiles are tuned on random widths (`widths_at_random`) and judged by the widths of models
+(`products`): the two share no draw.
 """
 
 import random
@@ -90,7 +90,7 @@ class Product(NamedTuple):
 
 
 def published() -> dict[str, dict[str, tuple[int, int]]]:
-    """model -> layer -> (N, K), q, k and v as one product, and gate and up."""
+    """model -> layer -> (N, K); q, k and v are one product, and so are gate and up."""
     shapes = {}
     for model, (hidden, mlp, queries, kv, dim) in DENSE.items():
         shapes[model] = {
@@ -103,7 +103,8 @@ def published() -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def rows_at_random(random_: random.Random, least: float = 0, most: float = 14) -> int:
-    """2**least ... 2**most, as many of each size; odd ones, multiples of 8 or 128, powers of 2."""
+    """A number between 2**least and 2**most, uniform in its logarithm: any number, a multiple of 8
+    or 128, or a power of 2."""
     of = random_.choice((1, 1, 1, 8, 128, 0))
     m = 2 ** random_.uniform(least, most)
     if of == 0:
@@ -112,7 +113,7 @@ def rows_at_random(random_: random.Random, least: float = 0, most: float = 14) -
 
 
 def products(seed: int, count: int) -> list[Product]:
-    """Layers of published models with rows at random, no two the same."""
+    """Different layers of published models with random numbers of rows."""
     random_, models, products = random.Random(seed), published(), {}
     while len(products) < count:
         model = random_.choice(list(models))
@@ -124,13 +125,14 @@ def products(seed: int, count: int) -> list[Product]:
 
 
 def widths_at_random(seed: int, count: int) -> list[Product]:
-    """Products of random widths: multiples of 64, N of 256 ... 65536 and K of 512 ... 32768."""
+    """Products of random widths, which are multiples of 64: N from 256 to 65536, K from 512 to
+    32768."""
     random_, products = random.Random(seed), []
     while len(products) < count:
         n = round(2 ** random_.uniform(8, 16) / 64) * 64
         k = round(2 ** random_.uniform(9, 15) / 64) * 64
         if 2**19 <= n * k <= 2**29:  # as weights of layers are
-            narrow = random_.random() < 0.7  # where what tile is taken matters most
+            narrow = random_.random() < 0.7  # where the choice of the tile matters most
             m = rows_at_random(random_, 5, 12) if narrow else rows_at_random(random_)
             products.append(Product(m, n, k))
     return products

@@ -1,4 +1,4 @@
-"""Tiles that `linear` could take: `tune_products.py` times them, `fit_products.py` chooses."""
+"""The candidate tiles of `linear`: `tune_products.py` times them, and `fit_products.py` chooses."""
 
 from rlk_kernels.matmul.tile import Tile
 
@@ -35,16 +35,19 @@ PLAIN = [
 SHARED = 225 << 10
 """Bytes of shared memory that the buffers of a tile may take."""
 FEW = 152
-"""Rows of both operands up to which a step is 128 of K; up to BETWEEN it may be either."""
+"""The most rows of both operands with steps of 128 of K alone; up to BETWEEN a step is 64 or
+128."""
 BETWEEN = 208
 MOST = {1: 256, 2: 256, 3: 200, 4: 136}
-"""Groups -> rows of the flat operand at most: what the registers hold."""
+"""Groups -> the most rows of the flat operand that the registers have room for."""
 LEAST = {1: 32, 2: 64, 3: 64, 4: 64}
-"""The same at least, where they are columns of the output; where they are its rows, 8."""
+"""Groups -> the fewest rows of the flat operand where they are columns of the output; where they
+are its rows, the fewest are 8."""
 
 
 def _specialized(groups: int, flat: int, k: int, swap: bool) -> Tile:
-    """Copies and products apart: 64 x groups by flat, with all the buffers that fit."""
+    """A tile of 64 x groups by flat, whose warps either copy or multiply, with all buffers that
+    fit."""
     tall = 64 * groups
     stages = min(8, SHARED // ((tall + flat) * k * 2))
     m, n = (flat, tall) if swap else (tall, flat)

@@ -24,14 +24,14 @@ PARTS = {
         "times": "bench_attention_training:times",
         "errors": "bench_attention_training:errors",
     },
-    "decode": {"widths": "bench_decode:widths", "batches": "bench_decode:batches"},
+    "decode": {"widths": "bench_decode:widths"},
     "host": {"host": "bench_host:measure"},
     "rows": {"rows": "bench_rows:measure"},
     "linear_logp": {"linear_logp": "bench_linear_logp:measure"},
     "linear_logp_rivals": {"rivals": "bench_linear_logp:rivals"},
     "linear_logp_precision": {"precision": "bench_linear_logp:precision"},
 }
-"""Part -> name in its record -> the function that measures it, given the ceilings."""
+"""Part -> name in the part's record -> the function that measures it; it takes the ceilings."""
 WITHOUT_GRADIENTS = ("products", "rows")
 
 
@@ -71,12 +71,12 @@ def environment(commit: str | None) -> dict:
 
 
 def measure(part: str, limits: dict) -> dict:
-    """Runs the measurements of a part; their results by name."""
-    found = {}
-    for name, place in PARTS[part].items():
-        module, _, function = place.partition(":")
-        found[name] = getattr(importlib.import_module(module), function)(limits)
-    return found
+    """Name -> the result of each measurement of a part."""
+    results = {}
+    for name, path in PARTS[part].items():
+        module, _, function = path.partition(":")
+        results[name] = getattr(importlib.import_module(module), function)(limits)
+    return results
 
 
 def main() -> int:

@@ -1,31 +1,30 @@
-"""Measures what the kernels cost vLLM: tokens a second of one engine, by batch.
+"""Measures the throughput of vLLM with the kernels and without: tokens a second, by batch.
 
     python kernels/bench/serving.py --model M --engine own|rlk|invariant --out X.jsonl [--lock F]
                                     [--tp N] [--load-format auto]
 
-vLLM has its defaults: compiled, CUDA graphs, the engine in its own process, the kernels as the
-installed plugin. `invariant` is vLLM's VLLM_BATCH_INVARIANT=1. Weights are random, and differ with
---tp; only config.json is needed. With --load-format auto they are the checkpoint's. Rivals run at
-the same time, each in its process. They measure in turns once --rivals processes have written to
---out that they started; the process that has locked --lock uses the GPU alone.
+vLLM runs with its defaults: compiled, with CUDA graphs, the engine in a process of its own and the
+kernels as an installed plugin. `invariant` sets vLLM's VLLM_BATCH_INVARIANT=1. Weights are random
+and depend on --tp; only config.json is needed. --load-format auto loads the checkpoint's weights.
+Rivals run at the same time, each in a process of its own. They measure in turns once --rivals
+processes have written to --out that they started; the process that holds --lock uses the GPU alone.
 
-Prefill takes prompts that are not cached, with one new token each. Decode is the time of 1 + --new
-tokens minus the median time of 1, over prompts whose prefix is cached. The temperature is 1, and
-log-probs of the sampled tokens are requested, as in rollouts. Each batch gives a line of JSON.
+Prefill takes prompts that are not cached and samples one token after each. Decode is the time of
+1 + --new tokens minus the median time of 1, over prompts whose prefix is cached. The temperature is
+1, and the log-probs of the sampled tokens are requested, as in rollouts. Each batch appends a line
+of JSON to --out.
 """
 
 import argparse
 import contextlib
 import fcntl
-import gzip
 import hashlib
 import json
 import os
 import random
 import statistics
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +32,21 @@ BATCHES = (
     "decode:1x1024,decode:16x1024,decode:64x1024,decode:256x512,"
     "prefill:1x2048,prefill:16x1024,prefill:64x1024,prefill:256x512"
 )
-"""What, prompts, and tokens of each."""
+"""Items `phase:prompts x tokens of each`."""
 NEW = 64
 REPEATS = 5
-TOKENS = 16384
-"""Of prompts that one repetition of a prefill asks for at least, batch after batch."""
+PREFILL_TOKENS = 16384
+"""The least number of prompt tokens in one repetition of a prefill, batch after batch."""
 
 
-def tell(out: Path, **line: Any) -> None:
+def append_line(out: Path, **line: Any) -> None:
     with out.open("a") as file:
         file.write(json.dumps(line) + "\n")
     print(json.dumps(line)[:600], flush=True)
 
 
 def wait_for(out: Path, rivals: int) -> None:
-    """Until so many have started, or for two minutes: one may have failed."""
+    """Waits until `rivals` processes have started; two minutes at most, as one may have failed."""
     for _ in range(120):
         if out.read_text().count('"what": "start"') >= rivals:
             return
@@ -87,8 +86,8 @@ class Bench:
         return time.perf_counter() - started
 
     def prefill(self, count: int, length: int) -> list[float]:
-        """Tokens a second of each repetition; the first, which warms up, is left out."""
-        rates, asked = [], -(-TOKENS // (count * length))
+        """Tokens a second of each repetition, without the first one, which warms up."""
+        rates, asked = [], -(-PREFILL_TOKENS // (count * length))
         for _ in range(self.repeats + 1):
             batches = [self.prompts(count, length) for _ in range(asked)]
             with alone(self.lock):
@@ -104,63 +103,26 @@ class Bench:
         for _ in range(self.repeats):
             with alone(self.lock):
                 times.append((self.seconds(prompts, 1), self.seconds(prompts, 1 + self.new)))
-        # Of all repetitions: the host may disturb one of them by more than the difference.
+        # The median of all repetitions: the host may disturb one by more than the difference.
         first = statistics.median(one for one, _ in times)
         return [count * self.new / (whole - first) for _, whole in times]
 
     def bits(self) -> str:
-        """A digest of what a few prompts are answered, greedily, log-probs included."""
+        """A digest of the greedy answers to a few prompts, log-probs included."""
         from vllm import SamplingParams
 
         self.random.seed(1)
         prompts = self.prompts(8, 200)
         params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=0, detokenize=False)
-        said = [
+        answers = [
             [sorted((t, p.logprob) for t, p in step.items()) for step in o.outputs[0].logprobs]
             for o in self.llm.generate(prompts, params, use_tqdm=False)
         ]
-        return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
-
-
-def profile_of(folder: Path) -> dict[str, Any]:
-    """What the newest profile says, times in milliseconds: from the first kernel to the end of the
-    last, how long of that any kernel was on the GPU, and [name, in all, how many] of kernels and of
-    what the host did, longest first. A kernel may start before the one whose results it awaits has
-    ended: the times of all kernels may add up to more than `busy`."""
-    newest = max(folder.glob("**/*.json.gz"), key=lambda path: path.stat().st_mtime)
-    with gzip.open(newest) as file:
-        events = [e for e in json.load(file)["traceEvents"] if "dur" in e]
-    kernels = [e for e in events if e.get("cat") == "kernel"]
-    host = [e for e in events if e.get("cat") in ("cpu_op", "cuda_runtime", "cuda_driver")]
-    end = max(e["ts"] + e["dur"] for e in kernels)
-    return {
-        "span": (end - min(e["ts"] for e in kernels)) / 1000,
-        "busy": _covered((e["ts"], e["ts"] + e["dur"]) for e in kernels) / 1000,
-        "kernels": _longest(kernels),
-        "host": _longest(host),
-    }
-
-
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """How long at least one of them lasts."""
-    total, until = 0.0, 0.0
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
-
-
-def _longest(events: list[dict[str, Any]]) -> list[tuple[str, float, int]]:
-    times: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    for event in events:
-        times[event["name"][:70]] += event["dur"]
-        counts[event["name"][:70]] += 1
-    return [(name, round(us / 1000, 3), counts[name]) for name, us in times.most_common(20)]
+        return hashlib.sha256(repr(answers).encode()).hexdigest()[:16]
 
 
 def batches(text: str) -> list[tuple[str, int, int]]:
-    """`decode:16x1024,prefill:1x2048`: what, prompts, tokens of each."""
+    """(phase, prompts, tokens of each) for each item of `decode:16x1024,prefill:1x2048`."""
     requests = []
     for item in filter(None, text.split(",")):
         what, _, size = item.partition(":")
@@ -179,9 +141,6 @@ def main() -> None:
     parser.add_argument("--rivals", type=int, default=1)
     parser.add_argument("--cache-gb", type=float, default=17.0, help="of keys and values")
     parser.add_argument("--batches", default=BATCHES)
-    parser.add_argument("--profile", type=Path, help="folder: also profile --profiled")
-    parser.add_argument("--profiled", default="prefill:1x2048,prefill:16x1024,decode:16x1024")
-    parser.add_argument("--graphs-to", type=int, help="vLLM's max_cudagraph_capture_size")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument(
         "--no-custom-all-reduce", action="store_true", help="ranks copy through NCCL alone"
@@ -197,16 +156,8 @@ def main() -> None:
         options["attention_backend"] = "CUSTOM"
     if args.engine == "invariant":
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    if args.profile:
-        options["profiler_config"] = {
-            "profiler": "torch",
-            "torch_profiler_dir": str(args.profile.resolve()),
-            "torch_profiler_with_stack": False,
-        }
     if args.no_custom_all_reduce:
         options["disable_custom_all_reduce"] = True
-    if args.graphs_to:
-        options["max_cudagraph_capture_size"] = args.graphs_to
     from vllm import LLM
 
     started = time.perf_counter()
@@ -217,23 +168,13 @@ def main() -> None:
         kv_cache_memory_bytes=int(args.cache_gb * 1e9), **options,
     )  # fmt: skip
     bench = Bench(llm, args.lock, args.repeats, args.new)
-    tell(args.out, engine=name, what="start", seconds=time.perf_counter() - started)
+    append_line(args.out, engine=name, what="start", seconds=time.perf_counter() - started)
     wait_for(args.out, args.rivals)
     with alone(args.lock):
-        tell(args.out, engine=name, what="bits", digest=bench.bits())
+        append_line(args.out, engine=name, what="bits", digest=bench.bits())
     for what, count, length in batches(args.batches):
         rates = getattr(bench, what)(count, length)
-        tell(args.out, engine=name, what=what, batch=count, length=length, rates=rates)
-    for what, count, length in batches(args.profiled) if args.profile else ():
-        prompts, tokens = bench.prompts(count, length), 17 if what == "decode" else 1
-        with alone(args.lock):
-            if what == "decode":
-                bench.seconds(prompts, 1)
-            llm.start_profile()
-            bench.seconds(prompts, tokens)
-            llm.stop_profile()
-        requests = profile_of(args.profile)
-        tell(args.out, engine=name, what=f"profile {what}", batch=count, length=length, **requests)
+        append_line(args.out, engine=name, what=what, batch=count, length=length, rates=rates)
 
 
 if __name__ == "__main__":

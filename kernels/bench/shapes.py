@@ -1,4 +1,4 @@
-"""The shapes of the benchmarks: what three models ask of each operator."""
+"""The shapes of the benchmarks: each operator's sizes in three models."""
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 

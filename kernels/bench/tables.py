@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 MEANS = ("ratio", "share")
-"""Ends of the columns whose geometric mean is printed."""
+"""The last words of columns whose geometric mean is printed."""
 
 
 def markdown(record: Any, title: str) -> Iterator[str]:
@@ -20,7 +20,7 @@ def markdown(record: Any, title: str) -> Iterator[str]:
 
 
 def flat(row: dict, before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (column, value) of a row; the columns of a nested dict have its key before theirs."""
+    """Yields (column, value) of a row; the key of a nested dict precedes its columns."""
     for name, value in row.items():
         if isinstance(value, dict):
             yield from flat(value, f"{before}{name} ")

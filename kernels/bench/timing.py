@@ -1,4 +1,7 @@
-"""Times on a GPU: CUDA graphs over rotated inputs, so launches and L2 hits are not measured."""
+"""Random tensors and times on a GPU.
+
+CUDA graphs are replayed over rotated inputs, so that neither launches nor L2 hits are measured.
+"""
 
 import statistics
 from collections.abc import Callable
@@ -6,13 +9,20 @@ from collections.abc import Callable
 import torch
 
 
+def rand(*shape: int, scale: float = 1.0, grad: bool = False) -> torch.Tensor:
+    """A normal bf16 tensor on the GPU with this standard deviation."""
+    x = (torch.randn(*shape, device="cuda") * scale).bfloat16()
+    return x.requires_grad_() if grad else x
+
+
 def graphs_ms(
     rivals: dict[str, list[Callable[[], object]]], *, repeat: int = 5, target_ms: float = 4.0
 ) -> dict[str, float]:
-    """Median milliseconds of one call of each rival: name -> the same work on different inputs.
+    """Median milliseconds of one call of each rival. rivals: name -> calls that do the same work on
+    different inputs.
 
-    Every rival is captured first, then they are replayed in turns, so that a clock or a neighbour
-    that changes meanwhile meets all of them.
+    Every rival is captured before any is replayed, and the replays take turns, so that a change of
+    the clock or of a neighbour's load affects all of them.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -49,7 +59,7 @@ def graphs_ms(
 
 
 def event_ms(call: Callable[[], object], *, repeat: int = 7, inner: int = 4) -> float:
-    """Median milliseconds of a call that a graph cannot hold, `inner` of them between events."""
+    """Median milliseconds of a call that cannot be captured; `inner` calls lie between events."""
     call()
     torch.cuda.synchronize()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -65,5 +75,5 @@ def event_ms(call: Callable[[], object], *, repeat: int = 7, inner: int = 4) -> 
 
 
 def copies(nbytes: int, *, over: int = 300 << 20, most: int = 24) -> int:
-    """How many input sets of `nbytes` outgrow the L2 several times."""
+    """The number of input sets of `nbytes` that together are several times as large as the L2."""
     return max(1, min(most, over // max(nbytes, 1) + 1))

@@ -1,13 +1,13 @@
-"""Measures what the kernels cost a training step of HF or Megatron-core.
+"""Measures a training step of HF or Megatron-core: tokens a second, with the kernels or without.
 
     python kernels/bench/training.py --shape CONFIG.json --trainer hf|megatron --kernels off|rlk \\
         --out X.jsonl [--lock F] [--tokens 8192,32768]
 
 A step is forward, loss (the mean negative log-prob) and backward, over sequences of 2048 tokens,
 four in a forward; gradients are added up over the forwards. Weights are random, in bf16. Plain HF
-is as `from_config` makes it (sdpa), plain Megatron has its local layer spec. Each size of a step
-gives a line of JSON. A sparse shape gives another line for the sparse layer alone, forward and
-backward of one forward's tokens.
+is as `from_config` makes it (sdpa), and plain Megatron has its local layer spec. Each size of a
+step appends a line of JSON to --out. A sparse shape appends another line, which times the forward
+and the backward of the first sparse layer alone, over the tokens of one forward.
 
 --experts sets how plain Megatron computes experts: `sequential`, one after another, or `grouped`,
 its GroupedMLP, with torch._grouped_mm if the package grouped_gemm is not installed.
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from serving import alone, tell
+from serving import alone, append_line
 from torch import Tensor
 
 LENGTH, TOGETHER = 2048, 4
@@ -70,7 +70,7 @@ def kernel_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def step(model: Any, run: Callable[[Tensor], Tensor], loss_of: Any, ids: Tensor) -> None:
-    """Gradients of ids[N, B, S], N forwards of it."""
+    """Adds up the gradients of N forwards, of ids[N, B, S]."""
     for p in model.parameters():
         p.grad = None
     for some in ids:
@@ -88,10 +88,9 @@ def main() -> None:
     parser.add_argument("--tokens", default="8192,32768")
     parser.add_argument("--experts", choices=("sequential", "grouped"), default="sequential")
     parser.add_argument("--layers", type=int, help="instead of the config's")
-    parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     shape = json.loads(args.shape.read_text())
-    if "num_local_experts" in shape:  # the other name of the number
+    if "num_local_experts" in shape:  # Mixtral's name
         shape["num_experts"] = shape.pop("num_local_experts")
     shape["num_hidden_layers"] = args.layers or shape["num_hidden_layers"]
     torch.manual_seed(0)
@@ -114,13 +113,10 @@ def main() -> None:
                 torch.cuda.synchronize()
                 rates.append(tokens / (time.perf_counter() - started))
         peak = torch.cuda.max_memory_allocated() / 1e9
-        tell(args.out, **who, what="step", tokens=tokens, rates=rates, peak_gb=peak)
+        append_line(args.out, **who, what="step", tokens=tokens, rates=rates, peak_gb=peak)
     if "num_experts" in shape:
-        tell(
-            args.out, **who, what="sparse layer", tokens=LENGTH * TOGETHER, ms=layer_ms(args, model)
-        )
-    if args.profile:
-        profile(args, who, model, run, loss_of, ids[:1])
+        ms = layer_ms(args, model)
+        append_line(args.out, **who, what="sparse layer", tokens=LENGTH * TOGETHER, ms=ms)
 
 
 def layer_ms(args: Any, model: Any) -> list[float]:
@@ -141,17 +137,6 @@ def layer_ms(args: Any, model: Any) -> list[float]:
             torch.cuda.synchronize()
             times.append(start.elapsed_time(end))
     return times[1:]
-
-
-def profile(args: Any, who: dict, model: Any, run: Any, loss_of: Any, ids: Tensor) -> None:
-    """Where the GPU's time of one forward and backward goes."""
-    cuda = torch.profiler.ProfilerActivity.CUDA
-    with alone(args.lock), torch.profiler.profile(activities=[cuda]) as profiled:
-        step(model, run, loss_of, ids)
-        torch.cuda.synchronize()
-    events = sorted(profiled.key_averages(), key=lambda e: -e.self_device_time_total)[:24]
-    lines = [(e.key[:90], e.self_device_time_total / 1000, e.count) for e in events]
-    tell(args.out, **who, what="profile step", times=lines)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
 """Checks the bits of Megatron-core's gradients on two GPUs in every layout, and times a step.
 
     PYTHONPATH=kernels python kernels/bench/training_ranks.py [--seconds 240] [--out FILE.json]
-                                                    [--shape CONFIG.json] [--layers 2,8]
+                                                    [--layers 2,8]
 
-Needs two GPUs and megatron-core. Gradients: the reference is one rank without any wrapper, the
-fp32 sum of two micro-batches. Against it, at that global batch, with the kernels: tp=2 and tp=2
-with sequence parallelism behind megatron-core's DistributedDataParallel and finalize_model_grads,
-and dp=2 with a micro-batch a rank, added up in the kernels' order; and the norm of the gradients.
-Plain megatron-core beside it shows the drift. Then a step, forward, loss and backward, at tp=2:
-plain and with the kernels, in turns, and the memory of each.
+Needs two GPUs and megatron-core. The model has Qwen3-8B's shape and random weights. The reference
+gradients are the fp32 sum of two micro-batches on one rank, without any wrapper. With the kernels,
+three layouts are compared with the reference at that global batch: tp=2, and tp=2 with sequence
+parallelism, both through megatron-core's DistributedDataParallel and finalize_model_grads; and dp=2
+with one micro-batch a rank, added up in the kernels' order. The norm of the gradients is compared
+too. Plain megatron-core shows the drift. Then a step (forward, loss and backward) at tp=2 is timed,
+plain and with the kernels in turns, and the memory of each is measured.
 
-Exits with 1 where a gradient with the kernels has another bit, or something did not run.
+The exit code is 1 if a gradient with the kernels has another bit, or if a part did not run.
 """
 
 import argparse
@@ -44,9 +45,9 @@ QWEN3_8B = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
 }  # fmt: skip
 LENGTH, TOGETHER = 2048, 4
-"""Of a step that is timed: positions of a sequence, and sequences of a forward."""
+"""Positions of a sequence, and sequences of a forward, in a step that is timed."""
 BITS_LENGTH = 512
-"""Of a sequence whose gradient is compared."""
+"""Positions of a sequence whose gradient is compared."""
 STEPS = 5
 LOCAL = {
     "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0",
@@ -54,7 +55,7 @@ LOCAL = {
 }  # fmt: skip
 
 Gradients = dict[str, Tensor]
-"""Parameter -> its gradient, fp32, of this rank."""
+"""Parameter -> this rank's gradient, fp32."""
 
 
 def loss(model: Any, ids: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ def of_ranks(
     shape: dict[str, Any], ids: Tensor, kernels: bool, rank: int, whole: Gradients,
     tp: int, sequence: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """What differs from the whole gradients once megatron-core has finished those of two ranks."""
+    """The gradients of two ranks, finished by megatron-core, that differ from `whole`."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from rlk_kernels.integrations import megatron
@@ -158,17 +159,16 @@ def gradients(shape: dict[str, Any], rank: int) -> dict[str, Any]:
 def tried(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return run()
-    except Exception:  # the others are still wanted
+    except Exception:  # the other layouts still run
         traceback.print_exc()
         return {"failed": traceback.format_exc()[-1500:]}
     finally:
-        gc.collect()  # models and their hooks hold each other
-        if megatron_models.DEVICE.type == "cuda":
-            torch.cuda.empty_cache()
+        gc.collect()  # a model and its hooks refer to each other
+        torch.cuda.empty_cache()
 
 
 def steps(shape: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Seconds of each step, in turns, and GB that it takes above weights."""
+    """Seconds of each step, in turns, and the GB that a step takes beyond the weights."""
     kinds = {
         "plain": (False, False),
         "kernels": (True, False),
@@ -208,21 +208,19 @@ def steps(shape: dict[str, Any], rank: int) -> dict[str, Any]:
     }
 
 
-def run_rank(rank: int, folder: Path, ends: float, shape: dict[str, Any], layers: str) -> None:
+def run_rank(rank: int, folder: Path, ends: float, layers: str) -> None:
     faulthandler.dump_traceback_later(max(1.0, ends - time.time()), exit=True)
-    if megatron_models.DEVICE.type == "cuda":
-        torch.cuda.set_device(rank)
-        megatron_models.DEVICE = torch.device("cuda", rank)
+    torch.cuda.set_device(rank)
+    megatron_models.DEVICE = torch.device("cuda", rank)
     store = dist.FileStore(str(folder / "store"), RANKS)
-    backend = "nccl" if megatron_models.DEVICE.type == "cuda" else "gloo"
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=90)
+        "nccl", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=90)
     )
     result: dict[str, Any] = {}
     for (name, part), depth in zip(PARTS.items(), layers.split(","), strict=True):
         began = time.time()
-        own = shape | {"num_hidden_layers": int(depth)}
-        result[name] = tried(lambda part=part, own=own: part(own, rank))
+        shape = QWEN3_8B | {"num_hidden_layers": int(depth)}
+        result[name] = tried(lambda part=part, shape=shape: part(shape, rank))
         result[f"{name}, layers"] = int(depth)
         result[f"{name}, seconds"] = round(time.time() - began, 1)
         if rank == 0:
@@ -240,13 +238,13 @@ PARTS: dict[str, Callable[[dict[str, Any], int], dict[str, Any]]] = {
 
 
 def faults(results: list[dict[str, Any]]) -> list[str]:
-    """What did not hold, or was not shown, on any rank."""
+    """What differed or was not measured, on any rank."""
     wrong = []
     for rank, result in enumerate(results):
         for layout in LAYOUTS:
             found = result.get("gradients", {}).get(f"{layout}, kernels", {})
-            held = found.get("differ") == 0 and not found["zero"] and found["of"] > 0
-            if not held or found["norm"] != found["norm of one rank"]:
+            equal = found.get("differ") == 0 and not found["zero"] and found["of"] > 0
+            if not equal or found["norm"] != found["norm of one rank"]:
                 wrong.append(f"rank {rank}, gradients of {layout}: {found or 'not run'}")
         if "kernels" not in result.get("steps", {}):
             wrong.append(f"rank {rank}: steps were not timed")
@@ -257,14 +255,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=240, help="the whole run ends by then")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--shape", type=Path, help="a config.json; without it Qwen3-8B's")
     parser.add_argument("--layers", default="2,8", help="for the gradients, and for the steps")
     for name, kind in (("rank", int), ("folder", Path), ("ends", float)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    shape = json.loads(args.shape.read_text()) if args.shape else QWEN3_8B
     if args.rank is not None:
-        run_rank(args.rank, args.folder, args.ends, shape, args.layers)
+        run_rank(args.rank, args.folder, args.ends, args.layers)
     ends = time.time() + args.seconds - 10
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -289,12 +285,11 @@ def main() -> int:
         results = [json.loads(f.read_text()) if f.exists() else {} for f in files]
     if args.out:
         args.out.write_text(json.dumps(results, indent=1) + "\n")
-    for what, found in results[0].get("gradients", {}).items():
-        print(what, found)
-    for what, found in results[0].get("steps", {}).items():
-        print(what, found)
+    for part in PARTS:
+        for what, found in results[0].get(part, {}).items():
+            print(what, found)
     wrong = faults(results)
-    print("\n".join(wrong) if wrong else "all held")
+    print("\n".join(wrong) if wrong else "all gradients are equal")
     return int(bool(wrong))
 
 

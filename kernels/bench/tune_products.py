@@ -1,11 +1,11 @@
-"""Times every tile that `linear` could take, over products drawn at random.
+"""Times every candidate tile of `linear`, over products drawn at random.
 
     PYTHONPATH=kernels python kernels/bench/tune_products.py times.jsonl [--seconds 90]
 
-Needs an NVIDIA GPU of the Hopper generation. Compiles the candidates in parallel and drops those
-whose bits are not SAFE's; then a line a product: microseconds of each plausible tile over random
-widths ("random"), and over layers of published models ("published") with cuBLAS's beside.
-`fit_products.py` makes the model of costs out of the first kind.
+Needs an NVIDIA GPU of the Hopper generation. The script compiles the candidates in parallel and
+drops those whose bits differ from SAFE's. Then it writes a line for each product, with the
+microseconds of each plausible tile and of cuBLAS: products of random widths ("random"), and layers
+of published models ("published"). `fit_products.py` fits the model of costs to these times.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from rlk_kernels.matmul.tiles import SAFE, tile_for, with_overlap
 
 
 def runner(tile: Tile, x, weight, y):
-    """A call that fills y = x @ weight^T with `tile`."""
+    """A call that computes y = x @ weight^T with `tile`."""
     from rlk_kernels.device import facts
     from rlk_kernels.launching import ShapeCache
     from rlk_kernels.matmul.launch import launch
@@ -40,7 +40,7 @@ def runner(tile: Tile, x, weight, y):
 
 
 def compiled(index: int) -> tuple[int, str]:
-    """Compile a candidate as products launch it: (its index, what is wrong with it or "")."""
+    """Compiles a candidate as products launch it: (its index, what is wrong with it, or "")."""
     import torch
     from rlk_kernels.matmul.self_check import tile_bits
 
@@ -56,13 +56,13 @@ def compiled(index: int) -> tuple[int, str]:
             if not torch.allclose(y.float(), x.float() @ weight.float().T, rtol=0.01, atol=0.1):
                 return index, "its product is wrong"
             y.fill_(float("nan"))
-    except Exception as error:  # of any kind: it is no candidate then
+    except Exception as error:  # of any kind: the tile is no candidate then
         return index, f"{type(error).__name__}: {str(error)[:200]}"
     return index, ""
 
 
 def usable() -> list[int]:
-    """Indices of the candidates that compile here and have the one set of bits."""
+    """The indices of the candidates that compile here and have SAFE's bits."""
     indices = []
     with get_context("spawn").Pool(min(16, os.cpu_count() or 1)) as pool:
         for index, wrong in pool.imap_unordered(compiled, range(len(CANDIDATES))):
@@ -74,14 +74,14 @@ def usable() -> list[int]:
 
 
 def _guess(tile: Tile, m: int, n: int, k: int) -> float:
-    """Microseconds by the model, of a new tile before any measurement: enough to leave out what
-    cannot win."""
+    """Microseconds by the model of costs, also of a tile that was never measured: exact enough to
+    leave out tiles that cannot win."""
     cost = COSTS.get(tile) or TileCost(*expected(tile))
     return microseconds(cost, work_of(tile, m, n, k, PROCESSORS))
 
 
 def plausible(shape: Product, among: list[int], most: int) -> list[int]:
-    """The candidates that are worth a measurement."""
+    """The `most` candidates that are worth a measurement, best guesses first."""
     m, n, k = shape[:3]
     fits = [i for i in among if m > 32 or CANDIDATES[i].m <= 64]
     fits = [i for i in fits if not CANDIDATES[i].tail or m * n >= 128 * 256 * PROCESSORS]

@@ -12,7 +12,7 @@ import rlk_kernels
 import torch
 from rlk_kernels import backend, private_api
 from rlk_kernels.integrations import hf, megatron, profile, vllm
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.experts import Sparse
 from rlk_kernels.integrations.operators import NORMS, Counted
 
@@ -214,7 +214,7 @@ def _refused(spec: EngineSpec) -> Iterator[None]:
     """Turns the kernels' refusal of a setting into the user's error."""
     try:
         yield
-    except NotServed as error:
+    except NotSupported as error:
         raise ModelError(
             f"{spec}: {error}", "leave kernels=rlk out, or add except=OPERATOR"
         ) from error

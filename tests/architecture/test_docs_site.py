@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-SITE = dict(docs_site.places())
+SITE = dict(docs_site.site_files())
 GENERATED = {"reference/cli.md", "reference/schemas.md", "reference/rlk_align.md"} | {
     "reference/rlk_kernels.md"
 }

@@ -62,8 +62,8 @@ def shifted(answer: Answer, by: int = 1) -> Sample:
     return replace(sample, mask=longer[1 - by : len(sample.mask) + 1 - by])
 
 
-def with_token(sample: Sample, place: int, on: bool) -> Sample:
-    return replace(sample, mask=[*sample.mask[:place], on, *sample.mask[place + 1 :]])
+def with_token(sample: Sample, index: int, on: bool) -> Sample:
+    return replace(sample, mask=[*sample.mask[:index], on, *sample.mask[index + 1 :]])
 
 
 def of_prompt(answer: Answer) -> Sample:
@@ -75,12 +75,12 @@ def of_tool(answer: Answer) -> Sample:
     sample = to_sample(answer, 1.0)
     if len(answer.spans) == 1:
         return sample
-    return with_token(sample, answer.spans[0].places[-1] + 1, True)
+    return with_token(sample, answer.spans[0].indices[-1] + 1, True)
 
 
 def left_out(answer: Answer) -> Sample:
     sample = to_sample(answer, 1.0)
-    return with_token(sample, answer.spans[0].places[-1], False)
+    return with_token(sample, answer.spans[0].indices[-1], False)
 
 
 def of_another(answer: Answer) -> Sample:

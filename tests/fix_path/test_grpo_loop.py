@@ -61,7 +61,7 @@ def test_a_run_at_its_end_is_not_a_failure_to_resume(loop: Any) -> None:
         ("prompt", "prompt token counted: in sample 0, at token "),
         ("tool", "tool's token counted: in sample "),
         ("left out", "sampled token left out: in sample 0, at token "),
-        ("cut", "cut answer counted: sample 0 ends at its limit of tokens"),
+        ("cut", "cut answer counted: sample 0 ends at the token limit"),
         ("another", "lists of other lengths: sample 0 has "),
         ("no log-prob", "log-prob of another token: in sample 0, at token "),
         ("late log-probs", "log-prob of another token: in sample 0, at token "),

@@ -24,7 +24,7 @@ def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--problems 0", "1", "argument --problems: 0 is below 1"),
         ("--turns 0", "1", "argument --turns: 0 is below 1"),
         ("--rollout-batch -3", "1", "argument --rollout-batch: -3 is below 1"),
-        ("--problems 1", "2", "--problems 1: each of the 2 ranks needs one"),
+        ("--problems 1", "2", "--problems 1: each of the 2 ranks needs a problem"),
         ("--clip 2 1", "1", "--clip 2.0 1.0: neither may be negative, and LOW is at most 1"),
         ("--clip nan 1", "1", "--clip nan 1.0: "),
         ("--eval-every 1 --held-out 0", "1", "leaves no problems to measure the reward by"),
@@ -64,7 +64,7 @@ def test_a_saved_run_is_not_written_over(folder: str, capsys: Any, tmp_path: Pat
     arguments(["--run", str(tmp_path), "--device", "cpu"])
     with pytest.raises(SystemExit):
         arguments(words)
-    assert "a run is saved there; give --resume" in capsys.readouterr().err
+    assert "has a saved run; continue it with --resume" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -177,9 +177,11 @@ def test_problems_that_do_not_exist_are_not_sought_without_an_end() -> None:
     family = ("sequence",)  # It has 279 of them.
     assert len({problem.prompt for problem in held_out(250, family)}) == 250
     assert len(training(0, 1, 30, 250, family)) == 30
-    with pytest.raises(ValueError, match="of the families sequence there are no problems but 279"):
+    with pytest.raises(ValueError, match="the families sequence have no problems except 279"):
         held_out(280, family)
-    with pytest.raises(ValueError, match="no problems but 279 that are held out; hold out fewer"):
+    with pytest.raises(
+        ValueError, match="no problems except 279 that are held out; hold out fewer"
+    ):
         training(0, 1, 1, 279, family)
 
 
@@ -189,7 +191,7 @@ def test_tables_and_charts_name_what_is_not_there(tmp_path: Path) -> None:
 
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"st', encoding="utf-8")
     for read in (steps, lambda run: summary([run])):
-        with pytest.raises(ValueError, match=r"metrics.jsonl: line 2 is not whole; .*--resume"):
+        with pytest.raises(ValueError, match=r"metrics.jsonl: line 2 is incomplete; .*--resume"):
             read(tmp_path)
     assert summary([tmp_path / "none"]) == f"no step was taken in {tmp_path / 'none'}"
     with pytest.raises(ValueError, match="has no steps"):

@@ -109,7 +109,7 @@ def test_what_the_kernels_refuse_in_a_rank_is_said_in_their_words(run: Any) -> N
     """vLLM's own message is that a worker failed to start."""
     done = run("vllm:tp=2", VLLM_BATCH_INVARIANT="1")
     assert done.code == 2, done.out + done.err
-    assert "does not serve VLLM_BATCH_INVARIANT=1" in done.err
+    assert "does not support VLLM_BATCH_INVARIANT=1" in done.err
     assert "leave kernels=rlk out" in done.err
 
 

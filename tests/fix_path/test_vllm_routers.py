@@ -53,7 +53,7 @@ def test_without_the_kernels_the_routers_are_vllms_own(said: dict[str, Any]) -> 
 def test_a_router_that_is_not_replaced_is_named(said: dict[str, Any]) -> None:
     """A planted fault: the model's class stays vLLM's, and with it the routers."""
     assert said["not replaced"]["refusal"] == (
-        "the engine's own still computes layers.1.router, layers.2.router"
+        "the engine still computes layers.1.router, layers.2.router"
     )
 
 

@@ -31,7 +31,7 @@ os.environ |= {
 import rlk_kernels
 import torch
 from rlk_kernels.integrations import vllm as kernels
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.vllm import registry
 from vllm import LLM, SamplingParams, plugins
 from vllm.distributed import cleanup_dist_env_and_memory
@@ -100,7 +100,7 @@ def refusal(llm: LLM) -> str:
     """What `check` says of a live model that it refuses."""
     try:
         kernels.check(llm)
-    except NotServed as error:
+    except NotSupported as error:
         return str(error)
     return ""
 

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 from comparisons import comparison, contract, edge, metrics
-from healthy_report import alarms, place, table, verdict_of
+from healthy_report import alarms, group_of, table, verdict_of
 
 from rlk_align.results import Controls
 
 CONTRACT = contract({"metric": "max_abs_dlogp", "fail": 0.1})
 
 
-def told(**changes: Any) -> dict[str, Any]:
+def record(**changes: Any) -> dict[str, Any]:
     run = {"model": "m", "dtype": "bfloat16", "pair": "hf-fsdp", "processor": "avx2", "hidden": 64}
     figures = {
         "tokens": 100,
@@ -32,8 +32,8 @@ def cells(line: str) -> list[str]:
 
 def test_a_group_has_the_sums_of_its_runs_and_the_largest_of_any() -> None:
     shares = {"rounding-norms": {"share": 0.4}}
-    noisy = told(sum_abs_dlogp=1.5, max_abs_dlogp=0.3, shares=shares, hidden=100)
-    head, _, line = table([told(), noisy], ["dtype", "hidden"])
+    noisy = record(sum_abs_dlogp=1.5, max_abs_dlogp=0.3, shares=shares, hidden=100)
+    head, _, line = table([record(), noisy], ["dtype", "hidden"])
     row = dict(zip(cells(head), cells(line), strict=True))
     assert row["hidden"] == "to 128"
     assert (row["runs"], row["tokens"]) == ("2", "200")
@@ -42,7 +42,7 @@ def test_a_group_has_the_sums_of_its_runs_and_the_largest_of_any() -> None:
 
 
 def test_a_nan_in_one_run_shows_in_its_group() -> None:
-    *_, line = table([told(), told(max_abs_dlogp=math.nan, sum_abs_dlogp=math.nan)], ["dtype"])
+    *_, line = table([record(), record(max_abs_dlogp=math.nan, sum_abs_dlogp=math.nan)], ["dtype"])
     assert cells(line)[3:7] == ["nan"] * 4
 
 
@@ -52,12 +52,12 @@ def test_alarms_are_counted_by_run_and_shown_at_their_largest() -> None:
         figures = {"value": value, "fail": 2.0, "excess": abs(value) / 2}
         return {**site, "metric": "rounding_rms", "edge": "e", **figures}
 
-    bad = told(status="fail", breaches=[breach(3.0), breach(-5.0)], precheck=["position"])
-    *_, line = table([told(), bad], ["dtype"])
+    bad = record(status="fail", breaches=[breach(3.0), breach(-5.0)], precheck=["position"])
+    *_, line = table([record(), bad], ["dtype"])
     assert cells(line)[-2:] == ["1/1/0", "rounding-products 1, precheck 1"]
-    *_, line, _ = alarms([told(), bad])
+    *_, line, _ = alarms([record(), bad])
     assert cells(line)[:6] == ["bfloat16", "rounding_rms", "q_proj", "breaches", "1", "2.50"]
-    assert list(alarms([told()])) == []
+    assert list(alarms([record()])) == []
 
 
 @pytest.mark.parametrize(("largest", "status"), [(0.05, "pass"), (0.5, "fail"), (math.nan, "fail")])
@@ -83,5 +83,5 @@ def test_a_measured_control_keeps_its_doubt() -> None:
 
 
 def test_ranges_are_closed_above() -> None:
-    assert [place("hidden", x)[0] for x in (64, 128, 129, 512, 4096)] == [0, 0, 1, 1, 2]
-    assert place("pair", "hf-fsdp") == ("hf-fsdp", "hf-fsdp")
+    assert [group_of("hidden", x)[0] for x in (64, 128, 129, 512, 4096)] == [0, 0, 1, 1, 2]
+    assert group_of("pair", "hf-fsdp") == ("hf-fsdp", "hf-fsdp")

@@ -14,7 +14,7 @@ LEVELS = list(PROCESSORS)
 
 def options(**changes: object) -> argparse.Namespace:
     given = {"dtypes": DTYPES, "processors": LEVELS, "all_processors": False, "train": None}
-    return argparse.Namespace(**given | {"rollout": ["hf"], "seeds": [0], "again": False} | changes)
+    return argparse.Namespace(**given | {"rollout": ["hf"], "seeds": [0]} | changes)
 
 
 def test_each_dtype_meets_each_level_of_the_processor() -> None:

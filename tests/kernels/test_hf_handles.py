@@ -11,7 +11,7 @@ import pytest
 import torch
 from hf_models import small_model, transformers
 from rlk_kernels.integrations import hf
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.hf.handle import Handle
 from torch._inductor import config as inductor
 
@@ -46,7 +46,7 @@ def model() -> Iterator[Any]:
     yield made
     assert state(made) == before
     assert logits(made).equal(stock)
-    with pytest.raises(NotServed, match="the engine's own still computes"):
+    with pytest.raises(NotSupported, match="the engine still computes"):
         hf.check(hf.operators(made), called=False)
 
 
@@ -133,7 +133,7 @@ def test_calls_are_counted_from_when_the_kernels_are_put_in(model: Any) -> None:
     with hf.use_kernels(model):
         logits(model)
         hf.check(hf.operators(model))
-    with hf.use_kernels(model), pytest.raises(NotServed, match="never called"):
+    with hf.use_kernels(model), pytest.raises(NotSupported, match="never called"):
         hf.check(hf.operators(model))
 
 
@@ -158,7 +158,7 @@ def test_a_call_that_is_undone_beside_a_later_one_is_noticed(
     before = state(model)
     handles = [hf.use_kernels(model) for _ in range(2)]
     handles[0].close()
-    with pytest.raises(NotServed, match="by now, without the kernels"):
+    with pytest.raises(NotSupported, match="without the kernels that were installed"):
         logits(model)
     handles[1].close()
     assert state(model) != before

@@ -12,12 +12,12 @@ import pytest
 import torch
 from hf_models import small_model
 from rlk_kernels.integrations import hf
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
 IDS = torch.arange(24).view(2, 12)
-BY_NOW = "by now, without the kernels"
+BY_NOW = "without the kernels that were installed"
 
 
 def with_kernels(**config: Any) -> Any:
@@ -53,7 +53,7 @@ def test_an_adapter_is_refused_and_served_once_it_is_merged(place: str) -> None:
     adapter = Adapter(base)
     setattr(model.get_submodule(parent), name, adapter)
     # As peft calls it: past the hooks of the model itself.
-    with pytest.raises(NotServed, match=f"Adapter {BY_NOW}"):
+    with pytest.raises(NotSupported, match=f"Adapter {BY_NOW}"):
         model.forward(IDS, use_cache=False)
     with torch.no_grad():
         base.weight += adapter.up.weight @ adapter.down.weight
@@ -68,14 +68,14 @@ def test_an_attention_that_is_wrapped_is_refused() -> None:
     model = with_kernels()
     layer = model.model.layers[0]
     layer.self_attn = nn.Sequential(layer.self_attn)
-    with pytest.raises(NotServed, match=r"layers\.0 is not as transformers makes it: .*q_proj"):
+    with pytest.raises(NotSupported, match=r"layers\.0 is not transformers' own: .*q_proj"):
         logits(model)
 
 
 def test_a_vocabulary_of_another_size_takes_the_kernels_again() -> None:
     model = with_kernels()
     model.resize_token_embeddings(80, mean_resizing=False)
-    with pytest.raises(NotServed, match=rf"logits is a torch\.nn.*Linear {BY_NOW}"):
+    with pytest.raises(NotSupported, match=rf"logits is now a torch\.nn.*Linear {BY_NOW}"):
         logits(model)
     hf.use_kernels(model)
     plain = small_model(vocab_size=80)
@@ -91,7 +91,7 @@ def test_a_copy_is_watched_by_itself() -> None:
     assert logits(average).equal(logits(model))
     average.lm_head = nn.Linear(64, 64, bias=False)
     logits(model)
-    with pytest.raises(NotServed, match=BY_NOW):
+    with pytest.raises(NotSupported, match=BY_NOW):
         logits(average)
     alone = copy.deepcopy(model.model)
     assert alone(IDS, use_cache=False)[0].equal(model.model(IDS, use_cache=False)[0])
@@ -107,7 +107,7 @@ def test_the_watch_keeps_no_model_alive() -> None:
 
 
 def test_a_pickle_is_refused() -> None:
-    with pytest.raises(NotServed, match=r"cannot be pickled: save its state_dict\(\)"):
+    with pytest.raises(NotSupported, match=r"cannot be pickled: save its state_dict\(\)"):
         pickle.dumps(with_kernels())
 
 
@@ -159,15 +159,15 @@ def test_a_weight_is_that_of_the_live_module(change: Callable[[Any], None]) -> N
 
 def test_an_activation_that_the_kernels_would_pass_by_is_refused() -> None:
     for change, says in (
-        (lambda mlp: setattr(mlp, "act_fn", nn.GELU()), "act_fn is a GELU; a plain"),
+        (lambda mlp: setattr(mlp, "act_fn", nn.GELU()), "act_fn is a GELU; only a plain"),
         (lambda mlp: mlp.act_fn.register_forward_hook(lambda *_: None), r"act_fn is .* with hooks"),
     ):
         early, late = small_model(), with_kernels()
         for model in (early, late):
             change(model.model.layers[0].mlp)
-        with pytest.raises(NotServed, match=says):
+        with pytest.raises(NotSupported, match=says):
             hf.use_kernels(early)
-        with pytest.raises(NotServed, match=says):
+        with pytest.raises(NotSupported, match=says):
             logits(late)
         hf.use_kernels(early, excluded=["act"])
 
@@ -176,7 +176,7 @@ def test_an_activation_that_the_kernels_would_pass_by_is_refused() -> None:
 def test_what_an_embedding_does_beside_copying_is_refused(option: str) -> None:
     model = small_model()
     setattr(model.model.embed_tokens, option, 0.5)
-    with pytest.raises(NotServed, match=f"embed with {option} is not served"):
+    with pytest.raises(NotSupported, match=f"embed with {option} is not supported"):
         hf.use_kernels(model)
 
 
@@ -184,7 +184,7 @@ def test_layers_that_are_not_numbered_from_the_first_are_refused() -> None:
     """The checks of a forward are the first layer's."""
     model = small_model(num_hidden_layers=2)
     model.model.layers = model.model.layers[1:]
-    with pytest.raises(NotServed, match=r"layers\.0 has layer_idx=1"):
+    with pytest.raises(NotSupported, match=r"layers\.0 has layer_idx=1"):
         hf.use_kernels(model)
 
 
@@ -196,7 +196,7 @@ def test_positions_that_count_the_padding_in_front_are_refused() -> None:
     at = (mask.cumsum(-1) - 1).clamp(min=0)
     alone = model(IDS[:1, 4:], use_cache=False).logits[0]
     assert logits(model, attention_mask=mask, position_ids=at)[0, 4:].equal(alone)
-    counted = pytest.raises(NotServed, match="positions that count the padding in front")
+    counted = pytest.raises(NotSupported, match="positions that count the padding before")
     with counted:
         logits(model, attention_mask=mask)
     # In decoding too, behind a first pass that was given them.
@@ -213,5 +213,5 @@ def test_positions_that_count_the_padding_in_front_are_refused() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
 def test_a_log_prob_at_no_temperature_is_refused(temperature: float) -> None:
-    with pytest.raises(NotServed, match=f"temperature={temperature} is not served"):
+    with pytest.raises(NotSupported, match=f"temperature={temperature} is not supported"):
         hf.token_logprobs(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), temperature)

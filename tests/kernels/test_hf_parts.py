@@ -6,9 +6,9 @@ import pytest
 import torch
 from hf_models import small_model, transformers
 from rlk_kernels.integrations import hf
-from rlk_kernels.integrations.errors import NotServed
-from rlk_kernels.integrations.hf.held import hold
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.hf.model import FAMILIES
+from rlk_kernels.integrations.hf.process_changes import change_process
 
 
 def test_a_model_that_is_cast_later_keeps_exact_frequencies() -> None:
@@ -57,12 +57,12 @@ def test_what_is_changed_for_the_process_is_undone_with_the_last_model() -> None
         done.append("changed")
         return lambda: done.append("undone")
 
-    first, second = hold("it", change), hold("it", change)
+    first, second = change_process("it", change), change_process("it", change)
     first()
     assert done == ["changed"]
     second()
     assert done == ["changed", "undone"]
-    hold("it", change)()
+    change_process("it", change)()
     assert done == ["changed", "undone"] * 2
 
 
@@ -77,7 +77,7 @@ def test_a_second_time_changes_nothing() -> None:
         assert model(ids, use_cache=False).logits.equal(before)
     first.close()
     assert type(model.model.layers[0].self_attn).__name__ == "LlamaAttention"
-    with pytest.raises(NotServed, match="the engine's own still computes"):
+    with pytest.raises(NotSupported, match="the engine still computes"):
         hf.check(hf.operators(model))
 
 
@@ -107,14 +107,14 @@ def test_what_stands_in_the_place_of_a_linear_is_refused(where: str) -> None:
 
     model = small_model()
     model.get_submodule(where).__class__ = Adapter
-    with pytest.raises(NotServed, match=r"Adapter; a torch\.nn\.Linear is served"):
+    with pytest.raises(NotSupported, match=r"Adapter; only a torch\.nn\.Linear is supported"):
         hf.use_kernels(model)
     assert type(model.model.norm).__name__ == "LlamaRMSNorm"
 
 
 def test_what_is_no_causal_model_is_refused() -> None:
     for ask in (hf.use_kernels, hf.operators):
-        with pytest.raises(NotServed, match="a LlamaModel is not served"):
+        with pytest.raises(NotSupported, match="a LlamaModel is not supported"):
             ask(small_model().model)
 
 
@@ -124,8 +124,8 @@ def test_a_model_of_another_family_is_refused_by_those_that_are_served() -> None
     )
     gemma = small_model("Gemma", head_dim=32)
     for model, named in ((gpt2, "GPT2LMHeadModel"), (gemma, r"GemmaForCausalLM \(gemma\)")):
-        served = rf"^a {named} is not served; .* of model_type {', '.join(FAMILIES)}$"
-        with pytest.raises(NotServed, match=served):
+        served = rf"^a {named} is not supported; .* of model_type {', '.join(FAMILIES)} are$"
+        with pytest.raises(NotSupported, match=served):
             hf.use_kernels(model)
 
 

@@ -1,4 +1,4 @@
-"""What HF is asked for and the kernels do not serve: a clear error, never another number."""
+"""What HF is asked for and the kernels do not support: a clear error, never another number."""
 
 import types
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import pytest
 import torch
 from hf_models import small_model, transformers
 from rlk_kernels.integrations import hf
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 
 IDS = torch.arange(8)[None]
 CAUSAL = torch.ones(8, 8, dtype=torch.bool).tril()[None, None]
@@ -45,7 +45,7 @@ def subclass(model: Any) -> Any:
 @pytest.mark.parametrize(("made", "says"), [(static, "a StaticCache"), (subclass, "a Subclass")])
 def test_another_cache_is_refused(made: Callable[[Any], Any], says: str) -> None:
     model = with_kernels()
-    with pytest.raises(NotServed, match=f"{says} is not served"):
+    with pytest.raises(NotSupported, match=f"{says} is not supported"):
         model(IDS, past_key_values=made(model))
 
 
@@ -53,7 +53,7 @@ def test_generation_with_a_static_cache_is_refused() -> None:
     model = with_kernels()
     attention_mask = {"max_new_tokens": 2, "do_sample": False}
     assert model.generate(IDS, **attention_mask).shape == (1, 10)
-    with pytest.raises(NotServed, match="is not served"):
+    with pytest.raises(NotSupported, match="is not supported"):
         model.generate(IDS, cache_implementation="static", disable_compile=True, **attention_mask)
 
 
@@ -69,12 +69,16 @@ def test_generation_with_a_static_cache_is_refused() -> None:
 )
 def test_a_mask_made_by_the_caller_is_refused(attention_mask: Any) -> None:
     model = with_kernels("Qwen2" if isinstance(attention_mask, dict) else "Llama")
-    with pytest.raises(NotServed, match=r"an attention mask .* made by the caller, is not served"):
+    with pytest.raises(
+        NotSupported, match=r"an attention mask .* made by the caller, is not supported"
+    ):
         model(IDS, attention_mask=attention_mask, use_cache=False)
 
 
 def test_a_mask_of_another_length_is_refused() -> None:
-    with pytest.raises(NotServed, match=r"an attention mask \[1, 11\] is not served for 8 keys"):
+    with pytest.raises(
+        NotSupported, match=r"an attention mask \[1, 11\] is not supported for 8 keys"
+    ):
         with_kernels()(IDS, attention_mask=torch.ones(1, 11), use_cache=False)
 
 
@@ -94,33 +98,33 @@ def test_bounds_of_sequences_are_held_to_positions_and_mask() -> None:
     padded[0, 7] = 0
     elsewhere = torch.tensor([0, 4, 8]).int()
     for change, says in (
-        ({"position_ids": None}, "begins sequences elsewhere than position_ids"),
-        ({"cu_seq_lens_q": elsewhere}, "begins sequences elsewhere than position_ids"),
-        ({"attention_mask": padded}, "cu_seq_lens_q beside an attention mask with padding"),
+        ({"position_ids": None}, "does not begin sequences where position_ids start again"),
+        ({"cu_seq_lens_q": elsewhere}, "does not begin sequences where position_ids start again"),
+        ({"attention_mask": padded}, "cu_seq_lens_q and an attention mask with padding"),
     ):
-        with pytest.raises(NotServed, match=says):
+        with pytest.raises(NotSupported, match=says):
             model(IDS, **packed | {"cu_seq_lens_q": bounds} | change)
 
 
 def test_attention_that_is_not_causal_is_refused() -> None:
     model = small_model()
     model.config.is_causal = False
-    with pytest.raises(NotServed, match="is_causal=False"):
+    with pytest.raises(NotSupported, match="is_causal=False"):
         hf.use_kernels(model)
     later = with_kernels()
     later.config.is_causal = False
-    with pytest.raises(NotServed, match="is_causal=False"):
+    with pytest.raises(NotSupported, match="is_causal=False"):
         later(IDS, use_cache=False)
     for model in (with_kernels(), with_kernels()):
         model.model.layers[0].self_attn.is_causal = False
-        with pytest.raises(NotServed, match="is_causal=False"):
+        with pytest.raises(NotSupported, match="is_causal=False"):
             model(IDS, use_cache=False)
 
 
 def test_attention_by_another_name_is_refused() -> None:
     model = with_kernels()
     model.set_attn_implementation("sdpa")
-    with pytest.raises(NotServed, match="attn_implementation=sdpa was set after use_kernels"):
+    with pytest.raises(NotSupported, match="attn_implementation=sdpa was set after use_kernels"):
         model(IDS, use_cache=False)
 
 
@@ -128,13 +132,13 @@ def test_a_config_shared_with_a_model_without_kernels_is_refused() -> None:
     model = small_model()
     other = type(model)(model.config)
     hf.use_kernels(model)
-    with pytest.raises(NotServed, match="shares its config"):
+    with pytest.raises(NotSupported, match="shares its config"):
         other(IDS, use_cache=False)
 
 
 def test_a_part_of_a_head_that_rotates_is_refused() -> None:
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    with pytest.raises(NotServed, match=r"partial_rotary_factor=0\.5 is not served"):
+    with pytest.raises(NotSupported, match=r"partial_rotary_factor=0\.5 is not supported"):
         hf.use_kernels(small_model(rope_parameters=rope))
 
 
@@ -159,7 +163,7 @@ def test_a_class_of_another_library_is_refused(name: str) -> None:
     module = model.get_submodule(PLACES[name])
     stock = type(module)
     module.__class__ = type("Liger", (stock,), {"forward": foreign})
-    with pytest.raises(NotServed, match=rf"^{name} is a Liger whose forward is .*\.foreign"):
+    with pytest.raises(NotSupported, match=rf"^{name} is a Liger whose forward is .*\.foreign"):
         hf.use_kernels(model)
     # A class that inherits its forward is no other.
     module.__class__ = type("Mine", (stock,), {})
@@ -173,7 +177,7 @@ def test_a_forward_replaced_in_an_object_is_refused(name: str) -> None:
     place = PLACES.get(name, "model.layers.0.self_attn.q_proj")
     module = model.get_submodule(place)
     module.forward = types.MethodType(foreign, module)
-    with pytest.raises(NotServed, match=rf"the forward of {name} was replaced in this one object"):
+    with pytest.raises(NotSupported, match=rf"the forward of {name} was replaced in this object"):
         hf.use_kernels(model)
 
 
@@ -181,7 +185,7 @@ def test_a_forward_patched_into_a_class_is_refused(monkeypatch: pytest.MonkeyPat
     """As libraries do before or after a model is loaded."""
     model = small_model()
     monkeypatch.setattr(type(model), "forward", foreign)
-    with pytest.raises(NotServed, match="the model is a LlamaForCausalLM whose forward is"):
+    with pytest.raises(NotSupported, match="the model is a LlamaForCausalLM whose forward is"):
         hf.use_kernels(model)
 
 
@@ -190,7 +194,7 @@ def test_a_rotation_patched_in_later_is_refused(monkeypatch: pytest.MonkeyPatch)
     model = with_kernels()
     modeling = transformers.models.llama.modeling_llama
     monkeypatch.setattr(modeling, "apply_rotary_pos_emb", lambda q, k, *_args: (q, k))
-    with pytest.raises(NotServed, match=r"apply_rotary_pos_emb of .*llama is .*lambda"):
+    with pytest.raises(NotSupported, match=r"apply_rotary_pos_emb of .*llama is .*lambda"):
         model(IDS, use_cache=False)
 
 
@@ -203,18 +207,18 @@ def test_a_weight_of_another_kind_is_refused() -> None:
     model = small_model()
     stock = model.model.layers[0].mlp.up_proj
     stock.weight = torch.nn.Parameter(stock.weight.detach().as_subclass(Quantised))
-    with pytest.raises(NotServed, match=r"up_proj\.weight is a .*Quantised; a plain"):
+    with pytest.raises(NotSupported, match=r"up_proj\.weight is a .*Quantised; only a plain"):
         hf.use_kernels(model)
 
 
 def test_a_wrapped_model_is_refused() -> None:
     """DistributedDataParallel, say."""
-    with pytest.raises(NotServed, match="a DataParallel is not served"):
+    with pytest.raises(NotSupported, match="a DataParallel is not supported"):
         hf.use_kernels(torch.nn.DataParallel(small_model()))
 
 
 def test_a_model_that_is_compiled_already_is_refused() -> None:
-    with pytest.raises(NotServed, match="replaced in this one object"):
+    with pytest.raises(NotSupported, match="replaced in this object"):
         hf.use_kernels(torch.compile(small_model()))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from gloo_ranks import only_rank_of_megatron
 from rlk_kernels.integrations import megatron
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 
 pytest.importorskip("megatron.core")
 
@@ -70,7 +70,7 @@ def test_a_window_counts_the_keys_before_a_query() -> None:
 
 @pytest.mark.parametrize("size", [(4, 1), (-1, 0), (4, -1)])
 def test_a_window_behind_a_query_is_refused(size: tuple[int, int]) -> None:
-    with pytest.raises(NotServed, match=r"window_size=\(.*\) is not served"):
+    with pytest.raises(NotSupported, match=r"window_size=\(.*\) is not supported"):
         made(config(window_size=size))
 
 
@@ -160,7 +160,7 @@ REFUSED: dict[str, Any] = {
     "no_rope_freq": [0, 1], "experimental_attention_variant": "dsa", "linear_attention_freq": 2,
     "mrope_section": [4, 2, 2], "quant_recipe": object(),
 }  # fmt: skip
-"""Option -> a value that is not served; True for the others."""
+"""Option -> a value that is not supported; True for the others."""
 
 
 def test_every_option_of_this_megatron_is_named() -> None:
@@ -168,25 +168,25 @@ def test_every_option_of_this_megatron_is_named() -> None:
 
     names = [option.name for option in dataclasses.fields(config())]
     assert len(names) > 200
-    assert [name for name in names if not limits.named(name)] == []
-    assert set(limits.ONLY) <= set(names)
-    assert limits.ONLY.keys() >= REFUSED.keys()
+    assert [name for name in names if not limits.is_listed(name)] == []
+    assert set(limits.SUPPORTED_VALUES) <= set(names)
+    assert limits.SUPPORTED_VALUES.keys() >= REFUSED.keys()
 
 
 def test_what_the_config_asks_for_and_is_not_served_is_refused_by_name() -> None:
     from rlk_kernels.integrations.megatron import limits
 
-    for name in limits.ONLY:
+    for name in limits.SUPPORTED_VALUES:
         asked = config()
         setattr(asked, name, REFUSED.get(name, True))
-        with pytest.raises(NotServed, match=f"what is not served: {name}="):
+        with pytest.raises(NotSupported, match=f"what is not supported: {name}="):
             megatron.layer_spec(asked)
 
 
 def test_a_hidden_size_that_ranks_cannot_share_is_refused() -> None:
     asked = config()
     asked.tensor_model_parallel_size = 3
-    with pytest.raises(NotServed, match="hidden_size=32 with tensor_model_parallel_size=3"):
+    with pytest.raises(NotSupported, match="hidden_size=32 with tensor_model_parallel_size=3"):
         megatron.layer_spec(asked)
 
 
@@ -195,9 +195,9 @@ def test_an_option_that_is_not_known_is_refused_where_it_is_set(
 ) -> None:
     from rlk_kernels.integrations.megatron import limits
 
-    monkeypatch.setattr(limits, "MECHANICS", tuple(set(limits.MECHANICS) - {"test_mode"}))
+    monkeypatch.setattr(limits, "WITHOUT_EFFECT", tuple(set(limits.WITHOUT_EFFECT) - {"test_mode"}))
     megatron.layer_spec(config())
-    with pytest.raises(NotServed, match="test_mode=True, which is not known"):
+    with pytest.raises(NotSupported, match="test_mode=True, which is unknown"):
         megatron.layer_spec(config(test_mode=True))
 
 
@@ -236,7 +236,7 @@ LLAMA3 = {
 def test_a_rope_that_the_parameters_do_not_say_is_refused(
     options: dict[str, Any], says: str
 ) -> None:
-    with pytest.raises(NotServed, match=f"made with {says}"):
+    with pytest.raises(NotSupported, match=f"made with {says}"):
         made(config(), **options)
 
 
@@ -254,13 +254,16 @@ def test_the_spec_of_another_layer_is_refused() -> None:
     for asked, says in (
         (
             {"num_experts": 4, "moe_grouped_gemm": True},
-            "experts is a .*; a SequentialMLP is served",
+            "experts is a .*; only a SequentialMLP is supported",
         ),
-        ({"multi_latent_attention": True}, "self_attention is a MLASelfAttention; a SelfAttention"),
+        (
+            {"multi_latent_attention": True},
+            "self_attention is a MLASelfAttention; only a SelfAttention",
+        ),
     ):
         spec = get_gpt_layer_local_spec(normalization="RMSNorm", **asked)
         block = TransformerBlockSubmodules(layer_specs=[spec], layer_norm=WrappedTorchNorm)
-        with pytest.raises(NotServed, match=says):
+        with pytest.raises(NotSupported, match=says):
             megatron.with_kernels(block)
 
 
@@ -271,7 +274,7 @@ def test_padding_in_front_is_refused_where_rows_count_it() -> None:
     front = behind.clone()
     front[..., :3] = True
     model(IDS, AT, behind)
-    refused = pytest.raises(NotServed, match="padding in front of a sequence is not served")
+    refused = pytest.raises(NotSupported, match="padding before a sequence is not supported")
     with refused:
         model(IDS, AT, front)
     # Known by now, and written to.
@@ -306,20 +309,20 @@ def test_padding_behind_may_be_hidden() -> None:
     [
         (
             lambda mask: mask[0, 0],
-            r"mask \[12, 12\] is not served; one mask for all heads, \[1, 1, 12",
+            r"mask \[12, 12\] is not supported; pass one mask for all heads, \[1, 1, 12",
         ),
         (
             lambda mask: mask.expand(1, 2, 12, 12),
-            r"an attention mask \[1, 2, 12, 12\] is not served",
+            r"an attention mask \[1, 2, 12, 12\] is not supported",
         ),
-        (lambda mask: ~mask, "True, in megatron-core, is what a query may not see"),
+        (lambda mask: ~mask, "True means that a query must not see a key"),
         (lambda mask: torch.ones_like(mask), "hides every token of a sequence from itself"),
     ],
     ids=["of no heads", "of each head", "the other way round", "of nothing"],
 )
 def test_a_mask_of_another_kind_is_refused(change: Any, says: str) -> None:
     model = made(config())
-    with pytest.raises(NotServed, match=says):
+    with pytest.raises(NotSupported, match=says):
         model(IDS, AT, change(torch.ones(1, 1, 12, 12, dtype=torch.bool).triu(1)))
 
 
@@ -354,12 +357,12 @@ def test_a_pack_that_does_not_say_where_sequences_lie_is_refused() -> None:
     model, two = made(config()), IDS.expand(2, 12)
     others = torch.tensor([0, 4, 12], dtype=torch.int32)
     for ids, options, says in (
-        (IDS, {"cu_seqlens_kv": others}, "of queries and of keys differ"),
-        (IDS, {"qkv_format": "sbhd"}, "qkv_format=sbhd; 'thd' is served"),
-        (IDS, {"qkv_format": None}, "qkv_format=None; 'thd' is served"),
-        (two, {}, "with one row of ids, not with 2"),
+        (IDS, {"cu_seqlens_kv": others}, "different cu_seqlens of queries and of keys"),
+        (IDS, {"qkv_format": "sbhd"}, "qkv_format=sbhd; only 'thd' is supported"),
+        (IDS, {"qkv_format": None}, "qkv_format=None; only 'thd' is supported"),
+        (two, {}, "with one row of ids only, not with 2"),
     ):
-        with pytest.raises(NotServed, match=says):
+        with pytest.raises(NotSupported, match=says):
             model(ids, None, None, packed_seq_params=pack([0, 5, 12], **options))
 
 
@@ -385,10 +388,10 @@ def test_an_adapter_is_refused() -> None:
     for model in (late, early):
         attention = model.decoder.layers[0].self_attention
         attention.linear_qkv = Adapter(attention.linear_qkv)
-    with pytest.raises(NotServed, match=r"layers\.0\.q_proj is a .*Adapter by now"):
+    with pytest.raises(NotSupported, match=r"layers\.0\.q_proj is now a .*Adapter without"):
         late(IDS, AT, None)
     with pytest.raises(
-        NotServed, match=r"layers\.0\.q_proj is a .*Adapter: make the GPTModel with"
+        NotSupported, match=r"layers\.0\.q_proj is a .*Adapter: make the GPTModel with"
     ):
         megatron.use_kernels(early, {"rope_theta": 10000})
 
@@ -400,7 +403,7 @@ def test_the_same_operators_are_left_to_spec_and_model(op: str) -> None:
     for in_spec, in_model in (([op], []), ([], [op])):
         spec = megatron.layer_spec(config(), excluded=in_spec)
         model = GPTModel(config(), spec, 64, 32, position_embedding_type="rope")
-        with pytest.raises(NotServed, match=r"leave the same operators to both"):
+        with pytest.raises(NotSupported, match=r"exclude the same operators in both calls"):
             megatron.use_kernels(model, {"rope_theta": 10000}, excluded=in_model)
         megatron.use_kernels(model, {"rope_theta": 10000}, excluded=in_spec)
 
@@ -414,7 +417,7 @@ def test_an_option_that_is_set_later_is_refused() -> None:
     for name, value in (("glu_linear_offset", 1.0), ("rotary_interleaved", True)):
         stock = getattr(model.config, name)
         setattr(model.config, name, value)
-        with pytest.raises(NotServed, match=f"what is not served: {name}="):
+        with pytest.raises(NotSupported, match=f"what is not supported: {name}="):
             model(IDS, AT, None)
         setattr(model.config, name, stock)
     assert model(IDS, AT, None).equal(before)
@@ -425,7 +428,9 @@ def test_attention_that_is_not_causal_is_refused() -> None:
 
     model = made(config())
     model.decoder.layers[0].self_attention.attn_mask_type = AttnMaskType.padding
-    with pytest.raises(NotServed, match=r"attn_mask_type=AttnMaskType\.padding is not served"):
+    with pytest.raises(
+        NotSupported, match=r"attn_mask_type=AttnMaskType\.padding is not supported"
+    ):
         model(IDS, AT, None)
 
 
@@ -437,10 +442,10 @@ def test_a_model_of_another_spec_is_refused() -> None:
     local = get_gpt_layer_local_spec(normalization="RMSNorm")
     for spec in (local, megatron.layer_spec(config(), excluded=["q_rope"])):
         model = GPTModel(config(), spec, 64, 32, position_embedding_type="rope")
-        with pytest.raises(NotServed, match="layer 1 rotates by its own SelfAttention"):
+        with pytest.raises(NotSupported, match="layer 1 rotates in its own SelfAttention"):
             megatron.use_kernels(model, {"rope_theta": 10000})
 
 
 def test_what_is_no_gpt_model_is_refused() -> None:
-    with pytest.raises(NotServed, match="a Linear is not served; a GPTModel is"):
+    with pytest.raises(NotSupported, match="a Linear is not supported; pass a GPTModel"):
         megatron.use_kernels(torch.nn.Linear(1, 1), {"rope_theta": 10000})

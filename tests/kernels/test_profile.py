@@ -53,7 +53,7 @@ def test_norm_rounds_once() -> None:
     assert not torch.equal(profile.norm(x, weight, 1e-6), twice(normed, weight))
     # No rollout has one: vLLM's norms are of the model's dtype.
     for norm in (profile.norm, lambda *options: profile.add_norm(x, *options)):
-        with pytest.raises(ValueError, match=r"a norm's weight in torch\.float32 is not served"):
+        with pytest.raises(ValueError, match=r"a norm's weight in torch\.float32 is not supported"):
             norm(x, weight.float(), 1e-6)
 
 
@@ -157,7 +157,7 @@ def test_a_rotation_does_not_follow_the_default_dtype() -> None:
 
 @pytest.mark.parametrize("kind", [*NOT_FIXED, "proportional"])
 def test_another_rope_is_refused(kind: str) -> None:
-    with pytest.raises(ValueError, match=f"rope_type={kind} is not served") as error:
+    with pytest.raises(ValueError, match=f"rope_type={kind} is not supported") as error:
         rotation({"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}, 32)
     assert ("the longest sequence of a batch" in str(error.value)) == (kind in NOT_FIXED)
 

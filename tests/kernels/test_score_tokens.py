@@ -10,7 +10,7 @@ import torch
 from gloo_ranks import only_rank
 from hf_models import small_model
 from rlk_kernels.integrations import hf
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from torch.autograd.graph import saved_tensors_hooks
 
 VOCABULARY = 100
@@ -145,11 +145,11 @@ def test_a_sharded_model_and_a_compiled_one_have_the_same(model: Any, one_rank: 
 
 
 def test_what_is_not_served_is_refused(model: Any) -> None:
-    with pytest.raises(NotServed, match="do not exclude the logits"):
+    with pytest.raises(NotSupported, match="do not exclude the logits"):
         hf.score_tokens(small_model(), IDS % 60)
     with pytest.raises(ValueError, match="last=17 of 17 tokens"):
         hf.score_tokens(model, IDS, last=17)
-    with pytest.raises(NotServed, match="temperature=0"):
+    with pytest.raises(NotSupported, match="temperature=0"):
         hf.score_tokens(model, IDS, temperature=0.0)
     with pytest.raises(ValueError, match=r"input_ids\[B, L\] are needed, not \(17,\)"):
         hf.score_tokens(model, IDS[0])
@@ -158,7 +158,7 @@ def test_what_is_not_served_is_refused(model: Any) -> None:
     # A mask that hides nothing would hide that a sequence's first token follows another sequence.
     starts = torch.tensor([0, 9, 17], dtype=torch.int32)
     positions = torch.cat([torch.arange(9), torch.arange(8)])[None]
-    with pytest.raises(ValueError, match="give one of them"):
+    with pytest.raises(ValueError, match="pass one of them"):
         hf.score_tokens(model, IDS[:1], MASK[:1] | 1, positions, cu_seq_lens=starts)
     # Logits are logits again afterwards.
     assert logits(model).shape == (3, 16, VOCABULARY)

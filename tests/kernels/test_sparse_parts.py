@@ -6,7 +6,7 @@ import pytest
 import torch
 from hf_models import small_model
 from rlk_kernels.integrations import hf, megatron
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.megatron.sparse import Stacked
 from rlk_kernels.integrations.operators import ROUTED, SHARED
 from test_megatron_parts import AT, IDS, config, made, state  # noqa: F401 (a fixture)
@@ -17,7 +17,7 @@ REFUSED: dict[str, Any] = {
     "expert_tensor_parallel_size": 2, "tensor_model_parallel_size": 2,
     "moe_token_dispatcher_type": "flex",
 }  # fmt: skip
-"""Option -> a value that is not served; True for the others."""
+"""Option -> a value that is not supported; True for the others."""
 
 
 def sparse_config(**more: Any) -> Any:
@@ -183,7 +183,7 @@ def test_routers_that_megatron_computes_otherwise_are_refused(
     asked = sparse_config(**CORRECTED)
     for name, value in changes.items():
         setattr(asked, name, value)
-    with pytest.raises(NotServed, match=said):
+    with pytest.raises(NotSupported, match=said):
         megatron.layer_spec(asked)
 
 
@@ -223,10 +223,10 @@ def test_the_kernels_come_out_of_a_sparse_model(family: str) -> None:
 def test_what_a_sparse_config_asks_for_and_is_not_served_is_refused_by_name() -> None:
     from rlk_kernels.integrations.megatron import limits
 
-    for name in limits.SPARSE_ONLY:
+    for name in limits.SUPPORTED_IF_SPARSE:
         asked = sparse_config()
         setattr(asked, name, REFUSED.get(name, True))
-        with pytest.raises(NotServed, match=f"{name}="):
+        with pytest.raises(NotSupported, match=f"{name}="):
             megatron.layer_spec(asked)
         # A dense model has no use for it.
         if name.startswith("moe_"):
@@ -237,24 +237,24 @@ def test_what_a_sparse_config_asks_for_and_is_not_served_is_refused_by_name() ->
 
 def test_what_is_not_served_is_refused() -> None:
     with pytest.raises(
-        NotServed, match="act, moe_out cannot be left in a model with sparse layers"
+        NotSupported, match="act, moe_out cannot be excluded in a model with sparse layers"
     ):
         megatron.layer_spec(sparse_config(), excluded=("act", "moe_out"))
-    with pytest.raises(NotServed, match="router cannot be left"):
+    with pytest.raises(NotSupported, match="router cannot be excluded"):
         hf.use_kernels(hf_model(), ("router",))
     training = made(sparse_config(moe_z_loss_coeff=1e-3)).train()
-    with pytest.raises(NotServed, match="router_z_loss"):
+    with pytest.raises(NotSupported, match="router_z_loss"):
         training(IDS, AT, None)
     jitter = small_model(
         "Mixtral", num_local_experts=3, head_dim=32, router_jitter_noise=0.1
     ).train()
-    with pytest.raises(NotServed, match="router_jitter_noise"):
+    with pytest.raises(NotSupported, match="router_jitter_noise"):
         hf.use_kernels(jitter)
     patched = hf_model()
     patched.model.layers[0].mlp.forward = lambda x: x
-    with pytest.raises(NotServed, match=r"layers\.0\.mlp was replaced"):
+    with pytest.raises(NotSupported, match=r"layers\.0\.mlp was replaced"):
         hf.use_kernels(patched)
     scaled = hf_model()
     scaled.model.layers[0].mlp.experts.act_fn = torch.nn.ReLU()
-    with pytest.raises(NotServed, match="act_fn is a ReLU"):
+    with pytest.raises(NotSupported, match="act_fn is a ReLU"):
         hf.use_kernels(scaled)

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 from rlk_kernels import sources
 from rlk_kernels.integrations import vllm
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.vllm import config
 
 PARALLEL = {
@@ -57,7 +57,7 @@ def test_a_rope_that_follows_the_batch_is_refused(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     asked = vllm_config({"rope_type": kind, "factor": 4.0})
-    with pytest.raises(NotServed, match=f"rope_type={kind} is not served: its frequencies"):
+    with pytest.raises(NotSupported, match=f"rope_type={kind} is not supported: its frequencies"):
         config._check(asked)
     monkeypatch.setattr(config, "_excluded", ["q_rope"])
     config._check(asked)
@@ -103,7 +103,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("says", REFUSED)
 def test_another_model_than_the_families_is_refused(says: str) -> None:
-    with pytest.raises(NotServed, match=re.escape(says)):
+    with pytest.raises(NotSupported, match=re.escape(says)):
         config._check(REFUSED[says])
 
 
@@ -138,7 +138,7 @@ def test_a_cache_of_another_dtype_is_refused(cache: str, dtype: torch.dtype, ser
     if served:
         config._check(asked)
         return
-    with pytest.raises(NotServed, match=f"kv_cache_dtype={cache} of a model in"):
+    with pytest.raises(NotSupported, match=f"kv_cache_dtype={cache} of a model in"):
         config._check(asked)
 
 
@@ -146,13 +146,13 @@ def test_a_cache_of_another_dtype_is_refused(cache: str, dtype: torch.dtype, ser
 def test_a_model_in_parts_is_refused(option: str) -> None:
     asked = vllm_config()
     setattr(asked.parallel_config, option, 2)
-    with pytest.raises(NotServed, match=PARALLEL[option]):
+    with pytest.raises(NotSupported, match=PARALLEL[option]):
         config._check(asked)
 
 
 def test_whole_experts_on_other_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one rank vLLM's switch changes nothing, and of a dense model neither."""
-    monkeypatch.setattr(config, "_sparse_served", [True])
+    monkeypatch.setattr(config, "_sparse_supported", [True])
     sparse, dense = vllm_config(text={"model_type": "mixtral"}), vllm_config()
     sparse.model_config.architecture = "MixtralForCausalLM"
     for asked in (sparse, dense):
@@ -160,7 +160,7 @@ def test_whole_experts_on_other_ranks_are_refused(monkeypatch: pytest.MonkeyPatc
         config._check(asked)
         asked.parallel_config.tensor_parallel_size = 2
     config._check(dense)
-    with pytest.raises(NotServed, match="expert parallelism; leave enable_expert_parallel out"):
+    with pytest.raises(NotSupported, match="expert parallelism; omit enable_expert_parallel"):
         config._check(sparse)
     sparse.parallel_config.enable_expert_parallel = False
     config._check(sparse)
@@ -171,13 +171,13 @@ def test_a_model_that_ranks_cannot_share_is_refused() -> None:
     asked.parallel_config.tensor_parallel_size = 2
     config._check(asked)
     asked.parallel_config.tensor_parallel_size = 4
-    with pytest.raises(NotServed, match="hidden_size=66, which 4 ranks cannot share"):
+    with pytest.raises(NotSupported, match="hidden_size=66, which 4 ranks do not divide"):
         config._check(asked)
 
 
 def test_vllms_own_batch_invariance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    with pytest.raises(NotServed, match="VLLM_BATCH_INVARIANT=1"):
+    with pytest.raises(NotSupported, match="VLLM_BATCH_INVARIANT=1"):
         config._check(vllm_config())
 
 
@@ -187,10 +187,10 @@ def test_a_config_is_checked_that_has_another_digest(monkeypatch: pytest.MonkeyP
     asked.parallel_config.pipeline_parallel_size = 2
     monkeypatch.setattr(config, "get_current_vllm_config", lambda: asked)
     asked.additional_config = {config.KEY: config.digest()}
-    config.enter_config()
+    config.prepare_config()
     asked.additional_config = {config.KEY: "another"}
-    with pytest.raises(NotServed, match="pipeline parallelism"):
-        config.enter_config()
+    with pytest.raises(NotSupported, match="pipeline parallelism"):
+        config.prepare_config()
 
 
 @pytest.mark.parametrize("name", ["kernel.py", "hopper/kernel.cu"])
@@ -211,7 +211,9 @@ def test_the_switch_is_0_or_1(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(vllm.ENVIRONMENT, off)
         vllm.plugin()
     monkeypatch.setenv(vllm.ENVIRONMENT, "false")
-    with pytest.raises(NotServed, match="RLK_KERNELS=false: 1 switches the kernels on, and 0 off"):
+    with pytest.raises(
+        NotSupported, match="RLK_KERNELS=false: 1 switches the kernels on, and 0 off"
+    ):
         vllm.plugin()
 
 
@@ -219,12 +221,14 @@ def test_a_list_of_plugins_without_ours_is_refused(monkeypatch: pytest.MonkeyPat
     """The process that makes the model would have none."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_PLUGINS", "others")
-    with pytest.raises(NotServed, match="VLLM_PLUGINS=others leaves out rlk_kernels"):
+    with pytest.raises(NotSupported, match="VLLM_PLUGINS=others excludes rlk_kernels"):
         vllm.register()
 
 
 def test_norms_are_left_all_or_none() -> None:
-    with pytest.raises(NotServed, match="attn_norm, q_norm cannot be left: vLLM makes all norms"):
+    with pytest.raises(
+        NotSupported, match="attn_norm, q_norm cannot be excluded alone, because all norms"
+    ):
         vllm.register(["q_norm", "attn_norm", "act"])
 
 
@@ -237,7 +241,7 @@ def test_compiled_norms_cannot_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "operators", lambda _: live)
     model = SimpleNamespace(model=SimpleNamespace(do_not_compile=False))
     registry.leave(model, ["act"])
-    with pytest.raises(NotServed, match="attn_norm: compiled code keeps the norms"):
+    with pytest.raises(NotSupported, match="attn_norm: compiled code cannot change its norms"):
         registry.leave(model, ["attn_norm"])
     model.model.do_not_compile = True
     registry.leave(model, ["attn_norm"])
@@ -258,7 +262,7 @@ def test_sparse_models_are_refused_where_vllm_makes_them_otherwise(
     monkeypatch.delattr(vllm, "sparse", raising=False)
     monkeypatch.setitem(sys.modules, "rlk_kernels.integrations.vllm.sparse", None)
     assert registry._sparse_classes() == {}
-    with pytest.raises(NotServed, match="sparse layers of this version of vLLM"):
+    with pytest.raises(NotSupported, match="sparse layers of this version of vLLM"):
         config._check(asked)
     config._check(vllm_config())
     monkeypatch.undo()
@@ -281,7 +285,7 @@ def test_a_part_of_each_head_is_rotated_where_all_engines_do() -> None:
     rope = {"rope_type": "default", "partial_rotary_factor": 0.5}
     glm = {"text": {"model_type": "glm4_moe"}, "architecture": "Glm4MoeForCausalLM"}
     config._check(vllm_config(rope, **glm))
-    with pytest.raises(NotServed, match="transformers rotates whole heads in llama"):
+    with pytest.raises(NotSupported, match="in llama, transformers rotates whole heads"):
         config._check(vllm_config(rope))
-    with pytest.raises(NotServed, match=r"rope_type=yarn with partial_rotary_factor=0\.5"):
+    with pytest.raises(NotSupported, match=r"rope_type=yarn with partial_rotary_factor=0\.5"):
         config._check(vllm_config(YARN | rope | {"rope_type": "yarn"}, **glm))

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.vllm import fusion
 
 RLK = torch.ops.rlk
@@ -82,8 +82,8 @@ def test_what_another_reads_or_computes_otherwise_stays(change: dict[str, Any]) 
 
 def test_a_pass_of_the_users_own_is_not_put_aside() -> None:
     config: dict[str, Any] = {}
-    fusion.enter(config)
-    fusion.enter(config)
+    fusion.add_pass(config)
+    fusion.add_pass(config)
     config[fusion.KEY] = print
-    with pytest.raises(NotServed, match="post_grad_custom_post_pass"):
-        fusion.enter(config)
+    with pytest.raises(NotSupported, match="post_grad_custom_post_pass"):
+        fusion.add_pass(config)

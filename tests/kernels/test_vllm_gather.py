@@ -122,5 +122,5 @@ def test_gpus_that_do_not_reach_each_other_are_said_once(
     for _ in range(3):
         gather.connect((8,), torch.bfloat16)
     assert len(asked) == len(said) == 1
-    assert "a rank is on another; the kernels gather by vLLM's all-gather" in said[0]
+    assert "a rank is on another; the kernels use vLLM's all-gather" in said[0]
     assert gather._peers == {ranks.unique_name: None}

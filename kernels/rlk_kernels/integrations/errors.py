@@ -1,7 +1,7 @@
-"""What the integrations raise."""
+"""The error of the integrations."""
 
 from rlk_kernels.errors import KernelError
 
 
-class NotServed(KernelError, ValueError):
-    """A model or a setting has no kernel here, and would silently run without one."""
+class NotSupported(KernelError, ValueError):
+    """A model or a setting has no kernel, and would run without one silently."""

@@ -1,4 +1,4 @@
-"""A sparse layer as every engine computes it, by `profile`, and its intermediate values.
+"""A sparse layer as every engine computes it with the kernels, and its intermediate values.
 
 T = tokens   H = hidden size   E = experts   k = experts of a token   I = inner size of an expert
 """
@@ -15,37 +15,37 @@ from rlk_kernels.parallel.copies import size_of
 from rlk_kernels.parallel.experts import experts_parallel
 
 INSIDE = ("gate_proj", "up_proj", "act", "down_proj")
-"""What is computed for each expert of a token, in order."""
+"""The operators that are computed for each expert of a token, in order."""
 
 
 class Sparse(Counted):
     """A sparse layer of an engine, or a part of one."""
 
     rlk_show: Callable[[str, Tensor], None] | None = None
-    """Called with intermediate values that no module returns, by operator, `[T, F]`: a token's
-    experts, their weights, and their rows, one after another, in the order of their ids; of rows
-    this rank's columns."""
+    """Called with (operator, value `[T, F]`) for intermediate values that no module returns: a
+    token's experts, their weights, and their rows, side by side in the order of the experts' ids.
+    Of the rows, these are this rank's columns."""
     rlk_choose: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Given the scores [T, E] that experts are chosen by and the choice [T, k], says which experts
-    are computed, int64 [T, k]; they are weighed as if they had been the choice."""
+    """Takes the scores [T, E] and the experts [T, k] that they choose; returns the experts that are
+    computed instead, int64 [T, k], whose weights are those of a chosen expert."""
     rlk_weigh: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-    """Given logits [T, E], experts [T, k] and their weights [T, k], says what they are weighed
-    by."""
+    """Takes logits [T, E], experts [T, k] and their weights [T, k]; returns the weights that are
+    used instead."""
 
     def show(self, operator: str, value: Tensor) -> None:
         if self.rlk_show is not None and not torch.compiler.is_compiling():
             self.rlk_show(operator, value.flatten(1))
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The router's, fp32 [T, E] of x[T, H]."""
+        """The router's logits, fp32 [T, E], for x[T, H]."""
         return profile.router(x, weight)
 
     def choose(
         self, logits: Tensor, k: int, normalize: bool,
         correction: profile.Correction | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """(weights[T, k], ids int32 [T, k]) of logits[T, E]; by a softmax, or by corrected scores
-        of a sigmoid."""
+        """(weights[T, k], ids int32 [T, k]) of the chosen experts, by a softmax of logits[T, E], or
+        by a sigmoid with corrected scores."""
         if correction is None:
             weights, ids = profile.route(logits, k, normalize)
         else:
@@ -64,9 +64,9 @@ class Sparse(Counted):
         self, x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor,
         ranks: ProcessGroup | None = None,
     ) -> Tensor:  # fmt: skip
-        """The layer's output [T, H] of x[T, H]; gate_up[E, 2 I, H], down[E, H, I]: with `ranks`,
-        this rank's experts of those that all of them share; where `columns` gathers, this rank's
-        outputs of all experts, gate_up[E, 2 I / R, H] and down[E, H / R, I]."""
+        """The layer's output [T, H] for x[T, H], by gate_up[E, 2 I, H] and down[E, H, I]. With
+        `ranks`, these are this rank's experts. If `columns` gathers over R ranks, they are this
+        rank's outputs of all experts, gate_up[E, 2 I / R, H] and down[E, H / R, I]."""
         experts, inner = len(gate_up) * size_of(ranks), gate_up.shape[1] // 2
 
         def here(rows: Tensor, local: Tensor) -> tuple[Tensor, ...]:
@@ -77,7 +77,7 @@ class Sparse(Counted):
         elif self.rlk_show is None:
             inside = (experts_parallel(x, ids, experts, ranks, lambda *rows: here(*rows)[-1]),)
         else:
-            # What is shown of a token's rows travels back with them.
+            # The shown values of a token's rows are sent back together with the rows.
             sizes = inner, inner, inner, x.shape[1]
             every = experts_parallel(
                 x, ids, experts, ranks, lambda *rows: torch.cat(here(*rows), dim=-1)
@@ -88,13 +88,14 @@ class Sparse(Counted):
         return self.columns(profile.combine(inside[-1], weights, ids, experts))
 
     def columns(self, x: Tensor) -> Tensor:
-        """[..., R F]: this rank's columns x[..., F] beside those of the others, where R ranks have
-        each some outputs of all products by expert."""
+        """[..., R F]: the columns of all R ranks side by side, of which x[..., F] are this rank's,
+        where each rank computes some outputs of all experts."""
         return x
 
     def _rows(self, x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
-        """The rows that `INSIDE` names, for each expert of a token: [T, k, I] each, and [T, k, H];
-        this rank's columns of them. Only the last one where nothing is trained or shown."""
+        """The rows of the operators in `INSIDE` for each expert of a token, [T, k, I] and, of the
+        last one, [T, k, H]; of these rows, this rank's columns. Without training and showing, only
+        the last one."""
         groups = profile.expert_groups(ids, len(gate_up))
         if self.rlk_show is None and not torch.is_grad_enabled():
             act = profile.expert_act(x, gate_up, groups)

@@ -1,7 +1,7 @@
-"""A rotary embedding by config.json's `rope_parameters`: the one place that computes its numbers.
+"""The frequencies of a rotary embedding, by config.json's `rope_parameters`, for all engines.
 
-Each engine has its own formulas. These follow transformers' order of operations, in fp32 on the
-CPU; a test holds them to its bits. R = rotated pairs
+Each engine has formulas of its own. These follow transformers' order of operations, in fp32 on the
+CPU, and a test checks that they have its bits. R = rotated pairs
 """
 
 import math
@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 
-SERVED = ("default", "linear", "llama3", "yarn")
+SUPPORTED = ("default", "linear", "llama3", "yarn")
 NEEDED = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
 PARTIAL = ("glm4_moe",)
-"""Families that rotate a part of each head in all engines."""
+"""Families in which all engines rotate a part of each head."""
 NOT_FIXED = {
     "dynamic": "its frequencies follow the longest sequence of a batch",
     "longrope": "its frequencies and its scale follow the longest sequence of a batch",
@@ -29,34 +29,35 @@ NOT_FIXED = {
 
 
 def check(rope: Mapping[str, Any]) -> None:
-    """Raises NotServed for a rotation that the kernels do not compute."""
+    """Raises NotSupported for a rotation that the kernels do not compute."""
     kind = rope.get("rope_type", "default")
-    if kind not in SERVED:
+    if kind not in SUPPORTED:
         why = f": {NOT_FIXED[kind]}" if kind in NOT_FIXED else ""
-        raise NotServed(f"rope_type={kind} is not served{why}; {', '.join(SERVED)} are")
+        raise NotSupported(f"rope_type={kind} is not supported{why}; {', '.join(SUPPORTED)} are")
     for name in NEEDED.get(kind, ()):
         if rope.get(name) is None:
-            raise NotServed(f"rope_type={kind} without a {name} is not served")
+            raise NotSupported(f"rope_type={kind} without a {name} is not supported")
     if (partial := rope.get("partial_rotary_factor") or 1.0) != 1.0 and kind != "default":
-        raise NotServed(f"rope_type={kind} with partial_rotary_factor={partial} is not served")
+        raise NotSupported(
+            f"rope_type={kind} with partial_rotary_factor={partial} is not supported"
+        )
 
 
 def check_whole(family: str, rope: Mapping[str, Any]) -> None:
-    """Raises NotServed where a part of each head would be rotated in a family of which engines
-    disagree about that."""
+    """Raises NotSupported if a part of each head is to be rotated in a family for which engines
+    rotate different parts."""
     partial = rope.get("partial_rotary_factor") or 1.0
     if partial != 1.0 and family not in PARTIAL:
-        raise NotServed(
-            f"partial_rotary_factor={partial} is not served: transformers rotates whole heads in "
-            f"{family}, and vLLM a part"
+        raise NotSupported(
+            f"partial_rotary_factor={partial} is not supported: in {family}, transformers rotates "
+            "whole heads, and vLLM a part"
         )
 
 
 def rotation(rope: Mapping[str, Any], rotary_dim: int) -> tuple[Tensor, Tensor | None]:
-    """inv_freq[R], and scaling[1] on cos and sin where it is not 1, for all engines. In fp32: while
-    vLLM makes a model, the default dtype is another.
-
-    GPUs round the powers otherwise. Raises NotServed as `check` does.
+    """(inv_freq[R], scaling[1] of cos and sin, or None where it is 1), in fp32 whatever the default
+    dtype is, because vLLM changes it while it builds a model. They are computed on the CPU, because
+    GPUs round powers differently. Raises NotSupported as `check` does.
     """
     check(rope)
     kind, theta = rope.get("rope_type", "default"), rope["rope_theta"]
@@ -76,7 +77,8 @@ def rotation(rope: Mapping[str, Any], rotary_dim: int) -> tuple[Tensor, Tensor |
 
 
 def _llama3(inv_freq: Tensor, rope: Mapping[str, Any]) -> Tensor:
-    """Long wavelengths divided by the factor, short ones kept, a ramp in between."""
+    """Divides the frequencies of long wavelengths by the factor, keeps those of short ones, and
+    interpolates in between."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     context, factor = rope["original_max_position_embeddings"], rope["factor"]
     wavelength = 2 * math.pi / inv_freq
@@ -87,8 +89,9 @@ def _llama3(inv_freq: Tensor, rope: Mapping[str, Any]) -> Tensor:
 
 
 def _yarn(powers: Tensor, rope: Mapping[str, Any]) -> Tensor:
-    """Pairs that turn often in the original context kept, those that turn seldom divided by the
-    factor, a ramp over the pairs in between (Peng et al. 2023, section 3.2)."""
+    """Keeps the frequencies of pairs that turn often in the original context, divides those of
+    pairs that turn seldom by the factor, and interpolates in between (Peng et al. 2023, section
+    3.2)."""
     pairs, context = len(powers), rope["original_max_position_embeddings"]
 
     def pair_with(turns: float) -> float:
@@ -102,14 +105,14 @@ def _yarn(powers: Tensor, rope: Mapping[str, Any]) -> Tensor:
     # A ramp of zero width is a step.
     width = (last if last != first else last + 0.001) - first
     ramp = ((torch.arange(pairs, dtype=torch.float32) - first) / width).clamp(0, 1)
-    # Not the ramp itself: 1 - (1 - ramp) has lost its last bits.
+    # As transformers computes it: 1 - (1 - ramp) differs from the ramp in the last bits.
     unscaled = 1 - ramp
     return 1.0 / (rope["factor"] * powers) * (1 - unscaled) + 1.0 / powers * unscaled
 
 
 def attention_factor(rope: Mapping[str, Any]) -> float:
-    """The factor by which yarn multiplies cos and sin: the given one, or one that follows from the
-    factor by which positions grow."""
+    """The factor by which yarn multiplies cos and sin: `attention_factor`, or a value that follows
+    from `factor`."""
     stated, factor = rope.get("attention_factor"), rope["factor"]
     if stated is not None:
         return float(stated)
@@ -118,5 +121,5 @@ def attention_factor(rope: Mapping[str, Any]) -> float:
         return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     by, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
-    # As for transformers, one of the two alone counts for nothing.
+    # Like transformers, ignore one of the two without the other.
     return grown(by) / grown(of_all) if by and of_all else grown(1)

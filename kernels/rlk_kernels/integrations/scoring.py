@@ -1,7 +1,7 @@
-"""Log-probs instead of logits: what an output layer with the kernels returns within `scoring`.
+"""A context in which an output layer with the kernels returns log-probs instead of logits.
 
-The model's own forward runs, so that its wrappers (FSDP2, DDP, autocast) do their part; only the
-last product differs: `profile.logp_of_hidden`, which never holds the logits of all rows.
+The model's own forward runs, so that its wrappers (FSDP2, DDP, autocast) work as usual. Only the
+last product differs: `profile.logp_of_hidden` never has the logits of all rows in memory.
 """
 
 from collections.abc import Iterator
@@ -12,34 +12,34 @@ from typing import Any
 from torch import Tensor
 
 from rlk_kernels.integrations import profile
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.operators import Counted
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """What an output layer is asked for instead of logits: see `profile.logp_of_hidden`."""
+    """The arguments of `profile.logp_of_hidden`."""
 
     targets: Tensor
-    """int64, one for each row of hidden states, shaped as the rows are."""
+    """int64: a target for each row of hidden states, in the shape of the rows."""
     temperature: float
     entropy: bool
     vocabulary: int | None = None
 
 
 class Scores(Counted):
-    """An output layer with the kernels, which returns log-probs instead of logits in `scoring`."""
+    """An output layer with the kernels that can return log-probs instead of logits (`scoring`)."""
 
     rlk_scoring: Scoring | None = None
 
     def score(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, group: Any = None
     ) -> Tensor:
-        """fp32 [..., 1 or 2] of hidden[..., H]: what `rlk_scoring` asks for."""
+        """fp32 [..., 1 or 2] for hidden[..., H], by the arguments in `rlk_scoring`."""
         asked = self.rlk_scoring
         assert asked is not None
         if asked.targets.shape != hidden.shape[:-1]:
-            raise NotServed(
+            raise NotSupported(
                 f"targets {tuple(asked.targets.shape)} do not fit hidden states "
                 f"{tuple(hidden.shape)}: one is needed for each row"
             )
@@ -53,13 +53,13 @@ class Scores(Counted):
 
 @contextmanager
 def scoring(model: Any, asked: Scoring) -> Iterator[None]:
-    """A context in which a live model's output layer returns what is asked for instead of logits.
-    Raises NotServed for a model whose output layer has no kernel."""
+    """A context in which a live model's output layer returns log-probs by the arguments in `asked`.
+    Raises NotSupported for a model whose output layer has no kernel."""
     layers = [module for module in model.modules() if isinstance(module, Scores)]
     if len(layers) != 1:
-        raise NotServed(
-            f"a {type(model).__name__} with {len(layers)} output layers with the kernels is not "
-            "served: call use_kernels, and do not exclude the logits"
+        raise NotSupported(
+            f"a {type(model).__name__} has {len(layers)} output layers with the kernels, and 1 is "
+            "needed: call use_kernels, and do not exclude the logits"
         )
     (layer,) = layers
     layer.rlk_scoring = asked

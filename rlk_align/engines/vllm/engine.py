@@ -115,7 +115,7 @@ class VLLMEngine(Engine):
         log = None if self.heartbeats is None else self.heartbeats.with_name("worker.log")
         if self.kernels is None or self._ranks == 1 or log is None or not log.is_file():
             return ""
-        reasons = re.findall(r"\bNotServed: (.+)", log.read_text("utf-8", "replace"))
+        reasons = re.findall(r"\bNotSupported: (.+)", log.read_text("utf-8", "replace"))
         return printable(reasons[0]) if reasons else ""
 
     def version(self) -> str:

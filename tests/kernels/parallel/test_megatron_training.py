@@ -229,11 +229,11 @@ def test_a_step_of_context_parallel_ranks_has_the_bits_of_one(packed: bool) -> N
 
 
 def test_what_context_parallel_ranks_cannot_share_is_refused() -> None:
-    from rlk_kernels.integrations.errors import NotServed
+    from rlk_kernels.integrations.errors import NotSupported
     from rlk_kernels.integrations.megatron.limits import check_config
 
     for refused in ({"context_parallel_size": 3}, {"hybrid_context_parallel": True}):
-        with pytest.raises(NotServed, match=next(iter(refused))):
+        with pytest.raises(NotSupported, match=next(iter(refused))):
             check_config(_config(2, **{"context_parallel_size": 2} | refused))
     for fits in (2, 4):
         check_config(_config(2, context_parallel_size=fits))

@@ -5,9 +5,9 @@
     logprobs = hf.score_tokens(model, ids)   # of ids[:, 1:], without logits in memory
     logprobs = hf.token_logprobs(model(ids).logits[0, :-1], ids[0, 1:])     # the same bits
 
-Modules keep their parameters and get another class; attention is registered under the name `rlk`;
-`apply_rotary_pos_emb` of the family's module is wrapped, and hands every call that does not come
-from such a model to the original.
+Modules keep their parameters and get another class. Attention is registered under the name `rlk`.
+`apply_rotary_pos_emb` of the family's module is wrapped; calls that do not come from a model with
+the kernels go to the original.
 """
 
 from collections.abc import Iterable
@@ -27,12 +27,12 @@ __all__ = ["check", "operators", "score_tokens", "token_logprobs", "use_kernels"
 def use_kernels(model: Any, excluded: Iterable[str] = ()) -> "Handle":
     """Replace every operator of a causal LM by its kernel, except the `excluded` ones.
 
-    Returns a handle, which is also a context manager: `close()` restores the model, until the model
-    is sharded; if the handle is dropped, the kernels stay. A second call for the same model adds
-    kernels where they are missing; its `excluded` removes none. Handles may be closed in any order:
-    the kernels of one stay while a later one is open, and closing the last restores the model. If
-    the handle of a later call is dropped, that call ends with the one before it.
-    Raises NotServed, before anything changes, for a model with an operator that has no kernel.
+    Returns a handle, which is also a context manager. `close()` restores the model, unless it has
+    been sharded since. If the handle is dropped, the kernels stay. A second call for the same model
+    adds missing kernels; its `excluded` removes none. Handles may be closed in any order: the
+    kernels of a handle stay while a later handle is open, and closing the last handle restores the
+    model. If the handle of a later call is dropped, that call ends together with the previous one.
+    Raises NotSupported, before any change, for a model with an operator that has no kernel.
     """
     from rlk_kernels.integrations.hf.model import replace
 
@@ -40,8 +40,8 @@ def use_kernels(model: Any, excluded: Iterable[str] = ()) -> "Handle":
 
 
 def operators(model: Any) -> dict[str, Any]:
-    """Canonical operator -> the module that computes it in a live model; all except the log-prob,
-    which is `token_logprobs`."""
+    """Canonical operator -> the module that computes it in a live model, for all operators except
+    the log-prob, which `token_logprobs` computes."""
     from rlk_kernels.integrations.hf.model import operators
 
     return operators(model)
@@ -58,20 +58,21 @@ def score_tokens(
     return_entropy: bool = False,
     cu_seq_lens: "Tensor | None" = None,
 ) -> "Tensor | tuple[Tensor, Tensor]":
-    """Log-prob of each token but the first, given those before it -> fp32 [B, L - 1], or of the
-    `last` tokens of each row [B, last]; with return_entropy a pair whose second part is the entropy
-    [B, same] of each token's distribution. Both are differentiable.
+    """The log-prob of each token except the first, given the tokens before it, fp32 [B, L - 1], or
+    of the `last` tokens of each row, [B, last]. With return_entropy the result is a pair, whose
+    second part is the entropy of each token's distribution, of the same shape. Both are
+    differentiable.
 
-    input_ids[B, L], attention_mask[B, L] and position_ids[B or 1, L] are the model's. Given only
-    the mask, positions count the tokens that it shows, as vLLM does. Without a mask, positions that
-    restart mark sequences packed into one row; cu_seq_lens (int32 [sequences + 1]) says where each
-    of them begins and where the last ends, and is checked; without it they are searched for.
-    The log-prob of padding and of a packed sequence's first token is 0, without a gradient. Logits
-    are divided by the temperature.
+    input_ids[B, L], attention_mask[B, L] and position_ids[B or 1, L] are the model's arguments. If
+    only the mask is given, positions count the real tokens, as in vLLM. Without a mask, positions
+    that restart mark sequences packed into one row. cu_seq_lens (int32 [sequences + 1]), where each
+    sequence begins and the last one ends, is checked against them; without it, the function
+    searches the positions. The log-prob of padding and of a packed sequence's first token is 0,
+    without a gradient. Logits are divided by the temperature.
 
     The result has the bits of `token_logprobs(model(...).logits, ...)`, without a [tokens,
     vocabulary] tensor in memory. The model, wrapped (FSDP2, DDP) or not, runs its own forward.
-    Raises NotServed where its output layer has no kernel, ValueError where `last` is out of range,
+    Raises NotSupported if its output layer has no kernel; ValueError if `last` is out of range,
     shapes do not fit, or both a mask and cu_seq_lens are given.
     """
     from rlk_kernels.integrations.hf.score import score_tokens

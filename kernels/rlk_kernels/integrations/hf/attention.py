@@ -1,8 +1,7 @@
-"""Attention under transformers' own interface, by the name `rlk`.
+"""Attention in transformers' own interface, under the name `rlk`.
 
-Padding, packing and a cache come down to one question here: which rows are sequences, and where
-does each begin? B = sequences of the batch, T = queries, S = keys (of the cache too), H = heads,
-D = size.
+Padding, packing and a cache are all described by the rows at which sequences begin. B = sequences
+of the batch, T = queries, S = keys (those in the cache included), H = heads, D = size.
 """
 
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.integrations import profile
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.hf.sequences import (
     boundaries,
     check_rows,
@@ -23,12 +22,12 @@ from rlk_kernels.integrations.operators import Counted
 NAME = "rlk"
 
 
-class Marked(Counted):
-    """An attention module that reaches our core through the interface."""
+class AttentionModule(Counted):
+    """An attention module that calls `attend` through the interface."""
 
     def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
         if self.config._attn_implementation != NAME:
-            raise NotServed(
+            raise NotSupported(
                 f"attn_implementation={self.config._attn_implementation} was set after use_kernels"
             )
         if past_key_values is not None:
@@ -38,19 +37,19 @@ class Marked(Counted):
 
 
 def check_cache(cache: Any) -> None:
-    """Raises NotServed for a cache that does not return the keys and values that it was given."""
+    """Raises NotSupported for a cache that does not return keys and values unchanged."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     kinds = {type(layer) for layer in cache.layers} if type(cache) is DynamicCache else {None}
     if not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
-        raise NotServed(
-            f"a {type(cache).__name__} is not served (fixed sizes, quantised keys): use "
+        raise NotSupported(
+            f"a {type(cache).__name__} is not supported, because it pads or quantises keys: use "
             "DynamicCache()"
         )
 
 
 def register() -> None:
-    """Register the name together with its mask: without a mask transformers ignores padding."""
+    """Registers the attention and its mask. Without a mask, transformers ignores padding."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
@@ -61,24 +60,25 @@ def mask(
     batch_size: int, q_length: int, q_offset: int = 0, kv_offset: int = 0,
     attention_mask: Tensor | None = None, config: Any = None, **_unused: Any,
 ) -> Tensor | None:  # fmt: skip
-    """bool [B, S]: which keys are real, not padding; [B, 0] if all are; None if not given."""
+    """bool [B, S]: True for real keys, False for padding; [B, 0] if all keys are real; None without
+    a mask."""
     if not getattr(config, "is_causal", True):
-        raise NotServed("is_causal=False is not served: the kernels' attention is causal")
+        raise NotSupported("is_causal=False is not supported: the kernels' attention is causal")
     if kv_offset:
-        # The order of a sum is counted from a sequence's first key.
-        raise NotServed(
-            f"the cache has dropped {kv_offset} keys: caches cut to a window are not served; use "
-            "DynamicCache() without the model's config"
+        # The order of a sum begins at the first key of a sequence.
+        raise NotSupported(
+            f"the cache has dropped {kv_offset} keys: a cache that keeps only a window is not "
+            "supported; use DynamicCache() without the model's config"
         )
     if attention_mask is None:
         return None
     keys = q_offset + q_length
     if attention_mask.shape != (batch_size, keys):
-        raise NotServed(
-            f"an attention mask {list(attention_mask.shape)} is not served for {keys} keys of each "
-            f"of {batch_size} sequences: one of {[batch_size, keys]} and a DynamicCache() are"
+        raise NotSupported(
+            f"an attention mask {list(attention_mask.shape)} is not supported for {keys} keys in "
+            f"each of {batch_size} sequences: pass a mask {[batch_size, keys]} and a DynamicCache()"
         )
-    # A compiler traces without values.
+    # A compiler traces the mask without its values.
     if not torch.compiler.is_compiling() and bool(attention_mask.all()):
         return attention_mask[:, :0]
     return attention_mask
@@ -89,11 +89,11 @@ def attend(
     scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """out[B, T, H, D] of query[B, H, T, D], key and value[B, Hk, S, D]."""
-    if not isinstance(module, Marked):
-        raise NotServed(
-            f"{type(module).__name__} has no kernels and shares its config with a model that has: "
-            "give each model a config of its own"
+    """(out[B, T, H, D], None) for query[B, H, T, D], key and value[B, Hk, S, D]."""
+    if not isinstance(module, AttentionModule):
+        raise NotSupported(
+            f"{type(module).__name__} has no kernels, and shares its config with a model that has "
+            "them: give each model a config of its own"
         )
     module.count()
     _check(dropout, kwargs.get("is_causal", module.is_causal))
@@ -106,11 +106,11 @@ def attend(
     padded = attention_mask is not None and attention_mask.shape[1] > 0
     caller_cu = kwargs.get("cu_seq_lens_q")
     if caller_cu is not None and padded:
-        raise NotServed("cu_seq_lens_q beside an attention mask with padding: give one of them")
+        raise NotSupported("cu_seq_lens_q and an attention mask with padding: pass one of them")
     if module.layer_idx == 0 and caller_cu is not None:
         check_starts(positions, caller_cu, q.shape[0])
     elif module.layer_idx == 0 and whole:
-        # Of all layers: the first may see all keys where others have a window.
+        # The config's window, because the first layer may have none where others have one.
         window = getattr(module.config, "sliding_window", None)
         check_rows(positions, attention_mask if padded else None, q.shape[1], window)
     if padded:
@@ -126,33 +126,32 @@ def attend(
 
 def _check(dropout: float, causal: bool | None) -> None:
     if dropout:
-        raise NotServed("dropout of attention is not served")
+        raise NotSupported("dropout of attention is not supported")
     if causal is False:
-        raise NotServed("is_causal=False is not served: the kernels' attention is causal")
+        raise NotSupported("is_causal=False is not supported: the kernels' attention is causal")
 
 
 def _check_mask(padding: Any, shape: tuple[int, int]) -> None:
-    """Raises NotServed for a mask that `mask` did not make."""
+    """Raises NotSupported for a mask that does not come from `mask`."""
     known = isinstance(padding, Tensor) and padding.dtype == torch.bool and padding.dim() == 2
     if not known or padding.shape[0] != shape[0] or padding.shape[1] not in (0, shape[1]):
-        size, dtype = (
-            getattr(padding, "shape", ()),
-            getattr(padding, "dtype", type(padding).__name__),
-        )
-        raise NotServed(
-            f"an attention mask {list(size)} of {dtype}, made by the caller, is not served; one "
-            f"of {list(shape)}, that says which keys are padding, is"
+        size = list(getattr(padding, "shape", ()))
+        dtype = getattr(padding, "dtype", type(padding).__name__)
+        raise NotSupported(
+            f"an attention mask {size} of {dtype}, made by the caller, is not supported: pass a "
+            f"mask {list(shape)} that says which keys are real"
         )
 
 
 def _padded(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float, window: int | None
 ) -> Tensor:
-    """[B, T, H, D] of the same shape, by bool keys[B, S]; zeros for padding.
+    """[B, T, H, D] for q of this shape, where bool keys[B, S] is True for real keys; zeros for
+    padding.
 
-    Real rows are moved to the front, as sequences side by side, and padding to the end, outside
-    every sequence: no shape depends on the values of the mask, so a compiler can trace it.
-    """
+    Real rows are moved to the front, where they form packed sequences, and padding to the end,
+    outside every sequence. No shape depends on the values of the mask, so a compiler can trace
+    this."""
     queries = keys[:, k.shape[1] - q.shape[1] :]
     order, order_k = real_first(queries), real_first(keys)
     rows = (

@@ -1,17 +1,18 @@
-"""What `use_kernels` returns, and the order in which several calls for one model are undone."""
+"""The handle that `use_kernels` returns, and the order in which several calls for one model end."""
 
 import weakref
 from contextlib import ExitStack
 from typing import Any, Self
 
 _open: weakref.WeakKeyDictionary[Any, list[weakref.ref["Handle"]]] = weakref.WeakKeyDictionary()
-"""Model -> its open handles that are still referenced, in the order of their calls. They are held
-weakly, because they hold the model."""
+"""Model -> weak references to its open handles, in the order of their calls. A handle refers to the
+model, which a strong reference here would keep alive."""
 
 
 class Handle:
-    """The kernels that one call put into a model. `close()`, or the end of a `with`, removes them,
-    or, while a later call is still open, when that one closes. A second `close()` does nothing."""
+    """The kernels that one call has installed in a model. `close()`, or the end of a `with`,
+    removes them; while the handle of a later call is open, they stay until that handle is closed. A
+    second `close()` does nothing."""
 
     def __init__(self, model: Any, undo: ExitStack) -> None:
         self._undo = undo
@@ -22,10 +23,10 @@ class Handle:
     def close(self) -> None:
         if self._self not in self._all:
             return
-        place = self._all.index(self._self)
-        del self._all[place]
+        index = self._all.index(self._self)
+        del self._all[index]
         earlier = self._undo.pop_all()
-        later = self._all[place]() if place < len(self._all) else None
+        later = self._all[index]() if index < len(self._all) else None
         if later is None:
             earlier.close()
             return
@@ -34,14 +35,15 @@ class Handle:
         later._undo.callback(later_undo.close)
 
     def __del__(self) -> None:
-        """The handle was dropped: it ends with the call before it; without such a call it stays."""
+        """The handle was dropped: its kernels end with those of the previous call, if there is one,
+        and otherwise stay."""
         if self._self not in self._all:
             return
-        place = self._all.index(self._self)
-        del self._all[place]
-        before = self._all[place - 1]() if place else None
-        if before is not None:
-            before._undo.callback(self._undo.pop_all().close)
+        index = self._all.index(self._self)
+        del self._all[index]
+        previous = self._all[index - 1]() if index else None
+        if previous is not None:
+            previous._undo.callback(self._undo.pop_all().close)
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""Which modules of a causal LM are replaced, and by which class."""
+"""The modules of a causal LM that are replaced, and the classes that replace them."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -7,21 +7,22 @@ from typing import Any
 
 from torch import nn
 
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.hf import attention, modules
 from rlk_kernels.integrations.hf.handle import Handle
-from rlk_kernels.integrations.hf.held import hold, round_as_eager
-from rlk_kernels.integrations.hf.known import check_forwards, check_plain
 from rlk_kernels.integrations.hf.loss import causal_lm_loss
+from rlk_kernels.integrations.hf.process_changes import change_process, round_as_eager
+from rlk_kernels.integrations.hf.stock_modules import check_forwards, check_plain
 from rlk_kernels.integrations.operators import Watch, check_sparse, excluded_operators, excludes
 from rlk_kernels.integrations.rotary import check_whole, rotation
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm4_moe")
-SERVED = f"served are causal LMs of transformers of model_type {', '.join(FAMILIES)}"
+SUPPORTED = f"transformers' causal LMs of model_type {', '.join(FAMILIES)} are"
 
 
 def operators(model: Any) -> dict[str, Any]:
-    """Canonical operator -> the module that computes it. Raises NotServed for an unknown model."""
+    """Canonical operator -> the module that computes it. Raises NotSupported for an unknown
+    model."""
     _check_causal(model)
     inner = model.model
     named = {"embed": inner.embed_tokens}
@@ -29,13 +30,13 @@ def operators(model: Any) -> dict[str, Any]:
         try:
             here = _of_layer(layer, inner.rotary_emb)
         except AttributeError as error:
-            raise NotServed(f"layers.{i} is not as transformers makes it: {error}") from error
+            raise NotSupported(f"layers.{i} is not transformers' own: {error}") from error
         named |= {f"layers.{i}.{op}": module for op, module in here.items() if module is not None}
     return named | {"final_norm": inner.norm, "logits": model.lm_head}
 
 
 def _of_layer(layer: Any, rotary: Any) -> dict[str, Any]:
-    """Operator -> module, None for a norm that the layer lacks."""
+    """Operator -> module; None for a norm that the layer lacks."""
     attn, mlp = layer.self_attn, layer.mlp
     if is_sparse(layer):
         routes = dict.fromkeys(("router", "experts", "routing_weights"), mlp.gate)
@@ -67,8 +68,8 @@ def is_sparse(layer: Any) -> bool:
 
 
 def _classes(model: Any, excluded: frozenset[str]) -> Iterator[tuple[str, Any, type]]:
-    """Each module to replace, once, with its operator's name, and what it becomes."""
-    # One rotary embedding serves all layers.
+    """Yields (operator's name, module, new class) for each module to replace, once."""
+    # All layers share one rotary embedding.
     first = {id(module): name for name, module in reversed(operators(model).items())}
     for name, module in operators(model).items():
         if first[id(module)] != name:
@@ -86,7 +87,7 @@ def _classes(model: Any, excluded: frozenset[str]) -> Iterator[tuple[str, Any, t
             kind = modules.HFRotary
         else:
             kind = {
-                **{"attn": attention.Marked, "logits": modules.Head},
+                **{"attn": attention.AttentionModule, "logits": modules.Head},
                 **dict.fromkeys(("act", "shared_act"), modules.MLP),
             }[op]
         fused = ("q_rope", "k_rope") if op == "q_rope" else (op,)
@@ -97,30 +98,32 @@ def _classes(model: Any, excluded: frozenset[str]) -> Iterator[tuple[str, Any, t
 
 def _check_causal(model: Any) -> None:
     if not hasattr(getattr(model, "model", None), "embed_tokens") or not hasattr(model, "lm_head"):
-        raise NotServed(f"a {type(model).__name__} is not served; {SERVED}")
+        raise NotSupported(f"a {type(model).__name__} is not supported; {SUPPORTED}")
 
 
 def _check(model: Any) -> None:
     _check_causal(model)
     config = model.config
     if config.model_type not in FAMILIES:
-        raise NotServed(f"a {type(model).__name__} ({config.model_type}) is not served; {SERVED}")
+        raise NotSupported(
+            f"a {type(model).__name__} ({config.model_type}) is not supported; {SUPPORTED}"
+        )
     if config.hidden_act != "silu":
-        raise NotServed(f"hidden_act={config.hidden_act} is not served; silu is")
+        raise NotSupported(f"hidden_act={config.hidden_act} is not supported; silu is")
     if getattr(config, "attention_dropout", 0.0) and model.training:
-        raise NotServed("attention_dropout is not served; set it to 0")
+        raise NotSupported("attention_dropout is not supported; set it to 0")
     if getattr(config, "router_jitter_noise", 0.0) and model.training:
-        raise NotServed("router_jitter_noise is not served; set it to 0")
+        raise NotSupported("router_jitter_noise is not supported; set it to 0")
     check_whole(config.model_type, config.rope_parameters)
     if not getattr(config, "is_causal", True):
-        raise NotServed("is_causal=False is not served: the kernels' attention is causal")
+        raise NotSupported("is_causal=False is not supported: the kernels' attention is causal")
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor":
-            raise NotServed(f"{name} is sharded already; call use_kernels before fully_shard")
+            raise NotSupported(f"{name} is already sharded; call use_kernels before fully_shard")
         if type(parameter) is not nn.Parameter:
-            # Quantised, for one: a linear that holds it is still torch's.
+            # A quantised parameter, for example, may be in a linear of torch's.
             kind = f"{type(parameter).__module__}.{type(parameter).__qualname__}"
-            raise NotServed(f"{name} is a {kind}; a plain torch.nn.Parameter is served")
+            raise NotSupported(f"{name} is a {kind}; only a plain torch.nn.Parameter is supported")
 
 
 def replace(model: Any, excluded: Iterable[str]) -> Handle:
@@ -132,28 +135,28 @@ def replace(model: Any, excluded: Iterable[str]) -> Handle:
     classes = list(_classes(model, excluded))
     check_forwards(model, {name: module for name, module, _ in classes})
     rotary = model.model.rotary_emb
-    turns = None
+    numbers = None
     if not excludes(excluded, "q_rope", "k_rope"):
-        turns = rotation(model.config.rope_parameters, 2 * rotary.inv_freq.numel())
+        numbers = rotation(model.config.rope_parameters, 2 * rotary.inv_freq.numel())
     undo = ExitStack()
-    undo.callback(hold("rounding", round_as_eager))
+    undo.callback(change_process("rounding", round_as_eager))
     for _, module, kind in classes:
         undo.callback(vars(module).pop, "rlk_calls", None)
         undo.callback(setattr, module, "__class__", type(module))
         module.__class__ = modules.derived(kind, type(module))  # type: ignore[arg-type]
-    if turns is not None:
-        frequencies, scaling = turns
+    if numbers is not None:
+        frequencies, scaling = numbers
         undo.callback(setattr, rotary, "inv_freq", rotary.inv_freq)
         undo.callback(setattr, rotary, "attention_scaling", rotary.attention_scaling)
-        # Kept in the live module, so that later changes to them take effect.
+        # The live module has them, so that later changes to them take effect.
         rotary.keep(frequencies, rotary.inv_freq.device)
         rotary.attention_scaling = 1.0 if scaling is None else scaling.item()
         modeling = _modeling(model)
-        undo.callback(hold(modeling, lambda: modules.rotate_in(modeling)))
+        undo.callback(change_process(modeling, lambda: modules.rotate_in(modeling)))
     if excluded.isdisjoint(("logits", "logprob")):
         if "_loss_function" in vars(model):
             undo.callback(setattr, model, "loss_function", model.loss_function)
-        else:  # the config says which
+        else:  # the config decides the loss
             undo.callback(vars(model).pop, "_loss_function")
         model.loss_function = causal_lm_loss
     if "attn" not in excluded:
@@ -162,7 +165,7 @@ def replace(model: Any, excluded: Iterable[str]) -> Handle:
             setattr, model.config, "_attn_implementation", model.config._attn_implementation
         )
         model.config._attn_implementation = attention.NAME
-    # Of the decoder: adapters call the forward of the model itself past its hooks.
+    # A hook of the decoder, because adapters call the model's forward without its hooks.
     undo.callback(model.model.register_forward_pre_hook(Watch(model, operators)).remove)
     return Handle(model, undo)
 

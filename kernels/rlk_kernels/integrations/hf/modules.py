@@ -1,4 +1,5 @@
-"""The classes that replace those of transformers' modules: their parameters, our operators."""
+"""The classes that replace those of transformers' modules: they use the modules' parameters and the
+operators of the kernels."""
 
 import functools
 import sys
@@ -9,10 +10,10 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.integrations import profile
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.experts import Sparse
-from rlk_kernels.integrations.hf.held import Undo
-from rlk_kernels.integrations.hf.known import check_silu
+from rlk_kernels.integrations.hf.process_changes import Undo
+from rlk_kernels.integrations.hf.stock_modules import check_silu
 from rlk_kernels.integrations.operators import Counted
 from rlk_kernels.integrations.scoring import Scores
 
@@ -22,14 +23,14 @@ _TAKES_POSITIONS = "rlk_takes_positions"
 
 @functools.cache
 def derived(kind: type, base: Any) -> type:
-    """A class of `kind` and then `base`, named as one of base's module: transformers finds modules
-    by it."""
+    """A class with the bases `kind` and `base`. Its module is base's, by which transformers finds
+    functions."""
     return type(f"Rlk{base.__name__}", (kind, base), {"__module__": base.__module__})
 
 
 def cast(x: Any) -> Any:
-    """A tensor, or None, in the dtype of autocast, where autocast is on: fp32 weights compute as a
-    model of that dtype does, whose residual is of it too."""
+    """A tensor in the dtype of autocast, if autocast is on, or None. With autocast, fp32 weights
+    compute like a model of that dtype, residuals included."""
     if x is None or not torch.is_autocast_enabled(x.device.type):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
@@ -40,7 +41,7 @@ class HFEmbedding(Counted):
         self.count()
         rows = cast(profile.embed(ids, self.weight))
         if self.padding_idx is not None and rows.requires_grad:
-            # Padding trains nothing.
+            # The row of padding gets no gradient.
             rows = torch.where((ids == self.padding_idx)[..., None], rows.detach(), rows)
         return rows
 
@@ -73,13 +74,13 @@ class MLP(Counted):
 
 
 class HFRouter(Sparse):
-    """Returns the logits of all experts in fp32, and the weights and ids of the chosen ones, by
+    """Returns the logits of all experts in fp32, and the weights and ids of the chosen experts in
     ascending id."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self.count()
         logits = self.logits(cast(x.reshape(-1, x.shape[-1])), cast(self.weight))
-        # Mixtral's has no such setting: the weights always add up to 1.
+        # Mixtral has no such setting: its weights always add up to 1.
         normalize = getattr(self, "norm_topk_prob", True)
         weights, ids = self.choose(logits, self.top_k, normalize, self._correction())
         return logits, weights, ids.long()
@@ -87,13 +88,14 @@ class HFRouter(Sparse):
     def _correction(self) -> profile.Correction | None:
         if not hasattr(self, "e_score_correction_bias"):
             return None
-        # In another dtype where somebody cast the whole model, as transformers' own adds it then.
+        # If the whole model was cast, the bias has another dtype, which transformers' code adds
+        # too.
         bias, groups = self.e_score_correction_bias.float(), (self.num_group, self.topk_group)
         return profile.Correction(bias, *groups, self.routed_scaling_factor)
 
 
 class HFExperts(Sparse):
-    """Takes choices by ascending id, as `HFRouter` returns them."""
+    """Takes the chosen experts in ascending id, as `HFRouter` returns them."""
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         self.count()
@@ -103,19 +105,19 @@ class HFExperts(Sparse):
 
 
 class HFRotary(Counted):
-    """Returns positions and frequencies instead of cos and sin, and after the frequencies their
-    scaling where it is not 1. As integers: FSDP2 casts floating-point tensors between layers to the
-    compute dtype."""
+    """Returns positions and frequencies instead of cos and sin; the scaling follows the frequencies
+    if it is not 1. Both are integers, because FSDP2 casts floating-point tensors between layers to
+    the compute dtype."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # Cast, or made anew without values: no checkpoint has the frequencies.
+        # `fn` may cast the frequencies, or replace them without values, and no checkpoint has them.
         exact = self.inv_freq
         super()._apply(fn, recurse)
         self.keep(exact, self.inv_freq.device)
         return self
 
     def keep(self, frequencies: Tensor, device: torch.device) -> None:
-        """fp32 frequencies, in the live module; in memory where the module has none yet."""
+        """Stores fp32 frequencies in the live module; on the meta device they stay in memory."""
         self.inv_freq = frequencies if device.type == "meta" else frequencies.to(device)
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,22 +131,22 @@ class HFRotary(Counted):
 
 
 def rotate_in(modeling: Any) -> Undo:
-    """Have the family's `apply_rotary_pos_emb` also accept what `HFRotary` returns; the returned
-    function undoes it."""
+    """Makes the family's `apply_rotary_pos_emb` also accept the values of `HFRotary`. The returned
+    function undoes the change."""
     original = modeling.apply_rotary_pos_emb
     modeling.apply_rotary_pos_emb = _wrapped(original)
     return lambda: setattr(modeling, "apply_rotary_pos_emb", original)
 
 
 def _check_rotates(modeling: str) -> None:
-    """Raises NotServed where the family's function does not accept what `HFRotary` returns. A
-    wrapper around ours does, if it uses `functools.wraps`."""
+    """Raises NotSupported if the family's function does not accept the values of `HFRotary`. A
+    wrapper around ours accepts them if it uses `functools.wraps`."""
     rotate = sys.modules[modeling].apply_rotary_pos_emb
     if not hasattr(rotate, _TAKES_POSITIONS):
-        raise NotServed(
+        raise NotSupported(
             f"apply_rotary_pos_emb of {modeling} is {rotate.__module__}.{rotate.__qualname__}: it "
             "was replaced after use_kernels, or the model is a copy of one whose kernels were "
-            "taken out"
+            "removed"
         )
 
 
@@ -160,11 +162,12 @@ def _wrapped(original: Any) -> Any:
 
 
 def _rotate(q: Tensor, k: Tensor, positions: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
-    """q[B, H, T, D], k[B, Hk, T, D] by positions[B or 1, T]; turns: what `HFRotary` gives."""
+    """(q[B, H, T, D], k[B, Hk, T, D]) rotated by positions[B or 1, T]; turns: the second value of
+    `HFRotary`."""
     batch, _, length, width = q.shape
     inv_freq, scaling = turns[: width // 2], turns[width // 2 :]
     at = positions.expand(batch, length).reshape(-1)
-    # Contiguous where it lay so: the heads' norm, or the projection, wrote [B, T, H, D].
+    # These are contiguous, because the heads' norm or the projection has written [B, T, H, D].
     rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k)]
     turned = profile.rope(*rows, at, inv_freq, scaling if len(scaling) else None)
     new = (x.unflatten(0, (batch, length)).transpose(1, 2) for x in turned)

@@ -1,4 +1,4 @@
-"""Which token each row of a batch predicts, and the model's own forward for their log-probs."""
+"""Scores tokens with the model's own forward."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,23 +26,23 @@ def score_tokens(
         )
     if attention_mask is not None and cu_seq_lens is not None:
         raise ValueError(
-            "score_tokens: attention_mask is of padded rows and cu_seq_lens of packed ones; give "
+            "score_tokens: attention_mask describes padded rows and cu_seq_lens packed ones; pass "
             "one of them"
         )
     length = input_ids.shape[1]
     count = length - 1 if last is None else last
     if not 0 <= count < length:
         raise ValueError(
-            f"score_tokens: last={last} of {length} tokens; 0 to {length - 1} have a token before "
-            "them"
+            f"score_tokens: last={last} of {length} tokens; it must be 0 to {length - 1}, because "
+            "the first token has none before it"
         )
     if attention_mask is not None and position_ids is None:
-        # As vLLM counts: padding has no position.
+        # As in vLLM, positions do not count padding.
         position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
     targets = _targets(input_ids, attention_mask, position_ids)[:, length - 1 - count :]
     rows = torch.arange(length - 1 - count, length - 1, device=input_ids.device)
     if cu_seq_lens is None and attention_mask is None and position_ids is not None:
-        # Once for all layers, each of which would look for them.
+        # Otherwise each layer would search for them.
         cu_seq_lens = packed_starts(position_ids, input_ids.shape[0])
     packed = {}
     if cu_seq_lens is not None:
@@ -56,8 +56,8 @@ def score_tokens(
 
 
 def _targets(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-    """int64 [B, L - 1] of ids[B, L]: the token after each; NO_TOKEN at padding, and where a packed
-    sequence begins."""
+    """int64 [B, L - 1] for ids[B, L]: the token after each; NO_TOKEN at padding, and before the
+    first token of a packed sequence."""
     targets = ids[:, 1:].long()
     if mask is not None:
         real = mask.bool()

@@ -1,4 +1,4 @@
-"""Which rows of a batch are sequences, by transformers' own rule: without a mask and a cache,
+"""The bounds of sequences in a batch, by transformers' own rule: without a mask and a cache,
 positions that restart mark sequences packed into one row; otherwise a row is one sequence.
 
 B = rows of the batch, T = queries, S = keys, H = heads, D = size.
@@ -7,7 +7,7 @@ B = rows of the batch, T = queries, S = keys, H = heads, D = size.
 import torch
 from torch import Tensor
 
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 
 
 def real_first(real: Tensor) -> Tensor:
@@ -16,8 +16,8 @@ def real_first(real: Tensor) -> Tensor:
 
 
 def boundaries(q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Where sequences begin, among queries q[B, T, H, D] and among keys k[B, S, H, D]: where
-    positions[B or 1, T] do not go on by one, or with each row."""
+    """Where sequences begin among queries q[B, T, H, D], and among keys k[B, S, H, D]: where
+    positions[B or 1, T] do not increase by one, or without positions at each row."""
     batch, length, keys = q.shape[0], q.shape[1], k.shape[1]
     if positions is not None and length == keys > 1:
         cu = packed_starts(positions, batch)
@@ -30,9 +30,9 @@ def boundaries(q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, 
 
 
 def packed_starts(positions: Tensor, batch: int) -> Tensor:
-    """int32 [sequences + 1]: where they begin in B rows of T tokens, and where the last ends:
-    positions[B or 1, T] do not go on by one, or a row begins. A GPU is waited for: their number is
-    in the positions."""
+    """int32 [sequences + 1]: where sequences begin in B rows of T tokens, and where the last one
+    ends. A sequence begins with a row, and where positions[B or 1, T] do not increase by one. Waits
+    for a GPU, because the positions decide the size of the result."""
     length = positions.shape[1]
     first = positions.expand(batch, length).clone()
     first[:, 1:] -= positions[:, :-1] + 1
@@ -42,8 +42,8 @@ def packed_starts(positions: Tensor, batch: int) -> Tensor:
 
 
 def check_starts(positions: Tensor | None, cu: Tensor, batch: int) -> None:
-    """Raises NotServed where positions[B or 1, T] of B rows and cu_seq_lens_q begin sequences at
-    other rows; those behind the last are of none."""
+    """Raises NotSupported if positions[B or 1, T] of B rows and cu_seq_lens_q begin sequences at
+    different rows. Rows after the last sequence are ignored."""
     if positions is None:
         return
     first = positions[:, 1:] != positions[:, :-1] + 1
@@ -53,16 +53,16 @@ def check_starts(positions: Tensor | None, cu: Tensor, batch: int) -> None:
     behind = torch.arange(len(first), device=first.device) >= cu[-1]
     _require(
         ((first == begins) | behind).all(),
-        "cu_seq_lens_q begins sequences elsewhere than position_ids, which start again with each",
+        "cu_seq_lens_q does not begin sequences where position_ids start again",
     )
 
 
 def check_rows(
     positions: Tensor | None, real: Tensor | None, length: int, window: int | None
 ) -> None:
-    """Raises NotServed where rows of T queries do not hold one sequence each, where positions count
-    padding in front, by bool real[B, S], or, with a window, where the keys that are real have a
-    gap: transformers counts over it."""
+    """Raises NotSupported if a row of T queries has more than one sequence, if positions count the
+    padding before a sequence, by bool real[B, S], or, with a window, if real keys have a gap, which
+    transformers counts as keys."""
     if positions is not None and length > 1:
         anew = positions[:, 1:] <= positions[:, :-1]
         if real is not None:
@@ -70,28 +70,30 @@ def check_rows(
             anew = anew & queries[:, 1:] & queries[:, :-1]
         _require(
             ~anew.any(),
-            "positions start again inside a row: sequences packed into one row are served without "
-            "a mask and with use_cache=False",
+            "positions start again inside a row: packed sequences are supported only without a "
+            "mask and with use_cache=False",
         )
     if positions is not None and real is not None:
         index = torch.arange(real.shape[1], device=real.device)[-length:]
         counted = (positions == index) & real[:, -length:] & ~real[:, :1]
         _require(
             ~counted.any(),
-            "positions that count the padding in front of a sequence are not served: it has other "
-            "bits alone, and in a rollout; give position_ids=(mask.cumsum(-1) - 1).clamp(min=0)",
+            "positions that count the padding before a sequence are not supported, because they "
+            "change its bits; pass position_ids=(mask.cumsum(-1) - 1).clamp(min=0)",
         )
     if window is not None and real is not None:
         begins = real[:, :1].sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)
         _require(
-            (begins <= 1).all(), "a gap in the attention mask is not served beside a sliding window"
+            (begins <= 1).all(),
+            "a gap in the attention mask is not supported with a sliding window",
         )
 
 
-def _require(so: Tensor, otherwise: str) -> None:
-    """NotServed with `otherwise`; compiled or in a CUDA graph, where nothing can be raised, what
-    torch raises."""
-    if torch.compiler.is_compiling() or (so.is_cuda and torch.cuda.is_current_stream_capturing()):
-        torch._assert_async(so, otherwise)
-    elif not bool(so):
-        raise NotServed(otherwise)
+def _require(condition: Tensor, message: str) -> None:
+    """Raises NotSupported unless the condition holds. Compiled code and CUDA graphs cannot raise
+    it, and use torch's asynchronous assertion."""
+    capturing = condition.is_cuda and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or capturing:
+        torch._assert_async(condition, message)
+    elif not bool(condition):
+        raise NotSupported(message)

@@ -1,4 +1,4 @@
-"""The kernels in Megatron-core: a layer spec, and the parts that GPTModel wires in itself.
+"""The kernels in Megatron-core: a layer spec, and the parts that GPTModel builds itself.
 
     from rlk_kernels.integrations import megatron
     spec = megatron.layer_spec(config)               # in place of get_gpt_layer_local_spec()
@@ -7,11 +7,11 @@
     logprobs = megatron.token_logprobs(logits_rows, targets, group=tensor_parallel_group)
     norm = megatron.gradient_norm(model)             # the same for every number of ranks
 
-Compared with the TransformerEngine spec, these are lost: communication that overlaps with products,
-and weight gradients that the product itself adds into `main_grad`. Supported: tensor parallelism,
-with or without sequence parallelism, where the ranks divide the hidden size; context parallelism,
-where they divide the heads, with sequences sliced as megatron-core does; pipeline stages, virtual
-ones too.
+Compared with the TransformerEngine spec, communication does not overlap with products, and products
+do not add weight gradients into `main_grad`. Supported are tensor parallelism, with or without
+sequence parallelism, if the number of ranks divides the hidden size; context parallelism, if it
+divides the heads, with sequences sliced as in megatron-core; and pipeline stages, virtual ones
+included.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -38,11 +38,11 @@ __all__ = [
 
 
 def layer_spec(config: Any, excluded: Iterable[str] = (), vp_stage: int | None = None) -> Any:
-    """The spec of a decoder's layers for GPTModel, by its TransformerConfig: every operator is a
-    kernel, except the `excluded` ones, which stay as in Megatron's local spec. It holds the layers
-    of this rank's pipeline stage, and of `vp_stage` where stages are virtual.
+    """The spec of a decoder's layers for GPTModel, by its TransformerConfig. Every operator is a
+    kernel, except the `excluded` ones, which are those of Megatron's local spec. The spec contains
+    the layers of this rank's pipeline stage, or of `vp_stage` if stages are virtual.
 
-    Raises NotServed for a config that needs an operator without a kernel.
+    Raises NotSupported for a config that needs an operator without a kernel.
     """
     from rlk_kernels.integrations.megatron.spec import layer_spec
 
@@ -52,8 +52,9 @@ def layer_spec(config: Any, excluded: Iterable[str] = (), vp_stage: int | None =
 def with_kernels(
     block: Any, excluded: Iterable[str] = (), windows: tuple[int | None, ...] = ()
 ) -> Any:
-    """The same for a TransformerBlockSubmodules built from the local spec. `windows`: for each
-    layer, how many keys a query sees, None for all; by default the config's `window_size`."""
+    """The same for a TransformerBlockSubmodules that was built from the local spec. windows: for
+    each layer, the number of keys that a query sees, None for all; default: the config's
+    `window_size`."""
     from rlk_kernels.integrations.megatron.spec import with_kernels
 
     return with_kernels(block, excluded, windows)
@@ -63,7 +64,7 @@ def use_kernels(
     model: Any, rope_parameters: Mapping[str, Any], excluded: Iterable[str] = ()
 ) -> Any:
     """Replaces a GPTModel's embedding, rotary embedding and output layer, which no spec covers, and
-    returns the model. `rope_parameters`: as in the checkpoint's config.json."""
+    returns the model. rope_parameters: those of the checkpoint's config.json."""
     from rlk_kernels.integrations.megatron.spec import use_kernels
 
     return use_kernels(model, rope_parameters, excluded)
@@ -90,17 +91,17 @@ def ordered_reduce_scatter() -> Iterator[None]:
 
 
 def gradient_norm(model: Any) -> Any:
-    """The 2-norm of a GPTModel's gradients, float64: equal gradients give the same bits for every
-    number of tensor-parallel ranks. Call it on all of them, once data-parallel ranks have added up
-    their gradients and hold them whole. A different padding of the vocabulary changes the sum."""
+    """The 2-norm of a GPTModel's gradients, float64, with the same bits for any number of
+    tensor-parallel ranks. Call it on all of them, after data-parallel ranks have added up their
+    gradients and have them whole. A different padding of the vocabulary changes the sum."""
     from rlk_kernels.integrations.megatron.gradients import gradient_norm
 
     return gradient_norm(model)
 
 
 def operators(model: Any) -> dict[str, Any]:
-    """Canonical operator -> the module that computes it in a live model; all except the log-prob,
-    which is `token_logprobs`."""
+    """Canonical operator -> the module that computes it in a live model, for all operators except
+    the log-prob, which `token_logprobs` computes."""
     from rlk_kernels.integrations.megatron.spec import operators
 
     return operators(model)
@@ -118,15 +119,15 @@ def score_tokens(
     vocabulary: int | None = None,
     **forward: Any,
 ) -> "Tensor | tuple[Tensor, Tensor]":
-    """Log-probs fp32 [B, S] of labels[B, S], aligned as GPTModel's are: each row's next token; a
-    negative label has log-prob 0 and no gradient. With return_entropy a pair whose second part is
-    each row's entropy [B, S]. Both are differentiable.
+    """Log-probs fp32 [B, S] of labels[B, S], which are each row's next tokens, as for GPTModel. A
+    negative label has log-prob 0 and no gradient. With return_entropy the result is a pair, whose
+    second part is each row's entropy [B, S]. Both are differentiable.
 
-    The other arguments are those of GPTModel.forward (`packed_seq_params=`, say), on the pipeline's
-    last stage. `vocabulary`: the number of tokens where the output layer is padded; the padding is
-    ignored. The result has the bits of `token_logprobs` of the model's logits, also where ranks
-    share the vocabulary, without a [tokens, vocabulary] tensor in memory. Raises NotServed where
-    the output layer has no kernel, and for a temperature other than 1 where ranks share it.
+    The other arguments are those of GPTModel.forward (for example `packed_seq_params=`) on the
+    pipeline's last stage. vocabulary: the number of tokens if the output layer is padded; the
+    padding is ignored. The result has the bits of `token_logprobs` of the model's logits, also if
+    ranks share the vocabulary, without a [tokens, vocabulary] tensor in memory. Raises NotSupported
+    if the output layer has no kernel, and for a temperature other than 1 if ranks share it.
     """
     from rlk_kernels.integrations.scoring import Scoring, scoring
 

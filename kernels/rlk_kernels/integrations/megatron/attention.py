@@ -1,4 +1,5 @@
-"""The attention core of the layer spec: padded on either side, packed, or within a window.
+"""The attention core of the layer spec, for sequences that are padded on either side or packed,
+with or without a window.
 
 S = length, B = sequences, H = heads, D = size, T = packed tokens.
 """
@@ -14,7 +15,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from rlk_kernels.integrations import profile
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.operators import Counted
 from rlk_kernels.parallel.context import check_lengths
 from rlk_kernels.parallel.copies import size_of
@@ -23,14 +24,14 @@ CAUSAL = (None, AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 class CoreAttention(Counted, DotProductAttention):
-    """Causal; a mask may only hide padding before or after a sequence."""
+    """Causal attention. A mask may only hide padding before or after a sequence."""
 
     def __init__(
         self, config: Any, *args: Any, windows: tuple[int | None, ...] = (), **kwargs: Any
     ) -> None:
-        """`windows`: for each layer, how many keys a query sees, itself included, None for all;
-        without it, what the config says."""
-        # Megatron's own has no context parallelism, and refuses it.
+        """windows: for each layer, the number of keys that a query sees, its own included, None for
+        all; default: the config's."""
+        # Megatron's DotProductAttention refuses context parallelism.
         alone = copy.copy(config)
         alone.context_parallel_size = 1
         super().__init__(alone, *args, **kwargs)
@@ -44,13 +45,13 @@ class CoreAttention(Counted, DotProductAttention):
         attn_mask_type: Any = None, attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:  # fmt: skip
-        """`[S, B, H, D]` -> `[S, B, H * D]`; packed `[T, H, D]` -> `[T, H * D]`. Of context
-        parallelism, this rank's rows of each sequence."""
+        """`[S, B, H, D]` -> `[S, B, H * D]`; packed `[T, H, D]` -> `[T, H * D]`. With context
+        parallelism, the rows are this rank's rows of each sequence."""
         if attention_bias is not None:
-            raise NotServed("a bias on attention's scores is not served")
+            raise NotSupported("a bias on attention scores is not supported")
         if attn_mask_type not in CAUSAL:
-            raise NotServed(
-                f"attn_mask_type={attn_mask_type} is not served: the kernels' is causal"
+            raise NotSupported(
+                f"attn_mask_type={attn_mask_type} is not supported: attention is causal"
             )
         self.count()
         if packed_seq_params is not None:
@@ -63,9 +64,9 @@ class CoreAttention(Counted, DotProductAttention):
         length, batch = query.shape[:2]
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         if self.context is not None and attention_mask is not None:
-            raise NotServed(
-                "an attention mask with context parallelism is not served: pass none, and pad "
-                "after the sequences, or pack"
+            raise NotSupported(
+                "an attention mask with context parallelism is not supported: pass none, and pad "
+                "after the sequences, or pack them"
             )
         first = _first_rows(attention_mask, length, batch, query.device)
         if first is None:
@@ -85,8 +86,8 @@ class CoreAttention(Counted, DotProductAttention):
 
 
 def context_group(config: Any, groups: Any) -> Any:
-    """The ranks that share sequences, of a ProcessGroupCollection or of megatron-core's own; None
-    where each has whole ones."""
+    """The ranks that share sequences, from a ProcessGroupCollection or from megatron-core's
+    parallel state; None if each rank has whole sequences."""
     if config.context_parallel_size == 1:
         return None
     group = getattr(groups, "cp", None)
@@ -94,27 +95,32 @@ def context_group(config: Any, groups: Any) -> Any:
 
 
 def window_of(config: Any, layer_number: int) -> int | None:
-    """How many keys a query of a layer (counted from 1) sees by `window_size`, which counts keys
-    before and after it; None for all. Raises NotServed where it allows keys after the query."""
+    """The number of keys that a query sees in a layer (counted from 1), by the config's
+    `window_size`, which counts the keys before and after the query; None for all keys. Raises
+    NotSupported if it allows keys after the query."""
     size, frequency = config.window_size, config.window_attn_skip_freq
     if not is_layer_window_attention(size, frequency, layer_number):
         return None
     before, behind = size
     if before < 0 or behind != 0:
-        raise NotServed(f"window_size={tuple(size)} is not served; (keys before a query, 0) is")
+        raise NotSupported(
+            f"window_size={tuple(size)} is not supported; use (keys before a query, 0)"
+        )
     return before + 1
 
 
 def boundaries(packed: Any) -> Tensor:
-    """cu_seqlens of `packed_seq_params`, of queries and of keys, which are the same rows. Where
-    each sequence has padding behind it, that counts as its end: nothing before it sees it.
+    """cu_seqlens of `packed_seq_params`, which are the same for queries and keys. Padding after a
+    sequence counts as a part of it, because no earlier row attends to the padding.
 
-    Raises NotServed for another format than `thd`.
+    Raises NotSupported for a format other than `thd`.
     """
     if packed.qkv_format != "thd":
-        raise NotServed(f"packed_seq_params with qkv_format={packed.qkv_format}; 'thd' is served")
+        raise NotSupported(
+            f"packed_seq_params with qkv_format={packed.qkv_format}; only 'thd' is supported"
+        )
     if packed.cp_group is not None or packed.local_cp_size is not None:
-        raise NotServed("packed_seq_params with a cp_group of their own are not served")
+        raise NotSupported("packed_seq_params with their own cp_group are not supported")
     return _cu_seqlens(packed)[0]
 
 
@@ -125,59 +131,64 @@ def _cu_seqlens(packed: Any) -> list[Tensor]:
 
 
 def _check_pack(packed: Any, query: Tensor) -> None:
-    """Raises NotServed where `packed_seq_params` do not say where the sequences of one row of
-    tokens lie."""
+    """Raises NotSupported if `packed_seq_params` do not describe the sequences of a single row of
+    tokens."""
     if query.dim() != 3:
-        raise NotServed(
-            f"packed_seq_params are served with one row of ids, not with {query.shape[1]}"
+        raise NotSupported(
+            f"packed_seq_params are supported with one row of ids only, not with {query.shape[1]}"
         )
     q, k = (_cu_seqlens(packed) * 2)[:2]
     if q is not k and (q.shape != k.shape or not bool((q == k).all())):
-        raise NotServed("packed_seq_params whose cu_seqlens of queries and of keys differ")
+        raise NotSupported(
+            "packed_seq_params with different cu_seqlens of queries and of keys are not supported"
+        )
 
 
-KNOWN = "rlk_first_rows"
-"""The attribute of a mask that holds its `_first_rows` and the version of the mask that they were
-computed from."""
+FIRST_ROWS = "rlk_first_rows"
+"""The attribute of a mask with (its `_first_rows`, the version of the mask from which they were
+computed)."""
 
 
 def _first_rows(
     mask: Tensor | None, length: int, batch: int, device: torch.device
 ) -> Tensor | None:
-    """int64 `[B]`: how many rows of padding each sequence has in front; None for none at all.
+    """int64 `[B]`: the number of rows of padding before each sequence; None if there are none.
 
-    Of bool `[B or 1, 1, S, S]`, True where a query may not see a key. Rows of padding, behind the
-    sequence too, are those that do not see themselves. Asked once of each mask, by the first layer,
-    and again where it was written to. Raises NotServed for a mask that hides anything else.
+    The mask is bool `[B or 1, 1, S, S]`, True where a query must not see a key. Rows of padding,
+    before and after a sequence, do not see themselves. The first layer computes the result for each
+    mask, and again after a write to the mask. Raises NotSupported for a mask that hides anything
+    else.
     """
     if mask is None:
         return None
     # A tensor of inference mode has no version counter.
     version = None if mask.is_inference() else mask._version
-    known, asked = getattr(mask, KNOWN, (None, None))
+    known, asked = getattr(mask, FIRST_ROWS, (None, None))
     if asked is None or asked != version:
         if mask.shape not in {(n, 1, length, length) for n in (1, batch)}:
-            raise NotServed(
-                f"an attention mask {list(mask.shape)} is not served; one mask for all heads, "
-                f"{[batch, 1, length, length]}, is"
+            raise NotSupported(
+                f"an attention mask {list(mask.shape)} is not supported; pass one mask for all "
+                f"heads, {[batch, 1, length, length]}"
             )
         hidden = mask[:, 0].expand(batch, length, length)
         at = torch.arange(length, device=device)
         end = (at + 1).where(hidden.diagonal(dim1=1, dim2=2) == 0, 0).amax(1)
         if not bool(end.all()):
-            raise NotServed(
-                "an attention mask that hides every token of a sequence from itself: True, in "
-                "megatron-core, is what a query may not see"
+            raise NotSupported(
+                "an attention mask hides every token of a sequence from itself: in megatron-core, "
+                "True means that a query must not see a key"
             )
         last = hidden[torch.arange(batch, device=device), end - 1]
         first = ((last != 0) & (at < end[:, None])).sum(1)
         causal = at[None, :] > at[:, None]
         expected = causal | (at[None, None, :] < first[:, None, None])
-        # What a row of padding sees does not matter.
+        # The keys that a row of padding sees do not matter.
         row = at[None, :, None]
         padding = (row < first[:, None, None]) | (row >= end[:, None, None])
         if not bool(((hidden == expected) | padding).all()):
-            raise NotServed("an attention mask that is not causal with padding in front or behind")
+            raise NotSupported(
+                "an attention mask must be causal, and may hide padding before or after a sequence"
+            )
         known = first if bool(first.any()) else None
-        setattr(mask, KNOWN, (known, version))
+        setattr(mask, FIRST_ROWS, (known, version))
     return known

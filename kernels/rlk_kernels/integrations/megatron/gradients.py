@@ -1,10 +1,9 @@
-"""The norm of a GPTModel's gradients, in one order for every number of tensor-parallel ranks.
+"""The norm of a GPTModel's gradients, summed in one order for any number of tensor-parallel ranks.
 
     sqrt( sum over parameters of the sum over rows of the sum of a row's squares )     float64
 
-A row is one of the whole parameter: where ranks hold columns of it, they exchange them for rows,
-and the rows' sums are gathered in the order of one rank.
-"""
+Rows are those of the whole parameter. Ranks that have columns of a parameter exchange them for
+rows, and the rows' sums are gathered in the order of one rank."""
 
 from collections.abc import Iterator
 
@@ -26,7 +25,7 @@ def gradient_norm(model: torch.nn.Module) -> Tensor:
 
 
 def _row_sums(model: torch.nn.Module) -> Iterator[Tensor]:
-    """float64 [rows] for each whole parameter that has a gradient, in the model's order."""
+    """Yields float64 [rows] for each whole parameter with a gradient, in the model's order."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             grad = getattr(parameter, "main_grad", None)
@@ -39,6 +38,6 @@ def _of_all_ranks(module: torch.nn.Module, name: str, grad: Tensor) -> Tensor:
     if isinstance(module, RowParallelLinear) and name == "weight":
         return gather_columns(row_squares(columns_to_rows(grad, module.tp_group)), module.tp_group)
     if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
-        # Operators that are fused stand side by side, each with the rows of all ranks.
+        # Fused operators lie side by side, each with the rows of all ranks.
         return gather_columns(row_squares(grad), module.tp_group, getattr(module, "rlk_blocks", 1))
     return row_squares(grad)

@@ -1,5 +1,5 @@
 """The classes of the layer spec. S = length, B = sequences, activations `[S, B, F]`, packed
-`[T, 1, F]`. Ranks of tensor parallelism share products as `rlk_kernels.parallel` says."""
+`[T, 1, F]`. Tensor-parallel ranks share products by the operators of `rlk_kernels.parallel`."""
 
 from typing import Any
 
@@ -21,8 +21,8 @@ from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
 from rlk_kernels.integrations import profile
-from rlk_kernels.integrations.errors import NotServed
-from rlk_kernels.integrations.megatron.attention import KNOWN, boundaries, context_group
+from rlk_kernels.integrations.errors import NotSupported
+from rlk_kernels.integrations.megatron.attention import FIRST_ROWS, boundaries, context_group
 from rlk_kernels.integrations.megatron.limits import check_config
 from rlk_kernels.integrations.operators import Counted
 from rlk_kernels.integrations.scoring import Scores
@@ -34,12 +34,12 @@ from rlk_kernels.parallel.rms_norm import Shared
 
 
 class MegatronNorm(Counted, torch.nn.RMSNorm):
-    """As megatron-core's wrapper of torch's norm is made."""
+    """A norm with the constructor of megatron-core's wrapper of torch's norm."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
         super().__init__(normalized_shape=hidden_size, eps=eps)
         check_config(config)
-        # Where a rank has some rows only, megatron-core adds up its gradient over ranks.
+        # If a rank has only some of the rows, megatron-core adds up the gradient over ranks.
         self.weight.sequence_parallel = config.sequence_parallel
 
         self.rlk_shared: Shared | None = "sequence" if config.sequence_parallel else None
@@ -53,8 +53,7 @@ class MegatronNorm(Counted, torch.nn.RMSNorm):
 
 
 class MegatronQueryNorm(MegatronNorm):
-    """A norm of heads that ranks share: megatron-core adds up its gradient over these ranks,
-    too."""
+    """A norm of heads that ranks share, whose gradient megatron-core adds up over these ranks."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(config, hidden_size, eps, **unused)
@@ -67,8 +66,8 @@ class MegatronQueryNorm(MegatronNorm):
 
 
 class MegatronKeyNorm(MegatronQueryNorm):
-    """Like the norm of queries, except where several ranks have the same key-value head: what they
-    would add up is not the sum over the rows of one rank."""
+    """A norm like that of queries, unless several ranks have the same key-value head: their sum
+    would not be the sum over the rows of one rank."""
 
     @staticmethod
     def shares_heads(config: Any) -> bool:
@@ -76,11 +75,11 @@ class MegatronKeyNorm(MegatronQueryNorm):
 
 
 class Column(Counted, ColumnParallelLinear):
-    """Adds its bias inside the product, also where megatron-core leaves it to the next module."""
+    """Adds its bias inside the product, even if megatron-core would leave it to the next module."""
 
     out_dtype: torch.dtype | None = None
     rlk_blocks = 1
-    """How many operators are fused in it, each shared by all ranks."""
+    """The number of fused operators, each of which all ranks share."""
 
     def __init__(self, *args: Any, stride: int = 1, **kwargs: Any) -> None:
         super().__init__(*args, stride=stride, **kwargs)
@@ -102,18 +101,22 @@ class Column(Counted, ColumnParallelLinear):
 
     def _check_reduces(self) -> None:
         if self.disable_grad_reduce:
-            raise NotServed("disable_grad_reduce is not served: gradients are not added over ranks")
+            raise NotSupported(
+                "disable_grad_reduce is not supported: gradients are not added over ranks"
+            )
 
 
 class Row(Counted, RowParallelLinear):
-    """As `Column`."""
+    """Adds its bias inside the product, like `Column`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if not self.input_is_parallel:
-            raise NotServed("a RowParallelLinear whose input is not shared by ranks is not served")
+            raise NotSupported(
+                "a RowParallelLinear whose input is not shared by ranks is not supported"
+            )
         if self.bias is not None:
-            # Its gradient is whole on each rank: megatron-core must not add it up over ranks.
+            # Each rank has the whole gradient, which megatron-core must not add up over ranks.
             self.bias.sequence_parallel = False
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
@@ -125,7 +128,7 @@ class Row(Counted, RowParallelLinear):
 
 
 class OutputLayer(Scores, Column):
-    """The output layer: logits in fp32."""
+    """The output layer, whose logits are fp32."""
 
     out_dtype = torch.float32
 
@@ -145,8 +148,8 @@ class OutputLayer(Scores, Column):
 
 
 def language_model_loss(labels: Tensor, logits: Tensor, group: Any = None) -> Tensor:
-    """fp32 `[B, S]`: minus the log-probs of logits `[S, B, V]` at labels `[B, S]`; with `group`,
-    whose ranks share the vocabulary, logits are this rank's columns."""
+    """fp32 `[B, S]`: the negative log-probs of logits `[S, B, V]` at labels `[B, S]`. If the ranks
+    of `group` share the vocabulary, logits are this rank's columns."""
     rows, targets = logits.transpose(0, 1).flatten(0, 1), labels.flatten()
     return -profile.logp(rows, targets, group=group).view(labels.shape)
 
@@ -162,13 +165,13 @@ class MegatronEmbedding(Counted, VocabParallelEmbedding):
 
 
 class GatedMLP(Counted, MLP):
-    """Computes the activation between the two linears, which count their own calls."""
+    """Computes the activation between the two linears, which count their calls themselves."""
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Any = None, **_unused: Any
     ) -> tuple[Tensor, Tensor | None]:
         if per_token_scale is not None:
-            raise NotServed("an MLP scaled by token (an expert's) is not served")
+            raise NotSupported("an MLP with per_token_scale (of an expert) is not supported")
         self.count()
         both, bias = self.linear_fc1(hidden_states)
         if bias is not None:
@@ -177,8 +180,8 @@ class GatedMLP(Counted, MLP):
 
 
 class Positions(Counted, RotaryEmbedding):
-    """Returns positions, int64 `[S, B or 1]`, instead of angles; `Rope` has the frequencies. For
-    packed sequences it returns none, `[0, 1]`: positions follow from where the sequences begin."""
+    """Returns positions, int64 `[S, B or 1]`, instead of angles. For packed sequences it returns
+    none, `[0, 1]`, because positions follow from the bounds of the sequences."""
 
     rlk_scaling: Tensor | None
     """The factor of cos and sin, `[1]`; set by `use_kernels`."""
@@ -196,13 +199,14 @@ class Positions(Counted, RotaryEmbedding):
         return offset + positions[:, None]
 
     def at(self, positions: Tensor) -> Any:
-        """What `forward` returns, for given positions, int64 `[B, S]`."""
+        """The value of `forward` for these positions, int64 `[B, S]`."""
         self.count()
         return positions.t()
 
 
 class ScaledPositions(Positions):
-    """Where GPTModel expects yarn's pair of angles and attention factor, and drops the second."""
+    """Returns a pair, because GPTModel expects yarn's angles and attention factor, and drops the
+    second."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs), None
@@ -226,7 +230,7 @@ class Rope(torch.nn.Module):
 
 
 class RotatingAttention(SelfAttention):
-    """Rotates by `Rope` what megatron-core would rotate by a function of its own."""
+    """Rotates queries and keys by `Rope` instead of megatron-core's function."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -238,7 +242,7 @@ class RotatingAttention(SelfAttention):
         rotary_pos_emb: Any = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
         if kwargs.get("inference_context") is not None:
-            raise NotServed("megatron-core's inference is not served; this is for training")
+            raise NotSupported("megatron-core's inference is not supported, only training is")
         self._rotation_inputs = (rotary_pos_emb, kwargs.get("packed_seq_params"))
         try:
             out = super().forward(
@@ -247,7 +251,7 @@ class RotatingAttention(SelfAttention):
         finally:
             self._rotation_inputs = None
         if self.layer_number == 1:
-            _check_begin(rotary_pos_emb, getattr(attention_mask, KNOWN, (None,))[0])
+            _check_begin(rotary_pos_emb, getattr(attention_mask, FIRST_ROWS, (None,))[0])
         return out
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
@@ -255,7 +259,9 @@ class RotatingAttention(SelfAttention):
         assert self._rotation_inputs is not None
         positions, packed = self._rotation_inputs
         if not isinstance(positions, Tensor) or positions.is_floating_point():
-            raise NotServed("the model's rotary embedding has no kernel: call use_kernels(model)")
+            raise NotSupported(
+                "the model's rotary embedding has no kernel: call use_kernels(model)"
+            )
         if packed is not None:
             begins = boundaries(packed)
             if not len(positions):
@@ -267,17 +273,18 @@ class RotatingAttention(SelfAttention):
         return query, key, value
 
     rlk_rotary: tuple[Positions]
-    """Set by `use_kernels`: the model's, in a tuple because it is no part of this layer."""
+    """The model's rotary embedding, set by `use_kernels`. The tuple keeps it from becoming a
+    submodule of this layer."""
 
 
 def _check_begin(positions: Tensor, first: Tensor | None) -> None:
-    """Raises NotServed where positions[S, B or 1] do not begin with each sequence, which has
-    first[B] rows of padding in front; None where no sequence has any."""
+    """Raises NotSupported if positions[S, B or 1] are not 0 at the first row of each sequence.
+    first: `[B]`, the number of rows of padding before it; None if there are none."""
     if first is None:
         return
     at = positions.expand(-1, len(first)).gather(0, first[None].clamp(max=len(positions) - 1))
     if bool((at != 0).any()):
-        raise NotServed(
-            "padding in front of a sequence is not served where a row's index is its position, as "
-            "GPTModel has it: pad behind, or pack"
+        raise NotSupported(
+            "padding before a sequence is not supported if positions are the indices of rows, as "
+            "in GPTModel: pad after the sequences, or pack them"
         )

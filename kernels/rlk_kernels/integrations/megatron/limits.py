@@ -1,5 +1,5 @@
-"""Settings of a TransformerConfig or a GPTModel that the kernels do not serve. Every option of
-megatron-core is listed here: an option that is set and not listed is refused."""
+"""The settings of a TransformerConfig or a GPTModel that the kernels do not support. This file
+lists every option of megatron-core; an option that is set and not listed is refused."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 
-ONLY = {
+SUPPORTED_VALUES = {
     "normalization": ("RMSNorm",),
     "gated_linear_unit": (True,),
     "activation_func": (torch.nn.functional.silu,),
@@ -35,9 +35,9 @@ ONLY = {
         (False, None, 0),
     ),
 }
-"""Option -> the values that are served."""
+"""Option -> its supported values."""
 
-SPARSE_ONLY = {
+SUPPORTED_IF_SPARSE = {
     "moe_router_score_function": ("softmax", "sigmoid"),
     "expert_tensor_parallel_size": (1,),
     "tensor_model_parallel_size": (1,),
@@ -53,24 +53,17 @@ SPARSE_ONLY = {
         (False, None),
     ),
 }
-"""The same for a model that has sparse layers."""
+"""Option -> its supported values in a model with sparse layers."""
 
-SERVED = (
+ANY_VALUE = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("ffn_hidden_size", "layernorm_epsilon", "add_bias_linear", "add_qkv_bias", "qk_layernorm"),
-    *(
-        "num_moe_experts",
-        "softmax_scale",
-        "window_size",
-        "window_attn_skip_freq",
-        "fp16",
-        "bf16",
-        "params_dtype",
-    ),
+    *("num_moe_experts", "softmax_scale", "window_size", "window_attn_skip_freq"),
+    *("fp16", "bf16", "params_dtype"),
 )
-"""Options of the model that may have any value."""
+"""Options of which every value is supported."""
 
-MECHANICS = (
+WITHOUT_EFFECT = (
     *("tensor_model_parallel_size", "sequence_parallel"),
     *("hierarchical_context_parallel_sizes", "max_seqlen_per_dp_cp_rank"),
     *("perform_initialization", "use_cpu_initialization", "timers", "finalize_model_grads_func"),
@@ -97,49 +90,50 @@ MECHANICS = (
     *("min_offloaded_tensor_size", "virtual_pipeline_model_parallel_size", "test_mode"),
     *("context_parallel_size", "_cpu_offloading_context"),
 )
-"""Options that change no number of what the kernels compute, or none without one of `ONLY`."""
+"""Options that change no value of the kernels, or none unless an option of `SUPPORTED_VALUES` is
+set."""
 
-MECHANICS_OF = (
+WITHOUT_EFFECT_PREFIXES = (
     *("moe_", "fp8_", "fp4_", "mamba_", "dsa_", "linear_", "cuda_graph_", "tp_comm_", "expert_"),
     *("cpu_offloading", "num_layers_", "recompute_", "pipeline_", "batch_p2p_", "overlap_p2p_"),
 )
-"""How the names of other such options begin."""
+"""Prefixes of other such options."""
 
 
-def named(option: str) -> bool:
-    """Whether an option is of one of the kinds above."""
-    return option in (*ONLY, *SERVED, *MECHANICS) or option.startswith(MECHANICS_OF)
+def is_listed(option: str) -> bool:
+    """Whether this file lists an option."""
+    return option in (*SUPPORTED_VALUES, *ANY_VALUE, *WITHOUT_EFFECT) or option.startswith(
+        WITHOUT_EFFECT_PREFIXES
+    )
 
 
 def check_config(config: Any) -> None:
-    """Raises NotServed, with the names of the options, where the kernels would not compute what a
-    TransformerConfig asks for."""
+    """Raises NotSupported with the names of a TransformerConfig's unsupported options."""
     unknown = [
-        f"{option.name}={_shown(getattr(config, option.name))}, which is not known"
+        f"{option.name}={_shown(getattr(config, option.name))}, which is unknown"
         for option in _options(config)
-        if not named(option.name) and getattr(config, option.name) != _default(option)
+        if not is_listed(option.name) and getattr(config, option.name) != _default(option)
     ]
-    _refuse(_unserved(config) + _unshared(config) + unknown)
+    _refuse(_unsupported(config) + _indivisible(config) + unknown)
 
 
 def check_unchanged(config: Any) -> None:
-    """Raises NotServed where a config that was changed later asks for that; a live model would
-    follow it only in part."""
-    _refuse(_unserved(config))
+    """Raises NotSupported if the config of a live model has been changed to unsupported options."""
+    _refuse(_unsupported(config))
 
 
-def _unserved(config: Any) -> list[str]:
-    only = ONLY | (SPARSE_ONLY if config.num_moe_experts else {})
+def _unsupported(config: Any) -> list[str]:
+    only = SUPPORTED_VALUES | (SUPPORTED_IF_SPARSE if config.num_moe_experts else {})
     wrong = [
         f"{name}={_shown(value)}"
-        for name, served in only.items()
-        if (value := getattr(config, name, None)) is not None and value not in served
+        for name, supported in only.items()
+        if (value := getattr(config, name, None)) is not None and value not in supported
     ]
     return wrong + (_routing(config) if config.num_moe_experts else [])
 
 
 def _routing(config: Any) -> list[str]:
-    """The options of a router that are not served together with its other options."""
+    """The unsupported combinations of a router's options."""
     corrected, k = config.moe_router_enable_expert_bias, config.moe_router_topk
     some, groups = config.moe_router_group_topk, config.moe_router_num_groups
     scale = config.moe_router_topk_scaling_factor
@@ -147,21 +141,22 @@ def _routing(config: Any) -> list[str]:
     wrong = {
         "moe_router_score_function=sigmoid without moe_router_enable_expert_bias": sigmoid
         and not corrected,
-        # Megatron-core divides the scores of several experts by their sum, and not that of one.
+        # Megatron-core divides the scores of several experts by their sum, but not a single one.
         "moe_router_score_function=sigmoid with moe_router_topk=1": sigmoid and k == 1,
         f"moe_router_num_groups={groups} of a softmax": bool(groups) and not sigmoid,
         f"moe_router_topk_scaling_factor={scale} of a softmax": bool(scale) and not sigmoid,
-        # By the sum of the best moe_router_topk / moe_router_group_topk of each group.
+        # A group's score is the sum of its best moe_router_topk / moe_router_group_topk scores.
         f"moe_router_group_topk={some} with moe_router_topk={k}": bool(some)
         and some != groups
         and k // some != 2,
     }
-    return [what for what, is_so in wrong.items() if is_so]
+    return [setting for setting, refused in wrong.items() if refused]
 
 
-def _unshared(config: Any) -> list[str]:
-    """A hidden size that the ranks do not divide, since each computes its columns of o_proj's and
-    down_proj's outputs; and heads of a rank that context-parallel ranks do not divide."""
+def _indivisible(config: Any) -> list[str]:
+    """A hidden size that the tensor-parallel ranks do not divide, because each rank computes some
+    columns of o_proj and down_proj; and a rank's heads that context-parallel ranks do not
+    divide."""
     hidden, ranks = config.hidden_size, config.tensor_model_parallel_size
     heads, groups = config.num_attention_heads, config.num_query_groups
     context, own = config.context_parallel_size, max(1, groups // ranks)
@@ -175,17 +170,19 @@ def _unshared(config: Any) -> list[str]:
         % context
         and context % own,
     }
-    return [what for what, is_so in wrong.items() if is_so]
+    return [setting for setting, refused in wrong.items() if refused]
 
 
 def _refuse(wrong: list[str]) -> None:
     if wrong:
-        raise NotServed(f"the TransformerConfig asks for what is not served: {'; '.join(wrong)}")
+        raise NotSupported(
+            f"the TransformerConfig asks for what is not supported: {'; '.join(wrong)}"
+        )
 
 
 def _options(config: Any) -> list[dataclasses.Field]:
-    """The options of megatron-core's own classes; a subclass adds options that its own code
-    reads."""
+    """The options of megatron-core's own class; only a subclass's own code reads the options that
+    it adds."""
     core_classes = [c for c in type(config).__mro__ if c.__module__.startswith("megatron.core")]
     return [
         f for c in core_classes[:1] if dataclasses.is_dataclass(c) for f in dataclasses.fields(c)
@@ -203,8 +200,8 @@ def _shown(value: Any) -> str:
 
 
 def check_rope(model: Any, rope: Mapping[str, Any]) -> None:
-    """Raises NotServed for a rotary embedding of a GPTModel that `rope_parameters` do not say, or
-    that has no kernel."""
+    """Raises NotSupported for a GPTModel whose rotary embedding has no kernel, or does not agree
+    with `rope_parameters`."""
     kind, position = rope.get("rope_type", "default"), model.position_embedding_type
     rotary = getattr(model, "rotary_pos_emb", None)
     stretched = getattr(rotary, "seq_len_interpolation_factor", None)
@@ -218,8 +215,8 @@ def check_rope(model: Any, rope: Mapping[str, Any]) -> None:
         and (kind != "linear" or stretched != rope.get("factor")),
         "position_embedding_type=yarn": position == "yarn" and kind != "yarn",
     }
-    if refused := [name for name, is_so in wrong.items() if is_so]:
-        raise NotServed(
-            f"the GPTModel was made with {', '.join(refused)}, which is not served or not what "
-            f"rope_parameters say: {dict(rope)}"
+    if refused := [setting for setting, is_wrong in wrong.items() if is_wrong]:
+        raise NotSupported(
+            f"the GPTModel was made with {', '.join(refused)}, which is not supported or does not "
+            f"agree with rope_parameters: {dict(rope)}"
         )

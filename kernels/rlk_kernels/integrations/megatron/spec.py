@@ -1,4 +1,5 @@
-"""A layer spec with the kernels, what GPTModel wires in itself, and where each operator lies."""
+"""A layer spec with the kernels, the replacement of modules that GPTModel builds itself, and the
+module of each operator."""
 
 import copy
 import functools
@@ -26,7 +27,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.megatron import attention, layers, limits
 from rlk_kernels.integrations.megatron.sparse import SharedMLP, SparseMLP
 from rlk_kernels.integrations.operators import (
@@ -45,7 +46,7 @@ def layer_spec(
 ) -> TransformerBlockSubmodules:
     """See the package."""
     limits.check_config(config)
-    # Without a pipeline megatron-core's parallel state need not stand yet.
+    # Without a pipeline, megatron-core's parallel state need not be initialized yet.
     rank = 0 if config.pipeline_model_parallel_size == 1 else None
     count = get_num_layers_to_build(config, vp_stage, rank)
     first = get_transformer_layer_offset(config, vp_stage, rank) if count else 0
@@ -64,7 +65,7 @@ def layer_spec(
 
 
 def _sparse_layers(config: Any) -> list[bool]:
-    """Whether each layer of a model sends each token to a few experts."""
+    """For each layer of a model, whether it sends each token to a few experts."""
     layers, every = config.num_layers, config.moe_layer_freq
     if not config.num_moe_experts:
         return [False] * layers
@@ -78,7 +79,7 @@ def with_kernels(
 ) -> TransformerBlockSubmodules:
     """See the package."""
     excluded = excluded_operators(excluded)
-    # A block repeats one spec: each that differs is changed once.
+    # A block may contain one spec several times; each spec is changed once.
     changed = {id(spec): _layer(spec, excluded, windows) for spec in block.layer_specs or []}
     return TransformerBlockSubmodules(
         layer_specs=[changed[id(spec)] for spec in block.layer_specs or []],
@@ -127,7 +128,7 @@ def _layer(
 
 
 def _check_modules(spec: ModuleSpec, sparse: bool) -> None:
-    """Raises NotServed for the spec of another layer than a decoder's, dense or sparse."""
+    """Raises NotSupported for the spec of a layer that is not a decoder layer, dense or sparse."""
     parts = spec.submodules
     modules = {
         "layer": (spec.module, TransformerLayer),
@@ -138,20 +139,22 @@ def _check_modules(spec: ModuleSpec, sparse: bool) -> None:
         modules["experts"] = (parts.mlp.submodules.experts.module, SequentialMLP)
         modules["router"] = (parts.mlp.submodules.router, TopKRouter)
         modules["shared_experts"] = (parts.mlp.submodules.shared_experts.module, SharedExpertMLP)
-    for name, (actual, served) in modules.items():
-        if actual is not served:
-            raise NotServed(
-                f"the spec's {name} is a {actual.__name__}; a {served.__name__} is served"
+    for name, (actual, supported) in modules.items():
+        if actual is not supported:
+            raise NotSupported(
+                f"the spec's {name} is a {actual.__name__}; only a {supported.__name__} is "
+                "supported"
             )
 
 
 def _linear(stock: type, ours: type) -> type:
-    """`ours` in place of `stock`, or of a subclass that is made otherwise: without a bias, say."""
+    """`ours` instead of `stock`, which may be a subclass of ours's base with another constructor,
+    for example one without a bias."""
     base = ours.__mro__[2]
     if stock is base:
         return ours
     if not issubclass(stock, base):
-        raise NotServed(f"the spec's {stock.__name__} is not a {base.__name__} of megatron-core")
+        raise NotSupported(f"the spec's {stock.__name__} is not a {base.__name__} of megatron-core")
     return type(f"Rlk{stock.__name__}", (ours, stock), {})
 
 
@@ -159,8 +162,8 @@ def use_kernels(model: Any, rope_parameters: Mapping[str, Any], excluded: Iterab
     """See the package."""
     excluded = excluded_operators(excluded)
     if not isinstance(model, GPTModel):
-        raise NotServed(
-            f"a {type(model).__name__} is not served; a GPTModel is, before anything wraps it"
+        raise NotSupported(
+            f"a {type(model).__name__} is not supported; pass a GPTModel before it is wrapped"
         )
     limits.check_config(model.config)
     rotates = not excludes(excluded, "q_rope", "k_rope")
@@ -179,7 +182,7 @@ def use_kernels(model: Any, rope_parameters: Mapping[str, Any], excluded: Iterab
     if rotates:
         rotary = model.rotary_pos_emb
         inv_freq, scaling = rotation(rope_parameters, 2 * rotary.inv_freq.numel())
-        # Kept in the live module, so that later changes to them take effect.
+        # The live module has them, so that later changes to them take effect.
         device = rotary.inv_freq.device
         rotary.inv_freq = inv_freq.to(device)
         rotary.rlk_scaling = None if scaling is None else scaling.to(device)
@@ -193,38 +196,36 @@ def use_kernels(model: Any, rope_parameters: Mapping[str, Any], excluded: Iterab
 
 
 def _check_rotating(model: Any) -> None:
-    """Raises NotServed where a layer would mistake positions for angles."""
+    """Raises NotSupported if a layer would take positions for angles."""
     for layer in model.decoder.layers:
         attn = layer.self_attention
         if not isinstance(attn, layers.RotatingAttention):
-            raise NotServed(
-                f"layer {layer.layer_number} rotates by its own {type(attn).__name__}: make the "
-                "GPTModel with layer_spec(config), and leave the same operators to both"
+            raise NotSupported(
+                f"layer {layer.layer_number} rotates in its own {type(attn).__name__}: make the "
+                "GPTModel with layer_spec(config), and exclude the same operators in both calls"
             )
 
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_rope", "k_rope"))
-"""The operators that one module computes."""
+"""Groups of operators, each of which one module computes."""
 WIRED = ("embed", "q_rope", "k_rope", "logits")
-"""The modules that GPTModel builds itself."""
+"""The operators whose modules GPTModel builds itself."""
 
 
 def _check_layers(model: Any, excluded: frozenset[str]) -> None:
-    """Raises NotServed where what the layers' spec made is the kernels' and is to be left to
-    megatron-core, or the other way round."""
+    """Raises NotSupported if the layers' spec excluded other operators than this call does."""
     excluded = excluded.union(*(group for group in FUSED if excludes(excluded, *group)))
     for name, o in operators(model).items():
         op = name.rpartition(".")[2]
         if op not in WIRED and isinstance(o, Counted) == (op in excluded):
-            raise NotServed(
+            raise NotSupported(
                 f"{name} is a {type(o).__module__}.{type(o).__qualname__}: make the GPTModel with "
-                "layer_spec(config), leave the same operators to both, and merge adapters"
+                "layer_spec(config), exclude the same operators in both calls, and merge adapters"
             )
 
 
 def operators(model: Any) -> dict[str, Any]:
-    """Canonical operator -> the module that computes it, of the stage of a pipeline that the model
-    is."""
+    """Canonical operator -> the module that computes it, for the model's pipeline stage."""
     named = {"embed": model.embedding.word_embeddings} if model.pre_process else {}
     for layer in model.decoder.layers:
         i = layer.layer_number - 1
@@ -254,5 +255,5 @@ def _of_mlp(mlp: Any) -> dict[str, Any]:
 
 
 def _norm(module: Any) -> Any:
-    """The module; None where the model has no such norm."""
+    """The module; None if the model has no such norm."""
     return module if isinstance(getattr(module, "weight", None), torch.Tensor) else None

@@ -1,9 +1,9 @@
-"""Compiles what an engine will launch on a GPU while it starts, several kernels at a time, so that
-no request waits for a compiler. (Without CUDA graphs vLLM may not call attention while it starts;
-its kernels are then compiled at the first request.)
+"""Compiles the kernels that an engine on a GPU will launch, several at a time, while the engine
+starts, so that no request waits for a compiler. (Without CUDA graphs, vLLM may not call attention
+while it starts; attention is then compiled at the first request.)
 
-What weights alone decide is compiled by threads while vLLM goes on to torch.compile; before graphs
-are captured and anything is served, `finish` waits for the rest.
+Threads compile the kernels that depend on weights alone while vLLM runs torch.compile. `finish`
+waits for them before graphs are captured and requests are answered.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ import rlk_kernels
 from rlk_kernels.ahead import finish
 
 ROW_STEP = 31
-"""Rows between two products that are planned. A prime, so that most sizes of a last tile come up:
-which kernel runs follows the rows that are left for it, too. Sizes that are left out are compiled
-when they are needed."""
+"""The difference between two numbers of rows for which products are planned. It is a prime, so that
+most sizes of the last tile occur, because the choice of the kernel depends on them too. Other sizes
+are compiled when they are needed."""
 _compiled: set[tuple[Any, ...]] = set()
 
 
@@ -27,8 +27,8 @@ class Sizes:
     """The sizes of an engine's steps."""
 
     rows: tuple[int, ...]
-    """Rows of products: those of the engine's CUDA graphs, powers of two, every `ROW_STEP`-th
-    number, and the largest."""
+    """Numbers of rows of products: those of the engine's CUDA graphs, powers of two, multiples of
+    `ROW_STEP`, and the largest."""
     sequences: int
     """The largest number of sequences."""
     tokens: int
@@ -36,12 +36,12 @@ class Sizes:
 
     @property
     def sampled(self) -> tuple[int, ...]:
-        """Rows that logits are computed for."""
+        """The numbers of rows for which logits are computed."""
         return *(x for x in self.rows if x < self.sequences), self.sequences
 
 
 def sizes_of(config: Any) -> Sizes:
-    """The sizes that a VllmConfig allows."""
+    """The sizes of the steps that a VllmConfig allows."""
     scheduler = config.scheduler_config
     most = scheduler.max_num_batched_tokens
     powers = {2**i for i in range(most.bit_length())}
@@ -53,7 +53,7 @@ def sizes_of(config: Any) -> Sizes:
 def compile_products(
     weight: Tensor, bias: Tensor | None, rows: tuple[int, ...], out_dtype: torch.dtype | None = None
 ) -> None:
-    """Compile the products by a weight; once for weights of one shape."""
+    """Compiles the products by a weight, once for all weights of one shape."""
     of_bias = None if bias is None else bias.dtype
     form = weight.shape, weight.stride(), weight.dtype, weight.device, of_bias, rows, out_dtype
     if form not in _compiled:
@@ -67,7 +67,7 @@ def compile_products(
 def compile_experts(
     gate_up: Tensor, down: Tensor, experts_per_token: int, normalize: bool, tokens: tuple[int, ...]
 ) -> None:
-    """Compile what a sparse layer launches; once for layers of one form."""
+    """Compiles the kernels of a sparse layer, once for all layers of one shape."""
     form = (
         gate_up.shape, gate_up.stride(), down.shape, down.stride(), down.dtype, down.device,
         experts_per_token, normalize, tokens,
@@ -83,9 +83,9 @@ def compile_experts(
 def expect_attention(
     heads: int, kv_heads: int, dim: int, dtype: torch.dtype, window: int | None, config: Any
 ) -> None:
-    """Have threads compile what attention will launch, by a VllmConfig and for a cache and tables
-    as vLLM usually lays them out. `compile_attention` sees those that there are: most of a minute's
-    compiling would otherwise begin there, while graphs are captured."""
+    """Starts threads that compile attention for a VllmConfig, assuming vLLM's usual layout of the
+    cache and the tables. `compile_attention` later sees the actual ones; without this function most
+    of a minute's compilation would begin there, while graphs are captured."""
     block, sizes = config.cache_config.block_size, sizes_of(config)
     form = heads, kv_heads, dim, dtype, window, block, sizes
     if block is None or form in _compiled:
@@ -104,8 +104,8 @@ def expect_attention(
 def compile_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, window: int | None, sizes: Sizes
 ) -> bool:
-    """Compile what attention launches; once for layers of one form. False: not while a graph is
-    captured."""
+    """Compiles attention, once for all layers of one shape. Returns False without compiling while a
+    graph is captured."""
     form = (
         q.shape[1:], q.dtype, q.device, k_cache.shape[1:], k_cache.stride(), table.shape[1],
         table.stride(), window, sizes,

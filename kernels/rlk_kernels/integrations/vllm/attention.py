@@ -1,7 +1,7 @@
-"""What the attention backends of CPUs and GPUs have in common.
+"""The common part of the attention backends of CPUs and GPUs.
 
-The cache is logical [blocks, Hk, P, 2 D], keys before values, and lies as [blocks, P, Hk, 2 D], so
-that the kernels read it as it lies. T = packed tokens, P = tokens of a block.
+The cache has the shape [blocks, Hk, P, 2 D], keys before values, and the memory layout
+[blocks, P, Hk, 2 D], which the kernels read directly. T = packed tokens, P = tokens of a block.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 
 import rlk_kernels
 from rlk_kernels.integrations import profile
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.operators import Counted
 
 
@@ -25,19 +25,19 @@ def first(x: Tensor, rows: int) -> Tensor:
     return x if x.shape[0] == rows else x[:rows]
 
 
-def refuse(what: dict[str, bool]) -> None:
-    """Raises NotServed with the names of those that are True."""
-    if refused := [name for name, is_so in what.items() if is_so]:
-        raise NotServed(f"rlk_kernels in vLLM does not serve {', '.join(refused)}")
+def refuse(settings: dict[str, bool]) -> None:
+    """Raises NotSupported with the names of the settings that are True."""
+    if refused := [name for name, is_set in settings.items() if is_set]:
+        raise NotSupported(f"rlk_kernels in vLLM does not support {', '.join(refused)}")
 
 
 class VllmAttention(Counted):
-    """What the backends of CPUs and GPUs have in common."""
+    """The common base of the backends of CPUs and GPUs."""
 
     scale: float
     rlk_window: int | None
     rlk_cache: tuple[Any, ...] = (None, 0, None)
-    """The layer's cache, its address, and its keys and values: a step asks for them twice."""
+    """(the layer's cache, its address, its keys and values), because a step needs them twice."""
 
     def keys_and_values(self, cache: Tensor) -> tuple[Tensor, Tensor]:
         known, address, halves = self.rlk_cache
@@ -47,10 +47,10 @@ class VllmAttention(Counted):
         return halves
 
     def attend(self, query: Tensor, cache: Tensor, metadata: Any, output: Tensor) -> None:
-        """Writes [T, H, D] to output; rows from `num_actual_tokens` on are unused."""
+        """Writes [T, H, D] to output. Rows from `num_actual_tokens` on are padding."""
         self.count()
         if metadata.causal is not True:
-            raise NotServed("attention that is not causal is not served")
+            raise NotSupported("only causal attention is supported")
         rows = metadata.num_actual_tokens
         query, (k, v) = first(query, rows), self.keys_and_values(cache)
         tables = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
@@ -60,13 +60,13 @@ class VllmAttention(Counted):
         )  # fmt: skip
 
     def schedule(self, metadata: Any, *call: Tensor) -> rlk_kernels.Schedule | None:
-        """The `paged_schedule` that the layers of a pass share; CPUs need none."""
+        """The `paged_schedule` that the layers of a pass share; None on CPUs."""
         return None
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Writes the rows that have a slot; padding comes after the last slot, or has slot -1."""
+        """Writes the rows that have a slot. Padding has no slot, or slot -1."""
         rows = min(key.shape[0], slot_mapping.shape[0])
         k, v = self.keys_and_values(kv_cache)
         rlk_kernels.write_kv_cache(

@@ -1,5 +1,4 @@
-"""The attention backend on CPUs, instead of vLLM's own: the platform there has only one backend,
-and allows it to be overridden."""
+"""The attention backend on CPUs. It overrides the only backend of vLLM's CPU platform."""
 
 from typing import Any, ClassVar
 
@@ -49,7 +48,7 @@ class RlkCPUAttentionImpl(VllmAttention, CPUAttentionBackendImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        # None while vLLM warms up.
+        # The metadata is None while vLLM warms up.
         if attn_metadata is not None:
             self.attend(query, kv_cache, attn_metadata, output)
         return output

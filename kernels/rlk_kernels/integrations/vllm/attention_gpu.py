@@ -1,7 +1,7 @@
-"""The attention backend on GPUs, under the name that vLLM keeps for others' backends, `CUSTOM`.
+"""The attention backend on GPUs, under `CUSTOM`, vLLM's name for backends of other packages.
 
-Run with vLLM 0.26; what 0.32 needs follows its source, and was not run. `attention.py` describes
-the cache: 0.26 asks for its shape and order of strides, 0.32 for layouts.
+It was run with vLLM 0.26; the code for 0.32 follows vLLM's source and was not run. `attention.py`
+describes the cache: 0.26 asks for its shape and the order of its strides, 0.32 for layouts.
 """
 
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ from rlk_kernels.integrations.vllm.passes import Schedules
 
 @dataclass
 class Metadata:
-    """The metadata of one batch, for all layers."""
+    """The metadata of a batch, which all layers share."""
 
     num_actual_tokens: int
     query_start_loc: Tensor
@@ -44,7 +44,7 @@ class Metadata:
 
 
 class RlkMetadataBuilder(AttentionMetadataBuilder[Metadata]):
-    # Graphs of decode steps are proved to replay; of mixed batches they are not.
+    # Tests show that graphs of decode steps replay correctly; there are none for mixed batches.
     _cudagraph_support: ClassVar[AttentionCGSupport] = (
         AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     )
@@ -70,7 +70,7 @@ class RlkMetadataBuilder(AttentionMetadataBuilder[Metadata]):
         )
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        # A shared prefix taken apart is another order of the sum.
+        # Cascade attention sums a shared prefix separately, which is another order of the sum.
         return False
 
 
@@ -123,7 +123,7 @@ class RlkAttentionImpl(VllmAttention, AttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        # None while vLLM profiles its memory.
+        # The metadata is None while vLLM profiles its memory.
         if attn_metadata is None:
             return output.zero_()
         if not self.rlk_compiled:

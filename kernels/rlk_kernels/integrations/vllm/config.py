@@ -1,4 +1,4 @@
-"""What a replaced layer requires of its VllmConfig, and what it writes there."""
+"""The requirements of a replaced layer on its VllmConfig, and the entries that it writes there."""
 
 import hashlib
 import os
@@ -9,57 +9,56 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from rlk_kernels.integrations import rotary
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.operators import check_sparse
 from rlk_kernels.integrations.vllm import families, fusion
 from rlk_kernels.sources import sources_digest
 
 KEY = "rlk_kernels"
-"""The key in `additional_config`."""
+"""The key of the digest in `additional_config`."""
 
 NORM_ROPE = frozenset({"q_norm", "k_norm", "q_rope", "k_rope"})
-"""What `fusion.py` fuses, unless one of them is excluded."""
+"""The operators that `fusion.py` fuses, unless one of them is excluded."""
 _excluded: list[str] = []
 
 
 def set_excluded(excluded: frozenset[str]) -> None:
-    """Sets the operators that stay vLLM's own, which are a part of the digest."""
+    """Sets the excluded operators, which are a part of the digest."""
     _excluded[:] = sorted(excluded)
 
 
-_sparse_served = [False]
+_sparse_supported = [False]
 
 
-def serve_sparse(served: bool) -> None:
-    """Whether sparse layers of this vLLM can be replaced."""
-    _sparse_served[:] = [served]
+def set_sparse_supported(supported: bool) -> None:
+    """Sets whether the sparse layers of this vLLM can be replaced."""
+    _sparse_supported[:] = [supported]
 
 
-def enter_config() -> None:
-    """Raise NotServed for a config that needs what has no kernel, choose our attention on GPUs
-    unless another is chosen, and put a digest into `additional_config`.
+def prepare_config() -> None:
+    """Raises NotSupported for a config with unsupported settings; otherwise chooses our attention
+    on GPUs and writes a digest into `additional_config`.
 
-    vLLM's compile cache does not see out-of-tree classes: without the digest, a graph compiled
-    with the kernels would be loaded without them, and vice versa. Models are built before anything
-    is compiled.
-    """
+    vLLM's compile cache does not see out-of-tree classes. Without the digest, a graph that was
+    compiled with the kernels would be loaded without them, and vice versa. vLLM builds models
+    before it compiles."""
     config = get_current_vllm_config()
     if not isinstance(config.additional_config, dict):
-        raise NotServed("additional_config must be a dict: the kernels put their digest there")
+        raise NotSupported("additional_config must be a dict, in which the kernels write a digest")
     if config.additional_config.get(KEY) == digest():
         return
     _check(config)
     if "attn" not in _excluded and not current_platform.is_cpu():
-        # vLLM asks for it when it makes its attention, after the projections before it.
+        # vLLM reads this when it builds attention, after the projections of the same layer.
         config.attention_config.backend = AttentionBackendEnum.CUSTOM
     config.additional_config[KEY] = digest()
     if not NORM_ROPE.intersection(_excluded):
-        fusion.enter(config.compilation_config.inductor_compile_config)
+        fusion.add_pass(config.compilation_config.inductor_compile_config)
 
 
 def check_sparse_layer() -> None:
-    """`enter_config` for a sparse layer, which leaves none of its operators to vLLM."""
-    enter_config()
+    """`prepare_config` for a sparse layer, none of whose operators can be excluded."""
+    prepare_config()
     check_sparse(frozenset(_excluded))
 
 
@@ -71,15 +70,15 @@ def _check(config: Any) -> None:
     hidden, ranks = model.hf_text_config.hidden_size, parallel.tensor_parallel_size
     others = backend not in (None, AttentionBackendEnum.CUSTOM)
     refused = families.refused(model) | {
-        f"hidden_size={hidden}, which {ranks} ranks cannot share": hidden % ranks != 0,
-        "sparse layers of this version of vLLM": families.is_sparse(model)
-        and not all(_sparse_served),
-        "expert parallelism; leave enable_expert_parallel out": families.is_sparse(model)
+        f"hidden_size={hidden}, which {ranks} ranks do not divide": hidden % ranks != 0,
+        "the sparse layers of this version of vLLM": families.is_sparse(model)
+        and not all(_sparse_supported),
+        "expert parallelism; omit enable_expert_parallel": families.is_sparse(model)
         and ranks > 1
         and parallel.enable_expert_parallel,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.prefill_context_parallel_size > 1,
-        "VLLM_BATCH_INVARIANT=1, by which vLLM replaces torch's own operators": (
+        "VLLM_BATCH_INVARIANT=1, which makes vLLM replace torch's operators": (
             os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
         ),
         "speculative decoding": config.speculative_config is not None,
@@ -88,7 +87,7 @@ def _check(config: Any) -> None:
         "a quantised model": model.quantization is not None,
         "LoRA": config.lora_config is not None,
         f"kv_cache_dtype={cache} of a model in {dtype}": cache not in ("auto", dtype),
-        f"the attention backend {backend}; leave it out": "attn" not in _excluded
+        f"the attention backend {backend}; omit it": "attn" not in _excluded
         and not current_platform.is_cpu()
         and (others or bool(config.attention_config.backend_per_kind)),
     }
@@ -96,8 +95,8 @@ def _check(config: Any) -> None:
         rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
         rotary.check(rope)
         rotary.check_whole(model.hf_text_config.model_type, rope)
-    if reasons := [what for what, is_so in refused.items() if is_so]:
-        raise NotServed(f"rlk_kernels in vLLM does not serve {'; '.join(reasons)}")
+    if settings := [setting for setting, is_set in refused.items() if is_set]:
+        raise NotSupported(f"rlk_kernels in vLLM does not support {'; '.join(settings)}")
 
 
 def digest() -> str:

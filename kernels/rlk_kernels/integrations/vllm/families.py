@@ -1,5 +1,5 @@
-"""Which models of vLLM are served, by what vLLM found in config.json: those whose classes compute
-what transformers' classes of the family compute."""
+"""The models of vLLM that are supported, by vLLM's reading of config.json: those whose classes
+compute the same as transformers' classes of the family."""
 
 from typing import Any
 
@@ -12,17 +12,17 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
 }
-"""model_type -> the class that vLLM loads. Other models load through subclasses of these, which
-compute something else, or through transformers' own."""
+"""model_type -> the class that vLLM loads. Other models load through subclasses of these classes,
+which compute something else, or through transformers' classes."""
 
 READ_ALONE = {
     "llama": ("sliding_window", "bias", "qkv_bias"),
     "mistral": ("attention_bias", "mlp_bias", "bias", "qkv_bias"),
     "qwen2": ("qk_norm",),
 }
-"""Options of config.json that vLLM's class of a family reads and transformers' does not."""
+"""Family -> options of config.json that vLLM's class reads and transformers' class does not."""
 ROPE_READ_ALONE = ("rope_dim", "mrope_section", "use_fope")
-"""The same for `rope_parameters`."""
+"""Keys of `rope_parameters` that vLLM reads and transformers does not."""
 
 
 def is_sparse(model: Any) -> bool:
@@ -31,7 +31,7 @@ def is_sparse(model: Any) -> bool:
 
 
 def refused(model: Any) -> dict[str, bool]:
-    """A setting of vLLM's ModelConfig that is not served -> whether it is set."""
+    """Unsupported setting of vLLM's ModelConfig -> whether it is set."""
     text = model.hf_text_config
     family, loaded = text.model_type, model.architecture
     heads = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -43,21 +43,21 @@ def refused(model: Any) -> dict[str, bool]:
         for name in READ_ALONE.get(family, ())
     } | {f"{name} in rope_parameters": bool(rope.get(name)) for name in ROPE_READ_ALONE}
     return {
-        f"{loaded} of model_type={family}; {', '.join(ARCHITECTURES.values())} are": (
+        f"{loaded} of model_type={family}, only {', '.join(ARCHITECTURES.values())}": (
             ARCHITECTURES.get(family) != loaded
         ),
-        f"runner={model.runner_type}; generate is": model.runner_type != "generate",
+        f"runner={model.runner_type}, only generate": model.runner_type != "generate",
         "is_causal=False": not getattr(text, "is_causal", True),
-        # vLLM's class takes hidden_size / num_attention_heads, transformers' takes head_dim.
+        # vLLM's class uses hidden_size / num_attention_heads, and transformers' uses head_dim.
         f"head_dim={heads} of Qwen2, which vLLM does not read": family == "qwen2"
         and heads * text.num_attention_heads != text.hidden_size,
-        "attention_bias of Qwen3, because vLLM leaves out o_proj's": family == "qwen3"
+        "attention_bias of Qwen3, because vLLM omits o_proj's bias": family == "qwen3"
         and bool(getattr(text, "attention_bias", False)),
-        "a sliding window in some layers, which vLLM has in all": windowed
+        "a sliding window in some layers, which vLLM applies to all": windowed
         and "full_attention" in (getattr(text, "layer_types", None) or ()),
         "dual_chunk_attention_config": qwen
         and bool(getattr(text, "dual_chunk_attention_config", None)),
         "llama_4_scaling": getattr(text, "llama_4_scaling", None) is not None,
         "ada_rms_norm_t_cond": bool(getattr(text, "ada_rms_norm_t_cond", False)),
-        **{f"{what}, which transformers does not read": is_so for what, is_so in alone.items()},
+        **{f"{name}, which transformers does not read": is_set for name, is_set in alone.items()},
     }

@@ -1,9 +1,9 @@
-"""The gather of columns over vLLM's tensor-parallel ranks: by stores into the memory of other GPUs,
-where those reach each other, and else by vLLM's own all-gather. Both are copies.
+"""Gathers columns over vLLM's tensor-parallel ranks: by stores into the memory of other GPUs if the
+GPUs can access each other, and otherwise by vLLM's own all-gather. Both copy values.
 
-With vLLM's `disable_custom_all_reduce`, its switch for access to other GPUs' memory, everything
-goes through its all-gather. The choice follows the number of rows when the operator runs, outside
-of compiled code.
+With vLLM's `disable_custom_all_reduce`, which disables access to other GPUs' memory, all gathers
+use vLLM's all-gather. The choice is made when the operator runs, outside of compiled code, because
+it depends on the number of rows.
 
 T = rows   F = columns of a rank   R = ranks
 """
@@ -22,14 +22,14 @@ from rlk_kernels.errors import UnsupportedDevice
 from rlk_kernels.parallel.peer.gather import PeerGather, peer_gather
 
 _peers: dict[str, PeerGather | None] = {}
-"""The PeerGather of each group of vLLM, by the group's name; None where the group has none."""
+"""Name of a group of vLLM -> its PeerGather, or None if it has none."""
 _compiled: set[tuple[tuple[int, ...], torch.dtype]] = set()
 _logger = init_logger(f"vllm.{__name__}")
 
 
 def connect(columns: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Share memory with the other ranks, once, and compile what gathers these numbers of columns
-    of a rank: before any CUDA graph is captured. Called on all ranks."""
+    """Shares memory with the other ranks, once, and compiles the gathers of these numbers of
+    columns of a rank. Call it on all ranks before a CUDA graph is captured."""
     ranks = get_tp_group()
     if ranks.unique_name not in _peers:
         _peers[ranks.unique_name] = _shared(ranks)
@@ -45,7 +45,7 @@ def connect(columns: tuple[int, ...], dtype: torch.dtype) -> None:
 
 def _shared(ranks: Any) -> PeerGather | None:
     parallel = get_current_vllm_config().parallel_config
-    # Two batches that overlap are on two streams.
+    # Two overlapping batches (DBO) run on two streams.
     if parallel.disable_custom_all_reduce or parallel.enable_dbo:
         return None
     if not HAS_TRITON or ranks.device.type != "cuda":
@@ -53,12 +53,12 @@ def _shared(ranks: Any) -> PeerGather | None:
     try:
         return peer_gather(ranks.cpu_group, ranks.device)
     except UnsupportedDevice as error:
-        _logger.warning("%s; the kernels gather by vLLM's all-gather", error)
+        _logger.warning("%s; the kernels use vLLM's all-gather", error)
         return None
 
 
 def check() -> None:
-    """Raise RankMissing where a rank did not come to an earlier gather."""
+    """Raises RankMissing if a rank did not join an earlier gather."""
     peers = _peers.get(get_tp_group().unique_name)
     if peers is not None:
         peers.check()

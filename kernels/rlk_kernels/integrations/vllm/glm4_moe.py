@@ -1,5 +1,5 @@
-"""GLM-4.5 for a vLLM that makes its routers of torch's own linear, as 0.26 does: no class can be
-registered for that layer, but one can for the model."""
+"""GLM-4.5 for a vLLM whose routers are torch's own linears, such as 0.26. vLLM has no registry for
+that layer, but it has one for the model."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from vllm.model_executor.models.glm4_moe import Glm4MoE, Glm4MoeForCausalLM
 
 
 class RlkGlm4MoeForCausalLM(Glm4MoeForCausalLM):
-    """Makes these routers of vLLM's linear, in whose place the kernels put their own."""
+    """Replaces these routers by vLLM's linear, which the kernels replace in turn."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -19,11 +19,11 @@ class RlkGlm4MoeForCausalLM(Glm4MoeForCausalLM):
 
 
 def _router(plain: nn.Linear, name: str) -> ReplicatedLinear:
-    """A router that returns a tensor, as the block expects of a plain one; its weight has the
-    model's dtype, as the checkpoint's has."""
+    """A router that returns a tensor, as the block expects from torch's linear. Its weight has the
+    model's dtype, like the checkpoint's."""
     router = ReplicatedLinear(
         plain.in_features, plain.out_features, bias=False, prefix=name, return_bias=False
     )
-    # Shared with the layer's experts.
+    # The layer's experts share this parameter.
     router.e_score_correction_bias = plain.e_score_correction_bias
     return router

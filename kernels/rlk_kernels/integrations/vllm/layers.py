@@ -1,7 +1,7 @@
 """The out-of-tree classes of vLLM's layers. T = packed tokens of all requests.
 
-Their `forward` is overridden itself: `forward_oot` is called on out-of-tree platforms only, and a
-compiled model takes `forward_native`, so that a kernel elsewhere would be skipped in silence.
+They override `forward` itself. vLLM calls `forward_oot` on out-of-tree platforms only, and a
+compiled model calls `forward_native`, so that vLLM would silently skip a kernel in either.
 """
 
 from typing import Any, ClassVar
@@ -32,17 +32,17 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 from rlk_kernels.ahead import finish
 from rlk_kernels.integrations import profile
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.operators import Counted
 from rlk_kernels.integrations.rotary import rotation
 from rlk_kernels.integrations.vllm import gather
 from rlk_kernels.integrations.vllm.ahead import compile_products, sizes_of
-from rlk_kernels.integrations.vllm.config import enter_config
+from rlk_kernels.integrations.vllm.config import prepare_config
 from rlk_kernels.parallel.embedding import local_ids, of_owner
 
 
 class RlkEmbeddingMethod(UnquantizedEmbeddingMethod):
-    """Looks rows up; the weight stays as it is."""
+    """Looks up rows of the weight as it was loaded."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         return
@@ -54,9 +54,11 @@ class RlkEmbeddingMethod(UnquantizedEmbeddingMethod):
 class RlkVocabParallelEmbedding(Counted, VocabParallelEmbedding):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        enter_config()
+        prepare_config()
         if type(self.quant_method) is not UnquantizedEmbeddingMethod:
-            raise NotServed(f"an embedding of {type(self.quant_method).__name__} is not served")
+            raise NotSupported(
+                f"an embedding of {type(self.quant_method).__name__} is not supported"
+            )
         self.quant_method = RlkEmbeddingMethod()
         if self.tp_size > 1:
             gather.connect((self.embedding_dim,), self.weight.dtype)
@@ -65,21 +67,21 @@ class RlkVocabParallelEmbedding(Counted, VocabParallelEmbedding):
         self.count()
         if self.tp_size == 1:
             return super().forward(input_)
-        # Looked up in each rank's shard, gathered, and taken from the one that has the row: vLLM
-        # adds zeros, which turn -0 into +0.
+        # Each rank looks up all ids, and the row of the rank that has the id is taken. vLLM adds
+        # zeros instead, which turns -0 into +0.
         rows = self.num_embeddings_per_partition
         ids = input_.long()
         local, _ = local_ids(ids, get_tp_group().rank_in_group, rows)
-        found = gather.columns(profile.embed(local, self.weight), self.tp_size)
-        return of_owner(found.unflatten(-1, (self.tp_size, -1)).movedim(-2, 0), ids, rows)
+        every = gather.columns(profile.embed(local, self.weight), self.tp_size)
+        return of_owner(every.unflatten(-1, (self.tp_size, -1)).movedim(-2, 0), ids, rows)
 
 
 class RlkRMSNorm(Counted, RMSNorm):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        enter_config()
+        prepare_config()
         if not self.has_weight or self.variance_size_override is not None:
-            raise NotServed("a norm without a weight, or of a part of its row, is not served")
+            raise NotSupported("a norm without a weight, or of a part of its row, is not supported")
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         self.count()
@@ -89,7 +91,7 @@ class RlkRMSNorm(Counted, RMSNorm):
 
 
 class RlkLinearMethod(UnquantizedLinearMethod):
-    """Multiplies by the weight as it was loaded: on CPUs vLLM's own method repacks it."""
+    """Multiplies by the weight as it was loaded. On CPUs vLLM's own method repacks the weight."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if layer.weight.is_cuda:
@@ -101,17 +103,17 @@ class RlkLinearMethod(UnquantizedLinearMethod):
 
 
 class VllmLinear(Counted):
-    """What the linears have in common."""
+    """The common base of the linears."""
 
     rlk_rows: tuple[int, ...]
     """`ahead.Sizes.rows`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        enter_config()
+        prepare_config()
         self.rlk_rows = sizes_of(get_current_vllm_config()).rows
         if type(self.quant_method) is not UnquantizedLinearMethod:
-            raise NotServed(f"a linear of {type(self.quant_method).__name__} is not served")
+            raise NotSupported(f"a linear of {type(self.quant_method).__name__} is not supported")
         self.quant_method = RlkLinearMethod()
 
 
@@ -124,10 +126,10 @@ class RlkQKVParallelLinear(VllmLinear, QKVParallelLinear):
 
 
 class RlkRowParallelLinear(VllmLinear, RowParallelLinear):
-    """o_proj and down_proj: either may be excluded.
+    """o_proj and down_proj, each of which may be excluded.
 
-    Each of several ranks computes its share of the outputs from the whole input; inputs and outputs
-    are gathered. No partial sums are added: the bits are those of one rank.
+    Each of several ranks computes some of the outputs from the whole input; inputs and outputs are
+    gathered. Ranks add up no partial sums, so the bits are those of one rank.
     """
 
     excluded: ClassVar[frozenset[str]] = frozenset()
@@ -141,19 +143,18 @@ class RlkRowParallelLinear(VllmLinear, RowParallelLinear):
             self._share_outputs()
 
     def _share_outputs(self) -> None:
-        """Replace the parameters, which hold a share of the inputs, by a share of the outputs."""
-        # Those of shared experts stay partial in vLLM, whose sparse layer adds all up at once; ours
-        # takes whole ones.
+        """Replaces this rank's columns of the parameters by rows of them."""
+        # In vLLM, shared experts return partial sums, which the sparse layer adds up; ours needs
+        # whole ones.
         partial = not self.reduce_results and ".shared_experts." not in self.prefix
         if not self.input_is_parallel or partial or self.skip_bias_add:
-            raise NotServed(
-                "a RowParallelLinear whose input is whole, whose results stay partial or whose "
-                "bias is added by the next module is not served on several ranks"
+            raise NotSupported(
+                "on several ranks, a RowParallelLinear is not supported if its input is whole, its "
+                "results stay partial, or the next module adds its bias"
             )
         if self.output_size % self.tp_size:
-            raise NotServed(
-                f"{self.output_size} outputs are not served on {self.tp_size} ranks, which do not "
-                "divide them"
+            raise NotSupported(
+                f"{self.output_size} outputs cannot be divided among {self.tp_size} ranks"
             )
         rows = self.output_size // self.tp_size
         gather.connect((self.input_size_per_partition, rows), self.params_dtype)
@@ -173,7 +174,7 @@ class RlkRowParallelLinear(VllmLinear, RowParallelLinear):
         self.rlk_shares_outputs = True
 
     rlk_shares_outputs = False
-    """Whether its parameters are rows of the whole ones."""
+    """Whether the parameters are rows of the whole ones."""
 
     def _load_rows(self, param: Tensor, loaded: Tensor) -> None:
         rows = param.shape[0]
@@ -188,13 +189,13 @@ class RlkRowParallelLinear(VllmLinear, RowParallelLinear):
 
 
 class VllmRotary(Counted):
-    """Rotates by positions and frequencies; vLLM's table is left unread."""
+    """Rotates by positions and frequencies, and does not read vLLM's table."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        enter_config()
+        prepare_config()
         if not self.is_neox_style:
-            raise NotServed("interleaved rotary pairs are not served")
+            raise NotSupported("interleaved rotary pairs are not supported")
         inv_freq, scaling = rotation(self._rope_parameters(), self.rotary_dim)
         device = self.cos_sin_cache.device
         self.register_buffer("rlk_inv_freq", inv_freq.to(device), persistent=False)
@@ -209,7 +210,7 @@ class VllmRotary(Counted):
     ) -> tuple[Tensor, Tensor | None]:
         self.count()
         if key is None:
-            raise NotServed("keys shared between layers are not served")
+            raise NotSupported("keys shared between layers are not supported")
         rows = [x.view(x.shape[0], -1, self.head_size) for x in (query, key)]
         turns = positions.flatten(), self.rlk_inv_freq, self.rlk_scaling
         q, k = profile.rope(rows[0], rows[1], *turns)
@@ -223,7 +224,7 @@ class RlkRotaryEmbedding(VllmRotary, RotaryEmbedding):
 class RlkLinearScalingRotaryEmbedding(VllmRotary, LinearScalingRotaryEmbedding):
     def _rope_parameters(self) -> dict[str, Any]:
         if len(self.scaling_factors) != 1:
-            raise NotServed("a linear rope with several factors (LoRA's) is not served")
+            raise NotSupported("a linear rope with several factors (LoRA's) is not supported")
         factor = self.scaling_factors[0]
         return {"rope_type": "linear", "rope_theta": self.base, "factor": factor}
 
@@ -234,7 +235,7 @@ class RlkYaRNScalingRotaryEmbedding(VllmRotary, YaRNScalingRotaryEmbedding):
             "rope_type": "yarn",
             "rope_theta": self.base,
             "factor": self.scaling_factor,
-            # vLLM does not keep what it is computed from.
+            # vLLM does not store the parameters from which this is computed.
             "attention_factor": self.mscale,
             "beta_fast": self.beta_fast,
             "beta_slow": self.beta_slow,
@@ -266,7 +267,7 @@ ROTARIES = (
 class RlkSiluAndMul(Counted, SiluAndMul):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        enter_config()
+        prepare_config()
 
     def forward(self, x: Tensor) -> Tensor:
         self.count()
@@ -277,16 +278,16 @@ class RlkSiluAndMul(Counted, SiluAndMul):
 class RlkLogitsProcessor(Counted, LogitsProcessor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        enter_config()
+        prepare_config()
         if self.soft_cap is not None or self.scale != 1.0:
-            raise NotServed("scaled or capped logits are not served")
+            raise NotSupported("scaled or capped logits are not supported")
         self.rlk_rows = sizes_of(get_current_vllm_config()).sampled
 
     def _apply_head(
         self, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None
     ) -> Tensor:
         if not isinstance(lm_head.weight, Tensor) or not lm_head.weight.is_floating_point():
-            raise NotServed("a quantised output layer is not served")
+            raise NotSupported("a quantised output layer is not supported")
         self.count()
         gather.check()
         if lm_head.weight.is_cuda:
@@ -296,7 +297,8 @@ class RlkLogitsProcessor(Counted, LogitsProcessor):
 
     def _gather_logits(self, logits: Tensor) -> Tensor | None:
         ranks = get_tp_group().world_size
-        # Some vLLMs call it for one rank too; without all-gather the first rank alone wants them.
+        # Some versions call this for one rank too. Without all-gather only the first rank needs the
+        # logits.
         if ranks == 1 or not self.use_all_gather:
             return super()._gather_logits(logits)
         return gather.columns(logits, ranks)

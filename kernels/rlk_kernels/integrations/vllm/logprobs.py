@@ -1,10 +1,10 @@
 """The log-prob of given tokens: a patch, because vLLM has no extension point for it.
 
-It replaces `Sampler.compute_logprobs` and `gather_logprobs` of vLLM's older runner, which CPUs
-use, and `compute_token_logprobs` of the newer one, which GPUs use. For log-probs of processed
-logits, these are kept until the requested tokens are known; and the newer runner, which divides by
-a temperature without rounding to nearest, divides as the profile does. A vLLM with other functions
-is refused. N = rows, K = tokens of each, V = vocabulary.
+The patch replaces `Sampler.compute_logprobs` and `gather_logprobs` of vLLM's older runner, which
+runs on CPUs, and `compute_token_logprobs` of the newer one, which runs on GPUs. For log-probs of
+processed logits, the logits are kept until the requested tokens are known. The newer runner divides
+by a temperature without rounding to nearest; here it divides like the profile. A vLLM with other
+functions is refused. N = rows, K = tokens of each row, V = vocabulary.
 """
 
 import functools
@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.integrations import profile
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.operators import Counted
 
 NEWER = "vllm.v1.worker.gpu.sample"
-"""The package of the newer runner's sampling."""
+"""The package with the newer runner's sampling."""
 
 
 class TokenLogprobs(Counted):
     """Counts the calls of the patched functions."""
 
     def __call__(self, logits: Tensor, token_ids: Tensor) -> Tensor:
-        """fp32 [N, K] of logits[N, V] at ids[N, K]."""
+        """fp32 [N, K]: the log-probs of logits[N, V] at token_ids[N, K]."""
         self.count()
         first, others = token_ids[:, 0].contiguous(), token_ids[:, 1:]
         if not others.shape[1]:
@@ -38,13 +38,13 @@ class TokenLogprobs(Counted):
 
 
 MOST = 1024
-"""Tokens of a row that one reading of its logits serves."""
+"""The most tokens of a row whose log-probs are computed in one reading of its logits."""
 COMPUTED = TokenLogprobs()
 
 
 def patches() -> Iterator[tuple[Any, str, Any]]:
-    """(owner, attribute, replacement). Raises NotServed for a vLLM whose functions differ from the
-    known ones."""
+    """(owner, attribute, replacement). Raises NotSupported for a vLLM whose functions differ from
+    the known ones."""
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
     from vllm.v1.sample.sampler import Sampler
 
@@ -73,12 +73,12 @@ def _parameters(owner: Any, name: str) -> list[str] | None:
 def _check(owner: Any, name: str, parameters: list[str]) -> None:
     actual = _parameters(owner, name)
     if actual != parameters:
-        raise NotServed(f"log-probs: this vLLM's {name} takes {actual} instead of {parameters}")
+        raise NotSupported(f"log-probs: {name} of this vLLM takes {actual} instead of {parameters}")
 
 
 def _copy_logits(logits: Tensor) -> Tensor:
-    """Instead of the log-probs of all tokens: the logits, before sampling writes into them. The
-    log-probs are computed once the requested tokens are known."""
+    """The logits instead of the log-probs of all tokens, copied before sampling writes into them.
+    The log-probs are computed when the requested tokens are known."""
     return logits.to(torch.float32, copy=True)
 
 
@@ -94,7 +94,7 @@ def _keeping(original: Any) -> Any:
 def _gathering(original: Any) -> Any:
     @functools.wraps(original)
     def gather(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
-        # Logits are kept instead of log-probs: the largest, and the ranks, are the same.
+        # `logprobs` are logits: their largest tokens and their ranks are the same.
         gathered = original(logprobs, num_logprobs, token_ids)
         return gathered._replace(logprobs=COMPUTED(logprobs, gathered.logprob_token_ids))
 
@@ -106,7 +106,7 @@ def _listing(original: Any) -> Any:
     def gather(self: Any, logprobs: Tensor, *args: Any) -> Any:
         gathered = original(self, logprobs, *args)
         computed = COMPUTED(logprobs, gathered.logprob_token_ids)
-        # Where a request lists fewer tokens than another, vLLM has -inf.
+        # vLLM pads with -inf where a request lists fewer tokens than another.
         return gathered._replace(
             logprobs=computed.masked_fill(gathered.logprobs.isneginf(), -torch.inf)
         )
@@ -115,14 +115,15 @@ def _listing(original: Any) -> Any:
 
 
 def _refusing(original: Any, listed: bool) -> Any:
-    """`listed`: whether log-probs of `logprob_token_ids` are ours."""
+    """A forward that refuses requests without a kernel. listed: whether the kernels compute the
+    log-probs of `logprob_token_ids`."""
 
     @functools.wraps(original)
     def forward(self: Any, logits: Tensor, sampling_metadata: Any, *args: Any, **more: Any) -> Any:
         if sampling_metadata.max_num_logprobs == -1:
-            raise NotServed("log-probs of all tokens, unsorted, are not served")
+            raise NotSupported("log-probs of all tokens, unsorted, are not supported")
         if sampling_metadata.logprob_token_ids and not listed:
-            raise NotServed("logprob_token_ids are not served in this vLLM: logprobs=-1 is")
+            raise NotSupported("this vLLM does not support logprob_token_ids: use logprobs=-1")
         return original(self, logits, sampling_metadata, *args, **more)
 
     return forward
@@ -145,6 +146,7 @@ def _of_newer_runner() -> Iterator[tuple[Any, str, Any]]:
 
 
 def divide(logits: Tensor, expanded_idx_mapping: Tensor, temperature: Tensor) -> None:
-    """logits[N, V] in place by the temperature[requests] of each row's; 0 stands for greedy."""
+    """Divides logits[N, V] in place by each row's temperature, of temperature[requests]; 0 stands
+    for greedy decoding and divides by 1."""
     by = temperature[expanded_idx_mapping].to(torch.float32)
     logits.copy_(logits.float() / torch.where(by == 0, 1.0, by)[:, None])

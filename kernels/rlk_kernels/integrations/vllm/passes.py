@@ -1,10 +1,10 @@
-"""What the layers of one pass share: a schedule for each window and each kind of call.
+"""The attention schedules that the layers of a pass share: one for each window and each shape of
+call.
 
-vLLM makes the metadata of a batch once a step, for all layers whose keys lie in one cache group,
-and drops it after the step; schedules are kept there. So a schedule lives as long as its pass, in
-memory of its stream or graph, and no other pass uses it. A graph that is captured whole remakes it
-at each replay.
-"""
+vLLM builds the metadata of a batch once in a step, for all layers whose keys are in one cache
+group, and drops it after the step. The schedules are stored there, so a schedule lives as long as
+its pass, in the memory of its stream or graph, and no other pass uses it. A graph that is captured
+as a whole computes the schedule again at each replay."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ import rlk_kernels
 
 
 class Schedules:
-    """The schedules of the layers that are given the same tables and lengths."""
+    """The schedules of layers with the same tables and lengths."""
 
     def __init__(self) -> None:
         self.made: dict[tuple[Any, ...], tuple[rlk_kernels.Schedule | None, set[object]]] = {}
@@ -24,10 +24,10 @@ class Schedules:
         self, layer: object, window: int | None, q: Tensor, k_cache: Tensor, v_cache: Tensor,
         table: Tensor, lens: Tensor, cu_q: Tensor,
     ) -> rlk_kernels.Schedule | None:  # fmt: skip
-        """The schedule of a layer's call, made where it is the first of its form.
+        """The schedule of a layer's call; the first call of its shape creates it.
 
-        A layer asks once a pass. One that asks again is in another pass with the same metadata (a
-        trial run, then the capture of a graph), where tables and lengths may hold other values.
+        A layer asks once in a pass. If it asks again, another pass has the same metadata (a trial
+        run, and then the capture of a graph), in which tables and lengths may have other values.
         """
         key = (
             window, q.shape, q.dtype, k_cache.shape, k_cache.stride(),
@@ -46,7 +46,7 @@ class Schedules:
 
 
 def _stream(device: torch.device) -> tuple[int, bool]:
-    """(the current stream, whether it is captured)."""
+    """(the current stream, whether a graph is captured on it)."""
     if device.type != "cuda":
         return 0, False
     stream = torch.cuda.current_stream(device).cuda_stream

@@ -1,4 +1,5 @@
-"""Registers the classes with vLLM, removes them again, and finds each operator of a live model."""
+"""Registers the classes in vLLM, removes them again, and finds the module of each operator in a
+live model."""
 
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -11,7 +12,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.operators import (
     NORMS,
     ROUTED,
@@ -23,7 +24,7 @@ from rlk_kernels.integrations.operators import check as check_operators
 from rlk_kernels.integrations.vllm import config, logprobs
 
 MODELS = {"Glm4MoeForCausalLM": "glm4_moe:RlkGlm4MoeForCausalLM"}
-"""Architecture -> the model's class, where classes of its layers are not enough."""
+"""Architecture -> the model's class, if replacing the classes of its layers is not enough."""
 
 _undo = ExitStack()
 _registered: list[frozenset[str]] = []
@@ -39,18 +40,18 @@ def register(excluded: Iterable[str]) -> None:
     with ExitStack() as undo:
         config.set_excluded(excluded)
         for base, ours in _classes(excluded).items():
-            _put_in(undo, base, ours)
+            _register_layer(undo, base, ours)
         for architecture, name in MODELS.items():
-            _put_model_in(undo, architecture, f"{_PACKAGE}.{name}")
+            _register_model(undo, architecture, f"{_PACKAGE}.{name}")
         if "attn" not in excluded:
-            _put_attention_in(undo)
+            _register_attention(undo)
         if "logprob" not in excluded:
             logprobs.COMPUTED.rlk_calls = 0
             for owner, name, function in list(logprobs.patches()):
                 undo.callback(setattr, owner, name, vars(owner)[name])
                 setattr(owner, name, function)
-        _forget_made()
-        undo.callback(_forget_made)
+        _clear_vllm_caches()
+        undo.callback(_clear_vllm_caches)
         _registered.append(excluded)
         undo.callback(_registered.clear)
         _undo.push(undo.pop_all())
@@ -83,32 +84,32 @@ def _classes(excluded: frozenset[str]) -> dict[type, type]:
 
 
 def _sparse_classes() -> dict[type, type]:
-    """Classes for sparse layers; none for a vLLM that builds these layers another way: `config`
-    then refuses their models."""
+    """The classes of sparse layers; none for a vLLM that builds these layers differently, whose
+    sparse models `config` refuses."""
     try:
         from rlk_kernels.integrations.vllm import sparse
     except ImportError:
-        config.serve_sparse(False)
+        config.set_sparse_supported(False)
         return {}
-    config.serve_sparse(True)
+    config.set_sparse_supported(True)
     return sparse.CLASSES
 
 
-def _put_in(undo: ExitStack, base: Any, ours: type) -> None:
+def _register_layer(undo: ExitStack, base: Any, ours: type) -> None:
     taken = custom_op.op_registry_oot.get(base.__name__)
     if taken is not None:
-        raise NotServed(f"vLLM's {base.__name__} is replaced already, by {taken.__qualname__}")
+        raise NotSupported(f"vLLM's {base.__name__} is already replaced by {taken.__qualname__}")
     base.register_oot(name=base.__name__)(ours)
     undo.callback(custom_op.op_registry_oot.pop, base.__name__)
 
 
-def _put_model_in(undo: ExitStack, architecture: str, ours: str) -> None:
+def _register_model(undo: ExitStack, architecture: str, ours: str) -> None:
     models = ModelRegistry.models
     undo.callback(models.__setitem__, architecture, models[architecture])
     ModelRegistry.register_model(architecture, ours)
 
 
-def _put_attention_in(undo: ExitStack) -> None:
+def _register_attention(undo: ExitStack) -> None:
     backend, name = AttentionBackendEnum.CUSTOM, "attention_gpu.RlkAttentionBackend"
     if current_platform.is_cpu():
         backend, name = AttentionBackendEnum.CPU_ATTN, "attention_cpu.RlkCPUAttentionBackend"
@@ -116,9 +117,9 @@ def _put_attention_in(undo: ExitStack) -> None:
     undo.callback(backend.clear_override)
 
 
-def _forget_made() -> None:
-    """vLLM keeps rotary embeddings, chosen backends and classes of models from one model to the
-    next."""
+def _clear_vllm_caches() -> None:
+    """Clears vLLM's caches of rotary embeddings, backends and classes of models, which outlive a
+    model."""
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.model_loader import utils
 
@@ -128,7 +129,7 @@ def _forget_made() -> None:
 
 
 def leave(model: Any, excluded: Iterable[str]) -> None:
-    """See the package. The operators that `register` left are vLLM's own already."""
+    """See the package. Operators that `register` excluded are vLLM's own already."""
     wanted = excluded_operators(excluded) & NORMS
     ours = [
         module
@@ -136,9 +137,9 @@ def leave(model: Any, excluded: Iterable[str]) -> None:
         if name.rpartition(".")[2] in wanted and isinstance(module, Counted)
     ]
     if ours and not model.model.do_not_compile:
-        raise NotServed(
-            f"{', '.join(sorted(wanted))}: compiled code keeps the norms that it was made of; "
-            "exclude all norms, or run vLLM eager"
+        raise NotSupported(
+            f"{', '.join(sorted(wanted))}: compiled code cannot change its norms; exclude all "
+            "norms, or run vLLM eager"
         )
     for module in ours:
         module.__class__ = RMSNorm
@@ -183,7 +184,7 @@ def _of_mlp(mlp: Any) -> dict[str, Any]:
 def check(llm: Any) -> Any:
     """See the package."""
     if not hasattr(llm.llm_engine, "model_executor"):
-        raise NotServed(
+        raise NotSupported(
             "the model is in another process, where its operators cannot be inspected: set "
             "VLLM_ENABLE_V1_MULTIPROCESSING=0 before vllm is imported"
         )

@@ -1,8 +1,8 @@
 """The out-of-tree classes of vLLM's sparse layers.
 
-Tensor-parallel ranks have each some outputs of both products of every expert, and gather them: of
-gate and up as vLLM shares them, of down by rows, where vLLM shares its columns and adds up. Each
-rank routes every token.
+Each tensor-parallel rank computes some outputs of both products of every expert, and the ranks
+gather them. gate and up are divided as in vLLM; down is divided by rows, where vLLM divides its
+columns and adds up partial sums. Each rank routes every token.
 
 T = packed tokens of all requests   E = experts   H = hidden size   I = inner size of an expert
 R = ranks
@@ -23,7 +23,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
 from rlk_kernels.integrations import profile
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.experts import Sparse
 from rlk_kernels.integrations.vllm import gather
 from rlk_kernels.integrations.vllm.ahead import compile_experts, compile_products, sizes_of
@@ -32,7 +32,7 @@ from rlk_kernels.integrations.vllm.layers import RlkLinearMethod, VllmLinear
 
 
 class RlkFusedMoEMethod(UnquantizedFusedMoEMethod):
-    """Keeps the experts' weights as they were loaded, w13[E, 2 I / R, H] and w2[E, H / R, I]:
+    """Keeps the experts' weights as they were loaded, w13[E, 2 I / R, H] and w2[E, H / R, I].
     vLLM's own method pads and packs them for its kernels."""
 
     supports_pre_processed_weights = True
@@ -42,7 +42,7 @@ class RlkFusedMoEMethod(UnquantizedFusedMoEMethod):
         if not current_platform.is_cpu():
             super().__init__(moe)
             return
-        # Past its choice of a kernel of vLLM's, none of which takes every size on a CPU.
+        # Skips vLLM's choice of a kernel, because none of its kernels supports every size on a CPU.
         super(UnquantizedFusedMoEMethod, self).__init__(moe)
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
@@ -53,11 +53,8 @@ class RlkFusedMoEMethod(UnquantizedFusedMoEMethod):
         partial = layer.w2_weight
         experts, hidden, inner = partial.shape
         if hidden % ranks:
-            raise NotServed(
-                f"{hidden} outputs of experts are not served on {ranks} ranks, which do not divide "
-                "them"
-            )
-        # The same number of entries, and all else that vLLM notes of the parameter.
+            raise NotSupported(f"{hidden} outputs of experts cannot be divided among {ranks} ranks")
+        # The new parameter has the same number of entries, and vLLM's attributes of the old one.
         rows = partial.data.view(experts, hidden // ranks, inner * ranks)
         layer.w2_weight = torch.nn.Parameter(rows, requires_grad=False)
         set_weight_attrs(layer.w2_weight, vars(partial) | {"weight_loader": self._load_rows})
@@ -66,8 +63,8 @@ class RlkFusedMoEMethod(UnquantizedFusedMoEMethod):
         self, param: Tensor, loaded_weight: Tensor, weight_name: str, shard_id: str,
         expert_id: int, return_success: bool = False,
     ) -> bool | None:  # fmt: skip
-        """As `RoutedExperts.weight_loader`, which loads w2 by columns: one expert's [H, I], or
-        all experts'."""
+        """Loads w2 of one expert, [H, I], or of all experts, by rows; vLLM's
+        `RoutedExperts.weight_loader` loads it by columns."""
         rows = param.shape[1]
         target = param.data if loaded_weight.dim() == 3 else param.data[expert_id]
         target.copy_(loaded_weight.narrow(-2, self.moe.tp_rank * rows, rows))
@@ -93,14 +90,14 @@ class RouterMethod(RlkLinearMethod):
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if bias is not None:
-            raise NotServed("a router with a bias is not served")
+            raise NotSupported("a router with a bias is not supported")
         layer.count()
         # GLM-4.5's block in vLLM 0.26 widens the rows, which changes no value.
         return profile.router(x.to(layer.weight.dtype), layer.weight)
 
 
 class RlkReplicatedLinear(VllmLinear, ReplicatedLinear):
-    """A router, where it is one."""
+    """A router if its name is `gate`; otherwise vLLM's own linear."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         prefix = kwargs.get("prefix", "")
@@ -113,8 +110,8 @@ class RlkReplicatedLinear(VllmLinear, ReplicatedLinear):
 
 
 class RlkGateLinear(VllmLinear, GateLinear):
-    """Bypasses the kernels that it would choose from. Its weight keeps the model's dtype: the
-    product is fp32 in any case."""
+    """Bypasses vLLM's choice of a kernel. The weight has the model's dtype, because the product is
+    fp32 in any case."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs | {"params_dtype": None})
@@ -129,7 +126,8 @@ class RlkMoERunner(Sparse, MoERunner):
 
     def __init__(self, *args: Any, shared_experts: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, shared_experts=shared_experts, **kwargs)
-        # Past vLLM's streams. The block has it as a module.
+        # vLLM would run them on another stream. The tuple keeps them from becoming a submodule,
+        # because the block has them already.
         self.rlk_shared_experts = (shared_experts,)
         check_sparse_layer()
         experts, parallel = self.routed_experts, self.moe_config.moe_parallel_config
@@ -137,8 +135,8 @@ class RlkMoERunner(Sparse, MoERunner):
             f"experts of {type(experts.quant_method).__name__}": (
                 type(experts.quant_method) is not RlkFusedMoEMethod
             ),
-            "shared experts by a weight of their own": self.shared_expert_gate is not None,
-            "experts in another space": self.routed_input_transform is not None,
+            "a gate of the shared experts": self.shared_expert_gate is not None,
+            "a transform of the experts' input": self.routed_input_transform is not None,
             "data parallelism": parallel.dp_size > 1,
             "results that the next module adds up": self.moe_config.skip_final_all_reduce,
             f"scoring_func={experts.scoring_func}": experts.scoring_func
@@ -146,24 +144,22 @@ class RlkMoERunner(Sparse, MoERunner):
             "grouped top-k without a correction of the scores": experts.use_grouped_topk
             and experts.e_score_correction_bias is None,
             "a routing function of the model's own": experts.custom_routing_function is not None,
-            "weights of experts on their inputs": experts.apply_router_weight_on_input,
+            "routing weights on the experts' inputs": experts.apply_router_weight_on_input,
             f"an activation {self.activation}": getattr(self.activation, "value", "") != "silu",
             "a bias of experts": self.moe_config.has_bias,
             "scaled experts": self.routed_scaling_factor != 1.0
             and experts.e_score_correction_bias is None,
-            "more experts than the model has": experts.global_num_experts
-            != experts.local_num_experts,
+            "redundant experts": experts.global_num_experts != experts.local_num_experts,
         }
-        if reasons := [what for what, is_so in refused.items() if is_so]:
-            raise NotServed(f"a sparse layer with {'; '.join(reasons)} is not served")
+        if settings := [setting for setting, is_set in refused.items() if is_set]:
+            raise NotSupported(f"a sparse layer with {'; '.join(settings)} is not supported")
         self.rlk_ranks = parallel.tp_size
         if self.rlk_ranks > 1:
             columns = experts.w13_weight.shape[1] // 2, experts.w2_weight.shape[1]
             gather.connect(columns, experts.w13_weight.dtype)
 
     def maybe_init_modular_kernel(self) -> None:
-        """vLLM 0.26 calls this on tensor-parallel ranks to choose a kernel for the experts. This
-        class uses none of vLLM's kernels."""
+        """Does nothing: vLLM 0.26 calls this on tensor-parallel ranks to choose a kernel."""
 
     def columns(self, x: Tensor) -> Tensor:
         return x if self.rlk_ranks == 1 else gather.columns(x, self.rlk_ranks)
@@ -188,7 +184,7 @@ class RlkMoERunner(Sparse, MoERunner):
         groups = (1, 1)
         if experts.use_grouped_topk:
             groups = (experts.num_expert_group, experts.topk_group)
-        # vLLM scales the weights or else the sum of the rows: here it is always the weights.
+        # vLLM scales either the weights or the sum of the rows; here it is always the weights.
         scale = self.routed_scaling_factor * experts.routed_scaling_factor
         return profile.Correction(bias, *groups, scale)
 
@@ -199,4 +195,4 @@ CLASSES: dict[type, type] = {
     GateLinear: RlkGateLinear,
     MoERunner: RlkMoERunner,
 }
-"""vLLM's class -> what is made in its place."""
+"""vLLM's class -> the class that replaces it."""

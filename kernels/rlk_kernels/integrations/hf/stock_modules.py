@@ -1,5 +1,5 @@
-"""Whether a model runs transformers' own code: code that another library put there may repeat the
-kernels' work or bypass them."""
+"""Checks that a model runs transformers' own code, because code of another library may repeat the
+work of the kernels or bypass them."""
 
 import inspect
 import sys
@@ -9,32 +9,32 @@ from typing import Any
 from torch import nn
 from transformers.activations import ACT2FN
 
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.operators import Counted
 
 SILU = type(ACT2FN["silu"])
 
 
 def check_forwards(model: Any, replaced: dict[str, Any]) -> None:
-    """Raises NotServed where the forward of a causal LM, of what holds its operators, or of one
-    that is to be replaced, by name, is not that of its family's module of transformers."""
+    """Raises NotSupported if a forward is not that of the family's module in transformers: of a
+    causal LM, of its parts that call operators, or of a module in `replaced`, by name."""
     inner = model.model
     parts = {"the model": model, "the model's decoder": inner}
     for i, layer in enumerate(inner.layers):
         if layer.self_attn.layer_idx != i:
-            raise NotServed(
+            raise NotSupported(
                 f"layers.{i} has layer_idx={layer.self_attn.layer_idx}: renumber the layers"
             )
         parts |= {f"layers.{i}": layer, f"layers.{i}.self_attn": layer.self_attn}
-        # A sparse layer's router and experts are replaced, and called by it.
+        # A sparse layer calls its router and its experts, which are replaced.
         parts |= {f"layers.{i}.mlp": layer.mlp} if hasattr(layer.mlp, "experts") else {}
     for name, module in (parts | replaced).items():
         if "forward" in vars(module):
-            raise NotServed(
-                f"the forward of {name} was replaced in this one object, by "
-                f"{_where(vars(module)['forward'])}: call use_kernels before"
+            raise NotSupported(
+                f"the forward of {name} was replaced in this object by "
+                f"{_where(vars(module)['forward'])}: call use_kernels first"
             )
-        # Already ours: the model gets the kernels a second time.
+        # A `Counted` module has the kernels from an earlier call.
         if not isinstance(module, nn.Linear | nn.Embedding | Counted):
             _check_forward(name, module, model.config.model_type)
 
@@ -43,13 +43,13 @@ def _check_forward(name: str, module: Any, family: str) -> None:
     known = [Path(sys.modules[name].__file__ or "").parent for name in ("transformers", "torch")]
     modeling = known[0] / "models" / family / f"modeling_{family}.py"
     function = type(module).forward
-    # Their decorators are no other code.
+    # Decorators of transformers and torch do not count as other code.
     while hasattr(function, "__wrapped__") and set(known) & set(_file(function).parents):
         function = function.__wrapped__
     if _file(function) != modeling:
-        raise NotServed(
-            f"{name} is a {type(module).__qualname__} whose forward is {_where(function)}; that of "
-            f"transformers.models.{family} is served"
+        raise NotSupported(
+            f"{name} is a {type(module).__qualname__} whose forward is {_where(function)}; only "
+            f"that of transformers.models.{family} is supported"
         )
 
 
@@ -64,27 +64,27 @@ def _where(function: Any) -> str:
 
 
 def check_plain(name: str, module: Any) -> None:
-    """Raises NotServed for what stands in a linear's place (an adapter, quantised weights), and for
-    what an embedding, an MLP or experts were changed to compute."""
+    """Raises NotSupported for a module that stands in for a linear (an adapter, quantised weights),
+    and for settings of an embedding, an MLP or experts that change their values."""
     plain = {"embed": nn.Embedding, "logits": nn.Linear}.get(name)
     if name.endswith("proj"):
         plain = nn.Linear
     if plain is not None and type(module) is not plain:
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
-        raise NotServed(
-            f"{name} is a {kind}; a torch.nn.{plain.__name__} is served: merge adapters"
+        raise NotSupported(
+            f"{name} is a {kind}; only a torch.nn.{plain.__name__} is supported: merge adapters"
         )
     if name == "embed":
         asked = [a for a in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, a)]
         if asked:
-            raise NotServed(f"{name} with {', '.join(asked)} is not served: rows are copied")
+            raise NotSupported(f"{name} with {', '.join(asked)} is not supported")
     if name.endswith(("act", ".moe_out")):
         check_silu(module.act_fn)
 
 
 def check_silu(act: Any) -> None:
-    """Raises NotServed for an activation other than config.json's, or one with hooks: the kernels
-    never call the module."""
+    """Raises NotSupported for an activation other than config.json's, or one with hooks, because
+    the kernels never call the module."""
     if type(act) is not SILU or act._forward_hooks or act._forward_pre_hooks:
         kind = type(act).__name__ + (" with hooks" if type(act) is SILU else "")
-        raise NotServed(f"act_fn is a {kind}; a plain {SILU.__name__} is served")
+        raise NotSupported(f"act_fn is a {kind}; only a plain {SILU.__name__} is supported")
