@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from rlk_kernels.losses.linear_grpo import kernels as loss_kernels
 from rlk_kernels.matmul.accumulate.accumulate import accumulate
-from rlk_kernels.matmul.accumulate.partial import PartialProduct, lo_accumulator
+from rlk_kernels.matmul.accumulate.plan import PartialProduct, lo_accumulator
 from rlk_kernels.matmul.product import product
 from rlk_kernels.numerics.column_sum import kernels as column_sum
 from rlk_kernels.ops.attention import backward, forward, sinks_kernels

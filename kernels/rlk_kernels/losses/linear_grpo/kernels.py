@@ -19,7 +19,7 @@ from torch import Tensor
 from rlk_kernels.device import facts
 from rlk_kernels.losses.policy.kernels import free_term
 from rlk_kernels.losses.policy.objective import Objective
-from rlk_kernels.matmul.epilogue import reference
+from rlk_kernels.matmul.epilogue import reference_exponent
 from rlk_kernels.ops.linear_logp.options import RowStatistics
 
 REBASE_NODES, REBASE_ROWS, REBASE_STEP = 32, 128, 16
@@ -52,7 +52,7 @@ def _token_gradient_kernel(
     tl.store(a_ptr + rows, -g, mask=on)
     n = tl.load(n_ptr + rows, mask=on, other=0.0)
     log_s = tl.load(s_ptr + rows, mask=on, other=0.0)
-    r = reference(n, tl.load(z_ptr + rows, mask=on, other=0.0), HALF)
+    r = reference_exponent(n, tl.load(z_ptr + rows, mask=on, other=0.0), HALF)
     c = -g * tl.exp2((r - n) - log_s)
     tl.store(c_ptr + rows, tl.where((g == 0.0) & (c != c), 0.0, c), mask=on)
 
@@ -89,7 +89,7 @@ def _down(node_n_ptr, n_ptr, z_ptr, node, rows, T, HALF: tl.constexpr):
     z = tl.load(z_ptr + rows, mask=inside, other=0.0)
     node_n = tl.load(node_n_ptr + node.to(tl.int64) * T + rows, mask=inside, other=0.0)
     n = tl.load(n_ptr + rows, mask=inside, other=0.0)
-    return reference(node_n, z, HALF) - reference(n, z, HALF)
+    return reference_exponent(node_n, z, HALF) - reference_exponent(n, z, HALF)
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -23,18 +23,12 @@ from torch import Tensor
 
 from rlk_kernels.device import facts
 from rlk_kernels.losses.linear_grpo import plan
-from rlk_kernels.losses.linear_grpo.kernels import (
-    quiet,
-    rebase,
-    scale,
-    scale_rows,
-    token_gradient,
-)
+from rlk_kernels.losses.linear_grpo.kernels import quiet, rebase, scale, scale_rows, token_gradient
 from rlk_kernels.losses.policy.kernels import prepare, reduce_loss
 from rlk_kernels.losses.policy.objective import Objective
 from rlk_kernels.matmul.accumulate.accumulate import accumulate
-from rlk_kernels.matmul.accumulate.partial import PartialProduct, lo_accumulator
-from rlk_kernels.matmul.plan import most_special
+from rlk_kernels.matmul.accumulate.plan import PartialProduct, lo_accumulator
+from rlk_kernels.matmul.plan import recorded_implementation
 from rlk_kernels.memory import empties, empty
 from rlk_kernels.numerics.column_sum.operator import column_sum
 from rlk_kernels.ops.linear_logp.launch import (
@@ -138,7 +132,7 @@ def logp_and_gradients(
         run(chunk)
     db = column_sum(torch.stack(sums), "triton") if needs[2] else None
     db = db if bias is None or db is None else db.to(bias.dtype)
-    return logps, [dh, dw, db], most_special(ran)
+    return logps, [dh, dw, db], recorded_implementation(ran)
 
 
 def logp_alone(

@@ -25,13 +25,7 @@ from rlk_kernels.ops.attention import kernels
 from rlk_kernels.ops.attention.call import AttentionCall, AttentionPlan, PieceList, Scratch
 from rlk_kernels.ops.attention.merge import merge_parts
 from rlk_kernels.ops.attention.order import CHUNK, block_n, capped_scales
-from rlk_kernels.ops.attention.schedule import (
-    PIECES,
-    SCRATCH_BYTES,
-    ListPlan,
-    list_plan,
-    schedule,
-)
+from rlk_kernels.ops.attention.schedule import PIECES, SCRATCH_BYTES, ListPlan, list_plan, schedule
 
 FEW = 64
 """Up to this many packed rows per sequence, in the mean, queries count as few."""

@@ -12,8 +12,8 @@ T = tokens   V = columns of this launch   K = hidden size   J = ids a token
 import triton
 import triton.language as tl
 
-from rlk_kernels.matmul.epilogue import _final_logits, _slope, _tile_end
-from rlk_kernels.matmul.steps import _tile_position, begins_segment, carry_high
+from rlk_kernels.matmul.epilogue import final_logits, finish_tile, softcap_slope
+from rlk_kernels.matmul.steps import begins_segment, carry_high, tile_position
 from rlk_kernels.numerics.lse_tree.kernels import LN2, NO_COLUMNS, merge_neighbours, scaled
 
 
@@ -29,7 +29,7 @@ def _tiles_tma_kernel(
 ):  # fmt: skip
     tiles = tl.cdiv(T, BM) * tl.cdiv(V, BN)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        tile_m, tile_n = _tile_position(tile, T, V, BM, BN, GROUP)
+        tile_m, tile_n = tile_position(tile, T, V, BM, BN, GROUP)
         row = tile_m * BM
         col = tile_n * BN
         acc = tl.zeros((BM, BN), tl.float32)
@@ -46,7 +46,7 @@ def _tiles_tma_kernel(
             acc = tl.dot(h, w.T, acc)
         if SEGMENT > 0:
             acc += high
-        _tile_end(
+        finish_tile(
             acc, row, col, tile_n, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr, out_desc, out_ptr,
             T, V, stride, cap, inverse_cap, scale, inverse, inverse_top, MODE, HAS_BIAS, LOGIT,
             SOFTCAP, SCALED, ENTROPY, PARTIAL, RAGGED, BM, BN, LEVELS, TMA_STORE,
@@ -63,7 +63,7 @@ def _tiles_pointer_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LEVELS: tl.constexpr,
     GROUP: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    tile_m, tile_n = _tile_position(tl.program_id(0), T, V, BM, BN, GROUP)
+    tile_m, tile_n = tile_position(tl.program_id(0), T, V, BM, BN, GROUP)
     row = tile_m * BM
     col = tile_n * BN
     rows = (row + tl.arange(0, BM)).to(tl.int64)
@@ -82,7 +82,7 @@ def _tiles_pointer_kernel(
         acc = tl.dot(h, w, acc, input_precision="ieee")
     if SEGMENT > 0:
         acc += high
-    _tile_end(
+    finish_tile(
         acc, row, col, tile_n, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr, out_ptr, out_ptr, T, V,
         stride, cap, inverse_cap, scale, inverse, inverse_top, MODE, HAS_BIAS, LOGIT,
         SOFTCAP, SCALED, ENTROPY, PARTIAL, RAGGED, BM, BN, LEVELS, False, False,
@@ -121,7 +121,7 @@ def _pick_kernel(
     bias = 0.0
     if HAS_BIAS:
         bias = tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-    z = _final_logits(acc, bias, cap, inverse_cap, scale, inverse, HAS_BIAS, LOGIT, SOFTCAP, SCALED)
+    z = final_logits(acc, bias, cap, inverse_cap, scale, inverse, HAS_BIAS, LOGIT, SOFTCAP, SCALED)
     z = tl.where(inside, tl.reshape(z, (B,)), float("nan"))
     tl.store(z_ptr + here, z, mask=rows < T)
 
@@ -237,7 +237,7 @@ def _mark_kernel(
         g += tl.where(other == id, upstream, 0.0)
     d = tl.fma(tl.exp2(y), a, g)
     if SOFTCAP:
-        d = d * _slope(z, inverse_top)
+        d = d * softcap_slope(z, inverse_top)
     if UNIT:
         unit = tl.load(unit_ptr + rows, mask=rows < T, other=0.0)
         d = tl.where(unit == 0.0, 0.0, d / unit)

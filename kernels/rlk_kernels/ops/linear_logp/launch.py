@@ -25,9 +25,9 @@ from rlk_kernels.device import facts
 from rlk_kernels.launching import ShapeCache, cdiv, launch, replay_or_run, shape_cache
 from rlk_kernels.matmul import epilogue
 from rlk_kernels.matmul.accumulate.accumulate import accumulate
-from rlk_kernels.matmul.accumulate.partial import PartialProduct, lo_accumulator
+from rlk_kernels.matmul.accumulate.plan import PartialProduct, lo_accumulator
 from rlk_kernels.matmul.launch import hopper_epilogue
-from rlk_kernels.matmul.plan import EpiloguePlan, most_special
+from rlk_kernels.matmul.plan import EpiloguePlan, recorded_implementation
 from rlk_kernels.matmul.self_check import trusted
 from rlk_kernels.matmul.split import segments
 from rlk_kernels.memory import MemoryLayout, empty, layout, views
@@ -446,4 +446,4 @@ def backward(
                     column_sums.append(columns(slice(start, stop), vocab))
             if db is not None:
                 db[vocab.columns] = column_sum(torch.stack(column_sums), "triton")
-    return (dh, dw, db), most_special(ran)
+    return (dh, dw, db), recorded_implementation(ran)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rlk_kernels.device import DeviceFacts, facts
 from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
-from rlk_kernels.matmul.epilogue import _final_logits, _slope
+from rlk_kernels.matmul.epilogue import final_logits, softcap_slope
 from rlk_kernels.memory import empty
 from rlk_kernels.numerics.lse_tree.kernels import (
     LN2,
@@ -65,8 +65,8 @@ def _logp_blocks_kernel(
             tl.store(ranks_ptr + (row * nodes + block) * TOP + i, best)
             of_left = tl.where(of_left == best, LAST, of_left)
             of_right = tl.where(of_right == best, LAST, of_right)
-    left = _final_logits(left, 0, cap, inverse_cap, scale, inverse, False, FP32, SOFTCAP, SCALED)
-    right = _final_logits(right, 0, cap, inverse_cap, scale, inverse, False, FP32, SOFTCAP, SCALED)
+    left = final_logits(left, 0, cap, inverse_cap, scale, inverse, False, FP32, SOFTCAP, SCALED)
+    right = final_logits(right, 0, cap, inverse_cap, scale, inverse, False, FP32, SOFTCAP, SCALED)
     if SOFTCAP:  # what is behind the last column stays without a weight
         left = tl.where(cols < V, left, float("-inf"))
         right = tl.where(cols + 8 < V, right, float("-inf"))
@@ -85,7 +85,7 @@ def _store_logp(
     """The log-probability of each id of a row: 0 where it is negative, NaN behind the last."""
     x = tl.load(x_ptr + ids, mask=mask & (ids >= 0) & (ids < V), other=float("nan"))
     x = x.to(tl.float32)
-    z = _final_logits(x, 0, cap, inverse_cap, scale, inverse, False, FP32, SOFTCAP, SCALED)
+    z = final_logits(x, 0, cap, inverse_cap, scale, inverse, False, FP32, SOFTCAP, SCALED)
     logp = (scaled(z, n) - log_s) * LN2
     tl.store(at, tl.where(ids < 0, 0.0, logp), mask=mask)
 
@@ -151,12 +151,12 @@ def _logp_bwd_kernel(
     target = tl.load(target_ptr + row)
     x = tl.load(x_ptr + row * stride_t + cols, mask=cols < V, other=float("-inf"))
     x = x.to(tl.float32)
-    z = _final_logits(x, 0, cap, inverse_cap, scale, inverse, False, FP32, SOFTCAP, SCALED)
+    z = final_logits(x, 0, cap, inverse_cap, scale, inverse, False, FP32, SOFTCAP, SCALED)
     p = tl.exp2(scaled(z, tl.load(root_ptr + row * 2)) - tl.load(root_ptr + row * 2 + 1))
     g = tl.load(g_ptr + row) * slope
     dx = g * (tl.where(cols == target, 1.0, 0.0) - p)
     if SOFTCAP:
-        dx = dx * _slope(z, inverse_top)
+        dx = dx * softcap_slope(z, inverse_top)
     dx = tl.where(dx == dx, dx, tl.where(g == 0.0, 0.0, float("nan")))
     dx = tl.where(target < 0, 0.0, dx)
     tl.store(dx_ptr + row * V + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < V)

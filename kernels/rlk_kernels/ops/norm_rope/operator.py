@@ -17,13 +17,7 @@ from rlk_kernels.custom_op import call, custom_op
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.rms_norm.operator import CASTS, rms_norm_grad
 from rlk_kernels.ops.rms_norm.operator import rms_norm as norm
-from rlk_kernels.ops.rope.operator import (
-    _frequencies,
-    _rope,
-    check_rope,
-    empty_heads,
-    rotate,
-)
+from rlk_kernels.ops.rope.operator import _frequencies, _rope, check_rope, empty_heads, rotate
 
 
 def _setup(ctx, inputs, output):

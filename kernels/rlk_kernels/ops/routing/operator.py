@@ -125,12 +125,7 @@ def _backward_corrected(ctx, grad, _):
     return (_route_corrected_backward(*ctx.saved_tensors, grad, *how), *(None,) * 7)
 
 
-@custom_op(
-    "route",
-    lambda logits, k, *rest: _fake(logits, k),
-    setup=_setup,
-    backward=_backward,
-)
+@custom_op("route", lambda logits, k, *rest: _fake(logits, k), setup=_setup, backward=_backward)
 def _route(logits: Tensor, k: int, normalize: bool, backend: str) -> tuple[Tensor, Tensor]:
     return _module("route", backend).forward(logits, k, normalize)
 

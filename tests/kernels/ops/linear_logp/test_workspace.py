@@ -18,12 +18,7 @@ from rlk_kernels.matmul.accumulate import plan as accumulate
 from rlk_kernels.matmul.tiles import SAFE, Tile
 from rlk_kernels.matmul.tiles import STORE as LARGE
 from rlk_kernels.ops.linear_logp import launch, plan
-from rlk_kernels.ops.linear_logp.workspace import (
-    UNIT,
-    all_at_once,
-    block_elements,
-    one_at_a_time,
-)
+from rlk_kernels.ops.linear_logp.workspace import UNIT, all_at_once, block_elements, one_at_a_time
 from torch.multiprocessing.reductions import StorageWeakRef
 
 T, H, V = 320, 128, 1100

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from rlk_kernels.matmul.hopper.pipeline import ROWS, barriers, described_at, thread_barrier
+from rlk_kernels.matmul.hopper.pipeline import ROWS, barriers, tensor_map_at, thread_barrier
 from rlk_kernels.ops.attention.hopper.steps import _matrix
 
 BLOCK = gl.constexpr(64)
@@ -90,7 +90,7 @@ def reads(*tensors: Tensor) -> bool:
 def descriptors(*tensors: Tensor) -> list:
     """Tensor maps, 64 rows of a head at a time, of what `reads` accepts."""
     return [
-        described_at(x.data_ptr(), x.dtype, size, (x.stride(0), 1), (ROWS.value, x.shape[-1]))
+        tensor_map_at(x.data_ptr(), x.dtype, size, (x.stride(0), 1), (ROWS.value, x.shape[-1]))
         for x in tensors
         if (size := _matrix(x.shape, x.stride(), False)) is not None
     ]

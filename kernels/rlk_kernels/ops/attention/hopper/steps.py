@@ -26,15 +26,10 @@ from rlk_kernels.matmul.hopper.pipeline import (
     ROWS,
     async_load,
     barriers,
-    described_at,
+    tensor_map_at,
     thread_barrier,
 )
-from rlk_kernels.ops.attention.order import (
-    CHUNK,
-    merge,
-    one_sum,
-    weights_below,
-)
+from rlk_kernels.ops.attention.order import CHUNK, merge, one_sum, weights_below
 
 BLOCK = gl.constexpr(128)
 """Keys of a block: `order.block_n` of the head sizes taken here."""
@@ -279,7 +274,7 @@ def descriptors(k: Tensor, v: Tensor, table: Tensor | None) -> list:
     paged = table is not None
     box = (_keys_per_copy(k.shape[1]) if paged else BLOCK.value, k.shape[-1])
     return [
-        described_at(x.data_ptr(), x.dtype, size, (x.stride(-3), 1), box)
+        tensor_map_at(x.data_ptr(), x.dtype, size, (x.stride(-3), 1), box)
         for x in (k, v)
         if (size := _matrix(x.shape, x.stride(), paged)) is not None
     ]
