@@ -108,7 +108,7 @@ def products(
     acc, a_smem, b_smem, full, empty, stage, phase, steps, TRANS_A: gl.constexpr,
     TRANS_B: gl.constexpr, B_ROWS: gl.constexpr, B_COLUMNS: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
-    """acc plus `steps` products, by four warps, with K from front to back; SIDE: which rows of A."""
+    """acc plus `steps` products by four warps, with K from front to back; SIDE: which rows of A."""
     before = 0  # not `stage`, which Triton would treat as the same variable
     for step in range(steps):
         mbarrier.wait(full.index(stage), phase)

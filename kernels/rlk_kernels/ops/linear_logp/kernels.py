@@ -3,8 +3,8 @@
 Tile kernels: the matrix product of `matmul` (same order, same fp32 bits, for any tile), and the
 epilogue of `matmul/epilogue.py` (STATS, EXPONENTIALS or GRADIENT).
 Row kernels: the logits of given ids (`_pick_kernel`), the tree above the tiles
-(`_collapse_kernel`, `_finish_kernel`), the gradient at given ids (`_mark_kernel`), rows without a
-gradient made harmless (`_quiet_kernel`).
+(`_collapse_kernel`, `_finish_kernel`), the gradient at given ids (`_id_gradient_kernel`), and a
+copy with zeros in rows without a gradient (`_copy_live_rows_kernel`).
 
 T = tokens   V = columns of this launch   K = hidden size   J = ids a token
 """
@@ -187,7 +187,7 @@ def _finish_kernel(
 
 
 @triton.jit
-def _quiet_kernel(
+def _copy_live_rows_kernel(
     h_ptr, g_ptr, a_ptr, b_ptr, n_ptr, s_ptr, z_ptr, out_ptr, out_n_ptr, out_s_ptr, out_z_ptr,
     H, J, stride_h, stride_out, ENTROPY: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
@@ -211,7 +211,7 @@ def _quiet_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "first"])
-def _mark_kernel(
+def _id_gradient_kernel(
     out_ptr, ids_ptr, z_ptr, g_ptr, n_ptr, s_ptr, a_ptr, b_ptr, unit_ptr, T, J, first, V, stride,
     inverse_top, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, UNIT: tl.constexpr,
     B: tl.constexpr,

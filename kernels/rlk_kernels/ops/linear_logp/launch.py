@@ -322,7 +322,7 @@ def coefficients(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some tokens with all that their dlogits are made of; see `_quiet`."""
+    """Some tokens with all that their dlogits are made of; see `_copy_live_rows`."""
 
     h: Tensor
     ids: Tensor
@@ -332,7 +332,7 @@ class _Part:
     b: Tensor | None
 
 
-def _quiet(
+def _copy_live_rows(
     into: Tensor, h: Tensor, ids: Tensor, rows: RowStatistics, g: Tensor, a: Tensor,
     b: Tensor | None, part: slice,
 ) -> _Part:  # fmt: skip
@@ -344,7 +344,7 @@ def _quiet(
     old = [x[part] for x in (rows.n, rows.log_s, rows.z)]
     new = [torch.empty_like(x) for x in old]
     out = into[:t, :k]
-    kernels._quiet_kernel[(t, max(1, triton.cdiv(k, block)))](
+    kernels._copy_live_rows_kernel[(t, max(1, triton.cdiv(k, block)))](
         h, g, a, b, *old, out, *new, k, j, h.stride(0), out.stride(0), b is not None, block,
         num_warps=4,
     )  # fmt: skip
@@ -352,13 +352,13 @@ def _quiet(
     return _Part(out, ids, rows._replace(n=n, log_s=log_s, z=z), g, a, b)
 
 
-def mark(
+def store_id_gradients(
     out: Tensor, ids: Tensor, rows: RowStatistics, g: Tensor, a: Tensor, b: Tensor | None,
     spec: LogitOptions, first: int, v: int, unit: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write dlogits (over unit[T]) of the ids among columns first ... first + v."""
     t, j = ids.shape[0], _per_row(ids)
-    kernels._mark_kernel[(triton.cdiv(t, 128), j)](
+    kernels._id_gradient_kernel[(triton.cdiv(t, 128), j)](
         out, ids, rows.z, g, rows.n, rows.log_s, a, b, unit, t, j, first, v, out.stride(0),
         spec.inverse_top, spec.softcap > 0, b is not None, unit is not None, 128, num_warps=4,
     )  # fmt: skip
@@ -396,7 +396,7 @@ def backward(
             tiles, x.h, w[vocab.columns], None if bias is None else bias[vocab.columns], spec,
             x.rows.n, x.rows.log_s, None, x.a, x.b, out,
         )  # fmt: skip
-        mark(out, x.ids, x.rows, x.g, x.a, x.b, spec, vocab.first, out.shape[1])
+        store_id_gradients(out, x.ids, x.rows, x.g, x.a, x.b, spec, vocab.first, out.shape[1])
         return out
 
     def columns(part: slice, vocab: VocabChunk) -> Tensor:
@@ -410,17 +410,17 @@ def backward(
         )  # one for all chunks of tokens
         for start, stop in backward.chunks:
             part = slice(start, stop)
-            quiet_rows = _quiet(copy, h, ids, rows, g, a, b, part)
+            live = _copy_live_rows(copy, h, ids, rows, g, a, b, part)
             lo = los[: stop - start]
             for vocab, tiles in vocab_chunks:
-                out = dlogits(quiet_rows, vocab, tiles)
+                out = dlogits(live, vocab, tiles)
                 sums = [
                     PartialProduct(a=out, b=w[vocab.columns], out=dh[part], lo=lo, trans_a=False,
                         first=vocab.first == 0, last=vocab.last == v)
                 ]  # fmt: skip
                 if backward.one_pass and dw is not None:
                     sums.append(
-                        PartialProduct(a=out, b=quiet_rows.h, out=dw[vocab.columns], lo=lo,
+                        PartialProduct(a=out, b=live.h, out=dw[vocab.columns], lo=lo,
                             trans_a=True, first=True, last=True)
                     )  # fmt: skip
                 ran.add(accumulate(*sums))
@@ -434,11 +434,11 @@ def backward(
             lo = None if los is None else los[: vocab.last - vocab.first]
             column_sums = []
             for start, stop in backward.chunks:
-                quiet_rows = _quiet(copy, h, ids, rows, g, a, b, slice(start, stop))
-                out = dlogits(quiet_rows, vocab, tiles)
+                live = _copy_live_rows(copy, h, ids, rows, g, a, b, slice(start, stop))
+                out = dlogits(live, vocab, tiles)
                 if dw is not None and lo is not None:
                     partial = PartialProduct(
-                        a=out, b=quiet_rows.h, out=dw[vocab.columns], lo=lo, trans_a=True,
+                        a=out, b=live.h, out=dw[vocab.columns], lo=lo, trans_a=True,
                         first=start == 0, last=stop == t,
                     )  # fmt: skip
                     ran.add(accumulate(partial))
