@@ -12,6 +12,7 @@ The numbers are in `tile_costs.py`. `kernels/bench/fit_products.py` computes the
 functions on tensors.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -33,6 +34,12 @@ class TileCost(NamedTuple):
     megabyte: float
     narrow: float
     """`step` of the tiles of the tail."""
+
+
+def costs_of(numbers: dict[tuple, tuple], **options: bool) -> dict[Tile, TileCost]:
+    """{(m, n, k, warps, stages): the numbers of a `TileCost`} as costs of tiles with `options`."""
+    make = functools.partial(Tile, **options)
+    return {make(*shape): TileCost(*cost) for shape, cost in numbers.items()}
 
 
 class Work(NamedTuple):

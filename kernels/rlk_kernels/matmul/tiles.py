@@ -65,11 +65,6 @@ def partial_tiles() -> list[Tile]:
     return [tile for tile, _, _ in _PARTIAL] + [SAFE]
 
 
-def tiles_in_use() -> list[Tile]:
-    """Every tile that 16-bit operands can be launched with, all covered by the self-check."""
-    return list(dict.fromkeys([*product_tiles(), *partial_tiles(), PICK]))
-
-
 def with_overlap(tile: Tile, m: int, n: int, k: int, processors: int) -> Tile:
     """`tile` with the better overlap. A successor that starts at once helps where two kernels fit
     side by side or are short. Otherwise its tiles crowd the processors that this kernel left free
