@@ -28,8 +28,12 @@ from rlk_kernels.numerics.lse_tree.kernels import (
 )
 
 STATS, EXPONENTIALS, GRADIENT, LOGITS = (tl.constexpr(mode) for mode in range(4))
+MODES = {
+    "statistics": STATS, "exponentials": EXPONENTIALS, "gradient": GRADIENT, "logits": LOGITS
+}  # fmt: skip
+"""`plan.Epilogue` -> the mode of the kernels."""
 NEAR = tl.constexpr(60.0)
-"""The largest distance of r from the exponent of a row's largest logit, in powers of two."""
+"""The largest distance of r from a node's exponent n, in powers of two."""
 
 
 @triton.jit

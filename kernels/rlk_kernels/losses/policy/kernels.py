@@ -10,7 +10,8 @@ depends on T alone; it is not that of `portable.py`, which adds by halves of the
 atomics, and no number goes to the host, so that a CUDA graph can capture all launches.
 
 A token counts if its weight is not 0. A token outside every sequence of cu_seqlens (whose bounds
-are not checked on a GPU) has NaN as its weight and advantage; nothing is read out of range.
+are not checked on a GPU) has NaN for the weight and the advantage that its sequence would give it;
+nothing is read out of range.
 
 T = tokens   B = sequences
 """

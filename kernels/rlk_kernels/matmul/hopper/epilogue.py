@@ -24,6 +24,7 @@ from rlk_kernels.matmul.epilogue import (
     EXPONENTIALS,
     GRADIENT,
     LOGITS,
+    MODES,
     STATS,
     column_at,
     final_logits,
@@ -375,11 +376,6 @@ def _permuted(w: Tensor, box: list[int]) -> TensorDescriptor:
     )  # fmt: skip
 
 
-_MODES = {
-    "statistics": STATS, "exponentials": EXPONENTIALS, "gradient": GRADIENT, "logits": LOGITS
-}  # fmt: skip
-
-
 def hopper_tiles(
     plan: EpiloguePlan, h: Tensor, w: Tensor, bias: Tensor | None, n: Tensor | None,
     s: Tensor | None, u: Tensor | None, a: Tensor | None, b: Tensor | None, out: Tensor | None,
@@ -417,7 +413,7 @@ def _constants(plan: EpiloguePlan, h: Tensor, w: Tensor, flags: tuple) -> tuple[
         t, v, k, plan.last_segment // (segment or k) + 1, (segment or k) // tile.k
     )  # fmt: skip
     constants = (
-        _MODES[plan.epilogue], *flags, leaves and v % tile.n != 0, leaves and v % LEAF != 0,
+        MODES[plan.epilogue], *flags, leaves and v % tile.n != 0, leaves and v % LEAF != 0,
         tile.n, tile.k, levels(tile.n // 2 // LEAF), tile.group, plan.permuted,
         lead_steps(k, tile.k), segment > 0,
     )  # fmt: skip

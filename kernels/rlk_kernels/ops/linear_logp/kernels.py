@@ -1,6 +1,6 @@
-"""The Triton kernels of `linear_logp` and `linear_grpo_loss`; formulas and orders in those files.
+"""The Triton kernels of `linear_logp` and `linear_grpo_loss`, whose modules have the formulas.
 
-Tile kernels: the matrix product of `matmul` (same order, same fp32 bits, for any tile), and the
+Tile kernels: the matrix product of `matmul` (the same order and fp32 bits for any tile) with an
 epilogue of `matmul/epilogue.py` (STATS, EXPONENTIALS or GRADIENT).
 Row kernels: the logits of given ids (`_pick_kernel`), the tree above the tiles
 (`_collapse_kernel`, `_finish_kernel`), the gradient at given ids (`_id_gradient_kernel`), and a
@@ -96,7 +96,7 @@ def _pick_kernel(
     HAS_BIAS: tl.constexpr, LOGIT: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr,
     B: tl.constexpr, BK: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """z of ids[t, j]: the diagonal of a product with gathered rows of the weight."""
+    """z of ids[t, j], from the diagonal of a product with gathered rows of the weight."""
     rows = (tl.program_id(0) * B + tl.arange(0, B)).to(tl.int64)
     here = rows * J + tl.program_id(1)
     ids = tl.load(ids_ptr + here, mask=rows < T, other=-1)
@@ -131,7 +131,7 @@ def _merged(
     n_ptr, s_ptr, u_ptr, rows, node, T, nodes,
     ENTROPY: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """(n, s, u)[ROWS] of the subtree of 2**LEVELS nodes from `node`; a thread has whole rows."""
+    """(n, s, u)[ROWS] of the subtree of 2**LEVELS nodes from `node` on; a thread has whole rows."""
     ids = (node + tl.arange(0, 1 << LEVELS)).to(tl.int64)
     at = rows[:, None] + ids[None, :] * T
     there = (rows[:, None] < T) & (ids[None, :] < nodes)
@@ -149,7 +149,7 @@ def _collapse_kernel(
     n_ptr, s_ptr, u_ptr, up_n_ptr, up_s_ptr, up_u_ptr, T, nodes,
     ENTROPY: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Stats[nodes, T] to those LEVELS higher in the tree."""
+    """Merge statistics [nodes, T] into those LEVELS higher in the tree."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     node = tl.program_id(1)
     n, s, u = _merged(
@@ -167,14 +167,14 @@ def _finish_kernel(
     n_ptr, s_ptr, u_ptr, ids_ptr, z_ptr, logp_ptr, lse_ptr, entropy_ptr, row_n_ptr, row_s_ptr,
     T, J, nodes, ENTROPY: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """The root of each row, and what is read off it."""
+    """The root of each row, and its lse, entropy and log-probabilities."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     n, s, u = _merged(n_ptr, s_ptr, u_ptr, rows, 0, T, nodes, ENTROPY, ROWS, LEVELS)
     s = tl.where(rows < T, s, 1.0)
     log_s = tl.log2(s)
     tl.store(row_n_ptr + rows, n, mask=rows < T)
     tl.store(row_s_ptr + rows, log_s, mask=rows < T)
-    # n log(2) in two parts: a large n costs no digits
+    # n log(2) in two parts, so that a large n loses no digits
     lse = tl.fma(n, 0.693147182464599609375, tl.fma(n, -1.904654299957768e-09, log_s * LN2))
     tl.store(lse_ptr + rows, lse, mask=rows < T)
     if ENTROPY:
@@ -191,8 +191,9 @@ def _copy_live_rows_kernel(
     h_ptr, g_ptr, a_ptr, b_ptr, n_ptr, s_ptr, z_ptr, out_ptr, out_n_ptr, out_s_ptr, out_z_ptr,
     H, J, stride_h, stride_out, ENTROPY: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """h[t] and the row's statistics; of a row whose upstream gradients are all 0 zeros, and
-    statistics that make its probabilities 0: what it held, NaN too, meets no product."""
+    """Copy h[t] and the statistics of a row. A row whose upstream gradients are all 0 gets zeros,
+    and statistics that make its probabilities 0, so that none of its numbers, such as NaN, is part
+    of a product."""
     row = tl.program_id(0).to(tl.int64)
     live = tl.load(a_ptr + row) != 0.0
     if ENTROPY:
@@ -216,10 +217,11 @@ def _id_gradient_kernel(
     inverse_top, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, UNIT: tl.constexpr,
     B: tl.constexpr,
 ):  # fmt: skip
-    """dlogits at ids[t, j], those in the columns from `first`: the tile's part and the ids' own.
+    """dlogits at those of ids[t, j] that are columns from `first` on: the tile's part and the part
+    of the ids.
 
-    Ids that occur twice in a row sum their gradients and write the same number twice. UNIT: `out`
-    holds dlogits divided by unit[t]; where that is 0, so is the row's gradient.
+    An id that occurs twice in a row sums its gradients and writes the same number twice. UNIT:
+    `out` contains dlogits divided by unit[t]; if unit[t] is 0, so is the row's gradient.
     """
     rows = (tl.program_id(0) * B + tl.arange(0, B)).to(tl.int64)
     id = tl.load(ids_ptr + rows * J + tl.program_id(1), mask=rows < T, other=-1)
