@@ -31,7 +31,7 @@ Of {cards}, {date}.
 """
 
 from rlk_kernels.matmul.tile import Tile
-from rlk_kernels.matmul.tile_time import TileCost
+from rlk_kernels.matmul.tile_time import TileCost, costs_of
 
 # fmt: off
 COSTS = {{
@@ -204,18 +204,21 @@ def report(name: str, rows: list[tuple[Timed, dict[Tile, float]]], among: set[Ti
 
 def written(costs: dict[Tile, TileCost], among: set[Tile], cards: str, date: str) -> str:
     lines = [HEAD.format(cards=cards, date=date)]
+    tables: dict[bool, list[str]] = {False: [], True: []}
     for tile in sorted(among, key=lambda t: (t.warp_specialized, t.swap, t.m * t.n, t.n)):
-        fields = {"group": 8, "subtile": False, "flatten": False, "swap": False, "tail": 0,
-                  "warp_specialized": False}  # fmt: skip
+        fields = {"group": 8, "subtile": False, "flatten": False, "swap": False, "tail": 0}
         more = "".join(
             f", {name}={value}" for name, off in fields.items()
             if (value := getattr(tile, name)) != off
         )  # fmt: skip
         numbers = ", ".join(f"{x:.3g}" for x in costs[tile])
-        lines.append(
-            f"    Tile({tile.m}, {tile.n}, {tile.k}, {tile.warps}, {tile.stages}{more}):\n"
-            f"        TileCost({numbers}),\n"
-        )
+        shape = f"{tile.m}, {tile.n}, {tile.k}, {tile.warps}, {tile.stages}"
+        if tile.warp_specialized:
+            tables[tile.swap].append(f"        ({shape}): ({numbers}),\n")
+        else:
+            lines.append(f"    Tile({shape}{more}):\n        TileCost({numbers}),\n")
+    for swap, rows in tables.items():
+        lines += ["    **costs_of({\n", *rows, f"    }}, warp_specialized=True, swap={swap}),\n"]
     return "".join([*lines, "}\n# fmt: on\n"])
 
 

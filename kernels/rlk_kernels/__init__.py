@@ -72,10 +72,10 @@ def warm_up(
     if not HAS_TRITON:
         return True
     from rlk_kernels.matmul.product import compile_ahead
-    from rlk_kernels.matmul.self_check import holds
+    from rlk_kernels.matmul.self_check import tiles_agree
 
     with on_device_of(there):
-        sound = not wait or all([holds(there.device), holds(there.device, split=True)])
+        sound = not wait or all([tiles_agree(there.device), tiles_agree(there.device, split=True)])
         for weight, bias in linears:
             if choose("linear", None, weight) == "triton":
                 compile_ahead(weight, bias, rows, out_dtype, wait)

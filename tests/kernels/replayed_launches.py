@@ -174,7 +174,7 @@ def main(fault: bool, short_keys: bool) -> int:
         mock.patch.object(JITFunction, "run", choose),
         mock.patch.object(JITFunction, "_do_compile", choice),
         mock.patch.object(launching, "launch_compiled", launch_compiled),
-        mock.patch.object(self_check, "holds", return_value=True),
+        mock.patch.object(self_check, "tiles_agree", return_value=True),
         mock.patch.object(offline_h200._OnGPU, "data_ptr", lambda x: memory.data_ptr(x)),
         mock.patch.object(private_api, "current_device", return_value=0),
         mock.patch("torch.cuda.current_device", return_value=0),

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from rlk_kernels.losses.linear_grpo import kernels as loss_kernels
 from rlk_kernels.matmul.accumulate.accumulate import accumulate
-from rlk_kernels.matmul.accumulate.partial import PartialProduct, lo_accumulator
+from rlk_kernels.matmul.accumulate.plan import PartialProduct, lo_accumulator
 from rlk_kernels.matmul.product import product
 from rlk_kernels.numerics.column_sum import kernels as column_sum
 from rlk_kernels.ops.attention import backward, forward, sinks_kernels
@@ -106,9 +106,9 @@ def gradients_of_rows(e):
     t, v = e.shape
     rows, g = statistics(t), torch.ones(t)
     loss_kernels.rebase(e, torch.full((1, t), 100.0), rows, v)
-    loss_kernels.quiet(e, 0 * g, RowStatistics(*[torch.full((t, 1), torch.inf)] * 6))
+    loss_kernels.clear_dead_rows(e, 0 * g, RowStatistics(*[torch.full((t, 1), torch.inf)] * 6))
     loss_kernels.scale_rows(e, g, e)
-    linear_logp.mark(e, arange(t)[:, None], rows, g[:, None], g, None, SPEC, 0, v)
+    linear_logp.store_id_gradients(e, arange(t)[:, None], rows, g[:, None], g, None, SPEC, 0, v)
 
 
 def logits(x):

@@ -1,1 +1,1 @@
-"""The losses of reinforcement learning from log-probabilities and from hidden states."""
+"""Losses of reinforcement learning, from log-probabilities or from hidden states."""

@@ -1,14 +1,15 @@
-"""What is done with a tile of logits while it is in registers; the formulas are the operators'.
+"""What a kernel does with a tile of logits in registers. The formulas are those of the operators.
 
-    STATS     (n, s, u) of the tile's columns, one node of the tree of `lse_tree`, a row
-    EXPONENTIALS  STATS, and exp(z - log(2) r) times dz/d(logit), r of `reference`, at the
-              operands' dtype
-    GRADIENT  dlogits[v] = p[v] (a + b log2 p[v]) dz/d(logit), at the operands' dtype
+    STATS     (n, s, u) of each row over the tile's columns: one node of the tree of `lse_tree`
+    EXPONENTIALS  STATS, and exp(z - log(2) r) times dz/d(logit) in the operands' dtype, with r of
+              `reference_exponent`
+    GRADIENT  dlogits[v] = p[v] (a + b log2 p[v]) dz/d(logit) in the operands' dtype
     LOGITS    the logits themselves, for `linear` (`hopper/epilogue.py` alone)
 PERMUTED: the rows of the weight are read in an order that gives each thread whole leaves. In the
-accumulator a thread holds columns 2q, 2q + 1 of every 8 (q = its place in a group of four); the
-tensor map puts column 32 q + 2 b + p of every 128 at 8 b + 2 q + p, so these are 32 neighbours. No
-leaf is spread over threads: an eighth of the shuffles, a quarter of the merges, the same bits.
+accumulator, thread q of a group of four has columns 2q and 2q + 1 of every 8. The tensor map puts
+column 32 q + 2 b + p of every 128 at 8 b + 2 q + p, so these columns are 32 neighbours. As no leaf
+is spread over threads, this takes an eighth of the shuffles and a quarter of the merges, with the
+same bits.
 
 T = tokens   V = columns of this launch
 """
@@ -19,20 +20,24 @@ import triton.language as tl
 from rlk_kernels.numerics.lse_tree.kernels import (
     LEAF_COLUMNS,
     NO_COLUMNS,
-    _pow2,
-    _to_integer,
     leaf_stats,
     merge_neighbours,
+    nearest_exponent,
+    pow2,
     scaled,
 )
 
 STATS, EXPONENTIALS, GRADIENT, LOGITS = (tl.constexpr(mode) for mode in range(4))
+MODES = {
+    "statistics": STATS, "exponentials": EXPONENTIALS, "gradient": GRADIENT, "logits": LOGITS
+}  # fmt: skip
+"""`plan.Epilogue` -> the mode of the kernels."""
 NEAR = tl.constexpr(60.0)
-"""How many powers of two EXPONENTIALS may be away from the largest of their row."""
+"""The largest distance of r from a node's exponent n, in powers of two."""
 
 
 @triton.jit
-def _final_logits(
+def final_logits(
     acc, bias, cap, inverse_cap, scale, inverse,
     HAS_BIAS: tl.constexpr, LOGIT: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -48,12 +53,12 @@ def _final_logits(
 
 
 @triton.jit
-def _column(place, PERMUTED: tl.constexpr):
-    """The column of a tile at a place of its accumulator."""
+def column_at(index, PERMUTED: tl.constexpr):
+    """The column of a tile at an index of its accumulator."""
     if PERMUTED:
-        column = place // 128 * 128 + place % 8 // 2 * 32 + place % 128 // 8 * 2 + place % 2
+        column = index // 128 * 128 + index % 8 // 2 * 32 + index % 128 // 8 * 2 + index % 2
     else:
-        column = place
+        column = index
     return column
 
 
@@ -66,23 +71,24 @@ def _softcapped(x, cap, inverse_cap):
 
 
 @triton.jit
-def _slope(z, inverse_top):
-    """dz/d(logit) of the softcap, from z itself; 1 / inverse_top is the largest z."""
+def softcap_slope(z, inverse_top):
+    """dz/d(logit) of the softcap, computed from z; 1 / inverse_top is the largest z."""
     tanh = z * inverse_top
     return 1.0 - tanh * tanh
 
 
 @triton.jit
-def reference(n, z, HALF: tl.constexpr):
+def reference_exponent(n, z, HALF: tl.constexpr):
     """The integer r that EXPONENTIALS are relative to.
 
-    That of the target's logit z, known before any tile: one number for the whole row. But n, the
-    node's own, where the two are far apart (HALF: and in fp16, whose exponents do not reach far).
+    r is the exponent of the target's logit z, which is known before any tile and is the same for
+    the whole row. Where it is far from n, the node's exponent, r is n; and always in fp16 (HALF),
+    whose range of exponents is small.
     """
     if HALF:
         r = n
     else:
-        of_target = _to_integer(tl.where(z == z, z, 0.0))
+        of_target = nearest_exponent(tl.where(z == z, z, 0.0))
         r = tl.where(tl.abs(n - of_target) <= NEAR, of_target, n)
     return r
 
@@ -107,7 +113,7 @@ def tile_gradient(
     z, rows, T, n_ptr, s_ptr, a_ptr, b_ptr, inverse_top,
     ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """GRADIENT of a tile of final logits z[R, BN]."""
+    """The GRADIENT of a tile of final logits z[R, BN]."""
     inside = rows < T
     n = tl.load(n_ptr + rows, mask=inside, other=0.0)
     log_s = tl.load(s_ptr + rows, mask=inside, other=0.0)
@@ -120,12 +126,12 @@ def tile_gradient(
     else:
         d = d * a[:, None]
     if SOFTCAP:
-        d = d * _slope(z, inverse_top)
+        d = d * softcap_slope(z, inverse_top)
     return d
 
 
 @triton.jit
-def _tile_end(
+def finish_tile(
     acc, row, col, node, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr, out_desc, out_ptr,
     T, V, stride, cap, inverse_cap, scale, inverse, inverse_top,
     MODE: tl.constexpr, HAS_BIAS: tl.constexpr, LOGIT: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -137,9 +143,9 @@ def _tile_end(
     cols = col + tl.arange(0, BN)
     bias = 0.0
     if HAS_BIAS:
-        of = col + _column(tl.arange(0, BN), PERMUTED)
+        of = col + column_at(tl.arange(0, BN), PERMUTED)
         bias = tl.load(bias_ptr + of, mask=of < V, other=0.0).to(tl.float32)[None, :]
-    z = _final_logits(acc, bias, cap, inverse_cap, scale, inverse, HAS_BIAS, LOGIT, SOFTCAP, SCALED)
+    z = final_logits(acc, bias, cap, inverse_cap, scale, inverse, HAS_BIAS, LOGIT, SOFTCAP, SCALED)
     if MODE == GRADIENT:
         d = tile_gradient(
             z, rows, T, n_ptr, s_ptr, a_ptr, b_ptr, inverse_top, ENTROPY, SOFTCAP
@@ -170,8 +176,8 @@ def _tile_end(
             tl.store(u_ptr + at, tl.reshape(u, (BM,)), mask=rows < T)
         if MODE == EXPONENTIALS:
             target = tl.load(a_ptr + rows, mask=rows < T, other=0.0)
-            base = reference(n, target, out_ptr.dtype.element_ty == tl.float16)
-            e = tl.reshape(e * _pow2(leaf_n - base[:, None])[:, :, None], (BM, BN))
+            base = reference_exponent(n, target, out_ptr.dtype.element_ty == tl.float16)
+            e = tl.reshape(e * pow2(leaf_n - base[:, None])[:, :, None], (BM, BN))
             if SOFTCAP:
-                e = e * _slope(full, inverse_top)
+                e = e * softcap_slope(full, inverse_top)
             _store_rounded(e, out_desc, out_ptr, row, col, T, V, stride, BM, BN, TMA_STORE)

@@ -3,18 +3,18 @@
 
     C[m, n] = round( sum_{k = 0, 1, ...} A[m, k] * B[k, n]  (+ bias[n]) )
 
-Order: one fp32 accumulator per element, K from front to back in the tensor core's own steps of 16
-(fp16, bf16) or one by one (fp32, IEEE products, no tf32); in the segments of `split.py` where the
-result of 16-bit products is fp32 and K is long. No K is shared among programs, so nothing about an
-element's sum depends on M, on the tile, or on the other rows. bf16 and fp16 tiles of every shape in
-`tiles.py` give the same fp32 bits; `self_check.py` checks that on each machine before the table is
-trusted, and one tile is used where it does not hold.
+Order: one fp32 accumulator per element, with K from front to back, in the tensor core's own steps
+of 16 (fp16, bf16) or one by one (fp32, IEEE products, no tf32). Where the result of 16-bit products
+is fp32 and K is long, the sum is split into the segments of `split.py`. Programs never share K, so
+an element's sum depends on neither M, nor the tile, nor the other rows. bf16 and fp16 tiles of
+every shape in `tiles.py` give the same fp32 bits. `self_check.py` checks that on each machine
+before these tiles are used; if the check fails, one tile is used for all products.
 
-Portable backend: error-free splitting (`numerics/error_free.py`), which no order can change.
+Portable backend: error-free splitting (`numerics/error_free.py`), whose sums no order can change.
 
-Tiles: chosen from M, N and K (`tiles.py`). Hopper and newer read operands with TMA (host-side
-descriptors); other GPUs, and tensors that TMA cannot address (rows not a multiple of 16 bytes),
-take the pointer kernel, which has the same order and the same bits. Ampere and Ada run the pointer
+Tiles: chosen from M, N and K (`tiles.py`). Hopper and newer GPUs read operands with TMA (host-side
+descriptors). Other GPUs, and tensors that TMA cannot address (rows not a multiple of 16 bytes), use
+the pointer kernel, which has the same order and the same bits. Ampere and Ada run the pointer
 kernel by design; they have not been tested.
 
 A[M, K]: `a`, or `a` transposed (trans_a)   B[K, N]: `b`, or `b` transposed (trans_b)
@@ -23,7 +23,7 @@ A[M, K]: `a`, or `a` transposed (trans_a)   B[K, N]: `b`, or `b` transposed (tra
 import triton
 import triton.language as tl
 
-from rlk_kernels.matmul.steps import _tile_position, begins_segment, carry_high
+from rlk_kernels.matmul.steps import begins_segment, carry_high, tile_position
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _store_tile(
     BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, TMA_STORE: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
-    """ADD: adds to the present value, in fp32."""
+    """Store a tile of C. ADD: add it to the present value, in fp32."""
     cols = col + tl.arange(0, BN)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
@@ -61,7 +61,7 @@ def _gemm_tma_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     tiles = tl.cdiv(M, BM) * tl.cdiv(N1, BN)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        tile_m, tile_n = _tile_position(tile, M, N1, BM, BN, GROUP)
+        tile_m, tile_n = tile_position(tile, M, N1, BM, BN, GROUP)
         row = tile_m * BM
         col = tile_n * BN
         if SWAP:
@@ -106,12 +106,12 @@ def _gemm_tma_kernel(
                 acc, c_ptr, c_desc, bias_ptr, row, col, M, N, stride_cm,
                 BM, BN, HAS_BIAS, TMA_STORE, ADD,
             )  # fmt: skip
-    if TAIL > 0:  # the columns from N1 on, in narrower tiles: processors end together
+    if TAIL > 0:  # the columns from N1 on have narrower tiles, so that processors end together
         mine = tl.maximum(tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0)), 0)
         start = tl.program_id(0) + mine * tl.num_programs(0) - tiles
         rest = tl.cdiv(M, BM) * tl.cdiv(N - N1, TAIL)
         for tile in tl.range(start, rest, tl.num_programs(0)):
-            tile_m, tile_n = _tile_position(tile, M, N - N1, BM, TAIL, GROUP)
+            tile_m, tile_n = tile_position(tile, M, N - N1, BM, TAIL, GROUP)
             row = tile_m * BM
             col = N1 + tile_n * TAIL
             acc = tl.zeros((BM, TAIL), tl.float32)
@@ -140,7 +140,7 @@ def _gemm_pointer_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr, SEGMENT: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    tile_m, tile_n = _tile_position(tl.program_id(0), M, N, BM, BN, GROUP)
+    tile_m, tile_n = tile_position(tl.program_id(0), M, N, BM, BN, GROUP)
     rows = tile_m * BM + tl.arange(0, BM)
     cols = tile_n * BN + tl.arange(0, BN)
     ks = tl.arange(0, BK)

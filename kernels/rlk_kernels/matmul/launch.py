@@ -1,4 +1,4 @@
-"""Launching a product as its plan says: one function a kernel, and no decision left."""
+"""The launch of a product as its plan says: one function for each kernel, without decisions."""
 
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -10,8 +10,6 @@ from rlk_kernels.matmul import kernels
 from rlk_kernels.matmul.plan import MatmulPlan
 
 hopper_epilogue = lazy_module("rlk_kernels.matmul.hopper.epilogue")
-
-
 _hopper_product = lazy_module("rlk_kernels.matmul.hopper.product")
 
 
@@ -19,9 +17,10 @@ def launch(
     plan: MatmulPlan, cache: ShapeCache, a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool,
     trans_b: bool, out: Tensor, add: bool = False,
 ) -> None:  # fmt: skip
-    """Fill out[M, N] with A @ B (+ bias), or add to it; cache: of calls of these shapes.
+    """Fill out[M, N] with A @ B (+ bias), or with `add` add the product to it.
 
-    `add` is for the kernels "tma" and "pointer" without `tma_store`.
+    cache: the cache of calls of these shapes. Only the kernels "tma" and "pointer" without
+    `tma_store` can add.
     """
     if plan.kernel == "hopper_split":
         hopper_epilogue().split_product(plan, a, b, bias, out)
@@ -45,7 +44,7 @@ def _launch_tma(
     k = a.shape[0] if trans_a else a.shape[1]
     a_desc = _map(a, tile.k, tile.m) if trans_a else _map(a, tile.m, tile.k)
     b_desc = _map(b, tile.n, tile.k) if trans_b else _map(b, tile.k, tile.n)
-    b2_desc, c_desc, c2_desc = b, out, out  # memory where the kernel has no use for a map
+    b2_desc, c_desc, c2_desc = b, out, out  # tensors where the kernel uses no map
     if tile.tail:
         b2_desc = _map(b, tile.tail, tile.k) if trans_b else _map(b, tile.k, tile.tail)
     if plan.tma_store:

@@ -1,13 +1,13 @@
-"""The decisions of a product on Triton, made once: a plan, which the launch only reads.
+"""The plan of a product on Triton: all decisions are made here once, and the launch reads them.
 
-A plan follows from shapes, dtypes, what tensor maps can describe, the facts of the device, and
-whether its tiles are trusted (`self_check.py`). It does not query the device, so plans for any GPU
-can be made, and tested, anywhere.
+A plan depends on shapes, dtypes, whether tensor maps can describe the operands, the facts of the
+device, and whether its tiles are trusted (`self_check.py`). Making one does not query the device,
+so plans for any GPU can be made, and tested, on any machine.
 
-    kernel          runs where
+    kernel          used for
     hopper_split    fp32 sums in segments that fill a GPU of the Hopper generation
-    hopper          a tile with copies and products in warps of their own, on that generation
-    tma             tensor maps can describe A and B
+    hopper          tiles with separate warps for copies and products, on that generation
+    tma             operands A and B that tensor maps can describe
     pointer         everything else
 """
 
@@ -35,8 +35,8 @@ from rlk_kernels.matmul.tiles import (
 )
 
 
-def most_special(ran: Iterable[str]) -> str:
-    """The implementation that a call is recorded as, of those that ran in it."""
+def recorded_implementation(ran: Iterable[str]) -> str:
+    """The implementation that a call is recorded as, given those that ran in it."""
     return "triton/hopper" if "triton/hopper" in ran else "triton"
 
 
@@ -50,7 +50,7 @@ def tma_reads(x: Tensor) -> bool:
 
 
 class ProductShape(NamedTuple):
-    """What a product is planned from, besides the device."""
+    """What the plan of a product depends on, besides the device."""
 
     m: int
     n: int
@@ -62,7 +62,7 @@ class ProductShape(NamedTuple):
     tma_reads: bool
     """Tensor maps can describe A and B."""
     tma_writes: bool
-    """One can describe the output."""
+    """A tensor map can describe the output."""
     dense: bool
     """The output is contiguous."""
 
@@ -70,7 +70,7 @@ class ProductShape(NamedTuple):
 def shape_of(
     a: Tensor, b: Tensor, trans_a: bool, trans_b: bool, out: Tensor, facts: DeviceFacts
 ) -> ProductShape:
-    """The shape of out = A @ B; without tensor maps nothing is asked of them."""
+    """The shape of out = A @ B. `tma_reads` is false on a device without tensor maps."""
     m, n = out.shape
     return ProductShape(
         m, n, a.shape[0] if trans_a else a.shape[1], a.dtype, out.dtype, trans_a, trans_b,
@@ -86,21 +86,21 @@ class MatmulPlan:
     kernel: Literal["hopper_split", "hopper", "tma", "pointer"]
     tile: Tile
     segment: int
-    """Length of a segment of K (`split.py`); 0: the accumulation is not split."""
+    """Length of a segment of K (`split.py`); 0: accumulation is not split."""
     last_segment: int
     """Where the last segment begins."""
     programs: int
     """How many programs are launched."""
     stages: int
     overlap: int
-    """`Tile.overlap`; 0 where the device cannot."""
+    """`Tile.overlap`; 0 on a device that cannot overlap launches."""
     tma_store: bool
     wide: int
-    """Columns that tiles of full width cover; narrower ones cover the rest (`Tile.tail`)."""
+    """Columns that tiles of full width cover; narrower tiles cover the rest (`Tile.tail`)."""
 
     @property
     def implementation(self) -> str:
-        """What `backend.record` is told."""
+        """The name that `backend.record` records."""
         return "triton/hopper" if self.kernel.startswith("hopper") else "triton"
 
 
@@ -126,7 +126,7 @@ def plan_product(shape: ProductShape, facts: DeviceFacts, trusted: bool) -> Matm
 def plan_tile(
     shape: ProductShape, facts: DeviceFacts, tile: Tile, pointers: bool = False
 ) -> MatmulPlan:
-    """The plan with a given tile; `pointers`: without tensor maps."""
+    """The plan with this tile; `pointers`: without tensor maps."""
     m, n, k, dtype, out_dtype, _, _, readable, writable, _ = shape
     segment, last = segments(k, dtype, out_dtype)
     if segment:
@@ -148,8 +148,8 @@ def plan_tile(
     return MatmulPlan(
         kernel="hopper" if specialized else "tma", tile=tile, segment=segment, last_segment=last,
         programs=min(tiles, facts.processors),
-        # an fp32 output tile takes the shared memory of one stage more; copies and products apart
-        # write from registers
+        # an fp32 output tile takes the shared memory of one more stage; the kernel with separate
+        # warps for copies and products writes from registers
         stages=tile.stages if specialized or narrow_out else max(2, tile.stages - 1),
         overlap=tile.overlap if facts.overlaps else 0,
         tma_store=writable, wide=wide,
@@ -157,25 +157,25 @@ def plan_tile(
 
 
 def _specializes(shape: ProductShape, facts: DeviceFacts) -> bool:
-    """Whether `hopper/product.py` has the form and the dtypes of a product."""
+    """Whether `hopper/product.py` supports the form and the dtypes of a product."""
     linear_form = shape.trans_b and not shape.trans_a
     return facts.cuda and linear_form and shape.out_dtype in (shape.dtype, torch.float32)
 
 
 def _fills(shape: ProductShape, facts: DeviceFacts) -> bool:
-    """Whether a split product has many tiles of 128 x 256, for a kernel that writes plain fp32."""
+    """Whether a split product has many tiles of 128 x 256 and a dense fp32 output."""
     many = 2 * -(-shape.m // 128) * -(-shape.n // 256) >= facts.processors
     plain = shape.out_dtype == torch.float32 and shape.dense
     return shape.m > 64 and many and plain and shape.tma_reads
 
 
 Epilogue = Literal["statistics", "exponentials", "gradient", "logits"]
-"""What is done with a tile of logits (`epilogue.py`)."""
+"""What a kernel does with a tile of logits (`epilogue.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpiloguePlan:
-    """How a product with an epilogue is launched: h[T, K] @ w[V, K]^T, for any T."""
+    """How the product h[T, K] @ w[V, K]^T with an epilogue is launched, for any T."""
 
     kernel: Literal["hopper", "tma", "pointer"]
     epilogue: Epilogue
@@ -183,23 +183,23 @@ class EpiloguePlan:
     segment: int
     last_segment: int
     permuted: bool
-    """w's rows are read in an order that gives each thread whole leaves."""
+    """The rows of w are read in an order that gives each thread whole leaves."""
     tma_store: bool
     processors: int
 
     @property
     def node_columns(self) -> int:
-        """Columns of a node beside "exponentials": a tile's, or half a tile's."""
+        """Columns of a node of "exponentials": those of a tile, or of half a tile."""
         return self.tile.n // 2 if self.kernel == "hopper" else self.tile.n
 
     @property
     def implementation(self) -> str:
-        """What `backend.record` is told."""
+        """The name that `backend.record` records."""
         return "triton/hopper" if self.kernel == "hopper" else "triton"
 
 
 class LogitsShape(NamedTuple):
-    """What logits are planned from, besides the device."""
+    """What the plan of logits depends on, besides the device."""
 
     tokens: int
     columns: int
@@ -214,7 +214,7 @@ class LogitsShape(NamedTuple):
 def plan_epilogue(
     shape: LogitsShape, epilogue: Epilogue, tma_writes: bool, facts: DeviceFacts, trusted: bool
 ) -> EpiloguePlan:
-    """The plan of one launch; tma_writes: a tensor map can describe what is stored, if anything."""
+    """The plan of one launch; tma_writes: a tensor map can describe the stored tensor, if any."""
     _, v, k, dtype, logit_dtype, readable = shape
     segment, last = segments(k, dtype, logit_dtype)
     reads = facts.tma and readable and dtype.itemsize == 2 and k > 0

@@ -1,4 +1,4 @@
-"""The product in PyTorch: error-free splitting, which no order of summation can change."""
+"""The product in PyTorch by error-free splitting: no order of summation can change its bits."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from rlk_kernels.numerics.error_free import matmul_nt
 
 PORTABLE_BLOCK = 16384
-"""Columns of B that the portable backend holds in float64 at a time (memory only, not bits)."""
+"""Columns of B in float64 at a time: it bounds memory and changes no bit."""
 
 
 def product(

@@ -21,7 +21,7 @@ from rlk_kernels.matmul.split import segments
 
 
 def plan_for(a: Tensor, b: Tensor, trans_a: bool, trans_b: bool, out: Tensor) -> MatmulPlan:
-    """The plan of out[M, N] = A @ B, at least one row and column."""
+    """The plan of out[M, N] = A @ B, with at least one row and one column."""
     here = facts(a.device)
     shape = plan.shape_of(a, b, trans_a, trans_b, out, here)
     split = segments(shape.k, shape.dtype, shape.out_dtype)[0] > 0
@@ -31,7 +31,7 @@ def plan_for(a: Tensor, b: Tensor, trans_a: bool, trans_b: bool, out: Tensor) ->
 def product(
     a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool, trans_b: bool, out: Tensor
 ) -> str:
-    """Fill out[M, N] with A @ B (+ bias); which implementation ran."""
+    """Fill out[M, N] with A @ B (+ bias); returns the implementation that ran."""
     if out.numel() == 0:
         return "triton"
     cache = shape_cache(
@@ -52,9 +52,9 @@ def compile_ahead(
     weight: Tensor, bias: Tensor | None, rows: Collection[int],
     out_dtype: torch.dtype | None = None, wait: bool = True,
 ) -> None:  # fmt: skip
-    """Compile what `product` will launch for x[M, K] @ weight^T (+ bias), each M of `rows`, and run
-    the self-check; or, without `wait`, have threads compile both, and leave the check to the first
-    product."""
+    """Compile what `product` will launch for x[M, K] @ weight^T (+ bias), for each M of `rows`, and
+    run the self-check. Without `wait`, threads compile both, and the first product runs the
+    check."""
     out_dtype = out_dtype or weight.dtype
     n, k = weight.shape
     split = segments(k, weight.dtype, out_dtype)[0] > 0
@@ -70,7 +70,7 @@ def compile_ahead(
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> str:
-    """total[M, N] += a[K, M]^T @ b[K, N], in fp32; which implementation ran."""
+    """total[M, N] += a[K, M]^T @ b[K, N], in fp32; returns the implementation that ran."""
     if total.numel() == 0 or a.shape[0] == 0:
         return "triton"
     cache = shape_cache(

@@ -1,18 +1,18 @@
 """Split accumulation: how a long sum of 16-bit products keeps its digits where the result is fp32.
 
-A tensor core adds 16 products to a sum and rounds that toward zero: after K products a large sum
-has lost about K / 32 units of its last place, all in one direction. After rounding to 16 bits that
-does not show; an fp32 logit near 50 is off by 3e-4 at K = 4096. So for fp32 results K is split
+A tensor core adds 16 products to a sum and rounds the result toward zero. After K products a large
+sum has lost about K / 32 units in its last place, all in one direction. Rounding to 16 bits hides
+this error, but an fp32 logit near 50 is off by 3e-4 at K = 4096. So for fp32 results K is split
 into segments of at most LONGEST_SEGMENT (the last one of up to SEGMENT_UNIT more). Between two
-segments the accumulator is split into a high and a low part, and the next segment goes on with the
-low part, which is small:
+segments the accumulator is split into a high and a low part, and the next segment continues with
+the low part, which is small:
 
     s = high + low                       rounded to nearest, once a segment
     high = s, its lower 16 bits cleared;  low = s - high                       both exact
 
-and the result is high + low. A high part has 16 bits, so two of them share a register
-(`hopper/split.py`). The segments follow from K alone: nothing about the batch or the tile can reach
-them. A sum that is infinite where a segment ends is NaN.
+The result is high + low. A high part has 16 bits, so two of them share a register
+(`hopper/split.py`). The segments depend on K alone, and on neither the batch nor the tile. A sum
+that is infinite at the end of a segment becomes NaN.
 
 K = length of the sum
 """
@@ -20,10 +20,11 @@ K = length of the sum
 import torch
 
 LONGEST_SEGMENT = 768
-"""Products of a segment at most; the last one may have SEGMENT_UNIT more."""
+"""The most products of a segment; the last segment may have SEGMENT_UNIT more."""
 SEGMENT_UNIT = 256
-"""Segments are multiples of it, which every tile's step of K divides, and the last one has more
-than that: more than four steps of 64, as the kernel for Hopper needs (`pipeline.lead_steps`)."""
+"""Segments are multiples of this unit, which every tile's step of K divides. The last segment is
+longer than the unit, because the kernel for Hopper needs more than four steps of 64
+(`pipeline.lead_steps`)."""
 
 
 def segments(k: int, dtype: torch.dtype, out_dtype: torch.dtype) -> tuple[int, int]:

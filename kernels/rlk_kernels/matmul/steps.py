@@ -1,13 +1,13 @@
-"""Steps that the kernels of a product share: where a tile lies, and split accumulation."""
+"""Steps that the kernels share: the position of a tile and split accumulation."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def _tile_position(tile, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """Row tile and column tile of the `tile`-th output tile, some GROUP row tiles at a time: groups
-    of one size, for one row tile alone would read all columns again."""
+def tile_position(tile, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """Row and column of the `tile`-th output tile, about GROUP row tiles at a time. All groups have
+    about the same size, because a group of one row tile would read all columns again."""
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     group = tl.cdiv(tiles_m, tl.maximum((tiles_m + GROUP // 2) // GROUP, 1))
@@ -20,7 +20,7 @@ def _tile_position(tile, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.con
 
 @triton.jit
 def begins_segment(k, SEGMENT: tl.constexpr, last):
-    """Whether a segment but the first begins at product k."""
+    """Whether a segment other than the first begins at product k."""
     return (k % SEGMENT == 0) & (k > 0) & (k <= last)
 
 

@@ -1,11 +1,11 @@
-"""The shape of a tile of the matrix product, and how it is run."""
+"""The shape of a tile of the matrix product, and how a kernel runs it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One shape of the kernel's tile, with what goes with it."""
+    """One shape of the kernel's tile, with its options."""
 
     m: int
     n: int
@@ -13,21 +13,24 @@ class Tile:
     warps: int
     stages: int
     group: int = 8
-    """Row tiles that share a column tile while it is in L2."""
+    """Row tiles that read a column tile while it is in L2."""
     subtile: bool = False
-    """Write the output tile in two halves of columns: frees shared memory for one more stage."""
+    """Write the output tile in two halves of columns, which frees shared memory for one more
+    stage."""
     flatten: bool = False
     """One software pipeline across output tiles."""
     overlap: int = 1
-    """On Hopper, this kernel starts while its predecessor ends, waits for it, and lets its own
-    successor start 1: at once, 2: when it is done. 0: nothing overlaps. It changes no bit."""
+    """On Hopper, this kernel starts while its predecessor ends, and waits for it. 1: its own
+    successor may start at once; 2: it may start when this kernel is done; 0: nothing overlaps. No
+    value changes a bit."""
     swap: bool = False
     """Compute the transposed tile, so that weights fill the 64 rows of wgmma at small M."""
     tail: int = 0
-    """Columns of the tiles behind the last full wave: a part of a wave takes a part of its time."""
+    """Columns of the tiles after the last full wave, which then takes only a part of a wave's
+    time."""
     warp_specialized: bool = False
-    """On Hopper, copies and products run in warps of their own (`hopper/product.py`): m is a
-    multiple of 64 and n one of 8, or, with `swap`, n and m are."""
+    """On Hopper, copies and products run in separate warps (`hopper/product.py`): m is a multiple
+    of 64 and n one of 8, or with `swap` n is a multiple of 64 and m one of 8."""
 
     @property
     def groups(self) -> int:
@@ -54,7 +57,7 @@ class Tile:
 
 
 def evenly(length: int, tile: int, unit: int = 1) -> int:
-    """How far from each other the tiles of a side lie, a multiple of `unit` if `tile` is: all have
-    about as much of it."""
+    """The distance between the tiles of a side, so that all have about the same part of it; a
+    multiple of `unit` if `tile` is one."""
     count = -(-length // tile)
     return min(tile, -(-length // (unit * count)) * unit)

@@ -1,17 +1,18 @@
-"""How long a product takes with a tile: a model with seven measured numbers a tile.
+"""A model of the time that a product takes with a tile, from seven measured numbers of the tile.
 
     microseconds = launch + ( arithmetic**4 + (megabyte x MB)**4 ) ** (1/4)
     arithmetic   = waves x (wave + step x K / 1000) + narrow waves x (wave + narrow x K / 1000)
 
-A wave is a tile on each processor, and ends when the slowest of them does; narrow ones are those of
-`Tile.tail`. MB is what must be read and written once. Two things change the time of a step: how
-many of the processors have a tile in the mean wave (`crowd`: they share the L2 cache), and how much
-of a tile's rows there is where M is less than that (`empty`: rows beyond M are not copied).
+A wave is one tile on each processor and ends with the slowest of them; narrow waves are those of
+`Tile.tail`. MB is the memory that must be read and written once. Two factors change the time of a
+step: `crowd`, for the share of processors that have a tile in the mean wave, because they share the
+L2 cache; and `empty`, for a tile with more rows than M, because rows beyond M are not copied.
 
-The numbers are in `tile_costs.py`; `kernels/bench/fit_products.py` makes them, with these same
+The numbers are in `tile_costs.py`. `kernels/bench/fit_products.py` computes them, with the same
 functions on tensors.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -23,34 +24,40 @@ class TileCost(NamedTuple):
 
     launch: float
     wave: float
-    """To start a wave, and to write its outputs."""
+    """The start of a wave and the write of its outputs."""
     step: float
     """Per 1000 of K."""
     crowd: float
-    """The part by which a step is longer where all processors have a tile."""
+    """The fraction by which a step is longer when all processors have a tile."""
     empty: float
-    """What part of a step is left where a tile has no rows."""
+    """The fraction of a step that remains when a tile has no rows."""
     megabyte: float
     narrow: float
     """`step` of the tiles of the tail."""
 
 
+def costs_of(numbers: dict[tuple, tuple], **options: bool) -> dict[Tile, TileCost]:
+    """{(m, n, k, warps, stages): the numbers of a `TileCost`} as costs of tiles with `options`."""
+    make = functools.partial(Tile, **options)
+    return {make(*shape): TileCost(*cost) for shape, cost in numbers.items()}
+
+
 class Work(NamedTuple):
-    """What a product asks of a tile."""
+    """The work of a product with a tile."""
 
     waves: float
     share: float
-    """The share of the processors that have a tile, in the mean wave."""
+    """The share of processors that have a tile in the mean wave."""
     narrow_waves: float
     k: float
     """In thousands."""
     filled: float
-    """Rows of the product in a tile, as a part of its rows."""
+    """The share of a tile's rows that the product has."""
     megabytes: float
 
 
 def work_of(tile: Tile, m: int, n: int, k: int, processors: int) -> Work:
-    """The work of an [m, n] output over k, 16-bit numbers."""
+    """The work of an [m, n] output over k, with 16-bit numbers."""
     wide = tile.wide_columns(m, n, processors)
     tiles = tile.count(m, wide)
     waves = -(-tiles // processors)
@@ -65,7 +72,7 @@ def work_of(tile: Tile, m: int, n: int, k: int, processors: int) -> Work:
 
 
 def microseconds(cost: TileCost, work: Work):
-    """Predicted; of numbers, or of tensors elementwise."""
+    """The predicted time of numbers, or of tensors elementwise."""
     shared = (1 + cost.crowd * work.share) * (cost.empty + (1 - cost.empty) * work.filled)
     arithmetic = work.waves * (cost.wave + cost.step * work.k * shared)
     arithmetic = arithmetic + work.narrow_waves * (cost.wave + cost.narrow * work.k)
@@ -77,14 +84,15 @@ Candidate = tuple[Tile, int, int, TileCost]
 
 
 def candidates(costs: dict[Tile, TileCost]) -> list[Candidate]:
-    """`costs` as `fastest` reads them, those that win most often (large tiles) first."""
+    """`costs` as `fastest` reads them, with large tiles, which win most often, first."""
     tiles = sorted(costs, key=lambda tile: -tile.m * tile.n)
     return [(tile, tile.m, tile.n, costs[tile]) for tile in tiles]
 
 
 def fastest(among: list[Candidate], m: int, n: int, k: int, processors: int) -> Tile:
-    """The tile of least `microseconds`, in a fourth of the time that asking for each one takes: an
-    engine meets thousands of shapes, and its first call of each waits for this."""
+    """The tile with the least `microseconds`, found in a quarter of the time that a call of
+    `microseconds` for each tile takes. An engine has thousands of shapes, and its first call of
+    each waits for this."""
     thousands, megabytes = k / 1000, 2 * (m * k + n * k + m * n) / 1e6
     least, best = math.inf, among[0][0]
     for tile, rows, columns, cost in among:

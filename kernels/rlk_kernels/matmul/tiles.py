@@ -1,8 +1,8 @@
-"""Tile shapes of the matrix product, and which one a shape gets.
+"""The tile shapes of the matrix product, and the choice of one for a shape.
 
-Every tile gives the same bits (`self_check.py` checks it on each device), so the choice affects
-time alone and may depend on M: it is the measured tile (`tile_costs.py`) with the least predicted
-time (`tile_time.py`).
+Every tile gives the same bits (`self_check.py` checks that on each device), so the choice affects
+the time alone and may depend on M. It is the measured tile (`tile_costs.py`) with the least
+predicted time (`tile_time.py`).
 """
 
 import functools
@@ -29,10 +29,10 @@ STORE = Tile(128, 256, 64, 8, 3, group=16, flatten=True, warp_specialized=True)
 SPLIT = Tile(128, 256, 64, 8, 4, group=16, warp_specialized=True)
 """The tile of split products that fill a GPU of the Hopper generation (LOGITS)."""
 PICK = Tile(16, 16, 128, 4, 3)
-"""The tile of the logits of given ids: only the diagonal is used."""
+"""The tile of the logits of given ids, of which only the diagonal is used."""
 PICK_FLOAT32 = Tile(16, 16, 32, 4, 3)
 
-# tile, microseconds to start a wave, microseconds per unit of K and wave: of `accumulate`
+# of `accumulate`: tile, microseconds to start a wave, microseconds per unit of K and wave
 _PARTIAL: list[tuple[Tile, float, float]] = [
     (Tile(64, 64, 128, 4, 4), 1.9, 0.00228),
     (Tile(64, 128, 64, 4, 6), 2.7, 0.00314),
@@ -41,20 +41,20 @@ _PARTIAL: list[tuple[Tile, float, float]] = [
 ]
 
 SINGLE = (FLOAT32, PICK_FLOAT32, INTERPRETED, INTERPRETED_LOGITS)
-"""Tiles that need no check: fp32 products and those of the interpreter are added one by one."""
+"""Tiles that need no check, because fp32 products and the interpreter add one by one."""
 
 
 def as_product(tile: Tile) -> Tile:
-    """`tile` for the product kernel, whose fp32 output takes shared memory too; `overlap` changes
-    nothing in a product."""
+    """`tile` as the product kernel can run it: its fp32 output takes shared memory too, and
+    `overlap` does not change a product."""
     if tile in (STATISTICS, STORE, SPLIT):
         tile = replace(tile, warp_specialized=False, subtile=True)
     return replace(tile, overlap=1)
 
 
 def product_tiles(specialized: bool = True) -> list[Tile]:
-    """Every distinct tile that products of 16-bit operands can be launched with, and those of the
-    kernels with an epilogue, as the product kernel can run them; as in `tile_for`."""
+    """Every distinct tile of products with 16-bit operands, and of the kernels with an epilogue, as
+    the product kernel can run them; `specialized` as in `tile_for`."""
     chosen = [tile for tile in COSTS if specialized or not tile.warp_specialized]
     used = [*chosen, SAFE, SAFE_SPLIT, STATISTICS, STORE, SPLIT]
     return list(dict.fromkeys(as_product(tile) for tile in used))
@@ -65,21 +65,16 @@ def partial_tiles() -> list[Tile]:
     return [tile for tile, _, _ in _PARTIAL] + [SAFE]
 
 
-def tiles_in_use() -> list[Tile]:
-    """Every tile that 16-bit operands can be launched with: what the self-check covers."""
-    return list(dict.fromkeys([*product_tiles(), *partial_tiles(), PICK]))
-
-
 def with_overlap(tile: Tile, m: int, n: int, k: int, processors: int) -> Tile:
-    """A successor that starts at once helps where two kernels fit side by side or are short; else
-    its tiles crowd the processors that this kernel left free (15 % lost at M=64, N=4096, K=14336).
-    """
+    """`tile` with the better overlap. A successor that starts at once helps where two kernels fit
+    side by side or are short. Otherwise its tiles crowd the processors that this kernel left free
+    (15 % lost at M=64, N=4096, K=14336)."""
     fits = 2 * tile.count(m, n) <= processors
     return replace(tile, overlap=1 if fits or k <= 1024 else 2)
 
 
 def for_split(tile: Tile) -> Tile:
-    """`tile` as split products take it: one accumulator, and registers for its high part."""
+    """`tile` for split products: one accumulator, with registers for its high part."""
     if tile.warp_specialized or tile.m * tile.n > 64 * 32 * tile.warps:
         return SAFE_SPLIT
     return replace(tile, tail=0, flatten=False)
@@ -90,7 +85,7 @@ def tile_for(
     m: int, n: int, k: int, dtype: torch.dtype, processors: int, *, trusted: bool = True,
     specialized: bool = True,
 ) -> Tile:  # fmt: skip
-    """The tile for an [m, n] output over k; specialized: `Tile.warp_specialized` ones too.
+    """The tile for an [m, n] output over k, with `specialized` also a `Tile.warp_specialized` one.
 
     The choice changes the time and never the bits.
     """
@@ -109,7 +104,7 @@ def _candidates(specialized: bool) -> list[Candidate]:
 
 
 def partial_tile_for(m: int, n: int, k: int, processors: int, trusted: bool) -> Tile:
-    """The tile of `accumulate` for an [m, n] output over k (time only)."""
+    """The tile of `accumulate` for an [m, n] output over k; it changes the time alone."""
 
     def time(entry: tuple[Tile, float, float]) -> float:
         tile, start, per_k = entry

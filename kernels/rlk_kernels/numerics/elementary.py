@@ -1,11 +1,11 @@
 """exp, log, sine and cosine from additions and multiplications, for the portable backend.
 
-`torch.exp` and its like run a vector routine over most of a tensor and a scalar one over its tail
-(and over the tail of each thread's share), and the two may round differently: an element's value
-then depends on where it lies. Additions, multiplications, divisions and square roots are rounded
-correctly by IEEE rules wherever they lie, so these functions, made of nothing else, give an
-element the same bits at every place. All take and return float64, elementwise.
-Accuracy: relative error below 2**-46 over the ranges stated (pinned by a test).
+`torch.exp` and similar functions run a vector routine over most of a tensor and a scalar routine
+over its tail (and over the tail of each thread's share). The two may round differently, so an
+element's value depends on its position. IEEE rules round additions, multiplications, divisions and
+square roots correctly at any position. The functions here consist of these operations alone, so an
+element has the same bits at every position. All take and return float64, elementwise.
+Accuracy: the relative error is below 2**-46 over the stated ranges (a test checks this).
 """
 
 import math

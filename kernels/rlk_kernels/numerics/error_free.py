@@ -1,20 +1,20 @@
 """Products by error-free splitting, for the portable backend (the Ozaki scheme).
 
-A BLAS does not promise an order of summation: it changes with the number of rows, of threads, and
-of the machine. So the portable backend leaves nothing to order. Each row is split into slices:
-integers on a grid that belongs to that row alone (a power of two below its largest magnitude).
-Products and sums of such integers stay under 2**53, so float64 holds every partial sum without
-error, and any order of additions, any blocking and any number of threads give the same bits. This
+A BLAS does not promise an order of summation: the order changes with the number of rows, the number
+of threads and the machine. So the portable backend makes the order irrelevant. Each row is split
+into slices: integers on a grid that belongs to that row alone (a power of two below its largest
+magnitude). Products and sums of such integers stay under 2**53, so every partial sum is exact in
+float64, and any order of additions, any blocking and any number of threads give the same bits. This
 is a theorem about IEEE float64, not an observation about one library.
 
 After K. Ozaki, T. Ogita, S. Oishi, S. M. Rump: Error-free transformations of matrix multiplication
 by using fast routines of matrix multiplication and its applications. Numerical Algorithms 59
-(2012), 95-118. Here the number of slices is fixed, so that what is below the last one is dropped.
+(2012), 95-118. Here the number of slices is fixed, and digits below the last slice are dropped.
 
 Precision: with P = 53 - ceil(log2 K) bits for a product, bf16 operands take one slice each (for
 K = 4096: 21 bits for `a`, 20 for `b`, below the largest magnitude of their row; a bf16 number has
-8 bits, so only numbers far below that magnitude lose any), fp16 and fp32 operands two slices each
-(2 x 20 bits at K = 4096, three products).
+8 bits, so only numbers far below that magnitude lose any), and fp16 and fp32 operands take two
+slices each (2 x 20 bits at K = 4096, three products).
 
 M, N = rows of a and b   K = the contracted dimension   leading dimensions are batch
 """
@@ -41,8 +41,8 @@ def exponent_of(x: Tensor) -> Tensor:
 def matmul_nt(a: Tensor, b: Tensor) -> Tensor:
     """a[..., M, K] @ b[..., N, K]^T in float64, the same bits for every order of summation.
 
-    Row m of the result is a function of row m of `a` and of `b`; column n of row n of `b`.
-    float64 operands (for gradcheck) go to the BLAS as they are, without that promise.
+    Row m of the result depends on row m of `a` and on `b`; column n on row n of `b` and on `a`.
+    float64 operands (for gradcheck) go to the BLAS unchanged, without that guarantee.
     """
     if a.dtype == torch.float64 or b.dtype == torch.float64:
         return a.double() @ b.double().mT

@@ -1,4 +1,4 @@
-"""Functions of a row alone, for the portable backend: sums by halves, and blocks of rows."""
+"""Functions of single rows for the portable backend: sums by halves, and blocks of rows."""
 
 import torch
 from torch import Tensor
@@ -21,11 +21,12 @@ def tree_sum(x: Tensor) -> Tensor:
 
 
 BLOCK = 1 << 15
-"""Elements that `by_rows` works on at a time: they fit a core's cache, and torch splits none."""
+"""The most elements of a block of `by_rows`: they fit a core's cache, and torch does not split
+them."""
 
 
 def by_rows(run, *rows: Tensor):
-    """`run(*rows)` a block of rows at a time, the results put together: faster, the same bits.
+    """`run(*rows)` by blocks of rows, with the results concatenated: faster, with the same bits.
 
     `run` maps [m, ...] tensors (and None) to one tensor or a tuple of tensors with m rows.
     """

@@ -101,13 +101,13 @@ def taken(monkeypatch):
     if not facts(torch.device("cuda:0")).gluon:
         pytest.skip("hopper.py is for Hopper and the Triton of device.GLUON_TRITON")
     decisions = []
-    reads = hopper.reads
+    reads = hopper.can_read
 
     def spy(*args):
         decisions.append(reads(*args))
         return decisions[-1]
 
-    monkeypatch.setattr(hopper, "reads", spy)
+    monkeypatch.setattr(hopper, "can_read", spy)
     yield decisions
     assert decisions
     assert all(decisions)

@@ -113,8 +113,8 @@ def test_hidden_states_that_are_multiplied_as_they_are_are_noticed(operator, mon
         b = None if b is None else b[part]
         return launch._Part(h[part], ids[part], rows, g[part], a[part], b)
 
-    monkeypatch.setattr(launch, "_quiet", as_they_are)
-    monkeypatch.setattr(loss_launch, "quiet", lambda *_: None)
+    monkeypatch.setattr(launch, "_copy_live_rows", as_they_are)
+    monkeypatch.setattr(loss_launch, "clear_dead_rows", lambda *_: None)
     assert not contained(operator, "triton", torch.float32, "where")
 
 

@@ -6,12 +6,7 @@ from typing import Any
 import pytest
 import rlk_kernels as rk
 import torch
-from rlk_kernels.losses.policy.objective import (
-    Objective,
-    Sequences,
-    sequence_sums,
-    token_terms,
-)
+from rlk_kernels.losses.policy.objective import Objective, Sequences, sequence_sums, token_terms
 from torch import Tensor
 
 LENGTHS = (5, 1, 9, 7)

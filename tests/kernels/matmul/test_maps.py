@@ -13,7 +13,7 @@ def test_a_map_has_the_rows_of_its_own_call(monkeypatch):
     """A chunk of rows may begin where a longer one did in another call."""
     launched = []
     monkeypatch.setattr(epilogue, "launch", lambda *launch: launched.append(launch[3][0]))
-    monkeypatch.setattr(epilogue, "_fixed", lambda *_: (1, (), ()))
+    monkeypatch.setattr(epilogue, "_constants", lambda *_: (1, (), ()))
     plan = SimpleNamespace(tile=SimpleNamespace(n=256, k=64), permuted=False, epilogue="statistics")
     hidden, weight = (torch.empty(n, 64, dtype=torch.bfloat16) for n in (300, 512))
     cache = ShapeCache()

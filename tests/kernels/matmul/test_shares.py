@@ -23,8 +23,8 @@ def tiles_of_program(monkeypatch, program, tiles, everyone, heavy):
     )  # fmt: skip
     with monkeypatch.context() as patch:
         patch.setattr(shares, "gl", language)
-        even, count = shares.count_of.fn(tiles, everyone, heavy)
-        return [shares.nth.fn(j, even, everyone, heavy) for j in range(count)]
+        even, count = shares.tile_count.fn(tiles, everyone, heavy)
+        return [shares.nth_tile.fn(j, even, everyone, heavy) for j in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_both_gradients_of_a_chunk_end_together(tokens, hidden, width, monkeypat
     assert plan.width_beside(dh, dw, PROGRAMS) == width
     counts = plan.tiles_of(dw, 256), plan.tiles_of(dh, width)
     costs = plan.cost(dw, 256), plan.cost(dh, width)
-    everyone, heavy = plan.shares(counts[0], costs[0], counts[1], costs[1], PROGRAMS)
+    everyone, heavy = plan.share_tiles(counts[0], costs[0], counts[1], costs[1], PROGRAMS)
     tiles_by_product: tuple[list[int], list[int]] = ([], [])
     times = []
     for program in range(PROGRAMS):

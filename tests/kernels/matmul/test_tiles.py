@@ -14,6 +14,8 @@ from rlk_kernels.matmul.tile import evenly
 from rlk_kernels.matmul.tile_costs import COSTS
 
 CPU = torch.device("cpu")
+IN_USE = {*tiles.product_tiles(), *tiles.partial_tiles(), tiles.PICK}
+"""Every tile that 16-bit operands can be launched with: what the self-check covers."""
 
 
 @pytest.fixture(autouse=True)
@@ -27,14 +29,13 @@ def as_on_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_choice_is_among_the_tiles_that_are_checked(dtype):
-    known = tiles.tiles_in_use()
-    assert len(known) > 10
+    assert len(IN_USE) > 10
     for m in (1, 16, 17, 33, 64, 65, 500, 1000, 8192, 100000):
         for n in (1, 64, 1024, 6144, 28672, 151936):
             for k in (1, 1024, 14336):
                 for specialized in (False, True):
                     tile = tiles.tile_for(m, n, k, dtype, 132, specialized=specialized)
-                    assert replace(tile, overlap=1) in known
+                    assert replace(tile, overlap=1) in IN_USE
                     assert specialized or not tile.warp_specialized
 
 
@@ -50,7 +51,7 @@ def test_float32_has_one_tile():
 
 
 def test_every_tile_fits_the_shared_memory_of_hopper():
-    for t in tiles.tiles_in_use():
+    for t in IN_USE:
         for out_bytes in (2, 4):
             stages = t.stages if out_bytes == 2 else max(2, t.stages - 1)
             operands = stages * (t.m + t.n) * t.k * 2
@@ -134,9 +135,9 @@ def literals() -> set[tiles.Tile]:
 
 
 def test_the_self_check_covers_every_tile_in_the_source():
-    literal = literals()
+    literal = literals() | {*COSTS}
     assert len(literal) > len(COSTS)
-    known = {*tiles.tiles_in_use(), *tiles.SINGLE}
+    known = {*IN_USE, *tiles.SINGLE}
     assert {tiles.as_product(tile) for tile in literal} <= known
     assert not {tiles.as_product(tiles.Tile(16, 16, 64, 4, 3))} <= known
 
@@ -156,16 +157,16 @@ def odd(monkeypatch):
 
 @pytest.mark.usefixtures("odd")
 def test_where_all_tiles_agree_they_are_trusted():
-    assert self_check.holds(CPU)
-    assert self_check.holds(CPU, split=True)
+    assert self_check.tiles_agree(CPU)
+    assert self_check.tiles_agree(CPU, split=True)
     assert self_check.trusted(CPU, torch.float32)
 
 
 def test_it_is_checked_once_however_it_is_asked_for(monkeypatch):
     checked = []
     monkeypatch.setattr(self_check, "disagreements", lambda *asked: checked.append(asked) or [])
-    assert all([self_check.holds(CPU), self_check.holds(CPU, False)])
-    assert self_check.holds(CPU, split=False)
+    assert all([self_check.tiles_agree(CPU), self_check.tiles_agree(CPU, False)])
+    assert self_check.tiles_agree(CPU, split=False)
     assert self_check.trusted(CPU, torch.bfloat16)
     assert checked == [(CPU, False, (dtype,)) for dtype in self_check.HALVES]
 
@@ -227,9 +228,9 @@ def test_one_tile_that_differs_is_noticed_and_said(odd):
     tile = tiles.product_tiles(False)[3]
     odd.add((tile, torch.float16, True))
     assert self_check.disagreements(CPU, split=True) == [(tile, torch.float16)]
-    assert self_check.holds(CPU)
+    assert self_check.tiles_agree(CPU)
     with pytest.warns(self_check.TilesDiffer, match="one|every M"):
-        assert not self_check.holds(CPU, split=True)
+        assert not self_check.tiles_agree(CPU, split=True)
 
 
 def test_tiles_of_the_hopper_kernel_are_checked_where_it_runs(monkeypatch):
@@ -263,7 +264,7 @@ def test_nan_bits_never_count_as_agreement(monkeypatch):
 
 def test_partial_accumulators_show_the_sums_of_the_product(monkeypatch):
     """In the interpreter, whose every tile adds one by one; another sum shows."""
-    monkeypatch.setattr(self_check, "depth", lambda split: 72)
+    monkeypatch.setattr(self_check, "sum_length", lambda split: 72)
     tile, half = tiles.Tile(128, 128, 8, 4, 1), torch.float16
     expected = self_check.tile_bits(tiles.Tile(64, 128, 8, 4, 1), half, CPU)
     assert torch.equal(self_check.partial_bits(tile, half, CPU), expected)
@@ -278,7 +279,7 @@ def test_partial_accumulators_show_the_sums_of_the_product(monkeypatch):
 
 def test_the_storage_of_partial_sums_on_hopper_is_undone():
     """As `_store_partial` has it: fp32 numbers in the order of the registers."""
-    from rlk_kernels.matmul.hopper.accumulate import loaded_partials
+    from rlk_kernels.matmul.hopper.accumulate import stored_partials
 
     sums = torch.randn(5, 256, generator=torch.Generator().manual_seed(0))
     stored = [
@@ -286,4 +287,4 @@ def test_the_storage_of_partial_sums_on_hopper_is_undone():
         for half in sums.split(128, 1)
     ]
     x = SimpleNamespace(out=stored[0].view(torch.bfloat16), lo=stored[1].view(torch.int16))
-    assert torch.equal(loaded_partials(x), sums)
+    assert torch.equal(stored_partials(x), sums)

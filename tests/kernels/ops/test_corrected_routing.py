@@ -110,27 +110,3 @@ def test_gradients(backend, normalize):
     alone = logits.detach().float()[2:3].requires_grad_()
     rk.route_corrected(alone, correction.float(), 3, **how, backend=backend)[0].backward(grad[2:3])
     assert torch.equal(alone.grad, leaf.grad[2:3])
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"k": 0},
-        {"k": 5, "groups": 6, "top_groups": 2},
-        {"groups": 5},
-        {"groups": 12},
-        {"groups": 2, "top_groups": 3},
-        {"correction": torch.zeros(11)},
-    ],
-)
-def test_what_is_refused(how):
-    arguments = {"logits": torch.zeros(3, 12), "correction": torch.zeros(12), "k": 2} | how
-    with pytest.raises(rk.UnsupportedShape, match="route_corrected"):
-        rk.route_corrected(**arguments)
-
-
-def test_a_router_in_16_bits_is_refused():
-    for dtypes in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)):
-        logits, correction = torch.zeros(3, 4, dtype=dtypes[0]), torch.zeros(4, dtype=dtypes[1])
-        with pytest.raises(rk.UnsupportedDtype, match="route_corrected"):
-            rk.route_corrected(logits, correction, 2)

@@ -73,14 +73,3 @@ def test_a_gradient_that_is_rounded_first_is_noticed(monkeypatch):
     )  # fmt: skip
     with pytest.raises(AssertionError):
         test_each_backward_adds_its_fp32_product_once("torch", torch.bfloat16)
-
-
-def test_what_cannot_be_added_to_is_named():
-    x, weight, _, main_grad = case(torch.bfloat16)
-    for wrong in (main_grad[:, :-1], main_grad.mT, main_grad.expand(1, 24, 40)):
-        with pytest.raises(rk.UnsupportedShape, match="main_grad"):
-            rk.linear(x, weight, main_grad=wrong)
-    with pytest.raises(rk.UnsupportedDtype, match="main_grad"):
-        rk.linear(x, weight, main_grad=main_grad.bfloat16())
-    with torch.no_grad(), pytest.raises(ValueError, match="main_grad or out"):
-        rk.linear(x, weight, main_grad=main_grad, out=torch.empty(37, 24, dtype=x.dtype))

@@ -71,21 +71,6 @@ def test_a_norm_that_is_rounded_once_less_is_noticed(monkeypatch):
         same(torch.bfloat16, OPTIONS[0], "torch")
 
 
-def test_what_does_not_fit_is_named():
-    q, k, *weights, positions = case(torch.bfloat16)
-    run = {"eps": 1e-6, "theta": 1e4}
-    with pytest.raises(rk.UnsupportedShape, match="norm_rope: weights of 16"):
-        rk.norm_rope(q, k, weights[0][:8], weights[1], positions, **run)
-    with pytest.raises(rk.UnsupportedDtype, match="norm_rope: q and k"):
-        rk.norm_rope(q, k, weights[0].float(), weights[1], positions, **run)
-    with pytest.raises(rk.UnsupportedShape, match="norm_rope: positions"):
-        rk.norm_rope(q, k, *weights, positions[:3], **run)
-    with pytest.raises(ValueError, match="norm_rope: cast"):
-        rk.norm_rope(q, k, *weights, positions, cast="none", **run)
-    with pytest.raises(ValueError, match="norm_rope: eps"):
-        rk.norm_rope(q, k, *weights, positions, eps=float("nan"), theta=1e4)
-
-
 def test_the_registration_passes_torchs_own_check():
     options = (None, None, 1e-6, True, 1e4, 16, torch.float32, False, "torch")
     q, k, *rest = case(torch.float32, t=3)

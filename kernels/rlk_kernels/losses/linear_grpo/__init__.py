@@ -1,1 +1,1 @@
-"""linear_grpo_loss: that loss from hidden states, with its gradients."""
+"""linear_grpo_loss: the clipped policy loss from hidden states, with its gradients."""

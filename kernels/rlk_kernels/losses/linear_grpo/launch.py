@@ -1,19 +1,19 @@
 """linear_grpo_loss on Triton: chunks of tokens, each with its part of the gradients.
 
-Three products instead of four: the loss depends only on a token's log-probability, so a chunk of
-tokens is finished while its tiles are still in memory.
-    1. x = hidden weight^T. Kept, at the operands' dtype: E = exp(z - log(2) r[t]) with an integer
-       r[t] from the target's logit, beside the tiles' statistics; from them logp, with the bits of
-       `linear_logp`. A row whose logits are far above or below its target's is brought to another
-       r afterwards, by exact powers of two
+It needs three products instead of four, because the loss depends on a token's log-probability
+alone, so that a chunk of tokens is finished while its tiles are still in memory.
+    1. x = hidden weight^T. Stored in the operands' dtype: E = exp(z - log(2) r[t]), with an integer
+       r[t] from the target's logit, and the statistics of the tiles. logp comes from the statistics
+       and has the bits of `linear_logp`. A row with logits far above or below its target's is
+       brought to another r afterwards, by exact powers of two
     2. g[t] = dloss/dlogp[t], and dlogits = c[t] E, c = -g exp(log(2) r - lse) dz/dx; the element of
        the target is written into E from logp itself: g (1 - p) / c in fp32
     3. dhidden = c (E weight), c in fp32          4. dweight += E^T (c hidden)
-A token chunk's E takes at most CHUNK_BYTES; that of the first may be larger, as dweight and its
-lower halves are not written yet and have room for vocabulary chunks of it (`workspace.py`). dweight
-goes on from token chunk to token chunk in its fp32 accumulator (`matmul/accumulate`; with more than
-one its lower halves take two bytes an element beside it) and dhidden from one vocabulary chunk to
-the next, so neither has a bit from these cuts.
+E of a chunk of tokens takes at most CHUNK_BYTES. E of the first chunk may be larger, because
+dweight and its lower halves are not written yet and have room for parts of it (`workspace.py`).
+dweight continues from one chunk of tokens to the next in its fp32 accumulator
+(`matmul/accumulate`; with several chunks its lower halves take two more bytes an element), and
+dhidden from one chunk of the vocabulary to the next. So no bit of them depends on the chunks.
 
 T = tokens   V = vocabulary   H = hidden size
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from rlk_kernels.device import facts
 from rlk_kernels.losses.linear_grpo import plan
 from rlk_kernels.losses.linear_grpo.kernels import (
-    quiet,
+    clear_dead_rows,
     rebase,
     scale,
     scale_rows,
@@ -33,20 +33,20 @@ from rlk_kernels.losses.linear_grpo.kernels import (
 from rlk_kernels.losses.policy.kernels import prepare, reduce_loss
 from rlk_kernels.losses.policy.objective import Objective
 from rlk_kernels.matmul.accumulate.accumulate import accumulate
-from rlk_kernels.matmul.accumulate.partial import PartialProduct, lo_accumulator
-from rlk_kernels.matmul.plan import most_special
+from rlk_kernels.matmul.accumulate.plan import PartialProduct, lo_accumulator
+from rlk_kernels.matmul.plan import recorded_implementation
 from rlk_kernels.memory import empties, empty
 from rlk_kernels.numerics.column_sum.operator import column_sum
 from rlk_kernels.ops.linear_logp.launch import (
     finish,
     forward_inference,
     is_trusted,
-    mark,
     pick,
     plane_shapes,
     planes_of,
     row_shapes,
     run_tiles,
+    store_id_gradients,
 )
 from rlk_kernels.ops.linear_logp.options import LogitOptions, RowStatistics
 from rlk_kernels.ops.linear_logp.plan import shape_of
@@ -59,7 +59,8 @@ def logp_and_gradients(
     tokens: tuple[Tensor | None, Tensor, Tensor | None, Tensor], spec: LogitOptions,
     objective: Objective, needs: list[bool],
 ) -> tuple[Tensor, list[Tensor | None], str]:  # fmt: skip
-    """(logp[T], [dh, dw, db], what ran); tokens: old_logp, advantages, ref_logp, weights."""
+    """(logp[T], [dh, dw, db], the implementation that ran); tokens: old_logp, advantages, ref_logp,
+    weights."""
     (t, k), v = h.shape, w.shape[0]
     old, advantages, ref, weights = tokens
     dh = torch.empty_like(h) if needs[0] else None
@@ -84,7 +85,7 @@ def logp_and_gradients(
     pick(planned.pick, h, w, bias, ids, spec, targets)
 
     def run(chunk: plan.TokenChunk) -> None:
-        """A chunk's part of all results. What it holds beside them ends with it."""
+        """Compute a chunk's part of all results; its other memory is freed on return."""
         part, m = chunk.tokens, chunk.last - chunk.first
         chunk_ids = ids[part]
         stored = [vocab.view(buffers, m)[:, : vocab.last - vocab.first] for vocab in chunk.vocab]
@@ -102,7 +103,7 @@ def logp_and_gradients(
             )  # fmt: skip
             ran.add(tiles.implementation)
         finish(planes_of([n, s, *above], False), chunk_ids, rows, 0, m, False)
-        del s, above  # before c hidden is made: of the tiles' statistics only n is read again
+        del s, above  # before c hidden is allocated; of the statistics only n is read again
         g, a, c = token_gradient(
             rows, chunk_ids, None if old is None else old[part], advantages[part],
             None if ref is None else ref[part], weights[part], objective, spec.slope,
@@ -113,8 +114,8 @@ def logp_and_gradients(
         for vocab, tiles, e in zip(chunk.vocab, chunk.tiles, stored, strict=True):
             last = vocab.last == v
             rebase(e, n[chunk.nodes(vocab)], rows, tiles.node_columns)
-            quiet(e, g, rows)
-            mark(e, chunk_ids, rows, g, a, None, spec, vocab.first, e.shape[1], c)
+            clear_dead_rows(e, g, rows)
+            store_id_gradients(e, chunk_ids, rows, g, a, None, spec, vocab.first, e.shape[1], c)
             products = []
             if dh is not None:
                 products.append(
@@ -138,12 +139,12 @@ def logp_and_gradients(
         run(chunk)
     db = column_sum(torch.stack(sums), "triton") if needs[2] else None
     db = db if bias is None or db is None else db.to(bias.dtype)
-    return logps, [dh, dw, db], most_special(ran)
+    return logps, [dh, dw, db], recorded_implementation(ran)
 
 
 def logp_alone(
     h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions
 ) -> tuple[Tensor, str]:
-    """(logp[T], what ran)."""
+    """(logp[T], the implementation that ran)."""
     (logp,), ran = forward_inference(h, w, bias, ids, spec, False, 1)
     return logp, ran

@@ -2,11 +2,11 @@
 
     logp = linear_logp(hidden, weight, target)        loss and metrics of logp: `losses/policy`
 
-triton backend (`launch.py`): three products instead of four, chunks of tokens. torch backend: the
-portable forward and backward of `linear_logp` (four products), same contract.
+triton backend (`launch.py`): three products instead of four, by chunks of tokens. torch backend:
+the portable forward and backward of `linear_logp` (four products), with the same contract.
 
-The forward computes the gradients for an upstream gradient of 1; the backward multiplies them in
-place by the actual one, once: a second backward raises. Compiled code multiplies copies.
+The forward computes the gradients for an upstream gradient of 1. The backward multiplies them in
+place by the actual upstream gradient, so a second backward raises. Compiled code multiplies copies.
 
 T = tokens   V = vocabulary   H = hidden size   B = sequences
 """
@@ -34,7 +34,7 @@ from rlk_kernels.ops.linear_logp.operator import as_rows, check
 from rlk_kernels.ops.linear_logp.options import check_options, options_of
 
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "ppo")
-"""Those of `losses/policy` whose loss is a sum of functions of one token's log-prob."""
+"""The loss types of `losses/policy` that are sums of functions of one token's log-prob."""
 
 
 _on_triton = lazy_module("rlk_kernels.losses.linear_grpo.launch")
@@ -47,7 +47,7 @@ def _implementation(backend: str) -> ModuleType:
 def _run(
     hidden, weight, bias, ids, tokens, spec, objective, backend, needs
 ) -> tuple[tuple, list[Tensor | None]]:
-    """((loss, logp, names of the metrics, the metrics), gradients); tokens: old_logp, advantages,
+    """((loss, logp, names of the metrics, *metrics), gradients); tokens: old_logp, advantages,
     ref_logp, weights."""
     module, operands = _implementation(backend), (hidden, weight, bias, ids)
     grads: list[Tensor | None] = [None, None, None]
@@ -151,8 +151,8 @@ def _compiled_loss(
     softcap: float, scale: float, temperature: float, beta: float, low: float, high: float,
     needs: list[bool], backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss, logp, metrics, dhidden, dweight, dbias): `_LinearGRPO` for a compiler, which needs
-    everything that the backward uses among the outputs."""
+    """(loss, logp, metrics, dhidden, dweight, dbias): `_LinearGRPO` for a compiler, which needs all
+    tensors of the backward among the outputs."""
     spec = options_of(logit_dtype, softcap, scale, temperature)
     objective, tokens = Objective("grpo", low, high, beta=beta), (old, advantages, ref, weights)
     (value, logp, _, *metrics), grads = _run(
@@ -163,8 +163,8 @@ def _compiled_loss(
 
 
 def _partition(cu_seqlens: Tensor, t: int) -> bool:
-    """Whether the sequences hold each token once. Not checked on a GPU, where reading the answer
-    would synchronise, nor in compiled code, which cannot read it."""
+    """Whether the sequences contain each token exactly once. This is not checked on a GPU, where
+    reading the bounds would synchronise, nor in compiled code, which cannot read them."""
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 + (t > 0):
         return False
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -176,8 +176,8 @@ def _partition(cu_seqlens: Tensor, t: int) -> bool:
 
 
 def _check_tables(name: str, sequences: int, length: int, *tables: Tensor | None) -> None:
-    """Raise where target, mask, advantages, old_logp or ref_logp has two dimensions other than
-    [B, L]: flattened, its numbers would go to the wrong tokens."""
+    """Raise if target, mask, advantages, old_logp or ref_logp has several dimensions and is not
+    [B, L]: flattened, its numbers would belong to the wrong tokens."""
     names = ("target", "mask", "advantages", "old_logp", "ref_logp")
     for what, x in zip(names, tables, strict=True):
         if x is not None and x.dim() > 1 and x.shape != (sequences, length):
@@ -210,14 +210,14 @@ def linear_grpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss (a float32 scalar, differentiable in hidden, weight and bias) and the metrics.
 
-    hidden[B, L, H] with target, mask, old_logp, ref_logp [B, L]; or hidden[T, H] packed, those [T],
-    with cu_seqlens[B + 1] from 0 to T (checked on the CPU; on a GPU a token outside every sequence
-    gets NaN). advantages: [B], one for each sequence, or one for each token.
-    mask: 1 for the tokens that count; a token whose target is ignore_index or negative is masked
-    out (it has logp 0 and no gradient). old_logp None: the policy's own log-probabilities (ratio
-    1). beta above 0 needs ref_logp. loss_type: see LOSS_TYPES; dr_grpo takes max_tokens (default
-    L; required for packed input). The other arguments are those of `linear_logp`; the metrics'
-    `logp` [T] has its bits.
+    Padded: hidden[B, L, H] with target, mask, old_logp and ref_logp [B, L]. Packed: hidden[T, H]
+    with target, mask, old_logp and ref_logp [T], and cu_seqlens[B + 1] from 0 to T (checked on the
+    CPU; on a GPU a token outside every sequence gets NaN). advantages: [B], one for each sequence,
+    or one for each token. mask: 1 for the tokens that count; a token whose target is ignore_index
+    or negative is masked out (it has logp 0 and no gradient). old_logp None: the policy's own
+    log-probabilities (ratio 1). beta above 0 needs ref_logp. loss_type: one of LOSS_TYPES; dr_grpo
+    uses max_tokens (default L; required for packed input). The other arguments are those of
+    `linear_logp`, and the metric `logp` [T] has the bits of its result.
 
     metrics: detached tensors, `logp` and the scalars of METRICS.
     Raises UnsupportedShape, UnsupportedDtype, ValueError, and what `backend.choose` raises.

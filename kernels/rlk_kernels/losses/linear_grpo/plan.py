@@ -1,4 +1,4 @@
-"""The decisions of a call of `linear_grpo_loss`, made once (see `matmul/plan.py`).
+"""The plan of a call of `linear_grpo_loss` (see `matmul/plan.py`).
 
 T = tokens   V = vocabulary   H = hidden size   E = the exponentials of `launch.py`
 """
@@ -12,23 +12,23 @@ from rlk_kernels.ops.linear_logp.plan import PickPlan, plan_chunks, plan_pick, t
 from rlk_kernels.ops.linear_logp.workspace import VocabChunk, all_at_once, block_elements, round_up
 
 CHUNK_BYTES = 512 << 20
-"""Bytes that a chunk of tokens takes: its E, at the operands' dtype."""
+"""The most bytes of E, in the operands' dtype, of a chunk of tokens."""
 
 
 def first_chunk(
     t: int, v: int, k: int, size: int, most: int, processors: int
 ) -> tuple[int, tuple[VocabChunk, ...]]:
-    """Rows of the first chunk and the vocabulary chunks of its E, so that the fewest chunks of
-    `most` rows come after it. No rows: that would save no chunk.
+    """(rows of the first chunk, vocabulary chunks of its E) that leave the fewest chunks of `most`
+    rows after it; (0, ()) if a larger first chunk saves no chunk.
 
-    If it is the only one, CHUNK_BYTES hold its statistics of tiles, c hidden, and the lower halves
-    of dhidden too.
+    CHUNK_BYTES of a single chunk include the statistics of its tiles, c hidden, and the lower
+    halves of dhidden.
     """
     for others in range(-(-t // most) - 1):
         rows = min(t, round_up(t - others * most, 128))
         beside = rows * k * (2 if size == 2 else 1)
         block = (CHUNK_BYTES - 8 * rows * -(-v // 128)) // size - beside
-        # other chunks need the lower halves of dweight anyway; one alone does better without
+        # several chunks need the lower halves of dweight anyway; a single chunk is better without
         for spares in (1,) if size != 2 else (2,) if others else (1, 2):
             vocab_chunks = all_at_once(rows, v, k, block, spares, processors)
             if vocab_chunks:
@@ -39,10 +39,10 @@ def first_chunk(
 def chunks_of(
     t: int, v: int, k: int, size: int, spare: bool, processors: int
 ) -> list[tuple[slice, tuple[VocabChunk, ...]]]:
-    """Chunks of tokens and the vocabulary chunks of their E: as few as can be, all but the first of
-    nearly the same size.
+    """(tokens, vocabulary chunks of their E) of each chunk: as few chunks as possible, all but the
+    first of nearly the same size.
 
-    size: bytes of an element. spare: whether there is a weight gradient with room for the first.
+    size: bytes of an element. spare: whether a weight gradient has room for the first chunk.
     """
     wide = round_up(v)
     most = max(1, CHUNK_BYTES // (wide * size) // 128) * 128
@@ -54,22 +54,22 @@ def chunks_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChunk:
-    """Tokens whose E is there at a time."""
+    """Tokens whose E is in memory at the same time."""
 
     first: int
     last: int
     vocab: tuple[VocabChunk, ...]
     tiles: tuple[EpiloguePlan, ...]
-    """How each chunk of `vocab` is launched."""
+    """The launch of each chunk of `vocab`."""
     block: int
-    """Elements of the workspace's own block."""
+    """Elements of the workspace's block."""
 
     @property
     def tokens(self) -> slice:
         return slice(self.first, self.last)
 
     def nodes(self, x: VocabChunk) -> slice:
-        """The nodes of the tree that a chunk of the vocabulary has."""
+        """The nodes of the tree in a chunk of the vocabulary."""
         width = self.tiles[0].node_columns
         return slice(x.first // width, -(-x.last // width))
 
@@ -81,20 +81,20 @@ class LossPlan:
     pick: PickPlan
     chunks: tuple[TokenChunk, ...]
     dh_lo_rows: int
-    """Rows of the hidden gradient whose partial accumulators have lower halves in the block."""
+    """Rows of the hidden gradient with the lower halves of their accumulators in the block."""
     dh_lo_offset: int
     """The element of the block where these lower halves begin."""
     block: int
-    """How many elements the block has."""
+    """Elements of the block."""
     lends_lo: bool
-    """E lies in the lower halves of the weight gradient's partial accumulators too."""
+    """E is stored in the lower halves of the weight gradient's partial accumulators too."""
 
 
 @functools.lru_cache(maxsize=1024)
 def plan_loss(
     shape: LogitsShape, weight_gradient: bool, facts: DeviceFacts, trusted: bool
 ) -> LossPlan:
-    """The plan of at least one token."""
+    """The plan for at least one token."""
     t, v, k, dtype, *_ = shape
     size = dtype.itemsize
     chunks = tuple(
@@ -106,7 +106,7 @@ def plan_loss(
         for part, vocab in chunks_of(t, v, k, size, weight_gradient, facts.processors)
     )  # fmt: skip
     first = chunks[0]
-    rows = first.last if size == 2 and len(first.vocab) > 1 else 0  # dhidden goes on there
+    rows = first.last if size == 2 and len(first.vocab) > 1 else 0  # dhidden continues over chunks
     return LossPlan(
         pick=plan_pick(shape, facts, trusted), chunks=chunks, dh_lo_rows=rows,
         dh_lo_offset=first.block,

@@ -16,7 +16,8 @@ def logp_and_gradients(
     tokens: tuple[Tensor | None, Tensor, Tensor | None, Tensor], spec: LogitOptions,
     objective: Objective, needs: list[bool],
 ) -> tuple[Tensor, list[Tensor | None], str]:  # fmt: skip
-    """(logp[T], [dh, dw, db], what ran); tokens: old_logp, advantages, ref_logp, weights."""
+    """(logp[T], [dh, dw, db], the implementation that ran); tokens: old_logp, advantages, ref_logp,
+    weights."""
     old, advantages, ref, weights = tokens
     rows = linear_logp.forward(h, w, bias, ids[:, None], spec, False)
     logp = rows.logp.squeeze(1)
@@ -31,10 +32,10 @@ def logp_and_gradients(
 def logp_alone(
     h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions
 ) -> tuple[Tensor, str]:
-    """(logp[T], what ran)."""
+    """(logp[T], the implementation that ran)."""
     return linear_logp.forward(h, w, bias, ids[:, None], spec, False).logp.squeeze(1), "torch"
 
 
 def scale(x: Tensor, factor: Tensor) -> Tensor:
-    """x times factor[()]; x itself, whatever it holds, for a factor of 1."""
+    """x times factor[()]; for a factor of 1 x unchanged, with its NaN and infinities."""
     return torch.where(factor == 1, x, (x * factor).to(x.dtype))

@@ -1,1 +1,1 @@
-"""policy_loss and dpo_loss: losses of log-probabilities."""
+"""policy_loss and dpo_loss: losses from log-probabilities."""

@@ -12,7 +12,7 @@ def group_advantages(
     """Rewards minus their group's mean, optionally over its standard deviation -> [B] float32.
 
     rewards[B]: B / group_size groups of consecutive samples. scale: "std" divides by the group's
-    sample deviation + eps (GRPO), "none" does not (Dr. GRPO). Sums in float64, by halves of the
+    sample deviation + eps (GRPO), "none" does not (Dr. GRPO). Sums are in float64, by halves of the
     group.
     Raises UnsupportedShape, ValueError.
     """
@@ -24,7 +24,7 @@ def group_advantages(
     if scale not in ("std", "none"):
         raise ValueError(f"group_advantages: scale {scale!r} is unknown; choose 'std' or 'none'")
     x = rewards.double().view(-1, group_size)
-    x = x - x[:, :1]  # equal rewards give exactly 0: their mean may be rounded
+    x = x - x[:, :1]  # so that equal rewards give exactly 0 although their mean is rounded
     x = x - tree_sum(x) / group_size
     if scale == "std":
         x = x / ((tree_sum(x * x) / max(group_size - 1, 1)).sqrt() + eps)

@@ -1,16 +1,17 @@
-"""`prepare` and `reduce_loss` on Triton, in a handful of launches.
+"""`prepare` and `reduce_loss` on Triton, in at most four launches.
 
-    prepare       ids, advantages, weights of the tokens: counts, then elementwise
+    prepare       ids, advantages and weights of the tokens: counts, then elementwise
     reduce_loss   the loss and the metrics in float64: blocks of tokens, then one program
 
-Counts are whole numbers: any order is exact. Sums of `reduce_loss`: a program adds BLOCK
-consecutive tokens in one fixed order; of the blocks' sums, column j of LANES takes blocks j,
-j + LANES, ... front to back, then the columns are added in one fixed order. So the order is a
-function of T alone, and not that of `portable.py`, which adds by halves of the batch. No atomics,
-and no number goes to the host: a CUDA graph can hold all of it.
+Counts are whole numbers, which any order adds exactly. In `reduce_loss` a program adds BLOCK
+consecutive tokens in one fixed order. Of the blocks' sums, column j of LANES adds blocks j,
+j + LANES, ... from front to back; then the columns are added in one fixed order. So the order
+depends on T alone; it is not that of `portable.py`, which adds by halves of the batch. There are no
+atomics, and no number goes to the host, so that a CUDA graph can capture all launches.
 
-A token counts where its weight is not 0. A token that no sequence of cu_seqlens holds (bounds on a
-GPU are not checked) has NaN for what its sequence would give it; nothing is read out of range.
+A token counts if its weight is not 0. A token outside every sequence of cu_seqlens (whose bounds
+are not checked on a GPU) has NaN for the weight and the advantage that its sequence would give it;
+nothing is read out of range.
 
 T = tokens   B = sequences
 """
@@ -25,12 +26,12 @@ from rlk_kernels.losses.policy.objective import METRICS, Objective
 from rlk_kernels.memory import empties, empty
 
 BLOCK, LANES = 512, 64
-"""Tokens of a program, blocks that `_metrics_kernel` takes at a time: the order of the sums."""
+"""Tokens of a program, and blocks of a step of `_metrics_kernel`: the order of the sums."""
 COUNT_BLOCK = 4096
-"""Tokens that a program of `_count_kernel` takes at a time (time only)."""
+"""Tokens of a step of `_count_kernel` (time only)."""
 
 PLANES = tl.constexpr(len(METRICS) + 1)
-"""The loss, then METRICS."""
+"""The planes of partial sums: the loss, then METRICS."""
 (
     TOKENS, CLIP, CLIP_LOW, CLIP_HIGH, K1, K3, RATIO_MEAN, LOGP_MEAN, RATIO_MIN, RATIO_MAX, REF_K3,
 ) = (tl.constexpr(1 + i) for i in range(len(METRICS)))  # fmt: skip
@@ -50,7 +51,7 @@ def _count_kernel(
     target_ptr, mask_ptr, cu_ptr, count_ptr, T, length, ignore_index,
     PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Tokens that count of each sequence; of `length` tokens each where not PACKED."""
+    """The number of counting tokens of each sequence; not PACKED: `length` tokens a sequence."""
     sequence = tl.program_id(0)
     if PACKED:
         start = tl.minimum(tl.maximum(tl.load(cu_ptr + sequence).to(tl.int64), 0), T).to(tl.int32)
@@ -68,7 +69,7 @@ def _count_kernel(
 
 @triton.jit
 def _sequence_of(token, inside, cu_ptr, B, length, steps, PACKED: tl.constexpr):
-    """(a token's sequence as `objective.sequence_of` has it, whether that sequence holds it)."""
+    """(the sequence of a token by `objective.sequence_of`, whether the sequence contains it)."""
     if PACKED:
         low = tl.zeros_like(token)
         high = low + B
@@ -94,7 +95,7 @@ def _prepare_kernel(
     PACKED: tl.constexpr, COUNTED: tl.constexpr, GRPO: tl.constexpr, SPREAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ids, weights 1 / (count x share), and (SPREAD) the advantages of the tokens' sequences."""
+    """Ids, weights 1 / (count x share), and with SPREAD the advantages of the tokens' sequences."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < T
     id, on = _ids(target_ptr, mask_ptr, token, inside, ignore_index)
@@ -118,14 +119,14 @@ def _prepare_kernel(
 
 
 @triton.jit
-def free_term(ratio, advantage):
+def unclipped_term(ratio, advantage):
     """ratio x advantage; 0 for an advantage of 0, however large the ratio."""
     return tl.where((advantage == 0.0) & (ratio == float("inf")), 0.0, ratio * advantage)
 
 
 @triton.jit
 def _k3(d):
-    """exp(d) - 1 - d in float64: below 1/8 its series, to 4e-18 of the value."""
+    """exp(d) - 1 - d in float64; below 1/8 by its series, whose relative error is 4e-18."""
     series = d * (1 / 39916800) + 1 / 3628800
     series = series * d + 1 / 362880
     series = series * d + 1 / 40320
@@ -149,7 +150,7 @@ def _reduce_kernel(
     low: tl.float64, high: tl.float64, beta: tl.float64,
     HAS_REF: tl.constexpr, PENALTY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """part[PLANES, blocks] of a block of tokens: sums over those that count, least and most."""
+    """part[PLANES, blocks] of a block: sums, minimum and maximum over the tokens that count."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     w = tl.load(w_ptr + token, mask=token < T, other=0.0)
     on = w != 0.0
@@ -157,10 +158,10 @@ def _reduce_kernel(
     log_ratio = logp - tl.load(old_ptr + token, mask=on, other=0.0).to(tl.float64)
     advantage = tl.load(advantage_ptr + token, mask=on, other=0).to(tl.float64)
     ratio = tl.exp(log_ratio)
-    free = free_term(ratio, advantage)
-    held = tl.where(ratio < low, low, tl.where(ratio > high, high, ratio)) * advantage
-    active = free > held
-    value = -tl.where(active, held, free)
+    unclipped = unclipped_term(ratio, advantage)
+    clipped = tl.where(ratio < low, low, tl.where(ratio > high, high, ratio)) * advantage
+    active = unclipped > clipped
+    value = -tl.where(active, clipped, unclipped)
     at = part_ptr + tl.program_id(0)
     if HAS_REF:
         ref_k3 = _k3(tl.load(ref_ptr + token, mask=on, other=0.0).to(tl.float64) - logp)
@@ -184,7 +185,7 @@ def _reduce_kernel(
 def _metrics_kernel(
     part_ptr, loss_ptr, metrics_ptr, blocks, HAS_REF: tl.constexpr, LANES: tl.constexpr
 ):
-    """The loss and METRICS in fp32 from part[PLANES, blocks]; one program."""
+    """The loss and METRICS in fp32 from part[PLANES, blocks], in one program."""
     plane = tl.arange(0, 16)
     least = plane == RATIO_MIN
     most = plane == RATIO_MAX
@@ -202,7 +203,7 @@ def _metrics_kernel(
     count = tl.maximum(tl.sum(tl.where(plane == TOKENS, total, 0.0), 0), 1.0)
     ratio = tl.sum(tl.where(plane == RATIO_MEAN, total, 0.0), 0)
     bound = tl.where(least, tl.min(acc, 1), tl.max(acc, 1))
-    bound = tl.where(ratio == ratio, bound, ratio)  # a minimum of numbers and NaN may be a number
+    bound = tl.where(ratio == ratio, bound, ratio)  # a minimum may drop NaN
     value = tl.where(plane <= TOKENS, total, total / count)
     value = tl.where(least | most, bound, value).to(tl.float32)
     tl.store(loss_ptr + plane, value, mask=plane == 0)
@@ -213,7 +214,7 @@ def prepare(
     target: Tensor, mask: Tensor, advantages: Tensor, spread: bool, cu_seqlens: Tensor | None,
     sequences: int, loss_type: str, max_tokens: int | None, ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`portable.prepare`; advantages of the tokens in fp32, or float64 for float64."""
+    """`portable.prepare`, with the tokens' advantages in fp32, or float64 for float64."""
     t, device = target.shape[0], target.device
     grpo, counted = loss_type == "grpo", loss_type != "dr_grpo"
     share = max(sequences, 1) if grpo else 1
@@ -256,7 +257,7 @@ def reduce_loss(
     logp: Tensor, old_logp: Tensor | None, advantages: Tensor, weights: Tensor,
     ref_logp: Tensor | None, objective: Objective,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """`portable.reduce_loss` of [T] contiguous tensors; the loss is float32."""
+    """`portable.reduce_loss` of contiguous tensors [T], with the loss in float32."""
     t, device = logp.shape[0], logp.device
     blocks, has_ref = cdiv(t, BLOCK), ref_logp is not None
     names = METRICS if has_ref else METRICS[:-1]

@@ -1,4 +1,4 @@
-"""The clipped objectives of a policy: a token's loss and its derivative with respect to the
+"""The clipped objectives of a policy: the loss of a token, its derivative with respect to the
 log-prob, and the weights of the tokens. All are in float64 and elementwise, except for sums over a
 sequence, whose order depends on the sequence alone.
 
@@ -6,7 +6,7 @@ With r = exp(logp - old_logp) of a token, A its advantage, (low, high) = clip:
     grpo, dr_grpo, dapo, ppo    -min(r A, clamp(r, 1 - low, 1 + high) A)
     gspo                        the same with r = exp(mean of logp - old_logp over the sequence)
     cispo                       -clamp(r, 1 - low, 1 + high) A logp, the factor without a gradient
-times c, which corrects for the rollout by rho = exp(old_logp - rollout_logp), without a gradient:
+times c, a correction for the rollout by rho = exp(old_logp - rollout_logp), without a gradient:
     token_truncate              clamp(rho, *limits)                 truncated importance sampling
     token_mask                  rho, and 0 outside of the limits    masked importance sampling
     sequence_truncate, _mask    the same with rho the product over the sequence
@@ -45,12 +45,12 @@ METRICS = (
     "tokens", "clip_fraction", "clip_low_fraction", "clip_high_fraction", "k1", "k3", "ratio_mean",
     "logp_mean", "ratio_min", "ratio_max", "ref_k3",
 )  # fmt: skip
-"""The scalars of `reduce_loss`, in this order; the last where ref_logp is given."""
+"""The scalars of `reduce_loss`, in this order; the last one only with ref_logp."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The options that a token's loss depends on; see `policy_loss`."""
+    """The options of a token's loss; see `policy_loss`."""
 
     loss_type: str
     low: float
@@ -65,13 +65,13 @@ def check_objective(
     name: str, objective: Objective, known: tuple[str, ...], max_tokens: int | None,
     rollout_logp: Tensor | None, ref_logp: Tensor | None,
 ) -> None:  # fmt: skip
-    """Raise ValueError where a call of the operator `name` has options that do not fit; known: the
-    loss types that it computes."""
-    low, high, correction, beta = (
+    """Raise ValueError if the options of a call of the operator `name` are invalid; known: the loss
+    types that it computes."""
+    low, high, beta, correction = (
         objective.low,
         objective.high,
-        objective.correction,
         objective.beta,
+        objective.correction,
     )
     for what, value, choices in (
         ("loss_type", objective.loss_type, known),
@@ -102,7 +102,7 @@ def pair_of(name: str, what: str, pair: tuple[float, float]) -> tuple[float, flo
 
 
 def check_numbers(name: str, inputs: dict[str, Tensor]) -> None:
-    """Raise UnsupportedDtype where an input with one number a token has none of NUMBERS."""
+    """Raise UnsupportedDtype if the dtype of an input is not in NUMBERS."""
     for what, x in inputs.items():
         if x.dtype not in NUMBERS:
             raise UnsupportedDtype(f"{name}: {what} is {x.dtype}; it takes one of {NUMBERS}")
@@ -110,32 +110,33 @@ def check_numbers(name: str, inputs: dict[str, Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The terms of each token, float64 [T]."""
+    """The terms of each token, in float64 [T]."""
 
     value: Tensor
     slope: Tensor
-    """Derivative of `value` with respect to the token's log-prob, or its share of a sequence's."""
+    """The derivative of `value` with respect to the token's log-prob; for gspo the token's share of
+    its sequence's derivative."""
     ratio: Tensor
     active: Tensor
     """bool: whether the clip is active."""
     factor: Tensor
-    """The factor that corrects for the rollout's log-probs; 1 without a correction."""
+    """The correction for the rollout's log-probs; 1 without a correction."""
     kl: Tensor
-    """KL before beta; 0 without a reference."""
+    """The KL term before it is multiplied by beta; 0 without a reference."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Which tokens count in which sequence."""
+    """The tokens that count, and their sequences."""
 
     on: Tensor
-    """bool [T]: tokens that are not on enter no sum over a sequence."""
+    """bool [T]: whether a token is part of the sums over its sequence."""
     cu_seqlens: Tensor
-    """int64 [B + 1]: where each sequence begins, and the last ends."""
+    """int64 [B + 1]: the begin of each sequence, and the end of the last."""
 
 
 def sequence_sums(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[B] of x[T]: by halves of a power of two, filled up with zeros, which change no bit of it."""
+    """[B] of x[T], by halves of a power of two of elements; the added zeros change no bit."""
     if len(x) == 0:
         return x.new_zeros(len(cu_seqlens) - 1)
     longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
@@ -150,7 +151,7 @@ def token_terms(
     logp: Tensor, old: Tensor, advantages: Tensor, ref: Tensor | None, objective: Objective,
     sequences: Sequences | None = None, rollout: Tensor | None = None,
 ) -> Terms:  # fmt: skip
-    """Each token's terms. gspo and a correction need `sequences`."""
+    """The terms of each token. gspo and a correction need `sequences`."""
     logp, old, a = logp.double(), old.double(), advantages.double()
     log_ratio = logp - old
     if objective.loss_type == "gspo":
@@ -169,7 +170,7 @@ def token_terms(
     if objective.correction is not None:
         assert rollout is not None
         factor = _correction(old - rollout.double(), sequences, objective)
-        # A sequence's ratio is part of each token's loss: its gradient sums all their factors.
+        # The ratio of a sequence is part of each token's loss, so its gradient sums all factors.
         whole = objective.loss_type == "gspo"
         shared = _mean_of_sequence(factor, sequences) if whole else factor
         value, slope = _weighted(value, factor), _weighted(slope, shared)
@@ -183,12 +184,12 @@ def token_terms(
 
 
 def _weighted(x: Tensor, factor: Tensor) -> Tensor:
-    """x times factor; 0 for a factor of 0, also of an x that overflows."""
+    """x times factor; 0 for a factor of 0, even if x overflows."""
     return torch.where((factor == 0) & x.isinf(), 0.0, x * factor)
 
 
 def _mean_of_sequence(x: Tensor, sequences: Sequences | None) -> Tensor:
-    """[T]: the mean over the tokens of its sequence that count."""
+    """[T]: the mean of x over the tokens of the sequence that count."""
     assert sequences is not None
     on, cu_seqlens = sequences.on, sequences.cu_seqlens
     sums = sequence_sums(torch.where(on, x, 0.0), cu_seqlens)
@@ -206,12 +207,12 @@ def _correction(log_ratio: Tensor, sequences: Sequences | None, objective: Objec
     ratio, (low, high) = log_ratio.exp(), objective.limits
     if how == "truncate":
         return ratio.clamp(low, high)
-    # NaN is neither inside nor outside the limits: it stays, and shows in the loss.
+    # NaN is neither inside nor outside the limits: it remains and makes the loss NaN.
     return torch.where((ratio < low) | (ratio > high), 0.0, ratio)
 
 
 def _kl(d: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """(estimate, its derivative in logp) of d = ref_logp - logp."""
+    """(estimate, its derivative with respect to logp) of d = ref_logp - logp."""
     if kind == "k1":
         return -d, torch.ones_like(d)
     if kind == "k2":
@@ -236,19 +237,19 @@ def token_weights(
 
 
 def exact_cumsum(w: Tensor) -> Tensor:
-    """Running count of zeros and ones: whole numbers, so any order of additions is exact."""
+    """The running sum of zeros and ones: whole numbers, which any order adds exactly."""
     return w.to(torch.int64).cumsum(0).double()
 
 
 def sequence_of(t: int, cu_seqlens: Tensor) -> Tensor:
-    """[T] index of the sequence that a token belongs to."""
+    """[T]: the index of each token's sequence."""
     token = torch.arange(t, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
 
 
 def batch_sums(on: Tensor, columns: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """(sums[2], means) over the tokens that are `on`: sums of the first two columns [T], means of
-    the others. The second column must be 1 for each token. The order is by halves of the batch."""
+    """(sums[2], means) over the tokens that are `on`: sums of the first two columns [T] and means
+    of the others. The second column must be 1 for each token. Sums are by halves of the batch."""
     stack = torch.stack([torch.where(on, x.double(), 0.0) for x in columns])
     sums = tree_sum(stack).squeeze(-1)
     return sums[:2], sums[2:] / sums[1].clamp(min=1.0)

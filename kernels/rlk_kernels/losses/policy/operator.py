@@ -1,4 +1,4 @@
-"""policy_loss: losses of policies, from log-probabilities; dpo_loss: DPO's, from preferred pairs.
+"""policy_loss: policy losses from log-probabilities; dpo_loss: DPO's loss from preferred pairs.
 
 The terms of a token and the weights of tokens are those of `objective.py`.
 
@@ -6,8 +6,8 @@ The terms of a token and the weights of tokens are those of `objective.py`.
            gain the sum of logp - ref_logp over a sequence
 
 Everything is float64 on [T] vectors, on any device, with explicit gradients and without atomics.
-The order of a sum over a sequence depends on that sequence alone, and that of a sum over the batch
-(by halves) on its length alone.
+The order of a sum over a sequence depends on that sequence alone, and the order of a sum over the
+batch (by halves) on its length alone.
 
 T = tokens   B = sequences
 """
@@ -43,7 +43,7 @@ class _WithSlope(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logp: Tensor, loss: Tensor, slope: Tensor) -> Tensor:
-        # Not yet in fp16, which does not hold what a loss scale is to lift.
+        # not in fp16, where a slope would underflow before a loss scale multiplies it
         wide = torch.promote_types(logp.dtype, torch.float32)
         ctx.save_for_backward(slope.to(wide))
         ctx.dtype = logp.dtype
@@ -73,16 +73,16 @@ def policy_loss(
     beta: float = 0.0,
     kl: str = "k3",
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns (loss, metrics): the loss (see above) is a float32 scalar, differentiable in logp.
+    """Returns (loss, metrics). The loss (see above) is a float32 scalar, differentiable in logp.
 
-    logp, old_logp, rollout_logp, ref_logp and mask are [T], packed, with cu_seqlens[B + 1] from 0
-    to T; mask is 1 for tokens that count. old_logp None: logp itself, so that the ratio is 1.
+    logp, old_logp, rollout_logp, ref_logp and mask are packed [T], with cu_seqlens[B + 1] from 0 to
+    T; mask is 1 for tokens that count. old_logp None: logp itself, so that the ratio is 1.
     advantages: [B], one for each sequence, or, except for gspo, one for each token. `correction`
-    needs rollout_logp, beta above 0 needs ref_logp, dr_grpo needs max_tokens.
+    needs rollout_logp, beta above 0 needs ref_logp, and dr_grpo needs max_tokens.
 
     metrics: detached float32 scalars over the tokens that count: tokens, clip_fraction, ratio_mean,
-    ratio_max, correction_mean, and kl, before beta. Raises UnsupportedShape, UnsupportedDtype,
-    UnsupportedDevice, ValueError.
+    ratio_max, correction_mean, and kl before it is multiplied by beta. Raises UnsupportedShape,
+    UnsupportedDtype, UnsupportedDevice, ValueError.
     """
     name = "policy_loss"
     low, high = pair_of(name, "clip", clip)
@@ -126,10 +126,10 @@ def linear_policy_loss(
 
     A token whose target is negative is masked out. `objective`: the keywords of `policy_loss`.
     For grpo, dr_grpo, dapo and ppo without a correction, `linear_grpo_loss` needs one product less.
-    Raises what both raise.
+    Raises what these two raise.
     """
     logp = linear_logp(hidden, weight, target, bias=bias, temperature=temperature, backend=backend)
-    assert isinstance(logp, Tensor)  # nothing else was asked for
+    assert isinstance(logp, Tensor)  # no other output was requested
     _bounds("linear_policy_loss", cu_seqlens, {"logp": logp, "mask": mask})
     on = (mask != 0) & (target >= 0)
     loss, metrics = policy_loss(logp, old_logp, advantages, on, cu_seqlens=cu_seqlens, **objective)
@@ -139,9 +139,9 @@ def linear_policy_loss(
 def dpo_loss(
     logp: Tensor, ref_logp: Tensor, mask: Tensor, *, cu_seqlens: Tensor, beta: float = 0.1
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns (loss, metrics): DPO's loss (see above; a float32 scalar, differentiable in logp) of
-    packed sequences that alternate between chosen and rejected; metrics: the float32 scalars
-    accuracy and margin, means over pairs.
+    """Returns (loss, metrics) of packed sequences that alternate between chosen and rejected. The
+    loss of DPO (see above) is a float32 scalar, differentiable in logp; the metrics are the float32
+    scalars accuracy and margin, which are means over pairs.
 
     logp, ref_logp and mask are [T], cu_seqlens[B + 1] with B even. Raises UnsupportedShape,
     UnsupportedDtype, UnsupportedDevice, ValueError.
@@ -170,8 +170,8 @@ def dpo_loss(
 def _bounds(
     name: str, cu_seqlens: Tensor, per_token: dict[str, Tensor], **others: Tensor
 ) -> Tensor:
-    """cu_seqlens int64. Raises UnsupportedShape where it, or an input [T], does not fit,
-    UnsupportedDtype and UnsupportedDevice also for the `others`."""
+    """cu_seqlens in int64. Raises UnsupportedShape if it or an input [T] does not fit, and
+    UnsupportedDtype and UnsupportedDevice, for the `others` too."""
     check_numbers(name, per_token | others)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise UnsupportedDtype(

@@ -21,8 +21,8 @@ def prepare(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(ids int64, -1 where ignored; advantages; weights float64) [T], from target[T] and mask[T].
 
-    advantages: [T], or [B] to be spread over their tokens. cu_seqlens[B + 1], None: sequences of
-    equal length.
+    advantages: [T], or with `spread` [B], one for the tokens of each sequence. cu_seqlens[B + 1];
+    None: sequences of equal length.
     """
     t = target.shape[0]
     if cu_seqlens is None:
@@ -40,12 +40,13 @@ def reduce_loss(
     logp: Tensor, old_logp: Tensor | None, advantages: Tensor, weights: Tensor,
     ref_logp: Tensor | None, objective: Objective,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """The loss (float64) and the metrics (float32 scalars) of a batch, both of [T] tensors.
+    """The loss (float64) and the metrics (float32 scalars) of a batch of tensors [T].
 
-    tokens; over the tokens whose weight is not 0: clip_fraction, clip_low_fraction,
-    clip_high_fraction, k1 and k3 (of the old policy against the new: -log r and r - 1 - log r),
-    ratio_mean, ratio_min, ratio_max, logp_mean; ref_k3 (as in the loss, before beta) where ref_logp
-    is given. Without such a token all are 0, and ratio_min is infinity. old_logp None: logp.
+    The metrics are `tokens`, the number of tokens whose weight is not 0, and over these tokens
+    clip_fraction, clip_low_fraction, clip_high_fraction, k1 and k3 (of the old policy against the
+    new one: -log r and r - 1 - log r), ratio_mean, ratio_min, ratio_max and logp_mean; with
+    ref_logp also ref_k3 (as in the loss, before it is multiplied by beta). Without such a token all
+    are 0, and ratio_min is infinity. old_logp None: logp.
     """
     old = logp if old_logp is None else old_logp
     terms = token_terms(logp, old, advantages, ref_logp, objective)

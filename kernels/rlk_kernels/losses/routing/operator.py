@@ -1,12 +1,12 @@
-"""load_balancing_loss and router_z_loss: keep all experts in use and a router's logits small.
+"""load_balancing_loss keeps all experts in use; router_z_loss keeps a router's logits small.
 
     load_balancing_loss = E * sum_e (c_e / T) * P_e    c_e: tokens sent to e,  P_e = mean_t p[t, e]
     router_z_loss       = mean_t (log sum_e exp(logits[t, e]))²
 
 p = softmax(logits). The first equals transformers' `load_balancing_loss_func` of the concatenated
-logits of the layers; megatron-core's is this one divided by k. Sums over tokens are in the order
-of `column_sum`, in float64 on every device, rounded to fp32 at the end. Tokens that `valid`
-excludes do not count, and a NaN in their logits does not spread.
+logits of the layers; megatron-core's loss is this one divided by k. Sums over tokens are in the
+order of `column_sum`, in float64 on every device, and are rounded to fp32 at the end. Tokens that
+`valid` excludes do not count, and a NaN in their logits does not spread.
 
 Gradients (c_e is a constant), over N valid tokens:
     dlogits[t, e] = p[t, e] (f_e - sum_i p[t, i] f_i) / N,  f_e = E c_e / N        load balancing
@@ -63,7 +63,7 @@ class _LoadBalancing(torch.autograd.Function):
         if valid is not None:
             taken = taken & valid[:, None]
         slots = torch.where(taken, ids, experts).long().flatten()
-        # Whole numbers: in float64 no order of additions changes them.
+        # whole numbers, which float64 adds exactly in any order
         sent = torch.zeros(experts + 1, dtype=torch.float64, device=p.device)
         sent = sent.index_add(0, slots, torch.ones_like(slots, dtype=torch.float64))[:experts]
         factor = experts * sent / count
@@ -111,8 +111,8 @@ def _check(op: str, logits: Tensor, valid: Tensor | None, *others: Tensor) -> No
 
 
 def load_balancing_loss(logits: Tensor, ids: Tensor, valid: Tensor | None = None) -> Tensor:
-    """The loss, in logits' dtype, of logits[T, E] and the experts ids[T, k] of each token, for one
-    layer or several concatenated; valid: bool [T], default all. NaN where no token is valid.
+    """The loss, in the dtype of logits[T, E], for the experts ids[T, k] of each token, of one layer
+    or of several concatenated layers; valid: bool [T], default all. NaN if no token is valid.
     Raises UnsupportedShape, UnsupportedDtype, UnsupportedDevice.
     """
     if ids.dim() != 2 or ids.shape[0] != logits.shape[0] or ids.is_floating_point():
@@ -125,7 +125,7 @@ def load_balancing_loss(logits: Tensor, ids: Tensor, valid: Tensor | None = None
 
 
 def router_z_loss(logits: Tensor, valid: Tensor | None = None) -> Tensor:
-    """The loss, in logits' dtype, of logits[T, E]; valid as in `load_balancing_loss`.
+    """The loss, in the dtype of logits[T, E]; valid as in `load_balancing_loss`.
     Raises UnsupportedShape, UnsupportedDtype, UnsupportedDevice.
     """
     _check("router_z_loss", logits, valid)

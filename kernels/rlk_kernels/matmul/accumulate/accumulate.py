@@ -2,13 +2,13 @@
 
     C[m, n] = round( sum_k A[m, k] B[k, n] )          slices of K, one call each, front to back
 
-Order: that of `matmul/kernels.py`, one fp32 accumulator per element and K from front to back: a
-call starts from the partial accumulator that the call before it left. So the cut of K (a multiple
-of 64) changes no bit, and neither does the tile. Between calls the accumulator of a 16-bit output
-lies in two halves: hi, the upper 16 bits of each fp32 number, in the output itself, and lo, the
-lower 16. That costs two bytes an element, not four, and the last call rounds in place. (On Hopper
-the same bytes hold fp32 numbers in the order of the registers: `hopper/accumulate.py`.) An fp32
-output is its own accumulator.
+Order: that of `matmul/kernels.py`, one fp32 accumulator per element, with K from front to back. A
+call starts from the partial accumulator that the call before it left, so neither the cut of K (a
+multiple of 64) nor the tile changes a bit. Between calls the accumulator of a 16-bit output is
+stored in two halves: hi, the upper 16 bits of each fp32 number, in the output itself, and lo, the
+lower 16 bits. That takes two extra bytes an element, not four, and the last call rounds in place.
+(On Hopper the same bytes contain fp32 numbers in the order of the registers:
+`hopper/accumulate.py`.) An fp32 output is its own accumulator.
 
 A[M, K]: `a`, or `a` transposed (trans_a)   B[K, N]: `b`
 """
@@ -16,14 +16,15 @@ A[M, K]: `a`, or `a` transposed (trans_a)   B[K, N]: `b`
 from rlk_kernels.device import facts
 from rlk_kernels.matmul.accumulate import plan
 from rlk_kernels.matmul.accumulate.launch import launch_pointer, launch_tma
-from rlk_kernels.matmul.accumulate.partial import PartialProduct
-from rlk_kernels.matmul.plan import most_special
+from rlk_kernels.matmul.accumulate.plan import PartialProduct
+from rlk_kernels.matmul.plan import recorded_implementation
 from rlk_kernels.matmul.product import product
 from rlk_kernels.matmul.self_check import trusted
 
 
 def accumulate(*partials: PartialProduct) -> str:
-    """One slice, or one of each of two products, which may share a launch; what ran."""
+    """Add one slice, or one slice of each of two products, which may share a launch; returns the
+    implementation that ran."""
     partials = tuple(x for x in partials if x.out.numel())
     if not partials:
         return "triton"
@@ -44,4 +45,4 @@ def accumulate(*partials: PartialProduct) -> str:
             launch_tma(slice_plan, x)
         elif slice_plan.kernel == "pointer":
             launch_pointer(slice_plan, x)
-    return most_special(ran)
+    return recorded_implementation(ran)

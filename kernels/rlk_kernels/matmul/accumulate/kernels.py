@@ -1,14 +1,14 @@
 # ruff: noqa: SIM108 (a ternary of two shapes is no Triton)
 """The Triton kernels of `accumulate`.
 
-Between calls the accumulator of a 16-bit output lies in two halves: `hi`, the upper 16 bits of each
-fp32 number, in the output itself, and `lo`, the lower 16.
+Between calls the accumulator of a 16-bit output is stored in two halves: `hi`, the upper 16 bits of
+each fp32 number, in the output itself, and `lo`, the lower 16 bits.
 """
 
 import triton
 import triton.language as tl
 
-from rlk_kernels.matmul.steps import _tile_position
+from rlk_kernels.matmul.steps import tile_position
 
 
 @triton.jit
@@ -18,7 +18,7 @@ def _accumulator(hi, lo):
 
 
 @triton.jit
-def _places(base, row, col, N, BM: tl.constexpr, BN: tl.constexpr):
+def _addresses(base, row, col, N, BM: tl.constexpr, BN: tl.constexpr):
     rows = (row + tl.arange(0, BM)).to(tl.int64)
     cols = col + tl.arange(0, BN)
     return base + rows[:, None] * N + cols[None, :]
@@ -37,10 +37,10 @@ def _sum_tma_kernel(
     SCALED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    # a program goes on to its next tile while the one before is still on its way to memory
+    # a program starts its next tile while the previous one is still being written
     tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
-        tile_m, tile_n = _tile_position(tile, M, N, BM, BN, GROUP)
+        tile_m, tile_n = tile_position(tile, M, N, BM, BN, GROUP)
         row = tile_m * BM
         col = tile_n * BN
         if FIRST:
@@ -71,15 +71,15 @@ def _sum_pointer_kernel(
     SCALED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    tile_m, tile_n = _tile_position(tl.program_id(0), M, N, BM, BN, GROUP)
+    tile_m, tile_n = tile_position(tl.program_id(0), M, N, BM, BN, GROUP)
     row = tile_m * BM
     col = tile_n * BN
     rows = row + tl.arange(0, BM)
     cols = col + tl.arange(0, BN)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     acc = tl.zeros((BM, BN), tl.float32)
-    at = _places(c_ptr, row, col, N, BM, BN)
-    lo_at = _places(lo_ptr, row, col, N, BM, BN)
+    at = _addresses(c_ptr, row, col, N, BM, BN)
+    lo_at = _addresses(lo_ptr, row, col, N, BM, BN)
     if not FIRST:
         if WIDE:
             acc = tl.load(at, mask=mask, other=0.0)

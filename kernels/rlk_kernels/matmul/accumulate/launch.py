@@ -1,4 +1,4 @@
-"""Launching slices of a product as their plan says: one function a kernel."""
+"""The launches of slices of a product as their plan says: one function for each kernel."""
 
 import torch
 import triton.language as tl
@@ -6,14 +6,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlk_kernels.launching import launch
 from rlk_kernels.matmul.accumulate import kernels
-from rlk_kernels.matmul.accumulate.partial import PartialProduct
-from rlk_kernels.matmul.accumulate.plan import SlicePlan
+from rlk_kernels.matmul.accumulate.plan import PartialProduct, SlicePlan
 
 _TL = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 def launch_tma(plan: SlicePlan, x: PartialProduct) -> None:
-    """One slice of a 16-bit output, by tensor maps."""
+    """Launch one slice of a 16-bit output, with tensor maps."""
     tile, sums = plan.tile, x.out.view(torch.int16)
     (m, n), k = x.out.shape, x.b.shape[0]
     hi_desc = TensorDescriptor.from_tensor(sums, [tile.m, tile.n])
@@ -32,7 +31,7 @@ def launch_tma(plan: SlicePlan, x: PartialProduct) -> None:
 
 
 def launch_pointer(plan: SlicePlan, x: PartialProduct) -> None:
-    """One slice of any output."""
+    """Launch one slice of any output, with pointers."""
     tile, a, wide = plan.tile, x.a, x.out.dtype == torch.float32
     (m, n), k = x.out.shape, x.b.shape[0]
     strides = (a.stride(1), a.stride(0)) if x.trans_a else (a.stride(0), a.stride(1))

@@ -1,9 +1,9 @@
-"""How the slices of `accumulate` are launched, decided once: a plan, which the launch only reads.
+"""How the slices of `accumulate` are launched. The plan decides once, and the launch only reads it.
 
-Where two products share a launch on Hopper, programs that have fewer tiles of the one take more of
+Where two products share a launch on Hopper, programs with fewer tiles of the one take more tiles of
 the other, so that all end together. Where the first has partial sums, half of the programs begin
-with the second: that traffic runs beside products that have none. Tiles of the second may be half
-as wide.
+with the second, so that loads and stores of partial sums run beside products without any. Tiles of
+the second may be half as wide.
 """
 
 import functools
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from rlk_kernels.device import DeviceFacts
-from rlk_kernels.matmul.accumulate.partial import PartialProduct
 from rlk_kernels.matmul.plan import tma_reads
 from rlk_kernels.matmul.tiles import FLOAT32, INTERPRETED, SAFE, Tile, partial_tile_for
 
@@ -22,8 +22,35 @@ ROWS, COLUMNS, STEP = 128, 256, 64
 of K."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialProduct:
+    """One slice of K of a product: out[M, N], contiguous, continues where the slice before it
+    stopped."""
+
+    a: Tensor
+    b: Tensor
+    out: Tensor
+    lo: Tensor
+    """`lo_accumulator` of out."""
+    trans_a: bool
+    first: bool
+    last: bool
+    scale: Tensor | None = None
+    """[M], only with the last slice: a factor of each row's sums, applied before they are
+    rounded."""
+    rows: int = 0
+    """Rows of the tensor that contains the rows of out, where another slice may divide them
+    differently; 0: M."""
+
+
+def lo_accumulator(out: Tensor, calls: int) -> Tensor:
+    """The lower halves of out's accumulators; empty where one call makes the whole sum."""
+    shape = out.shape if calls > 1 and out.dtype != torch.float32 else (0,)
+    return torch.empty(shape, dtype=torch.int16, device=out.device)
+
+
 class Slice(NamedTuple):
-    """What a partial product is planned from, besides the device."""
+    """What the plan of a partial product depends on, besides the device."""
 
     m: int
     n: int
@@ -41,12 +68,12 @@ class Slice(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """No other slice: nothing partial to load or store."""
+        """Whether this is the only slice, with no partial sums to load or store."""
         return self.first and self.last
 
 
 def slice_of(x: PartialProduct, facts: DeviceFacts) -> Slice:
-    """The slice that x is; without tensor maps nothing is asked of them."""
+    """The slice of x. `tma_reads` is false on a device without tensor maps."""
     readable = facts.tma and all(tma_reads(y) for y in (x.a, x.b, x.out))
     m, n = x.out.shape
     return Slice(
@@ -60,7 +87,7 @@ class SlicePlan:
     """How one slice is launched."""
 
     kernel: Literal["hopper", "tma", "pointer", "product"]
-    """"product": all of K at once, as `product.py` has it."""
+    """"product": the plain product of `product.py`, for a slice with all of K."""
     tile: Tile = SAFE
     width: int = 0
     """Columns of a tile of the kernel for Hopper."""
@@ -69,18 +96,18 @@ class SlicePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedLaunch:
-    """Which program of the kernel for Hopper makes which tiles (`hopper/accumulate.py`)."""
+    """Which program of the kernel for Hopper computes which tiles (`hopper/accumulate.py`)."""
 
     order: tuple[int, ...]
-    """The slices that it makes, as they come."""
+    """The indices of its slices, the smallest K first."""
     programs: int
     everyone: int
-    """Tiles of the first that all programs share."""
+    """Tiles of the first product that all programs share."""
     heavy: int
-    """The first `heavy` programs have one tile more of the second; the others take the rest of the
-    first."""
+    """The first `heavy` programs have one tile more of the second product. The other programs take
+    the rest of the first."""
     ahead: int
-    """Programs that begin with the second."""
+    """Programs that begin with the second product."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +116,12 @@ class AccumulatePlan:
 
     slices: tuple[SlicePlan, ...]
     shared: SharedLaunch | None
-    """How the slices whose kernel is the one for Hopper share a launch."""
+    """How the slices of the kernel for Hopper share a launch; None without such slices."""
 
 
 @functools.lru_cache(maxsize=4096)
 def plan_accumulate(slices: tuple[Slice, ...], facts: DeviceFacts, trusted: bool) -> AccumulatePlan:
-    """The plan of one slice, or of one of each of two products; none of them empty."""
+    """The plan of one slice, or of one slice of each of two products, none of them empty."""
     widths = hopper_widths(slices, facts, trusted)
     plans = tuple(
         SlicePlan(kernel="hopper", width=width) if width else _plan_slice(x, facts, trusted)
@@ -106,7 +133,7 @@ def plan_accumulate(slices: tuple[Slice, ...], facts: DeviceFacts, trusted: bool
 
 
 def hopper_widths(slices: tuple[Slice, ...], facts: DeviceFacts, trusted: bool) -> tuple[int, ...]:
-    """The width of each one's tiles in the kernel for Hopper; 0: for those of `kernels.py`."""
+    """The width of each slice's tiles in the kernel for Hopper; 0: `kernels.py` runs the slice."""
     able = [facts.gluon and trusted and _fits_hopper(x) for x in slices]
     widths = [
         COLUMNS if can and _is_large(x, facts.processors) else 0
@@ -124,8 +151,8 @@ def _fits_hopper(x: Slice) -> bool:
 
 
 def _is_large(x: Slice, processors: int) -> bool:
-    """Whether tiles of the whole output keep a GPU busy: the same for all slices, whatever their K
-    and rows, as the two kernels store partial sums in ways of their own."""
+    """Whether tiles of the whole output keep a GPU busy. The answer is the same for all slices of
+    a product, whatever their K and rows, because the two kernels store partial sums differently."""
     return partial_tile_for(x.rows or x.m, x.n, 4096, processors, True).n == COLUMNS
 
 
@@ -147,15 +174,15 @@ def tiles_of(x: Slice, width: int) -> int:
 
 
 def cost(x: Slice, width: int) -> int:
-    """The time that a tile of this width takes, in relative units: its products and four steps."""
+    """The time of a tile of this width in relative units: its products, and four steps."""
     return (-(-x.k // STEP) + 4) * width
 
 
 def width_beside(x: Slice, other: Slice, processors: int) -> int:
-    """The width of x's tiles for a launch beside `other`; 0: a launch of its own is better.
+    """The width of x's tiles in a launch shared with `other`; 0: a separate launch is better.
 
-    A tile of x must not last longer than the whole launch, and only sums that come whole, of the
-    larger K, can have tiles half as wide.
+    A tile of x must not last longer than the whole launch. Only whole sums, of the larger K, can
+    have tiles half as wide.
     """
     if not x.whole or x.k < other.k:
         return 0
@@ -167,8 +194,10 @@ def width_beside(x: Slice, other: Slice, processors: int) -> int:
     return 0
 
 
-def shares(tiles: int, each: int, other: int, other_each: int, programs: int) -> tuple[int, int]:
-    """(everyone, heavy) of a `SharedLaunch`."""
+def share_tiles(
+    tiles: int, each: int, other: int, other_each: int, programs: int
+) -> tuple[int, int]:
+    """(everyone, heavy) of a `SharedLaunch`, from each product's tiles and their cost."""
     heavy = other % programs
     light = programs - heavy
     rest = min(other_each // each, tiles // light) * light if heavy else 0
@@ -182,8 +211,8 @@ def _share(slices: tuple[Slice, ...], widths: tuple[int, ...], processors: int) 
     everyone, heavy, ahead = counts[0], 0, 0
     if len(order) == 2:
         costs = [cost(slices[i], widths[i]) for i in order]
-        everyone, heavy = shares(counts[0], costs[0], counts[1], costs[1], programs)
-        # half as wide: few columns, and more to read twice than sums to store
+        everyone, heavy = share_tiles(counts[0], costs[0], counts[1], costs[1], programs)
+        # with tiles half as wide, reading operands twice costs more than storing sums
         wide = widths[order[1]] == COLUMNS
         ahead = programs // 2 if wide and not slices[order[0]].whole else 0
     return SharedLaunch(order=order, programs=programs, everyone=everyone, heavy=heavy, ahead=ahead)

@@ -1,14 +1,14 @@
-"""The product of `matmul/accumulate` on Hopper: its order and bits, another schedule.
+"""The product of `matmul/accumulate` on Hopper: the same order and bits with another schedule.
 
-A warp copies A and B (TMA) as fast as buffers come free, on into the next tile; two groups of four
-warps multiply 64 rows of the tile each and load and store their own sums. The left half of a tile
-is ahead of the right one (`pipeline.lead_steps`), so that the memory traffic of either runs beside
-products of the other. Between calls a row's partial sums lie in the row's own 512 + 512 bytes of
-`out` (left halves) and `lo` (right ones) for each tile, in the order of the registers: they pass
-through no shared memory and are not reordered.
+One warp copies A and B (TMA) as fast as buffers become free, and continues with the next tile. Two
+groups of four warps multiply 64 rows of the tile each, and load and store their own sums. The left
+half of a tile is ahead of the right half (`pipeline.lead_steps`), so that the memory traffic of
+each half runs beside products of the other. Between calls the partial sums of a row are stored in
+the row's own 512 bytes of `out` (left half) and 512 bytes of `lo` (right half) for each tile, in
+the order of the registers: they do not pass through shared memory and are not reordered.
 
-Two products may share a launch (the two gradients of one block): `shares.py` says which program
-makes which tiles. Written in Gluon, which ships with Triton.
+Two products may share a launch (the two gradients of one block); `shares.py` assigns the tiles to
+the programs. Written in Gluon, which ships with Triton.
 """
 
 import torch
@@ -23,25 +23,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from rlk_kernels.launching import launch
-from rlk_kernels.matmul.accumulate.partial import PartialProduct
-from rlk_kernels.matmul.accumulate.plan import AccumulatePlan
+from rlk_kernels.matmul.accumulate.plan import AccumulatePlan, PartialProduct
 from rlk_kernels.matmul.hopper.pipeline import (
     DEPTH,
     ROWS,
-    after,
+    advance,
     async_load,
     barriers,
-    described,
-    free,
     lead_steps,
     multiply_halves,
     products,
     reinterpret,
+    release,
     start_half,
     store_block,
+    tensor_map_of,
 )
-from rlk_kernels.matmul.hopper.shares import COLUMNS, STEP, count_of, nth
-from rlk_kernels.matmul.steps import _tile_position
+from rlk_kernels.matmul.hopper.shares import COLUMNS, STEP, nth_tile, tile_count
+from rlk_kernels.matmul.steps import tile_position
 
 GROUP = gl.constexpr(16)
 """Row tiles that share a column tile while it is in L2."""
@@ -53,7 +52,7 @@ STORAGE_LAYOUT = gl.DistributedLinearLayout(
     block_bases=[],
     shape=[64, 128],
 )
-"""How threads hold 128 of a row's 256 sums between two calls."""
+"""The layout of 128 of a row's 256 sums between two calls."""
 
 
 @gluon.jit
@@ -64,10 +63,10 @@ def _copy_tiles(
     WIDTH: gl.constexpr = b_desc.block_type.shape[1]
     nbytes: gl.constexpr = 2 * a_desc.block_type.nbytes + b_desc.block_type.nbytes
     tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, WIDTH)
-    even, count = count_of(tiles, all_tiles, heavy)
+    even, count = tile_count(tiles, all_tiles, heavy)
     for j in range(count):
-        tile = nth(j, even, all_tiles, heavy)
-        tile_m, tile_n = _tile_position(tile, M, N, 2 * ROWS, WIDTH, GROUP)
+        tile = nth_tile(j, even, all_tiles, heavy)
+        tile_m, tile_n = tile_position(tile, M, N, 2 * ROWS, WIDTH, GROUP)
         row = tile_m * (2 * ROWS)
         col = tile_n * WIDTH
         for step in range(gl.cdiv(K, STEP)):
@@ -113,8 +112,8 @@ def _copy_operands(
 
 
 @gluon.jit
-def _places(sum_ptr, row, tile_n, half_n, LAYOUT: gl.constexpr):
-    """Where a row of the tile keeps half of its 256 sums: its own 512 bytes of that tensor."""
+def _addresses(sum_ptr, row, tile_n, half_n, LAYOUT: gl.constexpr):
+    """The addresses of half of the 256 sums of each row: the row's own 512 bytes of the tensor."""
     rows = (row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))).to(gl.int64)
     cols = tile_n * (COLUMNS // 2) + gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, LAYOUT))
     return sum_ptr + gl.expand_dims(rows * half_n, 1) + gl.expand_dims(cols, 0)
@@ -122,36 +121,29 @@ def _places(sum_ptr, row, tile_n, half_n, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _store_partial(half, sum_ptr, row, tile_n, M, half_n, STORAGE: gl.constexpr):
-    """The fp32 sums as they lie in registers: 16 bytes a thread, 64 a row and instruction."""
+    """Store fp32 sums in the order of the registers: an instruction stores 16 bytes a thread and 64
+    bytes a row."""
     half = gl.permute(gl.reshape(half, (ROWS, 8, 2, 4, 2)), (0, 1, 3, 2, 4))
     half = gl.convert_layout(gl.reshape(half, (ROWS, COLUMNS // 2)), STORAGE, assert_trivial=True)
     inside = gl.expand_dims(row + gl.arange(0, ROWS, gl.SliceLayout(1, STORAGE)) < M, 1)
-    gl.store(_places(sum_ptr, row, tile_n, half_n, STORAGE), half, mask=inside)
+    gl.store(_addresses(sum_ptr, row, tile_n, half_n, STORAGE), half, mask=inside)
 
 
 @gluon.jit
 def _load_partial(sum_ptr, row, tile_n, M, half_n, LAYOUT: gl.constexpr, STORAGE: gl.constexpr):
-    """What `_keep` put there."""
+    """Load what `_store_partial` stored."""
     inside = gl.expand_dims(row + gl.arange(0, ROWS, gl.SliceLayout(1, STORAGE)) < M, 1)
-    half = gl.load(_places(sum_ptr, row, tile_n, half_n, STORAGE), mask=inside, other=0.0)
+    half = gl.load(_addresses(sum_ptr, row, tile_n, half_n, STORAGE), mask=inside, other=0.0)
     half = gl.permute(gl.reshape(half, (ROWS, 8, 4, 2, 2)), (0, 1, 3, 2, 4))
-    return gl.convert_layout(
-        gl.reshape(half, (ROWS, COLUMNS // 2)), LAYOUT, assert_trivial=True
-    )  # fmt: skip
+    return gl.convert_layout(gl.reshape(half, (ROWS, COLUMNS // 2)), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def _initial(
-    sum_ptr,
-    row,
-    tile_n,
-    M,
-    half_n,
-    FIRST: gl.constexpr,
-    LAYOUT: gl.constexpr,
+def _initial_sums(
+    sum_ptr, row, tile_n, M, half_n, FIRST: gl.constexpr, LAYOUT: gl.constexpr,
     STORAGE: gl.constexpr,
-):
-    """What half a tile's sums start from."""
+):  # fmt: skip
+    """The initial sums of half a tile."""
     if FIRST:
         half = gl.zeros([ROWS, COLUMNS // 2], gl.float32, LAYOUT)
     else:
@@ -160,19 +152,19 @@ def _initial(
 
 
 @gluon.jit
-def _place(j, even, count, all_tiles, heavy, M, N, SIDE: gl.constexpr):
-    """(first row of SIDE, column tile) of this program's j-th tile; row M behind the last tile."""
-    tile = gl.where(j < count, nth(j, even, all_tiles, heavy), 0)
-    tile_m, tile_n = _tile_position(tile, M, N, 2 * ROWS, COLUMNS, GROUP)
+def _tile_of_turn(j, even, count, all_tiles, heavy, M, N, SIDE: gl.constexpr):
+    """(first row of SIDE, column tile) of this program's j-th tile; row M after the last tile."""
+    tile = gl.where(j < count, nth_tile(j, even, all_tiles, heavy), 0)
+    tile_m, tile_n = tile_position(tile, M, N, 2 * ROWS, COLUMNS, GROUP)
     return gl.where(j < count, (2 * tile_m + SIDE) * ROWS, M), tile_n
 
 
 @gluon.jit
-def _end(
+def _finish_rows(
     x, out_desc, out_smem, sum_ptr, scale_ptr, row, col, tile_n, M, half_n, LAST: gl.constexpr,
     SCALED: gl.constexpr, STORAGE: gl.constexpr,
 ):  # fmt: skip
-    """The sums x[ROWS, :] from (row, col) to where they go."""
+    """Store the sums x[ROWS, :] from (row, col) on, as partial or as final sums."""
     if SCALED:
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, x.type.layout))
         x *= gl.expand_dims(gl.load(scale_ptr + rows, mask=rows < M, other=0.0), 1)
@@ -187,20 +179,20 @@ def _multiply_narrow_tiles(
     out_desc, a_smem, b_smem, out_smem, full, empty, scale_ptr, stage, phase, M, N, K, all_tiles,
     heavy, TRANS_A: gl.constexpr, SCALED: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of less than COLUMNS columns, whose sums come whole."""
+    """Compute tiles of fewer than COLUMNS columns, without partial sums."""
     WIDTH: gl.constexpr = b_smem.type.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    even, count = count_of(gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, WIDTH), all_tiles, heavy)
+    even, count = tile_count(gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, WIDTH), all_tiles, heavy)
     for j in range(count):
-        tile = nth(j, even, all_tiles, heavy)
-        tile_m, tile_n = _tile_position(tile, M, N, 2 * ROWS, WIDTH, GROUP)
+        tile = nth_tile(j, even, all_tiles, heavy)
+        tile_m, tile_n = tile_position(tile, M, N, 2 * ROWS, WIDTH, GROUP)
         acc = gl.zeros([ROWS, WIDTH], gl.float32, layout)
         acc, stage, phase = products(
             acc, a_smem, b_smem, full, empty, stage, phase, gl.cdiv(K, STEP), TRANS_A, False, STEP,
             WIDTH, SIDE,
         )  # fmt: skip
         row = (2 * tile_m + SIDE) * ROWS
-        _end(
+        _finish_rows(
             acc, out_desc, out_smem, None, scale_ptr, row, tile_n * WIDTH, tile_n, M, 0, True,
             SCALED, None,
         )  # fmt: skip
@@ -214,25 +206,25 @@ def _multiply_tiles(
     TRANS_A: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, SCALED: gl.constexpr,
     LEAD: gl.constexpr, STORAGE: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of COLUMNS columns; the left half is LEAD steps ahead of the right one."""
+    """Compute tiles of COLUMNS columns; the left half is LEAD steps ahead of the right half."""
     C: gl.constexpr = COLUMNS // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    even, count = count_of(gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, COLUMNS), all_tiles, heavy)
-    row, tile_n = _place(0, even, count, all_tiles, heavy, M, N, SIDE)
-    left = _initial(hi_ptr, row, tile_n, M, half_n, FIRST, layout, STORAGE)
+    even, count = tile_count(gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, COLUMNS), all_tiles, heavy)
+    row, tile_n = _tile_of_turn(0, even, count, all_tiles, heavy, M, N, SIDE)
+    left = _initial_sums(hi_ptr, row, tile_n, M, half_n, FIRST, layout, STORAGE)
     right = gl.zeros([ROWS, C], gl.float32, layout)
-    before = M  # no tile yet: nothing is stored from there on
+    before = M  # there is no earlier tile: rows from M on are not stored
     before_n = 0
     for j in range(count):
         left, right = start_half(
             left, right, a_smem, b_smem, full, empty, stage, phase, 0, 0, False, LEAD, TRANS_A,
             False, STEP, COLUMNS, SIDE,
         )  # fmt: skip
-        _end(
+        _finish_rows(
             right, out_desc, out_smem, lo_ptr, scale_ptr, before, before_n * COLUMNS + C,
             before_n, M, half_n, LAST, SCALED, STORAGE,
         )  # fmt: skip
-        right = _initial(lo_ptr, row, tile_n, M, half_n, FIRST, layout, STORAGE)
+        right = _initial_sums(lo_ptr, row, tile_n, M, half_n, FIRST, layout, STORAGE)
         right, left = start_half(
             right, left, a_smem, b_smem, full, empty, stage, phase, 0, 0, True, LEAD, TRANS_A,
             False, STEP, COLUMNS, SIDE,
@@ -241,19 +233,19 @@ def _multiply_tiles(
             left, right, a_smem, b_smem, full, empty, stage, phase, gl.cdiv(K, STEP), LEAD,
             TRANS_A, False, STEP, COLUMNS, SIDE,
         )  # fmt: skip
-        if row < M:  # all but always; without it the compiler moves the other wait to here
-            _end(
+        if row < M:  # nearly always true; without it the compiler moves the other wait here
+            _finish_rows(
                 left, out_desc, out_smem, hi_ptr, scale_ptr, row, tile_n * COLUMNS, tile_n, M,
                 half_n, LAST, SCALED, STORAGE,
             )  # fmt: skip
         before = row
         before_n = tile_n
-        row, tile_n = _place(j + 1, even, count, all_tiles, heavy, M, N, SIDE)
-        left = _initial(hi_ptr, row, tile_n, M, half_n, FIRST, layout, STORAGE)
+        row, tile_n = _tile_of_turn(j + 1, even, count, all_tiles, heavy, M, N, SIDE)
+        left = _initial_sums(hi_ptr, row, tile_n, M, half_n, FIRST, layout, STORAGE)
         right = warpgroup_mma_wait(0, [right])
-        free(empty, stage, LEAD)
-        stage, phase = after(stage, phase, LEAD)
-    _end(
+        release(empty, stage, LEAD)
+        stage, phase = advance(stage, phase, LEAD)
+    _finish_rows(
         right, out_desc, out_smem, lo_ptr, scale_ptr, before, before_n * COLUMNS + C, before_n, M,
         half_n, LAST, SCALED, STORAGE,
     )  # fmt: skip
@@ -270,7 +262,7 @@ def _multiply(
     SCALED2: gl.constexpr, LEAD2: gl.constexpr, TWO: gl.constexpr, STORAGE: gl.constexpr,
     SIDE: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: 64 rows of every tile of this program."""
+    """Multiply 64 rows of every tile of this program, with four warps."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for turn in range(2):
@@ -345,7 +337,7 @@ def _sum_hopper_kernel(
 
 
 def sum_hopper(plan: AccumulatePlan, partials: tuple[PartialProduct, ...]) -> None:
-    """The slices of a plan's shared launch: outputs of 16 bits, N a multiple of 256."""
+    """Launch the slices of a plan's shared launch: 16-bit outputs with N a multiple of 256."""
     shared = plan.shared
     assert shared is not None
     mine = [(partials[i], plan.slices[i].width) for i in shared.order]
@@ -353,9 +345,9 @@ def sum_hopper(plan: AccumulatePlan, partials: tuple[PartialProduct, ...]) -> No
     for x, width in mine:
         (m, n), k, stored = x.out.shape, x.b.shape[0], not (x.first and x.last)
         arguments += [
-            described(x.a, [STEP.value, ROWS.value]),
-            described(x.b, [STEP.value, width]),
-            described(x.out, [ROWS.value, COLUMNS.value // 2]) if x.last else None,
+            tensor_map_of(x.a, [STEP.value, ROWS.value]),
+            tensor_map_of(x.b, [STEP.value, width]),
+            tensor_map_of(x.out, [ROWS.value, COLUMNS.value // 2]) if x.last else None,
             x.out.view(torch.float32) if stored else None,
             x.lo.view(torch.float32) if stored else None,
             x.scale, m, n, k, n // 2,
@@ -375,8 +367,8 @@ def sum_hopper(plan: AccumulatePlan, partials: tuple[PartialProduct, ...]) -> No
     )  # fmt: skip
 
 
-def loaded_partials(x: PartialProduct) -> Tensor:
-    """The partial sums that `sum_hopper` left in x.out and x.lo, [M, 256], as columns lie."""
+def stored_partials(x: PartialProduct) -> Tensor:
+    """[M, 256]: the partial sums that `sum_hopper` stored in x.out and x.lo, in column order."""
     halves = []
     for stored in (x.out, x.lo):
         half = stored.view(torch.float32).unflatten(1, (8, 4, 2, 2))

@@ -1,4 +1,4 @@
-"""What the kernels written for Hopper share (Gluon, which ships with Triton)."""
+"""What the Gluon kernels for Hopper share; Gluon ships with Triton."""
 
 import functools
 
@@ -19,11 +19,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from rlk_kernels.launching import tensor_map
 
 ROWS = gl.constexpr(64)
-"""Rows of a group of four warps."""
+"""Rows of one group of four warps."""
 DEPTH = gl.constexpr(4)
-"""Steps of K that copies may be ahead of `products`."""
+"""The most steps of K by which copies are ahead of `products`."""
 
-# names that changed between the versions of Triton that these kernels compile with
+# names that differ between the versions of Triton that compile these kernels
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 load_elements = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -36,26 +36,26 @@ _GL = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl
 
 @functools.cache
 def shared_layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """How TMA and the tensor core expect `box` in shared memory."""
+    """The layout of `box` in shared memory that TMA and the tensor core expect."""
     return gl.NVMMASharedLayout.get_default_for(list(box), _GL[dtype])
 
 
-def described(x: Tensor, box: list[int]) -> TensorDescriptor:
-    """A tensor map of x, read or written a `box` at a time."""
-    return described_at(x.data_ptr(), x.dtype, x.shape, x.stride(), tuple(box))
+def tensor_map_of(x: Tensor, box: list[int]) -> TensorDescriptor:
+    """A tensor map that reads or writes x in boxes."""
+    return tensor_map_at(x.data_ptr(), x.dtype, x.shape, x.stride(), tuple(box))
 
 
-def described_at(
+def tensor_map_at(
     address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...],
     box: tuple[int, ...],
 ) -> TensorDescriptor:  # fmt: skip
-    """`described` of what lies at an address."""
+    """`tensor_map_of` for memory at an address."""
     layout = shared_layout(box, dtype)
     return tensor_map(TensorDescriptor, address, dtype, shape, strides, box, layout)
 
 
 def lead_steps(k: int, step: int) -> int:
-    """Steps of K, at both of its ends, that the left half of a tile goes ahead of the right one."""
+    """Steps of K by which the left half of a tile is ahead of the right half, at both ends of K."""
     return 2 if k > 4 * step else 0
 
 
@@ -63,9 +63,9 @@ def lead_steps(k: int, step: int) -> int:
 def new_barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
     """Barriers [SLOTS, 1] whose phases end with ARRIVALS arrivals.
 
-    To be followed by `fence_async_shared`, once for all that is set up. Each one must be used: the
-    compiler puts tiles where a barrier lies that nobody waits for, and a GPU that takes a program
-    off for another process and puts it back writes the barrier into the tile.
+    Call `fence_async_shared` once after all barriers are set up. Every barrier must be used: the
+    compiler places tiles in the memory of a barrier that nobody waits for, and a GPU that suspends
+    a program for another process and resumes it writes the barrier into the tile.
     """
     bars = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
@@ -75,7 +75,7 @@ def new_barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def barriers(SLOTS: gl.constexpr, READERS: gl.constexpr):
-    """(full, empty)[SLOTS, 1]: a buffer is empty once READERS groups of warps have said so."""
+    """(full, empty)[SLOTS, 1]; a buffer is empty once READERS groups of warps have released it."""
     return new_barriers(SLOTS, 1), new_barriers(SLOTS, READERS)
 
 
@@ -84,7 +84,7 @@ def _operands(
     a_smem, b_smem, stage, TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, B_ROWS: gl.constexpr,
     B_COLUMNS: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
-    """A[64, K], the rows of SIDE, and B[K, N] of a step."""
+    """The rows of SIDE, A[64, K], and B[K, N] of a step."""
     a = a_smem.index(2 * stage + SIDE)
     b = b_smem.index(stage * (b_smem.type.shape[0] // DEPTH)).reshape((B_ROWS, B_COLUMNS))
     if TRANS_A:
@@ -95,7 +95,7 @@ def _operands(
 
 
 @gluon.jit
-def _next(stage, phase):
+def _next_stage(stage, phase):
     stage += 1
     if stage == DEPTH:
         stage = 0
@@ -108,33 +108,33 @@ def products(
     acc, a_smem, b_smem, full, empty, stage, phase, steps, TRANS_A: gl.constexpr,
     TRANS_B: gl.constexpr, B_ROWS: gl.constexpr, B_COLUMNS: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: acc plus `steps` products, K from front to back; SIDE: which 64 rows of A."""
-    before = 0  # not `stage`: Triton would take the two for one variable
+    """acc plus `steps` products by four warps, with K from front to back; SIDE: which rows of A."""
+    before = 0  # not `stage`, which Triton would treat as the same variable
     for step in range(steps):
         mbarrier.wait(full.index(stage), phase)
         a, b = _operands(a_smem, b_smem, stage, TRANS_A, TRANS_B, B_ROWS, B_COLUMNS, SIDE)
         ahead = warpgroup_mma(a, b, acc, is_async=True)
         acc = warpgroup_mma_wait(1, [ahead])
-        # the step before is through: its buffers are free
+        # the previous step has ended, so its buffers are free
         mbarrier.arrive(empty.index(before), count=1, pred=step > 0)
         before = stage
-        stage, phase = _next(stage, phase)
+        stage, phase = _next_stage(stage, phase)
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(empty.index(before), count=1)
     return acc, stage, phase
 
 
 @gluon.jit
-def after(stage, phase, STEPS: gl.constexpr):
-    """The (stage, phase) STEPS steps later."""
+def advance(stage, phase, STEPS: gl.constexpr):
+    """(stage, phase) after STEPS more steps."""
     for _ in gl.static_range(STEPS):
-        stage, phase = _next(stage, phase)
+        stage, phase = _next_stage(stage, phase)
     return stage, phase
 
 
 @gluon.jit
-def free(empty, stage, STEPS: gl.constexpr):
-    """The buffers of STEPS steps from `stage` may be written again."""
+def release(empty, stage, STEPS: gl.constexpr):
+    """Release the buffers of STEPS steps, from `stage` on."""
     for step in gl.static_range(STEPS):
         mbarrier.arrive(empty.index((stage + step) % DEPTH), count=1)
 
@@ -145,25 +145,27 @@ def start_half(
     RIGHT: gl.constexpr, STEPS: gl.constexpr, TRANS_A: gl.constexpr, TRANS_B: gl.constexpr,
     B_ROWS: gl.constexpr, B_COLUMNS: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
-    """(half, other): STEPS products more of one half of the columns started. Once the first of them
-    has started, all that was started before is through: `other` is whole, and the buffers of the
-    PASSED steps from `before` are free. What is done with `other` next runs beside the rest of
-    them, for its instructions go between theirs. Behind them they would come too late: a warp goes
-    on from a product only when the tensor core is about to take it (as timed on an H200).
+    """Start STEPS more products of one half of the columns; returns (half, other).
+
+    Once the first product has started, all products started earlier have ended: `other` is
+    complete, and the buffers of the PASSED steps from `before` are free. The next work on `other`
+    runs beside the remaining products, because its instructions stand between theirs. After them
+    it would run too late: a warp continues after a product only when the tensor core is about to
+    take that product (timed on an H200).
     """
     N: gl.constexpr = (B_ROWS if TRANS_B else B_COLUMNS) // 2
     for step in gl.static_range(STEPS):
-        if not RIGHT:  # the left half, which is first, has waited for both
+        if not RIGHT:  # the left half comes first and waits for both
             mbarrier.wait(full.index(stage), phase)
         a, b = _operands(a_smem, b_smem, stage, TRANS_A, TRANS_B, B_ROWS, B_COLUMNS, SIDE)
         half = warpgroup_mma(a, b.slice(N if RIGHT else 0, N, 1), half, is_async=True)
         if step == 0:
             other = warpgroup_mma_wait(1, [other])
-            free(empty, before, PASSED)
-        stage, phase = _next(stage, phase)
+            release(empty, before, PASSED)
+        stage, phase = _next_stage(stage, phase)
     if STEPS == 0:
         other = warpgroup_mma_wait(0, [other])
-        free(empty, before, PASSED)
+        release(empty, before, PASSED)
     return half, other
 
 
@@ -173,7 +175,7 @@ def _step_halves(
     TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, B_ROWS: gl.constexpr, B_COLUMNS: gl.constexpr,
     SIDE: gl.constexpr,
 ):  # fmt: skip
-    """`start_half` of one step of the left half and then of the right one."""
+    """`start_half` for one step of the left half, then of the right half."""
     left, right = start_half(
         left, right, a_smem, b_smem, full, empty, stage, phase, before, PASSED, False, 1, TRANS_A,
         TRANS_B, B_ROWS, B_COLUMNS, SIDE,
@@ -191,28 +193,28 @@ def multiply_halves(
     TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, B_ROWS: gl.constexpr, B_COLUMNS: gl.constexpr,
     SIDE: gl.constexpr,
 ):  # fmt: skip
-    """The rest of `steps` > 2 LEAD products of the left and of the right columns, both started: the
-    left half is whole then, the last LEAD steps of the right one are on their way, and `stage` is
-    theirs.
+    """The remaining products of `steps` > 2 LEAD steps, for left and right columns that are both
+    started. On return the left half is complete, the last LEAD steps of the right half are in
+    flight, and `stage` is their first.
 
-    A wait for all but what is on its way waits for nothing. It is there for the compiler, which
-    does not see that those sums are not read yet, and would itself wait for all of them.
+    A wait that leaves as many products in flight as there are waits for nothing. It is for the
+    compiler, which does not see that the sums are not read yet and would wait for all of them.
     """
     before = stage
-    stage, phase = after(stage, phase, LEAD)
+    stage, phase = advance(stage, phase, LEAD)
     left, right = _step_halves(
         left, right, a_smem, b_smem, full, empty, stage, phase, before, LEAD, TRANS_A, TRANS_B,
         B_ROWS, B_COLUMNS, SIDE,
     )  # fmt: skip
     before = stage
-    stage, phase = _next(stage, phase)
+    stage, phase = _next_stage(stage, phase)
     for _ in range(steps - 2 * LEAD - 1):
         left, right = _step_halves(
             left, right, a_smem, b_smem, full, empty, stage, phase, before, 1, TRANS_A, TRANS_B,
             B_ROWS, B_COLUMNS, SIDE,
         )  # fmt: skip
         before = stage
-        stage, phase = _next(stage, phase)
+        stage, phase = _next_stage(stage, phase)
     left, right = start_half(
         left, right, a_smem, b_smem, full, empty, stage, phase, before, 1, False, LEAD, TRANS_A,
         TRANS_B, B_ROWS, B_COLUMNS, SIDE,
@@ -227,7 +229,7 @@ def multiply_halves(
 
 @gluon.jit
 def store_block(x, desc, smem, row, col):
-    """x[R, C] through one buffer."""
+    """Store x[R, C] by way of one buffer in shared memory."""
     tma.store_wait(0)
     thread_barrier()
     smem.store(x.to(desc.dtype))

@@ -1,16 +1,16 @@
 // out[M, N] = a[M, K] @ b[N, K]^T (+ bias[N]) on the Hopper generation: `product.py` launches it.
 //
-// A program is GROUPS groups of four warps, which multiply, and one warp that copies. A tile is 64 rows of
-// one operand for each group, the tall one (a, or b where SWAP), by WIDTH rows of the other, the flat one,
-// which all groups read. wgmma takes any multiple of 8 as its width, so a tile's flat side is any. The copying
-// warp fills DEPTH buffers of BLOCKS x 64 of K as fast as they come free (TMA); a group multiplies what has
-// come and waits for nobody but that warp. K goes from front to back into one fp32 accumulator, 16 at a time:
-// the bits of `matmul/kernels.py`.
+// A program has GROUPS groups of four warps, which multiply, and one warp that copies. A tile is 64 rows for
+// each group of one operand, the tall one (a, or b with SWAP), by WIDTH rows of the other, the flat one, which
+// all groups read. wgmma takes any multiple of 8 as its width, and so does a tile's flat side. The copying
+// warp fills DEPTH buffers of BLOCKS x 64 of K as fast as they become free (TMA); a group multiplies full
+// buffers and waits only for that warp. K is added from front to back into one fp32 accumulator, 16 products at
+// a time, which gives the bits of `matmul/kernels.py`.
 //
-// Programs walk over the tiles, `gridDim.x` apart, so that copies for the next tile run while one is written.
-// Given when this is compiled: GROUPS, WIDTH, BLOCKS, DEPTH, SWAP, HALF (the type of a and b: __nv_bfloat16 or
-// __half by name), OUT_FLOAT (out is fp32), BIAS (0: none, 1: of a's type, 2: fp32), ALIGNED (rows of out
-// begin at multiples of 16 bytes), and MULTIPLY(acc, a, b), the instruction.
+// A program computes every `gridDim.x`-th tile, so that copies for its next tile run while it writes one.
+// The compiler options define GROUPS, WIDTH, BLOCKS, DEPTH, SWAP, HALF (the PTX type of a and b: bf16 or f16),
+// OUT_FLOAT (out is fp32), BIAS (0: none, 1: of a's type, 2: fp32) and ALIGNED (rows of out begin at multiples
+// of 16 bytes). `product.py` puts MULTIPLY(acc, a, b), the instruction, before this text.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -32,7 +32,7 @@ typedef u16 Bias;
 constexpr int TALL_BLOCK = GROUPS * 64 * 128, FLAT_BLOCK = WIDTH * 128;  // bytes of 64 of K
 constexpr int TALL_BYTES = BLOCKS * TALL_BLOCK, FLAT_BYTES = BLOCKS * FLAT_BLOCK;
 constexpr int STEP = 64 * BLOCKS;
-// A thread's registers: all that a processor has, mostly for those who multiply.
+// The registers of a thread: all of a processor's are used, mostly by the warps that multiply.
 constexpr int FOR_COPIES = GROUPS <= 2 ? 40 : GROUPS == 3 ? 56 : 64;
 constexpr int FOR_PRODUCTS = GROUPS <= 2 ? 232 : GROUPS == 3 ? 152 : 104;
 
@@ -48,7 +48,7 @@ __device__ __forceinline__ void copy(u32 to, const TensorMap& from, int k, int r
       " [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(&from), "r"(k), "r"(row), "r"(barrier) : "memory");
 }
 
-// What wgmma reads at an address of shared memory: K-major, rows of 128 bytes, swizzled, 8 rows 1024 apart.
+// The operand of wgmma at an address of shared memory: K-major, swizzled rows of 128 bytes, 8 rows in 1024.
 __device__ __forceinline__ u64 operand(u32 address) {
   return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
 }
@@ -66,7 +66,7 @@ __device__ __forceinline__ float widened(u16 x) {
 }
 __device__ __forceinline__ float widened(float x) { return x; }
 
-// An 8 x 8 matrix across a warp, a thread with two neighbours of a row, transposed.
+// The transpose of an 8 x 8 matrix across a warp, where each thread has two neighbours of a row.
 __device__ __forceinline__ u32 transposed(u32 x) {
   u32 y;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
@@ -96,7 +96,7 @@ struct Output {
   }
 };
 
-// A thread's numbers: rows `quad` and `quad + 8` of a warp's 16, two neighbours in each 8 columns of the tile.
+// Stores a thread's numbers: rows `quad` and `quad + 8` of a warp's 16, two neighbours of every 8 columns.
 __device__ __forceinline__ void store(const float* acc, int tall, int flat, u32 lane, const Output& to) {
   const int quad = lane / 4, pair = lane % 4 * 2;
 #if OUT_FLOAT || !ALIGNED
@@ -135,7 +135,7 @@ __device__ __forceinline__ void store(const float* acc, int tall, int flat, u32 
         x[c] = rounded(low, high);
       }
       if (j + 4 <= WIDTH / 8) {
-        // four threads have 4 bytes of four times 8 columns each: now 16 bytes of one
+        // exchange between four threads: from 4 bytes of each of four blocks of 8 columns to 16 bytes of one
         const bool odd = lane & 1, late = lane & 2;
 #pragma unroll
         for (int c = 0; c < 4; c += 2) {
@@ -186,7 +186,7 @@ product(const __grid_constant__ TensorMap tall_map, const __grid_constant__ Tens
   const int tall_tiles = (talls + tall_apart - 1) / tall_apart;
   const int flat_tiles = (flats + flat_apart - 1) / flat_apart;
   const int rows = SWAP ? flat_tiles : tall_tiles, columns = SWAP ? tall_tiles : flat_tiles;
-  // some `order` row tiles share a column tile while it is in L2 (`steps._tile_position`)
+  // about `order` row tiles read a column tile while it is in L2 (`steps.tile_position`)
   const int batches = max((rows + order / 2) / order, 1), batch = (rows + batches - 1) / batches;
   auto place = [&](int tile, int& tall, int& flat) {
     const int first = tile / (batch * columns) * batch, within = tile % (batch * columns);
@@ -239,7 +239,7 @@ product(const __grid_constant__ TensorMap tall_map, const __grid_constant__ Tens
       for (int i = 0; i < 4 * BLOCKS; i++)
         MULTIPLY(acc, a + i / 4 * (TALL_BLOCK / 16) + i % 4 * 2, b + i / 4 * (FLAT_BLOCK / 16) + i % 4 * 2);
       asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
-      // the step before is through: its buffers are free
+      // the previous step has ended, so its buffers are free
       if (k && tells) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(before) : "memory");
       before = empty + 8 * stage;
       if (++stage == DEPTH) stage = 0, phase ^= 1;

@@ -1,10 +1,11 @@
-"""The product of `kernels.py` with copies and products apart, for Hopper: same order and bits.
+"""The product of `kernels.py` on Hopper with separate warps for copies and products, with the same
+order and bits.
 
-In CUDA C++ (`product.cu`): wgmma has any multiple of 8 as its width, and so have its tiles, where
-Triton's have powers of two. Where the output is not whole tiles, its tiles lie evenly and overlap:
-a program that had fewer rows to copy would run ahead, and what it reads be out of L2 when its
-neighbours come (up to a third of the time at long K). What two programs make has the same bits.
-Only A @ B^T, as `linear` has it.
+It is written in CUDA C++ (`product.cu`): wgmma, and so a tile, may have any multiple of 8 as its
+width, where Triton's tiles have powers of two. An output that is not made of whole tiles gets
+evenly spaced tiles that overlap. Otherwise a program with fewer rows to copy would run ahead, and
+its operands would have left L2 when its neighbours need them (up to a third of the time at long
+K). Elements that two programs compute have the same bits. It computes only A @ B^T, for `linear`.
 """
 
 import ctypes
@@ -30,7 +31,7 @@ def _text() -> str:
 
 
 def _multiply(width: int, half: str) -> str:
-    """acc[64, width] += a[64, 16] @ b[width, 16]^T: the instruction, by four warps."""
+    """The instruction of four warps for acc[64, width] += a[64, 16] @ b[width, 16]^T."""
     count = width // 2
     registers = ", ".join(f"%{i}" for i in range(count))
     sums = ", ".join(f'"+f"(acc[{i}])' for i in range(count))
@@ -45,7 +46,7 @@ def _multiply(width: int, half: str) -> str:
 def source(
     tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, bias: torch.dtype | None, aligned: bool
 ) -> Source:
-    """The kernel of a tile; aligned: rows of the output begin at multiples of 16 bytes."""
+    """The kernel for a tile; aligned: rows of the output begin at multiples of 16 bytes."""
     half = _HALF[dtype]
     macros = {
         "GROUPS": tile.groups,
@@ -64,15 +65,15 @@ def source(
 
 
 def shared_bytes(tile: Tile) -> int:
-    """The shared memory of a program, in bytes: its buffers, from a multiple of 1024 on, and two
-    barriers for each."""
+    """The bytes of shared memory of a program: buffers from a multiple of 1024 on, and two barriers
+    for each."""
     return 1024 + tile.stages * ((64 * tile.groups + tile.flat) * tile.k * 2 + 16)
 
 
 def specialized_product(
     plan: MatmulPlan, cache: ShapeCache, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor
 ) -> None:
-    """out[M, N] = a[M, K] @ b[N, K]^T (+ bias[N]), a program a processor."""
+    """out[M, N] = a[M, K] @ b[N, K]^T (+ bias[N]), with one program for each processor."""
     kernel, threads, shared = cache.get_or_create("kernel", None, _kernel, plan, a, bias, out)
     addresses = a.data_ptr(), b.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr()
     cuda.launch(
@@ -82,7 +83,7 @@ def specialized_product(
 
 
 def _kernel(plan: MatmulPlan, a: Tensor, bias: Tensor | None, out: Tensor) -> tuple:
-    """What calls of one shape have in common: (source, threads, bytes of shared memory)."""
+    """What calls of one shape share: (source, threads, bytes of shared memory)."""
     tile, bias_dtype = plan.tile, None if bias is None else bias.dtype
     kernel = source(tile, a.dtype, out.dtype, bias_dtype, plan.tma_store)
     return kernel, 128 * (tile.groups + 1), shared_bytes(tile)

@@ -1,5 +1,5 @@
-"""Which program makes which tiles, where two products share a launch of `accumulate.py`: what its
-plan (`matmul/accumulate/plan.py`, `SharedLaunch`) says, tile by tile.
+"""The tiles of each program where two products share a launch of `accumulate.py`, as `SharedLaunch`
+of `matmul/accumulate/plan.py` divides them.
 """
 
 from triton.experimental import gluon
@@ -13,9 +13,9 @@ STEP = gl.constexpr(plan.STEP)
 
 
 @gluon.jit
-def count_of(tiles, all_tiles, heavy):
-    """Tiles of this program: of `all_tiles` one in num_programs, of the rest (those from the
-    `heavy`-th program on) one in num_programs - heavy."""
+def tile_count(tiles, all_tiles, heavy):
+    """(tiles of `all_tiles`, tiles in total) of this program. It has one in num_programs of
+    `all_tiles`; programs from the `heavy`-th on have one in num_programs - heavy of the rest."""
     pid = gl.program_id(0)
     even = gl.cdiv(gl.maximum(all_tiles - pid, 0), gl.num_programs(0))
     light = gl.maximum(gl.num_programs(0) - heavy, 1)
@@ -24,7 +24,7 @@ def count_of(tiles, all_tiles, heavy):
 
 
 @gluon.jit
-def nth(j, even, all_tiles, heavy):
+def nth_tile(j, even, all_tiles, heavy):
     """The j-th tile of this program."""
     pid = gl.program_id(0)
     rest = all_tiles + pid - heavy + (j - even) * (gl.num_programs(0) - heavy)

@@ -1,7 +1,4 @@
-"""`matmul/split.py` for the kernels written for Hopper: two high parts lie in one register.
-
-Written in Gluon, which ships with Triton.
-"""
+"""Split accumulation (`matmul/split.py`) in Gluon for Hopper, with two high parts in a register."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,7 +22,7 @@ def _halves(x):
 
 @gluon.jit
 def _joined(left, right, like):
-    """`_halves` undone, as `like` lies in registers."""
+    """The inverse of `_halves`, in the layout of `like`."""
     layout: gl.constexpr = like.type.layout
     x = gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), like.shape)
     return gl.convert_layout(x, layout, assert_trivial=True)
@@ -33,14 +30,14 @@ def _joined(left, right, like):
 
 @gluon.jit
 def no_high(x):
-    """uint32[R, C / 2]: the high parts of x[R, C] before its second segment."""
+    """uint32[R, C / 2]: the zero high parts of x[R, C] before its second segment."""
     left, _ = _halves(x)
     return gl.zeros_like(left).to(gl.uint32, bitcast=True)
 
 
 @gluon.jit
 def whole_sum(rest, high, SPLIT: gl.constexpr):
-    """The sums: `rest`, and where they were split the high parts too."""
+    """The sums: `rest`, plus the high parts where accumulation is split."""
     if SPLIT:
         left, right = _halves(rest)
         rest = _joined(left + _lower(high), right + _upper(high), rest)
@@ -49,12 +46,14 @@ def whole_sum(rest, high, SPLIT: gl.constexpr):
 
 @gluon.jit
 def carry_high(rest, high, FIRST: gl.constexpr):
-    """`steps.carry_high`, the high parts of two numbers in one of `high`; FIRST: there are none."""
+    """`steps.carry_high` with the high parts of two numbers in one element of `high`; FIRST: there
+    are no high parts yet."""
     left, right = _halves(rest)
     if not FIRST:
         left = left + _lower(high)
         right = right + _upper(high)
-    high = gl.inline_asm_elementwise(  # not pure: packed here, or both words live through a segment
+    # not pure: packed later, both words would be live through a segment
+    high = gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r",
         [left.to(gl.uint32, bitcast=True), right.to(gl.uint32, bitcast=True)],
         dtype=gl.uint32, is_pure=False, pack=1,

@@ -1,4 +1,4 @@
-"""The Triton kernel of `column_sum`: BLOCK_ROWS rows of some columns a program."""
+"""The Triton kernel of `column_sum`: a program adds BLOCK_ROWS rows of 32 columns."""
 
 import torch
 import triton

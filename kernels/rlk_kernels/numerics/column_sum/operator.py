@@ -3,7 +3,7 @@
     s[h] = sum over blocks of 128 rows ( sum over blocks of 128 of those ( ... x[row, h] ) )
 
 BLOCK_ROWS consecutive rows are added in one fixed order in fp32, then BLOCK_ROWS consecutive
-block sums, and so on until one is left. Rows of zeros behind the last row change nothing.
+block sums, and so on until one sum remains. Rows of zeros after the last row change nothing.
 
 M = rows   H = columns
 """

@@ -1,4 +1,4 @@
-"""`column_sum` in PyTorch: the rows of a block one after the other."""
+"""`column_sum` in PyTorch: the rows of a block are added one by one."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""The tree for Triton kernels: leaves, and merging neighbours (`tree.py`)."""
+"""The tree of `tree.py` in Triton: leaves, and merges of neighbours."""
 
 import triton
 import triton.language as tl
@@ -9,25 +9,27 @@ LEAF_COLUMNS = tl.constexpr(LEAF)
 NO_COLUMNS = tl.constexpr(NOTHING)
 LOG2E = tl.constexpr(1.4426950216293335)
 LOG2E_REST = tl.constexpr(1.925963033500e-08)
-"""log2(e) as the sum of two fp32 numbers: z log2(e) - n keeps its digits under a common offset."""
+"""log2(e) as the sum of two fp32 numbers, so that z log2(e) - n keeps its digits where all z have a
+large common offset."""
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def scaled(z, n):
-    """z log2(e) - n, each of the two steps rounded once."""
+    """z log2(e) - n, where each of the two steps is rounded once."""
     return tl.fma(z, LOG2E_REST, tl.fma(z, LOG2E, -n))
 
 
 @triton.jit
-def _pow2(k):
-    """2**k for integers k <= 0 held in fp32; 0 from -127 down."""
+def pow2(k):
+    """2**k for integers k <= 0 in fp32; 0 for k <= -127."""
     shifted = tl.maximum(k, -127.0) + 12583039.0  # 1.5 * 2**23 + 127: k + 127 in the low bits
     return (shifted.to(tl.int32, bitcast=True) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _to_integer(x):
+def nearest_exponent(x):
+    """The integer nearest to x log2(e), at least NO_COLUMNS."""
     near = tl.fma(x, LOG2E, 12582912.0) - 12582912.0
     large = x * LOG2E
     return tl.maximum(tl.where(tl.abs(large) < 8388608.0, near, large), NO_COLUMNS)
@@ -43,7 +45,7 @@ def _sum_leaf(e, ROWS: tl.constexpr, LEAVES: tl.constexpr):
 def leaf_stats(z, ROWS: tl.constexpr, LEAVES: tl.constexpr, ENTROPY: tl.constexpr):
     """(n, s, u)[ROWS, LEAVES] and e[ROWS, LEAVES, LEAF] of z[ROWS, LEAVES * LEAF]."""
     z = tl.reshape(z, (ROWS, LEAVES, LEAF_COLUMNS))
-    n = _to_integer(tl.max(z, 2))
+    n = nearest_exponent(tl.max(z, 2))
     y = scaled(z, n[:, :, None])
     e = tl.exp2(y)
     s = _sum_leaf(e, ROWS, LEAVES)
@@ -55,8 +57,8 @@ def leaf_stats(z, ROWS: tl.constexpr, LEAVES: tl.constexpr, ENTROPY: tl.constexp
 
 @triton.jit
 def leaf_stats_of_halves(left, right, LEAVES: tl.constexpr):
-    """(n, s)[1, LEAVES] of leaves whose first and last 8 columns come apart, [LEAVES, 8] each."""
-    n = _to_integer(tl.maximum(tl.max(left, 1), tl.max(right, 1)))
+    """(n, s)[1, LEAVES] of leaves in two halves of 8 columns, [LEAVES, 8] each."""
+    n = nearest_exponent(tl.maximum(tl.max(left, 1), tl.max(right, 1)))
     e = tl.reshape(tl.exp2(scaled(left, n[:, None])), (LEAVES, 2, 2, 2))
     s = tl.sum(tl.sum(tl.sum(e, 3), 2), 1)
     e = tl.reshape(tl.exp2(scaled(right, n[:, None])), (LEAVES, 2, 2, 2))
@@ -75,7 +77,7 @@ def merge_neighbours(
         u = tl.reshape(u, (ROWS, NODES >> (level + 1), 2))
         top = tl.max(n, 2)
         k = n - top[:, :, None]
-        f = _pow2(k)
+        f = pow2(k)
         if ENTROPY:
             u = tl.sum(f * tl.fma(s, tl.maximum(k, -127.0), u), 2)
         s = tl.sum(s * f, 2)

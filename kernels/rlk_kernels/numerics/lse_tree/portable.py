@@ -1,4 +1,4 @@
-"""The tree in float64 and natural units: m = max z in place of n, (m, s) stands for s exp(m)."""
+"""The tree in float64 and natural units: m = max z replaces n, and (m, s) represents s exp(m)."""
 
 import math
 
@@ -11,9 +11,9 @@ from rlk_kernels.numerics.rows import tree_sum
 
 
 def merge_portable(stats: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """(m, s, ...)[R, N] float64 -> [R]: neighbours merged until one is left.
+    """(m, s)[R, N] or (m, s, u)[R, N] in float64 -> [R]: merge neighbours until one node remains.
 
-    A third tensor is u = sum exp(z - m) (z - m).
+    u = sum exp(z - m) (z - m), for the entropy.
     """
     m, s, *rest = stats
     while m.shape[-1] > 1:
@@ -33,7 +33,7 @@ def merge_portable(stats: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def block_portable(z: Tensor, entropy: bool = False) -> tuple[Tensor, ...]:
-    """(m, s) or (m, s, u) [R] of z[R, V] in float64, V aligned columns of the vocabulary."""
+    """(m, s) or (m, s, u) [R] of z[R, V] in float64, of V aligned columns of the vocabulary."""
     rows, v = z.shape
     z = torch.cat([z, z.new_full((rows, -v % LEAF), -math.inf)], -1) if v % LEAF else z
     z = z.unflatten(-1, (-1, LEAF))

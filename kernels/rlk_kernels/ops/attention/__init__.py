@@ -1,1 +1,1 @@
-"""attention and paged_attention."""
+"""attention and paged_attention, over packed sequences."""

@@ -1,4 +1,4 @@
-"""Compiling what paged attention will launch in an engine, before a request waits for it."""
+"""Compiling the kernels of paged attention before a request of an engine waits for them."""
 
 from collections.abc import Iterator
 
@@ -12,9 +12,9 @@ from rlk_kernels.ops.attention.call import AttentionCall
 
 
 def batches(sequences: int, tokens: int, group: int, few: int) -> Iterator[tuple[int, int]]:
-    """(sequences, queries) of batches that launch every variant that any batch of up to this many
-    does. Variants follow the next power of two of the sequences, and how many queries each has.
-    few: packed rows of a sequence up to which its queries are few."""
+    """(sequences, queries) of batches that launch every variant of batches up to this size.
+    Variants depend on the next power of two of the sequences and on the queries of each. few: the
+    number of packed rows of a sequence up to which its queries count as few."""
     few = max(1, few // group)
     yield from ((1, queries) for queries in range(1, min(few + 1, tokens) + 1))
     powers = (2**i for i in range(1, sequences.bit_length()))
@@ -28,12 +28,13 @@ def warm_up_paged_attention(
     sequences: int, tokens: int, wait: bool = True,
 ) -> bool:  # fmt: skip
     """Compile, several kernels at a time, what `paged_attention` and `paged_schedule` will launch
-    for calls like this one, in batches of at most `sequences` sequences and `queries` queries.
+    for calls with these tensors, in batches of at most `sequences` sequences and `tokens` queries,
+    without a softcap and without sinks.
 
-    The tensors are as theirs: of q the heads and the dtype count, of the block table its width, and
-    no values. Neither a softcap nor sinks. False, with nothing compiled, while a CUDA graph is
-    captured; on the torch backend there is nothing to compile. Without `wait`, threads go on
-    compiling, and a launch waits for its own kernel.
+    Of q only the heads and the dtype matter, of the block table its width; no values are read.
+    Returns False, with nothing compiled, while a CUDA graph is captured; the torch backend has
+    nothing to compile. Without `wait`, threads continue to compile, and a launch waits for its own
+    kernel.
     """
     if choose("warm_up_paged_attention", None, q, k_cache, v_cache, block_table) == "torch":
         return True

@@ -7,11 +7,11 @@
 
 With a softcap c: p = exp(c t - lse), t = tanh(scale q.k / c), and ds times 1 - t^2.
 
-fp32 accumulators; p and ds are rounded to the input's dtype before their products. A row of dq is
-a function of that row and of its keys: blocks of keys are aligned to key 0, and a block it does
-not see adds exact zeros. dk and dv depend on where the queries stand in their sequence and on
-nothing outside the sequence. On Hopper `hopper/dq.py` and `hopper/dkv.py` take the place of the two
-kernels here, in the same order.
+Accumulators are fp32; p and ds are rounded to the input's dtype before their products. A row of dq
+depends on that row and its keys alone: blocks of keys are aligned to key 0, and a block that the
+row does not see adds exact zeros. dk and dv depend on the positions of the queries in their
+sequence, and on nothing outside of it. On Hopper `hopper/dq.py` and `hopper/dkv.py` replace the two
+kernels here, with the same order.
 """
 
 import torch
@@ -33,7 +33,7 @@ from rlk_kernels.ops.attention.order import (
 
 @triton.jit
 def _clear_outside(x_ptr, cu_ptr, B, row, at, mask):
-    """Zeros to the rows of no sequence."""
+    """Set rows outside every sequence to zero."""
     outside = (row < tl.load(cu_ptr)) | (row >= tl.load(cu_ptr + B))
     zero = tl.zeros(at.shape, x_ptr.dtype.element_ty)
     tl.store(x_ptr + at, zero, mask=mask & outside[:, None])
@@ -44,7 +44,7 @@ def _prepare_kernel(
     o_ptr, do_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, B, T, S,
     HQ: tl.constexpr, HK: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """delta, and zeros where no sequence is."""
+    """Compute delta, and set gradients outside every sequence to zero."""
     row = tl.program_id(0) * R + tl.arange(0, R)
     head = tl.program_id(1)
     cols = tl.arange(0, DP)[None, :]
@@ -66,7 +66,7 @@ def _weights(
     q, k, do, v, lse, delta, query, key, live, len_k, offset, window, scale, bend,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """(p, ds) of [rows, keys], zero where a row does not see a key."""
+    """(p, ds)[rows, keys], 0 where a row does not see a key."""
     visible = live[:, None] & (key[None, :] < len_k)
     if CAUSAL:
         visible &= key[None, :] <= query[:, None] + offset
@@ -89,7 +89,7 @@ def _load_rows(
     q_ptr, do_ptr, lse_ptr, delta_ptr, token, head, live, T, stride_t, stride_h, cols,
     HQ: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """(q, do, lse in powers of two, delta) of rows: each a head of a token."""
+    """(q, do, lse in powers of two, delta) of rows, each a head of a token."""
     mask = live[:, None] & (cols[None, :] < DIM)
     at = (token * stride_t + head.to(tl.int64) * stride_h)[:, None] + cols[None, :]
     q = tl.load(q_ptr + at, mask=mask, other=0.0)
@@ -201,22 +201,22 @@ def _dkv_kernel(
 
 
 def _special(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> bool:
-    """Whether the kernels written for Hopper take them."""
+    """Whether the kernels for Hopper can run."""
     if block_n(q.shape[2], q.dtype) != 128 or not facts(q.device).gluon:
         return False
-    from rlk_kernels.ops.attention.hopper.rings import reads
+    from rlk_kernels.ops.attention.hopper.rings import can_read
 
-    return reads(q, k, v, do)
+    return can_read(q, k, v, do)
 
 
 def backward(
     call: AttentionCall, lse: Tensor, do: Tensor, special: bool | None = None
 ) -> tuple[Tensor, Tensor, Tensor, str]:
-    """(dq, dk, dv, which implementation ran) of a call without a table, with its `out`; gradients
-    are contiguous, in the inputs' dtypes.
+    """(dq, dk, dv, the implementation that ran) of a call without a table, with its `out`;
+    gradients are contiguous, in the inputs' dtypes.
 
-    `special` (by the kernels written for Hopper) changes the time and never the bits; None leaves
-    it to the shape.
+    `special`, whether the kernels for Hopper run, changes the time and never the bits; None: the
+    shape decides.
     """
     q, k, v, batch, group = call.q, call.k, call.v, call.batch, call.group
     causal, window, softcap = call.causal, call.window, call.softcap

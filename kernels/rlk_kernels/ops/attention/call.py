@@ -1,4 +1,4 @@
-"""One call of attention on a GPU: its inputs, how it runs, and its memory."""
+"""A call of attention on a GPU: its inputs, its plan and its memory."""
 
 from dataclasses import dataclass
 
@@ -7,19 +7,18 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class PieceList:
-    """Which queries attend to which keys where keys are split (`schedule.py`): int32 on the
-    device."""
+    """The pieces of work where keys are split (`schedule.py`), in int32 on the device."""
 
     entries: Tensor
     pieces: Tensor
     special: bool
-    """For the kernels written for Hopper."""
+    """Whether it is for the kernels for Hopper."""
 
 
 @dataclass(slots=True)
 class AttentionCall:
-    """The inputs of a call. Only `forward` changes it, to allocate `out`; a frozen dataclass would
-    take the host six times as long to make."""
+    """The inputs of a call. Only `forward` changes it, to allocate `out`; the host would take six
+    times as long to construct a frozen dataclass."""
 
     q: Tensor
     """[T, Hq, D]."""
@@ -27,22 +26,22 @@ class AttentionCall:
     """[S, Hk, D], or with a table [blocks, P, Hk, D]; v too."""
     v: Tensor
     cu_q: Tensor
-    """[B + 1]: where the queries of each sequence begin."""
+    """[B + 1]: the begin of the queries of each sequence."""
     lens_k: Tensor
-    """[B + 1]: where the keys of each sequence begin; with a table [B]: how many there are."""
+    """[B + 1]: the begin of the keys of each sequence; with a table [B]: their number."""
     table: Tensor | None
     """[B, blocks of a sequence]."""
     causal: bool
     scale: float
     window: int | None
     softcap: float = 0.0
-    """0: no cap. The kernels for Hopper have no cap."""
+    """0: no cap. The kernels for Hopper do not support a cap."""
     out: Tensor | None = None
-    """[T, Hq, D], contiguous; None until there is memory for it."""
+    """[T, Hq, D], contiguous; None until it is allocated."""
     shared: PieceList | None = None
-    """Made for all calls with the same tables and lengths (`forward.paged_pieces`)."""
+    """The list of all calls with the same tables and lengths (`forward.paged_pieces`)."""
     keeps_lse: bool = True
-    """False where lse is not requested: it then lies in the call's scratch, which may be returned
+    """False if lse is not requested: it is then in the call's scratch, which may be returned
     instead."""
 
     @property
@@ -64,7 +63,8 @@ class AttentionCall:
         return 0 if self.table is None else self.k.shape[1]
 
     def hopper_strides(self, q: Tensor) -> tuple[int, ...]:
-        """The window, strides of q and of heads, pages in rows, and the table's stride."""
+        """(window, strides of q, strides of heads of k and v, rows of their pages, table
+        stride)."""
         k, v, table = self.k, self.v, self.table
         pages = (0, 0) if table is None else (x.stride(0) // x.stride(1) for x in (k, v))
         return (
@@ -75,52 +75,52 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlan:
-    """How keys are walked: time alone, no bit."""
+    """The order of work over the keys, which changes the time and no bit."""
 
     special: bool
-    """The kernels written for Hopper run."""
+    """The kernels for Hopper run."""
     rows: int
     """Packed rows of a program."""
     split: bool
-    """Keys are taken in pieces (`schedule.py`)."""
+    """Keys are split into pieces (`schedule.py`)."""
     listed: bool
-    """Pieces come from a list; those of a batch of one sequence need none."""
+    """Pieces come from a list; a batch of one sequence needs no list."""
     alone: bool
-    """Few rows of one sequence: eight warps take them, and the program that ends last merges
+    """Few rows of one sequence: eight warps process them, and the program that ends last merges
     (`hopper/merge_last.py`)."""
     whole: bool
-    """No row has more than one chunk of keys: pieces are blocks of rows, and nothing is merged."""
+    """No row has more than one chunk of keys, so pieces are blocks of rows without a merge."""
     slots: int
-    """Packed rows of one KV head that have room in the scratch."""
+    """The packed rows of one KV head for which the scratch has room."""
     scratch: tuple[tuple[int, ...], ...]
-    """What lies there, where keys are split: flags where `alone`, accumulators, (maximum, sum)."""
+    """The shapes in the scratch of split keys: flags if `alone`, accumulators, (maximum, sum)."""
     most: int
-    """Pieces of one KV head that there can be."""
+    """The most pieces of one KV head."""
     target: int
-    """Pieces of all KV heads to aim for, where there is enough work."""
+    """The intended number of pieces of all KV heads, if there is enough work."""
 
     @property
     def running(self) -> bool:
-        """Blocks keep the sum of their merged chunks in a slot."""
+        """Whether blocks store the sum of their merged chunks in a slot."""
         return self.special and self.rows == 64
 
 
 @dataclass(slots=True)
 class Scratch:
-    """Memory of a call apart from its result."""
+    """The memory of a call besides its result."""
 
     lse: Tensor
-    """[Hq, T]: a result too, where the call keeps it."""
+    """[Hq, T], which is a result too if the call keeps it."""
     acc: Tensor
-    """Accumulators that wait to be merged, and `max_sum`: (maximum, sum) of each."""
+    """Accumulators that are not merged yet; `max_sum`: (maximum, sum) of each."""
     max_sum: Tensor
     flags: Tensor
-    """Which pieces have ended (`hopper/merge_last.py`)."""
+    """The pieces that have ended (`hopper/merge_last.py`)."""
     entries: Tensor
-    """The entries of a `PieceList`; `pieces` are its pieces."""
+    """The entries of a `PieceList`; `pieces`: its pieces."""
     pieces: Tensor
 
     @classmethod
     def unused(cls, lse: Tensor, cu_q: Tensor) -> "Scratch":
-        """lse alone. A kernel takes a pointer even where it reads nothing: lse or cu_q serves."""
+        """lse alone. Pointers that a kernel does not read are those of lse and cu_q."""
         return cls(lse, lse, lse, lse, cu_q, cu_q)

@@ -1,6 +1,6 @@
-"""The forward of `attention` and `paged_attention` on a GPU: how keys are walked, and by what.
+"""The forward of `attention` and `paged_attention` on a GPU: its plan and its launches.
 
-The kernels are in `kernels.py`, on Hopper in `hopper/blocks.py` and `hopper/pieces.py`.
+The kernels are in `kernels.py`, and for Hopper in `hopper/blocks.py` and `hopper/pieces.py`.
 
 T = queries  S = keys  D = head size
 """
@@ -25,16 +25,10 @@ from rlk_kernels.ops.attention import kernels
 from rlk_kernels.ops.attention.call import AttentionCall, AttentionPlan, PieceList, Scratch
 from rlk_kernels.ops.attention.merge import merge_parts
 from rlk_kernels.ops.attention.order import CHUNK, block_n, capped_scales
-from rlk_kernels.ops.attention.schedule import (
-    PIECES,
-    SCRATCH_BYTES,
-    ListPlan,
-    list_plan,
-    schedule,
-)
+from rlk_kernels.ops.attention.schedule import PIECES, SCRATCH_BYTES, ListPlan, list_plan, schedule
 
 FEW = 64
-"""Up to this many packed rows per sequence, in the mean, queries count as few."""
+"""The mean packed rows per sequence up to which queries count as few."""
 
 
 def _plan(
@@ -51,26 +45,26 @@ def _plan(
     if special is None:
         special = rows is None and block_n(dim, q.dtype) == 128 and here.gluon
     if special:
-        from rlk_kernels.ops.attention.hopper.steps import reads
+        from rlk_kernels.ops.attention.hopper.steps import can_read
 
-        # their offsets of heads have 32 bits
-        special = reads(k, call.v, table) and heads * q.stride(1) < 1 << 31
+        # the kernels compute offsets of heads in 32 bits
+        special = can_read(k, call.v, table) and heads * q.stride(1) < 1 << 31
     if rows is None and special:
         rows = 64 if few else 128
         if dim == 64 and here.many_groups and not (paged or split) and tokens > 4096 * batch:
-            rows = 192  # a third group of four warps fills in for those that wait for exponentials
+            rows = 192  # a third group of four warps works while others wait for exponentials
     if rows is None:
         rows = 16 if tokens * group <= 16 * batch and q.dtype != torch.float32 else 64
     blocks = (tokens * group) // rows + batch
-    # four warps have no room for merged chunks beside their copies: theirs lie in slots
+    # one group of four warps has no shared memory for merged chunks, which are then in slots
     running = special and rows == 64
     if split is None:
         split = chunks > 1 and (few or paged)
-    # ranges of all blocks of rows, and of prefixes that neighbours share
+    # ranges of all blocks of rows, and of the prefixes that neighbours share
     most = (blocks + batch // 2) * max(chunks, 1)
     most = min(most, PIECES[min(rows, 128)] * here.processors // kv_heads + blocks + batch)
     split = split and (not running or tokens * group <= room)
-    # the list counts in 32 bits, and so much work needs no splitting
+    # the list counts in 32 bits, and more work than that needs no splitting
     split = split and blocks * chunks * kv_heads < 1 << 31
     alone = running and batch == 1 and tokens * group <= 16 and dim == 128
     slots = min(room, tokens * group * (chunks + 1))
@@ -90,7 +84,7 @@ _hopper_pieces = lazy_module("rlk_kernels.ops.attention.hopper.pieces")
 def _planned(
     call: AttentionCall, rows: int | None, split: bool | None, special: bool | None
 ) -> tuple[ShapeCache, AttentionPlan]:
-    """(the cache of calls of this shape, how they walk their keys)."""
+    """(the cache of calls of this shape, their plan)."""
     q, k, v, table = call.q, call.k, call.v, call.table
     cache = shape_cache(
         "attention", q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype,
@@ -105,17 +99,17 @@ def _planned(
 
 
 def paged_pieces(call: AttentionCall) -> PieceList | None:
-    """What calls with these tables and lengths can share; None where they need no list."""
+    """The list that calls with these tables and lengths can share; None if they need no list."""
     if call.q.shape[0] == 0 or call.batch == 0:
         return None
     cache, plan = _planned(call, None, None, None)
     if not plan.listed:
         return None
-    made = list_plan(cache, plan, call, CHUNK)
-    memory = empty(made.layout.total, torch.int32, call.q.device)
-    lists = views(memory, made.layout)
+    own = list_plan(cache, plan, call, CHUNK)
+    memory = empty(own.layout.total, torch.int32, call.q.device)
+    lists = views(memory, own.layout)
     read = call.cu_q, call.lens_k, call.table
-    replay_or_run(cache, (memory, *read), (), schedule, made, lists, call)
+    replay_or_run(cache, (memory, *read), (), schedule, own, lists, call)
     return PieceList(lists[0], lists[1], plan.special)
 
 
@@ -123,10 +117,10 @@ def forward(
     call: AttentionCall, rows: int | None = None, split: bool | None = None,
     warp_specialized: bool | None = None,
 ) -> tuple[Tensor, Tensor, str]:  # fmt: skip
-    """(out[T, Hq, D], lse[Hq, T], which implementation ran).
+    """(out[T, Hq, D], lse[Hq, T], the implementation that ran).
 
-    `rows` (packed rows of a program), `split` and `warp_specialized` (copies in a warp of their
-    own, `hopper/steps.py`) change the time and never the bits; None leaves them to the shape.
+    `rows` (packed rows of a program), `split` and `warp_specialized` (a separate warp for copies,
+    `hopper/steps.py`) change the time and never the bits; None: the shape decides.
     """
     q, device = call.q, call.q.device
     tokens, heads, dim = q.shape
@@ -141,59 +135,63 @@ def forward(
         lse = empty((heads, tokens), torch.float32, device)
         _hopper_blocks().attend_hopper(cache, plan.rows, call, lse)
         return out, lse, implementation
-    made = entries = pieces = None
+    own = entries = pieces = None
     if plan.listed:
         if call.shared is None:
-            made = list_plan(cache, plan, call, CHUNK)
+            own = list_plan(cache, plan, call, CHUNK)
         else:
             entries, pieces = call.shared.entries, call.shared.pieces
             if call.shared.special != plan.special:
                 raise UnsupportedShape(
                     "paged_attention: the caches' strides differ from those that the schedule was "
-                    "made for; call paged_schedule with this call's caches"
+                    "made for; call paged_schedule with the caches of this call"
                 )
-    places, lse_shape = None, (heads, tokens)
+    scratch_layout, lse_shape = None, (heads, tokens)
     if plan.split:
         inside = not call.keeps_lse
-        places = cache.get_or_create(
-            "places", (made is None, inside), _places, plan, made, lse_shape if inside else (0,)
+        shape = lse_shape if inside else (0,)
+        scratch_layout = cache.get_or_create(
+            "scratch_layout", (own is None, inside), _scratch_layout, plan, own, shape
         )
-        lse_shape = places.total if inside else lse_shape
+        lse_shape = scratch_layout.total if inside else lse_shape
     lse = memory = empty(lse_shape, torch.float32, device)
-    if places is not None and call.keeps_lse:
-        memory = empty(places.total, torch.float32, device)
-    every = (
+    if scratch_layout is not None and call.keeps_lse:
+        memory = empty(scratch_layout.total, torch.float32, device)
+    tensors = (
         memory, lse, q, call.k, call.v, out, call.cu_q, call.lens_k, call.table, entries, pieces
     )  # fmt: skip
     replay_or_run(
-        cache, every, (call.scale, call.softcap), _launch, plan, made, call, lse, memory, places
-    )
+        cache, tensors, (call.scale, call.softcap),
+        _launch, plan, own, call, lse, memory, scratch_layout,
+    )  # fmt: skip
     return out, lse, implementation
 
 
-def _places(plan: AttentionPlan, made: ListPlan | None, lse: tuple[int, ...]) -> MemoryLayout:
-    """The layout of a call's scratch: lse, plan.scratch, and the list that it makes for itself."""
-    lists = () if made is None else made.sizes
+def _scratch_layout(
+    plan: AttentionPlan, own: ListPlan | None, lse: tuple[int, ...]
+) -> MemoryLayout:
+    """The layout of a call's scratch: lse, plan.scratch, and the list that the call makes."""
+    lists = () if own is None else own.sizes
     return layout((lse, *plan.scratch, *lists), torch.float32)
 
 
 def _launch(
-    cache: ShapeCache, plan: AttentionPlan, made: ListPlan | None, call: AttentionCall, lse: Tensor,
-    memory: Tensor, places: MemoryLayout | None,
+    cache: ShapeCache, plan: AttentionPlan, own: ListPlan | None, call: AttentionCall, lse: Tensor,
+    memory: Tensor, scratch_layout: MemoryLayout | None,
 ) -> None:  # fmt: skip
-    """Fill call.out and lse; made: of the list that the call makes for itself; places: in memory,
-    where keys are split."""
+    """Fill call.out and lse. own: the plan of the list that the call makes, if it makes one;
+    scratch_layout: the layout of `memory`, if keys are split."""
     scratch = Scratch.unused(lse, call.cu_q)
-    if places is not None:
-        inside, *parts = views(memory, places)
+    if scratch_layout is not None:
+        inside, *parts = views(memory, scratch_layout)
         if inside.numel():
             scratch.lse = inside
         flags = parts.pop(0) if plan.alone else scratch.lse
         scratch.flags, scratch.acc, scratch.max_sum = flags, *parts[:2]
-        if made is not None:
+        if own is not None:
             lists = [x.view(torch.int32) for x in parts[2:]]
             scratch.entries, scratch.pieces, _ = lists
-            schedule(cache, made, lists, call)
+            schedule(cache, own, lists, call)
     if plan.listed and call.shared is not None:
         scratch.entries, scratch.pieces = call.shared.entries, call.shared.pieces
     if plan.special:
@@ -205,7 +203,7 @@ def _launch(
 
 
 def _attend(cache: ShapeCache, plan: AttentionPlan, call: AttentionCall, scratch: Scratch) -> None:
-    """Fill call.out and lse, or the slots, with the kernel in plain Triton."""
+    """Fill call.out and lse, or the slots, by the kernel in plain Triton."""
     q, k, v, table, rows, window = call.q, call.k, call.v, call.table, plan.rows, call.window
     (tokens, _, dim), kv_heads, group, batch = q.shape, call.kv_heads, call.group, call.batch
     here, padded, bn, paged = (
@@ -230,7 +228,7 @@ def _attend(cache: ShapeCache, plan: AttentionPlan, call: AttentionCall, scratch
     v_strides = v.stride()[:3] if paged else (0, *v.stride()[:2])
     bend, scale = capped_scales(call.scale, call.softcap)
     grid = ((tokens * group) // rows + batch, kv_heads, 1)
-    if plan.split:  # four programs a processor hide the latency of the gathers of a decode step
+    if plan.split:  # four programs a processor hide the latency of gathers in a decode step
         grid = (min(4 * here.processors, plan.most * kv_heads), 1, 1)
     launch(
         cache, kernels._attention_kernel, grid,

@@ -1,10 +1,10 @@
-"""The kernel of attention and paged attention in plain Triton: one body for both.
+"""The kernel of attention and paged attention in plain Triton, with one body for both.
 
-The order of a row's sums is in `order.py`; on Hopper `hopper/steps.py` does the same with another
-schedule, where it can read the keys and values.
+`order.py` describes the order of a row's sums. On Hopper `hopper/steps.py` has the same order with
+another schedule, for keys and values that it can read.
 
-Rows are packed: the G query heads that share a KV head lie side by side, row = query * G + head,
-so that a decode step reads its keys once.
+Rows are packed: the G query heads that share a KV head are adjacent, row = query * G + head, so
+that a decode step reads its keys once.
 
 T = queries  S = keys  D = head size  BM = packed rows of a program  BN = keys of a block
 """
@@ -22,6 +22,7 @@ from rlk_kernels.ops.attention.order import (
     visible_keys,
 )
 from rlk_kernels.ops.attention.schedule import lone_piece, lone_sequence, piece, slot_row
+from rlk_kernels.ops.overlap import begin_overlapped
 
 
 @triton.jit
@@ -30,7 +31,8 @@ def _load_keys(
     BN: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, PAGED: tl.constexpr,
     PAGE: tl.constexpr, TMA: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """[BN, DP] of keys or values from key `first` on; zeros behind the sequence where CHECK."""
+    """[BN, DP] of keys or values from key `first` on; CHECK: zeros after the end of the
+    sequence."""
     if TMA:
         x = tl.reshape(desc.load([k_start + first, hk, 0]), (BN, DP))
         if CHECK:
@@ -56,7 +58,7 @@ def _add_block(
     q, k, v, m, den, acc, scale, bend, visible, MASKED: tl.constexpr, CAPPED: tl.constexpr,
     LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys added to a chunk's state."""
+    """Add one block of keys to the state of a chunk."""
     s = tl.dot(q, k.T, input_precision="ieee")
     if CAPPED:
         s = capped(s, bend)
@@ -81,7 +83,7 @@ def _attend_rows(
     WINDOWED: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, TMA: tl.constexpr,
     SPLIT: tl.constexpr, CAPPED: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """BM packed rows of a sequence over its keys, or (SPLIT) over those of a piece's chunks."""
+    """BM packed rows of a sequence over its keys, or with SPLIT over the chunks of a piece."""
     table = table_ptr + b.to(tl.int64) * stride_table
     row = first_row + tl.arange(0, BM)
     query = row // G
@@ -160,7 +162,7 @@ def _attend_rows(
                 visible_end // CHUNK, folded, merges, row, len_q * G, hk, live, cols, HK, DP, SPLIT,
             )  # fmt: skip
         if merges and not only:
-            _put_state(
+            _store_state(
                 m_all, den_all, acc_all, part_acc_ptr, part_ml_ptr, base, folded, folded, row,
                 len_q * G, hk, live, cols, HK, DP,
             )  # fmt: skip
@@ -174,14 +176,14 @@ def _attend_rows(
 
 
 @triton.jit
-def _put_state(
+def _store_state(
     m, den, acc, part_acc_ptr, part_ml_ptr, base, chunk, folded, row, rows, hk, live, cols,
     HK: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    place = slot_row(base, chunk, folded, rows, row, HK, hk)
-    tl.store(part_ml_ptr + place * 2, m, mask=live)
-    tl.store(part_ml_ptr + place * 2 + 1, den, mask=live)
-    tl.store(part_acc_ptr + place[:, None] * DP + cols[None, :], acc, mask=live[:, None])
+    slot = slot_row(base, chunk, folded, rows, row, HK, hk)
+    tl.store(part_ml_ptr + slot * 2, m, mask=live)
+    tl.store(part_ml_ptr + slot * 2 + 1, den, mask=live)
+    tl.store(part_acc_ptr + slot[:, None] * DP + cols[None, :], acc, mask=live[:, None])
 
 
 @triton.jit
@@ -189,11 +191,11 @@ def _end_chunk(
     m_all, den_all, acc_all, m, den, acc, part_acc_ptr, part_ml_ptr, base, chunk, folded, merges,
     row, rows, hk, live, cols, HK: tl.constexpr, DP: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's state merged with those before it, or left for `merge.py`."""
+    """Merge the state of a chunk with those before it, or store it for `merge.py`."""
     if not SPLIT or merges:
         m_all, den_all, acc_all = merge(m_all, den_all, acc_all, m, one_sum(den), acc)
     else:
-        _put_state(
+        _store_state(
             m, one_sum(den), acc, part_acc_ptr, part_ml_ptr, base, chunk, folded, row, rows, hk,
             live, cols, HK, DP,
         )  # fmt: skip
@@ -212,9 +214,7 @@ def _attention_kernel(
     SPLIT: tl.constexpr, LISTED: tl.constexpr, CAPPED: tl.constexpr, LEVELS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_overlapped(OVERLAP)
     if SPLIT:
         if LISTED:
             total = tl.load(plan_ptr + 2 * B) * HK

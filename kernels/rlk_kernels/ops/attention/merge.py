@@ -1,4 +1,4 @@
-"""Merging the chunks that pieces of work left behind (`schedule.py`), front to back."""
+"""The merge, from front to back, of the chunks that pieces of work stored (`schedule.py`)."""
 
 import triton
 import triton.language as tl
@@ -15,16 +15,17 @@ from rlk_kernels.ops.attention.schedule import (
     MEMBERS,
     ROWS,
     TAU,
-    _ranges,
     last_before,
     lone_sequence,
+    ranges_of,
     slot_row,
 )
+from rlk_kernels.ops.overlap import begin_overlapped
 
 PROGRAMS = 16
-"""Programs a processor at most (time only)."""
+"""The most programs of a processor (time only)."""
 AHEAD = 8
-"""States that are asked for together (time only)."""
+"""States that are loaded together (time only)."""
 
 
 @triton.jit
@@ -32,19 +33,20 @@ def _merge_slots(
     m, den, acc, part_acc_ptr, part_ml_ptr, base, rows, row, folded, begin, end, hk, cols,
     HK: tl.constexpr, DP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """(m, den, acc) and the chunks begin ... end, those up to `folded` in one state."""
+    """Merge (m, den, acc) with the chunks begin ... end, where one state has those up to
+    `folded`."""
     last = tl.maximum(end, tl.where(end > begin, folded + 1, 0))
     for first in range(tl.maximum(begin, folded), last, AHEAD):
         states = ()
-        for i in tl.static_range(AHEAD):  # asked for together; behind the last an empty one
+        for i in tl.static_range(AHEAD):  # loaded together; empty after the last
             chunk = first + i + tl.zeros((1,), tl.int32)
             there = chunk < last
-            place = slot_row(base, chunk, folded, rows, row, HK, hk)
+            slot = slot_row(base, chunk, folded, rows, row, HK, hk)
             states = states + (  # noqa: RUF005 (Triton has no starred tuples)
-                tl.load(part_ml_ptr + place * 2, mask=there, other=float("-inf")),
-                tl.load(part_ml_ptr + place * 2 + 1, mask=there, other=0.0),
+                tl.load(part_ml_ptr + slot * 2, mask=there, other=float("-inf")),
+                tl.load(part_ml_ptr + slot * 2 + 1, mask=there, other=0.0),
                 tl.load(
-                    part_acc_ptr + place[:, None] * DP + cols[None, :], mask=there[:, None],
+                    part_acc_ptr + slot[:, None] * DP + cols[None, :], mask=there[:, None],
                     other=0.0,
                 ),
             )  # fmt: skip
@@ -62,10 +64,11 @@ def _merge_kernel(
     LISTED: tl.constexpr, RUNNING: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A packed row (query * G + head) of one KV head at a time, of those that have to be merged.
+    """Merge the packed rows (query * G + head) of the KV heads, one at a time.
 
-    A row is looked up while the kernel that attends still runs: lengths and list were there before
-    that began, which waits for all before it and lets this one begin only then.
+    A row is looked up while the attention kernel still runs. The lengths and the list are complete
+    before that kernel starts, because it waits for its predecessors before it allows this one to
+    start.
     """
     pitch = 2 * B + 2
     if LISTED:
@@ -106,19 +109,17 @@ def _merge_kernel(
             entry = plan_ptr + 2 * b + 1
             first = tl.load(entry + FIRST * pitch)
             base = tl.load(entry + BASE * pitch)
-            _, length = _ranges(tl.load(entry + COUNT * pitch), tau)
+            _, length = ranges_of(tl.load(entry + COUNT * pitch), tau)
             folded = first + length - 1
             leader = tl.load(plan_ptr + LEADER * pitch + b)
         else:
             base = b
             folded = lone_first + lone_length - 1
-        if OVERLAP:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+        begin_overlapped(OVERLAP)
         if LISTED:  # noqa: SIM102 (these are constants)
             if leader >= 0:
                 at = plan_ptr + 2 * leader
-                _, length = _ranges(tl.load(at + COUNT * pitch), tau)
+                _, length = ranges_of(tl.load(at + COUNT * pitch), tau)
                 rows = tl.load(plan_ptr + MEMBERS * pitch + leader) * G
                 m, den, acc = _merge_slots(
                     m, den, acc, part_acc_ptr, part_ml_ptr, tl.load(at + BASE * pitch), rows,
@@ -133,16 +134,17 @@ def _merge_kernel(
         head = hk * G + row % G + tl.zeros((1,), tl.int32)
         token = q_start + row // G + tl.zeros((1,), tl.int32)
         finish(m, den, acc, out_ptr, lse_ptr, token, head, live, cols, HK * G, DIM, T)
-    if OVERLAP:  # a program without a row waits too: the next kernel waits for this one alone
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    # a program without rows waits too, because the next kernel waits for this one alone
+    begin_overlapped(OVERLAP)
 
 
 def merge_parts(
     cache: ShapeCache, plan: AttentionPlan, call: AttentionCall, scratch: Scratch, chunk: int
 ) -> None:
-    """call.out and lse of the rows whose keys were split."""
-    programs, constants, options = cache.get_or_create("merge", chunk, _fixed, plan, call, chunk)
+    """Fill call.out and lse of the rows whose keys were split."""
+    programs, constants, options = cache.get_or_create(
+        "merge", chunk, _constants, plan, call, chunk
+    )
     launch(
         cache, _merge_kernel, (programs, 1, 1),
         (scratch.entries, scratch.acc, scratch.max_sum, call.out, scratch.lse, call.cu_q,
@@ -151,8 +153,8 @@ def merge_parts(
     )  # fmt: skip
 
 
-def _fixed(plan: AttentionPlan, call: AttentionCall, chunk: int) -> tuple[int, tuple, dict]:
-    """What calls of one shape have in common: (programs, constants, options)."""
+def _constants(plan: AttentionPlan, call: AttentionCall, chunk: int) -> tuple[int, tuple, dict]:
+    """What calls of one shape share: (programs, constants, options)."""
     (tokens, heads, dim), here, batch = call.q.shape, facts(call.q.device), call.batch
     padded = max(16, power_of_2(dim))
     constants = (

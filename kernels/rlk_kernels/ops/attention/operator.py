@@ -3,13 +3,13 @@
     s[j] = scale * (q . k[j]) for the keys that a row sees;  lse = log sum_j exp(s[j])
     out  = sum_j exp(s[j] - lse) v[j]
 
-Reduction order: `order.py` and `portable.py`. Keys are taken in chunks aligned to key 0 of their
-sequence, and chunks are merged front to back. So a row has the same bits in prefill and in paged
-decode, whatever the block of queries, the block table, the chunks of a prefill, the cached prefix
-and the other sequences. Causal is aligned bottom-right: the last query sees the last key.
-`window` = w: a query sees itself and the w - 1 keys before it. `softcap` = c: s[j] becomes
-c tanh(s[j] / c). `sinks`: one logit for each head, without a value (`sinks.py`). Keys and values
-must be finite. Sequences without keys, and rows that see no key, give out = 0 and lse = -inf.
+Reduction order: `order.py` and `portable.py`. Keys are processed in chunks aligned to key 0 of
+their sequence, and chunks are merged from front to back. So a row has the same bits in prefill and
+in paged decode, for any block of queries, block table, chunks of a prefill, cached prefix and other
+sequences. Causal masks are aligned bottom-right: the last query sees the last key. `window` = w: a
+query sees itself and the w - 1 keys before it. `softcap` = c: s[j] becomes c tanh(s[j] / c).
+`sinks`: one logit for each head, without a value (`sinks.py`). Keys and values must be finite.
+Sequences without keys, and rows that see no key, give out = 0 and lse = -inf.
 
 T = queries of all sequences   S = keys of all sequences   Hq, Hk = heads   D = head size
 B = sequences   P = block size of the cache
@@ -89,7 +89,9 @@ def _check(op: str, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int |
     if not 0 < dim <= MAX_DIM:
         raise UnsupportedShape(f"{op}: head size {dim} is not in 1..{MAX_DIM}")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise UnsupportedDtype(f"{op}: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}")
+        raise UnsupportedDtype(
+            f"{op}: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; one floating dtype is needed"
+        )
     if not scale > 0:
         raise ValueError(f"{op}: scale must be above 0, not {scale}")
     if window is not None and window < 1:
@@ -99,8 +101,7 @@ def _check(op: str, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int |
 def _variant(
     op: str, heads: int, sinks: Tensor | None, softcap: float | None
 ) -> tuple[Tensor | None, float]:
-    """(sinks, softcap) as the custom operators take them, 0 for no cap; raises where they are
-    invalid."""
+    """(sinks, softcap) for the custom operators, where 0 is no cap; raises if they are invalid."""
     if sinks is not None:
         sink_logits.check(op, sinks, heads)
         sinks = sinks.contiguous()
@@ -120,7 +121,7 @@ def _index(op: str, name: str, x: Tensor, size: int | None = None) -> Tensor:
     fits = x.dim() == 1 and x.numel() > 0 if size is None else x.shape == (size,)
     if dtype not in (torch.int32, torch.int64) or not fits:
         raise UnsupportedShape(
-            f"{op}: {name} must hold {'B + 1' if size is None else size} integers, not "
+            f"{op}: {name} must have {'B + 1' if size is None else size} integers, not "
             f"{dtype} {tuple(x.shape)}"
         )
     if dtype == torch.int32 and x.is_contiguous():
@@ -145,15 +146,14 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out[T, Hq, D], or (out, lse[Hq, T] in fp32) of q[T, Hq, D], k and v[S, Hk, D].
 
-    cu_seqlens_q, cu_seqlens_k: [B + 1] integers, where each sequence begins. bfloat16, float16,
-    float32 (float64 on the torch backend); Hq a multiple of Hk; D <= 256 (tuned for 64 and 128);
-    scale defaults to 1 / sqrt(D). The head dimension must be dense; otherwise it is copied.
-    Differentiable in q, k, v and sinks[Hq] (float32, which lse includes); lse has no gradient.
-    cu_seqlens beyond q or k raise on the torch backend and are not checked on a GPU. Rows of q
-    outside every sequence are undefined on a GPU, 0 on the torch backend, and have gradients of 0.
-    Raises
-    UnsupportedShape, UnsupportedDtype, UnsupportedDevice, ValueError, and what `backend.choose`
-    raises.
+    q, k, v: bfloat16, float16, float32 (float64 on the torch backend); Hq is a multiple of Hk, and
+    D <= 256 (tuned for 64 and 128). Inputs whose head dimension is not dense are copied.
+    cu_seqlens_q, cu_seqlens_k: [B + 1] integers, the begins of the sequences. scale defaults to
+    1 / sqrt(D). The result is differentiable in q, k, v and sinks[Hq] (float32, which lse
+    includes); lse has no gradient. cu_seqlens beyond q or k raise on the torch backend and are not
+    checked on a GPU. Rows of q outside every sequence are undefined on a GPU and 0 on the torch
+    backend, and have gradients of 0. Raises UnsupportedShape, UnsupportedDtype, UnsupportedDevice,
+    ValueError, and what `backend.choose` raises.
     """
     if q.dim() != 3 or k.dim() != 3:
         raise UnsupportedShape(
@@ -177,7 +177,7 @@ def _paged(
     op: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, context_lens: Tensor,
     cu_seqlens_q: Tensor, scale: float | None, window: int | None,
 ) -> tuple[float, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(scale, table, lengths, cu_seqlens_q) as the kernels take them; raises where they do not fit
+    """(scale, table, lengths, cu_seqlens_q) for the kernels; raises if the arguments do not fit
     together."""
     if q.dim() != 3 or k_cache.dim() != 4 or block_table.dim() != 2:
         raise UnsupportedShape(
@@ -190,8 +190,8 @@ def _paged(
     lens = _index(op, "context_lens", context_lens, block_table.shape[0])
     if block_table.dtype not in (torch.int32, torch.int64) or k_cache.shape[1] == 0:
         raise UnsupportedShape(
-            f"{op}: block_table must hold integers, not {block_table.dtype}, and a block at least "
-            f"one key, not {k_cache.shape[1]}"
+            f"{op}: block_table must have int32 or int64 numbers, not {block_table.dtype}, and a "
+            f"block at least one key, not {k_cache.shape[1]}"
         )
     table = block_table if block_table.dtype == torch.int32 else block_table.to(torch.int32)
     return scale, table if table.stride(-1) == 1 else table.contiguous(), lens, cu_q
@@ -211,14 +211,15 @@ def paged_schedule(
     backend: str | None = None,
 ) -> Schedule | None:
     """The list of work that each call of `paged_attention` would otherwise make on the device, made
-    once for all layers of one pass, which take it as `schedule=`.
+    once for all layers of a pass; pass it to them as `schedule=`.
 
-    None where no list is needed: on the torch backend, for one sequence, for tables too short for
-    two chunks of keys. Of q and the caches only shapes, dtypes and strides are read. The list is
-    made on the current stream, and again in each replay of a CUDA graph that captures this call. It
-    is valid while the values of block_table, context_lens and cu_seqlens_q stay the same, which is
-    not checked: with others a call reads and writes memory that is not its own. torch.compile does
-    not trace it. Raises what `paged_attention` raises for the same arguments.
+    Returns None if no list is needed: on the torch backend, for one sequence, and for tables too
+    short for two chunks of keys. Of q and the caches only shapes, dtypes and strides are read. The
+    list is made on the current stream, and again in each replay of a CUDA graph that captures this
+    call. It is valid as long as the values of block_table, context_lens and cu_seqlens_q do not
+    change. This is not checked: with other values a call reads and writes memory out of range.
+    torch.compile does not trace this function. Raises what `paged_attention` raises for the same
+    arguments.
     """
     _, table, lens, cu_q = _paged(
         "paged_schedule", q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, None, window
@@ -258,16 +259,16 @@ def paged_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of q[T, Hq, D] over a paged cache; the bits of `attention`.
 
-    k_cache, v_cache[blocks, P, Hk, D]; block_table[B, most blocks of a sequence]; context_lens[B]
-    counts the keys of a sequence, including those of its queries, which are in the cache already.
-    Slots after a sequence's last key never affect a result. With out[T, Hq, D] (contiguous,
-    q's dtype) the result is written there, and `out` is returned. `schedule`: the result of
-    `paged_schedule` for the same tables and lengths; it changes the time and no bit, and the torch
-    backend ignores it. Not differentiable. A table with too few blocks, or with a block that the
-    cache lacks, raises on the torch backend and is not checked on a GPU. Rows of q outside every
-    sequence (the padding of a CUDA graph) are undefined on a GPU and 0 on the torch backend. Raises
-    UnsupportedShape (also for a schedule of other shapes, window or softcap), UnsupportedDtype,
-    ValueError (also for an `out` that requires a gradient), and what `backend.choose` raises.
+    k_cache, v_cache[blocks, P, Hk, D]; block_table[B, most blocks of a sequence]; context_lens[B]:
+    the numbers of keys, including those of the queries, which are in the cache already. Slots after
+    a sequence's last key never affect a result. With out[T, Hq, D] (contiguous, in q's dtype) the
+    result is written to `out`, which is returned. `schedule`: the result of `paged_schedule` for
+    the same tables and lengths; it changes the time and no bit, and the torch backend ignores it.
+    There is no gradient. A table with too few blocks, or with a block that the cache lacks, raises
+    on the torch backend and is not checked on a GPU. Rows of q outside every sequence (the padding
+    of a CUDA graph) are undefined on a GPU and 0 on the torch backend. Raises UnsupportedShape
+    (also for a schedule of other shapes, window or softcap), UnsupportedDtype, ValueError (also if
+    `out` would need a gradient), and what `backend.choose` raises.
     """
     scale, table, lens, cu_q = _paged(
         "paged_attention", q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale,
@@ -286,8 +287,9 @@ def paged_attention(
         out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous()
     ):
         raise UnsupportedShape(
-            f"paged_attention: out must be contiguous and like q {tuple(q.shape)} {q.dtype}, "
-            f"not {tuple(out.shape)} {out.dtype} of strides {out.stride()}"
+            f"paged_attention: out must be contiguous with the shape and dtype of q, "
+            f"{tuple(q.shape)} {q.dtype}, not {tuple(out.shape)} {out.dtype} with strides "
+            f"{out.stride()}"
         )
     if out is not None and torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad):
         raise ValueError(f"paged_attention: {NO_GRADIENT}; use torch.no_grad()")

@@ -1,12 +1,12 @@
-"""The order in which the Triton kernels of `attention` add, and the steps that they share.
+"""The order of sums in the Triton kernels of `attention`, and the steps that they share.
 
-Order, per row (one query of one head): keys in chunks of CHUNK, aligned to key 0 of the sequence;
-in a chunk, blocks of `block_n` keys from front to back with a running maximum m, eight sums (key j
-in sum j mod 8) and an accumulator acc, all fp32, that start afresh in each chunk; then the eight
-sums become one, and the chunks' (m, sum, acc) are merged from front to back. A block, or a chunk,
-that a row does not see leaves its state as it was, to the bit. So neither the queries beside a row,
-nor where the cache lies, nor whether one program walks all chunks or each chunk has its own (SPLIT)
-changes a bit. `block_n` depends on head size and dtype alone.
+Order of a row (one query of one head): keys are in chunks of CHUNK, aligned to key 0 of the
+sequence. Within a chunk, blocks of `block_n` keys are processed from front to back with a running
+maximum m, eight sums (key j in sum j mod 8) and an accumulator acc, all in fp32 and new for each
+chunk. Then the eight sums are added into one, and (m, sum, acc) of the chunks are merged from front
+to back. A block or a chunk that a row does not see does not change a bit of its state. So no bit
+depends on the other queries, on the layout of the cache, or on whether one program processes all
+chunks or each chunk has its own (SPLIT). `block_n` depends on head size and dtype alone.
 
 T = queries  S = keys  D = head size  R = packed rows  BN = keys of a block
 """
@@ -24,15 +24,15 @@ LOG2E = 1.4426950408889634
 
 
 def capped_scales(scale: float, softcap: float) -> tuple[float, float]:
-    """(bend, scale) that the kernels take: scores are `capped` by the first, then times the second
-    are powers of two; (0, scale log2 e) without a cap (0)."""
+    """The kernels' arguments (bend, scale): scores `capped` with bend, times scale, are exponents
+    of two. Without a cap (softcap 0) they are (0, scale log2 e)."""
     if softcap:
         return -2.0 * LOG2E * scale / softcap, softcap * LOG2E
     return 0.0, scale * LOG2E
 
 
 def block_n(dim: int, dtype: torch.dtype) -> int:
-    """Keys of a block: part of the order of the sum, so never a function of the batch."""
+    """Keys of a block. They are part of the order of the sum, so they never depend on the batch."""
     if interpreting() or dtype == torch.float32:
         return 32
     return 128 if dim in (64, 128) else 64
@@ -40,9 +40,9 @@ def block_n(dim: int, dtype: torch.dtype) -> int:
 
 @triton.jit
 def find_sequence(cu_ptr, block, B, G: tl.constexpr, BM: tl.constexpr):
-    """Sequence b, its first token, its tokens, and the first packed row of row block `block`.
+    """(sequence b, its first token, its tokens, the first packed row) of row block `block`.
 
-    b starts at block cu[b] * G // BM + b, which leaves every sequence as many blocks as it needs.
+    b starts at block cu[b] * G // BM + b, which gives every sequence as many blocks as it needs.
     """
     low = 0
     high = B
@@ -63,8 +63,8 @@ def visible_keys(
     first_row, len_q, len_k, window, G: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Three keys that bound what BM packed rows see: no row sees a key before the first (a whole
-    block) or from the third on; every row sees all keys before the second."""
+    """Three keys that bound the keys of BM packed rows: no row sees a key before the first (a
+    multiple of BN) or from the third on; every row sees all keys before the second."""
     begin = 0
     shared_end = len_k
     end = len_k
@@ -83,8 +83,8 @@ def attending_rows(
     first_key, len_q, len_k, window, BN: tl.constexpr, BM: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Four blocks of BM queries that bound who sees BN keys: only queries from the first to the
-    second see any of them; those from the third to the fourth see them all."""
+    """Four bounds of the queries that see BN keys: only blocks of BM queries from the first to the
+    second see any of them; queries from the third to the fourth see all of them."""
     begin = 0
     end = len_q
     plain_begin = 0
@@ -103,7 +103,7 @@ def attending_rows(
 
 @triton.jit
 def merge(m, den, acc, m_new, den_new, acc_new):
-    """(m, den, acc) after the state of one more chunk; an empty chunk changes nothing."""
+    """Merge (m, den, acc) with the state of one more chunk; an empty chunk changes nothing."""
     top = tl.maximum(m, m_new)
     safe = tl.where(top == float("-inf"), 0.0, top)
     old = tl.exp2(m - safe)
@@ -114,7 +114,7 @@ def merge(m, den, acc, m_new, den_new, acc_new):
 
 
 @triton.jit
-def _add(a, b):
+def add(a, b):
     return a + b
 
 
@@ -122,11 +122,11 @@ def _add(a, b):
 def eight_sums(p, LEVELS: tl.constexpr):
     """[R, 8 * 2**LEVELS] -> [R, 8]: column j in sum j mod 8, by halves (j with j + half).
 
-    Every addition is of two numbers, so no layout of threads can change the order; on the tensor
-    core's layouts a thread has whole sums.
+    Every addition has two operands, so no layout of threads can change the order; in the layouts of
+    the tensor core a thread has whole sums.
     """
     for level in tl.static_range(LEVELS):
-        p = tl.reduce(tl.reshape(p, (p.shape[0], 2, 4 << (LEVELS - level))), 1, _add)
+        p = tl.reduce(tl.reshape(p, (p.shape[0], 2, 4 << (LEVELS - level))), 1, add)
     return p
 
 
@@ -134,13 +134,13 @@ def eight_sums(p, LEVELS: tl.constexpr):
 def one_sum(p):
     """[R, 8] -> [R], by halves."""
     for level in tl.static_range(3):
-        p = tl.reduce(tl.reshape(p, (p.shape[0], 2, 4 >> level)), 1, _add)
+        p = tl.reduce(tl.reshape(p, (p.shape[0], 2, 4 >> level)), 1, add)
     return tl.reshape(p, (p.shape[0],))
 
 
 @triton.jit
 def capped(s, bend):
-    """tanh(-bend s / (2 log2 e)), by the exponential of what is not above 0."""
+    """tanh(-bend s / (2 log2 e)), from the exponential of a number of at most 0."""
     t = tl.exp2(tl.abs(s) * bend)
     tanh = (1.0 - t) / (1.0 + t)
     return tl.where(s < 0.0, -tanh, tanh)
@@ -155,7 +155,7 @@ def block_weights(s, m, scale, LEVELS: tl.constexpr):
 
 @triton.jit
 def weights_below(s, m, top, scale, LEVELS: tl.constexpr):
-    """`block_weights`, the maximum after the block known."""
+    """`block_weights` for a known maximum `top` after the block."""
     safe = tl.where(top == float("-inf"), 0.0, top)
     p = tl.exp2(tl.fma(s, scale, (0.0 - safe)[:, None]))
     return p, top, tl.exp2(m - safe), eight_sums(p, LEVELS)
@@ -163,7 +163,7 @@ def weights_below(s, m, top, scale, LEVELS: tl.constexpr):
 
 @triton.jit
 def result(m, den, acc):
-    """(output, log-sum-exp with the natural log); rows that see no key give 0, -inf."""
+    """(output, natural log-sum-exp); rows that see no key have (0, -inf)."""
     empty = den == 0.0
     inverse = 1.0 / tl.where(empty, 1.0, den)
     out = acc * inverse[:, None] + 0.0  # + 0.0: an underflowed -0 becomes the +0 of a lone chunk
@@ -175,10 +175,10 @@ def result(m, den, acc):
 
 @triton.jit
 def finish(m, den, acc, out_ptr, lse_ptr, token, head, live, cols, HQ, DIM: tl.constexpr, T):
-    """Write the `result`."""
+    """Store the `result`."""
     out, lse = result(m, den, acc)
-    place = token.to(tl.int64) * HQ + head
+    row = token.to(tl.int64) * HQ + head
     mask = live[:, None] & (cols[None, :] < DIM)
-    at = out_ptr + place[:, None] * DIM + cols[None, :]
+    at = out_ptr + row[:, None] * DIM + cols[None, :]
     tl.store(at, out.to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(lse_ptr + head.to(tl.int64) * T + token, lse, mask=live)

@@ -1,16 +1,16 @@
-"""The portable attention: exact products, one row a function of its own keys alone.
+"""The portable attention: exact products, where a row depends on its own keys alone.
 
     score[j] = scale * (q . k[j])                    exact dot, rounded to fp32
-               softcap tanh( scale (q . k[j]) / softcap ) where there is one, rounded again
+               softcap tanh( scale (q . k[j]) / softcap ) with a softcap, rounded again
     p[j]     = exp(score[j] - max score)             float64, on a grid of 2**-P_BITS
     out      = ( sum over chunks, front to back, of sum_{j in chunk} p[j] v[j] ) / sum_j p[j]
     lse      = max score + log( sum_j p[j] )
 
 The sums inside a chunk of CHUNK keys (aligned to key 0) and the sum of p are error-free
-(`numerics/error_free.py`),
-so only the order of chunks is an order, and it is a function of the key's index. Values are put on
-a grid per key, never per block of keys: a key that a row does not see cannot reach its bits. So
-sequences may be padded and batched freely, which is what keeps this fast.
+(`numerics/error_free.py`), so only the order of chunks matters, which depends on the index of the
+key. The values of a key have their own grid, never one for a block of keys, so that a key that a
+row does not see cannot change its bits. So sequences may be padded and batched freely, which keeps
+this fast.
 
 B = sequences   T = queries (padded)   S = keys (padded)   G = query heads of a KV head   D = size
 R = T * G packed rows
@@ -33,16 +33,16 @@ CHUNK = 256
 P_BITS = 30
 MAX_KEYS = 1 << 22  # P_BITS + log2(MAX_KEYS) <= 52: the sum of p is exact
 LEAST = -900
-"""Grid of a chunk whose weights are all below 2**LEAST: `pow2` ends at 2**1023."""
+"""The grid of a chunk whose weights are all below 2**LEAST, because `pow2` ends at 2**1023."""
 MEMORY = 1 << 16
-"""Scores held at a time: bounds memory; changes no bit."""
+"""The most scores at a time: it bounds memory and changes no bit."""
 
 
 def weighted_sum(p: Tensor, v: Tensor) -> Tensor:
-    """sum_j p[..., R, j] v[..., j, D] in float64: exact in a chunk, chunks front to back.
+    """sum_j p[..., R, j] v[..., j, D] in float64, exact in a chunk, with chunks from front to back.
 
-    A key's values lie on the key's own grid 2**e[j]; e[j] moves into p, whose grid belongs to the
-    row. Two slices each.
+    The values of a key are on the key's own grid 2**e[j]; e[j] moves into p, whose grid belongs to
+    the row. Both have two slices.
     """
     if v.dtype == torch.float64:
         return p @ v
@@ -65,7 +65,7 @@ def _weighted_chunk(p: Tensor, v: Tensor) -> Tensor:
     v_high = v.round()
     v_low = v.sub_(v_high)
     low = p_low @ v_high
-    if bool((v_low != 0).any()):  # else exact zeros would be added
+    if bool((v_low != 0).any()):  # otherwise only exact zeros would be added
         low += p_high @ v_low.mul_(2.0**width).round_()
     return low.mul_(2.0**-width).add_(p_high @ v_high).mul_(pow2(top - 2 * width))
 
@@ -114,7 +114,7 @@ def attend_backward(
     do: Tensor,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) in float64, shapes like q, k, v."""
+    """(dq, dk, dv) in float64, with the shapes of q, k, v."""
     lse = torch.where(lse == -math.inf, 0.0, lse.double())
     score = _scores(q, k, visible, scale, softcap)
     p = torch.where(visible, _exp(score - lse[..., None], q.dtype), 0.0)
@@ -131,7 +131,7 @@ def attend_backward(
 
 @dataclass(slots=True)
 class Batch:
-    """Some sequences, padded: where their rows and keys lie, and what a row sees."""
+    """Some padded sequences: the indices of their rows and keys, and the keys that a row sees."""
 
     rows: Tensor
     """[B, T] token of each query; padding repeats the last."""
@@ -147,8 +147,8 @@ def batches(
     cu_q: Tensor, start_k: list[int], len_k: list[int], table: Tensor | None, page: int,
     group: int, kv_heads: int, causal: bool, window: int | None,
 ) -> Iterator[Batch]:  # fmt: skip
-    """Cut the sequences into padded batches of at most MEMORY scores (one sequence at least, and
-    of that as many queries as fit)."""
+    """Divide the sequences into padded batches of at most MEMORY scores, with at least one
+    sequence, or as many of its queries as fit."""
     bounds = cu_q.tolist()
     spans = []  # (sequence, first query, last query + 1)
     for b, (begin, end) in enumerate(pairwise(bounds)):
@@ -212,7 +212,7 @@ def unpack_rows(x: Tensor, rows: Tensor, live: Tensor, out: Tensor) -> None:
 
 
 def pack_keys(x: Tensor, keys: Tensor) -> Tensor:
-    """x[slots, Hk, D] -> [B, Hk, S, D]; zeros when there are no slots at all."""
+    """x[slots, Hk, D] -> [B, Hk, S, D]; zeros without any slots."""
     if x.shape[0] == 0:
         return x.new_zeros(keys.shape[0], x.shape[1], keys.shape[1], x.shape[2])
     return x[keys.clamp(max=x.shape[0] - 1)].transpose(1, 2)
@@ -222,7 +222,7 @@ def _check_bounds(
     tokens: int, slots: int, cu_q: Tensor, start_k: list[int], len_k: list[int],
     table: Tensor | None, page: int,
 ) -> None:  # fmt: skip
-    """Raises UnsupportedShape where sequences reach beyond q, k, v or the cache."""
+    """Raise UnsupportedShape if sequences reach beyond q, k, v or the cache."""
     bounds = cu_q.tolist()
     if not bounds or bounds[0] < 0 or bounds[-1] > tokens or sorted(bounds) != bounds:
         raise UnsupportedShape(
@@ -241,8 +241,8 @@ def _check_bounds(
         used = row[: -(-n // page)]
         if len(used) * page < n or any(not 0 <= block < slots // page for block in used):
             raise UnsupportedShape(
-                f"paged_attention: {n} keys need {-(-n // page)} blocks of {slots // page}, "
-                f"and the table gives {used}"
+                f"paged_attention: {n} keys need {-(-n // page)} of {slots // page} blocks, and "
+                f"the table has {used}"
             )
 
 
@@ -275,7 +275,7 @@ def backward(
     causal: bool, scale: float, window: int | None, out: Tensor, lse: Tensor, do: Tensor,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv) in the inputs' dtypes; batches of queries are added to dk, dv in order."""
+    """(dq, dk, dv) in the inputs' dtypes; batches of queries are added to dk and dv in order."""
     dq = torch.zeros_like(q)
     dk, dv = (torch.zeros(x.shape, dtype=torch.float64, device=x.device) for x in (k, v))
     kv_heads = k.shape[1]
@@ -289,7 +289,7 @@ def backward(
         )  # fmt: skip
         unpack_rows(grads[0], batch.rows, batch.row_live, dq)
         for total, part in zip((dk, dv), grads[1:], strict=True):
-            for b in range(batch.keys.shape[0]):  # one sequence may lie in several spans
+            for b in range(batch.keys.shape[0]):  # a sequence may be in several spans
                 n = int(batch.key_live[b].sum())
                 total[batch.keys[b, :n]] += part[b, :, :n].transpose(0, 1)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""attention and paged_attention as torch knows them: custom operators, and their gradient."""
+"""The custom operators of attention and paged_attention, and their gradient."""
 
 import functools
 from itertools import pairwise
@@ -37,7 +37,7 @@ def _attention_backward(
     scale: float, window: int | None, softcap: float, out: Tensor, lse: Tensor, do: Tensor,
     backend: str,
 ) -> list[Tensor]:  # fmt: skip
-    """dq, dk, dv, and with sinks dsinks."""
+    """[dq, dk, dv], and dsinks with sinks."""
     if backend == "torch":
         start, length = lengths_of(cu_k)
         grads = portable.backward(
@@ -99,8 +99,8 @@ def attend_paged(
     plan: Tensor | None, pieces: Tensor | None, special: bool, backend: str,
     out: Tensor | None = None, keeps_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse); plan, pieces, special: of a `Schedule`, or None; softcap: 0 for no cap; out:
-    memory for the result, on the triton backend only; keeps_lse: see `AttentionCall`."""
+    """(out, lse). plan, pieces, special: those of a `Schedule`, or None; softcap: 0 for no cap;
+    out: memory for the result, on the triton backend alone; keeps_lse: see `AttentionCall`."""
     if backend == "torch":
         k, v = (x.reshape(-1, *x.shape[2:]) for x in (k_cache, v_cache))
         length = context_lens.tolist()
@@ -122,7 +122,7 @@ def attend_paged(
 
 
 attend_paged_alone = functools.partial(attend_paged, keeps_lse=False)
-"""For a caller that takes no lse."""
+"""For callers that do not read lse."""
 
 
 NO_GRADIENT = "it has no gradient; attention has one"
@@ -145,6 +145,7 @@ def _attend_into(
     context_lens: Tensor, cu_q: Tensor, scale: float, window: int | None, plan: Tensor | None,
     pieces: Tensor | None, special: bool, backend: str, keeps_lse: bool = True,
 ) -> Tensor:  # fmt: skip
+    """`attend_paged` without sinks and softcap, into `out`; returns lse."""
     result, lse = attend_paged(
         q, k_cache, v_cache, None, block_table, context_lens, cu_q, scale, window, 0.0, plan,
         pieces, special, backend, out, keeps_lse,
@@ -155,7 +156,7 @@ def _attend_into(
 
 
 attend_into_alone = functools.partial(_attend_into, keeps_lse=False)
-"""For a caller that takes no lse."""
+"""For callers that do not read lse."""
 
 
 @custom_op("paged_attention_into", lambda out, *rest: _fake(*rest)[1], writes=("out",))
@@ -164,7 +165,7 @@ def _paged_attention_into(
     context_lens: Tensor, cu_q: Tensor, scale: float, window: int | None, plan: Tensor | None,
     pieces: Tensor | None, special: bool, backend: str,
 ) -> Tensor:  # fmt: skip
-    """lse; the result goes to `out`, where it is written at once on triton."""
+    """lse; the result is written to `out`, on triton by the kernel itself."""
     return _attend_into(
         out, q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, plan, pieces,
         special, backend,

@@ -1,31 +1,31 @@
-"""A list of pieces of work, made on the device: which queries attend to which keys where these are
-split.
+"""A list of pieces of work, made on the device, for attention whose keys are split.
 
-A piece is a block of packed rows and a range of chunks of its keys. The list follows the lengths
-of the sequences, not the room in a block table: the host never reads it, and each replay of a CUDA
-graph remakes it. Neither the cut into pieces nor the program that takes one can change a bit
-(`order.py`): a range that begins at the first chunk merges its chunks as it goes, any other
-leaves each chunk for `merge.py`, which goes on from there. (It took longer when the program that
-ends the last piece of some rows merged them: a program waits for its own stores before it can
-signal them. Few rows of a single sequence are merged that way, `hopper/merge_last.py`: there no
-other program waits.)
+A piece is a block of packed rows and a range of chunks of its keys. The list depends on the lengths
+of the sequences, not on the size of the block table: the host never reads it, and each replay of a
+CUDA graph makes it again. Neither the division into pieces nor the program of a piece can change a
+bit (`order.py`): a range that begins at the first chunk merges its chunks at once, and any other
+range stores each chunk for `merge.py`, which continues from there. (It took longer when the program
+that ends the last piece of some rows merged them, because a program waits for its own stores before
+it can signal them. Few rows of a single sequence are merged that way, `hopper/merge_last.py`, as no
+other program waits there.)
 
-    pieces    k = max(1, n // tau) ranges of a sequence's n chunks, tau from the whole work: with
-              enough sequences none is split, and a long one is where others are short
-    slots     where states lie until they are merged: at most SCRATCH_BYTES; tau grows until they do
+    pieces    k = max(1, n // tau) ranges of a sequence's n chunks. tau depends on the whole work:
+              with enough sequences none is split, except for one much longer than the others
+    slots     the memory of states until they are merged: at most SCRATCH_BYTES; tau grows until
+              they fit
     prefixes  neighbours in the batch with one query each, whose tables begin with the same blocks
               (a group that answers one prompt): their common chunks are one entry, with the queries
               of all as its rows, and are read once
 
-A batch of one sequence needs no list: its programs and `merge.py` work the same numbers out for
-themselves (`lone_sequence`), and two kernels less run.
+A batch of one sequence needs no list: its programs and `merge.py` compute the same numbers
+themselves (`lone_sequence`), which saves two kernels.
 
-An entry 2b is the prefix that sequence b leads (mostly none), 2b + 1 is what b has behind it, its
-suffix. Every program of the kernel makes all entries, int32[PLANES, 2B + 2], and writes some of the
-pieces, int32[FIELDS] each: one kernel instead of two, and nobody waits for another. Of a small
-batch it compares the tables, too; of another, the kernel before it does. It runs for itself before
-every split call, or before those of a pass that share a list (`shared_schedule.py`), and once
-through its instructions, so it is kept short: fetching them is most of its time.
+Entry 2b is the prefix that sequence b leads (mostly empty); entry 2b + 1 is the rest of sequence b,
+its suffix. Every program of the kernel computes all entries, int32[PLANES, 2B + 2], and writes some
+of the pieces, int32[FIELDS] each, so that one kernel suffices and no program waits for another. For
+a small batch the kernel compares the tables too; for a larger batch an earlier kernel does. The
+kernel runs alone before every split call, or once before calls that share a list
+(`shared_schedule.py`). It is short, because fetching its instructions takes most of its time.
 
 B = sequences   R = sequences that share a block of rows at most
 """
@@ -43,28 +43,29 @@ from rlk_kernels.launching import ShapeCache, cdiv, launch, power_of_2
 from rlk_kernels.memory import MemoryLayout, layout
 from rlk_kernels.ops.attention.call import AttentionCall, AttentionPlan
 from rlk_kernels.ops.attention.order import find_sequence
+from rlk_kernels.ops.overlap import begin_overlapped
 
 SCRATCH_BYTES = 31 << 20
-"""Bytes of all states that wait to be merged, whatever the lengths: below 32 MiB with the list."""
+"""The most bytes of states that are not merged yet, for any lengths; with the list below 32 MiB."""
 PIECES = {16: 16, 32: 16, 64: 6, 128: 4}
-"""Rows of a block -> pieces of work a processor, where there is enough of it (time only)."""
+"""Rows of a block -> pieces of a processor, if there is enough work (time only)."""
 
 LISTED = 64
-"""Pieces that a program writes at a time (time only)."""
+"""Pieces of a step of a program (time only)."""
 COMPARED = 1024
-"""Blocks of tables that a program compares at a time (time only)."""
+"""The most blocks of tables for which the kernel of the list compares them (time only)."""
 
 PLANES = 8
 ITEMS, FIRST, COUNT, BASE, MEMBERS, LEADER, ROWS, TAU = (tl.constexpr(i) for i in range(PLANES))
-"""The planes of a list. Of each entry: the pieces before it, its first chunk, its chunks, the row
-of its first slot. Of each sequence: the sequences that share its prefix, the one that leads it (-1:
-none), the rows to merge before it. Then tau."""
+"""The planes of a list. For each entry: the pieces before it, its first chunk, its chunks, the row
+of its first slot. For each sequence: the sequences that share its prefix, the sequence that leads
+the prefix (-1: none), the rows to merge before it. Then tau."""
 FIELDS = tl.constexpr(12)
 
 
 @triton.jit
-def _ranges(n, tau):
-    """(ranges that n chunks are taken in, chunks of a range)."""
+def ranges_of(n, tau):
+    """(ranges of n chunks, chunks of a range)."""
     count = tl.maximum(n // tau, 1)
     length = tl.maximum(tl.cdiv(n, count), 1)
     return tl.maximum(tl.cdiv(n, length), 1), length
@@ -72,14 +73,14 @@ def _ranges(n, tau):
 
 @triton.jit
 def _rows_of_slots(prefix, members, suffix, shares, queries, G, tau, RUNNING: tl.constexpr):
-    """Returns the rows of the slots of each sequence's prefix, and of those of its suffix.
+    """(rows of the slots of each sequence's prefix, rows of the slots of its suffix).
 
-    A first range has one slot for all that it merges, another range one for each of its chunks. A
-    sequence in one range needs none, or (RUNNING) one to merge in.
+    A first range has one slot for its merged chunks, another range one slot for each chunk. A
+    sequence in one range needs no slot, or with RUNNING one for its merged chunks.
     """
-    _, length = _ranges(prefix, tau)
+    _, length = ranges_of(prefix, tau)
     of_prefix = tl.where(prefix > 0, (prefix - length + 1) * members * G, 0)
-    ranges, length = _ranges(suffix, tau)
+    ranges, length = ranges_of(suffix, tau)
     slots = tl.where(ranges > 1, suffix - length + 1, tl.where(suffix > 1, RUNNING, 0))
     return of_prefix, tl.where(shares > 0, suffix, slots) * queries * G
 
@@ -89,8 +90,8 @@ def _shared_chunks(
     table_ptr, cu_q_ptr, lens_ptr, stride_table, R, b, live, CHUNK: tl.constexpr,
     PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Leading chunks of sequences b[N] with the same blocks as the sequence before, both with one
-    query and in one block of rows."""
+    """The number of leading chunks of sequences b[N] with the same blocks as the sequence before,
+    if both have one query and are in one block of rows."""
     asked = live & (b % R != 0)
     start = tl.load(cu_q_ptr + b, mask=asked, other=0)
     lone = (start - tl.load(cu_q_ptr + b - 1, mask=asked, other=0) == 1) & (
@@ -120,10 +121,8 @@ def _shared_kernel(
     shared_ptr, table_ptr, cu_q_ptr, lens_ptr, stride_table, R, CHUNK: tl.constexpr,
     PAGE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """`_shared_chunks` of a sequence a program."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    """`_shared_chunks` of one sequence in each program."""
+    begin_overlapped(OVERLAP)
     b = tl.program_id(0) + tl.arange(0, 1)
     shared = _shared_chunks(table_ptr, cu_q_ptr, lens_ptr, stride_table, R, b, b >= 0, CHUNK, PAGE)
     tl.store(shared_ptr + b, shared)
@@ -131,9 +130,10 @@ def _shared_kernel(
 
 @triton.jit
 def _group(plan_ptr, pitch, shared_ptr, b, B, R: tl.constexpr):
-    """(chunks of the prefix that b leads, its members); writes members' prefixes and leaders.
+    """(chunks of the prefix that b leads, its members); writes the members' prefixes and leaders.
 
-    A group ends where a sequence shares less with the one before it than with the one behind it.
+    A group ends where a sequence shares less with the sequence before it than with the one after
+    it.
     """
     at = shared_ptr + b
     shared = tl.load(at, mask=b < B, other=0)
@@ -166,13 +166,13 @@ def _schedule_kernel(
     COMPARES: tl.constexpr, RUNNING: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
     LISTED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A sequence a lane. COMPARES: it compares the tables, and all programs write what they find to
-    the same place."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    """Make the list, with one sequence in a lane. COMPARES: this kernel compares the tables, and
+    all programs write the same results to the same memory."""
+    begin_overlapped(OVERLAP)
     pitch = 2 * B + 2
-    plan_ptr += tl.program_id(0) * (TAU + 1) * pitch  # the first one's entries serve the merge
+    plan_ptr += (
+        tl.program_id(0) * (TAU + 1) * pitch
+    )  # the merge reads the entries of the first program
     b = tl.arange(0, BLOCK)
     live = b < B
     queries = tl.load(cu_q_ptr + b + 1, mask=live, other=0) - tl.load(
@@ -209,7 +209,7 @@ def _schedule_kernel(
         of_prefix, of_suffix = _rows_of_slots(
             prefix, members, end - first, first, queries, G, 1 << 30, RUNNING
         )
-        if tl.sum(of_prefix + of_suffix, 0) > capacity:  # they would never fit: nobody shares
+        if tl.sum(of_prefix + of_suffix, 0) > capacity:  # they would never fit: nothing is shared
             prefix = tl.zeros_like(b)
             first = tl.zeros_like(b)
             tl.store(plan_ptr + LEADER * pitch + b, -1, mask=live)
@@ -228,8 +228,8 @@ def _schedule_kernel(
             prefix, members, suffix, shares, queries, G, tau, RUNNING
         )
 
-    ranges, _ = _ranges(suffix, tau)
-    prefix_ranges, _ = _ranges(prefix, tau)
+    ranges, _ = ranges_of(suffix, tau)
+    prefix_ranges, _ = ranges_of(prefix, tau)
     prefix_items = tl.where(prefix > 0, prefix_ranges, 0)
     items = tl.where((suffix > 0) | (shares == 0), blocks * ranges, 0)
     merged = tl.where((ranges > 1) | (shares > 0), queries * G, 0)
@@ -262,8 +262,8 @@ def _schedule_kernel(
 
 @triton.jit
 def last_before(ptr, count, x, STEPS: tl.constexpr):
-    """The last i < count <= 2**STEPS with ptr[i] <= x, of each x[N]; ptr rises from a number not
-    above x."""
+    """The last i < count <= 2**STEPS with ptr[i] <= x, for each x[N]; ptr ascends from a number of
+    at most x."""
     low = tl.zeros_like(x)
     high = low + count
     for _ in range(STEPS):
@@ -279,7 +279,7 @@ def _list_pieces(
     plan_ptr, pieces_ptr, cu_q_ptr, lens_ptr, B, item, total, BM: tl.constexpr, CHUNK: tl.constexpr,
     PAGED: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Write pieces item[N]: what `piece` reads.
+    """Write the pieces item[N], which `piece` reads.
 
     A prefix is a sequence of its members' queries, all of which see every key of its chunks.
     """
@@ -294,7 +294,7 @@ def _list_pieces(
     count = tl.load(plan_ptr + COUNT * pitch + entry)
     members = tl.load(plan_ptr + MEMBERS * pitch + b)
     shared = suffix & (tl.load(plan_ptr + LEADER * pitch + b) >= 0)
-    ranges, length = _ranges(count, tl.load(plan_ptr + TAU * pitch))
+    ranges, length = ranges_of(count, tl.load(plan_ptr + TAU * pitch))
     begin = first + within % ranges * length
     q_start = tl.load(cu_q_ptr + b)
     queries = tl.where(suffix, tl.load(cu_q_ptr + b + 1) - q_start, members)
@@ -320,9 +320,9 @@ def _list_pieces(
 
 @triton.jit
 def piece(pieces_ptr, item):
-    """What a piece is: (sequence whose table it reads, first token, queries, start of keys, keys,
-    first packed row, first chunk, chunk behind its last, whether it is its rows' only piece,
-    whether it merges its chunks, last chunk of the first slot, that slot's row)."""
+    """A piece: (sequence whose table it reads, first token, queries, start of keys, keys, first
+    packed row, first chunk, chunk after its last, whether its rows have no other piece, whether it
+    merges its chunks, last chunk of the first slot, row of that slot)."""
     at = pieces_ptr + item * FIELDS
     return (
         tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4),
@@ -337,8 +337,8 @@ def lone_sequence(
     BM: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
     PAGED: tl.constexpr, RUNNING: tl.constexpr,
 ):  # fmt: skip
-    """What a list would say of a batch of one sequence: (first token, queries, start of keys, keys,
-    first chunk, chunks, ranges, chunks of a range)."""
+    """The entry of a batch of one sequence, without a list: (first token, queries, start of keys,
+    keys, first chunk, chunks, ranges, chunks of a range)."""
     q_start = tl.load(cu_q_ptr)
     queries = tl.load(cu_q_ptr + 1) - q_start
     keys = tl.load(lens_ptr)
@@ -354,7 +354,9 @@ def lone_sequence(
     ranges = tl.maximum(chunks, 1)
     length = chunks * 0 + 1
     work = tl.cdiv(queries * G, BM) * chunks * HK
-    if (work > target) | (chunks * queries * G > capacity):  # else tau is 1: divisions take long
+    if (work > target) | (
+        chunks * queries * G > capacity
+    ):  # otherwise tau is 1; divisions are slow
         tau = tl.maximum(tl.cdiv(work, target), 1)
         _, slots = _rows_of_slots(chunks * 0, chunks, chunks, chunks * 0, queries, G, tau, RUNNING)
         while slots > capacity:
@@ -362,13 +364,13 @@ def lone_sequence(
             _, slots = _rows_of_slots(
                 chunks * 0, chunks, chunks, chunks * 0, queries, G, tau, RUNNING
             )
-        ranges, length = _ranges(chunks, tau)
+        ranges, length = ranges_of(chunks, tau)
     return q_start, queries, k_start, keys, first, chunks, ranges, length
 
 
 @triton.jit
 def lone_piece(lone, item, G: tl.constexpr, BM: tl.constexpr):
-    """The `piece` that a list would have, of a `lone_sequence`."""
+    """The `piece` of a `lone_sequence` that a list would have."""
     q_start, queries, k_start, keys, first, chunks, ranges, length = lone
     block = item * 0
     if item >= ranges:
@@ -386,7 +388,7 @@ def whole_piece(
     cu_q_ptr, lens_ptr, block, B, G: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr,
     PAGED: tl.constexpr,
 ):  # fmt: skip
-    """A `piece` with all keys, at most one chunk, of row block `block` (`order.find_sequence`)."""
+    """The `piece` of row block `block` (`order.find_sequence`) with all keys, at most one chunk."""
     b, q_start, queries, row = find_sequence(cu_q_ptr, block, B, G, BM)
     keys = tl.load(lens_ptr + b)
     k_start = keys * 0
@@ -402,36 +404,36 @@ def whole_piece(
 
 @triton.jit
 def slot_row(base, chunk, folded, rows, row, HK, hk):
-    """Where the state of a packed row lies after `chunk`: one alone, or merged up to `folded`."""
+    """The row of a packed row's state after `chunk`: of this chunk, or merged up to `folded`."""
     slot = tl.maximum(chunk - folded, 0)
     return ((base + slot * rows).to(tl.int64) + row) * HK + hk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListPlan:
-    """How a list is made."""
+    """The plan of a list."""
 
     sizes: tuple[tuple[int], ...]
-    """Sizes of the entries, the pieces and the shared chunks, all int32."""
+    """The sizes of the entries, the pieces and the shared chunks, all in int32."""
     layout: MemoryLayout
-    """The layout of memory for these."""
+    """The layout of their memory."""
     of_shared: tuple | None
-    """Constants of the kernel that compares tables, if there is one."""
+    """The constants of the kernel that compares tables, if there is one."""
     programs: int
     constants: tuple
     options: dict
-    """Options of the kernel that makes the list."""
+    """The options of the kernel that makes the list."""
 
 
 def list_plan(cache: ShapeCache, plan: AttentionPlan, call: AttentionCall, chunk: int) -> ListPlan:
-    """How the list of a call is made; chunk: keys of a chunk."""
+    """The plan of a call's list; chunk: keys of a chunk."""
     return cache.get_or_create("schedule", chunk, _list_plan, plan, call, chunk)
 
 
 def schedule(
     cache: ShapeCache, made: ListPlan, lists: Sequence[Tensor], call: AttentionCall
 ) -> None:
-    """Fill lists: (entries, pieces, shared chunks), one number after another."""
+    """Fill lists: flat (entries, pieces, shared chunks)."""
     (entries, pieces, shared), table = lists, call.table
     if table is not None and made.of_shared is not None:
         launch(
@@ -451,7 +453,7 @@ def _list_plan(plan: AttentionPlan, call: AttentionCall, chunk: int) -> ListPlan
     table, window, page = call.table, call.window, call.page or 1
     here, batch = facts(call.cu_q.device), call.batch
     block = max(16, power_of_2(batch))
-    together = plan.rows // call.group  # sequences of one query that fit a block of rows
+    together = plan.rows // call.group  # sequences of one query in a block of rows
     share = table is not None and window is None and chunk % page == 0 and min(together, batch) > 1
     programs = min(16, cdiv(plan.most, LISTED))
     sizes = programs * PLANES * (2 * batch + 2), plan.most * FIELDS.value, batch if share else 0

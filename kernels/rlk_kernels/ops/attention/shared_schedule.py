@@ -1,4 +1,4 @@
-"""A list of pieces (`schedule.py`) that several calls share: the layers of one pass."""
+"""A list of pieces (`schedule.py`) that several calls share, such as the layers of a pass."""
 
 from dataclasses import dataclass
 
@@ -12,30 +12,30 @@ NAMES = ("q", "dtype", "a block of the cache", "block_table", "window", "a softc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What `paged_schedule` makes: which queries attend to which keys, on the device, for the
-    tables and lengths that it was made with."""
+    """The result of `paged_schedule`: a list of work on the device, for the tables and lengths that
+    it was made with."""
 
     plan: Tensor
-    """int32, flat: the list's entries."""
+    """int32, flat: the entries of the list."""
     pieces: Tensor
     """int32, flat: the pieces of work."""
     special: bool
-    """For the kernels written for Hopper."""
+    """Whether it is for the kernels for Hopper."""
     made_for: tuple
-    """What a call must have in common with the one that it was made for: `shape_key`."""
+    """The `shape_key` that a call must have."""
 
 
 def shape_key(q: Tensor, k_cache: Tensor, table: Tensor, window: int | None, capped: bool) -> tuple:
-    """What the size and the form of a list follow from, besides the device and the layout of the
+    """What the size and the form of a list depend on, besides the device and the layout of the
     caches."""
     return q.shape, q.dtype, k_cache.shape[1:], table.shape, window, capped
 
 
 def check_schedule(schedule: Schedule, wanted: tuple) -> None:
-    """Raise UnsupportedShape where a schedule was made for calls of another `shape_key`."""
+    """Raise UnsupportedShape if a schedule was made for calls with another `shape_key`."""
     if schedule.made_for != wanted:
         differ = ", ".join(
-            f"{name} {_said(theirs)} and not {_said(ours)}"
+            f"{name} {_readable(theirs)} and not {_readable(ours)}"
             for name, theirs, ours in zip(NAMES, schedule.made_for, wanted, strict=True)
             if theirs != ours
         )
@@ -45,5 +45,5 @@ def check_schedule(schedule: Schedule, wanted: tuple) -> None:
         )
 
 
-def _said(x: object) -> object:
+def _readable(x: object) -> object:
     return tuple(x) if isinstance(x, torch.Size) else x

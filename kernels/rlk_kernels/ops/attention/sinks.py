@@ -1,11 +1,11 @@
-"""Attention sinks: one logit for each head that takes part in the softmax and has no value.
+"""Attention sinks: one logit for each head that is part of the softmax and has no value.
 
     lse' = log( exp(lse) + exp(sink[h]) )          out' = round( out exp(lse - lse') )
     dsink[h] = - sum_t exp(sink[h] - lse'[h, t]) (do[t, h] . out'[t, h])
 
-They follow from the rounded out and the lse of the keys alone, so a row's bits depend only on its
-own out, lse and sink, whatever computed these. The sum over rows is in the order of `column_sum`.
-With out' and lse' instead of out and lse, the gradients of q, k and v are those of attention.
+Both are computed from the rounded out and the lse of the keys, so a row's bits depend only on its
+own out, lse and sink. The sum over rows is in the order of `column_sum`. With out' and lse' instead
+of out and lse, the gradients of q, k and v are those of attention.
 
 T = queries   H = query heads   D = head size
 """
@@ -22,7 +22,7 @@ from rlk_kernels.numerics.rows import tree_sum
 
 
 def check(op: str, sinks: Tensor, heads: int) -> None:
-    """Raise where sinks are not float32 [heads]."""
+    """Raise unless sinks are float32 [heads]."""
     if sinks.shape != (heads,):
         raise UnsupportedShape(f"{op}: sinks[{heads}] are needed, not {tuple(sinks.shape)}")
     if sinks.dtype != torch.float32:

@@ -1,4 +1,4 @@
-"""The Triton kernels of `sinks`: a program takes ROWS heads of a query."""
+"""The Triton kernels of `sinks`: a program has ROWS heads of a query."""
 
 import torch
 import triton
@@ -19,7 +19,7 @@ def _more(lse, sink):
 
 @triton.jit
 def _share(part, whole):
-    """exp(part - whole), 0 of a part of -inf: the whole may be that too."""
+    """exp(part - whole); 0 for a part of -inf, even if the whole is -inf too."""
     return tl.where(part == float("-inf"), 0.0, tl.exp(part - whole))
 
 
@@ -56,7 +56,7 @@ def _sink_parts_kernel(
     mask = (heads[:, None] < H) & (dims < D)
     out = tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32)
     do = tl.load(do_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    # a row of no sequence has no gradient, and memory as it was for out and lse: NaN, perhaps
+    # a row outside every sequence has no gradient, and uninitialised out and lse, perhaps NaN
     products = out * do
     total = tl.sum(tl.where((do == 0.0) & (products != products), 0.0, products), 1)
     parts = -_share(sink, lse) * total
@@ -69,7 +69,7 @@ def _grid(out: Tensor) -> tuple[int, int, int]:
 
 
 def add(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """`sinks.add`; out is dense."""
+    """`sinks.add` for a dense out."""
     t, h, d = out.shape
     new, more = torch.empty_like(out), torch.empty_like(lse)
     if t:

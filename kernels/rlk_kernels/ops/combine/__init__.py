@@ -1,1 +1,1 @@
-"""The sum of a token's expert rows by their weights."""
+"""combine_experts: the weighted sum of the expert rows of a token."""

@@ -1,4 +1,4 @@
-"""The Triton kernels of `combine_experts`: a program takes BLOCK features of a token."""
+"""The Triton kernels of `combine_experts`: a program computes BLOCK features of a token."""
 
 import torch
 import triton
@@ -8,10 +8,11 @@ from torch import Tensor
 from rlk_kernels.device import facts
 from rlk_kernels.launching import cdiv, launch, shape_cache
 from rlk_kernels.memory import empty
+from rlk_kernels.ops.overlap import begin_overlapped
 
 BLOCK = 1024
 SEPARATE = {"num_warps": 4, "enable_fp_fusion": False}
-"""Products and sums are rounded one by one, as on every other backend."""
+"""Products and sums are rounded one by one, as on the torch backend."""
 
 
 @triton.jit
@@ -19,9 +20,7 @@ def _combine_fwd_kernel(
     y_ptr, w_ptr, ids_ptr, out_ptr, H, E, K: tl.constexpr, WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_overlapped(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < H

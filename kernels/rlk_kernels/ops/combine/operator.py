@@ -1,10 +1,10 @@
-"""combine_experts: the rows of a token's experts, added up by their weights.
+"""combine_experts: the weighted sum of the rows of a token's experts.
 
     y[t, h] = round( sum_j weights[t, j] * rows[t, j, h] )         fp32 arithmetic, one rounding
 
-Order: one by one in ascending j, from +0; each product is rounded to fp32 before it is added (no
-multiply-add), on every backend alike: its bits are the same on all of them. A slot whose id is
-outside of 0 .. E - 1 is dropped: a NaN in its row or its weight has no effect.
+Order: one by one in ascending j, from +0. Each product is rounded to fp32 before it is added (no
+multiply-add), so all backends give the same bits. A slot whose id is outside of 0 .. E - 1 is
+dropped: a NaN in its row or its weight has no effect.
 
 Gradients:
     drows[t, j, h] = round( weights[t, j] * dy[t, h] )          0 for a dropped slot
@@ -48,7 +48,7 @@ def _fake(rows, *rest):
 
 @custom_op("sum_slots", _fake, no_gradient=("grouped_linear", SECOND))
 def sum_slots(rows: Tensor, backend: str) -> Tensor:
-    """[T, H]: rows[T, k, H] added up in fp32 in ascending k, rounded once."""
+    """[T, H]: the sum of rows[T, k, H] in fp32 in ascending k, rounded once."""
     return _module("sum_slots", backend).forward(rows, None, None, 0)
 
 
@@ -72,8 +72,8 @@ def combine_experts(
 ) -> Tensor:
     """y[T, H] of rows[T, k, H], weights[T, k] and ids int32 [T, k], which ascend in each row.
 
-    rows: bfloat16, float16, float32 (float64 on the torch backend); weights: float32 (float64 with
-    rows of it). Raises UnsupportedShape, UnsupportedDtype, and what `backend.choose` raises.
+    rows: bfloat16, float16, float32 (float64 on the torch backend); weights: float32 (float64 for
+    float64 rows). Raises UnsupportedShape, UnsupportedDtype, and what `backend.choose` raises.
     """
     if rows.dim() != 3 or weights.shape != rows.shape[:2] or ids.shape != rows.shape[:2]:
         raise UnsupportedShape(

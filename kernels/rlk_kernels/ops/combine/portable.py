@@ -1,4 +1,4 @@
-"""`combine_experts` in PyTorch: additions and multiplications that IEEE rounds one by one."""
+"""`combine_experts` in PyTorch: products and sums are rounded one by one, by IEEE rules."""
 
 import torch
 from torch import Tensor

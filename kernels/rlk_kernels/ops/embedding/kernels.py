@@ -27,7 +27,7 @@ def _embedding_bwd_kernel(sorted_ptr, order_ptr, dy_ptr, dw_ptr, T, H, V, BLOCK:
     row = tl.load(sorted_ptr + at).to(tl.int64)
     before = tl.load(sorted_ptr + at - 1, mask=at > 0, other=-1).to(tl.int64)
     if (row == before) | (row < 0) | (row >= V):
-        return  # the first token's program adds them all; ids outside of V have no gradient
+        return  # an id's first program adds all its tokens; ids outside of V have no gradient
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < H
     total = tl.zeros((BLOCK,), tl.float32)
@@ -41,7 +41,7 @@ def _embedding_bwd_kernel(sorted_ptr, order_ptr, dy_ptr, dw_ptr, T, H, V, BLOCK:
 
 
 def forward(ids: Tensor, weight: Tensor) -> Tensor:
-    """weight[V, H], whose rows are dense, at ids[T]."""
+    """The rows ids[T] of weight[V, H], whose rows are dense."""
     t, h = ids.numel(), weight.shape[1]
     y = torch.empty(t, h, dtype=weight.dtype, device=weight.device)
     if t and h:
@@ -55,7 +55,7 @@ def forward(ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def backward(ids: Tensor, dy: Tensor, rows: int) -> Tensor:
-    """dweight[rows, H]: the tokens of an id from front to back."""
+    """dweight[rows, H]; the tokens of an id are added from front to back."""
     grad = torch.zeros(rows, dy.shape[1], dtype=dy.dtype, device=dy.device)
     if ids.numel() and dy.shape[1]:
         key, order = torch.sort(ids, stable=True)

@@ -1,8 +1,8 @@
-"""embedding: y[t] = weight[ids[t]], a copy: no arithmetic, every bit kept.
+"""embedding: y[t] = weight[ids[t]], a copy without arithmetic.
 
-Gradient: dweight[v] = round( sum of dy[t] over the tokens t with ids[t] = v ), fp32. The tokens of
-one id are added in their order in the batch; no atomics. triton: front to back. torch: in
-pairs of neighbours, pairs of pairs, and so on.
+Gradient: dweight[v] = round( sum of dy[t] over the tokens t with ids[t] = v ), in fp32. The tokens
+of an id are added in their order in the batch, without atomics: front to back on triton; in pairs
+of neighbours, pairs of pairs, and so on, on torch.
 
 T = tokens (all dimensions of ids)   V = vocabulary   H = features
 """
@@ -54,15 +54,17 @@ def _embedding(ids: Tensor, weight: Tensor, backend: str) -> Tensor:
 
 
 def embedding(ids: Tensor, weight: Tensor, *, backend: str | None = None) -> Tensor:
-    """`y[..., H] = weight[V, H][ids[...]]`; ids int32 or int64 in [0, V), weight of any float dtype
-    of the backend. An id outside the vocabulary raises IndexError on the torch backend; on the
-    GPU its row is NaN.
-    Raises UnsupportedShape, UnsupportedDtype.
+    """`y[..., H] = weight[V, H][ids[...]]` for int32 or int64 ids in [0, V) and a weight of any
+    float dtype of the backend. An id outside the vocabulary raises IndexError on the torch backend,
+    and gives a row of NaN on a GPU. Raises UnsupportedShape, UnsupportedDtype.
     """
     if weight.dim() != 2:
         raise UnsupportedShape(f"embedding: weight[V, H] is needed, not {tuple(weight.shape)}")
     if ids.dtype not in (torch.int32, torch.int64) or not weight.is_floating_point():
-        raise UnsupportedDtype(f"embedding: ids are {ids.dtype} and weight is {weight.dtype}")
+        raise UnsupportedDtype(
+            f"embedding: ids are {ids.dtype} and weight is {weight.dtype}; int32 or int64 ids and "
+            "a floating weight are needed"
+        )
     chosen = choose("embedding", backend, weight, ids)
     table = weight if weight.stride(-1) == 1 else weight.contiguous()
     y = call(_embedding, ids.reshape(-1).contiguous(), table, chosen)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def forward(ids: Tensor, weight: Tensor) -> Tensor:
-    """weight[V, H] at ids[T]; raises IndexError."""
+    """The rows ids[T] of weight[V, H]; raises IndexError for ids outside."""
     if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= weight.shape[0]):
         raise IndexError(
             f"embedding: ids from {int(ids.min())} to {int(ids.max())} are not all in "
@@ -15,12 +15,12 @@ def forward(ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def backward(ids: Tensor, dy: Tensor, rows: int) -> Tensor:
-    """dweight[rows, H]: the tokens of an id in pairs of neighbours, pairs of pairs, and so on."""
+    """dweight[rows, H]; the tokens of an id are added in pairs, pairs of pairs, and so on."""
     wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
     key, order = torch.sort(ids, stable=True)
     value = dy[order].to(wide)
     while key.numel():
-        # rank of each row among those of its id; neighbours (2i, 2i + 1) are added
+        # rank: the index of a row among the rows of its id; rows 2i and 2i + 1 are added
         start = torch.searchsorted(key, key)
         rank = torch.arange(key.numel(), device=key.device) - start
         odd = rank % 2 == 1

@@ -1,1 +1,1 @@
-"""Products by expert: each row of a token by the weight of one of its experts."""
+"""Products by expert: each row of a token times the weight of one of its experts."""

@@ -1,4 +1,4 @@
-"""Compiling what a sparse layer will launch in an engine, before a request waits for it."""
+"""Compiling the kernels of a sparse layer before a request of an engine waits for them."""
 
 from collections.abc import Collection
 
@@ -21,9 +21,9 @@ def warm_up_experts(
     `grouped_linear` and `combine_experts` will launch, without gradients, for gate_up[E, 2 I, H]
     and down[E, H', I'], each number of `tokens`, and ids that `route` chooses.
 
-    I' and H' may be other sizes than I and H: ranks gather rows between the products. On the torch
-    backend there is nothing to compile, and nothing is while a CUDA graph is captured. Without
-    `wait`, threads go on compiling, and a launch waits for its own kernel.
+    I' and H' may differ from I and H, because ranks gather rows between the products. The torch
+    backend has nothing to compile, and nothing is compiled while a CUDA graph is captured. Without
+    `wait`, threads continue to compile, and a launch waits for its own kernel.
     """
     if choose("warm_up_experts", None, gate_up, down) == "torch":
         return

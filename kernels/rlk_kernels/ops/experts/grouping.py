@@ -1,7 +1,7 @@
-"""The Triton kernels of `group_by_expert`: a stable counting sort, one launch for few rows, three
-for many. Counts are integers, so no order of adding them changes a result.
+"""The Triton kernels of `group_by_expert`: a stable counting sort, in one launch for few rows and
+in three for many. Counts are integers, so the order of their additions does not matter.
 
-C = rows of a chunk   BE >= E + 2: the dropped rows have bin E, places behind the last row E + 1
+C = rows of a chunk   BE >= E + 2: dropped rows have bin E, indices after the last row have E + 1
 """
 
 import torch
@@ -12,18 +12,19 @@ from torch import Tensor
 from rlk_kernels.device import facts
 from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
 from rlk_kernels.memory import empty
+from rlk_kernels.ops.overlap import begin_overlapped
 
 FEW = (32, 128, 256)
-"""Up to so many rows one program sorts them all, the smallest that can."""
+"""The numbers of rows that one program can sort; the smallest that suffices is used."""
 CHUNK = 128
-"""Rows of a program where there are more."""
+"""Rows of a program where there are more rows."""
 SCANNED, COLUMNS = 128, 16
-"""Chunks and experts that a program of the scan takes at a time."""
+"""Chunks and experts of a step of the scan."""
 
 
 @triton.jit
 def _chunk(ids_ptr, chunk, S, E, C: tl.constexpr):
-    """(rows, their bins)."""
+    """(the rows of a chunk, their bins)."""
     rows = chunk * C + tl.arange(0, C)
     expert = tl.load(ids_ptr + rows, mask=rows < S, other=0)
     expert = tl.where((expert >= 0) & (expert < E), expert, E)
@@ -35,10 +36,10 @@ def _place(
     rows, bins, total, before, order_ptr, offsets_ptr, chunk, S, E, C: tl.constexpr,
     BE: tl.constexpr,
 ):  # fmt: skip
-    """Write a chunk's rows to where its experts' begin, by `total` [BE] rows of each, `before` of
-    which are of earlier chunks; the first chunk writes where the experts' begin."""
+    """Write the rows of a chunk into `order`. total[BE]: the rows of each expert; before[C]: those
+    in earlier chunks. The first chunk writes the offsets of the experts."""
     begin = tl.cumsum(total, 0) - total
-    # of this chunk's earlier rows: those of the same expert
+    # the number of earlier rows of this chunk with the same expert
     i = tl.arange(0, C)
     same = tl.reshape(bins, (C, 1)) == tl.reshape(bins, (1, C))
     rank = tl.sum((same & (i[None, :] < i[:, None])).to(tl.int32), 1)
@@ -53,9 +54,7 @@ def _place(
 def _group_few_kernel(
     ids_ptr, order_ptr, offsets_ptr, S, E, C: tl.constexpr, BE: tl.constexpr, OVERLAP: tl.constexpr
 ):
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_overlapped(OVERLAP)
     rows, bins = _chunk(ids_ptr, 0, S, E, C)
     total = tl.histogram(bins, BE)
     before = tl.zeros((C,), tl.int32)
@@ -66,9 +65,7 @@ def _group_few_kernel(
 def _count_kernel(
     ids_ptr, counts_ptr, S, E, C: tl.constexpr, BE: tl.constexpr, OVERLAP: tl.constexpr
 ):
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_overlapped(OVERLAP)
     chunk = tl.program_id(0)
     _, bins = _chunk(ids_ptr, chunk, S, E, C)
     tl.store(counts_ptr + chunk.to(tl.int64) * BE + tl.arange(0, BE), tl.histogram(bins, BE))
@@ -79,10 +76,8 @@ def _scan_kernel(
     counts_ptr, total_ptr, chunks, N: tl.constexpr, COLUMNS: tl.constexpr, BE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Counts of each chunk -> counts of all chunks before it, and of all."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    """Replace the counts of each chunk by those of all chunks before it, and write the totals."""
+    begin_overlapped(OVERLAP)
     experts = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.int32)
     for start in range(0, chunks, N):
@@ -100,9 +95,7 @@ def _place_kernel(
     ids_ptr, counts_ptr, total_ptr, order_ptr, offsets_ptr, S, E, C: tl.constexpr,
     BE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_overlapped(OVERLAP)
     chunk = tl.program_id(0)
     rows, bins = _chunk(ids_ptr, chunk, S, E, C)
     before = tl.load(counts_ptr + chunk.to(tl.int64) * BE + bins)
@@ -111,7 +104,7 @@ def _place_kernel(
 
 
 def group(ids: Tensor, experts: int, few: tuple[int, ...] = FEW) -> tuple[Tensor, Tensor]:
-    """(order, offsets) of `ExpertGroups`; up to the last of `few` rows in one launch."""
+    """(order, offsets) of `ExpertGroups`, in one launch for up to the last of `few` rows."""
     rows, bins, device = ids.numel(), power_of_2(experts + 2), ids.device
     order = empty((rows,), torch.int32, device)
     offsets = empty((experts + 1,), torch.int32, device)

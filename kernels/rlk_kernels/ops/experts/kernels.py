@@ -5,19 +5,21 @@ column block).
     C[s, n] = round( sum_{k = 0, 1, ...} A[s // each, k] * B[e(s)][k, n] )
     C[s, n] = round( silu(round(G[s, n])) * round(U[s, n]) )        ACT: G, U the halves of columns
 
-Order: that of `matmul/kernels.py`, one fp32 accumulator from front to back; the tiles are of shapes
-that its self-check covers, so that a row has the bits of `linear`. Which expert and which of its
-rows a program has follows from `offsets`, on the device; programs behind the last tile end at once.
+Order: that of `matmul/kernels.py`, one fp32 accumulator from front to back. The self-check of
+`matmul` covers the shapes of the tiles, so a row has the bits of `linear`. A program finds its
+expert and rows from `offsets` on the device; programs after the last tile end at once.
 """
 
 import triton
 import triton.language as tl
 
+from rlk_kernels.ops.overlap import begin_overlapped
+
 
 @triton.jit
 def _find_rows(tile, offsets_ptr, S, E, BM: tl.constexpr, BE: tl.constexpr):
-    """(expert, first of the tile's rows in `order`, end of the expert's) of a row tile; expert E
-    has the dropped rows, and one beyond it nothing."""
+    """(expert, first of the tile's rows in `order`, end of the expert's rows) of a row tile. Expert
+    E has the dropped rows; a larger one has none."""
     experts = tl.arange(0, BE)
     begin = tl.load(offsets_ptr + experts, mask=experts <= E, other=S)
     end = tl.load(offsets_ptr + experts + 1, mask=experts < E, other=S)
@@ -36,8 +38,9 @@ def _rows_by_weight(
     TRANS_B: tl.constexpr, TMA_B: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, FULL_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BM rows from `first` on, by BN columns from `col` on. Behind the last row that row is read
-    again, and not written. FULL_K: K is a multiple of BK. ACT: B is transposed, of 2 N columns."""
+    """Compute BM rows from `first` on and BN columns from `col` on. After the last row, that row is
+    read again and not written. FULL_K: K is a multiple of BK. ACT: B is transposed and has 2 N
+    columns."""
     at = first + tl.arange(0, BM)
     rows = tl.load(order_ptr + tl.minimum(at, end - 1)).to(tl.int64)
     cols = col + tl.arange(0, BN)
@@ -83,8 +86,8 @@ def _rows_by_weight(
     tl.store(where, acc.to(c_ptr.dtype.element_ty), mask=mask)
 
 
-# Neither changes the code that is worth having, and both follow the number of tokens: a variant for
-# each of their values would be compiled while an engine captures its graphs.
+# S and row_tiles change with the number of tokens. To specialize them would not improve the code,
+# and would compile a variant for each of their values while an engine captures its graphs.
 @triton.jit(do_not_specialize=["S", "row_tiles"])
 def _grouped_kernel(
     a_ptr, b_ptr, b_desc, c_ptr, order_ptr, offsets_ptr, S, N, K, E, each, row_tiles,
@@ -93,11 +96,9 @@ def _grouped_kernel(
     BN: tl.constexpr, BK: tl.constexpr, FEW: tl.constexpr, GROUP: tl.constexpr,
     BE: tl.constexpr, FULL_K: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """TRANS_B: B[e] is the weight [N, K] transposed, else a weight [K, N]. FEW: up to so many rows
-    a shorter tile takes; 0: none."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    """TRANS_B: B[e] is a transposed weight [N, K], otherwise a weight [K, N]. FEW: the rows of a
+    shorter tile for the last rows of an expert; 0: none."""
+    begin_overlapped(OVERLAP)
     tiles_n = tl.cdiv(N, BN)
     per_group = GROUP * tiles_n
     pid = tl.program_id(0)
@@ -133,7 +134,7 @@ def _grouped_weight_kernel(
     dy_ptr, x_ptr, dw_ptr, order_ptr, offsets_ptr, N, K, each,
     BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dweight[e, n, k] = sum of dy[s, n] * x[s // each, k] over an expert's rows, by token."""
+    """dweight[e, n, k] = sum of dy[s, n] * x[s // each, k] over the rows of an expert, by token."""
     expert = tl.program_id(1)
     tiles_n = tl.cdiv(N, BN)
     ns = (tl.program_id(0) % tiles_n) * BN + tl.arange(0, BN)

@@ -1,5 +1,5 @@
-"""The products of `grouped_linear` and `grouped_swiglu` on Triton: tiles, and launches. Nothing
-here asks how many rows an expert has: that lies on the device."""
+"""The products of `grouped_linear` and `grouped_swiglu` on Triton: tiles and launches. The number
+of rows of an expert is only on the device, and nothing here reads it."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from rlk_kernels.ops.experts.grouping import group
 
 __all__ = ["group", "product", "weight_grad"]
 
-# rows of an expert in the mean, up to which a tile is taken
+# (mean rows of an expert up to which a tile is used, the tile)
 BY_ROWS = (
     (12, Tile(16, 128, 128, 4, 4)),
     (40, Tile(64, 256, 64, 8, 4)),
@@ -23,7 +23,7 @@ BY_ROWS = (
 )
 MANY_ROWS = Tile(128, 256, 64, 8, 4)
 WEIGHT_GRAD = Tile(128, 128, 64, 8, 3)
-"""m and n are those of the gradient, k is the rows of a step."""
+"""m and n: of the gradient; k: rows of a step."""
 
 
 def tile_for(rows: int, experts: int, dtype: torch.dtype, here: DeviceFacts, sound: bool) -> Tile:
@@ -39,16 +39,16 @@ def tile_for(rows: int, experts: int, dtype: torch.dtype, here: DeviceFacts, sou
 
 
 def few_for(tile: Tile, sound: bool) -> int:
-    """Up to how many rows of an expert a tile half as high takes instead of `tile`; 0: none
-    does. An expert's last rows fill half of a high tile in the mean."""
+    """The rows of a tile half as high, for the last rows of an expert, which fill half of a high
+    tile in the mean; 0: `tile` is used for all rows."""
     return tile.m // 2 if sound and (tile.m >= 128 or tile == INTERPRETED) else 0
 
 
 def product(
     x: Tensor, b: Tensor, order: Tensor, offsets: Tensor, each: int, out: Tensor, act: bool = False
 ) -> str:
-    """Fill out[S, N] with x[S / each, K] @ b[e], b[E, K, N], or, with `act`, with the swiglu of its
-    halves, b[E, K, 2 N] transposed; which implementation ran."""
+    """Fill out[S, N] with x[S / each, K] @ b[e] of b[E, K, N], or with `act` with the swiglu of the
+    halves of the product, b[E, K, 2 N] transposed; returns the implementation that ran."""
     (rows, n), (experts, k, _) = out.shape, b.shape
     if not out.numel():
         return "triton"
@@ -68,12 +68,12 @@ def product(
         box = (columns, tile.k) if transposed else (tile.k, columns)
         shape = (b.numel() // width, width)
         described = tensor_map(TensorDescriptor, b.data_ptr(), b.dtype, shape, (width, 1), box)
-    # every expert, and the dropped rows, may end with a part of a tile
+    # each expert, and the dropped rows, may end with a part of a tile
     row_tiles = min(cdiv(rows, tile.m) + experts, rows)
     few = few_for(tile, sound)
     launch(
         cache, kernels._grouped_kernel, (row_tiles * cdiv(n, columns), 1, 1),
-        (x, b, described, out, order, offsets, rows, n, k, experts, each, row_tiles, *_strides(b),
+        (x, b, described, out, order, offsets, rows, n, k, experts, each, row_tiles, *b.stride(),
          transposed, reads, act, tile.m, columns, tile.k, few, tile.group, power_of_2(experts + 1),
          k % tile.k == 0, "ieee", here.overlaps),
         {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": here.overlaps},
@@ -81,13 +81,9 @@ def product(
     return "triton"
 
 
-def _strides(b: Tensor) -> tuple[int, int, int]:
-    return b.stride(0), b.stride(1), b.stride(2)
-
-
 def _describable(b: Tensor, transposed: bool, tile: Tile) -> bool:
-    """Whether one tensor map can describe all weights, one below the other. Where the sum runs over
-    the rows of a weight, a tile must not reach into the next one's: 0 times infinity is not 0."""
+    """Whether one tensor map can describe all weights, one below the other. If the sum runs over
+    the rows of a weight, a tile must not contain rows of the next one: 0 times infinity is NaN."""
     weight = b.mT if transposed else b
     aligned = weight.is_contiguous() and weight.data_ptr() % 16 == 0
     rows_end = transposed or weight.shape[1] % tile.k == 0
@@ -97,7 +93,7 @@ def _describable(b: Tensor, transposed: bool, tile: Tile) -> bool:
 def weight_grad(
     dy: Tensor, x: Tensor, order: Tensor, offsets: Tensor, each: int, out: Tensor
 ) -> str:
-    """Fill out[E, N, K] with the gradient of the weights; which implementation ran."""
+    """Fill out[E, N, K] with the gradient of the weights; returns the implementation that ran."""
     experts, n, k = out.shape
     if not out.numel():
         return "triton"

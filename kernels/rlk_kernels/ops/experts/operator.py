@@ -1,16 +1,16 @@
-"""grouped_linear multiplies each row of a token by the weight of one of the token's experts;
-grouped_swiglu does so and applies `swiglu` to the halves of the result, in one kernel.
+"""grouped_linear multiplies each row of a token by the weight of one of the token's experts.
+grouped_swiglu also applies `swiglu` to the halves of the result, in one kernel.
 
     y[t, j, n] = round( sum_k x[t(, j), k] * weight[ids[t, j], n, k] )         fp32, then x's dtype
     a[t, j, i] = swiglu(y[t, j, i], y[t, j, I + i])                            the bits of `swiglu`
 
-Row (t, j) has the bits of `linear` of that row and that expert's weight, on the same backend: the
+Row (t, j) has the bits of `linear` of that row and that expert's weight, on the same backend. The
 order of its sum is that of `matmul/kernels.py`, and depends on neither the other tokens, nor their
 number for each expert, nor experts without tokens. Rows keep the order of their tokens;
-`group_by_expert` lists each expert's rows on the device, by token, without the host.
+`group_by_expert` lists each expert's rows by token on the device, without the host.
 
-An id outside of 0 .. E - 1 is a dropped slot: its row is zero, whatever its token holds (NaN too),
-and has no gradient.
+A slot with an id outside of 0 .. E - 1 is dropped: its row is zero, even if its token has NaN, and
+it has no gradient.
 
 Gradients, each product with fp32 accumulation, rounded once:
     dx[t, j, k] = sum_n dy[t, j, n] weight[ids[t, j], n, k]     the bits of `linear`'s
@@ -33,6 +33,7 @@ from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.memory import empty
 from rlk_kernels.ops.combine.operator import sum_slots
 from rlk_kernels.ops.experts import portable
+from rlk_kernels.ops.linear import check_weight
 from rlk_kernels.ops.swiglu import portable as swiglu_portable
 
 _on_triton = lazy_module("rlk_kernels.ops.experts.launch")
@@ -48,14 +49,14 @@ def grouped_linear_ref(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
 
 
 class ExpertGroups(NamedTuple):
-    """Which rows each expert has; made by `group_by_expert`, shared by a layer's products."""
+    """The rows of each expert, made by `group_by_expert` and shared by the products of a layer."""
 
     ids: Tensor
     """int32 [T, k]."""
     order: Tensor
-    """int32 [S]: the rows t * k + j by expert, of one expert by token, dropped ones last."""
+    """int32 [S]: the rows t * k + j, by expert, then by token, with dropped rows last."""
     offsets: Tensor
-    """int32 [E + 1]: where each expert's rows begin in `order`, and where the dropped ones do."""
+    """int32 [E + 1]: the begin of each expert's rows, and of the dropped rows, in `order`."""
 
     @property
     def experts(self) -> int:
@@ -130,7 +131,7 @@ def _backward(ctx, dy):
 def _grouped(
     x: Tensor, weight: Tensor, order: Tensor, offsets: Tensor, each: int, backend: str
 ) -> Tensor:
-    """y[S, N] of x[S / each, K]: row s reads row s // each of x."""
+    """y[S, N] of x[S / each, K]; row s is the product of row s // each of x."""
     if backend == "torch":
         record("grouped_linear", "torch")
         return portable.forward(x, weight, order, offsets, each)
@@ -159,13 +160,14 @@ def _grouped_swiglu(
 
 
 def group_by_expert(ids: Tensor, experts: int, *, backend: str | None = None) -> ExpertGroups:
-    """Which rows each of `experts` experts has, by ids int32 [T, k]; nothing is read on the host.
+    """The rows of each of `experts` experts for ids int32 [T, k]; the host reads no ids.
 
     Raises UnsupportedShape, UnsupportedDtype, and what `backend.choose` raises.
     """
     if ids.dim() != 2 or experts < 1:
         raise UnsupportedShape(
-            f"group_by_expert: ids {tuple(ids.shape)} of {experts} experts; ids[T, k] are needed"
+            f"group_by_expert: ids {tuple(ids.shape)} and {experts} experts; ids[T, k] and at "
+            "least one expert are needed"
         )
     if ids.dtype != torch.int32:
         raise UnsupportedDtype(f"group_by_expert: ids are {ids.dtype}; int32 is needed")
@@ -177,7 +179,7 @@ def group_by_expert(ids: Tensor, experts: int, *, backend: str | None = None) ->
 def grouped_linear(
     x: Tensor, weight: Tensor, groups: ExpertGroups, *, backend: str | None = None
 ) -> Tensor:
-    """y[T, k, N] of x[T, K], shared by all experts of a token, or of x[T, k, K]; weight[E, N, K].
+    """y[T, k, N] of weight[E, N, K] and x[T, K], shared by all experts of a token, or x[T, k, K].
 
     x, weight: one dtype of bfloat16, float16, float32 (float64 on the torch backend).
     Raises UnsupportedShape, UnsupportedDtype, and what `backend.choose` raises.
@@ -215,8 +217,7 @@ def _by_expert(
             f"[{t}, {k}] of {groups.experts} experts; x[T, K] or x[T, k, K] and weight[E, N, K] "
             "are needed"
         )
-    if x.dtype != weight.dtype or not x.is_floating_point():
-        raise UnsupportedDtype(f"{name}: x is {x.dtype} and weight is {weight.dtype}; cast one")
+    check_weight(name, "x", x, weight)
     chosen = choose(name, backend, x, weight, groups.order)
     each = k if x.dim() == 2 else 1
     rows = x.reshape(-1 if weight.shape[2] else x.shape[:-1].numel(), weight.shape[2])

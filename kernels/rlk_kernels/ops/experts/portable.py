@@ -1,4 +1,4 @@
-"""`grouped_linear` in PyTorch: the portable product, one expert after another."""
+"""`grouped_linear` in PyTorch: the portable product, expert by expert."""
 
 import itertools
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def group(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _experts(order: Tensor, offsets: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(expert, its rows) of every expert that has some."""
+    """(expert, its rows) of every expert with rows."""
     rows = order.long()
     bounds = offsets.tolist()
     for e, (begin, end) in enumerate(itertools.pairwise(bounds)):

@@ -1,1 +1,1 @@
-"""kv_cache: new keys and values into a paged cache."""
+"""write_kv_cache: write new keys and values into a paged cache."""

@@ -1,4 +1,4 @@
-"""The Triton kernel of `write_kv_cache`: a program takes BLOCK features of a token."""
+"""The Triton kernel of `write_kv_cache`: a program copies BLOCK features of a token."""
 
 import triton
 import triton.language as tl
@@ -6,6 +6,7 @@ from torch import Tensor
 
 from rlk_kernels.device import facts
 from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
+from rlk_kernels.ops.overlap import begin_overlapped
 
 BLOCK = 1024
 
@@ -26,9 +27,7 @@ def _write_kernel(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_t, k_h, v_t, v_h, kc_p, kc_s, kc_h, vc_p,
     vc_s, vc_h, HD, P, SLOTS, D: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_overlapped(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if (slot >= 0) & (slot < SLOTS):
@@ -38,7 +37,7 @@ def _write_kernel(
 
 
 def write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Write k and v[T, Hk, D], last dimensions dense, where slots[T] say."""
+    """Write k and v[T, Hk, D], whose last dimensions are dense, to slots[T]."""
     (t, heads, dim), (blocks, page) = k.shape, k_cache.shape[:2]
     if t == 0 or heads * dim == 0:
         return

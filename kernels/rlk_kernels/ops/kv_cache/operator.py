@@ -1,7 +1,7 @@
-"""write_kv_cache: k_cache[slot // P, slot % P] = k[t], and so v, for slot = slots[t].
+"""write_kv_cache: k_cache[slot // P, slot % P] = k[t] for slot = slots[t], and likewise v.
 
-A copy: no arithmetic, every bit kept. The engine assigns the slots; a token with a negative slot
-(padding) is left out. No two tokens may share a slot.
+This is a copy without arithmetic. The engine assigns the slots; a token with a negative slot
+(padding) is not written. No two tokens may share a slot.
 
 T = tokens   Hk = KV heads   D = head size   P = block size of the cache
 """
@@ -36,11 +36,12 @@ def write_kv_cache(
 ) -> None:
     """Write k[T, Hk, D] and v[T, Hk, D] into k_cache and v_cache[blocks, P, Hk, D] at slots[T].
 
-    A slot is block * P + offset in the block (int32 or int64); negative: the token is left out. The
-    caches are what `paged_attention` takes, of any strides with a dense last dimension: two halves
-    of one tensor, or vLLM's [blocks, Hk, P, 2 D] as `cache.transpose(1, 2).split(D, -1)`. A slot
-    beyond the cache raises IndexError on the torch backend and is left out on a GPU. No gradients.
-    Raises UnsupportedShape, UnsupportedDtype, and what `backend.choose` raises.
+    A slot is block * P + offset in the block (int32 or int64); a token with a negative slot is not
+    written. The caches are those of `paged_attention`, with any strides and a dense last dimension:
+    two halves of one tensor, or vLLM's [blocks, Hk, P, 2 D] as
+    `cache.transpose(1, 2).split(D, -1)`. A slot beyond the cache raises IndexError on the torch
+    backend, and is not written on a GPU. There are no gradients. Raises UnsupportedShape,
+    UnsupportedDtype, and what `backend.choose` raises.
     """
     if k.dim() != 3 or k_cache.dim() != 4 or k.shape != v.shape or k_cache.shape != v_cache.shape:
         raise UnsupportedShape(
@@ -54,7 +55,7 @@ def write_kv_cache(
         )
     if any(x.stride(-1) != 1 for x in (k_cache, v_cache)):
         raise UnsupportedShape(
-            "write_kv_cache: the last dimension of a cache must be dense, not of strides "
+            "write_kv_cache: the last dimension of a cache must be dense; the caches have strides "
             f"{k_cache.stride()} and {v_cache.stride()}"
         )
     if slots.dtype not in (torch.int32, torch.int64):

@@ -4,7 +4,7 @@ from torch import Tensor
 
 
 def write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Write k and v[T, Hk, D] where slots[T] say."""
+    """Write k and v[T, Hk, D] to slots[T]."""
     blocks, page = k_cache.shape[:2]
     if slots.numel() and int(slots.max()) >= blocks * page:
         raise IndexError(

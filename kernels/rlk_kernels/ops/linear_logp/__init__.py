@@ -1,1 +1,1 @@
-"""linear_logp: log-probability of a token from the hidden state."""
+"""linear_logp: the log-probability of a token from its hidden state."""

@@ -1,10 +1,10 @@
-"""The Triton kernels of `linear_logp` and `linear_grpo_loss`; formulas and orders in those files.
+"""The Triton kernels of `linear_logp` and `linear_grpo_loss`, whose modules have the formulas.
 
-Tile kernels: the matrix product of `matmul` (same order, same fp32 bits, for any tile), and the
+Tile kernels: the matrix product of `matmul` (the same order and fp32 bits for any tile) with an
 epilogue of `matmul/epilogue.py` (STATS, EXPONENTIALS or GRADIENT).
 Row kernels: the logits of given ids (`_pick_kernel`), the tree above the tiles
-(`_collapse_kernel`, `_finish_kernel`), the gradient at given ids (`_mark_kernel`), rows without a
-gradient made harmless (`_quiet_kernel`).
+(`_collapse_kernel`, `_finish_kernel`), the gradient at given ids (`_id_gradient_kernel`), and a
+copy with zeros in rows without a gradient (`_copy_live_rows_kernel`).
 
 T = tokens   V = columns of this launch   K = hidden size   J = ids a token
 """
@@ -12,8 +12,8 @@ T = tokens   V = columns of this launch   K = hidden size   J = ids a token
 import triton
 import triton.language as tl
 
-from rlk_kernels.matmul.epilogue import _final_logits, _slope, _tile_end
-from rlk_kernels.matmul.steps import _tile_position, begins_segment, carry_high
+from rlk_kernels.matmul.epilogue import final_logits, finish_tile, softcap_slope
+from rlk_kernels.matmul.steps import begins_segment, carry_high, tile_position
 from rlk_kernels.numerics.lse_tree.kernels import LN2, NO_COLUMNS, merge_neighbours, scaled
 
 
@@ -29,7 +29,7 @@ def _tiles_tma_kernel(
 ):  # fmt: skip
     tiles = tl.cdiv(T, BM) * tl.cdiv(V, BN)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        tile_m, tile_n = _tile_position(tile, T, V, BM, BN, GROUP)
+        tile_m, tile_n = tile_position(tile, T, V, BM, BN, GROUP)
         row = tile_m * BM
         col = tile_n * BN
         acc = tl.zeros((BM, BN), tl.float32)
@@ -46,7 +46,7 @@ def _tiles_tma_kernel(
             acc = tl.dot(h, w.T, acc)
         if SEGMENT > 0:
             acc += high
-        _tile_end(
+        finish_tile(
             acc, row, col, tile_n, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr, out_desc, out_ptr,
             T, V, stride, cap, inverse_cap, scale, inverse, inverse_top, MODE, HAS_BIAS, LOGIT,
             SOFTCAP, SCALED, ENTROPY, PARTIAL, RAGGED, BM, BN, LEVELS, TMA_STORE,
@@ -63,7 +63,7 @@ def _tiles_pointer_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LEVELS: tl.constexpr,
     GROUP: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    tile_m, tile_n = _tile_position(tl.program_id(0), T, V, BM, BN, GROUP)
+    tile_m, tile_n = tile_position(tl.program_id(0), T, V, BM, BN, GROUP)
     row = tile_m * BM
     col = tile_n * BN
     rows = (row + tl.arange(0, BM)).to(tl.int64)
@@ -82,7 +82,7 @@ def _tiles_pointer_kernel(
         acc = tl.dot(h, w, acc, input_precision="ieee")
     if SEGMENT > 0:
         acc += high
-    _tile_end(
+    finish_tile(
         acc, row, col, tile_n, bias_ptr, n_ptr, s_ptr, u_ptr, a_ptr, b_ptr, out_ptr, out_ptr, T, V,
         stride, cap, inverse_cap, scale, inverse, inverse_top, MODE, HAS_BIAS, LOGIT,
         SOFTCAP, SCALED, ENTROPY, PARTIAL, RAGGED, BM, BN, LEVELS, False, False,
@@ -96,7 +96,7 @@ def _pick_kernel(
     HAS_BIAS: tl.constexpr, LOGIT: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr,
     B: tl.constexpr, BK: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """z of ids[t, j]: the diagonal of a product with gathered rows of the weight."""
+    """z of ids[t, j], from the diagonal of a product with gathered rows of the weight."""
     rows = (tl.program_id(0) * B + tl.arange(0, B)).to(tl.int64)
     here = rows * J + tl.program_id(1)
     ids = tl.load(ids_ptr + here, mask=rows < T, other=-1)
@@ -121,7 +121,7 @@ def _pick_kernel(
     bias = 0.0
     if HAS_BIAS:
         bias = tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-    z = _final_logits(acc, bias, cap, inverse_cap, scale, inverse, HAS_BIAS, LOGIT, SOFTCAP, SCALED)
+    z = final_logits(acc, bias, cap, inverse_cap, scale, inverse, HAS_BIAS, LOGIT, SOFTCAP, SCALED)
     z = tl.where(inside, tl.reshape(z, (B,)), float("nan"))
     tl.store(z_ptr + here, z, mask=rows < T)
 
@@ -131,7 +131,7 @@ def _merged(
     n_ptr, s_ptr, u_ptr, rows, node, T, nodes,
     ENTROPY: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """(n, s, u)[ROWS] of the subtree of 2**LEVELS nodes from `node`; a thread has whole rows."""
+    """(n, s, u)[ROWS] of the subtree of 2**LEVELS nodes from `node` on; a thread has whole rows."""
     ids = (node + tl.arange(0, 1 << LEVELS)).to(tl.int64)
     at = rows[:, None] + ids[None, :] * T
     there = (rows[:, None] < T) & (ids[None, :] < nodes)
@@ -149,7 +149,7 @@ def _collapse_kernel(
     n_ptr, s_ptr, u_ptr, up_n_ptr, up_s_ptr, up_u_ptr, T, nodes,
     ENTROPY: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Stats[nodes, T] to those LEVELS higher in the tree."""
+    """Merge statistics [nodes, T] into those LEVELS higher in the tree."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     node = tl.program_id(1)
     n, s, u = _merged(
@@ -167,14 +167,14 @@ def _finish_kernel(
     n_ptr, s_ptr, u_ptr, ids_ptr, z_ptr, logp_ptr, lse_ptr, entropy_ptr, row_n_ptr, row_s_ptr,
     T, J, nodes, ENTROPY: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """The root of each row, and what is read off it."""
+    """The root of each row, and its lse, entropy and log-probabilities."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     n, s, u = _merged(n_ptr, s_ptr, u_ptr, rows, 0, T, nodes, ENTROPY, ROWS, LEVELS)
     s = tl.where(rows < T, s, 1.0)
     log_s = tl.log2(s)
     tl.store(row_n_ptr + rows, n, mask=rows < T)
     tl.store(row_s_ptr + rows, log_s, mask=rows < T)
-    # n log(2) in two parts: a large n costs no digits
+    # n log(2) in two parts, so that a large n loses no digits
     lse = tl.fma(n, 0.693147182464599609375, tl.fma(n, -1.904654299957768e-09, log_s * LN2))
     tl.store(lse_ptr + rows, lse, mask=rows < T)
     if ENTROPY:
@@ -187,12 +187,13 @@ def _finish_kernel(
 
 
 @triton.jit
-def _quiet_kernel(
+def _copy_live_rows_kernel(
     h_ptr, g_ptr, a_ptr, b_ptr, n_ptr, s_ptr, z_ptr, out_ptr, out_n_ptr, out_s_ptr, out_z_ptr,
     H, J, stride_h, stride_out, ENTROPY: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """h[t] and the row's statistics; of a row whose upstream gradients are all 0 zeros, and
-    statistics that make its probabilities 0: what it held, NaN too, meets no product."""
+    """Copy h[t] and the statistics of a row. A row whose upstream gradients are all 0 gets zeros,
+    and statistics that make its probabilities 0, so that none of its numbers, such as NaN, is part
+    of a product."""
     row = tl.program_id(0).to(tl.int64)
     live = tl.load(a_ptr + row) != 0.0
     if ENTROPY:
@@ -211,15 +212,16 @@ def _quiet_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "first"])
-def _mark_kernel(
+def _id_gradient_kernel(
     out_ptr, ids_ptr, z_ptr, g_ptr, n_ptr, s_ptr, a_ptr, b_ptr, unit_ptr, T, J, first, V, stride,
     inverse_top, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, UNIT: tl.constexpr,
     B: tl.constexpr,
 ):  # fmt: skip
-    """dlogits at ids[t, j], those in the columns from `first`: the tile's part and the ids' own.
+    """dlogits at those of ids[t, j] that are columns from `first` on: the tile's part and the part
+    of the ids.
 
-    Ids that occur twice in a row sum their gradients and write the same number twice. UNIT: `out`
-    holds dlogits divided by unit[t]; where that is 0, so is the row's gradient.
+    An id that occurs twice in a row sums its gradients and writes the same number twice. UNIT:
+    `out` contains dlogits divided by unit[t]; if unit[t] is 0, so is the row's gradient.
     """
     rows = (tl.program_id(0) * B + tl.arange(0, B)).to(tl.int64)
     id = tl.load(ids_ptr + rows * J + tl.program_id(1), mask=rows < T, other=-1)
@@ -237,7 +239,7 @@ def _mark_kernel(
         g += tl.where(other == id, upstream, 0.0)
     d = tl.fma(tl.exp2(y), a, g)
     if SOFTCAP:
-        d = d * _slope(z, inverse_top)
+        d = d * softcap_slope(z, inverse_top)
     if UNIT:
         unit = tl.load(unit_ptr + rows, mask=rows < T, other=0.0)
         d = tl.where(unit == 0.0, 0.0, d / unit)

@@ -1,12 +1,13 @@
-"""linear_logp on Triton: chunks of tokens and chunks of the vocabulary over the tile kernels.
+"""linear_logp on Triton: the tile kernels over chunks of tokens and chunks of the vocabulary.
 
-What is held at a time: forward, (n, s) of all tiles of a chunk of tokens, at most STATISTICS_BYTES;
-backward, dlogits of a chunk of tokens over one chunk of the vocabulary, unless the weight gradient
-has room for them (`workspace.py`), and the lower halves of partial accumulators
-(`matmul/accumulate`), at most WORKSPACE_BYTES together. Neither cut changes a bit: a row's tree
-does not depend on token chunks, and a sum continues from one vocabulary chunk to the next in its
-accumulator. Beyond ONE_PASS_ELEMENTS hidden gradients the backward makes the two gradients in two
-passes (five products instead of four), so that nothing held grows with the number of tokens.
+Memory at a time: in the forward (n, s) of all tiles of a chunk of tokens, at most STATISTICS_BYTES.
+In the backward dlogits of a chunk of tokens over one chunk of the vocabulary, unless the weight
+gradient has room for them (`workspace.py`), and the lower halves of partial accumulators
+(`matmul/accumulate`), at most WORKSPACE_BYTES together. The chunks change no bit: the tree of a row
+does not depend on chunks of tokens, and a sum continues from one chunk of the vocabulary to the
+next in its accumulator. Beyond ONE_PASS_ELEMENTS hidden gradients, the backward computes the two
+gradients in two passes (five products instead of four), so that its memory does not grow with the
+number of tokens.
 
 T = tokens   V = vocabulary   H = hidden size   J = ids a token (the target, then `token_ids`)
 """
@@ -25,9 +26,9 @@ from rlk_kernels.device import facts
 from rlk_kernels.launching import ShapeCache, cdiv, launch, replay_or_run, shape_cache
 from rlk_kernels.matmul import epilogue
 from rlk_kernels.matmul.accumulate.accumulate import accumulate
-from rlk_kernels.matmul.accumulate.partial import PartialProduct, lo_accumulator
+from rlk_kernels.matmul.accumulate.plan import PartialProduct, lo_accumulator
 from rlk_kernels.matmul.launch import hopper_epilogue
-from rlk_kernels.matmul.plan import EpiloguePlan, most_special
+from rlk_kernels.matmul.plan import EpiloguePlan, recorded_implementation
 from rlk_kernels.matmul.self_check import trusted
 from rlk_kernels.matmul.split import segments
 from rlk_kernels.memory import MemoryLayout, empty, layout, views
@@ -39,34 +40,29 @@ from rlk_kernels.ops.linear_logp.options import LogitOptions, RowStatistics
 from rlk_kernels.ops.linear_logp.workspace import VocabChunk
 
 FINISH_ROWS = 64
-"""Rows of a program above the tiles (time only)."""
+"""Rows of a program of the tree above the tiles (time only)."""
 Planes = tuple[Tensor, Tensor, Tensor | None]
-"""(n, s, and u for the entropy)[nodes, T] of the tree."""
+"""(n, s, and u or None)[nodes, T] of one level of the tree; u is for the entropy."""
 _TL = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 def flags(spec: LogitOptions) -> tuple[object, bool, bool]:
-    """(dtype, whether capped, whether scaled) as the kernels take them."""
+    """The kernels' constants: the logit dtype, whether logits are capped, whether they are
+    scaled."""
     return _TL[spec.logit_dtype], spec.softcap > 0, spec.scaled
 
 
 def is_trusted(h: Tensor, spec: LogitOptions) -> bool:
-    """Whether the logits of h may take any tile."""
+    """Whether the logits of h may use any tile."""
     split = segments(h.shape[1], h.dtype, spec.logit_dtype)[0] > 0
     return trusted(h.device, h.dtype, split)
 
 
 def _permuted(w: Tensor, tile_n: int, tile_k: int) -> TensorDescriptor:
-    """w[V, H], V a multiple of 128, its rows in the order of PERMUTED (`epilogue.py`)."""
+    """A tensor map of w[V, H], V a multiple of 128, in the order of PERMUTED (`epilogue.py`)."""
     (v, k), row = w.shape, w.stride(0)
     shape, strides = [v // 128, 16, 4, 2, k], [128 * row, 2 * row, 32 * row, row, 1]
     return TensorDescriptor(w, shape, strides, [tile_n // 128, 16, 4, 2, tile_k])
-
-
-_MODES = {
-    "statistics": epilogue.STATS, "exponentials": epilogue.EXPONENTIALS,
-    "gradient": epilogue.GRADIENT,
-}  # fmt: skip
 
 
 def run_tiles(
@@ -74,8 +70,8 @@ def run_tiles(
     n: Tensor, s: Tensor, u: Tensor | None = None, a: Tensor | None = None,
     b: Tensor | None = None, out: Tensor | None = None, cache: ShapeCache | None = None,
 ) -> None:  # fmt: skip
-    """Run one launch over all tiles of h[T, H] @ w[V, H]^T, as `tiling` says. cache: that of these
-    shapes, where the launch is to be repeated."""
+    """Launch all tiles of h[T, H] @ w[V, H]^T as `tiling` says. cache: the cache of these shapes,
+    if the launch is repeated."""
     t, v, k = h.shape[0], w.shape[0], h.shape[1]
     if t == 0 or v == 0:
         return
@@ -87,7 +83,7 @@ def run_tiles(
             tiling, h, w, bias, n, s, u, a, b, out, numbers, chosen, cache
         )
         return
-    mode, partial, ragged = _MODES[tiling.epilogue], v % tile.n != 0, v % LEAF != 0
+    mode, partial, ragged = epilogue.MODES[tiling.epilogue], v % tile.n != 0, v % LEAF != 0
     stride = 0 if out is None else out.stride(0)
     tiles = triton.cdiv(t, tile.m) * triton.cdiv(v, tile.n)
     if tiling.kernel == "tma":
@@ -120,28 +116,20 @@ def pick(
     pick_plan: plan.PickPlan, h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor,
     spec: LogitOptions, z: Tensor, cache: ShapeCache | None = None,
 ) -> None:  # fmt: skip
-    """Fill z[T, J] of ids[T, J], or [T] both; NaN where an id is no column. cache: see
-    `run_tiles`."""
+    """Fill z with the logits of the ids, both [T, J] or [T]; NaN if an id is not a column. cache:
+    see `run_tiles`."""
     cache = ShapeCache() if cache is None else cache
     grid, constants, options = cache.get_or_create(
-        "pick", None, _pick_fixed, pick_plan, h, w, bias, ids, spec
+        "pick", None, _pick_constants, pick_plan, h, w, bias, ids, spec
     )
-    launch(
-        cache, kernels._pick_kernel, grid,
-        (h, w, bias, ids, z, *constants),
-        options,
-    )  # fmt: skip
+    launch(cache, kernels._pick_kernel, grid, (h, w, bias, ids, z, *constants), options)
 
 
-def _pick_fixed(
-    pick_plan: plan.PickPlan,
-    h: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    ids: Tensor,
+def _pick_constants(
+    pick_plan: plan.PickPlan, h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor,
     spec: LogitOptions,
-) -> tuple[tuple[int, int, int], tuple, dict]:
-    """What calls of one shape have in common: (grid, constants, options)."""
+) -> tuple[tuple[int, int, int], tuple, dict]:  # fmt: skip
+    """What calls of one shape share: (grid, constants, options)."""
     t, j, tile = ids.shape[0], _per_row(ids), pick_plan.tile
     constants = (
         t, w.shape[0], h.shape[1], pick_plan.last_segment, j, h.stride(0), w.stride(0),
@@ -152,7 +140,7 @@ def _pick_fixed(
 
 
 def row_shapes(ids: Tensor, entropy: bool) -> tuple[tuple[int, ...], ...]:
-    """The shapes of the `RowStatistics` of ids[T, J], or [T]."""
+    """The shapes of the `RowStatistics` of ids[T, J] or ids[T]."""
     t = ids.shape[0]
     return ids.shape, (t,), (t if entropy else 0,), (t,), (t,), ids.shape
 
@@ -161,8 +149,8 @@ def finish(
     planes: list[Planes], ids: Tensor, rows: RowStatistics, first: int, last: int, entropy: bool,
     cache: ShapeCache | None = None,
 ) -> None:  # fmt: skip
-    """Rows first ... last from the tiles' statistics; planes: `planes_in`, the first of them
-    filled; cache: see `run_tiles`."""
+    """Fill rows first ... last from the statistics of the tiles. planes: all levels, the first of
+    them filled; cache: see `run_tiles`."""
     m = last - first
     grid = cdiv(m, FINISH_ROWS)
     for below, above in pairwise(planes):
@@ -186,8 +174,8 @@ def finish(
 
 @functools.lru_cache(maxsize=1024)
 def plane_shapes(nodes: int, t: int, entropy: bool) -> tuple[tuple[int, int], ...]:
-    """The shapes of the planes of t rows: the tiles' nodes, then those above them, 32 to 1, down to
-    32."""
+    """The shapes of the planes of t rows: the nodes of the tiles, then levels with a 32nd of the
+    nodes each, until there are at most 32."""
     each = 3 if entropy else 2
     return ((nodes, t),) * each + (() if nodes <= 32 else plane_shapes(cdiv(nodes, 32), t, entropy))
 
@@ -195,13 +183,13 @@ def plane_shapes(nodes: int, t: int, entropy: bool) -> tuple[tuple[int, int], ..
 def planes_in(
     memory: Tensor, nodes: int, t: int, entropy: bool, before: tuple[tuple[int, ...], ...] = ()
 ) -> list[Planes]:
-    """`plane_shapes` in memory that has room for them, behind what has the shapes `before`."""
+    """The planes of `plane_shapes` in `memory`, after tensors of the shapes `before`."""
     places = layout((*before, *plane_shapes(nodes, t, entropy)), memory.dtype)
     return planes_of(views(memory, places)[len(before) :], entropy)
 
 
 def planes_of(flat: list[Tensor], entropy: bool) -> list[Planes]:
-    """Tensors of `plane_shapes`, by level of the tree."""
+    """Tensors of the shapes of `plane_shapes`, by level of the tree."""
     each = 3 if entropy else 2
     return [
         (flat[i], flat[i + 1], flat[i + 2] if entropy else None) for i in range(0, len(flat), each)
@@ -211,7 +199,7 @@ def planes_of(flat: list[Tensor], entropy: bool) -> list[Planes]:
 def forward(
     h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions, entropy: bool
 ) -> tuple[RowStatistics, str]:
-    """h[T, H], w[V, H], ids[T, J] or [T] contiguous -> statistics, and which implementation ran."""
+    """(statistics, the implementation that ran); h[T, H], w[V, H], contiguous ids[T, J] or [T]."""
     cache, planned = _planned(h, w, bias, ids, spec, entropy)
     shapes = row_shapes(ids, entropy)
     rows = RowStatistics(*[empty(shape, torch.float32, ids.device) for shape in shapes])
@@ -223,8 +211,8 @@ def forward_inference(
     h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions, entropy: bool,
     count: int,
 ) -> tuple[list[Tensor], str]:  # fmt: skip
-    """(the first `count` of logp, lse and entropy, which implementation ran) of a call that no
-    backward follows. They share memory, so no custom operator may return them."""
+    """(the first `count` of logp, lse and entropy, the implementation that ran) of a call without a
+    backward. They share memory, so no custom operator may return them."""
     cache, planned = _planned(h, w, bias, ids, spec, entropy)
     results = empty(planned.results.total, torch.float32, ids.device)
     _fill(cache, planned, h, w, bias, ids, spec, entropy, results)
@@ -233,14 +221,14 @@ def forward_inference(
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """What calls of one shape have in common."""
+    """What calls of one shape share."""
 
     plan: plan.ForwardPlan
     results: MemoryLayout
     """The layout of logp, lse and entropy."""
     inner: tuple[tuple[int, ...], ...]
-    """Shapes of the other `RowStatistics`, which a call that no backward follows has in its
-    scratch, before the planes."""
+    """Shapes of the other `RowStatistics`, which a call without a backward has in its scratch,
+    before the planes."""
     scratch: tuple[MemoryLayout, MemoryLayout]
     """The layouts without `inner` and with it."""
 
@@ -248,7 +236,7 @@ class _Planned:
 def _planned(
     h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions, entropy: bool
 ) -> tuple[ShapeCache, _Planned]:
-    """(what is kept for calls of this shape, how they run)."""
+    """(the cache of calls of this shape, how they run)."""
     cache = shape_cache(
         "linear_logp", h.shape, h.stride(), w.shape, w.stride(), h.dtype,
         None if bias is None else bias.dtype, ids.shape, spec, entropy, h.device,
@@ -273,7 +261,7 @@ def _fill(
     cache: ShapeCache, planned: _Planned, h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor,
     spec: LogitOptions, entropy: bool, rows: RowStatistics | Tensor,
 ) -> None:  # fmt: skip
-    """Fill rows, or memory of the first three of such."""
+    """Fill `rows`: statistics, or the memory of the first three of them."""
     if not planned.plan.chunks:
         return
     scratch = empty(planned.scratch[isinstance(rows, Tensor)].total, torch.float32, h.device)
@@ -308,8 +296,8 @@ def coefficients(
     ids: Tensor, g: Tensor, g_lse: Tensor | None, g_entropy: Tensor | None, entropy: Tensor,
     spec: LogitOptions,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(g[T, J] of the ids, a[T], b[T] or None): dlogits = p (a + b log2 p) + the ids' g."""
-    # A number instead of a tensor would have `where` wait for the GPU.
+    """(g[T, J] of the ids, a[T], b[T] or None) of dlogits = p (a + b log2 p) + g at the ids."""
+    # `where` with a number instead of a tensor would wait for the GPU
     g = g.float().masked_fill(ids < 0, 0.0) * spec.slope
     a = -(g if g.shape[1] == 1 else tree_sum(g)).squeeze(-1)
     if g_lse is not None:
@@ -322,7 +310,7 @@ def coefficients(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some tokens with all that their dlogits are made of; see `_quiet`."""
+    """The inputs of the dlogits of some tokens; see `_copy_live_rows`."""
 
     h: Tensor
     ids: Tensor
@@ -332,19 +320,19 @@ class _Part:
     b: Tensor | None
 
 
-def _quiet(
+def _copy_live_rows(
     into: Tensor, h: Tensor, ids: Tensor, rows: RowStatistics, g: Tensor, a: Tensor,
     b: Tensor | None, part: slice,
 ) -> _Part:  # fmt: skip
-    """The tokens `part` with h copied, and nothing that is not finite in rows without a gradient:
-    0 x NaN is NaN, and the weight gradient is a sum over all rows."""
+    """The tokens `part` with a copy of h in which rows without a gradient are zero: 0 x NaN is NaN,
+    and the weight gradient is a sum over all rows."""
     h, ids, g, a = h[part], ids[part], g[part], a[part]
     b = None if b is None else b[part]
     (t, k), j, block = h.shape, ids.shape[1], 2048
     old = [x[part] for x in (rows.n, rows.log_s, rows.z)]
     new = [torch.empty_like(x) for x in old]
     out = into[:t, :k]
-    kernels._quiet_kernel[(t, max(1, triton.cdiv(k, block)))](
+    kernels._copy_live_rows_kernel[(t, max(1, triton.cdiv(k, block)))](
         h, g, a, b, *old, out, *new, k, j, h.stride(0), out.stride(0), b is not None, block,
         num_warps=4,
     )  # fmt: skip
@@ -352,13 +340,13 @@ def _quiet(
     return _Part(out, ids, rows._replace(n=n, log_s=log_s, z=z), g, a, b)
 
 
-def mark(
+def store_id_gradients(
     out: Tensor, ids: Tensor, rows: RowStatistics, g: Tensor, a: Tensor, b: Tensor | None,
     spec: LogitOptions, first: int, v: int, unit: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write dlogits (over unit[T]) of the ids among columns first ... first + v."""
+    """Write the dlogits (divided by unit[T]) of the ids among columns first ... first + v."""
     t, j = ids.shape[0], _per_row(ids)
-    kernels._mark_kernel[(triton.cdiv(t, 128), j)](
+    kernels._id_gradient_kernel[(triton.cdiv(t, 128), j)](
         out, ids, rows.z, g, rows.n, rows.log_s, a, b, unit, t, j, first, v, out.stride(0),
         spec.inverse_top, spec.softcap > 0, b is not None, unit is not None, 128, num_warps=4,
     )  # fmt: skip
@@ -368,7 +356,8 @@ def backward(
     h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, rows: RowStatistics, g: Tensor,
     g_lse: Tensor | None, g_entropy: Tensor | None, spec: LogitOptions, needs: list[bool],
 ) -> tuple[tuple[Tensor | None, Tensor | None, Tensor | None], str]:  # fmt: skip
-    """(dh, dw, dbias), each None where `needs` says so, dbias in fp32; and what ran."""
+    """((dh, dw, dbias), the implementation that ran); a gradient that `needs` excludes is None, and
+    dbias is in fp32."""
     t, v = h.shape[0], w.shape[0]
     g, a, b = coefficients(ids, g, g_lse, g_entropy, rows.entropy, spec)
     dh = torch.empty_like(h) if needs[0] else None
@@ -384,43 +373,42 @@ def backward(
     buffers = [block] if dw is None else [block, dw.view(-1)]
     vocab_chunks = list(zip(backward.vocab, backward.tiles, strict=True))
 
-    # one for all chunks of tokens; rows that a tensor map can describe
+    # for all chunks of tokens, with rows that a tensor map can describe
     copy = torch.empty(
         backward.chunks[0][1], -(-h.shape[1] // 8) * 8, dtype=h.dtype, device=h.device
     )
 
     def dlogits(x: _Part, vocab: VocabChunk, tiles: EpiloguePlan) -> Tensor:
-        """dlogits of some tokens over a chunk of the vocabulary."""
+        """The dlogits of some tokens over a chunk of the vocabulary."""
         out = vocab.view(buffers, x.h.shape[0])[:, : vocab.last - vocab.first]
         run_tiles(
             tiles, x.h, w[vocab.columns], None if bias is None else bias[vocab.columns], spec,
             x.rows.n, x.rows.log_s, None, x.a, x.b, out,
         )  # fmt: skip
-        mark(out, x.ids, x.rows, x.g, x.a, x.b, spec, vocab.first, out.shape[1])
+        store_id_gradients(out, x.ids, x.rows, x.g, x.a, x.b, spec, vocab.first, out.shape[1])
         return out
 
     def columns(part: slice, vocab: VocabChunk) -> Tensor:
-        """Sums over rows of dlogits, whole as they lie: the order may depend on the width."""
+        """The sums over rows of dlogits, in their full width, on which the order may depend."""
         whole = vocab.view(buffers, part.stop - part.start)
         return column_sum(whole, "triton")[: vocab.last - vocab.first]
 
     if dh is not None:
-        los = lo_accumulator(
-            dh[: backward.chunks[0][1]], len(backward.vocab)
-        )  # one for all chunks of tokens
+        # for all chunks of tokens
+        los = lo_accumulator(dh[: backward.chunks[0][1]], len(backward.vocab))
         for start, stop in backward.chunks:
             part = slice(start, stop)
-            quiet_rows = _quiet(copy, h, ids, rows, g, a, b, part)
+            live = _copy_live_rows(copy, h, ids, rows, g, a, b, part)
             lo = los[: stop - start]
             for vocab, tiles in vocab_chunks:
-                out = dlogits(quiet_rows, vocab, tiles)
+                out = dlogits(live, vocab, tiles)
                 sums = [
                     PartialProduct(a=out, b=w[vocab.columns], out=dh[part], lo=lo, trans_a=False,
                         first=vocab.first == 0, last=vocab.last == v)
                 ]  # fmt: skip
                 if backward.one_pass and dw is not None:
                     sums.append(
-                        PartialProduct(a=out, b=quiet_rows.h, out=dw[vocab.columns], lo=lo,
+                        PartialProduct(a=out, b=live.h, out=dw[vocab.columns], lo=lo,
                             trans_a=True, first=True, last=True)
                     )  # fmt: skip
                 ran.add(accumulate(*sums))
@@ -434,11 +422,11 @@ def backward(
             lo = None if los is None else los[: vocab.last - vocab.first]
             column_sums = []
             for start, stop in backward.chunks:
-                quiet_rows = _quiet(copy, h, ids, rows, g, a, b, slice(start, stop))
-                out = dlogits(quiet_rows, vocab, tiles)
+                live = _copy_live_rows(copy, h, ids, rows, g, a, b, slice(start, stop))
+                out = dlogits(live, vocab, tiles)
                 if dw is not None and lo is not None:
                     partial = PartialProduct(
-                        a=out, b=quiet_rows.h, out=dw[vocab.columns], lo=lo, trans_a=True,
+                        a=out, b=live.h, out=dw[vocab.columns], lo=lo, trans_a=True,
                         first=start == 0, last=stop == t,
                     )  # fmt: skip
                     ran.add(accumulate(partial))
@@ -446,4 +434,4 @@ def backward(
                     column_sums.append(columns(slice(start, stop), vocab))
             if db is not None:
                 db[vocab.columns] = column_sum(torch.stack(column_sums), "triton")
-    return (dh, dw, db), most_special(ran)
+    return (dh, dw, db), recorded_implementation(ran)

@@ -5,21 +5,21 @@
     lse   = log sum_v exp(z[v])          logp = z[target] - lse
     entropy = lse - sum_v p[v] z[v]      p[v] = exp(z[v] - lse)
 
-Reduction order: the sum over h is in the order of `linear`, the sum over v in the tree of
+Reduction order: the sum over h is in the order of `linear`, and the sum over v in the tree of
 `numerics/lse_tree`. So `linear_logp(h, w, t, logit_dtype=D)` equals
 `logp(linear(h, w, out_dtype=D), t)` bit for bit on either backend, and a row's results depend only
 on that row, weight and bias.
 
-Gradients (g = upstream of logp[t], of lse, of entropy and of the given ids' logp):
+Gradients (g: the upstream gradients of logp[t], lse, entropy and the log-probs of token_ids):
     dx[v] = dz/dx ( sum_j g_j ([v == id_j] - p[v]) + g_lse p[v]
                     - g_entropy p[v] (log p[v] + entropy) )
-in fp32, rounded once to the operands' dtype. For an id's own element 1 - p is computed in fp32, so
-that confident tokens keep their digits. Then
-    dhidden[t, h] = sum_v dx[t, v] weight[v, h]    fp32, v from front to back: a row's own
+in fp32, rounded once to the operands' dtype. At an id, 1 - p is computed in fp32, so that confident
+tokens keep their digits. Then
+    dhidden[t, h] = sum_v dx[t, v] weight[v, h]    fp32, v from front to back, row by row
     dweight[v, h] = sum_t dx[t, v] hidden[t, h]    fp32, t from front to back, no atomics
     dbias[v] = sum_t dx[t, v]                      the fixed order of `column_sum`
 Tiles of logits are recomputed, never stored. Memory: see `launch.py`. A token whose upstream
-gradients are all 0, such as an ignored one, adds nothing to any gradient, even where it has NaN.
+gradients are all 0, such as an ignored token, adds nothing to any gradient, even if it has NaN.
 
 T = tokens   V = vocabulary   H = hidden size   K = further ids of each token
 """
@@ -34,8 +34,14 @@ from rlk_kernels.backend import choose, record
 from rlk_kernels.custom_op import SECOND, call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.ops.linear import check_weight
 from rlk_kernels.ops.linear_logp import portable
-from rlk_kernels.ops.linear_logp.options import RowStatistics, check_options, options_of
+from rlk_kernels.ops.linear_logp.options import (
+    RowStatistics,
+    check_options,
+    check_token_ids,
+    options_of,
+)
 
 
 def linear_logp_ref(
@@ -62,7 +68,7 @@ def _run(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, logit_dtype: torch.dtype,
     softcap: float, scale: float, temperature: float, entropy: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(logp, lse, entropy) and what the gradient needs: (n, log_s, z); see `RowStatistics`."""
+    """`RowStatistics`: logp, lse, entropy, and (n, log_s, z) for the gradient."""
     spec = options_of(logit_dtype, softcap, scale, temperature)
     if backend == "torch":
         rows, ran = portable.forward(hidden, weight, bias, ids, spec, entropy), "torch"
@@ -155,7 +161,7 @@ _linear_logp = custom_op("linear_logp", _fake, setup=_setup, backward=_backward)
 
 
 def check(name: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
-    """Raise UnsupportedShape or UnsupportedDtype where the operands do not fit."""
+    """Raise UnsupportedShape or UnsupportedDtype if the operands do not fit."""
     of_hidden, of_weight = hidden.shape, weight.shape
     fits = len(of_hidden) == len(of_weight) == 2 and of_hidden[1] == of_weight[1]
     if not fits or target.shape != (of_hidden[0],) or of_weight[0] == 0:
@@ -163,22 +169,13 @@ def check(name: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tenso
             f"{name}: hidden[T, H], weight[V, H] and target[T] are needed, not "
             f"{tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(target.shape)}"
         )
-    if bias is not None and bias.shape != (of_weight[0],):
-        raise UnsupportedShape(
-            f"{name}: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}"
-        )
-    if hidden.dtype != weight.dtype or not hidden.is_floating_point():
-        raise UnsupportedDtype(
-            f"{name}: hidden is {hidden.dtype} and weight is {weight.dtype}; cast one"
-        )
-    if bias is not None and bias.dtype not in (hidden.dtype, torch.float32):
-        raise UnsupportedDtype(f"{name}: bias is {bias.dtype}; {hidden.dtype} or float32 is needed")
+    check_weight(name, "hidden", hidden, weight, bias)
     if target.dtype not in (torch.int32, torch.int64):
         raise UnsupportedDtype(f"{name}: target is {target.dtype}; int32 or int64 is needed")
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """`x`, copied only where its last dimension is not dense."""
+    """x, or a copy if its last dimension is not dense."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
@@ -201,13 +198,13 @@ def linear_logp(
     """log softmax(z)[t, target[t]] -> [T] float32, z the logits of hidden and weight (see above).
 
     hidden[T, H], weight[V, H]: one dtype of bfloat16, float16, float32 (float64 on the torch
-    backend, with logits in float64); bias[V] of that dtype or float32; target[T], token_ids[T, K]
-    int32 or int64, below V. A target of ignore_index, or any negative id, gives 0 and no gradient.
-    logit_dtype: float32, bfloat16 or float16, what the logits are rounded to first.
+    backend, with logits in float64); bias[V]: that dtype or float32; target[T], token_ids[T, K]:
+    int32 or int64 below V. A target of ignore_index, or any negative id, gives 0 and no gradient.
+    logit_dtype: float32, bfloat16 or float16, to which the logits are rounded first.
 
-    With return_lse, return_entropy or token_ids the result is a tuple: logp[T], then lse[T],
-    entropy[T] and the given ids' log-probabilities [T, K], as far as requested, in this order. All
-    are float32 and differentiable in hidden, weight and bias; without gradients they share memory.
+    With return_lse, return_entropy or token_ids the result is a tuple of logp[T] and the requested
+    ones of lse[T], entropy[T] and the log-probabilities [T, K] of token_ids, in this order. All are
+    float32 and differentiable in hidden, weight and bias; without gradients they share memory.
 
     An id of V or more raises IndexError on the torch backend and gives NaN on the GPU.
     Raises UnsupportedShape, UnsupportedDtype, ValueError, and what `backend.choose` raises.
@@ -219,12 +216,7 @@ def linear_logp(
     if ignore_index >= 0:  # a negative ignore_index is ignored like every negative id
         ids = torch.where(ids == ignore_index, -1, ids)
     if token_ids is not None:
-        if token_ids.dim() != 2 or token_ids.shape[0] != target.shape[0]:
-            raise UnsupportedShape(
-                f"linear_logp: token_ids[T, K] are needed, not {tuple(token_ids.shape)}"
-            )
-        if token_ids.dtype not in (torch.int32, torch.int64):
-            raise UnsupportedDtype(f"linear_logp: token_ids are {token_ids.dtype}")
+        check_token_ids("linear_logp", token_ids, target.shape[0])
         ids = torch.cat([ids.unsqueeze(1), token_ids.long()], 1)
     count = 3 if return_entropy else 2 if return_lse else 1
     logps, lse, entropy, *_ = call(

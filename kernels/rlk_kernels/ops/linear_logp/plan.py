@@ -1,4 +1,4 @@
-"""The decisions of a forward or a backward of `linear_logp`, made once (see `matmul/plan.py`).
+"""The plans of a forward and a backward of `linear_logp` (see `matmul/plan.py`).
 
 T = tokens   V = vocabulary   H = hidden size
 """
@@ -16,16 +16,16 @@ from rlk_kernels.matmul.tiles import PICK, PICK_FLOAT32, SAFE, Tile
 from rlk_kernels.ops.linear_logp.workspace import VocabChunk, block_elements, one_at_a_time
 
 STATISTICS_BYTES = 48 << 20
-"""Bytes of tile statistics at a time, forward."""
+"""The most bytes of tile statistics at a time in the forward."""
 WORKSPACE_BYTES = 288 << 20
-"""Bytes held at a time, backward: dlogits, a copy of the hidden states, and the lower halves of
-partial accumulators."""
+"""The most bytes at a time in the backward: dlogits, a copy of the hidden states, and the lower
+halves of partial accumulators."""
 ONE_PASS_ELEMENTS = 16384 * 4096
-"""Elements of the hidden gradient up to which one pass makes both gradients."""
+"""Elements of the hidden gradient up to which one pass computes both gradients."""
 
 
 def token_chunks(t: int, most: int) -> list[tuple[int, int]]:
-    """[0, t) in equal chunks of at most `most` rows, multiples of 128."""
+    """[0, t) in equal chunks of at most `most` rows, which are multiples of 128."""
     count = max(1, -(-t // max(most, 128)))
     size = max(128, -(-t // count // 128) * 128)
     return [(start, min(start + size, t)) for start in range(0, t, size)]
@@ -39,7 +39,7 @@ def shape_of(h: Tensor, w: Tensor, logit_dtype: torch.dtype, facts: DeviceFacts)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PickPlan:
-    """How the logits of given ids are launched."""
+    """How the logits of ids are launched."""
 
     tile: Tile
     segment: int
@@ -47,7 +47,7 @@ class PickPlan:
 
 
 def plan_pick(shape: LogitsShape, facts: DeviceFacts, trusted: bool) -> PickPlan:
-    """The plan for the ids of all tokens."""
+    """The plan for the logits of the ids of all tokens."""
     tile = PICK_FLOAT32
     if shape.dtype != torch.float32 and not facts.interpreted:
         tile = PICK if trusted else SAFE
@@ -64,7 +64,7 @@ class ForwardPlan:
     nodes: int
     """Nodes of the tree, one for each tile of columns."""
     chunks: tuple[tuple[int, int], ...]
-    """Tokens whose statistics are there at a time: first and last."""
+    """(first, last) of the tokens whose statistics are in memory at the same time."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -86,26 +86,26 @@ class BackwardPlan:
     """How a backward is launched."""
 
     chunks: tuple[tuple[int, int], ...]
-    """Tokens whose hidden gradients are made at a time: first and last; the first is a longest."""
+    """(first, last) of the tokens of each chunk; no chunk is longer than the first."""
     one_pass: bool
-    """Both gradients are made of the same dlogits."""
+    """Both gradients are computed from the same dlogits."""
     vocab: tuple[VocabChunk, ...]
     tiles: tuple[EpiloguePlan, ...]
-    """How each chunk of `vocab` is launched."""
+    """The launch of each chunk of `vocab`."""
     block: int
-    """Elements of the workspace's own block."""
+    """Elements of the workspace's block."""
 
 
 @functools.lru_cache(maxsize=1024)
 def plan_backward(
     shape: LogitsShape, weight_gradient: bool, facts: DeviceFacts, trusted: bool
 ) -> BackwardPlan:
-    """The plan of a backward of at least one token."""
+    """The plan of a backward for at least one token."""
     t, v, k, dtype, *_ = shape
     chunks = tuple(token_chunks(t, ONE_PASS_ELEMENTS // max(k, 1)))
     longest, one_pass, size = chunks[0][1], len(chunks) == 1, dtype.itemsize
     free = WORKSPACE_BYTES // size - longest * k * (2 if size == 2 else 1)
-    widest = v if one_pass else longest  # the lower halves of its sums are within the bytes too
+    widest = v if one_pass else longest  # the bytes include the lower halves of its sums
     vocab = one_at_a_time(longest, v, k, free, weight_gradient, widest, facts.processors)
     return BackwardPlan(
         chunks=chunks, one_pass=one_pass, vocab=vocab,
@@ -117,7 +117,7 @@ def plan_backward(
 def plan_chunks(
     shape: LogitsShape, epilogue, vocab: tuple[VocabChunk, ...], facts: DeviceFacts, trusted: bool
 ) -> tuple[EpiloguePlan, ...]:
-    """The plans of launches that store a tile, one for each chunk of the vocabulary."""
+    """The plans of the launches that store tiles, one for each chunk of the vocabulary."""
     size = shape.dtype.itemsize
     return tuple(
         plan_epilogue(

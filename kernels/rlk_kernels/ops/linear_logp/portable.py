@@ -1,10 +1,10 @@
-"""linear_logp in PyTorch: error-free products, the tree of `lse_tree` in float64, one block of the
-vocabulary at a time.
+"""linear_logp in PyTorch: error-free products and the tree of `lse_tree` in float64, block by block
+of the vocabulary.
 
-Every step is a function of the row alone: products are sums free of error
-(`numerics/error_free.py`), everything else is elementwise or a tree of fixed shape. Sums over
-blocks of the vocabulary run front to back in float64. dlogits are rounded to the operands' dtype
-before the two products of the backward.
+Every step depends on the row alone: the sums of products are error-free
+(`numerics/error_free.py`), and everything else is elementwise or a tree of fixed shape. Sums over
+blocks of the vocabulary are computed from front to back in float64. dlogits are rounded to the
+operands' dtype before the two products of the backward.
 
 T = tokens   V = vocabulary   H = hidden size   J = ids a token
 """
@@ -22,14 +22,14 @@ from rlk_kernels.numerics.rows import by_rows, tree_sum
 from rlk_kernels.ops.linear_logp.options import LogitOptions, RowStatistics
 
 BLOCK_V = 8192
-"""Columns of a block, a power of two: a whole subtree, so it changes no bit of the statistics; the
-order of the hidden gradient's sum."""
+"""Columns of a block, a power of two. As a block is a whole subtree, its size changes no bit of the
+statistics; it is part of the order of the hidden gradient's sum."""
 BLOCK_T = 1024
-"""Rows of logits held at a time (memory only)."""
+"""Rows of logits at a time (memory only)."""
 
 
 def final_logits(x: Tensor, spec: LogitOptions) -> Tensor:
-    """z in float64 from logits at the logit dtype, each step rounded to fp32 (or float64)."""
+    """z in float64 from logits in the logit dtype, with each step rounded to fp32 (or float64)."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     z = x.to(wide)
     if spec.softcap:
@@ -42,7 +42,7 @@ def final_logits(x: Tensor, spec: LogitOptions) -> Tensor:
 
 
 def softcap_slope(z: Tensor, spec: LogitOptions) -> Tensor | float:
-    """dz/d(logit) of the softcap, from z itself."""
+    """dz/d(logit) of the softcap, computed from z."""
     if not spec.softcap:
         return 1.0
     tanh = z * spec.inverse_top
@@ -72,7 +72,7 @@ def _cat(parts: list[Tensor], like: Tensor) -> Tensor:
 def forward(
     h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, spec: LogitOptions, entropy: bool
 ) -> RowStatistics:
-    """h[T, H], w[V, H], ids[T, J] or [T] -> Rows; n holds the maximum and log_s is natural."""
+    """The statistics of h[T, H], w[V, H] and ids[T, J] or [T]; n is the maximum, log_s natural."""
     shape, ids = ids.shape, ids[:, None] if ids.dim() == 1 else ids
     wide = torch.promote_types(h.dtype, torch.float32)
     t, v = h.shape[0], w.shape[0]
@@ -107,7 +107,7 @@ def backward(
     h: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, rows: RowStatistics, g: Tensor,
     g_lse: Tensor | None, g_entropy: Tensor | None, spec: LogitOptions, needs: list[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """(dh, dw, dbias), each None where `needs` says so."""
+    """(dh, dw, dbias); a gradient that `needs` excludes is None."""
     (t, k), v = h.shape, w.shape[0]
     wide = torch.promote_types(h.dtype, torch.float32)
     g = torch.where(ids < 0, 0.0, g.double())
@@ -118,7 +118,7 @@ def backward(
     if g_entropy is not None:
         b = -g_entropy.double()
         a = torch.where(b == 0, a, a + b * rows.entropy.double())
-    # 0 x NaN is NaN: a row without a gradient brings nothing of what it holds into a product
+    # 0 x NaN is NaN, so rows without a gradient are zero in the products
     live = (g != 0).any(1) | (a != 0) | (b != 0)
     h = torch.where(live[:, None], h, 0.0)
 
@@ -129,7 +129,7 @@ def backward(
         d = p * (a[:, None] + b[:, None] * torch.where(p > 0, y, 0.0))
         inside = (row_ids >= first) & (row_ids < first + logits.shape[1])
         at = torch.where(inside, row_ids - first, 0)
-        for j in range(row_ids.shape[1]):  # one id at a time: a fixed order where they coincide
+        for j in range(row_ids.shape[1]):  # one id at a time, for a fixed order of equal ids
             d.scatter_add_(1, at[:, j : j + 1], torch.where(inside, g, 0.0)[:, j : j + 1])
         d = d * softcap_slope(z, spec) * spec.slope
         return torch.where(live[:, None], d, 0.0).to(wide).to(h.dtype)

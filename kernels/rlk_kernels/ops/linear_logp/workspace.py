@@ -1,14 +1,15 @@
-"""The workspace: where exponentials or gradients of logits lie, by chunk of the vocabulary.
+"""The workspace: the memory of exponentials or gradients of logits, by chunk of the vocabulary.
 
-They lie in a block of their own, or in gradients that are not written yet. The weight gradient is
-made in chunks of the vocabulary, front to back. Until its turn, a row of it is memory like any
-other: rows behind a chunk hold what is stored of that chunk's logits. The same is true of the lower
-halves of its partial accumulators (`matmul/accumulate`), until they are first written. Which chunk
-lies where touches time and memory, and no bit of a result.
+They are stored in a separate block, or in gradients that are not written yet. The weight gradient
+is computed in chunks of the vocabulary, from front to back. A row of it that is not written yet can
+store other numbers, so the rows after a chunk store the exponentials or gradients of that chunk's
+logits. So do the lower halves of the weight gradient's partial accumulators (`matmul/accumulate`)
+before they are first written. The choice of memory changes time and memory use, and no bit of a
+result.
 
     one at a time (`linear_logp`)           all at once (`linear_grpo_loss`)
-    dlogits of chunk i in rows behind it    the last chunks in the block, those before them from
-    or in the block, forgotten after it     the end of the gradient on towards its front
+    dlogits of chunk i in rows after it     the last chunks in the block, earlier chunks from
+    or in the block, dropped after use      the end of the gradient towards its front
 
 T = tokens   V = vocabulary   H = hidden size
 """
@@ -20,17 +21,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 UNIT = 256
-"""Columns of a chunk are a multiple of it, but for the last one's."""
+"""The columns of all chunks but the last are a multiple of it."""
 MOST_CHUNKS = 10
-"""The largest number of chunks that lie there at the same time: more would cost more than they
-save."""
+"""The largest number of chunks at the same time; more chunks would cost more than they save."""
 CHOICES = 32
-"""Widths of a chunk that are compared."""
+"""The number of widths of a chunk that are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class VocabChunk:
-    """Columns first ... last of the vocabulary, and where `wide` numbers a token lie for them."""
+    """Columns first ... last of the vocabulary, and the memory of `width` numbers a token."""
 
     first: int
     last: int
@@ -39,7 +39,7 @@ class VocabChunk:
     buffer: int
     """0: the block   1: the weight gradient   2: its lower halves"""
     offset: int
-    """Where the chunk begins in that buffer, in elements."""
+    """The first element of the chunk in that buffer."""
 
     @property
     def columns(self) -> slice:
@@ -57,13 +57,13 @@ def round_up(number: int, unit: int = UNIT) -> int:
 
 
 def _time(t: int, k: int, wide: int, processors: int) -> int:
-    """What a chunk takes: its logits in waves of 128 x 256 tiles, both gradients together in one,
-    its launches, and the partial hidden gradient, read and written. In steps of K."""
+    """The time of a chunk in steps of K: its logits in waves of 128 x 256 tiles, both gradients in
+    one launch, the start of launches, and reading and writing the partial hidden gradient."""
 
     def tiles(rows: int, columns: int) -> int:
         return -(-rows // 128) * -(-columns // 256)
 
-    hidden, weight = wide + UNIT, t + UNIT  # a tile's K, and what is beside its products
+    hidden, weight = wide + UNIT, t + UNIT  # the K of a tile, plus its other work
     both = tiles(t, k) * hidden + tiles(wide, k) * weight
     small = min(hidden, weight)
     shared = max(-(-both // (processors * small)) * small, hidden, weight)
@@ -72,7 +72,7 @@ def _time(t: int, k: int, wide: int, processors: int) -> int:
 
 @functools.lru_cache(4096)
 def _best(t: int, k: int, most: int, processors: int) -> int:
-    """The width up to `most` and above half of it that takes the least time per column."""
+    """The width above most / 2 and up to `most` with the least time per column."""
     step = UNIT * max(1, most // (2 * UNIT * CHOICES))
     widths = range(most, max(most // 2, UNIT - 1), -step)
     return min(widths, key=lambda wide: _time(t, k, wide, processors) / wide)
@@ -82,10 +82,10 @@ def _best(t: int, k: int, most: int, processors: int) -> int:
 def one_at_a_time(
     t: int, v: int, k: int, block: int, spare: bool, widest: int, processors: int
 ) -> tuple[VocabChunk, ...]:
-    """Chunks of the vocabulary for t tokens, one in use at a time; each at most `widest`.
+    """Chunks of the vocabulary for t tokens, of at most `widest` columns, used one at a time.
 
-    block: elements of the workspace. spare: whether there is a weight gradient of v x k elements,
-    of which a chunk's turn writes the rows first ... last.
+    block: elements of the workspace's block. spare: whether there is a weight gradient of v x k
+    elements, of which a chunk writes the rows first ... last.
     """
     vocab_chunks: list[VocabChunk] = []
     first = 0
@@ -105,10 +105,10 @@ def one_at_a_time(
 def all_at_once(
     t: int, v: int, k: int, block: int, spares: int, processors: int
 ) -> tuple[VocabChunk, ...] | None:
-    """Chunks of the vocabulary for t tokens, all there at the same time, or None: no room.
+    """Chunks of the vocabulary for t tokens, all in memory at the same time; None without room.
 
-    block: elements of the workspace. spares: how many buffers of v x k elements there are besides
-    (1 or 2), of which a chunk's turn writes the rows first ... last.
+    block: elements of the workspace's block. spares: the number of further buffers of v x k
+    elements (1 or 2), of which a chunk writes the rows first ... last.
     """
     ends = [v * k // 8 * 8] * spares
     first = round_up(max(0, v - max(block, 0) // t // UNIT * UNIT))
@@ -129,5 +129,5 @@ def all_at_once(
 
 
 def block_elements(vocab_chunks: Sequence[VocabChunk], t: int) -> int:
-    """Elements of the block that they need."""
+    """Elements of the block that the chunks need."""
     return max((x.offset + t * x.width for x in vocab_chunks if x.buffer == 0), default=0)

@@ -1,1 +1,1 @@
-"""logp: log-probability of one token per row of logits."""
+"""logp: the log-probability of one token per row of logits."""

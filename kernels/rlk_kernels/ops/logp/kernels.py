@@ -1,4 +1,4 @@
-"""The Triton kernels of `logp`: a program takes a block of columns, a whole subtree."""
+"""The Triton kernels of `logp`: a program has a block of columns, which is a whole subtree."""
 
 import torch
 import triton
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rlk_kernels.device import DeviceFacts, facts
 from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
-from rlk_kernels.matmul.epilogue import _final_logits, _slope
+from rlk_kernels.matmul.epilogue import final_logits, softcap_slope
 from rlk_kernels.memory import empty
 from rlk_kernels.numerics.lse_tree.kernels import (
     LN2,
@@ -18,23 +18,23 @@ from rlk_kernels.numerics.lse_tree.kernels import (
 )
 from rlk_kernels.numerics.lse_tree.tree import LEAF, levels
 from rlk_kernels.ops.linear_logp.options import LogitOptions, options_of
+from rlk_kernels.ops.overlap import begin_overlapped
 
 COLUMNS, WARPS, RANKED = 4096, 1, 1024
-"""Columns of a program, its warps, and its columns where the largest are asked for: they change no
-bit."""
+"""Columns of a program, its warps, and its columns with top_k; they change no bit."""
 FP32 = tl.constexpr(tl.float32)
 LAST = tl.constexpr(-(1 << 63))
-"""A rank below all others."""
+"""A rank below all other ranks."""
 
 
 def block_columns(interpreted: bool) -> int:
-    """Columns of one program: a power of two, so a whole subtree; changes no bit."""
+    """Columns of one program, a power of two and so a whole subtree; they change no bit."""
     return 256 if interpreted else COLUMNS
 
 
 @triton.jit
 def _rank(x, column):
-    """int64: larger for a larger x, and of equal ones for the lower column."""
+    """An int64 that is larger for a larger x, and among equal x for the lower column."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # + 0.0: -0 is 0
     bits = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
     return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
@@ -46,13 +46,11 @@ def _logp_blocks_kernel(
     BLOCK: tl.constexpr, LEAVES: tl.constexpr, LEVELS: tl.constexpr, SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr, TOP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """(n, s) of every block of columns, and the ranks of its TOP largest."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    """(n, s) of each block of columns, and the ranks of its TOP largest logits."""
+    begin_overlapped(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    # a thread's load is half a leaf: in two loads it gets whole ones, and shares none
+    # a load of a thread has half a leaf; with two loads a thread has whole leaves
     cols = block * BLOCK + tl.arange(0, LEAVES)[:, None] * 16 + tl.arange(0, 8)[None, :]
     at = x_ptr + row * stride_t + cols
     left = tl.load(at, mask=cols < V, other=float("-inf")).to(tl.float32)
@@ -65,9 +63,9 @@ def _logp_blocks_kernel(
             tl.store(ranks_ptr + (row * nodes + block) * TOP + i, best)
             of_left = tl.where(of_left == best, LAST, of_left)
             of_right = tl.where(of_right == best, LAST, of_right)
-    left = _final_logits(left, 0, cap, inverse_cap, scale, inverse, False, FP32, SOFTCAP, SCALED)
-    right = _final_logits(right, 0, cap, inverse_cap, scale, inverse, False, FP32, SOFTCAP, SCALED)
-    if SOFTCAP:  # what is behind the last column stays without a weight
+    left = final_logits(left, 0, cap, inverse_cap, scale, inverse, False, FP32, SOFTCAP, SCALED)
+    right = final_logits(right, 0, cap, inverse_cap, scale, inverse, False, FP32, SOFTCAP, SCALED)
+    if SOFTCAP:  # columns after the last keep a weight of 0
         left = tl.where(cols < V, left, float("-inf"))
         right = tl.where(cols + 8 < V, right, float("-inf"))
     n, s = leaf_stats_of_halves(left, right, LEAVES)
@@ -82,10 +80,10 @@ def _store_logp(
     at, x_ptr, ids, mask, V, n, log_s, cap, inverse_cap, scale, inverse, SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr,
 ):  # fmt: skip
-    """The log-probability of each id of a row: 0 where it is negative, NaN behind the last."""
+    """Store the log-probability of each id of a row: 0 for a negative id, NaN for V or more."""
     x = tl.load(x_ptr + ids, mask=mask & (ids >= 0) & (ids < V), other=float("nan"))
     x = x.to(tl.float32)
-    z = _final_logits(x, 0, cap, inverse_cap, scale, inverse, False, FP32, SOFTCAP, SCALED)
+    z = final_logits(x, 0, cap, inverse_cap, scale, inverse, False, FP32, SOFTCAP, SCALED)
     logp = (scaled(z, n) - log_s) * LN2
     tl.store(at, tl.where(ids < 0, 0.0, logp), mask=mask)
 
@@ -97,10 +95,9 @@ def _logp_row_kernel(
     JP: tl.constexpr, TOP: tl.constexpr, TOPP: tl.constexpr, RANKS: tl.constexpr,
     SOFTCAP: tl.constexpr, SCALED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """JP: J given ids, padded. TOP: of RANKS ranks, padded, the largest; TOPP: padded."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    """JP: J token_ids, padded. TOP: the number of largest ones of RANKS (padded) ranks; TOPP: TOP,
+    padded."""
+    begin_overlapped(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, 1 << LEVELS)[None, :]
     at = stats_ptr + (row * nodes + node) * 2
@@ -151,12 +148,12 @@ def _logp_bwd_kernel(
     target = tl.load(target_ptr + row)
     x = tl.load(x_ptr + row * stride_t + cols, mask=cols < V, other=float("-inf"))
     x = x.to(tl.float32)
-    z = _final_logits(x, 0, cap, inverse_cap, scale, inverse, False, FP32, SOFTCAP, SCALED)
+    z = final_logits(x, 0, cap, inverse_cap, scale, inverse, False, FP32, SOFTCAP, SCALED)
     p = tl.exp2(scaled(z, tl.load(root_ptr + row * 2)) - tl.load(root_ptr + row * 2 + 1))
     g = tl.load(g_ptr + row) * slope
     dx = g * (tl.where(cols == target, 1.0, 0.0) - p)
     if SOFTCAP:
-        dx = dx * _slope(z, inverse_top)
+        dx = dx * softcap_slope(z, inverse_top)
     dx = tl.where(dx == dx, dx, tl.where(g == 0.0, 0.0, float("nan")))
     dx = tl.where(target < 0, 0.0, dx)
     tl.store(dx_ptr + row * V + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < V)
@@ -164,7 +161,7 @@ def _logp_bwd_kernel(
 
 @triton.jit
 def _of_root_kernel(z_ptr, target_ptr, root_ptr, logp_ptr, out_ptr, T, BLOCK: tl.constexpr):
-    """logp and (n, log2 s) of logits z of the targets, and (n, s)."""
+    """logp and (n, log2 s) from the logits z of the targets and (n, s) of the rows."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < T
     z = tl.load(z_ptr + row, mask=mask).to(tl.float32)
@@ -178,12 +175,9 @@ def _of_root_kernel(z_ptr, target_ptr, root_ptr, logp_ptr, out_ptr, T, BLOCK: tl
 
 
 def nodes(logits: Tensor) -> Tensor:
-    """(n, s)[T, N, 2] of the blocks of logits[T, V], whose columns are one subtree."""
-    (t, v), spec, here = (
-        logits.shape,
-        options_of(torch.float32, 0.0, 1.0, 1.0),
-        facts(logits.device),
-    )
+    """(n, s)[T, N, 2] of the N blocks of logits[T, V], whose columns are one subtree."""
+    (t, v), spec = logits.shape, options_of(torch.float32, 0.0, 1.0, 1.0)
+    here = facts(logits.device)
     block = min(block_columns(here.interpreted), power_of_2(v))
     out = empty((t, cdiv(v, block), 2), torch.float32, logits.device)
     if t:
@@ -194,8 +188,8 @@ def nodes(logits: Tensor) -> Tensor:
     return out
 
 
-def of_root(z: Tensor, target: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
-    """logp[T] and (n, log2 s)[T, 2] of the targets' logits z[T] and (n, s)[T, 2]."""
+def logp_of_root(z: Tensor, target: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+    """logp[T] and (n, log2 s)[T, 2] from the targets' logits z[T] and (n, s)[T, 2]."""
     logp, out = empty(z.shape, torch.float32, z.device), torch.empty_like(root)
     if len(z):
         _of_root_kernel[(cdiv(len(z), 256),)](z, target, root.contiguous(), logp, out, len(z), 256)
@@ -205,8 +199,8 @@ def of_root(z: Tensor, target: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
 def forward(
     logits: Tensor, target: Tensor, token_ids: Tensor | None, top_k: int, spec: LogitOptions
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """logp[T] of logits[T, V], whose rows are dense; (n, log2 s)[T, 2]; logp of token_ids[T, J],
-    and of the top_k, and their ids, None where not asked for."""
+    """(logp[T], (n, log2 s)[T, 2], logp of token_ids[T, J], logp of the top_k, their ids) of
+    logits[T, V] with dense rows; the last three are None if they are not requested."""
     (t, v), device = logits.shape, logits.device
     logp, root = empty((t,), torch.float32, device), empty((t, 2), torch.float32, device)
     j = 0 if token_ids is None else token_ids.shape[1]
@@ -218,7 +212,7 @@ def forward(
         spec.scaled, j, token_ids is None or token_ids.dtype, top_k, device,
     )  # fmt: skip
     nodes, of_blocks, of_rows, block_options, row_options = cache.get_or_create(
-        "fixed", None, _fixed, v, j, top_k, spec, facts(device)
+        "constants", None, _constants, v, j, top_k, spec, facts(device)
     )
     stats = empty((t, nodes, 2), torch.float32, device)
     if top_k:
@@ -227,11 +221,8 @@ def forward(
         ranks = torch.empty(t, nodes, top_k, dtype=torch.int64, device=device)
     if t:
         sizes = logits.stride(0), v, nodes, *spec.numbers
-        launch(
-            cache, _logp_blocks_kernel, (t, nodes, 1),
-            (logits, stats, ranks, *sizes, *of_blocks),
-            block_options,
-        )  # fmt: skip
+        blocks = (logits, stats, ranks, *sizes, *of_blocks)
+        launch(cache, _logp_blocks_kernel, (t, nodes, 1), blocks, block_options)
         launch(
             cache, _logp_row_kernel, (t, 1, 1),
             (logits, target, stats, logp, root, token_ids, id_logp, ranks, top, top_ids, *sizes,
@@ -241,11 +232,11 @@ def forward(
     return logp, root, id_logp, top, top_ids
 
 
-def _fixed(
+def _constants(
     v: int, j: int, top_k: int, spec: LogitOptions, here: DeviceFacts
 ) -> tuple[int, tuple, tuple, dict, dict]:
-    """What calls of one shape have in common: programs of a row; the constants of both kernels,
-    and their options."""
+    """What calls of one shape share: the programs of a row, the constants of both kernels, their
+    options."""
     block = block_columns(here.interpreted)
     block = block if top_k == 0 else min(block, RANKED)
     nodes = cdiv(v, block)

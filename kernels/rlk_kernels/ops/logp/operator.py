@@ -1,22 +1,22 @@
-"""logp: log-probability of one token per row of logits.
+"""logp: the log-probability of one token per row of logits.
 
     z[v]  = (softcap tanh(logits[t, v] / softcap)) logit_scale / temperature    fp32, each step
                                                   rounded; without a softcap logits[t, v] itself
     logp  = log(exp(z[target]) / sum_v exp(z[v]))
 
-Reduction order: the binary tree of `numerics/lse_tree` over the columns, from leaves of 16. A
-program takes a block of columns, a whole subtree, and its node is written; blocks are merged by the
-same tree. With (n, s) of the row, logp = (y - log2 s) log(2), y = z[target] log2(e) - n.
-torch backend: the same tree in fp64, in natural units. `linear_logp` has the same bits.
+Reduction order: the binary tree of `numerics/lse_tree` over the columns, with leaves of 16. A
+program writes the node of a block of columns, which is a whole subtree, and the same tree merges
+the blocks. With (n, s) of the row, logp = (y - log2 s) log(2), y = z[target] log2(e) - n. The torch
+backend has the same tree in fp64, in natural units. `linear_logp` has the same bits.
 
 Gradient: dlogits[v] = round( g logit_scale / temperature ([v == target] - p[v]) ), p in fp32, and
 with a softcap times 1 - tanh(logits[v] / softcap)^2, from z.
-`token_ids` get the log-probabilities that a target would have, in the same launch. `top_k` returns
-the largest logits; ties go to the lowest id. Neither has a gradient.
-A negative target (ignored tokens) gives logp 0 and no gradient; a row whose upstream gradient is 0
-has a gradient of 0, whatever its logits are (NaN too).
+`token_ids` get the log-probabilities that they would have as targets, in the same launch. `top_k`
+returns the largest logits; ties go to the lowest id. Neither has a gradient. A negative target (an
+ignored token) gives logp 0 and no gradient. A row whose upstream gradient is 0 has a gradient of 0,
+even if its logits are NaN.
 
-T = rows   V = vocabulary   J = given ids of a row   K = top_k
+T = rows   V = vocabulary   J = token_ids of a row   K = top_k
 """
 
 import torch
@@ -26,7 +26,7 @@ from rlk_kernels.backend import choose, two_backends
 from rlk_kernels.custom_op import SECOND, call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
-from rlk_kernels.ops.linear_logp.options import check_options, options_of
+from rlk_kernels.ops.linear_logp.options import check_options, check_token_ids, options_of
 from rlk_kernels.ops.logp import portable
 
 
@@ -62,8 +62,8 @@ def _logp_backward(
 
 
 def logp_grad(logits: Tensor, target: Tensor, root: Tensor, g: Tensor, backend: str) -> Tensor:
-    """dlogits[T, V] of g[T], without temperature and softcap; logits and target as `logp` takes
-    them, but for a target of V or more, which stands for a column that is elsewhere."""
+    """dlogits[T, V] of g[T], without temperature and softcap; logits and target are as in `logp`,
+    except that a target of V or more is a column of another shard."""
     return _logp_backward(logits, target, root, g.contiguous(), 0.0, 1.0, 1.0, backend)
 
 
@@ -99,7 +99,7 @@ def _fake(logits, target, softcap, scale, temperature, backend):
 def _logp(
     logits: Tensor, target: Tensor, softcap: float, scale: float, temperature: float, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """logp[T], and two numbers a row that the gradient needs."""
+    """logp[T], and two numbers of each row for the gradient."""
     return _run(logits, target, None, 0, (softcap, scale, temperature), backend)[:2]
 
 
@@ -116,8 +116,8 @@ def _logp_and_more(
     logits: Tensor, target: Tensor, token_ids: Tensor | None, top_k: int, softcap: float,
     scale: float, temperature: float, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`_logp`, and logp of token_ids[T, J], of the top_k, and their ids; empty where not asked
-    for."""
+    """`_logp`, then logp of token_ids[T, J], logp of the top_k, and their ids; empty if they are
+    not requested."""
     *row, id_logp, top, ids = _run(
         logits, target, token_ids, top_k, (softcap, scale, temperature), backend
     )
@@ -140,16 +140,16 @@ def logp(
     logit_scale: float | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """log softmax(z)[t, target[t]] -> [T] float32 (float64 for float64), z of the logits as above.
+    """log softmax(z)[t, target[t]] -> [T] float32 (float64 for float64), with z as above.
 
     logits[T, V]: bfloat16, float16, float32 (float64 on the torch backend), V >= 1; target[T]
-    int32 or int64 below V, negative to ignore; temperature, softcap, logit_scale > 0. A target of V
-    or more raises IndexError on the torch backend and gives NaN on the GPU; so do token_ids.
+    int32 or int64 below V, negative to ignore; temperature, softcap, logit_scale > 0. A target or
+    an id of V or more raises IndexError on the torch backend and gives NaN on a GPU.
 
-    With token_ids[T, J] or top_k = K (at most V and 128; logits must not be NaN) the result
-    is a tuple of what is requested: logp[T], that of token_ids[T, J], that of the K largest
-    logits[T, K], and their ids[T, K] int64; only logp[T] has a gradient (`linear_logp` gives
-    token_ids one too). Raises UnsupportedShape, UnsupportedDtype, ValueError.
+    With token_ids[T, J] or top_k = K (at most V and 128; logits must not be NaN) the result is a
+    tuple of logp[T] and the requested ones of: log-probabilities [T, J] of token_ids, those [T, K]
+    of the K largest logits, and their ids [T, K] in int64. Only logp[T] has a gradient (in
+    `linear_logp` token_ids have one too). Raises UnsupportedShape, UnsupportedDtype, ValueError.
     """
     shape = logits.shape
     if len(shape) != 2 or target.shape != (shape[0],) or shape[1] == 0:
@@ -158,15 +158,13 @@ def logp(
             f"{tuple(target.shape)}"
         )
     if target.dtype not in (torch.int32, torch.int64) or not logits.is_floating_point():
-        raise UnsupportedDtype(f"logp: logits are {logits.dtype}, target is {target.dtype}")
+        raise UnsupportedDtype(
+            f"logp: logits are {logits.dtype} and target is {target.dtype}; floating logits and an "
+            "int32 or int64 target are needed"
+        )
     spec = check_options("logp", temperature, softcap, logit_scale, torch.float32)
     if token_ids is not None:
-        if token_ids.dim() != 2 or token_ids.shape[0] != logits.shape[0]:
-            raise UnsupportedShape(
-                f"logp: token_ids[{logits.shape[0]}, J] are needed, not {tuple(token_ids.shape)}"
-            )
-        if token_ids.dtype not in (torch.int32, torch.int64):
-            raise UnsupportedDtype(f"logp: token_ids are {token_ids.dtype}; integers are needed")
+        check_token_ids("logp", token_ids, shape[0])
         token_ids = token_ids.contiguous()
     if not 0 <= top_k <= min(MAX_TOP, shape[1]):
         raise ValueError(f"logp: top_k must be from 0 to {min(MAX_TOP, shape[1])}, not {top_k}")

@@ -17,9 +17,8 @@ def _forward(logits, target, ids, top_k, spec):
     log_s = elementary.log(s)
 
     def of(ids):
-        return _logp(z.gather(-1, ids.long().clamp(min=0)), ids, m[:, None], log_s[:, None]).to(
-            wide
-        )
+        z_ids = z.gather(-1, ids.long().clamp(min=0))
+        return _logp(z_ids, ids, m[:, None], log_s[:, None]).to(wide)
 
     top = target.new_empty(z.shape[0], 0, dtype=torch.int64)
     id_logp = of(top if ids is None else ids)
@@ -38,8 +37,8 @@ def node(logits: Tensor, entropy: bool = False) -> Tensor:
     return torch.stack(by_rows(lambda z: block_portable(z.double(), entropy), logits), -1)
 
 
-def of_root(z: Tensor, target: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
-    """logp[T] and (m, log s)[T, 2] of the targets' logits z[T] and (m, s)[T, 2]."""
+def logp_of_root(z: Tensor, target: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+    """logp[T] and (m, log s)[T, 2] from the targets' logits z[T] and (m, s)[T, 2]."""
     m, s = root.unbind(-1)
     log_s = elementary.log(s)
     wide = torch.float64 if z.dtype == torch.float64 else torch.float32
@@ -51,20 +50,20 @@ def _backward(logits, target, root, g, spec):
     z = final_logits(logits, spec)
     m, log_s = root.split(1, 1)
     p = elementary.exp((z - m) - log_s)
-    # A target behind the last column is another rank's.
+    # a target after the last column belongs to another rank
     at = target.long().clamp(0, p.shape[1])[:, None]
     one = p.new_zeros(p.shape[0], p.shape[1] + 1).scatter_(1, at, 1.0)[:, :-1]
     slope = spec.scale / spec.temperature if wide == torch.float64 else spec.slope
     dx = (g.double() * slope)[:, None] * (one - p) * softcap_slope(z, spec)
-    quiet = (target < 0)[:, None] | ((g == 0)[:, None] & dx.isnan())
-    return torch.where(quiet, 0.0, dx).to(wide).to(logits.dtype)
+    no_gradient = (target < 0)[:, None] | ((g == 0)[:, None] & dx.isnan())
+    return torch.where(no_gradient, 0.0, dx).to(wide).to(logits.dtype)
 
 
 def forward(
     logits: Tensor, target: Tensor, token_ids: Tensor | None, top_k: int, spec: LogitOptions
 ) -> tuple[Tensor, ...]:
-    """logp[T]; (m, log s)[T, 2], m the maximum of a row, log s natural; logp of token_ids[T, J],
-    and of the top_k, and their ids (empty where there are none)."""
+    """(logp[T], (m, log s)[T, 2], logp of token_ids[T, J], logp of the top_k, their ids); m is the
+    maximum of a row, log s is natural, and the last three are empty if they are not requested."""
     v = logits.shape[1]
     for ids in (target, token_ids):
         if ids is not None and ids.numel() and int(ids.max()) >= v:

@@ -1,7 +1,7 @@
-"""The parts of `logp` where a row's columns are in several places: the nodes of whole subtrees of
-`numerics/lse_tree`, their merging, and the log-prob by the root.
+"""The steps of `logp` for rows whose columns are in several shards: the nodes of whole subtrees of
+`numerics/lse_tree`, merges of nodes, and the log-prob from the root.
 
-A node is two numbers a row: (m, s) in float64 on the torch backend, (n, s) in fp32 on Triton.
+A node has two numbers a row: (m, s) in float64 on the torch backend, (n, s) in fp32 on Triton.
 """
 
 import torch
@@ -16,7 +16,7 @@ _on_triton = lazy_module("rlk_kernels.ops.logp.kernels")
 
 
 def node_of(logits: Tensor, backend: str) -> Tensor:
-    """[T, 2] of logits[T, V], all columns of one subtree."""
+    """The node [T, 2] of logits[T, V], all columns of one subtree."""
     record("logp", backend)
     if backend == "torch":
         return portable.node(logits)
@@ -27,7 +27,7 @@ def node_of(logits: Tensor, backend: str) -> Tensor:
 
 
 def merge_pair(left: Tensor, right: Tensor) -> Tensor:
-    """[..., 2]: the node above two neighbours. Of (m, s, u), which entropy takes, [..., 3]."""
+    """The node [..., 2] above two neighbours, or [..., 3] of (m, s, u), for the entropy."""
     if left.dtype == torch.float64:
         pair = torch.stack([left, right], -1)
         return torch.stack(merge_portable(pair.unbind(-2)), -1)
@@ -37,11 +37,11 @@ def merge_pair(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _pow2(k: Tensor) -> Tensor:
-    """2**k for integers k <= 0 held in fp32; 0 from -127 down."""
+    """2**k for integers k <= 0 in fp32; 0 for k <= -127."""
     return ((k.clamp(min=-127.0) + 127.0).to(torch.int32) << 23).view(torch.float32)
 
 
 def logp_of_nodes(z: Tensor, target: Tensor, root: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    """(logp[T], what `logp_grad` needs[T, 2]) of the targets' logits z[T] and root[T, 2]."""
+    """(logp[T], the root for `logp_grad` [T, 2]) from the targets' logits z[T] and root[T, 2]."""
     of = portable if backend == "torch" else _on_triton()
-    return of.of_root(z, target, root)
+    return of.logp_of_root(z, target, root)

@@ -1,1 +1,1 @@
-"""norm_rope: the norms of queries and keys, and their rotation, in one launch."""
+"""norm_rope: the norm and the rotation of queries and keys in one launch."""

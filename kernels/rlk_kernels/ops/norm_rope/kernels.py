@@ -1,7 +1,7 @@
-"""The Triton kernel of `norm_rope`: a program takes some heads of a token.
+"""The Triton kernel of `norm_rope`: a program norms and rotates some heads of a token.
 
-The mean of squares is taken of the same tile, by as many warps, as in `rms_norm/kernels.py`: the
-order of its sum follows from these. Halves of a head are read again for the rotation.
+The mean of squares uses the same tile and as many warps as in `rms_norm/kernels.py`, which
+determine the order of its sum. The halves of a head are read again for the rotation.
 """
 
 import math
@@ -14,9 +14,8 @@ from torch import Tensor
 from rlk_kernels.device import facts
 from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
 from rlk_kernels.memory import empty
-from rlk_kernels.ops.rope.kernels import cos_sin
-
-_TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+from rlk_kernels.ops.overlap import begin_overlapped
+from rlk_kernels.ops.rope.kernels import TRITON_DTYPES, cos_sin
 
 
 @triton.jit
@@ -69,10 +68,8 @@ def _norm_rope_kernel(
     ROWS: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr, HF: tl.constexpr,
     SCALED: tl.constexpr, ROUND: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """ROWS heads of a token, those of k behind those of q."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    """ROWS heads of a token, those of k after those of q."""
+    begin_overlapped(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     cos, sin = cos_sin(pos_ptr, freq_ptr, scaling_ptr, token, R, RP, SCALED, ROUND)
     group = tl.program_id(1)
@@ -88,9 +85,9 @@ def _norm_rope_kernel(
         )  # fmt: skip
 
 
-def _lying(x: Tensor, wide: int) -> Tensor:
-    """x, copied where a load could not be as wide as the head size allows: the layout of the tile,
-    and so the order of its sum, follows from that."""
+def _aligned(x: Tensor, wide: int) -> Tensor:
+    """x, or a copy if its loads could not be as wide as the head size allows. The width of loads
+    determines the layout of the tile, and so the order of its sum."""
     dense = x.stride(2) == 1 and x.stride(1) == x.shape[2]
     if dense and x.stride(0) % wide == 0 and x.data_ptr() % 16 == 0:
         return x
@@ -101,10 +98,10 @@ def norm_rotate(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, positions: Tensor, frequency: Tensor,
     scaling: Tensor | None, eps: float, hf: bool, round_to: torch.dtype, interleaved: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q[T, Hq, D] and k[T, Hk, D], normed and rotated."""
+    """Norm and rotate q[T, Hq, D] and k[T, Hk, D]."""
     (t, hq, d), hk, r = q.shape, k.shape[1], frequency.numel()
     wide = math.gcd(d, 16)
-    q, k = _lying(q, wide), _lying(k, wide)
+    q, k = _aligned(q, wide), _aligned(k, wide)
     q_out, k_out = (empty(x.shape, x.dtype, x.device) for x in (q, k))
     if t and hq + hk:
         block = power_of_2(d)
@@ -120,7 +117,7 @@ def norm_rotate(
             (q, k, q_weight, k_weight, q_out, k_out, positions, frequency,
              scaling if scaled else frequency, q.stride(0), k.stride(0), hq, hk, steps[0], eps, d,
              block, r, power_of_2(r), power_of_2(d - 2 * r) if d > 2 * r else 0, rows, wide,
-             interleaved, hf, scaled, _TL[round_to], overlap),
+             interleaved, hf, scaled, TRITON_DTYPES[round_to], overlap),
             {"num_warps": min(16, max(2, block // 1024)), "launch_pdl": overlap},
         )  # fmt: skip
     return q_out, k_out

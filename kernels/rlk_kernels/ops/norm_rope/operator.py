@@ -2,9 +2,9 @@
 
     q', k' = rope( rms_norm(q, q_weight), rms_norm(k, k_weight), positions )
 
-with the bits of the two operators and of their gradients: a head's norm is taken over D in the
-order of `rms_norm`, rounded as there, and rotated as in `rope`. On triton both are one launch; the
-backward runs the two backwards.
+It has the bits of the two operators and of their gradients: the norm of a head is computed over D
+and rounded as in `rms_norm`, and rotated as in `rope`. On triton both are one launch; the backward
+runs the two backwards.
 
 T = tokens   H = heads   D = head size   R = rotary_dim / 2
 """
@@ -17,13 +17,7 @@ from rlk_kernels.custom_op import call, custom_op
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.rms_norm.operator import CASTS, rms_norm_grad
 from rlk_kernels.ops.rms_norm.operator import rms_norm as norm
-from rlk_kernels.ops.rope.operator import (
-    _frequencies,
-    _rope,
-    check_rope,
-    empty_heads,
-    rotate,
-)
+from rlk_kernels.ops.rope.operator import _frequencies, _rope, check_rope, empty_heads, rotate
 
 
 def _setup(ctx, inputs, output):
@@ -105,7 +99,7 @@ def norm_rope(
     for weight in (q_weight, k_weight):
         if weight.shape != q.shape[2:]:
             raise UnsupportedShape(
-                f"norm_rope: weights of {q.shape[2]} are needed, not {tuple(weight.shape)}"
+                f"norm_rope: weights[{q.shape[2]}] are needed, not {tuple(weight.shape)}"
             )
         if weight.dtype not in (q.dtype, torch.float32):
             raise UnsupportedDtype(
@@ -114,7 +108,7 @@ def norm_rope(
     if k.dtype != q.dtype or q_weight.dtype != k_weight.dtype:
         raise UnsupportedDtype(
             f"norm_rope: q and k are {q.dtype} and {k.dtype}, their weights {q_weight.dtype} and "
-            f"{k_weight.dtype}; one dtype of each is needed"
+            f"{k_weight.dtype}; q and k need one dtype, and so do their weights"
         )
     frequency = None if inv_freq is None else inv_freq.detach().contiguous()
     factor = None if scaling is None else scaling.detach()

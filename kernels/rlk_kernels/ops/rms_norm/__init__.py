@@ -1,1 +1,1 @@
-"""rms_norm, optionally of a sum with a residual."""
+"""rms_norm, optionally of the sum with a residual."""

@@ -1,4 +1,4 @@
-"""The Triton kernels of `rms_norm`: one row in one program."""
+"""The Triton kernels of `rms_norm`: a row is in one program."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from rlk_kernels.memory import empty
 from rlk_kernels.numerics.column_sum.operator import column_sum
 
 GRAD_ROWS = 16
-"""Rows whose weight gradients one program adds up, in order."""
+"""Rows whose weight gradients one program adds, in order."""
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -66,8 +66,8 @@ def _rms_norm_bwd_kernel(
 def forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, hf: bool
 ) -> tuple[Tensor, Tensor]:
-    """(y, s) of x[M, H], or x[T, heads, H] without a residual, whose rows are dense; s is
-    x + residual, or empty."""
+    """(y, s) of x[M, H], or without a residual of x[T, heads, H], with dense rows; s is
+    x + residual, or empty without a residual."""
     h, heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
     m = x.shape[0] * heads
     y = empty(x.shape, x.dtype, x.device)

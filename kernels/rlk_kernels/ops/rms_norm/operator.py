@@ -5,8 +5,8 @@
     cast="hf":    y = round( weight * round(s * r) )      both roundings to x's dtype
     cast="vllm":  y = round( weight * s * r )             one rounding, from fp32
 
-Reduction order: one row in one program; the sum over H has the fixed order of a block of
-next_power_of_2(H) elements, a function of H alone (triton), or is a sum by halves (torch).
+Reduction order: a row is in one program. The sum over H has the fixed order of a block of
+next_power_of_2(H) elements, which depends on H alone (triton), or is a sum by halves (torch).
 
 Gradients: with n = s * r and g = dy * weight,
     ds = r * (g - n * sum_h(g n) / H)  (+ the gradient of the new residual)   per row, fp32
@@ -82,7 +82,7 @@ def _fake(x, residual, *rest):
 def _rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, hf: bool, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """y and s; s is empty where there is no residual (x itself serves)."""
+    """y and s; s is empty without a residual, where it would be x."""
     return _module("rms_norm", backend).forward(x, residual, weight, eps, hf)
 
 
@@ -98,8 +98,8 @@ def rms_norm(
     """RMS norm over the last dimension: y, or (y, x + residual) when a residual is given.
 
     x[..., H], residual[..., H], weight[H]: bfloat16, float16 or float32 (float64 on the torch
-    backend); weight may also be float32. H <= 65536. The norm is taken of the rounded new residual.
-    `cast` says where y is rounded (module docstring). Raises UnsupportedShape,
+    backend); weight may also be float32. H <= 65536. The norm is that of the rounded sum with the
+    residual. `cast` determines where y is rounded (module docstring). Raises UnsupportedShape,
     UnsupportedDtype, ValueError.
     """
     h = x.shape[-1] if x.dim() else 0
@@ -110,8 +110,8 @@ def rms_norm(
         )
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise UnsupportedShape(
-            f"rms_norm: residual {tuple(residual.shape)} {residual.dtype} is not like "
-            f"x {tuple(x.shape)} {x.dtype}"
+            f"rms_norm: residual {tuple(residual.shape)} {residual.dtype} must have the shape and "
+            f"dtype of x {tuple(x.shape)} {x.dtype}"
         )
     if weight.dtype not in (x.dtype, torch.float32):
         raise UnsupportedDtype(
@@ -131,7 +131,7 @@ def rms_norm(
 
 
 def _heads_are_strided(x: Tensor) -> bool:
-    """Whether x[T, heads, H] has dense rows and is no [M, H]: heads of a fused q, k, v."""
+    """Whether x[T, heads, H] has dense rows but is no matrix, like heads of a fused q, k, v."""
     return x.dim() == 3 and x.stride(2) == 1 and x.stride(0) != x.shape[1] * x.stride(1)
 
 

@@ -29,7 +29,7 @@ def _forward(x, residual, weight, eps, hf):
 def forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, hf: bool
 ) -> tuple[Tensor, Tensor]:
-    """y and s = x + residual of x[M, H]; without a residual s is empty, and x[..., H]."""
+    """y and s = x + residual of x[M, H]; without a residual s is empty, and x may be [..., H]."""
     rows = x.reshape(-1, x.shape[-1])
     y, s = by_rows(lambda a, b: _forward(a, b, weight, eps, hf), rows, residual)
     return y.view(x.shape), (x.new_empty(0) if residual is None else s)

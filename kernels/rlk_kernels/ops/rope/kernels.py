@@ -8,10 +8,11 @@ from torch import Tensor
 from rlk_kernels.device import facts
 from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
 from rlk_kernels.memory import empty
+from rlk_kernels.ops.overlap import begin_overlapped
 
 HEADS_AT_A_TIME = 32
 MANY_TOKENS = 2048
-"""From this many tokens on, a program walks all heads of its token, and computes the token's angles
+"""The number of tokens from which a program rotates all heads of its token and computes the angles
 once."""
 
 
@@ -38,7 +39,7 @@ def _rotate_heads(
     D: tl.constexpr, R: tl.constexpr, TAIL: tl.constexpr, HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """`steps` groups of HEADS heads of a token, from `group` on."""
+    """Rotate `steps` groups of HEADS heads of a token, from `group` on."""
     first = 2 * i if INTERLEAVED else i
     second = 2 * i + 1 if INTERLEAVED else i + R
     for step in range(steps):
@@ -63,10 +64,8 @@ def _rope_kernel(
     D: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, TAIL: tl.constexpr, HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr, SCALED: tl.constexpr, ROUND: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """WHOLE: a program a token. Else one for HEADS heads of it, those of k behind those of q."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    """WHOLE: a program for each token. Otherwise one for HEADS heads, first those of q."""
+    begin_overlapped(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     cos, sin = cos_sin(pos_ptr, freq_ptr, scaling_ptr, token, R, RP, SCALED, ROUND)
     sin = sin * sign
@@ -84,14 +83,16 @@ def _rope_kernel(
         )  # fmt: skip
 
 
-_TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+TRITON_DTYPES = {
+    torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16
+}  # fmt: skip
 
 
 def rotate(
     q: Tensor, k: Tensor, positions: Tensor, frequency: Tensor, scaling: Tensor | None, sign: float,
     round_to: torch.dtype, interleaved: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q[T, Hq, D] and k[T, Hk, D], last dimensions dense, rotated by sign times their angles."""
+    """Rotate q[T, Hq, D] and k[T, Hk, D], whose last dimensions are dense, by sign * angle."""
     (t, hq, d), hk, r = q.shape, k.shape[1], frequency.numel()
     q_out = empty((t, hq, d), q.dtype, q.device)
     k_out = empty((t, hk, d), k.dtype, k.device)
@@ -109,7 +110,7 @@ def rotate(
             (q, k, q_out, k_out, positions, frequency, scaling if scaled else frequency,
              q.stride(0), q.stride(1), k.stride(0), k.stride(1), sign, hq, hk, *steps, whole, d,
              r, power_of_2(r), power_of_2(d - 2 * r) if d > 2 * r else 0, heads, interleaved,
-             scaled, _TL[round_to], overlap),
+             scaled, TRITON_DTYPES[round_to], overlap),
             {"num_warps": 2, "launch_pdl": overlap},
         )  # fmt: skip
     return q_out, k_out

@@ -1,9 +1,9 @@
 """rope: rotary position embedding of queries and keys.
 
     angle[t, i] = fp32(position[t]) * frequency[i]                             i < rotary_dim / 2
-    frequency[i] = fp32(theta ** (-2 i / rotary_dim)), or inv_freq[i] as given, for a scaled rope
-                   (llama3, yarn, linear) or another rounding of theta **
-    c, s = cos(angle), sin(angle)                      fp32, times scaling where it is given (yarn's
+    frequency[i] = fp32(theta ** (-2 i / rotary_dim)), or inv_freq[i], for a scaled rope (llama3,
+                   yarn, linear) or another rounding of theta **
+    c, s = cos(angle), sin(angle)                      fp32, times an optional scaling (yarn's
                                                        attention factor), rounded to cos_sin_dtype
     y[i]        = round( x[i] * c - x[i'] * s )        fp32 arithmetic, one rounding
     y[i']       = round( x[i'] * c + x[i] * s )        i' = i + rotary_dim / 2; interleaved: the
@@ -50,7 +50,7 @@ def rotate(
     theta: float, rotary_dim: int, sign: float, cos_sin_dtype: torch.dtype, interleaved: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q and k, rotated by `sign` times their angles."""
+    """Rotate q and k by `sign` times their angles."""
     record("rope", backend)
     frequency = _frequencies(theta, rotary_dim, q.device) if inv_freq is None else inv_freq
     options = (positions, frequency, scaling, sign, cos_sin_dtype, interleaved)
@@ -60,7 +60,7 @@ def rotate(
 
 
 def empty_heads(q: Tensor, k: Tensor, *rest) -> tuple[Tensor, Tensor]:
-    """The fake results of an operator that gives q and k their shapes."""
+    """The fake results of an operator whose results have the shapes of q and k."""
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
@@ -84,9 +84,9 @@ def check_rope(
     op: str, q: Tensor, k: Tensor, positions: Tensor, theta: float | None, inv_freq: Tensor | None,
     scaling: Tensor | None, rotary_dim: int | None, cos_sin_dtype: torch.dtype,
 ) -> int:  # fmt: skip
-    """The rotary size; raises what `rope` says."""
+    """The rotary size; raises what `rope` raises for these arguments."""
     if (theta is None) == (inv_freq is None):
-        raise ValueError(f"{op}: give either theta or inv_freq")
+        raise ValueError(f"{op}: give exactly one of theta and inv_freq")
     if theta is not None and not theta > 0:
         raise ValueError(f"{op}: theta must be above 0, not {theta}")
     if q.dim() != 3 or k.dim() != 3 or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
@@ -105,16 +105,16 @@ def check_rope(
         raise UnsupportedShape(f"{op}: rotary_dim {size} must be even and at most {q.shape[2]}")
     if inv_freq is not None and inv_freq.shape != (size // 2,):
         raise UnsupportedShape(
-            f"{op}: inv_freq {tuple(inv_freq.shape)} must hold {size // 2} frequencies"
+            f"{op}: inv_freq {tuple(inv_freq.shape)} must have {size // 2} frequencies"
         )
     if scaling is not None and scaling.shape != (1,):
-        raise UnsupportedShape(f"{op}: scaling {tuple(scaling.shape)} must hold one number")
+        raise UnsupportedShape(f"{op}: scaling {tuple(scaling.shape)} must have one number")
     for name, x in (("inv_freq", inv_freq), ("scaling", scaling)):
         if x is not None and x.dtype != torch.float32:
             raise UnsupportedDtype(f"{op}: {name} is {x.dtype}; float32 is needed")
     if cos_sin_dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise UnsupportedDtype(
-            f"{op}: cos_sin_dtype {cos_sin_dtype} is not a float of 16 or 32 bit"
+            f"{op}: cos_sin_dtype is {cos_sin_dtype}; a floating dtype of 16 or 32 bits is needed"
         )
     return size
 
@@ -134,14 +134,13 @@ def rope(
 ) -> tuple[Tensor, Tensor]:
     """Rotate q[T, Hq, D] and k[T, Hk, D] by positions[T] (integers, |position| < 2**20).
 
-    Frequencies are those of theta, or inv_freq[R] in float32 (an engine's own, scaled or not);
-    cos and sin are multiplied by scaling[1], float32 (yarn's attention factor), before they are
-    rounded, and so are gradients.
-    bfloat16, float16, float32 (float64 on the torch backend); rotary_dim is even and at most D,
-    and defaults to 2 R, or to D; cos_sin_dtype is float32, bfloat16 or float16 (vLLM keeps its
-    table in the model's dtype, HF in float32). Inputs are not modified.
-    Raises UnsupportedShape, UnsupportedDtype, and ValueError unless exactly one of theta and
-    inv_freq is given, and theta is above 0.
+    The frequencies come from theta, or are inv_freq[R] in float32 (those of an engine, scaled or
+    not). cos and sin are multiplied by scaling[1] in float32 (yarn's attention factor) before they
+    are rounded, for gradients too. q, k: bfloat16, float16, float32 (float64 on the torch backend).
+    rotary_dim is even and at most D, and defaults to 2 R with inv_freq, otherwise to D.
+    cos_sin_dtype is float32, bfloat16 or float16 (the table of vLLM has the model's dtype, that of
+    HF float32). Inputs are not modified. Raises UnsupportedShape, UnsupportedDtype, and ValueError
+    unless exactly one of theta, above 0, and inv_freq is given.
     """
     size = check_rope("rope", q, k, positions, theta, inv_freq, scaling, rotary_dim, cos_sin_dtype)
     frequency = None if inv_freq is None else inv_freq.detach().contiguous()

@@ -10,7 +10,7 @@ def rotate(
     x: Tensor, positions: Tensor, frequency: Tensor, scaling: Tensor | None, sign: float,
     round_to: torch.dtype, interleaved: bool,
 ) -> Tensor:  # fmt: skip
-    """x[T, H, D] rotated by sign times its angles."""
+    """Rotate x[T, H, D] by sign times its angles."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     r = frequency.numel()
     angle = positions.to(torch.float32)[:, None] * frequency

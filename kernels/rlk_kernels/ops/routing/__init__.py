@@ -1,1 +1,1 @@
-"""top-k routing: which experts a token is sent to, and with what weights."""
+"""Top-k routing: the experts of a token and their weights."""

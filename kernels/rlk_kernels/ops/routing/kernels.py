@@ -1,5 +1,5 @@
 # ruff: noqa: SIM108 (a ternary of two shapes is no Triton)
-"""The Triton kernels of `route` and `route_corrected`: a program takes ROWS rows of all experts."""
+"""The Triton kernels of `route` and `route_corrected`: a program has ROWS rows of all experts."""
 
 import torch
 import triton
@@ -11,9 +11,10 @@ from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
 from rlk_kernels.memory import empty
 from rlk_kernels.numerics.lse_tree.kernels import leaf_stats, merge_neighbours, scaled
 from rlk_kernels.numerics.lse_tree.tree import LEAF, levels
+from rlk_kernels.ops.overlap import begin_overlapped
 
 WARP_COLUMNS, MOST_WARPS = 256, 8
-"""Forward: experts that a warp takes of a program's one row, and warps."""
+"""Forward: experts of a warp in a program's single row, and the most warps."""
 ELEMENTS, WARPS = 512, 4
 """Backward: elements of a program's block of rows, and warps."""
 LARGEST = tl.constexpr(0x7FFFFFFF)
@@ -22,10 +23,49 @@ TAKEN = tl.constexpr(-0x80000000)
 
 @triton.jit
 def sort_key(z):
-    """int32 that orders as z does: -0 as +0, and NaN above all."""
+    """An int32 with the order of z, where -0 equals +0 and NaN is the largest."""
     bits = (z + 0.0).to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return tl.where(z != z, LARGEST, key)
+
+
+@triton.jit
+def _first_largest(key, cols, BE: tl.constexpr):
+    """The column of each row's largest key[ROWS, BE], the lowest one for ties."""
+    return tl.min(tl.where(key == tl.max(key, 1)[:, None], cols[None, :], BE), 1)
+
+
+@triton.jit
+def _pick_largest(key, cols, K: tl.constexpr, ROWS: tl.constexpr, BE: tl.constexpr):
+    """Whether each column has one of the K largest keys of its row, [ROWS, BE]."""
+    picked = cols[None, :] < tl.zeros((ROWS, 1), tl.int32)
+    for _ in range(K):
+        now = cols[None, :] == _first_largest(key, cols, BE)[:, None]
+        picked = picked | now
+        key = tl.where(now, TAKEN, key)
+    return picked
+
+
+@triton.jit
+def _sum_picked(x, picked, cols, K: tl.constexpr, ROWS: tl.constexpr, BE: tl.constexpr):
+    """The sum of the picked x[ROWS, BE] of each row, one by one in ascending column."""
+    total = tl.zeros((ROWS,), tl.float32)
+    for _ in range(K):
+        expert = tl.min(tl.where(picked, cols[None, :], BE), 1)
+        now = cols[None, :] == expert[:, None]
+        total += tl.sum(tl.where(now, x, 0.0), 1)
+        picked = picked & (cols[None, :] != expert[:, None])
+    return total
+
+
+@triton.jit
+def _store_picked(
+    w_ptr, ids_ptr, w, picked, there, at, cols, K: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Store the weights and ids of the picked columns side by side, in ascending column."""
+    slot = at * K + (tl.cumsum(picked.to(tl.int32), 1) - 1)
+    tl.store(w_ptr + slot, w, mask=picked & there)
+    tl.store(ids_ptr + slot, cols[None, :] + tl.zeros((ROWS, 1), tl.int32), mask=picked & there)
 
 
 @triton.jit
@@ -41,42 +81,24 @@ def _route_fwd_kernel(
     z_ptr, w_ptr, ids_ptr, T, E, K: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
     BE: tl.constexpr, LEAVES: tl.constexpr, LEVELS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_overlapped(OVERLAP)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BE)
     there = (rows[:, None] < T) & (cols[None, :] < E)
     at = rows.to(tl.int64)[:, None]
     z = tl.load(z_ptr + at * E + cols[None, :], mask=there, other=float("-inf"))
     key = tl.where(cols[None, :] < E, sort_key(z), TAKEN)
-    picked = cols[None, :] < tl.zeros((ROWS, 1), tl.int32)
-    for _ in range(K):
-        best = tl.max(key, 1)
-        expert = tl.min(tl.where(key == best[:, None], cols[None, :], BE), 1)
-        now = cols[None, :] == expert[:, None]
-        picked = picked | now
-        key = tl.where(now, TAKEN, key)
+    picked = _pick_largest(key, cols, K, ROWS, BE)
     if NORMALIZE:
         # the difference of a NaN or an infinity to itself is a NaN
-        nothing = tl.max(tl.where(picked & (z != z), 1, 0), 1) > 0
+        has_nan = tl.max(tl.where(picked & (z != z), 1, 0), 1) > 0
         top = tl.max(tl.where(picked, z, float("-inf")), 1)
-        top = tl.where(nothing, float("nan"), top)
+        top = tl.where(has_nan, float("nan"), top)
         terms = tl.exp(z - top[:, None])
-        total = tl.zeros((ROWS,), tl.float32)
-        left = picked
-        for _ in range(K):
-            expert = tl.min(tl.where(left, cols[None, :], BE), 1)
-            now = cols[None, :] == expert[:, None]
-            total += tl.sum(tl.where(now, terms, 0.0), 1)
-            left = left & (cols[None, :] != expert[:, None])
-        w = terms / total[:, None]
+        w = terms / _sum_picked(terms, picked, cols, K, ROWS, BE)[:, None]
     else:
         w = _softmax(z, ROWS, BE, LEAVES, LEVELS)
-    place = tl.cumsum(picked.to(tl.int32), 1) - 1
-    where = at * K + place
-    tl.store(w_ptr + where, w, mask=picked & there)
-    tl.store(ids_ptr + where, cols[None, :] + tl.zeros((ROWS, 1), tl.int32), mask=picked & there)
+    _store_picked(w_ptr, ids_ptr, w, picked, there, at, cols, K, ROWS)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -85,9 +107,7 @@ def _route_bwd_kernel(
     ROWS: tl.constexpr, BE: tl.constexpr, LEAVES: tl.constexpr, LEVELS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_overlapped(OVERLAP)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BE)
     at = rows.to(tl.int64)
@@ -114,17 +134,11 @@ def _route_bwd_kernel(
 
 
 @triton.jit
-def _first(key, cols, BE: tl.constexpr):
-    """The column of each row's largest key[ROWS, BE], the lowest of those that tie."""
-    return tl.min(tl.where(key == tl.max(key, 1)[:, None], cols[None, :], BE), 1)
-
-
-@triton.jit
 def _group_score(c, key, cols, BE: tl.constexpr):
-    """The sum of each row's two largest c, by their keys."""
-    first = _first(key, cols, BE)
+    """The sum of the two c with the largest keys of each row."""
+    first = _first_largest(key, cols, BE)
     is_first = cols[None, :] == first[:, None]
-    second = _first(tl.where(is_first, TAKEN, key), cols, BE)
+    second = _first_largest(tl.where(is_first, TAKEN, key), cols, BE)
     is_second = cols[None, :] == second[:, None]
     return tl.sum(tl.where(is_first, c, 0.0), 1) + tl.sum(tl.where(is_second, c, 0.0), 1)
 
@@ -134,20 +148,20 @@ def _chosen_groups(
     c, key, cols, E, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, ROWS: tl.constexpr,
     BE: tl.constexpr, BG: tl.constexpr,
 ):  # fmt: skip
-    """Whether each expert is in one of the chosen groups, [ROWS, BE]."""
+    """Whether each expert is in a chosen group, [ROWS, BE]."""
     size = E // GROUPS
     group = cols // size
-    places = tl.arange(0, BG)
+    groups = tl.arange(0, BG)
     group_key = tl.full((ROWS, BG), TAKEN, tl.int32)
     for g in range(GROUPS):
         here = tl.where(group[None, :] == g, key, TAKEN)
         score = sort_key(_group_score(c, here, cols, BE))
-        group_key = tl.where(places[None, :] == g, score[:, None], group_key)
+        group_key = tl.where(groups[None, :] == g, score[:, None], group_key)
     inside = cols[None, :] < tl.zeros((ROWS, 1), tl.int32)
     for _ in range(TOP_GROUPS):
-        best = _first(group_key, places, BG)
+        best = _first_largest(group_key, groups, BG)
         inside = inside | (group[None, :] == best[:, None])
-        group_key = tl.where(places[None, :] == best[:, None], TAKEN, group_key)
+        group_key = tl.where(groups[None, :] == best[:, None], TAKEN, group_key)
     return inside
 
 
@@ -157,9 +171,7 @@ def _route_corrected_fwd_kernel(
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BG: tl.constexpr, ROWS: tl.constexpr,
     BE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_overlapped(OVERLAP)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BE)
     there = (rows[:, None] < T) & (cols[None, :] < E)
@@ -171,25 +183,11 @@ def _route_corrected_fwd_kernel(
     if TOP_GROUPS < GROUPS:
         inside = _chosen_groups(c, key, cols, E, GROUPS, TOP_GROUPS, ROWS, BE, BG)
         key = tl.where(inside, key, TAKEN)
-    picked = cols[None, :] < tl.zeros((ROWS, 1), tl.int32)
-    for _ in range(K):
-        now = cols[None, :] == _first(key, cols, BE)[:, None]
-        picked = picked | now
-        key = tl.where(now, TAKEN, key)
+    picked = _pick_largest(key, cols, K, ROWS, BE)
     w = s
     if NORMALIZE:
-        total = tl.zeros((ROWS,), tl.float32)
-        left = picked
-        for _ in range(K):
-            expert = tl.min(tl.where(left, cols[None, :], BE), 1)
-            now = cols[None, :] == expert[:, None]
-            total += tl.sum(tl.where(now, s, 0.0), 1)
-            left = left & (cols[None, :] != expert[:, None])
-        w = s / (total + 1e-20)[:, None]
-    place = tl.cumsum(picked.to(tl.int32), 1) - 1
-    where = at * K + place
-    tl.store(w_ptr + where, w * scale, mask=picked & there)
-    tl.store(ids_ptr + where, cols[None, :] + tl.zeros((ROWS, 1), tl.int32), mask=picked & there)
+        w = s / (_sum_picked(s, picked, cols, K, ROWS, BE) + 1e-20)[:, None]
+    _store_picked(w_ptr, ids_ptr, w * scale, picked, there, at, cols, K, ROWS)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -197,9 +195,7 @@ def _route_corrected_bwd_kernel(
     z_ptr, ids_ptr, g_ptr, dz_ptr, T, E, scale, K: tl.constexpr, NORMALIZE: tl.constexpr,
     ROWS: tl.constexpr, BE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_overlapped(OVERLAP)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BE)
     at = rows.to(tl.int64)
@@ -227,7 +223,7 @@ def _route_corrected_bwd_kernel(
 
 
 def _program(block: int, backward: bool) -> tuple[int, int]:
-    """(rows, warps) of a program, for rows of so many columns, a power of two."""
+    """(rows, warps) of a program for rows of `block` columns, a power of two."""
     if backward:
         return max(1, ELEMENTS // block), WARPS
     return 1, min(MOST_WARPS, max(1, block // WARP_COLUMNS))
@@ -237,7 +233,7 @@ def _launch(
     kernel, logits: Tensor, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], how: tuple,
     block: int, tree: tuple[int, ...] = (),
 ) -> None:  # fmt: skip
-    """how: what the kernel is compiled for beside its block; tree: of its block."""
+    """Launch a kernel. how: its constants without the block; tree: the leaves and levels of it."""
     t, experts = logits.shape
     if not t:
         return

@@ -1,35 +1,35 @@
 """route: the k experts of each token, and their weights.
 
-    chosen[t]     = the k largest of logits[t], ties to the lowest id; kept in ascending id
+    chosen[t]     = the k largest of logits[t], ties to the lowest id; in ascending id
     weights[t, j] = exp(l_j - m) / sum_i exp(l_i - m)       normalize; m: the largest of these
     weights[t, j] = exp(l_j) / sum_e exp(l_e)               otherwise: over all experts
 
-Order: the sum over the chosen is taken in fp32, one by one in ascending id; the one over all
+Order: the sum over the chosen is computed in fp32, one by one in ascending id; the sum over all
 experts by the tree of `numerics/lse_tree`. A row depends only on its own logits. -0 and +0 are
 equal; a NaN counts as larger than any number, and all weights of its row are NaN.
 
 Gradients, with g the gradient of the weights and s = sum_j weights[j] g[j]:
     dlogits[e] = weights[j] (g[j] - s)   for the j-th of the chosen, 0 for the others   (normalize)
-    dlogits[e] = p[e] (g[j] - s)         g = 0 for those that were not chosen, p = softmax(logits)
+    dlogits[e] = p[e] (g[j] - s)         g = 0 for experts not chosen, p = softmax(logits)
 
 route_corrected: the k experts of each token, by corrected scores, and their weights.
 
     s[t, e]       = 1 / (1 + exp(-logits[t, e]))
     c[t, e]       = s[t, e] + correction[e]
-    groups        : E / groups experts each, one group after another; the score of one is the sum
-                    of its two largest c, and the top_groups best are taken, ties to the lowest
-    chosen[t]     = the k largest c[t] in these groups, ties to the lowest id; kept in ascending id
+    groups        : E / groups consecutive experts each; the score of a group is the sum of its two
+                    largest c, and the top_groups best are chosen, ties to the lowest
+    chosen[t]     = the k largest c[t] in these groups, ties to the lowest id; in ascending id
     weights[t, j] = scale * (s_j / (sum_i s_i + 1e-20))                                  normalize
     weights[t, j] = scale * s_j                                                          otherwise
 
 This is the choice of DeepSeek-V3 (DeepSeek-AI 2024, section 2.1.2) and GLM-4.5. Order: sums are
-taken in fp32, over the chosen one by one in ascending id, then the 1e-20. A row is a function of
-its own logits. -0 and +0 are equal; a NaN is larger than any number.
+computed in fp32, over the chosen one by one in ascending id, then 1e-20 is added. A row depends
+only on its own logits. -0 and +0 are equal; a NaN is larger than any number.
 
 Gradients, with g the gradient of the weights, S the sum over the chosen and m = sum_j g_j s_j / S:
     dlogits[e] = scale * s_j (1 - s_j) (g_j - m) / S    for the j-th of the chosen       (normalize)
     dlogits[e] = scale * s_j (1 - s_j) g_j
-0 for the others. The correction has none: trainers change it by a rule of its own.
+and 0 for the others. The correction has no gradient: trainers update it by another rule.
 
 T = tokens   E = experts   k = experts of a token
 """
@@ -44,9 +44,9 @@ from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.routing import portable
 
 MOST_EXPERTS = 4096
-"""The number of experts that a program of the Triton kernels holds of one row."""
+"""The most experts of a row that one program of the Triton kernels can process."""
 MOST_GROUPS = 64
-"""The number of groups that a program of the Triton kernels goes through, one after another."""
+"""The most groups that one program of the Triton kernels can process."""
 
 
 def route_ref(logits: Tensor, k: int, normalize: bool = True) -> tuple[Tensor, Tensor]:
@@ -125,12 +125,7 @@ def _backward_corrected(ctx, grad, _):
     return (_route_corrected_backward(*ctx.saved_tensors, grad, *how), *(None,) * 7)
 
 
-@custom_op(
-    "route",
-    lambda logits, k, *rest: _fake(logits, k),
-    setup=_setup,
-    backward=_backward,
-)
+@custom_op("route", lambda logits, k, *rest: _fake(logits, k), setup=_setup, backward=_backward)
 def _route(logits: Tensor, k: int, normalize: bool, backend: str) -> tuple[Tensor, Tensor]:
     return _module("route", backend).forward(logits, k, normalize)
 
@@ -157,11 +152,11 @@ def _fake(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def route(
     logits: Tensor, k: int, *, normalize: bool = True, backend: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(weights[T, k], ids int32 [T, k]) of logits[T, E], the experts of a token by ascending id.
+    """(weights[T, k], ids int32 [T, k]) of logits[T, E], the experts of a token in ascending id.
 
-    logits: float32 (float64 on the torch backend), as `linear(..., out_dtype=torch.float32)` gives
-    them; weights have their dtype. normalize: the weights of a token add up to 1.
-    Raises UnsupportedShape where k is not in 1..E or E above 4096, UnsupportedDtype, and what
+    logits: float32 (float64 on the torch backend), as `linear(..., out_dtype=torch.float32)`
+    returns them; weights have their dtype. normalize: the weights of a token add up to 1. Raises
+    UnsupportedShape if k is not in 1..E or E is above 4096, UnsupportedDtype, and what
     `backend.choose` raises.
     """
     if logits.dim() != 2 or not 1 <= k <= logits.shape[1] <= MOST_EXPERTS:
@@ -171,7 +166,7 @@ def route(
         )
     if logits.dtype not in (torch.float32, torch.float64):
         raise UnsupportedDtype(
-            f"route: logits are {logits.dtype}; float32 is needed, because 16-bit logits tie"
+            f"route: logits are {logits.dtype}; float32 is needed, because 16-bit logits have ties"
         )
     chosen = choose("route", backend, logits)
     return call(_route, logits.contiguous(), k, normalize, chosen)
@@ -188,15 +183,15 @@ def route_corrected(
     scale: float = 1.0,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(weights[T, k], ids int32 [T, k]) of logits[T, E] and correction[E], the experts of a token
-    by ascending id.
+    """(weights[T, k], ids int32 [T, k]) of logits[T, E] and correction[E], with the experts of a
+    token in ascending id.
 
-    logits: float32 (float64 on the torch backend), as `linear(..., out_dtype=torch.float32)` gives
-    them; correction and weights have their dtype. normalize: the weights of a token add up to
-    `scale`, by which they are multiplied. `top_groups` of `groups` equal groups are chosen from.
-    Raises UnsupportedShape where E is above 4096, no multiple of groups, or groups above 64 or of
-    one expert, and where k are not in the chosen groups; UnsupportedDtype, and what
-    `backend.choose` raises.
+    logits: float32 (float64 on the torch backend), as `linear(..., out_dtype=torch.float32)`
+    returns them; correction and weights have their dtype. All weights are multiplied by `scale`;
+    normalize: those of a token add up to it. The experts are chosen from `top_groups` of `groups`
+    equal groups. Raises UnsupportedShape if E is above 4096 or not a multiple of groups, if there
+    are more than 64 groups or several groups of one expert, or if the chosen groups have fewer than
+    k experts; UnsupportedDtype, and what `backend.choose` raises.
     """
     experts = logits.shape[-1]
     of_group, rest = divmod(experts, groups) if groups > 0 else (0, 1)
@@ -207,13 +202,13 @@ def route_corrected(
         raise UnsupportedShape(
             f"route_corrected: logits {tuple(logits.shape)}, correction {tuple(correction.shape)}, "
             f"k={k}, groups={groups} and top_groups={top_groups}; logits[T, E] and correction[E] "
-            f"with E <= {MOST_EXPERTS} in equal groups, {MOST_GROUPS} at most, of 2 experts at "
-            "least, and 1 <= k <= the experts of top_groups are needed"
+            f"with E <= {MOST_EXPERTS}, at most {MOST_GROUPS} equal groups of at least 2 experts, "
+            "and 1 <= k <= the experts of top_groups are needed"
         )
     if logits.dtype not in (torch.float32, torch.float64) or correction.dtype != logits.dtype:
         raise UnsupportedDtype(
             f"route_corrected: logits are {logits.dtype} and their correction {correction.dtype}; "
-            "float32 is needed: a router rounded to 16 bits ties"
+            "float32 is needed, because 16-bit logits have ties"
         )
     chosen = choose("route_corrected", backend, logits, correction)
     correction = correction.detach().contiguous()

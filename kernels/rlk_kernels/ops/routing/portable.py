@@ -7,32 +7,32 @@ from rlk_kernels.numerics import elementary
 from rlk_kernels.numerics.lse_tree.portable import block_portable
 
 LEAST_SUM = 1e-20
-"""What is added to the sum of the chosen scores, as engines do."""
+"""The number that is added to the sum of the chosen scores, as in engines."""
 
 
 def _probabilities(logits: Tensor) -> Tensor:
-    """float64 softmax over all experts, by the tree."""
+    """The float64 softmax over all experts, by the tree."""
     z = logits.double()
     top, total = block_portable(z)
     return elementary.exp(z - top[:, None]) / total[:, None]
 
 
 def in_order(x: Tensor) -> Tensor:
-    """[T, 1]: x[T, k] added up one by one."""
+    """[T, 1]: the sum of x[T, k], one by one."""
     total = torch.zeros_like(x[:, :1])
     for j in range(x.shape[1]):
         total = total + x[:, j : j + 1]
     return total
 
 
-def _first(x: Tensor, k: int) -> Tensor:
-    """int64 [T, k]: the places of the k largest of each row, the largest first, ties by place."""
+def _largest(x: Tensor, k: int) -> Tensor:
+    """int64 [T, k]: the columns of the k largest of each row, largest first, ties in order."""
     return x.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
 def forward(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     """(weights[T, k], ids int32 [T, k])."""
-    ids = _first(logits, k).sort(-1).values
+    ids = _largest(logits, k).sort(-1).values
     if not normalize:
         weights = _probabilities(logits).to(logits.dtype).gather(-1, ids)
     else:
@@ -57,7 +57,7 @@ def _inside(c: Tensor, groups: int, top_groups: int) -> Tensor:
     """Whether each expert is in a chosen group, bool [T, E]."""
     by_group = c.unflatten(-1, (groups, -1))
     best = by_group.sort(dim=-1, descending=True, stable=True).values[..., :2]
-    chosen = _first(best[..., 0] + best[..., 1], top_groups)
+    chosen = _largest(best[..., 0] + best[..., 1], top_groups)
     taken = torch.zeros(len(c), groups, dtype=torch.bool, device=c.device)
     taken.scatter_(1, chosen, True)
     return taken.repeat_interleave(by_group.shape[-1], dim=1)
@@ -70,10 +70,10 @@ def forward_corrected(
     """(weights[T, k], ids int32 [T, k])."""
     s = elementary.sigmoid(logits.double()).to(logits.dtype)
     c = s + correction
-    order = _first(c, c.shape[1])
+    order = _largest(c, c.shape[1])
     if top_groups < groups:
         inside = _inside(c, groups, top_groups).gather(1, order)
-        order = order.gather(1, _first(inside.int(), c.shape[1]))
+        order = order.gather(1, _largest(inside.int(), c.shape[1]))
     ids = order[:, :k].sort(-1).values
     weights = s.gather(1, ids)
     if normalize:

@@ -1,4 +1,4 @@
-"""The Triton kernels of `swiglu`: a program takes BLOCK features of a row."""
+"""The Triton kernels of `swiglu`: a program computes BLOCK features of a row."""
 
 import torch
 import triton
@@ -45,7 +45,7 @@ def _grids(m: int, f: int) -> list[tuple[int, tuple[int, int]]]:
 
 
 def forward(gate: Tensor, up: Tensor) -> Tensor:
-    """y of gate[M, F] and up[M, F], whose rows are dense."""
+    """y of gate[M, F] and up[M, F] with dense rows."""
     m, f = gate.shape
     y = empty((m, f), gate.dtype, gate.device)
     cache = shape_cache(f, gate.stride(0), up.stride(0), gate.dtype)

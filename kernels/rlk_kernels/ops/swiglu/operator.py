@@ -2,7 +2,8 @@
 
     y = round( gate / (1 + exp(-gate)) * up )           fp32 arithmetic, one rounding
 
-No reduction: an output depends only on its own two inputs. Gradients, with s = sigmoid(gate):
+There is no reduction: an output depends on its own two inputs alone. Gradients, with
+s = sigmoid(gate):
     dgate = round( dy * up * s * (1 + gate * (1 - s)) )      dup = round( dy * gate * s )
 
 M = rows (all leading dimensions)   F = features
@@ -59,7 +60,7 @@ def swiglu(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:
     if gate.shape != up.shape or gate.dim() < 1:
         raise UnsupportedShape(f"swiglu: gate {tuple(gate.shape)} and up {tuple(up.shape)} differ")
     if gate.dtype != up.dtype or not gate.is_floating_point():
-        raise UnsupportedDtype(f"swiglu: gate is {gate.dtype} and up is {up.dtype}")
+        raise UnsupportedDtype(f"swiglu: gate is {gate.dtype} and up is {up.dtype}; cast one")
     chosen = choose("swiglu", backend, gate, up)
     f = gate.shape[-1]
     rows = [gate, up]

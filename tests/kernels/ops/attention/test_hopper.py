@@ -19,7 +19,7 @@ def beside_values(blocks, page):
 
 def rows_of(x, paged):
     """What a tensor map of x describes, or None."""
-    size = hopper._matrix(x.shape, x.stride(), paged)
+    size = hopper.as_matrix(x.shape, x.stride(), paged)
     return None if size is None else torch.as_strided(x, size, (x.stride(-3), 1))
 
 

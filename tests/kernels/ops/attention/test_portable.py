@@ -54,17 +54,6 @@ def test_prefill_equals_paged_decode_and_every_chunking(dtype, window):
         assert torch.equal(head, whole[:cut])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_neighbours_and_padding_change_no_bit(dtype):
-    lens = [5, 1, 70, 64, 0, 3]
-    q, k, v, cu, _ = packed(lens, lens, 4, 2, 16, dtype, "cpu")
-    whole = rk.attention(q, k, v, cu, cu)
-    for b, n in enumerate(lens):
-        part = slice(int(cu[b]), int(cu[b + 1]))
-        one = torch.tensor([0, n])
-        assert torch.equal(rk.attention(q[part], k[part], v[part], one, one), whole[part])
-
-
 def test_the_budget_of_memory_changes_no_bit(monkeypatch):
     args = packed([7, 40, 1], [7, 90, 61], 4, 2, 16, torch.float32, "cpu")
     whole = rk.attention(*args)

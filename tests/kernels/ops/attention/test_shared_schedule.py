@@ -150,14 +150,6 @@ def test_one_on_another_device_or_for_caches_that_lie_otherwise_is_refused():
         run(x, schedule=replace(schedule, special=True))
 
 
-def test_what_does_not_fit_together_is_named():
-    (q, *rest), cu_q = batch(*DECODE)
-    with pytest.raises(rk.UnsupportedShape, match="paged_schedule"):
-        rk.paged_schedule(q[0], *rest, cu_seqlens_q=cu_q)
-    with pytest.raises(ValueError, match="paged_schedule: softcap"):
-        rk.paged_schedule(q, *rest, cu_seqlens_q=cu_q, softcap=-1.0)
-
-
 def test_a_compiled_call_takes_one(monkeypatch):
     monkeypatch.setenv("RLK_BACKEND", "triton")
     x = batch(*DECODE)

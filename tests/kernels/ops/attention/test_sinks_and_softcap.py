@@ -125,17 +125,6 @@ def test_another_cap_of_a_half_on_triton_is_noticed(monkeypatch, half):
         test_values_and_gradients_are_those_of_the_formula("triton", {"softcap": 2.0})
 
 
-def test_what_cannot_be_had_is_said():
-    q, k, v = case()
-    with pytest.raises(rk.UnsupportedShape, match=r"sinks\[4\]"):
-        rk.attention(q, k, v, CU, CU, sinks=SINK[:2])
-    with pytest.raises(rk.UnsupportedDtype, match="float32"):
-        rk.attention(q, k, v, CU, CU, sinks=SINK.double())
-    for value in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="softcap"):
-            rk.attention(q, k, v, CU, CU, softcap=value)
-
-
 def test_the_registrations_pass_torchs_own_check():
     q, k, v = (x[:4].clone() for x in case())
     cu = torch.tensor([0, 4], dtype=torch.int32)

@@ -18,12 +18,7 @@ from rlk_kernels.matmul.accumulate import plan as accumulate
 from rlk_kernels.matmul.tiles import SAFE, Tile
 from rlk_kernels.matmul.tiles import STORE as LARGE
 from rlk_kernels.ops.linear_logp import launch, plan
-from rlk_kernels.ops.linear_logp.workspace import (
-    UNIT,
-    all_at_once,
-    block_elements,
-    one_at_a_time,
-)
+from rlk_kernels.ops.linear_logp.workspace import UNIT, all_at_once, block_elements, one_at_a_time
 from torch.multiprocessing.reductions import StorageWeakRef
 
 T, H, V = 320, 128, 1100
@@ -233,7 +228,14 @@ def statistics_held(monkeypatch):
         monkeypatch.setattr(linear_grpo, make.__name__, watched(make))
     monkeypatch.setattr(linear_grpo, "scale_rows", scaled)
     # Without the kernels: the interpreter leaves cycles that hold their arguments.
-    for kernel in ("pick", "run_tiles", "finish", "rebase", "quiet", "mark"):
+    for kernel in (
+        "pick",
+        "run_tiles",
+        "finish",
+        "rebase",
+        "clear_dead_rows",
+        "store_id_gradients",
+    ):
         monkeypatch.setattr(linear_grpo, kernel, lambda *_: None)
     monkeypatch.setattr(linear_grpo, "accumulate", lambda *_: "triton")
     monkeypatch.setattr(linear_grpo, "token_gradient", lambda _, ids, *__: [ids.float()] * 3)

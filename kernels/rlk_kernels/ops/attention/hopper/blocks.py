@@ -1,9 +1,9 @@
 # ruff: noqa: RUF005 (Gluon has no starred tuples)
-"""`steps.py` over all keys of a block of rows, by programs that stay and take block after block.
+"""Persistent programs with the steps of `steps.py` over all keys of blocks of rows.
 
-The warp that copies also asks for the next block of rows, the longest first, and says where it is;
-it goes on to that block's keys while the other warps end theirs. The sum of merged chunks lies in
-shared memory, read and written once a chunk.
+The warp that copies also takes the next block of rows, the longest first, and announces its
+position. It continues with the keys of that block while the other warps finish theirs. The sum of
+merged chunks is in shared memory, and is read and written once a chunk.
 """
 
 import torch
@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from rlk_kernels import memory
 from rlk_kernels.device import facts
 from rlk_kernels.launching import ShapeCache, launch
 from rlk_kernels.matmul.hopper.pipeline import (
@@ -27,21 +28,21 @@ from rlk_kernels.matmul.hopper.pipeline import (
     reinterpret,
     thread_barrier,
 )
-from rlk_kernels.memory import empty
 from rlk_kernels.ops.attention.call import AttentionCall
 from rlk_kernels.ops.attention.hopper.steps import (
     BLOCK,
     PER_CHUNK,
-    _block,
-    _copy_keys,
-    _first_scores,
-    _free,
-    _last_block,
-    _mask_scores,
-    _merge_chunk,
-    _weigh,
     buffers,
+    copy_keys,
     descriptors,
+    first_scores,
+    free_block,
+    last_block,
+    mask_scores,
+    merge_chunk,
+    wait_block,
+    weigh,
+    wide_layout,
     write_rows,
 )
 from rlk_kernels.ops.attention.order import (
@@ -55,35 +56,35 @@ from rlk_kernels.ops.attention.order import (
 )
 
 REGISTERS = {1: 168, 2: 168, 3: 128}
-"""Groups of four warps -> registers of a thread that a program begins with, before its groups take
-those of the warp that copies."""
-PLACES = gl.constexpr(2)
-"""Blocks of rows that the copying warp may be ahead with."""
+"""Groups of four warps -> the initial registers of a thread, before the groups take registers from
+the warp that copies."""
+SLOTS = gl.constexpr(2)
+"""The most blocks of rows that the copying warp announces ahead."""
 
 
 @gluon.jit
-def _say(places, said, heard, turn, at):
-    """The `turn`-th block of rows of a program is the one of eight numbers."""
-    mbarrier.wait(heard.index(turn % PLACES), (turn // PLACES & 1) ^ 1)
+def _announce(slots, full, empty, turn, at):
+    """Announce the eight numbers `at` of the `turn`-th block of rows of a program."""
+    mbarrier.wait(empty.index(turn % SLOTS), (turn // SLOTS & 1) ^ 1)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     index = gl.arange(0, 8, layout)
     x = gl.zeros_like(index)
     for i in gl.static_range(8):
         x = gl.where(index == i, at[i], x)
-    places.index(turn % PLACES).store(x)
+    slots.index(turn % SLOTS).store(x)
     thread_barrier()
-    mbarrier.arrive(said.index(turn % PLACES))
+    mbarrier.arrive(full.index(turn % SLOTS))
 
 
 @gluon.jit
-def _hear(places, said, heard, turn):
-    """What was said of the `turn`-th block of rows."""
-    mbarrier.wait(said.index(turn % PLACES), turn // PLACES & 1)
+def _receive(slots, full, empty, turn):
+    """Receive the eight numbers of the `turn`-th block of rows."""
+    mbarrier.wait(full.index(turn % SLOTS), turn // SLOTS & 1)
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     index = gl.arange(0, 8, layout)
-    x = places.index(turn % PLACES).load(layout)
+    x = slots.index(turn % SLOTS).load(layout)
     thread_barrier()
-    mbarrier.arrive(heard.index(turn % PLACES))
+    mbarrier.arrive(empty.index(turn % SLOTS))
     at = ()
     for i in gl.static_range(8):
         at = at + (gl.sum(gl.where(index == i, x, 0), 0),)
@@ -92,15 +93,15 @@ def _hear(places, said, heard, turn):
 
 @gluon.jit
 def _close_chunk(m_all, den_all, merged, some, m, den, acc):
-    """`_merge_chunk`, the sum to where the next one finds it."""
-    m_all, den_all, total = _merge_chunk(m_all, den_all, merged, some, m, den, acc)
+    """`merge_chunk`, with its sum stored for the next chunk."""
+    m_all, den_all, total = merge_chunk(m_all, den_all, merged, some, m, den, acc)
     merged.store(total)
     return m_all, den_all
 
 
 @gluon.jit
 def _quarters(x, LAYOUT: gl.constexpr):
-    """x in four quarters of its columns, from the first to the last; moves registers alone."""
+    """The four quarters of the columns of x, in order; registers do not leave their thread."""
     HALF: gl.constexpr = x.shape[1] // 2
     a, b = gl.split(gl.permute(gl.reshape(x, (ROWS, 2, HALF)), (0, 2, 1)))
     parts = ()
@@ -113,9 +114,9 @@ def _quarters(x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _attend_block(q, s, m, top, den, acc, scale, keys, values):
-    """(scores of the next block, den, acc) after a block of scores, the maximum after it known.
+    """(scores of the next block, den, acc) after a block of scores with the known maximum `top`.
 
-    The values of a quarter are multiplied while the weights of the next are made.
+    The values of a quarter are multiplied while the weights of the next quarter are computed.
     """
     OUT: gl.constexpr = acc.type.layout
     WIDTH: gl.constexpr = BLOCK // 4
@@ -157,7 +158,7 @@ def _attend_rows(
     acc = gl.zeros([ROWS, DIM], gl.float32, OUT)
     m_all = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OUT))
     den_all = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OUT))
-    s = _first_scores(q, s, k_ring, k_full, k_empty, turn)
+    s = first_scores(q, s, k_ring, k_full, k_empty, turn)
     last_chunk = (end - 1) // PER_CHUNK
     some = False
     for chunk in range(begin // PER_CHUNK, last_chunk + 1):
@@ -166,35 +167,36 @@ def _attend_rows(
         acc = gl.zeros([ROWS, DIM], gl.float32, OUT)
         first = gl.maximum(begin, chunk * PER_CHUNK)
         for j in range(first, gl.minimum(end - 1, (chunk + 1) * PER_CHUNK)):
-            # both are there long since; a wait further down would cut the step in two
-            keys = _block(k_ring, k_full, turn + 1)
-            values = _block(v_ring, v_full, turn)
-            s, top = _mask_scores(s, m, scale, j * BLOCK, last, window, j >= plain_end, WINDOWED)
+            # both are complete by now; a wait further down would divide the step
+            keys = wait_block(k_ring, k_full, turn + 1)
+            values = wait_block(v_ring, v_full, turn)
+            s, top = mask_scores(s, m, scale, j * BLOCK, last, window, j >= plain_end, WINDOWED)
             s, den, acc = _attend_block(q, s, m, top, den, acc, scale, keys, values)
             m = top
-            _free(k_ring, k_empty, turn + 1)
-            _free(v_ring, v_empty, turn)
+            free_block(k_ring, k_empty, turn + 1)
+            free_block(v_ring, v_empty, turn)
             turn += 1
         if chunk < last_chunk:
             m_all, den_all = _close_chunk(m_all, den_all, merged, some, m, den, acc)
             some = True
     j = end - 1
-    p, m, den, old = _weigh(
+    p, m, den, old = weigh(
         s, m, den, scale, j * BLOCK, last, window, j >= plain_end, dtype, OUT, WINDOWED
     )
     acc = acc * old[:, None]
-    acc = _last_block(p, acc, False, v_ring, v_full, v_empty, turn, len_k - j * BLOCK)
-    return _merge_chunk(m_all, den_all, merged, some, m, den, acc)
+    acc = last_block(p, acc, False, v_ring, v_full, v_empty, turn, len_k - j * BLOCK)
+    return merge_chunk(m_all, den_all, merged, some, m, den, acc)
 
 
 @gluon.jit
-def _ask_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, G: gl.constexpr):
-    """Started: packed rows into q[rows, DIM]; behind the sequence its last row again.
+def _start_load(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, G: gl.constexpr):
+    """Start to copy packed rows into q[rows, DIM], with the last row again after the sequence.
 
-    Past the registers: loaded ones would be waited for ahead of the stores that hide the load.
+    The copy bypasses registers: the wait for loaded registers would come before the stores that
+    hide the load.
     """
     DIM: gl.constexpr = q.type.shape[1]
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    LOAD: gl.constexpr = wide_layout(DIM)
     row = gl.minimum(first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LOAD)), len_q * G - 1)
     at = (q_start + row // G).to(gl.int64) * stride_qt + (hk * G + row % G) * stride_qh
     at = at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, LOAD))[None, :]
@@ -203,7 +205,7 @@ def _ask_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, 
 
 
 @gluon.jit
-def _wait_queries():
+def _wait_load():
     async_copy.wait_group(0)
     fence_async_shared()
     thread_barrier()
@@ -214,9 +216,9 @@ def _attend(
     args, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: 64 packed rows of each of a program's blocks."""
+    """Attend with 64 packed rows of each block of a program, by four warps."""
     (
-        q_ptr, out_ptr, lse_ptr, q_smem, merged, rings, places, said, heard, scale, window, T,
+        q_ptr, out_ptr, lse_ptr, q_smem, merged, rings, slots, full, empty, scale, window, T,
         stride_qt, stride_qh,
     ) = args  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -225,13 +227,13 @@ def _attend(
     merged = merged.index(GROUP)
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], q.dtype)
     staging = reinterpret(merged, q.dtype, [2 * ROWS, DIM], tile).slice(0, ROWS)
-    first_row, q_start, len_q, len_k, hk, begin, end, plain_end = _hear(places, said, heard, 0)
+    first_row, q_start, len_q, len_k, hk, begin, end, plain_end = _receive(slots, full, empty, 0)
     first_row += GROUP * ROWS
-    _ask_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, G)
+    _start_load(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, G)
     turn = 0
     done = 0
     while end > 0:
-        _wait_queries()
+        _wait_load()
         row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
         last = gl.zeros_like(row) + len_k - 1  # the last key a row sees
         if CAUSAL:
@@ -246,18 +248,19 @@ def _attend(
         gl.store(lse_ptr + at, lse, mask=row < len_q * G)
         rows = (first_row, q_start, len_q, hk)
         done += 1
-        first_row, q_start, len_q, len_k, hk, begin, end, plain_end = _hear(
-            places, said, heard, done
+        first_row, q_start, len_q, len_k, hk, begin, end, plain_end = _receive(
+            slots, full, empty, done
         )
         first_row += GROUP * ROWS
-        _ask_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, G)
+        _start_load(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, G)
         write_rows(out, staging, out_ptr, *rows, G, HK * G)
-    _wait_queries()
+    _wait_load()
 
 
 @gluon.jit
-def _taken(counter):
-    """How many programs have asked before: it says who takes which rows, which moves no bit."""
+def _earlier_requests(counter):
+    """The number of earlier requests of all programs. It assigns rows to programs, which changes no
+    bit."""
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     before = gl.atomic_add(counter + lane * 0, lane * 0 + 1, mask=lane == 0, sem="relaxed")
     return gl.sum(gl.where(lane == 0, before, 0), 0)
@@ -268,9 +271,9 @@ def _copy_rows(
     args, HK: gl.constexpr, G: gl.constexpr, BM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, PAGE: gl.constexpr, LENGTH: gl.constexpr, MORE: gl.constexpr,
 ):  # fmt: skip
-    """One warp: a program's blocks of rows, and all of their keys."""
+    """Announce a program's blocks of rows and copy all of their keys, with one warp."""
     (
-        k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty, places, said, heard,
+        k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty, slots, full, empty,
         counter, cu_q_ptr, cu_k_ptr, table_ptr, B, blocks, window, k_head, v_head, k_page, v_page,
         stride_table,
     ) = args  # fmt: skip
@@ -280,7 +283,7 @@ def _copy_rows(
     while item < blocks * HK:
         following = blocks * HK
         if MORE:
-            following = _taken(counter) + gl.num_programs(0)
+            following = _earlier_requests(counter) + gl.num_programs(0)
         hk = item % HK
         b, q_start, len_q, first_row = find_sequence(cu_q_ptr, blocks - 1 - item // HK, B, G, BM)
         if first_row < len_q * G:
@@ -296,17 +299,18 @@ def _copy_rows(
             end = gl.maximum(gl.cdiv(visible_end, BLOCK), begin + 1)
             plain_end = gl.minimum(shared_end, visible_end) // BLOCK
             at = (first_row, q_start, len_q, len_k, hk, begin, end, plain_end)
-            _say(places, said, heard, done, at)
+            _announce(slots, full, empty, done, at)
             keys = (
                 k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
                 table_ptr + b.to(gl.int64) * stride_table, k_start, len_k, hk * k_head,
                 hk * v_head, k_page, v_page, begin, end, turn,
             )  # fmt: skip
-            _copy_keys(keys, PAGE, LENGTH)
+            copy_keys(keys, PAGE, LENGTH)
             turn += end - begin
             done += 1
         item = following
-    _say(places, said, heard, done, (0, 0, 1, 0, 0, 0, 0, 0))  # no keys: the end; a row to ask for
+    # the end: no keys, and one row to load
+    _announce(slots, full, empty, done, (0, 0, 1, 0, 0, 0, 0, 0))
 
 
 @gluon.jit(do_not_specialize=["B", "T", "blocks", "window", "stride_table"])
@@ -317,21 +321,21 @@ def _attention_hopper_kernel(
     WINDOWED: gl.constexpr, PAGE: gl.constexpr, GROUPS: gl.constexpr, MORE: gl.constexpr,
 ):  # fmt: skip
     """MORE: there are more blocks of rows than programs."""
-    DEPTH: gl.constexpr = 3 if DIM == 64 else 2  # what there is room for (time only)
+    DEPTH: gl.constexpr = 3 if DIM == 64 else 2  # as many as there is room for (time only)
     q_smem, merged, k_ring, k_full, k_empty, v_ring, v_full, v_empty = buffers(
         q_ptr, DIM, GROUPS, DEPTH, DEPTH, False
     )
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    places = gl.allocate_shared_memory(gl.int32, [PLACES, 8], flat)
-    said, heard = barriers(PLACES, GROUPS)
+    slots = gl.allocate_shared_memory(gl.int32, [SLOTS, 8], flat)
+    full, empty = barriers(SLOTS, GROUPS)
     fence_async_shared()
     rings = (k_ring, v_ring, k_full, k_empty, v_full, v_empty)
     args = (
-        q_ptr, out_ptr, lse_ptr, q_smem, merged, rings, places, said, heard, scale, window, T,
+        q_ptr, out_ptr, lse_ptr, q_smem, merged, rings, slots, full, empty, scale, window, T,
         stride_qt, stride_qh,
     )  # fmt: skip
     keys = (
-        k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty, places, said, heard,
+        k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty, slots, full, empty,
         counter, cu_q_ptr, cu_k_ptr, table_ptr, B, blocks, window, k_head, v_head, k_page, v_page,
         stride_table,
     )  # fmt: skip
@@ -367,18 +371,18 @@ def _attention_hopper_kernel(
 
 
 def attend_hopper(cache: ShapeCache, rows: int, call: AttentionCall, lse: Tensor) -> None:
-    """Fill call.out and lse, no keys split, `rows` packed rows at a time; k and v are such that
-    `reads` is true."""
+    """Fill call.out and lse without splitting keys, `rows` packed rows at a time, for k and v that
+    `can_read` accepts."""
     q, k, v, table = call.q, call.k, call.v, call.table
     if q.data_ptr() % 16 or any(stride % 16 for stride in q.stride()[:2]):
-        q = q.clone(memory_format=torch.contiguous_format)  # copied 16 bytes at a time
+        q = q.clone(memory_format=torch.contiguous_format)  # for copies of 16 bytes
     programs, more, numbers, constants, options = cache.get_or_create(
-        "blocks", q.stride(), _fixed, rows, q, call
+        "blocks", q.stride(), _constants, rows, q, call
     )
     maps = cache.get_or_create("maps", (k.data_ptr(), v.data_ptr()), descriptors, k, v, table)
     counter = call.cu_q
     if more:
-        counter = empty((1,), torch.int32, q.device).zero_()
+        counter = memory.empty((1,), torch.int32, q.device).zero_()
     launch(
         cache, _attention_hopper_kernel, (programs, 1, 1),
         (counter, q, *maps, call.out, lse, call.cu_q, call.lens_k,
@@ -387,8 +391,8 @@ def attend_hopper(cache: ShapeCache, rows: int, call: AttentionCall, lse: Tensor
     )  # fmt: skip
 
 
-def _fixed(rows: int, q: Tensor, call: AttentionCall) -> tuple:
-    """What calls of one shape have in common: (programs, whether there are more blocks than them,
+def _constants(rows: int, q: Tensor, call: AttentionCall) -> tuple:
+    """What calls of one shape share: (programs, whether there are more blocks than programs,
     numbers, constants, options)."""
     (tokens, _, dim), batch, kv_heads, group = q.shape, call.batch, call.kv_heads, call.group
     groups = rows // ROWS.value

@@ -1,9 +1,9 @@
-"""dk and dv of `backward.py` on Hopper: its order and bits, another schedule.
+"""dk and dv of `backward.py` on Hopper: the same order and bits with another schedule.
 
-A group of four warps owns 64 keys: these and their values stay in shared memory, dk and dv in
-registers. Scores are made transposed, [keys, rows], so that the weights are operands where they
-are. There is no room for the scores of two blocks: a group waits for its products at every block,
-and the other one works meanwhile.
+A group of four warps has 64 keys: the keys and their values stay in shared memory, dk and dv in
+registers. Scores are computed transposed, [keys, rows], so that the weights are operands without
+moving between threads. Registers cannot store the scores of two blocks, so a group waits for its
+products at every block while the other group works.
 """
 
 from torch import Tensor
@@ -25,22 +25,23 @@ from rlk_kernels.ops.attention.hopper.rings import (
     clear,
     descriptors,
     exp2,
-    free,
+    free_pair,
     new_ring,
-    pair,
     start_scores,
+    wait_pair,
 )
 from rlk_kernels.ops.attention.order import LOG2E, attending_rows, find_sequence
 
 DEPTH = 4
-"""Pairs of blocks that copies may be ahead of the products."""
+"""The most pairs of blocks by which copies are ahead of products."""
 
 
 @gluon.jit
 def _copy_rows(args, HK: gl.constexpr, G: gl.constexpr):
-    """dk and dv, one warp: keys and values, then the rows of `steps` blocks and their lse, delta.
+    """Copy keys and values, then the rows of `steps` blocks with their lse and delta, with one
+    warp.
 
-    The heads of a group take turns at each block of queries.
+    Each block of queries is copied for all heads of the group, one after another.
     """
     (
         q_desc, do_desc, k_desc, v_desc, lse_ptr, delta_ptr, k_smem, v_smem, kv_full, ring,
@@ -98,7 +99,7 @@ def _keys_gradients(
     args, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: dk and dv of 64 keys over `steps` blocks of rows from block `begin`."""
+    """dk and dv of 64 keys over `steps` blocks of rows from block `begin` on, by four warps."""
     (
         dk_ptr, dv_ptr, k_smem, v_smem, kv_full, ring, lse_ring, delta_ring, len_q, len_k, k_start,
         first_key, hk, begin, steps, plain_begin, plain_end, scale_log2, scale, window,
@@ -122,11 +123,11 @@ def _keys_gradients(
     skipped = 0
     if CAUSAL:
         skipped = gl.minimum(gl.maximum(first_key - offset, 0) // BLOCK - begin, steps // G) * G
-    for step in range(skipped):  # rows that see keys of the other group alone
-        pair(ring, step)
-        free(ring, step)
+    for step in range(skipped):  # rows that see only keys of the other group
+        wait_pair(ring, step)
+        free_pair(ring, step)
     for step in range(skipped, steps):
-        queries, gradients = pair(ring, step)
+        queries, gradients = wait_pair(ring, step)
         scores, products = start_scores(k, v, s, dp, queries, gradients)
         first = (begin + step // G) * BLOCK
         masked = (first < plain_begin) | (first + BLOCK > plain_end)
@@ -150,7 +151,7 @@ def _keys_gradients(
         ds = gl.convert_layout(ds.to(dtype), OPERAND)
         dk = warpgroup_mma(ds, queries, dk, is_async=True)
         dv, dk, weights, ds = warpgroup_mma_wait(0, [sums, dk, weights, ds])
-        free(ring, step)
+        free_pair(ring, step)
 
     key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
     cols = gl.arange(0, DIM, gl.SliceLayout(0, OUT))
@@ -166,9 +167,9 @@ def _dkv_hopper_kernel(
     scale_log2, scale, window, q_head, k_head, v_head, HK: gl.constexpr, G: gl.constexpr,
     DIM: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
-    """A program a block of keys, all of whose rows it walks."""
+    """One program for each block of keys, over all rows that see them."""
     BN: gl.constexpr = GROUPS * ROWS
-    hk = gl.program_id(0) % HK  # the heads of a block together: the first block is the longest
+    hk = gl.program_id(0) % HK  # the heads of a block together, as the first block is the longest
     b, k_start, len_k, first_key = find_sequence(cu_k_ptr, gl.program_id(0) // HK, B, 1, BN)
     if first_key >= len_k:
         return
@@ -211,7 +212,7 @@ def keys_gradients(
     cache: ShapeCache, call: AttentionCall, do: Tensor, lse: Tensor, delta: Tensor, dk: Tensor,
     dv: Tensor,
 ) -> None:  # fmt: skip
-    """Fill dk and dv where sequences are; the inputs are such that `hopper.rings.reads` is true."""
+    """Fill dk and dv in all sequences, for inputs that `rings.can_read` accepts."""
     q, k, v, batch, kv_heads = call.q, call.k, call.v, call.batch, call.kv_heads
     (tokens, _, dim), scale, window = q.shape, call.scale, call.window
     programs = (k.shape[0] // (GROUPS.value * ROWS.value) + batch) * kv_heads

@@ -1,8 +1,8 @@
-"""dq of `backward.py` on Hopper: its order and bits, another schedule.
+"""dq of `backward.py` on Hopper: the same order and bits with another schedule.
 
-A group of four warps keeps 64 packed rows of q and of the result's gradient in registers, and the
-weights too: only keys and values pass through shared memory. It starts the products with the keys
-of this block and the scores of the next one at once.
+A group of four warps has 64 packed rows of q, of the result's gradient and of the weights in
+registers; only keys and values pass through shared memory. It starts the products with the keys of
+this block and the scores of the next block at the same time.
 """
 
 from torch import Tensor
@@ -24,16 +24,16 @@ from rlk_kernels.ops.attention.hopper.rings import (
     clear,
     descriptors,
     exp2,
-    free,
+    free_pair,
     new_ring,
-    pair,
     start_scores,
+    wait_pair,
 )
-from rlk_kernels.ops.attention.hopper.steps import _load_queries, write_rows
+from rlk_kernels.ops.attention.hopper.steps import load_queries, wide_layout, write_rows
 from rlk_kernels.ops.attention.order import LOG2E, find_sequence, visible_keys
 
 DEPTH = 4
-"""Pairs of blocks that copies may be ahead of the products."""
+"""The most pairs of blocks by which copies are ahead of products."""
 
 
 @gluon.jit
@@ -41,7 +41,7 @@ def _first_scores(a, b, ring):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     s = gl.zeros([ROWS, BLOCK], gl.float32, LAYOUT)
     dp = gl.zeros([ROWS, BLOCK], gl.float32, LAYOUT)
-    left, right = pair(ring, 0)
+    left, right = wait_pair(ring, 0)
     s, dp = start_scores(a, b, s, dp, left, right)
     s, dp = warpgroup_mma_wait(0, [s, dp])
     return s, dp
@@ -49,7 +49,7 @@ def _first_scores(a, b, ring):
 
 @gluon.jit
 def _copy_pairs(args):
-    """dq, one warp: the keys and values of `steps` blocks."""
+    """Copy the keys and values of `steps` blocks, with one warp."""
     k_desc, v_desc, ring, first, k_column, v_column, steps = args
     left, right, full, empty = ring
     DEPTH: gl.constexpr = left.type.shape[0]
@@ -66,7 +66,7 @@ def _copy_pairs(args):
 def _row_weights(
     s, dp, lse, delta, first, last, window, scale, masked, WINDOWED: gl.constexpr,
 ):  # fmt: skip
-    """ds of [rows, keys]."""
+    """ds[rows, keys]."""
     if masked:
         key = first + gl.arange(0, BLOCK, gl.SliceLayout(0, s.type.layout))
         visible = key[None, :] <= last[:, None]
@@ -83,7 +83,7 @@ def _queries_gradients(
     args, HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: dq of 64 packed rows over `steps` blocks of keys from block `begin`."""
+    """dq of 64 packed rows over `steps` blocks of keys from block `begin` on, by four warps."""
     (
         q_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, q_smem, do_smem, ring, first_row, q_start, len_q,
         len_k, hk, begin, steps, plain_end, scale_log2, scale, window, T, stride_qt, stride_qh,
@@ -105,8 +105,9 @@ def _queries_gradients(
         last = gl.minimum(row // G + len_k - len_q, last)
     q_smem = q_smem.index(GROUP)
     do_smem = do_smem.index(GROUP)
-    _load_queries(q_ptr, q_smem, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK, G)
-    _load_queries(do_ptr, do_smem, first_row, q_start, len_q, hk, HK * G * DIM, DIM, HK, G)
+    LOAD: gl.constexpr = wide_layout(DIM)
+    load_queries(q_ptr, q_smem, first_row, q_start, len_q, hk, stride_qt, stride_qh, G, LOAD)
+    load_queries(do_ptr, do_smem, first_row, q_start, len_q, hk, HK * G * DIM, DIM, G, LOAD)
     thread_barrier()
     q = q_smem.load(LEFT)
     do = do_smem.load(LEFT)
@@ -123,26 +124,26 @@ def _queries_gradients(
             s, dp, lse, delta, j * BLOCK, last, window, scale_log2, j >= plain_end, WINDOWED
         )
         ds = gl.convert_layout(ds.to(dtype), WEIGHTS)
-        keys, _ = pair(ring, step)
-        next_keys, next_values = pair(ring, step + 1)
+        keys, _ = wait_pair(ring, step)
+        next_keys, next_values = wait_pair(ring, step + 1)
         dq = warpgroup_mma(ds, keys, dq, is_async=True)
         s, dp = start_scores(q, do, s, dp, next_keys, next_values)
         s, dp, dq, ds = warpgroup_mma_wait(0, [s, dp, dq, ds])
-        free(ring, step)
+        free_pair(ring, step)
     j = begin + group_steps - 1
     ds = _row_weights(
         s, dp, lse, delta, j * BLOCK, last, window, scale_log2, j >= plain_end, WINDOWED
     )
     ds = gl.convert_layout(ds.to(dtype), WEIGHTS)
-    keys, _ = pair(ring, group_steps - 1)
+    keys, _ = wait_pair(ring, group_steps - 1)
     if len_k - j * BLOCK < BLOCK:
         clear(keys, len_k - j * BLOCK)
     dq = warpgroup_mma(ds, keys, dq, is_async=True)
     dq, ds = warpgroup_mma_wait(0, [dq, ds])
-    free(ring, group_steps - 1)
+    free_pair(ring, group_steps - 1)
     for step in range(group_steps, steps):
-        pair(ring, step)
-        free(ring, step)
+        wait_pair(ring, step)
+        free_pair(ring, step)
 
     write_rows(dq * scale, q_smem, dq_ptr, first_row, q_start, len_q, hk, G, HK * G)
 
@@ -154,7 +155,7 @@ def _dq_hopper_kernel(
     G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
     DEPTH: gl.constexpr,
 ):  # fmt: skip
-    """A program a block of packed rows, all of whose keys it walks."""
+    """One program for each block of packed rows, over all of its keys."""
     BM: gl.constexpr = GROUPS * ROWS
     block = gl.num_programs(0) - 1 - gl.program_id(0)  # the longest rows first
     hk = gl.program_id(1)
@@ -193,7 +194,7 @@ def _dq_hopper_kernel(
 def queries_gradient(
     cache: ShapeCache, call: AttentionCall, do: Tensor, lse: Tensor, delta: Tensor, dq: Tensor
 ) -> None:
-    """Fill dq where sequences are; the inputs are such that `hopper.rings.reads` is true."""
+    """Fill dq in all sequences, for inputs that `rings.can_read` accepts."""
     q, k, v, batch, kv_heads, group = call.q, call.k, call.v, call.batch, call.kv_heads, call.group
     (tokens, _, dim), scale, window = q.shape, call.scale, call.window
     blocks = tokens * group // (GROUPS.value * ROWS.value) + batch

@@ -1,12 +1,13 @@
-"""For `hopper/pieces.py`: the program that ends last merges the pieces of a sequence that is alone,
-front to back as `merge.py` does: no kernel runs behind the one that attends, and no bit can change.
+"""The merge of `hopper/pieces.py` for a batch of one sequence: the program that ends last merges
+the pieces from front to back as `merge.py` does. So no kernel runs after the attention kernel, and
+no bit can change.
 
-Who is last: each piece has a flag beside the states, in the call's own scratch. A program writes a
-number of this launch there once its states can be seen by all, and then looks at the flags of all
-pieces of the same rows. A program that sees them all merges; two programs may, and then write
-the same. A program that merges clears the flags: a graph's replay has the number of its first run.
-So no memory is shared with another call or stream, and none is cleared beforehand: a place that
-holds anything else counts as a flag that is not set.
+The last program is found by flags: each piece has a flag beside the states, in the call's own
+scratch. A program writes a number of this launch to its flag once its states are visible to all,
+and then reads the flags of all pieces of the same rows. A program that sees all flags set merges;
+if two programs do, both write the same. A program that merges clears the flags, because the replay
+of a graph has the number of its first run. So no memory is shared with another call or stream, and
+none is cleared beforehand: any other number counts as a flag that is not set.
 """
 
 import triton
@@ -22,9 +23,9 @@ from rlk_kernels.ops.attention.schedule import slot_row
 TOGETHER = gl.constexpr(16)
 """Rows that are merged together (time only)."""
 AHEAD = gl.constexpr(4)
-"""States of each that are asked for together (time only)."""
+"""States of each row that are loaded together (time only)."""
 MARK = gl.constexpr(0x5EED5EED00000000)
-"""What is added to the number of a launch, which alone is small."""
+"""The mark that is added to the number of a launch, which is small."""
 
 
 @gluon.constexpr_function
@@ -35,7 +36,7 @@ def _threads(warps):
 
 @gluon.jit
 def _launch_number():
-    """A number of this launch; all replays of a graph's node have the same one."""
+    """A number of this launch, which is the same for all replays of a graph's node."""
     return MARK + gl.inline_asm_elementwise(
         "mov.u64 $0, %gridid;", "=l", [], dtype=gl.int64, is_pure=False, pack=1
     )
@@ -43,13 +44,13 @@ def _launch_number():
 
 @gluon.jit
 def _sees_all(flags_ptr, item, first, count, hk, HK: gl.constexpr, WARPS: gl.constexpr):
-    """Say that the states of piece `item` are there; whether those of all `count` pieces from
-    `first` on are."""
+    """Set the flag of piece `item`; returns whether all `count` pieces from `first` on have set
+    theirs."""
     number = _launch_number()
     flags = flags_ptr.to(gl.int64)
     thread = gl.arange(0, 32 * WARPS, _threads(WARPS))
-    thread_barrier()  # all have stored
-    # the fence stands between this piece's flag and the others': of two programs, one sees both
+    thread_barrier()  # all threads have stored their states
+    # the fence is between writing this flag and reading the others: of two programs, one sees both
     gl.inline_asm_elementwise(
         """{
         .reg .pred one; setp.eq.u32 one, $1, 0;
@@ -86,22 +87,22 @@ def _merge_slots(
     m, den, acc, part_acc_ptr, part_ml_ptr, base, rows, row, folded, begin, end, hk, cols,
     HK: tl.constexpr, DP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """`merge._merge_slots` of several rows: (m[R], den[R], acc[R, DP]) and the chunks begin[R] ...
-    end[R] of each row[R]. The kernel there is shorter for the one row that it takes."""
+    """`merge._merge_slots` for several rows: (m[R], den[R], acc[R, DP]) and the chunks begin[R] ...
+    end[R] of each row[R]. The function there is shorter, for its single row."""
     start = tl.maximum(begin, folded)
     last = tl.maximum(end, tl.where(end > begin, folded + 1, 0))
     lowest = tl.min(tl.where(last > start, start, 1 << 30), 0)
     for first in range(lowest, tl.max(last, 0), AHEAD):
         states = ()
-        for i in tl.static_range(AHEAD):  # asked for together; behind the last an empty one
+        for i in tl.static_range(AHEAD):  # loaded together; empty after the last
             chunk = row * 0 + first + i
             there = (chunk >= start) & (chunk < last)
-            place = slot_row(base, chunk, folded, rows, row, HK, hk)
+            slot = slot_row(base, chunk, folded, rows, row, HK, hk)
             states = states + (  # noqa: RUF005 (Triton has no starred tuples)
-                tl.load(part_ml_ptr + place * 2, mask=there, other=float("-inf")),
-                tl.load(part_ml_ptr + place * 2 + 1, mask=there, other=0.0),
+                tl.load(part_ml_ptr + slot * 2, mask=there, other=float("-inf")),
+                tl.load(part_ml_ptr + slot * 2 + 1, mask=there, other=0.0),
                 tl.load(
-                    (part_acc_ptr + place * DP)[:, None] + cols[None, :], mask=there[:, None],
+                    (part_acc_ptr + slot * DP)[:, None] + cols[None, :], mask=there[:, None],
                     other=0.0,
                 ),
             )  # fmt: skip
@@ -116,7 +117,7 @@ def end_piece(
     DIM: gl.constexpr, CHUNK: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """What is left to do behind piece `item` of a `lone_sequence`, one of several of 64 rows."""
+    """Merge 64 rows after piece `item` of a `lone_sequence` if it is their last piece to end."""
     out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, flags_ptr = memory
     q_start, queries, _, keys, first, _, ranges, length = lone
     OUT: gl.constexpr = rows_layout(DIM, WARPS)

@@ -1,13 +1,13 @@
-"""`hopper/steps.py` in pieces (`schedule.py`): programs that take one after another.
+"""Programs with the steps of `hopper/steps.py` over pieces of work (`schedule.py`).
 
-Pieces come from a list where keys are split, from the lengths alone where there is one sequence,
-and are whole blocks of rows where no table has room for two chunks of keys.
+Pieces come from a list if keys are split, or from the lengths alone for one sequence; they are
+whole blocks of rows if no table has room for two chunks of keys.
 
-The warp that copies goes on to the next piece while the other warps end this one. Blocks of 64 rows
-keep the sum of their merged chunks in a slot: that leaves room for more copies, which are what a
-decode step waits for. Blocks of 128 keep it in shared memory. Few pieces of few rows wait for their
-products instead: those are transposed (`hopper/transposed.py`), by eight warps where a sequence is
-alone; and its pieces are merged here (`hopper/merge_last.py`).
+The warp that copies continues with the next piece while the other warps finish this one. Blocks of
+64 rows store the sum of their merged chunks in a slot, which leaves room for more copies, for which
+a decode step waits. Blocks of 128 rows store it in shared memory. Few pieces of few rows wait for
+their products instead, so these are transposed (`hopper/transposed.py`). For a batch of one
+sequence eight warps compute them, and the pieces are merged here (`hopper/merge_last.py`).
 """
 
 from triton.experimental import gluon
@@ -21,18 +21,19 @@ from rlk_kernels.ops.attention.hopper.merge_last import end_piece
 from rlk_kernels.ops.attention.hopper.steps import (
     BLOCK,
     PER_CHUNK,
-    _block,
-    _copy_keys,
-    _first_scores,
-    _free,
-    _last_block,
-    _load_queries,
-    _next_block,
-    _weigh,
     buffers,
+    copy_keys,
     descriptors,
+    first_scores,
+    free_block,
+    last_block,
+    load_queries,
+    next_block,
+    wait_block,
+    weigh,
+    wide_layout,
 )
-from rlk_kernels.ops.attention.hopper.transposed import attend_chunk, load_queries, rows_layout
+from rlk_kernels.ops.attention.hopper.transposed import attend_chunk, rows_layout
 from rlk_kernels.ops.attention.order import (
     LOG2E,
     block_weights,
@@ -50,10 +51,10 @@ from rlk_kernels.ops.attention.schedule import (
 )
 
 LISTED, LONE, WHOLE = (gl.constexpr(i) for i in range(3))
-"""Where pieces come from: a list, the lengths of the only sequence, or the rows alone, each of
-which has at most one chunk of keys."""
+"""The source of pieces: a list, the lengths of the only sequence, or the rows alone, which have at
+most one chunk of keys."""
 DEPTH = {64: (3, 3), 128: (2, 2)}
-"""Rows of a block -> blocks of keys and of values that a program has room for, one program a
+"""Rows of a block -> (blocks of keys, blocks of values) in shared memory, with one program a
 processor (time only)."""
 
 
@@ -62,7 +63,7 @@ def _all_work(
     work, window, HOW: gl.constexpr, HK: gl.constexpr, G: gl.constexpr, BM: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
-    """(pieces of all KV heads, what `lone_piece` needs)."""
+    """(pieces of all KV heads, the `lone_sequence` for `lone_piece`)."""
     plan_ptr, _, cu_q_ptr, lens_ptr, B, T, capacity, target = work
     lone = (0, 0, 0, 0, 0, 0, 0, 0)
     if HOW == LONE:
@@ -96,14 +97,14 @@ def _piece(
 def _blocks(
     one, window, G: gl.constexpr, BM: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr
 ):  # fmt: skip
-    """The blocks begin ... end of a piece's keys, and the end of the blocks that all rows see."""
+    """(begin and end of the blocks of a piece's keys, end of the blocks that all rows see)."""
     _, _, len_q, _, len_k, row, first, limit, only, _, _, _ = one
     visible_begin, shared_end, visible_end = visible_keys(
         row, len_q, len_k, window, G, BM, BLOCK, CAUSAL, WINDOWED
     )
     begin = gl.maximum(visible_begin // BLOCK, first * PER_CHUNK)
     end = gl.minimum(gl.cdiv(visible_end, BLOCK), limit * PER_CHUNK)
-    # rows without any key are written too: over one block of which they see nothing
+    # rows without keys are written too, after one block of which they see nothing
     return begin, gl.maximum(end, begin + only), gl.minimum(shared_end, visible_end) // BLOCK
 
 
@@ -114,7 +115,7 @@ def _attend_chunk(
 ):  # fmt: skip
     """(m, den, acc) of the blocks begin ... end, at least one, all of one chunk.
 
-    No block's scores are made before its chunk's turn: what is held between chunks then has room.
+    No scores are computed before their chunk, so that the state between chunks has registers.
     """
     k_ring, v_ring, k_full, k_empty, v_full, v_empty = rings
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -124,23 +125,23 @@ def _attend_chunk(
     acc = gl.zeros([ROWS, DIM], gl.float32, OUT)
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     _, _, _, den = block_weights(s, m, 0.0, 4)
-    s = _first_scores(q, s, k_ring, k_full, k_empty, turn)
+    s = first_scores(q, s, k_ring, k_full, k_empty, turn)
     for j in range(begin, end - 1):
-        p, m, den, old = _weigh(
+        p, m, den, old = weigh(
             s, m, den, scale, j * BLOCK, last, window, j >= plain_end, dtype, OUT, WINDOWED
         )
         acc = acc * old[:, None]
         here = turn + j - begin
-        keys = _block(k_ring, k_full, here + 1)
-        s, acc = _next_block(q, s, p, acc, j == begin, keys, _block(v_ring, v_full, here))
-        _free(k_ring, k_empty, here + 1)
-        _free(v_ring, v_empty, here)
+        keys = wait_block(k_ring, k_full, here + 1)
+        s, acc = next_block(q, s, p, acc, j == begin, keys, wait_block(v_ring, v_full, here))
+        free_block(k_ring, k_empty, here + 1)
+        free_block(v_ring, v_empty, here)
     j = end - 1
-    p, m, den, old = _weigh(
+    p, m, den, old = weigh(
         s, m, den, scale, j * BLOCK, last, window, j >= plain_end, dtype, OUT, WINDOWED
     )
     acc = acc * old[:, None]
-    acc = _last_block(
+    acc = last_block(
         p, acc, j == begin, v_ring, v_full, v_empty, turn + j - begin, len_k - j * BLOCK
     )
     return (
@@ -150,15 +151,15 @@ def _attend_chunk(
 
 
 @gluon.jit
-def _put(part_acc_ptr, part_ml_ptr, place, live, cols, m, den, acc, DIM: gl.constexpr):
-    gl.store(part_ml_ptr + place * 2, m, mask=live)
-    gl.store(part_ml_ptr + place * 2 + 1, den, mask=live)
-    gl.store((part_acc_ptr + place * DIM)[:, None] + cols[None, :], acc, mask=live[:, None])
+def _store_state(part_acc_ptr, part_ml_ptr, slot, live, cols, m, den, acc, DIM: gl.constexpr):
+    gl.store(part_ml_ptr + slot * 2, m, mask=live)
+    gl.store(part_ml_ptr + slot * 2 + 1, den, mask=live)
+    gl.store((part_acc_ptr + slot * DIM)[:, None] + cols[None, :], acc, mask=live[:, None])
 
 
 @gluon.jit
 def _operand(like_ptr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """[ROWS, COLUMNS] in shared memory, as the tensor core takes it."""
+    """[ROWS, COLUMNS] in shared memory, in the layout of the tensor core."""
     dtype: gl.constexpr = like_ptr.dtype.element_ty
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
     return gl.allocate_shared_memory(dtype, [ROWS, COLUMNS], tile)
@@ -170,7 +171,7 @@ def _attend_piece(
     DIM: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, RUNNING: gl.constexpr,
     GROUP: gl.constexpr, NARROW: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The packed rows of q of a piece, from the blocks `turn` on in the rings."""
+    """Attend with the packed rows q of a piece, over blocks from the `turn`-th of the rings on."""
     (
         _, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, _, _, merged, _, _, k_ring, v_ring,
         k_full, k_empty, v_full, v_empty, scale, window, T, stride_qt, stride_qh,
@@ -182,13 +183,9 @@ def _attend_piece(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     OUT: gl.constexpr = rows_layout(DIM, WARPS) if NARROW else SUMS
     first_row += GROUP * ROWS
-    thread_barrier()  # the piece before is through with its queries
-    if WARPS == 8:
-        load_queries(
-            q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK, G, WARPS
-        )  # fmt: skip
-    else:
-        _load_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK, G)
+    thread_barrier()  # the previous piece has read its queries
+    LOAD: gl.constexpr = rows_layout(DIM, WARPS) if WARPS == 8 else wide_layout(DIM)
+    load_queries(q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, G, LOAD)
     if NARROW:
         thread_barrier()
     else:
@@ -216,10 +213,10 @@ def _attend_piece(
                 q, rings, first, limit, plain_end, len_k, last, turn, scale, window, DIM, WINDOWED
             )
         turn += limit - first
-        # of a piece that merges, the first slot; asked for here, not held through the chunk
+        # the first slot of a piece that merges; computed here, to save registers in the chunk
         slot = slot_row(base, chunk, folded, len_q * G, row, HK, hk)
         if merges != 0:
-            # every thread finds what it has written itself
+            # each thread reads what it wrote itself
             before = gl.zeros_like(acc)
             if RUNNING:
                 if first > begin:
@@ -236,7 +233,7 @@ def _attend_piece(
                 else:
                     merged.index(GROUP).store(acc_all)
         else:
-            _put(part_acc_ptr, part_ml_ptr, slot, live, cols, m, den, acc, DIM)
+            _store_state(part_acc_ptr, part_ml_ptr, slot, live, cols, m, den, acc, DIM)
             acc_all = acc
     if only != 0:
         finish(
@@ -245,7 +242,7 @@ def _attend_piece(
         )  # fmt: skip
     elif (merges != 0) & (begin < end):
         slot = slot_row(base, folded, folded, len_q * G, row, HK, hk)
-        _put(part_acc_ptr, part_ml_ptr, slot, live, cols, m_all, den_all, acc_all, DIM)
+        _store_state(part_acc_ptr, part_ml_ptr, slot, live, cols, m_all, den_all, acc_all, DIM)
 
 
 @gluon.jit
@@ -255,8 +252,9 @@ def _attend_pieces(
     NARROW: gl.constexpr, IDLE: gl.constexpr, HOW: gl.constexpr, PAGE: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Packed rows of a program's pieces, one after another. By four warps 64, of no more than IDLE
-    pieces those with NARROW or less by `hopper/transposed.py`; by eight, NARROW in each."""
+    """Attend with the packed rows of a program's pieces, one piece after another. Eight warps
+    process NARROW rows of each piece. Four warps process 64 rows; if there are at most IDLE pieces,
+    those with at most NARROW rows by `hopper/transposed.py`."""
     (
         work, _, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, flags_ptr, q_smem, _, q_narrow,
         weights, _, _, _, _, _, _, _, window, T, _, _,
@@ -306,7 +304,7 @@ def _copy_pieces(
     args, HK: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
     PAGE: gl.constexpr, LENGTH: gl.constexpr, GROUPS: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """`_copy_keys` for a program's pieces, one after another; the next one is asked for early."""
+    """`copy_keys` for a program's pieces, one after another; the next piece is loaded early."""
     (
         work, k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
         table_ptr, stride_table, k_head, v_head, k_page, v_page, window,
@@ -327,7 +325,7 @@ def _copy_pieces(
             table_ptr + b.to(gl.int64) * stride_table, k_start, len_k, hk * k_head, hk * v_head,
             k_page, v_page, begin, end, turn,
         )  # fmt: skip
-        _copy_keys(keys, PAGE, LENGTH)
+        copy_keys(keys, PAGE, LENGTH)
         turn += gl.maximum(end - begin, 0)
         one = following
 
@@ -396,18 +394,19 @@ def _pieces_hopper_kernel(
 
 
 def few_pieces(here: DeviceFacts) -> int:
-    """Pieces that leave half of the processors idle. They wait for their own products, more of them
-    for memory; and then narrow ones take longer, by up to 10 % (time only)."""
+    """The number of pieces up to which half of the processors are idle. So few pieces wait for
+    their products; more pieces wait for memory, where narrow ones are up to 10 % slower (time
+    only)."""
     return here.processors // 2
 
 
 def attend_pieces(
     cache: ShapeCache, plan: AttentionPlan, call: AttentionCall, scratch: Scratch
 ) -> None:
-    """Fill call.out and lse, or the slots."""
+    """Fill call.out and lse, or the slots, by the kernel for Hopper."""
     k, v, table = call.k, call.v, call.table
     programs, counts, strides, constants, options = cache.get_or_create(
-        "pieces", None, _fixed, plan, call
+        "pieces", None, _constants, plan, call
     )
     maps = cache.get_or_create("maps", (k.data_ptr(), v.data_ptr()), descriptors, k, v, table)
     launch(
@@ -420,16 +419,16 @@ def attend_pieces(
     )  # fmt: skip
 
 
-def _fixed(plan: AttentionPlan, call: AttentionCall) -> tuple:
-    """What calls of one shape have in common: (programs, numbers, strides, constants, options)."""
+def _constants(plan: AttentionPlan, call: AttentionCall) -> tuple:
+    """What calls of one shape share: (programs, numbers, strides, constants, options)."""
     (tokens, _, dim), batch, kv_heads, group = call.q.shape, call.batch, call.kv_heads, call.group
     here, groups = facts(call.q.device), plan.rows // ROWS.value
-    # decode is bound by memory: every program stays; blocks of 128 rows come and go by length
+    # decode is bound by memory and has persistent programs; blocks of 128 rows differ in length
     programs = plan.most * kv_heads
     narrow = 0
     if groups == 1:
         programs = min(programs, here.processors)
-        if plan.alone or batch * kv_heads <= few_pieces(here):  # there may be as few as that
+        if plan.alone or batch * kv_heads <= few_pieces(here):  # there may be as few pieces
             narrow = 8 if (tokens * group if plan.alone else group) <= 8 else 16
     how = (LISTED if plan.listed else LONE) if plan.split else WHOLE
     constants = (

@@ -1,12 +1,12 @@
 # ruff: noqa: RUF005 (Gluon has no starred tuples)
-"""The forward of `kernels.py` on Hopper: its order and bits, another schedule.
+"""The forward of `kernels.py` on Hopper: the same order and bits with another schedule.
 
-A warp copies keys and values (TMA, page by page from a paged cache) into two rings of blocks as
-fast as these come free. Each group of four warps owns 64 packed rows: it weighs the scores of one
-block while the tensor core is busy with the other groups', then starts two products at once, the
-scores of the next block and the values of this one. These steps are here, for the programs of
-`hopper/blocks.py` and `hopper/pieces.py`. Written in Gluon, which ships with Triton; functions
-without layouts of their own are those of `order.py`.
+One warp copies keys and values (TMA, page by page from a paged cache) into two rings of blocks as
+fast as blocks become free. Each group of four warps has 64 packed rows. It turns the scores of one
+block into weights while the tensor core multiplies for the other groups, then starts two products
+at once: the scores of the next block, and the values of this block. `hopper/blocks.py` and
+`hopper/pieces.py` consist of these steps. Written in Gluon, which ships with Triton; functions that
+need no layouts are those of `order.py`.
 """
 
 import functools
@@ -26,24 +26,20 @@ from rlk_kernels.matmul.hopper.pipeline import (
     ROWS,
     async_load,
     barriers,
-    described_at,
+    tensor_map_at,
     thread_barrier,
 )
-from rlk_kernels.ops.attention.order import (
-    CHUNK,
-    merge,
-    one_sum,
-    weights_below,
-)
+from rlk_kernels.ops.attention.order import CHUNK, merge, one_sum, weights_below
 
 BLOCK = gl.constexpr(128)
-"""Keys of a block: `order.block_n` of the head sizes taken here."""
+"""Keys of a block: `order.block_n` of the supported head sizes."""
 PER_CHUNK = gl.constexpr(CHUNK // 128)
 
 
 @gluon.jit
 def _copy_block(desc, ring, full, empty, turn, rows, column, LENGTH: gl.constexpr):
-    """The `turn`-th block of a ring: parts of LENGTH keys from `rows` of the keys or values."""
+    """Copy the `turn`-th block of a ring: parts of LENGTH keys from `rows` of the keys or
+    values."""
     DEPTH: gl.constexpr = ring.type.shape[0]
     slot = turn % DEPTH
     ready = full.index(slot)
@@ -55,8 +51,8 @@ def _copy_block(desc, ring, full, empty, turn, rows, column, LENGTH: gl.constexp
 
 
 @gluon.jit
-def _copy_keys(args, PAGE: gl.constexpr, LENGTH: gl.constexpr):
-    """One warp: blocks begin ... end, `turn` blocks after the first of all."""
+def copy_keys(args, PAGE: gl.constexpr, LENGTH: gl.constexpr):
+    """Copy the blocks begin ... end with one warp, after `turn` earlier blocks."""
     (
         k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty, table, start, len_k,
         k_column, v_column, k_page, v_page, begin, end, turn,
@@ -67,7 +63,7 @@ def _copy_keys(args, PAGE: gl.constexpr, LENGTH: gl.constexpr):
         for i in gl.static_range(BLOCK // LENGTH):
             key = j * BLOCK + i * LENGTH
             if PAGE > 0:
-                # behind the last key any page will do: its scores are masked, its values cleared
+                # after the last key any page may be read: scores are masked, values are cleared
                 key = gl.minimum(key, gl.maximum(len_k - 1, 0) // LENGTH * LENGTH)
                 page = gl.load(table + key // PAGE)
                 k_rows = k_rows + (page * k_page + key % PAGE,)
@@ -80,22 +76,22 @@ def _copy_keys(args, PAGE: gl.constexpr, LENGTH: gl.constexpr):
 
 
 @gluon.jit
-def _block(ring, full, turn):
-    """The `turn`-th block of a ring, once it is there."""
+def wait_block(ring, full, turn):
+    """Wait for the `turn`-th block of a ring and return it."""
     DEPTH: gl.constexpr = ring.type.shape[0]
     mbarrier.wait(full.index(turn % DEPTH), turn // DEPTH & 1)
     return ring.index(turn % DEPTH)
 
 
 @gluon.jit
-def _free(ring, empty, turn):
+def free_block(ring, empty, turn):
     DEPTH: gl.constexpr = ring.type.shape[0]
     mbarrier.arrive(empty.index(turn % DEPTH))
 
 
 @gluon.jit
-def _clear(values, count, WARPS: gl.constexpr = 4):
-    """Zeros behind the first `count` rows: weights of 0 hide no NaN."""
+def clear_rows(values, count, WARPS: gl.constexpr = 4):
+    """Set the rows after the first `count` to zero, because 0 x NaN is NaN."""
     DIM: gl.constexpr = values.type.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
     row = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
@@ -107,26 +103,27 @@ def _clear(values, count, WARPS: gl.constexpr = 4):
 
 
 @gluon.jit
-def _mask_scores(s, m, scale, first, last, window, masked, WINDOWED: gl.constexpr):
-    """(Scores of a block, -inf where a row does not see the key; the maximum after them.)"""
+def mask_scores(s, m, scale, first, last, window, masked, WINDOWED: gl.constexpr):
+    """(scores of a block, -inf where a row does not see the key; the maximum after them)."""
     if masked:
         key = first + gl.arange(0, BLOCK, gl.SliceLayout(0, s.type.layout))
         visible = key[None, :] <= last[:, None]
         if WINDOWED:
             visible &= key[None, :] > (last - window)[:, None]
         s = gl.where(visible, s, float("-inf"))
-    # of eight columns first: short chains, which wait less for their own results
+    # over eight columns first: shorter chains of dependent operations
     top = gl.max(gl.max(gl.reshape(s, (ROWS, BLOCK // 8, 8)), 1), 1)
     return s, gl.maximum(m, gl.convert_layout(top, gl.SliceLayout(1, s.type.layout)) * scale)
 
 
 @gluon.jit
-def _weigh(
+def weigh(
     s, m, den, scale, first, last, window, masked, dtype: gl.constexpr, OUT: gl.constexpr,
     WINDOWED: gl.constexpr,
 ):  # fmt: skip
-    """One block of scores into a chunk's state: (weights as an operand, m, den, rescaling)."""
-    s, top = _mask_scores(s, m, scale, first, last, window, masked, WINDOWED)
+    """Add one block of scores to the state of a chunk: (weights as an operand, m, den,
+    rescaling)."""
+    s, top = mask_scores(s, m, scale, first, last, window, masked, WINDOWED)
     p, m, old, sums = weights_below(s, m, top, scale, 4)
     den = gl.fma(den, gl.convert_layout(old, gl.SliceLayout(1, sums.type.layout))[:, None], sums)
     operand = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, OUT, 2))
@@ -134,8 +131,8 @@ def _weigh(
 
 
 @gluon.jit
-def _merge_chunk(m_all, den_all, merged, some, m, den, acc):
-    """`merge` with the chunks before, whose sum lies in `merged` if there are some."""
+def merge_chunk(m_all, den_all, merged, some, m, den, acc):
+    """`merge` with the chunks before, whose sum is in `merged` if there are `some`."""
     layout: gl.constexpr = acc.type.layout
     before = gl.zeros_like(acc)
     if some:
@@ -145,18 +142,22 @@ def _merge_chunk(m_all, den_all, merged, some, m, den, acc):
     return merge(m_all, den_all, before, m, den, acc)
 
 
+@gluon.constexpr_function
+def wide_layout(dim):
+    """The layout of [64, dim] in which a thread of four warps has 16 bytes of a row."""
+    return gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [4, 1], [1, 0])
+
+
 @gluon.jit
 def write_rows(
     x, staging, out_ptr, first_row, start, length, hk, G: gl.constexpr, HEADS: gl.constexpr
 ):
-    """64 packed rows of a sequence of `length` tokens, from x into out[tokens, HEADS, DIM].
-
-    By way of shared memory, staging[64, DIM]: a thread then writes 16 bytes of a row, and not 4.
-    """
+    """Write 64 packed rows x of a sequence of `length` tokens to out[tokens, HEADS, DIM], by way of
+    staging[64, DIM] in shared memory, so that a thread writes 16 bytes of a row, not 4."""
     DIM: gl.constexpr = x.shape[1]
     staging.store(x.to(staging.dtype))
     thread_barrier()
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    WIDE: gl.constexpr = wide_layout(DIM)
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
     at = ((start + row // G).to(gl.int64) * HEADS + hk * G + row % G) * DIM
     at = at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, WIDE))[None, :]
@@ -164,13 +165,14 @@ def write_rows(
 
 
 @gluon.jit
-def _load_queries(
-    q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK: gl.constexpr, G: gl.constexpr
-):
-    """Packed rows into q[rows, DIM], in shared memory; zeros behind the sequence."""
+def load_queries(
+    q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, G: gl.constexpr,
+    LOAD: gl.constexpr,
+):  # fmt: skip
+    """Load packed rows into q[rows, DIM] in shared memory, by threads in the layout LOAD, with
+    zeros after the sequence."""
     R: gl.constexpr = q.type.shape[0]
     DIM: gl.constexpr = q.type.shape[1]
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     row = first_row + gl.arange(0, R, gl.SliceLayout(1, LOAD))
     at = (q_start + row // G).to(gl.int64) * stride_qt + (hk * G + row % G) * stride_qh
     at = at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, LOAD))[None, :]
@@ -179,19 +181,19 @@ def _load_queries(
 
 
 @gluon.jit
-def _first_scores(q, s, k_ring, k_full, k_empty, turn):
-    """The scores of the `turn`-th block, waited for."""
-    keys = _block(k_ring, k_full, turn)
+def first_scores(q, s, k_ring, k_full, k_empty, turn):
+    """The scores of the `turn`-th block, after they are complete."""
+    keys = wait_block(k_ring, k_full, turn)
     s = warpgroup_mma(q, keys.permute((1, 0)), s, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, [s])
-    _free(k_ring, k_empty, turn)
+    free_block(k_ring, k_empty, turn)
     return s
 
 
 @gluon.jit
-def _next_block(q, s, p, acc, fresh, keys, values):
-    """(scores of the next block of keys, sums with the values of this one). Both blocks are there:
-    a wait would keep the compiler from what it does meanwhile."""
+def next_block(q, s, p, acc, fresh, keys, values):
+    """(scores of the next block of keys, sums with the values of this block). Both blocks are
+    complete: a wait here would prevent the compiler from overlapping other work."""
     scores = warpgroup_mma(q, keys.permute((1, 0)), s, use_acc=False, is_async=True)
     sums = warpgroup_mma(p, values, acc, use_acc=not fresh, is_async=True)
     s, acc, p = warpgroup_mma_wait(0, [scores, sums, p])
@@ -199,14 +201,14 @@ def _next_block(q, s, p, acc, fresh, keys, values):
 
 
 @gluon.jit
-def _last_block(p, acc, fresh, v_ring, v_full, v_empty, turn, count):
-    """The sums with the last values, of which the first `count` are the sequence's."""
-    values = _block(v_ring, v_full, turn)
+def last_block(p, acc, fresh, v_ring, v_full, v_empty, turn, count):
+    """The sums with the last values, of which the first `count` belong to the sequence."""
+    values = wait_block(v_ring, v_full, turn)
     if count < BLOCK:
-        _clear(values, count)
+        clear_rows(values, count)
     sums = warpgroup_mma(p, values, acc, use_acc=not fresh, is_async=True)
     acc, p = warpgroup_mma_wait(0, [sums, p])
-    _free(v_ring, v_empty, turn)
+    free_block(v_ring, v_empty, turn)
     return acc
 
 
@@ -215,7 +217,7 @@ def _ring(
     DEPTH: gl.constexpr, DIM: gl.constexpr, GROUPS: gl.constexpr, tile: gl.constexpr,
     dtype: gl.constexpr,
 ):  # fmt: skip
-    """Blocks, and the barriers that say which are full and which are empty."""
+    """(blocks, barriers of full blocks, barriers of empty blocks)."""
     ring = gl.allocate_shared_memory(dtype, [DEPTH, BLOCK, DIM], tile)
     full, empty = barriers(DEPTH, GROUPS)
     return ring, full, empty
@@ -226,7 +228,8 @@ def buffers(
     q_ptr, DIM: gl.constexpr, GROUPS: gl.constexpr, K_DEPTH: gl.constexpr, V_DEPTH: gl.constexpr,
     RUNNING: gl.constexpr,
 ):  # fmt: skip
-    """(queries, merged chunks, keys and their two barriers, values and theirs) in shared memory."""
+    """(queries, merged chunks, keys, their two barriers, values, their two barriers), in shared
+    memory."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, DIM], dtype)
     q_smem = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, DIM], tile)
@@ -234,7 +237,7 @@ def buffers(
     v_ring, v_full, v_empty = _ring(V_DEPTH, DIM, GROUPS, tile, dtype)
     merged = q_smem
     if not RUNNING:
-        # eight rows of a warp lie in different banks
+        # the eight rows of a warp are in different banks
         swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
         merged = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS, DIM], swizzled)
     fence_async_shared()
@@ -242,8 +245,8 @@ def buffers(
 
 
 @functools.lru_cache(maxsize=256)
-def _matrix(shape: torch.Size, stride: tuple[int, ...], paged: bool) -> tuple[int, int] | None:
-    """(rows, columns) of the keys or values as a matrix, heads side by side in a row, or None."""
+def as_matrix(shape: torch.Size, stride: tuple[int, ...], paged: bool) -> tuple[int, int] | None:
+    """(rows, columns) of the keys or values as a matrix with all heads in a row, or None."""
     *_, heads, dim = shape
     pitch, head = stride[-3], stride[-2]
     rows = shape[0]
@@ -258,28 +261,28 @@ def _matrix(shape: torch.Size, stride: tuple[int, ...], paged: bool) -> tuple[in
 
 
 def _keys_per_copy(page: int) -> int:
-    """Keys that one copy brings from a paged cache; 0 where pages do not fit together to blocks."""
+    """Keys of one copy from a paged cache; 0 if pages cannot form whole blocks."""
     if page % BLOCK.value == 0:
         return BLOCK.value
     return page if page >= 8 and BLOCK.value % page == 0 else 0
 
 
-def reads(k: Tensor, v: Tensor, table: Tensor | None) -> bool:
+def can_read(k: Tensor, v: Tensor, table: Tensor | None) -> bool:
     """Whether these kernels can read k and v."""
     if table is not None and not (_keys_per_copy(k.shape[1]) and table.numel()):
         return False
     paged = table is not None
     return all(
-        _matrix(x.shape, x.stride(), paged) is not None and x.data_ptr() % 16 == 0 for x in (k, v)
+        as_matrix(x.shape, x.stride(), paged) is not None and x.data_ptr() % 16 == 0 for x in (k, v)
     )
 
 
 def descriptors(k: Tensor, v: Tensor, table: Tensor | None) -> list:
-    """Tensor maps of what `reads` accepts."""
+    """Tensor maps of what `can_read` accepts."""
     paged = table is not None
     box = (_keys_per_copy(k.shape[1]) if paged else BLOCK.value, k.shape[-1])
     return [
-        described_at(x.data_ptr(), x.dtype, size, (x.stride(-3), 1), box)
+        tensor_map_at(x.data_ptr(), x.dtype, size, (x.stride(-3), 1), box)
         for x in (k, v)
-        if (size := _matrix(x.shape, x.stride(), paged)) is not None
+        if (size := as_matrix(x.shape, x.stride(), paged)) is not None
     ]

@@ -1,10 +1,11 @@
-"""The chunks of `hopper/pieces.py` for blocks of few packed rows: the order of `order.py`,
-products transposed.
+"""The chunks of `hopper/pieces.py` for blocks of few packed rows: transposed products in the order
+of `order.py`.
 
-The tensor core takes 64 rows of a product's first operand at a time, and a decode step has 4. Here
-keys and values are that operand, rows are columns: scores [keys, rows], sums [head size, rows]. So
-a block costs what reading its keys and values from shared memory does, and not 16 times the
-exponentials that it needs. The next block's scores are made beside the weights of this one.
+The tensor core needs 64 rows of a product's first operand, and a decode step has 4. Here keys and
+values are that operand, and rows are columns: scores [keys, rows], sums [head size, rows]. So a
+block costs as much as reading its keys and values from shared memory, and does not compute 16 times
+the necessary exponentials. The scores of the next block are computed beside the weights of this
+one.
 """
 
 import triton
@@ -18,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from rlk_kernels.matmul.hopper.pipeline import thread_barrier
-from rlk_kernels.ops.attention.hopper.steps import BLOCK, _block, _clear, _free
-from rlk_kernels.ops.attention.order import _add
+from rlk_kernels.ops.attention.hopper.steps import BLOCK, clear_rows, free_block, wait_block
+from rlk_kernels.ops.attention.order import add
 
 
 @triton.jit
@@ -35,7 +36,7 @@ def _weights(s, m, scale):
 def _eight_sums(p, LEVELS: tl.constexpr):
     """`order.eight_sums` of p[8 * 2**LEVELS, rows]."""
     for level in tl.static_range(LEVELS):
-        p = tl.reduce(tl.reshape(p, (2, 4 << (LEVELS - level), p.shape[1])), 0, _add)
+        p = tl.reduce(tl.reshape(p, (2, 4 << (LEVELS - level), p.shape[1])), 0, add)
     return p
 
 
@@ -43,7 +44,7 @@ def _eight_sums(p, LEVELS: tl.constexpr):
 def _one_sum(p):
     """`order.one_sum` of p[8, rows]."""
     for level in tl.static_range(3):
-        p = tl.reduce(tl.reshape(p, (2, 4 >> level, p.shape[1])), 0, _add)
+        p = tl.reduce(tl.reshape(p, (2, 4 >> level, p.shape[1])), 0, add)
     return tl.reshape(p, (p.shape[1],))
 
 
@@ -54,37 +55,23 @@ def rows_layout(dim, warps):
 
 
 @gluon.jit
-def load_queries(
-    q_ptr, q, first_row, q_start, len_q, hk, stride_qt, stride_qh, HK: gl.constexpr,
-    G: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Packed rows into q[rows, DIM], in shared memory."""
-    R: gl.constexpr = q.type.shape[0]
-    LOAD: gl.constexpr = rows_layout(q.type.shape[1], WARPS)
-    row = first_row + gl.arange(0, R, gl.SliceLayout(1, LOAD))
-    at = (q_start + row // G).to(gl.int64) * stride_qt + (hk * G + row % G) * stride_qh
-    at = at[:, None] + gl.arange(0, q.type.shape[1], gl.SliceLayout(0, LOAD))[None, :]
-    q.store(gl.load(q_ptr + at, mask=(row < len_q * G)[:, None], other=0.0))
-    fence_async_shared()
-
-
-@gluon.jit
 def _start_scores(q, k_ring, k_full, turn, LAYOUT: gl.constexpr):
-    """The scores of the `turn`-th block [keys, rows], started."""
+    """Start the scores [keys, rows] of the `turn`-th block."""
     R: gl.constexpr = q.type.shape[0]
-    keys = _block(k_ring, k_full, turn)
+    keys = wait_block(k_ring, k_full, turn)
     s = gl.zeros([BLOCK, R], gl.float32, LAYOUT)
     return warpgroup_mma(keys, q.permute((1, 0)), s, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _start_sums(p, acc, weights, fresh, v_ring, v_full, turn, count, WARPS: gl.constexpr):
-    """The sums with the `turn`-th block's values, of which the first `count` are the sequence's."""
+    """Start the sums with the values of the `turn`-th block; its first `count` are the
+    sequence's."""
     weights.permute((1, 0)).store(p.to(weights.dtype))
     fence_async_shared()
-    values = _block(v_ring, v_full, turn)
+    values = wait_block(v_ring, v_full, turn)
     if count < BLOCK:
-        _clear(values, count, WARPS)
+        clear_rows(values, count, WARPS)
     thread_barrier()
     return warpgroup_mma(
         values.permute((1, 0)), weights.permute((1, 0)), acc, use_acc=not fresh, is_async=True
@@ -104,7 +91,8 @@ def _masked(s, first, last, window, masked, WINDOWED: gl.constexpr):
 
 @gluon.jit
 def _add_sums(p, den, old, SUMS: gl.constexpr):
-    """den[8, rows] and the eight sums of p[keys, rows], a row's keys j mod 8 in one thread."""
+    """den[8, rows] plus the eight sums of p[keys, rows], with a row's keys j mod 8 in one
+    thread."""
     sums = _eight_sums(gl.convert_layout(p, SUMS), 4)
     old = gl.convert_layout(old, gl.SliceLayout(0, sums.type.layout))
     return gl.fma(gl.convert_layout(den, sums.type.layout), old[None, :], sums)
@@ -117,7 +105,7 @@ def attend_chunk(
 ):  # fmt: skip
     """(m, den, acc) of the blocks begin ... end, at least one, all of one chunk; in `rows_layout`.
 
-    q[rows, DIM] and weights[rows, BLOCK]: in shared memory, where all threads have seen the first.
+    q[rows, DIM] and weights[rows, BLOCK] are in shared memory; q is visible to all threads.
     """
     k_ring, v_ring, k_full, k_empty, v_full, v_empty = rings
     R: gl.constexpr = q.type.shape[0]
@@ -133,19 +121,19 @@ def attend_chunk(
     den = gl.zeros([8, R], gl.float32, SUMS)
     s = _start_scores(q, k_ring, k_full, turn, LAYOUT)
     s = warpgroup_mma_wait(0, [s])
-    _free(k_ring, k_empty, turn)
+    free_block(k_ring, k_empty, turn)
     for j in range(begin, end - 1):
         scores = _start_scores(q, k_ring, k_full, turn + 1, LAYOUT)
         s = _masked(s, j * BLOCK, last, window, j >= plain_end, WINDOWED)
         p, m, old = _weights(s, m, scale)
         s = warpgroup_mma_wait(0, [scores])
-        _free(k_ring, k_empty, turn + 1)
+        free_block(k_ring, k_empty, turn + 1)
         sums = _start_sums(
             p, acc * old[None, :], weights, j == begin, v_ring, v_full, turn, BLOCK, WARPS
         )  # fmt: skip
         den = gl.convert_layout(_add_sums(p, den, old, SUMS), SUMS)
         acc = warpgroup_mma_wait(0, [sums])
-        _free(v_ring, v_empty, turn)
+        free_block(v_ring, v_empty, turn)
         turn += 1
     j = end - 1
     s = _masked(s, j * BLOCK, last, window, j >= plain_end, WINDOWED)
@@ -156,7 +144,7 @@ def attend_chunk(
     )  # fmt: skip
     den = _add_sums(p, den, old, SUMS)
     acc = warpgroup_mma_wait(0, [sums])
-    _free(v_ring, v_empty, turn)
+    free_block(v_ring, v_empty, turn)
     OUT: gl.constexpr = rows_layout(DIM, WARPS)
     return (
         gl.convert_layout(m, gl.SliceLayout(1, OUT)),
