@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import source_imports
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("rlk_align", "kernels", "tests", "scripts", "examples")
@@ -29,9 +30,7 @@ def found_in(folder: Path, module: str) -> Path | None:
     return next((file for file in files if file.exists()), None)
 
 
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+parsed = functools.cache(source_imports.parsed)
 
 
 @functools.cache

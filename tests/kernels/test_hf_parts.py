@@ -66,21 +66,6 @@ def test_what_is_changed_for_the_process_is_undone_with_the_last_model() -> None
     assert done == ["changed", "undone"] * 2
 
 
-def test_a_second_time_changes_nothing() -> None:
-    ids, model = torch.arange(50)[None], small_model()
-    first = hf.use_kernels(model)
-    with torch.no_grad():
-        before = model(ids, use_cache=False).logits
-        second = hf.use_kernels(model)
-        assert model(ids, use_cache=False).logits.equal(before)
-        second.close()
-        assert model(ids, use_cache=False).logits.equal(before)
-    first.close()
-    assert type(model.model.layers[0].self_attn).__name__ == "LlamaAttention"
-    with pytest.raises(NotServed, match="the engine's own still computes"):
-        hf.check(hf.operators(model))
-
-
 def test_autocast_computes_as_a_model_of_its_dtype() -> None:
     """As HF Trainer and TRL run fp32 weights with `bf16=True`; gradients reach the fp32 weights."""
     ids = torch.arange(50)[None]
