@@ -86,15 +86,6 @@ def test_every_operator_is_traced_whole(name, backend, monkeypatch):
     assert all(x is None or bool(x.isfinite().all()) for x in traced[1])
 
 
-def test_a_graph_break_is_noticed():
-    def broken(x):
-        torch._dynamo.graph_break()
-        return 2 * x
-
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        torch.compile(broken, fullgraph=True, backend="eager")(torch.ones(2))
-
-
 class _Dispatched(TorchDispatchMode):
     """Has every operator go through torch's dispatch."""
 

@@ -4,7 +4,7 @@ gradients in fp32, capped logits."""
 import pytest
 import rlk_kernels as rk
 import torch
-from pairwise import pairwise
+from covering import pairwise
 from rlk_kernels.ops.attention.call import AttentionCall
 from rlk_kernels.ops.attention.forward import forward
 from rlk_kernels.ops.attention.operator import attention_ref
