@@ -3,6 +3,7 @@
 import pytest
 import rlk_kernels as rk
 import torch
+from kernel_suite import same
 from small_model import Model, Sizes
 
 SIZES = Sizes(hidden=1024, heads=16, kv_heads=8, dim=128, ff=3072, vocabulary=4099, layers=3)
@@ -20,7 +21,7 @@ def test_prefill_packed_alone_and_decoded_in_pieces(dtype):
             assert torch.equal(model.prefill(part, [len(part)]), expected)
         for chunk in (17, 512):
             decoded = model.decode(ids, LENS, chunk, page=16)
-            assert all(torch.equal(a, b) for a, b in zip(decoded, whole, strict=True))
+            assert same(decoded, whole)
         short = [40, 1, 33, 64, 7, 1]
         few = torch.cat([p[:n] for p, n in zip(parts, short, strict=True)])
         decoded = model.decode(few, short, 1, page=16)  # token by token
@@ -42,4 +43,4 @@ def test_gradients_of_the_whole_model_repeat_20_times():
     first = grads()
     assert all(bool(g.isfinite().all()) and bool((g != 0).any()) for g in first)
     for _ in range(19):
-        assert all(torch.equal(a, b) for a, b in zip(grads(), first, strict=True))
+        assert same(grads(), first)

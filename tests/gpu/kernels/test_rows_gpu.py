@@ -6,7 +6,7 @@ import threading
 import pytest
 import rlk_kernels as rk
 import torch
-from kernel_suite import ROWS, differing_rows, rand, row_operators, within_budget
+from kernel_suite import ROWS, differing_rows, rand, row_operators, same, within_budget
 from rlk_kernels import cuda
 from rlk_kernels.ahead import compiled_ahead
 from rlk_kernels.device import facts
@@ -227,7 +227,7 @@ def test_kernels_that_start_before_their_predecessor_ends_wait_for_its_memory():
             eager = chain(x, lambda: None)
             graph.replay()
             for got in (eager, captured):
-                assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), m
+                assert same(got, expected), m
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
@@ -317,8 +317,7 @@ def gradients(name, dtype, size=384, m=257):
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_are_right_and_the_same_in_20_runs(name, dtype):
     runs, exact, torchs = gradients(name, dtype)
-    for grads in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(grads, runs[0], strict=True))
+    assert all(same(grads, runs[0]) for grads in runs[1:])
     for value, truth, torch_value in zip(runs[0], exact, torchs, strict=True):
         assert within_budget(value, truth, torch_value, dtype)
 
