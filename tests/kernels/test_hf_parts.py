@@ -98,9 +98,14 @@ def test_what_stands_in_the_place_of_a_linear_is_refused(where: str) -> None:
 
 
 def test_what_is_no_causal_model_is_refused() -> None:
-    for ask in (hf.use_kernels, hf.operators):
-        with pytest.raises(NotServed, match="a LlamaModel is not served"):
-            ask(small_model().model)
+    model = small_model()
+    for other, kind in (
+        (model.model, "LlamaModel"),
+        (torch.nn.DataParallel(model), "DataParallel"),
+    ):
+        for ask in (hf.use_kernels, hf.operators):
+            with pytest.raises(NotServed, match=f"a {kind} is not served"):
+                ask(other)
 
 
 def test_a_model_of_another_family_is_refused_by_those_that_are_served() -> None:
