@@ -57,8 +57,7 @@ RULES = {
     ),
     "logs.rescore": (
         *("logs.rescore", "logs.diagnose", "logs.dumps", "compare.metrics", "interval"),
-        *("trace", "model"),
-        *("results", "text", "errors"),
+        *("trace", "model", "results", "text", "errors"),
     ),
     "logs.monitor": (
         *("logs.monitor", "logs.readers", "logs.dumps", "interval", "logs.diagnose.contract"),
@@ -93,31 +92,10 @@ RULES = {
     ),
     "judge": ("judge", "model.operators", "data", "results", "tail", "files", "text", "errors"),
     "report": (
-        *(
-            "report",
-            "logs.diagnose",
-            "interval",
-            "judge",
-            "probe.record",
-            "probe.units",
-            "probe.effects",
-        ),
-        *(
-            "logs.monitor.record",
-            "logs.monitor.history",
-            "logs.rescore.record",
-            "logs.rescore.words",
-        ),
-        *(
-            "trace.run",
-            "model.operators",
-            "weights.findings",
-            "results",
-            "comparison_table",
-            "version",
-            "text",
-            "errors",
-        ),
+        *("report", "logs.diagnose", "logs.monitor.record", "logs.monitor.history"),
+        *("logs.rescore.record", "logs.rescore.words", "interval", "judge"),
+        *("probe.record", "probe.units", "probe.effects", "trace.run", "model.operators"),
+        *("weights.findings", "results", "comparison_table", "version", "text", "errors"),
     ),
     "weights": (
         *("weights", "compare.parity_weights", "engines.common", "engines.megatron.layout"),
@@ -230,14 +208,8 @@ LIGHT = (
     *("capture.request", "model.checkpoint", "model.edges", "model.families", "model.prompts"),
     *("model.sites", "model.operators", "progress", "text", "errors", "data", "cli.main"),
     *("api.public", "api.loaded", "api.judging", "api.pair", "api.single"),
-    *("report.weights", "cli.weights"),
-    *(
-        "report.rescored",
-        "report.document_terminal",
-        "report.rescored_json",
-        "api.rescoring",
-        "cli.compare",
-    ),
+    *("report.weights", "report.rescored", "report.document_terminal", "report.rescored_json"),
+    *("api.rescoring", "cli.compare", "cli.weights"),
 )
 """What judges and parses."""
 

@@ -190,12 +190,7 @@ class Launches:
             self.compiled.append(failed)
             return
         self.compiled.append(
-            Compiled(
-                **record,
-                **_said(log),
-                seconds=time.process_time() - start,
-                ptx=source.text,
-            )
+            Compiled(**record, **_said(log), seconds=time.process_time() - start, ptx=source.text)
         )
 
     def launch(self, run, kernel: JITFunction, arguments: tuple, options: dict) -> None:
