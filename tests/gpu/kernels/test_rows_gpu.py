@@ -1,6 +1,5 @@
 """On a GPU: errors, batch invariance and gradients of the operators with independent rows."""
 
-import functools
 import threading
 
 import pytest
@@ -17,17 +16,6 @@ DEVICE = "cuda"
 NAMES = list(row_operators(torch.float32, "cpu"))
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 GRADIENTS = ["linear", "rms_norm", "rope", "rope_interleaved", "swiglu", "embedding", "logp"]
-
-
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES[:2])
-def test_every_tile_gives_the_same_fp32_bits(dtype, split):
-    bits = functools.partial(self_check.tile_bits, device=torch.device(DEVICE), split=split)
-    expected = bits(tiles.SAFE, dtype)
-    assert expected.isfinite().all()
-    for tile in tiles.product_tiles():
-        assert torch.equal(bits(tile, dtype), expected), tile
-    assert torch.equal(bits(tiles.SAFE, dtype, pointers=True), expected)
 
 
 @pytest.mark.parametrize("split", [False, True])
