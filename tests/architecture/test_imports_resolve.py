@@ -56,10 +56,18 @@ def defined(path: Path) -> frozenset[str]:
     return frozenset(names)
 
 
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """All statements below `tree`, without their expressions."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield node
+            yield from statements(node)
+
+
 def unresolved(tree: ast.AST, folder: Path) -> Iterator[str]:
     """What of ours `tree` imports and does not exist, for a file in `folder`."""
     own = () if (folder / "__init__.py").exists() else (folder,)
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Import):
             wanted = [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
