@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import source_imports
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("rlk_align", "kernels", "tests", "scripts", "examples")
@@ -29,9 +30,7 @@ def found_in(folder: Path, module: str) -> Path | None:
     return next((file for file in files if file.exists()), None)
 
 
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+parsed = functools.cache(source_imports.parsed)
 
 
 @functools.cache
@@ -57,10 +56,18 @@ def defined(path: Path) -> frozenset[str]:
     return frozenset(names)
 
 
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """All statements below `tree`, without their expressions."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield node
+            yield from statements(node)
+
+
 def unresolved(tree: ast.AST, folder: Path) -> Iterator[str]:
     """What of ours `tree` imports and does not exist, for a file in `folder`."""
     own = () if (folder / "__init__.py").exists() else (folder,)
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Import):
             wanted = [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

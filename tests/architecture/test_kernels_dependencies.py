@@ -4,12 +4,11 @@ import ast
 import re
 import sys
 from pathlib import Path
-from typing import TypeGuard
 
 import pytest
+from source_imports import circle, imports, is_lazy, modules, parsed
 
-KERNELS = Path(__file__).resolve().parents[2] / "kernels"
-FILES = sorted((KERNELS / "rlk_kernels").rglob("*.py"))
+MODULES = modules(Path(__file__).resolve().parents[2] / "kernels" / "rlk_kernels")
 BELOW = {
     # Folder: the folders it may import besides itself and the files beside them.
     "numerics": (),
@@ -33,36 +32,7 @@ FRAMEWORKS = {"trl": ("hf", "vllm")}
 """Folder of `integrations` for a framework of that name: the folders of its engines."""
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(KERNELS).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {module_name(path): path for path in FILES}
-
-
-def imports(tree: ast.AST, known: set[str]) -> set[str]:
-    """Modules imported anywhere below `tree`, inside functions too."""
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, "relative import"
-            for alias in node.names:
-                full = f"{node.module}.{alias.name}"
-                found.add(full if full in known else str(node.module))
-        elif is_lazy(node):
-            found.add(ast.literal_eval(node.args[0]))
-    return found
-
-
-def is_lazy(node: ast.AST | None) -> TypeGuard[ast.Call]:
-    """Whether it imports a module at its first use."""
-    return isinstance(node, ast.Call) and ast.unparse(node.func) == "lazy_module"
-
-
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+TREES = {name: parsed(path) for name, path in MODULES.items()}
 IMPORTS = {name: imports(tree, set(MODULES)) for name, tree in TREES.items()}
 
 
@@ -71,26 +41,6 @@ def at_the_top(tree: ast.Module) -> ast.Module:
     later = ast.FunctionDef | ast.ClassDef
     now = [n for n in tree.body if not isinstance(n, later) and not any(map(is_lazy, ast.walk(n)))]
     return ast.Module(body=now, type_ignores=[])
-
-
-def circle(graph: dict[str, set[str]]) -> list[str]:
-    """The modules of an import circle, or []."""
-    done: set[str] = set()
-
-    def visit(name: str, above: tuple[str, ...]) -> list[str]:
-        if name in above:
-            return [*above[above.index(name) :], name]
-        if name not in done:
-            for other in sorted(graph.get(name, ())):
-                if found := visit(other, (*above, name)):
-                    return found
-            done.add(name)
-        return []
-
-    for name in graph:
-        if found := visit(name, ()):
-            return found
-    return []
 
 
 def folder(module: str) -> str:

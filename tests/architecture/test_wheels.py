@@ -90,10 +90,7 @@ def test_the_data_is_inside(names: dict[str, set[str]]) -> None:
     assert {f"rlk_align/data/{name}" for name in wanted} <= names["rlk_align"]
 
 
-KINDS = {
-    "rlk_align": {".py", ".html", ".css", ".js"},
-    "rlk_kernels": {".py", ".cu", ".md"},
-}
+KINDS = {"rlk_align": {".py", ".html", ".css", ".js"}, "rlk_kernels": {".py", ".cu", ".md"}}
 """What the files of a package are, its data aside."""
 
 
@@ -136,9 +133,7 @@ def requires(wheel: Path, extra: str = "") -> dict[str, str]:
     return {r.name: str(r.specifier) for r in wanted}
 
 
-BASE = {
-    *("pydantic", "typer", "rich", "numpy", "pyarrow", "jinja2", "markupsafe", "tomli-w"),
-}
+BASE = {*("pydantic", "typer", "rich", "numpy", "pyarrow", "jinja2", "markupsafe", "tomli-w")}
 ENGINES = {"rlk-kernels", "torch", "transformers", "tokenizers", "safetensors", "packaging"}
 EXTRAS = {
     "charts": {"matplotlib"},
@@ -159,9 +154,7 @@ def test_what_each_wheel_and_extra_brings(wheels: dict[str, Path]) -> None:
     assert requires(wheels["rlk_align"], "engines")["torch"] == of_kernels
 
 
-def test_the_lower_bounds_are_the_first_versions_that_were_tested(
-    wheels: dict[str, Path],
-) -> None:
+def test_the_lower_bounds_are_the_first_versions_that_were_tested(wheels: dict[str, Path]) -> None:
     asked = requires(wheels["rlk_kernels"])
     for extra in EXTRAS:
         asked |= requires(wheels["rlk_align"], extra)

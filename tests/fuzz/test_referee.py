@@ -1,13 +1,9 @@
-"""A run that fails by an operator's budget alone: nothing that is changed in it makes it pass."""
+"""A run that fails by an operator's budget alone does not pass by a changed record."""
 
 import json
-import random
-import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
-from folder_mutations import MUTATIONS
 from inprocess import command
 from synthetic import compared_run
 from tiny import BATCH, Engine, checkpoint, live_weights
@@ -34,10 +30,8 @@ source = "derived: none"
 [[budgets]]"""
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def made(folder: Path) -> tuple[Path, Path]:
     """A run and its contract."""
-    folder = tmp_path_factory.mktemp("budgets")
     contract = folder / "budgets.toml"
     budgets = (CONTRACTS / "bf16.toml").read_text().split("[[budgets]]", 1)[1]
     contract.write_text(LIMIT + budgets)
@@ -57,8 +51,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return run.folder, contract
 
 
-def forged(run: Path) -> Path:
-    """With every operator within its budget, or said to be."""
+def forged(run: Path) -> None:
+    """Records every operator as within its budget."""
     path = run / "comparison.json"
     record: dict[str, Any] = json.loads(path.read_text())
     for unit in record["referee"]:
@@ -67,28 +61,13 @@ def forged(run: Path) -> Path:
             unit["errors"] |= {"feature_gain": 0.0, "row_rms": 0.0, "peak": 0.0}
             unit["errors"] |= {"feature_shift": 0.0, "head_gain": 0.0}
     path.write_text(json.dumps(record))
-    return run
 
 
-def test_a_changed_record_is_seen(made: tuple[Path, Path], tmp_path: Path) -> None:
-    source, contract = made
-    run = forged(Path(shutil.copytree(source, tmp_path / "run")))
+def test_a_changed_record_is_seen(tmp_path: Path) -> None:
+    run, contract = made(tmp_path)
+    forged(run)
     assert command("gate", run, "--contract", contract)[0] in (2, 3)
     (run / "checksums.json").unlink()
     Run(run).finish()
     assert command("gate", run, "--contract", contract)[0] == 0, "a forger can do this"
     assert command("gate", run, "--recompute", "--contract", contract)[0] == 1
-
-
-def test_no_change_makes_it_pass(made: tuple[Path, Path], tmp_path: Path) -> None:
-    source, contract = made
-    for seed in range(60):
-        rng, run = random.Random(seed), tmp_path / str(seed)
-        shutil.copytree(source, run)
-        done = rng.choice(MUTATIONS)(run, rng)
-        code, said = command("gate", run, "--contract", contract)
-        assert code in (1, 2, 3), (done, said)
-        if seed % 20 == 0:
-            code, said = command("gate", run, "--recompute", "--contract", contract)
-            assert code in (1, 2, 3), (done, said)
-        shutil.rmtree(run)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from rlk_kernels.integrations import hf
 
 transformers = pytest.importorskip("transformers")
 
@@ -21,3 +22,10 @@ def small_model(family: str = "Llama", **config: Any) -> Any:
     }  # fmt: skip
     settings = getattr(transformers, f"{family}Config")(**usual | config)
     return getattr(transformers, f"{family}ForCausalLM")(settings)
+
+
+def with_kernels(family: str = "Llama", **config: Any) -> Any:
+    """A small model that has the kernels, for inference."""
+    model = small_model(family, **config).eval()
+    hf.use_kernels(model)
+    return model

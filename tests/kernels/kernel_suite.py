@@ -130,6 +130,11 @@ def row_operators(dtype: torch.dtype, device: str, size: int = 96) -> dict[str, 
     }
 
 
+def same(a, b) -> bool:
+    """Whether two sequences of tensors have the same bits."""
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
 def within_budget(value: Tensor, truth: Tensor, torch_value: Tensor, dtype: torch.dtype) -> bool:
     """max |value - truth| <= max |torch - truth| + limit x scale; NaN and empty fail."""
     if value.numel() == 0 or value.shape != truth.shape:

@@ -10,15 +10,10 @@ DECODE = ([1, 1, 1, 1], [0, 100, 33, 64])
 MIXED = ([1, 12, 0, 5], [80, 70, 40, 3])
 
 
-def wide_batch(lens_q, lens_k, width, heads=HEADS, page=PAGE, dtype=torch.float32):
+def wide_batch(lens_q, lens_k, width, heads=HEADS, page=PAGE, dtype=torch.float32, device="cpu"):
     """(q, k_cache, v_cache, table, lengths, cu_q), the table `width` blocks wider than it must be:
     what stands there is no block."""
-    q, k, v, cu_q, cu_k = packed(lens_q, lens_k, *heads, dtype, "cpu")
+    q, k, v, cu_q, cu_k = packed(lens_q, lens_k, *heads, dtype, device)
     k_cache, v_cache, table, lens = paged_cache(k, v, cu_k, page=page)
-    wide = torch.full((table.shape[0], table.shape[1] + width), 1 << 30, dtype=torch.int32)
-    wide[:, : table.shape[1]] = table
+    wide = torch.nn.functional.pad(table, (0, width), value=1 << 30)
     return q, k_cache, v_cache, wide, lens.int(), cu_q.int()
-
-
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

@@ -5,8 +5,8 @@ of digest_suite.py records new ones, and the CHANGELOG says which operator chang
 """
 
 import digest_suite
-import rlk_kernels as rk
 import torch
+from operator_cases import OPERATORS
 
 
 def test_the_bits_are_the_recorded_ones(monkeypatch):
@@ -17,24 +17,15 @@ def test_the_bits_are_the_recorded_ones(monkeypatch):
 
 
 def test_every_public_operator_is_in_the_set():
-    operators = {"attention", "embedding", "linear", "linear_grpo_loss", "linear_logp", "logp"}
-    operators |= {"paged_attention", "rms_norm", "rope", "swiglu", "write_kv_cache"}
-    operators |= {"route_corrected"}
-    # those of a sparse layer are one case
+    # One case holds the operators of a sparse layer.
     sparse = {"combine_experts", "group_by_expert", "grouped_linear", "load_balancing_loss"}
     sparse |= {"route", "router_z_loss"}
-    inside = {name.partition("-")[0] for name in digest_suite.recorded("torch")}
-    assert operators | {"experts"} == inside
-    about = {"backend_calls", "last_backend", "paged_schedule", "reset_backend_calls"}
-    about |= {"warm_up", "warm_up_experts", "warm_up_paged_attention"}
-    errors = {n for n in rk.__all__ if isinstance(getattr(rk, n), type)}
-    # a result among those of linear_grpo_loss, and the bits of rms_norm and rope (test_norm_rope)
-    elsewhere = {"group_advantages", "norm_rope"}
-    # the bits of grouped_linear and swiglu (ops/experts/test_operators.py)
-    elsewhere |= {"grouped_swiglu"}
-    # the bits of linear_logp, and terms in float64 (losses/test_policy.py)
+    # Other tests hold these to the operators that have digests (test_norm_rope.py,
+    # ops/experts/test_operators.py), or to float64 (losses/test_policy.py).
+    elsewhere = {"group_advantages", "norm_rope", "paged_schedule", "grouped_swiglu"}
     elsewhere |= {"policy_loss", "linear_policy_loss", "dpo_loss"}
-    assert set(rk.__all__) - about - errors == operators | sparse | elsewhere
+    inside = {name.partition("-")[0] for name in digest_suite.recorded("torch")}
+    assert inside - {"experts"} == OPERATORS - sparse - elsewhere
 
 
 def test_one_bit_is_seen():

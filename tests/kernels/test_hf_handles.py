@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import small_model, transformers
+from hf_models import small_model, transformers, with_kernels
 from rlk_kernels.integrations import hf
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.hf.handle import Handle
@@ -52,8 +52,7 @@ def model() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def ours() -> torch.Tensor:
-    hf.use_kernels(model := small_model().eval())
-    return logits(model)
+    return logits(with_kernels())
 
 
 EXCLUDED = [((), ()), (("attn",), ()), ((), ("attn",)), (("attn", "logits"), ("q_rope", "k_rope"))]
@@ -122,8 +121,7 @@ def test_a_later_call_that_nobody_keeps_ends_with_the_first(model: Any, ours: to
 
 
 def test_a_first_call_that_nobody_keeps_stays(ours: torch.Tensor) -> None:
-    model = small_model().eval()
-    hf.use_kernels(model)
+    model = with_kernels()
     hf.use_kernels(model).close()
     assert logits(model).equal(ours)
     hf.check(hf.operators(model))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import small_model
+from hf_models import small_model, with_kernels
 from rlk_kernels.integrations import hf
 from rlk_kernels.integrations.errors import NotSupported
 from torch import nn
@@ -18,11 +18,6 @@ from torch.nn.utils import parametrize, prune
 
 IDS = torch.arange(24).view(2, 12)
 BY_NOW = "without the kernels that were installed"
-
-
-def with_kernels(**config: Any) -> Any:
-    hf.use_kernels(model := small_model(**config).eval())
-    return model
 
 
 def logits(model: Any, **inputs: Any) -> torch.Tensor:

@@ -66,21 +66,6 @@ def test_what_is_changed_for_the_process_is_undone_with_the_last_model() -> None
     assert done == ["changed", "undone"] * 2
 
 
-def test_a_second_time_changes_nothing() -> None:
-    ids, model = torch.arange(50)[None], small_model()
-    first = hf.use_kernels(model)
-    with torch.no_grad():
-        before = model(ids, use_cache=False).logits
-        second = hf.use_kernels(model)
-        assert model(ids, use_cache=False).logits.equal(before)
-        second.close()
-        assert model(ids, use_cache=False).logits.equal(before)
-    first.close()
-    assert type(model.model.layers[0].self_attn).__name__ == "LlamaAttention"
-    with pytest.raises(NotSupported, match="the engine still computes"):
-        hf.check(hf.operators(model))
-
-
 def test_autocast_computes_as_a_model_of_its_dtype() -> None:
     """As HF Trainer and TRL run fp32 weights with `bf16=True`; gradients reach the fp32 weights."""
     ids = torch.arange(50)[None]
@@ -113,9 +98,14 @@ def test_what_stands_in_the_place_of_a_linear_is_refused(where: str) -> None:
 
 
 def test_what_is_no_causal_model_is_refused() -> None:
-    for ask in (hf.use_kernels, hf.operators):
-        with pytest.raises(NotSupported, match="a LlamaModel is not supported"):
-            ask(small_model().model)
+    model = small_model()
+    for other, kind in (
+        (model.model, "LlamaModel"),
+        (torch.nn.DataParallel(model), "DataParallel"),
+    ):
+        for ask in (hf.use_kernels, hf.operators):
+            with pytest.raises(NotSupported, match=f"a {kind} is not supported"):
+                ask(other)
 
 
 def test_a_model_of_another_family_is_refused_by_those_that_are_served() -> None:

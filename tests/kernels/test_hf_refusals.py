@@ -6,18 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import small_model, transformers
+from hf_models import small_model, transformers, with_kernels
 from rlk_kernels.integrations import hf
 from rlk_kernels.integrations.errors import NotSupported
 
 IDS = torch.arange(8)[None]
 CAUSAL = torch.ones(8, 8, dtype=torch.bool).tril()[None, None]
-
-
-def with_kernels(family: str = "Llama", **config: Any) -> Any:
-    model = small_model(family, **config).eval()
-    hf.use_kernels(model)
-    return model
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
@@ -209,12 +203,6 @@ def test_a_weight_of_another_kind_is_refused() -> None:
     stock.weight = torch.nn.Parameter(stock.weight.detach().as_subclass(Quantised))
     with pytest.raises(NotSupported, match=r"up_proj\.weight is a .*Quantised; only a plain"):
         hf.use_kernels(model)
-
-
-def test_a_wrapped_model_is_refused() -> None:
-    """DistributedDataParallel, say."""
-    with pytest.raises(NotSupported, match="a DataParallel is not supported"):
-        hf.use_kernels(torch.nn.DataParallel(small_model()))
 
 
 def test_a_model_that_is_compiled_already_is_refused() -> None:

@@ -83,7 +83,8 @@ def test_each_virtual_stage_is_its_own_layers() -> None:
     for layer in whole.decoder.layers:
         layer.register_forward_hook(lambda _module, _inputs, out: states.append(out[0].detach()))
     with torch.no_grad():
-        logits = whole.output_layer(whole.decoder.final_layernorm(_after(whole, states)))[0]
+        whole(IDS, AT, None)
+        logits = whole.output_layer(whole.decoder.final_layernorm(states[2]))[0]
     pipeline = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     asked = config(num_layers=4, pipeline_dtype=torch.float32, **pipeline, **windows)
     first = made(asked, 0, pre_process=True, post_process=False)
@@ -103,12 +104,6 @@ def test_each_virtual_stage_is_its_own_layers() -> None:
     assert set(megatron.operators(first)) & {"embed", "final_norm", "logits"} == {"embed"}
     for stage in (first, second):
         megatron.check(megatron.operators(stage))
-
-
-def _after(whole: Any, states: list[torch.Tensor]) -> torch.Tensor:
-    """What the third layer gives."""
-    whole(IDS, AT, None)
-    return states[2]
 
 
 def test_the_loss_of_labels_is_of_our_log_probs() -> None:

@@ -1,7 +1,7 @@
 from itertools import combinations, product
 
 import pytest
-from pairwise import pairwise
+from covering import pairwise
 
 
 @pytest.mark.parametrize("sizes", [(3, 6, 2), (2, 3, 2, 2), (2, 4, 2, 2), (3, 3, 3), (4, 1)])

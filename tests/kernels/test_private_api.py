@@ -1,14 +1,12 @@
 """Triton's launcher is called past its wrapper, with the arguments that the wrapper would give."""
 
 import inspect
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from rlk_kernels import launching, private_api
-from rlk_kernels.launching import ShapeCache
+from rlk_kernels import private_api
 from rlk_kernels.private_api import DirectLauncher, direct_launcher
 
 HOW = [{"swizzle": 3, "block_size": [8, 8]}, {"swizzle": 1, "block_size": [4, 4]}]
@@ -100,45 +98,7 @@ def test_what_is_not_as_it_is_known_is_left_to_triton() -> None:
     assert direct_launcher(a_kernel(another)) is None
     assert direct_launcher(a_kernel(print, scratch=8)) is None
     assert direct_launcher(a_kernel(wrapped(print, {0}, [None]))) is None
-
-
-class Kernel:
-    """Stands for a kernel that Triton has compiled, and for what launches it."""
-
-    def __init__(self) -> None:
-        self.triton: list[tuple[Any, ...]] = []
-        self.relaunched: list[tuple[Any, ...]] = []
-        launcher = a_kernel(partial(self.launch)).run
-        self.compiled = SimpleNamespace(packed_metadata=(), function=0, run=launcher)
-
-    def launch(self, *arguments: Any) -> None:
-        self.relaunched.append(arguments[13:])
-
-    def __getitem__(self, grid: Any) -> Any:
-        def run(*arguments: Any) -> Any:
-            self.triton.append(arguments)
-            return self.compiled
-
-        return run
-
-
-@pytest.mark.usefixtures("triton_36")
-def test_launched_again_are_addresses_of_tensors_aligned_as_the_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setattr(private_api, "current_device", lambda: 0)
-    monkeypatch.setattr(private_api, "current_stream", lambda device: 5)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    kernel = Kernel()
-    cache = ShapeCache()
-    x, y = torch.zeros(8), torch.zeros(8)
-    for arguments in ((x, None, 3), (y, None, 4), (y[1:], None, 5), (x, None, 6)):
-        launching.launch(cache, kernel, (1, 1, 1), arguments, {})
-    assert kernel.relaunched == [(y.data_ptr(), None, 4), (x.data_ptr(), None, 6)]
-    assert [arguments[2] for arguments in kernel.triton] == [3, 5]
-    assert kernel.triton[1][0].data_ptr() == y.data_ptr() + 4
-    assert kernel.triton[0][0] is x
+    assert direct_launcher(SimpleNamespace(run=SimpleNamespace())) is None
 
 
 def test_other_versions_are_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:

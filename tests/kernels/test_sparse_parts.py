@@ -147,25 +147,21 @@ def test_stacked_weights_are_a_copy_only_where_something_moved_them() -> None:
     assert stacked()[0].data_ptr() == weights[0].data_ptr()
 
 
-def test_a_model_of_dense_and_sparse_layers_trains() -> None:
-    model = made(sparse_config())
+@pytest.mark.parametrize(
+    ("changes", "parameter", "sites"),
+    [({}, "router", ROUTED), (CORRECTED, "shared_experts", ROUTED | SHARED)],
+)
+def test_a_model_of_dense_and_sparse_layers_trains(
+    changes: dict[str, Any], parameter: str, sites: set[str]
+) -> None:
+    model = made(sparse_config(**changes))
     ids = torch.arange(24).view(2, 12)
     model(ids, AT.expand(2, 12), None, labels=ids.flip(1)).mean().backward()
-    assert all(bool(p.grad.any()) for n, p in model.named_parameters() if "router" in n)
+    assert all(bool(p.grad.any()) for n, p in model.named_parameters() if parameter in n)
     named = megatron.operators(model)
     megatron.check(named)
-    assert {f"layers.1.{op}" for op in ROUTED} <= named.keys()
+    assert {f"layers.1.{op}" for op in sites} <= named.keys()
     assert "layers.0.router" not in named
-
-
-def test_a_model_with_shared_experts_trains() -> None:
-    model = made(sparse_config(**CORRECTED))
-    ids = torch.arange(24).view(2, 12)
-    model(ids, AT.expand(2, 12), None, labels=ids.flip(1)).mean().backward()
-    assert all(bool(p.grad.any()) for n, p in model.named_parameters() if "shared_experts" in n)
-    named = megatron.operators(model)
-    megatron.check(named)
-    assert {f"layers.1.{op}" for op in ROUTED | SHARED} <= named.keys()
 
 
 @pytest.mark.parametrize(

@@ -64,13 +64,7 @@ def test_norms_and_rotation_become_one_operator_with_the_arguments_of_all() -> N
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"read": "q"},
-        {"residual": "k"},
-        {"k_eps": 1e-5},
-        {"sign": -1.0},
-        {"backend": "triton"},
-    ],
+    [{"read": "q"}, {"residual": "k"}, {"k_eps": 1e-5}, {"sign": -1.0}, {"backend": "triton"}],
     ids=lambda change: next(iter(change)),
 )
 def test_what_another_reads_or_computes_otherwise_stays(change: dict[str, Any]) -> None:

@@ -5,14 +5,12 @@ the one test that watches over it is run against the copy.
 """
 
 import ast
-import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import warm
+from command import ended
 
 import rlk_align
 
@@ -294,13 +292,9 @@ def witnesses_pass(package: Path, *witnesses: str) -> bool:
     settings = ["-x", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
     code = "import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
     words = ["-c", code, *settings, "--rootdir", str(ROOT), *tests]
-    environment = os.environ | {"PYTHONPATH": str(package)}
-    with tempfile.TemporaryFile("w+") as said:
-        # There, so that the copy comes before the checkout.
-        done = warm.start("tests", words, environment, said, said, package)
-        code = done.wait(timeout=120)
-        said.seek(0)
-        text = said.read()
+    # The package's folder is the process's, so that the copy comes before the checkout.
+    code, *streams = ended("tests", words, {"PYTHONPATH": str(package)}, package, 120)
+    text = "".join(streams)
     assert code in (0, 1), text
     noticed = ("AssertionError", "DID NOT RAISE", "ValidationError")
     assert code == 0 or any(words in text for words in noticed), text

@@ -127,9 +127,7 @@ def _inherited(unit: Unit) -> float:
 def test_vllm_and_its_regions(tmp_path: Path) -> None:
     """vLLM against itself: a fault of decode alone, and one inside of a fused add and norm."""
     run = run_of(
-        tmp_path,
-        "vllm:patch=patches:decode_only_in_vllm",
-        "vllm:patch=patches:scale_fused_norm",
+        tmp_path, "vllm:patch=patches:decode_only_in_vllm", "vllm:patch=patches:scale_fused_norm"
     )
     edges = graft_passes(run, EDGES[:2], lambda *_: None)
     decode, prefill = map(introducers, edges)

@@ -1,11 +1,9 @@
 """Engines that fail, in real processes: the message, the exit code, what is kept, what is left."""
 
-import os
 import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,7 +17,7 @@ import psutil
 import pytest
 import torch
 import warm
-from command import Cli, require_engine, running_in
+from command import Cli, require_engine, running_in, started
 
 from rlk_align.data import data_path
 
@@ -62,23 +60,11 @@ class Running:
     ) -> None:
         self.folder = folder
         folder.mkdir(exist_ok=True)
-        variables, arguments = (
-            os.environ | {"COLUMNS": "100"} | PATCHES | environment,
-            map(str, words),
-        )
+        words = ("-m", "rlk_align" if real else warm.COMMAND, *map(str, words))
         self.out, self.err = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115
-        self.process = (
-            subprocess.Popen(
-                [sys.executable, "-m", "rlk_align", *arguments],
-                cwd=folder,
-                env=variables,
-                stdout=self.out,
-                stderr=self.err,
-            )
-            if real
-            else warm.start(
-                "command", ["-m", warm.COMMAND, *arguments], variables, self.out, self.err, folder
-            )
+        self.process = started(
+            *(None if real else "command", words, {"COLUMNS": "100"} | PATCHES | environment),
+            *(self.out, self.err, folder),
         )
 
     def wait(self) -> "Ended":

@@ -6,10 +6,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import captures
 import numpy as np
@@ -52,6 +52,45 @@ class Outcome:
 Cli = Callable[..., Outcome]
 
 
+def started(
+    kind: str | None,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    out: IO[str],
+    err: IO[str],
+    cwd: Path | None = None,
+) -> warm.WarmProcess | subprocess.Popen:
+    """Starts `python WORDS` with these variables beside this process's.
+
+    `kind`: of the warm process, as `warm.start` takes it, or None for one that starts cold.
+    """
+    variables = os.environ | environment
+    if kind is not None:
+        return warm.start(kind, words, variables, out, err, cwd)
+    return subprocess.Popen(
+        [sys.executable, *words], stdout=out, stderr=err, cwd=cwd, env=variables
+    )
+
+
+def ended(
+    kind: str | None,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    cwd: Path | None = None,
+    timeout: float = 300,
+) -> tuple[int, str, str]:
+    """The exit code, the output and the errors of a process that is `started` like this."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = started(kind, words, environment, out, err, cwd)
+        try:
+            code = process.wait(timeout)
+        finally:
+            process.kill()
+        out.seek(0)
+        err.seek(0)
+        return code, out.read(), err.read()
+
+
 def command_line(folder: Path, kind: str = "command") -> Cli:
     """What runs `rlk-align ARGS` in that directory, in a process of its own that starts warm.
 
@@ -68,64 +107,31 @@ def command_line(folder: Path, kind: str = "command") -> Cli:
     ) -> Outcome:
         output = folder / "verdict.json"
         output.unlink(missing_ok=True)
-        words = [str(a) for a in args]
-        if words and words[0] in ("compare", "probe", "gate", "explain"):
+        words = ["-m", "rlk_align" if real else warm.COMMAND, *map(str, args)]
+        if args and args[0] in ("compare", "probe", "gate", "explain"):
             words += ["--output", f"json={output}"]
-        environment = os.environ | {"COLUMNS": "100"} | (env or {})
+        environment = {"COLUMNS": "100"} | (env or {})
         if shared:
             environment[captures.FOLDER] = str(Path(os.environ[warm.FOLDER]) / "captures")
-        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            process: warm.WarmProcess | subprocess.Popen
-            if real:
-                command = [sys.executable, "-m", "rlk_align", *words]
-                process = subprocess.Popen(
-                    command, stdout=out, stderr=err, cwd=cwd, env=environment
-                )
-            else:
-                words = ["-m", warm.COMMAND, *words]
-                process = warm.start(kind, words, environment, out, err, cwd)
-            try:
-                code = process.wait(timeout=300)
-            finally:
-                process.kill()
-            said = []
-            for file in (out, err):
-                file.seek(0)
-                said.append(file.read())
+        said = ended(None if real else kind, words, environment, cwd)
         verdict = json.loads(output.read_text()) if output.exists() else None
-        return Outcome(code, *said, verdict)
+        return Outcome(*said, verdict)
 
     return run
 
 
 def said_by(
     kind: str | None,
-    words: list[str],
-    environment: dict[str, str] | None = None,
+    words: Sequence[str],
+    environment: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     timeout: float = 300,
 ) -> str:
-    """What `python WORDS` says; raises AssertionError where it does not end well.
-
-    `kind`: of the warm process, as `warm.start` takes it, or None for one that starts cold;
-    `environment`: variables beside this process's.
-    """
-    variables = os.environ | (environment or {})
-    with tempfile.TemporaryFile("w+") as said:
-        process: warm.WarmProcess | subprocess.Popen
-        if kind is None:
-            command = [sys.executable, *words]
-            process = subprocess.Popen(command, stdout=said, stderr=said, cwd=cwd, env=variables)
-        else:
-            process = warm.start(kind, words, variables, said, said, cwd)
-        try:
-            code = process.wait(timeout)
-        finally:
-            process.kill()
-        said.seek(0)
-        text = said.read()
-    assert code == 0, text[-8000:]
-    return text
+    """What `python WORDS` says; raises AssertionError where its exit code is not 0. The arguments
+    are those of `ended`."""
+    code, out, err = ended(kind, words, environment or {}, cwd, timeout)
+    assert code == 0, (out + err)[-8000:]
+    return out + err
 
 
 def write_few_prompts(path: Path) -> Path:

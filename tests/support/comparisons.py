@@ -1,4 +1,4 @@
-"""Comparisons made by hand, and contracts to hold them against."""
+"""Comparisons made by hand, and contracts that judge them."""
 
 import math
 from typing import Any
@@ -59,29 +59,16 @@ def noise(fields: dict[str, Any], **changes: Any) -> TokenNoise:
     return TokenNoise(**known | changes)
 
 
+COUNTS = ("layer", "differ", "introduced", "introduced_valued", "noisy", "nonfinite")
+COUNTS += ("valued_rows", "elements_differ", "max_ulp")
+
+
 def site(name: str = "layers.0.act", **changes: Any) -> SiteResult:
-    fields: dict[str, Any] = {
-        "site": name,
-        "layer": 0,
-        "op": name.rsplit(".")[-1],
-        "op_class": "elementwise",
-        "rows": 100,
-        "differ": 0,
-        "introduced": 0,
-        "introduced_valued": 0,
-        "noisy": 0,
-        "nonfinite": 0,
-        "first_introduced": None,
-        "first_nonfinite": None,
-        "valued_rows": 0,
-        "elements_differ": 0,
-        "max_abs": 0.0,
-        "max_ulp": 0,
-        "max_rel_l2": 0.0,
-        "mean_rel_l2": 0.0,
-        "min_cosine": 1.0,
-        "frontier": [],
-    }
+    """Of equal passes, but for the changes."""
+    fields: dict[str, Any] = dict.fromkeys(COUNTS, 0)
+    fields |= {"site": name, "op": name.rsplit(".")[-1], "op_class": "elementwise", "rows": 100}
+    fields |= {"first_introduced": None, "first_nonfinite": None, "frontier": []}
+    fields |= {"max_abs": 0.0, "max_rel_l2": 0.0, "mean_rel_l2": 0.0, "min_cosine": 1.0}
     return SiteResult(**fields | changes)
 
 

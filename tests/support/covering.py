@@ -1,7 +1,8 @@
 """A small set of rows of a matrix that still holds every combination of interest."""
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TypeVar
+from itertools import combinations, product
+from typing import Any, TypeVar
 
 Row = TypeVar("Row")
 
@@ -20,3 +21,14 @@ def covering(rows: Sequence[Row], goals: Callable[[Row], frozenset[Hashable]]) -
         chosen.append(row)
         missing -= own
     return chosen
+
+
+def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Combinations of one value of each parameter, such that every value of a parameter occurs with
+    every value of every other."""
+    rows = list(product(*(range(len(values)) for values in parameters)))
+    chosen = covering(rows, lambda row: frozenset(combinations(enumerate(row), 2)))
+    return [
+        tuple(values[k] for values, k in zip(parameters, row, strict=True))
+        for row in sorted(chosen)
+    ]

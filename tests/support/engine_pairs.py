@@ -151,9 +151,7 @@ MODELS = {
         kernels=("rlk",),
     ),
     "mixtral": Model(
-        "mixtral",
-        {"head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 3},
-        sparse=True,
+        "mixtral", {"head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 3}, sparse=True
     ),
     "corrected": Model("glm4_moe", CORRECTED, sparse=True),
     "one-group": Model(
@@ -263,10 +261,7 @@ ENGINES = {
     ),
 }
 """What scores: engine -> its layouts."""
-ROLLOUTS = {
-    "vllm": Layouts(("", "tp=2"), dense=("tp=4",), sparse=("tp=4",)),
-    "hf": Layouts(("",)),
-}
+ROLLOUTS = {"vllm": Layouts(("", "tp=2"), dense=("tp=4",), sparse=("tp=4",)), "hf": Layouts(("",))}
 """What samples: engine -> its layouts."""
 
 

@@ -34,6 +34,8 @@ PROCESSORS = 132
 class _OnGPU(torch.Tensor):
     """A tensor of torch's meta device that says it is on GPU."""
 
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
     @property
     def device(self):
         return GPU
@@ -42,11 +44,16 @@ class _OnGPU(torch.Tensor):
         return self.storage_offset() * self.element_size()  # as aligned as allocated memory
 
 
+PLAIN = (int, float, str, torch.dtype, torch.device, torch.Size, type(None))
+
+
 def _as(kind: type, tree):
     def one(x):
         return x.as_subclass(kind) if x.is_meta else x
 
-    return tree_map_only(torch.Tensor, one, tree)
+    if isinstance(tree, PLAIN):  # most of what torch is asked for
+        return tree
+    return one(tree) if isinstance(tree, torch.Tensor) else tree_map_only(torch.Tensor, one, tree)
 
 
 def _on_meta(x):
@@ -190,12 +197,7 @@ class Launches:
             self.compiled.append(failed)
             return
         self.compiled.append(
-            Compiled(
-                **record,
-                **_said(log),
-                seconds=time.process_time() - start,
-                ptx=source.text,
-            )
+            Compiled(**record, **_said(log), seconds=time.process_time() - start, ptx=source.text)
         )
 
     def launch(self, run, kernel: JITFunction, arguments: tuple, options: dict) -> None:

@@ -267,10 +267,7 @@ def write_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
 
 
 def compared(
-    rollout: Trace,
-    train: Trace,
-    judged: Sequence[str] = FIRST_EDGE,
-    allowed: Sequence[Any] = (),
+    rollout: Trace, train: Trace, judged: Sequence[str] = FIRST_EDGE, allowed: Sequence[Any] = ()
 ) -> Comparison:
     """`measure`, silently."""
     return measure(rollout, train, judged, allowed, _silent)[0]

@@ -3,18 +3,14 @@
 import pytest
 import rlk_kernels as rk
 import torch
-from kernel_suite import attention_truth, packed, torch_attention, within_budget
-from pairwise import pairwise
+from covering import pairwise
+from kernel_suite import attention_truth, packed, same, torch_attention, within_budget
 from rlk_kernels.device import facts
 from rlk_kernels.ops.attention import backward as attention_backward
 from rlk_kernels.ops.attention import forward as attention_forward
 from rlk_kernels.ops.attention.call import AttentionCall
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
-
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -26,8 +22,7 @@ def test_gradients_are_right_the_same_in_20_runs_and_free_of_neighbours(dtype, s
     out = rk.attention(*leaves, cu_q, cu_k)
     do = torch.randn_like(out)
     runs = [torch.autograd.grad(out, leaves, do, retain_graph=True) for _ in range(20)]
-    for grads in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(grads, runs[0], strict=True))
+    assert all(same(grads, runs[0]) for grads in runs[1:])
     wide = [x.detach().double().requires_grad_() for x in leaves]
     exact = torch.autograd.grad(attention_truth(*wide, cu_q, cu_k)[0], wide, do.double())
     torch_leaves = [x.detach().requires_grad_() for x in leaves]
@@ -83,21 +78,22 @@ def test_the_backward_for_hopper_has_the_bits_of_the_other(dtype, shape, window,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(8, 2, 128), (4, 4, 64), (6, 6, 80)])
-def test_gradients_are_free_of_the_packing(dtype, shape):
+def test_outputs_and_gradients_are_free_of_the_packing(dtype, shape):
     lens = [200, 700, 31]
     q, k, v, cu, _ = packed(lens, lens, *shape, dtype, "cuda")
     do = torch.randn_like(q)
 
-    def gradients(part, bounds):
+    def computed(part, bounds):
         leaves = [x[part].detach().requires_grad_() for x in (q, k, v)]
-        return torch.autograd.grad(rk.attention(*leaves, bounds, bounds), leaves, do[part])
+        out = rk.attention(*leaves, bounds, bounds)
+        return out.detach(), *torch.autograd.grad(out, leaves, do[part])
 
-    whole = gradients(slice(None), cu)
+    whole = computed(slice(None), cu)
     for b, n in enumerate(lens):
         part = slice(int(cu[b]), int(cu[b + 1]))
-        lone = gradients(part, torch.tensor([0, n], device="cuda"))
+        lone = computed(part, torch.tensor([0, n], device="cuda"))
         assert same(lone, [x[part] for x in whole])
     order = [2, 0, 1]
     index = torch.cat([torch.arange(int(cu[b]), int(cu[b + 1])) for b in order]).cuda()
     shuffled = torch.tensor([0, *[lens[b] for b in order]]).cumsum(0).cuda()
-    assert same(gradients(index, shuffled), [x[index] for x in whole])
+    assert same(computed(index, shuffled), [x[index] for x in whole])

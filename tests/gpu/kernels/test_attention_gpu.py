@@ -3,8 +3,8 @@
 import pytest
 import rlk_kernels as rk
 import torch
-from kernel_suite import attention_within_budget, packed, paged_cache
-from pairwise import pairwise
+from covering import pairwise
+from kernel_suite import attention_within_budget, packed, paged_cache, same
 from rlk_kernels.device import facts
 from rlk_kernels.ops.attention import forward as attention_forward
 from rlk_kernels.ops.attention.call import AttentionCall
@@ -77,10 +77,6 @@ def forward(q, k, v, cu_q, lens_k, table=None, causal=True, window=None, **sched
         q, k, v, cu_q.int(), lens_k.int(), table, causal, q.shape[2] ** -0.5, window
     )
     return attention_forward.forward(call, **schedule)[:2]
-
-
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -182,22 +178,6 @@ def test_what_is_not_finite_behind_a_sequence_does_not_reach_it(dtype):
     assert torch.equal(rk.attention(q, k, v, cu, cu)[:333], whole[:333])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_neighbours_change_no_bit(dtype):
-    lens = [5, 1, 700, 64]
-    q, k, v, cu, _ = packed(lens, lens, 8, 2, 128, dtype, "cuda")
-    whole = rk.attention(q, k, v, cu, cu)
-    for b, n in enumerate(lens):
-        part = slice(int(cu[b]), int(cu[b + 1]))
-        one = torch.tensor([0, n], device="cuda")
-        assert torch.equal(rk.attention(q[part], k[part], v[part], one, one), whole[part])
-    order = [2, 0, 3, 1]
-    index = torch.cat([torch.arange(int(cu[b]), int(cu[b + 1])) for b in order]).cuda()
-    shuffled = torch.tensor([0, *[lens[b] for b in order]]).cumsum(0).cuda()
-    out = rk.attention(q[index], k[index], v[index], shuffled, shuffled)
-    assert torch.equal(out, whole[index])
-
-
 PAGED = [
     ([1] * 6, [0, 3000, 1025, 2048, 7, 5000]),
     ([1, 70, 0, 5, 300], [9000, 1600, 40, 3, 300]),
@@ -228,41 +208,3 @@ def test_lists_of_pieces_change_no_bit_in_any_table_and_any_scratch(
                     q, k_cache, v_cache, cu_q, context, wide, window=window, split=True, rows=rows
                 )
                 assert same(got, one), (lens, scratch, rows)
-
-
-@pytest.mark.parametrize("shape", [(32, 8, 128), (16, 8, 64), (32, 4, 128)])
-def test_a_prefix_that_sequences_share_changes_no_bit(shape):
-    n, prompt = 24, 2048
-    q, k, v, cu_q, cu_k = packed(
-        [1] * n, [prompt + 97 * i for i in range(n)], *shape, torch.bfloat16, "cuda"
-    )
-    for b in range(n):
-        for x in (k, v):
-            x[cu_k[b] : cu_k[b] + prompt] = x[cu_k[b // 8 * 8] : cu_k[b // 8 * 8] + prompt]
-    k_cache, v_cache, table, context = paged_cache(k, v, cu_k, page=16)
-    joint = table.clone()
-    for b in range(n):
-        joint[b, : prompt // 16] = table[b // 8 * 8, : prompt // 16]
-    one = forward(q, k_cache, v_cache, cu_q, context, table, split=False)
-    for rows in (None, 16, 128):
-        options = {"rows": rows, "split": True, "warp_specialized": None if rows != 16 else False}
-        assert same(forward(q, k_cache, v_cache, cu_q, context, joint, **options), one), rows
-
-
-def test_a_graph_replays_with_other_contexts():
-    q, k, v, cu_q, cu_k = packed([1] * 8, [9000] * 8, 32, 8, 128, torch.bfloat16, "cuda")
-    k_cache, v_cache, table, context = paged_cache(k, v, cu_k, page=16)
-    context, cu = context.int(), cu_q.int()
-
-    def run(**more):
-        return forward(q, k_cache, v_cache, cu, context, table, **more)
-
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replayed = run()
-    for most in (1, 17, 1024, 1025, 5000, 9000, 3):
-        context.copy_(torch.randint(1, most + 1, (8,)))
-        graph.replay()
-        assert same(replayed, run(split=False)), most

@@ -3,9 +3,10 @@
 import pytest
 import rlk_kernels as rk
 import torch
-from kernel_suite import packed, paged_cache
+from kernel_suite import packed, same
 from rlk_kernels.ops.attention import forward as attention_forward
 from rlk_kernels.ops.attention.call import AttentionCall
+from schedule_suite import wide_batch
 
 HEADS = [(32, 8, 128), (16, 8, 64), (40, 2, 128)]
 LENGTHS = [
@@ -15,12 +16,10 @@ LENGTHS = [
 
 
 def paged(lens_q, lens_k, shape, width=8192):
-    """(inputs of `forward`, the table `width` blocks wide)."""
-    q, k, v, cu_q, cu_k = packed(lens_q, lens_k, *shape, torch.bfloat16, "cuda")
-    k_cache, v_cache, table, context = paged_cache(k, v, cu_k, page=16)
-    wide = torch.full((len(lens_k), width), 1 << 30, dtype=torch.int32, device="cuda")
-    wide[:, : table.shape[1]] = table
-    return [q, k_cache, v_cache, cu_q.int(), context.int(), wide]
+    """Inputs of `forward`; the table is `width` blocks wider than it must be."""
+    batch = wide_batch(lens_q, lens_k, width, shape, 16, torch.bfloat16, "cuda")
+    q, k_cache, v_cache, table, context, cu_q = batch
+    return [q, k_cache, v_cache, cu_q, context, table]
 
 
 def forward(x, window=None, causal=True, **schedule):
@@ -48,10 +47,6 @@ def layers(x, count=3):
     return [[x[0], x[1] * 0.5**i, x[2], *x[3:]] for i in range(count)]
 
 
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 @pytest.mark.parametrize("shape", HEADS)
 def test_few_sequences_have_the_bits_of_one_walk(shape):
     for lens in LENGTHS:
@@ -77,7 +72,7 @@ def test_rows_of_one_sequence_have_the_bits_of_one_walk(window):
 
 
 @pytest.mark.parametrize("members", [2, 8, 16])
-@pytest.mark.parametrize("shape", HEADS[:2])
+@pytest.mark.parametrize("shape", [*HEADS[:2], (32, 4, 128)])
 def test_a_group_on_one_prompt_has_the_bits_of_sequences_apart(shape, members):
     for prompt, extra in ((1024, 0), (4096, 500), (3072, 3000)):
         lens = [prompt + (extra * i) // 16 for i in range(16)]
@@ -87,6 +82,9 @@ def test_a_group_on_one_prompt_has_the_bits_of_sequences_apart(shape, members):
         one = forward(x, split=False)
         for _ in range(5):
             assert same(forward(x), one), (prompt, extra)
+        for rows, specialized in ((16, False), (128, None)):
+            options = {"rows": rows, "split": True, "warp_specialized": specialized}
+            assert same(forward(x, **options), one), (prompt, extra, rows)
 
 
 def test_calls_on_several_streams_do_not_meet():

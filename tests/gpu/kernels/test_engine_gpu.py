@@ -6,6 +6,7 @@ import functools
 import pytest
 import rlk_kernels as rk
 import torch
+from kernel_suite import same
 from rlk_kernels import launching, memory, private_api
 from rlk_kernels.matmul import product, self_check
 from rlk_kernels.ops.attention import backward
@@ -93,17 +94,7 @@ def test_what_an_ignored_token_holds_reaches_no_gradient(operator, bad):
     clean = gradients(0.0, run, hidden, weight, target)
     outputs = gradients(bad, run, hidden, weight, target)
     assert bool(clean[1].any())
-    assert all(torch.equal(a, b) for a, b in zip(outputs, clean, strict=True))
-
-
-def test_what_is_allocated_together_lies_apart():
-    here = torch.device("cuda", torch.cuda.current_device())
-    outputs = memory.empties(((3, 5), (0,), (7,), ()), torch.float32, here)
-    assert len({x.untyped_storage().data_ptr() for x in outputs}) == 1
-    assert all(x.data_ptr() % 16 == 0 for x in outputs if x.numel())
-    for i, x in enumerate(outputs):
-        x.fill_(i)
-    assert all(bool((x == i).all()) for i, x in enumerate(outputs))
+    assert same(outputs, clean)
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
@@ -121,7 +112,7 @@ def test_statistics_of_logits_are_compiled_and_kept_in_graphs(mode):
         expected = run(hidden)
         compiled = torch.compile(run, mode=mode, fullgraph=True)
         for _ in range(4):
-            assert all(torch.equal(a, b) for a, b in zip(compiled(hidden), expected, strict=True))
+            assert same(compiled(hidden), expected)
 
 
 def test_no_two_outputs_of_an_operator_share_memory():
@@ -247,7 +238,7 @@ def test_a_sequence_that_is_launched_again_reads_what_is_there_by_then(m, monkey
                 outputs = [x.clone() for x in call()]
             with monkeypatch.context() as running:
                 running.setattr(private_api, "REPLAY", False)
-                assert all(torch.equal(a, b) for a, b in zip(outputs, call(), strict=True)), name
+                assert same(outputs, call()), name
 
 
 def _never(*_):

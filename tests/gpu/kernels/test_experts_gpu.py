@@ -172,40 +172,38 @@ def test_corrected_routing(normalize, experts, groups, top_groups):
     assert float((leaf.grad.cpu() - exact).abs().max()) <= 4e-6
 
 
-def test_a_cuda_graph_routes_anew():
+@pytest.fixture
+def sparse_layer():
+    """The output of a layer of 64 experts, for its input."""
+    shapes = (1, 64), (64, 512), (64, 256)
+    router, up, down = (weights(*shape, 256, torch.bfloat16, CUDA) for shape in shapes)
+    return lambda x: layer(x, router[0], up, down, 6, None)
+
+
+def test_a_cuda_graph_routes_anew(sparse_layer):
     """Nothing of a layer is decided on the host."""
-    router = weights(1, 64, 256, torch.bfloat16, CUDA)[0]
-    up, down = (
-        weights(64, 512, 256, torch.bfloat16, CUDA),
-        weights(64, 256, 256, torch.bfloat16, CUDA),
-    )
     batches = [rand(40, 256, dtype=torch.bfloat16, device=CUDA, seed=s) for s in range(3)]
     x = batches[0].clone()
-    layer(x, router, up, down, 6, None)
+    sparse_layer(x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = layer(x, router, up, down, 6, None)
+        y = sparse_layer(x)
     for batch in batches:
         x.copy_(batch)
         graph.replay()
-        assert torch.equal(y, layer(batch, router, up, down, 6, None))
+        assert torch.equal(y, sparse_layer(batch))
         for row in (0, 39):
-            alone = layer(batch[row : row + 1], router, up, down, 6, None)
+            alone = sparse_layer(batch[row : row + 1])
             assert torch.equal(alone, y[row : row + 1])
 
 
-def test_a_layer_never_waits_for_the_host():
-    router = weights(1, 64, 256, torch.bfloat16, CUDA)[0]
-    up, down = (
-        weights(64, 512, 256, torch.bfloat16, CUDA),
-        weights(64, 256, 256, torch.bfloat16, CUDA),
-    )
+def test_a_layer_never_waits_for_the_host(sparse_layer):
     for t in (1, 40, 3000):
         x = rand(t, 256, dtype=torch.bfloat16, device=CUDA, seed=1)
-        layer(x, router, up, down, 6, None)
+        sparse_layer(x)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            layer(x, router, up, down, 6, None)
+            sparse_layer(x)
         finally:
             torch.cuda.set_sync_debug_mode("default")

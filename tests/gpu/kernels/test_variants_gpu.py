@@ -4,7 +4,8 @@ gradients in fp32, capped logits."""
 import pytest
 import rlk_kernels as rk
 import torch
-from pairwise import pairwise
+from covering import pairwise
+from kernel_suite import same
 from rlk_kernels.ops.attention.call import AttentionCall
 from rlk_kernels.ops.attention.forward import forward
 from rlk_kernels.ops.attention.operator import attention_ref
@@ -35,7 +36,7 @@ def test_norm_and_rotation_have_the_bits_of_the_two(tokens, dim, dtype):
         expected = rk.rope(*normed, positions, **rotation)
         got = rk.norm_rope(q, k, *weights, positions, eps=1e-6, cast=cast, **rotation)
         assert rk.last_backend("norm_rope") == "triton"
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        assert same(got, expected)
         few = slice(tokens // 2, tokens // 2 + 1)
         part = rk.norm_rope(
             q[few], k[few], *weights, positions[few], eps=1e-6, cast=cast, **rotation

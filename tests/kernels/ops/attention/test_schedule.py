@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_suite import packed, paged_cache
+from kernel_suite import packed, paged_cache, same
 from rlk_kernels import device
 from rlk_kernels.ops.attention import forward as attention_forward
 from rlk_kernels.ops.attention import merge, schedule
 from rlk_kernels.ops.attention.call import AttentionCall
-from schedule_suite import CHUNK, DECODE, HEADS, MIXED, PAGE, same, wide_batch
+from schedule_suite import CHUNK, DECODE, HEADS, MIXED, PAGE, wide_batch
 
 
 @pytest.fixture(autouse=True)

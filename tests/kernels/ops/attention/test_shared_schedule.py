@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import rlk_kernels as rk
 import torch
+from kernel_suite import same
 from rlk_kernels.ops.attention import forward as attention_forward
-from schedule_suite import CHUNK, DECODE, HEADS, MIXED, PAGE, same, wide_batch
+from schedule_suite import CHUNK, DECODE, HEADS, MIXED, PAGE, wide_batch
 
 
 @pytest.fixture(autouse=True)
