@@ -1,0 +1,159 @@
+"""Where this package enters verl: one function for each of its modules, which are patched in the
+processes that have imported them. verl makes an actor's model after it has imported this package.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.frameworks import refuse
+from rlk_kernels.integrations.verl import settings
+
+_installed: set[str] = set()
+
+
+def install() -> None:
+    """Patches verl in this process; a second call does nothing."""
+    for module, patch in PATCHES.items():
+        if module in sys.modules and module not in _installed:
+            patch(sys.modules[module])
+            _installed.add(module)
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replaces a function by `make(function)`. Raises NotServed where verl lacks it."""
+    original = vars(owner).get(name)
+    if original is None:
+        where = getattr(owner, "__qualname__", owner.__name__)
+        raise NotServed(f"this verl has no {where}.{name}; verl 0.9.1 is served")
+    setattr(owner, name, functools.wraps(original)(make(original)))
+
+
+def _patch_trainer(module: Any) -> None:
+    """`RayPPOTrainer`, verl's trainer with use_v1=False."""
+    trainer = module.RayPPOTrainer
+
+    def checked(init: Any) -> Any:
+        def __init__(self: Any, config: Any, *args: Any, **more: Any) -> None:
+            settings.check(config, os.environ)
+            init(self, config, *args, **more)
+
+        return __init__
+
+    _wrap(trainer, "__init__", checked)
+    _wrap(trainer, "fit", _reporting)
+
+
+def _patch_trainer_v1(module: Any) -> None:
+    """`PPOTrainer` of trainer.ppo.v1, which imports this package as it makes its tokenizer."""
+    trainer = module.PPOTrainer
+
+    def checked(original: Any) -> Any:
+        def _init_resource_pool_mgr(self: Any, *args: Any) -> Any:
+            settings.check(self.config, os.environ)
+            return original(self, *args)
+
+        return _init_resource_pool_mgr
+
+    _wrap(trainer, "_init_resource_pool_mgr", checked)
+    _wrap(trainer, "fit", _reporting)
+
+
+def _reporting(fit: Any) -> Any:
+    """`fit`, at whose end every worker says what its kernels did; raises NotServed where that is
+    not all."""
+
+    def fit_and_report(self: Any, *args: Any, **more: Any) -> Any:
+        result = fit(self, *args, **more)
+        from rlk_kernels.integrations.verl.worker import conclude
+
+        print(conclude(self.actor_rollout_wg.rlk_report()), flush=True)
+        return result
+
+    return fit_and_report
+
+
+def _patch_engine(module: Any) -> None:
+    """`FSDPEngine`: the model that it builds, its log-probs, and what it copies to the rollout."""
+    from rlk_kernels.integrations.verl import worker
+
+    def with_kernels(build: Any) -> Any:
+        def _build_module(self: Any) -> Any:
+            model = build(self)
+            if self.model_config.model_type == "language_model":
+                worker.use_kernels(self, model)
+            return model
+
+        return _build_module
+
+    def recording(get: Any) -> Any:
+        def get_per_tensor_param(self: Any, *args: Any, **more: Any) -> Any:
+            weights, adapter = get(self, *args, **more)
+            return worker.recorded(self, weights), adapter
+
+        return get_per_tensor_param
+
+    _wrap(module.FSDPEngine, "_build_module", with_kernels)
+    _wrap(module.FSDPEngine, "get_per_tensor_param", recording)
+    _wrap(module, "logprobs_from_logits", lambda _original: worker.LOGPROBS)
+
+
+def _patch_workers(module: Any) -> None:
+    """`ActorRolloutRefWorker`: its copies of weights, and a method that the trainer calls."""
+    from verl.single_controller.base.decorator import Dispatch, register
+
+    from rlk_kernels.integrations.verl import worker
+
+    def checking(update: Any) -> Any:
+        async def update_weights(self: Any, *args: Any, **more: Any) -> Any:
+            with worker.copying(self) as digests:
+                result = await update(self, *args, **more)
+            if digests is not None:
+                await worker.check_copy(self, digests)
+            return result
+
+        return update_weights
+
+    def rlk_report(self: Any) -> dict[str, Any]:
+        return worker.report(self)
+
+    _wrap(module.ActorRolloutRefWorker, "update_weights", checking)
+    module.ActorRolloutRefWorker.rlk_report = register(dispatch_mode=Dispatch.ONE_TO_ALL)(
+        rlk_report
+    )
+
+
+def _patch_server(module: Any) -> None:
+    """`vLLMHttpServer`: the environment that it gives vLLM, and the methods of vLLM's workers."""
+
+    def checked(validate: Any) -> Any:
+        def _validate_configs(self: Any) -> None:
+            refuse("verl's vLLM server", settings.refused_variables(os.environ))
+            validate(self)
+
+        return _validate_configs
+
+    def extended(original: Any) -> Any:
+        def _get_worker_extension_cls(self: Any) -> str:
+            if (theirs := original(self)) != THEIR_EXTENSION:
+                raise NotServed(f"a server whose vLLM workers are extended by {theirs}")
+            return OUR_EXTENSION
+
+        return _get_worker_extension_cls
+
+    _wrap(module.vLLMHttpServer, "_validate_configs", checked)
+    _wrap(module.vLLMHttpServer, "_get_worker_extension_cls", extended)
+
+
+THEIR_EXTENSION = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"
+OUR_EXTENSION = "rlk_kernels.integrations.verl.rollout.WorkerExtension"
+PATCHES: dict[str, Callable[[Any], None]] = {
+    "verl.trainer.ppo.ray_trainer": _patch_trainer,
+    "verl.trainer.ppo.v1.trainer_base": _patch_trainer_v1,
+    "verl.workers.engine.fsdp.transformer_impl": _patch_engine,
+    "verl.workers.engine_workers": _patch_workers,
+    "verl.workers.rollout.vllm_rollout.vllm_async_server": _patch_server,
+}

@@ -1,0 +1,139 @@
+"""The kernels in verl's FSDP2 workers, and the check of what they copy to the rollout.
+
+N = rows of logits   V = vocabulary
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.integrations import hf
+from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.frameworks import refuse, row_digests, to_bytes
+from rlk_kernels.integrations.operators import Counted, look
+from rlk_kernels.integrations.verl import settings
+
+CHECKED = 2
+"""Copies of weights that are checked: that of the checkpoint, and that after the first step."""
+
+
+class TokenLogprobs(Counted):
+    """verl's `logprobs_from_logits`, by the kernels.
+
+    verl's rollout gives no probability to tokens that the model has and the tokenizer lacks, nor to
+    placeholders of images: this gives them none either.
+    """
+
+    vocabulary: int | None = None
+    """The tokenizer's size."""
+    placeholders: tuple[int, ...] = ()
+
+    def __call__(self, logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+        """fp32, shaped as labels, of logits[..., V]."""
+        self.count()
+        # The columns left out are not copied; columns of -inf would give the same bits.
+        rows = logits.reshape(-1, logits.shape[-1])[:, : self.vocabulary]
+        if self.placeholders:
+            columns = torch.tensor(self.placeholders, device=rows.device)
+            rows = rows.index_fill(-1, columns, -torch.inf)
+        return hf.token_logprobs(rows, labels.reshape(-1)).view(labels.shape)
+
+
+LOGPROBS = TokenLogprobs()
+
+
+def use_kernels(engine: Any, model: Any) -> None:
+    """Puts the kernels into a causal LM that an FSDP engine has built and not yet sharded."""
+    from verl.workers.rollout.utils import get_vision_placeholder_token_ids
+
+    config = engine.model_config
+    actor = {"strategy": engine.engine_config.strategy, "fsdp_config": engine.engine_config}
+    refuse("verl", settings.refused({settings.HERE: {"model": config, "actor": actor}}))
+    hf.use_kernels(model)
+    if config.tokenizer is not None:
+        LOGPROBS.vocabulary = len(config.tokenizer)
+    LOGPROBS.placeholders = tuple(get_vision_placeholder_token_ids(config.processor))
+    if engine.rank == 0:
+        print(
+            f"rlk_kernels in verl's trainer: the kernels compute {len(hf.operators(model))} "
+            f"operators of {type(model).__name__}, and log-probs",
+            flush=True,
+        )
+
+
+def recorded(engine: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
+    """The weights that an engine gives away, whose digests are taken on the way where they are
+    wanted: of the dtype that the engine computes in, as the rollout holds them."""
+    digests = getattr(engine, "rlk_digests", None)
+    return weights if digests is None else _recorded(weights, digests, engine._autocast_dtype)
+
+
+def _recorded(
+    weights: Iterable[tuple[str, Tensor]], digests: dict[str, Tensor], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    for name, weight in weights:
+        digests[name] = row_digests(weight.to(dtype))
+        yield name, weight
+
+
+@contextmanager
+def copying(worker: Any) -> Iterator[dict[str, Tensor] | None]:
+    """A context in which a worker copies its weights; the digests of what it copies, or None
+    where they are not checked."""
+    worker.rlk_copies = getattr(worker, "rlk_copies", 0) + 1
+    if worker.rlk_copies > CHECKED:
+        yield None
+        return
+    engine = worker.actor.engine
+    engine.rlk_digests = digests = {}
+    try:
+        yield digests
+    finally:
+        engine.rlk_digests = None
+
+
+async def check_copy(worker: Any, digests: dict[str, Tensor]) -> None:
+    """Raises NotServed where the rollout does not hold what a worker has just copied to it, or,
+    from the second copy on, where a kernel of either side was never called."""
+    trained = worker.rlk_copies > 1
+    if not digests:
+        raise NotServed("weights went to the rollout by a way on which they are not checked")
+    hf.check(hf.operators(worker.actor.engine.module), called=trained)
+    if trained and not LOGPROBS.rlk_calls:
+        raise NotServed("verl has trained, and never called the kernels' log-prob")
+    asked = {"digests": to_bytes(digests), "generated": trained}
+    await worker.rollout._execute_method("rlk_check", kwargs=asked)
+    worker.rlk_checked = getattr(worker, "rlk_checked", 0) + 1
+
+
+def report(worker: Any) -> dict[str, Any]:
+    """What a worker says at the end of a run."""
+    found = look(hf.operators(worker.actor.engine.module))
+    return {
+        "replaced": len(found.replaced), "not_replaced": found.not_replaced,
+        "uncalled": found.uncalled, "logprobs": LOGPROBS.rlk_calls,
+        "checked": getattr(worker, "rlk_checked", 0),
+    }  # fmt: skip
+
+
+def conclude(reports: list[dict[str, Any]]) -> str:
+    """One line about all workers; raises NotServed where a kernel is missing or was never called,
+    or where no copy of weights was checked."""
+    for rank, said in enumerate(reports):
+        if missing := [*said["not_replaced"], *said["uncalled"]]:
+            raise NotServed(
+                f"verl's worker {rank} never called the kernels of {', '.join(missing)}"
+            )
+        if not said["logprobs"]:
+            raise NotServed(f"verl's worker {rank} never called the kernels' log-prob")
+        if not said["checked"]:
+            raise NotServed(f"no copy of weights of verl's worker {rank} was checked")
+    first = reports[0]
+    return (
+        f"rlk_kernels in verl: {len(reports)} worker{'s'[: len(reports) > 1]}, "
+        f"{first['replaced']} operators and the log-prob by the kernels, each called; the rollout "
+        f"held the trainer's weights at {first['checked']} of {first['checked']} checked copies"
+    )
