@@ -1,0 +1,124 @@
+"""verl's whole loop on a CPU: Ray, agent loop, vLLM's server, an FSDP2 worker. Its environment is
+made by scripts/verl_env.sh."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlk_align.data import data_path
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = Path(os.environ.get("RLK_VERL_PYTHON", ROOT / ".venv-verl" / "bin" / "python"))
+SWITCH = "actor_rollout_ref.model.external_lib=rlk_kernels.integrations.verl"
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_):
+    return float(len(set(solution_str)))
+"""
+PROMPTS = "Once upon a time", "The little dog", "One day a girl", "In the garden"
+
+
+def settings(folder: Path, steps: int) -> list[str]:
+    """Of a run of main_ppo with what `prepare` has written into a folder."""
+    model, actor, rollout = (f"actor_rollout_ref.{part}" for part in ("model", "actor", "rollout"))
+    return [
+        "trainer.use_v1=False", "algorithm.adv_estimator=grpo",
+        *(f"data.{name}_files={folder}/data.parquet" for name in ("train", "val")),
+        "data.train_batch_size=2", "data.max_prompt_length=16", "data.max_response_length=8",
+        "data.dataloader_num_workers=0",
+        f"{model}.path={folder}/model", f"{model}.enable_gradient_checkpointing=False",
+        f"+{model}.override_config.attn_implementation=sdpa",
+        f"{actor}.strategy=fsdp2", f"{actor}.ppo_mini_batch_size=2",
+        f"{actor}.ppo_micro_batch_size_per_gpu=4", f"{actor}.optim.lr=1e-4",
+        f"{actor}.use_torch_compile=False", f"{actor}.fsdp_config.use_torch_compile=False",
+        f"{rollout}.name=vllm", f"{rollout}.n=2", f"{rollout}.tensor_model_parallel_size=1",
+        f"{rollout}.enforce_eager=True", f"{rollout}.free_cache_engine=False",
+        f"++{rollout}.enable_sleep_mode=False", f"{rollout}.log_prob_micro_batch_size_per_gpu=4",
+        f"{rollout}.max_model_len=64", f"{rollout}.max_num_batched_tokens=256",
+        f"{rollout}.max_num_seqs=8", f"{rollout}.agent.num_workers=1",
+        f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes=16",
+        f"reward.custom_reward_function.path={folder}/reward.py",
+        "reward.custom_reward_function.name=compute_score", "reward.num_workers=1",
+        "trainer.device=cpu", "trainer.n_gpus_per_node=1", "trainer.nnodes=1",
+        f"trainer.total_training_steps={steps}", "trainer.save_freq=-1", "trainer.test_freq=-1",
+        "trainer.val_before_train=False", "trainer.logger=[console]",
+        "trainer.balance_batch=False", "ray_kwargs.ray_init.num_cpus=8",
+        "+ray_kwargs.ray_init.num_gpus=1", "+ray_kwargs.ray_init.include_dashboard=False",
+    ]  # fmt: skip
+
+
+def prepare(folder: Path) -> None:
+    """Writes prompts, a reward and the embedded model, with what verl asks of a tokenizer, and with
+    more rows in its embedding than the tokenizer has tokens, as published models have."""
+    import pandas as pd
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoTokenizer
+
+    shutil.copytree(data_path("model"), model := folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(model)
+    weights = load_file(model / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    generator = torch.Generator().manual_seed(0)
+    more = torch.randn(16, embedding.shape[1], generator=generator) * embedding.float().std()
+    weights["model.embed_tokens.weight"] = torch.cat([embedding, more.to(embedding.dtype)])
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config["vocab_size"] = len(embedding) + 16
+    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    rows = [
+        {
+            "data_source": "story", "prompt": [{"role": "user", "content": text}], "ability": "",
+            "reward_model": {"style": "rule", "ground_truth": ""}, "extra_info": {"index": i},
+        }
+        for i, text in enumerate(PROMPTS)
+    ]  # fmt: skip
+    pd.DataFrame(rows).to_parquet(folder / "data.parquet")
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Loop:
+    code: int
+    said: str
+    """stdout and stderr."""
+
+    def metric(self, name: str) -> list[float]:
+        """Of each step, as verl's console logger printed it."""
+        return [float(v) for v in re.findall(rf"[ -]{re.escape(name)}:(\S+)", self.said)]
+
+
+def run(folder: Path, *overrides: str, steps: int = 2, module: str = "verl.trainer.main_ppo", **variables: str) -> Loop:  # fmt: skip
+    """Runs verl with `settings` and more, and further variables in its environment. Ray's
+    processes end with their driver."""
+    paths = [str(folder), str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "support")]
+    given = {
+        "VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
+        "VERL_ENGINE_DEVICE": "cuda", "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONWARNINGS": "ignore", "HYDRA_FULL_ERROR": "1", "RAY_DEDUP_LOGS": "0",
+        "RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "0",
+    }  # fmt: skip
+    done = subprocess.run(
+        [PYTHON, "-m", module, *settings(folder, steps), *overrides],
+        cwd=folder, env={**os.environ, **given, **variables}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=580,
+    )  # fmt: skip
+    return Loop(done.returncode, done.stdout)
+
+
+if __name__ == "__main__":
+    here = Path(sys.argv[1]).resolve()
+    here.mkdir(parents=True)
+    prepare(here)
+    loop = run(here, *sys.argv[2:], RLK_KERNELS=os.environ.get("RLK_KERNELS", "1"))
+    print(loop.said)
+    sys.exit(loop.code)
