@@ -14,6 +14,7 @@ from rlk_align.data import data_path
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("RLK_VERL_PYTHON", ROOT / ".venv-verl" / "bin" / "python"))
+MAIN = "verl.trainer.main_ppo"
 SWITCH = "actor_rollout_ref.model.external_lib=rlk_kernels.integrations.verl"
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_):
@@ -95,7 +96,9 @@ class Loop:
         return [float(v) for v in re.findall(rf"[ -]{re.escape(name)}:(\S+)", self.said)]
 
 
-def run(folder: Path, *overrides: str, steps: int = 2, module: str = "verl.trainer.main_ppo", **variables: str) -> Loop:  # fmt: skip
+def run(
+    folder: Path, *overrides: str, steps: int = 2, module: str = MAIN, **variables: str
+) -> Loop:
     """Runs verl with `settings` and more, and further variables in its environment. Ray's
     processes end with their driver."""
     paths = [str(folder), str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "support")]

@@ -3,6 +3,7 @@ processes that have imported them. verl makes an actor's model after it has impo
 """
 
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -77,7 +78,7 @@ def _reporting(fit: Any) -> Any:
 
 
 def _patch_engine(module: Any) -> None:
-    """`FSDPEngine`: the model that it builds, its log-probs, and what it copies to the rollout."""
+    """`FSDPEngine`: the model that it builds, and its log-probs."""
     from rlk_kernels.integrations.verl import worker
 
     def with_kernels(build: Any) -> Any:
@@ -85,45 +86,50 @@ def _patch_engine(module: Any) -> None:
             model = build(self)
             if self.model_config.model_type == "language_model":
                 worker.use_kernels(self, model)
+                # Imported by verl after this package, and by no other process.
+                _patch_rollout(importlib.import_module(ROLLOUT))
             return model
 
         return _build_module
 
-    def recording(get: Any) -> Any:
-        def get_per_tensor_param(self: Any, *args: Any, **more: Any) -> Any:
-            weights, adapter = get(self, *args, **more)
-            return worker.recorded(self, weights), adapter
-
-        return get_per_tensor_param
-
     _wrap(module.FSDPEngine, "_build_module", with_kernels)
-    _wrap(module.FSDPEngine, "get_per_tensor_param", recording)
     _wrap(module, "logprobs_from_logits", lambda _original: worker.LOGPROBS)
 
 
-def _patch_workers(module: Any) -> None:
-    """`ActorRolloutRefWorker`: its copies of weights, and a method that the trainer calls."""
-    from verl.single_controller.base.decorator import Dispatch, register
+ROLLOUT = "verl.workers.rollout.vllm_rollout.vllm_rollout"
 
+
+def _patch_rollout(module: Any) -> None:
+    """`ServerAdapter`, by which a worker copies its weights to the server."""
+    if ROLLOUT in _installed:
+        return
     from rlk_kernels.integrations.verl import worker
 
     def checking(update: Any) -> Any:
-        async def update_weights(self: Any, *args: Any, **more: Any) -> Any:
-            with worker.copying(self) as digests:
-                result = await update(self, *args, **more)
-            if digests is not None:
-                await worker.check_copy(self, digests)
+        async def update_weights(self: Any, weights: Any, *args: Any, **more: Any) -> Any:
+            digests = worker.start_copy(self)
+            result = await update(self, worker.recorded(weights, digests), *args, **more)
+            await worker.check_copy(self, digests)
             return result
 
         return update_weights
 
-    def rlk_report(self: Any) -> dict[str, Any]:
-        return worker.report(self)
+    _wrap(module.ServerAdapter, "update_weights", checking)
+    _installed.add(ROLLOUT)
 
-    _wrap(module.ActorRolloutRefWorker, "update_weights", checking)
-    module.ActorRolloutRefWorker.rlk_report = register(dispatch_mode=Dispatch.ONE_TO_ALL)(
-        rlk_report
-    )
+
+def _patch_workers(module: Any) -> None:
+    """`ActorRolloutRefWorker` gets a method that the trainer calls. Its own methods stay: Ray has
+    them by their names already."""
+    from verl.single_controller.base.decorator import Dispatch, register
+
+    def rlk_report(self: Any) -> dict[str, Any]:
+        from rlk_kernels.integrations.verl import worker
+
+        return worker.report()
+
+    decorated = register(dispatch_mode=Dispatch.ONE_TO_ALL)(rlk_report)
+    module.ActorRolloutRefWorker.rlk_report = decorated
 
 
 def _patch_server(module: Any) -> None:

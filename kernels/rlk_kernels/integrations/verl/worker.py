@@ -4,7 +4,6 @@ N = rows of logits   V = vocabulary
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,77 +44,87 @@ class TokenLogprobs(Counted):
 LOGPROBS = TokenLogprobs()
 
 
+class Copies:
+    """What this process has copied to the rollout, and how much of it was checked."""
+
+    model: Any = None
+    """The one whose weights are copied."""
+    dtype: torch.dtype = torch.bfloat16
+    """What it computes in, and the rollout holds."""
+    made = 0
+    checked = 0
+
+
+COPIES = Copies()
+
+
 def use_kernels(engine: Any, model: Any) -> None:
     """Puts the kernels into a causal LM that an FSDP engine has built and not yet sharded."""
+    from verl.utils.torch_dtypes import PrecisionType
     from verl.workers.rollout.utils import get_vision_placeholder_token_ids
 
-    config = engine.model_config
-    actor = {"strategy": engine.engine_config.strategy, "fsdp_config": engine.engine_config}
+    config, settled = engine.model_config, engine.engine_config
+    actor = {"strategy": settled.strategy, "fsdp_config": settled}
     refuse("verl", settings.refused({settings.HERE: {"model": config, "actor": actor}}))
     hf.use_kernels(model)
     if config.tokenizer is not None:
         LOGPROBS.vocabulary = len(config.tokenizer)
     LOGPROBS.placeholders = tuple(get_vision_placeholder_token_ids(config.processor))
-    if engine.rank == 0:
-        print(
-            f"rlk_kernels in verl's trainer: the kernels compute {len(hf.operators(model))} "
-            f"operators of {type(model).__name__}, and log-probs",
-            flush=True,
-        )
+    if not settled.forward_only:
+        computed = (settled.mixed_precision or {}).get("param_dtype", "bf16")
+        COPIES.model, COPIES.dtype = model, PrecisionType.to_dtype(computed)
+        if engine.rank == 0:
+            print(
+                f"rlk_kernels in verl's trainer: the kernels compute {len(hf.operators(model))} "
+                f"operators of {type(model).__name__}, and log-probs",
+                flush=True,
+            )
 
 
-def recorded(engine: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
-    """The weights that an engine gives away, whose digests are taken on the way where they are
-    wanted: of the dtype that the engine computes in, as the rollout holds them."""
-    digests = getattr(engine, "rlk_digests", None)
-    return weights if digests is None else _recorded(weights, digests, engine._autocast_dtype)
+def start_copy(adapter: Any) -> dict[str, Tensor] | None:
+    """Called before weights are copied; returns where their digests are to be kept, or None where
+    this copy is not checked, or not by this rank."""
+    COPIES.made += 1
+    return {} if COPIES.made <= CHECKED and adapter._has_server else None
+
+
+def recorded(
+    weights: Iterable[tuple[str, Tensor]], digests: dict[str, Tensor] | None
+) -> Iterable[tuple[str, Tensor]]:
+    """The weights, whose digests are taken on their way."""
+    return weights if digests is None else _recorded(weights, digests)
 
 
 def _recorded(
-    weights: Iterable[tuple[str, Tensor]], digests: dict[str, Tensor], dtype: torch.dtype
+    weights: Iterable[tuple[str, Tensor]], digests: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     for name, weight in weights:
-        digests[name] = row_digests(weight.to(dtype))
+        digests[name] = row_digests(weight.to(COPIES.dtype))
         yield name, weight
 
 
-@contextmanager
-def copying(worker: Any) -> Iterator[dict[str, Tensor] | None]:
-    """A context in which a worker copies its weights; the digests of what it copies, or None
-    where they are not checked."""
-    worker.rlk_copies = getattr(worker, "rlk_copies", 0) + 1
-    if worker.rlk_copies > CHECKED:
-        yield None
+async def check_copy(adapter: Any, digests: dict[str, Tensor] | None) -> None:
+    """Raises NotServed where the rollout does not hold what was just copied to it, or, from the
+    second copy on, where a kernel of either side was never called."""
+    if COPIES.made > CHECKED:
         return
-    engine = worker.actor.engine
-    engine.rlk_digests = digests = {}
-    try:
-        yield digests
-    finally:
-        engine.rlk_digests = None
-
-
-async def check_copy(worker: Any, digests: dict[str, Tensor]) -> None:
-    """Raises NotServed where the rollout does not hold what a worker has just copied to it, or,
-    from the second copy on, where a kernel of either side was never called."""
-    trained = worker.rlk_copies > 1
-    if not digests:
-        raise NotServed("weights went to the rollout by a way on which they are not checked")
-    hf.check(hf.operators(worker.actor.engine.module), called=trained)
+    trained = COPIES.made > 1
+    hf.check(hf.operators(COPIES.model), called=trained)
     if trained and not LOGPROBS.rlk_calls:
         raise NotServed("verl has trained, and never called the kernels' log-prob")
-    asked = {"digests": to_bytes(digests), "generated": trained}
-    await worker.rollout._execute_method("rlk_check", kwargs=asked)
-    worker.rlk_checked = getattr(worker, "rlk_checked", 0) + 1
+    if digests is not None:
+        asked = {"digests": to_bytes(digests), "generated": trained}
+        await adapter._execute_method("rlk_check", kwargs=asked)
+    COPIES.checked += 1
 
 
-def report(worker: Any) -> dict[str, Any]:
+def report() -> dict[str, Any]:
     """What a worker says at the end of a run."""
-    found = look(hf.operators(worker.actor.engine.module))
+    found = look(hf.operators(COPIES.model))
     return {
         "replaced": len(found.replaced), "not_replaced": found.not_replaced,
         "uncalled": found.uncalled, "logprobs": LOGPROBS.rlk_calls,
-        "checked": getattr(worker, "rlk_checked", 0),
+        "checked": COPIES.checked,
     }  # fmt: skip
 
 
@@ -135,5 +144,5 @@ def conclude(reports: list[dict[str, Any]]) -> str:
     return (
         f"rlk_kernels in verl: {len(reports)} worker{'s'[: len(reports) > 1]}, "
         f"{first['replaced']} operators and the log-prob by the kernels, each called; the rollout "
-        f"held the trainer's weights at {first['checked']} of {first['checked']} checked copies"
+        f"held the trainer's weights, bit for bit, after {first['checked']} checked copies"
     )
