@@ -67,9 +67,9 @@ def prepare(folder: Path) -> None:
     tokenizer.save_pretrained(model)
     weights = load_file(model / "model.safetensors")
     embedding = weights["model.embed_tokens.weight"]
-    generator = torch.Generator().manual_seed(0)
-    more = torch.randn(16, embedding.shape[1], generator=generator) * embedding.float().std()
-    weights["model.embed_tokens.weight"] = torch.cat([embedding, more.to(embedding.dtype)])
+    # As unlikely as padding.
+    more = embedding[tokenizer.pad_token_id].expand(16, -1)
+    weights["model.embed_tokens.weight"] = torch.cat([embedding, more])
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     config["vocab_size"] = len(embedding) + 16
@@ -101,6 +101,11 @@ def run(
 ) -> Loop:
     """Runs verl with `settings` and more, and further variables in its environment. Ray's
     processes end with their driver."""
+    return python(folder, "-m", module, *settings(folder, steps), *overrides, **variables)
+
+
+def python(folder: Path, *arguments: str, **variables: str) -> Loop:
+    """Runs Python in verl's environment; what it says is in FOLDER/verl.log as it comes."""
     paths = [str(folder), str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "support")]
     given = {
         "VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
@@ -110,12 +115,13 @@ def run(
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "0",
     }  # fmt: skip
-    done = subprocess.run(
-        [PYTHON, "-m", module, *settings(folder, steps), *overrides],
-        cwd=folder, env={**os.environ, **given, **variables}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=580,
-    )  # fmt: skip
-    return Loop(done.returncode, done.stdout)
+    log = folder / "verl.log"
+    with log.open("w", encoding="utf-8") as file:
+        done = subprocess.run(
+            [PYTHON, *arguments], cwd=folder, env={**os.environ, **given, **variables},
+            stdout=file, stderr=subprocess.STDOUT, timeout=900,
+        )  # fmt: skip
+    return Loop(done.returncode, log.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

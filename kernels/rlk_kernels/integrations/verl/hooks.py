@@ -1,9 +1,10 @@
-"""Where this package enters verl: one function for each of its modules, which are patched in the
-processes that have imported them. verl makes an actor's model after it has imported this package.
+"""Where this package enters verl: one function for each of its modules, which is patched in each
+process that imports it, whether before this package or after. Ray may import this package earlier
+than verl's configuration does.
 """
 
 import functools
-import importlib
+import importlib.machinery
 import os
 import sys
 from collections.abc import Callable
@@ -13,15 +14,36 @@ from rlk_kernels.integrations.errors import NotServed
 from rlk_kernels.integrations.frameworks import refuse
 from rlk_kernels.integrations.verl import settings
 
-_installed: set[str] = set()
-
 
 def install() -> None:
-    """Patches verl in this process; a second call does nothing."""
-    for module, patch in PATCHES.items():
-        if module in sys.modules and module not in _installed:
-            patch(sys.modules[module])
-            _installed.add(module)
+    """Patches what this process has imported of verl, and what it will import."""
+    waiting = dict(PATCHES)
+    for name in PATCHES:
+        if name in sys.modules:
+            waiting.pop(name)(sys.modules[name])
+    sys.meta_path.insert(0, _Finder(waiting))
+
+
+class _Finder:
+    """Patches modules once they are imported."""
+
+    def __init__(self, waiting: dict[str, Callable[[Any], None]]) -> None:
+        self._waiting = waiting
+
+    def find_spec(self, name: str, path: Any, _target: Any = None) -> Any:
+        if name not in self._waiting:
+            return None
+        patch = self._waiting.pop(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                run(module)
+                patch(module)
+
+            spec.loader.exec_module = exec_module
+        return spec
 
 
 def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -86,8 +108,6 @@ def _patch_engine(module: Any) -> None:
             model = build(self)
             if self.model_config.model_type == "language_model":
                 worker.use_kernels(self, model)
-                # Imported by verl after this package, and by no other process.
-                _patch_rollout(importlib.import_module(ROLLOUT))
             return model
 
         return _build_module
@@ -96,13 +116,8 @@ def _patch_engine(module: Any) -> None:
     _wrap(module, "logprobs_from_logits", lambda _original: worker.LOGPROBS)
 
 
-ROLLOUT = "verl.workers.rollout.vllm_rollout.vllm_rollout"
-
-
 def _patch_rollout(module: Any) -> None:
     """`ServerAdapter`, by which a worker copies its weights to the server."""
-    if ROLLOUT in _installed:
-        return
     from rlk_kernels.integrations.verl import worker
 
     def checking(update: Any) -> Any:
@@ -115,7 +130,6 @@ def _patch_rollout(module: Any) -> None:
         return update_weights
 
     _wrap(module.ServerAdapter, "update_weights", checking)
-    _installed.add(ROLLOUT)
 
 
 def _patch_workers(module: Any) -> None:
@@ -162,4 +176,5 @@ PATCHES: dict[str, Callable[[Any], None]] = {
     "verl.workers.engine.fsdp.transformer_impl": _patch_engine,
     "verl.workers.engine_workers": _patch_workers,
     "verl.workers.rollout.vllm_rollout.vllm_async_server": _patch_server,
+    "verl.workers.rollout.vllm_rollout.vllm_rollout": _patch_rollout,
 }
