@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from rlk_kernels.integrations.errors import NotServed
-from rlk_kernels.integrations.frameworks import refuse
 from rlk_kernels.integrations.verl import settings
 
 
@@ -146,35 +145,27 @@ def _patch_workers(module: Any) -> None:
     module.ActorRolloutRefWorker.rlk_report = decorated
 
 
-def _patch_server(module: Any) -> None:
-    """`vLLMHttpServer`: the environment that it gives vLLM, and the methods of vLLM's workers."""
+def _patch_replica(module: Any) -> None:
+    """`vLLMReplica`, which starts the policy's servers, and those of reward models and teachers."""
 
-    def checked(validate: Any) -> Any:
-        def _validate_configs(self: Any) -> None:
-            refuse("verl's vLLM server", settings.refused_variables(os.environ))
-            validate(self)
+    def of_ours(init: Any) -> Any:
+        def __init__(self: Any, *args: Any, **more: Any) -> None:
+            init(self, *args, **more)
+            if not (self.is_reward_model or self.is_teacher_model):
+                from rlk_kernels.integrations.verl.server import Server
 
-        return _validate_configs
+                self.server_class = module.ray.remote(Server)
 
-    def extended(original: Any) -> Any:
-        def _get_worker_extension_cls(self: Any) -> str:
-            if (theirs := original(self)) != THEIR_EXTENSION:
-                raise NotServed(f"a server whose vLLM workers are extended by {theirs}")
-            return OUR_EXTENSION
+        return __init__
 
-        return _get_worker_extension_cls
-
-    _wrap(module.vLLMHttpServer, "_validate_configs", checked)
-    _wrap(module.vLLMHttpServer, "_get_worker_extension_cls", extended)
+    _wrap(module.vLLMReplica, "__init__", of_ours)
 
 
-THEIR_EXTENSION = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"
-OUR_EXTENSION = "rlk_kernels.integrations.verl.rollout.WorkerExtension"
 PATCHES: dict[str, Callable[[Any], None]] = {
     "verl.trainer.ppo.ray_trainer": _patch_trainer,
     "verl.trainer.ppo.v1.trainer_base": _patch_trainer_v1,
     "verl.workers.engine.fsdp.transformer_impl": _patch_engine,
     "verl.workers.engine_workers": _patch_workers,
-    "verl.workers.rollout.vllm_rollout.vllm_async_server": _patch_server,
+    "verl.workers.rollout.vllm_rollout.vllm_async_server": _patch_replica,
     "verl.workers.rollout.vllm_rollout.vllm_rollout": _patch_rollout,
 }

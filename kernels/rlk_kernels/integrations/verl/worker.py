@@ -132,10 +132,9 @@ def conclude(reports: list[dict[str, Any]]) -> str:
     """One line about all workers; raises NotServed where a kernel is missing or was never called,
     or where no copy of weights was checked."""
     for rank, said in enumerate(reports):
-        if missing := [*said["not_replaced"], *said["uncalled"]]:
-            raise NotServed(
-                f"verl's worker {rank} never called the kernels of {', '.join(missing)}"
-            )
+        for what, names in (("lacks", said["not_replaced"]), ("never called", said["uncalled"])):
+            if names:
+                raise NotServed(f"verl's worker {rank} {what} the kernels of {', '.join(names)}")
         if not said["logprobs"]:
             raise NotServed(f"verl's worker {rank} never called the kernels' log-prob")
         if not said["checked"]:

@@ -67,7 +67,7 @@ def _shares(
 
 def _experts(path: str, module: Any) -> Iterator[tuple[str, Tensor, int]]:
     """w13[E, 2 I / R, H] and w2[E, H / R, I] of R ranks."""
-    rank = module.tp_rank
+    rank = module.quant_method.moe.tp_rank
     for e, (gate_up, down) in enumerate(zip(module.w13_weight, module.w2_weight, strict=True)):
         gate, up = gate_up.chunk(2)
         for name, rows in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
