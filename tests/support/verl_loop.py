@@ -93,7 +93,8 @@ class Loop:
 
     def metric(self, name: str) -> list[float]:
         """Of each step, as verl's console logger printed it."""
-        return [float(v) for v in re.findall(rf"[ -]{re.escape(name)}:(\S+)", self.said)]
+        pattern = rf"[ -]{re.escape(name)}:(?:np\.float64\()?([^\s)]+)"
+        return [float(value) for value in re.findall(pattern, self.said)]
 
 
 def run(
