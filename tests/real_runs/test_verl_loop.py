@@ -36,7 +36,7 @@ def assert_ended(loop: Loop, code: int = 0) -> None:
 
 
 def test_rollout_and_trainer_are_one_policy(folder: Path) -> None:
-    loop = verl_loop.run(folder, SWITCH, RLK_KERNELS="1")
+    loop = verl_loop.run(folder, SWITCH, v1=True, RLK_KERNELS="1")
     assert_ended(loop)
     for name in APART:
         assert loop.metric(name) == [0.0, 0.0], name

@@ -23,11 +23,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_)
 PROMPTS = "Once upon a time", "The little dog", "One day a girl", "In the garden"
 
 
-def settings(folder: Path, steps: int) -> list[str]:
-    """Of a run of main_ppo with what `prepare` has written into a folder."""
+def settings(folder: Path, steps: int, v1: bool = True) -> list[str]:
+    """Of a run of main_ppo with what `prepare` has written into a folder. `v1`: by verl's V1
+    trainer, which is its default, or by the one before, which starts fewer processes."""
     model, actor, rollout = (f"actor_rollout_ref.{part}" for part in ("model", "actor", "rollout"))
     return [
-        "trainer.use_v1=False", "algorithm.adv_estimator=grpo",
+        f"trainer.use_v1={v1}", "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+        "algorithm.adv_estimator=grpo",
         *(f"data.{name}_files={folder}/data.parquet" for name in ("train", "val")),
         "data.train_batch_size=2", "data.max_prompt_length=16", "data.max_response_length=8",
         "data.dataloader_num_workers=0",
@@ -47,7 +49,7 @@ def settings(folder: Path, steps: int) -> list[str]:
         "trainer.device=cpu", "trainer.n_gpus_per_node=1", "trainer.nnodes=1",
         f"trainer.total_training_steps={steps}", "trainer.save_freq=-1", "trainer.test_freq=-1",
         "trainer.val_before_train=False", "trainer.logger=[console]",
-        "trainer.balance_batch=False", "ray_kwargs.ray_init.num_cpus=8",
+        "trainer.balance_batch=False", "ray_kwargs.ray_init.num_cpus=16",
         "+ray_kwargs.ray_init.num_gpus=1", "+ray_kwargs.ray_init.include_dashboard=False",
     ]  # fmt: skip
 
@@ -98,15 +100,16 @@ class Loop:
 
 
 def run(
-    folder: Path, *overrides: str, steps: int = 2, module: str = MAIN, **variables: str
-) -> Loop:
+    folder: Path, *overrides: str, steps: int = 2, v1: bool = False, module: str = MAIN,
+    **variables: str,
+) -> Loop:  # fmt: skip
     """Runs verl with `settings` and more, and further variables in its environment. Ray's
     processes end with their driver."""
-    return python(folder, "-m", module, *settings(folder, steps), *overrides, **variables)
+    return python(folder, "-m", module, *settings(folder, steps, v1), *overrides, **variables)
 
 
 def python(folder: Path, *arguments: str, **variables: str) -> Loop:
-    """Runs Python in verl's environment; what it says is in FOLDER/verl.log as it comes."""
+    """Runs Python in verl's environment; what it says is in FOLDER/verl-N.log as it comes."""
     paths = [str(folder), str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "support")]
     given = {
         "VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
@@ -116,7 +119,7 @@ def python(folder: Path, *arguments: str, **variables: str) -> Loop:
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "0",
     }  # fmt: skip
-    log = folder / "verl.log"
+    log = folder / f"verl-{len(list(folder.glob('verl-*.log')))}.log"
     with log.open("w", encoding="utf-8") as file:
         done = subprocess.run(
             [PYTHON, *arguments], cwd=folder, env={**os.environ, **given, **variables},
