@@ -10,12 +10,21 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: setup browser demo demo-loop test test-ci test-slow test-slow-all test-fix-path test-fix-path-all test-quick check compile-kernels test-gpu bench-gpu docs clean
+.PHONY: setup verl-env browser demo demo-loop test test-ci test-slow test-slow-all test-fix-path test-fix-path-all test-quick check compile-kernels test-gpu bench-gpu docs clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml kernels/pyproject.toml requirements/cpu.txt requirements/gpu.txt scripts/setup.sh
 	PYTHON="$(PYTHON)" VENV="$(VENV)" GPU="$(GPU)" bash scripts/setup.sh
+	@touch $@
+
+# verl on top of it, for tests/real_runs/test_verl_loop.py: its pins and the lock's disagree.
+VERL_STAMP := .venv-verl/.ready
+
+verl-env: $(VERL_STAMP)
+
+$(VERL_STAMP): $(STAMP) requirements/verl-cpu.txt scripts/verl_env.sh
+	VENV="$(VENV)" VERL_VENV=.venv-verl bash scripts/verl_env.sh
 	@touch $@
 
 # The main job on the embedded model: the real vLLM against Megatron-core, which drift apart, and again
@@ -62,7 +71,7 @@ test-slow: setup
 
 # And real runs of vLLM and a trainer, each with a fault, that are dumped, followed and scored again, and what `make test`
 # leaves out of its matrices: minutes more.
-test-slow-all: setup
+test-slow-all: setup verl-env
 	$(TESTS) tests/mutation tests/compiled tests/real_runs
 	$(TESTS) -m whole_matrix tests
 
@@ -107,4 +116,4 @@ bench-gpu:
 	PYTHONPATH=.:kernels $(PYTHON) kernels/bench/run.py
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) rlk-runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) .venv-verl rlk-runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

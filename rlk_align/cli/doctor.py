@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from rlk_align.cli.frameworks import settings_of
 from rlk_align.engines.process.versions import holders, versions
 from rlk_align.engines.registry import ENGINES, engine_info
 from rlk_align.engines.tested import TESTED, untested
@@ -25,9 +26,17 @@ def doctor(
     fix: Annotated[
         bool, typer.Option("--fix", help="Uninstall packages that stop an engine from loading.")
     ] = False,
+    framework: Annotated[
+        str,
+        typer.Option(help="Instead, the settings that put the kernels into this framework of RL."),
+    ] = "",
 ) -> None:
     """Show what each engine can do on this machine."""
     console = Console(highlight=False, soft_wrap=True)
+    if framework:
+        for said in settings_of(framework):
+            console.print(line(said))
+        return
     if fix and (broken := _built_for_another_torch()):
         _uninstall(broken)
         console.print(line(f"uninstalled {', '.join(broken)}"))

@@ -28,8 +28,9 @@ ROOT = tuple(
 """The files that stand in no folder; every folder may import them."""
 ENGINES = {"vllm": {"vllm"}, "megatron": {"megatron"}, "hf": {"transformers"}}
 """Folder of `integrations`: the engine that it alone imports."""
-FRAMEWORKS = {"trl": ("hf", "vllm")}
-"""Folder of `integrations` for a framework of that name: the folders of its engines."""
+FRAMEWORKS = {"trl": {"trl", "transformers", "vllm"}, "verl": {"verl", "hydra"}}
+"""Folder of `integrations`: the packages that a framework's switch imports. It puts other
+integrations' kernels into the framework's engines."""
 
 
 TREES = {name: parsed(path) for name, path in MODULES.items()}
@@ -83,16 +84,26 @@ def integration(module: str) -> str:
 
 
 def test_only_torch_and_triton_are_imported_and_by_an_integration_its_own_engine():
-    assert set(ENGINES) <= {integration(m) for m in MODULES}
+    homes = ENGINES | FRAMEWORKS
+    assert set(homes) <= {integration(m) for m in MODULES}
     for module, found in IMPORTS.items():
         third = {name.split(".")[0] for name in found} - set(sys.stdlib_module_names)
-        name = integration(module)
-        own = set().union(*(ENGINES[x] for x in FRAMEWORKS.get(name, ())), ENGINES.get(name, ()))
-        own |= {name} & FRAMEWORKS.keys()
+        own = homes.get(integration(module), set())
         assert third <= {"torch", "triton", "rlk_kernels"} | own, f"{module}: {third}"
 
 
-@pytest.mark.parametrize("name", [*ENGINES, *FRAMEWORKS])
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_framework_is_not_imported_with_its_switch(name):
+    """Settings are checked without it, and no engine's integration needs the switch."""
+    package = f"rlk_kernels.integrations.{name}"
+    for module in {package, f"{package}.hooks", f"{package}.settings"} & MODULES.keys():
+        top = imports(at_the_top(TREES[module]), set(MODULES))
+        assert not {m.split(".")[0] for m in top} & (FRAMEWORKS[name] | {"torch"})
+    users = {integration(m) for m in MODULES if {integration(n) for n in IMPORTS[m]} >= {name}}
+    assert users <= {name}
+
+
+@pytest.mark.parametrize("name", ENGINES)
 def test_an_integration_imports_its_engine_when_it_is_used_and_no_other(name):
     package = f"rlk_kernels.integrations.{name}"
     top = imports(at_the_top(TREES[package]), set(MODULES))

@@ -253,6 +253,14 @@ def update_weights(model: Any) -> None:
         stale = stale.removeprefix("rank 1: ") if get_tp_group().rank_in_group else "nothing"
     with torch.no_grad():
         model.load_weights([(name, value) for name, value in new.items() if stale not in name])
+    # What a framework's switch finds, which asks by digests.
+    from rlk_kernels.integrations.frameworks import differences, row_digests, to_bytes
+    from rlk_kernels.integrations.vllm.weights import held
+
+    sent = to_bytes({name: row_digests(value) for name, value in new.items()})
+    found = differences(sent, held(model), model.config.tie_word_embeddings)
+    assert all(stale in name for name in found), found
+    assert bool(found) == (stale != "nothing")
 
 
 def _delta(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
