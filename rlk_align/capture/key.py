@@ -82,6 +82,8 @@ def _adapter_sources(spec: EngineSpec) -> Iterator[Path]:
     if module is None or module.origin is None:
         raise ToolError(f"engine {spec.name!r}: {spec.info.target} has no source")
     source = Path(module.origin)
+    for other in spec.info.builds_on:
+        yield from PACKAGE.glob(f"engines/{other}/*.py")
     # An engine that is no package may be one file among others that are not its own.
     yield from source.parent.glob("*.py") if "." in name else [source]
 

@@ -58,6 +58,8 @@ class EngineInfo:
     returns an `ExitStack` that removes the fault. It is empty if the engine supports no fault."""
     one_kernel: tuple[frozenset[str], ...] = ()
     """Operators that it computes by one product, or one function: `except` leaves them together."""
+    builds_on: tuple[str, ...] = ()
+    """Engines of `engines/` whose sources it computes with too."""
     tested: tuple[str, ...] = ()
     """Distributions of `engines.tested` that its adapter depends on."""
     waits: tuple[str, ...] = ()

@@ -119,7 +119,7 @@ class HFEngine(ForwardEngine):
             inputs["attention_mask"] = torch.from_numpy(grid.real.astype(np.int64))
             inputs["position_ids"] = torch.from_numpy(grid.positions)
         inputs = {name: value.to(self.device) for name, value in inputs.items()}
-        logits = self.model(**inputs, use_cache=False).logits
+        logits = self.run_model(**inputs, use_cache=False).logits
         logprobs = {}
         for i, (k, first) in zip(members, grid.starts, strict=True):
             s = batch.samples[i]
@@ -127,6 +127,10 @@ class HFEngine(ForwardEngine):
             target = torch.tensor(s.response_ids, device=self.device)
             logprobs[i] = self.logprobs(logits[k, at], target)
         return logprobs
+
+    def run_model(self, **inputs: Any) -> Any:
+        """What scores calls: the model, or what is around it."""
+        return self.model(**inputs)
 
     def places(self) -> Iterator[Place]:
         return hf_places(self.model)
