@@ -84,7 +84,37 @@ def check_plain(name: str, module: Any) -> None:
 
 def check_silu(act: Any) -> None:
     """Raises NotServed for an activation other than config.json's, or one with hooks: the kernels
-    never call the module."""
-    if type(act) is not SILU or act._forward_hooks or act._forward_pre_hooks:
-        kind = type(act).__name__ + (" with hooks" if type(act) is SILU else "")
-        raise NotServed(f"act_fn is a {kind}; a plain {SILU.__name__} is served")
+    never call the module. DeepSpeed's own hooks gather and release parameters, of which it has
+    none."""
+    if type(act) is not SILU:
+        raise NotServed(f"act_fn is a {type(act).__name__}; a plain {SILU.__name__} is served")
+    hooks = [*act._forward_hooks.values(), *act._forward_pre_hooks.values()]
+    for hook in hooks:
+        if not _of_zero(hook):
+            raise NotServed(
+                f"act_fn is a {SILU.__name__} with hooks, of which {_where(hook)} is not ZeRO's: a "
+                f"plain {SILU.__name__} is served"
+            )
+
+
+ZERO = "deepspeed.runtime.zero.parameter_offload"
+ZERO_HOOKS = frozenset(
+    f"DeepSpeedZeRoOffload._register_deepspeed_module.<locals>._{name}_module_hook"
+    for name in ("pre_forward", "post_forward", "pre_backward", "post_backward")
+)
+"""What ZeRO-3 puts on every module, in that module of DeepSpeed 0.19.8."""
+_TIMED = "instrument_w_nvtx.<locals>.wrapped_fn"
+"""What DeepSpeed wraps one of them in, which names nothing that it wraps."""
+
+
+def _of_zero(hook: Any) -> bool:
+    """Whether ZeRO-3 itself put a hook there: a function of its own source file, by its name."""
+    function = inspect.unwrap(hook)
+    if getattr(function, "__qualname__", "") == _TIMED:
+        function = inspect.getclosurevars(function).nonlocals.get("func", function)
+    zero = sys.modules.get(ZERO)
+    return (
+        zero is not None
+        and getattr(function, "__qualname__", "") in ZERO_HOOKS
+        and _file(function) == Path(zero.__file__ or "")
+    )
