@@ -29,7 +29,7 @@ SHARED_SOURCES = ("engines/*.py", "engines/common", "engines/process", "trace", 
 
 ENVIRONMENT = (
     *("ATEN_", "CUBLAS_", "CUDNN_", "DNNL_", "MKL_", "NCCL_", "NVIDIA_TF32", "NVTE_", "OMP_NUM_"),
-    *("ONEDNN_", "PYTORCH_", "RLK_BACKEND", "TORCH", "TRITON_", "VLLM_"),
+    *("DS_", "ONEDNN_", "PYTORCH_", "RLK_BACKEND", "TORCH", "TRITON_", "VLLM_"),
 )
 """Prefixes of the environment variables that affect what torch and the engines compute."""
 
@@ -81,6 +81,8 @@ def _adapter_sources(spec: EngineSpec) -> Iterator[Path]:
     if module is None or module.origin is None:
         raise ToolError(f"engine {spec.name!r}: {spec.info.target} has no source")
     source = Path(module.origin)
+    for other in spec.info.builds_on:
+        yield from PACKAGE.glob(f"engines/{other}/*.py")
     # A top-level module may be beside files that do not belong to the engine.
     yield from source.parent.glob("*.py") if "." in name else [source]
 

@@ -18,6 +18,9 @@ from rlk_align.trace.numbered import read_rows
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.schema import SHIFT_IS_HARMLESS, PassRecord, PositionRecord
 
+FREQUENCIES = "rope_frequencies"
+"""The attribute that says that a side's inverse frequencies were rounded; a side without it has
+those of the checkpoint."""
 DROPOUT = "dropout"
 """The attribute that names where a model drops values; a side without it drops none."""
 UNSET_AGREES = frozenset({"padding_side"})
@@ -27,6 +30,7 @@ UNSET_AGREES = frozenset({"padding_side"})
 def check_parity(rollout: Trace, train: Trace) -> list[Mismatch]:
     """Returns every mismatch: tokens first, then parameters, then attributes."""
     attributes = _attributes(rollout.record.attributes, train.record.attributes)
+    attributes += _frequencies(rollout, train)
     # A different rotary embedding has other angles: positions cannot be derived from them.
     same_rotary = not any("rope" in m.name for m in attributes)
     return [
@@ -38,6 +42,22 @@ def check_parity(rollout: Trace, train: Trace) -> list[Mismatch]:
         *_boundaries(rollout, train),
         *_padding(rollout, train),
     ]
+
+
+def _frequencies(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
+    """Sides whose rotary embedding turns by frequencies that were rounded, where the other's were
+    not rounded likewise."""
+    said = {s: t.record.attributes.get(FREQUENCIES) for s, t in _sides(rollout, train)}
+    if said["rollout"] != said["train"]:
+        yield Mismatch(
+            kind="attributes",
+            name=FREQUENCIES,
+            rollout=said["rollout"] or "exact",
+            train=said["train"] or "exact",
+            detail="the later a position, the more its angles are off: keep inv_freq in float32. "
+            "What casts a whole model rounds it: model.to(dtype), DeepSpeed before 0.19.2 and with "
+            "buffer_dtype, and zero.Init",
+        )
 
 
 def _dropout(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
@@ -201,7 +221,7 @@ def _attributes(a: dict[str, Any], b: dict[str, Any]) -> list[Mismatch]:
     """Names each differing attribute, by layer where a side has `layers.i.NAME` beside NAME."""
     mismatches = []
     by_layer = {name.split(".", 2)[2] for name in [*a, *b] if name.startswith("layers.")}
-    whole = (n for n in [*a, *b] if not n.startswith("layers.") and n != DROPOUT)
+    whole = (n for n in [*a, *b] if not n.startswith("layers.") and n not in (DROPOUT, FREQUENCIES))
     for name in dict.fromkeys(whole):
         names = [name]
         if name in by_layer:

@@ -58,6 +58,8 @@ class EngineInfo:
     returns an `ExitStack` that removes the fault. It is empty if the engine supports no fault."""
     one_kernel: tuple[frozenset[str], ...] = ()
     """Groups of operators that it computes together, to which `except` applies as a whole."""
+    builds_on: tuple[str, ...] = ()
+    """Other engines of `engines/` whose sources it also computes with."""
     tested: tuple[str, ...] = ()
     """Distributions of `engines.tested` that its adapter depends on."""
     waits: tuple[str, ...] = ()

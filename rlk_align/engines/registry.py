@@ -16,6 +16,7 @@ from rlk_align.errors import INSTALL_ENGINES, BadOption, MissingDependency, Unkn
 ENGINES = {
     "hf": "rlk_align.engines.hf.info:HF",
     "fsdp": "rlk_align.engines.hf.info:FSDP",
+    "deepspeed": "rlk_align.engines.deepspeed.info:DEEPSPEED",
     "megatron": "rlk_align.engines.megatron.info:MEGATRON",
     "vllm": "rlk_align.engines.vllm.info:VLLM",
 }

@@ -142,6 +142,7 @@ ENGINE_FOLDERS = {
     "common": ("common", "spec", "process.ranks"),
     "process": ("process", "common", "spec"),
     "hf": ("hf", "common", "process", "base", "forward_engine", "spec", "info"),
+    "deepspeed": ("deepspeed", "hf", "common", "process", "base", "spec", "info"),
     "vllm": ("vllm", "common", "process", "base", "spec", "info"),
     "megatron": ("megatron", "common", "process", "base", "spec", "info"),
 }
@@ -184,7 +185,8 @@ def test_engines_import_of_the_selftest_the_list_of_faults_alone() -> None:
         wrong = {m for m in used if not inside(m, *allowed)}
         assert not wrong, f"{module} imports {sorted(wrong)}"
         planting = {m for m in own_imports(module) if re.fullmatch(r".*engines\.\w+\.planting", m)}
-        assert not planting, f"{module} imports {sorted(planting)}"
+        # An engine around another one's model plants in its places.
+        assert not planting or module.endswith(".planting"), f"{module} imports {sorted(planting)}"
 
 
 def test_every_folder_of_the_engines_has_a_rule() -> None:

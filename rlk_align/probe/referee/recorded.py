@@ -6,12 +6,15 @@ from collections.abc import Collection
 import numpy as np
 import torch
 
+from rlk_align.model.dtypes import DTYPES
 from rlk_align.model.sites import RowIndex, Site
 from rlk_align.probe.referee.weights import NotRefereed
 from rlk_align.trace.values import RecordedRows
 
 _CACHED_SITES = 12
 """The number of sites whose values are cached, which reaches back to the last residual."""
+_PRODUCTS = ("linear", "router", "attention")
+"""Formulas whose inputs autocast rounds to its dtype."""
 _MOST_CACHED_ENTRIES = 1 << 26
 """The largest number of entries of a cached site; the logits of a large vocabulary have more."""
 
@@ -102,6 +105,20 @@ class RecordedPass:
         self._values.move_to_end(site)
         valued, values = self._values[site]
         return values[torch.from_numpy(np.searchsorted(valued, number))].double()
+
+    def operands(self, site: Site, number: np.ndarray, whole: np.ndarray) -> list[torch.Tensor]:
+        """float64 inputs of an operator for these rows, and for the rows `whole` of a sequence what
+        it reads of every earlier position, as it multiplies them: a product has one dtype, so
+        autocast rounds inputs that are wider than the output."""
+        inputs = {name: self.values(name, number) for name in site.inputs}
+        inputs |= {name: self.sequence(name, whole).double() for name in site.prefix_inputs}
+        dtypes = {name: self._record.sites[name].dtype for name in (site.name, *inputs)}
+        output = dtypes[site.name]
+        if site.operator.formula in _PRODUCTS and DTYPES.get(output, 24) < DTYPES["float32"]:
+            for name, x in inputs.items():
+                if dtypes[name] == "float32":
+                    inputs[name] = x.to(getattr(torch, output)).double()
+        return list(inputs.values())
 
     def sequence(self, site: str, number: np.ndarray) -> torch.Tensor:
         """Returns the values of any rows, `[N, F]`, in the dtype in which they were recorded."""

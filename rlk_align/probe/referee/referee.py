@@ -278,14 +278,9 @@ class Walk:
         compared = max(1, self._block // site.features)
         for part in self._blocks(number, site, reference.shape):
             got = of.recorded.values(site.name, part)
-            inputs = [of.recorded.values(name, part) for name in site.inputs]
             rows = self._rows(part, shift)
-            if site.prefix_inputs:
-                first = int(part[0] - self._index.position[part[0]])
-                whole = np.arange(first, part[-1] + 1)
-                inputs += [
-                    of.recorded.sequence(name, whole).double() for name in site.prefix_inputs
-                ]
+            first = int(part[0] - self._index.position[part[0]])
+            inputs = of.recorded.operands(site, part, np.arange(first, part[-1] + 1))
             exact, variance, shared = reference.exact(site, inputs, rows)
             got = reference.got(site, got, inputs)
             exact = reference.nearest(site, exact, got)

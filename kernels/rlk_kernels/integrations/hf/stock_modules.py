@@ -84,7 +84,38 @@ def check_plain(name: str, module: Any) -> None:
 
 def check_silu(act: Any) -> None:
     """Raises NotSupported for an activation other than config.json's, or one with hooks, because
-    the kernels never call the module."""
-    if type(act) is not SILU or act._forward_hooks or act._forward_pre_hooks:
-        kind = type(act).__name__ + (" with hooks" if type(act) is SILU else "")
-        raise NotSupported(f"act_fn is a {kind}; only a plain {SILU.__name__} is supported")
+    the kernels never call the module. DeepSpeed's own hooks are accepted: they gather and release
+    parameters, and an activation has none."""
+    if type(act) is not SILU:
+        raise NotSupported(
+            f"act_fn is a {type(act).__name__}; only a plain {SILU.__name__} is supported"
+        )
+    for hook in (*act._forward_hooks.values(), *act._forward_pre_hooks.values()):
+        if not _of_zero(hook):
+            raise NotSupported(
+                f"act_fn is a {SILU.__name__} with hooks, of which {_where(hook)} is not ZeRO's; "
+                f"only a plain {SILU.__name__} is supported"
+            )
+
+
+ZERO = "deepspeed.runtime.zero.parameter_offload"
+ZERO_HOOKS = frozenset(
+    f"DeepSpeedZeRoOffload._register_deepspeed_module.<locals>._{name}_module_hook"
+    for name in ("pre_forward", "post_forward", "pre_backward", "post_backward")
+)
+"""The hooks that ZeRO-3 puts on every module, in that module of DeepSpeed 0.19.8."""
+_TIMED = "instrument_w_nvtx.<locals>.wrapped_fn"
+"""The name of the function in which DeepSpeed wraps one of these hooks."""
+
+
+def _of_zero(hook: Any) -> bool:
+    """Whether ZeRO-3 itself put a hook there: the hook's source file and its name are ZeRO's."""
+    function = inspect.unwrap(hook)
+    if getattr(function, "__qualname__", "") == _TIMED:
+        function = inspect.getclosurevars(function).nonlocals.get("func", function)
+    zero = sys.modules.get(ZERO)
+    return (
+        zero is not None
+        and getattr(function, "__qualname__", "") in ZERO_HOOKS
+        and _file(function) == Path(zero.__file__ or "")
+    )

@@ -1,0 +1,1 @@
+"""DeepSpeed around HF transformers: ZeRO shards what is trained."""
