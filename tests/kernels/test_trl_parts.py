@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.trl import settings, with_kernels
 from rlk_kernels.integrations.trl.weights import differing_weights
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ def test_defaults_and_harmless_settings_are_accepted(tmp_path: Path) -> None:
 
 def test_all_are_named_at_once_before_a_model_is_loaded(tmp_path: Path) -> None:
     wrong = args(tmp_path, top_p=0.9, use_liger_kernel=True)
-    with pytest.raises(NotServed) as raised:
+    with pytest.raises(NotSupported) as raised:
         with_kernels(trl.GRPOTrainer)(model=str(tmp_path / "nowhere"), args=wrong)
     numbered = str(raised.value).splitlines()[1:]
     assert [line.split(":")[0] for line in numbered] == [

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import pytest
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.verl import settings
 
 HERE = "actor_rollout_ref"
@@ -81,7 +81,7 @@ def test_a_served_run_is_not_refused() -> None:
 
 @pytest.mark.parametrize("path", WRONG)
 def test_a_wrong_setting_is_refused_by_name(path: str) -> None:
-    with pytest.raises(NotServed, match="refuses 1 setting,") as refused:
+    with pytest.raises(NotSupported, match="refuses 1 setting,") as refused:
         settings.check(nested(SERVED | {path: WRONG[path]}), ON)
     assert path in str(refused.value)
 
@@ -97,14 +97,14 @@ def test_a_wrong_setting_is_refused_by_name(path: str) -> None:
     ids=lambda wrong: next(iter(wrong)),
 )
 def test_a_wrong_variable_is_refused_by_name(wrong: dict[str, str]) -> None:
-    with pytest.raises(NotServed, match="refuses 1 setting,") as refused:
+    with pytest.raises(NotSupported, match="refuses 1 setting,") as refused:
         settings.check(nested(SERVED), ON | wrong)
     assert f"{next(iter(wrong))}={next(iter(wrong.values()))}" in str(refused.value)
 
 
 def test_all_are_refused_as_one_list() -> None:
     everything = nested(SERVED | WRONG)
-    with pytest.raises(NotServed) as refused:
+    with pytest.raises(NotSupported) as refused:
         settings.check(everything, {})
     for path in [*WRONG, "RLK_KERNELS"]:
         assert path in str(refused.value), path

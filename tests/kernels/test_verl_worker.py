@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import rlk_kernels as rk
 import torch
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.verl.worker import TokenLogprobs, conclude
 
 
@@ -69,6 +69,6 @@ def test_a_run_ends_with_what_ran() -> None:
 def test_a_run_in_which_a_kernel_is_missing_ends_with_an_error(
     wrong: dict[str, Any], named: str
 ) -> None:
-    with pytest.raises(NotServed, match="worker 1") as raised:
+    with pytest.raises(NotSupported, match="worker 1") as raised:
         conclude([REPORT, REPORT | wrong])
     assert named in str(raised.value)

@@ -31,7 +31,7 @@ import vllm
 from datasets import Dataset
 from rlk_kernels.integrations import hf
 from rlk_kernels.integrations import vllm as vllm_kernels
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.trl import with_kernels
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
@@ -86,7 +86,7 @@ def run(mode: str, folder: Path) -> dict[str, Any]:
     error = None
     try:
         trainer.train()
-    except NotServed as raised:
+    except NotSupported as raised:
         error = str(raised)
     now = trainer.model.named_parameters()
     return {

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 
 CHUNK = 1 << 24
 """Entries that are widened to int64 at a time."""
@@ -22,10 +22,10 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def refuse(framework: str, reasons: Iterable[str]) -> None:
-    """Raises NotServed with all of the reasons, each a sentence that names a setting; does nothing
+    """Raises NotSupported with all of the reasons, each a sentence that names a setting; does nothing
     without any."""
     if listed := [f"\n  - {reason}" for reason in reasons]:
-        raise NotServed(
+        raise NotSupported(
             f"rlk_kernels in {framework} refuses {len(listed)} setting{'s'[: len(listed) > 1]}, "
             f"with which the rollout and the trainer would differ:{''.join(listed)}"
         )

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlk_align.engines.hf.info import FSDP, HF_OPTIONS
-from rlk_align.engines.info import Asked, Option, OptionValue
+from rlk_align.engines.info import ReadOption, Option, OptionValue
 from rlk_align.errors import BadOption
 from rlk_align.model.families import ModelShape
 
@@ -20,7 +20,7 @@ def _conflict(options: Mapping[str, OptionValue]) -> str | None:
     return FSDP.conflict(options)
 
 
-def _check(option: Asked, _config: dict[str, Any], shape: ModelShape) -> None:
+def _check(option: ReadOption, _config: dict[str, Any], shape: ModelShape) -> None:
     dtype = str(option("dtype"))
     dtype = shape.dtype if dtype == "auto" else dtype
     if dtype == "float16":

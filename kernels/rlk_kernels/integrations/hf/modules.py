@@ -125,7 +125,7 @@ class HFRotary(Counted):
         if not torch.compiler.is_compiling():
             _check_rotates(type(self).__module__)
         if self.inv_freq.dtype != torch.float32:
-            raise NotServed(
+            raise NotSupported(
                 f"the rotary embedding's inv_freq was rounded to {self.inv_freq.dtype} after "
                 "use_kernels (by DeepSpeed's data_types.buffer_dtype?): keep buffers in float32"
             )

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from rlk_kernels.integrations import hf, operators, vllm
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.hf.score import score_tokens
 from rlk_kernels.integrations.trl import settings
 from rlk_kernels.integrations.trl.weights import differing_weights
@@ -33,7 +33,7 @@ def derive(trainer: type) -> type:
         raise TypeError(f"{trainer!r} is not derived from trl.GRPOTrainer")
     if not hasattr(grpo, HEAD):
         version = importlib.import_module("trl").__version__
-        raise NotServed(f"trl {version} has no {MODULE}.{HEAD}; trl {RUN_WITH} was run")
+        raise NotSupported(f"trl {version} has no {MODULE}.{HEAD}; trl {RUN_WITH} was run")
     return type(trainer.__name__, (_WithKernels, trainer), {"__module__": trainer.__module__})
 
 
@@ -45,7 +45,7 @@ class _WithKernels:
         given = inspect.signature(made).bind_partial(*positional, **named).arguments
         args = given.get("args")
         if args is None:
-            raise NotServed("args is missing: a GRPOConfig with use_vllm=True is needed")
+            raise NotSupported("args is missing: a GRPOConfig with use_vllm=True is needed")
         _refuse(settings.refused(given))
         vllm.register()
         try:
@@ -73,11 +73,11 @@ class _WithKernels:
         return self.vllm_generation.llm
 
     def _check_rollout(self) -> None:
-        """Raises NotServed where vLLM computes in another dtype, or an operator is its own."""
+        """Raises NotSupported where vLLM computes in another dtype, or an operator is its own."""
         trained = settings.computing_dtype(self.model, self.args)
         sampled = str(self._llm.llm_engine.model_config.dtype).removeprefix("torch.")
         if sampled != trained:
-            raise NotServed(
+            raise NotSupported(
                 f"vLLM computes in {sampled}, as config.json says, and the trainer in {trained}: "
                 f"write {trained} as dtype into config.json, or train in {sampled}"
             )
@@ -104,7 +104,7 @@ class _WithKernels:
 def _refuse(wrong: list[str]) -> None:
     if wrong:
         listed = "".join(f"\n  {number}. {words}" for number, words in enumerate(wrong, 1))
-        raise NotServed(f"GRPOTrainer with the kernels does not serve these settings:{listed}")
+        raise NotSupported(f"GRPOTrainer with the kernels does not serve these settings:{listed}")
 
 
 _last: ContextVar[int] = ContextVar("last")
@@ -144,7 +144,7 @@ def _score_in_forward(model: Any, temperature: float) -> None:
         ids, mask = named.pop("input_ids"), named.pop("attention_mask")
         named.pop("labels")
         if named or inputs:
-            raise NotServed(
+            raise NotSupported(
                 f"TRL gives the model {', '.join(named) or 'inputs without names'}, which the "
                 "kernels do not serve: train on text, with GRPOTrainer's own loss"
             )
@@ -173,7 +173,7 @@ def _check_synchronisations(trainer: Any) -> None:
             lambda model: differing_weights(generation._iter_named_params(), model)
         )[0]
         if names:
-            raise NotServed(
+            raise NotSupported(
                 f"after synchronisation {done}, vLLM does not hold the trainer's weights: "
                 f"{', '.join(names[:4])}" + (f" and {len(names) - 4} more" if names[4:] else "")
             )

@@ -19,7 +19,7 @@ __all__ = ["check"]
 
 
 def check(config: Any) -> None:
-    """Raises NotServed with all that is refused in verl's whole configuration and in this process's
+    """Raises NotSupported with all that is refused in verl's whole configuration and in this process's
     environment. Neither verl nor Ray is imported."""
     from rlk_kernels.integrations.verl import settings
 

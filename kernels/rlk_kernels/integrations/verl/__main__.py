@@ -7,7 +7,7 @@ from pathlib import Path
 import hydra
 import verl.trainer
 
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.verl import check
 
 
@@ -19,7 +19,7 @@ def main(overrides: list[str]) -> int:
         config = hydra.compose("ppo_trainer", overrides)
     try:
         check(config)
-    except NotServed as refused:
+    except NotSupported as refused:
         print(refused, file=sys.stderr)
         return 2
     print("rlk_kernels in verl: nothing is refused")

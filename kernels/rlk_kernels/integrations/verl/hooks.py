@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.verl import settings
 
 
@@ -46,11 +46,11 @@ class _Finder:
 
 
 def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replaces a function by `make(function)`. Raises NotServed where verl lacks it."""
+    """Replaces a function by `make(function)`. Raises NotSupported where verl lacks it."""
     original = vars(owner).get(name)
     if original is None:
         where = getattr(owner, "__qualname__", owner.__name__)
-        raise NotServed(f"this verl has no {where}.{name}; verl 0.9.1 is served")
+        raise NotSupported(f"this verl has no {where}.{name}; verl 0.9.1 is served")
     setattr(owner, name, functools.wraps(original)(make(original)))
 
 
@@ -85,7 +85,7 @@ def _patch_trainer_v1(module: Any) -> None:
 
 
 def _reporting(fit: Any) -> Any:
-    """`fit`, at whose end every worker says what its kernels did; raises NotServed where that is
+    """`fit`, at whose end every worker says what its kernels did; raises NotSupported where that is
     not all."""
 
     def fit_and_report(self: Any, *args: Any, **more: Any) -> Any:

@@ -6,7 +6,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from rlk_kernels import backend_calls
 from rlk_kernels.integrations import operators, vllm
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.frameworks import differences
 
 
@@ -14,7 +14,7 @@ class WorkerExtension(vLLMColocateWorkerExtension):
     """vLLM's worker gets these methods besides verl's."""
 
     def rlk_check(self, digests: dict[str, bytes], generated: bool) -> None:
-        """Raises NotServed where an operator of the live model is not a kernel's, where, after it
+        """Raises NotSupported where an operator of the live model is not a kernel's, where, after it
         has `generated`, one was never called, and where a parameter is not the one whose rows'
         digests the trainer sent."""
         from rlk_kernels.integrations.vllm.weights import held
@@ -23,10 +23,12 @@ class WorkerExtension(vLLMColocateWorkerExtension):
         compiled = not model.model.do_not_compile  # counts no calls
         found = operators.check(vllm.operators(model), called=generated and not compiled)
         if generated and not backend_calls():
-            raise NotServed("the rollout has generated, and never called a kernel")
+            raise NotSupported("the rollout has generated, and never called a kernel")
         tied = getattr(model.config, "tie_word_embeddings", False)
         if wrong := differences(digests, held(model), tied):
-            raise NotServed(f"the rollout does not hold the trainer's weights: {'; '.join(wrong)}")
+            raise NotSupported(
+                f"the rollout does not hold the trainer's weights: {'; '.join(wrong)}"
+            )
         if self.rank == 0:
             print(
                 f"rlk_kernels in verl's rollout: the kernels compute {len(found.replaced)} "

@@ -10,7 +10,7 @@ from rlk_kernels.integrations.verl import settings
 
 class Server(vLLMHttpServer):
     def _validate_configs(self) -> None:
-        """Raises NotServed for variables of this process, which vLLM's processes inherit."""
+        """Raises NotSupported for variables of this process, which vLLM's processes inherit."""
         refuse("verl's vLLM server", settings.refused_variables(os.environ))
         super()._validate_configs()
 

@@ -70,7 +70,7 @@ ENGINE: dict[str, Callable[[Any], bool]] = {
 
 
 def check(config: Any, environment: Mapping[str, str]) -> None:
-    """Raises NotServed with every setting of verl's whole configuration, and every variable of a
+    """Raises NotSupported with every setting of verl's whole configuration, and every variable of a
     process, that is refused."""
     refuse("verl", [*refused(config), *refused_variables(environment)])
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.integrations import hf
-from rlk_kernels.integrations.errors import NotServed
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.frameworks import refuse, row_digests, to_bytes
 from rlk_kernels.integrations.operators import Counted, look
 from rlk_kernels.integrations.verl import settings
@@ -104,14 +104,14 @@ def _recorded(
 
 
 async def check_copy(adapter: Any, digests: dict[str, Tensor] | None) -> None:
-    """Raises NotServed where the rollout does not hold what was just copied to it, or, from the
+    """Raises NotSupported where the rollout does not hold what was just copied to it, or, from the
     second copy on, where a kernel of either side was never called."""
     if COPIES.made > CHECKED:
         return
     trained = COPIES.made > 1
     hf.check(hf.operators(COPIES.model), called=trained)
     if trained and not LOGPROBS.rlk_calls:
-        raise NotServed("verl has trained, and never called the kernels' log-prob")
+        raise NotSupported("verl has trained, and never called the kernels' log-prob")
     if digests is not None:
         asked = {"digests": to_bytes(digests), "generated": trained}
         await adapter._execute_method("rlk_check", kwargs=asked)
@@ -129,16 +129,16 @@ def report() -> dict[str, Any]:
 
 
 def conclude(reports: list[dict[str, Any]]) -> str:
-    """One line about all workers; raises NotServed where a kernel is missing or was never called,
+    """One line about all workers; raises NotSupported where a kernel is missing or was never called,
     or where no copy of weights was checked."""
     for rank, said in enumerate(reports):
         for what, names in (("lacks", said["not_replaced"]), ("never called", said["uncalled"])):
             if names:
-                raise NotServed(f"verl's worker {rank} {what} the kernels of {', '.join(names)}")
+                raise NotSupported(f"verl's worker {rank} {what} the kernels of {', '.join(names)}")
         if not said["logprobs"]:
-            raise NotServed(f"verl's worker {rank} never called the kernels' log-prob")
+            raise NotSupported(f"verl's worker {rank} never called the kernels' log-prob")
         if not said["checked"]:
-            raise NotServed(f"no copy of weights of verl's worker {rank} was checked")
+            raise NotSupported(f"no copy of weights of verl's worker {rank} was checked")
     first = reports[0]
     return (
         f"rlk_kernels in verl: {len(reports)} worker{'s'[: len(reports) > 1]}, "
