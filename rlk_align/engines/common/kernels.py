@@ -112,7 +112,7 @@ def check_excluded(engine: str, excluded: str, sites: Mapping[str, str]) -> None
 
 
 class Kernels(Protocol):
-    """The kernels in one engine. BadOption or ModelError: an operator cannot be replaced."""
+    """The kernels in one engine. BadOption or ModelError is raised for what they do not support."""
 
     excluded: frozenset[str]
     """The operators that the engine computes itself."""
