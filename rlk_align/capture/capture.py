@@ -89,8 +89,7 @@ def capture_each(
     progress: Progress,
 ) -> list[Trace]:
     """The traces of requests that differ only in their engine's fault, their seed and their tokens.
-    One process, which loads the engine once, captures those that do not exist yet. Raises the
-    errors of `capture`."""
+    One process captures those that do not exist yet. Raises the errors of `capture`."""
     pairs = zip(requests, tokens, strict=True)
     jobs = [_planned(request, role, run, ids) for request, ids in pairs]
     missing = [j for j in jobs if not set(j.passes) <= set(passes_in(j.folder))]

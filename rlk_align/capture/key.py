@@ -136,9 +136,8 @@ def _gpus() -> list[str]:
 
 
 def _patch_sources(module: str) -> str:
-    """A digest of a patch's module and of the modules beside it, which it may import, so that after
-    an edit a new capture is made. For a module without a source the digest is different each
-    time."""
+    """A digest of a patch's module and of the modules beside it, which it may import. For a module
+    without a source the digest is different each time."""
     relative = Path(*module.split("."))
     listed = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     for base in (Path.cwd(), *map(Path, filter(None, listed)), *map(Path, sys.path)):

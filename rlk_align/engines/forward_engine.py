@@ -43,9 +43,8 @@ class ForwardEngine(Engine):
     def step(
         self, taps: ForwardHooks, rows: ForwardRows, ids: Sequence[int], cache: Any
     ) -> tuple[torch.Tensor, Any]:
-        """Computes the forward of these ids, whose rows are `rows`, and calls `taps.at` first.
-        Returns the logits `[N, V]` of the last N ids, and the `cache` for the next step; the first
-        step gets None."""
+        """Computes the forward of these ids, whose `rows` it declares by `taps.at`. Returns the
+        logits `[N, V]` of the last N ids, and the next step's `cache`, which is None at first."""
 
     @abstractmethod
     def stop_ids(self) -> set[int]:

@@ -83,7 +83,7 @@ class Family:
     """The config's key for the number of layers after the decoder's, which predict further tokens;
     empty if the family has none."""
     modules: Mapping[str, str] = field(default_factory=dict)
-    """Operator -> the module of its parameters in a checkpoint, unless the catalogue's."""
+    """Operator -> the module of its parameters, where it is not the catalogue's."""
 
     @property
     def sigmoid(self) -> bool:
@@ -172,7 +172,7 @@ class ModelShape:
     groups: int = 1
     """The number of equal groups of experts."""
     top_groups: int = 1
-    """From how many groups, those with the best sums of two scores, experts are chosen."""
+    """The number of groups to choose experts from: those whose two best scores add up highest."""
     weight_scale: float = 1.0
     """The factor by which the weights of a token's experts are multiplied in the end."""
     shared_intermediate: int = 0

@@ -46,8 +46,7 @@ WEIGHTS_SCHEMA = pa.schema(
 )
 """rows and columns: a digest of each slice along dimension 0 and 1, so that a mismatch can be
 located; shards: (rank, dimension, start, stop) of each rank's slice; replicas: the digest of every
-further rank's copy; casts: the same digests of the parameter rounded to each narrower dtype that
-another engine may have."""
+further rank's copy; casts: the same digests of the parameter rounded to narrower dtypes."""
 
 OLDER_WEIGHTS_SCHEMA = WEIGHTS_SCHEMA.remove(WEIGHTS_SCHEMA.get_field_index("casts"))
 """The schema of older traces, without casts."""

@@ -15,8 +15,7 @@ from rlk_align.weights.lazy import DAMAGED, LazyTensor, Region
 def read_safetensors(path: Path) -> list[LazyTensor]:
     """The tensors of one file.
 
-    Raises CorruptCheckpoint for a file that is truncated, is not a safetensors file, or has an
-    unsupported dtype."""
+    Raises CorruptCheckpoint for a truncated or other file, and for an unsupported dtype."""
     try:
         tensors = file_tensors(path)
     except ModelError as error:

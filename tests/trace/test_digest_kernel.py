@@ -52,9 +52,8 @@ def test_a_nan_keeps_its_bits(by_kernel: Callable) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_each_bit_and_each_place_counts(by_kernel: Callable, dtype: torch.dtype) -> None:
-    """Plants one flipped bit, two swapped elements or two swapped rows, within a pair of elements
-    and across the blocks that a program reads. No two faults have equal digests, and no digest of
-    another parameter changes."""
+    """A flipped bit, two swapped elements or two swapped rows, within a pair of elements and across
+    the blocks that a program reads. All digests differ; those of other parameters stay."""
     named = [("a", torch.ones(3, 600, dtype=dtype)), *parameters(dtype)[2:3]]
     other = torch.randn(3, 600, generator=torch.Generator().manual_seed(1)).to(dtype)
     named.append(("b", other))

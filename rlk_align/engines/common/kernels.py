@@ -112,7 +112,7 @@ def check_excluded(engine: str, excluded: str, sites: Mapping[str, str]) -> None
 
 
 class Kernels(Protocol):
-    """The kernels in one engine. BadOption or ModelError: an operator cannot be replaced."""
+    """The kernels in one engine. BadOption or ModelError is raised for what they do not support."""
 
     excluded: frozenset[str]
     """The operators that the engine computes itself."""
@@ -129,9 +129,8 @@ class Kernels(Protocol):
     def logprobs(
         self, logits: "torch.Tensor", target: "torch.Tensor", temperature: float, group: Any = None
     ) -> "torch.Tensor | None":
-        """The log-probs of rows `[N, V]` of logits, float32 `[N]`; with a process `group` whose
-        ranks share the vocabulary, the logits are this rank's columns. None if the engine computes
-        log-probs itself."""
+        """The log-probs of rows `[N, V]` of logits, or of this rank's columns if the ranks of a
+        process `group` share the vocabulary: float32 `[N]`. None if they are excluded."""
 
     def called(self, engine: Any, batch: "TokenBatch") -> AbstractContextManager[None]:
         """Raises EngineFailed if a replaced operator is not called while the batch is scored."""

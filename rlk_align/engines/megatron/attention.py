@@ -82,7 +82,7 @@ def context_ranks() -> Ranks:
 
 
 def slices_of(rows: torch.Tensor, packed: Any, ranks: Ranks) -> Slices:
-    """The slices of sequences whose rows `[S / R, ...]`, or packed `[T / R, ...]`, these are."""
+    """The slices of sequences that these rows are: `[S / R, ...]`, or packed `[T / R, ...]`."""
     ends = [0, len(rows) * ranks.world] if packed is None else packed.cu_seqlens_q.tolist()
     return Slices(tuple(ends), ranks)
 

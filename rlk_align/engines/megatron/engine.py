@@ -284,8 +284,7 @@ class MegatronEngine(Engine):
 
     def _logprobs(self, logits: torch.Tensor, inputs: ModelInput) -> np.ndarray:
         """float32 log-probs of the sampled ids among this rank's rows, from its logits `[B, S,
-        vocabulary / tp]`, by megatron-core's cross entropy over vocabulary shards or by the
-        kernels."""
+        vocabulary / tp]`, by megatron-core's vocabulary-parallel cross entropy or the kernels."""
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
         tp = self.grid.tp

@@ -173,7 +173,6 @@ def layer_spec(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) ->
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from rlk_align.engines.megatron.attention import SequenceParallelRMSNorm, SequencesAttention
-    from rlk_align.engines.megatron.linear import choose_biases
 
     if settings.spec == "te":
         return _te_spec(shape, checkpoint)
@@ -201,14 +200,40 @@ def layer_spec(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) ->
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
+def choose_biases(layer: Any, biased: frozenset[str]) -> None:
+    """Removes the bias of those linears of a layer's spec that are not in `biased`.
+
+    TransformerConfig has one setting for all linears and one for q, k and v, so it may add a bias
+    that the checkpoint lacks. A bias of zeros would be an additional parameter, which is trained.
+    """
+    attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+    for owner, name, op in (
+        (attention, "linear_qkv", "q_proj"),
+        (attention, "linear_proj", "o_proj"),
+        (mlp, "linear_fc1", "gate_proj"),
+        (mlp, "linear_fc2", "down_proj"),
+    ):
+        # The experts of a sparse layer have no bias.
+        if op not in biased and hasattr(owner, name):
+            setattr(owner, name, _without_bias(getattr(owner, name)))
+
+
+def _without_bias(linear: Any) -> Any:
+    """A subclass without bias, because megatron-core's specs accept only classes here."""
+
+    class WithoutBias(linear):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs | {"bias": False})
+
+    return WithoutBias
+
+
 def _te_spec(shape: ModelShape, checkpoint: Checkpoint) -> Any:
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_with_transformer_engine_spec,
     )
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    from rlk_align.engines.megatron.linear import choose_biases
 
     spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.has("q_norm"))
     choose_biases(spec, checkpoint.biased)

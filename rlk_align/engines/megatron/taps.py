@@ -115,9 +115,8 @@ class MegatronTaps(SiteHooks):
 
 
 def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -> None:
-    """Calls `see` with each output of the rotary embedding: in each attention the query, then the
-    key. The embedding is a function of megatron-core's attention module, and is wrapped while the
-    hooks are installed."""
+    """Calls `see` with each output of the rotary embedding, which is a function of megatron-core's
+    attention module: in each attention the query, then the key."""
     from megatron.core.transformer import attention
 
     original = attention.apply_rotary_pos_emb

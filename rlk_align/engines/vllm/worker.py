@@ -169,7 +169,7 @@ def _window(attention: Any) -> int | None:
 
 
 def _layer_activation(layer: Any, dtype: torch.dtype) -> str:
-    """The activation of an MLP, or vLLM's name of that of experts, which is in a kernel."""
+    """The name of an MLP's activation; for experts vLLM has only the name itself."""
     block = getattr(layer, "mlp", None) or layer.block_sparse_moe
     return (
         block.experts.activation.value if hasattr(block, "experts") else _activation(block, dtype)
