@@ -6,7 +6,7 @@ import numpy as np
 from rlk_align.interval import Estimate, ratio
 from rlk_align.logs.diagnose import versions
 from rlk_align.logs.diagnose.advice import diagnosis, untested
-from rlk_align.logs.diagnose.evidence import Evidence, Mask
+from rlk_align.logs.diagnose.evidence import C_STATISTIC, Evidence, Mask
 from rlk_align.logs.diagnose.record import Diagnosis, Untested
 from rlk_align.logs.diagnose.repeats import prompts_of, shared_prefixes
 from rlk_align.logs.dumps.sequences import UNKNOWN
@@ -183,9 +183,8 @@ def quantisation(e: Evidence) -> Diagnosis | None:
         "merged weights), its kernels are less exact, or the trainer has dropout on (behind an MLP "
         "it looks like rounding). A dump cannot tell which"
     )
-    statistic = "c: mean |Δ| over mean 1 − p"
     samples = e.worst(e.size)
-    return diagnosis("quantisation", statistic, estimate, limit, why, samples, "moderate")
+    return diagnosis("quantisation", C_STATISTIC, estimate, limit, why, samples, "moderate")
 
 
 def single_token(e: Evidence) -> Diagnosis | None:
@@ -217,5 +216,4 @@ def numerics(e: Evidence, mean_ratio: Estimate) -> Diagnosis:
         f"the error has no sign, is equally large at every probability, and E[ρ] is "
         f"{mean_ratio.value:.4f}: ordinary rounding and summation order"
     )
-    statistic = "c: mean |Δ| over mean 1 − p"
-    return diagnosis("numerics", statistic, e.c(), limit, why, e.worst(e.size))
+    return diagnosis("numerics", C_STATISTIC, e.c(), limit, why, e.worst(e.size))

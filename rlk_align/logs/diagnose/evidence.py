@@ -22,6 +22,8 @@ from rlk_align.logs.dumps.sequences import Sequences
 from rlk_align.noise import excess, scaled_errors
 
 Indices = NDArray[np.int64]
+C_STATISTIC = "c: mean |Δ| over mean 1 − p"
+"""The name of c as a statistic."""
 SHOWN = 5
 """Tokens that a diagnosis shows."""
 FARTHEST = 20.0

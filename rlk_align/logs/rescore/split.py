@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from rlk_align.compare.metrics import edge_metrics
 from rlk_align.interval import Floats, ratio
 from rlk_align.logs.diagnose.contract import RunContract
+from rlk_align.logs.diagnose.evidence import C_STATISTIC
 from rlk_align.logs.diagnose.explain import Breach, Explanation, Status, explain
 from rlk_align.logs.dumps.sequences import Sequences
 from rlk_align.logs.rescore.choose import Choice
@@ -173,8 +174,7 @@ def _breaches(edges: Sequence[SplitEdge]) -> Iterator[tuple[SplitName, Breach]]:
             what = "log-probs that are not finite"
             yield edge.name, ("finite", what, float(edge.nonfinite), 0.0)
         if edge.c.above(edge.c_limit):
-            what = "c: mean |Δ| over mean 1 − p"
-            yield edge.name, ("quantisation", what, edge.c.value, edge.c_limit)
+            yield edge.name, ("quantisation", C_STATISTIC, edge.c.value, edge.c_limit)
 
 
 def _unsure(edges: Sequence[SplitEdge]) -> Iterator[str]:
