@@ -28,34 +28,16 @@ from rlk_align.model.edges import EDGES
 SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
 STRETCHED_FROM = 16
 """Positions before `llama3` and `yarn` ropes are stretched; the prompts are longer."""
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 2.0,
-    "original_max_position_embeddings": STRETCHED_FROM,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 16.0,
-    "original_max_position_embeddings": STRETCHED_FROM,
-}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 2.0, "original_max_position_embeddings": STRETCHED_FROM}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0}
+YARN |= {"original_max_position_embeddings": STRETCHED_FROM}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
 CORRECTED: dict[str, Any] = {
-    "head_dim": 32,
-    "num_hidden_layers": 3,
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 96,
-    "n_group": 4,
-    "topk_group": 2,
-    "routed_scaling_factor": 2.5,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "use_qk_norm": True,
-    "attention_bias": True,
+    **{"head_dim": 32, "num_hidden_layers": 3, "n_routed_experts": 16, "num_experts_per_tok": 4},
+    **{"moe_intermediate_size": 96, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+    **{"n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True},
+    **{"attention_bias": True},
 }
 """Scores that are corrected for the choice, groups of experts, and a shared expert."""
 
