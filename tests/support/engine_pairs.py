@@ -76,15 +76,9 @@ MODELS = {
         {
             # One key-value head, row-parallel biases, a tied head and a padded vocabulary; hidden
             # size / heads is 24.
-            "attention_bias": True,
-            "mlp_bias": True,
-            "hidden_size": 96,
-            "head_dim": 32,
-            "num_hidden_layers": 4,
-            "num_key_value_heads": 1,
-            "tie_word_embeddings": True,
-            "vocab_size": 1031,
-            "rope_parameters": LLAMA3,
+            **{"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
+            **{"tie_word_embeddings": True, "vocab_size": 1031, "rope_parameters": LLAMA3},
+            **{"hidden_size": 96, "head_dim": 32, "num_hidden_layers": 4},
         },
         every_layout=True,
     ),
@@ -110,12 +104,8 @@ MODELS = {
     "not-normalized": Model(
         "qwen3_moe",
         {
-            "head_dim": 32,
-            "num_experts": 16,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 96,
-            "norm_topk_prob": False,
-            "decoder_sparse_step": 2,
+            **{"head_dim": 32, "num_experts": 16, "num_experts_per_tok": 4},
+            **{"moe_intermediate_size": 96, "norm_topk_prob": False, "decoder_sparse_step": 2},
         },
         sparse=True,
     ),
@@ -123,11 +113,8 @@ MODELS = {
     "odd-sizes": Model(
         "qwen3_moe",
         {
-            "head_dim": 32,
-            "hidden_size": 100,
-            "num_experts": 5,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 36,
+            **{"head_dim": 32, "hidden_size": 100, "num_experts": 5},
+            **{"num_experts_per_tok": 3, "moe_intermediate_size": 36},
         },
         sparse=True,
         kernels=("rlk",),
@@ -139,12 +126,8 @@ MODELS = {
     "one-group": Model(
         "glm4_moe",
         {
-            "head_dim": 32,
-            "n_routed_experts": 10,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 64,
-            "n_shared_experts": 2,
-            "partial_rotary_factor": 1.0,
+            **{"head_dim": 32, "n_routed_experts": 10, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 64, "n_shared_experts": 2, "partial_rotary_factor": 1.0},
         },
         sparse=True,
     ),
