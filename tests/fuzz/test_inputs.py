@@ -146,27 +146,13 @@ def test_engine_specs(name: str, pairs: list[tuple[str, str]], equals: str) -> N
 
 
 CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
+    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32},
+    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 8},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64},
+    **{"rms_norm_eps": 1e-5, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "dtype": "float32",
-    "transformers_version": "5.0.0",
+    **{"tie_word_embeddings": False, "initializer_range": 0.2, "bos_token_id": 1},
+    **{"eos_token_id": 2, "dtype": "float32", "transformers_version": "5.0.0"},
 }
 
 

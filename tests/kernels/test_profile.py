@@ -80,22 +80,10 @@ def test_a_bias_is_added_before_rounding() -> None:
     assert not torch.equal(actual, once(exact) + bias)
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-
-
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e6,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32768,
-}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
+YARN |= {"original_max_position_embeddings": 32768}
 ROPES: dict[str, dict] = {
     "default": {"rope_type": "default", "rope_theta": 1e4},
     "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},

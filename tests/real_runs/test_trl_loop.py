@@ -63,6 +63,6 @@ def test_a_weight_that_does_not_reach_vllm_is_named(tmp_path: Path) -> None:
     (run,) = loop("stale", tmp_path)
     assert run["error"] == (
         "after synchronisation 2, vLLM does not hold the trainer's weights: "
-        "model.layers.1.mlp.down_proj.weight"
+        "model.layers.1.mlp.down_proj.weight: 192 of 192 rows differ"
     )
     assert metrics(run, f"{DIFFERENCE}/max") == [0.0]

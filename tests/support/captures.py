@@ -18,7 +18,7 @@ FOLDER = "RLK_TEST_CAPTURES"
 
 
 def run_worker(run: Callable[[Any, Any], None], job: Any, progress: Any) -> None:
-    """In place of `supervise.run_worker`, which is `run`."""
+    """Stands in for `supervise.run_worker`, which is passed as `run`."""
     store = os.environ.get(FOLDER)
     if not store or job.then:
         run(job, progress)
@@ -34,8 +34,8 @@ def run_worker(run: Callable[[Any, Any], None], job: Any, progress: Any) -> None
 
 
 def _copy(source: Path, target: Path, passes: tuple[str, ...]) -> None:
-    """What the target lacks. A pass counts once it has its pass.json."""
-    # Not at the top: a process that starts warm for a changed copy must not know the package yet.
+    """Copies what the target lacks. A pass is complete once it has its pass.json."""
+    # These imports are late because a warm process for a changed copy must not load the package.
     from rlk_align.trace.checksums import add_checksums
     from rlk_align.trace.schema import TRACE_FILES
 

@@ -28,34 +28,16 @@ from rlk_align.model.edges import EDGES
 SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
 STRETCHED_FROM = 16
 """Positions before `llama3` and `yarn` ropes are stretched; the prompts are longer."""
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 2.0,
-    "original_max_position_embeddings": STRETCHED_FROM,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 16.0,
-    "original_max_position_embeddings": STRETCHED_FROM,
-}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 2.0, "original_max_position_embeddings": STRETCHED_FROM}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0}
+YARN |= {"original_max_position_embeddings": STRETCHED_FROM}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
 CORRECTED: dict[str, Any] = {
-    "head_dim": 32,
-    "num_hidden_layers": 3,
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 96,
-    "n_group": 4,
-    "topk_group": 2,
-    "routed_scaling_factor": 2.5,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "use_qk_norm": True,
-    "attention_bias": True,
+    **{"head_dim": 32, "num_hidden_layers": 3, "n_routed_experts": 16, "num_experts_per_tok": 4},
+    **{"moe_intermediate_size": 96, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+    **{"n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True},
+    **{"attention_bias": True},
 }
 """Scores that are corrected for the choice, groups of experts, and a shared expert."""
 
@@ -94,15 +76,9 @@ MODELS = {
         {
             # One key-value head, row-parallel biases, a tied head and a padded vocabulary; hidden
             # size / heads is 24.
-            "attention_bias": True,
-            "mlp_bias": True,
-            "hidden_size": 96,
-            "head_dim": 32,
-            "num_hidden_layers": 4,
-            "num_key_value_heads": 1,
-            "tie_word_embeddings": True,
-            "vocab_size": 1031,
-            "rope_parameters": LLAMA3,
+            **{"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
+            **{"tie_word_embeddings": True, "vocab_size": 1031, "rope_parameters": LLAMA3},
+            **{"hidden_size": 96, "head_dim": 32, "num_hidden_layers": 4},
         },
         every_layout=True,
     ),
@@ -128,12 +104,8 @@ MODELS = {
     "not-normalized": Model(
         "qwen3_moe",
         {
-            "head_dim": 32,
-            "num_experts": 16,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 96,
-            "norm_topk_prob": False,
-            "decoder_sparse_step": 2,
+            **{"head_dim": 32, "num_experts": 16, "num_experts_per_tok": 4},
+            **{"moe_intermediate_size": 96, "norm_topk_prob": False, "decoder_sparse_step": 2},
         },
         sparse=True,
     ),
@@ -141,11 +113,8 @@ MODELS = {
     "odd-sizes": Model(
         "qwen3_moe",
         {
-            "head_dim": 32,
-            "hidden_size": 100,
-            "num_experts": 5,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 36,
+            **{"head_dim": 32, "hidden_size": 100, "num_experts": 5},
+            **{"num_experts_per_tok": 3, "moe_intermediate_size": 36},
         },
         sparse=True,
         kernels=("rlk",),
@@ -157,12 +126,8 @@ MODELS = {
     "one-group": Model(
         "glm4_moe",
         {
-            "head_dim": 32,
-            "n_routed_experts": 10,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 64,
-            "n_shared_experts": 2,
-            "partial_rotary_factor": 1.0,
+            **{"head_dim": 32, "n_routed_experts": 10, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 64, "n_shared_experts": 2, "partial_rotary_factor": 1.0},
         },
         sparse=True,
     ),
@@ -239,14 +204,16 @@ ENGINES = {
     "fsdp": Layouts(("dp=2",), dense=("dp=1", "dp=4")),
     "deepspeed": Layouts(
         ("dp=2",),
-        dense=tuple(
-            ",".join(filter(None, (f"stage={stage}", dp, mixed)))
-            for mixed in ("", "mixed=autocast")
-            for dp in ("", "dp=2")
-            for stage in range(4)
-            if (stage, dp, mixed) != (3, "dp=2", "")
-        )
-        + ("checkpointing=1",),
+        dense=(
+            *(
+                ",".join(filter(None, (f"stage={stage}", dp, mixed)))
+                for mixed in ("", "mixed=autocast")
+                for dp in ("", "dp=2")
+                for stage in range(4)
+                if (stage, dp, mixed) != (3, "dp=2", "")
+            ),
+            "checkpointing=1",
+        ),
     ),
     "megatron": Layouts(
         ("", "input=packed"),

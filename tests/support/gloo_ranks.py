@@ -1,5 +1,5 @@
-"""Ranks over gloo on this machine: processes forked from the test's, or the test's own as the only
-one."""
+"""Ranks over gloo on this machine: processes that are forked from the test's process, or this
+process as the only rank."""
 
 import faulthandler
 import multiprocessing
@@ -19,7 +19,7 @@ import torch.distributed as dist
 LIMIT = 180.0
 """Seconds within which all ranks have to end."""
 LEFT = 10.0
-"""Seconds that the others have once a rank has failed: they may wait for it for ever."""
+"""Seconds that the other ranks have once a rank has failed: they may wait for it for ever."""
 
 
 def on_ranks(
@@ -48,7 +48,7 @@ def on_ranks(
 
 
 def _results(processes: list[Any], folder: Path, killed: tuple[int, ...]) -> list[Any]:
-    """A tuple of what a rank returned, or what became of it."""
+    """For each rank, a tuple of what it returned, or a text that says how it ended."""
     results: list[Any] = [f"rank {rank} did not end" for rank in range(len(processes))]
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
     end = time.monotonic() + LIMIT

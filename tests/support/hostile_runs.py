@@ -1,4 +1,4 @@
-"""Runs whose names, reasons and messages are not to be trusted, and one that is too large."""
+"""Runs whose names, reasons and messages are hostile, and one that is too large for a comment."""
 
 import dataclasses
 from datetime import date
@@ -37,7 +37,7 @@ def hostile_text() -> str:
 
 
 def made_source(folder: Path, comparison: Comparison, contract: Contract) -> ReportSource:
-    """Of a comparison made by hand, judged on TODAY."""
+    """The source of a made-up comparison, judged on TODAY."""
     run = compared_run(folder)
     verdict = judge(comparison, contract, TODAY)
     record = run.record.model_copy(update={"command": ["rlk-align", "compare", hostile_text()]})
@@ -45,7 +45,7 @@ def made_source(folder: Path, comparison: Comparison, contract: Contract) -> Rep
 
 
 def hostile_contract() -> Contract:
-    """bf16's, with waivers by people who write what they like."""
+    """The contract bf16 with waivers whose owners and reasons are hostile."""
     contract = load_contract("bf16", "bfloat16").model_dump(exclude_defaults=True)
     limit = "noise-excess"
     said = hostile_text()
@@ -91,7 +91,7 @@ def _with_hostile_words(unit: RefereedUnit, code: CodePlace) -> RefereedUnit:
 
 
 def doubtful_source(folder: Path) -> ReportSource:
-    """Nothing can be concluded of it, for reasons that it words itself."""
+    """An inconclusive run whose reasons are hostile text."""
     edge = comparisons.edge(unpaired=[("embed", hostile_text(), False)])
     comparison = comparisons.comparison(
         edge, mismatches=[hostile_mismatch()], allowed=["weights"], engines=hostile_engines()
@@ -100,7 +100,7 @@ def doubtful_source(folder: Path) -> ReportSource:
 
 
 def huge_source(folder: Path) -> ReportSource:
-    """60 layers, every operator of which is off, with the longest names there are."""
+    """A run of 60 layers in which every operator is off, with very long names."""
     sites = model_sites(dataclasses.replace(SHAPE, layers=60))
     made = made_comparison(sites, over=[s.name for s in sites[1:]])
     said = hostile_text() * 20

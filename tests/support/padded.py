@@ -1,4 +1,4 @@
-"""Two sides' log-probs as frameworks have them: padded [B, T], with a mask that has turns."""
+"""Log-probs of both sides as frameworks store them: padded [B, T], with a mask of several turns."""
 
 import numpy as np
 

@@ -9,19 +9,10 @@ import torch
 from rlk_align.data import data_path
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 1024,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.05,
-    "tie_word_embeddings": False,
-    "sliding_window": None,
-    "eos_token_id": 0,
-    "bos_token_id": None,
-    "pad_token_id": None,
+    **{"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
+    **{"initializer_range": 0.05, "tie_word_embeddings": False, "sliding_window": None},
+    **{"eos_token_id": 0, "bos_token_id": None, "pad_token_id": None},
 }
 
 

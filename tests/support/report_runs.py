@@ -1,4 +1,4 @@
-"""Runs made by hand for reports: as many layers as wanted, and figures as a real run has them.
+"""Made-up runs for reports: any number of layers, and figures like those of a real run.
 
 Real captures of a small model lie below them, so that a run's checksums hold; what the comparison
 says is made up: every operator differs a little, chosen ones are beyond their budgets.

@@ -1,4 +1,4 @@
-"""Small traces made by hand: a two-layer llama whose values are random, and faults planted in it.
+"""Small made-up traces: a two-layer llama whose values are random, and faults planted in it.
 
 No engine runs here. Values are drawn once; a fault gives chosen rows of one site other values,
 and every site that reads a changed row changes too, so that what is introduced and what is

@@ -16,11 +16,8 @@ CONFIG = {
     "algorithm": {"rollout_correction": None},
     "actor_rollout_ref": {
         "rollout": {
-            "temperature": 0.8,
-            "top_p": 1.0,
-            "top_k": -1,
+            **{"temperature": 0.8, "top_p": 1.0, "top_k": -1, "dtype": "bfloat16"},
             "logprobs_mode": "processed_logprobs",
-            "dtype": "bfloat16",
         }
     },
 }

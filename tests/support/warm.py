@@ -178,7 +178,7 @@ def start_worker(
     environment: Mapping[str, str],
     output: IO[Any],
 ) -> subprocess.Popen | WarmProcess:
-    """In place of `supervise.start_process`, which is `real`."""
+    """Stands in for `supervise.start_process`, which is passed as `real`."""
     if command[0] != sys.executable:
         return real(command, environment, output)
     job = json.loads(Path(command[-1]).read_text(encoding="utf-8"))
@@ -187,7 +187,7 @@ def start_worker(
 
 
 def _prepare(kind: str) -> None:
-    """Has what a warm process starts in its turn start warm, and asks what never changes."""
+    """Makes the processes warm that a warm process starts, and computes what never changes."""
     if kind == "command":
         from rlk_align.capture import capture, supervise
         from rlk_align.engines.process.versions import holders
@@ -251,7 +251,7 @@ def _ask_of_models_in_place() -> None:
 
 
 def _put_kernels_of_cpus_in_place() -> None:
-    """vLLM looks for what they replace in every module that there is, once a process."""
+    """vLLM searches every loaded module for what they replace, once a process."""
     from vllm.platforms import current_platform
 
     with warnings.catch_warnings():
@@ -261,14 +261,14 @@ def _put_kernels_of_cpus_in_place() -> None:
 
 
 def _make_table_of_renamed_weights() -> None:
-    """transformers makes it, of thousands of patterns, at a process's first model."""
+    """transformers builds this table from thousands of patterns at a process's first model."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("qwen3")
 
 
 class Server:
-    """The process `python warm.py FOLDER`, as long as pytest lives."""
+    """The process `python warm.py FOLDER`, which lives as long as pytest."""
 
     def __init__(self) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="rlk-warm-")
@@ -404,8 +404,8 @@ def _run(request: dict[str, Any]) -> None:
 
 
 def _leave(code: int) -> None:
-    """Ends this process as the interpreter does, and frees nothing: that would copy what is shared.
-    Returns where what it said cannot be written."""
+    """Ends this process as the interpreter does, without freeing memory, which would copy shared
+    pages. Returns if the output cannot be flushed."""
     threading._shutdown()
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError):

@@ -22,8 +22,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def refuse(framework: str, reasons: Iterable[str]) -> None:
-    """Raises NotSupported with all of the reasons, each a sentence that names a setting; does nothing
-    without any."""
+    """Raises NotSupported with all of the reasons, each a sentence that names a setting. Does
+    nothing without a reason."""
     if listed := [f"\n  - {reason}" for reason in reasons]:
         raise NotSupported(
             f"rlk_kernels in {framework} refuses {len(listed)} setting{'s'[: len(listed) > 1]}, "

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlk_align.engines.hf.info import FSDP, HF_OPTIONS
-from rlk_align.engines.info import ReadOption, Option, OptionValue
+from rlk_align.engines.info import Option, OptionValue, ReadOption
 from rlk_align.errors import BadOption
 from rlk_align.model.families import ModelShape
 

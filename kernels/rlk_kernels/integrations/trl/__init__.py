@@ -16,11 +16,11 @@ def with_kernels(trainer: type) -> type:
     """Return a subclass of GRPOTrainer, or of a class derived from it, that uses the kernels in its
     model, in its reference model, and in the vLLM that it makes.
 
-    The subclass takes the arguments of `trainer`. Its `__init__` raises NotSupported, before a model
-    is loaded, with a list of all settings that would make the two policies differ. It raises
-    NotSupported before vLLM starts for a model without kernels. Training ends with NotSupported where
-    an operator was never computed by its kernel in the first step, and where vLLM's weights are
-    not the trainer's after one of the first two synchronisations.
+    The subclass takes the arguments of `trainer`. Its `__init__` raises NotSupported before a model
+    is loaded, with a list of all settings that would make the two policies differ, and before vLLM
+    starts for a model without kernels. Training ends with NotSupported where an operator was never
+    computed by its kernel in the first step, and where vLLM's weights are not the trainer's after
+    one of the first two synchronisations.
     Raises TypeError for a class that is not derived from GRPOTrainer.
     """
     from rlk_kernels.integrations.trl.trainer import derive

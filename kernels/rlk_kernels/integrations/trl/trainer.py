@@ -13,9 +13,9 @@ from transformers import TrainerCallback
 
 from rlk_kernels.integrations import hf, operators, vllm
 from rlk_kernels.integrations.errors import NotSupported
+from rlk_kernels.integrations.frameworks import differences, refuse, row_digests, to_bytes
 from rlk_kernels.integrations.hf.score import score_tokens
 from rlk_kernels.integrations.trl import settings
-from rlk_kernels.integrations.trl.weights import differing_weights
 
 MODULE = "trl.trainer.grpo_trainer"
 HEAD = "add_fused_lm_head"
@@ -46,7 +46,7 @@ class _WithKernels:
         args = given.get("args")
         if args is None:
             raise NotSupported("args is missing: a GRPOConfig with use_vllm=True is needed")
-        _refuse(settings.refused(given))
+        refuse("TRL", settings.refused(given))
         vllm.register()
         try:
             with _scoring_heads(args):
@@ -101,12 +101,6 @@ class _WithKernels:
         )
 
 
-def _refuse(wrong: list[str]) -> None:
-    if wrong:
-        listed = "".join(f"\n  {number}. {words}" for number, words in enumerate(wrong, 1))
-        raise NotSupported(f"GRPOTrainer with the kernels does not serve these settings:{listed}")
-
-
 _last: ContextVar[int] = ContextVar("last")
 """The number of tokens at the end of each row that are to be scored."""
 
@@ -118,7 +112,7 @@ def _scoring_heads(args: Any) -> Iterator[None]:
     own = getattr(grpo, HEAD)
 
     def put_in(model: Any, temperature: float = 1.0, **_own_settings: Any) -> None:
-        _refuse(settings.of_model(model, args))
+        refuse("TRL", settings.of_model(model, args))
         hf.use_kernels(model)
         _score_in_forward(model, temperature)
 
@@ -169,16 +163,26 @@ def _check_synchronisations(trainer: Any) -> None:
         done += 1
         if done > SYNCHRONISATIONS:
             return
-        names = generation.llm.apply_model(
-            lambda model: differing_weights(generation._iter_named_params(), model)
-        )[0]
-        if names:
+        wrong = generation.llm.apply_model(lambda model: _differences(trainer, model))[0]
+        if wrong:
             raise NotSupported(
                 f"after synchronisation {done}, vLLM does not hold the trainer's weights: "
-                f"{', '.join(names[:4])}" + (f" and {len(names) - 4} more" if names[4:] else "")
+                f"{'; '.join(wrong[:4])}" + (f"; and {len(wrong) - 4} more" if wrong[4:] else "")
             )
 
     generation.sync_weights = synchronised
+
+
+def _differences(trainer: Any, model: Any) -> list[str]:
+    """The parameters of a live vLLM model that do not have the bits which TRL gave it, rounded to
+    vLLM's dtype."""
+    # Imports vLLM.
+    from rlk_kernels.integrations.vllm.weights import held
+
+    dtype = trainer._llm.llm_engine.model_config.dtype
+    given = trainer.vllm_generation._iter_named_params()
+    sent = to_bytes({name: row_digests(value.to(dtype)) for name, value in given})
+    return differences(sent, held(model), trainer.model.config.tie_word_embeddings)
 
 
 class _FirstStep(TrainerCallback):

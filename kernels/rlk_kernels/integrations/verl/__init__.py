@@ -19,8 +19,8 @@ __all__ = ["check"]
 
 
 def check(config: Any) -> None:
-    """Raises NotSupported with all that is refused in verl's whole configuration and in this process's
-    environment. Neither verl nor Ray is imported."""
+    """Raises NotSupported with all that is refused in verl's whole configuration and in the
+    environment of this process. Imports neither verl nor Ray."""
     from rlk_kernels.integrations.verl import settings
 
     settings.check(config, os.environ)

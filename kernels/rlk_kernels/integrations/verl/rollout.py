@@ -14,9 +14,9 @@ class WorkerExtension(vLLMColocateWorkerExtension):
     """vLLM's worker gets these methods besides verl's."""
 
     def rlk_check(self, digests: dict[str, bytes], generated: bool) -> None:
-        """Raises NotSupported where an operator of the live model is not a kernel's, where, after it
-        has `generated`, one was never called, and where a parameter is not the one whose rows'
-        digests the trainer sent."""
+        """Raises NotSupported where an operator of the live model is not computed by its kernel,
+        where a kernel was never called although the model has `generated`, and where a parameter
+        does not have the digests that the trainer sent."""
         from rlk_kernels.integrations.vllm.weights import held
 
         model: Any = self.model_runner.get_model()
