@@ -129,8 +129,8 @@ def report() -> dict[str, Any]:
 
 
 def conclude(reports: list[dict[str, Any]]) -> str:
-    """Returns one line about all workers. Raises NotSupported where a kernel is missing or was never
-    called, or where no copy of weights was checked."""
+    """Returns one line about all workers. Raises NotSupported where a kernel is missing or was
+    never called, or where no copy of weights was checked."""
     for rank, said in enumerate(reports):
         for what, names in (("lacks", said["not_replaced"]), ("never called", said["uncalled"])):
             if names:
