@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from rlk_align.api.choice import ImportedAlone, choose
+from rlk_align.api.compare_choice import ImportedAlone, choose
 from rlk_align.api.options import check_kernels
 from rlk_align.api.pair import Pair, prepare, without_kernels
 from rlk_align.cli import options

@@ -21,9 +21,9 @@ from rlk_align.errors import EXIT_INCONCLUSIVE
 from rlk_align.judge.regression import RegressionVerdict
 from rlk_align.judge.verdict import Verdict
 from rlk_align.probe.record import Probe
-from rlk_align.report.change import show_change
 from rlk_align.report.document import Document, Fact
 from rlk_align.report.document_terminal import show_document
+from rlk_align.report.kernels_change import show_change
 from rlk_align.report.regression import regression_document
 from rlk_align.report.source import ReportSource
 from rlk_align.report.verdict import verdict_document

@@ -178,7 +178,7 @@ def _compare_site(
         read = _inputs_equal(router, index, edge, state.equal, graph)
         state.routing.see_choice(a, b, paired, read, index, edge.routers)
     introduced = differ & inputs_equal[paired.number] & ~noisy[paired.number]
-    values = _compare_values(a, b, site, paired, np.flatnonzero(differ), introduced, flips)
+    values = _compare_values(a, b, site, paired, differ, introduced, flips)
     ids = site.operator.formula == "top_k"
     errors = differ.astype(np.float32) if ids else _row_errors(paired, differ, values)
     state.rows.add(site.name, paired.number, errors)
@@ -259,7 +259,7 @@ def _equal_rows(
         by_value = (
             np.zeros(len(equal), dtype=bool) if flips is None else flips.flipped[paired.number]
         )
-    rows = _valued(paired, np.flatnonzero(by_value))
+    rows = np.flatnonzero(by_value & paired.valued)
     for part in blocks(rows, records[0].features, BLOCK_ELEMENTS):
         x = a.values(name, paired.a, paired.a_at[part]).double()
         y = b.values(name, paired.b, paired.b_at[part]).double()
@@ -275,11 +275,6 @@ def _least_errors(paired: PairedSite, rows: np.ndarray) -> np.ndarray:
     M - m off."""
     a, b = paired.a.absmax[paired.a_at[rows]], paired.b.absmax[paired.b_at[rows]]
     return np.stack([np.maximum(a, b), np.abs(a - b)], axis=1)
-
-
-def _valued(paired: PairedSite, rows: np.ndarray) -> np.ndarray:
-    """Returns the rows whose values both sides keep."""
-    return rows[paired.valued[rows]]
 
 
 def _inputs_equal(
@@ -325,7 +320,7 @@ def _compare_values(
     """Returns the metrics of the differing rows whose values both sides keep, block by block;
     expert ids have none."""
     site, metrics = of.name, ValueMetrics()
-    rows = _valued(paired, differ)
+    rows = np.flatnonzero(differ & paired.valued)
     if not len(rows) or of.operator.formula == "top_k":
         return metrics
     features = a.record.sites[site].features
@@ -357,7 +352,7 @@ def _row_errors(paired: PairedSite, differ: np.ndarray, values: ValueMetrics) ->
     kept."""
     errors = np.where(differ, UNKNOWN, np.float32(0))
     if values.rel_l2:
-        errors[_valued(paired, np.flatnonzero(differ))] = np.concatenate(values.rel_l2)
+        errors[differ & paired.valued] = np.concatenate(values.rel_l2)
     return errors
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from rlk_align.compare.own_value import round_to_own_value
 from rlk_align.compare.parity_weights import check_weights
 from rlk_align.model.sites import RowIndex
-from rlk_align.results import Kind, Mismatch, SideName
+from rlk_align.results import Mismatch, SideName
 from rlk_align.trace.numbered import read_rows
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.schema import SHIFT_IS_HARMLESS, PassRecord, PositionRecord
@@ -83,7 +83,7 @@ def _tokens(rollout: Trace, train: Trace) -> list[Mismatch]:
         if i >= len(a) or i >= len(b):
             name = (a[i] if i < len(a) else b[i]).prompt_id
             lengths = (f"{len(a)} samples", f"{len(b)} samples")
-            mismatches.append(_mismatch("tokens", name, *lengths, sample=i, position=0))
+            mismatches.append(_token_mismatch(name, i, 0, *lengths))
             break
         if a[i].prompt_ids != b[i].prompt_ids or a[i].response_ids != b[i].response_ids:
             mismatches.append(_span(a[i].prompt_id, i, list(a[i].ids), list(b[i].ids)))
@@ -103,15 +103,17 @@ def _span(name: str, sample: int, a: list[int], b: list[int]) -> Mismatch:
     a, b = a[start:], b[start:]
     for tag, a0, a1, b0, b1 in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
         if tag != "equal":
-            where = start + a0
-            return _mismatch("tokens", name, a[a0:a1], b[b0:b1], sample=sample, position=where)
-    return _mismatch(
-        "tokens",
-        name,
-        "same ids, split differently into prompt and response",
-        "",
-        sample=sample,
-        position=0,
+            return _token_mismatch(name, sample, start + a0, a[a0:a1], b[b0:b1])
+    return _token_mismatch(
+        name, sample, 0, "same ids, split differently into prompt and response", ""
+    )
+
+
+def _token_mismatch(
+    name: str, sample: int, position: int, rollout: object, train: object
+) -> Mismatch:
+    return Mismatch(
+        kind="tokens", name=name, sample=sample, position=position, rollout=rollout, train=train
     )
 
 
@@ -227,32 +229,14 @@ def _attributes(a: dict[str, Any], b: dict[str, Any]) -> list[Mismatch]:
         if name in by_layer:
             layers = range(max(_layers(a), _layers(b)))
             names = [f"layers.{i}.{name}" for i in layers]
-        mismatches += [
-            _mismatch("attributes", n, a.get(n, a.get(name)), b.get(n, b.get(name)))
-            for n in names
-            if _differ(name, a.get(n, a.get(name)), b.get(n, b.get(name)))
-        ]
+        for n in names:
+            mine, theirs = (side.get(n, side.get(name)) for side in (a, b))
+            if mine != theirs and not (name in UNSET_AGREES and None in (mine, theirs)):
+                mismatches.append(Mismatch(kind="attributes", name=n, rollout=mine, train=theirs))
     return mismatches
-
-
-def _differ(name: str, a: Any, b: Any) -> bool:
-    return a != b and not (name in UNSET_AGREES and None in (a, b))
 
 
 def _layers(attributes: dict[str, Any]) -> int:
     """Returns how many layers a side has, or at least names."""
     named = [int(n.split(".")[1]) + 1 for n in attributes if n.startswith("layers.")]
     return max([int(attributes.get("layers", 0)), *named])
-
-
-def _mismatch(
-    kind: Kind,
-    name: str,
-    rollout: Any,
-    train: Any,
-    sample: int | None = None,
-    position: int | None = None,
-) -> Mismatch:
-    return Mismatch(
-        kind=kind, name=name, rollout=rollout, train=train, sample=sample, position=position
-    )

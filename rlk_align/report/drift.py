@@ -8,7 +8,7 @@ from typing import Literal
 
 from rlk_align.judge.budgets import budget_of
 from rlk_align.judge.contract import Contract
-from rlk_align.report.facts import OperatorFacts, operator_facts
+from rlk_align.report.operator_facts import OperatorFacts, operator_facts
 from rlk_align.report.source import ReportSource
 from rlk_align.results import EdgeResult, SiteResult
 

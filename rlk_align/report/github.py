@@ -43,12 +43,15 @@ class Annotation:
     level: Level
     title: str
     message: str
-    place: CodePlace | None = None
+    location: CodePlace | None = None
 
     def __str__(self) -> str:
         properties = {"title": f"rlk-align: {self.title}"}
-        if self.place is not None and self.place.file:
-            properties = {"file": self.place.file, "line": str(self.place.line or 1)} | properties
+        if self.location is not None and self.location.file:
+            properties = {
+                "file": self.location.file,
+                "line": str(self.location.line or 1),
+            } | properties
         written = ",".join(f"{name}={_property(value)}" for name, value in properties.items())
         return f"::{self.level} {written}::{_data(self.message)}"
 
@@ -87,7 +90,7 @@ def _errors(source: ReportSource) -> Iterator[Annotation]:
         return
     edge = headline(verdict)
     if verdict.status == "inconclusive" or edge is None:
-        first = f"{finding(verdict)}\nNext: {next_step(verdict, source.place)}"
+        first = f"{finding(verdict)}\nNext: {next_step(verdict, source.bare_path)}"
         for message in (first, *verdict.doubts[1:]):
             yield Annotation(level="error", title="nothing can be concluded", message=message)
         return
@@ -111,8 +114,8 @@ def _breaches(source: ReportSource, edge: EdgeResult) -> Iterator[Annotation]:
         level="error",
         title=f"first divergence at {first.site}" if first else f"{edge.name} is beyond its limits",
         message=f"{finding(verdict)}\nSide: {side_off(verdict)}.\n"
-        f"Next: {next_step(verdict, source.place)}.\n{count} {limits} not hold.",
-        place=_code_location(verdict, edge, first.site, over[0].side if over else None)
+        f"Next: {next_step(verdict, source.bare_path)}.\n{count} {limits} not hold.",
+        location=_code_location(verdict, edge, first.site, over[0].side if over else None)
         if first
         else None,
     )
@@ -122,7 +125,7 @@ def _breaches(source: ReportSource, edge: EdgeResult) -> Iterator[Annotation]:
             level="error",
             title=f"{operator.unit.site} is beyond its budget",
             message=": ".join(filter(None, [whose_off(operator), how])),
-            place=_code_location(verdict, edge, operator.unit.site, operator.side),
+            location=_code_location(verdict, edge, operator.unit.site, operator.side),
         )
     annotated = {operator.unit.site for operator in over}
     for check in verdict.breaches:

@@ -139,7 +139,7 @@ def _evidence(source: ReportSource) -> JUnitSuite:
     }
     for side, engine in c.engines.items():
         properties[side] = f"{engine_spec(engine)} {engine.version}"
-    step = next_step(verdict, source.place)
+    step = next_step(verdict, source.bare_path)
     lines = [finding(verdict), f"side: {side_off(verdict)}", f"next: {step}"]
     if tested := positions_words(c):
         lines.append(f"{tested}: {LONGER_PROMPTS}")

@@ -15,7 +15,7 @@ from typing import Any, get_args
 from rlk_align.errors import BadOption
 from rlk_align.judge.verdict import headline
 from rlk_align.model.operators import OPERATORS
-from rlk_align.report.facts import STATES, OperatorFacts, operator_facts
+from rlk_align.report.operator_facts import STATES, OperatorFacts, operator_facts
 from rlk_align.report.source import ReportSource
 from rlk_align.results import SideName
 from rlk_align.text import printable

@@ -28,7 +28,7 @@ class ReportSource:
         return self.folder.name or str(self.folder)
 
     @property
-    def place(self) -> Path:
+    def bare_path(self) -> Path:
         """The folder's name as a path: a report does not depend on where the run was judged."""
         return Path(self.name)
 

@@ -73,7 +73,7 @@ def verdict_document(
 def source_document(source: ReportSource) -> Document:
     """Returns the verdict on a finished run; its text does not depend on the folder's location."""
     command = source.record.command
-    return verdict_document(source.verdict, source.place, source.probe, command)
+    return verdict_document(source.verdict, source.bare_path, source.probe, command)
 
 
 def markdown(source: ReportSource) -> str:

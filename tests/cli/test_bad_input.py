@@ -134,7 +134,7 @@ def test_other_layers_than_the_checkpoint_has(cli: Cli, model_copy, tmp_path: Pa
 
 def test_tokens_come_with_their_prompts(cli: Cli, few_prompts: Path) -> None:
     done = cli("capture", "--engine", "hf", "-o", "x", "--tokens", "y", "--prompts", few_prompts)
-    assert_error(done, 2, "--tokens scores that run's own prompts")
+    assert_error(done, 2, "--tokens scores the prompts of its run")
 
 
 def test_vllm_not_installed(cli: Cli, tmp_path: Path) -> None:

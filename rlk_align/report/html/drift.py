@@ -7,9 +7,9 @@ from typing import Literal
 from markupsafe import Markup
 
 from rlk_align.report.drift import DriftAxis, DriftSeries
-from rlk_align.report.facts import OperatorFacts
 from rlk_align.report.html.figure import Figure
 from rlk_align.report.html.svg import LogScale, chart, el, figure, text
+from rlk_align.report.operator_facts import OperatorFacts
 
 WIDTH, LEFT, RIGHT, TOP, HEIGHT = 1120.0, 58.0, 10.0, 60.0, 300.0
 

@@ -11,17 +11,17 @@ from markupsafe import Markup
 
 from rlk_align.judge.verdict import Verdict, headline
 from rlk_align.report.drift import drift_series
-from rlk_align.report.facts import operator_facts
-from rlk_align.report.html.answers import answers
 from rlk_align.report.html.drift import drift_figure
-from rlk_align.report.html.heat import operator_heat
 from rlk_align.report.html.logprobs import histogram, largest_bound, metric_rows, noise_floor
+from rlk_align.report.html.operator_answers import answers
+from rlk_align.report.html.operator_heat import operator_heat
+from rlk_align.report.html.operator_table import operator_table
 from rlk_align.report.html.provenance import engine_facts, side_by_side
 from rlk_align.report.html.ranks import rank_map
 from rlk_align.report.html.routing import REPLAY_COLUMNS, routing_panel
 from rlk_align.report.html.samples import deltas, worst_samples
-from rlk_align.report.html.table import operator_table
 from rlk_align.report.html.tokens import delta_ramp, error_ramp, sample_view
+from rlk_align.report.operator_facts import operator_facts
 from rlk_align.report.probe_units import summary
 from rlk_align.report.source import ReportSource
 from rlk_align.report.verdict import problem_sections, source_document

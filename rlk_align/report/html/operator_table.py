@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rlk_align.report.facts import STATES, OperatorFacts
 from rlk_align.report.html.svg import figure
+from rlk_align.report.operator_facts import STATES, OperatorFacts
 from rlk_align.results import CodePlace, SideName
 
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from markupsafe import Markup
 
-from rlk_align.report.facts import STATES, OperatorFacts
 from rlk_align.report.html.figure import Figure
 from rlk_align.report.html.svg import Ramp, chart, el, figure, text
+from rlk_align.report.operator_facts import STATES, OperatorFacts
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _CELL = 1120.0, 70.0, 44.0, 66.0, 20.0
 _SIGNED = ("over", "waived", "near", "introducer")

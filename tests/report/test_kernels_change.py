@@ -7,7 +7,7 @@ from rich.console import Console
 from synthetic import CONTRACT, compared_run, corrupt, draw
 
 from rlk_align.judge.verdict import judge_by
-from rlk_align.report.change import show_change
+from rlk_align.report.kernels_change import show_change
 
 
 def test_production_is_shown_without_and_with_the_kernels(tmp_path: Path) -> None:
