@@ -205,6 +205,7 @@ ENGINES = {
     "deepspeed": Layouts(
         ("dp=2",),
         dense=(
+            "checkpointing=1",
             *(
                 ",".join(filter(None, (f"stage={stage}", dp, mixed)))
                 for mixed in ("", "mixed=autocast")
@@ -212,7 +213,6 @@ ENGINES = {
                 for stage in range(4)
                 if (stage, dp, mixed) != (3, "dp=2", "")
             ),
-            "checkpointing=1",
         ),
     ),
     "megatron": Layouts(
