@@ -9,6 +9,8 @@ from rlk_align.errors import BadOption
 
 @dataclass(frozen=True)
 class Framework:
+    """A framework, and how the kernels get into it."""
+
     package: str
     """The distribution, as `pip` names it."""
     lines: tuple[str, ...]

@@ -46,7 +46,7 @@ def test_what_verls_rollout_never_samples_has_no_probability(placeholders: tuple
 
 
 REPORT: dict[str, Any] = {
-    "replaced": 63, "not_replaced": (), "uncalled": (), "logprobs": 4, "checked": 2,
+    "replaced": 63, "not_replaced": (), "uncalled": (), "logprobs": 4, "checked": 2, "steps": 2,
 }  # fmt: skip
 
 
@@ -55,6 +55,12 @@ def test_a_run_ends_with_what_ran() -> None:
         "rlk_kernels in verl: 1 worker, 63 operators and the log-prob by the kernels, each called; "
         "the rollout held the trainer's weights, bit for bit, after 2 checked copies"
     )
+
+
+def test_a_run_without_a_step_says_so() -> None:
+    """Validation alone: the trainer computes nothing."""
+    idle = REPORT | {"steps": 0, "uncalled": ("embed",), "logprobs": 0, "checked": 1}
+    assert "no step was taken" in conclude([idle])
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,6 @@ def test_kernels_in_the_rollout_alone_are_seen_in_verls_metrics(folder: Path) ->
 
 
 LEFT_OUT = """
-# After the module that puts the kernels in: the trainer's activation is transformers' again.
 from rlk_kernels.integrations.verl import worker
 
 put_in = worker.use_kernels
@@ -73,14 +72,41 @@ def use_kernels(engine, model):
 
 worker.use_kernels = use_kernels
 """
+OTHER_WEIGHT = """
+from rlk_kernels.integrations.verl import worker
+
+recorded = worker.recorded
 
 
-def test_a_kernel_left_out_on_one_side_ends_the_run(folder: Path) -> None:
-    (folder / "left_out.py").write_text(LEFT_OUT, encoding="utf-8")
-    both = f"{SWITCH.partition('=')[0]}=[rlk_kernels.integrations.verl,left_out]"
+def changed(weights, digests):
+    for name, weight in recorded(weights, digests):
+        if name.endswith("layers.2.mlp.down_proj.weight"):
+            weight = weight.clone()
+            weight[7] *= 1.01
+        yield name, weight
+
+
+worker.recorded = changed
+"""
+FAULTS = {
+    # The trainer's activation is transformers' again.
+    "kernel": (LEFT_OUT, "the engine's own still computes layers.0.act"),
+    # One row of one weight is changed on its way to the rollout.
+    "weight": (OTHER_WEIGHT, "model.layers.2.mlp.down_proj.weight: 1 of 192 rows differ"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_kernel_left_out_or_another_weight_on_one_side_ends_the_run(
+    folder: Path, fault: str
+) -> None:
+    code, said = FAULTS[fault]
+    (folder / f"{fault}_fault.py").write_text(code, encoding="utf-8")
+    # verl imports a list of modules too: the fault is planted after the kernels were put in.
+    both = f"{SWITCH.partition('=')[0]}=[rlk_kernels.integrations.verl,{fault}_fault]"
     loop = verl_loop.run(folder, both, steps=1, RLK_KERNELS="1")
     assert loop.code != 0
-    assert "the engine's own still computes layers.0.act" in loop.said
+    assert said in loop.said
     assert loop.metric(APART[0]) == []
 
 

@@ -111,7 +111,16 @@ def _patch_engine(module: Any) -> None:
 
         return _build_module
 
+    def counted(step: Any) -> Any:
+        def optimizer_step(self: Any) -> Any:
+            norm = step(self)
+            worker.count_step(self)
+            return norm
+
+        return optimizer_step
+
     _wrap(module.FSDPEngine, "_build_module", with_kernels)
+    _wrap(module.FSDPEngine, "optimizer_step", counted)
     _wrap(module, "logprobs_from_logits", lambda _original: worker.LOGPROBS)
 
 

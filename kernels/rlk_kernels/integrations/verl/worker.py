@@ -15,9 +15,6 @@ from rlk_kernels.integrations.frameworks import refuse, row_digests, to_bytes
 from rlk_kernels.integrations.operators import Counted, look
 from rlk_kernels.integrations.verl import settings
 
-CHECKED = 2
-"""Copies of weights that are checked: that of the checkpoint, and that after the first step."""
-
 
 class TokenLogprobs(Counted):
     """verl's `logprobs_from_logits`, by the kernels.
@@ -51,8 +48,12 @@ class Copies:
     """The one whose weights are copied."""
     dtype: torch.dtype = torch.bfloat16
     """What it computes in, and the rollout holds."""
-    made = 0
+    steps = 0
+    """What its optimizer has taken."""
     checked = 0
+    """Copies; 1 of the checkpoint, 1 after the first step."""
+    due = False
+    """Whether the copy that is being made is checked."""
 
 
 COPIES = Copies()
@@ -81,11 +82,16 @@ def use_kernels(engine: Any, model: Any) -> None:
             )
 
 
+def count_step(engine: Any) -> None:
+    """Called after each step of an engine's optimizer."""
+    COPIES.steps += engine.module is COPIES.model
+
+
 def start_copy(adapter: Any) -> dict[str, Tensor] | None:
     """Called before weights are copied; returns where their digests are to be kept, or None where
     this copy is not checked, or not by this rank."""
-    COPIES.made += 1
-    return {} if COPIES.made <= CHECKED and adapter._has_server else None
+    COPIES.due = COPIES.checked < (2 if COPIES.steps else 1)
+    return {} if COPIES.due and adapter._has_server else None
 
 
 def recorded(
@@ -104,11 +110,11 @@ def _recorded(
 
 
 async def check_copy(adapter: Any, digests: dict[str, Tensor] | None) -> None:
-    """Raises NotSupported where the rollout does not hold what was just copied to it, or, from the
-    second copy on, where a kernel of either side was never called."""
-    if COPIES.made > CHECKED:
+    """Raises NotSupported where the rollout does not hold what was just copied to it, or, after a
+    step, where a kernel of either side was never called."""
+    if not COPIES.due:
         return
-    trained = COPIES.made > 1
+    trained = COPIES.steps > 0
     hf.check(hf.operators(COPIES.model), called=trained)
     if trained and not LOGPROBS.rlk_calls:
         raise NotSupported("verl has trained, and never called the kernels' log-prob")
@@ -124,7 +130,7 @@ def report() -> dict[str, Any]:
     return {
         "replaced": len(found.replaced), "not_replaced": found.not_replaced,
         "uncalled": found.uncalled, "logprobs": LOGPROBS.rlk_calls,
-        "checked": COPIES.checked,
+        "checked": COPIES.checked, "steps": COPIES.steps,
     }  # fmt: skip
 
 
@@ -132,6 +138,8 @@ def conclude(reports: list[dict[str, Any]]) -> str:
     """Returns one line about all workers. Raises NotSupported where a kernel is missing or was
     never called, or where no copy of weights was checked."""
     for rank, said in enumerate(reports):
+        if not said["steps"]:
+            return "rlk_kernels in verl: no step was taken, so that nothing is known of the trainer"
         for what, names in (("lacks", said["not_replaced"]), ("never called", said["uncalled"])):
             if names:
                 raise NotSupported(f"verl's worker {rank} {what} the kernels of {', '.join(names)}")
