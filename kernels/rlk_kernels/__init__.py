@@ -1,7 +1,7 @@
-"""Deterministic, batch-invariant operators of a transformer: the bits of a row do not depend on
-its batch. `backend` says which implementation runs and which one ran.
+"""Deterministic, batch-invariant operators of a transformer: the bits of a row do not depend on its
+batch. `backend` chooses the implementation of a call and records it.
 
-Gradients are first-order, by torch.autograd. Other ways to differentiate (torch.func.grad and jvp,
+torch.autograd computes first-order gradients. Other ways to differentiate (torch.func.grad and jvp,
 forward mode, gradients of gradients) raise NotImplementedError."""
 
 from collections.abc import Collection, Iterable
@@ -59,14 +59,15 @@ def warm_up(
     out_dtype: torch.dtype | None = None,
     wait: bool = True,
 ) -> bool:
-    """Run the tile-invariance self-check on a GPU, once per process; call it before capturing CUDA
-    graphs. Also compile, several kernels at a time, what `linear` will launch for x[M, K] with each
-    (weight, bias) of `linears`, each M of `rows` and this `out_dtype`, without gradients.
+    """Runs the self-check of tiles on a GPU, once per process; call it before capturing CUDA
+    graphs. Also compiles, several at a time, the kernels that `linear` will launch without
+    gradients for x[M, K] with each (weight, bias) of `linears`, each M of `rows` and this
+    `out_dtype`.
 
-    Returns True where every tile gives the same bits, so that all are in use; without Triton there
-    is nothing to check. Without `wait` nothing is checked yet, which is True too: threads compile
-    what `linears` and their check will launch, a launch waits for its own kernel, and the first
-    product runs the check.
+    Returns True if all tiles give the same bits, so that all are in use, and if there is no Triton
+    and nothing to check. Without `wait`, the function checks nothing and returns True: threads
+    compile the kernels of `linears` and of the check, a launch waits for its own kernel, and the
+    first product runs the check.
     """
     there = torch.empty(0, device=device)
     if not HAS_TRITON:

@@ -1,8 +1,9 @@
 """Compiling kernels before they are needed, several at a time.
 
-Triton compiles each kernel at its first launch, one after another: on a slow host an engine's
-kernels take a minute. `compiled_ahead` takes the same launches without running them, and compiles
-in threads; if nothing waits for these, in processes (`compile_server.py`).
+Triton compiles each kernel at its first launch, one after another; on a slow host the kernels of an
+engine take a minute. `compiled_ahead` makes the same launches without running them, and compiles
+their kernels in threads, or, if the caller does not wait for them, in processes
+(`compile_server.py`).
 """
 
 import functools
@@ -22,11 +23,11 @@ from rlk_kernels.private_api import compiling_in, stop_submitting
 
 MOST_THREADS = 16
 _thread = threading.local()
-"""`pool`: the threads that compile for this one while `compiled_ahead` lasts."""
+"""`pool`: the threads that compile for the present one in `compiled_ahead`."""
 
 
 def submit(make: Callable, *arguments) -> "Future[Any]":
-    """`make(*arguments)`: by a thread of `compiled_ahead` while that lasts, else at once."""
+    """`make(*arguments)`, by a thread in `compiled_ahead`, and otherwise at once."""
     pool = getattr(_thread, "pool", None)
     if pool is not None:
         return pool.submit(make, *arguments)
@@ -37,10 +38,10 @@ def submit(make: Callable, *arguments) -> "Future[Any]":
 
 @contextmanager
 def compiled_ahead(device: torch.device, wait: bool = True) -> Iterator[bool]:
-    """A context in which `launching.launch` compiles and runs nothing: outputs keep their values.
-    At its end everything is compiled; without `wait` processes go on compiling, and a launch waits
-    for its own kernel (`finish` for all). Yields False, and launches as usual, where it cannot
-    help: without a GPU, or while a graph is captured."""
+    """A context in which `launching.launch` compiles kernels and does not run them, so that outputs
+    keep their values. All kernels are compiled at its end. Without `wait` processes continue to
+    compile; a launch waits for its own kernel, and `finish` for all. Without a GPU, and while a
+    graph is captured, it yields False and launches as usual."""
     if device.type != "cuda" or interpreting() or torch.cuda.is_current_stream_capturing():
         yield False
         return
@@ -64,7 +65,7 @@ def _waiting() -> Iterator[Executor]:
 
 
 class _Background(Executor):
-    """Threads that wait for a server's processes, and load what these have compiled."""
+    """Threads that wait for a server's processes, and load the compiled kernels."""
 
     def __init__(self) -> None:
         self.threads, self.server = _threads(), CompileServer()
@@ -93,7 +94,8 @@ def _going_on() -> Iterator[Executor]:
 
 
 def finish() -> None:
-    """Wait until all is compiled that `compiled_ahead` did not wait for; raises what failed."""
+    """Waits for all kernels that `compiled_ahead` did not wait for; raises the error of a failed
+    compilation."""
     try:
         while _unfinished:
             _unfinished.pop().__exit__(None, None, None)

@@ -1,14 +1,13 @@
-"""Which backend runs an operator, and which one ran.
+"""Chooses the backend of each operator call, and records the implementation that ran.
 
-Order of choice: the `backend=` argument, then the environment variable `RLK_BACKEND`, then the
-device: "triton" on an NVIDIA GPU of compute capability 8.0 or newer for bf16, fp16 and fp32,
-"torch" (portable) for everything else. Without Triton a GPU gets "torch" too, and a warning says
-so once. An explicit choice that cannot run raises; it is never replaced.
+The choice follows the `backend=` argument, then the environment variable `RLK_BACKEND`, then the
+device: "triton" on an NVIDIA GPU of compute capability 8.0 or newer for bf16, fp16 and fp32, and
+"torch" (portable) otherwise. Without Triton a GPU gets "torch" too, and a warning says so once. An
+explicit choice that cannot run raises; it is never replaced.
 
-Every operator call is recorded when it executes, also below `torch.compile`; the replay of a CUDA
-graph is not a call and leaves no record. What is recorded is the implementation that ran:
-"triton/hopper" if any kernel of the call was written for Hopper (in Gluon or CUDA C++), "triton",
-or "torch".
+Every operator call is recorded when it executes, also in compiled code. The replay of a CUDA graph
+is not a call and is not recorded. The recorded implementation is "triton/hopper" if a kernel of the
+call was written for Hopper (in Gluon or CUDA C++), "triton", or "torch".
 """
 
 import functools
@@ -32,12 +31,11 @@ _last: dict[str, str] = {}
 
 
 def choose(op: str, backend: str | None, x: torch.Tensor, *others: torch.Tensor | None) -> str:
-    """The backend for `op` on a tensor like `x`; `others` are the operator's further tensors.
+    """The backend of a call of `op` on `x` and the operator's other tensors.
 
-    Raises UnsupportedDtype where no backend takes x's dtype, UnsupportedDevice where the tensors
-    are on several devices, and UnknownBackend, UnsupportedDevice or UnsupportedDtype when an
-    explicit choice (argument or RLK_BACKEND) cannot run.
-    """
+    Raises UnsupportedDtype if no backend supports x's dtype; UnsupportedDevice if the tensors are
+    on several devices; UnknownBackend, UnsupportedDevice or UnsupportedDtype if an explicit choice
+    (argument or RLK_BACKEND) cannot run."""
     dtype, device = x.dtype, x.device
     narrow = dtype in DTYPES
     if not narrow and dtype != torch.float64:
@@ -80,17 +78,17 @@ def choose(op: str, backend: str | None, x: torch.Tensor, *others: torch.Tensor 
 
 @functools.cache
 def _warn_of_no_triton() -> None:
-    """Warn once why a GPU gets the portable backend."""
+    """Warns once that a GPU gets the portable backend."""
     warnings.warn(
-        f"Triton is not installed, so rlk_kernels runs its portable backend on the GPU: the same "
-        f"contract, but slow. To get its kernels: {INSTALL_TRITON}",
+        f"Triton is not installed, so rlk_kernels runs its portable backend on the GPU: it has the "
+        f"same guarantees and is slow. To install the kernels: {INSTALL_TRITON}",
         RuntimeWarning,
         stacklevel=4,
     )
 
 
 def record(op: str, implementation: str) -> None:
-    """Record that `implementation` executed `op` (called by the operators themselves)."""
+    """Records that `implementation` executed `op`. The operators call this."""
     _calls[op, implementation] += 1
     _last[op] = implementation
 
@@ -98,8 +96,8 @@ def record(op: str, implementation: str) -> None:
 def two_backends(
     portable: ModuleType, on_triton: Callable[[], ModuleType]
 ) -> Callable[[str, str], ModuleType]:
-    """A function (operator, backend) that records the call and returns the module that runs it:
-    `portable`, or the module that `on_triton` returns."""
+    """A function of (operator, backend) that records the call and returns the module that runs it:
+    `portable`, or the result of `on_triton`."""
 
     def module_of(op: str, backend: str) -> ModuleType:
         _calls[op, backend] += 1  # `record`, without another frame in each call
@@ -120,6 +118,6 @@ def backend_calls() -> dict[tuple[str, str], int]:
 
 
 def reset_backend_calls() -> None:
-    """Forget which implementations ran."""
+    """Clears the records."""
     _calls.clear()
     _last.clear()

@@ -1,7 +1,7 @@
-"""A kernel that is to be compiled, as text for another process.
+"""Requests to compile a kernel, as text for another process.
 
-JSON, and for what JSON does not have, `{kind: content}`: functions and classes of Triton and of
-this package are written as their module and name, and nothing else is read as one.
+The text is JSON. Values that JSON lacks are written as `{kind: content}`, and functions and classes
+as their module and name. Only names of Triton and of this package are read.
 """
 
 import dataclasses
@@ -14,12 +14,12 @@ _MODULES = ("rlk_kernels", "triton")
 
 
 def to_text(*values: Any) -> str:
-    """Values as text. Raises TypeError for what cannot be written."""
+    """Values as text. Raises TypeError for a value that cannot be written."""
     return json.dumps([_written(x) for x in values])
 
 
 def from_text(text: str) -> list[Any]:
-    """What `to_text` was given. Raises ValueError for a kind or a name that it does not write."""
+    """The values in a text of `to_text`. Raises ValueError for an unknown kind or name."""
     return [_read(x) for x in json.loads(text)]
 
 
@@ -40,7 +40,8 @@ def _written(x: Any) -> Any:
 
 
 def _form(x: Any) -> Any:
-    """What an object of Triton's language is made from; None for a function and a class."""
+    """The value from which an object of Triton's language can be constructed; None for a function
+    or a class."""
     import triton.language as tl
 
     if isinstance(x, tl.dtype) and type(x) is tl.dtype:

@@ -1,10 +1,9 @@
-"""Compiling kernels of Triton in other processes.
+"""Compiles kernels of Triton in other processes.
 
-Before LLVM and ptxas, Triton's compiler runs in Python: threads of one process compile hardly
+Before LLVM and ptxas, Triton's compiler runs in Python, so threads of one process compile hardly
 faster than one thread, and delay the thread that loads a model. A server imports Triton once and
-forks processes that compile. The results lie in Triton's cache on disk, where the process that
-asked finds them. A server that does not start, or dies, costs time alone: kernels that it did not
-compile are compiled where they are needed.
+forks processes that compile. The requesting process finds the results in Triton's cache on disk. If
+the server does not start, or dies, the kernels are compiled when they are needed.
 """
 
 import contextlib
@@ -27,13 +26,13 @@ from rlk_kernels.private_api import asked_to_compile
 
 MOST_PROCESSES = 16
 _SET_PARENT_DEATH_SIGNAL = 1
-"""PR_SET_PDEATHSIG of Linux."""
+"""Linux's PR_SET_PDEATHSIG."""
 END = b""
 """The message that ends a server."""
 
 
 class CompileServer:
-    """A server as the asking process sees it: started by the first kernel that it compiles."""
+    """The requesting process's end of a server, which starts with the first request."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,9 +42,9 @@ class CompileServer:
         self._failed = False
 
     def compile(self, compile_kernel: Callable) -> None:
-        """Wait until the server has tried to compile what a function that Triton gives to the
-        threads of `compiling_in` would compile. If it failed, the cache does not have the kernel.
-        Returns at once if the cache has it, or if no server can compile it."""
+        """Waits until the server has tried to compile a kernel. compile_kernel: the function that
+        Triton gives to the threads of `compiling_in`. If the server fails, the cache does not have
+        the kernel. Returns at once if the cache has the kernel, or if no server can compile it."""
         asked = asked_to_compile(compile_kernel)
         if asked is None:
             return
@@ -70,7 +69,7 @@ class CompileServer:
         tried.wait()
 
     def end(self) -> None:
-        """End the server, of which nobody expects a kernel; the next kernel starts another one."""
+        """Ends the server when no request is open. The next request starts another server."""
         with self._lock, contextlib.suppress(OSError):
             connection, self._connection = self._connection, None
             if connection is not None:
@@ -80,7 +79,7 @@ class CompileServer:
         self._connection, theirs = Pipe()
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "CUDA_VISIBLE_DEVICES": "",  # compiling needs no GPU, and must not take memory of one
+            "CUDA_VISIBLE_DEVICES": "",  # compiling needs no GPU, and must not use its memory
         }
         with theirs:
             process = subprocess.Popen(
@@ -100,7 +99,7 @@ class CompileServer:
                     self._tried.pop(number).set()
         process.wait()
         with self._lock:
-            if self._connection is connection:  # it has died
+            if self._connection is connection:  # the server has died
                 self._failed = True
                 for tried in self._tried.values():
                     tried.set()
@@ -115,16 +114,16 @@ def _compile(request: str) -> None:
 
 
 def _begin(handle: int) -> None:
-    """A process that compiles ends with its server, and keeps no end of its connection: otherwise
-    the asking process would never learn that the server has died."""
+    """Makes a compiling process end with its server, and closes its copy of the server's
+    connection, which would keep the requesting process from learning that the server has died."""
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     os.close(handle)
 
 
 def serve(handle: int) -> None:
-    """Compile what is asked for through a connection, several requests at a time, until END or
-    until the asking process is gone. handle: of the connection."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the asking process's to answer
+    """Compiles the requests of a connection, several at a time, until END or until the requesting
+    process has ended. handle: the connection's file descriptor."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the requesting process handles Ctrl-C
     importlib.import_module("triton.experimental.gluon")  # once, before the processes are forked
 
     connection, replying = Connection(handle), threading.Lock()

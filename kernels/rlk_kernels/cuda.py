@@ -1,8 +1,8 @@
-"""Kernels written in CUDA C++: compiled once (`nvrtc.py`), kept on disk beside Triton's, loaded and
-launched by the driver.
+"""Kernels in CUDA C++, which are compiled once (`nvrtc.py`), cached on disk beside Triton's, and
+loaded and launched by the driver.
 
-For what Triton cannot express: a matrix product whose width is any multiple of 8. The driver is
-called through ctypes, like NVRTC; names and numbers are those of CUDA's headers.
+They compute what Triton cannot express: a matrix product whose width is any multiple of 8. The
+driver is called through ctypes, like NVRTC; names and numbers are those of CUDA's headers.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _TENSOR_MAP_L2_PROMOTION_128B = 2
 
 _thread = threading.local()
 _arguments = ShapeCache()
-"""The `Arguments` that are kept, of all kernels and shapes."""
+"""The cached `Arguments` of all kernels and shapes."""
 
 
 class TensorMap(ctypes.Structure):
@@ -68,10 +68,10 @@ def _driver() -> ctypes.CDLL:
 
 
 def _compiled(source: Source) -> bytes:
-    """The kernel's binary: read from disk if it was compiled before, otherwise compiled."""
+    """The kernel's binary, from the cache on disk or from the compiler."""
     key = repr((source, nvrtc.version())).encode()
     cache, name = private_api.disk_cache(hashlib.sha256(key).hexdigest()), f"{source.entry}.cubin"
-    with contextlib.suppress(OSError):  # removed meanwhile
+    with contextlib.suppress(OSError):  # another process has removed it
         path = cache.get_file(name)
         if path is not None:
             return Path(path).read_bytes()
@@ -85,8 +85,8 @@ _binaries: dict[Source, "Future[bytes]"] = {}
 
 
 def binary(source: Source) -> "Future[bytes]":
-    """The binary, compiled once per process; while `ahead.compiled_ahead` lasts, one of its threads
-    compiles it. A failed compilation is tried again at the next call."""
+    """The binary, compiled once per process, in `ahead.compiled_ahead` by one of its threads. A
+    failed compilation is tried again at the next call."""
     compiled = _binaries.get(source)
     if compiled is None or (compiled.done() and compiled.exception() is not None):
         compiled = _binaries[source] = ahead.submit(_compiled, source)
@@ -101,7 +101,7 @@ def _done(error: int) -> None:
 
 
 def _enter(device: int) -> None:
-    """Make torch's context that of this thread, which may not have called CUDA yet."""
+    """Makes torch's context the current one of this thread, which may not have called CUDA yet."""
     context, handle = c_void_p(), c_int()
     _done(_driver().cuCtxGetCurrent(ctypes.byref(context)))
     if not context:
@@ -112,7 +112,7 @@ def _enter(device: int) -> None:
 
 
 def driver_call(name: str, *arguments: Any) -> None:
-    """Call a function of the driver, in torch's context; raises KernelFailed with its error."""
+    """Calls a function of the driver in torch's context. Raises KernelFailed with its error."""
     if not hasattr(_thread, "entered"):
         _enter(torch.cuda.current_device())
     _done(getattr(_driver(), name)(*arguments))
@@ -120,8 +120,8 @@ def driver_call(name: str, *arguments: Any) -> None:
 
 @functools.cache
 def _function(source: Source, device: int, shared: int) -> c_void_p:
-    """The kernel, loaded on the current device, which is `device`; shared: bytes of dynamic shared
-    memory of a program. Allowed while a graph is captured."""
+    """The kernel, loaded on the current device, which must be `device`. shared: bytes of dynamic
+    shared memory of a program. This is allowed while a graph is captured."""
     image, module, function = binary(source).result(), c_void_p(), c_void_p()
     mode = c_int(_STREAM_CAPTURE_MODE_RELAXED)
     _done(_driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
@@ -135,7 +135,7 @@ def _function(source: Source, device: int, shared: int) -> c_void_p:
 
 
 def _config(programs: int, threads: int, shared: int, stream: int) -> Any:
-    """How a kernel is launched on a stream: it may start while its predecessor ends, and waits for
+    """The launch configuration of a kernel that may start while its predecessor ends, and waits for
     the predecessor itself."""
     overlap = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
     return ctypes.pointer(_LaunchConfig(
@@ -144,27 +144,27 @@ def _config(programs: int, threads: int, shared: int, stream: int) -> Any:
 
 
 def tensor_map(x: Tensor, box_rows: int) -> TensorMap:
-    """A map of x[rows, columns] of 16 bits that TMA copies by `box_rows` x 64 (128 bytes,
-    swizzled); zeros beyond its edges."""
+    """A map by which TMA copies boxes of `box_rows` x 64 (128 bytes, swizzled) of x[rows, columns],
+    whose elements have 16 bits; elements beyond the edges are zeros."""
     (rows, columns), stride = x.shape, x.stride(0) * x.element_size()
-    room = (c_uint64 * 24)()
-    # the driver wants it at a multiple of 64 bytes
-    made = TensorMap.from_buffer(room, -ctypes.addressof(room) % 64)
+    buffer = (c_uint64 * 24)()
+    # The driver requires an alignment of 64 bytes.
+    encoded = TensorMap.from_buffer(buffer, -ctypes.addressof(buffer) % 64)
     _done(_driver().cuTensorMapEncodeTiled(
-        ctypes.byref(made), _TENSOR_MAP_DATA_TYPE[x.dtype], 2, c_void_p(x.data_ptr()),
+        ctypes.byref(encoded), _TENSOR_MAP_DATA_TYPE[x.dtype], 2, c_void_p(x.data_ptr()),
         (c_uint64 * 2)(columns, rows), (c_uint64 * 1)(stride), (c_uint32 * 2)(64, box_rows),
         (c_uint32 * 2)(1, 1), 0, _TENSOR_MAP_SWIZZLE_128B, _TENSOR_MAP_L2_PROMOTION_128B, 0,
     ))  # fmt: skip
-    return made
+    return encoded
 
 
 class Arguments:
-    """A kernel's arguments, as the driver reads them."""
+    """A kernel's arguments in the driver's form."""
 
     __slots__ = ("addresses", "values")
 
     def __init__(self, *values: Any) -> None:
-        """Tensor maps, and numbers of ctypes."""
+        """values: tensor maps, and numbers of ctypes."""
         self.values = values
         self.addresses = (c_void_p * len(values))(*map(ctypes.addressof, values))
 
@@ -173,9 +173,9 @@ def launch(
     cache: ShapeCache, source: Source, programs: int, threads: int, shared: int, addresses: tuple,
     make: Callable[..., Arguments], *made_from: Any,
 ) -> None:  # fmt: skip
-    """Run a kernel on the current device and stream; cache: the cache of the call's shape.
-    `make(*made_from)` is asked once for each `addresses`. While `ahead.compiled_ahead` lasts the
-    kernel is compiled and does not run."""
+    """Runs a kernel on the current device and stream; in `ahead.compiled_ahead` compiles it
+    instead. cache: the cache of the call's shape; make(*made_from): creates the arguments, which
+    are cached for `addresses`."""
     if not count_launch():
         binary(source)
         return

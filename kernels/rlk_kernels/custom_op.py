@@ -1,7 +1,8 @@
-"""Custom operators of torch: how one is made of its parts, and how it is called.
+"""Creates and calls custom operators of torch.
 
-An operator has an implementation, which runs on tensors; a fake one, which gives the shapes and
-dtypes of the results to a compiler; and for autograd a backward with its `setup`, or a refusal.
+An operator has an implementation, which runs on tensors; a fake implementation, which returns the
+shapes and dtypes of the results to a compiler; and for autograd a backward with its `setup`, or an
+error.
 """
 
 from collections.abc import Callable
@@ -15,20 +16,20 @@ from torch.library import CustomOpDef
 from rlk_kernels import private_api
 
 SECOND = "gradients of its gradients are not implemented"
-"""Why the backward of an operator has no backward itself."""
+"""The error of a backward through the backward of an operator."""
 
 _on_gpus = torch.library.Library("rlk", "FRAGMENT")
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What `call` takes of an operator."""
+    """The parts of an operator that `call` uses."""
 
     name: str
     implementation: Callable
     differentiable: type[torch.autograd.Function] | None
-    """The implementation and its backward for autograd alone; None where there is no backward, and
-    for an operator that writes to an argument."""
+    """The implementation and its backward as a function of autograd; None if there is no backward,
+    or if the operator writes to an argument."""
 
 
 _parts: dict[CustomOpDef, _Parts] = {}
@@ -43,14 +44,15 @@ def custom_op(
     backward: Callable | None = None,
     no_gradient: tuple[str, str] | None = None,
 ) -> Callable[[Callable], CustomOpDef]:
-    """Decorates the implementation of the operator `rlk::name`, which becomes that operator.
+    """Decorates an implementation, which becomes the operator `rlk::name`.
 
-    fake: as `torch.library.register_fake` takes it. writes: the arguments that it writes to.
-    setup, backward: as `torch.library.register_autograd` takes them. no_gradient: (the public
-    operator, why) of the NotImplementedError that every backward through the operator raises.
+    fake: the argument of `torch.library.register_fake`. writes: the names of the arguments that the
+    operator writes to. setup, backward: the arguments of `torch.library.register_autograd`.
+    no_gradient: (the public operator, the reason), if every backward through the operator raises
+    NotImplementedError.
 
-    A compiled model calls the operator by torch's dispatch. On GPUs the dispatch gets the
-    implementation itself, without the wrapper of `torch.library.custom_op`, which costs time.
+    A compiled model calls the operator through torch's dispatch. On GPUs the dispatch calls the
+    implementation directly, because the wrapper of `torch.library.custom_op` costs time.
     """
 
     def refuse(ctx, *grads):
@@ -73,7 +75,7 @@ def custom_op(
 def _function(
     name: str, implementation: Callable, setup: Callable | None, back: Callable
 ) -> type[torch.autograd.Function]:
-    """An operator for autograd alone, without the dispatch around it."""
+    """The operator as a function of autograd, which skips torch's dispatch."""
 
     def forward(ctx, *args):
         result = implementation(*args)
@@ -86,9 +88,9 @@ def _function(
 
 
 def refuse_transforms(op: str, *, vmap: bool = True) -> None:
-    """Raise NotImplementedError where torch would differentiate `op` other than by a backward: in
-    torch.func.grad, jvp and their derivatives, and in forward mode, where tangents would be zeros.
-    `vmap`: whether torch.vmap may take it row by row."""
+    """Raises NotImplementedError if torch would differentiate `op` without a backward: in
+    torch.func.grad, jvp and their derivatives, and in forward mode, whose tangents would be zeros.
+    vmap: whether torch.vmap may call the operator."""
     stack = private_api.transforms() or ()
     grad = any(x.key() == private_api.gradient_transform for x in stack)
     if grad or private_api.in_forward_mode() or (stack and not vmap):
@@ -99,33 +101,32 @@ def refuse_transforms(op: str, *, vmap: bool = True) -> None:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-"""Tensors that behave as torch's own."""
+"""Types of tensors without special behaviour."""
 _NO_TENSORS = frozenset({bool, int, float, str, type(None), torch.dtype})
-"""Types that `isinstance(x, Tensor)` need not be asked of: it takes several times as long."""
+"""Types that are never tensors; a look-up is several times as fast as `isinstance(x, Tensor)`."""
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager:
-    """Makes x's GPU the current one (for a model on several GPUs), as torch's own operators do:
-    kernels are launched on the current GPU."""
-    if torch.compiler.is_compiling() or not _lies_elsewhere(x):
+    """A context in which x's GPU is the current one, on which kernels are launched. A model may be
+    on several GPUs; torch's operators also run on the GPU of their tensors."""
+    if torch.compiler.is_compiling() or not _on_another_gpu(x):
         return nullcontext()
     return torch.cuda.device(x.get_device())
 
 
-def _lies_elsewhere(x: Tensor) -> bool:
+def _on_another_gpu(x: Tensor) -> bool:
     index = x.get_device() if type(x) in _PLAIN else -1
     return index >= 0 and index != private_api.current_device() >= 0
 
 
 def call(op: CustomOpDef, *args, inference: Callable | None = None):
-    """`op(*args)`, without torch's dispatch where it has nothing to do: no compiler, mode,
-    transform or tensor subclass. Dispatching costs several times what a launch does. Where a
-    gradient is needed, autograd is told of op's backward like that of any function. The first
-    argument decides the GPU (`on_device_of`); `inference`: runs instead of op's own function where
-    no gradient is needed."""
+    """`op(*args)`, without torch's dispatch if there is no compiler, mode, transform or tensor
+    subclass, because the dispatch costs several times as much as a launch. If a gradient is needed,
+    a function of autograd has op's backward. The first argument decides the GPU (`on_device_of`).
+    inference: runs instead of op's implementation if no gradient is needed."""
     if torch.compiler.is_compiling():
         return op(*args)
-    if _lies_elsewhere(args[0]):
+    if _on_another_gpu(args[0]):
         with on_device_of(args[0]):
             return call(op, *args, inference=inference)
     parts = _parts[op]

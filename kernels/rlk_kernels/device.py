@@ -1,9 +1,8 @@
-"""What the device can do. Every query about it is made here, once.
+"""The properties of the device. Each is queried once, in this file.
 
-Most kernels written for Hopper are in Gluon, which changes with every Triton: they run with a
-Triton in GLUON_TRITON, at least 3.6 and below 3.10. One is in CUDA C++ and needs NVRTC. Otherwise
-the kernels in plain Triton run instead, with the same bits at another speed, and a warning says so
-once.
+Most kernels for Hopper are in Gluon, which changes with every Triton; they need a version in
+GLUON_TRITON. One kernel is in CUDA C++ and needs NVRTC. Otherwise the kernels in plain Triton run
+instead, with the same bits and another speed, and a warning says so once.
 """
 
 import functools
@@ -20,15 +19,15 @@ import torch
 from rlk_kernels import nvrtc
 
 GLUON_TRITON = ((3, 6), (3, 10))
-"""Versions of Triton that every Gluon kernel compiles with (`scripts/compile_kernels.py`): from the
-first, below the second."""
+"""Versions of Triton with which every Gluon kernel compiles (`scripts/compile_kernels.py`): from
+the first to below the second."""
 MANY_GROUPS = ((3, 6), (3, 7))
-"""Versions of Triton whose ptxas lets the products of more than two groups of warps overlap in a
-Gluon kernel; later ones serialize its wgmma."""
+"""Versions of Triton with which the products of more than two groups of warps overlap in a Gluon
+kernel. With later versions ptxas serializes the kernel's wgmma."""
 
 
 def interpreting() -> bool:
-    """True where Triton runs in its CPU interpreter (TRITON_INTERPRET=1)."""
+    """Whether Triton runs in its CPU interpreter (TRITON_INTERPRET=1)."""
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
@@ -40,18 +39,17 @@ def _finds_triton() -> bool:
 
 
 HAS_TRITON = _finds_triton()
-"""Whether Triton is installed. It is imported only when one of its kernels is launched."""
+"""Whether Triton is installed. Triton is imported when the first kernel is launched."""
 
 
 def lazy_module(name: str) -> Callable[[], ModuleType]:
-    """A function that returns a module which needs Triton: the module is imported at the first
-    call."""
+    """A function that imports a module at its first call, and returns the module."""
     return functools.cache(functools.partial(importlib.import_module, name))
 
 
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability of an NVIDIA GPU; (0, 0) for any other device."""
-    if torch.compiler.is_compiling():  # a cache would be looked into, and warned of
+    if torch.compiler.is_compiling():  # the compiler would trace into a cache, and warn
         return _ask_capability(device)
     return _asked_capability(device)
 
@@ -66,51 +64,51 @@ _asked_capability = functools.cache(_ask_capability)
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether Triton could compile for `device`, installed or not."""
+    """Whether Triton, installed or not, supports `device`."""
     return capability(device) >= (8, 0)
 
 
 def fits_gluon(version: str, wanted=GLUON_TRITON) -> bool:
-    """Whether a Triton of this version is one of GLUON_TRITON, or of another range."""
+    """Whether a version of Triton is in a range, by default GLUON_TRITON."""
     numbers = tuple(int(part) for part in version.split(".")[:2])
     return wanted[0] <= numbers < wanted[1]
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """The properties of the device that launches are planned from."""
+    """The properties of the device on which the plans of launches depend."""
 
     interpreted: bool
     """Kernels run in Triton's CPU interpreter."""
     processors: int
     """Streaming multiprocessors."""
     tma: bool
-    """The device copies by tensor maps (Hopper and newer)."""
+    """The device copies with tensor maps (Hopper and newer)."""
     overlaps: bool
-    """A kernel may start while its predecessor ends (Hopper and newer). It waits for all of the
-    predecessor's writes before it reads or writes anything, so only the start overlaps: times
-    change, bits do not."""
+    """A kernel may start while its predecessor ends (Hopper and newer). The kernel waits for all
+    writes of its predecessor before it reads or writes, so only the start overlaps: times change,
+    and bits do not."""
     gluon: bool
-    """The kernels in Gluon run: a GPU of the Hopper generation, and a Triton that fits."""
+    """The kernels in Gluon run: the GPU is a Hopper, and Triton is in GLUON_TRITON."""
     many_groups: bool = True
-    """More than two groups of warps of such a kernel multiply without waiting for each other: with
+    """More than two groups of warps in such a kernel multiply at the same time: Triton is in
     MANY_GROUPS."""
     cuda: bool = False
-    """The kernels in CUDA C++ run: a GPU of the Hopper generation, and NVRTC (`nvrtc.py`)."""
+    """The kernels in CUDA C++ run: the GPU is a Hopper, and NVRTC is available (`nvrtc.py`)."""
 
 
 PLANNED_PROCESSORS = 132
-"""How many processors plans assume where there is no GPU (the number of an H200)."""
+"""The number of processors that plans assume without a GPU: that of an H200."""
 
 
 class HopperKernelsUnused(RuntimeWarning):
-    """Warned once: a Hopper GPU runs without the kernels that are written for it."""
+    """A Hopper GPU runs without the kernels for Hopper. This is warned of once."""
 
 
 def _warn(what: str) -> None:
     warnings.warn(
-        f"kernels of rlk_kernels that are written for Hopper {what}: others run in their place, "
-        "with the same bits at another speed",
+        f"rlk_kernels' kernels for Hopper {what}: other kernels run instead, with the same bits at "
+        "another speed",
         HopperKernelsUnused,
         stacklevel=3,
     )
@@ -118,7 +116,7 @@ def _warn(what: str) -> None:
 
 @functools.cache
 def facts(device: torch.device) -> DeviceFacts:
-    """The facts of `device`, asked once."""
+    """The facts of `device`, cached."""
     interpreted = interpreting()
     newer = capability(device) >= (9, 0)
     hopper = capability(device)[0] == 9 and not interpreted
@@ -126,7 +124,7 @@ def facts(device: torch.device) -> DeviceFacts:
         first, beyond = (".".join(map(str, version)) for version in GLUON_TRITON)
         _warn(f"need Triton >= {first} and < {beyond}, and this is {triton_version()}")
     if hopper and not nvrtc.is_available():
-        _warn("need NVRTC, which torch's builds for CUDA bring, and it was not found")
+        _warn("need NVRTC, which torch's builds for CUDA include, and it was not found")
     count = PLANNED_PROCESSORS
     if device.type == "cuda":
         count = torch.cuda.get_device_properties(device).multi_processor_count
@@ -142,7 +140,7 @@ def facts(device: torch.device) -> DeviceFacts:
 
 
 def triton_version() -> str:
-    """The version of the installed Triton; read only where Triton kernels are launched."""
+    """The version of the installed Triton. This imports Triton."""
     import triton
 
     return triton.__version__

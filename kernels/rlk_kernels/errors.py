@@ -1,15 +1,15 @@
-"""What rlk_kernels raises. Every class derives from `KernelError`; each also is the built-in a
-caller would expect, so `except ValueError` keeps working.
+"""The errors of rlk_kernels. Every class derives from `KernelError` and from the built-in that a
+caller would expect, so that `except ValueError` works.
 
 KernelError
 ├── UnknownBackend      (ValueError)    a backend name that does not exist
-├── UnsupportedDevice   (RuntimeError)  the backend asked for cannot run here, or several devices
+├── UnsupportedDevice   (RuntimeError)  the requested backend cannot run here, or several devices
 ├── KernelFailed        (RuntimeError)  a kernel cannot be compiled or launched
 ├── RankMissing         (RuntimeError)  a rank did not join a collective in time
-├── UnsupportedDtype    (TypeError)     a dtype, or a mix of dtypes, that the operator does not take
-└── UnsupportedShape    (ValueError)    shapes that do not fit together, or out of range
+├── UnsupportedDtype    (TypeError)     the operator does not support a dtype, or a mix of dtypes
+└── UnsupportedShape    (ValueError)    shapes do not fit together, or are out of range
 
-Strides never raise: an operator reads any strides, or copies first where its docstring says so.
+Strides never raise: an operator reads any strides, or copies first if its docstring says so.
 """
 
 
@@ -26,16 +26,16 @@ class UnsupportedDevice(KernelError, RuntimeError):
 
 
 class KernelFailed(KernelError, RuntimeError):
-    """A kernel in CUDA C++ cannot be compiled or launched: a fault in this package, its
+    """A kernel in CUDA C++ cannot be compiled or launched, because of a fault in this package, its
     installation, or an earlier kernel."""
 
 
 class RankMissing(KernelError, RuntimeError):
-    """A rank did not join a collective within the time limit: it has ended, or is elsewhere."""
+    """A rank did not join a collective within the time limit: it has ended or runs other code."""
 
 
 class UnsupportedDtype(KernelError, TypeError):
-    """The operator does not take this dtype, or these dtypes together."""
+    """The operator does not support this dtype, or these dtypes together."""
 
 
 class UnsupportedShape(KernelError, ValueError):

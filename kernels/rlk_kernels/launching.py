@@ -1,13 +1,13 @@
-"""Launching kernels past Triton's dispatch, and replaying the launches of a repeated call.
+"""Launches kernels without Triton's dispatch, and replays the launches of a repeated call.
 
-At every launch Triton inspects every argument to find the compiled kernel: most of the host's time
-of a launch. Here that happens once for calls of one shape, whose `ShapeCache` holds the compiled
-kernel; tensor maps are cached by address. No bit can change: the kernel is the one that Triton
-would run (`tests/gpu/kernels/test_engine_gpu.py` checks every launch).
+At every launch Triton inspects every argument to find the compiled kernel, which takes most of the
+host's time of a launch. Here this happens once for calls of one shape, whose `ShapeCache` has the
+compiled kernel; tensor maps are cached by address. No bit can change, because the kernel is the one
+that Triton would run (`tests/gpu/kernels/test_engine_gpu.py` checks every launch).
 
-A call of several kernels goes further (`replay_or_run`): if an earlier call had the same memory and
-numbers, its recorded launches are repeated without running the call's own code. RLK_REPLAY=0 in the
-environment turns that off.
+`replay_or_run` does more for a call of several kernels: if an earlier call had the same memory and
+numbers, it repeats the recorded launches without running the call's own code. RLK_REPLAY=0 in the
+environment disables this.
 """
 
 import functools
@@ -25,19 +25,19 @@ from rlk_kernels import private_api
 from rlk_kernels.private_api import DirectLauncher, direct_launcher
 
 MOST_VALUES = 512
-"""How many values of one name a `ShapeCache` holds."""
+"""The most values of one name in a `ShapeCache`."""
 MOST_REPLAYS = 4096
-"""How many recorded calls are kept, of all shapes together."""
+"""The most recorded calls, of all shapes together."""
 MOST_LAUNCHES = 16
-"""The largest number of launches of a call that is replayed: with more, the GPU lags behind the
-host anyway."""
+"""The most launches of a call that is replayed. With more launches, the GPU is slower than the host
+anyway."""
 
 
 class _Thread(threading.local):
     only_compiles = False
     """Launches compile and do not run (`only_compiling`)."""
     launches = 0
-    """Launches so far. A recording that has fewer than were made is refused."""
+    """The number of launches so far. A recording that lacks a launch is refused."""
 
 
 _thread = _Thread()
@@ -59,8 +59,8 @@ def compiles_only() -> bool:
 
 
 def count_launch() -> bool:
-    """Count a launch that no recording sees and return True. While this thread only compiles, count
-    nothing and return False."""
+    """Counts a launch that no recording contains, and returns True. If this thread only compiles,
+    counts nothing and returns False."""
     if not _thread.only_compiles:
         _thread.launches += 1
     return not _thread.only_compiles
@@ -68,39 +68,40 @@ def count_launch() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A kernel as it was compiled and loaded for a launch."""
+    """A kernel that was compiled and loaded for a launch."""
 
     kernel: Any
     """`triton.compiler.CompiledKernel`."""
     direct: DirectLauncher | None
-    """Its launcher without the wrapper, where this launcher is known."""
+    """The kernel's launcher without the wrapper; None if this version's launcher is unknown."""
     device: int
     tensors: tuple[int, ...]
-    """Which arguments are tensors. All were aligned to 16 bytes, which Triton relies on."""
+    """The indices of arguments that are tensors. All were aligned to 16 bytes, on which the
+    compiled kernel relies."""
     maps: tuple[int, ...]
-    """Which arguments are tensor maps."""
+    """The indices of arguments that are tensor maps."""
 
 
 class ShapeCache:
-    """What calls of one shape have in common, made by the first of them."""
+    """The values that calls of one shape share, which the first call creates."""
 
     __slots__ = ("compiled", "plan", "proven", "values")
 
     def __init__(self) -> None:
         self.plan: Any = None
-        """How the calls run."""
+        """The plan of the calls."""
         self.proven: set[Callable] = set()
-        """What launches on no memory but the call's (`replay_or_run`)."""
+        """The functions whose kernels access only the call's own memory (`replay_or_run`)."""
         self.compiled: dict[Any, Compiled] = {}
-        """The compiled kernels, by the kernel's id and by what else distinguishes its launches."""
+        """The compiled kernels, by the kernel's id and the `part` of `launch`."""
         self.values: dict[str, dict] = {}
         """Other cached values, by name and key."""
 
     def get_or_create(
         self, name: str, key, make: Callable, *arguments, most: int = MOST_VALUES
     ) -> Any:
-        """The value cached for `key` (addresses, say), or a new one made by `make(*arguments)`; at
-        `most` entries the values of that name are cleared."""
+        """The value cached for `key` (for example addresses), or a new one by `make(*arguments)`.
+        At `most` entries, the values of this name are cleared."""
         by_key = self.values.get(name)
         if by_key is None:
             by_key = self.values[name] = {}
@@ -114,8 +115,8 @@ class ShapeCache:
 
 @functools.lru_cache(maxsize=4096)
 def shape_cache(*shape) -> ShapeCache:
-    """The cache of calls of one `shape`: all that determines the kernels' arguments, and so what
-    Triton compiles, except for addresses and floating-point numbers."""
+    """The cache of calls of one `shape`, which consists of everything that determines the kernels'
+    arguments, and so the compiled code, except addresses and floating-point numbers."""
     return ShapeCache()
 
 
@@ -125,7 +126,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def power_of_2(n: int) -> int:
-    """The least power of two that is not below n >= 1; see `cdiv`."""
+    """The smallest power of two that is at least n >= 1; see `cdiv`."""
     return 1 << (n - 1).bit_length()
 
 
@@ -133,8 +134,9 @@ def launch(
     cache: ShapeCache | None, kernel, grid: tuple[int, int, int], arguments: tuple, options: dict,
     part: tuple | None = None,
 ) -> None:  # fmt: skip
-    """`kernel[grid](*arguments, **options)`; cache: of the call's shape, None for a launch that is
-    always Triton's own; part: what tells launches of the kernel with other sizes apart."""
+    """`kernel[grid](*arguments, **options)`. cache: that of the call's shape; None for a launch
+    that always uses Triton's dispatch. part: distinguishes launches of the kernel with other
+    sizes."""
     if _thread.only_compiles:
         private_api.survive_compile_hooks(kernel)
         kernel.warmup(*arguments, grid=grid, **options)
@@ -165,9 +167,9 @@ def launch(
 
 
 def _addressed(tensors: tuple[int, ...], arguments: tuple) -> list | None:
-    """The arguments with addresses instead of tensors; None where one is not aligned. Triton's
-    launcher would ask the driver whether each tensor is on the GPU; operators have checked that
-    already (`backend.choose`)."""
+    """The arguments with addresses instead of tensors; None if a tensor is not aligned. For a
+    tensor Triton's launcher would ask the driver whether it is on the GPU, which operators have
+    checked already (`backend.choose`)."""
     addressed, bits = list(arguments), 0
     for i in tensors:
         address = addressed[i] = arguments[i].data_ptr()
@@ -179,9 +181,9 @@ def launch_compiled(
     compiled: Compiled, kernel, grid: tuple[int, int, int], arguments: tuple, options: dict,
     addressed: list,
 ) -> tuple | None:  # fmt: skip
-    """Launch the compiled kernel with the `addressed` arguments; under a profiler the launch is an
-    ordinary one. Returns (launching function, its arguments, what must live for
-    it), or None for an ordinary one."""
+    """Launches the compiled kernel with the `addressed` arguments, or, under a profiler, by
+    Triton's dispatch. Returns (the launching function, its arguments, the object that must stay
+    alive), or None for Triton's dispatch."""
     if private_api.profiled():
         kernel[grid](*arguments, **options)
         return None
@@ -202,29 +204,30 @@ def launch_compiled(
 
 
 class Recording(ShapeCache):
-    """The cache of a shape while one call uses it and adds the launches that it makes."""
+    """The cache of a shape during one call, with the launches of this call."""
 
     __slots__ = ("foreign", "known", "memory", "steps")
 
     def __init__(
         self, cache: ShapeCache, memory: tuple[Tensor | None, ...], addresses: list[int]
     ) -> None:
-        """memory, at these addresses: all that the call was given; () where nobody asks for it."""
+        """memory: all tensors of the call, at these addresses; () if foreign memory need not be
+        looked for."""
         self.plan, self.compiled, self.values = cache.plan, cache.compiled, cache.values
         self.memory, self.known = memory, addresses
         self.steps: list[tuple] = []
-        """What `launch_compiled` returned, of each launch."""
+        """The result of `launch_compiled` for each launch."""
         self.foreign = False
-        """Whether a kernel was given other memory: what a call allocates for itself may belong to
-        another one when the call is replayed."""
+        """Whether a kernel has accessed other memory. Memory that a call allocates itself may
+        belong to another call when the first one is replayed."""
 
     def look_at(self, compiled: Compiled, arguments: tuple, addressed: list) -> None:
-        """Look for foreign memory in a launch; `addressed` is as `_addressed` returned it."""
+        """Looks for foreign memory in a launch. addressed: the result of `_addressed`."""
         addresses = [addressed[i] for i in compiled.tensors]
         addresses += [arguments[i].base.data_ptr() for i in compiled.maps]
-        self.foreign = self.foreign or not all(map(self._holds, addresses))
+        self.foreign = self.foreign or not all(map(self._is_known, addresses))
 
-    def _holds(self, address: int) -> bool:
+    def _is_known(self, address: int) -> bool:
         if address in self.known:
             return True
         storages = (x.untyped_storage() for x in self.memory if x is not None)
@@ -239,14 +242,15 @@ def replay_or_run(
     run: Callable[..., None], *arguments,
 ) -> None:  # fmt: skip
     """Calls `run(cache, *arguments)`, which must only launch kernels through its cache, or repeats
-    the launches that it recorded earlier for the same memory and numbers: that saves most of the
-    host's time of a call of several kernels.
+    the launches of an earlier call with the same memory and numbers, which saves most of the host's
+    time of a call of several kernels.
 
-    memory: all that the kernels read and write, including scratch of `run`; numbers: what else
-    their arguments depend on, besides the shape. A recording is rejected if it lacks a launch (one
-    without the cache, the first of a kernel, one under a profiler) or if a kernel was given memory
-    that is not in `memory`. The latter depends on the shape and the alignment: it is checked once
-    for a shape whose memory is aligned, otherwise each time.
+    memory: all tensors that the kernels read and write, including scratch of `run`. numbers: the
+    other values on which the kernels' arguments depend, besides the shape. A recording is rejected
+    if it lacks a launch (a launch without the cache, the first launch of a kernel, or one under a
+    profiler), or if a kernel accessed memory that is not in `memory`. The latter depends on the
+    shape and the alignment: it is checked once for a shape whose memory is aligned, and otherwise
+    in each call.
     """
     if not private_api.REPLAY or _thread.only_compiles:
         run(cache, *arguments)
@@ -274,7 +278,7 @@ def replay_or_run(
 
 
 class _Memory:
-    """What a tensor map asks of its tensor, without holding the memory."""
+    """The properties of a tensor that a tensor map reads, without a reference to its memory."""
 
     __slots__ = ("address", "dtype")
 
@@ -290,5 +294,5 @@ def tensor_map(
     kind, address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...],
     box: tuple[int, ...], *layout,
 ):  # fmt: skip
-    """A descriptor of class `kind` (Triton's or Gluon's) of what lies at an address."""
+    """A descriptor of class `kind` (Triton's or Gluon's) for a tensor at an address."""
     return kind(_Memory(address, dtype), list(shape), list(strides), list(box), *layout)

@@ -1,5 +1,5 @@
-"""Memory for results and scratch, allocated and laid out past torch's dispatch, which takes the
-host longer than a launch."""
+"""Allocates memory for results and scratch without torch's dispatch, which takes the host longer
+than a launch."""
 
 import functools
 import math
@@ -12,7 +12,7 @@ from rlk_kernels import private_api
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`torch.empty`; on the current GPU from the same allocator, past torch's dispatch."""
+    """`torch.empty`; on the current GPU from the same allocator, without torch's dispatch."""
     if not _allocates(device):
         return torch.empty(shape, dtype=dtype, device=device)
     return private_api.allocate(*_dense(shape), dtype)
@@ -21,37 +21,37 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 def empties(
     shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
-    """`empty` of each shape, all in one piece of memory, which lives as long as one of them does;
-    each begins at a multiple of 16 bytes. A custom operator may not return two of them: torch
-    forbids two outputs in the same memory."""
+    """`empty` of each shape, all in one block of memory, which lives as long as one of the tensors.
+    Each begins at a multiple of 16 bytes. A custom operator must not return two of them, because
+    torch forbids outputs that share memory."""
     together = layout(shapes, dtype)
     return views(empty(together.total, dtype, device), together)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLayout:
-    """Where the tensors of a shared piece of memory lie."""
+    """The layout of tensors in a shared block of memory."""
 
     total: tuple[int]
-    """Elements in total."""
-    places: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
-    """(shape, strides, first element) of each."""
+    """The number of elements of the block, as a shape."""
+    tensors: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+    """(shape, strides, first element) of each tensor."""
 
 
 @functools.lru_cache(maxsize=4096)
 def layout(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> MemoryLayout:
     """The layout of dense tensors, each at a multiple of 16 bytes."""
-    places, total, unit = [], 0, 16 // dtype.itemsize
+    tensors, total, unit = [], 0, 16 // dtype.itemsize
     for shape in shapes:
-        places.append((*_dense(shape), total))
+        tensors.append((*_dense(shape), total))
         total += -(-math.prod(shape) // unit) * unit
-    return MemoryLayout((total,), tuple(places))
+    return MemoryLayout((total,), tuple(tensors))
 
 
 def views(memory: Tensor, layout: MemoryLayout, count: int | None = None) -> list[Tensor]:
-    """The tensors that lie in memory[layout.total], or the first `count` of them."""
+    """The tensors in memory[layout.total], or the first `count` of them."""
     view = private_api.reinterpret if type(memory) is Tensor else torch.as_strided
-    return [view(memory, *place) for place in layout.places[:count]]
+    return [view(memory, *tensor) for tensor in layout.tensors[:count]]
 
 
 def _allocates(device: torch.device) -> bool:
@@ -65,7 +65,7 @@ def _allocates(device: torch.device) -> bool:
 
 @functools.cache
 def _is_gpu(device: torch.device) -> bool:
-    return device.type == "cuda"  # a string that torch makes anew each time
+    return device.type == "cuda"  # torch creates a new string at each access
 
 
 @functools.lru_cache(maxsize=4096)

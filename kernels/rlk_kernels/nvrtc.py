@@ -1,7 +1,7 @@
-"""CUDA's runtime compiler, which comes with torch's builds for CUDA: kernels in CUDA C++ become
-binaries, in a fraction of a second, several at a time.
+"""Compiles kernels in CUDA C++ with NVRTC, CUDA's runtime compiler, which torch's builds for CUDA
+include. A kernel takes a fraction of a second, and several can be compiled at a time.
 
-Called through ctypes, so that torch is the only dependency.
+NVRTC is called through ctypes, so that torch is the only dependency.
 """
 
 import ctypes
@@ -24,13 +24,14 @@ class Source(NamedTuple):
     """The kernel's name, that of an `extern "C"` function."""
     text: str
     options: tuple[str, ...]
-    """Options that NVRTC is called with."""
+    """The options of NVRTC."""
 
 
-def _places() -> Iterator[tuple[str, ...]]:
-    """Where NVRTC may be, for the CUDA that torch was built for (or any, without one), preceded by
-    what it needs: in an NVIDIA wheel, behind a library of torch that links it, and on the loader's
-    path. The driver may reject what a newer NVRTC compiles."""
+def _candidates() -> Iterator[tuple[str, ...]]:
+    """Yields the paths at which NVRTC may be, each preceded by the libraries that it needs: in an
+    NVIDIA wheel, in a library of torch that links it, and on the loader's path. Its version is the
+    CUDA that torch was built for, or any without one, because the driver may reject the binaries of
+    a newer NVRTC."""
     major = (torch.version.cuda or "[0-9]*").partition(".")[0]
     wheels = importlib.util.find_spec("nvidia")
     for folder in wheels.submodule_search_locations or () if wheels else ():
@@ -42,15 +43,15 @@ def _places() -> Iterator[tuple[str, ...]]:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The compiler's library. Raises KernelFailed where none is found."""
-    for place in _places():
+    """The compiler's library. Raises KernelFailed if there is none."""
+    for paths in _candidates():
         try:
-            *_, compiler = map(ctypes.CDLL, place)
+            *_, compiler = map(ctypes.CDLL, paths)
             compiler.nvrtcGetErrorString.restype = c_char_p
             return compiler
         except (OSError, AttributeError):
             continue
-    raise KernelFailed("NVRTC was not found; torch's builds for CUDA bring it")
+    raise KernelFailed("NVRTC was not found; torch's builds for CUDA include it")
 
 
 def is_available() -> bool:
@@ -69,7 +70,7 @@ def version() -> tuple[int, int]:
 
 
 def compile_source(source: Source) -> tuple[bytes, str]:
-    """(the binary, what the compiler said). Raises KernelFailed."""
+    """(the binary, the compiler's log). Raises KernelFailed."""
     nvrtc, program, size = library(), c_void_p(), ctypes.c_size_t()
 
     def output(what: str) -> bytes:

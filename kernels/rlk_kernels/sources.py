@@ -1,4 +1,4 @@
-"""Which kernels these are."""
+"""A digest that identifies these kernels."""
 
 import functools
 import hashlib

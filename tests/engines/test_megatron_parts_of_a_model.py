@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from rlk_kernels.parallel.context import places
+from rlk_kernels.parallel.context import owners
 
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.megatron.slices import Slices
@@ -21,7 +21,7 @@ def test_slices_are_those_of_the_kernels(world: int, parts: tuple[int, ...]) -> 
     held = [Slices(tuple(begins), Ranks(r, world, CPU)).columns() for r in range(world)]
     assert sorted(np.concatenate(held).tolist()) == list(range(begins[-1]))
     if world > 1:
-        rank, index = places(torch.tensor(begins), begins[-1], world)
+        rank, index = owners(torch.tensor(begins), begins[-1], world)
         for r, i, row in zip(rank.tolist(), index.tolist(), range(begins[-1]), strict=True):
             assert held[r][i] == row
 

@@ -1,5 +1,5 @@
-"""The real engines with the kernels in them: vLLM samples once for a file, and the other engines
-are compared with it."""
+"""The real engines with the kernels: vLLM samples once for each file, and the other engines are
+compared with it."""
 
 import json
 from collections.abc import Callable
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a module's runs: a later test takes the captures of an earlier one."""
+    """The folder for the runs of a module; later tests use the captures of earlier ones."""
     return tmp_path_factory.mktemp("fix-path")
 
 
@@ -39,7 +39,8 @@ def compare(cli: Cli) -> Cli:
 
 @pytest.fixture(scope="module")
 def sampled(folder: Path, cli: Cli) -> Callable[..., str]:
-    """The run in which vLLM sampled with the kernels, as a spec: all embedded prompts, or a few."""
+    """A spec of the run in which vLLM sampled with the kernels, for all embedded prompts or a
+    few."""
 
     def capture(dtype: str, few: bool = False) -> str:
         require_engine("vllm")

@@ -24,13 +24,13 @@ from train import Loop
 
 
 def bits(loop: Loop, step: int) -> list[str]:
-    """Of the state, and of the sequences and log-probs of a step."""
+    """Digests of the state, and of the sequences and log-probs of a step."""
     files = [loop.options.run / STATE, *loop.options.run.glob(f"log-probs/step_{step:06d}_*")]
     return [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
 
 
 def go_back(loop: Loop, state: Path) -> None:
-    """To what a killed run has left: its engines and tensors hold other values by then."""
+    """Return to the files of a killed run; engines and tensors have other values by then."""
     with torch.no_grad():
         for master in loop.trainer.masters.values():
             master.fill_(0.5)
@@ -40,7 +40,7 @@ def go_back(loop: Loop, state: Path) -> None:
 
 
 def steps(loop: Loop) -> list[dict[str, Any]]:
-    """Two steps, each saved; the state after the first is kept beside it."""
+    """Two steps, each saved; the state after the first is kept too."""
     found = []
     for number in range(2):
         line = loop.train_step()
@@ -51,7 +51,7 @@ def steps(loop: Loop) -> list[dict[str, Any]]:
 
 
 def counted(answer: Answer) -> Sample:
-    """As if an answer that was cut were a whole one."""
+    """As if a truncated answer were complete."""
     sample = to_sample(answer, 1.0)
     return replace(sample, mask=[value is not None for value in sample.rollout_logprobs])
 
@@ -71,7 +71,7 @@ def of_prompt(answer: Answer) -> Sample:
 
 
 def of_tool(answer: Answer) -> Sample:
-    """The first token behind the first try, where there is another."""
+    """The first token after the first try, if there is another try."""
     sample = to_sample(answer, 1.0)
     if len(answer.spans) == 1:
         return sample
@@ -84,13 +84,13 @@ def left_out(answer: Answer) -> Sample:
 
 
 def of_another(answer: Answer) -> Sample:
-    """As if the mask were that of an answer that is one token longer."""
+    """The mask of an answer that is one token longer."""
     sample = to_sample(answer, 1.0)
     return replace(sample, mask=[*sample.mask, False])
 
 
 def without_logprob(answer: Answer) -> Sample:
-    """Its last token would be counted, with a log-prob of 0, and compared with nothing."""
+    """The last token would count with a log-prob of 0, without a comparison."""
     sample = to_sample(answer, 1.0)
     return replace(sample, rollout_logprobs=[*sample.rollout_logprobs[:-1], None])
 
@@ -115,7 +115,7 @@ MASKS: dict[str, Callable[[Answer], Sample]] = {
 
 
 def fault(loop: Loop) -> str:
-    """What ends the next step; empty where nothing does."""
+    """The error that ends the next step, or an empty text."""
     try:
         loop.train_step()
     except LoopFault as found:
@@ -168,7 +168,7 @@ def main() -> None:
     loop.options.resume, loop.options.steps = True, 2
     found["resumed at its end"] = {"code": loop.run(), "bits": bits(loop, 1)}
 
-    # The faults, on answers that vLLM gave: some cut, some wrong and tried again.
+    # The faults, on answers of vLLM: some truncated, some wrong and tried again.
     loop.options.group, loop.options.max_tokens = 4, 24
     answers = loop.rollout.answers(problems.training(0, 7, 2, 0), "faults")
     loop.options.max_tokens = 3
@@ -194,7 +194,7 @@ def main() -> None:
     found["stale"] = fault(loop)
     loop.trainer.weights = weights
     loop.sync()
-    # A trainer that computes otherwise: no weight says so, and the log-probs do.
+    # A trainer that computes differently: weights do not show it, but log-probs do.
     loop.trainer.model.model.layers[1].mlp.register_forward_hook(lambda _m, _a, out: out * 1.01)
     found["drift"] = loop.train_step()["mismatch"]
     name = next(name for name in loop.trainer.parameters if "layers.2.mlp.down_proj" in name)

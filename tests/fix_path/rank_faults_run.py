@@ -43,7 +43,7 @@ def everything(site: str, sample: np.ndarray, position: np.ndarray) -> np.ndarra
 
 
 def observed(engine: MegatronEngine, folder: Path, ranks: Ranks) -> PassReader | None:
-    """One pass, written by all ranks and read by rank 0."""
+    """One pass, which all ranks write and rank 0 reads."""
     if ranks.rank:
         barrier(ranks)
     writer = PassWriter(folder, everything, vocab=engine.shape.vocab, part=ranks.rank)

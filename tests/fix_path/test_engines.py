@@ -17,7 +17,7 @@ DEFAULT = (("hf", "bfloat16"), ("megatron", "bfloat16"))
 """FSDP2 has HF's numbers, and fp32 takes longer: they score a few prompts by default
 (`test_pairs.py`)."""
 TOKENS = 1500
-"""Some 1,800 are sampled."""
+"""About 1,800 are sampled."""
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_rollout_is_training(
     for role in ("rollout", "train"):
         kernels = capture_of(folder / "run", role).record.kernels
         assert set(kernels.values()) == {"torch"}
-        # All sites except the residual additions, which every engine computes alike.
+        # All sites except the residual additions, which are the same in every engine.
         assert len(kernels) == 4 * 15 + 4
 
 
@@ -45,7 +45,7 @@ def test_rollout_is_training(
 def test_processed_logprobs_are_those_at_the_temperature(
     compare: Cli, folder: Path, train: str
 ) -> None:
-    """As RL frameworks sample: what vLLM says of a token is of the logits that it drew from."""
+    """As RL frameworks sample: log-probs of vLLM are those of the logits that it drew from."""
     require_engine("vllm")
     prompts = write_few_prompts(folder / "few.jsonl")
     done = compare(
@@ -61,7 +61,7 @@ def test_processed_logprobs_are_those_at_the_temperature(
 
 
 def test_a_rank_without_a_sample_computes_no_logprob(compare: Cli, folder: Path) -> None:
-    """One prompt for two ranks: the second has no call to count, and that is no error."""
+    """One prompt for two ranks: the second rank has no call, which is not an error."""
     (one := folder / "one.jsonl").write_text('{"id": "p", "prompt": "Once upon a time"}\n')
     done = compare(
         *("--rollout", "hf:kernels=rlk", "--train", "fsdp:dp=2,kernels=rlk"),

@@ -1,4 +1,4 @@
-"""Each operator in turn is excluded, so that the engine's own kernel computes it: it is named."""
+"""Each operator is excluded once, so that the engine's own kernel computes it. It is named."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ from rlk_kernels.integrations.operators import OPERATORS
 pytestmark = pytest.mark.whole_matrix
 ENGINES = ("hf", "megatron", "vllm")
 RARE = {("megatron", op) for op in ("q_norm", "k_norm", "final_norm")}
-"""Engine and operator whose rounding differs in so few rows that only all prompts show one."""
+"""(engine, operator) whose rounding differs in so few rows that only all prompts show it."""
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_the_excluded_operator_is_named(
     done = compare(
         *("--rollout", rollout, "--run-dir", folder / "left"),
         *("--train", f"{engine}:kernels=rlk,except={op}", "--edges", "prefill_vs_train"),
-        # Values are not needed to name it.
+        # Values are not needed to name the operator.
         *("--sites", "logprob"),
     )
     if op in FACTS[engine].alike:

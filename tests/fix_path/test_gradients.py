@@ -36,7 +36,7 @@ Gradients = dict[str, Tensor]
 
 
 def of_hf(dtype: str) -> list[Gradients]:
-    """Each sample's by itself."""
+    """The gradients of each sample."""
     from rlk_kernels.integrations import hf
     from transformers import AutoModelForCausalLM
 
@@ -58,7 +58,8 @@ def _hf_loss(model: Any, ids: Tensor) -> Tensor:
 
 
 def of_fsdp(group: Any, dtype: str, ordered: bool) -> tuple[Gradients, Tensor]:
-    """FSDP2, fp32 weights computing in `dtype`; samples are dealt in order. And their norm."""
+    """Gradients and their norm in FSDP2, with fp32 weights that compute in `dtype`. Ranks get
+    samples in order."""
     from rlk_kernels.integrations import hf
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -77,7 +78,7 @@ def of_fsdp(group: Any, dtype: str, ordered: bool) -> tuple[Gradients, Tensor]:
         _hf_loss(model, IDS[first + group.rank()][None]).backward()
         batches.add()
     batches.finish()
-    # FSDP2 has averaged over ranks, by a power of two.
+    # FSDP2 has divided by the number of ranks, a power of two.
     norm = gradient_norm(model.parameters()) * group.size()
     return {n: p.grad.full_tensor() * group.size() for n, p in model.named_parameters()}, norm
 
@@ -85,8 +86,8 @@ def of_fsdp(group: Any, dtype: str, ordered: bool) -> tuple[Gradients, Tensor]:
 def of_megatron(
     group: Any, options: str, samples: int = SAMPLES, micro: int = 1, model: Path = MODEL
 ) -> Gradients:
-    """Those of this rank's parameters, after megatron-core's own schedule has run and finished
-    them. Data-parallel ranks have their samples in order, in `micro` micro-batches each."""
+    """Gradients of this rank's parameters, after megatron-core's schedule has run and finished
+    them. Data-parallel ranks get samples in order, each in `micro` micro-batches."""
     from megatron.core import pipeline_parallel
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -120,7 +121,7 @@ def of_megatron(
         trained = DistributedDataParallel(engine.model.config, asked, engine.model)
         trained.config.finalize_model_grads_func = finalize_model_grads
         trained.config.no_sync_func = trained.no_sync
-        trained.config.batch_p2p_sync = False  # It waits for a GPU.
+        trained.config.batch_p2p_sync = False  # This waits for a GPU.
         pipeline_parallel.get_forward_backward_func()(
             forward_step_func=functools.partial(_megatron_step, packed, micro),
             data_iterator=iter(own),
@@ -130,8 +131,8 @@ def of_megatron(
             micro_batch_size=1 if packed else len(own[0]),
         )
     if data.world > 1:
-        # It has averaged over ranks, by a power of two; each has its share of every bucket, and a
-        # tied embedding of several stages has a bucket of its own.
+        # It has divided by the number of ranks, a power of two. Each rank has its part of every
+        # bucket, and a tied embedding of several stages has a separate bucket.
         for bucket in (bucket for buffer in trained.buffers for bucket in buffer.buckets):
             share = bucket.grad_data.chunk(data.world)[data.rank].clone()
             bucket.grad_data.copy_(torch.cat(all_gather(share, data)))
@@ -141,14 +142,14 @@ def of_megatron(
     plan = [entry for entry in engine.plan if entry.name in live]
     gather = functools.partial(all_gather, ranks=engine.grid.tp)
     every = {tensor_name(p.name): p.value.clone() for p in canonical(plan, live.get, gather)}
-    # A tied head is the embedding; the last stage of several has a copy of it.
+    # A tied head is the embedding. The last of several stages has a copy.
     if (head := every.pop("lm_head.weight", None)) is not None:
         every[EMBEDDING] = head
     return every
 
 
 def _counted_on_the_cpu() -> None:
-    """megatron-core's schedules count tokens on a GPU. Only a rank's own process is changed."""
+    """megatron-core's schedules count tokens on a GPU. This changes only the process of a rank."""
     zeros = torch.zeros
 
     def on_cpu(*size: Any, device: Any = None, **more: Any) -> Tensor:
@@ -158,7 +159,7 @@ def _counted_on_the_cpu() -> None:
 
 
 def _megatron_step(packed: bool, micro: int, batches: Any, model: Any) -> tuple[Tensor, Any]:
-    """What megatron-core's schedule asks for: what this stage gives, and the loss of it."""
+    """For megatron-core's schedule: the output of this stage, and a function for its loss."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     ids = next(batches)
@@ -169,14 +170,14 @@ def _megatron_step(packed: bool, micro: int, batches: Any, model: Any) -> tuple[
         ids, at, labels = (x.reshape(1, -1) for x in (ids, at, labels))
 
     def loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        # The last position is scored against nothing; the schedule divides by micro-batches.
+        # The last position has no target; the schedule divides by the number of micro-batches.
         return output.view(-1, LENGTH)[:, :-1].sum() * micro, {}
 
     return model(ids, at, None, labels=labels, packed_seq_params=pack), loss
 
 
 def together(ranks: list[Gradients]) -> Gradients:
-    """Of a whole model; what several ranks have is equal on them."""
+    """Gradients of the whole model. A gradient of several ranks is equal on them."""
     merged = {name: gradient for own in ranks for name, gradient in own.items()}
     assert all(torch.equal(g, merged[name]) for own in ranks for name, g in own.items())
     return merged
@@ -184,7 +185,7 @@ def together(ranks: list[Gradients]) -> Gradients:
 
 def differing(found: Gradients, expected: Gradients) -> list[str]:
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    # An expert that no token was sent to has none.
+    # An expert without tokens has no gradient.
     zero = [name for name, g in expected.items() if not g.any()]
     assert all(".experts." in name for name in zero)
     assert len(zero) < len(expected) / 8
@@ -226,7 +227,8 @@ def _megatron_alone(
     ],
 )
 def test_fsdp_has_the_gradients_of_hf(world: int, dtype: str) -> None:
-    """At one global batch: samples are dealt in order, and each backward's sample is a leaf."""
+    """For one global batch: ranks get samples in order, and the sample of each backward is a
+    leaf."""
     expected = _hf_sum(dtype)
     norms = set()
     for found, norm in on_ranks(world, of_fsdp, dtype, True):
@@ -260,8 +262,8 @@ def test_megatron_has_the_gradients_of_one_rank(world: int, options: str) -> Non
 
 @whole_matrix
 def test_megatron_and_hf_part_where_products_are_fused() -> None:
-    """HF adds up the rounded gradients of what q, k and v read, and gate and up; Megatron has one
-    sum. What is behind no such product is equal."""
+    """HF adds up the rounded gradients of the inputs of q, k and v, and of gate and up; Megatron
+    has one sum. Other gradients are equal."""
     found, expected = _megatron_alone(samples=1), of_hf("bfloat16")[0]
     record("Megatron tp=1, one sample", "HF", found, expected)
     last = (f"model.layers.3.mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
@@ -270,8 +272,8 @@ def test_megatron_and_hf_part_where_products_are_fused() -> None:
 
 @whole_matrix
 def test_megatron_data_parallel_has_one_order() -> None:
-    """Two micro-batches a rank, or one, are leaves of one tree: dp=2 and dp=4 agree, and, of half
-    the samples, dp=1 and dp=2."""
+    """Two micro-batches on a rank, or one, are leaves of one tree: dp=2 and dp=4 agree and, for
+    half the samples, dp=1 and dp=2."""
     two, four = (together(on_ranks(n, of_megatron, "", SAMPLES, 4 // n)) for n in (2, 4))
     record("Megatron dp=2, two micro-batches a rank", "dp=4, one", two, four)
     assert differing(two, four) == []
@@ -289,8 +291,8 @@ def test_megatron_data_parallel_has_one_order() -> None:
     ],
 )
 def test_pipeline_stages_have_the_gradients_of_one(world: int, options: str) -> None:
-    """Except a tied embedding's: one rank rounds the sum of its two gradients to bf16, and stages
-    add them up in fp32."""
+    """Except that of a tied embedding: one rank rounds the sum of its two gradients to bf16, and
+    stages add them up in fp32."""
     expected, found = _megatron_alone(), together(on_ranks(world, of_megatron, options))
     record(f"Megatron {options.rstrip(',')}", "pp=1", found, expected)
     assert differing(found, expected) == [EMBEDDING]
@@ -300,8 +302,8 @@ def test_pipeline_stages_have_the_gradients_of_one(world: int, options: str) -> 
 
 @whole_matrix
 def test_a_tied_embedding_of_stages_in_fp32() -> None:
-    """Of one backward nothing is rounded in between; of two micro-batches the order differs: stages
-    add up all of the head's gradients before those of the embedding."""
+    """With one backward, nothing is rounded in between. With two micro-batches, the order differs:
+    stages add up all gradients of the head before those of the embedding."""
     for micro, differ in ((1, []), (2, [EMBEDDING])):
         expected = _megatron_alone("dtype=float32,", micro=micro)
         ranks = on_ranks(2, of_megatron, "pp=2,dtype=float32,", SAMPLES, micro)
@@ -337,7 +339,7 @@ def test_ranks_that_share_experts_have_gradients_of_one(
     assert wrong - experts, "what the condition excludes"
     for against, parts in _micro_batch_a_rank(layout, dtype).items():
         record(f"Megatron {options[:-1]}", f"{against}, two micro-batches", found, parts)
-        # Of a tied embedding, stages add up all of the head's gradients first.
+        # For a tied embedding, stages add up all gradients of the head first.
         tied = {EMBEDDING} if "pp=" in layout and "pp=" not in against else set()
         wrong = {*differing(found, parts)}
         assert wrong - experts == tied
@@ -345,7 +347,8 @@ def test_ranks_that_share_experts_have_gradients_of_one(
 
 
 def _micro_batch_a_rank(layout: str, dtype: str) -> dict[str, Gradients]:
-    """Layouts of fewer ranks that take a rank's samples as a micro-batch -> their gradients."""
+    """Gradients by layout, of layouts with fewer ranks, where the samples of a rank are a
+    micro-batch."""
     options = f"dtype={dtype},input=packed,"
     if layout == "ep=4":
         ranks = on_ranks(2, of_megatron, f"ep=2,{options}", SAMPLES, 2, SPARSE)
@@ -361,7 +364,7 @@ def _micro_batch_a_rank(layout: str, dtype: str) -> dict[str, Gradients]:
 def test_rows_of_experts_without_their_gradient_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A fault of ranks that share experts: no gradient goes back to the rank of the token."""
+    """A fault with experts on several ranks: no gradient goes back to the rank of the token."""
     from rlk_kernels.parallel import experts
 
     def nothing(ctx: Any, dy: Tensor) -> Any:

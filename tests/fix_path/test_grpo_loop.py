@@ -1,5 +1,5 @@
-"""The loop of examples/grpo: no token has another bit in any step, a step repeats bit for bit
-however its rollout is cut, and the loop's checks name what they are there for."""
+"""The loop of examples/grpo: no token differs in any step, a step repeats bit for bit for any
+batches of its rollout, and the loop's checks name their faults."""
 
 import json
 import os
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def loop(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What `grpo_loop.py` found, in a process of its own."""
+    """The results of `grpo_loop.py`, in a separate process."""
     require_engine("vllm")
     folder = tmp_path_factory.mktemp("grpo")
     answers = folder / "found.json"
@@ -39,12 +39,12 @@ def test_no_token_has_another_bit_in_any_step(loop: Any) -> None:
         assert line["digests_equal"] > 40
         assert line["gradient_norm"] > 0
         assert line["clip_fraction"] == 0.0
-    # Something was learned in between: the second step's weights are others.
+    # The weights changed in between.
     assert loop["once"][0]["bits"][0] != loop["once"][1]["bits"][0]
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(loop: Any) -> None:
-    """And its rollout was cut otherwise."""
+    """Its rollout also had other batches."""
     assert loop["resumed, cut otherwise"] == loop["once"][1]["bits"]
     assert len(loop["resumed, cut otherwise"]) == 2
 
@@ -133,5 +133,5 @@ def test_problems_are_of_the_chosen_families_and_not_held_out() -> None:
     drawn = [made["draw"](random.Random(n), ("multiply",)) for n in range(400)]
     assert {problem.family for problem in (*kept_back, *asked)} == {"multiply"}
     assert not {problem.prompt for problem in kept_back} & {problem.prompt for problem in asked}
-    # A quarter of those that are drawn would be.
+    # A quarter of the tokens that are drawn would be.
     assert sum(problem in kept_back for problem in drawn) > 50

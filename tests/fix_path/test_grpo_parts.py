@@ -60,7 +60,7 @@ def test_a_saved_run_is_not_written_over(folder: str, capsys: Any, tmp_path: Pat
     arguments(words)
     (tmp_path / folder / "state.safetensors").touch()
     arguments([*words, "--resume"])
-    # Runs may lie beside each other.
+    # A folder may contain several runs.
     arguments(["--run", str(tmp_path), "--device", "cpu"])
     with pytest.raises(SystemExit):
         arguments(words)
@@ -109,7 +109,7 @@ def trained() -> tuple[dict[str, torch.Tensor], torch.optim.Optimizer]:
 
 
 def test_a_state_is_replaced_by_a_whole_one_alone(tmp_path: Path) -> None:
-    """Neither a disk without space nor a rank that has not written its own takes the one before."""
+    """A full disk, or a rank that has not written its state, does not remove the previous state."""
     from record import load, save
 
     (masters, optimizer), same = trained(), {"seed": "1"}
@@ -155,7 +155,7 @@ def test_a_disk_without_space_is_named(tmp_path: Path) -> None:
 
 
 def test_what_is_done_again_is_forgotten(tmp_path: Path) -> None:
-    """A line that was cut as well, and the sequences of later steps: another run's may be there."""
+    """Also an incomplete line, and the sequences of later steps from another run."""
     from record import forget_after
 
     lines = "".join(json.dumps({"step": step}) + "\n" for step in range(4))

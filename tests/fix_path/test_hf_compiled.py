@@ -1,4 +1,4 @@
-"""A model of transformers that has the kernels, through Inductor."""
+"""A model of transformers with the kernels, compiled by Inductor."""
 
 import torch
 import torch._inductor.config as inductor

@@ -1,4 +1,4 @@
-"""Faults in a Megatron whose ranks share weights, sequences or layers are first seen at the site
+"""Faults in a Megatron whose ranks divide weights, sequences or layers are first seen at the site
 that each fault names, on all ranks or on the one rank that has it, with and without sequence
 parallelism. Through the command line: `test_ranks.py`.
 """
@@ -18,19 +18,19 @@ from rlk_align.selftest.faults.catalogue import FAULTS, faults_of
 HERE = Path(__file__).parent
 LAYOUTS = {"tp": "tp=2", "sp": "tp=2,sp=1", "cp": "cp=2", "pp": "pp=2"}
 EXPERTS: dict[str, list[Any] | None] = {
-    # Of tokens of both ranks, and of an expert that the first has.
+    # With tokens of both ranks, and an expert of the first rank.
     "expert-missing": ["layers.2.moe_out", [0]],
     "expert-missing@rank0": ["layers.2.moe_out", [0]],
     "expert-missing@rank1": None,
-    # Of a token's own rank.
+    # On the rank of the token.
     "expert-flipped": ["layers.2.experts", [0, 1]],
     "expert-flipped@rank1": ["layers.2.experts", [1]],
     "expert-weights-unnormalised@rank0": ["layers.2.routing_weights", [0]],
     "experts-shuffled": ["layers.2.gate_proj", [0]],
 }
-"""Where each is seen in a sparse model whose experts two ranks share, and on which ranks."""
+"""Where each is seen in a sparse model with experts on two ranks, and on which ranks."""
 FEW = ("norm-eps", "attn-scale", "residual-fp8")
-"""A value that each rank has or, under sequence parallelism, some rows of; and heads."""
+"""A value of which each rank has all rows or, with sequence parallelism, some rows; and heads."""
 CLASSES_OF = {
     name: fault
     for name, fault in faults_of("megatron").items()
@@ -40,14 +40,15 @@ CLASSES_OF = {
     and not fault.both
     and fault.engines[-1] == "megatron"
 }
-"""Those that need no options."""
+"""Layouts that need no options."""
 
 Found = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]], Found]:
-    """What two ranks saw of these faults, in each layout, on both of them and on the second."""
+    """The findings of two ranks for these faults in each layout, on both ranks and on the
+    second."""
     known: dict[tuple[str, ...], Found] = {}
 
     def run(faults: tuple[str, ...]) -> Found:
@@ -72,7 +73,7 @@ def _case(name: str, model: Path, options: str, faults: list[str]) -> dict[str, 
 
 
 def _of_rank_1(fault: str) -> tuple[str, ...]:
-    """The same fault on the second rank alone, where one rank can have it."""
+    """The same fault only on the second rank, if one rank can have it."""
     return () if FAULTS[fault].site == "logprob" else (f"{fault}@rank1",)
 
 
@@ -91,7 +92,7 @@ def _check(found: Found, faults: tuple[str, ...]) -> None:
                 elif layout == "pp":
                     assert f"stage 0 of pp=2 computes {site}" in seen[alone], alone
                 else:
-                    # A rank that holds nothing of what is faulty has no fault.
+                    # A rank without any part of the faulty value has no fault.
                     assert seen[alone] is None, (layout, alone, seen[alone])
 
 

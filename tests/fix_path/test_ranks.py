@@ -1,4 +1,4 @@
-"""One rank of several has a fault, or does not run a kernel: the rank is named, in vLLM and in
+"""One of several ranks has a fault, or does not run a kernel: the rank is named, in vLLM and
 Megatron."""
 
 import re
@@ -46,7 +46,7 @@ def named(done: Outcome) -> tuple[str, dict[str, list[int]]]:
 @pytest.mark.parametrize(
     ("fault", "site"),
     [
-        # A value that each rank holds whole, features that they share, and a weight.
+        # A value that is whole on each rank, features that are divided among ranks, and a weight.
         ("norm-eps", "layers.0.attn_norm"),
         ("attn-scale", "layers.3.attn"),
         ("residual-fp8", "layers.0.attn_residual"),
@@ -62,7 +62,7 @@ def test_a_fault_on_one_rank_is_named_with_it(run: Any, engine: str, fault: str,
 @whole_matrix
 @pytest.mark.parametrize("layout", ["tp=2", "tp=2,sp=1"])
 def test_a_fault_on_every_rank_is_the_fault_of_one(cli: Cli, folder: Path, layout: str) -> None:
-    """Formulas see whole operators: on two ranks a fault gives the bits that it gives on one."""
+    """Faults apply to whole operators: on two ranks a fault has the same bits as on one."""
     require_engine("megatron")
     prompts = ("--prompts", write_few_prompts(folder / "few.jsonl"), "--max-new-tokens", 4)
 
@@ -106,7 +106,7 @@ def test_a_kernel_that_one_rank_does_not_call_is_an_error_with_the_rank(
 
 @whole_matrix
 def test_what_the_kernels_refuse_in_a_rank_is_said_in_their_words(run: Any) -> None:
-    """vLLM's own message is that a worker failed to start."""
+    """The message of vLLM itself is that a worker failed to start."""
     done = run("vllm:tp=2", VLLM_BATCH_INVARIANT="1")
     assert done.code == 2, done.out + done.err
     assert "does not support VLLM_BATCH_INVARIANT=1" in done.err
@@ -115,7 +115,8 @@ def test_what_the_kernels_refuse_in_a_rank_is_said_in_their_words(run: Any) -> N
 
 @whole_matrix
 def test_a_probe_grafts_into_every_rank(cli: Cli, folder: Path) -> None:
-    """vLLM computes an addition and a norm as one, so that a stage also overwrites its input."""
+    """vLLM computes an addition and a norm in one operator, so a stage also overwrites its
+    input."""
     require_engine("vllm")
     require_engine("megatron")
     done = cli(
@@ -125,6 +126,6 @@ def test_a_probe_grafts_into_every_rank(cli: Cli, folder: Path) -> None:
     )
     assert done.code == 1, done.out + done.err
     assert done.first == "layers.0.attn_norm"
-    # What the other operators introduce is within rounding.
+    # The other operators introduce differences within rounding.
     assert re.search(r"introducers: [0-9]+, 1 beyond their budgets", done.out)
     assert re.search(r"layers\.0\.attn_norm +train", done.out)

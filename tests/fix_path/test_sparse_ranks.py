@@ -23,7 +23,7 @@ def compared(folder: Path, name: str, rollout: str, train: str) -> Outcome:
 @whole_matrix
 @pytest.mark.parametrize("name", ["sparse", "corrected"])
 def test_without_the_kernels_no_operator_is_blamed(folder: Path, name: str) -> None:
-    """Ranks round their shares of a token's sum; weights are put together by expert."""
+    """Ranks round their parts of a token's sum; weights are merged by expert."""
     done = compared(folder, name, "vllm:tp=2", "hf")
     assert done.code == 0, done.out + done.err
     assert done.verdict is not None
@@ -45,8 +45,7 @@ def test_without_the_kernels_no_operator_is_blamed(folder: Path, name: str) -> N
     ],
 )
 def test_in_float32_a_fault_alone_is_blamed(cli: Cli, folder: Path, fault: str, op: str) -> None:
-    """On prompts whose rows are off as a whole by three roundings, which sums before the activation
-    leave."""
+    """On prompts whose rows differ by three roundings in total, from sums before the activation."""
     require_engine("vllm")
     lines = data_path("prompts.jsonl").read_text(encoding="utf-8").splitlines()
     prompts = folder / "three.jsonl"
@@ -78,7 +77,7 @@ def test_a_fault_of_one_rank_is_named_with_it(folder: Path, kernels: str, op: st
         assert (first["site"], first["ranks"]) == (f"layers.2.{op}", {"rollout": [1]})
         assert "the differing values are on rank 1 of rollout" in done.out
     else:
-        # Two ranks round more than one, before that layer.
+        # Two ranks round more often than one before that layer.
         assert first["site"] == "layers.0.o_proj"
         assert re.search(r"layers\.2\.moe_out +the rollout side is off", done.out)
 

@@ -17,7 +17,7 @@ STRETCHED = {"hf_overrides": {"rope_parameters": ROPE | {"rope_theta": 10000.0}}
 
 @pytest.fixture(scope="module")
 def eager(vllm_bits: Bits) -> dict[str, dict[str, Any]]:
-    """What eager code says with the kernels: with the model's rope, and with a stretched one."""
+    """Results of eager code with the kernels, with the model's rope and with a stretched rope."""
     cases = {"plain": {}, "stretched": STRETCHED}
     return vllm_bits(
         [{"name": n, "kernels": "registered", "options": options} for n, options in cases.items()],
@@ -27,8 +27,8 @@ def eager(vllm_bits: Bits) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def cold(vllm_bits: Bits) -> dict[str, dict[str, Any]]:
-    """What a process says that starts as a user's does, with the kernels: with the model in a
-    process of its own, as vLLM makes it by default, and compiled, with a stretched rope."""
+    """Results of a process that starts as a user's process does, with the kernels: with the model
+    in a separate process, as in vLLM by default, and compiled, with a stretched rope."""
     apart = {"name": "apart", "apart": True}
     compiled = {"name": "compiled", "options": STRETCHED | {"enforce_eager": False}}
     cases = [case | {"kernels": "registered"} for case in (apart, compiled)]
@@ -36,7 +36,7 @@ def cold(vllm_bits: Bits) -> dict[str, dict[str, Any]]:
 
 
 def test_off_is_off(vllm_bits: Bits) -> None:
-    """Before the kernels, after them, and with the plugin that nobody switched on."""
+    """Before the kernels, after them, and with the plugin switched off."""
     hows = {"own": "off", "on": "registered", "taken out": "off", "plugin": "plugin"}
     every = {"all tokens": True, "options": {"max_logprobs": -1}}
     cases = [{"name": n, "kernels": k} | every for n, k in hows.items()]
@@ -58,14 +58,14 @@ def test_off_is_off(vllm_bits: Bits) -> None:
 def test_a_model_in_a_process_of_its_own_has_the_kernels_too(
     eager: dict[str, dict[str, Any]], cold: dict[str, dict[str, Any]]
 ) -> None:
-    """What is registered here is told to it."""
+    """It receives the names that are registered here."""
     for what in ("tokens", "decode", "prefill"):
         assert cold["apart"][what] == eager["plain"][what]
 
 
 def check_all_tokens(found: dict[str, Any]) -> None:
-    """Log-probs of all tokens, of listed ones and of the largest are one another's, sorted, and
-    the sampled one's is that of decoding."""
+    """Log-probs of all tokens, of listed tokens and of the largest agree and are sorted, and that
+    of the sampled token is the one from decoding."""
     asked = found["all tokens"]
     every = asked["all"]["sampled"]
     assert len(every) == len(asked["all"]["prompt"]) == 1024
@@ -104,8 +104,8 @@ def test_the_plugin_is_what_vllm_is_told_of() -> None:
 def test_compiled_code_is_loaded_where_it_belongs(
     tmp_path: Path, vllm_bits: Bits, eager: dict[str, dict[str, Any]]
 ) -> None:
-    """One compile cache, which code with the kernels, without, and with them again share: each
-    loads its own, and with the kernels the bits are those of eager code."""
+    """Code with the kernels, without them, and with them again uses one compile cache: each loads
+    its own code, and with the kernels the bits are those of eager code."""
 
     def compiled(kernels: str) -> dict[str, Any]:
         case = {"name": "compiled", "kernels": kernels, "options": {"enforce_eager": False}}

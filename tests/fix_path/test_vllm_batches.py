@@ -22,7 +22,7 @@ IN_FP32: dict[str, dict[str, Any]] = {
         "max_num_seqs": 7, "max_num_batched_tokens": 40, "enable_prefix_caching": True,
     },
 }  # fmt: skip
-"""Several times slower: a quarter of the prompts by default."""
+"""Several times slower, so a quarter of the prompts by default."""
 WHOLE: dict[str, dict[str, Any]] = {
     "default": {},
     **{f"{n} at a time": {"max_num_seqs": n} for n in (1, 2, 7, 64)},

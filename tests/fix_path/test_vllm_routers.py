@@ -1,5 +1,5 @@
-"""GLM-4.5 in a vLLM whose routers are torch's own linears, as in 0.26: the kernels take their
-place, with the bits of vLLM 0.32's."""
+"""GLM-4.5 in a vLLM whose routers are torch's linears, as in 0.26: the kernels replace them, with
+the same bits as in vLLM 0.32."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def said(vllm_bits: Bits, model: str) -> dict[str, Any]:
-    """What vLLM 0.32 says, in the form that it has and in that of 0.26."""
+    """Results of vLLM 0.32, with its own routers and with those of 0.26."""
     common = {"model": model, "kernels": "registered", "check": True}
     plain = common | {"plain routers": True}
     return vllm_bits(
@@ -44,14 +44,14 @@ def test_plain_routers_are_replaced(said: dict[str, Any]) -> None:
 
 
 def test_without_the_kernels_the_routers_are_vllms_own(said: dict[str, Any]) -> None:
-    """The control, in the process that has run the kernels' class of the model."""
+    """The control, in the process that has run the model class with the kernels."""
     stock = said["without kernels"]
     assert stock["ran"] == []
     assert stock["decode"] != said["plain"]["decode"]
 
 
 def test_a_router_that_is_not_replaced_is_named(said: dict[str, Any]) -> None:
-    """A planted fault: the model's class stays vLLM's, and with it the routers."""
+    """A planted fault: the model class remains that of vLLM, and so do the routers."""
     assert said["not replaced"]["refusal"] == (
         "the engine still computes layers.1.router, layers.2.router"
     )

@@ -1,5 +1,5 @@
-"""One optimiser step in the trainer, its weights synced to the live vLLM: every bit is equal again,
-and a layer that was left stale is named."""
+"""After one optimiser step, the trainer's weights are synced to the live vLLM: all bits are equal
+again, and a stale layer is named."""
 
 import functools
 import shutil
@@ -64,8 +64,8 @@ def one_step() -> Any:
 
 @pytest.fixture(scope="module")
 def compare(folder: Path, cli: Cli, stepped: Callable[[str], Path]) -> Cli:
-    """vLLM loads the old weights and is given the new ones by its own `load_weights`; the trainer
-    has loaded the new ones."""
+    """vLLM loads the old weights and gets the new ones by its own `load_weights`; the trainer has
+    loaded the new ones."""
     require_engine("vllm")
     prompts = write_few_prompts(folder / "few.jsonl")
 
@@ -82,7 +82,7 @@ def compare(folder: Path, cli: Cli, stepped: Callable[[str], Path]) -> Cli:
                 **{"PYTHONPATH": str(PATCHES), "RLK_TEST_NEW": str(new)},
                 "RLK_TEST_STALE": stale,
             },
-            # The variables decide what these captures hold.
+            # The variables determine the contents of these captures.
             shared=False,
         )
 
@@ -100,7 +100,7 @@ def assert_equal_bits(done: Outcome) -> None:
     ("name", "train", "tp"),
     [
         *(("embedded", "hf", 1), ("embedded", "megatron", 1)),
-        # Ranks have rows of row-parallel products where a trainer's rank has columns.
+        # Here ranks have rows of row-parallel products; a trainer's ranks have columns.
         pytest.param("embedded", "megatron:tp=2", 2, marks=whole_matrix),
         pytest.param("embedded", "megatron:tp=2,sp=1", 1, marks=whole_matrix),
         pytest.param("embedded", "fsdp:dp=2", 2, marks=whole_matrix),
@@ -140,7 +140,7 @@ def test_a_stale_layer_is_named(
 
 
 def _step_of_ranks(group: Any, folder: Path) -> None:
-    """AdamW in Megatron of two ranks, each on its own shards; rank 0 writes what is exported."""
+    """AdamW in Megatron on two ranks, each on its shards; rank 0 writes the export."""
     from rlk_align.engines.common.weights import canonical
     from rlk_align.engines.megatron.engine import MegatronEngine
     from rlk_align.engines.patch import patch_of
@@ -157,7 +157,7 @@ def _step_of_ranks(group: Any, folder: Path) -> None:
     ids = torch.randint(2, 1000, (2, 40), generator=torch.Generator().manual_seed(0))
     at = torch.arange(40).expand(2, 40)
     engine.model(ids, at, None, labels=ids.roll(-1, 1))[:, :-1].mean().backward()
-    # Norms' gradients are whole on rank 0, and a trainer adds them up over ranks.
+    # Gradients of norms are whole on rank 0; a trainer adds them up over ranks.
     for name, parameter in engine.model.named_parameters():
         if "norm" in name:
             torch.distributed.all_reduce(parameter.grad)
@@ -173,7 +173,7 @@ def _step_of_ranks(group: Any, folder: Path) -> None:
 @whole_matrix
 @pytest.mark.parametrize("tp", [1, 2])
 def test_what_ranks_trained_is_what_ranks_sample_from(cli: Cli, folder: Path, tp: int) -> None:
-    """A step of AdamW in Megatron of two ranks, its shards put together, and loaded into the live
+    """After a step of AdamW in Megatron on two ranks, the merged shards are loaded into the live
     vLLM by its own `load_weights`: every bit of a rollout is that of the trained model."""
     require_engine("vllm")
     require_engine("megatron")

@@ -79,8 +79,8 @@ def preemptions(llm: LLM) -> int:
 
 @contextlib.contextmanager
 def plain_routers() -> Iterator[None]:
-    """GLM-4.5 as vLLM 0.26 has it: a router is torch's own linear in fp32, is given rows in fp32,
-    and returns logits alone."""
+    """GLM-4.5 as in vLLM 0.26: a router is torch's linear in fp32, gets rows in fp32, and returns
+    only logits."""
     from vllm.model_executor.models import glm4_moe
 
     def router(inputs: int, outputs: int, **_: Any) -> torch.nn.Linear:
@@ -97,7 +97,7 @@ def plain_routers() -> Iterator[None]:
 
 
 def refusal(llm: LLM) -> str:
-    """What `check` says of a live model that it refuses."""
+    """The error of `check` for a live model that is not supported."""
     try:
         kernels.check(llm)
     except NotSupported as error:
@@ -116,7 +116,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             kernels.register()
     else:
         kernels.unregister()
-        # What vLLM calls by its entry point, whether the variable is set or not.
+        # vLLM calls this by its entry point, whether the variable is set or not.
         if how == "plugin":
             os.environ[kernels.ENVIRONMENT] = "1"
         kernels.plugin()

@@ -112,7 +112,7 @@ def test_the_compiler_is_that_of_torchs_cuda(built_for, major, monkeypatch, tmp_
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(nvrtc.importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setattr(torch.version, "cuda", built_for)
-    first, *_ = nvrtc._places()
+    first, *_ = nvrtc._candidates()
     assert first[-1].endswith(f"libnvrtc.so.{major}")
 
 
@@ -227,7 +227,7 @@ def test_without_the_compiler_other_kernels_run_and_it_is_said(monkeypatch, recw
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(device, "capability", lambda of: (9, 0))
     monkeypatch.setattr(device, "triton_version", lambda: "3.6.0")
-    monkeypatch.setattr(nvrtc, "_places", lambda: iter([("/nowhere/libnvrtc.so",)]))
+    monkeypatch.setattr(nvrtc, "_candidates", lambda: iter([("/nowhere/libnvrtc.so",)]))
     nvrtc.library.cache_clear()
     device.facts.cache_clear()
     try:

@@ -1,15 +1,15 @@
-"""The two collectives by which ranks copy, as custom operators over torch.distributed (NCCL, gloo):
-a compiler can trace them, and CUDA graphs capture NCCL's.
+"""The two collectives by which ranks copy values, as custom operators over torch.distributed (NCCL,
+gloo). A compiler can trace them, and CUDA graphs capture those of NCCL.
 
-Every wait has a limit, that of the process group (`init_process_group(timeout=)`), at no extra cost
-for a call.
+Every wait has the limit of the process group (`init_process_group(timeout=)`), at no extra cost for
+a call.
 
-gloo: a waiting rank checks every LOOK whether another one has failed. The first to fail (its peer
-closed the connection, or the limit passed) writes so to the group's store; ranks that do not answer
-there are missing, and RankMissing names them on every rank that waits.
+gloo: a waiting rank checks every LOOK whether another rank has failed. The first rank that fails
+(because its peer closed the connection, or at the limit) reports this in the group's store. Ranks
+that do not answer there are missing, and RankMissing names them on every waiting rank.
 
-NCCL: the host does not wait, and must not. torch's watchdog ends the process at the limit, and
-names the ranks that did not join if TORCH_NCCL_DESYNC_DEBUG=1 is set.
+NCCL: the host must not wait. torch's watchdog ends the process at the limit, and names the missing
+ranks if TORCH_NCCL_DESYNC_DEBUG=1 is set.
 
 R = ranks of the group
 """
@@ -28,16 +28,16 @@ from rlk_kernels.custom_op import call, custom_op
 from rlk_kernels.errors import RankMissing
 
 LOOK = timedelta(seconds=2)
-"""How long a rank waits, on a CPU, before it checks whether another has failed."""
+"""How long a rank waits on a CPU before it checks whether another rank has failed."""
 ANSWER = timedelta(seconds=7)
-"""How long waiting ranks have to answer: several times LOOK."""
+"""How long waiting ranks have to answer; several times LOOK."""
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""torch 2.13's name, and that of older ones."""
+"""The name in torch 2.13, or in older versions."""
 
 
 COPIES = ("copies between ranks", "operators that use them have their own gradient")
-"""Why copies have no gradient."""
+"""The error of a backward through a copy."""
 
 
 @custom_op("all_gather", lambda x, group, ranks: x.new_empty((ranks, *x.shape)), no_gradient=COPIES)
@@ -62,12 +62,12 @@ def _all_to_all(parts: Tensor, group: str) -> Tensor:
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[R, ...]: every rank's x, in rank order; all are of one shape."""
+    """[R, ...]: the x of all ranks in rank order. All have the same shape."""
     return call(_all_gather, x, group.group_name, group.size())
 
 
 def all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[R, ...]: part r of this rank's x goes to rank r; received parts are in rank order."""
+    """[R, ...]: the received parts in rank order. parts[r] goes to rank r."""
     return call(_all_to_all, parts, group.group_name)
 
 
@@ -80,8 +80,8 @@ def _run(what: str, name: str, start: Callable[..., Any], x: Tensor) -> None:
 
 
 def wait(work: Any, x: Tensor, group: dist.ProcessGroup | None, what: str) -> None:
-    """Wait for a collective on x, called `what`. On a CPU, missing ranks raise RankMissing, which
-    names them; on a GPU the current stream waits."""
+    """Waits for a collective on x with the name `what`. On a CPU, raises RankMissing with the names
+    of missing ranks; on a GPU, the current stream waits."""
     if x.device.type != "cpu":
         work.wait()
         return
@@ -92,11 +92,11 @@ def wait(work: Any, x: Tensor, group: dist.ProcessGroup | None, what: str) -> No
             return
         except RuntimeError as error:
             if work.is_completed():
-                if work.is_success():  # just now
+                if work.is_success():  # it has completed since
                     return
-                raise RankMissing(_account(group, what)) from error
+                raise RankMissing(_report(group, what)) from error
             if _another_failed(group):
-                raise RankMissing(_account(group, what)) from error
+                raise RankMissing(_report(group, what)) from error
 
 
 def _key(group: dist.ProcessGroup, rank: int) -> str:
@@ -108,11 +108,12 @@ def _another_failed(group: dist.ProcessGroup) -> bool:
     try:
         return any(store.check([_key(group, rank)]) for rank in range(group.size()))
     except RuntimeError:
-        return True  # the store's own process is gone
+        return True  # the process of the store has ended
 
 
-def _account(group: dist.ProcessGroup, what: str) -> str:
-    """Report that this rank failed, wait for the others' reports, and name who is missing."""
+def _report(group: dist.ProcessGroup, what: str) -> str:
+    """Reports that this rank failed, waits for the reports of the others, and returns a message
+    with the missing ranks."""
     store, began = private_api.store_of(group), time.monotonic()
     silent = set(range(group.size()))
     begins = f"{what} on rank {group.rank()} of {group.size()} failed"
@@ -123,13 +124,13 @@ def _account(group: dist.ProcessGroup, what: str) -> str:
             time.sleep(0.05)
     except RuntimeError as error:
         return (
-            f"{begins}, and so did the store of the group, which rank 0 or the launcher keeps: "
+            f"{begins}, and so did the store of the group, which is in rank 0 or the launcher: "
             f"look there first ({error})"
         )
     if not silent:
-        return f"{begins}, as it did on all other ranks: it did not end within the group's timeout"
+        return f"{begins} on all ranks: it did not complete within the group's timeout"
     ranks = ", ".join(map(str, sorted(silent)))
     return (
-        f"{begins}: rank {ranks} did not come. It has ended, or is elsewhere: see what that "
-        "process wrote last"
+        f"{begins}: rank {ranks} did not join. It has ended or runs other code: see the last "
+        "output of that process"
     )

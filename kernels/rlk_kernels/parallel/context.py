@@ -1,13 +1,13 @@
 """attention with sequences divided among ranks (context parallelism), with the bits of one rank.
 
-Every rank has some rows of each sequence, with all heads. Ranks exchange them, so that each has all
-rows of its share of heads, runs `attention` as one rank does, and sends the outputs back. Attention
-never mixes heads, and rows are copied: outputs and the gradients of q, k and v have the bits of one
-rank, whatever the order of sums. (Gradients of weights are sums over rows outside of attention;
-the trainer adds them up over ranks.)
+Every rank has some rows of each sequence, with all heads. Ranks exchange rows, so that each rank
+has all rows of some heads, run `attention` as on one rank, and send the outputs back. Attention
+never mixes heads, and rows are copied, so outputs and the gradients of q, k and v have the bits of
+one rank, whatever the order of sums. (Gradients of weights are sums over rows outside of attention,
+and the trainer adds them up over ranks.)
 
 Rows are divided as in Megatron: a sequence is cut into 2 R equal parts, and rank r has the parts r
-and 2 R - 1 - r, so that causal attention gives all ranks the same work.
+and 2 R - 1 - r, so that all ranks have the same work in causal attention.
 
 T = rows of all sequences   Hq, Hk = heads   D = head size   R = ranks
 """
@@ -24,10 +24,10 @@ from rlk_kernels.parallel.collectives import all_to_all
 from rlk_kernels.parallel.copies import Group, rank_of, size_of
 
 
-def places(cu: Tensor, rows: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """(rank, index among its rows) of each row 0 .. rows - 1 of the sequences that begin at
-    cu[B + 1], int64, for 2 ranks or more. Does not wait for the device: `check_lengths` checks that
-    the ranks divide them."""
+def owners(cu: Tensor, rows: int, ranks: int) -> tuple[Tensor, Tensor]:
+    """(rank, index among this rank's rows) of each row 0 .. rows - 1 of the sequences that begin at
+    cu[B + 1], int64, for 2 ranks or more. Does not wait for the device; `check_lengths` checks that
+    the ranks divide the sequences."""
     cu, at = cu.long(), torch.arange(rows, device=cu.device)
     sequence = torch.searchsorted(cu, at, right=True) - 1
     begin = cu[sequence]
@@ -38,8 +38,8 @@ def places(cu: Tensor, rows: int, ranks: int) -> tuple[Tensor, Tensor]:
 
 
 def check_lengths(cu: Tensor, rows: int, ranks: int) -> None:
-    """Raises UnsupportedShape where `ranks` do not divide the sequences, or these do not cover all
-    `rows`. Waits for the device."""
+    """Raises UnsupportedShape if `ranks` do not divide the sequences, or if the sequences do not
+    cover all `rows`. Waits for the device."""
     bounds = cu.tolist()
     wrong = [b - a for a, b in pairwise(bounds) if (b - a) % (2 * ranks)]
     if wrong:
@@ -54,25 +54,27 @@ def check_lengths(cu: Tensor, rows: int, ranks: int) -> None:
 
 
 def own_positions(cu: Tensor, rows: int, group: Group) -> Tensor:
-    """int64 [rows / R]: the position in its sequence of each row of this rank, of `rows` in all."""
+    """int64 [rows / R]: the position of each row of this rank in its sequence. rows: the number of
+    rows of all ranks."""
     cu, at = cu.long(), torch.arange(rows, device=cu.device)
     positions = at - cu[torch.searchsorted(cu, at, right=True) - 1]
     ranks = size_of(group)
     if ranks == 1:
         return positions
     shared = torch.empty(ranks, rows // ranks, dtype=torch.int64, device=cu.device)
-    shared[places(cu, rows, ranks)] = positions
+    shared[owners(cu, rows, ranks)] = positions
     return shared[rank_of(group)]
 
 
 def _to_heads(x: Tensor, order: Tensor, group: Any) -> Tensor:
-    """[T, H / R, D], all rows of this rank's heads, of x[T / R, H, D]."""
+    """[T, H / R, D], all rows of this rank's heads, from x[T / R, H, D]."""
     parts = x.unflatten(1, (size_of(group), -1)).movedim(1, 0)
     return all_to_all(parts, group).flatten(0, 1).index_select(0, order)
 
 
 def _to_rows(x: Tensor, order: Tensor, group: Any) -> Tensor:
-    """[T / R, H, D], this rank's rows of all heads, of x[T, H / R, D]: the inverse."""
+    """[T / R, H, D], this rank's rows of all heads, from x[T, H / R, D]: the inverse of
+    `_to_heads`."""
     parts = torch.empty_like(x, memory_format=torch.contiguous_format)
     parts[order] = x
     received = all_to_all(parts.unflatten(0, (size_of(group), -1)), group)
@@ -80,7 +82,7 @@ def _to_rows(x: Tensor, order: Tensor, group: Any) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """One of the two exchanges, whose gradient is the other one."""
+    """One of the two exchanges. The gradient of each is the other exchange."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, group: Any, gathers_rows: bool) -> Tensor:
@@ -99,15 +101,15 @@ def context_attention(
     q: Tensor, k: Tensor, v: Tensor, cu: Tensor, group: Group, *, scale: float | None = None,
     window: int | None = None, softcap: float | None = None, backend: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """out[T / R, Hq, D] of this rank's rows, q[T / R, Hq, D], k and v[T / R, Hk, D]; causal.
-    cu[B + 1]: where each whole sequence begins among all T rows, the same on all ranks.
+    """Causal attention out[T / R, Hq, D] of this rank's rows q[T / R, Hq, D], k and v[T / R, Hk,
+    D]. cu[B + 1]: where each whole sequence begins among all T rows, the same on all ranks.
 
-    Call it, and its backward, on all ranks of the group; None is one rank. Every sequence must be a
-    multiple of 2 R rows, and they must cover all rows; `check_lengths` checks that, and is not
-    called here because it waits for the device. With fewer key-value heads than ranks, each head is
-    on R / Hk ranks, whose gradients are added up: those repeat, but lack the bits of one rank.
-    Raises UnsupportedShape where R ranks do not divide the heads, and what `attention` raises.
-    """
+    Call this, and its backward, on all ranks of the group; None is one rank. The length of every
+    sequence must be a multiple of 2 R, and the sequences must cover all rows. `check_lengths`
+    checks this, and is not called here because it waits for the device. With fewer key-value heads
+    than ranks, each head is on R / Hk ranks, whose gradients are added up: these gradients repeat,
+    but do not have the bits of one rank. Raises UnsupportedShape if R ranks do not divide the
+    heads, and the errors of `attention`."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return attention(
@@ -125,7 +127,7 @@ def context_attention(
         )
     if heads < ranks:
         k, v = (x.repeat_interleave(ranks // heads, dim=1) for x in (k, v))
-    rank, index = places(cu, q.shape[0] * ranks, ranks)
+    rank, index = owners(cu, q.shape[0] * ranks, ranks)
     order = rank * q.shape[0] + index
     whole = (_Exchange.apply(x, order, group, True) for x in (q, k, v))
     out = attend(*whole)

@@ -1,9 +1,9 @@
-"""embedding with its table divided among ranks: y[t] = weight[ids[t]], the bits of its owner.
+"""embedding with its table divided among ranks: y[t] = weight[ids[t]], with the bits of the table.
 
-Every rank looks up all ids, gathers the others' results, and takes the row of the rank that has it.
-(Adding zeros from the other ranks would turn -0 into +0.)
+Every rank looks up all ids, gathers the results of all ranks, and takes the row of the rank that
+has the id. (Adding zeros from the other ranks would turn -0 into +0.)
 
-Gradient: `embedding`'s own, of this rank's rows.
+Gradient: that of `embedding`, for this rank's rows.
 
 T = tokens (all dimensions of ids)   V = vocabulary   H = features   R = ranks
 """
@@ -20,15 +20,15 @@ from rlk_kernels.parallel.copies import Group, gather, rank_of, size_of
 
 
 def local_ids(ids: Tensor, rank: int, rows: int) -> tuple[Tensor, Tensor]:
-    """(ids as rows of this rank's shard, whether each is there; 0 where it is not)."""
+    """(the row of each id in this rank's shard, or 0; whether the shard has the id)."""
     local = ids - rank * rows
     here = (local >= 0) & (local < rows)
     return torch.where(here, local, 0), here
 
 
 def of_owner(parts: Tensor, ids: Tensor, rows: int) -> Tensor:
-    """[..., H] of parts[R, ..., H], what each rank found for ids[...]: the row of the rank that has
-    the id, copied whole. An id that no rank has raises IndexError on a CPU, as `embedding` does."""
+    """[..., H]: the row of the rank that has each id of ids[...], copied from parts[R, ..., H], the
+    rows of all ranks. An id that no rank has raises IndexError on a CPU, as in `embedding`."""
     owner = torch.where(ids < 0, len(parts), ids // rows).flatten()
     tokens = torch.arange(ids.numel(), device=ids.device)
     return parts.flatten(1, -2)[owner, tokens].view(parts.shape[1:])
@@ -39,7 +39,7 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, ids: Tensor, weight: Tensor, group: Group, backend: str) -> Tensor:
         rows = weight.shape[0]
         local, here = local_ids(ids, rank_of(group), rows)
-        # Ids of other ranks go behind the last row.
+        # Ids of other ranks get a row after the last one.
         ctx.save_for_backward(torch.where(here, local, rows))
         ctx.rows, ctx.backend = rows, backend
         return of_owner(gather(embedding(local, weight, backend=backend), group), ids, rows)
@@ -57,7 +57,7 @@ class _Embedding(torch.autograd.Function):
 def embedding_parallel(
     ids: Tensor, weight: Tensor, group: Group, *, backend: str | None = None
 ) -> Tensor:
-    """y[..., H] of ids[...] and weight[V / R, H], this rank's rows of the table. Call it on all
+    """y[..., H] for ids[...] and weight[V / R, H], this rank's rows of the table. Call this on all
     ranks of the group with the same ids, and its backward with the same dy; None is one rank."""
     if size_of(group) == 1:
         return embedding(ids, weight, backend=backend)

@@ -1,14 +1,15 @@
-"""The experts of a sparse layer, divided among ranks: rank r of R has experts from r E / R on.
+"""The experts of a sparse layer, divided among ranks: rank r of R has E / R experts from r E / R
+on.
 
-A token's row is copied to the ranks of its experts, and their rows are copied back, rounded as on
-one rank; the token's own rank adds them up, in ascending id. No sum crosses ranks, so the bits are
+A token's row is copied to the ranks of its experts, and the experts' rows are copied back, rounded
+as on one rank; the token's rank adds them up in ascending id. No sum crosses ranks, so the bits are
 those of one rank, for any number of ranks.
 
-Gradients take the same paths: those of a token's rows come back rounded, and its own rank adds them
-up in ascending id. An expert's rows are ordered by rank and then by token: the gradient of its
-weights is that of one rank with the ranks' tokens one after another.
+Gradients take the same paths: those of a token's rows come back rounded, and the token's rank adds
+them up in ascending id. An expert's rows are ordered by rank and then by token, so the gradient of
+its weights is that of one rank with the tokens of all ranks one after another.
 
-How many rows go where is read on the host, once a layer.
+The host reads the number of rows for each rank once in each layer.
 
 T = tokens of this rank   k = experts of a token   E = experts of all ranks   H = features
 """
@@ -32,7 +33,8 @@ Counts = list[int]
 
 
 def _sent(x: Tensor, to: Counts, of: Counts, group: Group) -> Tensor:
-    """Rows of x[sum(to), ...], which lie by the rank that they go to; what arrives, by rank."""
+    """The rows that this rank receives, in rank order. x[sum(to), ...]: the rows that it sends, in
+    the order of their ranks."""
     out = x.new_empty(sum(of), *x.shape[1:])
     dist.all_to_all_single(out, x.contiguous(), of, to, group=group)
     return out
@@ -50,7 +52,7 @@ class _Send(torch.autograd.Function):
 
 
 class _RowsOfSlots(torch.autograd.Function):
-    """x[slots // k], whose gradients are added up as `grouped_linear` adds them."""
+    """x[slots // k], whose gradients are added up in the order of `grouped_linear`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Tensor, k: int, backend: str) -> Tensor:
@@ -71,11 +73,11 @@ def experts_parallel(
     x: Tensor, ids: Tensor, experts: int, group: Group, compute: Callable[[Tensor, Tensor], Tensor],
     *, backend: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """rows[T, k, H] of x[T, H] and ids int32 [T, k], the experts of all ranks; zeros for dropped
-    slots. `compute(x[S, H], ids int32 [S, 1])` gives the rows [S, 1, H] of this rank's experts,
-    numbered from 0; it is called on every rank, with S = 0 too. Call this on all ranks.
+    """rows[T, k, H] for x[T, H] and ids int32 [T, k], the experts of all ranks; zeros for dropped
+    slots. compute(x[S, H], ids int32 [S, 1]) returns the rows [S, 1, H] of this rank's experts,
+    which are numbered from 0; it is called on every rank, also with S = 0. Call this on all ranks.
 
-    Raises UnsupportedShape where the ranks do not divide the experts.
+    Raises UnsupportedShape if the ranks do not divide the experts.
     """
     world = size_of(group)
     if experts % world:
@@ -86,8 +88,8 @@ def experts_parallel(
     of = gather(torch.tensor(to, device=x.device), group)[:, rank_of(group)].tolist()
     slots = order[: sum(to)].long()
     rows = _RowsOfSlots.apply(x, slots, k, choose("experts_parallel", backend, x))
-    mine = _sent(ids.flatten()[slots], to, of, group) - rank_of(group) * share
-    found = compute(_Send.apply(rows, to, of, group), mine[:, None])
-    back = _Send.apply(found.squeeze(1), of, to, group)
+    local_ids = _sent(ids.flatten()[slots], to, of, group) - rank_of(group) * share
+    computed = compute(_Send.apply(rows, to, of, group), local_ids[:, None])
+    back = _Send.apply(computed.squeeze(1), of, to, group)
     out = back.new_zeros(ids.numel(), back.shape[1]).index_copy(0, slots, back)
     return out.view(*ids.shape, back.shape[1])

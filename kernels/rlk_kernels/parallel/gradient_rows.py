@@ -1,5 +1,6 @@
-"""The norm of gradients, by rows: a whole row's squares are added up where it lies, and the rows'
-sums in the order of the whole parameter, so that it does not depend on who holds which rows."""
+"""The norm of gradients, computed by rows: the rank of a row adds up its squares, and the sums of
+rows are added up in the order of the whole parameter, so that the norm does not depend on the
+ranks."""
 
 from collections.abc import Iterable
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from rlk_kernels.numerics.rows import tree_sum
 
 BLOCK = 1 << 24
-"""Elements that are widened at a time."""
+"""The number of elements that are widened at a time."""
 
 
 def row_squares(grad: Tensor) -> Tensor:
@@ -20,6 +21,6 @@ def row_squares(grad: Tensor) -> Tensor:
 
 
 def norm_of(sums: Iterable[Tensor]) -> Tensor:
-    """The 2-norm, float64, of `row_squares` of each parameter, whole."""
+    """The 2-norm, float64, from `row_squares` of each whole parameter."""
     squares = torch.cat([tree_sum(rows) for rows in sums])
     return tree_sum(squares).squeeze(-1).sqrt()

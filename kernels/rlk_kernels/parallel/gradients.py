@@ -2,9 +2,9 @@
 
     sum = (g0 + g1) + (g2 + g3) ...     fp32, in pairs of neighbours, rounded once at the end
 
-Ranks send their gradients to each other (a copy), and each adds up its share in rank order: the
-sum repeats, over any transport. If every sample (or group of samples) is a leaf of that tree, it is
-also the same for every number of ranks: with R ranks, a power of two, each backward gives R
+Ranks copy their gradients to each other, and each rank adds up its share in rank order, so the sum
+repeats over any transport. If every sample (or group of samples) is a leaf of this tree, the sum is
+also the same for any number of ranks: with R ranks, a power of two, each backward gives R
 neighbouring leaves, one on each rank, and `MicroBatches` adds up a power of two of backwards.
 
 R = ranks
@@ -26,7 +26,8 @@ SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 
 def sum_in_pairs(parts: Sequence[Tensor]) -> Tensor:
-    """The fp32 sum of tensors of one shape, neighbours first; the last of an odd number waits."""
+    """The fp32 sum of tensors of one shape, in pairs of neighbours. The last of an odd number is
+    added in a later round."""
     parts = [part.float() for part in parts]
     while len(parts) > 1:
         pairs = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)]
@@ -35,7 +36,7 @@ def sum_in_pairs(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Reduction:
-    """A reduce-scatter that is under way."""
+    """A reduce-scatter in progress."""
 
     def __init__(
         self, received: Tensor, output: Tensor, average: bool, work: Any, group: Any
@@ -55,13 +56,13 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Reduction | None:  # fmt: skip
     """output[n] = this rank's share of the sum of all ranks' input[R n]; with `async_op`, after
-    waiting for the returned work. Same arguments as torch.distributed's; the input may contain the
-    output. Raises UnsupportedShape for an `op` other than SUM and AVG."""
+    waiting for the returned work. The arguments are those of torch.distributed; the input may
+    contain the output. Raises UnsupportedShape for an `op` other than SUM and AVG."""
     if op not in (SUM, AVG):
         raise UnsupportedShape(f"reduce_scatter: op={op}; only SUM and AVG have an order")
     ranks = dist.get_world_size(group)
     received = torch.empty_like(input)
-    # On a CPU it is always waited for with a limit.
+    # On a CPU, `collectives.wait` waits with a time limit.
     waits = async_op or input.device.type == "cpu"
     work = dist.all_to_all_single(received, input.contiguous(), group=group, async_op=waits)
     reduction = Reduction(received.view(ranks, -1), output.view(-1), op == AVG, work, group)
@@ -86,15 +87,15 @@ class OrderedReduceScatter:
 
 
 class MicroBatches:
-    """Adds up the gradients of several backwards in pairs of neighbours: each backward is a leaf,
-    and at most log2 of their number are kept at a time."""
+    """Adds up the gradients of several backwards in pairs of neighbours. Each backward is a leaf,
+    and at most log2 of their number are in memory at a time."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = list(parameters)
         self._waiting: list[tuple[int, list[Tensor | None]]] = []
 
     def add(self) -> None:
-        """Take each parameter's `grad` after a backward."""
+        """Takes each parameter's `grad` after a backward."""
         sums: list[Tensor | None] = []
         for parameter in self._parameters:
             sums.append(None if parameter.grad is None else parameter.grad.float())
@@ -107,10 +108,10 @@ class MicroBatches:
         self._waiting.append((count, sums))
 
     def finish(self) -> None:
-        """Set each parameter's `grad` to the sum, rounded to the parameter's dtype.
+        """Sets each parameter's `grad` to the sum, rounded to the parameter's dtype.
 
-        Raises UnsupportedShape where the number of backwards was not a power of two: twice the
-        ranks with half as many backwards would give another sum.
+        Raises UnsupportedShape if the number of backwards is not a power of two, because twice as
+        many ranks with half as many backwards would give another sum.
         """
         counts = [count for count, _ in self._waiting]
         if len(counts) != 1:
@@ -130,9 +131,9 @@ def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """The 2-norm of all gradients, float64: each row's squares are added up where the row lies, and
-    the rows in the order of the whole parameter. FSDP2 shards parameters by rows, so the norm is
-    the same for every number of ranks; call it on all of them.
+    """The 2-norm of all gradients, float64: the rank of a row adds up its squares, and the rows are
+    added up in the order of the whole parameter. FSDP2 shards parameters by rows, so the norm is
+    the same for any number of ranks. Call this on all of them.
 
     Raises UnsupportedShape for a DTensor with another placement.
     """

@@ -1,19 +1,19 @@
 """linear with its weight divided among ranks: y = x @ weight^T + bias, with the bits of one rank.
 
-Column-parallel: a rank has some rows of weight[N, K], and computes those columns of y.
-Row-parallel: a rank has some columns of the weight, and those of x. It gathers x, multiplies by its
-share of the weight's rows over the whole K, and y is gathered: no partial sums are added.
-Under sequence parallelism, what all ranks would hold whole (the x of the one, the y of the other)
-is cut along the first dimension.
+Column-parallel: a rank has some rows of weight[N, K], and computes the same columns of y.
+Row-parallel: a rank has some columns of the weight and of x. It gathers x, multiplies by some whole
+rows of the weight, and y is gathered: no partial sums are added up.
+With sequence parallelism, the tensors that all ranks would have whole (x of a column-parallel, y of
+a row-parallel product) are divided along the first dimension.
 
-The weight stays as the trainer keeps it, and its other sharding is exchanged in each forward: a
-kept copy could become stale, because an optimizer that writes through `.data` or through a buffer
-under the parameter does not change a version counter.
+The weight keeps the trainer's sharding, and ranks exchange it for the other one in each forward. A
+copy could become stale, because an optimizer that writes through `.data` or through a buffer under
+the parameter does not change a version counter.
 
-Gradients, each a whole sum in the order that `ops/linear.py` says:
-    row-parallel     dx of own columns, dweight: local, because dy is the same on all ranks
+Gradients, each a whole sum in the order of `ops/linear.py`:
+    row-parallel     dx of this rank's columns, dweight: local, because all ranks have the same dy
     column-parallel  dweight, dbias: local
-                     dx = dy @ weight sums over N, which is shared: a row-parallel product again
+                     dx = dy @ weight sums over N, which ranks share: a row-parallel product again
 
 M = rows of x   K = in features   N = out features   R = ranks
 """
@@ -74,7 +74,7 @@ class _ColumnParallel(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group,
         sequence: bool, blocks: int, out_dtype: torch.dtype | None, backend: str,
     ) -> Tensor:  # fmt: skip
-        # Of a sequence the own share is kept, and gathered again: as megatron-core does it.
+        # This rank's rows of a sequence are saved and gathered again, as in megatron-core.
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.group, ctx.sequence, ctx.blocks, ctx.backend = group, sequence, blocks, backend
@@ -99,11 +99,11 @@ class _ColumnParallel(torch.autograd.Function):
 
 
 ROWS = 1024
-"""Rows of dy that are gathered at a time: bounds the memory where it is that of logits."""
+"""The rows of dy that are gathered at a time, which bounds the memory if dy belongs to logits."""
 
 
 def _shared_input_grad(ctx: Any, dy: Tensor, weight: Tensor) -> Tensor:
-    """dx[..., K], or this rank's rows of it, of own columns of dy."""
+    """dx[..., K], or this rank's rows of dx, from this rank's columns of dy."""
     columns = rows_to_columns(weight, ctx.group, ctx.blocks)
     parts = [
         input_grad(gather_columns(some, ctx.group, ctx.blocks), columns, ctx.backend)
@@ -117,11 +117,11 @@ def row_parallel(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, *,
     sequence: bool = False, backend: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """y[..., N] of this rank's x[..., K / R] and weight[N, K / R]; bias[N] is whole. `sequence`:
-    y[S / R, ..., N], this rank's rows, of x[S, ..., K / R].
+    """y[..., N] for this rank's x[..., K / R] and weight[N, K / R]; bias[N] is whole. With
+    sequence: y[S / R, ..., N], this rank's rows, for x[S, ..., K / R].
 
-    Call it on all ranks of the group; None is one rank. Raises UnsupportedShape where R ranks do
-    not divide N, or S.
+    Call this on all ranks of the group; None is one rank. Raises UnsupportedShape if R ranks do not
+    divide N, or S.
     """
     if size_of(group) == 1:
         return linear(x, weight, bias, backend=backend)
@@ -137,12 +137,13 @@ def column_parallel(
     sequence: bool = False, blocks: int = 1, out_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """y[..., N / R], this rank's columns, of x[..., K], weight[N / R, K] and bias[N / R].
-    `sequence`: of this rank's x[S / R, ..., K]. `blocks`: how many operators are fused in weight,
-    each divided among all ranks, as gate and up are; it decides the order of the gradients' sums.
+    """y[..., N / R], this rank's columns, for x[..., K], weight[N / R, K] and bias[N / R]. With
+    sequence, x is this rank's x[S / R, ..., K]. blocks: the number of operators that are fused in
+    weight, each divided among all ranks, like gate and up; it decides the order of the gradients'
+    sums.
 
-    Call it on all ranks of the group; None is one rank. Raises UnsupportedShape where R ranks do
-    not divide K.
+    Call this on all ranks of the group; None is one rank. Raises UnsupportedShape if R ranks do not
+    divide K.
     """
     if size_of(group) == 1:
         return linear(x, weight, bias, out_dtype=out_dtype, backend=backend)
@@ -152,6 +153,6 @@ def column_parallel(
 
 
 def check_divides(what: str, size: int, group: Group) -> None:
-    """Raises UnsupportedShape where the ranks do not divide `size`."""
+    """Raises UnsupportedShape if the ranks do not divide `size`."""
     if size % size_of(group):
         raise UnsupportedShape(f"{size} {what} cannot be divided among {size_of(group)} ranks")

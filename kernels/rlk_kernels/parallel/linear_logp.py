@@ -1,11 +1,11 @@
 """linear_logp with the weight's rows, the vocabulary, divided among ranks: the log-prob of a token
-from the hidden state, without all logits in memory, with the bits of one rank's `linear_logp`.
+from the hidden state, without all logits in memory, with the bits of `linear_logp` on one rank.
 
-Rows are taken `ROWS` at a time, over this rank's columns: their logits in fp32, and the log-prob of
-these as in `parallel/logp.py`. Gradients are, bit for bit, those of one rank's
-`logp(linear(hidden, weight, out_dtype=float32), target)`: dweight sums over all rows, for `COLUMNS`
-of the own columns at a time, and dhidden over the gathered columns of dlogits. (`linear_logp`'s own
-keep a digit more where a token is near certain.)
+The logits of `ROWS` rows at a time are computed in fp32 over this rank's columns, and their
+log-prob as in `parallel/logp.py`. Gradients have the bits of `logp(linear(hidden, weight,
+out_dtype=float32), target)` on one rank: dweight sums over all rows, for `COLUMNS` of this rank's
+columns at a time, and dhidden over the gathered columns of dlogits. (The gradients of `linear_logp`
+are more exact where a token is nearly certain.)
 
 T = tokens   V = vocabulary   H = hidden size   R = ranks
 """
@@ -27,7 +27,7 @@ from rlk_kernels.parallel.linear import check_divides
 from rlk_kernels.parallel.logp import check_shard, local_target, logp_and_root
 
 ROWS, COLUMNS = 1024, 4096
-"""Rows and columns of the logits that are in memory at a time; they change no bit."""
+"""The rows and columns of the logits that are in memory at a time. No bit depends on them."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class _Head:
     weight: Tensor
     bias: Tensor | None
     real: int
-    """How many of them are tokens; the others pad the vocabulary."""
+    """The number of these rows that are tokens; the others pad the vocabulary."""
     backend: str
 
     def logits(self, hidden: Tensor, columns: slice) -> Tensor:
-        """fp32 logits of some of the columns; -inf where they are padding."""
+        """fp32 logits of some columns; padding is -inf."""
         bias = None if self.bias is None else self.bias[columns]
         weight = self.weight[columns]
         out = linear(hidden, weight, bias, out_dtype=torch.float32, backend=self.backend)
@@ -52,8 +52,9 @@ class _Head:
         self, hidden: Tensor, columns: slice, target: Tensor, root: Tensor, entropy: Tensor,
         g: Tensor, g_entropy: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Rounded to hidden's dtype. target: a column of this rank, as `local_target` gives it;
-        entropy: `entropy_and_lse`, with no columns where it is not asked for."""
+        """The gradient of some columns' logits, rounded to hidden's dtype. target: the result of
+        `local_target`; entropy: that of `entropy_and_lse`, without columns if there is no
+        entropy."""
         logits = self.logits(hidden, columns)
         inside = (target >= columns.start) & (target < columns.start + logits.shape[1])
         own = torch.where(inside, target - columns.start, logits.shape[1])
@@ -71,13 +72,13 @@ class _LinearLogp(torch.autograd.Function):
         group: Group, real: int, backend: str, with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         head, every = _Head(weight, bias, real, backend), slice(0, len(weight))
-        found = []
+        pieces = []
         for h, some in zip(hidden.split(ROWS), target.split(ROWS), strict=True):
             logits = head.logits(h, every)
             none = logits.new_empty(len(h), 0, dtype=torch.float64)
             entropy = entropy_and_lse(logits, group) if with_entropy else none
-            found.append((*logp_and_root(logits, some, group, backend), entropy))
-        logp, root, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
+            pieces.append((*logp_and_root(logits, some, group, backend), entropy))
+        logp, root, entropy = (torch.cat(parts) for parts in zip(*pieces, strict=True))
         own = local_target(target, rank_of(group), len(weight))
         ctx.save_for_backward(hidden, weight, bias, own, root, entropy)
         ctx.group, ctx.real, ctx.backend = group, real, backend
@@ -123,15 +124,14 @@ def linear_logp_parallel(
     bias: Tensor | None = None, vocabulary: int | None = None, return_entropy: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """log softmax(hidden @ weight^T + bias)[t, target[t]] -> [T] of hidden[T, H], weight[V / R, H]
-    and bias[V / R], this rank's rows. target[T] is an id of the whole vocabulary, negative to
-    ignore; `vocabulary`: the number of ids, where the weight's last rows are padding. With
-    return_entropy: (that, the entropy[T] of each row), both differentiable.
+    """log softmax(hidden @ weight^T + bias)[t, target[t]] as [T], for hidden[T, H] and this rank's
+    rows weight[V / R, H] and bias[V / R]. target[T] is an id of the whole vocabulary; a negative
+    one is ignored. vocabulary: the number of ids, if the weight's last rows are padding. With
+    return_entropy: (the log-probs, the entropy[T] of each row), both differentiable.
 
-    Call it on all ranks of the group with the same hidden states and targets, and its backward with
-    the same gradient; None is one rank. Raises UnsupportedShape where a shard is not a multiple of
-    LEAF columns, and where the ranks do not divide H.
-    """
+    Call this on all ranks of the group with the same hidden states and targets, and its backward
+    with the same gradient; None is one rank. Raises UnsupportedShape if a shard is not a multiple
+    of LEAF columns, or if the ranks do not divide H."""
     check("linear_logp", hidden, weight, target, bias)
     rows = len(weight)
     check_shard("linear_logp", rows, group)

@@ -1,12 +1,12 @@
 """logp with its logits divided among ranks: the log-prob of one token for each row, from shards of
 the vocabulary, with the bits of one rank.
 
-The sum over the vocabulary is the tree of `numerics/lse_tree`. A shard of a multiple of LEAF
-columns consists of a few whole subtrees: a rank computes the node of each and sends them, a few
-numbers for each row, and every rank merges all of them as one rank would. The logit of the target
-is copied from its owner. Gradient: `logp`'s own, for this rank's columns.
+The sum over the vocabulary follows the tree of `numerics/lse_tree`. A shard of a multiple of LEAF
+columns consists of a few whole subtrees. A rank computes their nodes, which are a few numbers for
+each row, and sends them; every rank merges all nodes as one rank would. The logit of the target is
+copied from the rank that has it. Gradient: that of `logp`, for this rank's columns.
 
-T = rows   V = vocabulary   R = ranks   J = nodes of a rank, padded to the most of any
+T = rows   V = vocabulary   R = ranks   J = nodes of a rank, padded to the largest number
 """
 
 from collections.abc import Callable, Iterator
@@ -28,11 +28,11 @@ from rlk_kernels.parallel.embedding import local_ids
 
 @dataclass(frozen=True)
 class Subtree:
-    """A whole node of the tree."""
+    """A node of the tree with its subtree."""
 
     level: int
     index: int
-    """Among the nodes of its level."""
+    """The node's index in its level."""
 
     @property
     def columns(self) -> tuple[int, int]:
@@ -46,8 +46,8 @@ class Subtree:
 
 
 def subtrees(first: int, last: int) -> Iterator[Subtree]:
-    """The largest whole subtrees that columns `first` to `last` are made of, from left to right;
-    both are multiples of LEAF, or `last` is the end of the vocabulary."""
+    """Yields the largest whole subtrees of the columns `first` to `last`, from left to right. Both
+    are multiples of LEAF, or `last` is the end of the vocabulary."""
     at, end = first // LEAF, -(-last // LEAF)
     while at < end:
         level = (at & -at).bit_length() - 1 if at else (end - at).bit_length() - 1
@@ -58,14 +58,14 @@ def subtrees(first: int, last: int) -> Iterator[Subtree]:
 
 
 def merge(trees: list[Subtree], nodes: list[Tensor]) -> Tensor:
-    """The root of whole subtrees that stand side by side from column 0 on, and their nodes: merged
-    as the tree over all columns merges them."""
+    """The root of adjacent subtrees from column 0 on, whose nodes are merged in the order of the
+    tree over all columns."""
     done: list[tuple[Subtree, Tensor]] = []
     for tree, node in zip(trees, nodes, strict=True):
         while done and done[-1][0].parent == tree.parent and done[-1][0].level == tree.level:
             node, tree = merge_pair(done.pop()[1], node), tree.parent
         done.append((tree, node))
-    # At the right end neighbours are missing: they are neutral.
+    # At the right end neighbours are missing, which are neutral.
     root = done.pop()[1]
     while done:
         root = merge_pair(done.pop()[1], root)
@@ -75,7 +75,7 @@ def merge(trees: list[Subtree], nodes: list[Tensor]) -> Tensor:
 def logp_and_root(
     logits: Tensor, target: Tensor, group: Group, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """(logp[T], what `logp_grad` needs[T, 2]) of this rank's columns, logits[T, V / R]."""
+    """(logp[T], the root[T, 2] for `logp_grad`), from this rank's columns logits[T, V / R]."""
     size = logits.shape[1]
     local, _ = local_ids(target, rank_of(group), size)
     picked = gather(logits.gather(1, local.long()[:, None]), group)  # [R, T, 1]
@@ -85,7 +85,7 @@ def logp_and_root(
 
 
 def root_of(logits: Tensor, group: Group, node: Callable[[Tensor], Tensor]) -> Tensor:
-    """The root over all ranks' columns; `node`: that of the columns of a whole subtree."""
+    """The root over the columns of all ranks. node: computes the node of a subtree's columns."""
     size, rank = logits.shape[1], rank_of(group)
     trees = [list(subtrees(r * size, (r + 1) * size)) for r in range(size_of(group))]
     columns = [(a - rank * size, b - rank * size) for a, b in (t.columns for t in trees[rank])]
@@ -97,8 +97,8 @@ def root_of(logits: Tensor, group: Group, node: Callable[[Tensor], Tensor]) -> T
 
 
 def local_target(target: Tensor, rank: int, size: int) -> Tensor:
-    """The target as a column of a rank's shard, for `logp_grad`: behind the last one where another
-    rank has it, negative where it is ignored."""
+    """The target's column in a rank's shard, for `logp_grad`: `size` if another rank has the
+    target, negative if it is ignored."""
     local, here = local_ids(target, rank, size)
     return torch.where(target < 0, target, torch.where(here, local, size))
 
@@ -120,7 +120,7 @@ class _Logp(torch.autograd.Function):
 
 
 def check_shard(name: str, columns: int, group: Group) -> None:
-    """Raises UnsupportedShape where a rank's shard cuts a leaf of the tree."""
+    """Raises UnsupportedShape if a rank's shard cuts a leaf of the tree."""
     if columns % LEAF and size_of(group) > 1:
         raise UnsupportedShape(
             f"{name}: a vocabulary shard of {columns} columns; a multiple of {LEAF} is needed"
@@ -130,13 +130,12 @@ def check_shard(name: str, columns: int, group: Group) -> None:
 def logp_parallel(
     logits: Tensor, target: Tensor, group: Group, *, backend: str | None = None
 ) -> Tensor:
-    """log softmax(logits)[t, target[t]] -> [T] of logits[T, V / R], this rank's columns; where the
-    vocabulary is padded, padding is -inf. target[T] is an id of the whole vocabulary, negative to
-    ignore. Call it on all ranks of the group with the same targets; None is one rank.
+    """log softmax(logits)[t, target[t]] as [T], for this rank's columns logits[T, V / R]; padding
+    of the vocabulary is -inf. target[T] is an id of the whole vocabulary; a negative one is
+    ignored. Call this on all ranks of the group with the same targets; None is one rank.
 
-    Raises UnsupportedShape where a shard is not a multiple of LEAF columns: it would cut a leaf of
-    the tree.
-    """
+    Raises UnsupportedShape if a shard is not a multiple of LEAF columns, because it would cut a
+    leaf of the tree."""
     if size_of(group) == 1:
         return logp(logits, target, backend=backend)
     check_shard("logp", logits.shape[1], group)

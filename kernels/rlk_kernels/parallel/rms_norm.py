@@ -1,10 +1,11 @@
-"""rms_norm of rows that are divided among ranks, by sequences or by heads: y of this rank's rows,
-and a gradient of the weight that is the sum over the rows of all ranks, in the order of one rank.
+"""rms_norm of rows that are divided among ranks, by sequences or by heads. It returns y of this
+rank's rows, and a gradient of the weight that sums over the rows of all ranks, in the order of one
+rank.
 
     dweight = sum over all rows of dy * n        on rank 0; zeros on the others
 
-A trainer that adds up the weight's gradient over ranks, as Megatron-core does, then adds zeros to
-the bits of one rank, in any order. The backward gathers x and dy for it.
+A trainer that adds up the weight's gradient over ranks, like Megatron-core, adds zeros to the bits
+of one rank, in any order. The backward gathers x and dy for this sum.
 
 M = rows of a rank   H = the normalised dimension   R = ranks
 """
@@ -20,7 +21,7 @@ from rlk_kernels.ops.rms_norm.operator import rms_norm, rms_norm_grad
 from rlk_kernels.parallel.copies import Group, gather, rank_of, size_of
 
 Shared = Literal["sequence", "heads"]
-"""Which dimension ranks share: the first of x[S / R, ..., H], or the last but one of
+"""The dimension that is divided among ranks: the first of x[S / R, ..., H], or the last but one of
 x[..., heads / R, H]."""
 
 
@@ -50,7 +51,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _of_all(part: Tensor, shared: Shared, group: Group) -> Tensor:
-    """The rows of all ranks, where those of one rank would stand."""
+    """The rows of all ranks in the order of one rank."""
     parts = gather(part, group)
     if shared == "sequence":
         return parts.flatten(0, 1)
@@ -61,8 +62,8 @@ def rms_norm_parallel(
     x: Tensor, weight: Tensor, eps: float, shared: Shared, group: Group, *, cast: str = "hf",
     backend: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """`rms_norm(x, weight, eps, cast=cast)` of this rank's rows, with the gradient of the weight as
-    above. Call it, and its backward, on all ranks of the group; None is one rank."""
+    """`rms_norm(x, weight, eps, cast=cast)` of this rank's rows, with the weight's gradient
+    described above. Call this, and its backward, on all ranks of the group; None is one rank."""
     if size_of(group) == 1:
         return rms_norm(x, weight, eps, cast=cast, backend=backend)
     chosen = choose("rms_norm", backend, x, weight)

@@ -1,5 +1,5 @@
-"""Collectives over real gloo: they are traced, and where a rank is gone the others end and name
-it. R = ranks"""
+"""Collectives over real gloo: they can be traced, and if a rank has ended, the other ranks end and
+name it. R = ranks"""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from rlk_kernels.parallel.linear import row_parallel
 from torch import Tensor
 
 LIMIT = 20.0
-"""Seconds within which those that are left have to end. The group's own limit is half an hour."""
+"""Seconds within which the remaining ranks have to end. The limit of the group is half an hour."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def _reduces(group: Any) -> None:
 
 
 def _left_alone(group: Any, run: Any, dead: int, begins: float) -> tuple[str, bool]:
-    """(the error, whether it came in time) of those that are left."""
+    """(the error, whether it came in time) of each remaining rank."""
 
     def run_some() -> None:
         for _ in range(3):
@@ -64,7 +64,7 @@ def test_a_killed_rank_is_named_by_the_others(ranks, dead, run):
     assert len(others) == ranks - 1
     for message, in_time in others:
         assert in_time
-        assert f": rank {dead} did not come" in message
+        assert f": rank {dead} did not join" in message
 
 
 def _elsewhere(group: Any) -> str:
@@ -81,7 +81,7 @@ def _elsewhere(group: Any) -> str:
 
 def test_a_rank_that_is_elsewhere_is_named_at_the_limit_of_the_group():
     first, second = on_ranks(2, _elsewhere)
-    assert ": rank 1 did not come" in first
+    assert ": rank 1 did not join" in first
     assert second == "came late"
 
 
@@ -96,7 +96,7 @@ def test_a_late_rank_is_waited_for():
 
 
 def _traced(group: Any) -> list[bool]:
-    """Whether what is compiled, without a graph break, has the bits of what is not."""
+    """Whether the compiled function, without a graph break, has the bits of the eager one."""
     generator = torch.Generator().manual_seed(group.rank())
     x, w = (torch.randn(s, generator=generator) for s in ((4, 8), (6, 8)))
     runs = [

@@ -1,5 +1,5 @@
-"""Attention whose sequences ranks share has the bits of one rank, forward and backward, over real
-gloo. T = rows   R = ranks"""
+"""Attention whose sequences are divided among ranks has the bits of one rank, forward and
+backward, over real gloo. T = rows   R = ranks"""
 
 import functools
 from typing import Any
@@ -10,11 +10,11 @@ import torch
 from gloo_ranks import on_ranks
 from rlk_kernels.errors import UnsupportedShape
 from rlk_kernels.parallel import context
-from rlk_kernels.parallel.context import check_lengths, context_attention, own_positions, places
+from rlk_kernels.parallel.context import check_lengths, context_attention, own_positions, owners
 from torch import Tensor
 
 CU = torch.tensor([0, 48, 56, 136])
-"""Two ranks cut them into parts of 12, 2 and 20 rows, four into parts of 6, 1 and 10."""
+"""For two ranks the parts have 12, 2 and 20 rows, for four ranks 6, 1 and 10."""
 HEADS, KV_HEADS, DIM = 8, 4, 16
 
 
@@ -59,7 +59,7 @@ def _shared(group: Any, dtype: torch.dtype, backend: str, window: int | None) ->
     [
         (2, torch.bfloat16, "torch", None),
         (4, torch.bfloat16, "torch", 17),
-        # In Triton's interpreter products of bf16 are not right.
+        # In Triton's interpreter, products of bf16 are wrong.
         pytest.param(2, torch.float32, "triton", None, marks=pytest.mark.whole_matrix),
     ],
 )
@@ -81,8 +81,8 @@ def _fewer_heads(group: Any, dtype: torch.dtype) -> list[Tensor]:
 
 
 def test_fewer_key_value_heads_than_ranks():
-    """The output and the gradient of q have the bits of one rank; those of k and v repeat, and are
-    off by a rounding of each rank's part."""
+    """The output and the gradient of q have the bits of one rank; those of k and v repeat, and
+    differ by a rounding of each rank's part."""
     q, k, v, dout = problem(torch.float32)
     leaves = [x.requires_grad_() for x in (q, k[:, :2].clone(), v[:, :2].clone())]
     rlk_kernels.attention(*leaves, CU, CU, backend="torch").backward(dout)
@@ -111,7 +111,7 @@ def test_rows_of_other_ranks_are_needed():
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_rows_lie_where_megatron_puts_them(ranks):
-    rank, index = places(CU.int(), int(CU[-1]), ranks)
+    rank, index = owners(CU.int(), int(CU[-1]), ranks)
     for r in range(ranks):
         own = rows_of(r, ranks)
         assert torch.equal(rank[own], torch.full_like(own, r))

@@ -1,4 +1,4 @@
-"""What the tests' own ranks do when one of them fails."""
+"""The ranks that the tests start, when one of them fails."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def _fails() -> None:
 
 
 def _second(group: Any, run: Callable[[], None]) -> None:
-    """The second rank runs that; the first waits and never hears of it."""
+    """The second rank raises an error, and the first waits for it."""
     if group.rank() == 1:
         run()
     time.sleep(60)

@@ -1,5 +1,5 @@
-"""Gradients of data-parallel ranks: one order, so that they repeat, and, where samples are leaves
-of its tree, the same for every number of ranks."""
+"""Gradients of data-parallel ranks have one order of sums, so that they repeat. If samples are
+leaves of its tree, gradients are the same for every number of ranks."""
 
 import contextlib
 import functools
@@ -37,7 +37,7 @@ def test_the_order_is_that_of_pairs() -> None:
 
 
 def _scattered(group: Any) -> list[Tensor]:
-    """Summed, averaged, and in place while something else goes on."""
+    """Summed, averaged, and in place during other work."""
     own = leaf(group.rank())
     share = own.chunk(group.size())[group.rank()]
     summed, averaged = torch.empty_like(share), torch.empty_like(share)
@@ -86,7 +86,7 @@ def _trained(group: Any, ordered: bool) -> tuple[list[Tensor], Tensor]:
         model(x).square().sum().backward()
         batches.add()
     batches.finish()
-    # FSDP2 has averaged over ranks, by a power of two.
+    # FSDP2 has divided by the number of ranks, a power of two.
     scale = group.size()
     norm = gradient_norm(model.parameters()) * scale
     return [p.grad.full_tensor() * scale for p in model.parameters()], norm
@@ -94,7 +94,7 @@ def _trained(group: Any, ordered: bool) -> tuple[list[Tensor], Tensor]:
 
 @functools.cache
 def _of_leaves() -> tuple[list[Tensor], Tensor]:
-    """On no rank: each sample's gradient by itself, and their sum."""
+    """Without ranks: the gradient of each sample, and their sum."""
     leaves = []
     for i in range(SAMPLES):
         model = _model()
@@ -136,7 +136,7 @@ def test_fewer_micro_batches_than_a_power_of_two_are_refused() -> None:
 
 
 def test_gradients_that_are_added_one_after_another_are_noticed() -> None:
-    """A planted fault: what trainers do with micro-batches."""
+    """A planted fault: micro-batches are added up as in trainers."""
     gradients, _ = _of_leaves()
     model = _model()
     for i in range(SAMPLES):
@@ -145,7 +145,8 @@ def test_gradients_that_are_added_one_after_another_are_noticed() -> None:
 
 
 def _megatron(group: Any, ordered: bool) -> Tensor:
-    """The gradients that a rank's DistributedDataParallel has reduced, of one sample a rank."""
+    """The gradients that DistributedDataParallel has reduced on a rank, for one sample on each
+    rank."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -173,7 +174,7 @@ def test_megatron_adds_in_that_order() -> None:
     pytest.importorskip("megatron.core")
     found = torch.cat(on_ranks(4, _megatron, True))
     gradients, _ = _of_leaves()
-    # megatron-core averages; its buffer has parameters from the last to the first, and padding.
+    # megatron-core averages. Its buffer has parameters from the last to the first, and padding.
     reduced = {x.item() for x in found}
     assert {x.item() for g in gradients for x in g.flatten() / 4} <= reduced
     assert not torch.cat(on_ranks(4, _megatron, False)).equal(found)

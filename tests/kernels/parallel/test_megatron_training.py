@@ -1,4 +1,4 @@
-"""A training step of Megatron-core with the kernels: of several tensor-parallel ranks, with and
+"""A training step of Megatron-core with the kernels: on several tensor-parallel ranks, with and
 without sequence parallelism, the loss and the gradients have the bits of one rank."""
 
 import functools
@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core")
 VOCAB = 64
 NORM = "the norm of them all"
 SHARED_OUT = ("word_embeddings", "output_layer", "linear_qkv", "linear_fc1")
-"""Sharded by rows; the others in `SHARED_IN` by columns, and the rest is whole."""
+"""Sharded by rows; the others in `SHARED_IN` are sharded by columns, and the rest is whole."""
 SHARED_IN = ("linear_proj.weight", "linear_fc2.weight")
 
 
@@ -55,7 +55,7 @@ def _step(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(the loss of each token, gradient of each parameter) of a rank, after megatron-core has added
     up what it adds up over ranks. `wrong`: of what ranks add up partial gradients, as engines do,
-    `products` or `norms`. `from_hidden`: no logits are made."""
+    `products` or `norms`. `from_hidden`: logits are not computed."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -77,7 +77,8 @@ def _step(
                 shape[1] *= world
             elif any(part in name for part in SHARED_OUT):
                 shape[0] *= world
-            # Not through the parameter: no version counter sees it, as of some optimizers.
+            # Not through the parameter, so that the version counter does not change, as in some
+            # optimizers.
             parameter.data.copy_(_shard(name, _whole(name, tuple(shape)), group.rank(), world))
         for layer in model.decoder.layers:
             assert layer.mlp.linear_fc1.rlk_blocks == 2
@@ -116,7 +117,7 @@ def _alone(groups: int) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _differing(ranks: list[Any], whole: dict[str, Tensor]) -> set[str]:
-    """Parameters of which a rank's gradient is not its shard of that of one rank."""
+    """Parameters whose gradient on a rank is not the shard of the gradient on one rank."""
     world = len(ranks)
     return {
         name
@@ -141,8 +142,8 @@ def test_a_step_has_the_bits_of_one_rank(
 
 
 def test_a_step_repeats_where_ranks_share_a_key_value_head() -> None:
-    """Then the gradient of a key is added up over ranks: the loss is that of one rank, gradients
-    are those of every run."""
+    """The gradient of a key is then added up over ranks: the loss is that of one rank, and
+    gradients repeat in every run."""
     loss, whole = _alone(1)
     first, second = (on_ranks(2, _step, True, 1) for _ in range(2))
     assert all(torch.equal(own, loss) for own, _ in first)
@@ -162,11 +163,11 @@ def test_gradients_that_are_added_up_over_ranks_are_noticed() -> None:
 
 
 LENGTHS = [8, 16]
-"""Of two packed sequences: two ranks have four parts of each."""
+"""The lengths of two packed sequences. Two ranks have four parts of each."""
 
 
 def _context_step(group: Any, packed: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(loss, gradient of what is embedded, gradients) of a rank that has its part of each
+    """(loss, gradient of the embeddings, gradients) of a rank that has its part of each
     sequence."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -222,7 +223,7 @@ def test_a_step_of_context_parallel_ranks_has_the_bits_of_one(packed: bool) -> N
         assert torch.equal(own_loss, loss[:, rows])
         assert torch.equal(own_embedded, embedded[:, rows])
         assert bool(own_embedded.any())
-    # Gradients of weights are sums over rows, and added up over ranks by whoever has them.
+    # Gradients of weights are sums over rows; the ranks that have them add them up.
     for name, gradient in whole.items():
         total = sum(grads[name].double() for *_, grads in ranks)
         assert torch.allclose(total, gradient.double(), rtol=0.05, atol=0.05 * gradient.abs().max())
@@ -247,7 +248,7 @@ def _sizes(_group: Any) -> int:
 
 
 def test_ranks_are_forked_after_this_process_was_one() -> None:
-    """What megatron-core leaves behind of its groups keeps no rank waiting."""
+    """The groups that megatron-core leaves behind do not make a rank wait."""
     with only_rank_of_megatron():
         pass
     assert on_ranks(2, _sizes) == [2, 2]

@@ -1,5 +1,5 @@
-"""A norm whose rows ranks share, by the sequence or by heads: what it gives, and its gradients,
-have the bits of one rank."""
+"""A norm whose rows are divided among ranks, by sequence or by heads: outputs and gradients have
+the bits of one rank."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def test_a_norm_has_the_gradient_of_one_rank(world: int, shared: Shared) -> None
 
 
 def test_partial_gradients_have_another_sum() -> None:
-    """A planted fault: what ranks add up of their own rows."""
+    """A planted fault: ranks sum their own rows and add up the sums."""
     x, weight, dy = problem()
     parts = []
     for rows, drows in zip(x.chunk(2), dy.chunk(2), strict=True):

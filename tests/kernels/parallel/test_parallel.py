@@ -1,5 +1,5 @@
-"""Operators shared by ranks have the bits of one rank, forward and backward, over real gloo.
-R = ranks   M = rows   K = in features   N = out features"""
+"""Operators that are divided among ranks have the bits of one rank, forward and backward, over real
+gloo. R = ranks   M = rows   K = in features   N = out features"""
 
 import functools
 from typing import Any
@@ -22,7 +22,7 @@ M, K, N = 12, 96, 64
 
 
 def wide(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Entries of many magnitudes: sums in another order get other bits."""
+    """Entries of many magnitudes: sums in another order have other bits."""
     generator = torch.Generator().manual_seed(seed)
     sign_and_size = torch.randn(shape, generator=generator)
     scale = 2.0 ** torch.randint(-12, 3, shape, generator=generator)
@@ -75,7 +75,7 @@ def _column(group: Any, sequence: bool, dtype: torch.dtype, backend: str) -> tup
 
 
 def _partial_sums(group: Any, dtype: torch.dtype) -> Tensor:
-    """What engines do: every rank multiplies what it has, and the products are added."""
+    """As in engines: every rank multiplies its part, and the products are added up."""
     x, w, b, _ = problem(dtype)
     part = rlk_kernels.linear(shard(x, 1, group), shard(w, 1, group), backend="torch")
     torch.distributed.all_reduce(part, group=group)
@@ -88,7 +88,7 @@ CASES = pytest.mark.parametrize(
         (False, torch.bfloat16, "torch"),
         (True, torch.bfloat16, "torch"),
         (True, torch.float32, "torch"),
-        # In Triton's interpreter products of bf16 are not right.
+        # In Triton's interpreter, products of bf16 are wrong.
         (False, torch.float32, "triton"),
     ],
 )
@@ -117,14 +117,14 @@ def test_column_parallel_has_the_bits_of_one_rank(sequence, dtype, backend):
 
 
 def test_partial_sums_have_other_bits():
-    """The fault that gathering avoids: without it these tests would see nothing."""
+    """The fault that gathering avoids: these tests see it."""
     y = alone()[0]
     (added, _) = on_ranks(2, _partial_sums, torch.bfloat16)
     assert not same(added, y)
 
 
 def _order(group: Any) -> tuple[Tensor, Tensor]:
-    """Columns, and rows, of two blocks that every rank has a share of."""
+    """Columns, and rows, of two blocks. Every rank has a part of each."""
     whole = torch.arange(16)
     own = torch.cat([shard(block, 0, group) for block in whole.chunk(2)])
     rows = own[:, None].expand(-1, 4).contiguous()
@@ -196,7 +196,7 @@ def _logp(group: Any, columns: int, step: int, backend: str) -> tuple[Tensor, Te
     return y.detach(), own.grad
 
 
-# 1040 = 65 leaves; shards begin inside of subtrees, and the last ones hold padding.
+# 1040 = 65 leaves; shards begin inside subtrees, and the last shards contain padding.
 @pytest.mark.parametrize(
     ("backend", "world", "columns", "step"),
     [
@@ -309,7 +309,7 @@ def test_a_shard_is_made_of_a_few_whole_subtrees(columns, tp):
 
 
 def test_nodes_that_are_merged_in_another_order_have_other_bits():
-    """Shards that were merged from left to right would be another tree."""
+    """Shards that are merged from left to right are another tree."""
     logits = wide(64, 16 * 7, seed=7, dtype=torch.float32)
     trees = list(subtrees(0, 48)) + list(subtrees(48, 112))
     nodes = [shards.node_of(logits[:, a:b], "torch") for a, b in (t.columns for t in trees)]

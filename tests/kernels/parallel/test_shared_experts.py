@@ -1,5 +1,5 @@
-"""Experts that ranks share have the bits of one rank, forward and backward, over real gloo: of the
-tokens of all ranks together."""
+"""Experts that are divided among ranks have the bits of one rank, forward and backward, over real
+gloo. The one rank has the tokens of all ranks."""
 
 import functools
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 EXPERTS, TOP_K, HIDDEN, INNER = 8, 3, 48, 24
 TOKENS = (5, 0, 9, 4)
-"""Of each of four ranks; two ranks have those of two each."""
+"""Tokens of each of four ranks; each of two ranks has the tokens of two of them."""
 BF16 = torch.bfloat16
 
 
@@ -38,7 +38,7 @@ def problem(skewed: bool) -> dict[str, Tensor]:
 
 
 def step(parts: dict[str, Tensor], group: Any) -> dict[str, Tensor]:
-    """y, and the gradient of each leaf, of one rank."""
+    """y and the gradient of each leaf on one rank."""
     leaves = {n: parts[n].clone().requires_grad_() for n in ("x", "logits", "gate_up", "down")}
     layer = Sparse()
     weights, ids = layer.choose(leaves["logits"], TOP_K, True)
@@ -85,7 +85,7 @@ def test_shared_experts_have_the_bits_of_one_rank(world: int, skewed: bool) -> N
 
 
 class OfOutputs(Sparse):
-    """Has some outputs of all products by expert."""
+    """A rank that has some outputs of each product by expert."""
 
     def __init__(self, group: Any, wrong: bool) -> None:
         self.group, self.wrong = group, wrong
@@ -110,7 +110,7 @@ def _share_of_outputs(group: Any, skewed: bool, wrong: bool = False) -> dict[str
 
 
 def test_shared_outputs_have_the_bits_of_one_rank() -> None:
-    """And what each rank shows of an expert's rows are its columns of them."""
+    """Each rank also shows its columns of an expert's rows."""
     layer, whole, parts = Sparse(), {}, problem(True)
     layer.rlk_show = whole.__setitem__
     weights, ids = layer.choose(parts["logits"], TOP_K, True)

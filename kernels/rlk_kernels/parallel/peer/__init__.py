@@ -1,4 +1,4 @@
-"""An all-gather by one kernel: each rank stores its share into memory of the others.
+"""An all-gather in one kernel: each rank stores its shard into the memory of the other ranks.
 
-Call `gather`; `kernels` has the protocol, and `memory` the memory that ranks share.
+`gather` has the interface, `kernels` the protocol, and `memory` the memory that ranks share.
 """

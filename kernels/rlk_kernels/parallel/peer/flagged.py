@@ -1,15 +1,15 @@
-"""The kernel of `gather` for few bytes, where latency is all: `kernels` has the other one.
+"""The kernel of `gather` for few bytes, which minimizes latency; `kernels` has the other one.
 
-Every 8 bytes that are stored to a peer are 4 bytes of the shard and the epoch. Who waits looks at
-them until they have its epoch: no message behind the data says that it is there, and nothing is
-ordered. Epochs are those of the channels of `kernels`. These slots are used for nothing else,
+Every 8 bytes that are stored to a peer consist of 4 bytes of the shard and the epoch. The receiver
+polls them until they have the current epoch, so there is no separate message after the data, and no
+order of stores. The epochs are those of the channels in `kernels`. These slots have no other use,
 because the other kernel's data could look like an epoch.
 
-A slot exists twice, for even and odd epochs. The one of epoch e is written again in epoch e + 2 at
-the earliest. A rank starts that when its launch of epoch e + 1 has ended, for which every peer must
-have started that launch, and so have ended epoch e: all of this on one stream.
+A slot exists twice, for even and odd epochs. The slot of epoch e is written again in epoch e + 2 at
+the earliest. A rank starts that epoch when its launch of epoch e + 1 has ended, for which every
+peer must have started the same launch, and so have ended epoch e. All launches are on one stream.
 
-Nothing waits for ever, and a rank that is gone is named, as there.
+As in `kernels`, no wait is endless, and a missing rank is named.
 
 T = rows of a shard   F = words of a row, 4 bytes each   R = ranks
 """
@@ -27,8 +27,8 @@ _WORDS = tl.constexpr(FLAGGED_WORDS)
 
 
 @triton.jit
-def _place(region, source, channel, epoch, RANKS: tl.constexpr, COUNT: tl.constexpr):
-    """A channel's messages from `source` in a rank's region, behind all of `kernels`."""
+def _message_slot(region, source, channel, epoch, RANKS: tl.constexpr, COUNT: tl.constexpr):
+    """The messages of a channel from `source`, in a rank's region after the slots of `kernels`."""
     at = ((epoch & 1) * RANKS + source) * COUNT + channel
     return tl.multiple_of(
         (region + at.to(tl.int64) * (_WORDS * 8)).to(tl.pointer_type(tl.int64)), 16
@@ -41,8 +41,8 @@ def _flagged_kernel(
     RANK: tl.constexpr, RANKS: tl.constexpr, COUNT: tl.constexpr, BEHIND: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """out[T, R, F] of x[T, F], a block a program; BEHIND: bytes of a region before the messages.
-    What else it takes is as in `kernels`."""
+    """out[T, R, F] of x[T, F]; each program copies a block. BEHIND: the bytes of a region before
+    the messages. The other arguments are those of `kernels._gather_kernel`."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -61,13 +61,13 @@ def _flagged_kernel(
             tl.store(to + RANK * F, value, here)
         else:
             region = tl.load(regions + peer) + BEHIND
-            slot = _place(region, RANK, channel, epoch, RANKS, COUNT)
+            slot = _message_slot(region, RANK, channel, epoch, RANKS, COUNT)
             tl.store(slot + lanes, message, at < to_peers)
     own = tl.load(regions + RANK) + BEHIND
     left = tl.where(works, polls, 0)
     for source in tl.static_range(RANKS):
         if source != RANK:
-            slot = _place(own, source, channel, epoch, RANKS, COUNT) + lanes
+            slot = _message_slot(own, source, channel, epoch, RANKS, COUNT) + lanes
             message = tl.load(slot, here, other=0, volatile=True)
             late = tl.sum((here & ((message >> 32).to(tl.int32) != epoch)).to(tl.int32), 0)
             while (late > 0) & (left > 0):

@@ -1,20 +1,22 @@
-"""The kernel of `gather`: store to peers, tell them, wait for them, copy out. (`flagged` has that
-of few bytes.)
+"""The kernel of `gather`: it stores to peers, notifies them, waits for them, and copies the data
+out. (`flagged` has the kernel for few bytes.)
 
 A program is a channel: it has pieces of the shard, slots for them in every rank's region, and a
-counter of its pieces, the epoch, which is the same on all ranks because they launch alike. It
-stores a piece into its slot of every peer's region, then the epoch into its flag there (released),
-waits until its own flags have come that far (acquired), and copies the slots out. Of several pieces
-it stores the next one before it waits, so that links and memory work at the same time.
+counter of its pieces, the epoch, which is the same on all ranks because they make the same
+launches. It stores a piece into its slot in every peer's region, then the epoch into its flag there
+(release), waits until its own flags have this epoch (acquire), and copies the slots out. If it has
+several pieces, it stores the next one before it waits, so that links and memory work at the same
+time.
 
-Slots are taken in turns. A rank that stores epoch e has ended e - 2, which its peers had stored by
-then; and who stores e - 2 has ended e - 4, of this launch or of one before. So four slots are
-enough: all of this on one stream. No second message says "I have read it".
+A piece takes the next slot in turn. A rank that stores epoch e has ended e - 2, which its peers had
+stored by then; and a peer that stores e - 2 has ended e - 4, in this launch or an earlier one. So
+four slots are enough, without a second message that confirms the reading. All launches are on one
+stream.
 
-Nothing waits for ever: a program looks at flags `polls` times. Then it writes down whose it was
-and gives all ones, which are NaN, for that rank. What is behind it, of this launch and of later
-ones, neither stores nor tells, because nobody knows what peers have read, and does not wait: it
-gives NaN at once.
+No wait is endless: a program polls its flags `polls` times. Then it records the missing rank and
+writes all ones, which are NaN, for that rank. Later pieces, in this launch and later ones, store
+and notify nothing, because it is unknown which slots the peers have read; they do not wait, and
+write NaN at once.
 
 T = rows of a shard   F = words of a row, 8, 4 or 2 bytes each   R = ranks
 """
@@ -43,9 +45,11 @@ _SLOTS, _SLOT_BYTES = tl.constexpr(SLOTS), tl.constexpr(SLOT_BYTES)
 
 @triton.jit
 def _slot(region, source, channel, epoch, kind, RANKS: tl.constexpr, COUNT: tl.constexpr):
-    """A channel's slot for what `source` stores, in a rank's region."""
+    """A channel's slot for the data of `source`, in a rank's region."""
     flags: tl.constexpr = (COUNT * RANKS * 4 + 1023) // 1024 * 1024
-    at = ((epoch & (_SLOTS - 1)) * RANKS + source) * COUNT + channel  # epochs begin anew below 0
+    at = (
+        (epoch & (_SLOTS - 1)) * RANKS + source
+    ) * COUNT + channel  # epochs wrap around to negative numbers
     return tl.multiple_of((region + flags + at.to(tl.int64) * _SLOT_BYTES).to(kind), 16)
 
 
@@ -60,7 +64,8 @@ def _send(
     x, out, regions, begin, epoch, works, rows, F,
     RANK: tl.constexpr, RANKS: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the piece at `begin` to all peers and into `out`, and tell them, where it `works`."""
+    """Stores the piece at `begin` to all peers and into `out`, and notifies the peers, if
+    `works`."""
     channel = tl.program_id(0)
     kind = tl.pointer_type(x.dtype.element_ty)
     lanes = tl.arange(0, BLOCK)
@@ -74,7 +79,7 @@ def _send(
         else:
             slot = _slot(tl.load(regions + peer), RANK, channel, epoch, kind, RANKS, COUNT)
             tl.store(slot + lanes, value, at < to_peers)
-    # All threads have stored, and read what the slots had before, before one of them tells.
+    # All threads have stored, and read the slots' earlier data, before one of them notifies.
     tl.debug_barrier()
     if works:
         for peer in tl.static_range(RANKS):
@@ -88,8 +93,8 @@ def _receive(
     out, regions, failed, missing, begin, epoch, left, rows, F,
     RANK: tl.constexpr, RANKS: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy all peers' pieces at `begin` to `out` once they are there; how many looks are left, 0
-    where one is not there."""
+    """Copies the peers' pieces at `begin` to `out` when they have arrived; returns the number of
+    polls that are left, 0 if a piece is missing."""
     channel = tl.program_id(0)
     kind = tl.pointer_type(out.dtype.element_ty)
     lanes = tl.arange(0, BLOCK)
@@ -107,7 +112,7 @@ def _receive(
                 tl.store(failed, 1)
             arrived = tl.where(ahead < 0, 0, rows * F)
             slot = _slot(own, source, channel, epoch, kind, RANKS, COUNT)
-            # past the caches of a processor, which do not see what peers store
+            # bypasses the processor's caches, which do not see the stores of peers
             value = tl.load(slot + lanes, at < arrived, other=-1, cache_modifier=".cg")
             tl.store(out + (at // F * RANKS + source) * F + at % F, value, at < rows * F)
     return left
@@ -119,9 +124,8 @@ def _gather_kernel(
     RANK: tl.constexpr, RANKS: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """out[T, R, F] of x[T, F]. regions: address of each rank's region; counters[COUNT]; failed:
-    one number, not 0 once a rank was missing; missing[R]: the epoch in which a rank was missed, in
-    the host's memory; pieces: of a program."""
+    """out[T, R, F] of x[T, F]. regions, counters, failed, missing: see `channels.Channels`; pieces:
+    the number of pieces of a program."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -145,9 +149,9 @@ def _gather_kernel(
 
 
 def columns(x: Tensor, shared: Channels) -> Tensor:
-    """[..., R F] of x[..., F]."""
+    """[..., R F] from x[..., F]."""
     x, row = x.contiguous(), x.shape[-1] * x.element_size()
-    # Of the shape alone: all ranks must cut alike.
+    # These follow from the shape alone, because all ranks must make the same pieces.
     size = x.numel() * x.element_size()
     few = row % 4 == 0 and size <= flagged_bytes(shared.count)
     word = 4 if few else next(w for w in _WORDS if row % w == 0)

@@ -1,6 +1,6 @@
-"""Memory of one GPU that other processes write to: CUDA's own (IPC), opened by its handle.
+"""Memory of a GPU to which other processes write: CUDA IPC memory, which is opened by its handle.
 
-No multicast, and no memory of torch's allocator, which reuses its memory and maps it again.
+It uses no multicast, and not torch's allocator, which reuses its memory and maps it again.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ class _Handle(ctypes.Structure):
 
 
 def allocate(size: int) -> int:
-    """Address of this many zeroed bytes on the current GPU."""
+    """The address of `size` zeroed bytes on the current GPU."""
     address = c_void_p()
     driver_call("cuMemAlloc_v2", ctypes.byref(address), c_size_t(size))
     driver_call("cuMemsetD8_v2", address, c_ubyte(0), c_size_t(size))
@@ -32,7 +32,7 @@ def allocate(size: int) -> int:
 
 
 class _Array:
-    """Memory as torch takes it."""
+    """Memory in the form of CUDA's array interface."""
 
     def __init__(self, address: int, count: int, dtype: torch.dtype) -> None:
         self.__cuda_array_interface__ = {
@@ -42,20 +42,20 @@ class _Array:
 
 
 def zeros(count: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Integers in memory of `allocate`, which is never freed."""
+    """Integers in memory by `allocate`, which is never freed."""
     address = allocate(count * dtype.itemsize)
     return torch.as_tensor(_Array(address, count, dtype), device=device)
 
 
 def handle_of(address: int) -> bytes:
-    """What another process of this machine opens it by."""
+    """The handle by which another process of this machine opens the memory."""
     handle = _Handle()
     driver_call("cuIpcGetMemHandle", ctypes.byref(handle), c_void_p(address))
     return bytes(handle)
 
 
 def opened(handle: bytes) -> int:
-    """Address at which the memory of another process is seen from the current GPU."""
+    """The address of another process's memory on the current GPU."""
     address = c_void_p()
     driver_call(
         "cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle),
@@ -64,15 +64,15 @@ def opened(handle: bytes) -> int:
     return address.value or 0
 
 
-def place(device: torch.device) -> tuple[str, str]:
-    """(machine, GPU) by names that other processes know them by."""
+def gpu_name(device: torch.device) -> tuple[str, str]:
+    """(machine, UUID of the GPU), which other processes know too."""
     return socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
 
 
 def unreachable(device: torch.device, peers: list[tuple[str, str]]) -> str:
-    """Why `device` cannot store to a GPU at one of these places and tell it; "" where it can."""
-    machine, own = place(device)
-    visible = {place(torch.device("cuda", i))[1]: i for i in range(torch.cuda.device_count())}
+    """The reason why `device` cannot store to one of these GPUs and notify it; "" if it can."""
+    machine, own = gpu_name(device)
+    visible = {gpu_name(torch.device("cuda", i))[1]: i for i in range(torch.cuda.device_count())}
     for other, gpu in peers:
         if other != machine:
             return f"a rank is on {other}"

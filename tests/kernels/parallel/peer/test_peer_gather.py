@@ -1,5 +1,5 @@
 """The gather by stores, in Triton's interpreter: processes share memory, and each runs the kernel
-that GPUs run. R = ranks"""
+of the GPUs. R = ranks"""
 
 import random
 import time
@@ -17,12 +17,13 @@ from torch import Tensor
 
 COUNT = 16
 FEW = 2
-"""Channels: so few that a shard of some KiB has several pieces."""
+"""Channels; few, so that a shard of some KiB has several pieces."""
 CPU = torch.device("cpu")
 
 
 def regions_of(ranks: int, count: int = COUNT) -> list[Tensor]:
-    """A region a rank, which processes that are forked from this one see at the same addresses."""
+    """One region for each rank. Processes that are forked from this one see it at the same
+    address."""
     size = region_bytes(ranks, count)
     return [torch.zeros(size, dtype=torch.uint8).share_memory_() for _ in range(ranks)]
 
@@ -39,14 +40,14 @@ def bits(x: Tensor) -> Tensor:
 
 
 def noise(rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Random bits, NaN and infinities too."""
+    """Random bits, including NaN and infinities."""
     words = (rows, columns * dtype.itemsize // 2)
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-(2**15), 2**15, words, generator=generator).short().view(dtype)
 
 
 def _random_shapes(group: Any, regions: list[Tensor], count: int) -> int:
-    """Of how many random shapes the bits are those of torch's all_gather."""
+    """The number of random shapes for which the bits are those of torch's all_gather."""
     gather, equal, draw = gather_of(group.rank(), regions), 0, random.Random(1)
     for i in range(count):
         dtype = draw.choice([torch.bfloat16, torch.float16, torch.float32])
@@ -64,7 +65,7 @@ def test_bits_are_those_of_torch(ranks):
 
 
 def _in_turn(group: Any, regions: list[Tensor]) -> list[bool]:
-    """Rank 1 comes late to each call; rank 0 stores what is next as soon as it may."""
+    """Rank 1 is late in each call; rank 0 stores the next piece as soon as it may."""
     gather, equal = gather_of(group.rank(), regions), []
     for i in range(4):
         time.sleep(0.05 * group.rank())
@@ -81,30 +82,30 @@ def test_a_rank_that_comes_late_is_waited_for():
 
 
 def test_a_rank_that_does_not_come_is_named():
-    """Nobody but rank 1 of 3 is there. What it lacks is NaN; then it neither stores nor waits."""
+    """Only rank 1 of 3 runs. Missing values are NaN; after that it neither stores nor waits."""
     regions = regions_of(3)
     gather = gather_of(1, regions, polls=2)
     x = torch.ones(4, 8, dtype=torch.bfloat16)
     y = gather.columns(x).unflatten(1, (3, 8))
     assert torch.equal(y[:, 1], x)
     assert bool(y[:, [0, 2]].isnan().all())
-    with pytest.raises(RankMissing, match=r"rank 1 of 3 waited for rank 0, 2, which did not come"):
+    with pytest.raises(RankMissing, match=r"rank 1 of 3 waited for rank 0, 2, which did not join"):
         gather.check()
     with pytest.raises(RankMissing, match="rank 0, 2"):
         gather.columns(x)
     stored = [region.clone() for region in regions]
-    # Few bytes are messages with their epoch, behind flags and slots.
+    # Few bytes are sent as messages with their epoch, which lie after flags and slots.
     behind = flagged_offset(3, COUNT)
     assert not bool(stored[0][:behind].any())
     assert bool(stored[0][behind:].any())
-    # As a CUDA graph would go on.
+    # A CUDA graph would continue like this.
     again = kernels.columns(x * 2, gather.channels).unflatten(1, (3, 8))
     assert bool(again[:, [0, 2]].isnan().all())
     assert all(map(torch.equal, stored, regions))
 
 
 def _in_pieces(group: Any, regions: list[Tensor], columns: int, epoch: int) -> list[bool]:
-    """Several pieces a channel, the last one short; then one piece, then several again."""
+    """Several pieces in a channel, the last one short; then one piece, then several again."""
     gather, equal = gather_of(group.rank(), regions, count=FEW), []
     gather.channels.counters.fill_(epoch)
     for i, rows in enumerate((PIECES * FEW, 1, PIECES * FEW + 1)):
@@ -119,7 +120,7 @@ def _in_pieces(group: Any, regions: list[Tensor], columns: int, epoch: int) -> l
 
 
 PIECES = 6
-"""More than there are slots."""
+"""More than the number of slots."""
 
 
 @pytest.mark.parametrize("epoch", [0, -3])  # as after 2**32 - 3 pieces
@@ -133,10 +134,10 @@ def test_more_than_the_slots_hold_is_gathered_in_pieces(epoch):
 
 
 def test_a_rank_that_is_gone_between_pieces_is_named_and_not_stored_to():
-    """Rank 0 of 2 finds the first piece of rank 1, and never the second."""
+    """Rank 0 of 2 receives the first piece of rank 1, and never the second."""
     regions = regions_of(2, FEW)
     gather = gather_of(0, regions, polls=2, count=FEW)
-    # As rank 1 would: flags of both channels for source 1.
+    # In place of rank 1: flags of both channels for source 1.
     regions[0][: FEW * 2 * 4].view(torch.int32).view(FEW, 2)[:, 1] = 1
     size = FEW * SLOT_BYTES
     x = torch.ones(6 * size // 16, 8, dtype=torch.bfloat16)
@@ -154,7 +155,7 @@ def test_a_rank_that_is_gone_between_pieces_is_named_and_not_stored_to():
 
 def test_a_shard_is_of_words_and_counted_by_32_bits():
     regions = regions_of(2)
-    with torch.device("meta"):  # as engines make models
+    with torch.device("meta"):  # as engines create models
         gather = gather_of(0, regions)
     assert gather.channels.regions.is_cpu
     most = MOST_BYTES // 2
@@ -163,12 +164,12 @@ def test_a_shard_is_of_words_and_counted_by_32_bits():
     for size, dtype in wrong:
         x = torch.empty(size, dtype=dtype, device="meta")
         assert not gather.takes(x)
-        with pytest.raises(UnsupportedShape, match="not gathered by stores"):
+        with pytest.raises(UnsupportedShape, match="cannot be gathered by stores"):
             gather.launch(x)
 
 
 def test_every_kernel_is_compiled_before_a_graph(monkeypatch):
-    """What any number of rows launches later was launched by `compile_for`."""
+    """`compile_for` has compiled every kernel that any number of rows launches later."""
     gather, launched = gather_of(0, regions_of(1, FEW), count=FEW), set()
 
     def record(_cache: Any, kernel: Any, _grid: Any, arguments: tuple, _options: Any) -> None:
