@@ -18,6 +18,9 @@ from rlk_align.trace.numbered import read_rows
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.schema import SHIFT_IS_HARMLESS, PassRecord, PositionRecord
 
+FREQUENCIES = "rope_frequencies"
+"""The attribute that says that a side's inverse frequencies were rounded; a side without it has
+those of the checkpoint."""
 DROPOUT = "dropout"
 """The attribute that says where a model drops values; a side without it drops none."""
 UNSET_AGREES = frozenset({"padding_side"})
@@ -28,6 +31,7 @@ def check_parity(rollout: Trace, train: Trace) -> list[Mismatch]:
     """Every mismatch, tokens first, in the order of samples, parameters and attributes."""
     attributes = _attributes(rollout.record.attributes, train.record.attributes)
     # Another rotary embedding turns by other angles: no position can be told from them.
+    attributes += _frequencies(rollout, train)
     same_rotary = not any("rope" in m.name for m in attributes)
     return [
         *_tokens(rollout, train),
@@ -38,6 +42,24 @@ def check_parity(rollout: Trace, train: Trace) -> list[Mismatch]:
         *_boundaries(rollout, train),
         *_padding(rollout, train),
     ]
+
+
+def _frequencies(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
+    """Sides whose rotary embedding turns by frequencies that were rounded, where the other's were
+    not rounded likewise."""
+    said = {s: t.record.attributes.get(FREQUENCIES) for s, t in _sides(rollout, train)}
+    if said["rollout"] != said["train"]:
+        who = {"rollout": "the rollout engine", "train": "the trainer"}
+        rounded = " and ".join(f"{who[s]}'s {how}" for s, how in said.items() if how)
+        yield Mismatch(
+            kind="attributes",
+            name=FREQUENCIES,
+            rollout=said["rollout"] or "exact",
+            train=said["train"] or "exact",
+            detail=f"inverse frequencies, {rounded}: the later the position, the more its angles "
+            "are off. The model was cast with its buffers: by DeepSpeed's buffer_dtype, by a "
+            "DeepSpeed before 0.19.2, by zero.Init, or by model.to(dtype). Keep inv_freq in float32",
+        )
 
 
 def _dropout(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
@@ -201,7 +223,7 @@ def _attributes(a: dict[str, Any], b: dict[str, Any]) -> list[Mismatch]:
     """Names each attribute that differs, by layer where a side has `layers.i.NAME` beside NAME."""
     mismatches = []
     by_layer = {name.split(".", 2)[2] for name in [*a, *b] if name.startswith("layers.")}
-    whole = (n for n in [*a, *b] if not n.startswith("layers.") and n != DROPOUT)
+    whole = (n for n in [*a, *b] if not n.startswith("layers.") and n not in (DROPOUT, FREQUENCIES))
     for name in dict.fromkeys(whole):
         names = [name]
         if name in by_layer:

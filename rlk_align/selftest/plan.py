@@ -11,7 +11,7 @@ from rlk_align.errors import BadOption
 from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import Prompt
 from rlk_align.model.sites import model_sites
-from rlk_align.selftest.faults.catalogue import FAULTS, Chosen, faults_of
+from rlk_align.selftest.faults.catalogue import FAULTS, Chosen, faults_of, planted_as
 from rlk_align.selftest.faults.fault import ALL
 
 OWN = {
@@ -148,7 +148,7 @@ def pairs_of(case: Case, engines: Sequence[EngineSpec]) -> Iterator[tuple[Engine
     if fault.both and fault.both.partition("=")[0] not in COMMON_OPTIONS:
         # An engine that cannot have the fault may not mean the same by these options.
         having = {written.partition(":")[0] for written in fault.engines}
-        chosen = [p for p in chosen if having.issuperset(e.name for e in p)]
+        chosen = [p for p in chosen if having.issuperset(planted_as(e.name) for e in p)]
     yield from chosen[:1] if case.curve else chosen
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,6 +84,29 @@ def rope_theta(inv_freq: torch.Tensor) -> float:
         return math.nan
     theta = float(inv_freq[-1].double()) ** (-pairs / (pairs - 1))
     return float(f"{theta:.5g}")
+
+
+FLOAT32_FREQUENCIES = 2.0**-18
+"""By how much, as a share of it, an inverse frequency in float32 may be off: engines compute powers
+differently."""
+
+
+def rounded_frequencies(
+    inv_freq: torch.Tensor, exact: Sequence[float], theta: float
+) -> dict[str, Any]:
+    """`rope_frequencies`: the dtype that a live rotary embedding's frequencies were rounded to,
+    with the theta that they were computed by; empty where they are those of the checkpoint in
+    float32, or others altogether."""
+    if inv_freq.numel() != len(exact):
+        return {}
+    live, wanted = inv_freq.double(), torch.tensor(exact, dtype=torch.float64)
+    off = float((live.cpu() / wanted - 1).abs().max())
+    for dtype, unit in ((torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)):
+        held = bool((live.to(dtype).double() == live).all())
+        if held and FLOAT32_FREQUENCIES < off <= unit:
+            name = str(dtype).removeprefix("torch.")
+            return {"rope_frequencies": f"rounded to {name}", "rope_theta": theta}
+    return {}
 
 
 def active_dropout(model: torch.nn.Module) -> dict[str, str]:

@@ -47,12 +47,14 @@ class DeepSpeedEngine(FSDPEngine):
         return self.spec.option("mixed") == "autocast"
 
     @property
-    def _stage(self) -> int:
-        return int(str(self.spec.option("stage")))
+    def shards_parameters(self) -> bool:
+        """Whether each rank holds a part of every parameter."""
+        return self.spec.option("stage") == "3"
 
     def _config(self) -> dict[str, Any]:
+        zero: dict[str, Any] = {"stage": int(str(self.spec.option("stage")))}
         # Small parameters are sharded as well.
-        zero: dict[str, Any] = {"stage": self._stage, "stage3_param_persistence_threshold": 0}
+        zero["stage3_param_persistence_threshold"] = 0
         if self.spec.option("offload") == "params":
             zero["offload_param"] = {"device": "cpu"}
         config = {
@@ -75,16 +77,16 @@ class DeepSpeedEngine(FSDPEngine):
         return f"{self._deepspeed.__version__}, torch {torch.__version__}, transformers {other}"
 
     def attributes(self) -> dict[str, Any]:
-        with self._gathered([self.model.model.embed_tokens.weight]):
+        with self.gathered([self.model.model.embed_tokens.weight]):
             return super().attributes()
 
     def weights(self) -> Iterator[ParameterRecord]:
         for place in self.places():
             module = self.model.get_submodule(place.module)
-            with self._gathered(module.parameters(recurse=False)):
+            with self.gathered(module.parameters(recurse=False)):
                 for name, value in unfused(self.model, [place]):
                     yield from self._recorded(name, value)
-        for name, value in expert_weights(self.model, self._gathered):
+        for name, value in expert_weights(self.model, self.gathered):
             yield from self._recorded(name, value)
         for name, value in corrections(self.model):
             yield from self._recorded(name, value, cast=False)
@@ -96,14 +98,17 @@ class DeepSpeedEngine(FSDPEngine):
         if cast:
             value = value.to(getattr(torch, self.compute_dtype))
         # Stage 3 shares slices of flat parameters, which are not slices of rows or columns.
-        copies = [value] if self._stage == 3 else gather(value, self.ranks)
+        copies = [value] if self.shards_parameters else gather(value, self.ranks)
         if copies is not None and self.ranks.rank == 0:
             yield record_parameter(LiveParameter(name, copies[0], replicas=tuple(copies[1:])))
 
-    def _gathered(self, parameters: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
-        """Within it these parameters are whole; all ranks enter it."""
+    def gathered(
+        self, parameters: Iterable[torch.Tensor], written: bool = False
+    ) -> AbstractContextManager[None]:
+        """Within it these parameters are whole; all ranks enter it. `written`: what is written to
+        them there is kept."""
         return self._deepspeed.zero.GatheredParameters(
-            list(parameters), enabled=self._stage == 3
+            list(parameters), modifier_rank=0 if written else None, enabled=self.shards_parameters
         )
 
     def run_model(self, **inputs: Any) -> Any:

@@ -34,6 +34,7 @@ def _check(option: Asked, _config: dict[str, Any], shape: ModelShape) -> None:
 DEEPSPEED = replace(
     FSDP,
     target="rlk_align.engines.deepspeed.engine:DeepSpeedEngine",
+    planting="rlk_align.engines.deepspeed.planting:plant_fault",
     builds_on=("hf",),
     package="deepspeed",
     install="DS_BUILD_OPS=0 pip install 'rlk-align[deepspeed]'",

@@ -16,6 +16,7 @@ from rlk_align.engines.common.attributes import (
     per_layer,
     processing,
     rope_theta,
+    rounded_frequencies,
 )
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, record_parameter
@@ -29,6 +30,7 @@ from rlk_align.engines.hf.places import hf_places
 from rlk_align.engines.hf.taps import Tapped
 from rlk_align.errors import ModelError
 from rlk_align.model.prompts import TokenBatch
+from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.text import one_line
 
 
@@ -96,10 +98,19 @@ class HFEngine(ForwardEngine):
     def attributes(self) -> dict[str, Any]:
         return {
             **hf_attributes(self.model),
+            **self._rounded_frequencies(),
             **processing(self.temperature),
             # None where a forward has one sequence, and so no padding.
             "padding_side": self.spec.option("padding") if self.batch_size > 1 else None,
         }
+
+    def _rounded_frequencies(self) -> dict[str, Any]:
+        """Whoever casts a whole model, its buffers included, rounds these as well."""
+        rotary = checkpoint_rotary(self.model_path, self.shape)
+        if rotary is None:
+            return {}
+        live, theta = self.model.model.rotary_emb.inv_freq, self.model.config.rope_parameters
+        return rounded_frequencies(live, rotary.inv_freq, float(theta["rope_theta"]))
 
     def tapped(self, tap: Tap | None, editor: Editor | None) -> Tapped:
         hooks = Tapped(self.model, self.places(), tap, editor)

@@ -18,14 +18,15 @@ from rlk_align.engines.hf.taps import on_rotation
 from rlk_align.selftest.faults.catalogue import Chosen
 from rlk_align.selftest.planting.live_operators import LiveOperators, plant
 from rlk_align.selftest.planting.operands import Formula, ForwardTokens, Report, Unit, in_place_of
+from rlk_align.selftest.planting.rank import ALONE, Sharing
 from rlk_align.selftest.planting.sparse_layers import KernelLayers, Routing, SparseLayers, swap
 
 
 class HFOperators(LiveOperators):
     """The operators of a model of transformers; every tensor but attention's is `[B, T, F]`."""
 
-    def __init__(self, engine: Any, chosen: Chosen) -> None:
-        super().__init__(engine, engine.model, hf_places(engine.model), chosen)
+    def __init__(self, engine: Any, chosen: Chosen, sharing: Sharing = ALONE) -> None:
+        super().__init__(engine, engine.model, hf_places(engine.model), chosen, sharing)
         self._modeling = sys.modules[type(self._model.model.layers[0].self_attn).__module__]
         self.before(self._model, self._note_rows, with_kwargs=True)
 

@@ -32,6 +32,16 @@ FAULTS: dict[str, Fault] = {
 }
 
 
+_SCORES_AS = {"deepspeed": "hf"}
+"""An engine that only scores -> the one whose model it has: what can be planted there, it can
+have."""
+
+
+def planted_as(engine: str) -> str:
+    """The engine in whose places faults are planted."""
+    return _SCORES_AS.get(engine, engine)
+
+
 @dataclass(frozen=True, slots=True)
 class Chosen:
     """A fault of the catalogue, so strong."""
@@ -49,7 +59,7 @@ class Chosen:
 
     def needs(self, engine: str) -> dict[str, str]:
         """Options without which the fault cannot be planted in that engine, or does nothing."""
-        spec = next(s for s in self.fault.engines if s.partition(":")[0] == engine)
+        spec = next(s for s in self.fault.engines if s.partition(":")[0] == planted_as(engine))
         written = f"{spec.partition(':')[2]},{self.fault.both}"
         return dict(item.split("=") for item in written.split(",") if item)
 
@@ -64,7 +74,8 @@ def faults_of(engine: str) -> dict[str, Fault]:
     return {
         name: fault
         for name, fault in FAULTS.items()
-        if engine in (spec.partition(":")[0] for spec in fault.engines)
+        if planted_as(engine) in (spec.partition(":")[0] for spec in fault.engines)
+        if not fault.decode or engine not in _SCORES_AS
     }
 
 
@@ -122,7 +133,7 @@ def check_fault(engine: str, options: Mapping[str, object]) -> None:
 
 def _wrong_rank(chosen: Chosen, engine: str, options: Mapping[str, object]) -> str:
     """Why that rank alone cannot have the fault; empty where it can, or where every rank has it."""
-    sizes = {key: int(str(options.get(key, 1))) for key in ("tp", "cp", "pp", "ep")}
+    sizes = {key: int(str(options.get(key, 1))) for key in ("tp", "cp", "pp", "ep", "dp")}
     tp, cp, ranks = sizes["tp"], sizes["cp"], math.prod(sizes.values())
     if chosen.fault.kind == "boundaries" and cp > 1:
         return f"with cp={cp} sequences end where ranks can share them: leave cp out"

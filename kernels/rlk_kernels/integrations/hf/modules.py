@@ -122,6 +122,11 @@ class HFRotary(Counted):
         self.count()
         if not torch.compiler.is_compiling():
             _check_rotates(type(self).__module__)
+        if self.inv_freq.dtype != torch.float32:
+            raise NotServed(
+                f"the rotary embedding's inv_freq was rounded to {self.inv_freq.dtype} after "
+                "use_kernels (by DeepSpeed's data_types.buffer_dtype?): keep buffers in float32"
+            )
         turns = self.inv_freq.to(x.device)
         if self.attention_scaling != 1.0:
             turns = torch.cat([turns, turns.new_full((1,), self.attention_scaling)])
