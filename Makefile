@@ -14,7 +14,7 @@ GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml kernels/pyproject.toml requirements/cpu.txt requirements/gpu.txt scripts/setup.sh
+$(STAMP): pyproject.toml kernels/pyproject.toml requirements/cpu.txt requirements/deepspeed.txt requirements/gpu.txt scripts/setup.sh
 	PYTHON="$(PYTHON)" VENV="$(VENV)" GPU="$(GPU)" bash scripts/setup.sh
 	@touch $@
 
@@ -37,7 +37,7 @@ demo-loop: setup
 # longest go first (tests/conftest.py), and short ones fill up the end. Each module is compiled once, whatever the
 # environment says of bytecode. A process keeps the memory that it frees, instead of asking for zeroed pages again.
 KEPT := MALLOC_MMAP_THRESHOLD_=67108864 MALLOC_TRIM_THRESHOLD_=268435456 MALLOC_TOP_PAD_=16777216
-TESTS := $(KEPT) PYTHONDONTWRITEBYTECODE= RLK_REQUIRE_ENGINES=vllm,megatron,fsdp TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
+TESTS := $(KEPT) PYTHONDONTWRITEBYTECODE= RLK_REQUIRE_ENGINES=vllm,megatron,fsdp,deepspeed TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
   $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: setup browser

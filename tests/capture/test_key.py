@@ -53,12 +53,13 @@ def test_other_options_are_other_captures() -> None:
     ("file", "changed"),
     [
         ("engines/vllm/taps.py", {"vllm"}),
-        ("engines/hf/taps.py", {"hf", "fsdp"}),
+        ("engines/hf/taps.py", {"hf", "fsdp", "deepspeed"}),
+        ("engines/deepspeed/engine.py", {"deepspeed"}),
         ("engines/megatron/layout.py", {"megatron"}),
-        ("engines/common/rows.py", {"hf", "fsdp", "vllm", "megatron"}),
-        ("engines/process/plan.py", {"hf", "fsdp", "vllm", "megatron"}),
-        ("trace/writer.py", {"hf", "fsdp", "vllm", "megatron"}),
-        ("model/sites.py", {"hf", "fsdp", "vllm", "megatron"}),
+        ("engines/common/rows.py", {"hf", "fsdp", "deepspeed", "vllm", "megatron"}),
+        ("engines/process/plan.py", {"hf", "fsdp", "deepspeed", "vllm", "megatron"}),
+        ("trace/writer.py", {"hf", "fsdp", "deepspeed", "vllm", "megatron"}),
+        ("model/sites.py", {"hf", "fsdp", "deepspeed", "vllm", "megatron"}),
         ("judge/verdict.py", set()),
     ],
 )
@@ -75,7 +76,7 @@ def test_an_edited_adapter_makes_another_capture(
         return type("Found", (), {"origin": str(path)})
 
     monkeypatch.setattr(key.importlib.util, "find_spec", find)
-    engines = ("hf", "fsdp", "vllm", "megatron")
+    engines = ("hf", "fsdp", "deepspeed", "vllm", "megatron")
     before = {e: key_of(e) for e in engines}
     path = package / file
     path.write_text(path.read_text(encoding="utf-8") + "\n# edited\n", encoding="utf-8")

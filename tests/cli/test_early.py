@@ -21,6 +21,10 @@ REFUSED = {
     "megatron:input=loose": ("input=loose is unknown", "padded, packed"),
     "megatron:sp=1": ("sp=1", "tp=2 or more"),
     "megatron:padding=left,input=packed": ("padding=left with input=packed",),
+    "deepspeed:stage=4": ("stage=4 is unknown", "0, 1, 2, 3"),
+    "deepspeed:offload=nvme": ("offload=nvme is unknown", "none, params"),
+    "deepspeed:zero_init=1,stage=2": ("zero_init=1 with stage=2", "only stage 3"),
+    "deepspeed:buffers=bf16,mixed=autocast": ("buffers=bf16 with mixed=autocast",),
     "vllm:logprobs=cooked": ("logprobs=cooked is unknown", "raw, processed"),
     "hf:device=tpu": ("device=tpu is unknown", "cuda"),
 }
@@ -42,7 +46,7 @@ def test_a_choice_is_refused_before_anything_starts(light: Cli, tmp_path: Path, 
         assert not [p for p in tmp_path.iterdir() if p.is_dir()], "nothing was begun"
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+@pytest.mark.parametrize("engine", ["fsdp", "megatron", "deepspeed"])
 def test_an_engine_that_does_not_sample_is_no_rollout(
     light: Cli, tmp_path: Path, engine: str
 ) -> None:
@@ -82,7 +86,7 @@ def test_doctor_says_what_each_engine_can_do(cli: Cli) -> None:
         require_engine(name)
     lines = cli("doctor", env={"COLUMNS": "200"}).out.splitlines()
     said = {line.split()[0]: line.rstrip() for line in lines if "ready" in line}
-    for name in ("fsdp", "megatron"):
+    for name in ("fsdp", "megatron", "deepspeed"):
         assert said[name].endswith("ready: scores")
     for name in ("hf", "vllm"):
         assert said[name].endswith("ready: samples and scores")

@@ -37,7 +37,7 @@ DEEPSPEED = replace(
     planting="rlk_align.engines.deepspeed.planting:plant_fault",
     builds_on=("hf",),
     package="deepspeed",
-    install="DS_BUILD_OPS=0 pip install 'rlk-align[deepspeed]'",
+    install="DS_BUILD_OPS=0 pip install --no-build-isolation 'rlk-align[deepspeed]'",
     tested=("deepspeed", "transformers"),
     options={
         **HF_OPTIONS,
