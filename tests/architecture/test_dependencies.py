@@ -177,6 +177,7 @@ ENGINE_FOLDERS = {
     "common": ("common", "spec"),
     "process": ("process", "common", "spec"),
     "hf": ("hf", "common", "process", "base", "forward_engine", "spec", "info"),
+    "deepspeed": ("deepspeed", "hf", "common", "process", "base", "spec", "info"),
     "vllm": ("vllm", "common", "process", "base", "spec", "info"),
     "megatron": ("megatron", "common", "process", "base", "spec", "info"),
 }

@@ -108,7 +108,9 @@ MODELS = {
     ),
     "llama": Model("llama", {"rope_parameters": YARN | {"beta_fast": 8.0, "beta_slow": 2.0}}),
     "mistral": Model("mistral", {"rope_parameters": LINEAR, "sliding_window": 8}),
-    "qwen2": Model("qwen2", {"rope_parameters": YARN}, dtypes=("float16",)),
+    "qwen2": Model(
+        "qwen2", {"rope_parameters": YARN}, dtypes=("float16",), without=("deepspeed",)
+    ),
     "qwen3": Model(
         "qwen3",
         {
@@ -218,6 +220,7 @@ _TORCH = Facts(
 FACTS = {
     "hf": _TORCH,
     "fsdp": _TORCH,
+    "deepspeed": _TORCH,
     "megatron": Facts(
         numbers="megatron",
         # torch's norm rounds once, the fp32 sums of vLLM and Megatron have other orders, and a
@@ -238,6 +241,17 @@ FACTS = {
 ENGINES = {
     "hf": Layouts(("", "batch=4,padding=left"), dense=("batch=4,padding=right", "batch=1")),
     "fsdp": Layouts(("dp=2",), dense=("dp=1", "dp=4")),
+    "deepspeed": Layouts(
+        ("dp=2",),
+        dense=tuple(
+            ",".join(filter(None, (f"stage={stage}", dp, mixed)))
+            for mixed in ("", "mixed=autocast")
+            for dp in ("", "dp=2")
+            for stage in range(4)
+            if (stage, dp, mixed) != (3, "dp=2", "")
+        )
+        + ("checkpointing=1",),
+    ),
     "megatron": Layouts(
         ("", "input=packed"),
         few_dense=("tp=2",),
@@ -292,7 +306,12 @@ class Pair:
     def drifts(self) -> bool:
         """Whether the engines' own kernels compute other numbers."""
         rollout, train = (FACTS[engine].numbers for engine in self.engines)
-        return rollout != train
+        return rollout != train or self.autocast
+
+    @property
+    def autocast(self) -> bool:
+        """Whether the trainer keeps its residual stream and its norms in fp32."""
+        return "mixed=autocast" in self.train
 
     @cached_property
     def goals(self) -> frozenset[Hashable]:
@@ -381,6 +400,8 @@ _EVERY = [
     if kernels == "rlk" or not rollout.startswith("vllm:")
     # With the kernels, HF refuses a cache that is cut to a window.
     if not (kernels == "rlk" and rollout == "hf" and "sliding_window" in model.settings)
+    # Autocast is for bf16.
+    if dtype == "bfloat16" or "autocast" not in train
     # HF samples for a few layouts.
     if rollout != "hf" or "," not in train
 ]

@@ -75,6 +75,7 @@ KINDS = {
         *_TOKENIZER,
         *_FILES,
     ),
+    "deepspeed": (WORKER, *_HF, "rlk_align.engines.deepspeed.engine", _KERNELS, *_TOKENIZER, *_FILES),
     "vllm": (
         WORKER,
         "rlk_align.engines.vllm.engine",
@@ -187,10 +188,13 @@ def _prepare(kind: str) -> None:
         holders()
         supervise.start_process = partial(start_worker, supervise.start_process)
         capture.run_worker = partial(captures.run_worker, capture.run_worker)
-    elif kind in ("hf", "megatron"):
+    elif kind in ("hf", "megatron", "deepspeed"):
         _start_ranks_of_torchrun(kind)
-        if kind == "hf":
+        if kind != "megatron":
             _make_table_of_renamed_weights()
+        if kind == "deepspeed":
+            os.environ["DS_ACCELERATOR"] = "cpu"
+            importlib.import_module("deepspeed")
     elif kind == "vllm":
         _start_ranks_of_vllm()
         _ask_of_models_in_place()

@@ -65,9 +65,8 @@ class DeepSpeedEngine(FSDPEngine):
         }
         if self._autocast:
             config["torch_autocast"] = {"enabled": True, "dtype": self.compute_dtype}
-        elif self.compute_dtype != "float32":
-            half = {"bfloat16": "bf16", "float16": "fp16"}[self.compute_dtype]
-            config[half] = {"enabled": True}
+        else:
+            config["bf16"] = {"enabled": self.compute_dtype == "bfloat16"}
         if self.spec.option("buffers") == "bf16":
             config["data_types"] = {"buffer_dtype": "bf16"}
         return config

@@ -23,6 +23,11 @@ def _conflict(options: Mapping[str, OptionValue]) -> str | None:
 def _check(option: Asked, _config: dict[str, Any], shape: ModelShape) -> None:
     dtype = str(option("dtype"))
     dtype = shape.dtype if dtype == "auto" else dtype
+    if dtype == "float16":
+        raise BadOption(
+            "engine 'deepspeed': float16 was not tested, and DeepSpeed does not support it on CPUs",
+            "add dtype=bf16 or dtype=fp32",
+        )
     for name, value in (("mixed", "autocast"), ("buffers", "bf16")):
         if option(name) == value and dtype != "bfloat16":
             raise BadOption(
