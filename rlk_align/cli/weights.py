@@ -32,8 +32,9 @@ def weights(
 ) -> None:
     """Compare two holders of a model's weights, parameter by parameter.
 
-    Reads safetensors, distributed checkpoints of FSDP and Megatron, and the
-    weights that a capture recorded of a live engine. Each parameter is equal,
+    Reads safetensors, distributed checkpoints of FSDP and Megatron, DeepSpeed's
+    checkpoints, and the weights that a capture recorded of a live engine; none of
+    them is unpickled. Each parameter is equal,
     cast (B is A rounded to its dtype), merged (with the adapter), stale (from
     an earlier step), missing, or other. Exit code 0 where all are equal, cast or
     merged; 1 where one is stale, missing or other; 4 where nothing is comparable.

@@ -1,7 +1,6 @@
 """Reads torch's distributed checkpoints, which FSDP and Megatron write: `.metadata` and `.distcp`
 files. Nothing in them is unpickled."""
 
-import mmap
 import re
 import zipfile
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 from rlk_align.errors import CorruptCheckpoint
 from rlk_align.text import one_line
 from rlk_align.weights.lazy import DAMAGED, DTYPES, Chunk, LazyTensor, Region
+from rlk_align.weights.mapped import MappedFile, strided
 from rlk_align.weights.pickled import Call, Name, read_pickle
 
 METADATA = ".metadata"
@@ -134,40 +134,6 @@ def _read(
     return whole
 
 
-class _MappedFile:
-    """A file mapped into memory, so that only what is used is read."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises CorruptCheckpoint where the file cannot be read."""
-        self.path = path
-        try:
-            with path.open("rb") as file:
-                self.size = file.seek(0, 2)
-                # A private copy is writable, which torch asks for, and costs nothing until written.
-                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-                self.data.madvise(mmap.MADV_SEQUENTIAL)
-        except (OSError, ValueError) as error:
-            raise CorruptCheckpoint(f"{path} cannot be read: {error}", DAMAGED) from error
-
-    def tensor(self, dtype: str, shape: tuple[int, ...], start: int) -> torch.Tensor:
-        """The tensor whose bytes begin at `start`. Raises CorruptCheckpoint where the file ends
-        before it does."""
-        count = 1
-        for size in shape:
-            count *= size
-        stop = start + count * DTYPES[dtype].itemsize
-        if not 0 <= start <= stop <= self.size:
-            raise CorruptCheckpoint(
-                f"{self.path} is truncated: a tensor ends at byte {stop:,}, and the file has "
-                f"{self.size:,}",
-                DAMAGED,
-            )
-        if count == 0:
-            return torch.empty(shape, dtype=DTYPES[dtype])
-        flat = torch.frombuffer(self.data, dtype=DTYPES[dtype], count=count, offset=start)
-        return flat.reshape(shape)
-
-
 class _DcpFile:
     """A `.distcp` file: archives of torch.save, one a chunk, one after another."""
 
@@ -175,8 +141,8 @@ class _DcpFile:
         self.path = path
 
     @cached_property
-    def _file(self) -> _MappedFile:
-        return _MappedFile(self.path)
+    def _file(self) -> MappedFile:
+        return MappedFile(self.path)
 
     def chunk(self, item: _Item, dtype: str, sizes: tuple[int, ...]) -> torch.Tensor:
         """A chunk where it lies in the file. Raises CorruptCheckpoint."""
@@ -204,21 +170,15 @@ class _DcpFile:
                 raise ValueError("it is compressed")
         if tuple(size) != sizes:
             raise ValueError(f"its shape is {size}, and {METADATA} says {sizes}")
-        start = item.offset + data.header_offset
-        # A local header: 30 bytes, then a name and a field whose lengths it ends with.
-        lengths = self._file.data[start + 26 : start + 30]
-        start += 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+        start = self._file.entry_start(item.offset + data.header_offset)
         flat = self._file.tensor(dtype, (data.file_size // DTYPES[dtype].itemsize,), start)
-        span = first + sum((n - 1) * s for n, s in zip(sizes, stride, strict=True)) + 1
-        if 0 not in sizes and not 0 < span <= len(flat):
-            raise ValueError(f"it has {len(flat):,} entries, and its last one would be {span:,}")
-        return flat.as_strided(sizes, stride, first)
+        return strided(flat, first, sizes, stride)
 
 
 class _Part(BufferedIOBase):
     """A part of a mapped file, as a file of its own."""
 
-    def __init__(self, file: _MappedFile, item: _Item) -> None:
+    def __init__(self, file: MappedFile, item: _Item) -> None:
         self._file, self._item, self._at = file, item, 0
 
     def seekable(self) -> bool:

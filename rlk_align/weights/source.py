@@ -10,6 +10,7 @@ from rlk_align.model.families import ModelShape, read_shape
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.run import Role, Run
 from rlk_align.weights.dcp import METADATA, read_dcp
+from rlk_align.weights.deepspeed import deepspeed_folder, read_deepspeed
 from rlk_align.weights.lazy import LazyTensor
 from rlk_align.weights.naming import pieces
 from rlk_align.weights.parameter import Parameter, RecordedParameter, StoredParameter
@@ -96,13 +97,15 @@ def locate(path: str, role: Role) -> Location:
     folder = resolve_model(path)
     if (folder / METADATA).is_file():
         return _checkpoint(path, folder, "distributed checkpoint", read_dcp(folder))
+    if not any(folder.glob("*.safetensors")) and (states := deepspeed_folder(folder)):
+        return _checkpoint(path, states, *read_deepspeed(states))
     tensors = [t for file in _safetensors(folder, path) for t in read_safetensors(file)]
     return _checkpoint(path, folder, "safetensors", tensors)
 
 
 _WANTED = (
     "give a folder or file of safetensors, a distributed checkpoint (the folder with .metadata), "
-    "or a run's folder"
+    "a DeepSpeed checkpoint, or a run's folder"
 )
 
 
