@@ -12,7 +12,7 @@ from rlk_align.engines.common.weights import unfused
 from rlk_align.engines.hf.engine import HFEngine
 from rlk_align.engines.hf.experts import corrections, expert_weights
 from rlk_align.engines.hf.fsdp import FSDPEngine
-from rlk_align.engines.process.ranks import gather
+from rlk_align.engines.process.ranks import Ranks, gather
 
 
 class DeepSpeedEngine(FSDPEngine):
@@ -25,7 +25,7 @@ class DeepSpeedEngine(FSDPEngine):
 
     def open(self) -> None:
         self.device = self.ranks.device
-        self._deepspeed = _imported(self.ranks.rank, self.device)
+        self._deepspeed = import_deepspeed(self.ranks)
         config = self._config()
         # transformers reads it for as long as it lives.
         keep = _partitioning(config) if self.spec.option("zero_init") else None
@@ -115,10 +115,11 @@ class DeepSpeedEngine(FSDPEngine):
         return self.engine(**inputs)
 
 
-def _imported(rank: int, device: torch.device) -> Any:
+def import_deepspeed(ranks: Ranks) -> Any:
     """The package, for these ranks, which have joined already."""
-    os.environ.setdefault("LOCAL_RANK", str(rank))
-    if device.type == "cpu":
+    on_cpu = ranks.device.type == "cpu"
+    os.environ.setdefault("LOCAL_RANK", str(ranks.rank))
+    if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
@@ -127,7 +128,7 @@ def _imported(rank: int, device: torch.device) -> Any:
         if "shm" in name:
             deepspeed.ops.__compatible_ops__[name] = False
     deepspeed.init_distributed(
-        dist_backend="gloo" if device.type == "cpu" else "nccl", dist_init_required=False
+        dist_backend="gloo" if on_cpu else "nccl", dist_init_required=False
     )
     return deepspeed
 
