@@ -210,7 +210,9 @@ def mismatch_words(m: Mismatch) -> str:
     where = f" (sample {m.sample}, position {m.position})" if m.sample is not None else ""
     if m.name == "rope_frequencies":
         sides = (("the rollout engine", m.rollout), ("the trainer", m.train))
-        rounded = [f"{who}'s inverse frequencies were {how}" for who, how in sides if how != "exact"]
+        rounded = [
+            f"{who}'s inverse frequencies were {how}" for who, how in sides if how != "exact"
+        ]
         return ", and ".join(rounded)
     return f"{m.kind} {m.name}{where}: rollout {_short(m.rollout)}, train {_short(m.train)}"
 

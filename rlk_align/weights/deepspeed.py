@@ -189,9 +189,7 @@ class _Flat:
         return torch.cat(parts) if parts else torch.empty(0, dtype=DTYPES[self.groups[0].dtype])
 
 
-def _shared(
-    name: str, shape: tuple[int, ...], ranks: Sequence[_Flat], offset: int
-) -> LazyTensor:
+def _shared(name: str, shape: tuple[int, ...], ranks: Sequence[_Flat], offset: int) -> LazyTensor:
     """A parameter whose flat slices ranks hold, from `offset` of each on."""
     read = partial(_read_shared, shape, tuple(ranks), offset)
     return LazyTensor(name, shape, ranks[0].groups[0].dtype, read)

@@ -90,9 +90,7 @@ for stage in STAGES:
             if ranks.world == 1 and i == 0:
                 engine.step()
         gradients = {
-            n: safe_get_full_grad(p).float()
-            for n, p in model.named_parameters()
-            if p.requires_grad
+            n: safe_get_full_grad(p).float() for n, p in model.named_parameters() if p.requires_grad
         }
         right = of_hf[mode]
         assert gradients.keys() == right.keys()

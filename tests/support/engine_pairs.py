@@ -108,9 +108,7 @@ MODELS = {
     ),
     "llama": Model("llama", {"rope_parameters": YARN | {"beta_fast": 8.0, "beta_slow": 2.0}}),
     "mistral": Model("mistral", {"rope_parameters": LINEAR, "sliding_window": 8}),
-    "qwen2": Model(
-        "qwen2", {"rope_parameters": YARN}, dtypes=("float16",), without=("deepspeed",)
-    ),
+    "qwen2": Model("qwen2", {"rope_parameters": YARN}, dtypes=("float16",), without=("deepspeed",)),
     "qwen3": Model(
         "qwen3",
         {

@@ -75,7 +75,14 @@ KINDS = {
         *_TOKENIZER,
         *_FILES,
     ),
-    "deepspeed": (WORKER, *_HF, "rlk_align.engines.deepspeed.engine", _KERNELS, *_TOKENIZER, *_FILES),
+    "deepspeed": (
+        WORKER,
+        *_HF,
+        "rlk_align.engines.deepspeed.engine",
+        _KERNELS,
+        *_TOKENIZER,
+        *_FILES,
+    ),
     "vllm": (
         WORKER,
         "rlk_align.engines.vllm.engine",

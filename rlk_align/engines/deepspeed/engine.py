@@ -127,9 +127,7 @@ def import_deepspeed(ranks: Ranks) -> Any:
     for name in deepspeed.ops.__compatible_ops__:
         if "shm" in name:
             deepspeed.ops.__compatible_ops__[name] = False
-    deepspeed.init_distributed(
-        dist_backend="gloo" if on_cpu else "nccl", dist_init_required=False
-    )
+    deepspeed.init_distributed(dist_backend="gloo" if on_cpu else "nccl", dist_init_required=False)
     return deepspeed
 
 
