@@ -96,7 +96,7 @@ def test_a_rank_that_saved_another_step_is_seen(saved: Path, changed) -> None:
 
 @pytest.mark.parametrize("name", [MASTERS, STATES])
 def test_a_missing_rank_is_named(changed, name: str) -> None:
-    with pytest.raises(CorruptCheckpoint, match="ranks|rank_0"):
+    with pytest.raises(CorruptCheckpoint, match="has no zero_pp_rank_0_mp_rank_00"):
         locate(str(changed(3, name.format(0), os.remove)), "train")
 
 
@@ -140,13 +140,13 @@ def test_tensor_parallel_ranks_are_refused(changed) -> None:
     def another(file: Path) -> None:
         shutil.copy(file, file.with_name("mp_rank_01_model_states.pt"))
 
-    with pytest.raises(ModelError, match="tensor-parallel ranks .* not read"):
+    with pytest.raises(ModelError, match=r"tensor-parallel ranks .* not read"):
         locate(str(changed(1, "mp_rank_00_model_states.pt", another)), "train")
 
 
 def test_a_latest_that_names_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("../elsewhere")
-    with pytest.raises(CorruptCheckpoint, match="names '../elsewhere'"):
+    with pytest.raises(CorruptCheckpoint, match=r"names '\.\./elsewhere'"):
         locate(str(tmp_path), "train")
 
 
@@ -203,7 +203,7 @@ def test_a_hook_of_somebody_else_is_refused_beside_those_of_zero(cli: Cli, few: 
 
 FAULTS = {
     "deepspeed:dp=2": "norm-output-fp8,rope-key-position,proj-gain,weight-norm",
-    "deepspeed:stage=1": "attn-scale,act-swapped,residual-branch,logprob-temperature,weight-element",
+    "deepspeed:stage=1": "attn-scale,act-swapped,residual-branch,weight-element",
 }
 
 
@@ -227,7 +227,8 @@ def test_planted_faults_are_named_with_their_side(
     assert seen.keys() == {(name, side) for name in names for side in ("rollout", "train")}
     for (_, side), d in seen.items():
         assert d["seen"] == ("precheck" if d["expected"] == "precheck" else "named"), d
-        assert d["found_side"] in (side, None) and d["others"] == [], d
+        assert d["found_side"] in (side, None), d
+        assert d["others"] == [], d
     assert [clean["alarms"] for clean in found["clean"]] == [[]]
 
 

@@ -241,14 +241,16 @@ ENGINES = {
     "fsdp": Layouts(("dp=2",), dense=("dp=1", "dp=4")),
     "deepspeed": Layouts(
         ("dp=2",),
-        dense=tuple(
-            ",".join(filter(None, (f"stage={stage}", dp, mixed)))
-            for mixed in ("", "mixed=autocast")
-            for dp in ("", "dp=2")
-            for stage in range(4)
-            if (stage, dp, mixed) != (3, "dp=2", "")
-        )
-        + ("checkpointing=1",),
+        dense=(
+            "checkpointing=1",
+            *(
+                ",".join(filter(None, (f"stage={stage}", dp, mixed)))
+                for mixed in ("", "mixed=autocast")
+                for dp in ("", "dp=2")
+                for stage in range(4)
+                if (stage, dp, mixed) != (3, "dp=2", "")
+            ),
+        ),
     ),
     "megatron": Layouts(
         ("", "input=packed"),
