@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from command import Cli, command_line, require_engine, said_by, write_few_prompts
-from rlk_align.weights.run import compare_weights
-from rlk_align.weights.source import locate
 
 from rlk_align.errors import CorruptCheckpoint, ModelError
+from rlk_align.weights.holder import locate
+from rlk_align.weights.pipeline import compare_weights
 
 SCRIPT = Path(__file__).with_name("zero_gradients.py")
 MASTERS = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"

@@ -82,21 +82,31 @@ class Replacement:
     """These operators are replaced, and the replacements were not called yet."""
 
 
+def look(operators: Mapping[str, Any]) -> Replacement:
+    """Sorts the result of an integration's `operators(model)`."""
+    replaced = {name: o for name, o in operators.items() if isinstance(o, Counted)}
+    return Replacement(
+        replaced=tuple(replaced),
+        not_replaced=tuple(name for name in operators if name not in replaced),
+        uncalled=tuple(name for name, o in replaced.items() if not o.rlk_calls),
+    )
+
+
 def check(
     operators: Mapping[str, Any], excluded: Iterable[str] = (), called: bool = True
 ) -> Replacement:
-    """Sorts the result of an integration's `operators(model)`. Raises NotSupported if the engine
-    computes an operator that was not excluded, or, with `called`, if a replacement was never
-    called."""
-    replaced = {name: o for name, o in operators.items() if isinstance(o, Counted)}
-    not_replaced = tuple(name for name in operators if name not in replaced)
-    uncalled = tuple(name for name, o in replaced.items() if not o.rlk_calls)
+    """Returns `look(operators)`. Raises NotSupported if the engine computes an operator that was
+    not excluded, or, with `called`, if a replacement was never called."""
+    replacement = look(operators)
     excluded = excluded_operators(excluded)
-    if missing := [name for name in not_replaced if name.rpartition(".")[2] not in excluded]:
+    missing = [name for name in replacement.not_replaced if name.rpartition(".")[2] not in excluded]
+    if missing:
         raise NotSupported(f"the engine still computes {_some(missing)}")
-    if called and uncalled:
-        raise NotSupported(f"the kernels were installed and never called for {_some(uncalled)}")
-    return Replacement(tuple(replaced), not_replaced, uncalled)
+    if called and replacement.uncalled:
+        raise NotSupported(
+            f"the kernels were installed and never called for {_some(replacement.uncalled)}"
+        )
+    return replacement
 
 
 class Watch:
