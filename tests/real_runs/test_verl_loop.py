@@ -90,7 +90,7 @@ worker.recorded = changed
 """
 FAULTS = {
     # The trainer's activation is transformers' again.
-    "kernel": (LEFT_OUT, "the engine's own still computes layers.0.act"),
+    "kernel": (LEFT_OUT, "the engine still computes layers.0.act"),
     # One row of one weight is changed on its way to the rollout.
     "weight": (OTHER_WEIGHT, "model.layers.2.mlp.down_proj.weight: 1 of 192 rows differ"),
 }
