@@ -23,35 +23,6 @@ BEFORE = f"MODEL = {str(data_path('model'))!r}\n"
 AFTER = {
     "vllm": "assert len(out[0].outputs[0].token_ids) == 8\n",
     "hf": "assert all(p.grad is not None for p in model.parameters())\n",
-    "trl": """
-import torch
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig
-
-model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
-hf.use_kernels(model)
-tokenizer = AutoTokenizer.from_pretrained(MODEL)
-tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-settings = GRPOConfig(
-    "out", num_generations=2, per_device_train_batch_size=2, max_completion_length=3, max_steps=1,
-    report_to=[], use_cpu=True, bf16=False, save_strategy="no",
-)
-before = model.lm_head.weight.clone()
-trainer = Trainer(
-    model=model, args=settings, processing_class=tokenizer,
-    train_dataset=Dataset.from_dict({"prompt": ["Once upon", "a time"]}),
-    reward_funcs=lambda completions, **_: [float(i) for i, _ in enumerate(completions)],
-)
-trainer.train()
-assert not model.lm_head.weight.equal(before)
-hf.check(hf.operators(model))
-ids = torch.arange(5, 17)[None]
-padded = torch.nn.functional.pad(ids, (3, 0))
-score = trainer._get_per_token_logps_and_entropies
-alone = score(model, ids, torch.ones_like(ids), 4)[0]
-assert score(model, padded, (padded > 0).long(), 4)[0].equal(alone)
-""",
     "megatron": """
 from types import SimpleNamespace
 

@@ -14,7 +14,8 @@ pytest.importorskip("vllm")
 from rlk_kernels import sources
 from rlk_kernels.integrations import vllm
 from rlk_kernels.integrations.errors import NotSupported
-from rlk_kernels.integrations.vllm import config
+from rlk_kernels.integrations.operators import Counted
+from rlk_kernels.integrations.vllm import config, registry
 
 PARALLEL = {
     "pipeline_parallel_size": "pipeline parallelism",
@@ -289,3 +290,20 @@ def test_a_part_of_each_head_is_rotated_where_all_engines_do() -> None:
         config._check(vllm_config(rope))
     with pytest.raises(NotSupported, match=r"rope_type=yarn with partial_rotary_factor=0\.5"):
         config._check(vllm_config(YARN | rope | {"rope_type": "yarn"}, **glm))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_compiled_model_needs_a_call_of_some_kernel(
+    monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    """Compiled code counts no calls of single operators."""
+    monkeypatch.setattr(registry, "operators", lambda _: {"layers.0.act": Counted()})
+    model = SimpleNamespace(model=SimpleNamespace(do_not_compile=not compiled))
+    monkeypatch.setattr(registry, "backend_calls", lambda: {("swiglu", "torch"): 1})
+    assert registry.check_model(model, called=False).uncalled == ("layers.0.act",)
+    if compiled:
+        assert registry.check_model(model).replaced == ("layers.0.act",)
+        monkeypatch.setattr(registry, "backend_calls", dict)
+    words = "no kernel was called" if compiled else r"never called for layers\.0\.act"
+    with pytest.raises(NotSupported, match=words):
+        registry.check_model(model)

@@ -81,7 +81,10 @@ class _WithKernels:
                 f"vLLM computes in {sampled}, as config.json says, and the trainer in {trained}: "
                 f"write {trained} as dtype into config.json, or train in {sampled}"
             )
-        operators.check(self._llm.apply_model(vllm.operators)[0], called=False)
+        # Imports vLLM.
+        from rlk_kernels.integrations.vllm.registry import check_model
+
+        self._llm.apply_model(lambda model: check_model(model, called=False))
 
     def _report(self) -> None:
         if not self.accelerator.is_main_process:

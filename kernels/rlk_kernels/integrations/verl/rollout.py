@@ -4,8 +4,6 @@ from typing import Any
 
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from rlk_kernels import backend_calls
-from rlk_kernels.integrations import operators, vllm
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.frameworks import differences
 
@@ -17,13 +15,11 @@ class WorkerExtension(vLLMColocateWorkerExtension):
         """Raises NotSupported where an operator of the live model is not computed by its kernel,
         where a kernel was never called although the model has `generated`, and where a parameter
         does not have the digests that the trainer sent."""
+        from rlk_kernels.integrations.vllm.registry import check_model
         from rlk_kernels.integrations.vllm.weights import held
 
         model: Any = self.model_runner.get_model()
-        compiled = not model.model.do_not_compile  # counts no calls
-        found = operators.check(vllm.operators(model), called=generated and not compiled)
-        if generated and not backend_calls():
-            raise NotSupported("the rollout has generated, and never called a kernel")
+        found = check_model(model, called=generated)
         tied = getattr(model.config, "tie_word_embeddings", False)
         if wrong := differences(digests, held(model), tied):
             raise NotSupported(
@@ -33,7 +29,7 @@ class WorkerExtension(vLLMColocateWorkerExtension):
             print(
                 f"rlk_kernels in verl's rollout: the kernels compute {len(found.replaced)} "
                 f"operators of {type(model).__name__}"
-                f"{', and each was called' if generated and not compiled else ''}; "
+                f"{', and each was called' if generated and model.model.do_not_compile else ''}; "
                 f"{len(digests)} parameters are the trainer's, bit for bit",
                 flush=True,
             )

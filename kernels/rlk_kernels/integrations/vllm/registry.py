@@ -12,6 +12,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from rlk_kernels import backend_calls
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.operators import (
     NORMS,
@@ -188,5 +189,15 @@ def check(llm: Any) -> Any:
             "the model is in another process, where its operators cannot be inspected: set "
             "VLLM_ENABLE_V1_MULTIPROCESSING=0 before vllm is imported"
         )
+    return llm.apply_model(check_model)[0]
+
+
+def check_model(model: Any, called: bool = True) -> Any:
+    """`check` of a live model; without `called`, of one that has not generated yet. Compiled code
+    counts no calls: for a compiled model it is enough that this process called some kernel."""
     excluded = _registered[0] if _registered else frozenset()
-    return check_operators(llm.apply_model(operators)[0], excluded)
+    counts = model.model.do_not_compile
+    replacement = check_operators(operators(model), excluded, called and counts)
+    if called and not backend_calls():
+        raise NotSupported("the model has generated, and no kernel was called")
+    return replacement
