@@ -24,6 +24,15 @@ class Framework:
 ON = "RLK_KERNELS=1"
 RECIPES = "docs/recipes.md"
 FRAMEWORKS = {
+    "trl": Framework(
+        "trl",
+        (
+            "from rlk_kernels.integrations.trl import with_kernels",
+            *("with_kernels(GRPOTrainer)(", "use_vllm=True"),
+        ),
+        "docs/trl.md",
+        "1.16.0",
+    ),
     "verl": Framework(
         "verl",
         (
