@@ -21,7 +21,7 @@ def test_the_settings_are_those_of_the_page(cli: Cli, name: str) -> None:
     said = [line.strip() for line in done.out.splitlines()]
     assert list(framework.lines) == [line for line in said if line in framework.lines]
     assert framework.page in done.out
-    assert (ON in framework.lines) or (name in ("roll", "nemo-rl", "slime", "miles"))
+    assert (ON in framework.lines) or (name in ("trl", "roll", "nemo-rl", "slime", "miles"))
 
 
 def test_an_unknown_framework_is_refused(cli: Cli) -> None:
