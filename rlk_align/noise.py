@@ -5,18 +5,19 @@ Rounding and summation order move the logits by about as much for every token. T
 and not on how sure the model is of its tokens.
 """
 
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
+if TYPE_CHECKING:
+    from rlk_align.interval import Floats
 
-from rlk_align.interval import Floats
-
-Figure = TypeVar("Figure", float, Floats)
+Figure = TypeVar("Figure", float, "Floats")
 
 
-def scaled_errors(size: Floats, room: Floats, least: float) -> Floats:
+def scaled_errors(size: "Floats", room: "Floats", least: float) -> "Floats":
     """|Δ| / (1 − p) of each token, from |Δ| and 1 − p, `[N]` both. A smaller 1 − p counts as
     `least`: such a token is too sure to have a measurable error of its own."""
+    import numpy as np  # which the gate does without
+
     return np.asarray(size / np.maximum(room, least))
 
 

@@ -33,6 +33,9 @@ def pytest_configure(config: pytest.Config) -> None:
 SLOWEST = (
     "tests/fix_path/test_pairs.py",
     "tests/fix_path/test_engines.py",
+    "tests/real_runs/test_deepspeed.py",
+    "tests/real_runs/test_production.py",
+    "tests/real_runs/test_trl_loop.py",
     "tests/real_runs/test_healthy_pairs.py",
     "tests/real_runs/test_ranks.py",
     "tests/fix_path/test_vllm_batches.py",

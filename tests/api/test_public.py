@@ -217,7 +217,9 @@ def test_mistakes_are_the_tools_own_errors(runs: tuple[Path, Path]) -> None:
     equal, _ = runs
     mistakes = {
         "nowhere is not a run": lambda: rlk_align.load_run("nowhere"),
-        "'nope' is unknown; choose from fsdp, hf": lambda: rlk_align.compare(rollout="nope"),
+        "'nope' is unknown; choose from deepspeed, fsdp, hf": lambda: rlk_align.compare(
+            rollout="nope"
+        ),
         "--edges": lambda: rlk_align.compare(edges="sideways"),
         "--allow-mismatch 'weight'": lambda: rlk_align.compare(allow_mismatch="weight"),
         "--max-new-tokens 0": lambda: rlk_align.compare(rollout="hf", max_new_tokens=0),

@@ -164,7 +164,11 @@ def test_what_the_request_and_config_json_say_is_said_before_torch_is_imported(
         ("probe", *hf, "--model", str(fp8)): "its weights are quantized",
         ("selftest", "--engines", "hf", "--model", str(fp8)): "its weights are quantized",
         ("compare", "--tokens", "d", "--train", "hf", "--model", str(fp8)): "weights are quantized",
-        ("compare", "--model", str(foreign)): "'gemma3_text' in config.json is not a known family",
+        (
+            "compare",
+            "--model",
+            str(foreign),
+        ): "'gemma3_text' in config.json is not a known decoder family",
         ("compare", "--prompts", str(long), "--model", str(short)): (
             "2 prompts are too long: 'line2' of 1200, 'line3' of 1000 tokens; each of them and 32 "
             "new ones exceed the 511 positions"

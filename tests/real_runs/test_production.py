@@ -9,7 +9,7 @@ from rlk_align.trace.records import load_record
 from rlk_align.trace.schema import PassRecord
 
 
-@pytest.mark.parametrize("kernels", ["off", "rlk"])
+@pytest.mark.parametrize("kernels", ["off", pytest.param("rlk", marks=pytest.mark.whole_matrix)])
 def test_production_decodes_and_scores(
     cli: Cli, few_prompts: Path, tmp_path: Path, kernels: str
 ) -> None:

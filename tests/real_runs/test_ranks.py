@@ -225,7 +225,7 @@ def test_a_torch_without_gloo(rollout: Path, tmp_path: Path) -> None:
         "    torch.distributed.is_gloo_available = lambda: False\n"
     )
     done = score(tmp_path, "fsdp:dp=2", rollout, PYTHONPATH=str(tmp_path)).wait()
-    assert_error(done, 2, f"torch {torch.__version__} has no gloo", "install a torch with it")
+    assert_error(done, 2, f"torch {torch.__version__} has no gloo", "install a torch with gloo")
 
 
 @pytest.fixture(scope="module")
@@ -335,7 +335,7 @@ def test_an_error_that_all_ranks_raise_is_said_once(scored: Scored) -> None:
 @pytest.mark.parametrize(
     ("python", "said"),
     [
-        ("/bin/true", "said 'nothing'"),
+        ("/bin/true", "printed 'nothing'"),
         ("/bin/ls", "cannot access"),
         ("/etc/passwd", "cannot be started"),
     ],

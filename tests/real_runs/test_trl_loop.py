@@ -45,6 +45,7 @@ def test_both_sides_have_the_same_bits(tmp_path: Path, ranks: int) -> None:
         assert all(norm > 0 for norm in metrics(run, "grad_norm"))
 
 
+@pytest.mark.whole_matrix
 def test_in_the_rollout_alone_the_two_sides_drift(tmp_path: Path) -> None:
     (run,) = loop("rollout", tmp_path)
     largest = metrics(run, f"{DIFFERENCE}/max")

@@ -329,7 +329,10 @@ def test_what_is_unknown_is_refused() -> None:
 @pytest.mark.parametrize(
     ("engines", "said"),
     [
-        ("nope:tp=2,hf", "engine 'nope' is unknown; choose from fsdp, hf, megatron, vllm"),
+        (
+            "nope:tp=2,hf",
+            "engine 'nope' is unknown; choose from deepspeed, fsdp, hf, megatron, vllm",
+        ),
         ("hf:tp=2", "engine 'hf' has no option 'tp'"),
         ("hf,tp=2", "engine 'tp=2' is unknown"),
         ("fsdp:dp=2", "--engines fsdp:dp=2: none of them supports planted faults"),
