@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rlk_align.moments import Moments
+
 Floats = NDArray[np.float64]
 DEVIATIONS = 4.0
 """Half the width of an interval in standard deviations of a normal law: 6 in 100,000 values are
@@ -57,32 +59,6 @@ def quotient(a: tuple[Floats, Floats], b: tuple[Floats, Floats]) -> Estimate:
     value = sums[0] / sums[1] / (sums[2] / sums[3])
     half = max(_half_width(of_a - of_b, a[1]), _half_width(of_a - of_b, b[1]))
     return _around(math.log(value), half)
-
-
-@dataclass(frozen=True, slots=True)
-class Moments:
-    """The number of values, their mean, and the sum of their squared deviations from the mean."""
-
-    count: int = 0
-    mean: float = 0.0
-    squares: float = 0.0
-
-    @classmethod
-    def of(cls, values: Floats) -> "Moments":
-        """Returns the moments of values."""
-        if not len(values):
-            return cls()
-        return cls(len(values), float(values.mean()), float(values.var()) * len(values))
-
-    def __add__(self, other: "Moments") -> "Moments":
-        """Returns the moments of both sets of values together (Chan, Golub and LeVeque 1979)."""
-        count = self.count + other.count
-        if not count:
-            return self
-        difference = other.mean - self.mean
-        mean = self.mean + difference * other.count / count
-        between = difference**2 * self.count * other.count / count
-        return Moments(count, mean, self.squares + other.squares + between)
 
 
 def mean_factor(logs: Floats, others: Floats | None = None) -> Estimate:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from rlk_align.interval import Moments
+from rlk_align.moments import Moments
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid")
 Level = Literal["warn", "fail", "inconclusive"]

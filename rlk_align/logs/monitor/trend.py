@@ -14,9 +14,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from rlk_align.interval import Moments, factor
+from rlk_align.interval import factor
 from rlk_align.logs.diagnose.contract import RunContract
 from rlk_align.logs.monitor.record import Interval
+from rlk_align.moments import Moments
 
 BASELINE = 40
 """The largest number of steps of a level: the last ones or, for a slow rise, the first ones."""
