@@ -114,7 +114,7 @@ def test_an_integration_imports_its_engine_when_it_is_used_and_no_other(name):
             others = {integration(m) for m in IMPORTS[module]} & (
                 ENGINES.keys() | FRAMEWORKS.keys()
             )
-            others -= {name, *FRAMEWORKS.get(name, ())}
+            others -= {name}
             assert not others, f"{module} imports {sorted(others)}"
 
 

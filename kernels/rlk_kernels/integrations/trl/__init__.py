@@ -5,8 +5,9 @@
     trainer = with_kernels(GRPOTrainer)(model=..., args=GRPOConfig(use_vllm=True, ...), ...)
 
 The policy that is sampled and the policy that is trained then have the same log-probs, bit for bit:
-TRL's own `sampling/sampling_logp_difference/max` is 0, and its importance ratios are 1. Nothing of
-TRL or vLLM is patched for longer than the trainer's `__init__` takes.
+TRL's own `sampling/sampling_logp_difference/max` is 0, and its importance ratios are 1. A module of
+TRL is patched while the trainer's `__init__` runs; what stays are the forward of this trainer's
+models, the `sync_weights` of its vLLM, and the kernels in vLLM (`vllm.register`).
 """
 
 __all__ = ["with_kernels"]

@@ -37,10 +37,10 @@ def refused(given: Mapping[str, Any]) -> list[str]:
             args.vllm_structured_outputs_regex is not None
         ),
         "rollout_func: another engine samples; leave it out": given.get("rollout_func") is not None,
-        "peft_config: adapters are not served; train all weights": (
+        "peft_config: adapters are not supported; train all weights": (
             given.get("peft_config") is not None
         ),
-        "quantization_config: quantised weights are not served; leave it out": (
+        "quantization_config: quantised weights are not supported; leave it out": (
             given.get("quantization_config") is not None
         ),
         "use_liger_kernel=True: it replaces the trainer's layers; set it to False": (

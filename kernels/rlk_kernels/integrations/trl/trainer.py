@@ -51,10 +51,10 @@ class _WithKernels:
         try:
             with _scoring_heads(args):
                 made(*positional, **named)
+            self._check_rollout()
         except BaseException:
             vllm.unregister()
             raise
-        self._check_rollout()
         self._report()
         _check_synchronisations(self)
         self.add_callback(_FirstStep(self))
@@ -143,7 +143,7 @@ def _score_in_forward(model: Any, temperature: float) -> None:
         if named or inputs:
             raise NotSupported(
                 f"TRL gives the model {', '.join(named) or 'inputs without names'}, which the "
-                "kernels do not serve: train on text, with GRPOTrainer's own loss"
+                "kernels do not support: train on text, with GRPOTrainer's own loss"
             )
         logprobs, entropy = score_tokens(
             model, ids, mask, None, _last.get(), temperature, True, None, forward
