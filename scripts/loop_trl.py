@@ -1,7 +1,7 @@
 """Times the steps of TRL's GRPOTrainer on the problems of examples/grpo, with vLLM in its process.
 
     python scripts/loop_trl.py --model M --steps 25 --out trl.json [--dtype float32|bfloat16]
-                               [--kernels rlk|off]
+                               [--kernels rlk|off] [--sleep]
 
 The model, problems, group, token limit, temperature, clip and token mean are those of train.py with
 --turns 1; answers that are cut at the limit count as well. float32 means fp32 weights under
@@ -51,6 +51,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         help="against the rollout's log-probs, as TRL does by default",
     )  # fmt: skip
     a.add_argument("--memory", type=float, default=0.3, help="share of the GPU for vLLM")
+    a.add_argument("--sleep", action="store_true", help="vLLM sleeps while the trainer works")
     return a.parse_args(words)
 
 
@@ -122,6 +123,7 @@ def main() -> int:
         epsilon_high=0.28, mask_truncated_completions=False, temperature=1.0, num_iterations=1,
         bf16=True, gradient_checkpointing=False, use_vllm=True, vllm_mode="colocate",
         vllm_gpu_memory_utilization=o.memory, vllm_max_model_length=1024, use_cpu=not gpu,
+        vllm_enable_sleep_mode=o.sleep,
         vllm_importance_sampling_correction=o.correction, shuffle_dataset=False, logging_steps=1,
         generation_kwargs={"stop_token_ids": stop_ids(tokenizer)}, save_strategy="no",
         report_to="none", disable_tqdm=True, model_init_kwargs={"dtype": o.dtype},

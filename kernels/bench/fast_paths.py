@@ -1,14 +1,15 @@
-"""Measures how much each fast path of the host code saves: times with all paths on, and without
-each of them.
+"""Measures how much each fast path saves: times with all paths on, and without each of them.
 
     python kernels/bench/fast_paths.py eager --shape qwen3-0.6b --out X.jsonl
     python kernels/bench/fast_paths.py training --shape qwen3-0.6b --out X.jsonl
+    python kernels/bench/fast_paths.py graphs --shape qwen3-0.6b --out X.jsonl
     python kernels/bench/fast_paths.py table --out X.jsonl
 
-`eager` measures the decode of vLLM with enforce_eager, and `training` a step of HF transformers
-(CUDA graphs use none of these paths). The settings take turns in one process, and each turn starts
-with empty launch caches. Each measurement appends a line of JSON to --out; `table` prints the lines
-as multiples of the time with all paths on.
+`eager` measures the decode of vLLM with enforce_eager, and `training` a step of HF transformers.
+The settings take turns in one process, and each turn starts with empty launch caches. `graphs`
+measures vLLM as it runs by default, where a step uses none of the host code's paths: two processes,
+with the product in CUDA C++ and without it, take turns. Each measurement appends a line of JSON to
+--out; `table` prints the lines as multiples of the time with all paths on.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import gc
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -26,11 +28,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from serving import Bench, append_line
+from serving import Bench, append_line, wait_for
 from start import make_model
 
 ALL_ON, ALL_OFF = "all on", "all off"
-PATHS = ("replay", "direct launch", "launch cache", "direct dispatch", "direct allocation")
+PRODUCT = "CUDA C++ product"
+PATHS = (
+    "replay", "direct launch", "launch cache", "direct dispatch", "direct allocation", PRODUCT
+)  # fmt: skip
 SETTINGS = (ALL_ON, *PATHS, ALL_OFF)
 DECODE = ((1, 512), (32, 512), (128, 512))
 """(prompts, tokens of each)."""
@@ -40,6 +45,7 @@ DECODE = ((1, 512), (32, 512), (128, 512))
 def without(setting: str) -> Iterator[None]:
     """A context in which one path, or all of them, are off."""
     from rlk_kernels import launching, private_api
+    from rlk_kernels.matmul import plan
 
     off = {
         "replay": mock.patch.object(private_api, "REPLAY", False),
@@ -48,6 +54,7 @@ def without(setting: str) -> Iterator[None]:
         "launch cache": mock.patch.object(launching, "_addressed", return_value=None),
         "direct dispatch": mock.patch.object(private_api, "DIRECT_DISPATCH", False),
         "direct allocation": mock.patch.object(private_api, "allocate", None),
+        PRODUCT: mock.patch.object(plan, "_specializes", return_value=False),
     }
     names = {ALL_ON: (), ALL_OFF: PATHS}.get(setting, (setting,))
     for name in names:
@@ -63,7 +70,9 @@ def without(setting: str) -> Iterator[None]:
 
 def clear_launch_caches() -> None:
     from rlk_kernels import launching
+    from rlk_kernels.matmul import plan
 
+    plan.plan_product.cache_clear()
     launching.shape_cache.cache_clear()
     launching._replays.clear()
 
@@ -83,16 +92,48 @@ def write(args: argparse.Namespace, engine: str, level: str, times: dict[str, li
         append_line(args.out, engine=engine, shape=args.shape, level=level, path=path, ms=ms)
 
 
-def eager(args: argparse.Namespace, model: Path) -> None:
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RLK_KERNELS": "1"}
+def start(model: Path, new: int, **options: Any) -> Bench:
+    """vLLM with the kernels, in this process."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from rlk_kernels.integrations import vllm
+
+    vllm.register()
     from vllm import LLM
 
     llm = LLM(
         model=str(model), load_format="dummy", skip_tokenizer_init=True, max_model_len=8192,
         gpu_memory_utilization=0.01, kv_cache_memory_bytes=10 * 10**9, disable_log_stats=True,
-        attention_backend="CUSTOM", enforce_eager=True,
+        attention_backend="CUSTOM", **options,
     )  # fmt: skip
-    bench = Bench(llm, Path("/tmp/fast-paths.lock"), 1, new=16)
+    return Bench(llm, Path("/tmp/fast-paths.lock"), 1, new)
+
+
+def graphs(args: argparse.Namespace, model: Path) -> None:
+    """Starts this command twice, each time with one setting."""
+    args.out.touch()
+    command = [sys.executable, __file__, "graphs", "--shape", args.shape, "--out", str(args.out)]
+    command += ["--rounds", str(args.rounds), "--model", str(model), "--setting"]
+    running = [subprocess.Popen([*command, setting]) for setting in (ALL_ON, PRODUCT)]
+    if failed := [process.args[-1] for process in running if process.wait()]:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+def with_graphs(args: argparse.Namespace) -> None:
+    """One of the two: decode and prefill, in turns with the other."""
+    with without(args.setting):
+        bench = start(args.model, 64)
+        append_line(args.out, what="start", path=args.setting)
+        wait_for(args.out, 2)
+        bench.repeats = args.rounds
+        for count, length in DECODE:
+            ms = [1e3 * count / rate for rate in bench.decode(count, length)]
+            write(args, "vLLM, CUDA graphs", f"decode, batch {count}", {args.setting: ms})
+        ms = [1e3 * 16 * 1024 / rate for rate in bench.prefill(16, 1024)]
+        write(args, "vLLM, CUDA graphs", "prefill of 16 x 1024", {args.setting: ms})
+
+
+def eager(args: argparse.Namespace, model: Path) -> None:
+    bench = start(model, 16, enforce_eager=True)
     for count, length in DECODE:
 
         def step_ms(count: int = count, length: int = length) -> float:
@@ -129,6 +170,8 @@ def table(args: argparse.Namespace, _: Path) -> None:
     times: dict[tuple[str, ...], dict[str, list[float]]] = defaultdict(dict)
     for text in args.out.read_text().splitlines():
         x = json.loads(text)
+        if "ms" not in x:
+            continue
         times[x["engine"], x["shape"], x["level"]][x["path"]] = x["ms"]
     off = SETTINGS[1:]
     print("| engine | shape | | ms | " + " | ".join(f"without {p}" for p in off) + " |")
@@ -142,13 +185,18 @@ def table(args: argparse.Namespace, _: Path) -> None:
 
 
 def main() -> None:
-    levels = {"eager": eager, "training": training, "table": table}
+    levels = {"eager": eager, "training": training, "graphs": graphs, "table": table}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("level", choices=levels)
     parser.add_argument("--shape", default="qwen3-0.6b")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--setting", choices=(ALL_ON, PRODUCT), help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.setting:
+        with_graphs(args)
+        return
     with tempfile.TemporaryDirectory() as folder:
         if args.level != "table":
             make_model(args.shape, Path(folder))
