@@ -159,16 +159,20 @@ def test_large_and_small_rows_features_and_entries_raise_no_alarm(dtype: str) ->
 
 
 @pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("along", [False, True])
 def test_a_bias_that_is_added_to_a_rounded_product_is_no_gain(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool, along: bool
 ) -> None:
-    """Most of a bias below half an ulp is lost in every row alike; a dropped bias is found."""
+    """Most of a bias below half an ulp is lost in every row alike; a dropped bias is found.
+    `along`: a trained bias is in proportion to the mean of its product."""
     made = checkpoint(tmp_path, "qwen2")
     shape = read_shape(made)
     site = next(s for s in model_sites(shape) if s.op == "q_proj")
     reference = Reference(made, shape, "bfloat16", 1, {}, {}, torch.device("cpu"))
-    sign = outputs(1).sign()
-    product, bias = outputs() + 2 * sign, 0.002 * sign[0]
+    width = 1536 if along else FEATURES
+    sign = outputs(1, width).sign()
+    mean = sign * (outputs(1, width, seed=1).abs() if along else 2)
+    product, bias = outputs(features=width) + mean, 0.002 * mean[0]
     monkeypatch.setattr(reference, "_bias", lambda site: bias)
     exact, summed = product + bias, rounded(product) + bias
     got = rounded(summed) if late else rounded(product + bias)
