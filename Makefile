@@ -67,12 +67,12 @@ test-fix-path-all: setup
 # Every guard of a verdict taken out in turn: does its test notice? Every kernel for Hopper compiled for an H200.
 # Real engines, trainers and frameworks: compared over ranks, with faults planted, and what they wrote or hold, read back.
 test-slow: setup
-	$(TESTS) -m 'not whole_matrix' tests/mutation tests/compiled tests/real_runs
+	$(TESTS) -m 'not whole_matrix' tests/fuzz tests/mutation tests/compiled tests/real_runs
 
 # And real runs of vLLM and a trainer, each with a fault, that are dumped, followed and scored again, and what `make test`
 # leaves out of its matrices: minutes more.
 test-slow-all: setup verl-env
-	$(TESTS) tests/mutation tests/compiled tests/real_runs
+	$(TESTS) tests/fuzz tests/mutation tests/compiled tests/real_runs
 	$(TESTS) -m whole_matrix tests
 
 # What CI runs beside `make check`: `make test` with the folders of test-slow and test-fix-path in it, so that packages

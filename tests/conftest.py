@@ -51,7 +51,7 @@ SLOWEST = (
     "tests/cli/test_kernels.py",
     "tests/cli/test_traces.py",
     "tests/fix_path/test_weight_update.py",
-    "tests/selftest/test_selftest.py",
+    "tests/real_runs/test_selftest.py",
     "tests/cli/test_vllm.py",
     "tests/cli/test_interruptions.py",
     "tests/real_runs/test_planted_training.py",

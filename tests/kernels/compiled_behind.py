@@ -1,7 +1,7 @@
 """A program: two kernels are compiled by threads for an H200 that is not there, while the program
 goes on. Prints how many were submitted, what was compiled before the program asked for it, and how
 many were there at the end. Not under TRITON_INTERPRET, so in a process of its own
-(`test_ahead.py`)."""
+(`test_compiled_ahead.py`)."""
 
 import sys
 import threading

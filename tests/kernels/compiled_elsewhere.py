@@ -3,7 +3,7 @@ server has tried, which of them this process found in the cache, and which it co
 
 `--dies`: the server is killed as soon as it was started; `--later`: when it compiles. Then kernels
 are left out that take long to compile. Not under TRITON_INTERPRET, so in a process of its own
-(`test_compile_server.py`); TRITON_CACHE_DIR has to be empty."""
+(`test_compiled_ahead.py`); TRITON_CACHE_DIR has to be empty."""
 
 import sys
 import time

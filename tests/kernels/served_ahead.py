@@ -5,7 +5,7 @@ Triton chooses each variant as it always does, and compiles none. Prints how man
 ahead, and those that were not. With `--fault` the engine says that it serves one request at a time,
 and one token to experts.
 Not under TRITON_INTERPRET, so in a process of its own, with kernels/ and tests/support/ on its path
-(`test_ahead.py`).
+(`test_compiled_ahead.py`).
 """
 
 import random

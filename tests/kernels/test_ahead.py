@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from offline import run
 from rlk_kernels import ahead, launching
 from rlk_kernels.ahead import compiled_ahead
 from rlk_kernels.matmul import product as products
@@ -131,14 +130,6 @@ def test_without_waiting_threads_go_on(on_gpu: torch.device) -> None:
     assert made == ["made"]
 
 
-def test_what_triton_compiles_without_waiting_is_awaited_by_its_launch_or_at_the_end() -> None:
-    status, lines = run("compiled_behind.py")
-    assert status == 0, lines
-    assert lines["submitted:"] == ["2"]
-    assert lines["early:"] == []
-    assert lines["done:"] == ["2"]
-
-
 def test_a_plan_that_is_only_compiled_is_made_again_for_its_first_run(
     on_gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,21 +150,3 @@ def test_a_plan_that_is_only_compiled_is_made_again_for_its_first_run(
     for _ in range(2):
         products.product(x, weight, None, False, True, out)
     assert asked == [True, False]
-
-
-def test_an_engine_compiles_what_it_serves_with_while_it_starts() -> None:
-    status, lines = run("served_ahead.py")
-    assert lines["late:"] == []
-    assert status == 0
-    assert int(lines["compiled:"][0]) > 60
-    # With its own cache and tables the engine launches what was expected.
-    assert int(lines["expected:"][0]) > 20
-    assert lines["unexpected:"] == ["0"]
-    # By the tiles of both products and by sizes of groups, not by numbers of tokens.
-    assert 10 < int(lines["sparse:"][0]) < 24
-
-
-def test_what_was_not_compiled_while_it_started_is_noticed() -> None:
-    status, lines = run("served_ahead.py", "--fault")
-    assert status == 1
-    assert {"_merge_kernel", "_pieces_hopper_kernel", "_grouped_kernel"} <= set(lines["late:"])

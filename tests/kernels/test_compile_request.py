@@ -1,9 +1,8 @@
-"""Kernels that are compiled in other processes, and how those are told which."""
+"""How other processes are told which kernels they compile."""
 
 from pathlib import Path
 
 import pytest
-from offline import run
 
 pytest.importorskip("triton")
 
@@ -12,25 +11,6 @@ from rlk_kernels import private_api
 from rlk_kernels.compile_request import from_text, to_text
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-
-NAMES = ["_attention_hopper_kernel", "_rms_norm_fwd_kernel", "_swiglu_fwd_kernel"]
-
-
-def test_the_asking_process_finds_what_a_server_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    _, lines = run("compiled_elsewhere.py")
-    assert lines == {"tried:": ["3"], "found:": NAMES, "compiled:": []}
-
-
-@pytest.mark.parametrize("when", ["--dies", "--later"])
-def test_without_its_server_a_process_compiles_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    _, lines = run("compiled_elsewhere.py", when)
-    assert lines == {"tried:": ["2"], "found:": [], "compiled:": NAMES[1:]}
 
 
 def test_text_holds_what_a_kernel_is_made_from() -> None:
@@ -69,4 +49,4 @@ def test_no_other_name_is_read(text: str) -> None:
 
 def test_a_function_of_another_form_is_left_to_its_thread() -> None:
     assert private_api.asked_to_compile(len) is None
-    assert private_api.asked_to_compile(lambda: NAMES) is None
+    assert private_api.asked_to_compile(lambda: 0) is None
