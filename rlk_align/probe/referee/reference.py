@@ -140,9 +140,10 @@ class Reference:
         return self._experts.beyond(site, inputs[0], recorded.long())
 
     def nearest(self, site: Site, exact: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
-        """Returns `exact`, or what an engine outputs that rounds a product before it adds the bias,
-        if `got`, `[N, F]`, is closer to that than to the rounded `exact`. Such an engine loses most
-        of a bias below half an ulp in every row alike, which is not a random rounding error.
+        """Returns `exact`. If `got`, `[N, F]`, is closer to what an engine outputs that rounds a
+        product before it adds the bias, entries that are equal to that output count as exact: such
+        an engine loses most of a bias below half an ulp in every row alike, which is not a random
+        rounding error.
         """
         if site.operator.formula != "linear" or site.op not in self._biased:
             return exact
@@ -150,7 +151,7 @@ class Reference:
         once = exact.to(dtype).double()
         twice = ((exact - bias).to(dtype).double() + bias).to(dtype).double()
         distances = [(got - each).square().sum() for each in (once, twice)]
-        return twice if distances[1] < distances[0] else exact
+        return twice.where(got == twice, exact) if distances[1] < distances[0] else exact
 
     def settings(self, site: Site) -> list[LiveSetting]:
         """Returns the settings of the operator in the live engine, beside those of config.json."""

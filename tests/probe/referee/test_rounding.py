@@ -184,6 +184,26 @@ def test_a_bias_that_is_added_to_a_rounded_product_is_no_gain(
     assert over(errors(lost, reference.nearest(site, large, lost)))
 
 
+def test_a_product_that_rounds_to_its_neighbour_is_no_error_of_a_sum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bias of half an ulp makes ties: sums of neighbouring products are then 0 or 2 ulps
+    apart."""
+    made = checkpoint(tmp_path, "qwen2")
+    shape = read_shape(made)
+    site = next(s for s in model_sites(shape) if s.op == "q_proj")
+    reference = Reference(made, shape, "bfloat16", 1, {}, {}, torch.device("cpu"))
+    product = 1 + outputs().abs() % 1
+    bias = torch.full((FEATURES,), ulp(1.0, "bfloat16") / 2, dtype=torch.float64)
+    monkeypatch.setattr(reference, "_bias", lambda site: bias)
+    # As of sums in float32.
+    noisy = product * (1 + 1e-5 * outputs(seed=3))
+    got = rounded(rounded(noisy) + bias)
+    assert (got != rounded(rounded(product) + bias)).any()
+    exact = product + bias
+    assert "peak" not in over(errors(got, reference.nearest(site, exact, got)))
+
+
 def test_one_large_feature_in_every_head_is_no_gain_of_a_row() -> None:
     """Like keys with the biases of some models: a head's gain is then one rounding."""
     for seed in range(4):
