@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from rlk_kernels.integrations import hf, operators, vllm
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.frameworks import differences, refuse, row_digests, to_bytes
-from rlk_kernels.integrations.hf.score import score_tokens
+from rlk_kernels.integrations.hf.score import score_without_padding
 from rlk_kernels.integrations.trl import settings
 
 MODULE = "trl.trainer.grpo_trainer"
@@ -145,9 +145,8 @@ def _score_in_forward(model: Any, temperature: float) -> None:
                 f"TRL gives the model {', '.join(named) or 'inputs without names'}, which the "
                 "kernels do not support: train on text, with GRPOTrainer's own loss"
             )
-        logprobs, entropy = score_tokens(
-            model, ids, mask, None, _last.get(), temperature, True, None, forward
-        )
+        scores = score_without_padding(model, forward, ids, mask, _last.get(), temperature, True)
+        logprobs, entropy = scores.unbind(-1)
         return FusedCausalLMOutput(log_probs=logprobs, entropy=entropy)
 
     model.forward = types.MethodType(scored, model)
