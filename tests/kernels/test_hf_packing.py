@@ -80,6 +80,22 @@ def test_gradients_repeat_and_are_those_of_padded_rows(model: Any) -> None:
         assert gradient.norm() > 0
 
 
+def test_entropies_without_a_gradient_have_the_same_values(model: Any) -> None:
+    ids, mask = BATCHES["padding on both sides"]
+    found = []
+    for gradient in (True, False):
+        model.zero_grad()
+        scores = score_without_padding(model, model, ids, mask, LAST, 0.7, True, gradient)
+        scores[..., 0].sum().backward()
+        found.append((scores, [p.grad.clone() for p in model.parameters()]))
+    (with_it, some), (without, others) = found
+    assert with_it.equal(without)
+    assert all(a.equal(b) for a, b in zip(some, others, strict=True))
+    model.zero_grad()
+    score_without_padding(model, model, ids, mask, LAST, 0.7, True, False)[..., 1].sum().backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
 def test_other_lengths_have_the_same_shapes() -> None:
     def shapes(row: PackedRow) -> list[torch.Size]:
         return [x.shape for x in (row.ids, row.positions, row.starts, row.rows, row.targets)]

@@ -52,15 +52,17 @@ def score_tokens(
 
 def score_without_padding(
     model: Any, forward: Callable[..., Any], ids: Tensor, mask: Tensor, last: int,
-    temperature: float, entropy: bool,
+    temperature: float, entropy: bool, entropy_gradient: bool = True,
 ) -> Tensor:  # fmt: skip
     """fp32 [B, last, 1 or 2]: the log-probs of the `last` tokens of ids[B, L], and with `entropy`
     the entropies. They have the bits of `score_tokens` with the mask, and are 0 at padding. The
     tokens are moved into one row (`packing.py`), so the sums over rows in weights' gradients have
-    another order. `forward` is called instead of the model, of which it is a part."""
+    another order. `forward` is called instead of the model, of which it is a part.
+    entropy_gradient: whether the caller differentiates the entropies."""
     row = packed(ids, mask, last)
     inputs = {"input_ids": row.ids, "attention_mask": None}
-    with scoring(model, Scoring(row.targets, temperature, entropy)):
+    asked = Scoring(row.targets, temperature, entropy, entropy_gradient=entropy_gradient)
+    with scoring(model, asked):
         scores = _scores(forward, inputs, row.positions, row.starts, row.rows)
     return row.unpacked(scores)
 
