@@ -54,6 +54,11 @@ def _next(report: WeightsReport) -> str:
         return f"these parameters were not synced since {', '.join(steps)}: check the sender"
     if counts["missing"]:
         return "check which names the sender and the receiver use for the missing parameters"
+    if counts["unmerged"] and not counts["other"]:
+        return (
+            "the trainer's base is no longer that of A, and each synchronisation changes it again: "
+            "merge a copy of the base, or restore the base after each merge"
+        )
     if report.earlier:
         return (
             "B equals none of the earlier steps: check how it was converted or merged (--adapter)"

@@ -24,8 +24,9 @@ from rlk_align.weights.safetensors import read_safetensors
 _FILE, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
-Order = Literal["once", "product", "factor"]
-"""What is rounded: only the sum; the product B · A before it is scaled; or the factor scale · B."""
+Order = Literal["once", "update", "product", "factor"]
+"""What is rounded: only the sum; scale · (B · A) before it is added; the product B · A before it is
+scaled; or the factor scale · B."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,10 @@ class Merge:
     def __str__(self) -> str:
         if self.order == "once":
             return f"W in {self.base}, added up in float32, rounded once to {self.result}"
+        if self.order == "update":
+            return (
+                f"W + scale · B · A, computed in float32 and rounded to {self.step} before the sum"
+            )
         formula = {"product": "scale · (B · A)", "factor": "(scale · B) · A"}[self.order]
         return f"W + {formula} with each step in {self.step}"
 
@@ -72,7 +77,27 @@ class LowRank:
 
     def merged(self, weight: torch.Tensor, way: Merge) -> Iterator[Merged]:
         """The weight merged in one way, in blocks of rows."""
-        step = torch.float64 if way.order == "once" else DTYPES[way.step]
+        for block, low, product, high in self._products(weight, way):
+            ends = [self._sum(block, p, way) for p in (low, high)]
+            yield Merged(torch.minimum(*ends), self._sum(block, product, way), torch.maximum(*ends))
+
+    def unmerged(self, weight: torch.Tensor, way: Merge) -> Iterator[Merged]:
+        """The weight merged in one way and unmerged again, in blocks of rows. As PEFT does,
+        unmerging subtracts the update rounded to the weight's dtype."""
+        for block, *products in self._products(weight, way):
+            low, value, high = (self._unmerged(block, p, way) for p in products)
+            yield Merged(torch.minimum(low, high), value, torch.maximum(low, high))
+
+    def _unmerged(self, weight: torch.Tensor, product: torch.Tensor, way: Merge) -> torch.Tensor:
+        rounded = way.result if way.order == "once" else way.step
+        return self._sum(weight, product, way) - self._delta(product, way).to(DTYPES[rounded])
+
+    def _products(
+        self, weight: torch.Tensor, way: Merge
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(rows of the weight; B · A of these rows: lower bound, value, upper bound)."""
+        stepwise = way.order in ("product", "factor")
+        step = DTYPES[way.step] if stepwise else torch.float64
         b, a = (t.read(None).to(step).double() for t in (self.b, self.a))
         if way.order == "factor":
             b = (b * self.scale).to(step).double()
@@ -81,18 +106,22 @@ class LowRank:
         rows = max(1, _BLOCK // max(1, weight.shape[1]))
         for block, factor in zip(weight.split(rows), b.split(rows), strict=True):
             product, slack = factor @ a, error * (factor.abs() @ a.abs())
-            ends = [self._sum(block, p, way) for p in (product - slack, product + slack)]
-            yield Merged(torch.minimum(*ends), self._sum(block, product, way), torch.maximum(*ends))
+            yield block, product - slack, product, product + slack
 
     def _sum(self, weight: torch.Tensor, product: torch.Tensor, way: Merge) -> torch.Tensor:
         """The merged weight, monotone in the product, so that an interval maps to an interval."""
-        base = weight.to(DTYPES[way.base])
+        base, delta = weight.to(DTYPES[way.base]), self._delta(product, way)
         if way.order == "once":
-            return (base.float() + (product * self.scale).float()).to(DTYPES[way.result])
-        delta = product.to(DTYPES[way.step])
-        if way.order == "product":
-            delta = delta * self.scale
+            base = base.float()
         return (base + delta).to(DTYPES[way.result])
+
+    def _delta(self, product: torch.Tensor, way: Merge) -> torch.Tensor:
+        """The update as it is added to the weight."""
+        if way.order in ("once", "update"):
+            exact = (product * self.scale).float()
+            return exact if way.order == "once" else exact.to(DTYPES[way.step])
+        delta = product.to(DTYPES[way.step])
+        return delta * self.scale if way.order == "product" else delta
 
 
 _BLOCK = 1 << 20
@@ -109,7 +138,7 @@ def ways(base: str, result: str) -> list[Merge]:
     return [*once, *rounded]
 
 
-_STEPWISE: tuple[Order, ...] = ("product", "factor")
+_STEPWISE: tuple[Order, ...] = ("update", "product", "factor")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Two holders of one model's weights -> what became of each parameter.
 
 Bits are compared if both sides have them, and digests if one side is a recording. A difference is
-explained by the first of: a cast, a merged adapter, an earlier step, another parameter, some slices
-of an earlier step.
+explained by the first of: a cast, a merged adapter, an adapter that was merged and unmerged, an
+earlier step, another parameter, some slices of an earlier step.
 """
 
 import math
@@ -22,6 +22,7 @@ from rlk_align.weights.findings import Finding, ParameterState, Status, WeightsR
 from rlk_align.weights.holder import WeightHolder
 from rlk_align.weights.lazy import DTYPES
 from rlk_align.weights.parameter import Parameter, RecordedParameter
+from rlk_align.weights.unmerged import suspected, unmerged_once
 
 _SIDES = Sides("A", "B", "A's")
 _ROUNDINGS = ("bfloat16", "float16")
@@ -95,8 +96,7 @@ class Comparer:
 
     def _lacks_adapter(self, a: Parameter, b: Parameter) -> bool:
         """Whether B equals A, although every way of merging the adapter would change A."""
-        update = self.adapter.updates.get(a.name) if self.adapter else None
-        value = a.value()
+        update, value = self._update(a), a.value()
         if update is None or value is None or update.changes_nothing():
             return False
         return self._merged(a, b) is None
@@ -123,16 +123,25 @@ class Comparer:
         """A parameter that is neither equal to A's nor a rounding of it."""
         if merged := self._merged(a, b):
             return _finding(a, b, "merged", merged)
+        update = self._update(a)
+        if update and (left := unmerged_once(update, a, b)):
+            return _finding(
+                a, b, "unmerged",
+                f"{left}: what merging and unmerging the adapter once in {b.dtype} leaves",
+            )  # fmt: skip
         if step := self._step(a.name, b):
             return _finding(a, b, "stale", f"B has the value of {step}", step=step)
         if other := self._elsewhere(b):
             return _finding(a, b, "other", f"B holds what A has as {other}")
         return self._in_part(a, b)
 
+    def _update(self, a: Parameter) -> LowRank | None:
+        """What the adapter adds to a parameter."""
+        return self.adapter.updates.get(a.name) if self.adapter else None
+
     def _merged(self, a: Parameter, b: Parameter) -> str | None:
         """How the adapter was merged into B; None if it was not."""
-        update = self.adapter.updates.get(a.name) if self.adapter else None
-        value = a.value()
+        update, value = self._update(a), a.value()
         if update is None or value is None:
             return None
         fits = [fit for way in ways(a.dtype, b.dtype) if (fit := _fit(update, value, way, b))]
@@ -169,11 +178,18 @@ class Comparer:
         part = difference(rounded, b, _SIDES, self.a.head_dim or self.b.head_dim)
         count, largest = (None, None) if x is None or y is None else _entries(x.to(y.dtype), y)
         step = self._step_of_slices(b, part)
+        detail = f"{part.detail}: they are those of {step}" if step else part.detail
+        update = self._update(a)
+        if not step and update and (left := suspected(update, a, b)):
+            detail += (
+                f"; it {left}, in both directions alike: merging and unmerging other adapters "
+                f"in {b.dtype} may have left that, or a small change of the weight"
+            )
         return _finding(
             a,
             b,
             "stale" if step else "other",
-            f"{part.detail}: they are those of {step}" if step else part.detail,
+            detail,
             step=step,
             ranks=part.ranks,
             differing=count,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import warm
+from command import require_engine
 from compared import compared
 
 from rlk_align.capture import supervise
@@ -134,6 +135,24 @@ def test_vllm_and_its_regions(tmp_path: Path) -> None:
     assert prefill == {"layers.2.attn_residual+mlp_norm"}
     assert "layers.1.o_proj" in decode
     assert operators(decode - {"layers.1.o_proj"}) <= {"attn", "logprob"}
+
+
+@pytest.mark.whole_matrix
+def test_deepspeed_under_autocast(tmp_path: Path) -> None:
+    """fp32 weights and residuals against a model in bf16, which cannot take fp32 inputs: those
+    orders are left out and say so. The fault is the one unit that introduces more than rounding."""
+    require_engine("deepspeed")
+    run = run_of(
+        tmp_path, "hf", "deepspeed:mixed=autocast,stage=3,dp=2,patch=patches:scale_key_norm"
+    )
+    (edge,) = graft_passes(run, EDGES[1:2], lambda *_: None)
+    by_site = {u.name: u for u in decompose(edge, lambda *_: None)}
+    introduced = {name: u.part("introduced").rel_l2 for name, u in by_site.items()}
+    assert len(introduced) > 60
+    assert {name for name, size in introduced.items() if size > 0.005} == {"layers.1.k_norm"}
+    assert 0.008 < introduced["layers.1.k_norm"] < 0.012
+    assert by_site["embed"].label == "clean"
+    assert all(u.label != "undetermined" for u in by_site.values())
 
 
 def test_megatron_and_its_ranks(tmp_path: Path) -> None:

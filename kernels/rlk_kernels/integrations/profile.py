@@ -215,12 +215,12 @@ bit depends on it."""
 def logp_of_hidden(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *,
     temperature: float = 1.0, entropy: bool = False, group: ProcessGroup | None = None,
-    vocabulary: int | None = None,
+    vocabulary: int | None = None, entropy_gradient: bool = True,
 ) -> Tensor:  # fmt: skip
     """fp32 [T, 1]: `logp(logits(hidden, weight, bias), target, temperature)` of hidden[T, H], bit
     for bit, without the logits of all rows in memory; with `entropy` [T, 2], where the second
     column is each row's entropy. Both are differentiable. A negative target has log-prob 0 and no
-    gradient.
+    gradient. Without `entropy_gradient`, a temperature other than 1 saves the entropies' backward.
 
     vocabulary: the number of the weight's rows that are tokens; the last rows are padding. If the
     vocabulary is divided among the ranks of `group`, weight and bias are this rank's rows. Raises
@@ -238,14 +238,16 @@ def logp_of_hidden(
     else:
         weight, bias = weight[:vocabulary], None if bias is None else bias[:vocabulary]
         if temperature != 1.0:
-            return _at_temperature(hidden, weight, bias, target, temperature, entropy)
+            return _at_temperature(
+                hidden, weight, bias, target, temperature, entropy, entropy_gradient
+            )
         scores = rlk_kernels.linear_logp(hidden, weight, target, bias=bias, return_entropy=entropy)
     return torch.stack(scores, -1) if isinstance(scores, tuple) else scores[:, None]
 
 
 def _at_temperature(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, temperature: float,
-    entropy: bool,
+    entropy: bool, entropy_gradient: bool,
 ) -> Tensor:  # fmt: skip
     """`logp_of_hidden`, ROWS at a time, with divided logits; `linear_logp` would multiply them by
     the reciprocal, as it does for the entropy. The backward computes the logits again."""
@@ -259,9 +261,10 @@ def _at_temperature(
     ])  # fmt: skip
     if not entropy:
         return logprobs[:, None]
-    _, entropies = rlk_kernels.linear_logp(
-        hidden, weight, target, bias=bias, temperature=temperature, return_entropy=True
-    )
+    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
+        _, entropies = rlk_kernels.linear_logp(
+            hidden, weight, target, bias=bias, temperature=temperature, return_entropy=True
+        )
     return torch.stack([logprobs, entropies], -1)
 
 

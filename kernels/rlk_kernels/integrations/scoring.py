@@ -25,6 +25,7 @@ class Scoring:
     temperature: float
     entropy: bool
     vocabulary: int | None = None
+    entropy_gradient: bool = True
 
 
 class Scores(Counted):
@@ -46,7 +47,7 @@ class Scores(Counted):
         scores = profile.logp_of_hidden(
             hidden.flatten(0, -2), weight, bias, asked.targets.to(hidden.device).flatten(),
             temperature=asked.temperature, entropy=asked.entropy, group=group,
-            vocabulary=asked.vocabulary,
+            vocabulary=asked.vocabulary, entropy_gradient=asked.entropy_gradient,
         )  # fmt: skip
         return scores.view(*hidden.shape[:-1], scores.shape[-1])
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.integrations.hf.loss import NO_TOKEN
+from rlk_kernels.integrations.hf.packing import packed
 from rlk_kernels.integrations.hf.sequences import packed_starts
 from rlk_kernels.integrations.scoring import Scoring, scoring
 
@@ -14,9 +15,8 @@ from rlk_kernels.integrations.scoring import Scoring, scoring
 def score_tokens(
     model: Any, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None,
     last: int | None, temperature: float, return_entropy: bool, cu_seq_lens: Tensor | None,
-    forward: Callable[..., Any] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """See the package. `forward` is called instead of the model, of which it is a part."""
+    """See the package."""
     if input_ids.dim() != 2:
         raise ValueError(f"score_tokens: input_ids[B, L] are needed, not {tuple(input_ids.shape)}")
     if attention_mask is not None and attention_mask.shape != input_ids.shape:
@@ -44,15 +44,40 @@ def score_tokens(
     if cu_seq_lens is None and attention_mask is None and position_ids is not None:
         # Otherwise each layer would search for them.
         cu_seq_lens = packed_starts(position_ids, input_ids.shape[0])
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+    with scoring(model, Scoring(targets, temperature, return_entropy)):
+        scores = _scores(model, inputs, position_ids, cu_seq_lens, rows)
+    return (scores[..., 0], scores[..., 1]) if return_entropy else scores[..., 0]
+
+
+def score_without_padding(
+    model: Any, forward: Callable[..., Any], ids: Tensor, mask: Tensor, last: int,
+    temperature: float, entropy: bool, entropy_gradient: bool = True,
+) -> Tensor:  # fmt: skip
+    """fp32 [B, last, 1 or 2]: the log-probs of the `last` tokens of ids[B, L], and with `entropy`
+    the entropies. They have the bits of `score_tokens` with the mask, and are 0 at padding. The
+    tokens are moved into one row (`packing.py`), so the sums over rows in weights' gradients have
+    another order. `forward` is called instead of the model, of which it is a part.
+    entropy_gradient: whether the caller differentiates the entropies."""
+    row = packed(ids, mask, last)
+    inputs = {"input_ids": row.ids, "attention_mask": None}
+    asked = Scoring(row.targets, temperature, entropy, entropy_gradient=entropy_gradient)
+    with scoring(model, asked):
+        scores = _scores(forward, inputs, row.positions, row.starts, row.rows)
+    return row.unpacked(scores)
+
+
+def _scores(
+    forward: Callable[..., Any], inputs: dict[str, Any], position_ids: Tensor | None,
+    cu_seq_lens: Tensor | None, rows: Tensor,
+) -> Tensor:  # fmt: skip
+    """What a model in `scoring` returns for these rows."""
     packed = {}
     if cu_seq_lens is not None:
         packed = {"cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens}
-    with scoring(model, Scoring(targets, temperature, return_entropy)):
-        scores = (forward or model)(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
-            use_cache=False, logits_to_keep=rows, **packed,
-        ).logits  # fmt: skip
-    return (scores[..., 0], scores[..., 1]) if return_entropy else scores[..., 0]
+    return forward(
+        **inputs, position_ids=position_ids, use_cache=False, logits_to_keep=rows, **packed
+    ).logits
 
 
 def _targets(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:

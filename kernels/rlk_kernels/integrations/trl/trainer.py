@@ -7,6 +7,7 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import TrainerCallback
@@ -14,7 +15,7 @@ from transformers import TrainerCallback
 from rlk_kernels.integrations import hf, operators, vllm
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.frameworks import differences, refuse, row_digests, to_bytes
-from rlk_kernels.integrations.hf.score import score_tokens
+from rlk_kernels.integrations.hf.score import score_without_padding
 from rlk_kernels.integrations.trl import settings
 
 MODULE = "trl.trainer.grpo_trainer"
@@ -60,12 +61,14 @@ class _WithKernels:
         self.add_callback(_FirstStep(self))
 
     def _get_per_token_logps_and_entropies(
-        self, model: Any, ids: Any, mask: Any, logits_to_keep: int, *rest: Any, **more: Any
-    ) -> Any:
+        self, model: Any, ids: Any, mask: Any, logits_to_keep: int, batch_size: int | None = None,
+        compute_entropy: bool = False, **more: Any,
+    ) -> Any:  # fmt: skip
         # TRL names the number of tokens here, and to the model's forward by labels, on the device.
-        _last.set(logits_to_keep)
+        bonus = getattr(self, "_entropy_bonus_enabled", True)
+        _asked.set(_Asked(logits_to_keep, compute_entropy, bonus))
         return super()._get_per_token_logps_and_entropies(
-            model, ids, mask, logits_to_keep, *rest, **more
+            model, ids, mask, logits_to_keep, batch_size, compute_entropy, **more
         )
 
     @property
@@ -104,8 +107,17 @@ class _WithKernels:
         )
 
 
-_last: ContextVar[int] = ContextVar("last")
-"""The number of tokens at the end of each row that are to be scored."""
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What TRL asks the next forward for."""
+
+    last: int
+    """The number of tokens at the end of each row that are to be scored."""
+    entropy: bool
+    entropy_gradient: bool
+
+
+_asked: ContextVar[_Asked] = ContextVar("asked")
 
 
 @contextmanager
@@ -127,7 +139,7 @@ def _scoring_heads(args: Any) -> Iterator[None]:
 
 
 def _score_in_forward(model: Any, temperature: float) -> None:
-    """Has a model's forward return log-probs and entropies where it is called with
+    """Has a model's forward return log-probs, and entropies if asked for, where it is called with
     `fused_lm_head=True`, as TRL does."""
     from trl.trainer.utils import FusedCausalLMOutput
 
@@ -145,10 +157,13 @@ def _score_in_forward(model: Any, temperature: float) -> None:
                 f"TRL gives the model {', '.join(named) or 'inputs without names'}, which the "
                 "kernels do not support: train on text, with GRPOTrainer's own loss"
             )
-        logprobs, entropy = score_tokens(
-            model, ids, mask, None, _last.get(), temperature, True, None, forward
-        )
-        return FusedCausalLMOutput(log_probs=logprobs, entropy=entropy)
+        asked = _asked.get()
+        scores = score_without_padding(
+            model, forward, ids, mask, asked.last, temperature, asked.entropy,
+            asked.entropy_gradient,
+        )  # fmt: skip
+        entropy = scores[..., 1] if asked.entropy else None
+        return FusedCausalLMOutput(log_probs=scores[..., 0], entropy=entropy)
 
     model.forward = types.MethodType(scored, model)
 
