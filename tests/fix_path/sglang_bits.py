@@ -7,7 +7,8 @@ JOB.json: {"model", "settings" (server arguments), "prompts", "new_tokens", "cha
 of other weights)}. FOUND.json: "said", by pass, the bits of the log-probs of sampled tokens, a
 string for each prompt; "cached", how many tokens of the prompts came from the cache; "steps", the
 attention calls of a layer by pass; "named", what `check` says with a kernel left out; "replaced",
-the operators; "restored", whether the model without the kernels is as it was.
+the operators; "left", those that a user excluded; "restored", whether the model without the
+kernels is as it was.
 """
 
 import sglang_in_process  # isort: skip
@@ -124,6 +125,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         passes.said["top"] = [[values[0] for values in answer.top] for answer in answers]
         replaced = sglang.check(passes.runner).replaced
         named = without_a_kernel(passes, tokens)
+    excluded = ["mlp_norm", "logprob"]
+    with sglang.use_kernels(passes.runner, excluded):
+        passes.score("excluded", tokens)
+        left = sglang.check(passes.runner).not_replaced
     restored = passes.form() == form
     passes.decode("stock again")
     passes.hf("hf", tokens)
@@ -140,7 +145,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     return {
         "said": {name: bits(rows) for name, rows in passes.said.items()},
         **{"cached": cached, "steps": passes.steps, "named": named},
-        **{"replaced": replaced, "restored": restored},
+        **{"replaced": replaced, "left": left, "restored": restored},
     }
 
 

@@ -121,6 +121,10 @@ def test_every_pass_has_the_same_bits(
     assert found["named"].startswith(f"the engine still computes {left}")
     assert said["a kernel left out"] != said["decode"]
 
+    layers = 2 if name == "sparse" else 4
+    assert found["left"] == [*(f"layers.{i}.mlp_norm" for i in range(layers)), "logprob"]
+    assert said["excluded"] != said["decode"]
+
     assert found["restored"]
     assert said["stock again"] == said["stock"]
     assert said["stock"] != said["hf of stock"]
@@ -129,3 +133,34 @@ def test_every_pass_has_the_same_bits(
 
     assert said["updated"] == said["updated prefill"] == said["hf of updated"]
     assert said["updated, old tokens"] != said["decode"]
+
+
+@pytest.mark.whole_matrix
+def test_an_engine_in_processes_of_its_own_gets_the_kernels_by_the_plug_in(tmp_path: Path) -> None:
+    """A log-prob travels as a double that holds its fp32 bits."""
+    found = {}
+    for switch in ("1", "0"):
+        job = {"model": str(data_path("model")), "prompts": prompts(), "new_tokens": NEW}
+        job |= {"settings": {"dtype": "bfloat16", "page_size": 16}}
+        (tmp_path / "job.json").write_text(json.dumps(job))
+        answer = tmp_path / f"found-{switch}.json"
+        done = python("sglang_engine.py", tmp_path / "job.json", answer, RLK_KERNELS=switch)
+        assert answer.exists(), done.stderr[-4000:]
+        found[switch] = json.loads(answer.read_text())
+    on, off = found["1"], found["0"]
+    assert on["decode"] == on["prefill"]
+    assert len(on["replaced"]) == 64
+    assert off["decode"] != off["prefill"]
+    assert "RLK_KERNELS=1 was not set" in off["refusal"]
+
+
+@pytest.mark.whole_matrix
+def test_a_refused_setting_ends_the_engine_before_the_model_is_loaded(tmp_path: Path) -> None:
+    job = {"model": str(data_path("model")), "prompts": prompts(), "new_tokens": NEW}
+    job |= {"settings": {"dtype": "bfloat16", "is_embedding": True}}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    done = python("sglang_engine.py", tmp_path / "job.json", tmp_path / "x", RLK_KERNELS="1")
+    assert not (tmp_path / "x").exists()
+    assert "is_embedding=True: only generation is supported" in done.stderr
+    assert "Loading safetensors" not in done.stderr
+    assert "Multi-thread loading shards" not in done.stderr

@@ -79,12 +79,10 @@ def check(engine: Any) -> Replacement:
     """See the package."""
     if hasattr(engine, "collective_rpc"):
         return _check_apart(engine)
-    runner = engine.tp_worker.model_runner if hasattr(engine, "tp_worker") else engine
-    from rlk_kernels.integrations.sglang.replace import check_called
+    from rlk_kernels.integrations.sglang import replace
 
-    excluded = _registered[0] if _registered else frozenset()
-    replacement: Replacement = check_called(runner, excluded)
-    return replacement
+    runner = engine.tp_worker.model_runner if hasattr(engine, "tp_worker") else engine
+    return replace.check(runner)
 
 
 def _check_apart(engine: Any) -> Replacement:

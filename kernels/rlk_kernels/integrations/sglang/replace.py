@@ -4,6 +4,7 @@ computes each operator."""
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
@@ -29,7 +30,12 @@ from rlk_kernels.integrations import fused_decoder, profile
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.frameworks import refuse
 from rlk_kernels.integrations.handle import Handle
-from rlk_kernels.integrations.operators import ROUTED, check_sparse, excluded_operators
+from rlk_kernels.integrations.operators import (
+    ROUTED,
+    Replacement,
+    check_sparse,
+    excluded_operators,
+)
 from rlk_kernels.integrations.operators import check as check_operators
 from rlk_kernels.integrations.rotary import rotation
 from rlk_kernels.integrations.sglang import layers, settings
@@ -63,6 +69,8 @@ REPLACEMENTS = {
     base: type(f"Rlk{base.__name__}", (ours, base), {}) for base, ours in CLASSES.items()
 }
 """SGLang's class -> the class that its objects get."""
+_excluded: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
+"""ModelRunner with the kernels -> the operators that SGLang continues to compute."""
 
 
 class RlkLinearMethod(UnquantizedLinearMethod):
@@ -113,6 +121,8 @@ def use_kernels(runner: Any, excluded: Iterable[str] = ()) -> Handle:
             for part in _logprob_parts(runner):
                 _replace(undo, part)
                 part.rlk_computed = computed
+        _excluded[runner] = excluded
+        undo.callback(_excluded.pop, runner, None)
         # Later models share the cached rotary modules.
         factory._ROPE_DICT.clear()
         check_operators(operators(runner), excluded, called=False)
@@ -182,10 +192,11 @@ def _set(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def check_called(runner: Any, excluded: Iterable[str], called: bool = True) -> Any:
-    """`operators.check` of a live runner, and of its attention backend."""
-    replacement = check_operators(operators(runner), excluded, called)
-    ours = isinstance(runner.attn_backend, RlkAttentionBackend)
-    if not ours and "attn" not in excluded_operators(excluded):
-        raise NotSupported(f"the attention backend is now {type(runner.attn_backend).__name__}")
+def check(runner: Any) -> Replacement:
+    """See the package."""
+    excluded = _excluded.get(runner, frozenset())
+    replacement = check_operators(operators(runner), excluded)
+    backend = runner.attn_backend
+    if "attn" not in excluded and not isinstance(backend, RlkAttentionBackend):
+        raise NotSupported(f"attention is now computed by SGLang's {type(backend).__name__}")
     return replacement

@@ -31,6 +31,8 @@ OFF = {
     "enable_pdmux": "it was not run",
     "enable_mis": "it scores by other functions",
     "enable_watermark": "it changes logits before they are scored",
+    "enable_return_routed_experts": "the kernels do not report a token's experts",
+    "enable_eplb": "it moves experts between ranks",
     "enable_fused_qk_norm_rope": "it bypasses the norms and the rotation",
 }
 """Server argument -> why it must be off."""
@@ -59,13 +61,14 @@ def check(runner: Any) -> None:
     from sglang.srt.arg_groups.overrides import resolved_view
 
     check_version()
-    config = runner.model_config.hf_config
+    model = runner.model_config
+    dtype = str(model.dtype).removeprefix("torch.")
     args = resolved_view(runner.server_args)
-    refuse("SGLang", [*_of_server(args, runner), *_of_model(config)])
+    refuse("SGLang", [*of_server(args, str(runner.device), dtype), *of_model(model.hf_config)])
 
 
-def _of_server(args: Any, runner: Any) -> Iterator[str]:
-    device, dtype = str(runner.device), str(runner.model_config.dtype).removeprefix("torch.")
+def of_server(args: Any, device: str, dtype: str) -> Iterator[str]:
+    """A reason for each refused server argument, for a model in dtype."""
     if not device.startswith("cpu"):
         yield f"device={device}: the kernels were run in SGLang on CPUs only"
     for name in ONE:
@@ -76,12 +79,14 @@ def _of_server(args: Any, runner: Any) -> Iterator[str]:
             yield f"{name}={value}: {why}"
     for name, values in ONLY.items():
         if (value := getattr(args, name, None)) not in values:
-            yield f"{name}={value}: {', '.join(str(v) for v in values if v is not None)} may be set"
+            known = ", ".join(str(v) for v in values if v is not None)
+            yield f"{name}={value}; only {known}"
     if (cache := getattr(args, "kv_cache_dtype", "auto")) not in ("auto", dtype):
         yield f"kv_cache_dtype={cache} of a model in {dtype}"
 
 
-def _of_model(config: Any) -> Iterator[str]:
+def of_model(config: Any) -> Iterator[str]:
+    """A reason for each refused setting of config.json."""
     family = config.model_type
     loaded = (getattr(config, "architectures", None) or [None])[0]
     if ARCHITECTURES.get(family) != loaded:
