@@ -141,6 +141,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         updated, _ = passes.decode("updated")
         passes.score("updated prefill", updated)
         passes.score("updated, old tokens", tokens)
+        done, why = passes.runner.weight_updater.update_weights_from_disk(job["model"], "auto")
+        assert done, why
+        passes.score("from disk", tokens)
     passes.hf("hf of updated", updated, job["changed"])
     return {
         "said": {name: bits(rows) for name, rows in passes.said.items()},

@@ -132,7 +132,7 @@ def test_every_pass_has_the_same_bits(
         assert said["stock"] != said["stock prefill"]
 
     assert said["updated"] == said["updated prefill"] == said["hf of updated"]
-    assert said["updated, old tokens"] != said["decode"]
+    assert said["updated, old tokens"] != said["decode"] == said["from disk"]
 
 
 @pytest.mark.whole_matrix

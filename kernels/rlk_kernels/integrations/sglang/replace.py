@@ -74,7 +74,10 @@ _excluded: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
 
 
 class RlkLinearMethod(UnquantizedLinearMethod):
-    """Multiplies by the weight as it was loaded."""
+    """Multiplies by the weight as it was loaded, and as it is reloaded."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        return
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         layer.count()
