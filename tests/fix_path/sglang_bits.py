@@ -5,10 +5,10 @@ log-probs.
 
 JOB.json: {"model", "settings" (server arguments), "prompts", "new_tokens", "changed" (a checkpoint
 of other weights)}. FOUND.json: "said", by pass, the bits of the log-probs of sampled tokens, a
-string for each prompt; "cached", how many tokens of the prompts came from the cache; "steps", the
-attention calls of a layer by pass; "named", what `check` says with a kernel left out; "replaced",
-the operators; "left", those that a user excluded; "restored", whether the model without the
-kernels is as it was.
+string for each prompt; "cached", how many tokens of the prompts came from the cache; "retractions",
+how often requests lost their slots; "steps", the attention calls of a layer by pass; "named", what
+`check` says with a kernel left out; "replaced", the operators; "left", those that a user excluded;
+"restored", whether the model without the kernels is as it was.
 """
 
 import sglang_in_process  # isort: skip
@@ -17,11 +17,13 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rlk_kernels.integrations import hf, sglang
 from rlk_kernels.integrations.errors import NotSupported
 from safetensors.torch import load_file
+from sglang.srt.managers import scheduler as managers
 from transformers import AutoModelForCausalLM
 
 Answers = list[sglang_in_process.Answer]
@@ -88,6 +90,20 @@ class Passes:
         return modules, named, id(self.runner.attn_backend)
 
 
+def decode_with_retractions(passes: Passes) -> int:
+    """Greedy, while SGLang takes the slots of some requests away every third step and computes
+    them again later; how often it did."""
+    retract = managers.ScheduleBatch.retract_decode
+    with (
+        patch.object(managers, "TEST_RETRACT", True),
+        patch.object(
+            managers.ScheduleBatch, "retract_decode", autospec=True, side_effect=retract
+        ) as called,
+    ):
+        passes.decode("retracted", temperature=0.0)
+    return called.call_count
+
+
 def without_a_kernel(passes: Passes, tokens: Ids) -> str:
     """The first layer's activation, or in a sparse model its whole block, gets SGLang's own class
     back; what `check` says."""
@@ -123,6 +139,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         cool, _ = passes.decode("cool", temperature=0.7)
         greedy, answers = passes.decode("greedy", temperature=0.0, top=2)
         passes.said["top"] = [[values[0] for values in answer.top] for answer in answers]
+        retractions = decode_with_retractions(passes)
         replaced = sglang.check(passes.runner).replaced
         named = without_a_kernel(passes, tokens)
     excluded = ["mlp_norm", "logprob"]
@@ -147,7 +164,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     passes.hf("hf of updated", updated, job["changed"])
     return {
         "said": {name: bits(rows) for name, rows in passes.said.items()},
-        **{"cached": cached, "steps": passes.steps, "named": named},
+        **{"cached": cached, "retractions": retractions, "steps": passes.steps, "named": named},
         **{"replaced": replaced, "left": left, "restored": restored},
     }
 

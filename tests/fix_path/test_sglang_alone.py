@@ -80,6 +80,7 @@ CASES = [
     ("dense", "float32", {"page_size": 1}),
     ("sparse", "bfloat16", {"page_size": 1}),
     ("sparse", "float32", {"page_size": 16}),
+    ("dense", "float16", {"page_size": 4}),
     ("dense", "bfloat16", {"page_size": 1, "enable_mixed_chunk": True, "chunked_prefill_size": 16}),
 ]
 
@@ -108,7 +109,8 @@ def test_every_pass_has_the_same_bits(
     for other in ("prefill", "chunks", "cached prefix", "hf"):
         assert said[other] == said["decode"], other
     assert said["cool"] == said["hf of cool"] != said["decode"]
-    assert said["greedy"] == said["top"] == said["hf of greedy"]
+    assert said["greedy"] == said["top"] == said["hf of greedy"] == said["retracted"]
+    assert found["retractions"] > 1
     assert found["cached"] > 2 * NEW
     chunked = settings.get("chunked_prefill_size") == 16
     assert found["steps"]["chunks"] > 4
