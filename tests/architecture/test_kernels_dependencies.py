@@ -26,7 +26,10 @@ ROOT = tuple(
     )
 )
 """The files that stand in no folder; every folder may import them."""
-ENGINES = {"vllm": {"vllm"}, "megatron": {"megatron"}, "hf": {"transformers"}}
+ENGINES = {
+    **{"vllm": {"vllm"}, "sglang": {"sglang"}},
+    **{"megatron": {"megatron"}, "hf": {"transformers"}},
+}
 """Folder of `integrations`: the engine that it alone imports."""
 FRAMEWORKS = {"trl": {"trl", "transformers", "vllm"}, "verl": {"verl", "hydra"}}
 """Folder of `integrations`: the packages that a framework's switch imports. It puts other

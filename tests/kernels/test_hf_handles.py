@@ -12,7 +12,7 @@ import torch
 from hf_models import small_model, transformers, with_kernels
 from rlk_kernels.integrations import hf
 from rlk_kernels.integrations.errors import NotSupported
-from rlk_kernels.integrations.hf.handle import Handle
+from rlk_kernels.integrations.handle import Handle
 from torch._inductor import config as inductor
 
 IDS = torch.arange(24).view(2, 12)

@@ -4,8 +4,9 @@ of a padded batch reach the cache. No vLLM is needed."""
 import pytest
 import torch
 from rlk_kernels.integrations import profile
+from rlk_kernels.integrations.token_logprobs import MOST, TokenLogprobs
 from rlk_kernels.integrations.vllm.attention import VllmAttention, keys_and_values
-from rlk_kernels.integrations.vllm.logprobs import MOST, TokenLogprobs, divide
+from rlk_kernels.integrations.vllm.logprobs import divide
 
 
 def test_each_given_token_has_the_bits_that_it_has_alone() -> None:

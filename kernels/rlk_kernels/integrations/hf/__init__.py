@@ -19,7 +19,7 @@ from rlk_kernels.integrations.profile import logp as token_logprobs
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlk_kernels.integrations.hf.handle import Handle
+    from rlk_kernels.integrations.handle import Handle
 
 __all__ = ["check", "operators", "score_tokens", "token_logprobs", "use_kernels"]
 

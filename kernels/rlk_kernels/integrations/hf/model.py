@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from rlk_kernels.integrations.errors import NotSupported
+from rlk_kernels.integrations.handle import Handle
 from rlk_kernels.integrations.hf import attention, modules
-from rlk_kernels.integrations.hf.handle import Handle
 from rlk_kernels.integrations.hf.loss import causal_lm_loss
 from rlk_kernels.integrations.hf.process_changes import change_process, round_as_eager
 from rlk_kernels.integrations.hf.stock_modules import check_forwards, check_plain

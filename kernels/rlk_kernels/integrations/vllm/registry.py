@@ -13,10 +13,10 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from rlk_kernels import backend_calls
+from rlk_kernels.integrations import fused_decoder
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.operators import (
     NORMS,
-    ROUTED,
     Counted,
     excluded_operators,
     excludes,
@@ -148,38 +148,12 @@ def leave(model: Any, excluded: Iterable[str]) -> None:
 
 def operators(model: Any) -> dict[str, Any]:
     """See the package."""
-    inner = model.model
-    named = {"embed": inner.embed_tokens}
-    for i, layer in enumerate(inner.layers):
-        attn = layer.self_attn
-        here = {
-            **{"attn_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm},
-            **{"q_proj": attn.qkv_proj, "k_proj": attn.qkv_proj, "v_proj": attn.qkv_proj},
-            **{"q_norm": getattr(attn, "q_norm", None), "k_norm": getattr(attn, "k_norm", None)},
-            **{"q_rope": attn.rotary_emb, "k_rope": attn.rotary_emb},
-            **{"attn": attn.attn.impl, "o_proj": attn.o_proj},
-            **_of_mlp(getattr(layer, "mlp", None) or layer.block_sparse_moe),
-        }
-        named |= {f"layers.{i}.{op}": module for op, module in here.items() if module is not None}
-    logprob_excluded = not _registered or "logprob" in _registered[0]
-    return named | {
-        "final_norm": inner.norm,
-        "logits": model.logits_processor,
-        "logprob": None if logprob_excluded else logprobs.COMPUTED,
+    named = {
+        name: module.impl if name.endswith(".attn") else module
+        for name, module in fused_decoder.modules(model).items()
     }
-
-
-def _of_mlp(mlp: Any) -> dict[str, Any]:
-    if hasattr(mlp, "experts"):
-        shared = getattr(mlp, "shared_experts", None)
-        of_shared = {} if shared is None else _of_mlp(shared)
-        return {
-            **dict.fromkeys(ROUTED, mlp.experts),
-            "router": mlp.gate,
-            **{f"shared_{op}": module for op, module in of_shared.items()},
-        }
-    both = mlp.gate_up_proj
-    return {"gate_proj": both, "up_proj": both, "act": mlp.act_fn, "down_proj": mlp.down_proj}
+    logprob_excluded = not _registered or "logprob" in _registered[0]
+    return named | {"logprob": None if logprob_excluded else logprobs.COMPUTED}
 
 
 def check(llm: Any) -> Any:

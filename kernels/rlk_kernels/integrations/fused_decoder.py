@@ -1,0 +1,39 @@
+"""Where rollout engines keep the operators of a decoder: one product for q, k and v, one for gate
+and up, and one rotary module for both rotations. vLLM and SGLang give the modules the same names.
+"""
+
+from typing import Any
+
+from rlk_kernels.integrations.operators import ROUTED
+
+
+def modules(model: Any) -> dict[str, Any]:
+    """Canonical operator -> the module that computes it in a live causal LM, for all operators
+    except the log-prob. In a sparse layer, `experts` stands for all operators but the router."""
+    inner = model.model
+    named = {"embed": inner.embed_tokens}
+    for i, layer in enumerate(inner.layers):
+        attn = layer.self_attn
+        here = {
+            **{"attn_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm},
+            **{"q_proj": attn.qkv_proj, "k_proj": attn.qkv_proj, "v_proj": attn.qkv_proj},
+            **{"q_norm": getattr(attn, "q_norm", None), "k_norm": getattr(attn, "k_norm", None)},
+            **{"q_rope": attn.rotary_emb, "k_rope": attn.rotary_emb},
+            **{"attn": attn.attn, "o_proj": attn.o_proj},
+            **_of_mlp(getattr(layer, "mlp", None) or layer.block_sparse_moe),
+        }
+        named |= {f"layers.{i}.{op}": module for op, module in here.items() if module is not None}
+    return named | {"final_norm": inner.norm, "logits": model.logits_processor}
+
+
+def _of_mlp(mlp: Any) -> dict[str, Any]:
+    if hasattr(mlp, "experts"):
+        shared = getattr(mlp, "shared_experts", None)
+        of_shared = {} if shared is None else _of_mlp(shared)
+        return {
+            **dict.fromkeys(ROUTED, mlp.experts),
+            "router": mlp.gate,
+            **{f"shared_{op}": module for op, module in of_shared.items()},
+        }
+    both = mlp.gate_up_proj
+    return {"gate_proj": both, "up_proj": both, "act": mlp.act_fn, "down_proj": mlp.down_proj}

@@ -1,0 +1,98 @@
+"""The classes that SGLang's modules get, each in front of the module's own class. They override
+`forward` itself, which SGLang's classes use to choose one of their implementations.
+
+T = packed rows of all requests   F = features
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from rlk_kernels.integrations import profile
+from rlk_kernels.integrations.errors import NotSupported
+from rlk_kernels.integrations.experts import Sparse
+from rlk_kernels.integrations.operators import Counted
+
+
+class Embedding(Counted):
+    weight: Tensor
+
+    def forward(self, input_: Tensor) -> Tensor:
+        self.count()
+        return profile.embed(input_, self.weight)
+
+
+class Linear(Counted):
+    """A linear whose `quant_method` is an `RlkLinearMethod`, which counts its calls."""
+
+
+class Norm(Counted):
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, post_residual_addition: Any = None,
+        quant_linear: Any = None,
+    ) -> Any:  # fmt: skip
+        """The norm of x; with a residual, (the norm of the sum, the sum). Nothing is written in
+        place."""
+        if post_residual_addition is not None or quant_linear is not None:
+            raise NotSupported("a norm that adds a third tensor or quantises is not supported")
+        self.count()
+        if residual is None:
+            return profile.norm(x, self.weight, self.variance_epsilon)
+        return profile.add_norm(x, residual, self.weight, self.variance_epsilon)
+
+
+class Rotary(Counted):
+    """Rotates by positions and frequencies, and does not read SGLang's table."""
+
+    head_size: int
+    rotary_dim: int
+    rlk_inv_freq: Tensor
+    rlk_scaling: Tensor | None
+
+    def forward(
+        self, positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None,
+        fused_set_kv_buffer_arg: Any = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if offsets is not None or fused_set_kv_buffer_arg is not None:
+            raise NotSupported("a rotation with offsets, or that writes the cache, is unsupported")
+        self.count()
+        q, k = (x.reshape(x.shape[0], -1, self.head_size) for x in (query, key))
+        q, k = profile.rope(q, k, positions.flatten(), self.rlk_inv_freq, self.rlk_scaling)
+        return q.view(query.shape), k.view(key.shape)
+
+
+class Act(Counted):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count()
+        gate, up = x.chunk(2, dim=-1)
+        return profile.act(gate, up)
+
+
+class Logits(Counted):
+    def _compute_lm_head(
+        self, hidden_states: Tensor, lm_head: Any, embedding_bias: Tensor | None = None, *,
+        out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """fp32 [T, V], which SGLang does not round; `out`, where given, is not written."""
+        self.count()
+        return profile.logits(hidden_states, lm_head.weight, embedding_bias)
+
+
+class SparseBlock(Sparse):
+    """Qwen3-MoE's block: routes, computes the experts and adds them up, without SGLang's router
+    and kernels."""
+
+    gate: Any
+    topk: Any
+    experts: Any
+
+    def forward(self, hidden_states: Tensor, forward_batch: Any = None) -> Tensor:
+        self.count()
+        how = self.topk.topk_config
+        logits = self.logits(hidden_states, self.gate.weight)
+        weights, ids = self.choose(logits, how.top_k, how.renormalize)
+        stacked = self.experts.w13_weight, self.experts.w2_weight
+        return self.compute(hidden_states, weights, ids, *stacked)

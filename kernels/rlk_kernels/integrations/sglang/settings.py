@@ -1,0 +1,118 @@
+"""The settings of SGLang and of its models that the kernels refuse, in one list, before a model is
+loaded."""
+
+import importlib.metadata
+from collections.abc import Iterator
+from typing import Any
+
+from rlk_kernels.integrations import rotary
+from rlk_kernels.integrations.errors import NotSupported
+from rlk_kernels.integrations.frameworks import refuse
+
+VERSIONS = ("0.5.23",)
+"""The versions of SGLang whose private methods were read and run: those of the head and of
+log-probs have no extension point."""
+ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+"""model_type -> SGLang's class."""
+ONE = ("tp_size", "dp_size", "pp_size", "ep_size", "attn_cp_size", "dcp_size", "moe_dp_size")
+OFF = {
+    "enable_dp_attention": "attention divided among data-parallel ranks was not run",
+    "enable_deterministic_inference": "it replaces torch's operators; the kernels need none of it",
+    "rl_on_policy_target": "it adds casts of its own; the kernels need none of it",
+    "quantization": "quantised weights have no kernel",
+    "torchao_config": "quantised weights have no kernel",
+    "enable_lora": "adapters have no kernel: merge them",
+    "lora_paths": "adapters have no kernel: merge them",
+    "speculative_algorithm": "drafted tokens were not run",
+    "enable_torch_compile": "compiled models were not run",
+    "is_embedding": "only generation is supported",
+    "enable_two_batch_overlap": "it was not run",
+    "enable_single_batch_overlap": "it was not run",
+    "enable_pdmux": "it was not run",
+    "enable_mis": "it scores by other functions",
+    "enable_watermark": "it changes logits before they are scored",
+    "enable_return_routed_experts": "the kernels do not report a token's experts",
+    "enable_eplb": "it moves experts between ranks",
+    "enable_fused_qk_norm_rope": "it bypasses the norms and the rotation",
+}
+"""Server argument -> why it must be off."""
+ONLY = {
+    "disaggregation_mode": (None, "null"),
+    "moe_a2a_backend": (None, "none"),
+    "model_impl": (None, "auto", "sglang"),
+    "load_format": (None, "auto", "safetensors", "pt", "dummy"),
+    "ep_num_redundant_experts": (None, 0),
+}
+"""Server argument -> the values that it may have."""
+
+
+def check_version() -> None:
+    """Raises NotSupported for a version of SGLang that is not in `VERSIONS`."""
+    version = importlib.metadata.version("sglang")
+    if version not in VERSIONS:
+        raise NotSupported(
+            f"rlk_kernels in SGLang supports {', '.join(VERSIONS)}, and this is {version}"
+        )
+
+
+def check(runner: Any) -> None:
+    """Raises NotSupported with every setting of a ModelRunner that the kernels refuse. The model
+    need not be loaded."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    check_version()
+    model = runner.model_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    args = resolved_view(runner.server_args)
+    refuse("SGLang", [*of_server(args, str(runner.device), dtype), *of_model(model.hf_config)])
+
+
+def of_server(args: Any, device: str, dtype: str) -> Iterator[str]:
+    """A reason for each refused server argument, for a model in dtype."""
+    if not device.startswith("cpu"):
+        yield f"device={device}: the kernels were run in SGLang on CPUs only"
+    for name in ONE:
+        if (ranks := getattr(args, name, 1)) not in (None, 1):
+            yield f"{name}={ranks}: several ranks were not run"
+    for name, why in OFF.items():
+        if value := getattr(args, name, None):
+            yield f"{name}={value}: {why}"
+    for name, values in ONLY.items():
+        if (value := getattr(args, name, None)) not in values:
+            known = ", ".join(str(v) for v in values if v is not None)
+            yield f"{name}={value}; only {known}"
+    if (cache := getattr(args, "kv_cache_dtype", "auto")) not in ("auto", dtype):
+        yield f"kv_cache_dtype={cache} of a model in {dtype}"
+
+
+def of_model(config: Any) -> Iterator[str]:
+    """A reason for each refused setting of config.json."""
+    family = config.model_type
+    loaded = (getattr(config, "architectures", None) or [None])[0]
+    if ARCHITECTURES.get(family) != loaded:
+        yield f"{loaded} of model_type={family}; {', '.join(ARCHITECTURES.values())} are supported"
+        return
+    if config.hidden_act != "silu":
+        yield f"hidden_act={config.hidden_act}; silu is supported"
+    if getattr(config, "use_sliding_window", False):
+        yield "use_sliding_window, which SGLang's class ignores"
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    if "rope_theta" not in rope:
+        yield "a config without rope_parameters"
+    else:
+        try:
+            rotary.check(rope)
+        except NotSupported as error:
+            yield str(error)
+        if (partial := rope.get("partial_rotary_factor") or 1.0) != 1.0:
+            yield f"partial_rotary_factor={partial} of {family}"
+    if family == "qwen3_moe":
+        # SGLang's class makes every layer sparse, and an output layer of its own, and leaves the
+        # weights that the checkpoint lacks uninitialised.
+        wrong = "SGLang ignores it and computes with uninitialised weights, without a message"
+        if getattr(config, "mlp_only_layers", None):
+            yield f"mlp_only_layers={config.mlp_only_layers}: {wrong}"
+        if (step := getattr(config, "decoder_sparse_step", 1)) != 1:
+            yield f"decoder_sparse_step={step}: {wrong}"
+        if config.tie_word_embeddings:
+            yield f"tie_word_embeddings: {wrong}"

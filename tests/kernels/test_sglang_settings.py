@@ -1,0 +1,94 @@
+"""The settings of SGLang and of its models that the kernels refuse. No SGLang is needed."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rlk_kernels.integrations import sglang
+from rlk_kernels.integrations.sglang import settings
+
+CONFIG: dict[str, Any] = {
+    **{"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu"},
+    **{"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "mlp_only_layers": []},
+    **{"tie_word_embeddings": False, "decoder_sparse_step": 1},
+}
+PLAIN = {"tp_size": 1, "kv_cache_dtype": "auto", "disaggregation_mode": "null"}
+
+
+def of_server(device: str = "cpu", **changed: Any) -> list[str]:
+    return list(settings.of_server(SimpleNamespace(**PLAIN | changed), device, "bfloat16"))
+
+
+def of_model(**changed: Any) -> list[str]:
+    return list(settings.of_model(SimpleNamespace(**CONFIG | changed)))
+
+
+def test_plain_settings_are_supported() -> None:
+    assert of_server() == of_model() == []
+    assert of_server(kv_cache_dtype="bfloat16") == []
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        *({name: 2} for name in settings.ONE),
+        *({name: "x"} for name in settings.OFF),
+        *({name: "x"} for name in settings.ONLY),
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"device": "cuda"},
+    ],
+    ids=str,
+)
+def test_a_setting_is_refused_by_name(changed: dict[str, Any]) -> None:
+    (name,) = changed
+    (reason,) = of_server(**changed)
+    assert reason.startswith(f"{name}={changed[name]}")
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"model_type": "phi3"}, "model_type=phi3"),
+        ({"architectures": ["Other"]}, "Other of model_type=qwen3_moe"),
+        ({"hidden_act": "gelu"}, "hidden_act=gelu"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"rope_parameters": None}, "rope_parameters"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type=dynamic"),
+        (
+            {"rope_parameters": CONFIG["rope_parameters"] | {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor=0.5",
+        ),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers=[0]: SGLang ignores it"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2: SGLang ignores it"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings: SGLang ignores it"),
+    ],
+)
+def test_a_model_is_refused_by_name(changed: dict[str, Any], named: str) -> None:
+    (reason,) = of_model(**changed)
+    assert named in reason
+
+
+def test_settings_are_listed_together() -> None:
+    assert len(of_server(tp_size=2, enable_lora=True, quantization="fp8")) == 3
+
+
+@pytest.mark.parametrize("asked", ["yes", "1"])
+def test_the_plug_in_ends_a_process_that_it_cannot_serve(
+    monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """SGLang logs the exceptions of plug-ins; SystemExit is none."""
+    monkeypatch.setenv("RLK_KERNELS", asked)
+    monkeypatch.setenv("SGLANG_PLUGINS", "others")
+    with pytest.raises(SystemExit, match=r"SGLANG_PLUGINS=others excludes|RLK_KERNELS=yes"):
+        sglang.plugin()
+
+
+def test_the_plug_in_does_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RLK_KERNELS", raising=False)
+    sglang.plugin()
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings.importlib.metadata, "version", lambda _: "0.5.17")
+    with pytest.raises(settings.NotSupported, match=r"supports 0\.5\.23, and this is 0\.5\.17"):
+        settings.check_version()
