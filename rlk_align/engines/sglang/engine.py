@@ -81,8 +81,6 @@ class SGLangEngine(Engine):
         self.runner = self._session.runner
         self.model = self.runner.model
         add_head(self.model)
-        if self.kernels is not None:
-            self.kernels.in_model(self.model, {})
         apply_patch(self.spec, self.model)
 
     def _cache_tokens(self) -> int:
@@ -209,7 +207,7 @@ class SGLangEngine(Engine):
 
 
 def _salted(request: Request, salt: str) -> Request:
-    """Its id differs in each pass: SGLang refuses an id that it has seen."""
+    """The request of one pass: ids of earlier passes are not used again."""
     return replace(request, rid=f"{salt}, sample {request.rid}", salt=salt)
 
 
