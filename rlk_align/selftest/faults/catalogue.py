@@ -38,14 +38,16 @@ FAULTS = {
 }
 
 
-_SCORES_AS = {"deepspeed": "hf"}
-"""An engine that only scores -> the one whose model it has: what can be planted there, it can
-have."""
+_LIKE = {"deepspeed": "hf", "sglang": "vllm"}
+"""Engine -> the one whose faults it can have: their models have the same operators in the same
+places."""
+_ONLY_SCORES = ("deepspeed",)
+"""Engines of these that cannot have the faults of decode steps."""
 
 
 def planted_as(engine: str) -> str:
     """The engine in whose places faults are planted."""
-    return _SCORES_AS.get(engine, engine)
+    return _LIKE.get(engine, engine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ def faults_of(engine: str) -> dict[str, Fault]:
         name: fault
         for name, fault in FAULTS.items()
         if planted_as(engine) in (spec.partition(":")[0] for spec in fault.engines)
-        if not fault.decode or engine not in _SCORES_AS
+        if not fault.decode or engine not in _ONLY_SCORES
     }
 
 

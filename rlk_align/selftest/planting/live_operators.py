@@ -186,10 +186,12 @@ class LiveOperators(Hooks, ABC):
             value = first(out)
             if value is None:
                 return  # This rank gets no logits.
-            operands = () if embedding else (self.whole(of, inputs[-1], not every_row),)
+            operands: tuple[torch.Tensor, ...] = ()
             if op.formula == "rms_norm" and out is not value:
                 # A fused norm also returns the sum that it normalises.
                 operands = (self.whole(site, out[1]),)
+            elif not embedding:
+                operands = (self.whole(of, inputs[-1], not every_row),)
             unit = Unit(
                 result=self.whole(site, value),
                 inputs=operands,

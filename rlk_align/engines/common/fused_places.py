@@ -1,0 +1,94 @@
+"""Where the canonical operators are in a decoder that fuses some of them, as vLLM and SGLang do.
+
+Such a decoder fuses q, k, v and gate, up, and adds the residual inside the next norm, which returns
+(normed, residual stream).
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from rlk_align.engines.common.layout import of_outputs
+from rlk_align.engines.common.places import FIRST, SECOND, Access, End, Place
+from rlk_align.model.families import ModelShape
+
+Sparse = Callable[[int], Iterable[Place] | None]
+"""Index of a layer -> the places of its sparse block; None for a dense layer."""
+
+
+def fused_places(
+    model: Any,
+    shape: ModelShape,
+    tp: int,
+    logits: str,
+    sparse: Sparse,
+    heads: Callable[[str], Access] = lambda op: FIRST,
+) -> Iterator[Place]:
+    """The place of each site in a live model of `tp` ranks.
+
+    `logits`: the path of the module that computes them; `heads`: how to reach the values of
+    `q_norm` and `k_norm`.
+    """
+    yield Place(sites=("embed",), module="model.embed_tokens")
+    for i, layer in enumerate(model.model.layers):
+        yield from _layer_places(model, layer, i, shape, tp, sparse, heads)
+    last = f"layers.{len(model.model.layers) - 1}.mlp_residual"
+    yield from _norm(last, "final_norm", "model.norm")
+    yield Place(sites=("logits",), module=logits, rows="sampled", parameters_in="lm_head")
+
+
+def place_of(
+    model: Any, shape: ModelShape, tp: int, module: str, sites: tuple[str, ...], **more: Any
+) -> Place:
+    """The place of one module's sites, with the layout that the catalogue gives them."""
+    return Place(
+        sites=sites,
+        module=module,
+        layout=of_outputs(sites, shape, tp),
+        shares_outputs=getattr(model.get_submodule(module), "rlk_shares_outputs", False),
+        **more,
+    )
+
+
+def _layer_places(
+    model: Any,
+    layer: Any,
+    i: int,
+    shape: ModelShape,
+    tp: int,
+    sparse: Sparse,
+    heads: Callable[[str], Access],
+) -> Iterator[Place]:
+    name = f"layers.{i}"
+    here, attention, mlp = f"model.{name}", f"model.{name}.self_attn", f"model.{name}.mlp"
+
+    def place(module: str, *ops: str, end: End = "output", access: Access = FIRST) -> Place:
+        sites = tuple(f"{name}.{op}" for op in ops)
+        return place_of(model, shape, tp, module, sites, end=end, access=access)
+
+    stream = f"layers.{i - 1}.mlp_residual" if i else ""
+    yield from _norm(stream, f"{name}.attn_norm", f"{here}.input_layernorm")
+    yield place(f"{attention}.qkv_proj", "q_proj", "k_proj", "v_proj")
+    for op in ("q_norm", "k_norm"):
+        if hasattr(layer.self_attn, op):
+            yield place(f"{attention}.{op}", op, access=heads(op))
+    yield place(attention, "q_rope", end="rope")
+    yield place(attention, "k_rope", end="rope")
+    yield place(f"{attention}.attn", "attn")
+    yield place(f"{attention}.o_proj", "o_proj")
+    yield from _norm(
+        f"{name}.attn_residual", f"{name}.mlp_norm", f"{here}.post_attention_layernorm"
+    )
+    block = sparse(i)
+    if block is not None:
+        yield from block
+        return
+    yield place(f"{mlp}.gate_up_proj", "gate_proj", "up_proj")
+    yield place(f"{mlp}.act_fn", "act")
+    yield place(f"{mlp}.down_proj", "down_proj")
+
+
+def _norm(stream: str, site: str, module: str) -> Iterator[Place]:
+    """A norm, and the residual stream that it returns if it adds one."""
+    if stream:
+        yield Place(sites=(stream,), module=module, access=SECOND)
+    yield Place(sites=(site,), module=module)

@@ -1,0 +1,215 @@
+"""SGLang on the CPU, in this process: its own scheduler, model runner, sampler and log-probs."""
+
+import importlib.metadata
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+
+from rlk_align.engines.base import Engine, Logprobs, Sampled, SamplesDone, Sampling
+from rlk_align.engines.common.attributes import processing
+from rlk_align.engines.common.code import code_places
+from rlk_align.engines.common.edits import Editor
+from rlk_align.engines.common.experts import BY_EXPERT
+from rlk_align.engines.common.intervention import Intervention
+from rlk_align.engines.common.parameters import ParameterRecord, record_parameter
+from rlk_align.engines.common.user_patch import apply_patch
+from rlk_align.engines.sglang.attributes import sglang_attributes
+from rlk_align.engines.sglang.boot import prepare
+from rlk_align.engines.sglang.experts import FUSED
+from rlk_align.engines.sglang.head import add_head
+from rlk_align.engines.sglang.limits import check_version
+from rlk_align.engines.sglang.places import sglang_places
+from rlk_align.engines.sglang.session import Answer, Request, Session
+from rlk_align.engines.sglang.taps import SGLangTaps
+from rlk_align.engines.sglang.weights import sglang_weights
+from rlk_align.errors import BadOption, EngineFailed, ModelError
+from rlk_align.model.prompts import TokenBatch
+from rlk_align.results import CodePlace
+from rlk_align.trace.writer import PassWriter
+
+_MAX_CACHE = 1e9
+"""The largest cache of keys and values unless `mem_fraction` is given, in bytes."""
+_SEQUENCES = 64
+"""The number of sequences, each as long as the context, that the cache then has room for."""
+
+
+class SGLangEngine(Engine):
+    """`sglang:temperature=T,top_p=P,logprobs=raw|processed,chunked_prefill_size=N,page_size=N`:
+    samples, and prefills the sampled sequences again.
+
+    SGLang packs, chunks and batches the requests. A prefill has to sample one token. Log-probs are
+    those of the raw distribution unless `logprobs=processed`, which is SGLang's own default: those
+    of logits / temperature.
+    """
+
+    intervenes = True
+
+    def open(self) -> None:
+        check_version(importlib.metadata.version("sglang"))
+        if self.spec.device is None and torch.cuda.is_available():
+            raise BadOption(
+                "engine 'sglang': only its CPU engine was tested, and this machine has a GPU",
+                "device=cpu",
+            )
+        self._passes = 0
+        self._stand_ins = prepare(raw=self._raw)
+        option = self.spec.option
+        named = {
+            "attention_backend": "attention_backend",
+            "chunked_prefill_size": "chunked_prefill_size",
+            "max_running_requests": "max_running_requests",
+            "page_size": "page_size",
+            "mem_fraction": "mem_fraction_static",
+        }
+        try:
+            self._session = Session(
+                model_path=str(self.model_path),
+                device="cpu",
+                dtype=self.spec.dtype(self.shape.dtype),
+                context_length=self.shape.context,
+                disable_radix_cache=not option("radix_cache"),
+                random_seed=0,
+                **{theirs: option(ours) for ours, theirs in named.items() if option(ours)},
+                **({} if option("mem_fraction") else {"max_total_tokens": self._cache_tokens()}),
+            )
+        except (ValueError, OSError, SafetensorError) as error:
+            raise ModelError(f"SGLang could not load {self.model_path}: {error}") from error
+        self.runner = self._session.runner
+        self.model = self.runner.model
+        add_head(self.model)
+        apply_patch(self.spec, self.model)
+
+    def _cache_tokens(self) -> int:
+        """The size of the cache of keys and values, whose zeros are written when SGLang starts."""
+        shape = self.shape
+        token = 2 * 4 * shape.layers * shape.kv_heads * shape.head_dim  # in fp32
+        tokens = min(_SEQUENCES * shape.context, int(_MAX_CACHE) // token)
+        page = int(self.spec.option("page_size") or 1)
+        return max(tokens, shape.context) // page * page
+
+    @property
+    def _raw(self) -> bool:
+        return self.spec.option("logprobs") == "raw"
+
+    @property
+    def _temperature(self) -> float:
+        return float(self.spec.option("temperature") or 1.0)
+
+    def version(self) -> str:
+        without = ", ".join(self._stand_ins)
+        return importlib.metadata.version("sglang") + (f" without {without}" if without else "")
+
+    def dtype(self) -> str:
+        return str(self.runner.model_config.dtype).removeprefix("torch.")
+
+    def attributes(self) -> dict[str, Any]:
+        # SGLang's processed log-probs ignore top_p.
+        temperature = 1.0 if self._raw else self._temperature
+        return sglang_attributes(self.model, self.shape) | processing(temperature)
+
+    def code(self) -> dict[str, CodePlace]:
+        return code_places(self.model, sglang_places(self.model, self.shape))
+
+    def weights(self) -> Iterator[ParameterRecord]:
+        for parameter in sglang_weights(self.model, self.shape):
+            yield record_parameter(parameter)
+
+    def unexposed(self, kind: str) -> dict[str, str]:
+        fused = {f"layers.{i}.{op}": FUSED for i in self.shape.sparse_layers for op in BY_EXPERT}
+        if kind == "decode" or self.attributes()["logprobs"] == "raw":
+            return fused
+        raw = "SGLang's log-probs of a prompt are raw, even if those of sampled tokens are not"
+        return fused | {"logprob": raw}
+
+    def sample(
+        self,
+        batch: TokenBatch,
+        sampling: Sampling,
+        tap: PassWriter | None,
+        done: SamplesDone,
+        intervention: Intervention | None = None,
+    ) -> Sampled:
+        # SGLang draws from torch's global generator unless its deterministic mode is on.
+        torch.manual_seed(sampling.seed)
+        forced = sampling.forced
+        requests = [
+            Request(
+                rid=str(i),
+                ids=s.prompt_ids,
+                max_new_tokens=len(s.response_ids) if forced else sampling.max_new_tokens,
+                temperature=self._temperature,
+                top_p=float(self.spec.option("top_p") or 1.0),
+                ignore_eos=forced,
+            )
+            for i, s in enumerate(batch.samples)
+        ]
+        sampled = [range(len(s.prompt_ids) - 1, self.shape.context) for s in batch.samples]
+        answers = self._run(requests, sampled, batch, tap, intervention, forced)
+        done(len(answers))
+        responses = [a.ids for a in answers]
+        if forced and responses != [list(s.response_ids) for s in batch.samples]:
+            raise EngineFailed("SGLang did not sample the forced tokens")
+        return Sampled(responses, {i: _float32(a.logprobs) for i, a in enumerate(answers)})
+
+    def score(
+        self,
+        batch: TokenBatch,
+        tap: PassWriter | None,
+        done: SamplesDone,
+        intervention: Intervention | None = None,
+    ) -> Logprobs:
+        requests = [
+            Request(
+                rid=str(i),
+                ids=s.ids,
+                max_new_tokens=1,
+                temperature=1.0,
+                logprobs_from=len(s.prompt_ids) - 1,
+            )
+            for i, s in enumerate(batch.samples)
+        ]
+        sampled = [s.sampled_positions for s in batch.samples]
+        answers = self._run(requests, sampled, batch, tap, intervention)
+        done(len(answers))
+        if "logprob" in self.unexposed("prefill"):
+            return {}
+        scored = {}
+        for i, (s, answer) in enumerate(zip(batch.samples, answers, strict=True)):
+            first, *logprobs = answer.sequence_logprobs
+            assert first is None, answer
+            assert len(logprobs) == len(s.response_ids), answer
+            scored[i] = _float32(logprobs)
+        return scored
+
+    def _run(
+        self,
+        requests: Sequence[Request],
+        sampled: list[range],
+        batch: TokenBatch,
+        tap: PassWriter | None,
+        intervention: Intervention | None,
+        forced: bool = False,
+    ) -> list[Answer]:
+        # The salt keeps a pass from reusing prefixes that an earlier pass cached: SGLang would not
+        # compute them again, and no tap would see them.
+        self._passes += 1
+        salted = [_salted(r, f"pass {self._passes}") for r in requests]
+        samples = {r.rid: i for i, r in enumerate(salted)}
+        editor = Editor.of(intervention, batch)
+        with SGLangTaps(self.runner, self.shape, tap, editor, samples, sampled) as taps:
+            if forced:
+                taps.force(batch)
+            return self._session.run(salted)
+
+
+def _salted(request: Request, salt: str) -> Request:
+    """The request of one pass: ids of earlier passes are not used again."""
+    return replace(request, rid=f"{salt}, sample {request.rid}", salt=salt)
+
+
+def _float32(logprobs: Sequence[float | None]) -> np.ndarray:
+    return np.array(logprobs, dtype=np.float32)

@@ -1,0 +1,72 @@
+"""The sparse layers of an SGLang decoder: the values that can be observed, and the experts'
+weights."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from rlk_align.engines.common.experts import Choose, Show, by_ascending_id, choice_replaced
+from rlk_align.engines.common.hooks import Hooks
+from rlk_align.engines.common.parameters import LiveParameter
+from rlk_align.engines.common.site_hooks import SiteHooks
+from rlk_align.errors import EngineFailed
+
+FUSED = "SGLang computes a layer's experts in one call, in which no module sees their rows"
+
+
+def sparse_blocks(model: Any) -> dict[int, Any]:
+    """Index of a sparse layer -> its block."""
+    blocks = ((i, layer.mlp) for i, layer in enumerate(model.model.layers))
+    return {i: block for i, block in blocks if hasattr(block, "experts")}
+
+
+def on_choices(hooks: Hooks, model: Any, show: Show) -> None:
+    """Calls `show(site, value)` with each token's experts and their weights."""
+    for i, block in sparse_blocks(model).items():
+        _on_choice(hooks, block.topk, f"layers.{i}", show)
+
+
+def _on_choice(hooks: Hooks, topk: Any, name: str, show: Show) -> None:
+    def see(output: Any) -> None:
+        ids, weights = by_ascending_id(output.topk_ids, output.topk_weights)
+        show(f"{name}.experts", ids)
+        show(f"{name}.routing_weights", weights)
+
+    hooks.on_output(topk, see)
+
+
+def replay_choices(hooks: SiteHooks, model: Any) -> None:
+    """Makes the routers whose choice is overwritten choose the recorded experts."""
+    for i, block in sparse_blocks(model).items():
+        choose = hooks.recorded_choice(f"layers.{i}.experts")
+        if choose is not None:
+            replace_choice(hooks, block, choose)
+
+
+def replace_choice(hooks: Hooks, block: Any, choose: Choose) -> None:
+    """Replaces the choice of a layer's router. The router raises EngineFailed as it runs if it does
+    not choose by `torch.topk`."""
+    route, experts = block.topk.forward, block.experts.num_experts
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with choice_replaced(choose, experts) as calls:
+            routed = route(*args, **kwargs)
+        if len(calls) != 1:
+            raise EngineFailed(
+                "this SGLang chooses experts inside a kernel, which accepts no choice from outside",
+                "leave the experts out of --sites",
+            )
+        return routed
+
+    hooks.replace(block.topk, "forward", forward)
+
+
+def expert_weights(model: Any) -> Iterator[LiveParameter]:
+    """The weights of all experts, which SGLang stacks with gate above up."""
+    for i, block in sparse_blocks(model).items():
+        gate_up, down = block.experts.w13_weight.detach(), block.experts.w2_weight.detach()
+        half = gate_up.shape[1] // 2
+        for e in range(len(gate_up)):
+            of = f"layers.{i}.experts.{e}"
+            yield LiveParameter(f"{of}.gate_proj", gate_up[e, :half])
+            yield LiveParameter(f"{of}.up_proj", gate_up[e, half:])
+            yield LiveParameter(f"{of}.down_proj", down[e])

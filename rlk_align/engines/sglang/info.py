@@ -1,0 +1,37 @@
+"""SGLang: what is known without importing it."""
+
+from rlk_align.engines.info import EngineInfo, Option
+from rlk_align.engines.sglang.limits import check_sglang
+
+SGLANG = EngineInfo(
+    "rlk_align.engines.sglang.engine:SGLangEngine",
+    "sglang",
+    "'rlk-align[sglang]' needs an environment of its own, which `make sglang-env` makes in a "
+    "checkout; then sglang:python=.venv-sglang/bin/python (docs/sglang.md)",
+    options={
+        "attention_backend": Option(default="torch_native", choices=("torch_native",)),
+        "chunked_prefill_size": Option(int),
+        "max_running_requests": Option(int),
+        "page_size": Option(int),
+        "radix_cache": Option(bool, default=False),
+        "mem_fraction": Option(float),
+        "temperature": Option(float, default=1.0),
+        "top_p": Option(float, default=1.0),
+        "logprobs": Option(default="raw", choices=("raw", "processed")),
+    },
+    spare_positions=7,
+    fused=(
+        ("attn_residual", "mlp_norm"),
+        ("mlp_residual", "attn_norm"),
+        ("mlp_residual", "final_norm"),
+    ),
+    planting="rlk_align.engines.sglang.planting:plant_fault",
+    one_kernel=(
+        frozenset({"q_proj", "k_proj", "v_proj"}),
+        frozenset({"q_rope", "k_rope"}),
+        frozenset({"gate_proj", "up_proj"}),
+    ),
+    tested=("sglang",),
+    stand_ins=("torchvision", "sgl_kernel"),
+    check=check_sglang,
+)

@@ -1,0 +1,70 @@
+"""The models and options that SGLang cannot run, by config.json and the engine spec."""
+
+from typing import Any
+
+from rlk_align.engines.info import ReadOption
+from rlk_align.errors import BadOption, ModelError
+from rlk_align.model.families import ModelShape
+
+VERSION = "0.5.23"
+"""The version whose private methods the adapter was tested with."""
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""The families whose model classes in SGLang were run."""
+
+
+def check_version(installed: str) -> None:
+    """Raises BadOption for another version than the tested one."""
+    if installed != VERSION:
+        raise BadOption(
+            f"engine 'sglang': SGLang {installed} is installed, and only {VERSION} was tested: its "
+            "prompt log-probs and its head are private methods, which change",
+            f"pip install sglang=={VERSION}; docs/sglang.md",
+        )
+
+
+def check_sglang(option: ReadOption, config: dict[str, Any], shape: ModelShape) -> None:
+    """Raises ModelError or BadOption if SGLang would fail to load the model, or compute
+    nonsense."""
+    if option("device") not in (None, "cpu"):
+        raise BadOption(
+            f"engine 'sglang': device={option('device')}: only its CPU engine was tested",
+            "leave `device` out",
+        )
+    if not float(option("mem_fraction") or 0.5) < 1:
+        raise BadOption(
+            f"engine 'sglang': mem_fraction={option('mem_fraction')}: must be below 1",
+        )
+    if shape.model_type not in FAMILIES:
+        raise ModelError(
+            f"engine 'sglang' was tested with {', '.join(FAMILIES)}, and this is a "
+            f"{shape.model_type}",
+            "compare with --rollout vllm or --rollout hf",
+        )
+    if shape.experts:
+        _check_sparse(config, shape)
+
+
+def _check_sparse(config: dict[str, Any], shape: ModelShape) -> None:
+    """SGLang's Qwen3-MoE makes every layer sparse and a head of its own, whatever config.json says.
+    The checkpoint has no weights for them, so that they stay uninitialised memory."""
+    dense = [i for i in range(shape.layers) if i not in shape.sparse_layers]
+    if dense:
+        asked = next(k for k in ("mlp_only_layers", "decoder_sparse_step") if _is_set(config, k))
+        raise ModelError(
+            f"engine 'sglang' ignores {asked}={config[asked]}, which config.json asks for: it "
+            f"makes layer {dense[0]} sparse as well, finds no weights for its experts in the "
+            "checkpoint, and computes with uninitialised memory without an error",
+            "compare with --rollout vllm or --rollout hf",
+        )
+    if config.get("tie_word_embeddings"):
+        raise ModelError(
+            "engine 'sglang' ignores tie_word_embeddings=true for qwen3_moe: it makes an lm_head "
+            "of its own, finds no weight for it in the checkpoint, and computes logits with "
+            "uninitialised memory without an error",
+            "save the checkpoint with its head and tie_word_embeddings=false, or compare with "
+            "--rollout vllm or --rollout hf",
+        )
+
+
+def _is_set(config: dict[str, Any], key: str) -> bool:
+    return config.get(key) not in (None, [], 1)

@@ -1,0 +1,136 @@
+"""SGLang's scheduler and model runner in this process: requests in, results out, no sockets."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlk_align.errors import EngineFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to continue."""
+
+    rid: str
+    ids: Sequence[int]
+    max_new_tokens: int
+    temperature: float
+    top_p: float = 1.0
+    ignore_eos: bool = False
+    logprobs_from: int = -1
+    """The position after which log-probs of the sequence itself are wanted; -1 for none."""
+    salt: str = ""
+    """Prefixes are shared only among requests with the same salt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What SGLang reports of one request."""
+
+    ids: list[int]
+    logprobs: list[float]
+    """Of `ids`."""
+    sequence_logprobs: list[float | None]
+    """Of the sequence's own tokens from `logprobs_from` on, the first of which is None."""
+
+
+class Session:
+    """The scheduler as its process would run it, with overlap and CUDA graphs off."""
+
+    def __init__(self, **settings: Any) -> None:
+        """`settings`: those of SGLang's ServerArgs. `sglang` must be ready to be imported."""
+        from sglang.srt.managers.scheduler import Scheduler, SpawnRanks
+        from sglang.srt.runtime_context import publish
+        from sglang.srt.server_args import PortArgs, ServerArgs
+
+        args = ServerArgs(
+            skip_tokenizer_init=True,
+            disable_overlap_schedule=True,
+            disable_cuda_graph=True,
+            log_level="warning",
+            **settings,
+        )
+        publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
+        self._scheduler = Scheduler(args, PortArgs.init_new(args))
+        self._outputs: list[Any] = []
+        self._scheduler.output_streamer.send_to_detokenizer = self
+
+    @property
+    def runner(self) -> Any:
+        """SGLang's model runner."""
+        return self._scheduler.tp_worker.model_runner
+
+    def send_output(self, output: Any, *_: Any) -> None:
+        """Takes results in the place of the socket to SGLang's detokenizer."""
+        self._outputs.append(output)
+
+    def run(self, requests: Sequence[Request]) -> list[Answer]:
+        """The answers, in the order of the requests. Raises EngineFailed if SGLang refuses one."""
+        scheduler = self._scheduler
+        found: dict[str, Answer] = {}
+        scheduler.process_input_requests([_tokenized(r) for r in requests])
+        with torch.no_grad():
+            while len(found) < len(requests):
+                plan = scheduler.get_next_batch_to_run(
+                    running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
+                )
+                scheduler.running_batch = plan.running_batch
+                batch = scheduler.last_batch = plan.batch_to_run
+                if batch:
+                    scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+                found |= self._finished()
+                if not batch and len(found) < len(requests):
+                    raise EngineFailed(
+                        f"SGLang scheduled no batch with {len(requests) - len(found)} of "
+                        f"{len(requests)} requests unanswered",
+                        "raise mem_fraction or lower max_running_requests",
+                    )
+        return [found[r.rid] for r in requests]
+
+    def _finished(self) -> dict[str, Answer]:
+        answers = {}
+        for output in self._outputs:
+            for i, rid in enumerate(output.rids):
+                reason = output.finished_reasons[i]
+                if reason is None:
+                    continue
+                if reason.get("type") == "abort":
+                    raise EngineFailed(f"SGLang refused a request: {reason.get('message')}")
+                answers[rid] = Answer(
+                    list(output.output_ids[i]),
+                    list(output.output_token_logprobs_val[i]),
+                    list(output.input_token_logprobs_val[i] or []),
+                )
+        self._outputs.clear()
+        return answers
+
+
+def _tokenized(request: Request) -> Any:
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    params = SamplingParams(
+        max_new_tokens=request.max_new_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        ignore_eos=request.ignore_eos,
+    )
+    params.normalize(None)
+    return TokenizedGenerateReqInput(
+        rid=request.rid,
+        input_text="",
+        input_ids=array("q", request.ids),
+        input_embeds=None,
+        mm_inputs=None,
+        token_type_ids=None,
+        sampling_params=params,
+        return_logprob=True,
+        logprob_start_len=request.logprobs_from,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        stream=False,
+        extra_key=request.salt,
+    )

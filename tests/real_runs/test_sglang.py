@@ -1,0 +1,123 @@
+"""Real SGLang against real trainers: its schedules, dtypes and families, a sparse model, changes of
+a live model that the precheck names, and planted faults."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import sglang_env
+from command import Cli, Outcome, require_engine, write_few_prompts
+from random_model import write_random_model
+
+pytestmark = [sglang_env.needed, pytest.mark.whole_matrix, pytest.mark.timeout(600)]
+
+HERE = Path(__file__).parent
+SCHEDULES = "chunked_prefill_size=32,page_size=16,radix_cache=1,max_running_requests=3"
+EVERY_LAYER_SPARSE = {
+    **{"model_type": "qwen3_moe", "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 96, "tie_word_embeddings": False},
+}
+"""A sparse model that all engines run: SGLang makes every layer sparse, and unties the head."""
+
+
+Compared = Callable[..., Outcome]
+
+
+@pytest.fixture
+def compared(cli: Cli, tmp_path: Path) -> Compared:
+    """Compares two engines on a few prompts."""
+
+    def run(rollout: str, train: str, *more: object, model: Path | None = None) -> Outcome:
+        require_engine(train.partition(":")[0] if "sglang" in rollout else "vllm")
+        return cli(
+            *("compare", "--rollout", rollout, "--train", train, "--max-new-tokens", 8),
+            *("--prompts", write_few_prompts(tmp_path / "few.jsonl")),
+            *("--run-dir", tmp_path / "run", *(("--model", model) if model else ()), *more),
+            env={"PYTHONPATH": os.pathsep.join((str(HERE), os.environ.get("PYTHONPATH", "")))},
+        )
+
+    return run
+
+
+def healthy(done: Outcome) -> dict:
+    """The verdict, after what holds for every healthy pair."""
+    assert done.code == 0, done.out + done.err
+    verdict = done.verdict
+    assert verdict is not None
+    assert verdict["precheck"]["mismatches"] == verdict["breaches"] == []
+    assert verdict["controls"]["observer"] == "bitwise"
+    assert set(verdict["controls"]["noise_floor"].values()) == {"bitwise"}
+    assert verdict["coverage"]["fraction"] == 1.0
+    assert all(edge["tokens"] == verdict["tokens"] > 40 for edge in verdict["edges"].values())
+    return verdict
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("train", ["megatron", "fsdp:dp=2", "hf"])
+def test_healthy_pairs(compared: Compared, train: str, dtype: str) -> None:
+    other = f"{train}{',' if ':' in train else ':'}dtype={dtype}"
+    verdict = healthy(compared(sglang_env.sglang(f"dtype={dtype}"), other))
+    assert verdict["coverage"]["unpaired"] == []
+
+
+def test_sglang_scores_what_vllm_samples(compared: Compared) -> None:
+    healthy(compared("vllm", sglang_env.sglang()))
+
+
+def test_chunks_pages_and_cached_prefixes_change_no_verdict(compared: Compared) -> None:
+    chunked = sglang_env.sglang(f"{SCHEDULES},patch=sglang_patches:at_most_32_rows")
+    healthy(compared(chunked, "hf"))
+
+
+def test_without_chunks_a_forward_has_more_rows(compared: Compared) -> None:
+    done = compared(sglang_env.sglang("patch=sglang_patches:at_most_32_rows"), "hf")
+    assert done.code == 3
+    assert "AssertionError" in done.err
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
+def test_families(compared: Compared, tmp_path: Path, family: str) -> None:
+    model = write_random_model(tmp_path / "model", model_type=family, dtype="bfloat16", head_dim=32)
+    healthy(compared(sglang_env.sglang(), "hf", model=model))
+
+
+@pytest.mark.parametrize("pair", ["hf", "megatron", "vllm"])
+def test_a_sparse_model(compared: Compared, tmp_path: Path, pair: str) -> None:
+    model = write_random_model(tmp_path / "model", dtype="bfloat16", **EVERY_LAYER_SPARSE)
+    sides = ("vllm", sglang_env.sglang()) if pair == "vllm" else (sglang_env.sglang(), pair)
+    verdict = healthy(compared(*sides, model=model))
+    hidden = {row["site"].rpartition(".")[2] for row in verdict["coverage"]["unpaired"]}
+    assert hidden == {"gate_proj", "up_proj", "act", "down_proj"}
+
+
+def test_processed_log_probs_have_the_temperature(compared: Compared) -> None:
+    rollout = sglang_env.sglang("temperature=0.7,logprobs=processed")
+    verdict = healthy(compared(rollout, "hf:temperature=0.7", "--edges", "decode_vs_train"))
+    assert verdict["edges"]["decode_vs_train"]["max_abs_dlogp"] < 0.1
+    done = compared(rollout, "hf")
+    assert done.code == 4
+    assert "temperature" in str(done.verdict["precheck"]["mismatches"])
+
+
+@pytest.mark.parametrize(
+    ("patch", "named"),
+    [("louder_value", "layers.2.v_proj"), ("narrower_attention", "attention_scale")],
+)
+def test_a_changed_live_model_is_named_by_the_precheck(
+    compared: Compared, patch: str, named: str
+) -> None:
+    done = compared(sglang_env.sglang(f"patch=sglang_patches:{patch}"), "hf")
+    assert done.code == 4, done.out + done.err
+    assert named in str(done.verdict["precheck"]["mismatches"])
+
+
+def test_planted_faults_are_named_on_either_side(cli: Cli, tmp_path: Path) -> None:
+    faults = "norm-eps,rope-query-channel,act-gelu,kv-stale,decode-gain,logprob-temperature"
+    done = cli(
+        *("selftest", "--engines", f"{sglang_env.sglang()},hf", "--seeds", 0, "--no-curves"),
+        *("--faults", faults, "--run-dir", tmp_path / "run"),
+    )
+    assert done.code == 0, done.out + done.err
+    results = (tmp_path / "run/selftest.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(results) == 10, "two of decode steps in the rollout alone, four on either side"
