@@ -11,7 +11,7 @@ from typing import Any
 import rlk_kernels
 import torch
 from rlk_kernels import backend, private_api
-from rlk_kernels.integrations import hf, megatron, profile, vllm
+from rlk_kernels.integrations import hf, megatron, profile, sglang, vllm
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.experts import Sparse
 from rlk_kernels.integrations.operators import NORMS, Counted
@@ -177,6 +177,18 @@ class MegatronPatch(Patch):
 
     def operators(self, engine: Any) -> dict[str, Any]:
         return megatron.operators(engine.model)
+
+
+class SGLangPatch(Patch):
+    """SGLang, whose scheduler and model runner are in this process."""
+
+    def in_model(self, model: Any, rope: Mapping[str, Any]) -> None:
+        """`model`: SGLang's model runner."""
+        with _refused(self.spec):
+            self.undo.push(sglang.use_kernels(model, self.excluded))
+
+    def operators(self, engine: Any) -> dict[str, Any]:
+        return sglang.operators(engine.runner)
 
 
 class VLLMPatch(BasePatch):

@@ -80,6 +80,8 @@ class SGLangEngine(Engine):
             raise ModelError(f"SGLang could not load {self.model_path}: {error}") from error
         self.runner = self._session.runner
         self.model = self.runner.model
+        if self.kernels is not None:
+            self.kernels.in_model(self.runner, {})
         add_head(self.model)
         apply_patch(self.spec, self.model)
 

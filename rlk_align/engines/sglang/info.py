@@ -8,6 +8,7 @@ SGLANG = EngineInfo(
     "sglang",
     "'rlk-align[sglang]' needs an environment of its own, which `make sglang-env` makes in a "
     "checkout; then sglang:python=.venv-sglang/bin/python (docs/sglang.md)",
+    patch="rlk_align.engines.patch:SGLangPatch",
     options={
         "attention_backend": Option(default="torch_native", choices=("torch_native",)),
         "chunked_prefill_size": Option(int),
