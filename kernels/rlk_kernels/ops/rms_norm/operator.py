@@ -64,8 +64,6 @@ def rms_norm_grad(
 def _setup(ctx, inputs, output):
     x, residual, weight, ctx.eps, _, ctx.backend = inputs
     ctx.fused = residual is not None
-    # Without a residual the second result is empty, and its gradient would be a tensor of zeros.
-    ctx.set_materialize_grads(ctx.fused)
     ctx.save_for_backward(output[1] if ctx.fused else x, weight)
 
 
