@@ -8,13 +8,15 @@ of other weights)}. FOUND.json: "said", by pass, the bits of the log-probs of sa
 string for each prompt; "cached", how many tokens of the prompts came from the cache; "retractions",
 how often requests lost their slots; "steps", the attention calls of a layer by pass; "named", what
 `check` says with a kernel left out; "replaced", the operators; "left", those that a user excluded;
-"restored", whether the model without the kernels is as it was.
+"twice", what a second `use_kernels` says; "restored", whether the model without the kernels is as
+it was.
 """
 
 import sglang_in_process  # isort: skip
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -90,6 +92,15 @@ class Passes:
         return modules, named, id(self.runner.attn_backend)
 
 
+def refusal(of: Callable[[], Any]) -> str:
+    """The error of a call that is not supported."""
+    try:
+        of()
+    except NotSupported as error:
+        return str(error)
+    return ""
+
+
 def decode_with_retractions(passes: Passes) -> int:
     """Greedy, while SGLang takes the slots of some requests away every third step and computes
     them again later; how often it did."""
@@ -111,14 +122,10 @@ def without_a_kernel(passes: Passes, tokens: Ids) -> str:
     lost = getattr(mlp, "act_fn", mlp)
     ours = type(lost)
     lost.__class__ = ours.__bases__[1]
-    try:
-        passes.score("a kernel left out", tokens)
-        sglang.check(passes.runner)
-    except NotSupported as error:
-        return str(error)
-    finally:
-        lost.__class__ = ours
-    return ""
+    passes.score("a kernel left out", tokens)
+    said = refusal(lambda: sglang.check(passes.runner))
+    lost.__class__ = ours
+    return said
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -141,6 +148,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         passes.said["top"] = [[values[0] for values in answer.top] for answer in answers]
         retractions = decode_with_retractions(passes)
         replaced = sglang.check(passes.runner).replaced
+        twice = refusal(lambda: sglang.use_kernels(passes.runner))
         named = without_a_kernel(passes, tokens)
     excluded = ["mlp_norm", "logprob"]
     with sglang.use_kernels(passes.runner, excluded):
@@ -165,7 +173,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     return {
         "said": {name: bits(rows) for name, rows in passes.said.items()},
         **{"cached": cached, "retractions": retractions, "steps": passes.steps, "named": named},
-        **{"replaced": replaced, "left": left, "restored": restored},
+        **{"replaced": replaced, "twice": twice, "left": left, "restored": restored},
     }
 
 

@@ -123,6 +123,7 @@ def test_every_pass_has_the_same_bits(
     assert found["named"].startswith(f"the engine still computes {left}")
     assert said["a kernel left out"] != said["decode"]
 
+    assert "has the kernels already" in found["twice"]
     layers = 2 if name == "sparse" else 4
     assert found["left"] == [*(f"layers.{i}.mlp_norm" for i in range(layers)), "logprob"]
     assert said["excluded"] != said["decode"]

@@ -81,7 +81,8 @@ def use_kernels(runner: Any, excluded: Iterable[str] = ()) -> "Handle":
 
     Returns a handle, which is also a context manager: `close()` restores the model, the attention
     backend and the sampler. Cached keys and values stay: flush the cache when kernels come or go.
-    Raises NotSupported, before any change, for a setting or a module that has no kernel.
+    Raises NotSupported, before any change, for a setting or a module that has no kernel, and for a
+    ModelRunner that has the kernels already.
     """
     from rlk_kernels.integrations.sglang.replace import use_kernels
 

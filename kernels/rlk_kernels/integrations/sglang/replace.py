@@ -105,6 +105,8 @@ def _logprob_parts(runner: Any) -> tuple[Any, ...]:
 def use_kernels(runner: Any, excluded: Iterable[str] = ()) -> Handle:
     """See the package."""
     excluded = excluded_operators(excluded)
+    if runner in _excluded:
+        raise NotSupported("this ModelRunner has the kernels already: close their handle first")
     settings.check(runner)
     named = operators(runner)
     if any(name.endswith(".experts") for name in named):
@@ -141,8 +143,7 @@ def _of_modules(modules: Iterable[Any]) -> Iterator[str]:
         scaled = getattr(m, "logit_scale", None) or getattr(m, "final_logit_softcapping", None)
         window = getattr(m, "sliding_window_size", -1)
         refused = {
-            f"a {name} of {method}": method.startswith("Unquantized") is False
-            and method != "NoneType",
+            f"a {name} of {method}": not method.startswith(("Unquantized", "NoneType")),
             f"a {name} whose weight SGLang has packed": getattr(m, "use_intel_amx_backend", False),
             "a norm of a part of its row, without a weight, or with casts": isinstance(m, RMSNorm)
             and bool(

@@ -94,6 +94,8 @@ def of_model(config: Any) -> Iterator[str]:
         return
     if config.hidden_act != "silu":
         yield f"hidden_act={config.hidden_act}; silu is supported"
+    if getattr(config, "quantization_config", None):
+        yield "quantization_config: quantised weights have no kernel"
     if getattr(config, "use_sliding_window", False):
         yield "use_sliding_window, which SGLang's class ignores"
     rope = dict(getattr(config, "rope_parameters", None) or {})
