@@ -7,9 +7,15 @@ from typing import Any
 
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config
+from rlk_align.model.config_keys import PAGE, unknown_settings
 from rlk_align.model.dtypes import DTYPES
 from rlk_align.model.operators import OPERATORS, Operator, Size
-from rlk_align.model.sparse_config import UNKNOWN_ROUTING, ExpertSettings, read_experts
+from rlk_align.model.sparse_config import (
+    EXPERT_KEYS,
+    UNKNOWN_ROUTING,
+    ExpertSettings,
+    read_experts,
+)
 from rlk_align.model.stored import stored_dtype, stored_layers
 
 LayerOperators = Callable[["ModelShape", int], tuple[str, ...]]
@@ -90,6 +96,13 @@ class Family:
         """Whether its routers score experts by a sigmoid."""
         return self.experts is not None and self.experts.sigmoid
 
+    @property
+    def keys(self) -> frozenset[str]:
+        """The keys of config.json that this description covers, beside those of every family."""
+        windows = {*self.window, "layer_types"} if self.window else set()
+        experts = {*EXPERT_KEYS, self.experts.intermediate} if self.experts else set()
+        return frozenset({*windows, *experts, *self.defaults, self.qk_norm, self.predictors} - {""})
+
 
 _QWEN_WINDOW = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
 FAMILIES = {
@@ -139,7 +152,8 @@ FAMILIES = {
 """The config's `model_type` -> the family. A new family is an entry here."""
 WITHOUT_FAMILY = (
     f"known: {', '.join(sorted(FAMILIES))}; the log-probs of any model can be judged: `import` and "
-    "`explain` a dump of the run, or `monitor` it; `weights` compares any two checkpoints"
+    "`explain` a dump of the run, or `monitor` it; `weights` compares any two checkpoints; "
+    f"{PAGE} shows how to describe a family"
 )
 """The remedy for a model of another family."""
 
@@ -239,6 +253,20 @@ def _check_layers(model: Path, config: Mapping[str, Any]) -> None:
         )
 
 
+_MAX_NAMED = 6
+"""The largest number of settings that an error lists."""
+
+
+def _of_no_family(config: Mapping[str, Any]) -> str:
+    """The settings of a config.json that no known family has, for an error; empty if none."""
+    every = frozenset().union(*(family.keys for family in FAMILIES.values()))
+    names = sorted(unknown_settings(config, every))
+    if not names:
+        return ""
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return f"; no known family has its {', '.join(names[:_MAX_NAMED])}{more}"
+
+
 def read_shape(model: Path) -> ModelShape:
     """The shape of the checkpoint in folder `model`, from its config.json. If that has no dtype, it
     is the dtype of the stored weights.
@@ -256,7 +284,7 @@ def read_shape(model: Path) -> ModelShape:
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ModelError(
             f"{model}: model_type {kind!r} in config.json is not a known decoder family, so the "
-            "operators of its layers are unknown",
+            f"operators of its layers are unknown{_of_no_family(config)}",
             WITHOUT_FAMILY,
         )
 
