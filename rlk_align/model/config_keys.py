@@ -46,7 +46,8 @@ _RECORDS = frozenset(
         *("return_dict", "output_attentions", "output_hidden_states", "torchscript", "prefix"),
         *("chunk_size_feed_forward", "is_encoder_decoder", "is_decoder", "add_cross_attention"),
         *("cross_attention_hidden_size", "tie_encoder_decoder", "pruned_heads", "use_bfloat16"),
-        *("tf_legacy_loss", "unsloth_fixed", "unsloth_version", "model_name"),
+        *("cache_implementation", "tf_legacy_loss", "unsloth_fixed", "unsloth_version"),
+        "model_name",
     }
 )
 """Labels and switches that no decoder's log-probs depend on."""
@@ -122,7 +123,8 @@ def unknown_settings(config: Mapping[str, Any], known: Collection[str]) -> dict[
     family nor this one lists.
 
     `known`: the further keys of the family; a parameter of its rope is listed as
-    `rope_parameters.KEY`. `use_sliding_window: false` makes the settings of windows neutral.
+    `rope_parameters.KEY`, and ropes by the kind of layer as `rope_parameters.KIND`.
+    `use_sliding_window: false` makes the settings of windows neutral.
     """
     known = {*known, *OF_EVERY_FAMILY, *NO_EFFECT}
     if config.get("use_sliding_window") is False:
@@ -150,6 +152,10 @@ def _unknown_rope(
     path: str, rope: Mapping[str, Any], known: Collection[str]
 ) -> Iterator[tuple[str, Any]]:
     for key, value in rope.items():
+        if key in ("full_attention", "sliding_attention") and "rope_parameters.KIND" in known:
+            if isinstance(value, Mapping):
+                yield from _unknown_rope(f"{path}.{key}", value, known)
+            continue
         listed = key in _ROPE or f"rope_parameters.{key}" in known
         if not listed and value not in _USUAL_NEUTRAL:
             yield f"{path}.{key}", value

@@ -10,7 +10,8 @@ import pytest
 
 from rlk_align.errors import ModelError
 from rlk_align.model.config_keys import check_settings, unknown_settings
-from rlk_align.model.families import FAMILIES, read_shape
+from rlk_align.model.families import FAMILIES, is_tied, layer_kind, read_shape
+from rlk_align.model.rotary import rope_parameters
 
 HUB: dict[str, Any] = {
     **{"attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02},
@@ -67,6 +68,51 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"n_group": 1, "topk_group": 1, "n_routed_experts": 8, "n_shared_experts": 1},
         **{"routed_scaling_factor": 2.5, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
         **{"rope_scaling": None, "num_nextn_predict_layers": 1, "use_qk_norm": True},
+    },
+    "OLMo-2-1124-7B": {
+        **{"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "attention_bias": False},
+        **{"rope_scaling": None, "torch_dtype": "float32", "pad_token_id": 250},
+    },
+    "Olmo-3-7B-Instruct": {
+        **{"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "sliding_window": 4096},
+        **{"attention_bias": False, "layer_types": ["sliding_attention", "full_attention"]},
+        "rope_scaling": {
+            **{"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192},
+            **{"attention_factor": 1.2079, "beta_fast": 32.0, "beta_slow": 1.0},
+        },
+    },
+    "Seed-OSS-36B-Instruct": {
+        **{"architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss", "head_dim": 128},
+        **{"attention_bias": True, "attention_out_bias": False, "attention_dropout": 0.1},
+        **{"residual_dropout": 0.1, "mlp_bias": False, "rope_scaling": {"rope_type": "default"}},
+    },
+    "SmolLM3-3B": {
+        **{"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "mlp_bias": False},
+        **{"attention_bias": False, "no_rope_layer_interval": 4, "no_rope_layers": [1, 0]},
+        **{"layer_types": ["full_attention"] * 2, "max_window_layers": 28, "pretraining_tp": 2},
+        **{"rope_scaling": None, "sliding_window": None, "use_sliding_window": False},
+    },
+    "Ministral-3-8B-Instruct": {
+        **{"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"},
+        **{"head_dim": 128, "sliding_window": None},
+        "rope_parameters": {
+            **{"type": "yarn", "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0},
+            **{"original_max_position_embeddings": 16384, "beta_fast": 32.0, "beta_slow": 1.0},
+            **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+        },
+    },
+    "gemma-2-9b": {
+        **{"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 256},
+        **{"attention_bias": False, "attn_logit_softcapping": 50.0, "cache_implementation": "hyb"},
+        **{"final_logit_softcapping": 30.0, "hidden_activation": "gelu_pytorch_tanh"},
+        **{"query_pre_attn_scalar": 256, "sliding_window": 4096, "sliding_window_size": 4096},
+    },
+    "gemma-3-1b-it": {
+        **{"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "head_dim": 256},
+        **{"attention_bias": False, "attn_logit_softcapping": None, "rope_scaling": None},
+        **{"final_logit_softcapping": None, "hidden_activation": "gelu_pytorch_tanh"},
+        **{"query_pre_attn_scalar": 256, "rope_local_base_freq": 10000, "rope_theta": 1000000},
+        **{"sliding_window": 512, "sliding_window_pattern": 6, "cache_implementation": "hybrid"},
     },
 }
 """Configs as their authors published them, in shape; sizes are shrunk."""
@@ -143,13 +189,30 @@ def test_what_transformers_saves_by_default_is_accepted(family: str) -> None:
     assert unknown_settings(config, FAMILIES[family].keys) == {}
 
 
+def test_the_layers_of_hub_configs(tmp_path: Path) -> None:
+    """Without `layer_types`, the pattern of windows and the thetas follow from older keys."""
+    config = HUB | PUBLISHED["gemma-3-1b-it"] | {"num_hidden_layers": 6}
+    kinds = [layer_kind(config, i) for i in range(6)]
+    assert kinds == ["sliding_attention"] * 5 + ["full_attention"]
+    assert [rope_parameters(config, i)["rope_theta"] for i in (0, 5)] == [1e4, 1e6]
+    del config["rope_theta"], config["rope_local_base_freq"]
+    assert [rope_parameters(config, i)["rope_theta"] for i in (0, 5)] == [1e4, 1e6]
+    assert layer_kind(config | {"sliding_window_pattern": 2}, 1) == "full_attention"
+    olmo = HUB | PUBLISHED["Olmo-3-7B-Instruct"]
+    assert [rope_parameters(olmo, i)["rope_type"] for i in (0, 1)] == ["default", "yarn"]
+    (tmp_path / "config.json").write_text(json.dumps(HUB | PUBLISHED["SmolLM3-3B"]))
+    assert read_shape(tmp_path).unrotated_layers == (1,)
+    assert is_tied({"model_type": "gemma3_text"})
+
+
 def test_the_refusal_of_an_unknown_family_says_what_is_unknown_in_it(tmp_path: Path) -> None:
-    config = HUB | {"model_type": "gemma2", "attn_logit_softcapping": 50.0, "sliding_window": 8}
-    config |= {"query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh"}
+    config = HUB | {"model_type": "granite", "embedding_multiplier": 12.0, "logits_scaling": 8.0}
+    config |= {"residual_multiplier": 0.22, "attention_multiplier": 0.05, "sliding_window": 8}
     with pytest.raises(ModelError) as refused:
         accepted(tmp_path, config)
     assert refused.value.message.endswith(
-        "no known family has its attn_logit_softcapping, hidden_activation, query_pre_attn_scalar"
+        "no known family has its attention_multiplier, embedding_multiplier, logits_scaling, "
+        "residual_multiplier"
     )
     for words in ("`import` and `explain`", "docs/add-a-family.md"):
         assert words in refused.value.fix

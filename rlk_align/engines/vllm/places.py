@@ -1,7 +1,7 @@
 """Where the canonical operators are in a vLLM decoder.
 
 vLLM fuses q, k, v and gate, up, and adds the residual inside the next norm, which returns
-(normed, residual stream).
+(normed, residual stream). In a family that vLLM has no class for, it runs the code of transformers.
 """
 
 from collections.abc import Iterator
@@ -12,18 +12,77 @@ from rlk_align.engines.common.layout import in_slots, of_outputs
 from rlk_align.engines.common.places import SECOND, End, Place
 from rlk_align.engines.vllm.experts import FUSED, PARTIAL, sparse_blocks
 from rlk_align.model.families import ModelShape
+from rlk_align.model.operators import layer_modules
 
 
 def vllm_places(model: Any, shape: ModelShape, tp: int) -> Iterator[Place]:
     """The place of each site in a live model of `tp` ranks."""
-    yield Place(sites=("embed",), module="model.embed_tokens")
+    if of_transformers(model):
+        yield from _transformers_places(model, shape)
+        return
+    if shape.family.embedding_scale:
+        # vLLM scales it outside of any module.
+        first, table = "model.layers.0.input_layernorm", "model.embed_tokens"
+        yield Place(sites=("embed",), module=first, end="input", parameters_in=table)
+    else:
+        yield Place(sites=("embed",), module="model.embed_tokens")
     for i, layer in enumerate(model.model.layers):
         yield from _layer_places(model, layer, f"layers.{i}", i, shape, tp)
     yield from _norm(
         f"layers.{len(model.model.layers) - 1}.mlp_residual", "final_norm", "model.norm"
     )
     yield Place(
-        sites=("logits",), module="logits_processor", rows="sampled", parameters_in="lm_head"
+        sites=("logits",), module="logits_processor", rows="sampled", parameters_in=head_path(model)
+    )
+
+
+def head_path(model: Any) -> str:
+    """The path of the module with the head's weight; some tied models have the embedding only."""
+    return "lm_head" if hasattr(model, "lm_head") else "model.embed_tokens"
+
+
+def of_transformers(model: Any) -> bool:
+    """Whether the model is the code of transformers, with vLLM's linear layers, norms and attention
+    in it: vLLM runs a family so that it has no class for."""
+    return type(model).__name__.startswith("Transformers")
+
+
+def sliding_window(attention: Any) -> int | None:
+    """The number of keys that vLLM's attention of a layer sees; None if it has no window."""
+    window = attention.sliding_window
+    return None if window in (None, -1) else int(window)
+
+
+_FUSED = {
+    "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "mlp.gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Module of a layer -> the operators that vLLM fuses in the code of transformers."""
+
+
+def _transformers_places(model: Any, shape: ModelShape) -> Iterator[Place]:
+    """The places in the code of transformers, which adds residuals outside of norms."""
+    yield Place(sites=("embed",), module="model.embed_tokens")
+    for i, layer in enumerate(model.model.layers):
+        modules, operators = dict(layer.named_modules()), shape.family.layer(shape, i)
+
+        def place(module: str, *ops: str, end: End = "output", i: int = i) -> Place:
+            sites = tuple(f"layers.{i}.{op}" for op in ops)
+            path = f"model.layers.{i}.{module}".removesuffix(".")
+            return Place(sites=sites, module=path, end=end, layout=of_outputs(sites, shape, 1))
+
+        paths = layer_modules(operators, shape.family.modules)
+        yield from (place(module, *ops) for module, ops in _FUSED.items())
+        yield from (place(path, op) for op, path in paths.items() if path in modules)
+        for op in ("q_rope", "k_rope") if "q_rope" in operators else ():
+            yield place("self_attn", op, end="rope")
+        yield place("self_attn.o_proj", "attn", end="input")
+        yield place(paths.get("mlp_norm", "mlp"), "attn_residual", end="input")
+        yield place("mlp.down_proj", "act", end="input")
+        yield place("", "mlp_residual")
+    yield Place(sites=("final_norm",), module="model.norm")
+    yield Place(
+        sites=("logits",), module="logits_processor", rows="sampled", parameters_in=head_path(model)
     )
 
 
@@ -53,9 +112,11 @@ def _layer_places(
     yield place(attention, "k_rope", end="rope")
     yield place(f"{attention}.attn", "attn")
     yield place(f"{attention}.o_proj", "o_proj")
-    yield from _norm(
-        f"{name}.attn_residual", f"{name}.mlp_norm", f"{here}.post_attention_layernorm"
-    )
+    operators = shape.family.layer(shape, i)
+    paths = layer_modules(operators, shape.family.modules)
+    if "attn_post_norm" in operators:
+        yield place(f"{here}.{paths['attn_post_norm']}", "attn_post_norm")
+    yield from _norm(f"{name}.attn_residual", f"{name}.mlp_norm", f"{here}.{paths['mlp_norm']}")
     sparse = next(((path, block) for at, path, block in sparse_blocks(model) if at == i), None)
     if sparse is not None:
         path, block = sparse
@@ -69,8 +130,13 @@ def _layer_places(
             yield place(f"{shared}.down_proj", "shared_down_proj", unexposed=partial)
         return
     yield place(f"{mlp}.gate_up_proj", "gate_proj", "up_proj")
-    yield place(f"{mlp}.act_fn", "act")
+    if shape.family.one_activation:
+        yield place(f"{mlp}.down_proj", "act", end="input")
+    else:
+        yield place(f"{mlp}.act_fn", "act")
     yield place(f"{mlp}.down_proj", "down_proj")
+    if "mlp_post_norm" in operators:
+        yield place(f"{here}.{paths['mlp_post_norm']}", "mlp_post_norm")
 
 
 def _sparse_places(block: str, name: str, shape: ModelShape, shown: int) -> Iterator[Place]:

@@ -19,7 +19,7 @@ from rlk_align.engines.common.weights import Parameter, canonical
 from rlk_align.engines.process.ranks import all_gather
 from rlk_align.engines.vllm.experts import replace_choice, sparse_blocks
 from rlk_align.engines.vllm.parallel import tensor_parallel
-from rlk_align.engines.vllm.places import vllm_places
+from rlk_align.engines.vllm.places import of_transformers, sliding_window, vllm_places
 from rlk_align.engines.vllm.taps import on_rotation
 from rlk_align.engines.vllm.weights import live_parameter, live_weight, parameter_plan
 from rlk_align.errors import BadOption
@@ -92,7 +92,7 @@ class VLLMOperators(LiveOperators):
 
     def _combination(self, site: str, formula: Formula) -> None:
         """vLLM computes a residual addition inside the norm that follows it."""
-        if self.sites[site].operator.formula != "residual":
+        if self.sites[site].operator.formula != "residual" or of_transformers(self._model):
             super()._combination(site, formula)
             return
         module = self.module(site)
@@ -117,6 +117,7 @@ class VLLMOperators(LiveOperators):
 
     def _attention(self, layer: int, formula: Formula) -> None:
         module = self._layer(layer).self_attn.attn
+        window = sliding_window(module)
         original = module.forward
         cache = _Cache()
 
@@ -136,6 +137,8 @@ class VLLMOperators(LiveOperators):
                 positions = torch.arange(length, device=out.device)
                 query_positions = positions[length - (rows.stop - rows.start) :]
                 visible = positions <= query_positions[:, None]
+                if window is not None:
+                    visible &= positions > query_positions[:, None] - window
                 new[rows] = self.attended(
                     formula, layer, out[rows], q[rows], keys, values, visible, module.impl.scale
                 )

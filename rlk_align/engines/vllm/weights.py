@@ -10,13 +10,13 @@ from rlk_align.engines.common.parameters import LiveParameter
 from rlk_align.engines.common.weights import Parameter, canonical, parameters
 from rlk_align.engines.process.ranks import Ranks, all_gather
 from rlk_align.engines.vllm.experts import expert_weights
-from rlk_align.engines.vllm.places import vllm_places
+from rlk_align.engines.vllm.places import head_path, vllm_places
 from rlk_align.model.families import ModelShape
 
 
 def parameter_plan(model: Any, shape: ModelShape, tp: int) -> Iterator[Parameter]:
     """Every parameter of a live model of `tp` ranks."""
-    rows = model.lm_head.weight.shape[0]
+    rows = model.get_submodule(head_path(model)).weight.shape[0]
     places = vllm_places(model, shape, tp)
     return parameters(places, shape, tp, lambda op: padded(op, shape.vocab, rows, tp))
 
