@@ -1,9 +1,11 @@
 """The families whose layers differ from Llama's: healthy pairs of engines, with every operator
 recomputed in float64, and planted faults of what is particular to a family."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import families_table
 import pytest
 from command import Cli, Outcome, require_engine
 from family_models import SETTINGS, family_model
@@ -161,6 +163,19 @@ def test_a_planted_fault_is_named_at_its_operator_and_side(
     first = done.verdict["divergences"][EDGE]["first_over_budget"]
     engine = (case.rollout if case.side == "rollout" else case.train).partition(":")[0]
     assert (first["site"], first["side"]) == (choose(engine, case.fault).fault.site, case.side)
+
+
+def test_the_table_of_the_docs_is_that_of_the_recorded_comparisons() -> None:
+    found = json.loads(families_table.FOUND.read_text(encoding="utf-8"))
+    assert families_table.PAGE.read_text(encoding="utf-8") == families_table.page(found)
+    assert found
+    assert found.keys() <= SETTINGS.keys()
+    known = {"exit_code": 0, "first_over_budget": None}
+    for family, of in found.items():
+        fault = IGNORED_BY_VLLM.get(family)
+        named = fault and {"site": fault[0], "side": fault[1]}
+        assert {k: of["hf"][k] for k in known} == known
+        assert of["vllm"]["first_over_budget"] == named
 
 
 def test_every_fault_of_a_variant_is_planted() -> None:
