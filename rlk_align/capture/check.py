@@ -16,6 +16,7 @@ from rlk_align.engines.registry import does_not_sample, require_installed, requi
 from rlk_align.engines.tested import untested
 from rlk_align.errors import BadOption, ModelError
 from rlk_align.model.checkpoint import check_tokenizer, read_config, resolve_model
+from rlk_align.model.config_keys import check_settings
 from rlk_align.model.families import ModelShape, read_shape
 from rlk_align.model.prompts import Prompt, Sample, TokenBatch, check_ids, refuse_long
 from rlk_align.model.sites import check_selection, model_sites
@@ -54,6 +55,7 @@ def check_request(request: CaptureRequest, sampling: bool) -> CheckedRequest:
     model = resolve_model(request.model_path)
     shape, config = read_shape(model), read_config(model)
     check_not_quantized(model, config)
+    check_settings(model, config, shape.family.keys)
     check_trace_plan(request.trace, shape)
     spec.info.check(spec.option, config, shape)
     if spec.option("kernels") != "off":

@@ -7,9 +7,15 @@ from typing import Any
 
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config
+from rlk_align.model.config_keys import PAGE, unknown_settings
 from rlk_align.model.dtypes import DTYPES
 from rlk_align.model.operators import OPERATORS, Operator, Size
-from rlk_align.model.sparse_config import UNKNOWN_ROUTING, ExpertSettings, read_experts
+from rlk_align.model.sparse_config import (
+    EXPERT_KEYS,
+    UNKNOWN_ROUTING,
+    ExpertSettings,
+    read_experts,
+)
 from rlk_align.model.stored import stored_dtype, stored_layers
 
 LayerOperators = Callable[["ModelShape", int], tuple[str, ...]]
@@ -61,6 +67,50 @@ def corrected_mixture(shape: "ModelShape", layer: int) -> tuple[str, ...]:
     )
 
 
+def normed_after(shape: "ModelShape", layer: int) -> tuple[str, ...]:
+    """Layers whose branches read the residual stream itself and are normed before they are added
+    to it, with an RMSNorm over all heads of q and of k."""
+    return (
+        *("q_proj", "k_proj", "v_proj", "wide_q_norm", "wide_k_norm", "q_rope", "k_rope", "attn"),
+        *("o_proj", "attn_post_norm", "attn_residual"),
+        *("gate_proj", "up_proj", "act", "down_proj", "mlp_post_norm", "mlp_residual"),
+    )
+
+
+def plain_sandwich(shape: "ModelShape", layer: int) -> tuple[str, ...]:
+    """Layers that norm each branch before and after its operators."""
+    return _sandwiched(DENSE(shape, layer))
+
+
+def sandwich(shape: "ModelShape", layer: int) -> tuple[str, ...]:
+    """Layers that norm each branch before and after its operators, and each head of q and k."""
+    return _sandwiched(dense(qk_norm=True)(shape, layer))
+
+
+def _sandwiched(every: tuple[str, ...]) -> tuple[str, ...]:
+    at, end = every.index("attn_residual"), every.index("mlp_residual")
+    return (*every[:at], "attn_post_norm", *every[at:end], "mlp_post_norm", *every[end:])
+
+
+def partly_rotated(shape: "ModelShape", layer: int) -> tuple[str, ...]:
+    """Dense layers, in some of which q and k are not rotated (NoPE)."""
+    rotations = ("q_rope", "k_rope") if layer in shape.unrotated_layers else ()
+    return tuple(op for op in DENSE(shape, layer) if op not in rotations)
+
+
+def _no_rope_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """SmolLM3's layers without a rotation: those with 0 in `no_rope_layers` or, if config.json
+    lacks it, every layer whose number is a multiple of `no_rope_layer_interval`, counted from 1."""
+    step, layers = config.get("no_rope_layer_interval"), config.get("num_hidden_layers")
+    if (rotated := config.get("no_rope_layers")) is None:
+        if not (isinstance(step, int) and isinstance(layers, int) and step > 0):
+            raise ModelError(f"config.json: no_rope_layer_interval is {step!r}")
+        return tuple(range(step - 1, layers, step))
+    if not isinstance(rotated, list) or len(rotated) != layers or set(rotated) - {0, 1}:
+        raise ModelError(f"config.json: no_rope_layers is {rotated!r}: not 0 or 1 for each layer")
+    return tuple(i for i, rotates in enumerate(rotated) if not rotates)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """The properties of one decoder family."""
@@ -69,10 +119,39 @@ class Family:
     before: tuple[str, ...] = ("embed",)
     after: tuple[str, ...] = ("final_norm", "logits", "logprob")
     """The operators before and after the layers."""
-    biases: Mapping[str, bool] = field(default_factory=dict)
-    """Operator -> whether it has a bias, regardless of the config."""
-    window: Mapping[str, int | bool] = field(default_factory=dict)
+    biases: Mapping[str, bool | str] = field(default_factory=dict)
+    """Operator -> whether it has a bias, or the config's key for it, if that is not the
+    catalogue's."""
+    window: Mapping[str, int | bool | None] = field(default_factory=dict)
     """Defaults of the config's keys for a sliding window; empty for a family without windows."""
+    period: int = 0
+    """In a config without `layer_types`, every layer whose number is a multiple of this, counted
+    from 1, sees all keys, and the others have the window; 0 if all layers are of one kind."""
+    period_keys: tuple[str, ...] = ()
+    """The config's keys for another period; the first that it has counts."""
+    local_theta: tuple[str, float] = ("rope_theta", 10000.0)
+    """With `rope_by_kind`, the config's key for the theta of layers with a window, in the older
+    form, and its default."""
+    theta: float = 10000.0
+    """The theta of a config that states none."""
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    """The config's key for the activation, and its default."""
+    one_plus_weight: bool = False
+    """Whether norms multiply by 1 + weight."""
+    embedding_scale: str = ""
+    """What multiplies the embedding: `sqrt_hidden`, the root of the hidden size, rounded to the
+    model's dtype; empty for nothing."""
+    score_cap: str = ""
+    """The config's key for the cap c of attention's scores s: c tanh(s / c); empty for none."""
+    logit_cap: str = ""
+    """The config's key for the same cap of the logits; empty for none."""
+    heads_first: bool = False
+    """Whether transformers norms q and k as `[B, heads, T, head_dim]`."""
+    one_activation: bool = False
+    """Whether all layers of vLLM's model share one module for the activation."""
+    rope_by_kind: bool = False
+    """Whether layers with a window have a rotary embedding of their own: `rope_parameters` has one
+    for each kind of layer, or `rope_scaling` is for the layers that see all keys only."""
     experts: ExpertSettings | None = None
     """How its config describes experts; None for a family without experts."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -84,17 +163,101 @@ class Family:
     empty if the family has none."""
     modules: Mapping[str, str] = field(default_factory=dict)
     """Operator -> the module of its parameters, where it is not the catalogue's."""
+    reads: Mapping[str, str] = field(default_factory=dict)
+    """Value -> the value that a layer's operators read in its place."""
+    unrotated: Callable[[Mapping[str, Any]], tuple[int, ...]] | None = None
+    """config.json -> the layers without a rotation; None if every layer rotates q and k."""
+    settings: tuple[str, ...] = ()
+    """Further keys of config.json that this description covers."""
+    attention_scale: tuple[str, float] = ("", 0.0)
+    """The config's key for the number that scales attention's scores, and the power of it; empty if
+    1 / √(size of a head) scales them."""
+    temperature: bool = False
+    """Whether the scale depends on the query's position, by `llama_4_scaling_beta` of its rope."""
+    backend: bool = False
+    """Whether vLLM runs the code of transformers for it, because it has no class of its own."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Engine, or `kernels` -> why it does not compute the family."""
 
     @property
     def sigmoid(self) -> bool:
         """Whether its routers score experts by a sigmoid."""
         return self.experts is not None and self.experts.sigmoid
 
+    def check(self, engine: str, kind: str) -> None:
+        """Raises ModelError if the engine, or the kernels, do not compute this family, whose
+        `model_type` is `kind`."""
+        if engine in self.refused:
+            raise ModelError(
+                f"{engine} does not support model_type {kind!r}: {self.refused[engine]}",
+                "compare with kernels=off" if engine == "kernels" else "compare with --train hf",
+            )
 
+    @property
+    def keys(self) -> frozenset[str]:
+        """The keys of config.json that this description covers, beside those of every family."""
+        windows = {*self.window, "layer_types"} if self.window else set()
+        windows |= {"rope_parameters.KIND"} if self.rope_by_kind else set()
+        experts = {*EXPERT_KEYS, self.experts.intermediate} if self.experts else set()
+        named = {*self.defaults, *self.settings, self.qk_norm, self.predictors}
+        named |= {self.attention_scale[0], self.activation[0], *self.period_keys}
+        named |= {self.score_cap, self.logit_cap}
+        named |= {self.local_theta[0]} if self.rope_by_kind else set()
+        named |= {"rope_parameters.llama_4_scaling_beta"} if self.temperature else set()
+        return frozenset({*windows, *experts, *named} - {""})
+
+
+_NOT_MEASURED = "no test has compared it there"
+_NORMED_AFTER = {
+    "kernels": "its norms after attention and MLP have no kernel",
+    "megatron": "it has no norms after attention and MLP, and norms each head of q alone",
+}
+_UNROTATED = {
+    "kernels": "their rotation is for every layer, and this family leaves some out",
+    "megatron": _NOT_MEASURED,
+}
+_ALWAYS = {"sliding_window": 4096, "use_sliding_window": True}
+"""Windows that no key of the config turns off."""
 _QWEN_WINDOW = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
 FAMILIES = {
     "llama": Family(),
-    "mistral": Family(window={"sliding_window": 4096, "use_sliding_window": True}),
+    "mistral": Family(window=_ALWAYS),
+    "ministral3": Family(
+        window={"sliding_window": None, "use_sliding_window": True},
+        temperature=True,
+        refused={
+            "kernels": "their attention has one scale for all positions",
+            "megatron": "its attention has one scale for all positions",
+        },
+    ),
+    "seed_oss": Family(
+        backend=True,
+        biases={"o_proj": "attention_out_bias"},
+        defaults={"attention_bias": True, "attention_out_bias": False},
+        refused={"kernels": _NOT_MEASURED, "megatron": _NOT_MEASURED},
+    ),
+    "smollm3": Family(
+        backend=True,
+        layer=partly_rotated,
+        defaults={"no_rope_layer_interval": 4, "tie_word_embeddings": True},
+        settings=("no_rope_layers",),
+        unrotated=_no_rope_layers,
+        refused=_UNROTATED,
+    ),
+    "olmo2": Family(
+        backend=True, layer=normed_after, reads={"normed": "stream"}, refused=_NORMED_AFTER
+    ),
+    "olmo3": Family(
+        backend=True,
+        layer=normed_after,
+        reads={"normed": "stream"},
+        window=_ALWAYS,
+        period=4,
+        rope_by_kind=True,
+        theta=5e5,
+        local_theta=("rope_theta", 5e5),
+        refused=_NORMED_AFTER,
+    ),
     "qwen2": Family(
         biases={"q_proj": True, "k_proj": True, "v_proj": True, "o_proj": False},
         window=_QWEN_WINDOW,
@@ -104,6 +267,50 @@ FAMILIES = {
         layer=mixture(qk_norm=True),
         window={"sliding_window": 4096, "use_sliding_window": False},
         experts=ExpertSettings("moe_intermediate_size"),
+    ),
+    "gemma2": Family(
+        layer=plain_sandwich,
+        window=_ALWAYS,
+        period=2,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        attention_scale=("query_pre_attn_scalar", -0.5),
+        # Published configs state the window under both names.
+        settings=("sliding_window_size",),
+        score_cap="attn_logit_softcapping",
+        logit_cap="final_logit_softcapping",
+        one_plus_weight=True,
+        embedding_scale="sqrt_hidden",
+        one_activation=True,
+        defaults={
+            **{"tie_word_embeddings": True, "query_pre_attn_scalar": 256},
+            **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        },
+        modules={"mlp_norm": "pre_feedforward_layernorm"},
+        refused={
+            "kernels": "its norms, its scaled embedding and its caps have no kernel there",
+            "megatron": "it has neither norms after attention and MLP nor caps",
+        },
+    ),
+    "gemma3_text": Family(
+        layer=sandwich,
+        window=_ALWAYS,
+        period=6,
+        period_keys=("sliding_window_pattern", "_sliding_window_pattern"),
+        rope_by_kind=True,
+        theta=1e6,
+        local_theta=("rope_local_base_freq", 1e4),
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        attention_scale=("query_pre_attn_scalar", -0.5),
+        one_plus_weight=True,
+        embedding_scale="sqrt_hidden",
+        heads_first=True,
+        one_activation=True,
+        defaults={"tie_word_embeddings": True, "query_pre_attn_scalar": 256},
+        modules={"mlp_norm": "pre_feedforward_layernorm"},
+        refused={
+            "kernels": "its norms, its scaled embedding and its activation have no kernel",
+            "megatron": "it has neither norms after attention and MLP nor two rotary embeddings",
+        },
     ),
     "mixtral": Family(
         layer=mixture(),
@@ -139,7 +346,8 @@ FAMILIES = {
 """The config's `model_type` -> the family. A new family is an entry here."""
 WITHOUT_FAMILY = (
     f"known: {', '.join(sorted(FAMILIES))}; the log-probs of any model can be judged: `import` and "
-    "`explain` a dump of the run, or `monitor` it; `weights` compares any two checkpoints"
+    "`explain` a dump of the run, or `monitor` it; `weights` compares any two checkpoints; "
+    f"{PAGE} shows how to describe a family"
 )
 """The remedy for a model of another family."""
 
@@ -177,6 +385,8 @@ class ModelShape:
     """The factor by which the weights of a token's experts are multiplied in the end."""
     shared_intermediate: int = 0
     """The inner size of the shared experts, which are computed as one."""
+    unrotated_layers: tuple[int, ...] = ()
+    """The layers that do not rotate q and k."""
     qk_norm: bool = False
     """Whether the config enables norms of q and k, in a family that leaves them to the config."""
 
@@ -219,6 +429,39 @@ _MAX_SIZE = 1 << 28
 """The largest supported size of a model's dimension."""
 
 
+def layer_kind(config: Mapping[str, Any], layer: int) -> str:
+    """`full_attention`, or `sliding_attention` for a layer with a window, by config.json or, if
+    that has no `layer_types`, by the period of its family; empty if neither says it."""
+    family, kinds = FAMILIES.get(str(config.get("model_type"))), config.get("layer_types")
+    if isinstance(kinds, list) and layer < len(kinds):
+        return str(kinds[layer])
+    if family is None or not family.period:
+        return ""
+    period = next((config[k] for k in family.period_keys if config.get(k)), family.period)
+    return "sliding_attention" if (layer + 1) % int(period) else "full_attention"
+
+
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether the head has the embedding's weight, by config.json or by the family's default."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    defaults = family.defaults if family else {}
+    return bool({**defaults, **config}.get("tie_word_embeddings"))
+
+
+def cap_of(config: Mapping[str, Any], key: str) -> float | None:
+    """The cap that a key of the config states, or the family's default; None for no cap."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    stated = {**(family.defaults if family else {}), **config}.get(key) if key else None
+    return None if stated is None else float(stated)
+
+
+def activation_of(config: Mapping[str, Any]) -> tuple[str, str]:
+    """The config's key for the activation, and the activation by config.json or by the family."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    key, default = family.activation if family else ("hidden_act", "silu")
+    return key, str(config.get(key) or default)
+
+
 def predictor_layers(config: Mapping[str, Any]) -> int:
     """The number of layers after the decoder's, which predict further tokens."""
     family = FAMILIES.get(str(config.get("model_type")))
@@ -239,6 +482,32 @@ def _check_layers(model: Path, config: Mapping[str, Any]) -> None:
         )
 
 
+_MAX_NAMED = 6
+"""The largest number of settings that an error lists."""
+
+
+def _of_no_family(config: Mapping[str, Any]) -> str:
+    """The settings of a config.json that no known family has, for an error; empty if none."""
+    every = frozenset().union(*(family.keys for family in FAMILIES.values()))
+    names = sorted(unknown_settings(config, every))
+    if not names:
+        return ""
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return f"; no known family has its {', '.join(names[:_MAX_NAMED])}{more}"
+
+
+def _unrotated(model: Path, config: Mapping[str, Any], family: Family) -> tuple[int, ...]:
+    """The layers that do not rotate q and k. Raises ModelError if the first layer is one."""
+    layers = family.unrotated(config) if family.unrotated else ()
+    if 0 in layers:
+        raise ModelError(
+            f"{model}/config.json: the first layer does not rotate q and k, and positions are "
+            "checked by its rotation",
+            WITHOUT_FAMILY,
+        )
+    return layers
+
+
 def read_shape(model: Path) -> ModelShape:
     """The shape of the checkpoint in folder `model`, from its config.json. If that has no dtype, it
     is the dtype of the stored weights.
@@ -256,7 +525,7 @@ def read_shape(model: Path) -> ModelShape:
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ModelError(
             f"{model}: model_type {kind!r} in config.json is not a known decoder family, so the "
-            "operators of its layers are unknown",
+            f"operators of its layers are unknown{_of_no_family(config)}",
             WITHOUT_FAMILY,
         )
 
@@ -294,5 +563,6 @@ def read_shape(model: Path) -> ModelShape:
         context=size("max_position_embeddings"),
         dtype=dtype,
         qk_norm=bool(family.qk_norm and config.get(family.qk_norm)),
+        unrotated_layers=_unrotated(model, config, family),
         **(read_experts(model, config, family.experts, size) if family.experts else {}),
     )

@@ -6,7 +6,9 @@ operator before it with that `output`. A family (`model.families`) thus only lis
 the graph of a model (`model.sites`) follows.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 OpClass = Literal["elementwise", "reduction", "matmul", "attention", "routing", "logprob"]
@@ -127,12 +129,18 @@ _RECORDS = (
         weight=("head_dim",), module="self_attn.q_norm"),
     Operator("k_norm", "reduction", "rms_norm", "attn", ("key",), "key", "kv_heads", HEADS,
         weight=("head_dim",), module="self_attn.k_norm"),
+    Operator("wide_q_norm", "reduction", "rms_norm", "attn", ("query",), "query", "query_heads",
+        HEADS, weight=("query_heads",), module="self_attn.q_norm", site_name="q_norm"),
+    Operator("wide_k_norm", "reduction", "rms_norm", "attn", ("key",), "key", "kv_heads", HEADS,
+        weight=("kv_heads",), module="self_attn.k_norm", site_name="k_norm"),
     Operator("q_rope", "elementwise", "rotary", "attn", ("query",), "query", "query_heads", HEADS),
     Operator("k_rope", "elementwise", "rotary", "attn", ("key",), "key", "kv_heads", HEADS),
     Operator("attn", "attention", "attention", "attn", ("query",), "attended", "query_heads", HEADS,
         prefix_inputs=("key", "value")),
     Operator("o_proj", "matmul", "linear", "attn", ("attended",), "branch", "hidden", ROWS,
         weight=("hidden", "query_heads"), module="self_attn.o_proj", bias="attention_bias"),
+    Operator("attn_post_norm", "reduction", "rms_norm", "attn", ("branch",), "branch", "hidden",
+        WHOLE, weight=("hidden",), module="post_attention_layernorm"),
     Operator("attn_residual", "elementwise", "residual", "attn", ("stream", "branch"), "stream",
         "hidden", WHOLE),
     Operator("mlp_norm", "reduction", "rms_norm", "mlp", ("stream",), "normed", "hidden", WHOLE,
@@ -183,6 +191,8 @@ _RECORDS = (
         "hidden", WHOLE),
     Operator("moe_out_with_shared", "reduction", "combine", "mlp",
         ("rows", "shares", "chosen", "shared"), "branch", "hidden", WHOLE, site_name="moe_out"),
+    Operator("mlp_post_norm", "reduction", "rms_norm", "mlp", ("branch",), "branch", "hidden",
+        WHOLE, weight=("hidden",), module="post_feedforward_layernorm"),
     Operator("mlp_residual", "elementwise", "residual", "mlp", ("stream", "branch"), "stream",
         "hidden", WHOLE),
     Operator("final_norm", "reduction", "rms_norm", None, ("stream",), "normed", "hidden", WHOLE,
@@ -198,10 +208,14 @@ OPERATORS = {operator.name: operator for operator in _RECORDS}
 """Operators by name, in the order of a layer's computation. A new operator is a record above."""
 
 
-def layer_modules() -> dict[str, str]:
-    """Site -> the module with its weight in a decoder layer of an HF checkpoint."""
+def layer_modules(
+    operators: Iterable[str] = OPERATORS, modules: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
+    """Site -> the module with its weight in a decoder layer of an HF checkpoint.
+
+    `operators`: those of the layer, by default all; `modules`: the family's `Family.modules`."""
     return {
-        o.site: o.module
-        for o in OPERATORS.values()
+        o.site: modules.get(o.name, o.module)
+        for o in map(OPERATORS.__getitem__, operators)
         if o.part and o.module and o.tensor == "weight" and not o.of_expert
     }

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config
-from rlk_align.model.families import FAMILIES, ModelShape
+from rlk_align.model.families import FAMILIES, Family, ModelShape, layer_kind
 
 FIXED = ("default", "linear", "llama3", "yarn")
 """The kinds whose frequencies do not depend on the sequence."""
@@ -39,16 +39,32 @@ class Rotary:
         return len(self.inv_freq) >= _MIN_PAIRS
 
 
-def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """`rope_type`, `rope_theta` and the parameters of the kind, from either form of config.json; if
-    it has both, the older one counts, as in transformers. Raises ModelError."""
+def rope_parameters(config: dict[str, Any], layer: int = 0) -> dict[str, Any]:
+    """`rope_type`, `rope_theta` and the parameters of the kind for a layer, from either form of
+    config.json; if it has both, the older one counts, as in transformers. Raises ModelError."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    family = FAMILIES.get(str(config.get("model_type")), Family())
+    key, default = "rope_theta", family.theta
+    if family.rope_by_kind:
+        of_layer = layer_kind(config, layer)
+        scaling = _of_kind(config, of_layer)
+        if of_layer == "sliding_attention":
+            key, default = family.local_theta
     try:
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
-        theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
+        theta = float(scaling.get("rope_theta") or config.get(key) or default)
     except (AttributeError, TypeError, ValueError) as error:
         raise ModelError(f"config.json: its rope is malformed: {error}") from error
     return {**scaling, "rope_type": kind, "rope_theta": theta}
+
+
+def _of_kind(config: dict[str, Any], kind: str) -> Any:
+    """The rope of one kind of layers: `rope_parameters` of that kind or, in the older form, no
+    scaling for layers with a window."""
+    parameters = config.get("rope_parameters") or {}
+    if isinstance(parameters, dict) and isinstance(parameters.get(kind), dict):
+        return parameters[kind]
+    return {} if kind == "sliding_attention" else config.get("rope_scaling") or parameters
 
 
 def partial_rotary_factor(config: dict[str, Any]) -> float:
@@ -72,16 +88,18 @@ def lacks_factor(rope: dict[str, Any]) -> bool:
     return rope["rope_type"] in ("linear", "llama3", "yarn") and not has_factor
 
 
-def checkpoint_rotary(model: Path, shape: ModelShape) -> Rotary | None:
-    """The rotation of the checkpoint; None if its frequencies depend on the sequence."""
+def checkpoint_rotary(model: Path, shape: ModelShape, layer: int = 0) -> Rotary | None:
+    """The rotation of a layer; None if its frequencies depend on the sequence."""
     # Imported here, because callers that only name kinds of rope do not need sites.
     from rlk_align.model.sites import model_sites
 
     config = read_config(model)
-    rope = rope_parameters(config)
+    rope = rope_parameters(config, layer)
     if rope["rope_type"] not in FIXED:
         return None
-    inv_freq, scaling = _frequencies(model, shape, rope, partial_rotary_factor(config))
+    kind = layer_kind(config, layer) if shape.family.rope_by_kind else None
+    partial = partial_rotary_factor(config)
+    inv_freq, scaling = _frequencies(model, shape, rope, partial, kind)
     inputs = {s.name: s.inputs for s in model_sites(shape) if s.operator.formula == "rotary"}
     return Rotary(
         inv_freq=inv_freq,
@@ -95,7 +113,7 @@ def checkpoint_rotary(model: Path, shape: ModelShape) -> Rotary | None:
 
 
 def _frequencies(
-    model: Path, shape: ModelShape, rope: dict[str, Any], partial: float
+    model: Path, shape: ModelShape, rope: dict[str, Any], partial: float, kind: str | None
 ) -> tuple[tuple[float, ...], float]:
     if rope["rope_type"] == "default":
         width = int(shape.head_dim * partial)
@@ -105,5 +123,5 @@ def _frequencies(
 
     # The dtype does not matter, and transformers fails on some values in config.json.
     config = AutoConfig.from_pretrained(model, local_files_only=True, dtype="float32")
-    inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
+    inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu", layer_type=kind)
     return tuple(inv_freq.tolist()), float(scaling)

@@ -67,8 +67,10 @@ def model_sites(shape: ModelShape) -> list[Site]:
     """Value -> the last site that computed it."""
     for layer, operator in shape.operators():
         name = operator.site if layer is None else f"layers.{layer}.{operator.site}"
+        # An operator outside of the layers reads what the catalogue says.
+        reads = {} if layer is None else shape.family.reads
         inputs, prefixes = (
-            tuple(producer[value] for value in values)
+            tuple(producer[reads.get(value, value)] for value in values)
             for values in (operator.inputs, operator.prefix_inputs)
         )
         features = shape.size(operator.features)

@@ -30,6 +30,13 @@ _UNKNOWN_SETTINGS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "routed_scaling_factor": ("experts' weights that are scaled", (None, 1)),
 }
 """Settings of a sparse family -> their feature, and the values that do not enable it."""
+EXPERT_KEYS = frozenset(
+    {
+        *("num_experts", "n_routed_experts", "num_local_experts", "num_experts_per_tok"),
+        *("decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", *_UNKNOWN_SETTINGS),
+    }
+)
+"""The keys that `read_experts` reads in any family."""
 _MAX_SELECTIONS = 10_000
 """The largest number of selections of groups, with each of which a choice is compared."""
 

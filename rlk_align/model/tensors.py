@@ -14,7 +14,7 @@ from typing import Any
 
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config, tensor_name
-from rlk_align.model.families import ModelShape, predictor_layers
+from rlk_align.model.families import ModelShape, is_tied, predictor_layers
 from rlk_align.model.sites import model_sites, site_parameters
 from rlk_align.model.stored import STORED_DTYPES, StoredTensor, stored_tensors
 
@@ -39,9 +39,10 @@ def expected_tensors(config: dict, shape: ModelShape) -> dict[str, tuple[int, ..
 
 def biased_operators(config: dict, shape: ModelShape) -> frozenset[str]:
     """The operators that have a bias, e.g. `q_proj`."""
-    always = shape.family.biases
-    operators = {o.name: o.bias for _, o in shape.operators() if o.bias}
-    return frozenset(n for n, bias in operators.items() if always.get(n, bool(config.get(bias))))
+    config = {**shape.family.defaults, **config}
+    keys = {o.name: o.bias for _, o in shape.operators() if o.bias} | dict(shape.family.biases)
+    has = {n: config.get(key) if isinstance(key, str) else key for n, key in keys.items()}
+    return frozenset(n for n, biased in has.items() if biased)
 
 
 def check_tensors(model: Path, shape: ModelShape) -> None:
@@ -50,7 +51,7 @@ def check_tensors(model: Path, shape: ModelShape) -> None:
     config = read_config(model)
     expected, stored = expected_tensors(config, shape), stored_tensors(model, shape.family.modules)
     _check_dtypes(model, [stored[name] for name in expected if name in stored])
-    head, tied = tensor_name("lm_head"), bool(config.get("tie_word_embeddings"))
+    head, tied = tensor_name("lm_head"), is_tied(config)
     missing = [n for n in expected if n not in stored and not (tied and n == head)]
     more = range(shape.layers, shape.layers + predictor_layers(config))
     ignored = tuple(f"model.layers.{i}." for i in more)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlk_align.errors import ModelError, UsageError
 from rlk_align.model.checkpoint import read_config, resolve_model, weight_files
-from rlk_align.model.families import ModelShape, read_shape
+from rlk_align.model.families import ModelShape, is_tied, read_shape
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.run import Role, Run
 from rlk_align.weights.dcp import METADATA, read_dcp
@@ -133,7 +133,7 @@ def _safetensors(folder: Path, path: str) -> list[Path]:
 def _checkpoint(path: str, folder: Path, kind: str, tensors: list[LazyTensor]) -> Location:
     for near in (folder, folder / "huggingface", folder.parent, folder.parent / "huggingface"):
         if (near / "config.json").is_file():
-            tied = bool(read_config(near).get("tie_word_embeddings"))
+            tied = is_tied(read_config(near))
             return Location(path, kind, _shape(near), tied, tensors)
     return Location(path, kind, None, False, tensors)
 

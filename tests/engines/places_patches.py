@@ -18,7 +18,7 @@ def hf(model: Any) -> None:
 
     from rlk_align.engines.hf.places import hf_places
 
-    compare(model, kernels.operators(model), hf_places(model))
+    compare(model, kernels.operators(model), hf_places(model, SHAPE))
 
 
 def megatron(model: Any) -> None:

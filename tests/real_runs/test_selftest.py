@@ -317,10 +317,11 @@ def test_what_is_unknown_is_refused() -> None:
     with pytest.raises(BadOption, match="packed-boundary: it cannot be planted in hf"):
         check_faults(["packed-boundary"], DENSE, hf)
     of_sparse = [name for name, fault in FAULTS.items() if fault.sparse]
-    shared = [name for name, fault in FAULTS.items() if fault.needs == "shared"]
+    shared = [name for name, fault in FAULTS.items() if fault.needs in ("shared", "variant")]
     assert check_faults([], DENSE, hf) == tuple(n for n in FAULTS if n not in (*of_sparse, *shared))
     planted = check_faults([], SPARSE, hf)
     with_shared = replace(SPARSE, model_type="glm4_moe", shared_intermediate=64, qk_norm=True)
+    shared = [name for name, fault in FAULTS.items() if fault.needs == "shared"]
     assert {*check_faults([], with_shared, hf)} == {*planted, *shared}
     assert {*of_sparse, "norm-eps", "attn-scale"} <= {*planted}
     assert "proj-bias-dropped" not in planted

@@ -306,9 +306,14 @@ def test_the_catalogue_is_whole() -> None:
     }
     dense = {s.name: s for s in model_sites(SHAPE)}
     assert len(FAULTS) >= 40
+    variants = {s.name: s for s in model_sites(dataclasses.replace(SHAPE, model_type="olmo3"))}
+    unrotated = dataclasses.replace(SHAPE, model_type="smollm3", unrotated_layers=(3,))
     for name, fault in FAULTS.items():
         sites = SPARSE_SITES if fault.sparse else dense
         sites = SHARED_SITES if fault.needs == "shared" else sites
+        sites = variants if fault.needs == "variant" else sites
+        sites = {s.name: s for s in model_sites(unrotated)} if fault.without else sites
+        assert fault.needs != "variant" or not fault.fits(dense)
         of, order = {n: s.op_class for n, s in sites.items()}, list(sites)
         assert fault.fits(sites), name
         assert list(fault.sites) == sorted(fault.sites, key=order.index), name

@@ -99,6 +99,19 @@ def rope_theta(inv_freq: torch.Tensor) -> float:
     return float(f"{theta:.5g}")
 
 
+def rope_attributes(ropes: Sequence[tuple[Mapping[str, Any], torch.Tensor]]) -> dict[str, Any]:
+    """The attributes of each layer's rotary embedding: its `rope_parameters`, and its live
+    frequencies in radians for each position, `[pairs]`."""
+    theta = [
+        rope_theta(f) if p["rope_type"] == "default" else float(p["rope_theta"]) for p, f in ropes
+    ]
+    return {
+        **per_layer("rope_type", [p["rope_type"] for p, _ in ropes]),
+        **per_layer("rope_theta", theta),
+        **per_layer("rope_dim", [2 * f.numel() for _, f in ropes]),
+    }
+
+
 FLOAT32_FREQUENCIES = 2.0**-18
 """By how much, as a share of it, an inverse frequency in float32 may be off: engines compute powers
 differently."""

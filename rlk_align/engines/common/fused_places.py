@@ -10,6 +10,7 @@ from typing import Any
 from rlk_align.engines.common.layout import of_outputs
 from rlk_align.engines.common.places import FIRST, SECOND, Access, End, Place
 from rlk_align.model.families import ModelShape
+from rlk_align.model.operators import layer_modules
 
 Sparse = Callable[[int], Iterable[Place] | None]
 """Index of a layer -> the places of its sparse block; None for a dense layer."""
@@ -28,12 +29,23 @@ def fused_places(
     `logits`: the path of the module that computes them; `heads`: how to reach the values of
     `q_norm` and `k_norm`.
     """
-    yield Place(sites=("embed",), module="model.embed_tokens")
+    if shape.family.embedding_scale:
+        # The engine scales it outside of any module.
+        first, table = "model.layers.0.input_layernorm", "model.embed_tokens"
+        yield Place(sites=("embed",), module=first, end="input", parameters_in=table)
+    else:
+        yield Place(sites=("embed",), module="model.embed_tokens")
     for i, layer in enumerate(model.model.layers):
         yield from _layer_places(model, layer, i, shape, tp, sparse, heads)
     last = f"layers.{len(model.model.layers) - 1}.mlp_residual"
     yield from _norm(last, "final_norm", "model.norm")
-    yield Place(sites=("logits",), module=logits, rows="sampled", parameters_in="lm_head")
+    head = head_path(model)
+    yield Place(sites=("logits",), module=logits, rows="sampled", parameters_in=head)
+
+
+def head_path(model: Any) -> str:
+    """The path of the module with the head's weight; some tied models have the embedding only."""
+    return "lm_head" if hasattr(model, "lm_head") else "model.embed_tokens"
 
 
 def place_of(
@@ -75,16 +87,23 @@ def _layer_places(
     yield place(attention, "k_rope", end="rope")
     yield place(f"{attention}.attn", "attn")
     yield place(f"{attention}.o_proj", "o_proj")
-    yield from _norm(
-        f"{name}.attn_residual", f"{name}.mlp_norm", f"{here}.post_attention_layernorm"
-    )
+    operators = shape.family.layer(shape, i)
+    paths = layer_modules(operators, shape.family.modules)
+    if "attn_post_norm" in operators:
+        yield place(f"{here}.{paths['attn_post_norm']}", "attn_post_norm")
+    yield from _norm(f"{name}.attn_residual", f"{name}.mlp_norm", f"{here}.{paths['mlp_norm']}")
     block = sparse(i)
     if block is not None:
         yield from block
         return
     yield place(f"{mlp}.gate_up_proj", "gate_proj", "up_proj")
-    yield place(f"{mlp}.act_fn", "act")
+    if shape.family.one_activation:
+        yield place(f"{mlp}.down_proj", "act", end="input")
+    else:
+        yield place(f"{mlp}.act_fn", "act")
     yield place(f"{mlp}.down_proj", "down_proj")
+    if "mlp_post_norm" in operators:
+        yield place(f"{here}.{paths['mlp_post_norm']}", "mlp_post_norm")
 
 
 def _norm(stream: str, site: str, module: str) -> Iterator[Place]:

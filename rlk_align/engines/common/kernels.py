@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlk_align.errors import BadOption, ModelError
+from rlk_align.model.families import FAMILIES
 from rlk_align.model.operators import OPERATORS, Formula, Operator
 from rlk_align.model.rotary import (
     FIXED,
@@ -58,6 +59,8 @@ because they are not imported here; a test compares the two."""
 
 def check_kernels(engine: str, config: dict[str, Any]) -> None:
     """Raises ModelError if config.json asks for something that no kernel computes."""
+    kind = str(config.get("model_type"))
+    FAMILIES[kind].check("kernels", kind)
     rope, activation = rope_parameters(config), config.get("hidden_act") or "silu"
     kind = rope["rope_type"]
     partial = partial_rotary_factor(config)

@@ -48,6 +48,16 @@ WITH_BIAS = Access(with_bias, first, _without_bias)
 """A tensor and a bias that a later operator adds: the value to overwrite includes the bias."""
 
 
+HEADS_FIRST = Access(
+    lambda value: value.transpose(1, 2), lambda value: value.transpose(1, 2), lambda value: value
+)
+"""`[B, heads, T, head_dim]`: heads before tokens."""
+
+
+LOGITS = Access(lambda value: value.logits, lambda value: value.logits, lambda value: value)
+"""The logits in what a whole model of transformers returns."""
+
+
 End = Literal["input", "output", "rope", "inside"]
 
 

@@ -34,7 +34,7 @@ def parameters(
     """
     for place in places:
         operator = OPERATORS[place.sites[0].rpartition(".")[2]]
-        if not operator.weight or place.end != "output":
+        if not operator.weight or place.end == "inside":
             # The engine itself reads what is inside a module, such as the experts.
             continue
         site, name = place.sites[0], operator.parameter or place.sites[0]
@@ -100,7 +100,7 @@ def unfused(model: Any, places: Iterable[Place]) -> Iterator[tuple[str, torch.Te
     """The canonical parameters of a live model in which no operators are fused."""
     for place in places:
         (site,) = place.sites
-        operator, module = OPERATORS[site.rpartition(".")[2]], model.get_submodule(place.module)
+        operator, module = OPERATORS[site.rpartition(".")[2]], model.get_submodule(place.holder)
         name = operator.parameter or site
         if not operator.weight:
             continue

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlk_align.engines.hf.info import FSDP, HF_OPTIONS
+from rlk_align.engines.hf.info import FSDP, HF_OPTIONS, check_attention
 from rlk_align.engines.info import Option, OptionValue, ReadOption
 from rlk_align.errors import BadOption
 from rlk_align.model.families import ModelShape
@@ -20,7 +20,8 @@ def _conflict(options: Mapping[str, OptionValue]) -> str | None:
     return FSDP.conflict(options)
 
 
-def _check(option: ReadOption, _config: dict[str, Any], shape: ModelShape) -> None:
+def _check(option: ReadOption, config: dict[str, Any], shape: ModelShape) -> None:
+    check_attention(option, config, shape)
     dtype = str(option("dtype"))
     dtype = shape.dtype if dtype == "auto" else dtype
     if dtype == "float16":

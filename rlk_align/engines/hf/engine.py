@@ -15,7 +15,7 @@ from rlk_align.engines.common.attributes import (
     norm_epsilons,
     per_layer,
     processing,
-    rope_theta,
+    rope_attributes,
     rounded_frequencies,
 )
 from rlk_align.engines.common.edits import Editor
@@ -23,12 +23,14 @@ from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, 
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.rows import ForwardRows, padded_grid
 from rlk_align.engines.common.site_hooks import ForwardHooks
+from rlk_align.engines.common.transformers_rope import rotary_embeddings
 from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.forward_engine import ForwardEngine
 from rlk_align.engines.hf.experts import corrections, expert_weights, sparse_blocks
 from rlk_align.engines.hf.places import hf_places
 from rlk_align.engines.hf.taps import HFTaps
 from rlk_align.errors import ModelError
+from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.text import one_line
@@ -98,7 +100,7 @@ class HFEngine(ForwardEngine):
 
     def attributes(self) -> dict[str, Any]:
         return {
-            **hf_attributes(self.model),
+            **hf_attributes(self.model, self.shape),
             **self._rounded_frequencies(),
             **processing(self.temperature),
             # A forward of one sequence has no padding.
@@ -111,8 +113,8 @@ class HFEngine(ForwardEngine):
         rotary = checkpoint_rotary(self.model_path, self.shape)
         if rotary is None:
             return {}
-        live, theta = self.model.model.rotary_emb.inv_freq, self.model.config.rope_parameters
-        return rounded_frequencies(live, rotary.inv_freq, float(theta["rope_theta"]))
+        rope, live = rotary_embeddings(self.model)[0]
+        return rounded_frequencies(live, rotary.inv_freq, float(rope["rope_theta"]))
 
     def tapped(self, tap: PassWriter | None, editor: Editor | None) -> HFTaps:
         hooks = HFTaps(self.model, self.places(), tap, editor)
@@ -146,7 +148,7 @@ class HFEngine(ForwardEngine):
         return self.model(**inputs)
 
     def places(self) -> Iterator[Place]:
-        return hf_places(self.model)
+        return hf_places(self.model, self.shape)
 
     @property
     def batch_size(self) -> int:
@@ -175,13 +177,10 @@ def _eos_ids(model: Any) -> set[int]:
     return set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
 
 
-def hf_attributes(model: Any) -> dict[str, Any]:
+def hf_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
     """The settings of a live HF model that affect its numbers, beside its weights."""
-    layers, config = list(model.model.layers), model.config
+    layers = list(model.model.layers)
     attention = [layer.self_attn for layer in layers]
-    rotary = model.model.rotary_emb
-    rope = config.rope_parameters
-    unscaled = rope["rope_type"] == "default"
     dtype = model.lm_head.weight.dtype
     return {
         "layers": len(layers),
@@ -192,10 +191,8 @@ def hf_attributes(model: Any) -> dict[str, Any]:
         **per_layer("head_dim", [a.head_dim for a in attention]),
         **per_layer("attention_scale", [float(f"{a.scaling:.6g}") for a in attention]),
         **per_layer("sliding_window", [_window(a) for a in attention]),
-        "rope_type": rope["rope_type"],
-        "rope_theta": rope_theta(rotary.inv_freq) if unscaled else float(rope["rope_theta"]),
-        "rope_dim": 2 * rotary.inv_freq.numel(),
-        **norm_attributes(norm_epsilons(model, hf_places(model))),
+        **rope_attributes(rotary_embeddings(model)),
+        **norm_attributes(norm_epsilons(model, hf_places(model, shape))),
         **per_layer("activation", [_activation(layer.mlp, dtype) for layer in layers]),
         **_routing([block for _, block in sparse_blocks(model)]),
         "tie_word_embeddings": (model.lm_head.weight is model.model.embed_tokens.weight),

@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from rlk_align.engines.info import EngineInfo, Option, OptionValue
-from rlk_align.errors import INSTALL_ENGINES
+from rlk_align.engines.info import EngineInfo, Option, OptionValue, ReadOption
+from rlk_align.errors import INSTALL_ENGINES, BadOption
+from rlk_align.model.families import ModelShape, cap_of
 
 HF_OPTIONS = {
     "attn": Option(
@@ -36,6 +38,21 @@ def _conflict(options: Mapping[str, OptionValue]) -> str | None:
     return None
 
 
+WITHOUT_CAP = ("sdpa",)
+"""The attentions of transformers 5.19 that ignore a cap of the scores."""
+
+
+def check_attention(option: ReadOption, config: dict[str, Any], shape: ModelShape) -> None:
+    """Raises BadOption if the attention would ignore a setting of config.json."""
+    key, attention = shape.family.score_cap, option("attn")
+    if attention in WITHOUT_CAP and cap_of(config, key) is not None:
+        raise BadOption(
+            f"attn={attention} ignores {key}={cap_of(config, key):g} of config.json: transformers "
+            "passes the cap to every attention, and that one has none",
+            "add attn=eager to the engine's spec",
+        )
+
+
 HF = EngineInfo(
     "rlk_align.engines.hf.engine:HFEngine",
     "transformers",
@@ -46,6 +63,7 @@ HF = EngineInfo(
     one_kernel=(frozenset({"q_rope", "k_rope"}),),
     tested=("transformers",),
     conflict=_conflict,
+    check=check_attention,
 )
 
 FSDP = replace(

@@ -11,10 +11,10 @@ import torch
 
 from rlk_align.engines.common.experts import Choose
 from rlk_align.engines.common.hooks import Hooks
+from rlk_align.engines.common.transformers_rope import on_rotation
 from rlk_align.engines.common.weights import unfused
 from rlk_align.engines.hf.experts import replace_choice, sparse_blocks
 from rlk_align.engines.hf.places import hf_places
-from rlk_align.engines.hf.taps import on_rotation
 from rlk_align.selftest.faults.catalogue import Chosen
 from rlk_align.selftest.planting.live_operators import LiveOperators, plant
 from rlk_align.selftest.planting.operands import Formula, ForwardTokens, Report, Unit, in_place_of
@@ -26,7 +26,8 @@ class HFOperators(LiveOperators):
     """The operators of a transformers model; every tensor except attention's is `[B, T, F]`."""
 
     def __init__(self, engine: Any, chosen: Chosen, sharing: Sharing = ALONE) -> None:
-        super().__init__(engine, engine.model, hf_places(engine.model), chosen, sharing)
+        places = hf_places(engine.model, engine.shape)
+        super().__init__(engine, engine.model, places, chosen, sharing)
         self._modeling = sys.modules[type(self._model.model.layers[0].self_attn).__module__]
         self.before(self._model, self._note_rows, with_kwargs=True)
 

@@ -43,6 +43,7 @@ def check_megatron(option: ReadOption, config: dict[str, Any], shape: ModelShape
         )
     if option("spec") == "te":
         _check_te(option, config)
+    shape.family.check("megatron", shape.model_type)
     rope = rope_parameters(config)
     activation = config.get("hidden_act") or "silu"
     partial = partial_rotary_factor(config)

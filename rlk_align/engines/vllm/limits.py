@@ -5,8 +5,8 @@ from typing import Any
 
 from rlk_align.engines.common.tensor_parallel import check_shared
 from rlk_align.engines.info import ReadOption
-from rlk_align.errors import ModelError
-from rlk_align.model.families import ModelShape
+from rlk_align.errors import BadOption, ModelError
+from rlk_align.model.families import ModelShape, activation_of
 from rlk_align.model.rotary import lacks_factor, rope_parameters
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -21,10 +21,10 @@ def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) ->
     """Raises ModelError or BadOption if vLLM would fail to load the model, or compute nonsense."""
     kernels = option("kernels") == "rlk"
     check_shared("vllm", shape, int(option("tp") or 1), fused_qkv=False, kernels=kernels)
-    activation = config.get("hidden_act") or "silu"
+    key, activation = activation_of(config)
     rope = rope_parameters(config)
     refused = {
-        f"hidden_act={activation}": activation != "silu",
+        f"{key}={activation}": activation != shape.family.activation[1],
         f"rope_type={rope['rope_type']} without a factor": lacks_factor(rope),
         # vLLM expects one float or a list of them.
         f"rope_type=linear with an integer as factor, {rope.get('factor')}": (
@@ -44,6 +44,12 @@ def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) ->
             f"engine 'vllm' on a CPU does not support heads of size {shape.head_dim}: its "
             f"attention has {', '.join(map(str, CPU_HEAD_SIZES))}",
             "compare with --rollout hf",
+        )
+    if shape.family.backend and int(option("tp") or 1) > 1:
+        raise BadOption(
+            f"engine 'vllm': tp={option('tp')} does not support model_type {shape.model_type!r}: "
+            "vLLM runs the code of transformers for it, whose places are known for one rank only",
+            "leave tp out",
         )
     odd = bool(shape.experts) and shape.hidden % CPU_EXPERT_STEP != 0
     if odd and not kernels and option("python") is None and _on_cpu():

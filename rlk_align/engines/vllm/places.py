@@ -1,24 +1,74 @@
-"""Where the canonical operators are in a vLLM decoder."""
+"""Where the canonical operators are in a vLLM decoder. In a family that vLLM has no class for, it
+runs the code of transformers."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from rlk_align.engines.common.experts import BY_EXPERT, has_kernels
-from rlk_align.engines.common.fused_places import fused_places, place_of
-from rlk_align.engines.common.layout import in_slots
-from rlk_align.engines.common.places import Place
+from rlk_align.engines.common.fused_places import fused_places, head_path, place_of
+from rlk_align.engines.common.layout import in_slots, of_outputs
+from rlk_align.engines.common.places import End, Place
 from rlk_align.engines.vllm.experts import FUSED, PARTIAL, sparse_blocks
 from rlk_align.model.families import ModelShape
+from rlk_align.model.operators import layer_modules
 
 
 def vllm_places(model: Any, shape: ModelShape, tp: int) -> Iterator[Place]:
     """The place of each site in a live model of `tp` ranks."""
+    if of_transformers(model):
+        yield from _transformers_places(model, shape)
+        return
     blocks = {i: (path, block) for i, path, block in sparse_blocks(model)}
 
     def sparse(layer: int) -> Iterator[Place] | None:
         return _block_places(model, layer, *blocks[layer], shape, tp) if layer in blocks else None
 
     yield from fused_places(model, shape, tp, "logits_processor", sparse)
+
+
+def of_transformers(model: Any) -> bool:
+    """Whether the model is the code of transformers, with vLLM's linear layers, norms and attention
+    in it: vLLM runs a family so that it has no class for."""
+    return type(model).__name__.startswith("Transformers")
+
+
+def sliding_window(attention: Any) -> int | None:
+    """The number of keys that vLLM's attention of a layer sees; None if it has no window."""
+    window = attention.sliding_window
+    return None if window in (None, -1) else int(window)
+
+
+_FUSED = {
+    "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "mlp.gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Module of a layer -> the operators that vLLM fuses in the code of transformers."""
+
+
+def _transformers_places(model: Any, shape: ModelShape) -> Iterator[Place]:
+    """The places in the code of transformers, which adds residuals outside of norms."""
+    yield Place(sites=("embed",), module="model.embed_tokens")
+    for i, layer in enumerate(model.model.layers):
+        modules, operators = dict(layer.named_modules()), shape.family.layer(shape, i)
+
+        def place(module: str, *ops: str, end: End = "output", i: int = i) -> Place:
+            sites = tuple(f"layers.{i}.{op}" for op in ops)
+            path = f"model.layers.{i}.{module}".removesuffix(".")
+            return Place(sites=sites, module=path, end=end, layout=of_outputs(sites, shape, 1))
+
+        paths = layer_modules(operators, shape.family.modules)
+        yield from (place(module, *ops) for module, ops in _FUSED.items())
+        yield from (place(path, op) for op, path in paths.items() if path in modules)
+        for op in ("q_rope", "k_rope") if "q_rope" in operators else ():
+            yield place("self_attn", op, end="rope")
+        yield place("self_attn.o_proj", "attn", end="input")
+        yield place(paths.get("mlp_norm", "mlp"), "attn_residual", end="input")
+        yield place("mlp.down_proj", "act", end="input")
+        yield place("", "mlp_residual")
+    yield Place(sites=("final_norm",), module="model.norm")
+    yield Place(
+        sites=("logits",), module="logits_processor", rows="sampled", parameters_in=head_path(model)
+    )
 
 
 def _block_places(

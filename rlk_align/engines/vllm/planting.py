@@ -19,7 +19,7 @@ from rlk_align.engines.common.weights import Parameter
 from rlk_align.engines.process.ranks import all_gather
 from rlk_align.engines.vllm.experts import replace_choice, sparse_blocks
 from rlk_align.engines.vllm.parallel import tensor_parallel
-from rlk_align.engines.vllm.places import vllm_places
+from rlk_align.engines.vllm.places import of_transformers, sliding_window, vllm_places
 from rlk_align.engines.vllm.taps import on_rotation
 from rlk_align.engines.vllm.weights import live_parameter, live_weight, parameter_plan
 from rlk_align.errors import BadOption
@@ -84,6 +84,13 @@ class VLLMOperators(FusedOperators):
     def _layer(self, layer: int) -> Any:
         return self._model.model.layers[layer]
 
+    def _combination(self, site: str, formula: Formula) -> None:
+        if of_transformers(self._model):
+            # The code of transformers adds the residual outside of the norm.
+            LiveOperators._combination(self, site, formula)
+        else:
+            super()._combination(site, formula)
+
     def sparse_layers(self) -> SparseLayers:
         kind = VLLMKernelLayers if self.with_kernels else VLLMSparseLayers
         return kind(self, self._model)
@@ -93,6 +100,7 @@ class VLLMOperators(FusedOperators):
 
     def _attention(self, layer: int, formula: Formula) -> None:
         module = self._layer(layer).self_attn.attn
+        window = sliding_window(module)
         original = module.forward
         cache = _Cache()
 
@@ -112,6 +120,8 @@ class VLLMOperators(FusedOperators):
                 positions = torch.arange(length, device=out.device)
                 query_positions = positions[length - (rows.stop - rows.start) :]
                 visible = positions <= query_positions[:, None]
+                if window is not None:
+                    visible &= positions > query_positions[:, None] - window
                 new[rows] = self.attended(
                     formula, layer, out[rows], q[rows], keys, values, visible, module.impl.scale
                 )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlk_align.engines.common import transformers_rope
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import Place
@@ -16,7 +17,7 @@ from rlk_align.engines.common.rows import packed_rows
 from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
 from rlk_align.engines.process.ranks import Ranks, all_gather
 from rlk_align.engines.vllm.experts import on_choices, replay_choices
-from rlk_align.engines.vllm.places import vllm_places
+from rlk_align.engines.vllm.places import of_transformers, vllm_places
 from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.trace.writer import PassWriter
@@ -149,6 +150,9 @@ class VLLMTaps(SiteHooks):
 
 def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -> None:
     """Calls `see` with each output of the rotary embedding: the queries, then the keys."""
+    if of_transformers(model):
+        transformers_rope.on_rotation(hooks, model, see)
+        return
     # All layers share one module, unless a patch has changed that.
     for rotary in {layer.self_attn.rotary_emb for layer in model.model.layers}:
         hooks.on_outputs(rotary, see)

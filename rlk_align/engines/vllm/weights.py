@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from rlk_align.engines.common.fused_places import head_path
 from rlk_align.engines.common.layout import padded
 from rlk_align.engines.common.parameters import LiveParameter
 from rlk_align.engines.common.weights import Parameter, canonical, parameters
@@ -16,7 +17,7 @@ from rlk_align.model.families import ModelShape
 
 def parameter_plan(model: Any, shape: ModelShape, tp: int) -> Iterator[Parameter]:
     """Every parameter of a live model of `tp` ranks."""
-    rows = model.lm_head.weight.shape[0]
+    rows = model.get_submodule(head_path(model)).weight.shape[0]
     places = vllm_places(model, shape, tp)
     return parameters(places, shape, tp, lambda op: padded(op, shape.vocab, rows, tp))
 

@@ -18,19 +18,21 @@ from rlk_align.engines.common.attributes import (
     norm_attributes,
     norm_epsilons,
     per_layer,
+    rope_attributes,
 )
 from rlk_align.engines.common.code import code_places
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import ParameterRecord, record_parameter
 from rlk_align.engines.common.places import shards_of
+from rlk_align.engines.common.transformers_rope import rotary_embeddings
 from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.process import heartbeat
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.vllm.experts import sparse_blocks
 from rlk_align.engines.vllm.graphs import GraphCounter
 from rlk_align.engines.vllm.parallel import tensor_parallel
-from rlk_align.engines.vllm.places import vllm_places
+from rlk_align.engines.vllm.places import of_transformers, sliding_window, vllm_places
 from rlk_align.engines.vllm.taps import VLLMTaps
 from rlk_align.engines.vllm.weights import vllm_weights
 from rlk_align.errors import BadOption
@@ -141,20 +143,17 @@ def vllm_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
     """The settings of a live vLLM model that affect its numbers, named as in `hf_attributes`."""
     layers, config = list(model.model.layers), model.config
     attention = [layer.self_attn for layer in layers]
-    rotary = attention[0].rotary_emb
     dtype = next(p.dtype for p in model.parameters())
     return {
         "layers": len(layers),
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
-        **per_layer("heads", [a.total_num_heads for a in attention]),
-        **per_layer("kv_heads", [a.total_num_kv_heads for a in attention]),
+        **per_layer("heads", [_heads(a, "num_heads") for a in attention]),
+        **per_layer("kv_heads", [_heads(a, "num_kv_heads") for a in attention]),
         **per_layer("head_dim", [a.head_dim for a in attention]),
         **per_layer("attention_scale", [float(f"{a.attn.impl.scale:.6g}") for a in attention]),
-        **per_layer("sliding_window", [_window(a.attn) for a in attention]),
-        "rope_type": config.rope_parameters["rope_type"],
-        "rope_theta": float(f"{rotary.base:.5g}"),
-        "rope_dim": rotary.rotary_dim,
+        **per_layer("sliding_window", [sliding_window(a.attn) for a in attention]),
+        **_ropes(model, attention),
         **norm_attributes(norm_epsilons(model, vllm_places(model, shape, 1))),
         **per_layer("activation", [_layer_activation(layer, dtype) for layer in layers]),
         **_routing([block.experts for _, _, block in sparse_blocks(model)]),
@@ -163,9 +162,24 @@ def vllm_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _window(attention: Any) -> int | None:
-    window = attention.sliding_window
-    return None if window in (None, -1) else int(window)
+def _heads(attention: Any, name: str) -> int:
+    """The number of heads of all ranks, or, in the code of transformers, which runs on one rank,
+    that of vLLM's attention in it."""
+    return getattr(attention, f"total_{name}", None) or getattr(attention.attn, name)
+
+
+def _ropes(model: Any, attention: list[Any]) -> dict[str, Any]:
+    """The attributes of each layer's rotary embedding."""
+    if of_transformers(model):
+        return rope_attributes(rotary_embeddings(model))
+    rotaries, parameters = [a.rotary_emb for a in attention], model.config.rope_parameters
+    kinds = [] if "rope_type" in parameters else model.config.layer_types
+    ropes = [parameters[kind] for kind in kinds] or [parameters]
+    return {
+        **per_layer("rope_type", [rope["rope_type"] for rope in ropes]),
+        **per_layer("rope_theta", [float(f"{r.base:.5g}") for r in rotaries]),
+        **per_layer("rope_dim", [r.rotary_dim for r in rotaries]),
+    }
 
 
 def _layer_activation(layer: Any, dtype: torch.dtype) -> str:

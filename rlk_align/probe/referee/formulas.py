@@ -4,7 +4,6 @@ Each takes float64 rows and returns the output of an engine without rounding.
 N = rows, F = features, H = heads, D = head width, L = keys of a sequence.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,6 +34,8 @@ class AttentionRoundings:
     probability: float
     float32_sums: bool
     """Whether the rounding of sums in float32 counts."""
+    query: float = 0.0
+    """The variance of q, where an engine multiplies it by a factor before the product."""
 
 
 class Attended(NamedTuple):
@@ -98,18 +99,25 @@ def attention(
     heads: tuple[int, int],
     window: int | None,
     roundings: AttentionRoundings,
+    scale: torch.Tensor | None = None,
+    cap: float | None = None,
 ) -> Attended:
-    """softmax(q · kᵀ / √D) · v over the keys at positions p − window < j ≤ p of one sequence, and
+    """softmax(scale q · kᵀ) · v over the keys at positions p − window < j ≤ p of one sequence, and
     its variance by rounding.
 
-    q: `[N, H·D]` at `position` `[N]`; k, v: `[L, Hkv·D]` of positions 0 … L − 1; `heads`: H, Hkv.
-    An error δ of a score changes the output by p δ (v − output), and a relative error δ of a
-    probability by p δ v.
+    q: `[N, H·D]` at `position` `[N]`; k, v: `[L, Hkv·D]` of positions 0 … L − 1; `heads`: H, Hkv;
+    `scale`: that of each row, `[N]`; 1 / √D if it is None. `cap`: a score s becomes
+    cap tanh(s / cap) (Gemma 2). An error δ of a score changes the output by p δ (v − output), and a
+    relative error δ of a probability by p δ v.
     """
     count, groups = heads
     query = q.reshape(len(q), groups, count // groups, -1)
     key, value = (x.reshape(len(x), groups, -1) for x in (k, v))
-    scores = torch.einsum("nghd,lgd->nghl", query, key) / math.sqrt(query.shape[-1])
+    width = query.shape[-1]
+    row_scale = q.new_full((len(q),), width**-0.5) if scale is None else scale
+    row_scale = row_scale[:, None, None, None]
+    scores = torch.einsum("nghd,lgd->nghl", query, key) * row_scale
+    scores = scores if cap is None else soft_cap(scores, cap)
     at = torch.arange(len(k), device=k.device)
     visible = at <= position[:, None]
     if window is not None:
@@ -121,9 +129,10 @@ def attention(
     # The variance of each score, and of each probability as a share of it.
     score_variance = roundings.score * scores.square()
     score_variance += roundings.exponent * (scores - masked.amax(dim=-1, keepdim=True)).square()
-    if roundings.float32_sums:
+    if roundings.float32_sums or roundings.query:
         terms = torch.einsum("nghd,lgd->nghl", query.square(), key.square())
-        score_variance += FLOAT32_SUM * terms
+        of_sum = roundings.float32_sums * FLOAT32_SUM * width
+        score_variance += (of_sum + roundings.query) * row_scale.square() * terms
     score_variance = (p.square() * score_variance).masked_fill(hidden, 0.0)
     share = p.square() * (roundings.probability + roundings.float32_sums * len(k) * FLOAT32_SUM)
     of_value = torch.einsum("nghl,lgd->nghd", score_variance, value)
@@ -136,6 +145,11 @@ def attention(
     shared = (score_variance * (along - power).square() + share * along.square()).sum(dim=-1)
     variance = variance.clamp(min=0).reshape(len(q), -1)
     return Attended(out.reshape(len(q), -1), variance, shared.reshape(len(q), -1))
+
+
+def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap tanh(x / cap), of any shape."""
+    return cap * torch.tanh(x / cap)
 
 
 def log_prob(logits: torch.Tensor, target: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config
-from rlk_align.model.families import ModelShape
+from rlk_align.model.families import ModelShape, activation_of, cap_of, is_tied
 from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.sites import Site
 from rlk_align.model.tensors import biased_operators
@@ -17,7 +17,11 @@ from rlk_align.probe.referee import formulas
 from rlk_align.probe.referee.experts import EXPERT_FORMULAS, ExpertReference
 from rlk_align.probe.referee.exponentials import SumOrder, lost_share, sum_orders
 from rlk_align.probe.referee.rounding import relative_unit, rounding_variance
-from rlk_align.probe.referee.settings import live_settings, sliding_window
+from rlk_align.probe.referee.settings import (
+    attention_scale,
+    live_settings,
+    sliding_window,
+)
 from rlk_align.probe.referee.weights import Checkpoint, CheckpointWeights, NotRefereed
 from rlk_align.results import LiveSetting
 from rlk_align.trace.reader import Weight
@@ -76,7 +80,7 @@ class Reference:
             self._checkpoint = like._checkpoint
         self._weights = CheckpointWeights(self._checkpoint, live)
         self._biased = biased_operators(self._config, shape)
-        self._rotary = checkpoint_rotary(model, shape)
+        self._rotaries = [checkpoint_rotary(model, shape, i) for i in range(shape.layers)]
         shares = tp if "down_proj" in added else 1
         self._experts = ExpertReference(shape, dtype, self._weights.read, shares)
 
@@ -99,12 +103,13 @@ class Reference:
         shared: torch.Tensor | None = None
         formula = site.operator.formula
         if formula == "embedding":
-            out = self._weights.read(site.parameter)[rows.token].double()
+            out = self._embedded(self._weights.read(site.parameter)[rows.token])
         elif formula == "rms_norm":
             weight = self._weights.read(site.parameter).double()
+            weight = weight + 1 if self.shape.family.one_plus_weight else weight
             out = formulas.rms_norm(inputs[0], weight, self._eps)
         elif formula == "rotary":
-            out, extra = self._rotated(inputs[0], rows, self.heads(site))
+            out, extra = self._rotated(site, inputs[0], rows)
         elif formula == "residual":
             out = inputs[0] + inputs[1]
         elif formula in ("activation", "expert_activation"):
@@ -114,13 +119,18 @@ class Reference:
             heads = (self.shape.heads, self.shape.kv_heads)
             window = sliding_window(self._config, self.shape, site.layer)
             q, k, v = inputs
+            scale = attention_scale(self._config, self.shape, rows.position)
             out, extra, shared = formulas.attention(
-                q, k, v, rows.position, heads, window, self._attention_roundings
-            )
+                q, k, v, rows.position, heads, window, self._attention_roundings, scale,
+                cap_of(self._config, self.shape.family.score_cap),
+            )  # fmt: skip
         elif formula == "log_softmax":
             out, extra = self._log_prob(inputs[0], rows)
         elif formula in ("linear", "router"):
             out, extra = self._product(site, inputs[0])
+            cap = cap_of(self._config, self.shape.family.logit_cap)
+            if site.op == "logits" and cap is not None:
+                out, extra = self._capped(out, extra, cap)
         elif formula in EXPERT_FORMULAS:
             out, extra, of_row = self._experts.exact(site, inputs)
             shared = of_row[:, None]
@@ -169,7 +179,7 @@ class Reference:
         """A linear layer, in blocks of features."""
         parameter = site.parameter
         bias = self._bias(site) if site.op in self._biased else None
-        tied_to = site.operator.tied_to if self._config.get("tie_word_embeddings") else ""
+        tied_to = site.operator.tied_to if is_tied(self._config) else ""
         weight = self._weights.read(tied_to or parameter, used_as=parameter)
         out, extra = (x.new_empty(len(x), len(weight)) for _ in range(2))
         step = max(1, WEIGHT_ELEMENTS // weight.shape[1])
@@ -178,6 +188,18 @@ class Reference:
             some = None if bias is None else bias[at]
             out[:, at], extra[:, at] = self._sums(site, x, weight[at].double(), some)
         return out, extra
+
+    def _capped(
+        self, logits: torch.Tensor, variance: torch.Tensor, cap: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits under a cap, and their variance. An engine may round the product, its quotient by
+        the cap, and the tanh of that."""
+        out = formulas.soft_cap(logits, cap)
+        tanh = out / cap
+        slope = (1 - tanh.square()).square()
+        rounded = [rounding_variance(x, self.dtype) for x in (logits, logits / cap, tanh)]
+        variance = slope * (variance + rounded[0] + rounded[1] * cap**2) + rounded[2] * cap**2
+        return out, variance
 
     def _bias(self, site: Site) -> torch.Tensor:
         return self._weights.read(f"{site.parameter}.bias").double()
@@ -203,14 +225,23 @@ class Reference:
                 extra = extra + rounding_variance(total, self.dtype)
         return out, extra
 
+    def _embedded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding, scaled by the family and rounded once, which every engine does
+        alike: `[N, F]` -> float64."""
+        if not self.shape.family.embedding_scale:
+            return rows.double()
+        scale = torch.tensor(self.shape.hidden**0.5, dtype=rows.dtype).double().item()
+        return (rows.double() * scale).to(rows.dtype).double()
+
     def _rotated(
-        self, x: torch.Tensor, rows: RowTokens, heads: int
+        self, site: Site, x: torch.Tensor, rows: RowTokens
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._rotary is None:
+        heads, rotary = self.heads(site), self._rotaries[site.layer or 0]
+        if rotary is None:
             raise NotRefereed("its rotary embedding changes with the sequence")
-        inv_freq = torch.tensor(self._rotary.inv_freq, dtype=torch.float64, device=x.device)
+        inv_freq = torch.tensor(rotary.inv_freq, dtype=torch.float64, device=x.device)
         angle = rows.position.double()[:, None] * inv_freq
-        out, slope = formulas.rotate(x, angle, heads, self._rotary.scaling)
+        out, slope = formulas.rotate(x, angle, heads, rotary.scaling)
         # Frequencies and angles are float32, so an angle is off by about one ulp.
         off = (2 * FLOAT32_UNIT * angle).repeat(1, 2)
         width = x.shape[1] // heads - off.shape[1]
@@ -237,7 +268,10 @@ class Reference:
         once = relative_unit(self.dtype) ** 2
         in_float32 = self.dtype == "float32"
         exponent = relative_unit("float32") ** 2
-        return formulas.AttentionRoundings(2 * once, exponent, once, in_float32)
+        query = once if self.shape.family.temperature else 0.0
+        # A cap rounds a quotient, its tanh, and the product of that.
+        of_score = 5 if cap_of(self._config, self.shape.family.score_cap) else 2
+        return formulas.AttentionRoundings(of_score * once, exponent, once, in_float32, query)
 
     @property
     def _eps(self) -> float:
@@ -248,7 +282,7 @@ class Reference:
 
     @property
     def _activation(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        name = self._config.get("hidden_act") or "silu"
+        key, name = activation_of(self._config)
         if name not in formulas.ACTIVATIONS:
-            raise NotRefereed(f"hidden_act={name} has no formula")
+            raise NotRefereed(f"{key}={name} has no formula")
         return formulas.ACTIVATIONS[name]

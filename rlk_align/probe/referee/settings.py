@@ -5,7 +5,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rlk_align.model.families import ModelShape
+import torch
+
+from rlk_align.model.families import ModelShape, activation_of, layer_kind
 from rlk_align.model.rotary import partial_rotary_factor, rope_parameters
 from rlk_align.model.sites import Site
 from rlk_align.results import LiveSetting
@@ -18,12 +20,40 @@ DIGITS = ".5g"
 def sliding_window(config: Mapping[str, Any], shape: ModelShape, layer: int) -> int | None:
     """Returns the sliding window of a layer, in tokens; None if the layer has none."""
     config = {**shape.family.window, **config}
-    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    window, kind = config.get("sliding_window"), layer_kind(config, layer)
     if window is None or not config.get("use_sliding_window"):
         return None
-    if kinds:
-        return int(window) if kinds[layer] == "sliding_attention" else None
+    if kind:
+        return int(window) if kind == "sliding_attention" else None
     return int(window) if layer >= config.get("max_window_layers", 0) else None
+
+
+def base_attention_scale(config: Mapping[str, Any], shape: ModelShape) -> float:
+    """The factor of q · k, beside one that depends on the position."""
+    key, exponent = shape.family.attention_scale
+    stated = {**shape.family.defaults, **config}.get(key) if key else None
+    return float(shape.head_dim) ** -0.5 if stated is None else float(stated) ** exponent
+
+
+def attention_scale(
+    config: Mapping[str, Any], shape: ModelShape, position: torch.Tensor
+) -> torch.Tensor:
+    """The factor of q · k for queries at `position`, int64 `[N]` -> float64 `[N]`.
+
+    A family with a temperature multiplies by 1 + β log(1 + ⌊p / L⌋), where β is
+    `llama_4_scaling_beta` and L `original_max_position_embeddings` of its rope (Llama 4).
+    """
+    scale = torch.full_like(position, 1, dtype=torch.float64) * base_attention_scale(config, shape)
+    if not shape.family.temperature:
+        return scale
+    rope = rope_parameters(dict(config))
+    beta, original = (
+        float(rope.get(key) or 0.0)
+        for key in ("llama_4_scaling_beta", "original_max_position_embeddings")
+    )
+    if not beta:
+        return scale
+    return scale * (1 + beta * torch.log1p(torch.floor(position.double() / original)))
 
 
 def live_settings(
@@ -48,7 +78,7 @@ def _configured(site: Site, config: dict[str, Any], shape: ModelShape) -> dict[s
             name = "norm_eps" if site.layer is not None else "final_norm_eps"
             return {name: config.get("rms_norm_eps")}
         case "rotary":
-            rope = rope_parameters(config)
+            rope = rope_parameters(config, site.layer or 0)
             return {
                 "rope_type": rope["rope_type"],
                 "rope_theta": rope["rope_theta"],
@@ -57,10 +87,10 @@ def _configured(site: Site, config: dict[str, Any], shape: ModelShape) -> dict[s
         case "attention":
             assert site.layer is not None
             window = sliding_window(config, shape, site.layer)
-            attention_scale = float(f"{shape.head_dim**-0.5:.6g}")
-            return {"attention_scale": attention_scale, "sliding_window": window or NO_WINDOW}
+            base = float(f"{base_attention_scale(config, shape):.6g}")
+            return {"attention_scale": base, "sliding_window": window or NO_WINDOW}
         case "activation" | "expert_activation":
-            return {"activation": _ACTIVATIONS.get(str(config.get("hidden_act")))}
+            return {"activation": _ACTIVATIONS.get(activation_of(config)[1])}
         case "top_k":
             return {"experts_per_token": shape.top_k}
         case "routing_weights":

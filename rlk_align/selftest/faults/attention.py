@@ -91,6 +91,13 @@ ATTENTION = {
         "attention:window",
         Strength("1 / keys that a query sees", 1 / 16, (1 / 64, 1 / 32, 1 / 16, 1 / 4)),
     ),
+    "attn-rotated": Fault(
+        ("layers.3.attn",),
+        "q and k are rotated in a layer that does not rotate them",
+        "attention:rotated",
+        needs="variant",
+        without="layers.3.q_rope",
+    ),
     "attn-first-key-hidden": Fault(
         ("layers.2.attn",), "the first key of each sequence is masked", "attention:first_key_hidden"
     ),

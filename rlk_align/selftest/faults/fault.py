@@ -49,8 +49,13 @@ class Fault:
     """The name of the mismatch that the precheck must report."""
     decode: bool = False
     """Whether only rows of decode steps have the fault."""
-    needs: Literal["", "bias", "ties", "shared"] = ""
-    """A property that the model needs: biases, experts whose logits tie, or shared experts."""
+    needs: Literal["", "bias", "ties", "shared", "variant"] = ""
+    """A property that the model needs: biases, experts whose logits tie, shared experts, or an
+    operator that some families have in a form of their own."""
+    operator: str = ""
+    """The record of the catalogue that its site must be, if it is a fault of that record alone."""
+    without: str = ""
+    """A site that the model must lack."""
     op_class: str = ""
     """The key of its group in the catalogue."""
 
@@ -68,5 +73,11 @@ class Fault:
         """Whether a model with these sites has its operators. Operators within the experts have
         rows by token and expert, which only faults of sparse layers can handle."""
         if self.needs == "bias" and any(s.sparse for s in sites.values()):
+            return False
+        if self.without in sites:
+            return False
+        if self.operator and any(
+            n in sites and sites[n].operator.name != self.operator for n in self.sites
+        ):
             return False
         return all(n in sites and self.sparse == sites[n].sparse for n in self.sites)

@@ -37,6 +37,25 @@ NORMS = {
         "the statistics are taken over all heads together",
         "norms:over_all_heads",
     ),
+    "norm-each-head": Fault(
+        ("layers.2.q_norm",),
+        "the statistics are taken over each head, not over all of them",
+        "norms:over_each_head",
+        needs="variant",
+        operator="wide_q_norm",
+    ),
+    "norm-one-left-out": Fault(
+        ("layers.1.mlp_post_norm",),
+        "the weight w is applied as w - 1, as where 1 + w is taken for w",
+        "norms:weight_minus_one",
+        needs="variant",
+    ),
+    "post-norm-left-out": Fault(
+        ("layers.0.attn_post_norm",),
+        "the norm after attention is skipped",
+        "norms:left_out",
+        needs="variant",
+    ),
     "norm-output-fp8": Fault(
         ("layers.2.mlp_norm",),
         "the output goes through fp8 (e4m3), a scale for each row",

@@ -86,6 +86,24 @@ def window(a: Attention, strength: float) -> torch.Tensor:
     return _masked(a, a.visible & (keys > last - round(1 / strength)))
 
 
+def _turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rotates `[N, H, D]` by angles of the base 10,000, in the half-split form."""
+    pairs = x.shape[-1] // 2
+    speed = 1e4 ** (-torch.arange(pairs, device=x.device).double() / pairs)
+    angles = (positions[:, None, None].double() * speed).float()
+    a, b = x.float().split(pairs, -1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+@formula
+def rotated(a: Attention, _: float) -> torch.Tensor:
+    """Queries and keys are rotated by their positions first."""
+    keys = torch.arange(len(a.key), device=a.key.device)
+    query = _turned(a.query, keys[len(keys) - len(a.query) :])
+    return _attend(dataclasses.replace(a, query=query, key=_turned(a.key, keys)))
+
+
 @formula
 def first_key_hidden(a: Attention, _: float) -> torch.Tensor:
     """The first visible key is masked."""

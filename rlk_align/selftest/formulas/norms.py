@@ -70,6 +70,21 @@ def weight_plus_one(unit: Unit, _: float) -> torch.Tensor:
 
 
 @formula
+def weight_minus_one(unit: Unit, _: float) -> torch.Tensor:
+    """(w - 1) x / sqrt(mean(x²) + eps)."""
+    x = _grouped(unit)
+    return x * _inverse(x, unit.eps) * (_weight(unit) - 1.0)
+
+
+@formula
+def over_each_head(unit: Unit, _: float) -> torch.Tensor:
+    """One mean square for each head of a row, in a norm over all of them."""
+    x = unit.inputs[0].float()
+    heads = x.reshape(len(x), -1, unit.head_dim)
+    return (heads * _inverse(heads, unit.eps)).reshape(x.shape) * _weight(unit)
+
+
+@formula
 def over_all_heads(unit: Unit, _: float) -> torch.Tensor:
     """One mean square for all heads of a row."""
     x = unit.inputs[0].float()

@@ -15,7 +15,7 @@ import torch
 from rlk_align.engines.common.attributes import norm_epsilon
 from rlk_align.engines.common.experts import has_kernels
 from rlk_align.engines.common.hooks import Hooks
-from rlk_align.engines.common.places import Place, first
+from rlk_align.engines.common.places import HEADS_FIRST, Place, first
 from rlk_align.engines.common.weights import Parameter, write_part
 from rlk_align.errors import BadOption
 from rlk_align.model.rotary import checkpoint_rotary
@@ -52,7 +52,7 @@ class LiveOperators(Hooks, ABC):
         super().__init__()
         self._engine, self._model, self.shape = engine, model, engine.shape
         self._chosen, self._sharing = chosen, sharing
-        self._rotary = checkpoint_rotary(engine.model_path, engine.shape)
+        self._rotary = functools.partial(checkpoint_rotary, engine.model_path, engine.shape)
         self._places = {site: place for place in places for site in place.sites}
         self.sites = {s.name: s for s in model_sites(engine.shape)}
 
@@ -142,7 +142,8 @@ class LiveOperators(Hooks, ABC):
 
         def whole(name: str, local: torch.Tensor) -> torch.Tensor:
             name = f"layers.{layer}.{name}"
-            layout = self._places[name].layout
+            # Families with layers that do not rotate run on one rank only.
+            layout = self._places[name].layout if name in self._places else None
             if layout is None:
                 return local
             return self._sharing.whole(name, local.flatten(1), layout).unflatten(1, (-1, width))
@@ -162,21 +163,26 @@ class LiveOperators(Hooks, ABC):
             self._sharing.put_back(site, new, local, self._places[site].layout)
         return local
 
-    def frequencies(self) -> torch.Tensor:
-        """The frequencies of the checkpoint's rotary embedding, float64. Raises BadOption if they
-        depend on the sequence."""
-        if self._rotary is None:
+    def frequencies(self, layer: int) -> torch.Tensor:
+        """The frequencies of a layer's rotary embedding in the checkpoint, float64. Raises
+        BadOption if they depend on the sequence."""
+        rotary = self._rotary(layer)
+        if rotary is None:
             raise BadOption("the rotary embedding's frequencies change: no fault is planted there")
         device = next(self._model.parameters()).device
-        return torch.tensor(self._rotary.inv_freq, dtype=torch.float64, device=device)
+        return torch.tensor(rotary.inv_freq, dtype=torch.float64, device=device)
 
     def _module_output(self, site: str, formula: Formula) -> None:
         """Replaces the output of an operator that has a module of its own: embeddings, norms,
         projections and the logits."""
         module, op = self.module(site), self.sites[site].operator
+        if module is self._model:
+            raise BadOption(f"{site} lies outside of any module: no fault is planted there")
         name = op.parameter or site
         embedding, every_row = op.formula == "embedding", op.row == "token"
         weight = self.parameter(name) if op.weight and not embedding else None
+        if weight is not None and op.formula == "rms_norm" and self.shape.family.one_plus_weight:
+            weight = weight.float() + 1
         bias = self.parameter(f"{name}.bias") if self.biased(site) else None
         eps = norm_epsilon(module) or 0.0
         # A norm's input has the layout of its output, a product's input that of the site it reads.
@@ -186,12 +192,15 @@ class LiveOperators(Hooks, ABC):
             value = first(out)
             if value is None:
                 return  # This rank gets no logits.
+            x = inputs[-1]
+            if self._places[site].access is HEADS_FIRST:
+                value, x = value.transpose(1, 2), x.transpose(1, 2)
             operands: tuple[torch.Tensor, ...] = ()
-            if op.formula == "rms_norm" and out is not value:
+            if op.formula == "rms_norm" and isinstance(out, tuple):
                 # A fused norm also returns the sum that it normalises.
                 operands = (self.whole(site, out[1]),)
             elif not embedding:
-                operands = (self.whole(of, inputs[-1], not every_row),)
+                operands = (self.whole(of, x, not every_row),)
             unit = Unit(
                 result=self.whole(site, value),
                 inputs=operands,
@@ -203,13 +212,17 @@ class LiveOperators(Hooks, ABC):
             )
             self.put_back(site, in_place_of(formula, unit), value)
 
-        self.after(module, see)
+        if self._places[site].end == "input":
+            self.before(module, lambda _, inputs: see(None, inputs, inputs[0]))
+        else:
+            self.after(module, see)
 
     def _combination(self, site: str, formula: Formula) -> None:
         """Replaces an operator without a module, whose inputs are the outputs of other
         operators."""
         place, inputs = self._places[site], self.sites[site].inputs
-        frequencies = self.frequencies() if place.end == "rope" else None
+        layer = self.sites[site].layer or 0
+        frequencies = self.frequencies(layer) if place.end == "rope" else None
         live: dict[str, torch.Tensor] = {}
 
         def note(name: str, passed: Any) -> None:
@@ -294,6 +307,8 @@ def plant(operators: LiveOperators, chosen: Chosen) -> LiveOperators:
             raise BadOption(
                 f"fault={chosen}: a {shape.model_type} model of {shape.layers} layers has no {site}"
             )
+        if fault.needs == "variant" and not fault.fits(operators.sites):
+            raise BadOption(f"fault={chosen}: {site} is of another kind in this model")
         if not fault.fits(operators.sites):
             raise BadOption(f"fault={chosen}: {site} is of a sparse layer in this model")
         if fault.needs == "bias" and operators.computes(site) and not operators.biased(site):

@@ -1,0 +1,39 @@
+"""The rotary embeddings of a live model of transformers, in an engine that runs its code."""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rlk_align.engines.common.hooks import Hooks
+
+
+def rotary_embeddings(model: Any) -> list[tuple[dict[str, Any], torch.Tensor]]:
+    """The `rope_parameters` of each layer, and its live frequencies `[pairs]`: one rotary embedding
+    for all layers, or one for each kind of layer."""
+    rotary, parameters = model.model.rotary_emb, model.config.rope_parameters
+    if "rope_type" in parameters:
+        return [(parameters, rotary.inv_freq)] * len(model.model.layers)
+    kinds = model.config.layer_types
+    return [(parameters[kind], getattr(rotary, f"{kind}_inv_freq")) for kind in kinds]
+
+
+def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -> None:
+    """Calls `see` with each output of the rotary embedding, `[B, S, heads, head_dim]`: in each
+    attention the query, then the key. The embedding is a function of the modeling module, and is
+    wrapped while the hooks are installed."""
+    # FSDP changes the classes of the model and its layers, but not that of the attention.
+    modeling = sys.modules[type(model.model.layers[0].self_attn).__module__]
+    original = modeling.apply_rotary_pos_emb
+
+    @functools.wraps(original)
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        query, key = original(*args, **kwargs)
+        # [B, heads, S, head_dim] -> [B, S, heads, head_dim]
+        see(query.transpose(1, 2))
+        see(key.transpose(1, 2))
+        return query, key
+
+    hooks.replace(modeling, "apply_rotary_pos_emb", observed)

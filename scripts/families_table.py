@@ -1,0 +1,135 @@
+"""Compares a small random model of each family in transformers and vLLM, and writes the table of
+`docs/families.md`: `python scripts/families_table.py [FAMILY...]`.
+
+What each comparison found is in `reports/engines/families.json`; named families replace their own
+entries there.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+from command import write_few_prompts  # noqa: E402
+from family_models import SETTINGS, family_model  # noqa: E402
+
+from rlk_align.model.families import FAMILIES  # noqa: E402
+
+FOUND = ROOT / "reports" / "engines" / "families.json"
+PAGE = ROOT / "docs" / "families.md"
+EDGE = "prefill_vs_train"
+WITHOUT_SDPA = {"gemma2": "hf:attn=eager,batch=4"}
+"""model_type -> the spec of transformers, where its default attention is refused."""
+IN_MATRIX = "in the test matrix"
+HEAD = """# Families
+
+A model is compared operator by operator if its `model_type` is below.
+[Add a family](add-a-family.md) says what a description consists of. A setting of `config.json` that
+the description does not cover is refused by name.
+
+`scripts/families_table.py` writes this table. Each cell with a count is one comparison of a small
+random checkpoint in bf16, with six prompts and eight new tokens each. *Healthy* means that the
+contract passed, and that each operator of both sides was recomputed in float64 and is within its
+budget. The settings of the checkpoints make each variant matter: windows shorter than the prompts,
+ropes that differ by layer, norms and biases off their neutral values.
+
+"""
+
+
+FOOT = """The last number of a healthy cell is the mean of the absolute difference of log-probs in
+nats. Measured with {packages}; raw results: [families.json](../reports/engines/families.json).
+*In the test matrix*: a comparison of `tests/engines/test_family_variants.py`, or pairs of
+`tests/support/engine_pairs.py`, of which [reports/families.md](../reports/families.md) names some.
+Gemma 2 is compared with eager attention in batches of 4, because transformers' sdpa ignores its cap
+and is refused.
+"""
+
+
+def compared(model: Path, folder: Path, rollout: str, train: str) -> dict[str, Any]:
+    """What `rlk-align compare` finds."""
+    output = folder / "verdict.json"
+    output.unlink(missing_ok=True)
+    few = write_few_prompts(folder / "few.jsonl")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "rlk_align", "compare", "--model", str(model)),
+            *("--prompts", str(few), "--max-new-tokens", "8", "--run-dir", str(folder / "run")),
+            *("--rollout", rollout, "--train", train, "--output", f"json={output}", "--fresh"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if not output.exists():
+        return {"exit_code": done.returncode, "error": done.stderr.strip().splitlines()[-1]}
+    verdict = json.loads(output.read_text())
+    words = done.stdout.rpartition("on either side: ")[2].split()
+    first = verdict["divergences"][EDGE]["first_over_budget"]
+    return {
+        "exit_code": done.returncode,
+        "recomputed": " ".join(words[:3]) if words[1:2] == ["of"] else "",
+        "mean_abs_dlogp": verdict["edges"][EDGE]["mean_abs_dlogp"],
+        "first_over_budget": first and {"site": first["site"], "side": first["side"]},
+        "versions": {r: e["version"] for r, e in verdict["engines"].items()},
+        "specs": [rollout, train],
+    }
+
+
+def cell(found: dict[str, Any] | None) -> str:
+    """What a cell of the table says of one comparison."""
+    if found is None:
+        return IN_MATRIX
+    if first := found.get("first_over_budget"):
+        return f"`{first['site']}` of the {first['side']} side is off: [found](../reports/found.md)"
+    if found["exit_code"] == 0:
+        return f"healthy, {found['recomputed']}; {found['mean_abs_dlogp']:.2g}"
+    return f"exit {found['exit_code']}"
+
+
+def page(found: dict[str, Any]) -> str:
+    """The page of docs for what the comparisons found."""
+    lines = [
+        "| `model_type` | transformers, eager and sdpa | vLLM on a CPU, and transformers | "
+        "Megatron-core | the kernels |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name in sorted(FAMILIES):
+        of, refused = found.get(name, {}), FAMILIES[name].refused
+        engines = [
+            f"refused: {refused[e]}" if e in refused else IN_MATRIX for e in ("megatron", "kernels")
+        ]
+        native = " (the code of transformers)" if FAMILIES[name].backend else ""
+        cells = [cell(of.get("hf")), cell(of.get("vllm")) + native, *engines]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    runs = [run for of in found.values() for run in of.values() if "versions" in run]
+    versions = {
+        f"{spec.partition(':')[0]} {run['versions'][role]}"
+        for run in runs
+        for role, spec in zip(("rollout", "train"), run["specs"], strict=True)
+    }
+    packages = ", ".join(sorted(versions))
+    return f"{HEAD}{chr(10).join(lines)}\n\n{FOOT.format(packages=packages)}"
+
+
+def main(names: list[str]) -> None:
+    found = json.loads(FOUND.read_text()) if FOUND.exists() else {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        for name in names or sorted(SETTINGS):
+            model, train = family_model(folder, name), WITHOUT_SDPA.get(name, "hf")
+            found[name] = {
+                "hf": compared(model, folder, "hf:attn=eager", train),
+                "vllm": compared(model, folder, "vllm", train),
+            }
+            print(name, found[name], flush=True)
+            FOUND.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    PAGE.write_text(page(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,196 @@
+"""The families whose layers differ from Llama's: healthy pairs of engines, with every operator
+recomputed in float64, and planted faults of what is particular to a family."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import families_table
+import pytest
+from command import Cli, Outcome, require_engine
+from family_models import SETTINGS, family_model
+
+from rlk_align.errors import ModelError
+from rlk_align.model.families import FAMILIES
+from rlk_align.selftest.faults.catalogue import FAULTS, choose
+
+EDGE = "prefill_vs_train"
+TRAIN = {"gemma2": "hf:attn=eager,batch=4"}
+"""model_type -> the spec of transformers, where its default attention is refused."""
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A fault of `rlk_align.selftest.faults` in one side, and the operator that must be named."""
+
+    family: str
+    fault: str
+    rollout: str = "hf:attn=eager"
+    train: str = "hf"
+
+    @property
+    def side(self) -> str:
+        return "rollout" if "fault=" in self.rollout else "train"
+
+    @property
+    def id(self) -> str:
+        return "-".join([self.family, self.fault, self.rollout.partition(":")[0]])
+
+
+def compared(cli: Cli, few_prompts: Path, model: Path, rollout: str, train: str) -> Outcome:
+    done = cli(
+        *("compare", "--model", model, "--prompts", few_prompts, "--max-new-tokens", 8),
+        *("--rollout", rollout, "--train", train, "--run-dir", model.parent / "run"),
+    )
+    assert done.verdict is not None, done.out + done.err
+    return done
+
+
+def assert_healthy(done: Outcome) -> None:
+    assert done.code == 0, done.out
+    assert done.verdict is not None
+    assert done.verdict["coverage"]["unpaired"] == []
+    assert done.verdict["coverage"]["fraction"] == 1
+    assert done.verdict["divergences"][EDGE]["over_budget"] == []
+    recomputed = done.out.rpartition("no operator beyond its budget on either side: ")[2].split()
+    assert recomputed[0] == recomputed[2] > "0", done.out
+
+
+SHORT = ("olmo3",)
+"""The families that the default run compares in transformers alone."""
+
+
+def whole(*values: object, default: bool) -> object:
+    """A case of the matrix; those outside of the default run have the marker `whole_matrix`."""
+    return pytest.param(*values, marks=() if default else pytest.mark.whole_matrix)
+
+
+@pytest.mark.parametrize("family", [whole(f, default=f in SHORT) for f in SETTINGS])
+def test_two_attentions_of_transformers_are_healthy(
+    cli: Cli, few_prompts: Path, tmp_path: Path, family: str
+) -> None:
+    model = family_model(tmp_path, family)
+    train = TRAIN.get(family, "hf")
+    assert_healthy(compared(cli, few_prompts, model, "hf:attn=eager", train))
+
+
+IGNORED_BY_VLLM = {"ministral3": ("layers.0.attn", "rollout")}
+"""model_type -> the operator that vLLM computes otherwise, and its side: `reports/found.md`."""
+
+
+@pytest.mark.parametrize("family", [whole(f, default=f == "gemma3_text") for f in SETTINGS])
+def test_vllm_and_transformers_are_healthy_or_a_known_fault_is_named(
+    cli: Cli, few_prompts: Path, tmp_path: Path, family: str
+) -> None:
+    require_engine("vllm")
+    done = compared(
+        cli, few_prompts, family_model(tmp_path, family), "vllm", TRAIN.get(family, "hf")
+    )
+    if family not in IGNORED_BY_VLLM:
+        assert_healthy(done)
+        return
+    assert done.code == 1, done.out
+    assert done.verdict is not None
+    first = done.verdict["divergences"][EDGE]["first_over_budget"]
+    assert (first["site"], first["side"]) == IGNORED_BY_VLLM[family]
+
+
+def test_an_attention_that_ignores_the_cap_is_refused(
+    cli: Cli, few_prompts: Path, tmp_path: Path
+) -> None:
+    model = family_model(tmp_path, "gemma2")
+    for spec in ("hf", "hf:attn=sdpa", "fsdp", "deepspeed"):
+        done = cli("compare", "--model", model, "--rollout", "hf:attn=eager", "--train", spec)
+        assert done.code == 2
+        assert "attn=sdpa ignores attn_logit_softcapping=0.5 of config.json" in done.err
+
+
+def in_hf(family: str, fault: str) -> Planted:
+    start = f"{TRAIN[family]}," if family in TRAIN else "hf:"
+    return Planted(family, fault, train=f"{start}fault={fault}")
+
+
+def in_vllm(family: str, fault: str) -> Planted:
+    return Planted(family, fault, f"vllm:fault={fault}", TRAIN.get(family, "hf"))
+
+
+FAULTY = [
+    # Norms over all heads, and after the branches.
+    in_hf("olmo3", "norm-each-head"),
+    in_hf("olmo2", "post-norm-left-out"),
+    in_hf("olmo2", "norm-one-left-out"),
+    in_vllm("olmo3", "norm-each-head"),
+    in_vllm("olmo2", "post-norm-left-out"),
+    # 1 + weight, taken for weight, and for 2 + weight.
+    in_hf("gemma3_text", "norm-one-left-out"),
+    in_hf("gemma3_text", "norm-weight-plus-one"),
+    in_vllm("gemma3_text", "norm-one-left-out"),
+    # A window of 7 keys, or of 9, in place of 8: layer 2 has one.
+    in_hf("gemma3_text", f"attn-window@{1 / 7:.6f}"),
+    in_vllm("gemma3_text", f"attn-window@{1 / 7:.6f}"),
+    in_hf("olmo3", f"attn-window@{1 / 7:.6f}"),
+    # The theta of the layers that see all keys, in a layer with a window.
+    in_hf("gemma3_text", "rope-base@99"),
+    in_vllm("gemma3_text", "rope-base@99"),
+    # Biases, scales, and a rotation where there is none.
+    in_hf("seed_oss", "proj-bias-dropped"),
+    in_vllm("seed_oss", "proj-bias-dropped"),
+    in_hf("smollm3", "attn-rotated"),
+    in_vllm("smollm3", "attn-rotated"),
+    in_hf("gemma3_text", "attn-scale"),
+    # The formula of this fault has no cap, so that it leaves the cap out.
+    in_hf("gemma2", "attn-scale@0.0001"),
+    in_vllm("gemma2", "attn-scale@0.0001"),
+    in_hf("gemma3_text", "embed-scaled"),
+    in_hf("ministral3", "attn-scale"),
+]
+DEFAULT = {"olmo3-norm-each-head-hf", "gemma3_text-norm-one-left-out-hf", "smollm3-attn-rotated-hf"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c.id, marks=() if c.id in DEFAULT else pytest.mark.whole_matrix)
+             for c in FAULTY]
+)  # fmt: skip
+def test_a_planted_fault_is_named_at_its_operator_and_side(
+    cli: Cli, few_prompts: Path, tmp_path: Path, case: Planted
+) -> None:
+    for spec in (case.rollout, case.train):
+        require_engine(spec.partition(":")[0])
+    model = family_model(tmp_path, case.family)
+    done = compared(cli, few_prompts, model, case.rollout, case.train)
+    assert done.code == 1, done.out
+    assert done.verdict is not None
+    first = done.verdict["divergences"][EDGE]["first_over_budget"]
+    engine = (case.rollout if case.side == "rollout" else case.train).partition(":")[0]
+    assert (first["site"], first["side"]) == (choose(engine, case.fault).fault.site, case.side)
+
+
+def test_the_table_of_the_docs_is_that_of_the_recorded_comparisons() -> None:
+    found = json.loads(families_table.FOUND.read_text(encoding="utf-8"))
+    assert families_table.PAGE.read_text(encoding="utf-8") == families_table.page(found)
+    assert found
+    assert found.keys() <= SETTINGS.keys()
+    known = {"exit_code": 0, "first_over_budget": None}
+    for family, of in found.items():
+        fault = IGNORED_BY_VLLM.get(family)
+        named = fault and {"site": fault[0], "side": fault[1]}
+        assert {k: of["hf"][k] for k in known} == known
+        assert of["vllm"]["first_over_budget"] == named
+
+
+def test_every_fault_of_a_variant_is_planted() -> None:
+    variants = {name for name, fault in FAULTS.items() if fault.needs == "variant"}
+    assert variants <= {case.fault for case in FAULTY}
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if FAMILIES[f].refused])
+def test_the_kernels_and_megatron_refuse_a_family_that_they_do_not_compute(
+    family: str,
+) -> None:
+    assert family in SETTINGS
+    described = FAMILIES[family]
+    for engine, why in described.refused.items():
+        with pytest.raises(ModelError) as error:
+            described.check(engine, family)
+        assert f"model_type {family!r}" in error.value.message
+        assert why in error.value.message

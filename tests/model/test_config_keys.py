@@ -1,0 +1,220 @@
+"""Settings of config.json that the description of a family does not cover are refused by name, and
+published configs are not."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlk_align.errors import ModelError
+from rlk_align.model.config_keys import check_settings, unknown_settings
+from rlk_align.model.families import FAMILIES, is_tied, layer_kind, read_shape
+from rlk_align.model.rotary import rope_parameters
+
+HUB: dict[str, Any] = {
+    **{"attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02},
+    **{"bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 4096, "use_cache": True},
+    **{"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 256},
+    **{"num_hidden_layers": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-5},
+    **{"rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16"},
+    "transformers_version": "4.43.0",
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+QWEN = {"max_window_layers": 28, "sliding_window": 131072, "use_sliding_window": False}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Llama-3.1-8B-Instruct": {
+        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False},
+        **{"eos_token_id": [128001, 128008], "mlp_bias": False, "pretraining_tp": 1},
+        "rope_scaling": LLAMA3,
+    },
+    "Llama-3.2-1B": {
+        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": 16},
+        **{"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
+        **{"rope_scaling": LLAMA3 | {"factor": 32.0}, "tie_word_embeddings": True},
+    },
+    "Mistral-7B-Instruct-v0.3": {
+        **{"architectures": ["MistralForCausalLM"], "model_type": "mistral"},
+        "sliding_window": None,
+    },
+    "Qwen2.5-7B": {
+        **{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_mrope": False},
+        **QWEN,
+    },
+    "Qwen3-8B": {
+        **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32},
+        **{"attention_bias": False, "rope_scaling": None, "sliding_window": None},
+        **{"max_window_layers": 36, "use_sliding_window": False},
+    },
+    "Qwen3-30B-A3B": {
+        **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 32},
+        **{"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        **{"moe_intermediate_size": 32, "norm_topk_prob": True, "num_experts": 8},
+        **{"num_experts_per_tok": 2, "output_router_logits": False, "rope_scaling": None},
+        **{"router_aux_loss_coef": 0.001, "sliding_window": None, "use_sliding_window": False},
+        "max_window_layers": 48,
+    },
+    "Mixtral-8x7B-v0.1": {
+        **{"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"},
+        **{"num_experts_per_tok": 2, "num_local_experts": 8, "output_router_logits": False},
+        **{"router_aux_loss_coef": 0.02, "sliding_window": None},
+    },
+    "GLM-4.5": {
+        **{"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "head_dim": 16},
+        **{"attention_bias": True, "pad_token_id": 250, "eos_token_id": [250, 251]},
+        **{"partial_rotary_factor": 0.5, "moe_intermediate_size": 32, "norm_topk_prob": True},
+        **{"n_group": 1, "topk_group": 1, "n_routed_experts": 8, "n_shared_experts": 1},
+        **{"routed_scaling_factor": 2.5, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+        **{"rope_scaling": None, "num_nextn_predict_layers": 1, "use_qk_norm": True},
+    },
+    "OLMo-2-1124-7B": {
+        **{"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "attention_bias": False},
+        **{"rope_scaling": None, "torch_dtype": "float32", "pad_token_id": 250},
+    },
+    "Olmo-3-7B-Instruct": {
+        **{"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "sliding_window": 4096},
+        **{"attention_bias": False, "layer_types": ["sliding_attention", "full_attention"]},
+        "rope_scaling": {
+            **{"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192},
+            **{"attention_factor": 1.2079, "beta_fast": 32.0, "beta_slow": 1.0},
+        },
+    },
+    "Seed-OSS-36B-Instruct": {
+        **{"architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss", "head_dim": 128},
+        **{"attention_bias": True, "attention_out_bias": False, "attention_dropout": 0.1},
+        **{"residual_dropout": 0.1, "mlp_bias": False, "rope_scaling": {"rope_type": "default"}},
+    },
+    "SmolLM3-3B": {
+        **{"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "mlp_bias": False},
+        **{"attention_bias": False, "no_rope_layer_interval": 4, "no_rope_layers": [1, 0]},
+        **{"layer_types": ["full_attention"] * 2, "max_window_layers": 28, "pretraining_tp": 2},
+        **{"rope_scaling": None, "sliding_window": None, "use_sliding_window": False},
+    },
+    "Ministral-3-8B-Instruct": {
+        **{"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"},
+        **{"head_dim": 128, "sliding_window": None},
+        "rope_parameters": {
+            **{"type": "yarn", "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0},
+            **{"original_max_position_embeddings": 16384, "beta_fast": 32.0, "beta_slow": 1.0},
+            **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+        },
+    },
+    "gemma-2-9b": {
+        **{"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 256},
+        **{"attention_bias": False, "attn_logit_softcapping": 50.0, "cache_implementation": "hyb"},
+        **{"final_logit_softcapping": 30.0, "hidden_activation": "gelu_pytorch_tanh"},
+        **{"query_pre_attn_scalar": 256, "sliding_window": 4096, "sliding_window_size": 4096},
+    },
+    "gemma-3-1b-it": {
+        **{"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "head_dim": 256},
+        **{"attention_bias": False, "attn_logit_softcapping": None, "rope_scaling": None},
+        **{"final_logit_softcapping": None, "hidden_activation": "gelu_pytorch_tanh"},
+        **{"query_pre_attn_scalar": 256, "rope_local_base_freq": 10000, "rope_theta": 1000000},
+        **{"sliding_window": 512, "sliding_window_pattern": 6, "cache_implementation": "hybrid"},
+    },
+}
+"""Configs as their authors published them, in shape; sizes are shrunk."""
+
+
+def accepted(folder: Path, config: dict[str, Any]) -> None:
+    """Raises what `compare` raises for this config.json before it looks at weights."""
+    (folder / "config.json").write_text(json.dumps(config))
+    check_settings(folder, config, read_shape(folder).family.keys)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_accepted(tmp_path: Path, name: str) -> None:
+    accepted(tmp_path, HUB | PUBLISHED[name])
+
+
+HUB_FORMS: list[dict[str, Any]] = [
+    # transformers 5 beside transformers 4
+    {"dtype": "bfloat16", "rope_parameters": LLAMA3 | {"rope_theta": 5e5}, "rope_scaling": LLAMA3},
+    {"_name_or_path": "meta-llama/Llama-3.1-8B", "_attn_implementation_autoset": True},
+    {"head_dim": None, "rope_scaling": None, "pad_token_id": None, "quantization_config": None},
+    {"layer_types": ["full_attention", "full_attention"], "id2label": {"0": "LABEL_0"}},
+    {"temperature": 0.6, "top_p": 0.9, "do_sample": True, "unsloth_fixed": True},
+    {"is_causal": True, "auto_map": None, "logits_scaling": 1.0, "final_logit_softcapping": None},
+    {"sliding_window": 4096, "use_sliding_window": False, "n_shared_experts": 0},
+]
+
+
+@pytest.mark.parametrize("changes", HUB_FORMS)
+def test_forms_of_the_hub_are_accepted(tmp_path: Path, changes: dict[str, Any]) -> None:
+    accepted(tmp_path, HUB | PUBLISHED["Llama-3.1-8B-Instruct"] | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2, "llama_4_scaling_beta": 0.1}},
+            "rope_parameters.llama_4_scaling_beta = 0.1 changes attention's scale by the position, "
+            "and the description of family 'llama' does not say how",
+        ),
+        ({"rope_scaling": {"type": "default", "mrope_section": [2, 3]}}, "rope_scaling.mrope_sec"),
+        ({"logits_scaling": 8.0}, "logits_scaling = 8.0 changes the logits, and"),
+        ({"sliding_window": 4096}, "sliding_window = 4096 changes which keys attention sees"),
+        ({"is_causal": False}, "is_causal = False changes which keys attention sees"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = ['full"),
+        ({"some_switch": 0.5}, "some_switch = 0.5 may change log-probs, and the description"),
+        ({"some_switch": float("nan")}, "some_switch = nan may change"),
+        ({"clip_qkv": 8, "final_logit_softcapping": 30.0}, "(nor does it say what final_logit_sof"),
+        ({"auto_map": {"AutoModelForCausalLM": "model.Model"}}, "auto_map names code in the check"),
+    ],
+)
+def test_a_setting_that_the_family_does_not_list_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ModelError, match=re.escape(said)):
+        accepted(tmp_path, HUB | PUBLISHED["Llama-3.1-8B-Instruct"] | changes)
+
+
+def test_a_window_is_known_to_the_families_that_have_one_and_its_kinds_of_layers_too(
+    tmp_path: Path,
+) -> None:
+    mistral = HUB | PUBLISHED["Mistral-7B-Instruct-v0.3"] | {"sliding_window": 8}
+    accepted(tmp_path, mistral | {"layer_types": ["sliding_attention", "full_attention"]})
+    with pytest.raises(ModelError, match=re.escape("layer_types = ['chunked_attention'")):
+        accepted(tmp_path, mistral | {"layer_types": ["chunked_attention", "full_attention"]})
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_what_transformers_saves_by_default_is_accepted(family: str) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(family).to_dict()
+    assert unknown_settings(config, FAMILIES[family].keys) == {}
+
+
+def test_the_layers_of_hub_configs(tmp_path: Path) -> None:
+    """Without `layer_types`, the pattern of windows and the thetas follow from older keys."""
+    config = HUB | PUBLISHED["gemma-3-1b-it"] | {"num_hidden_layers": 6}
+    kinds = [layer_kind(config, i) for i in range(6)]
+    assert kinds == ["sliding_attention"] * 5 + ["full_attention"]
+    assert [rope_parameters(config, i)["rope_theta"] for i in (0, 5)] == [1e4, 1e6]
+    del config["rope_theta"], config["rope_local_base_freq"]
+    assert [rope_parameters(config, i)["rope_theta"] for i in (0, 5)] == [1e4, 1e6]
+    assert layer_kind(config | {"sliding_window_pattern": 2}, 1) == "full_attention"
+    olmo = HUB | PUBLISHED["Olmo-3-7B-Instruct"]
+    assert [rope_parameters(olmo, i)["rope_type"] for i in (0, 1)] == ["default", "yarn"]
+    (tmp_path / "config.json").write_text(json.dumps(HUB | PUBLISHED["SmolLM3-3B"]))
+    assert read_shape(tmp_path).unrotated_layers == (1,)
+    assert is_tied({"model_type": "gemma3_text"})
+
+
+def test_the_refusal_of_an_unknown_family_says_what_is_unknown_in_it(tmp_path: Path) -> None:
+    config = HUB | {"model_type": "granite", "embedding_multiplier": 12.0, "logits_scaling": 8.0}
+    config |= {"residual_multiplier": 0.22, "attention_multiplier": 0.05, "sliding_window": 8}
+    with pytest.raises(ModelError) as refused:
+        accepted(tmp_path, config)
+    assert refused.value.message.endswith(
+        "no known family has its attention_multiplier, embedding_multiplier, logits_scaling, "
+        "residual_multiplier"
+    )
+    for words in ("`import` and `explain`", "docs/add-a-family.md"):
+        assert words in refused.value.fix
+    page = Path(__file__).parents[2] / "docs/add-a-family.md"
+    assert page.is_file()

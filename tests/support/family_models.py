@@ -1,0 +1,51 @@
+"""A small random checkpoint of each family that has variants of its own, with settings that make
+every variant matter: windows that are shorter than the prompts, ropes that differ by layer, biases.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from random_model import write_random_model
+
+LAYERS = 4
+KINDS = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+THETA = {"rope_type": "default", "rope_theta": 10000.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0}
+YARN |= {"original_max_position_embeddings": 16}
+TEMPERATURE = YARN | {"mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "olmo2": {"head_dim": 32, "attention_bias": True},
+    "olmo3": {
+        **{"sliding_window": 8, "layer_types": KINDS},
+        "rope_parameters": {"sliding_attention": THETA, "full_attention": YARN},
+    },
+    "seed_oss": {"head_dim": 32, "attention_out_bias": True},
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
+    "ministral3": {"head_dim": 32, "rope_parameters": TEMPERATURE},
+    "gemma2": {
+        **{"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 24},
+        # As small as the scores and the logits of a random model, so that they matter.
+        **{"attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.0},
+        **{"layer_types": KINDS[-2:] * 2, "tie_word_embeddings": True},
+    },
+    "gemma3_text": {
+        **{"head_dim": 32, "sliding_window": 8, "layer_types": KINDS, "query_pre_attn_scalar": 24},
+        "rope_parameters": {
+            "sliding_attention": THETA,
+            "full_attention": THETA | {"rope_theta": 1e6},
+        },
+        **{"tie_word_embeddings": True},
+    },
+}
+"""model_type -> what its config sets beside `random_model.SMALL`."""
+VLLM_IGNORES: dict[str, str] = {}
+"""model_type -> the parameter that vLLM leaves out."""
+
+
+def family_model(folder: Path, family: str, dtype: str = "bfloat16", **changes: Any) -> Path:
+    """The checkpoint of a family below `folder`, written the first time."""
+    made = folder / "-".join([family, dtype, *map(str, changes)])
+    settings = {"num_hidden_layers": LAYERS, **SETTINGS[family], **changes}
+    if not made.exists():
+        write_random_model(made, model_type=family, dtype=dtype, **settings)
+    return made
