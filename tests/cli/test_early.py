@@ -26,7 +26,6 @@ REFUSED = {
     "deepspeed:zero_init=1,stage=2": ("zero_init=1 with stage=2", "only stage 3"),
     "deepspeed:buffers=bf16,mixed=autocast": ("buffers=bf16 with mixed=autocast",),
     "sglang:attention_backend=fa3": ("attention_backend=fa3 is unknown", "torch_native"),
-    "sglang:kernels=rlk": ("engine 'sglang' does not support kernels=rlk",),
     "vllm:logprobs=cooked": ("logprobs=cooked is unknown", "raw, processed"),
     "hf:device=tpu": ("device=tpu is unknown", "cuda"),
 }

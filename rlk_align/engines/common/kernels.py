@@ -37,7 +37,13 @@ KERNELS: dict[Formula, tuple[str, ...]] = {
 }
 """Formula -> the kernels that may compute it. Residual additions are left out, because every engine
 computes them equally: in fp32, rounded once."""
-REPLACEABLE = tuple(dict.fromkeys(o.site for o in OPERATORS.values() if o.formula in KERNELS))
+_WITHOUT = ("attn_post_norm", "mlp_post_norm")
+"""Operators of families that the kernels refuse."""
+REPLACEABLE = tuple(
+    dict.fromkeys(
+        o.site for o in OPERATORS.values() if o.formula in KERNELS and o.name not in _WITHOUT
+    )
+)
 """The operators that the kernels compute and that `except` may name, by their sites."""
 
 

@@ -1,0 +1,56 @@
+"""The real SGLang against trainers and vLLM, with the kernels in both: no bit differs, at any site
+of any row, however SGLang schedules the requests."""
+
+from pathlib import Path
+
+import pytest
+import sglang_env
+from bit_equal import assert_equal
+from command import Cli, require_engine, write_few_prompts
+from random_model import write_random_model
+
+pytestmark = [sglang_env.needed, pytest.mark.timeout(600)]
+
+SCHEDULES = {
+    "": "",
+    "chunks": "chunked_prefill_size=32,page_size=16,max_running_requests=3",
+    "cached prefixes": "radix_cache=1",
+}
+EVERY_LAYER_SPARSE = {
+    **{"model_type": "qwen3_moe", "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 96, "tie_word_embeddings": False},
+}
+"""As SGLang computes every Qwen3-MoE."""
+whole = pytest.mark.whole_matrix
+
+
+@pytest.mark.parametrize(
+    ("schedule", "other", "dtype", "sparse"),
+    [
+        ("chunks", "hf", "bfloat16", False),
+        pytest.param("", "hf", "float32", False, marks=whole),
+        pytest.param("cached prefixes", "megatron", "bfloat16", False, marks=whole),
+        pytest.param("chunks", "megatron", "float32", False, marks=whole),
+        pytest.param("", "fsdp:dp=2", "bfloat16", False, marks=whole),
+        pytest.param("chunks", "vllm", "bfloat16", False, marks=whole),
+        pytest.param("chunks", "hf", "bfloat16", True, marks=whole),
+        pytest.param("cached prefixes", "megatron", "float32", True, marks=whole),
+        pytest.param("", "vllm", "bfloat16", True, marks=whole),
+    ],
+)
+def test_no_bit_differs(
+    cli: Cli, folder: Path, schedule: str, other: str, dtype: str, sparse: bool
+) -> None:
+    engine = other.partition(":")[0]
+    require_engine(engine)
+    model = write_random_model(folder / "model", **EVERY_LAYER_SPARSE) if sparse else None
+    sglang = sglang_env.sglang(",".join(filter(None, (f"dtype={dtype}", SCHEDULES[schedule]))))
+    beside = f"{other}{',' if ':' in other else ':'}dtype={dtype}"
+    rollout, train = (beside, sglang) if engine == "vllm" else (sglang, beside)
+    done = cli(
+        *("compare", "--rollout", f"{rollout},kernels=rlk", "--train", f"{train},kernels=rlk"),
+        *("--contract", "bitwise", "--max-new-tokens", 8, "--run-dir", folder / "run"),
+        *("--prompts", write_few_prompts(folder / "few.jsonl")),
+        *(("--model", model) if model else ()),
+    )
+    assert_equal(done, 40, sparse=sparse)
