@@ -87,7 +87,7 @@ test-slow-all: setup verl-env sglang-env
 # What CI runs beside `make check`: `make test` with the folders of test-slow and test-fix-path in it, so that packages
 # are imported once, and one end is waited for. tests/architecture is in `make check`.
 test-ci: TEST := -o norecursedirs=gpu --ignore=tests/architecture
-test-ci: test
+test-ci: sglang-env test
 
 # What starts no engine.
 test-quick: setup

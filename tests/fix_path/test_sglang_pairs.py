@@ -43,7 +43,9 @@ def test_no_bit_differs(
 ) -> None:
     engine = other.partition(":")[0]
     require_engine(engine)
-    model = write_random_model(folder / "model", **EVERY_LAYER_SPARSE) if sparse else None
+    model = folder / f"sparse-{dtype}"
+    if sparse and not model.exists():
+        write_random_model(model, **EVERY_LAYER_SPARSE, dtype=dtype)
     sglang = sglang_env.sglang(",".join(filter(None, (f"dtype={dtype}", SCHEDULES[schedule]))))
     beside = f"{other}{',' if ':' in other else ':'}dtype={dtype}"
     rollout, train = (beside, sglang) if engine == "vllm" else (sglang, beside)
@@ -51,6 +53,6 @@ def test_no_bit_differs(
         *("compare", "--rollout", f"{rollout},kernels=rlk", "--train", f"{train},kernels=rlk"),
         *("--contract", "bitwise", "--max-new-tokens", 8, "--run-dir", folder / "run"),
         *("--prompts", write_few_prompts(folder / "few.jsonl")),
-        *(("--model", model) if model else ()),
+        *(("--model", model) if sparse else ()),
     )
     assert_equal(done, 40, sparse=sparse)

@@ -34,7 +34,7 @@ def parameters(
     """
     for place in places:
         operator = OPERATORS[place.sites[0].rpartition(".")[2]]
-        if not operator.weight or place.end == "inside":
+        if not operator.weight or (place.end == "inside" and not place.parameters_in):
             # The engine itself reads what is inside a module, such as the experts.
             continue
         site, name = place.sites[0], operator.parameter or place.sites[0]

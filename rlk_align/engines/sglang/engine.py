@@ -121,7 +121,10 @@ class SGLangEngine(Engine):
             yield record_parameter(parameter)
 
     def unexposed(self, kind: str) -> dict[str, str]:
-        fused = {f"layers.{i}.{op}": FUSED for i in self.shape.sparse_layers for op in BY_EXPERT}
+        fused = {}
+        if self.kernels is None:
+            layers = self.shape.sparse_layers
+            fused = {f"layers.{i}.{op}": FUSED for i in layers for op in BY_EXPERT}
         if kind == "decode" or self.attributes()["logprobs"] == "raw":
             return fused
         raw = "SGLang's log-probs of a prompt are raw, even if those of sampled tokens are not"

@@ -4,7 +4,17 @@ weights."""
 from collections.abc import Iterator
 from typing import Any
 
-from rlk_align.engines.common.experts import Choose, Show, by_ascending_id, choice_replaced
+import torch
+
+from rlk_align.engines.common.experts import (
+    Choose,
+    Show,
+    by_ascending_id,
+    choice_replaced,
+    choose_on_kernels,
+    has_kernels,
+    on_kernels,
+)
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.parameters import LiveParameter
 from rlk_align.engines.common.site_hooks import SiteHooks
@@ -20,9 +30,26 @@ def sparse_blocks(model: Any) -> dict[int, Any]:
 
 
 def on_choices(hooks: Hooks, model: Any, show: Show) -> None:
-    """Calls `show(site, value)` with each token's experts and their weights."""
+    """Calls `show(site, value)` with each token's experts and their weights, and with whatever else
+    the kernels compute inside a layer."""
     for i, block in sparse_blocks(model).items():
-        _on_choice(hooks, block.topk, f"layers.{i}", show)
+        if has_kernels(block):
+            on_kernels(hooks, block, i, show)
+            _on_router(hooks, block, f"layers.{i}.router", show)
+        else:
+            _on_choice(hooks, block.topk, f"layers.{i}", show)
+
+
+def _on_router(hooks: Hooks, block: Any, site: str, show: Show) -> None:
+    """Shows the logits of a router that the kernels compute, which is no module then."""
+    product = block.logits
+
+    def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        result = product(x, weight)
+        show(site, result)
+        return result
+
+    hooks.replace(block, "logits", logits)
 
 
 def _on_choice(hooks: Hooks, topk: Any, name: str, show: Show) -> None:
@@ -43,8 +70,11 @@ def replay_choices(hooks: SiteHooks, model: Any) -> None:
 
 
 def replace_choice(hooks: Hooks, block: Any, choose: Choose) -> None:
-    """Replaces the choice of a layer's router. The router raises EngineFailed as it runs if it does
-    not choose by `torch.topk`."""
+    """Replaces the choice of a layer's router. Unless the kernels compute it, the router raises
+    EngineFailed as it runs if it does not choose by `torch.topk`."""
+    if has_kernels(block):
+        choose_on_kernels(hooks, block, choose)
+        return
     route, experts = block.topk.forward, block.experts.num_experts
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.common.experts import BY_EXPERT
+from rlk_align.engines.common.experts import BY_EXPERT, has_kernels
 from rlk_align.engines.common.fused_places import fused_places
 from rlk_align.engines.common.places import Access, Place
 from rlk_align.engines.sglang.experts import FUSED, sparse_blocks
@@ -18,7 +18,7 @@ def sglang_places(model: Any, shape: ModelShape) -> Iterator[Place]:
     sparse = sparse_blocks(model)
 
     def block(layer: int) -> Iterator[Place] | None:
-        return _block_places(layer) if layer in sparse else None
+        return _block_places(layer, has_kernels(sparse[layer])) if layer in sparse else None
 
     def heads(op: str) -> Access:
         count = shape.heads if op == "q_norm" else shape.kv_heads
@@ -32,13 +32,23 @@ def sglang_places(model: Any, shape: ModelShape) -> Iterator[Place]:
     yield from fused_places(model, shape, 1, f"logits_processor.{HEAD}", block, heads)
 
 
-def _block_places(layer: int) -> Iterator[Place]:
+def _block_places(layer: int, kernels: bool) -> Iterator[Place]:
+    """`kernels`: whether the block computes everything in it with the kernels, without modules."""
     name, here = f"layers.{layer}", f"model.layers.{layer}.mlp"
-    yield Place(sites=(f"{name}.router",), module=f"{here}.gate")
+    if kernels:
+        yield Place(
+            sites=(f"{name}.router",), module=here, end="inside", parameters_in=f"{here}.gate"
+        )
+    else:
+        yield Place(sites=(f"{name}.router",), module=f"{here}.gate")
     for op in ("experts", "routing_weights"):
-        yield Place(sites=(f"{name}.{op}",), module=f"{here}.topk", end="inside")
+        module = here if kernels else f"{here}.topk"
+        yield Place(sites=(f"{name}.{op}",), module=module, end="inside")
     for op in BY_EXPERT:
         yield Place(
-            sites=(f"{name}.{op}",), module=f"{here}.experts", end="inside", unexposed=FUSED
+            sites=(f"{name}.{op}",),
+            module=here if kernels else f"{here}.experts",
+            end="inside",
+            unexposed="" if kernels else FUSED,
         )
     yield Place(sites=(f"{name}.moe_out",), module=here)

@@ -21,7 +21,7 @@ from rlk_align.selftest.faults.catalogue import Chosen
 from rlk_align.selftest.planting.fused_operators import FusedOperators
 from rlk_align.selftest.planting.live_operators import plant
 from rlk_align.selftest.planting.operands import Formula, ForwardTokens, Report, Unit, in_place_of
-from rlk_align.selftest.planting.sparse_layers import Routing, SparseLayers, swap
+from rlk_align.selftest.planting.sparse_layers import KernelLayers, Routing, SparseLayers, swap
 
 
 class SGLangOperators(FusedOperators):
@@ -45,7 +45,8 @@ class SGLangOperators(FusedOperators):
         self.rows = ForwardTokens(ids, positions, alone & (positions > 0))
 
     def sparse_layers(self) -> SparseLayers:
-        return SGLangSparseLayers(self, self._model)
+        kind = SGLangKernelLayers if self.with_kernels else SGLangSparseLayers
+        return kind(self, self._model)
 
     def on_rotation(self, see: Callable[[torch.Tensor], None]) -> None:
         on_rotation(self, self._model, see)
@@ -182,6 +183,15 @@ class SGLangSparseLayers(SparseLayers):
             return routed._replace(topk_weights=weigh(routed))
 
         self._hooks.replace(topk, "forward", forward)
+
+
+class SGLangKernelLayers(KernelLayers, SGLangSparseLayers):
+    """Sparse layers that the kernels compute, from the router to the sum of the experts' rows."""
+
+    def _chooser(self, layer: int) -> Any:
+        return self._blocks[layer]
+
+    _computer = _chooser
 
 
 def plant_fault(engine: Any, chosen: Chosen) -> ExitStack:
