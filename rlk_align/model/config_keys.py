@@ -23,7 +23,7 @@ _TRAINING = frozenset(
         *("initializer_range", "attention_dropout", "residual_dropout", "hidden_dropout"),
         *("resid_pdrop", "embd_pdrop", "attn_pdrop", "router_aux_loss_coef", "router_z_loss_coef"),
         *("router_jitter_noise", "output_router_logits", "aux_loss_alpha", "seq_aux"),
-        *("pretraining_tp", "gradient_checkpointing"),
+        *("pretraining_tp", "gradient_checkpointing", "neftune_noise_alpha", "attn_dropout"),
     }
 )
 _GENERATION = frozenset(
@@ -47,7 +47,7 @@ _RECORDS = frozenset(
         *("chunk_size_feed_forward", "is_encoder_decoder", "is_decoder", "add_cross_attention"),
         *("cross_attention_hidden_size", "tie_encoder_decoder", "pruned_heads", "use_bfloat16"),
         *("cache_implementation", "tf_legacy_loss", "unsloth_fixed", "unsloth_version"),
-        "model_name",
+        *("model_name", "is_llama_config", "transformers.js_config"),
     }
 )
 """Labels and switches that no decoder's log-probs depend on."""

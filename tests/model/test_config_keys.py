@@ -35,6 +35,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
         **{"rope_scaling": LLAMA3 | {"factor": 32.0}, "tie_word_embeddings": True},
     },
+    "SmolLM2-135M": {
+        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "is_llama_config": True},
+        **{"attention_bias": False, "pretraining_tp": 1, "rope_interleaved": False},
+        **{"rope_scaling": None, "tie_word_embeddings": True},
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+    },
     "Mistral-7B-Instruct-v0.3": {
         **{"architectures": ["MistralForCausalLM"], "model_type": "mistral"},
         "sliding_window": None,
