@@ -4,12 +4,12 @@ bits, and they are those of HF transformers with the kernels."""
 import json
 import os
 import subprocess
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sglang_env
 import torch
 from changed_weights import trained
 from random_model import write_random_model
@@ -17,32 +17,21 @@ from safetensors.torch import load_file, save_file
 
 from rlk_align.data import data_path
 
+pytestmark = [sglang_env.needed, pytest.mark.timeout(600)]
+
 ROOT = Path(__file__).resolve().parents[2]
-PYTHON = Path(os.environ.get("RLK_SGLANG_PYTHON", ROOT / ".venv-sglang/bin/python"))
-"""An interpreter with SGLang: SGLang has an environment of its own."""
 LENGTHS = (5, 12, 33, 40)
 NEW = 8
-SPARSE = {
-    **{"model_type": "qwen3_moe", "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2},
-    **{"moe_intermediate_size": 96, "vocab_size": 1031, "dtype": "bfloat16"},
-}
-"""Untied and sparse in every layer, as SGLang's class computes every Qwen3-MoE."""
 
 
 def python(script: str, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Skips with a warning where there is no environment with SGLang."""
-    if not PYTHON.exists():
-        warnings.warn(
-            f"no SGLang: {PYTHON} is missing, and RLK_SGLANG_PYTHON not set", stacklevel=2
-        )
-        pytest.skip("SGLang is not installed")
     paths = (ROOT, ROOT / "kernels", ROOT / "tests/support")
     variables = {
         **os.environ,
         **{"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"},
         **environment,
     }
-    words = [PYTHON, Path(__file__).with_name(script), *words]
+    words = [sglang_env.PYTHON, Path(__file__).with_name(script), *words]
     return subprocess.run(
         [str(word) for word in words], env=variables, capture_output=True, text=True, timeout=400
     )
@@ -61,7 +50,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
     def stored(name: str) -> tuple[Path, Path]:
         model = data_path("model") if name == "dense" else folder / name
         if not model.exists():
-            write_random_model(model, **SPARSE)
+            write_random_model(
+                model, **sglang_env.EVERY_LAYER_SPARSE, dtype="bfloat16", vocab_size=1031
+            )
         changed = folder / f"{name}-changed"
         if not changed.exists():
             changed.mkdir()

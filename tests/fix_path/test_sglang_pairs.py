@@ -16,11 +16,6 @@ SCHEDULES = {
     "chunks": "chunked_prefill_size=32,page_size=16,max_running_requests=3",
     "cached prefixes": "radix_cache=1",
 }
-EVERY_LAYER_SPARSE = {
-    **{"model_type": "qwen3_moe", "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2},
-    **{"moe_intermediate_size": 96, "tie_word_embeddings": False},
-}
-"""As SGLang computes every Qwen3-MoE."""
 whole = pytest.mark.whole_matrix
 
 
@@ -45,7 +40,7 @@ def test_no_bit_differs(
     require_engine(engine)
     model = folder / f"sparse-{dtype}"
     if sparse and not model.exists():
-        write_random_model(model, **EVERY_LAYER_SPARSE, dtype=dtype)
+        write_random_model(model, **sglang_env.EVERY_LAYER_SPARSE, dtype=dtype)
     sglang = sglang_env.sglang(",".join(filter(None, (f"dtype={dtype}", SCHEDULES[schedule]))))
     beside = f"{other}{',' if ':' in other else ':'}dtype={dtype}"
     rollout, train = (beside, sglang) if engine == "vllm" else (sglang, beside)

@@ -14,11 +14,6 @@ pytestmark = [sglang_env.needed, pytest.mark.whole_matrix, pytest.mark.timeout(6
 
 HERE = Path(__file__).parent
 SCHEDULES = "chunked_prefill_size=32,page_size=16,radix_cache=1,max_running_requests=3"
-EVERY_LAYER_SPARSE = {
-    **{"model_type": "qwen3_moe", "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2},
-    **{"moe_intermediate_size": 96, "tie_word_embeddings": False},
-}
-"""A sparse model that all engines run: SGLang makes every layer sparse, and unties the head."""
 
 
 Compared = Callable[..., Outcome]
@@ -84,7 +79,9 @@ def test_families(compared: Compared, tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("pair", ["hf", "megatron", "vllm"])
 def test_a_sparse_model(compared: Compared, tmp_path: Path, pair: str) -> None:
-    model = write_random_model(tmp_path / "model", dtype="bfloat16", **EVERY_LAYER_SPARSE)
+    model = write_random_model(
+        tmp_path / "model", dtype="bfloat16", **sglang_env.EVERY_LAYER_SPARSE
+    )
     sides = ("vllm", sglang_env.sglang()) if pair == "vllm" else (sglang_env.sglang(), pair)
     verdict = healthy(compared(*sides, model=model))
     hidden = {row["site"].rpartition(".")[2] for row in verdict["coverage"]["unpaired"]}

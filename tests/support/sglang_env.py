@@ -1,15 +1,25 @@
-"""The environment of the engine sglang, which `make sglang-env` makes."""
+"""The environment of the engine sglang, which `make sglang-env` makes, and a model for it."""
 
+import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-PYTHON = Path(__file__).parents[2] / ".venv-sglang/bin/python"
+PYTHON = Path(
+    os.environ.get("RLK_SGLANG_PYTHON", Path(__file__).parents[2] / ".venv-sglang/bin/python")
+)
 needed = pytest.mark.skipif(not PYTHON.exists(), reason="run make sglang-env")
 """Skips where the environment is missing."""
 if not PYTHON.exists():
     warnings.warn(f"sglang is not tested: no {PYTHON}; run make sglang-env", stacklevel=1)
+EVERY_LAYER_SPARSE: dict[str, Any] = {
+    **{"model_type": "qwen3_moe", "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 96, "tie_word_embeddings": False},
+}
+"""A random model that all engines run: SGLang makes every layer of a Qwen3-MoE sparse, and unties
+the head."""
 
 
 def sglang(options: str = "") -> str:
