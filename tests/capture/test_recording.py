@@ -59,7 +59,7 @@ def test_a_bad_recording_is_named(text: str, says: tuple[str, str]) -> None:
 
 def test_an_unknown_side_names_engines_and_recordings() -> None:
     with pytest.raises(
-        UnknownEngine, match="choose from deepspeed, fsdp, hf, megatron, vllm"
+        UnknownEngine, match="choose from deepspeed, fsdp, hf, megatron, sglang, vllm"
     ) as error:
         parse_side("nope")
     assert "replay:path=RUN" in error.value.fix

@@ -332,7 +332,7 @@ def test_what_is_unknown_is_refused() -> None:
     [
         (
             "nope:tp=2,hf",
-            "engine 'nope' is unknown; choose from deepspeed, fsdp, hf, megatron, vllm",
+            "engine 'nope' is unknown; choose from deepspeed, fsdp, hf, megatron, sglang, vllm",
         ),
         ("hf:tp=2", "engine 'hf' has no option 'tp'"),
         ("hf,tp=2", "engine 'tp=2' is unknown"),
