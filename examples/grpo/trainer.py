@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from rlk_align.engines.common.weights import unfused
 from rlk_align.engines.hf.places import hf_places
+from rlk_align.model.families import read_shape
 from rlk_align.trace.digest import digest_parameters
 
 Timed = Callable[[str], AbstractContextManager[None]]
@@ -39,7 +40,8 @@ class Trainer:
             self.kernels = hf.use_kernels(self.model)
         ranks.shard(self.model)
         self.parameters = dict(self.model.named_parameters())
-        self.canonical = list(unfused(self.model, hf_places(self.model)))
+        shape = read_shape(options.model)
+        self.canonical = list(unfused(self.model, hf_places(self.model, shape)))
         dtype, shards = getattr(torch, options.master_dtype), self.parameters.items()
         self.masters = {n: local(p.detach()).to(dtype, copy=True) for n, p in shards}
         computes = self.score, self.loss, self.parameters

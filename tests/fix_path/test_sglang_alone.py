@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from rlk_align.data import data_path
 
-pytestmark = [sglang_env.needed, pytest.mark.timeout(600)]
+pytestmark = [sglang_env.needed, pytest.mark.whole_matrix, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (5, 12, 33, 40)
@@ -78,10 +78,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("name", "dtype", "settings"),
-    [
-        pytest.param(*case, marks=() if i == 0 else pytest.mark.whole_matrix)
-        for i, case in enumerate(CASES)
-    ],
+    CASES,
 )
 def test_every_pass_has_the_same_bits(
     models: Any, tmp_path: Path, name: str, dtype: str, settings: dict[str, Any]
@@ -129,7 +126,6 @@ def test_every_pass_has_the_same_bits(
     assert said["updated, old tokens"] != said["decode"] == said["from disk"]
 
 
-@pytest.mark.whole_matrix
 def test_an_engine_in_processes_of_its_own_gets_the_kernels_by_the_plug_in(tmp_path: Path) -> None:
     """A log-prob travels as a double that holds its fp32 bits."""
     found = {}
@@ -148,7 +144,6 @@ def test_an_engine_in_processes_of_its_own_gets_the_kernels_by_the_plug_in(tmp_p
     assert "RLK_KERNELS=1 was not set" in off["refusal"]
 
 
-@pytest.mark.whole_matrix
 def test_a_refused_setting_ends_the_engine_before_the_model_is_loaded(tmp_path: Path) -> None:
     job = {"model": str(data_path("model")), "prompts": prompts(), "new_tokens": NEW}
     job |= {"settings": {"dtype": "bfloat16", "is_embedding": True}}

@@ -158,7 +158,8 @@ def test_sites_are_those_of_the_model() -> None:
     sites = model_sites(shape)
     sparse = read_shape(data_path("model").parent / "sparse")
     shared = dataclasses.replace(sparse, model_type="glm4_moe", shared_intermediate=1)
-    sites += model_sites(sparse) + model_sites(shared)
+    after = dataclasses.replace(shape, model_type="gemma3_text")
+    sites += model_sites(sparse) + model_sites(shared) + model_sites(after)
     assert {s.op for s in sites} == {operator.site for operator in OPERATORS.values()}
     assert {s.op for s in sites if s.layer is None} == {
         name for name, operator in OPERATORS.items() if operator.part is None
