@@ -55,7 +55,8 @@ demo-loop: setup
 # longest go first (tests/conftest.py), and short ones fill up the end. Each module is compiled once, whatever the
 # environment says of bytecode. A process keeps the memory that it frees, instead of asking for zeroed pages again.
 KEPT := MALLOC_MMAP_THRESHOLD_=67108864 MALLOC_TRIM_THRESHOLD_=268435456 MALLOC_TOP_PAD_=16777216
-TESTS := $(KEPT) PYTHONDONTWRITEBYTECODE= RLK_REQUIRE_ENGINES=vllm,megatron,fsdp,deepspeed TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
+REQUIRED := vllm,megatron,fsdp,deepspeed
+TESTS = $(KEPT) PYTHONDONTWRITEBYTECODE= RLK_REQUIRE_ENGINES=$(REQUIRED) TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
   $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: setup browser
@@ -80,6 +81,7 @@ test-slow: setup
 
 # And real runs of vLLM and a trainer, each with a fault, that are dumped, followed and scored again, and what `make test`
 # leaves out of its matrices: minutes more.
+test-slow-all: REQUIRED := $(REQUIRED),sglang
 test-slow-all: setup verl-env sglang-env
 	$(TESTS) tests/fuzz tests/mutation tests/compiled tests/real_runs
 	$(TESTS) -m whole_matrix tests
@@ -87,6 +89,7 @@ test-slow-all: setup verl-env sglang-env
 # What CI runs beside `make check`: `make test` with the folders of test-slow and test-fix-path in it, so that packages
 # are imported once, and one end is waited for. tests/architecture is in `make check`.
 test-ci: TEST := -o norecursedirs=gpu --ignore=tests/architecture
+test-ci: REQUIRED := $(REQUIRED),sglang
 test-ci: sglang-env test
 
 # What starts no engine.

@@ -50,6 +50,7 @@ class VLLMOperators(FusedOperators):
         model, ranks = runner.get_model(), self._ranks
         sharing = Sharing(rank=ranks.rank, ranks=ranks.world, gather=self._gather)
         places = vllm_places(model, plan.shape, ranks.world)
+        self.norms_add = not of_transformers(model)
         super().__init__(plan, model, places, chosen, sharing)
         self.before(self._model, self._note_rows, with_kwargs=True)
 
@@ -83,13 +84,6 @@ class VLLMOperators(FusedOperators):
 
     def _layer(self, layer: int) -> Any:
         return self._model.model.layers[layer]
-
-    def _combination(self, site: str, formula: Formula) -> None:
-        if of_transformers(self._model):
-            # The code of transformers adds the residual outside of the norm.
-            LiveOperators._combination(self, site, formula)
-        else:
-            super()._combination(site, formula)
 
     def sparse_layers(self) -> SparseLayers:
         kind = VLLMKernelLayers if self.with_kernels else VLLMSparseLayers

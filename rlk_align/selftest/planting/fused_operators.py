@@ -15,6 +15,9 @@ from rlk_align.selftest.planting.operands import Formula, Unit, in_place_of
 class FusedOperators(LiveOperators):
     """A subclass for each engine lists the parameters of its model."""
 
+    norms_add = True
+    """Whether a residual is added inside the norm that follows it."""
+
     @abstractmethod
     def plan(self) -> Iterable[Parameter]:
         """Every parameter of the model."""
@@ -35,8 +38,7 @@ class FusedOperators(LiveOperators):
         return [entry for entry in self.plan() if name in entry.layout.ops]
 
     def _combination(self, site: str, formula: Formula) -> None:
-        """A residual is added inside the norm that follows it."""
-        if self.sites[site].operator.formula != "residual":
+        if self.sites[site].operator.formula != "residual" or not self.norms_add:
             super()._combination(site, formula)
             return
         module = self.module(site)
