@@ -1,6 +1,7 @@
 """The subclass of GRPOTrainer, and the output layer that its models get in place of TRL's."""
 
 import functools
+import gc
 import importlib
 import inspect
 import types
@@ -215,3 +216,8 @@ class _FirstStep(TrainerCallback):
         self._checked = True
         operators.check(hf.operators(self._trainer.model))
         vllm.check(self._trainer._llm)
+        if gc.get_freeze_count():
+            # vLLM collects garbage whenever it goes to sleep, and exempts the objects that exist
+            # once it has started. The kernels' caches are filled in the first step.
+            gc.collect()
+            gc.freeze()

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlk_kernels.launching import cdiv, launch, shape_cache
+from rlk_kernels.memory import empty
 from rlk_kernels.numerics.column_sum.portable import BLOCK_ROWS
 
 
@@ -21,8 +23,10 @@ def _sum_rows_kernel(x_ptr, out_ptr, M, H, ROWS: tl.constexpr, BH: tl.constexpr)
 def sum_blocks(x: Tensor) -> Tensor:
     """[M, H] contiguous -> [ceil(M / BLOCK_ROWS), H] in fp32."""
     m, h = x.shape
-    out = torch.empty(triton.cdiv(m, BLOCK_ROWS), h, dtype=torch.float32, device=x.device)
+    out = empty((cdiv(m, BLOCK_ROWS), h), torch.float32, x.device)
     if out.numel():
-        grid = (out.shape[0], triton.cdiv(h, 32))
-        _sum_rows_kernel[grid](x, out, m, h, BLOCK_ROWS, 32, num_warps=4)
+        launch(
+            shape_cache("column_sum", h, x.dtype), _sum_rows_kernel,
+            (out.shape[0], cdiv(h, 32), 1), (x, out, m, h, BLOCK_ROWS, 32), {"num_warps": 4},
+        )  # fmt: skip
     return out

@@ -94,12 +94,14 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """(ds, dweight)."""
     m, h = s.shape
-    ds = torch.empty_like(dy)
-    partial = torch.empty(cdiv(m, GRAD_ROWS), h, dtype=torch.float32, device=s.device)
+    ds = empty(dy.shape, dy.dtype, dy.device)
+    partial = empty((cdiv(m, GRAD_ROWS), h), torch.float32, s.device)
     if m:
         block = power_of_2(h)
-        _rms_norm_bwd_kernel[(partial.shape[0],)](
-            s, weight, dy, dnew, ds, partial, m, eps, h, block, GRAD_ROWS, dnew is not None,
-            num_warps=min(16, max(1, block // 512)),
+        launch(
+            shape_cache("rms_norm_backward", h, s.dtype, weight.dtype, dy.dtype, dnew is not None),
+            _rms_norm_bwd_kernel, (partial.shape[0], 1, 1),
+            (s, weight, dy, dnew, ds, partial, m, eps, h, block, GRAD_ROWS, dnew is not None),
+            {"num_warps": min(16, max(1, block // 512))},
         )  # fmt: skip
     return ds, column_sum(partial, "triton")

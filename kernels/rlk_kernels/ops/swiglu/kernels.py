@@ -1,6 +1,5 @@
 """The Triton kernels of `swiglu`: a program computes BLOCK features of a row."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -62,11 +61,13 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
 def backward(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     """(dgate, dup)."""
     m, f = gate.shape
-    dg = torch.empty(m, f, dtype=gate.dtype, device=gate.device)
-    du = torch.empty_like(dg)
+    dg, du = (empty((m, f), gate.dtype, gate.device) for _ in range(2))
+    cache = shape_cache("swiglu_backward", f, gate.stride(0), up.stride(0), gate.dtype, dy.dtype)
     for start, grid in _grids(m, f):
-        _swiglu_bwd_kernel[grid](
-            gate[start:], up[start:], dy[start:], dg[start:], du[start:],
-            gate.stride(0), up.stride(0), f, BLOCK, num_warps=4,
+        rows = (gate, up, dy, dg, du)
+        launch(
+            cache, _swiglu_bwd_kernel, (*grid, 1),
+            (*(x[start:] if start else x for x in rows), gate.stride(0), up.stride(0), f, BLOCK),
+            {"num_warps": 4},
         )  # fmt: skip
     return dg, du
