@@ -22,10 +22,12 @@ LayerOperators = Callable[["ModelShape", int], tuple[str, ...]]
 """(shape, index of a layer) -> that layer's operators, in execution order."""
 
 
-def dense(qk_norm: bool = False) -> LayerOperators:
-    """Equal layers; `qk_norm`: with an RMSNorm on each head of q and k before they are rotated."""
+def dense(qk_norm: bool = False, wide: bool = False) -> LayerOperators:
+    """Equal layers; `qk_norm`: with an RMSNorm on each head of q and k before they are rotated;
+    `wide`: with one over all heads of q, and one over all heads of k."""
+    norms = ("q_norm", "k_norm") if qk_norm else ("wide_q_norm", "wide_k_norm") if wide else ()
     operators = (
-        *("attn_norm", "q_proj", "k_proj", "v_proj", *(("q_norm", "k_norm") if qk_norm else ())),
+        *("attn_norm", "q_proj", "k_proj", "v_proj", *norms),
         *("q_rope", "k_rope", "attn", "o_proj", "attn_residual"),
         *("mlp_norm", "gate_proj", "up_proj", "act", "down_proj", "mlp_residual"),
     )
@@ -35,9 +37,10 @@ def dense(qk_norm: bool = False) -> LayerOperators:
 DENSE = dense()
 
 
-def mixture(qk_norm: bool = False) -> LayerOperators:
-    """Dense layers, and sparse layers in which a router sends each token to a few experts."""
-    dense_layer = dense(qk_norm)
+def mixture(qk_norm: bool = False, wide: bool = False) -> LayerOperators:
+    """Dense layers, and sparse layers in which a router sends each token to a few experts. The
+    arguments are those of `dense`."""
+    dense_layer = dense(qk_norm, wide)
 
     def operators(shape: "ModelShape", layer: int) -> tuple[str, ...]:
         every = dense_layer(shape, layer)
@@ -320,6 +323,14 @@ FAMILIES = {
             "expert_gate_proj": "block_sparse_moe.experts.{}.w1",
             "expert_up_proj": "block_sparse_moe.experts.{}.w3",
             "expert_down_proj": "block_sparse_moe.experts.{}.w2",
+        },
+    ),
+    "olmoe": Family(
+        layer=mixture(wide=True),
+        experts=ExpertSettings("intermediate_size"),
+        refused={
+            "kernels": "its norms over all heads of q and of k have no kernel",
+            "megatron": "it norms each head of q and of k alone",
         },
     ),
     "glm4_moe": Family(

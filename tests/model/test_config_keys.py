@@ -75,6 +75,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"routed_scaling_factor": 2.5, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
         **{"rope_scaling": None, "num_nextn_predict_layers": 1, "use_qk_norm": True},
     },
+    "OLMoE-1B-7B-0924": {
+        **{"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "attention_bias": False},
+        **{"clip_qkv": None, "norm_topk_prob": False, "num_experts": 8, "num_experts_per_tok": 2},
+        **{"output_router_logits": False, "rope_scaling": None, "router_aux_loss_coef": 0.01},
+    },
     "OLMo-2-1124-7B": {
         **{"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "attention_bias": False},
         **{"rope_scaling": None, "torch_dtype": "float32", "pad_token_id": 250},

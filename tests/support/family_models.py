@@ -36,6 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         },
         **{"tie_word_embeddings": True},
     },
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
 }
 """model_type -> what its config sets beside `random_model.SMALL`."""
 VLLM_IGNORES: dict[str, str] = {}

@@ -51,6 +51,12 @@ def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) ->
             "vLLM runs the code of transformers for it, whose places are known for one rank only",
             "leave tp out",
         )
+    if shape.has("wide_q_norm") and int(option("tp") or 1) > 1:
+        raise BadOption(
+            f"engine 'vllm': tp={option('tp')} does not support model_type {shape.model_type!r}: "
+            "its norms over all heads need all ranks, which no test has compared",
+            "leave tp out",
+        )
     odd = bool(shape.experts) and shape.hidden % CPU_EXPERT_STEP != 0
     if odd and not kernels and option("python") is None and _on_cpu():
         raise ModelError(
