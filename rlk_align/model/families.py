@@ -37,10 +37,15 @@ def dense(qk_norm: bool = False, wide: bool = False) -> LayerOperators:
 DENSE = dense()
 
 
-def mixture(qk_norm: bool = False, wide: bool = False) -> LayerOperators:
-    """Dense layers, and sparse layers in which a router sends each token to a few experts. The
-    arguments are those of `dense`."""
+_SHARED = ("shared_gate_proj", "shared_up_proj", "shared_act", "shared_down_proj")
+
+
+def mixture(qk_norm: bool = False, wide: bool = False, gated: bool = False) -> LayerOperators:
+    """Dense layers, and sparse layers in which a router sends each token to a few experts.
+    `qk_norm`, `wide`: as for `dense`; `gated`: with a shared expert, whose row is multiplied by the
+    sigmoid of a gate."""
     dense_layer = dense(qk_norm, wide)
+    out = (*_SHARED, "shared_gate", "moe_out_gated") if gated else ("moe_out",)
 
     def operators(shape: "ModelShape", layer: int) -> tuple[str, ...]:
         every = dense_layer(shape, layer)
@@ -49,7 +54,7 @@ def mixture(qk_norm: bool = False, wide: bool = False) -> LayerOperators:
         return (
             *every[: every.index("gate_proj")],
             *("router", "experts", "routing_weights", "expert_gate_proj", "expert_up_proj"),
-            *("expert_act", "expert_down_proj", "moe_out", "mlp_residual"),
+            *("expert_act", "expert_down_proj", *out, "mlp_residual"),
         )
 
     return operators
@@ -65,8 +70,7 @@ def corrected_mixture(shape: "ModelShape", layer: int) -> tuple[str, ...]:
         *every[: every.index("gate_proj")],
         *("fp32_router", "corrected_experts", "fp32_routing_weights"),
         *("expert_gate_proj", "expert_up_proj", "expert_act", "expert_down_proj"),
-        *("shared_gate_proj", "shared_up_proj", "shared_act", "shared_down_proj"),
-        *("moe_out_with_shared", "mlp_residual"),
+        *(*_SHARED, "moe_out_with_shared", "mlp_residual"),
     )
 
 
@@ -270,6 +274,24 @@ FAMILIES = {
         layer=mixture(qk_norm=True),
         window={"sliding_window": 4096, "use_sliding_window": False},
         experts=ExpertSettings("moe_intermediate_size"),
+    ),
+    "qwen2_moe": Family(
+        layer=mixture(gated=True),
+        biases={"q_proj": "qkv_bias", "k_proj": "qkv_bias", "v_proj": "qkv_bias", "o_proj": False},
+        experts=ExpertSettings(
+            "moe_intermediate_size",
+            shared="shared_expert_intermediate_size",
+            known={"shared_expert_intermediate_size": None},
+        ),
+        defaults={"qkv_bias": True},
+        modules={
+            op: f"mlp.shared_expert.{op.removeprefix('shared_')}"
+            for op in ("shared_gate_proj", "shared_up_proj", "shared_down_proj")
+        },
+        refused={
+            "kernels": "the gate of its shared expert has no kernel",
+            "megatron": _NOT_MEASURED,
+        },
     ),
     "gemma2": Family(
         layer=plain_sandwich,

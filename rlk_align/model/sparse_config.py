@@ -15,7 +15,6 @@ _LATENT = (
 )
 UNKNOWN_ROUTING = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _LATENT),
-    "qwen2_moe": f"it has {_SHARED}, by a weight of each token's own",
     "gpt_oss": "its routers and its experts have biases, and its attention has sinks",
 }
 """Sparse families that are not supported -> the reason."""
@@ -52,6 +51,8 @@ class ExpertSettings:
     sigmoid: bool = False
     """Whether a router scores experts by a sigmoid and corrects the scores for the choice; if not,
     it scores by a softmax."""
+    shared: str = ""
+    """The config's key for the inner size of a shared expert with a gate; empty for none."""
     known: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
     """Settings of sparse layers -> further values that the family supports; None for all."""
 
@@ -91,6 +92,7 @@ def read_experts(
         "sparse_layers": tuple(
             i for i in range(first, layers) if i not in dense_layers and (i + 1) % step == 0
         ),
+        **({"shared_intermediate": size(settings.shared)} if settings.shared else {}),
         **(_corrected(model, config, experts, top_k, size) if settings.sigmoid else {}),
     }
 

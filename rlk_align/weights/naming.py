@@ -92,16 +92,15 @@ def _fused_tensors(shape: ModelShape) -> dict[tuple[str, int], tuple[Piece, ...]
     return table
 
 
-_SHARED_FUSED = (("mlp.shared_experts.gate_up_proj", ("shared_gate_proj", "shared_up_proj")),)
-
-
 def _fused_hf(shape: ModelShape) -> Iterator[_Tensor]:
     """q, k, v in one tensor and gate, up in another, as in vLLM."""
+    first = shape.family.modules.get("shared_gate_proj", OPERATORS["shared_gate_proj"].module)
+    shared = ((first.replace("gate_proj", "gate_up_proj"), ("shared_gate_proj", "shared_up_proj")),)
     for i in range(shape.layers):
         for module, ops in (
             ("self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj")),
             ("mlp.gate_up_proj", ("gate_proj", "up_proj")),
-            *_SHARED_FUSED * bool(shape.shared_intermediate),
+            *shared * bool(shape.shared_intermediate),
         ):
             sizes = [shape.size(OPERATORS[op].features) for op in ops]
             for end, suffix, dimensions in (("weight", "", 2), ("bias", ".bias", 1)):

@@ -167,6 +167,10 @@ FAULTY = [
     in_vllm("gemma2", "attn-scale@0.0001"),
     in_hf("gemma3_text", "embed-scaled"),
     in_hf("ministral3", "attn-scale"),
+    # The shared expert without its gate.
+    in_hf("qwen2_moe", "shared-gate-left-out"),
+    in_vllm("qwen2_moe", "shared-gate-left-out"),
+    in_hf("qwen2_moe", "shared-expert-weak"),
 ]
 DEFAULT = {"olmo3-norm-each-head-hf", "gemma3_text-norm-one-left-out-hf", "smollm3-attn-rotated-hf"}
 

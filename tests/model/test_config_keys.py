@@ -75,6 +75,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"routed_scaling_factor": 2.5, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
         **{"rope_scaling": None, "num_nextn_predict_layers": 1, "use_qk_norm": True},
     },
+    "Qwen1.5-MoE-A2.7B": {
+        **{"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", **QWEN},
+        **{"decoder_sparse_step": 1, "moe_intermediate_size": 32, "norm_topk_prob": False},
+        **{"num_experts": 8, "num_experts_per_tok": 2, "output_router_logits": False},
+        **{"router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 64},
+    },
     "OLMoE-1B-7B-0924": {
         **{"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "attention_bias": False},
         **{"clip_qkv": None, "norm_topk_prob": False, "num_experts": 8, "num_experts_per_tok": 2},

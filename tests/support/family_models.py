@@ -36,6 +36,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         },
         **{"tie_word_embeddings": True},
     },
+    "qwen2_moe": {
+        **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96},
+        **{"shared_expert_intermediate_size": 160, "mlp_only_layers": [1]},
+    },
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
 }
 """model_type -> what its config sets beside `random_model.SMALL`."""

@@ -201,10 +201,11 @@ def hf_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
 
 
 def _window(attention: Any) -> int | None:
-    """The sliding window, an attribute of the attention or, in other families, of the config."""
+    """The sliding window, an attribute of the attention or, in other families, of the config, where
+    transformers writes 0 for none."""
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window
-    return getattr(attention.config, "sliding_window", None)
+    return getattr(attention.config, "sliding_window", None) or None
 
 
 def _heads(projection: Any, head_dim: int) -> int | None:

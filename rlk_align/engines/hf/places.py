@@ -11,7 +11,6 @@ from rlk_align.model.operators import layer_modules
 INPUT_SITES = {
     "attn": "self_attn.o_proj",
     "act": "mlp.down_proj",
-    "shared_act": "mlp.shared_experts.down_proj",
 }
 """Operators without a module of their own -> the module whose input is that site."""
 
@@ -42,6 +41,8 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
         if sparse:
             yield Place(sites=(f"layers.{i}.moe_out",), module=f"{here}.mlp")
         inputs = {**INPUT_SITES, "attn_residual": paths.get("mlp_norm", "mlp")}
+        if "shared_act" in operators:
+            inputs["shared_act"] = paths["shared_down_proj"]
         for op, path in inputs.items():
             if path not in modules:
                 continue

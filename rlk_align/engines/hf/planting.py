@@ -19,7 +19,13 @@ from rlk_align.selftest.faults.catalogue import Chosen
 from rlk_align.selftest.planting.live_operators import LiveOperators, plant
 from rlk_align.selftest.planting.operands import Formula, ForwardTokens, Report, Unit, in_place_of
 from rlk_align.selftest.planting.rank import ALONE, Sharing
-from rlk_align.selftest.planting.sparse_layers import KernelLayers, Routing, SparseLayers, swap
+from rlk_align.selftest.planting.sparse_layers import (
+    KernelLayers,
+    Routing,
+    SparseLayers,
+    swap,
+    without_gate,
+)
 
 
 class HFOperators(LiveOperators):
@@ -161,6 +167,10 @@ class HFSparseLayers(SparseLayers):
             return hidden, chosen, weights.masked_fill(chosen == expert, 0)
 
         self._hooks.before(self._blocks[layer].experts, see)
+
+    def leave_out_gate(self, layer: int) -> None:
+        block = self._blocks[layer]
+        without_gate(self._hooks, block.shared_expert, block.shared_expert_gate.weight.detach())
 
     def swap_experts(self, layer: int, one: int, other: int) -> None:
         weight = self._blocks[layer].experts.gate_up_proj.detach()

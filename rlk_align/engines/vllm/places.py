@@ -77,18 +77,21 @@ def _block_places(
     name, here = f"layers.{layer}", f"model.layers.{layer}.{path}"
     kernels = has_kernels(block.experts)
     yield from _sparse_places(here, name, shape, tp if kernels else 0)
-    if not hasattr(block, "shared_experts"):
+    paths = layer_modules(shape.family.layer(shape, layer), shape.family.modules)
+    if "shared_down_proj" not in paths:
         return
+    shared = f"model.{name}.{paths['shared_down_proj'].removesuffix('.down_proj')}"
 
     def place(module: str, *ops: str, unexposed: str = "") -> Place:
         sites = tuple(f"{name}.{op}" for op in ops)
-        path = f"{here}.shared_experts.{module}"
-        return place_of(model, shape, tp, path, sites, unexposed=unexposed)
+        return place_of(model, shape, tp, module, sites, unexposed=unexposed)
 
-    yield place("gate_up_proj", "shared_gate_proj", "shared_up_proj")
-    yield place("act_fn", "shared_act")
+    yield place(f"{shared}.gate_up_proj", "shared_gate_proj", "shared_up_proj")
+    yield place(f"{shared}.act_fn", "shared_act")
     partial = "" if tp == 1 or kernels else PARTIAL
-    yield place("down_proj", "shared_down_proj", unexposed=partial)
+    yield place(f"{shared}.down_proj", "shared_down_proj", unexposed=partial)
+    if gate := paths.get("shared_gate"):
+        yield Place(sites=(f"{name}.shared_gate",), module=f"model.{name}.{gate}")
 
 
 def _sparse_places(block: str, name: str, shape: ModelShape, shown: int) -> Iterator[Place]:

@@ -29,7 +29,13 @@ from rlk_align.selftest.planting.fused_operators import FusedOperators
 from rlk_align.selftest.planting.live_operators import LiveOperators, plant
 from rlk_align.selftest.planting.operands import Formula, ForwardTokens, Report, Unit, in_place_of
 from rlk_align.selftest.planting.rank import Sharing
-from rlk_align.selftest.planting.sparse_layers import KernelLayers, Routing, SparseLayers, swap
+from rlk_align.selftest.planting.sparse_layers import (
+    KernelLayers,
+    Routing,
+    SparseLayers,
+    swap,
+    without_gate,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +254,11 @@ class VLLMSparseLayers(SparseLayers):
             return compute(topk_weights=weights, topk_ids=topk_ids, **kwargs)
 
         self._hooks.replace(routed, "forward_modular", forward)
+
+    def leave_out_gate(self, layer: int) -> None:
+        block = self._blocks[layer]
+        weight = live_weight(block.shared_expert_gate).detach()
+        without_gate(self._hooks, block.shared_expert, weight)
 
     def swap_experts(self, layer: int, one: int, other: int) -> None:
         # Packed or not, each expert's weight is a separate block.

@@ -138,6 +138,8 @@ class ExpertReference:
             act = self._activated(site, inputs, chosen)
             shares = self._after_activation(site, act, chosen, weights)
         if shared := self._shared(site, inputs):
+            if "shared_gate" in inputs:
+                shared = [self._gated(row, inputs["shared_gate"]) for row in shared]
             shares = [self._with_shared(*both) for both in zip(shares, shared, strict=True)]
         out, extra = shares[0]
         for share, variance in shares[1:]:
@@ -172,6 +174,13 @@ class ExpertReference:
         (out, extra), (row, variance) = routed, shared
         # Some engines round the routed sum, and some round it again after scaling it.
         return out + row, extra + variance + 2 * rounding_variance(out, self._dtype)
+
+    def _gated(self, shared: Exact, gate: torch.Tensor) -> Exact:
+        """A shared expert's row times the sigmoid of its gate `[N, 1]`; both are rounded."""
+        (row, variance), share = shared, gate.sigmoid()
+        out = share * row
+        extra = rounding_variance(share, self._dtype) * row.square() + share.square() * variance
+        return out, extra + rounding_variance(out, self._dtype)
 
     def _shared(self, site: Site, inputs: Mapping[str, torch.Tensor]) -> list[Exact]:
         """The partial row of the shared experts on each rank; empty without shared experts."""
