@@ -143,6 +143,13 @@ FAULTY = [
     in_vllm("gemma2", "attn-scale@0.0001"),
     in_hf("gemma3_text", "embed-scaled"),
     in_hf("ministral3", "attn-scale"),
+    # Multipliers of the embedding, of branches and of the logits, taken for 1.
+    in_hf("granite", "embed-multiplier-left-out"),
+    in_hf("granite", "residual-multiplier-left-out"),
+    in_hf("granite", "attn-scale@1.5"),
+    in_vllm("granite", "embed-multiplier-left-out"),
+    in_vllm("granite", "residual-multiplier-left-out"),
+    in_vllm("granite", "logits-multiplier-left-out"),
 ]
 DEFAULT = {"olmo3-norm-each-head-hf", "gemma3_text-norm-one-left-out-hf", "smollm3-attn-rotated-hf"}
 
