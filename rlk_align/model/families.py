@@ -99,6 +99,11 @@ def _sandwiched(every: tuple[str, ...]) -> tuple[str, ...]:
     return (*every[:at], "attn_post_norm", *every[at:end], "mlp_post_norm", *every[end:])
 
 
+def scaled_residuals(shape: "ModelShape", layer: int) -> tuple[str, ...]:
+    """Dense layers that multiply each branch before it is added to the residual stream."""
+    return tuple(f"scaled_{op}" if op.endswith("residual") else op for op in DENSE(shape, layer))
+
+
 def partly_rotated(shape: "ModelShape", layer: int) -> tuple[str, ...]:
     """Dense layers, in some of which q and k are not rotated (NoPE)."""
     rotations = ("q_rope", "k_rope") if layer in shape.unrotated_layers else ()
@@ -183,6 +188,8 @@ class Family:
     """Whether the scale depends on the query's position, by `llama_4_scaling_beta` of its rope."""
     backend: bool = False
     """Whether vLLM runs the code of transformers for it, because it has no class of its own."""
+    adds_outside_norms: bool = False
+    """Whether vLLM's class for it adds residuals as transformers does, and not inside norms."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Engine, or `kernels` -> why it does not compute the family."""
 
@@ -199,6 +206,11 @@ class Family:
                 f"{engine} does not support model_type {kind!r}: {self.refused[engine]}",
                 "compare with kernels=off" if engine == "kernels" else "compare with --train hf",
             )
+
+    def multiplies(self, site: str) -> bool:
+        """Whether a number of the config multiplies the output of this site outside the layers."""
+        ends = (OPERATORS[name] for name in (*self.before, *self.after))
+        return any(op.site == site and op.multiplier for op in ends)
 
     @property
     def keys(self) -> frozenset[str]:
@@ -335,6 +347,21 @@ FAMILIES = {
         refused={
             "kernels": "its norms, its scaled embedding and its activation have no kernel",
             "megatron": "it has neither norms after attention and MLP nor two rotary embeddings",
+        },
+    ),
+    "granite": Family(
+        before=("scaled_embed",),
+        layer=scaled_residuals,
+        after=("final_norm", "divided_logits", "logprob"),
+        attention_scale=("attention_multiplier", 1.0),
+        adds_outside_norms=True,
+        defaults={
+            **{"embedding_multiplier": 1.0, "residual_multiplier": 1.0},
+            **{"attention_multiplier": 1.0, "logits_scaling": 1.0},
+        },
+        refused={
+            "kernels": "they multiply neither the embedding nor branches nor logits",
+            "megatron": "it multiplies neither the embedding nor branches nor logits",
         },
     ),
     "mixtral": Family(
@@ -486,6 +513,16 @@ def cap_of(config: Mapping[str, Any], key: str) -> float | None:
     family = FAMILIES.get(str(config.get("model_type")))
     stated = {**(family.defaults if family else {}), **config}.get(key) if key else None
     return None if stated is None else float(stated)
+
+
+def multiplier_of(config: Mapping[str, Any], operator: Operator) -> float:
+    """The number that multiplies the operator's output or, of a residual add, its branch."""
+    if not operator.multiplier:
+        return 1.0
+    family = FAMILIES.get(str(config.get("model_type")))
+    stated = {**(family.defaults if family else {}), **config}.get(operator.multiplier)
+    factor = 1.0 if stated is None else float(stated)
+    return 1 / factor if operator.divides else factor
 
 
 def activation_of(config: Mapping[str, Any]) -> tuple[str, str]:

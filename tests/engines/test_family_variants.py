@@ -171,6 +171,13 @@ FAULTY = [
     in_hf("qwen2_moe", "shared-gate-left-out"),
     in_vllm("qwen2_moe", "shared-gate-left-out"),
     in_hf("qwen2_moe", "shared-expert-weak"),
+    # Multipliers of the embedding, of branches and of the logits, taken for 1.
+    in_hf("granite", "embed-multiplier-left-out"),
+    in_hf("granite", "residual-multiplier-left-out"),
+    in_hf("granite", "attn-scale@1.5"),
+    in_vllm("granite", "embed-multiplier-left-out"),
+    in_vllm("granite", "residual-multiplier-left-out"),
+    in_vllm("granite", "logits-multiplier-left-out"),
 ]
 DEFAULT = {"olmo3-norm-each-head-hf", "gemma3_text-norm-one-left-out-hf", "smollm3-attn-rotated-hf"}
 

@@ -118,6 +118,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
         },
     },
+    "granite-3.1-8b-instruct": {
+        **{"architectures": ["GraniteForCausalLM"], "model_type": "granite", "mlp_bias": False},
+        **{"attention_bias": False, "attention_multiplier": 0.0078125, "rope_scaling": None},
+        **{"embedding_multiplier": 12.0, "logits_scaling": 16.0, "residual_multiplier": 0.22},
+        **{"attention_dropout": 0.1, "tie_word_embeddings": True},
+    },
     "gemma-2-9b": {
         **{"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 256},
         **{"attention_bias": False, "attn_logit_softcapping": 50.0, "cache_implementation": "hyb"},
@@ -223,13 +229,12 @@ def test_the_layers_of_hub_configs(tmp_path: Path) -> None:
 
 
 def test_the_refusal_of_an_unknown_family_says_what_is_unknown_in_it(tmp_path: Path) -> None:
-    config = HUB | {"model_type": "granite", "embedding_multiplier": 12.0, "logits_scaling": 8.0}
-    config |= {"residual_multiplier": 0.22, "attention_multiplier": 0.05, "sliding_window": 8}
+    config = HUB | {"model_type": "falcon_h1", "mamba_d_state": 16, "logits_scaling": 8.0}
+    config |= {"ssm_in_multiplier": 0.25, "mlp_multipliers": [0.5, 0.1], "sliding_window": 8}
     with pytest.raises(ModelError) as refused:
         accepted(tmp_path, config)
     assert refused.value.message.endswith(
-        "no known family has its attention_multiplier, embedding_multiplier, logits_scaling, "
-        "residual_multiplier"
+        "no known family has its mamba_d_state, mlp_multipliers, ssm_in_multiplier"
     )
     for words in ("`import` and `explain`", "docs/add-a-family.md"):
         assert words in refused.value.fix

@@ -28,6 +28,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.0},
         **{"layer_types": KINDS[-2:] * 2, "tie_word_embeddings": True},
     },
+    "granite": {
+        **{"head_dim": 32, "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
+        **{"attention_multiplier": 0.4, "logits_scaling": 6.0, "tie_word_embeddings": True},
+    },
     "gemma3_text": {
         **{"head_dim": 32, "sliding_window": 8, "layer_types": KINDS, "query_pre_attn_scalar": 24},
         "rope_parameters": {

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlk_align.engines.common.experts import INSIDE
-from rlk_align.engines.common.places import FIRST, HEADS_FIRST, LOGITS, Place
+from rlk_align.engines.common.places import FIRST, HEADS_FIRST, LOGITS, Place, embedding_place
 from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import layer_modules
 
@@ -17,7 +17,7 @@ INPUT_SITES = {
 
 def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
     """The place of each site in a live model."""
-    yield Place(sites=("embed",), module="model.embed_tokens")
+    yield embedding_place(shape)
     for i, layer in enumerate(model.model.layers):
         here, attention = f"model.layers.{i}", f"model.layers.{i}.self_attn"
         modules = dict(layer.named_modules())
@@ -49,8 +49,8 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
             yield Place(sites=(f"layers.{i}.{op}",), module=f"{here}.{path}", end="input")
         yield Place(sites=(f"layers.{i}.mlp_residual",), module=here)
     yield Place(sites=("final_norm",), module="model.norm")
-    if shape.family.logit_cap:
-        # transformers caps them after the head, outside of any module.
+    if shape.family.logit_cap or shape.family.multiplies("logits"):
+        # transformers caps and scales them after the head, outside of any module.
         yield Place(
             sites=("logits",), module="", access=LOGITS, rows="sampled", parameters_in="lm_head"
         )

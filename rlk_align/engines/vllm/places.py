@@ -7,7 +7,7 @@ from typing import Any
 from rlk_align.engines.common.experts import BY_EXPERT, has_kernels
 from rlk_align.engines.common.fused_places import fused_places, head_path, place_of
 from rlk_align.engines.common.layout import in_slots, of_outputs
-from rlk_align.engines.common.places import End, Place
+from rlk_align.engines.common.places import End, Place, embedding_place
 from rlk_align.engines.vllm.experts import FUSED, PARTIAL, sparse_blocks
 from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import layer_modules
@@ -15,8 +15,8 @@ from rlk_align.model.operators import layer_modules
 
 def vllm_places(model: Any, shape: ModelShape, tp: int) -> Iterator[Place]:
     """The place of each site in a live model of `tp` ranks."""
-    if of_transformers(model):
-        yield from _transformers_places(model, shape)
+    if not adds_in_norms(model, shape):
+        yield from _unfused_places(model, shape)
         return
     blocks = {i: (path, block) for i, path, block in sparse_blocks(model)}
 
@@ -32,6 +32,11 @@ def of_transformers(model: Any) -> bool:
     return type(model).__name__.startswith("Transformers")
 
 
+def adds_in_norms(model: Any, shape: ModelShape) -> bool:
+    """Whether the model adds a residual inside the norm after it."""
+    return not (of_transformers(model) or shape.family.adds_outside_norms)
+
+
 def sliding_window(attention: Any) -> int | None:
     """The number of keys that vLLM's attention of a layer sees; None if it has no window."""
     window = attention.sliding_window
@@ -42,12 +47,13 @@ _FUSED = {
     "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "mlp.gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""Module of a layer -> the operators that vLLM fuses in the code of transformers."""
+"""Module of a layer -> the operators that vLLM fuses in it."""
 
 
-def _transformers_places(model: Any, shape: ModelShape) -> Iterator[Place]:
-    """The places in the code of transformers, which adds residuals outside of norms."""
-    yield Place(sites=("embed",), module="model.embed_tokens")
+def _unfused_places(model: Any, shape: ModelShape) -> Iterator[Place]:
+    """The places in the code of transformers, and in classes that follow it: residuals are added
+    outside of norms."""
+    yield embedding_place(shape)
     for i, layer in enumerate(model.model.layers):
         modules, operators = dict(layer.named_modules()), shape.family.layer(shape, i)
 

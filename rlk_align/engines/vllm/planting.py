@@ -19,7 +19,7 @@ from rlk_align.engines.common.weights import Parameter
 from rlk_align.engines.process.ranks import all_gather
 from rlk_align.engines.vllm.experts import replace_choice, sparse_blocks
 from rlk_align.engines.vllm.parallel import tensor_parallel
-from rlk_align.engines.vllm.places import of_transformers, sliding_window, vllm_places
+from rlk_align.engines.vllm.places import adds_in_norms, sliding_window, vllm_places
 from rlk_align.engines.vllm.taps import on_rotation
 from rlk_align.engines.vllm.weights import live_parameter, live_weight, parameter_plan
 from rlk_align.errors import BadOption
@@ -56,7 +56,7 @@ class VLLMOperators(FusedOperators):
         model, ranks = runner.get_model(), self._ranks
         sharing = Sharing(rank=ranks.rank, ranks=ranks.world, gather=self._gather)
         places = vllm_places(model, plan.shape, ranks.world)
-        self.norms_add = not of_transformers(model)
+        self.norms_add = adds_in_norms(model, plan.shape)
         super().__init__(plan, model, places, chosen, sharing)
         self.before(self._model, self._note_rows, with_kwargs=True)
 

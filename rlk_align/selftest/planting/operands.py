@@ -37,6 +37,8 @@ class Unit:
     """The weight of a norm `[D]` or `[F]`, or of a projection `[F, F_in]`."""
     bias: torch.Tensor | None = None
     eps: float = 0.0
+    multiplier: float = 1.0
+    """The number of the config that multiplies the output or, of a residual add, the branch."""
     frequencies: torch.Tensor | None = None
     """The frequencies of a rotary embedding: radians for each position, by pair, float64."""
 
