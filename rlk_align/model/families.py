@@ -161,6 +161,8 @@ class Family:
     """Whether transformers norms q and k as `[B, heads, T, head_dim]`."""
     one_activation: bool = False
     """Whether all layers of vLLM's model share one module for the activation."""
+    interleaved: bool = False
+    """Whether features 2j and 2j + 1 of a head turn together, and not j and j + half the width."""
     rope_by_kind: bool = False
     """Whether layers with a window have a rotary embedding of their own: `rope_parameters` has one
     for each kind of layer, or `rope_scaling` is for the layers that see all keys only."""
@@ -175,6 +177,8 @@ class Family:
     empty if the family has none."""
     modules: Mapping[str, str] = field(default_factory=dict)
     """Operator -> the module of its parameters, where it is not the catalogue's."""
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Module of a layer in the checkpoint -> the operators whose weights are its rows, in order."""
     reads: Mapping[str, str] = field(default_factory=dict)
     """Value -> the value that a layer's operators read in its place."""
     unrotated: Callable[[Mapping[str, Any]], tuple[int, ...]] | None = None
@@ -364,6 +368,21 @@ FAMILIES = {
             "megatron": "it multiplies neither the embedding nor branches nor logits",
         },
     ),
+    "glm4": Family(
+        layer=plain_sandwich,
+        biases={"o_proj": False},
+        interleaved=True,
+        defaults={"attention_bias": True, "partial_rotary_factor": 0.5},
+        modules={
+            "attn_post_norm": "post_self_attn_layernorm",
+            "mlp_post_norm": "post_mlp_layernorm",
+        },
+        fused={"mlp.gate_up_proj": ("gate_proj", "up_proj")},
+        refused={
+            "kernels": "its norms after attention and MLP and its pairs have no kernel there",
+            "megatron": "it has no norms after attention and MLP",
+        },
+    ),
     "mixtral": Family(
         layer=mixture(),
         experts=ExpertSettings("intermediate_size", norm_topk=True),
@@ -463,6 +482,12 @@ class ModelShape:
                 yield layer, OPERATORS[name]
         for name in self.family.after:
             yield None, OPERATORS[name]
+
+    @property
+    def fused_rows(self) -> dict[str, dict[str, int]]:
+        """Module of a layer in the checkpoint -> its operators, with the rows of each."""
+        fused = self.family.fused.items()
+        return {m: {op: self.size(OPERATORS[op].features) for op in ops} for m, ops in fused}
 
     def has(self, op: str) -> bool:
         """Whether any layer has that operator."""

@@ -30,6 +30,8 @@ class Rotary:
     """The site that layer 0's `q_rope` rotates."""
     key_source: str
     """The site that layer 0's `k_rope` rotates."""
+    interleaved: bool = False
+    """Whether features 2j and 2j + 1 are a pair, and not j and j + half the rotated width."""
     scaling: float = 1.0
     """The factor of a rotated vector: yarn's attention factor."""
 
@@ -104,6 +106,7 @@ def checkpoint_rotary(model: Path, shape: ModelShape, layer: int = 0) -> Rotary 
     return Rotary(
         inv_freq=inv_freq,
         scaling=scaling,
+        interleaved=shape.family.interleaved,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         context=shape.context,

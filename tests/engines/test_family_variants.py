@@ -178,6 +178,13 @@ FAULTY = [
     in_vllm("granite", "embed-multiplier-left-out"),
     in_vllm("granite", "residual-multiplier-left-out"),
     in_vllm("granite", "logits-multiplier-left-out"),
+    # Interleaved pairs, taken for halves, and a rotation of half of each head.
+    in_hf("glm4", "rope-interleaved"),
+    in_vllm("glm4", "rope-interleaved"),
+    in_vllm("glm4", "rope-partial"),
+    in_hf("glm4", "proj-bias-dropped"),
+    in_hf("glm4", "post-norm-left-out"),
+    in_vllm("glm4", "post-norm-left-out"),
 ]
 DEFAULT = {"olmo3-norm-each-head-hf", "gemma3_text-norm-one-left-out-hf", "smollm3-attn-rotated-hf"}
 

@@ -124,6 +124,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"embedding_multiplier": 12.0, "logits_scaling": 16.0, "residual_multiplier": 0.22},
         **{"attention_dropout": 0.1, "tie_word_embeddings": True},
     },
+    "GLM-4-9B-0414": {
+        **{"architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "attention_bias": True},
+        **{"head_dim": 128, "partial_rotary_factor": 0.5, "pad_token_id": 250},
+        "eos_token_id": [250, 251, 252],
+    },
     "gemma-2-9b": {
         **{"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 256},
         **{"attention_bias": False, "attn_logit_softcapping": 50.0, "cache_implementation": "hyb"},

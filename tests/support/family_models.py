@@ -32,6 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"head_dim": 32, "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
         **{"attention_multiplier": 0.4, "logits_scaling": 6.0, "tie_word_embeddings": True},
     },
+    "glm4": {"head_dim": 32},
     "gemma3_text": {
         **{"head_dim": 32, "sliding_window": 8, "layer_types": KINDS, "query_pre_attn_scalar": 24},
         "rope_parameters": {

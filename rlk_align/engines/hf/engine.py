@@ -232,4 +232,5 @@ def _routing(blocks: list[Any]) -> dict[str, Any]:
 def _activation(mlp: Any, dtype: torch.dtype) -> str:
     mlp = getattr(mlp, "experts", mlp)
     device = next(mlp.parameters()).device
-    return activation_name(lambda x: mlp.act_fn(x.to(device)).cpu(), dtype)
+    act = next(getattr(mlp, name) for name in ("act_fn", "activation_fn") if hasattr(mlp, name))
+    return activation_name(lambda x: act(x.to(device)).cpu(), dtype)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlk_align.engines.common.experts import INSIDE
+from rlk_align.engines.common.layout import of_outputs
 from rlk_align.engines.common.places import FIRST, HEADS_FIRST, LOGITS, Place, embedding_place
 from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import layer_modules
@@ -33,6 +34,10 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
                 first = shape.family.heads_first and op in ("q_norm", "k_norm")
                 access = HEADS_FIRST if first else FIRST
                 yield Place(sites=(f"layers.{i}.{op}",), module=f"{here}.{path}", access=access)
+        for path, ops in shape.family.fused.items():
+            sites = tuple(f"layers.{i}.{op}" for op in ops)
+            layout = of_outputs(sites, shape, 1)
+            yield Place(sites=sites, module=f"{here}.{path}", layout=layout)
         for op in ("q_rope", "k_rope") if "q_rope" in operators else ():
             yield Place(sites=(f"layers.{i}.{op}",), module=attention, end="rope")
         sparse = hasattr(layer.mlp, "experts")

@@ -263,9 +263,10 @@ class Reference:
             raise NotRefereed("its rotary embedding changes with the sequence")
         inv_freq = torch.tensor(rotary.inv_freq, dtype=torch.float64, device=x.device)
         angle = rows.position.double()[:, None] * inv_freq
-        out, slope = formulas.rotate(x, angle, heads, rotary.scaling)
+        out, slope = formulas.rotate(x, angle, heads, rotary.scaling, rotary.interleaved)
         # Frequencies and angles are float32, so an angle is off by about one ulp.
-        off = (2 * FLOAT32_UNIT * angle).repeat(1, 2)
+        off = 2 * FLOAT32_UNIT * angle
+        off = off.repeat_interleave(2, dim=1) if rotary.interleaved else off.repeat(1, 2)
         width = x.shape[1] // heads - off.shape[1]
         off = torch.cat([off, off.new_zeros(len(off), width)], dim=1)
         return out, (slope * off.repeat(1, heads)).square()

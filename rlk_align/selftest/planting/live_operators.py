@@ -247,6 +247,7 @@ class LiveOperators(Hooks, ABC):
                     rows=self.rows,
                     multiplier=self.multiplier(site),
                     frequencies=frequencies,
+                    interleaved=self.shape.family.interleaved,
                 )
                 self.put_back(site, in_place_of(formula, unit), result)
 
