@@ -16,7 +16,7 @@ from rlk_align.model.sparse_config import (
     ExpertSettings,
     read_experts,
 )
-from rlk_align.model.stored import stored_dtype, stored_layers
+from rlk_align.model.stored import Stacks, stored_dtype, stored_layers
 
 LayerOperators = Callable[["ModelShape", int], tuple[str, ...]]
 """(shape, index of a layer) -> that layer's operators, in execution order."""
@@ -99,9 +99,11 @@ def _sandwiched(every: tuple[str, ...]) -> tuple[str, ...]:
     return (*every[:at], "attn_post_norm", *every[at:end], "mlp_post_norm", *every[end:])
 
 
-def scaled_residuals(shape: "ModelShape", layer: int) -> tuple[str, ...]:
-    """Dense layers that multiply each branch before it is added to the residual stream."""
-    return tuple(f"scaled_{op}" if op.endswith("residual") else op for op in DENSE(shape, layer))
+def scaled_residuals(layers: LayerOperators = DENSE) -> LayerOperators:
+    """Layers that multiply each branch before it is added to the residual stream."""
+    return lambda shape, layer: tuple(
+        f"scaled_{op}" if op.endswith("residual") else op for op in layers(shape, layer)
+    )
 
 
 def partly_rotated(shape: "ModelShape", layer: int) -> tuple[str, ...]:
@@ -179,6 +181,8 @@ class Family:
     """Operator -> the module of its parameters, where it is not the catalogue's."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Module of a layer in the checkpoint -> the operators whose weights are its rows, in order."""
+    stacks: Stacks = field(default_factory=Stacks)
+    """The tensors of a checkpoint that have all experts of a layer."""
     reads: Mapping[str, str] = field(default_factory=dict)
     """Value -> the value that a layer's operators read in its place."""
     unrotated: Callable[[Mapping[str, Any]], tuple[int, ...]] | None = None
@@ -230,6 +234,21 @@ class Family:
         return frozenset({*windows, *experts, *named} - {""})
 
 
+_SCALED: dict[str, Any] = {
+    "before": ("scaled_embed",),
+    "after": ("final_norm", "divided_logits", "logprob"),
+    "attention_scale": ("attention_multiplier", 1.0),
+    "adds_outside_norms": True,
+    "defaults": {
+        **{"embedding_multiplier": 1.0, "residual_multiplier": 1.0},
+        **{"attention_multiplier": 1.0, "logits_scaling": 1.0},
+    },
+    "refused": {
+        "kernels": "they multiply neither the embedding nor branches nor logits",
+        "megatron": "it multiplies neither the embedding nor branches nor logits",
+    },
+}
+"""What Granite's multipliers add to a family."""
 _NOT_MEASURED = "no test has compared it there"
 _NORMED_AFTER = {
     "kernels": "its norms after attention and MLP have no kernel",
@@ -353,20 +372,16 @@ FAMILIES = {
             "megatron": "it has neither norms after attention and MLP nor two rotary embeddings",
         },
     ),
-    "granite": Family(
-        before=("scaled_embed",),
-        layer=scaled_residuals,
-        after=("final_norm", "divided_logits", "logprob"),
-        attention_scale=("attention_multiplier", 1.0),
-        adds_outside_norms=True,
-        defaults={
-            **{"embedding_multiplier": 1.0, "residual_multiplier": 1.0},
-            **{"attention_multiplier": 1.0, "logits_scaling": 1.0},
-        },
-        refused={
-            "kernels": "they multiply neither the embedding nor branches nor logits",
-            "megatron": "it multiplies neither the embedding nor branches nor logits",
-        },
+    "granite": Family(layer=scaled_residuals(), **_SCALED),
+    "granitemoe": Family(
+        layer=scaled_residuals(mixture()),
+        experts=ExpertSettings("intermediate_size", norm_topk=True),
+        modules={"router": "block_sparse_moe.router.layer"},
+        stacks=Stacks(
+            gate_up="block_sparse_moe.input_linear.weight",
+            down="block_sparse_moe.output_linear.weight",
+        ),
+        **_SCALED,
     ),
     "glm4": Family(
         layer=plain_sandwich,

@@ -16,8 +16,16 @@ from rlk_align.model.dtypes import DTYPES, SAFETENSORS_DTYPES
 
 STORED_DTYPES = {stored: name for stored, name in SAFETENSORS_DTYPES.items() if name in DTYPES}
 """The dtypes that engines compute in: safetensors' name -> torch's name."""
-_STACK = re.compile(r"model\.(layers\.\d+)\.mlp\.experts\.(gate_up_proj|down_proj)")
-"""`[E, 2 I, H]`, an expert's gate before its up, or `[E, H, I]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    """The names of the tensors that have all experts of a layer, if a checkpoint stores such."""
+
+    gate_up: str = "mlp.experts.gate_up_proj"
+    """`[E, 2 I, H]`, an expert's gate before its up."""
+    down: str = "mlp.experts.down_proj"
+    """`[E, H, I]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +68,14 @@ def stored_tensors(
     model: Path,
     modules: Mapping[str, str],
     fused: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
+    stacks: Stacks = Stacks(),
 ) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint's files by name, with a stack split into its experts, and a fused
     tensor into its operators. `modules`: as for `tensor_name`; `fused`: `ModelShape.fused_rows`.
     Raises ModelError."""
     found: dict[str, StoredTensor] = {}
     for whole in _tensors(model):
-        parts = dict(_experts(whole, modules)) or dict(_unfused(whole, modules, fused))
+        parts = dict(_experts(whole, modules, stacks)) or dict(_unfused(whole, modules, fused))
         found |= parts or {whole.name: whole}
     return found
 
@@ -130,14 +139,16 @@ def _unfused(
         first += size
 
 
-def _experts(stack: StoredTensor, modules: Mapping[str, str]) -> Iterator[tuple[str, StoredTensor]]:
+def _experts(
+    stack: StoredTensor, modules: Mapping[str, str], stacks: Stacks
+) -> Iterator[tuple[str, StoredTensor]]:
     """(name, part) of each expert in a stack; empty for a tensor that is not a stack."""
-    match = _STACK.fullmatch(stack.name)
-    if match is None or len(stack.shape) != 3:
+    match = re.fullmatch(r"model\.(layers\.\d+)\.(.+)", stack.name)
+    operators = {stacks.gate_up: ("gate_proj", "up_proj"), stacks.down: ("down_proj",)}
+    if match is None or match[2] not in operators or len(stack.shape) != 3:
         return
-    layer, op = match.groups()
+    layer, ops = match[1], operators[match[2]]
     count, rows, columns = stack.shape
-    ops = ("gate_proj", "up_proj") if op == "gate_up_proj" else (op,)
     size = rows // len(ops)
     for expert in range(count):
         for i, each in enumerate(ops):

@@ -51,7 +51,7 @@ def check_tensors(model: Path, shape: ModelShape) -> None:
     and for a tied head that is stored and differs from the embedding."""
     config = read_config(model)
     expected = expected_tensors(config, shape)
-    stored = stored_tensors(model, shape.family.modules, shape.fused_rows)
+    stored = stored_tensors(model, shape.family.modules, shape.fused_rows, shape.family.stacks)
     _check_dtypes(model, [stored[name] for name in expected if name in stored])
     head, tied = tensor_name("lm_head"), is_tied(config)
     missing = [n for n in expected if n not in stored and not (tied and n == head)]

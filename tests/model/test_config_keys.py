@@ -81,6 +81,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"num_experts": 8, "num_experts_per_tok": 2, "output_router_logits": False},
         **{"router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 64},
     },
+    "granite-3.1-1b-a400m-base": {
+        **{"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"},
+        **{"attention_bias": False, "attention_dropout": 0.1, "attention_multiplier": 0.015625},
+        **{"embedding_multiplier": 12.0, "logits_scaling": 6.0, "residual_multiplier": 0.22},
+        **{"num_experts_per_tok": 2, "num_local_experts": 8, "output_router_logits": False},
+        **{"rope_scaling": None, "router_aux_loss_coef": 0.0, "tie_word_embeddings": True},
+    },
     "OLMoE-1B-7B-0924": {
         **{"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "attention_bias": False},
         **{"clip_qkv": None, "norm_topk_prob": False, "num_experts": 8, "num_experts_per_tok": 2},

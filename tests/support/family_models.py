@@ -33,6 +33,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"attention_multiplier": 0.4, "logits_scaling": 6.0, "tie_word_embeddings": True},
     },
     "glm4": {"head_dim": 32},
+    "granitemoe": {
+        **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4},
+        **{"logits_scaling": 6.0, "num_local_experts": 8, "num_experts_per_tok": 3},
+        **{"intermediate_size": 96, "tie_word_embeddings": True},
+    },
     "gemma3_text": {
         **{"head_dim": 32, "sliding_window": 8, "layer_types": KINDS, "query_pre_attn_scalar": 24},
         "rope_parameters": {

@@ -6,6 +6,7 @@ from typing import Any
 from rlk_align.engines.common.experts import INSIDE
 from rlk_align.engines.common.layout import of_outputs
 from rlk_align.engines.common.places import FIRST, HEADS_FIRST, LOGITS, Place, embedding_place
+from rlk_align.engines.hf.experts import ROUTER, mlp_path, router_path
 from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import layer_modules
 
@@ -30,7 +31,7 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
             for op, path in layer_modules(operators).items()
         }
         for op, path in paths.items():
-            if path in modules:
+            if path in modules and op != "router":
                 first = shape.family.heads_first and op in ("q_norm", "k_norm")
                 access = HEADS_FIRST if first else FIRST
                 yield Place(sites=(f"layers.{i}.{op}",), module=f"{here}.{path}", access=access)
@@ -40,12 +41,10 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
             yield Place(sites=sites, module=f"{here}.{path}", layout=layout)
         for op in ("q_rope", "k_rope") if "q_rope" in operators else ():
             yield Place(sites=(f"layers.{i}.{op}",), module=attention, end="rope")
-        sparse = hasattr(layer.mlp, "experts")
-        for op in INSIDE if sparse else ():
-            yield Place(sites=(f"layers.{i}.{op}",), module=f"{here}.mlp.experts", end="inside")
-        if sparse:
-            yield Place(sites=(f"layers.{i}.moe_out",), module=f"{here}.mlp")
-        inputs = {**INPUT_SITES, "attn_residual": paths.get("mlp_norm", "mlp")}
+        mlp = mlp_path(layer)
+        if hasattr(getattr(layer, mlp), "experts"):
+            yield from _sparse_places(f"layers.{i}", f"{here}.{mlp}", getattr(layer, mlp))
+        inputs = {**INPUT_SITES, "attn_residual": paths.get("mlp_norm", mlp)}
         if "shared_act" in operators:
             inputs["shared_act"] = paths["shared_down_proj"]
         for op, path in inputs.items():
@@ -61,3 +60,11 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
         )
     else:
         yield Place(sites=("logits",), module="lm_head", rows="sampled")
+
+
+def _sparse_places(name: str, path: str, block: Any) -> Iterator[Place]:
+    """The places of a block of experts."""
+    yield Place(sites=(f"{name}.router",), module=f"{path}.{router_path(block)}", access=ROUTER)
+    for op in INSIDE:
+        yield Place(sites=(f"{name}.{op}",), module=f"{path}.experts", end="inside")
+    yield Place(sites=(f"{name}.moe_out",), module=path)

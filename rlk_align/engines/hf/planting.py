@@ -13,7 +13,7 @@ from rlk_align.engines.common.experts import Choose
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.transformers_rope import on_rotation
 from rlk_align.engines.common.weights import unfused
-from rlk_align.engines.hf.experts import replace_choice, sparse_blocks
+from rlk_align.engines.hf.experts import replace_choice, router_of, routing, sparse_blocks
 from rlk_align.engines.hf.places import hf_places
 from rlk_align.selftest.faults.catalogue import Chosen
 from rlk_align.selftest.planting.live_operators import LiveOperators, plant
@@ -133,7 +133,7 @@ class HFSparseLayers(SparseLayers):
 
     def change_logits(self, layer: int, formula: Formula) -> None:
         """A router's product is its only call of `torch.nn.functional.linear`."""
-        gate, functional = self._blocks[layer].gate, torch.nn.functional
+        gate, functional = router_of(self._blocks[layer]), torch.nn.functional
         route, product = gate.forward, functional.linear
 
         def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -155,11 +155,11 @@ class HFSparseLayers(SparseLayers):
 
     def change_weights(self, layer: int, change: Callable[[Routing], torch.Tensor]) -> None:
         def see(_module: Any, _inputs: Any, output: Any) -> Any:
-            logits, weights, chosen = output
+            logits, weights, chosen = routing(output)
             new = change(Routing(logits=logits, chosen=chosen, weights=weights))
-            return logits, new.to(weights.dtype), chosen
+            return output[0], new.to(weights.dtype), output[2]
 
-        self._hooks.after(self._blocks[layer].gate, see)
+        self._hooks.after(router_of(self._blocks[layer]), see)
 
     def leave_out(self, layer: int, expert: int) -> None:
         def see(_module: Any, inputs: Any) -> Any:
@@ -199,7 +199,7 @@ class HFKernelLayers(KernelLayers, HFSparseLayers):
     """Sparse layers that the kernels compute."""
 
     def _chooser(self, layer: int) -> Any:
-        return self._blocks[layer].gate
+        return router_of(self._blocks[layer])
 
     def _computer(self, layer: int) -> Any:
         return self._blocks[layer].experts

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlk_align.engines.common.experts import BY_EXPERT, has_kernels
-from rlk_align.engines.common.fused_places import fused_places, head_path, place_of
+from rlk_align.engines.common.fused_places import Sparse, fused_places, head_path, place_of
 from rlk_align.engines.common.layout import in_slots, of_outputs
 from rlk_align.engines.common.places import End, Place, embedding_place
 from rlk_align.engines.vllm.experts import FUSED, PARTIAL, sparse_blocks
@@ -15,14 +15,14 @@ from rlk_align.model.operators import layer_modules
 
 def vllm_places(model: Any, shape: ModelShape, tp: int) -> Iterator[Place]:
     """The place of each site in a live model of `tp` ranks."""
-    if not adds_in_norms(model, shape):
-        yield from _unfused_places(model, shape)
-        return
     blocks = {i: (path, block) for i, path, block in sparse_blocks(model)}
 
     def sparse(layer: int) -> Iterator[Place] | None:
         return _block_places(model, layer, *blocks[layer], shape, tp) if layer in blocks else None
 
+    if not adds_in_norms(model, shape):
+        yield from _unfused_places(model, shape, sparse)
+        return
     yield from fused_places(model, shape, tp, "logits_processor", sparse)
 
 
@@ -50,7 +50,7 @@ _FUSED = {
 """Module of a layer -> the operators that vLLM fuses in it."""
 
 
-def _unfused_places(model: Any, shape: ModelShape) -> Iterator[Place]:
+def _unfused_places(model: Any, shape: ModelShape, sparse: Sparse) -> Iterator[Place]:
     """The places in the code of transformers, and in classes that follow it: residuals are added
     outside of norms."""
     yield embedding_place(shape)
@@ -63,13 +63,17 @@ def _unfused_places(model: Any, shape: ModelShape) -> Iterator[Place]:
             return Place(sites=sites, module=path, end=end, layout=of_outputs(sites, shape, 1))
 
         paths = layer_modules(operators, shape.family.modules)
-        yield from (place(module, *ops) for module, ops in _FUSED.items())
+        yield from (place(module, *ops) for module, ops in _FUSED.items() if module in modules)
         yield from (place(path, op) for op, path in paths.items() if path in modules)
         for op in ("q_rope", "k_rope") if "q_rope" in operators else ():
             yield place("self_attn", op, end="rope")
         yield place("self_attn.o_proj", "attn", end="input")
         yield place(paths.get("mlp_norm", "mlp"), "attn_residual", end="input")
-        yield place("mlp.down_proj", "act", end="input")
+        block = sparse(i)
+        if block is None:
+            yield place("mlp.down_proj", "act", end="input")
+        else:
+            yield from block
         yield place("", "mlp_residual")
     yield Place(sites=("final_norm",), module="model.norm")
     yield Place(
