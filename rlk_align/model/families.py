@@ -228,6 +228,7 @@ _NORMED_AFTER = {
     "kernels": "its norms after attention and MLP have no kernel",
     "megatron": "it has no norms after attention and MLP, and norms each head of q alone",
 }
+_INTERLEAVED = "their rotation turns features j and j + half of the width"
 _UNROTATED = {
     "kernels": "their rotation is for every layer, and this family leaves some out",
     "megatron": _NOT_MEASURED,
@@ -357,6 +358,12 @@ FAMILIES = {
             "kernels": "its norms after attention and MLP and its pairs have no kernel there",
             "megatron": "it has no norms after attention and MLP",
         },
+    ),
+    "ernie4_5": Family(
+        interleaved=True,
+        theta=5e5,
+        defaults={"tie_word_embeddings": True},
+        refused={"kernels": _INTERLEAVED, "megatron": _NOT_MEASURED},
     ),
     "mixtral": Family(
         layer=mixture(),

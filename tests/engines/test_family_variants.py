@@ -154,6 +154,8 @@ FAULTY = [
     in_hf("glm4", "rope-interleaved"),
     in_vllm("glm4", "rope-interleaved"),
     in_vllm("glm4", "rope-partial"),
+    in_hf("ernie4_5", "rope-interleaved"),
+    in_vllm("ernie4_5", "rope-interleaved"),
     in_hf("glm4", "proj-bias-dropped"),
     in_hf("glm4", "post-norm-left-out"),
     in_vllm("glm4", "post-norm-left-out"),

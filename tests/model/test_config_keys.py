@@ -118,6 +118,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"head_dim": 128, "partial_rotary_factor": 0.5, "pad_token_id": 250},
         "eos_token_id": [250, 251, 252],
     },
+    "ERNIE-4.5-0.3B-PT": {
+        **{"architectures": ["Ernie4_5ForCausalLM"], "model_type": "ernie4_5", "head_dim": 128},
+        **{"use_bias": False, "use_cache": False, "tie_word_embeddings": True},
+    },
     "gemma-2-9b": {
         **{"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 256},
         **{"attention_bias": False, "attn_logit_softcapping": 50.0, "cache_implementation": "hyb"},

@@ -33,6 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"attention_multiplier": 0.4, "logits_scaling": 6.0, "tie_word_embeddings": True},
     },
     "glm4": {"head_dim": 32},
+    "ernie4_5": {"head_dim": 32, "tie_word_embeddings": True},
     "gemma3_text": {
         **{"head_dim": 32, "sliding_window": 8, "layer_types": KINDS, "query_pre_attn_scalar": 24},
         "rope_parameters": {
