@@ -365,6 +365,17 @@ FAMILIES = {
         defaults={"tie_word_embeddings": True},
         refused={"kernels": _INTERLEAVED, "megatron": _NOT_MEASURED},
     ),
+    "phi3": Family(
+        biases=dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), False),
+        window={"sliding_window": None, "use_sliding_window": True},
+        defaults={"partial_rotary_factor": 1.0},
+        settings=("original_max_position_embeddings",),
+        fused={
+            "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
+            "mlp.gate_up_proj": ("gate_proj", "up_proj"),
+        },
+        refused={"kernels": _NOT_MEASURED, "megatron": _NOT_MEASURED},
+    ),
     "mixtral": Family(
         layer=mixture(),
         experts=ExpertSettings("intermediate_size", norm_topk=True),
@@ -418,7 +429,7 @@ class ModelShape:
     intermediate: int
     vocab: int
     context: int
-    """The length of the longest sequence, in tokens."""
+    """The length of the longest sequence, in tokens; that of a longrope's short factors."""
     dtype: str
     """The checkpoint's own dtype, e.g. `bfloat16`."""
     sparse_layers: tuple[int, ...] = ()
@@ -482,6 +493,18 @@ class ModelShape:
                 self.hidden if size == "hidden_slots" else self.expert_intermediate
             )
         return getattr(self, size)
+
+
+def original_context(config: Mapping[str, Any]) -> int | None:
+    """The length up to which a longrope has its short factors; None for another rope. The engines
+    differ beyond it: transformers chooses the factors by the longest position of each forward, and
+    vLLM by the longest that it serves."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(rope, Mapping) or "longrope" not in (rope.get("rope_type"), rope.get("type")):
+        return None
+    key = "original_max_position_embeddings"
+    length = rope.get(key) or config.get(key)
+    return length if type(length) is int and length > 0 else None
 
 
 _MAX_SIZE = 1 << 28
@@ -620,6 +643,7 @@ def read_shape(model: Path) -> ModelShape:
     family = FAMILIES[kind]
     config = {**family.defaults, **config}
     heads, hidden = size("num_attention_heads"), size("hidden_size")
+    longest = size("max_position_embeddings")
     return ModelShape(
         model_type=kind,
         layers=size("num_hidden_layers", largest=10_000),
@@ -629,7 +653,7 @@ def read_shape(model: Path) -> ModelShape:
         head_dim=size("head_dim", max(1, hidden // heads)),
         intermediate=size("intermediate_size"),
         vocab=size("vocab_size"),
-        context=size("max_position_embeddings"),
+        context=min(longest, original_context(config) or longest),
         dtype=dtype,
         qk_norm=bool(family.qk_norm and config.get(family.qk_norm)),
         unrotated_layers=_unrotated(model, config, family),
