@@ -254,6 +254,7 @@ _NORMED_AFTER = {
     "kernels": "its norms after attention and MLP have no kernel",
     "megatron": "it has no norms after attention and MLP, and norms each head of q alone",
 }
+_INTERLEAVED = "their rotation turns features j and j + half of the width"
 _UNROTATED = {
     "kernels": "their rotation is for every layer, and this family leaves some out",
     "megatron": _NOT_MEASURED,
@@ -398,6 +399,23 @@ FAMILIES = {
             "megatron": "it has no norms after attention and MLP",
         },
     ),
+    "ernie4_5": Family(
+        interleaved=True,
+        theta=5e5,
+        defaults={"tie_word_embeddings": True},
+        refused={"kernels": _INTERLEAVED, "megatron": _NOT_MEASURED},
+    ),
+    "phi3": Family(
+        biases=dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), False),
+        window={"sliding_window": None, "use_sliding_window": True},
+        defaults={"partial_rotary_factor": 1.0},
+        settings=("original_max_position_embeddings",),
+        fused={
+            "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
+            "mlp.gate_up_proj": ("gate_proj", "up_proj"),
+        },
+        refused={"kernels": _NOT_MEASURED, "megatron": _NOT_MEASURED},
+    ),
     "mixtral": Family(
         layer=mixture(),
         experts=ExpertSettings("intermediate_size", norm_topk=True),
@@ -459,7 +477,7 @@ class ModelShape:
     intermediate: int
     vocab: int
     context: int
-    """The length of the longest sequence, in tokens."""
+    """The length of the longest sequence, in tokens; that of a longrope's short factors."""
     dtype: str
     """The checkpoint's own dtype, e.g. `bfloat16`."""
     sparse_layers: tuple[int, ...] = ()
@@ -523,6 +541,18 @@ class ModelShape:
                 self.hidden if size == "hidden_slots" else self.expert_intermediate
             )
         return getattr(self, size)
+
+
+def original_context(config: Mapping[str, Any]) -> int | None:
+    """The length up to which a longrope has its short factors; None for another rope. The engines
+    differ beyond it: transformers chooses the factors by the longest position of each forward, and
+    vLLM by the longest that it serves."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(rope, Mapping) or "longrope" not in (rope.get("rope_type"), rope.get("type")):
+        return None
+    key = "original_max_position_embeddings"
+    length = rope.get(key) or config.get(key)
+    return length if type(length) is int and length > 0 else None
 
 
 _MAX_SIZE = 1 << 28
@@ -661,6 +691,7 @@ def read_shape(model: Path) -> ModelShape:
     family = FAMILIES[kind]
     config = {**family.defaults, **config}
     heads, hidden = size("num_attention_heads"), size("hidden_size")
+    longest = size("max_position_embeddings")
     return ModelShape(
         model_type=kind,
         layers=size("num_hidden_layers", largest=10_000),
@@ -670,7 +701,7 @@ def read_shape(model: Path) -> ModelShape:
         head_dim=size("head_dim", max(1, hidden // heads)),
         intermediate=size("intermediate_size"),
         vocab=size("vocab_size"),
-        context=size("max_position_embeddings"),
+        context=min(longest, original_context(config) or longest),
         dtype=dtype,
         qk_norm=bool(family.qk_norm and config.get(family.qk_norm)),
         unrotated_layers=_unrotated(model, config, family),

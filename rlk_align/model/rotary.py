@@ -8,8 +8,8 @@ from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config
 from rlk_align.model.families import FAMILIES, Family, ModelShape, layer_kind
 
-FIXED = ("default", "linear", "llama3", "yarn")
-"""The kinds whose frequencies do not depend on the sequence."""
+FIXED = ("default", "linear", "llama3", "yarn", "longrope")
+"""The kinds whose frequencies do not depend on the sequence, as far as `ModelShape.context`."""
 _MIN_PAIRS = 4
 """With fewer pairs, rotations by different positions cannot be distinguished."""
 

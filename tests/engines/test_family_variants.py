@@ -188,6 +188,13 @@ FAULTY = [
     in_hf("glm4", "rope-interleaved"),
     in_vllm("glm4", "rope-interleaved"),
     in_vllm("glm4", "rope-partial"),
+    in_hf("ernie4_5", "rope-interleaved"),
+    in_vllm("ernie4_5", "rope-interleaved"),
+    # The frequencies of a longrope, and rows of a fused product.
+    in_hf("phi3", "rope-base"),
+    in_vllm("phi3", "rope-base"),
+    in_hf("phi3", "proj-weight-element"),
+    in_hf("phi3", "proj-gain"),
     in_hf("glm4", "proj-bias-dropped"),
     in_hf("glm4", "post-norm-left-out"),
     in_vllm("glm4", "post-norm-left-out"),

@@ -136,6 +136,21 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"head_dim": 128, "partial_rotary_factor": 0.5, "pad_token_id": 250},
         "eos_token_id": [250, 251, 252],
     },
+    "ERNIE-4.5-0.3B-PT": {
+        **{"architectures": ["Ernie4_5ForCausalLM"], "model_type": "ernie4_5", "head_dim": 128},
+        **{"use_bias": False, "use_cache": False, "tie_word_embeddings": True},
+    },
+    "Phi-3-mini-128k-instruct": {
+        **{"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "attention_bias": False},
+        **{"embd_pdrop": 0.0, "resid_pdrop": 0.0, "original_max_position_embeddings": 4096},
+        **{"max_position_embeddings": 131072, "sliding_window": 262144},
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+    },
+    "phi-4": {
+        **{"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "attention_bias": False},
+        **{"embd_pdrop": 0.0, "resid_pdrop": 0.0, "original_max_position_embeddings": 16384},
+        **{"rope_scaling": None, "sliding_window": None, "pad_token_id": 250},
+    },
     "gemma-2-9b": {
         **{"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 256},
         **{"attention_bias": False, "attn_logit_softcapping": 50.0, "cache_implementation": "hyb"},
@@ -238,6 +253,15 @@ def test_the_layers_of_hub_configs(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HUB | PUBLISHED["SmolLM3-3B"]))
     assert read_shape(tmp_path).unrotated_layers == (1,)
     assert is_tied({"model_type": "gemma3_text"})
+
+
+def test_a_longrope_is_compared_up_to_its_original_length(tmp_path: Path) -> None:
+    config = HUB | PUBLISHED["Phi-3-mini-128k-instruct"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_shape(tmp_path).context == 4096
+    del config["original_max_position_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_shape(tmp_path).context == 131072
 
 
 def test_the_refusal_of_an_unknown_family_says_what_is_unknown_in_it(tmp_path: Path) -> None:

@@ -38,6 +38,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"logits_scaling": 6.0, "num_local_experts": 8, "num_experts_per_tok": 3},
         **{"intermediate_size": 96, "tie_word_embeddings": True},
     },
+    "ernie4_5": {"head_dim": 32, "tie_word_embeddings": True},
+    "phi3": {
+        **{"sliding_window": 8, "original_max_position_embeddings": 128},
+        "rope_parameters": {
+            **{"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+            "original_max_position_embeddings": 128,
+            "short_factor": [1 + 0.1 * i for i in range(12)],
+            "long_factor": [2 + 0.5 * i for i in range(12)],
+        },
+    },
     "gemma3_text": {
         **{"head_dim": 32, "sliding_window": 8, "layer_types": KINDS, "query_pre_attn_scalar": 24},
         "rope_parameters": {

@@ -192,8 +192,8 @@ def hf_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
         "layers": len(layers),
         "hidden_size": model.model.embed_tokens.weight.shape[1],
         "vocab_size": model.model.embed_tokens.weight.shape[0],
-        **per_layer("heads", [_heads(a.q_proj, a.head_dim) for a in attention]),
-        **per_layer("kv_heads", [_heads(a.k_proj, a.head_dim) for a in attention]),
+        **per_layer("heads", [_heads(a, "q_proj", "num_attention_heads") for a in attention]),
+        **per_layer("kv_heads", [_heads(a, "k_proj", "num_key_value_heads") for a in attention]),
         **per_layer("head_dim", [a.head_dim for a in attention]),
         **per_layer("attention_scale", [float(f"{a.scaling:.6g}") for a in attention]),
         **per_layer("sliding_window", [_window(a) for a in attention]),
@@ -214,9 +214,12 @@ def _window(attention: Any) -> int | None:
     return getattr(attention.config, "sliding_window", None) or None
 
 
-def _heads(projection: Any, head_dim: int) -> int | None:
-    width = getattr(projection, "out_features", None)
-    return None if width is None else width // head_dim
+def _heads(attention: Any, projection: str, key: str) -> int | None:
+    """The number of heads of a projection or, where it is fused with others, that of the config."""
+    if not hasattr(attention, projection):
+        return getattr(attention.config, key)
+    width = getattr(getattr(attention, projection), "out_features", None)
+    return None if width is None else width // attention.head_dim
 
 
 def _routing(blocks: list[Any]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class VLLMOperators(FusedOperators):
         places = vllm_places(model, plan.shape, ranks.world)
         self.norms_add = adds_in_norms(model, plan.shape)
         super().__init__(plan, model, places, chosen, sharing)
-        self.before(self._model, self._note_rows, with_kwargs=True)
+        self.around(self._model, self._note_rows)
 
     def _gather(self, local: torch.Tensor) -> list[torch.Tensor]:
         return all_gather(local, self._ranks)
@@ -69,7 +69,7 @@ class VLLMOperators(FusedOperators):
     def tensor(self, path: str) -> torch.Tensor | None:
         return live_parameter(self._model, path)
 
-    def _note_rows(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def _note_rows(self, args: Any, kwargs: dict[str, Any]) -> None:
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         positions = kwargs["positions"] if "positions" in kwargs else args[1]
         decoding = torch.zeros_like(positions, dtype=torch.bool)

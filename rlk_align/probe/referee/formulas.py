@@ -96,8 +96,10 @@ def rotate(
     turned = low * cos - high * sin, high * cos + low * sin
     slopes = -low * sin - high * cos, low * cos - high * sin
     if interleaved:
-        turned, slopes = ((torch.stack(pair, dim=-1).flatten(-2),) for pair in (turned, slopes))
-    out, slope = torch.cat([*turned, rest], dim=-1), torch.cat([*slopes, 0 * rest], dim=-1)
+        pairs = (torch.stack(pair, dim=-1).flatten(-2) for pair in (turned, slopes))
+    else:
+        pairs = (torch.cat(pair, dim=-1) for pair in (turned, slopes))
+    out, slope = (torch.cat(both, dim=-1) for both in zip(pairs, (rest, 0 * rest), strict=True))
     return out.reshape_as(x), slope.reshape_as(x)
 
 
