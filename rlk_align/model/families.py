@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config
@@ -40,12 +40,22 @@ DENSE = dense()
 _SHARED = ("shared_gate_proj", "shared_up_proj", "shared_act", "shared_down_proj")
 
 
-def mixture(qk_norm: bool = False, wide: bool = False, gated: bool = False) -> LayerOperators:
+def mixture(
+    qk_norm: bool = False,
+    wide: bool = False,
+    routing: tuple[str, str, str] = ("router", "experts", "routing_weights"),
+    shared: Literal["", "added", "gated"] = "",
+) -> LayerOperators:
     """Dense layers, and sparse layers in which a router sends each token to a few experts.
-    `qk_norm`, `wide`: as for `dense`; `gated`: with a shared expert, whose row is multiplied by the
-    sigmoid of a gate."""
+
+    `qk_norm`, `wide`: as for `dense`; `routing`: the router, its choice, and the weights; `shared`:
+    whether the row of shared experts is added, or multiplied by the sigmoid of a gate first."""
     dense_layer = dense(qk_norm, wide)
-    out = (*_SHARED, "shared_gate", "moe_out_gated") if gated else ("moe_out",)
+    out = {
+        "": ("moe_out",),
+        "added": (*_SHARED, "moe_out_with_shared"),
+        "gated": (*_SHARED, "shared_gate", "moe_out_gated"),
+    }[shared]
 
     def operators(shape: "ModelShape", layer: int) -> tuple[str, ...]:
         every = dense_layer(shape, layer)
@@ -53,8 +63,8 @@ def mixture(qk_norm: bool = False, wide: bool = False, gated: bool = False) -> L
             return every
         return (
             *every[: every.index("gate_proj")],
-            *("router", "experts", "routing_weights", "expert_gate_proj", "expert_up_proj"),
-            *("expert_act", "expert_down_proj", *out, "mlp_residual"),
+            *(*routing, "expert_gate_proj", "expert_up_proj", "expert_act", "expert_down_proj"),
+            *(*out, "mlp_residual"),
         )
 
     return operators
@@ -63,15 +73,8 @@ def mixture(qk_norm: bool = False, wide: bool = False, gated: bool = False) -> L
 def corrected_mixture(shape: "ModelShape", layer: int) -> tuple[str, ...]:
     """Dense layers, and sparse layers with shared experts, whose router computes in float32 and
     corrects its scores for the choice of experts only."""
-    every = dense(shape.qk_norm)(shape, layer)
-    if layer not in shape.sparse_layers:
-        return every
-    return (
-        *every[: every.index("gate_proj")],
-        *("fp32_router", "corrected_experts", "fp32_routing_weights"),
-        *("expert_gate_proj", "expert_up_proj", "expert_act", "expert_down_proj"),
-        *(*_SHARED, "moe_out_with_shared", "mlp_residual"),
-    )
+    routing = ("fp32_router", "corrected_experts", "fp32_routing_weights")
+    return mixture(shape.qk_norm, routing=routing, shared="added")(shape, layer)
 
 
 def normed_after(shape: "ModelShape", layer: int) -> tuple[str, ...]:
@@ -206,13 +209,21 @@ class Family:
         """Whether its routers score experts by a sigmoid."""
         return self.experts is not None and self.experts.sigmoid
 
+    @property
+    def corrected(self) -> bool:
+        """Whether its routers correct the scores for the choice of experts."""
+        return self.experts is not None and (self.experts.sigmoid or self.experts.corrected)
+
     def check(self, engine: str, kind: str) -> None:
         """Raises ModelError if the engine, or the kernels, do not compute this family, whose
         `model_type` is `kind`."""
         if engine in self.refused:
             raise ModelError(
                 f"{engine} does not support model_type {kind!r}: {self.refused[engine]}",
-                "compare with kernels=off" if engine == "kernels" else "compare with --train hf",
+                {
+                    "kernels": "compare with kernels=off",
+                    "vllm": "compare with --rollout hf",
+                }.get(engine, "compare with --train hf"),
             )
 
     def multiplies(self, site: str) -> bool:
@@ -225,7 +236,9 @@ class Family:
         """The keys of config.json that this description covers, beside those of every family."""
         windows = {*self.window, "layer_types"} if self.window else set()
         windows |= {"rope_parameters.KIND"} if self.rope_by_kind else set()
-        experts = {*EXPERT_KEYS, self.experts.intermediate} if self.experts else set()
+        experts: set[str] = set()
+        if self.experts:
+            experts = {*EXPERT_KEYS, self.experts.intermediate, *self.experts.names.values()}
         named = {*self.defaults, *self.settings, self.qk_norm, self.predictors}
         named |= {self.attention_scale[0], self.activation[0], *self.period_keys}
         named |= {self.score_cap, self.logit_cap}
@@ -312,7 +325,7 @@ FAMILIES = {
         experts=ExpertSettings("moe_intermediate_size"),
     ),
     "qwen2_moe": Family(
-        layer=mixture(gated=True),
+        layer=mixture(shared="gated"),
         biases={"q_proj": "qkv_bias", "k_proj": "qkv_bias", "v_proj": "qkv_bias", "o_proj": False},
         experts=ExpertSettings(
             "moe_intermediate_size",
@@ -434,12 +447,71 @@ FAMILIES = {
             "megatron": "it norms each head of q and of k alone",
         },
     ),
+    "ernie4_5_moe": Family(
+        layer=mixture(
+            routing=("fp32_stored_router", "statics_corrected_experts", "routing_weights"),
+            shared="added",
+        ),
+        interleaved=True,
+        theta=5e5,
+        experts=ExpertSettings(
+            "moe_intermediate_size",
+            norm_topk=True,
+            corrected=True,
+            names={
+                "num_experts": "moe_num_experts",
+                "num_experts_per_tok": "moe_k",
+                "n_shared_experts": "moe_num_shared_experts",
+                "first_k_dense_replace": "moe_layer_start_index",
+                "last_sparse_layer": "moe_layer_end_index",
+                "decoder_sparse_step": "moe_layer_interval",
+            },
+        ),
+        biases=dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "use_bias")
+        | dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "use_bias"),
+        # No tensor has this module's name in other families.
+        modules={"corrected_experts": "mlp.moe_statics"},
+        defaults={
+            **{"tie_word_embeddings": True, "moe_k": 6, "moe_num_experts": 64},
+            **{"moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_interval": 1},
+        },
+        # The last key of the weights' sum is a guard against division by 0; transformers and vLLM
+        # read none of the others.
+        settings=("moe_norm_min", "moe_capacity", "moe_gate", "moe_use_aux_free"),
+        predictors="num_nextn_predict_layers",
+        refused={"kernels": _INTERLEAVED, "megatron": _NOT_MEASURED},
+    ),
+    "minimax_m2": Family(
+        layer=mixture(wide=True, routing=("router", "corrected_experts", "fp32_routing_weights")),
+        theta=5e6,
+        experts=ExpertSettings(
+            "intermediate_size",
+            norm_topk=True,
+            sigmoid=True,
+            known={"scoring_func": ("sigmoid",)},
+        ),
+        modules={
+            "router": "block_sparse_moe.gate",
+            "corrected_experts": "block_sparse_moe",
+            "expert_gate_proj": "block_sparse_moe.experts.{}.w1",
+            "expert_up_proj": "block_sparse_moe.experts.{}.w3",
+            "expert_down_proj": "block_sparse_moe.experts.{}.w2",
+        },
+        settings=("rotary_dim", "use_routing_bias", "use_qk_norm", "qk_norm_type"),
+        refused={
+            "kernels": "its norms over all heads of q and of k have no kernel",
+            "megatron": "it norms each head of q and of k alone",
+            "vllm": "vLLM's router on a CPU asserts a softmax, and its norms of q and k are no "
+            "modules",
+        },
+    ),
     "glm4_moe": Family(
         layer=corrected_mixture,
         biases={"o_proj": False},
         experts=ExpertSettings(
             "moe_intermediate_size",
             sigmoid=True,
+            grouped=True,
             known={
                 **dict.fromkeys(("n_shared_experts", "n_group", "topk_group"), None),
                 **{"routed_scaling_factor": None, "scoring_func": ("sigmoid",)},
@@ -525,6 +597,11 @@ class ModelShape:
     def has(self, op: str) -> bool:
         """Whether any layer has that operator."""
         return any(op in self.family.layer(self, layer) for layer in range(self.layers))
+
+    def correction(self, layer: int) -> tuple[int, ...]:
+        """The dimensions of the correction of a layer's scores; empty without one."""
+        choices = (OPERATORS[n] for n in self.family.layer(self, layer))
+        return tuple(self.size(d) for o in choices if o.formula == "top_k" for d in o.weight)
 
     def heads_of(self, size: Size) -> int:
         """The number of heads that a dimension consists of; 1 if it does not count heads."""

@@ -72,6 +72,8 @@ def _of_kind(config: dict[str, Any], kind: str) -> Any:
 def partial_rotary_factor(config: dict[str, Any]) -> float:
     """The rotated part of a head, by config.json or, if that leaves it out, by the family."""
     family = FAMILIES.get(str(config.get("model_type")))
+    if width := config.get("rotary_dim"):
+        return float(width) / float(config["head_dim"])
     stated = rope_parameters(config).get("partial_rotary_factor")
     default = family.defaults.get("partial_rotary_factor") if family else None
     return float(stated or config.get("partial_rotary_factor") or default or 1.0)

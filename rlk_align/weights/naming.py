@@ -131,9 +131,10 @@ def _experts(shape: ModelShape) -> Iterator[_Tensor]:
     for i in shape.sparse_layers:
         router = f"layers.{i}.router"
         yield _Tensor(tensor_name(router, shape.family.modules), 2, (Piece(router),))
-        if shape.family.sigmoid:
+        if dimensions := len(shape.correction(i)):
             correction = f"layers.{i}.experts"
-            yield _Tensor(tensor_name(correction, shape.family.modules), 1, (Piece(correction),))
+            stored = tensor_name(correction, shape.family.modules)
+            yield _Tensor(stored, dimensions, (Piece(correction),))
         for e in range(shape.experts):
             for op in _OF_EXPERT:
                 parameter = f"layers.{i}.experts.{e}.{op}"

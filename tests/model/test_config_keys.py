@@ -88,6 +88,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"num_experts_per_tok": 2, "num_local_experts": 8, "output_router_logits": False},
         **{"rope_scaling": None, "router_aux_loss_coef": 0.0, "tie_word_embeddings": True},
     },
+    "ERNIE-4.5-21B-A3B-PT": {
+        **{"architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe"},
+        **{"use_bias": False, "moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 2},
+        **{"moe_intermediate_size": 32, "moe_layer_start_index": 1, "moe_layer_interval": 1},
+        **{"moe_capacity": [8, 8, 8], "moe_gate": "topk", "moe_use_aux_free": True},
+        **{"num_nextn_predict_layers": 1, "tie_word_embeddings": True},
+    },
+    "MiniMax-M2 (in bf16)": {
+        **{"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "head_dim": 32},
+        **{"num_experts_per_tok": 2, "num_local_experts": 8, "output_router_logits": False},
+        **{"qk_norm_type": "per_layer", "rotary_dim": 16, "router_aux_loss_coef": 0.001},
+        **{"router_jitter_noise": 0.0, "scoring_func": "sigmoid", "sliding_window": None},
+        **{"use_qk_norm": True, "use_routing_bias": True},
+    },
     "OLMoE-1B-7B-0924": {
         **{"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "attention_bias": False},
         **{"clip_qkv": None, "norm_topk_prob": False, "num_experts": 8, "num_experts_per_tok": 2},

@@ -60,6 +60,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96},
         **{"shared_expert_intermediate_size": 160, "mlp_only_layers": [1]},
     },
+    "ernie4_5_moe": {
+        **{"head_dim": 32, "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 96},
+        **{"moe_num_shared_experts": 2, "moe_layer_start_index": 1, "tie_word_embeddings": True},
+    },
+    "minimax_m2": {
+        **{"head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 3},
+        **{"intermediate_size": 96, "rotary_dim": 16},
+    },
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
 }
 """model_type -> what its config sets beside `random_model.SMALL`."""

@@ -89,8 +89,9 @@ def expert_weights(
 def corrections(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The canonical corrections of scores for the choice of experts, which no engine rounds."""
     for i, block in sparse_blocks(model):
-        if (correction := getattr(router_of(block), "e_score_correction_bias", None)) is not None:
-            yield f"layers.{i}.experts", correction.detach()
+        for name, value in (*block.named_parameters(), *block.named_buffers()):
+            if name.endswith("e_score_correction_bias"):
+                yield f"layers.{i}.experts", value.detach()
 
 
 def _whole(stacked: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ the experts' inner size."""
 
 def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) -> None:
     """Raises ModelError or BadOption if vLLM would fail to load the model, or compute nonsense."""
+    shape.family.check("vllm", shape.model_type)
     kernels = option("kernels") == "rlk"
     check_shared("vllm", shape, int(option("tp") or 1), fused_qkv=False, kernels=kernels)
     key, activation = activation_of(config)

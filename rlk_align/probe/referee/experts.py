@@ -64,7 +64,7 @@ class ExpertReference:
         if formula == "combine":
             return self.combined(site, by_op)
         if formula == "top_k":
-            out, extra = self._tied(self._scores(site, inputs[0]))
+            out, extra = self._tied(self._scores(site, inputs[0]), bool(site.operator.weight))
         elif formula == "routing_weights":
             out, extra = self.weights_of(inputs[0], by_op["experts"].long())
         else:
@@ -78,14 +78,14 @@ class ExpertReference:
     def _scores(self, site: Site, logits: torch.Tensor) -> torch.Tensor:
         corrected = bool(site.operator.weight)
         correction = self._read(site.parameter) if corrected else None
-        return scores(logits, correction)
+        return scores(logits, correction, self._shape.family.sigmoid)
 
-    def _tied(self, scores_NE: torch.Tensor) -> Exact:
+    def _tied(self, scores_NE: torch.Tensor, corrected: bool) -> Exact:
         """An exact choice omits no larger score. The logit is rounded, and the probability that is
-        compared in its place may be. Of sigmoids, the float32 value, its correction and the sum of
-        two by which a group is chosen are rounded."""
+        compared in its place may be. Of corrected scores, the float32 value, its correction and the
+        sum of two by which a group is chosen are rounded."""
         kth = scores_NE.topk(self._shape.top_k, dim=1).values[:, -1:]
-        if self._shape.family.sigmoid:
+        if corrected:
             return torch.zeros_like(kth), 8 * rounding_variance(kth.abs() + 1, "float32")
         of_probability = 4.0 ** -DTYPES[self._dtype] / 3
         return torch.zeros_like(kth), 2 * rounding_variance(kth, self._dtype) + 2 * of_probability
