@@ -36,7 +36,9 @@ the description does not cover is refused by name.
 random checkpoint in bf16, with six prompts and eight new tokens each. *Healthy* means that the
 contract passed, and that each operator of both sides was recomputed in float64 and is within its
 budget. The settings of the checkpoints make each variant matter: windows shorter than the prompts,
-ropes that differ by layer, norms and biases off their neutral values.
+ropes that differ by layer, norms and biases off their neutral values. In sparse families vLLM on a
+CPU does not show the rows of each expert, so four operators of a layer are not recomputed, and the
+experts' sum is recomputed from their input.
 
 """
 
@@ -101,10 +103,13 @@ def page(found: dict[str, Any]) -> str:
     for name in sorted(FAMILIES):
         of, refused = found.get(name, {}), FAMILIES[name].refused
         engines = [
-            f"refused: {refused[e]}" if e in refused else IN_MATRIX for e in ("megatron", "kernels")
+            f"refused: {refused[e]}" if e in refused else IN_MATRIX
+            for e in ("vllm", "megatron", "kernels")
         ]
         native = " (the code of transformers)" if FAMILIES[name].backend else ""
-        cells = [cell(of.get("hf")), cell(of.get("vllm")) + native, *engines]
+        if "vllm" in of:
+            engines[0] = cell(of["vllm"]) + native
+        cells = [cell(of.get("hf")), *engines]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     runs = [run for of in found.values() for run in of.values() if "versions" in run]
     versions = {
@@ -124,8 +129,9 @@ def main(names: list[str]) -> None:
             model, train = family_model(folder, name), WITHOUT_SDPA.get(name, "hf")
             found[name] = {
                 "hf": compared(model, folder, "hf:attn=eager", train),
-                "vllm": compared(model, folder, "vllm", train),
             }
+            if "vllm" not in FAMILIES[name].refused:
+                found[name]["vllm"] = compared(model, folder, "vllm", train)
             print(name, found[name], flush=True)
             FOUND.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     PAGE.write_text(page(found))

@@ -5,9 +5,10 @@ that is stored as well. transformers, whose import takes seconds, is imported on
 a prompt whose length is within a few tokens of the limit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rlk_align.capture.key import engine_versions
 from rlk_align.capture.request import CaptureRequest, TracePlan
@@ -17,7 +18,7 @@ from rlk_align.engines.tested import untested
 from rlk_align.errors import BadOption, ModelError
 from rlk_align.model.checkpoint import check_tokenizer, read_config, resolve_model
 from rlk_align.model.config_keys import check_settings
-from rlk_align.model.families import ModelShape, read_shape
+from rlk_align.model.families import ModelShape, original_context, read_shape
 from rlk_align.model.prompts import Prompt, Sample, TokenBatch, check_ids, refuse_long
 from rlk_align.model.sites import check_selection, model_sites
 from rlk_align.model.tensors import check_not_quantized, check_tensors
@@ -68,9 +69,21 @@ def check_request(request: CaptureRequest, sampling: bool) -> CheckedRequest:
     return CheckedRequest(
         model=model,
         shape=shape,
-        warnings=untested(engine_versions(spec)),
+        warnings=(*untested(engine_versions(spec)), *_shortened(config)),
         context=shape.context - spec.info.spare_positions,
         new_tokens=request.max_new_tokens if sampling else 0,
+    )
+
+
+def _shortened(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """A warning if a longrope is compared up to its original length only."""
+    original, longest = original_context(config), config.get("max_position_embeddings")
+    if original is None or not isinstance(longest, int) or longest <= original:
+        return ()
+    return (
+        f"rope_type=longrope is compared up to original_max_position_embeddings={original}: beyond "
+        "it transformers chooses the factors by the longest position of each forward, and vLLM by "
+        "the longest that it serves",
     )
 
 

@@ -33,16 +33,21 @@ class Routers:
         try:
             stored = stored_tensors(self.model, modules)[tensor_name(choice.parameter, modules)]
             with safe_open(stored.file, framework="pt") as file:
-                return scores(logits, stored.read(file))
+                return scores(logits, stored.read(file), self.shape.family.sigmoid)
         except (ModelError, KeyError, OSError, SafetensorError):
             return None  # A recorded run may have been moved away from its checkpoint.
 
 
-def scores(logits: torch.Tensor, correction: torch.Tensor | None) -> torch.Tensor:
+def scores(
+    logits: torch.Tensor, correction: torch.Tensor | None, sigmoid: bool = True
+) -> torch.Tensor:
     """Returns the scores by which the experts of a row are chosen, float64 `[N, E]`: the logits or,
-    where a family corrects its scores, their sigmoid plus the correction `[E]`."""
+    where a family corrects its scores, their sigmoid or softmax plus the correction, `[E]` or
+    `[1, E]`."""
     exact = logits.double()
-    return exact if correction is None else exact.sigmoid() + correction.double()
+    if correction is None:
+        return exact
+    return (exact.sigmoid() if sigmoid else exact.softmax(dim=1)) + correction.double()
 
 
 def beyond_choice(

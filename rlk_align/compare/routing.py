@@ -200,9 +200,9 @@ def _preference(
         gap = torch.sub(*gap)
     dtype = str(logits.dtype).removeprefix("torch.")
     rounding = _ulp(torch.maximum(own.abs(), left.abs()), dtype) / 12**0.5
-    if shape.family.sigmoid:
+    if shape.family.corrected:
         # Unrounded logits depend on the order of their sums: each term is off by a rounding. The
-        # slope of a sigmoid is at most 1/4.
+        # slope of a sigmoid is at most 1/4, and so is that of a softmax.
         rows = torch.arange(len(logits))[:, None]
         largest = logits.double()[rows, torch.cat([mine, other], dim=1)].abs().amax(dim=1)
         of_sum = _ulp(largest, dtype) * (shape.hidden / 12) ** 0.5

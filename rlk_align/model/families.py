@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config
@@ -16,16 +16,18 @@ from rlk_align.model.sparse_config import (
     ExpertSettings,
     read_experts,
 )
-from rlk_align.model.stored import stored_dtype, stored_layers
+from rlk_align.model.stored import Stacks, stored_dtype, stored_layers
 
 LayerOperators = Callable[["ModelShape", int], tuple[str, ...]]
 """(shape, index of a layer) -> that layer's operators, in execution order."""
 
 
-def dense(qk_norm: bool = False) -> LayerOperators:
-    """Equal layers; `qk_norm`: with an RMSNorm on each head of q and k before they are rotated."""
+def dense(qk_norm: bool = False, wide: bool = False) -> LayerOperators:
+    """Equal layers; `qk_norm`: with an RMSNorm on each head of q and k before they are rotated;
+    `wide`: with one over all heads of q, and one over all heads of k."""
+    norms = ("q_norm", "k_norm") if qk_norm else ("wide_q_norm", "wide_k_norm") if wide else ()
     operators = (
-        *("attn_norm", "q_proj", "k_proj", "v_proj", *(("q_norm", "k_norm") if qk_norm else ())),
+        *("attn_norm", "q_proj", "k_proj", "v_proj", *norms),
         *("q_rope", "k_rope", "attn", "o_proj", "attn_residual"),
         *("mlp_norm", "gate_proj", "up_proj", "act", "down_proj", "mlp_residual"),
     )
@@ -35,9 +37,25 @@ def dense(qk_norm: bool = False) -> LayerOperators:
 DENSE = dense()
 
 
-def mixture(qk_norm: bool = False) -> LayerOperators:
-    """Dense layers, and sparse layers in which a router sends each token to a few experts."""
-    dense_layer = dense(qk_norm)
+_SHARED = ("shared_gate_proj", "shared_up_proj", "shared_act", "shared_down_proj")
+
+
+def mixture(
+    qk_norm: bool = False,
+    wide: bool = False,
+    routing: tuple[str, str, str] = ("router", "experts", "routing_weights"),
+    shared: Literal["", "added", "gated"] = "",
+) -> LayerOperators:
+    """Dense layers, and sparse layers in which a router sends each token to a few experts.
+
+    `qk_norm`, `wide`: as for `dense`; `routing`: the router, its choice, and the weights; `shared`:
+    whether the row of shared experts is added, or multiplied by the sigmoid of a gate first."""
+    dense_layer = dense(qk_norm, wide)
+    out = {
+        "": ("moe_out",),
+        "added": (*_SHARED, "moe_out_with_shared"),
+        "gated": (*_SHARED, "shared_gate", "moe_out_gated"),
+    }[shared]
 
     def operators(shape: "ModelShape", layer: int) -> tuple[str, ...]:
         every = dense_layer(shape, layer)
@@ -45,8 +63,8 @@ def mixture(qk_norm: bool = False) -> LayerOperators:
             return every
         return (
             *every[: every.index("gate_proj")],
-            *("router", "experts", "routing_weights", "expert_gate_proj", "expert_up_proj"),
-            *("expert_act", "expert_down_proj", "moe_out", "mlp_residual"),
+            *(*routing, "expert_gate_proj", "expert_up_proj", "expert_act", "expert_down_proj"),
+            *(*out, "mlp_residual"),
         )
 
     return operators
@@ -55,16 +73,8 @@ def mixture(qk_norm: bool = False) -> LayerOperators:
 def corrected_mixture(shape: "ModelShape", layer: int) -> tuple[str, ...]:
     """Dense layers, and sparse layers with shared experts, whose router computes in float32 and
     corrects its scores for the choice of experts only."""
-    every = dense(shape.qk_norm)(shape, layer)
-    if layer not in shape.sparse_layers:
-        return every
-    return (
-        *every[: every.index("gate_proj")],
-        *("fp32_router", "corrected_experts", "fp32_routing_weights"),
-        *("expert_gate_proj", "expert_up_proj", "expert_act", "expert_down_proj"),
-        *("shared_gate_proj", "shared_up_proj", "shared_act", "shared_down_proj"),
-        *("moe_out_with_shared", "mlp_residual"),
-    )
+    routing = ("fp32_router", "corrected_experts", "fp32_routing_weights")
+    return mixture(shape.qk_norm, routing=routing, shared="added")(shape, layer)
 
 
 def normed_after(shape: "ModelShape", layer: int) -> tuple[str, ...]:
@@ -90,6 +100,13 @@ def sandwich(shape: "ModelShape", layer: int) -> tuple[str, ...]:
 def _sandwiched(every: tuple[str, ...]) -> tuple[str, ...]:
     at, end = every.index("attn_residual"), every.index("mlp_residual")
     return (*every[:at], "attn_post_norm", *every[at:end], "mlp_post_norm", *every[end:])
+
+
+def scaled_residuals(layers: LayerOperators = DENSE) -> LayerOperators:
+    """Layers that multiply each branch before it is added to the residual stream."""
+    return lambda shape, layer: tuple(
+        f"scaled_{op}" if op.endswith("residual") else op for op in layers(shape, layer)
+    )
 
 
 def partly_rotated(shape: "ModelShape", layer: int) -> tuple[str, ...]:
@@ -149,6 +166,8 @@ class Family:
     """Whether transformers norms q and k as `[B, heads, T, head_dim]`."""
     one_activation: bool = False
     """Whether all layers of vLLM's model share one module for the activation."""
+    interleaved: bool = False
+    """Whether features 2j and 2j + 1 of a head turn together, and not j and j + half the width."""
     rope_by_kind: bool = False
     """Whether layers with a window have a rotary embedding of their own: `rope_parameters` has one
     for each kind of layer, or `rope_scaling` is for the layers that see all keys only."""
@@ -163,6 +182,10 @@ class Family:
     empty if the family has none."""
     modules: Mapping[str, str] = field(default_factory=dict)
     """Operator -> the module of its parameters, where it is not the catalogue's."""
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Module of a layer in the checkpoint -> the operators whose weights are its rows, in order."""
+    stacks: Stacks = field(default_factory=Stacks)
+    """The tensors of a checkpoint that have all experts of a layer."""
     reads: Mapping[str, str] = field(default_factory=dict)
     """Value -> the value that a layer's operators read in its place."""
     unrotated: Callable[[Mapping[str, Any]], tuple[int, ...]] | None = None
@@ -176,6 +199,8 @@ class Family:
     """Whether the scale depends on the query's position, by `llama_4_scaling_beta` of its rope."""
     backend: bool = False
     """Whether vLLM runs the code of transformers for it, because it has no class of its own."""
+    adds_outside_norms: bool = False
+    """Whether vLLM's class for it adds residuals as transformers does, and not inside norms."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Engine, or `kernels` -> why it does not compute the family."""
 
@@ -184,21 +209,36 @@ class Family:
         """Whether its routers score experts by a sigmoid."""
         return self.experts is not None and self.experts.sigmoid
 
+    @property
+    def corrected(self) -> bool:
+        """Whether its routers correct the scores for the choice of experts."""
+        return self.experts is not None and (self.experts.sigmoid or self.experts.corrected)
+
     def check(self, engine: str, kind: str) -> None:
         """Raises ModelError if the engine, or the kernels, do not compute this family, whose
         `model_type` is `kind`."""
         if engine in self.refused:
             raise ModelError(
                 f"{engine} does not support model_type {kind!r}: {self.refused[engine]}",
-                "compare with kernels=off" if engine == "kernels" else "compare with --train hf",
+                {
+                    "kernels": "compare with kernels=off",
+                    "vllm": "compare with --rollout hf",
+                }.get(engine, "compare with --train hf"),
             )
+
+    def multiplies(self, site: str) -> bool:
+        """Whether a number of the config multiplies the output of this site outside the layers."""
+        ends = (OPERATORS[name] for name in (*self.before, *self.after))
+        return any(op.site == site and op.multiplier for op in ends)
 
     @property
     def keys(self) -> frozenset[str]:
         """The keys of config.json that this description covers, beside those of every family."""
         windows = {*self.window, "layer_types"} if self.window else set()
         windows |= {"rope_parameters.KIND"} if self.rope_by_kind else set()
-        experts = {*EXPERT_KEYS, self.experts.intermediate} if self.experts else set()
+        experts: set[str] = set()
+        if self.experts:
+            experts = {*EXPERT_KEYS, self.experts.intermediate, *self.experts.names.values()}
         named = {*self.defaults, *self.settings, self.qk_norm, self.predictors}
         named |= {self.attention_scale[0], self.activation[0], *self.period_keys}
         named |= {self.score_cap, self.logit_cap}
@@ -207,11 +247,27 @@ class Family:
         return frozenset({*windows, *experts, *named} - {""})
 
 
+_SCALED: dict[str, Any] = {
+    "before": ("scaled_embed",),
+    "after": ("final_norm", "divided_logits", "logprob"),
+    "attention_scale": ("attention_multiplier", 1.0),
+    "adds_outside_norms": True,
+    "defaults": {
+        **{"embedding_multiplier": 1.0, "residual_multiplier": 1.0},
+        **{"attention_multiplier": 1.0, "logits_scaling": 1.0},
+    },
+    "refused": {
+        "kernels": "they multiply neither the embedding nor branches nor logits",
+        "megatron": "it multiplies neither the embedding nor branches nor logits",
+    },
+}
+"""What Granite's multipliers add to a family."""
 _NOT_MEASURED = "no test has compared it there"
 _NORMED_AFTER = {
     "kernels": "its norms after attention and MLP have no kernel",
     "megatron": "it has no norms after attention and MLP, and norms each head of q alone",
 }
+_INTERLEAVED = "their rotation turns features j and j + half of the width"
 _UNROTATED = {
     "kernels": "their rotation is for every layer, and this family leaves some out",
     "megatron": _NOT_MEASURED,
@@ -268,6 +324,24 @@ FAMILIES = {
         window={"sliding_window": 4096, "use_sliding_window": False},
         experts=ExpertSettings("moe_intermediate_size"),
     ),
+    "qwen2_moe": Family(
+        layer=mixture(shared="gated"),
+        biases={"q_proj": "qkv_bias", "k_proj": "qkv_bias", "v_proj": "qkv_bias", "o_proj": False},
+        experts=ExpertSettings(
+            "moe_intermediate_size",
+            shared="shared_expert_intermediate_size",
+            known={"shared_expert_intermediate_size": None},
+        ),
+        defaults={"qkv_bias": True},
+        modules={
+            op: f"mlp.shared_expert.{op.removeprefix('shared_')}"
+            for op in ("shared_gate_proj", "shared_up_proj", "shared_down_proj")
+        },
+        refused={
+            "kernels": "the gate of its shared expert has no kernel",
+            "megatron": _NOT_MEASURED,
+        },
+    ),
     "gemma2": Family(
         layer=plain_sandwich,
         window=_ALWAYS,
@@ -312,6 +386,49 @@ FAMILIES = {
             "megatron": "it has neither norms after attention and MLP nor two rotary embeddings",
         },
     ),
+    "granite": Family(layer=scaled_residuals(), **_SCALED),
+    "granitemoe": Family(
+        layer=scaled_residuals(mixture()),
+        experts=ExpertSettings("intermediate_size", norm_topk=True),
+        modules={"router": "block_sparse_moe.router.layer"},
+        stacks=Stacks(
+            gate_up="block_sparse_moe.input_linear.weight",
+            down="block_sparse_moe.output_linear.weight",
+        ),
+        **_SCALED,
+    ),
+    "glm4": Family(
+        layer=plain_sandwich,
+        biases={"o_proj": False},
+        interleaved=True,
+        defaults={"attention_bias": True, "partial_rotary_factor": 0.5},
+        modules={
+            "attn_post_norm": "post_self_attn_layernorm",
+            "mlp_post_norm": "post_mlp_layernorm",
+        },
+        fused={"mlp.gate_up_proj": ("gate_proj", "up_proj")},
+        refused={
+            "kernels": "its norms after attention and MLP and its pairs have no kernel there",
+            "megatron": "it has no norms after attention and MLP",
+        },
+    ),
+    "ernie4_5": Family(
+        interleaved=True,
+        theta=5e5,
+        defaults={"tie_word_embeddings": True},
+        refused={"kernels": _INTERLEAVED, "megatron": _NOT_MEASURED},
+    ),
+    "phi3": Family(
+        biases=dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), False),
+        window={"sliding_window": None, "use_sliding_window": True},
+        defaults={"partial_rotary_factor": 1.0},
+        settings=("original_max_position_embeddings",),
+        fused={
+            "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
+            "mlp.gate_up_proj": ("gate_proj", "up_proj"),
+        },
+        refused={"kernels": _NOT_MEASURED, "megatron": _NOT_MEASURED},
+    ),
     "mixtral": Family(
         layer=mixture(),
         experts=ExpertSettings("intermediate_size", norm_topk=True),
@@ -322,12 +439,79 @@ FAMILIES = {
             "expert_down_proj": "block_sparse_moe.experts.{}.w2",
         },
     ),
+    "olmoe": Family(
+        layer=mixture(wide=True),
+        experts=ExpertSettings("intermediate_size"),
+        refused={
+            "kernels": "its norms over all heads of q and of k have no kernel",
+            "megatron": "it norms each head of q and of k alone",
+        },
+    ),
+    "ernie4_5_moe": Family(
+        layer=mixture(
+            routing=("fp32_stored_router", "statics_corrected_experts", "routing_weights"),
+            shared="added",
+        ),
+        interleaved=True,
+        theta=5e5,
+        experts=ExpertSettings(
+            "moe_intermediate_size",
+            norm_topk=True,
+            corrected=True,
+            names={
+                "num_experts": "moe_num_experts",
+                "num_experts_per_tok": "moe_k",
+                "n_shared_experts": "moe_num_shared_experts",
+                "first_k_dense_replace": "moe_layer_start_index",
+                "last_sparse_layer": "moe_layer_end_index",
+                "decoder_sparse_step": "moe_layer_interval",
+            },
+        ),
+        biases=dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "use_bias")
+        | dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "use_bias"),
+        # No tensor has this module's name in other families.
+        modules={"corrected_experts": "mlp.moe_statics"},
+        defaults={
+            **{"tie_word_embeddings": True, "moe_k": 6, "moe_num_experts": 64},
+            **{"moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_interval": 1},
+        },
+        # The last key of the weights' sum is a guard against division by 0; transformers and vLLM
+        # read none of the others.
+        settings=("moe_norm_min", "moe_capacity", "moe_gate", "moe_use_aux_free"),
+        predictors="num_nextn_predict_layers",
+        refused={"kernels": _INTERLEAVED, "megatron": _NOT_MEASURED},
+    ),
+    "minimax_m2": Family(
+        layer=mixture(wide=True, routing=("router", "corrected_experts", "fp32_routing_weights")),
+        theta=5e6,
+        experts=ExpertSettings(
+            "intermediate_size",
+            norm_topk=True,
+            sigmoid=True,
+            known={"scoring_func": ("sigmoid",)},
+        ),
+        modules={
+            "router": "block_sparse_moe.gate",
+            "corrected_experts": "block_sparse_moe",
+            "expert_gate_proj": "block_sparse_moe.experts.{}.w1",
+            "expert_up_proj": "block_sparse_moe.experts.{}.w3",
+            "expert_down_proj": "block_sparse_moe.experts.{}.w2",
+        },
+        settings=("rotary_dim", "use_routing_bias", "use_qk_norm", "qk_norm_type"),
+        refused={
+            "kernels": "its norms over all heads of q and of k have no kernel",
+            "megatron": "it norms each head of q and of k alone",
+            "vllm": "vLLM's router on a CPU asserts a softmax, and its norms of q and k are no "
+            "modules",
+        },
+    ),
     "glm4_moe": Family(
         layer=corrected_mixture,
         biases={"o_proj": False},
         experts=ExpertSettings(
             "moe_intermediate_size",
             sigmoid=True,
+            grouped=True,
             known={
                 **dict.fromkeys(("n_shared_experts", "n_group", "topk_group"), None),
                 **{"routed_scaling_factor": None, "scoring_func": ("sigmoid",)},
@@ -365,7 +549,7 @@ class ModelShape:
     intermediate: int
     vocab: int
     context: int
-    """The length of the longest sequence, in tokens."""
+    """The length of the longest sequence, in tokens; that of a longrope's short factors."""
     dtype: str
     """The checkpoint's own dtype, e.g. `bfloat16`."""
     sparse_layers: tuple[int, ...] = ()
@@ -404,9 +588,20 @@ class ModelShape:
         for name in self.family.after:
             yield None, OPERATORS[name]
 
+    @property
+    def fused_rows(self) -> dict[str, dict[str, int]]:
+        """Module of a layer in the checkpoint -> its operators, with the rows of each."""
+        fused = self.family.fused.items()
+        return {m: {op: self.size(OPERATORS[op].features) for op in ops} for m, ops in fused}
+
     def has(self, op: str) -> bool:
         """Whether any layer has that operator."""
         return any(op in self.family.layer(self, layer) for layer in range(self.layers))
+
+    def correction(self, layer: int) -> tuple[int, ...]:
+        """The dimensions of the correction of a layer's scores; empty without one."""
+        choices = (OPERATORS[n] for n in self.family.layer(self, layer))
+        return tuple(self.size(d) for o in choices if o.formula == "top_k" for d in o.weight)
 
     def heads_of(self, size: Size) -> int:
         """The number of heads that a dimension consists of; 1 if it does not count heads."""
@@ -423,6 +618,18 @@ class ModelShape:
                 self.hidden if size == "hidden_slots" else self.expert_intermediate
             )
         return getattr(self, size)
+
+
+def original_context(config: Mapping[str, Any]) -> int | None:
+    """The length up to which a longrope has its short factors; None for another rope. The engines
+    differ beyond it: transformers chooses the factors by the longest position of each forward, and
+    vLLM by the longest that it serves."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(rope, Mapping) or "longrope" not in (rope.get("rope_type"), rope.get("type")):
+        return None
+    key = "original_max_position_embeddings"
+    length = rope.get(key) or config.get(key)
+    return length if type(length) is int and length > 0 else None
 
 
 _MAX_SIZE = 1 << 28
@@ -453,6 +660,16 @@ def cap_of(config: Mapping[str, Any], key: str) -> float | None:
     family = FAMILIES.get(str(config.get("model_type")))
     stated = {**(family.defaults if family else {}), **config}.get(key) if key else None
     return None if stated is None else float(stated)
+
+
+def multiplier_of(config: Mapping[str, Any], operator: Operator) -> float:
+    """The number that multiplies the operator's output or, of a residual add, its branch."""
+    if not operator.multiplier:
+        return 1.0
+    family = FAMILIES.get(str(config.get("model_type")))
+    stated = {**(family.defaults if family else {}), **config}.get(operator.multiplier)
+    factor = 1.0 if stated is None else float(stated)
+    return 1 / factor if operator.divides else factor
 
 
 def activation_of(config: Mapping[str, Any]) -> tuple[str, str]:
@@ -551,6 +768,7 @@ def read_shape(model: Path) -> ModelShape:
     family = FAMILIES[kind]
     config = {**family.defaults, **config}
     heads, hidden = size("num_attention_heads"), size("hidden_size")
+    longest = size("max_position_embeddings")
     return ModelShape(
         model_type=kind,
         layers=size("num_hidden_layers", largest=10_000),
@@ -560,7 +778,7 @@ def read_shape(model: Path) -> ModelShape:
         head_dim=size("head_dim", max(1, hidden // heads)),
         intermediate=size("intermediate_size"),
         vocab=size("vocab_size"),
-        context=size("max_position_embeddings"),
+        context=min(longest, original_context(config) or longest),
         dtype=dtype,
         qk_norm=bool(family.qk_norm and config.get(family.qk_norm)),
         unrotated_layers=_unrotated(model, config, family),

@@ -96,6 +96,10 @@ class Operator:
     """The dtype of its outputs, in whose roundings errors are counted; empty for the model's."""
     site_name: str = ""
     """The name of its site, if it shares that with an operator of other layers or models."""
+    multiplier: str = ""
+    """The config's key for a number that multiplies its output, or the branch of a residual add."""
+    divides: bool = False
+    """Whether it is divided by that number instead."""
     slots_of: str = ""
     """The value with the expert of each slot of a row, ascending; empty without slots."""
 
@@ -117,6 +121,9 @@ VOCABULARY = Sharding("vocabulary", "concatenate")
 _RECORDS = (
     Operator("embed", "elementwise", "embedding", None, (), "stream", "hidden",
         Sharding("vocabulary", "sum"), weight=("vocab", "hidden"), module="model.embed_tokens"),
+    Operator("scaled_embed", "elementwise", "embedding", None, (), "stream", "hidden",
+        Sharding("vocabulary", "sum"), weight=("vocab", "hidden"), module="model.embed_tokens",
+        site_name="embed", multiplier="embedding_multiplier"),
     Operator("attn_norm", "reduction", "rms_norm", "attn", ("stream",), "normed", "hidden", WHOLE,
         weight=("hidden",), module="input_layernorm"),
     Operator("q_proj", "matmul", "linear", "attn", ("normed",), "query", "query_heads", HEADS,
@@ -143,6 +150,8 @@ _RECORDS = (
         WHOLE, weight=("hidden",), module="post_attention_layernorm"),
     Operator("attn_residual", "elementwise", "residual", "attn", ("stream", "branch"), "stream",
         "hidden", WHOLE),
+    Operator("scaled_attn_residual", "elementwise", "residual", "attn", ("stream", "branch"),
+        "stream", "hidden", WHOLE, site_name="attn_residual", multiplier="residual_multiplier"),
     Operator("mlp_norm", "reduction", "rms_norm", "mlp", ("stream",), "normed", "hidden", WHOLE,
         weight=("hidden",), module="post_attention_layernorm"),
     Operator("gate_proj", "matmul", "linear", "mlp", ("normed",), "gate", "intermediate", COLUMNS,
@@ -158,10 +167,17 @@ _RECORDS = (
     Operator("fp32_router", "matmul", "router", "mlp", ("normed",), "router_logits", "experts",
         WHOLE, weight=("experts", "hidden"), module="mlp.gate", site_name="router",
         rounded_to="float32"),
+    Operator("fp32_stored_router", "matmul", "router", "mlp", ("normed",), "router_logits",
+        "experts", WHOLE, weight=("experts", "hidden"), module="mlp.gate", weight_dtype="float32",
+        site_name="router", rounded_to="float32"),
     Operator("experts", "routing", "top_k", "mlp", ("router_logits",), "chosen", "top_k", WHOLE),
     Operator("corrected_experts", "routing", "top_k", "mlp", ("router_logits",), "chosen", "top_k",
         WHOLE, weight=("experts",), module="mlp.gate", tensor="e_score_correction_bias",
         weight_dtype="float32", site_name="experts", rounded_to="float32"),
+    Operator("statics_corrected_experts", "routing", "top_k", "mlp", ("router_logits",), "chosen",
+        "top_k", WHOLE, weight=("one", "experts"), module="mlp.moe_statics",
+        tensor="e_score_correction_bias", weight_dtype="float32", site_name="experts",
+        rounded_to="float32"),
     Operator("routing_weights", "reduction", "routing_weights", "mlp", ("router_logits", "chosen"),
         "shares", "top_k", WHOLE),
     Operator("fp32_routing_weights", "reduction", "routing_weights", "mlp",
@@ -187,19 +203,30 @@ _RECORDS = (
         "shared_intermediate", COLUMNS),
     Operator("shared_down_proj", "matmul", "linear", "mlp", ("activated",), "shared", "hidden",
         ROWS, weight=("hidden", "shared_intermediate"), module="mlp.shared_experts.down_proj"),
+    Operator("shared_gate", "matmul", "linear", "mlp", ("normed",), "shared_gate", "one", WHOLE,
+        weight=("one", "hidden"), module="mlp.shared_expert_gate"),
     Operator("moe_out", "reduction", "combine", "mlp", ("rows", "shares", "chosen"), "branch",
         "hidden", WHOLE),
     Operator("moe_out_with_shared", "reduction", "combine", "mlp",
         ("rows", "shares", "chosen", "shared"), "branch", "hidden", WHOLE, site_name="moe_out"),
+    Operator("moe_out_gated", "reduction", "combine", "mlp",
+        ("rows", "shares", "chosen", "shared", "shared_gate"), "branch", "hidden", WHOLE,
+        site_name="moe_out"),
     Operator("mlp_post_norm", "reduction", "rms_norm", "mlp", ("branch",), "branch", "hidden",
         WHOLE, weight=("hidden",), module="post_feedforward_layernorm"),
     Operator("mlp_residual", "elementwise", "residual", "mlp", ("stream", "branch"), "stream",
         "hidden", WHOLE),
+    Operator("scaled_mlp_residual", "elementwise", "residual", "mlp", ("stream", "branch"),
+        "stream", "hidden", WHOLE, site_name="mlp_residual", multiplier="residual_multiplier"),
     Operator("final_norm", "reduction", "rms_norm", None, ("stream",), "normed", "hidden", WHOLE,
         weight=("hidden",), module="model.norm"),
     Operator("logits", "matmul", "linear", None, ("normed",), "logits", "vocab", VOCABULARY,
         weight=("vocab", "hidden"), module="lm_head", parameter="lm_head", tied_to="embed",
         row="sampled token"),
+    Operator("divided_logits", "matmul", "linear", None, ("normed",), "logits", "vocab",
+        VOCABULARY, weight=("vocab", "hidden"), module="lm_head", parameter="lm_head",
+        tied_to="embed", row="sampled token", site_name="logits", multiplier="logits_scaling",
+        divides=True),
     Operator("logprob", "logprob", "log_softmax", None, ("logits",), "logprob", "one", WHOLE,
         row="sampled token", rounded_to="float32"),
 )

@@ -8,8 +8,8 @@ from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config
 from rlk_align.model.families import FAMILIES, Family, ModelShape, layer_kind
 
-FIXED = ("default", "linear", "llama3", "yarn")
-"""The kinds whose frequencies do not depend on the sequence."""
+FIXED = ("default", "linear", "llama3", "yarn", "longrope")
+"""The kinds whose frequencies do not depend on the sequence, as far as `ModelShape.context`."""
 _MIN_PAIRS = 4
 """With fewer pairs, rotations by different positions cannot be distinguished."""
 
@@ -30,6 +30,8 @@ class Rotary:
     """The site that layer 0's `q_rope` rotates."""
     key_source: str
     """The site that layer 0's `k_rope` rotates."""
+    interleaved: bool = False
+    """Whether features 2j and 2j + 1 are a pair, and not j and j + half the rotated width."""
     scaling: float = 1.0
     """The factor of a rotated vector: yarn's attention factor."""
 
@@ -70,6 +72,8 @@ def _of_kind(config: dict[str, Any], kind: str) -> Any:
 def partial_rotary_factor(config: dict[str, Any]) -> float:
     """The rotated part of a head, by config.json or, if that leaves it out, by the family."""
     family = FAMILIES.get(str(config.get("model_type")))
+    if width := config.get("rotary_dim"):
+        return float(width) / float(config["head_dim"])
     stated = rope_parameters(config).get("partial_rotary_factor")
     default = family.defaults.get("partial_rotary_factor") if family else None
     return float(stated or config.get("partial_rotary_factor") or default or 1.0)
@@ -104,6 +108,7 @@ def checkpoint_rotary(model: Path, shape: ModelShape, layer: int = 0) -> Rotary 
     return Rotary(
         inv_freq=inv_freq,
         scaling=scaling,
+        interleaved=shape.family.interleaved,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         context=shape.context,

@@ -15,7 +15,6 @@ _LATENT = (
 )
 UNKNOWN_ROUTING = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _LATENT),
-    "qwen2_moe": f"it has {_SHARED}, by a weight of each token's own",
     "gpt_oss": "its routers and its experts have biases, and its attention has sinks",
 }
 """Sparse families that are not supported -> the reason."""
@@ -52,6 +51,15 @@ class ExpertSettings:
     sigmoid: bool = False
     """Whether a router scores experts by a sigmoid and corrects the scores for the choice; if not,
     it scores by a softmax."""
+    corrected: bool = False
+    """Whether a router that scores by a softmax corrects the scores for the choice."""
+    grouped: bool = False
+    """Whether experts are chosen from the best groups, their weights are scaled, and shared experts
+    are added, by the keys of GLM-4.5."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Usual key of a config -> this family's key."""
+    shared: str = ""
+    """The config's key for the inner size of a shared expert with a gate; empty for none."""
     known: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
     """Settings of sparse layers -> further values that the family supports; None for all."""
 
@@ -62,37 +70,53 @@ def read_experts(
     """The fields of `ModelShape` that describe experts; `size` reads a positive whole number from
     the config. Raises ModelError for settings that are wrong or not supported."""
     # transformers has several names for the number of experts.
-    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    named = settings.names
+    names = (named.get("num_experts", "num_experts"), "n_routed_experts", "num_local_experts")
     name = next((n for n in names if config.get(n) is not None), names[-1])
-    experts, top_k = size(name), size("num_experts_per_tok", 2 if settings.norm_topk else None)
+    of_token = named.get("num_experts_per_tok", "num_experts_per_tok")
+    experts, top_k = size(name), size(of_token, 2 if settings.norm_topk else None)
     if top_k > experts:
-        raise ModelError(
-            f"{model}/config.json: num_experts_per_tok is {top_k}, and {name} is {experts}"
-        )
+        raise ModelError(f"{model}/config.json: {of_token} is {top_k}, and {name} is {experts}")
     for name, (what, usual) in _UNKNOWN_SETTINGS.items():
         known = settings.known.get(name, ())
         if known is not None and config.get(name) not in (*usual, *known):
             raise ModelError(
                 f"{model}/config.json: {name} is {config[name]!r}: {what} are not supported"
             )
-    layers, step = size("num_hidden_layers"), size("decoder_sparse_step", 1)
+    layers = size("num_hidden_layers")
+    step = size(named.get("decoder_sparse_step", "decoder_sparse_step"), 1)
     dense_layers = config.get("mlp_only_layers") or []
     if not isinstance(dense_layers, list) or any(type(i) is not int for i in dense_layers):
         raise ModelError(f"{model}/config.json: mlp_only_layers is not a list of layers")
     norm = settings.norm_topk
-    first = config.get("first_k_dense_replace") if settings.sigmoid else 0
+    key = named.get("first_k_dense_replace", "first_k_dense_replace" if settings.grouped else "")
+    first, last = config.get(key) if key else 0, config.get(named.get("last_sparse_layer", ""))
     if type(first) is not int or first < 0:
-        raise ModelError(f"{model}/config.json: first_k_dense_replace is {first!r}")
+        raise ModelError(f"{model}/config.json: {key} is {first!r}")
+    if last in (None, -1):
+        last = layers - 1
+    if type(last) is not int or not 0 <= last < layers:
+        raise ModelError(f"{model}/config.json: {named['last_sparse_layer']} is {last!r}")
     return {
         "experts": experts,
         "top_k": top_k,
         "expert_intermediate": size(settings.intermediate),
         "norm_topk": bool(config.get("norm_topk_prob")) if norm is None else norm,
         "sparse_layers": tuple(
-            i for i in range(first, layers) if i not in dense_layers and (i + 1) % step == 0
+            i for i in range(first, last + 1) if i not in dense_layers and (i + 1) % step == 0
         ),
-        **(_corrected(model, config, experts, top_k, size) if settings.sigmoid else {}),
+        **_shared(settings, size),
+        **(_corrected(model, config, experts, top_k, size) if settings.grouped else {}),
     }
+
+
+def _shared(settings: ExpertSettings, size: Callable[..., int]) -> dict[str, Any]:
+    """The inner size of shared experts, by keys of the family's own."""
+    if settings.shared:
+        return {"shared_intermediate": size(settings.shared)}
+    if count := settings.names.get("n_shared_experts"):
+        return {"shared_intermediate": size(count) * size(settings.intermediate)}
+    return {}
 
 
 def _corrected(

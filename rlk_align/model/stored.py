@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rlk_align.errors import ModelError
@@ -15,8 +16,16 @@ from rlk_align.model.dtypes import DTYPES, SAFETENSORS_DTYPES
 
 STORED_DTYPES = {stored: name for stored, name in SAFETENSORS_DTYPES.items() if name in DTYPES}
 """The dtypes that engines compute in: safetensors' name -> torch's name."""
-_STACK = re.compile(r"model\.(layers\.\d+)\.mlp\.experts\.(gate_up_proj|down_proj)")
-"""`[E, 2 I, H]`, an expert's gate before its up, or `[E, H, I]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    """The names of the tensors that have all experts of a layer, if a checkpoint stores such."""
+
+    gate_up: str = "mlp.experts.gate_up_proj"
+    """`[E, 2 I, H]`, an expert's gate before its up."""
+    down: str = "mlp.experts.down_proj"
+    """`[E, H, I]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +41,13 @@ class StoredTensor:
     expert: int | None = None
     """The index into the stack; None for a whole tensor of the file."""
     first: int = 0
-    """The first row within that entry of the stack."""
+    """The first row within that entry of the stack, or within a fused tensor."""
+    fused: bool = False
+    """Whether it is some rows of a fused tensor."""
 
     def read(self, file: Any) -> Any:
         """The whole tensor; `file`: its file, as `safe_open` returns it."""
-        if self.expert is None:
+        if self.expert is None and not self.fused:
             return file.get_tensor(self.name)
         return self.part(file, 0, 0, self.shape[0])
 
@@ -44,21 +55,29 @@ class StoredTensor:
         """The tensor from `start` to `stop` along its first or second dimension."""
         stored = file.get_slice(self.name)
         if self.expert is None:
-            return stored[start:stop] if dim == 0 else stored[:, start:stop]
+            if dim == 0:
+                return stored[self.first + start : self.first + stop]
+            return stored[self.first : self.first + self.shape[0], start:stop]
         here = slice(self.expert, self.expert + 1)
         if dim == 0:
             return stored[here, self.first + start : self.first + stop][0]
         return stored[here, self.first : self.first + self.shape[0], start:stop][0]
 
 
-def stored_tensors(model: Path, modules: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint's files by name, with a stack split into its experts. `modules`:
-    as for `tensor_name`. Raises ModelError."""
-    return {
-        name: part
-        for whole in _tensors(model)
-        for name, part in (dict(_experts(whole, modules)) or {whole.name: whole}).items()
-    }
+def stored_tensors(
+    model: Path,
+    modules: Mapping[str, str],
+    fused: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
+    stacks: Stacks = Stacks(),
+) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint's files by name, with a stack split into its experts, and a fused
+    tensor into its operators. `modules`: as for `tensor_name`; `fused`: `ModelShape.fused_rows`.
+    Raises ModelError."""
+    found: dict[str, StoredTensor] = {}
+    for whole in _tensors(model):
+        parts = dict(_experts(whole, modules, stacks)) or dict(_unfused(whole, modules, fused))
+        found |= parts or {whole.name: whole}
+    return found
 
 
 def file_tensors(path: Path) -> list[StoredTensor]:
@@ -103,14 +122,33 @@ def stored_layers(model: Path) -> int:
         return 0  # `check_tensors` reports the damage.
 
 
-def _experts(stack: StoredTensor, modules: Mapping[str, str]) -> Iterator[tuple[str, StoredTensor]]:
-    """(name, part) of each expert in a stack; empty for a tensor that is not a stack."""
-    match = _STACK.fullmatch(stack.name)
-    if match is None or len(stack.shape) != 3:
+def _unfused(
+    whole: StoredTensor, modules: Mapping[str, str], fused: Mapping[str, Mapping[str, int]]
+) -> Iterator[tuple[str, StoredTensor]]:
+    """(name, part) of each operator of a fused tensor; empty for any other tensor."""
+    match = re.fullmatch(r"model\.(layers\.\d+)\.(.+)\.(weight|bias)", whole.name)
+    rows = fused.get(match[2], {}) if match else {}
+    if match is None or sum(rows.values()) != whole.shape[0]:
         return
-    layer, op = match.groups()
+    first = 0
+    for op, size in rows.items():
+        parameter = f"{match[1]}.{op}" + ("" if match[3] == "weight" else ".bias")
+        shape = (size, *whole.shape[1:])
+        name = tensor_name(parameter, modules)
+        yield name, StoredTensor(whole.file, shape, whole.dtype, whole.name, None, first, True)
+        first += size
+
+
+def _experts(
+    stack: StoredTensor, modules: Mapping[str, str], stacks: Stacks
+) -> Iterator[tuple[str, StoredTensor]]:
+    """(name, part) of each expert in a stack; empty for a tensor that is not a stack."""
+    match = re.fullmatch(r"model\.(layers\.\d+)\.(.+)", stack.name)
+    operators = {stacks.gate_up: ("gate_proj", "up_proj"), stacks.down: ("down_proj",)}
+    if match is None or match[2] not in operators or len(stack.shape) != 3:
+        return
+    layer, ops = match[1], operators[match[2]]
     count, rows, columns = stack.shape
-    ops = ("gate_proj", "up_proj") if op == "gate_up_proj" else (op,)
     size = rows // len(ops)
     for expert in range(count):
         for i, each in enumerate(ops):

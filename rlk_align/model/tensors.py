@@ -33,7 +33,8 @@ def expected_tensors(config: dict, shape: ModelShape) -> dict[str, tuple[int, ..
         for parameter in site_parameters(site, shape):
             shapes[tensor_name(parameter, shape.family.modules)] = dimensions
         if site.operator.name in biased:
-            shapes[tensor_name(f"{site.parameter}.bias")] = dimensions[:1]
+            bias = tensor_name(f"{site.parameter}.bias", shape.family.modules)
+            shapes[bias] = dimensions[:1]
     return shapes
 
 
@@ -49,7 +50,8 @@ def check_tensors(model: Path, shape: ModelShape) -> None:
     """Raises ModelError for tensors that are missing, unexpected, of another shape, or quantized,
     and for a tied head that is stored and differs from the embedding."""
     config = read_config(model)
-    expected, stored = expected_tensors(config, shape), stored_tensors(model, shape.family.modules)
+    expected = expected_tensors(config, shape)
+    stored = stored_tensors(model, shape.family.modules, shape.fused_rows, shape.family.stacks)
     _check_dtypes(model, [stored[name] for name in expected if name in stored])
     head, tied = tensor_name("lm_head"), is_tied(config)
     missing = [n for n in expected if n not in stored and not (tied and n == head)]

@@ -2,8 +2,8 @@
 of the rotary embedding; and whether the keys of a sequence are shifted like its queries.
 
 A rotary embedding turns the pair (x_j, x_{j+d/2}) of every head by the angle p * w_j (Su et al.
-2021, in the half-split layout of the checkpoints). The angle between input and output is therefore
-the position that the engine used, however it packs or pads.
+2021, in the half-split layout of most checkpoints; in others (x_2j, x_{2j+1})). The angle between
+input and output is therefore the position that the engine used, however it packs or pads.
 """
 
 import numpy as np
@@ -61,6 +61,8 @@ class PositionCheck:
             return torch.zeros(0, len(self._frequency), dtype=torch.float64)
         pairs = len(self._frequency)
         a, b = (t.reshape(len(t), heads, -1)[..., : 2 * pairs].float() for t in (x, y))
+        if self._rotary.interleaved:
+            a, b = (t.unflatten(-1, (pairs, 2)).transpose(-1, -2).flatten(-2) for t in (a, b))
         real = a * b
         cross = a[..., :pairs] * b[..., pairs:] - a[..., pairs:] * b[..., :pairs]
         dot = real[..., :pairs] + real[..., pairs:]

@@ -15,6 +15,7 @@ from rlk_align.engines.megatron.places import megatron_places
 from rlk_align.model.checkpoint import tensor_name
 from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import OPERATORS
+from rlk_align.model.stored import Stacks
 
 _WRAPPERS = {
     *("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"),
@@ -92,16 +93,15 @@ def _fused_tensors(shape: ModelShape) -> dict[tuple[str, int], tuple[Piece, ...]
     return table
 
 
-_SHARED_FUSED = (("mlp.shared_experts.gate_up_proj", ("shared_gate_proj", "shared_up_proj")),)
-
-
 def _fused_hf(shape: ModelShape) -> Iterator[_Tensor]:
     """q, k, v in one tensor and gate, up in another, as in vLLM."""
+    first = shape.family.modules.get("shared_gate_proj", OPERATORS["shared_gate_proj"].module)
+    shared = ((first.replace("gate_proj", "gate_up_proj"), ("shared_gate_proj", "shared_up_proj")),)
     for i in range(shape.layers):
         for module, ops in (
             ("self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj")),
             ("mlp.gate_up_proj", ("gate_proj", "up_proj")),
-            *_SHARED_FUSED * bool(shape.shared_intermediate),
+            *shared * bool(shape.shared_intermediate),
         ):
             sizes = [shape.size(OPERATORS[op].features) for op in ops]
             for end, suffix, dimensions in (("weight", "", 2), ("bias", ".bias", 1)):
@@ -131,28 +131,30 @@ def _experts(shape: ModelShape) -> Iterator[_Tensor]:
     for i in shape.sparse_layers:
         router = f"layers.{i}.router"
         yield _Tensor(tensor_name(router, shape.family.modules), 2, (Piece(router),))
-        if shape.family.sigmoid:
+        if dimensions := len(shape.correction(i)):
             correction = f"layers.{i}.experts"
-            yield _Tensor(tensor_name(correction, shape.family.modules), 1, (Piece(correction),))
+            stored = tensor_name(correction, shape.family.modules)
+            yield _Tensor(stored, dimensions, (Piece(correction),))
         for e in range(shape.experts):
             for op in _OF_EXPERT:
                 parameter = f"layers.{i}.experts.{e}.{op}"
                 name = tensor_name(parameter, shape.family.modules)
                 yield _Tensor(name, 2, (Piece(parameter),))
-        inner, stacked = shape.expert_intermediate, f"model.layers.{i}.mlp.experts"
+        inner, here = shape.expert_intermediate, f"model.layers.{i}"
         halves = (("gate_proj", (0, inner)), ("up_proj", (inner, 2 * inner)))
         every = [(f"layers.{i}.experts.{e}", e) for e in range(shape.experts)]
-        first = (Piece(f"{of}.{op}", (rows,), e) for of, e in every for op, rows in halves)
-        yield _Tensor(f"{stacked}.gate_up_proj", 3, tuple(first))
-        second = (Piece(f"{of}.down_proj", (), e) for of, e in every)
-        yield _Tensor(f"{stacked}.down_proj", 3, tuple(second))
+        first = tuple(Piece(f"{of}.{op}", (rows,), e) for of, e in every for op, rows in halves)
+        second = tuple(Piece(f"{of}.down_proj", (), e) for of, e in every)
+        for stacks in (Stacks(), shape.family.stacks):
+            yield _Tensor(f"{here}.{stacks.gate_up}", 3, first)
+            yield _Tensor(f"{here}.{stacks.down}", 3, second)
     for entry in expert_parameters(shape):
-        here = _along_rows(entry.layout) if entry.dim == 0 else (Piece(entry.layout.ops[0]),)
-        yield _Tensor(entry.name, 1 if entry.name.endswith(".expert_bias") else 2, here)
+        parts = _along_rows(entry.layout) if entry.dim == 0 else (Piece(entry.layout.ops[0]),)
+        yield _Tensor(entry.name, 1 if entry.name.endswith(".expert_bias") else 2, parts)
         # Megatron's grouped experts have numbered weights in one module.
         grouped = re.fullmatch(r"(.+)\.local_experts\.(\d+)\.(\w+)\.weight", entry.name)
         if grouped:
-            yield _Tensor(f"{grouped[1]}.{grouped[3]}.weight{grouped[2]}", 2, here)
+            yield _Tensor(f"{grouped[1]}.{grouped[3]}.weight{grouped[2]}", 2, parts)
 
 
 _OF_EXPERT = tuple(o.site for o in OPERATORS.values() if o.of_expert and o.weight)

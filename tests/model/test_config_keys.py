@@ -75,6 +75,38 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"routed_scaling_factor": 2.5, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
         **{"rope_scaling": None, "num_nextn_predict_layers": 1, "use_qk_norm": True},
     },
+    "Qwen1.5-MoE-A2.7B": {
+        **{"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", **QWEN},
+        **{"decoder_sparse_step": 1, "moe_intermediate_size": 32, "norm_topk_prob": False},
+        **{"num_experts": 8, "num_experts_per_tok": 2, "output_router_logits": False},
+        **{"router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 64},
+    },
+    "granite-3.1-1b-a400m-base": {
+        **{"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"},
+        **{"attention_bias": False, "attention_dropout": 0.1, "attention_multiplier": 0.015625},
+        **{"embedding_multiplier": 12.0, "logits_scaling": 6.0, "residual_multiplier": 0.22},
+        **{"num_experts_per_tok": 2, "num_local_experts": 8, "output_router_logits": False},
+        **{"rope_scaling": None, "router_aux_loss_coef": 0.0, "tie_word_embeddings": True},
+    },
+    "ERNIE-4.5-21B-A3B-PT": {
+        **{"architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe"},
+        **{"use_bias": False, "moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 2},
+        **{"moe_intermediate_size": 32, "moe_layer_start_index": 1, "moe_layer_interval": 1},
+        **{"moe_capacity": [8, 8, 8], "moe_gate": "topk", "moe_use_aux_free": True},
+        **{"num_nextn_predict_layers": 1, "tie_word_embeddings": True},
+    },
+    "MiniMax-M2 (in bf16)": {
+        **{"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "head_dim": 32},
+        **{"num_experts_per_tok": 2, "num_local_experts": 8, "output_router_logits": False},
+        **{"qk_norm_type": "per_layer", "rotary_dim": 16, "router_aux_loss_coef": 0.001},
+        **{"router_jitter_noise": 0.0, "scoring_func": "sigmoid", "sliding_window": None},
+        **{"use_qk_norm": True, "use_routing_bias": True},
+    },
+    "OLMoE-1B-7B-0924": {
+        **{"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "attention_bias": False},
+        **{"clip_qkv": None, "norm_topk_prob": False, "num_experts": 8, "num_experts_per_tok": 2},
+        **{"output_router_logits": False, "rope_scaling": None, "router_aux_loss_coef": 0.01},
+    },
     "OLMo-2-1124-7B": {
         **{"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "attention_bias": False},
         **{"rope_scaling": None, "torch_dtype": "float32", "pad_token_id": 250},
@@ -106,6 +138,32 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             **{"original_max_position_embeddings": 16384, "beta_fast": 32.0, "beta_slow": 1.0},
             **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
         },
+    },
+    "granite-3.1-8b-instruct": {
+        **{"architectures": ["GraniteForCausalLM"], "model_type": "granite", "mlp_bias": False},
+        **{"attention_bias": False, "attention_multiplier": 0.0078125, "rope_scaling": None},
+        **{"embedding_multiplier": 12.0, "logits_scaling": 16.0, "residual_multiplier": 0.22},
+        **{"attention_dropout": 0.1, "tie_word_embeddings": True},
+    },
+    "GLM-4-9B-0414": {
+        **{"architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "attention_bias": True},
+        **{"head_dim": 128, "partial_rotary_factor": 0.5, "pad_token_id": 250},
+        "eos_token_id": [250, 251, 252],
+    },
+    "ERNIE-4.5-0.3B-PT": {
+        **{"architectures": ["Ernie4_5ForCausalLM"], "model_type": "ernie4_5", "head_dim": 128},
+        **{"use_bias": False, "use_cache": False, "tie_word_embeddings": True},
+    },
+    "Phi-3-mini-128k-instruct": {
+        **{"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "attention_bias": False},
+        **{"embd_pdrop": 0.0, "resid_pdrop": 0.0, "original_max_position_embeddings": 4096},
+        **{"max_position_embeddings": 131072, "sliding_window": 262144},
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+    },
+    "phi-4": {
+        **{"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "attention_bias": False},
+        **{"embd_pdrop": 0.0, "resid_pdrop": 0.0, "original_max_position_embeddings": 16384},
+        **{"rope_scaling": None, "sliding_window": None, "pad_token_id": 250},
     },
     "gemma-2-9b": {
         **{"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 256},
@@ -211,14 +269,22 @@ def test_the_layers_of_hub_configs(tmp_path: Path) -> None:
     assert is_tied({"model_type": "gemma3_text"})
 
 
+def test_a_longrope_is_compared_up_to_its_original_length(tmp_path: Path) -> None:
+    config = HUB | PUBLISHED["Phi-3-mini-128k-instruct"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_shape(tmp_path).context == 4096
+    del config["original_max_position_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_shape(tmp_path).context == 131072
+
+
 def test_the_refusal_of_an_unknown_family_says_what_is_unknown_in_it(tmp_path: Path) -> None:
-    config = HUB | {"model_type": "granite", "embedding_multiplier": 12.0, "logits_scaling": 8.0}
-    config |= {"residual_multiplier": 0.22, "attention_multiplier": 0.05, "sliding_window": 8}
+    config = HUB | {"model_type": "falcon_h1", "mamba_d_state": 16, "logits_scaling": 8.0}
+    config |= {"ssm_in_multiplier": 0.25, "mlp_multipliers": [0.5, 0.1], "sliding_window": 8}
     with pytest.raises(ModelError) as refused:
         accepted(tmp_path, config)
     assert refused.value.message.endswith(
-        "no known family has its attention_multiplier, embedding_multiplier, logits_scaling, "
-        "residual_multiplier"
+        "no known family has its mamba_d_state, mlp_multipliers, ssm_in_multiplier"
     )
     for words in ("`import` and `explain`", "docs/add-a-family.md"):
         assert words in refused.value.fix

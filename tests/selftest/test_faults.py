@@ -17,7 +17,7 @@ from rlk_align.engines.patch import patch_of
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.worker import replace_fault
 from rlk_align.errors import BadOption
-from rlk_align.model.families import read_shape
+from rlk_align.model.families import FAMILIES, read_shape
 from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.model.sites import model_sites
 from rlk_align.selftest.faults.catalogue import FAULTS, choose, faults_of
@@ -37,7 +37,8 @@ SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
 SPARSE_SITES = {s.name: s for s in model_sites(read_shape(SPARSE))}
 SHARED = dataclasses.replace(read_shape(SPARSE), model_type="glm4_moe", shared_intermediate=160)
 SHARED_SITES = {s.name: s for s in model_sites(SHARED)}
-OF_SPARSE = {n: f for n, f in FAULTS.items() if f.sparse}
+GATED = dataclasses.replace(SHARED, model_type="qwen2_moe")
+OF_SPARSE = {n: f for n, f in FAULTS.items() if f.sparse and f.needs != "variant"}
 
 Rows = dict[tuple[str, int, int], torch.Tensor]
 """(site, sample, position) -> the row."""
@@ -306,13 +307,14 @@ def test_the_catalogue_is_whole() -> None:
     }
     dense = {s.name: s for s in model_sites(SHAPE)}
     assert len(FAULTS) >= 40
-    variants = {s.name: s for s in model_sites(dataclasses.replace(SHAPE, model_type="olmo3"))}
-    unrotated = dataclasses.replace(SHAPE, model_type="smollm3", unrotated_layers=(3,))
+    kinds = [name for name, family in FAMILIES.items() if not family.experts]
+    shapes = [dataclasses.replace(SHAPE, model_type=kind) for kind in kinds]
+    shapes.append(dataclasses.replace(SHAPE, model_type="smollm3", unrotated_layers=(3,)))
+    variants = [{s.name: s for s in model_sites(shape)} for shape in (*shapes, GATED)]
     for name, fault in FAULTS.items():
         sites = SPARSE_SITES if fault.sparse else dense
         sites = SHARED_SITES if fault.needs == "shared" else sites
-        sites = variants if fault.needs == "variant" else sites
-        sites = {s.name: s for s in model_sites(unrotated)} if fault.without else sites
+        sites = next(filter(fault.fits, variants)) if fault.needs == "variant" else sites
         assert fault.needs != "variant" or not fault.fits(dense)
         of, order = {n: s.op_class for n, s in sites.items()}, list(sites)
         assert fault.fits(sites), name

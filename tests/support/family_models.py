@@ -28,6 +28,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.0},
         **{"layer_types": KINDS[-2:] * 2, "tie_word_embeddings": True},
     },
+    "granite": {
+        **{"head_dim": 32, "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
+        **{"attention_multiplier": 0.4, "logits_scaling": 6.0, "tie_word_embeddings": True},
+    },
+    "glm4": {"head_dim": 32},
+    "granitemoe": {
+        **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4},
+        **{"logits_scaling": 6.0, "num_local_experts": 8, "num_experts_per_tok": 3},
+        **{"intermediate_size": 96, "tie_word_embeddings": True},
+    },
+    "ernie4_5": {"head_dim": 32, "tie_word_embeddings": True},
+    "phi3": {
+        **{"sliding_window": 8, "original_max_position_embeddings": 128},
+        "rope_parameters": {
+            **{"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+            "original_max_position_embeddings": 128,
+            "short_factor": [1 + 0.1 * i for i in range(12)],
+            "long_factor": [2 + 0.5 * i for i in range(12)],
+        },
+    },
     "gemma3_text": {
         **{"head_dim": 32, "sliding_window": 8, "layer_types": KINDS, "query_pre_attn_scalar": 24},
         "rope_parameters": {
@@ -36,6 +56,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
         },
         **{"tie_word_embeddings": True},
     },
+    "qwen2_moe": {
+        **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96},
+        **{"shared_expert_intermediate_size": 160, "mlp_only_layers": [1]},
+    },
+    "ernie4_5_moe": {
+        **{"head_dim": 32, "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 96},
+        **{"moe_num_shared_experts": 2, "moe_layer_start_index": 1, "tie_word_embeddings": True},
+    },
+    "minimax_m2": {
+        **{"head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 3},
+        **{"intermediate_size": 96, "rotary_dim": 16},
+    },
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
 }
 """model_type -> what its config sets beside `random_model.SMALL`."""
 VLLM_IGNORES: dict[str, str] = {}

@@ -36,11 +36,16 @@ def choice_replaced(choose: Choose, experts: int) -> Iterator[list[int]]:
         chosen = choose(scores, original(scores, *args, **more)[1])
         return scores.gather(1, chosen), chosen
 
-    torch.topk = topk
+    def of_tensor(scores: torch.Tensor, *args: Any, **more: Any) -> Any:
+        return topk(scores, *args, **more)
+
+    torch.topk, torch.Tensor.topk = topk, of_tensor
     try:
         yield calls
     finally:
         torch.topk = original
+        # The method is inherited.
+        del torch.Tensor.topk
 
 
 BY_EXPERT = ("gate_proj", "up_proj", "act", "down_proj")

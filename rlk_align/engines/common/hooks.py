@@ -1,5 +1,6 @@
 """Hooks and replacements in live modules, all of which are undone on closing."""
 
+import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -43,6 +44,26 @@ class Hooks(ExitStack):
                 see(output)
 
         self.on_output(module, hook)
+
+    def around(
+        self,
+        module: torch.nn.Module,
+        before: Callable[[Any, Any], None],
+        after: Callable[[Any], None] | None = None,
+    ) -> None:
+        """Calls `before(args, kwargs)` and `after(output)` around each forward of a module. Some of
+        vLLM's classes call `forward` past torch's hooks."""
+        original = module.forward
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            before(args, kwargs)
+            output = original(*args, **kwargs)
+            if after is not None:
+                after(output)
+            return output
+
+        self.replace(module, "forward", forward)
 
     def replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         """Makes `function` the attribute `name` of a module, a class, or one object."""

@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 
 from rlk_align.engines.common.layout import Layout
+from rlk_align.model.families import ModelShape
+from rlk_align.model.operators import OPERATORS
 
 
 def first(value: Any) -> torch.Tensor:
@@ -90,6 +92,18 @@ class Place:
     def holder(self) -> str:
         """The path of the module with its parameters."""
         return self.parameters_in or self.module
+
+
+def embedding_place(shape: ModelShape) -> Place:
+    """The place of the embedding in the code of transformers. A number of the config multiplies it
+    outside of any module, before the first operator of layer 0."""
+    table = "model.embed_tokens"
+    if not shape.family.multiplies("embed"):
+        return Place(sites=("embed",), module=table)
+    first = OPERATORS[shape.family.layer(shape, 0)[0]].module
+    return Place(
+        sites=("embed",), module=f"model.layers.0.{first}", end="input", parameters_in=table
+    )
 
 
 def shards_of(places: Iterable[Place]) -> dict[str, list[tuple[int, int, int]]]:

@@ -97,8 +97,11 @@ def write_part(
 
 
 def unfused(model: Any, places: Iterable[Place]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The canonical parameters of a live model in which no operators are fused."""
+    """The canonical parameters of a live model of transformers on one rank."""
     for place in places:
+        if len(place.sites) > 1:
+            yield from _of_fused(model.get_submodule(place.holder), place)
+            continue
         (site,) = place.sites
         operator, module = OPERATORS[site.rpartition(".")[2]], model.get_submodule(place.holder)
         name = operator.parameter or site
@@ -109,3 +112,12 @@ def unfused(model: Any, places: Iterable[Place]) -> Iterator[tuple[str, torch.Te
             yield name, module.weight.detach()
         if getattr(module, "bias", None) is not None:
             yield f"{name}.bias", module.bias.detach()
+
+
+def _of_fused(module: Any, place: Place) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of each operator of a module that computes several."""
+    assert place.layout is not None, place.sites
+    for suffix, name in (("", "weight"), (".bias", "bias")):
+        if isinstance(value := getattr(module, name, None), torch.Tensor):
+            for at, piece in place.layout.local(0):
+                yield f"{piece.op}{suffix}", value.detach().narrow(0, at, piece.size)

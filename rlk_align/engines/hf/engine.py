@@ -26,7 +26,13 @@ from rlk_align.engines.common.site_hooks import ForwardHooks
 from rlk_align.engines.common.transformers_rope import rotary_embeddings
 from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.forward_engine import ForwardEngine
-from rlk_align.engines.hf.experts import corrections, expert_weights, sparse_blocks
+from rlk_align.engines.hf.experts import (
+    corrections,
+    expert_weights,
+    mlp_path,
+    router_of,
+    sparse_blocks,
+)
 from rlk_align.engines.hf.places import hf_places
 from rlk_align.engines.hf.taps import HFTaps
 from rlk_align.errors import ModelError
@@ -186,14 +192,14 @@ def hf_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
         "layers": len(layers),
         "hidden_size": model.model.embed_tokens.weight.shape[1],
         "vocab_size": model.model.embed_tokens.weight.shape[0],
-        **per_layer("heads", [_heads(a.q_proj, a.head_dim) for a in attention]),
-        **per_layer("kv_heads", [_heads(a.k_proj, a.head_dim) for a in attention]),
+        **per_layer("heads", [_heads(a, "q_proj", "num_attention_heads") for a in attention]),
+        **per_layer("kv_heads", [_heads(a, "k_proj", "num_key_value_heads") for a in attention]),
         **per_layer("head_dim", [a.head_dim for a in attention]),
         **per_layer("attention_scale", [float(f"{a.scaling:.6g}") for a in attention]),
         **per_layer("sliding_window", [_window(a) for a in attention]),
         **rope_attributes(rotary_embeddings(model)),
         **norm_attributes(norm_epsilons(model, hf_places(model, shape))),
-        **per_layer("activation", [_activation(layer.mlp, dtype) for layer in layers]),
+        **per_layer("activation", [_activation(layer, dtype) for layer in layers]),
         **_routing([block for _, block in sparse_blocks(model)]),
         "tie_word_embeddings": (model.lm_head.weight is model.model.embed_tokens.weight),
         **active_dropout(model),
@@ -201,34 +207,41 @@ def hf_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
 
 
 def _window(attention: Any) -> int | None:
-    """The sliding window, an attribute of the attention or, in other families, of the config."""
+    """The sliding window, an attribute of the attention or, in other families, of the config, where
+    transformers writes 0 for none."""
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window
-    return getattr(attention.config, "sliding_window", None)
+    return getattr(attention.config, "sliding_window", None) or None
 
 
-def _heads(projection: Any, head_dim: int) -> int | None:
-    width = getattr(projection, "out_features", None)
-    return None if width is None else width // head_dim
+def _heads(attention: Any, projection: str, key: str) -> int | None:
+    """The number of heads of a projection or, where it is fused with others, that of the config."""
+    if not hasattr(attention, projection):
+        return getattr(attention.config, key)
+    width = getattr(getattr(attention, projection), "out_features", None)
+    return None if width is None else width // attention.head_dim
 
 
 def _routing(blocks: list[Any]) -> dict[str, Any]:
     """How the sparse layers route; empty for a dense model."""
     # Mixtral's router has no such switch: it always divides by the sum.
-    norm = [bool(getattr(b.gate, "norm_topk_prob", True)) for b in blocks]
-    corrected = [b.gate for b in blocks if hasattr(b.gate, "e_score_correction_bias")]
+    routers = [router_of(block) for block in blocks]
+    norm = [bool(getattr(router, "norm_topk_prob", True)) for router in routers]
+    corrected = [router for router in routers if hasattr(router, "e_score_correction_bias")]
     return {
         **corrected_routing(
             groups=[g.num_group for g in corrected],
             top_groups=[g.topk_group for g in corrected],
             scale=[g.routed_scaling_factor for g in corrected],
         ),
-        **per_layer("experts_per_token", [b.gate.top_k for b in blocks]),
+        **per_layer("experts_per_token", [router.top_k for router in routers]),
         **per_layer("norm_topk_prob", norm),
     }
 
 
-def _activation(mlp: Any, dtype: torch.dtype) -> str:
+def _activation(layer: Any, dtype: torch.dtype) -> str:
+    mlp = getattr(layer, mlp_path(layer))
     mlp = getattr(mlp, "experts", mlp)
     device = next(mlp.parameters()).device
-    return activation_name(lambda x: mlp.act_fn(x.to(device)).cpu(), dtype)
+    act = next(getattr(mlp, name) for name in ("act_fn", "activation_fn") if hasattr(mlp, name))
+    return activation_name(lambda x: act(x.to(device)).cpu(), dtype)

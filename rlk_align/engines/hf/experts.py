@@ -26,6 +26,7 @@ from rlk_align.engines.common.experts import (
     slots,
 )
 from rlk_align.engines.common.hooks import Hooks
+from rlk_align.engines.common.places import Access
 from rlk_align.engines.common.site_hooks import SiteHooks
 
 OTHER_ROWS = (
@@ -34,11 +35,40 @@ OTHER_ROWS = (
 )
 
 
+def mlp_path(layer: Any) -> str:
+    """The name of a layer's MLP, or of its block of experts."""
+    return "mlp" if hasattr(layer, "mlp") else "block_sparse_moe"
+
+
+def router_path(block: Any) -> str:
+    """The name of the router in a block of experts."""
+    return "gate" if hasattr(block, "gate") else "router"
+
+
+def router_of(block: Any) -> Any:
+    """The router of a block of experts."""
+    return getattr(block, router_path(block))
+
+
+def routing(output: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(logits, weights, chosen experts) in the output of a router, which has them in this order or
+    in the reverse one."""
+    first, weights, last = output
+    return (first, weights, last) if first.is_floating_point() else (last, weights, first)
+
+
+ROUTER = Access(
+    lambda output: routing(output)[0], lambda output: routing(output)[0], lambda output: output
+)
+"""The logits in the output of a router."""
+
+
 def sparse_blocks(model: Any) -> Iterator[tuple[int, Any]]:
     """(index of the layer, its block of experts) of each sparse layer."""
     for i, layer in enumerate(model.model.layers):
-        if hasattr(layer.mlp, "experts"):
-            yield i, layer.mlp
+        block = getattr(layer, mlp_path(layer))
+        if hasattr(block, "experts"):
+            yield i, block
 
 
 def expert_weights(
@@ -59,8 +89,9 @@ def expert_weights(
 def corrections(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The canonical corrections of scores for the choice of experts, which no engine rounds."""
     for i, block in sparse_blocks(model):
-        if (correction := getattr(block.gate, "e_score_correction_bias", None)) is not None:
-            yield f"layers.{i}.experts", correction.detach()
+        for name, value in (*block.named_parameters(), *block.named_buffers()):
+            if name.endswith("e_score_correction_bias"):
+                yield f"layers.{i}.experts", value.detach()
 
 
 def _whole(stacked: torch.Tensor) -> torch.Tensor:
@@ -75,7 +106,7 @@ def on_experts(hooks: Hooks, model: Any, show: Show, unexposed: dict[str, str]) 
     running = _RunningExperts(show, unexposed)
     blocks = []
     for i, block in sparse_blocks(model):
-        hooks.after(block.gate, functools.partial(_show_choice, show, i))
+        hooks.after(router_of(block), functools.partial(_show_choice, show, i))
         if has_kernels(block.experts):
             on_kernels(hooks, block.experts, i, show)
         else:
@@ -106,20 +137,21 @@ def replay_choices(hooks: SiteHooks, model: Any) -> None:
 def replace_choice(hooks: Hooks, block: Any, choose: Choose) -> None:
     """Replaces the choice of a router: one of the kernels, or one that calls `torch.topk` and
     computes weights for its result."""
-    if has_kernels(block.gate):
-        choose_on_kernels(hooks, block.gate, choose)
+    router = router_of(block)
+    if has_kernels(router):
+        choose_on_kernels(hooks, router, choose)
         return
-    route, experts = block.gate.forward, len(block.gate.weight)
+    route, experts = router.forward, len(router.weight)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with choice_replaced(choose, experts):
             return route(*args, **kwargs)
 
-    hooks.replace(block.gate, "forward", forward)
+    hooks.replace(router, "forward", forward)
 
 
 def _show_choice(show: Show, layer: int, _module: Any, _inputs: Any, output: Any) -> None:
-    _, weights, chosen = output
+    _, weights, chosen = routing(output)
     ids, weights = by_ascending_id(chosen, weights)
     show(f"layers.{layer}.experts", ids)
     show(f"layers.{layer}.routing_weights", weights)

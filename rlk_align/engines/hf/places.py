@@ -4,21 +4,22 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlk_align.engines.common.experts import INSIDE
-from rlk_align.engines.common.places import FIRST, HEADS_FIRST, LOGITS, Place
+from rlk_align.engines.common.layout import of_outputs
+from rlk_align.engines.common.places import FIRST, HEADS_FIRST, LOGITS, Place, embedding_place
+from rlk_align.engines.hf.experts import ROUTER, mlp_path, router_path
 from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import layer_modules
 
 INPUT_SITES = {
     "attn": "self_attn.o_proj",
     "act": "mlp.down_proj",
-    "shared_act": "mlp.shared_experts.down_proj",
 }
 """Operators without a module of their own -> the module whose input is that site."""
 
 
 def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
     """The place of each site in a live model."""
-    yield Place(sites=("embed",), module="model.embed_tokens")
+    yield embedding_place(shape)
     for i, layer in enumerate(model.model.layers):
         here, attention = f"model.layers.{i}", f"model.layers.{i}.self_attn"
         modules = dict(layer.named_modules())
@@ -30,28 +31,40 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
             for op, path in layer_modules(operators).items()
         }
         for op, path in paths.items():
-            if path in modules:
+            if path in modules and op != "router":
                 first = shape.family.heads_first and op in ("q_norm", "k_norm")
                 access = HEADS_FIRST if first else FIRST
                 yield Place(sites=(f"layers.{i}.{op}",), module=f"{here}.{path}", access=access)
+        for path, ops in shape.family.fused.items():
+            sites = tuple(f"layers.{i}.{op}" for op in ops)
+            layout = of_outputs(sites, shape, 1)
+            yield Place(sites=sites, module=f"{here}.{path}", layout=layout)
         for op in ("q_rope", "k_rope") if "q_rope" in operators else ():
             yield Place(sites=(f"layers.{i}.{op}",), module=attention, end="rope")
-        sparse = hasattr(layer.mlp, "experts")
-        for op in INSIDE if sparse else ():
-            yield Place(sites=(f"layers.{i}.{op}",), module=f"{here}.mlp.experts", end="inside")
-        if sparse:
-            yield Place(sites=(f"layers.{i}.moe_out",), module=f"{here}.mlp")
-        inputs = {**INPUT_SITES, "attn_residual": paths.get("mlp_norm", "mlp")}
+        mlp = mlp_path(layer)
+        if hasattr(getattr(layer, mlp), "experts"):
+            yield from _sparse_places(f"layers.{i}", f"{here}.{mlp}", getattr(layer, mlp))
+        inputs = {**INPUT_SITES, "attn_residual": paths.get("mlp_norm", mlp)}
+        if "shared_act" in operators:
+            inputs["shared_act"] = paths["shared_down_proj"]
         for op, path in inputs.items():
             if path not in modules:
                 continue
             yield Place(sites=(f"layers.{i}.{op}",), module=f"{here}.{path}", end="input")
         yield Place(sites=(f"layers.{i}.mlp_residual",), module=here)
     yield Place(sites=("final_norm",), module="model.norm")
-    if shape.family.logit_cap:
-        # transformers caps them after the head, outside of any module.
+    if shape.family.logit_cap or shape.family.multiplies("logits"):
+        # transformers caps and scales them after the head, outside of any module.
         yield Place(
             sites=("logits",), module="", access=LOGITS, rows="sampled", parameters_in="lm_head"
         )
     else:
         yield Place(sites=("logits",), module="lm_head", rows="sampled")
+
+
+def _sparse_places(name: str, path: str, block: Any) -> Iterator[Place]:
+    """The places of a block of experts."""
+    yield Place(sites=(f"{name}.router",), module=f"{path}.{router_path(block)}", access=ROUTER)
+    for op in INSIDE:
+        yield Place(sites=(f"{name}.{op}",), module=f"{path}.experts", end="inside")
+    yield Place(sites=(f"{name}.moe_out",), module=path)

@@ -13,13 +13,19 @@ from rlk_align.engines.common.experts import Choose
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.transformers_rope import on_rotation
 from rlk_align.engines.common.weights import unfused
-from rlk_align.engines.hf.experts import replace_choice, sparse_blocks
+from rlk_align.engines.hf.experts import replace_choice, router_of, routing, sparse_blocks
 from rlk_align.engines.hf.places import hf_places
 from rlk_align.selftest.faults.catalogue import Chosen
 from rlk_align.selftest.planting.live_operators import LiveOperators, plant
 from rlk_align.selftest.planting.operands import Formula, ForwardTokens, Report, Unit, in_place_of
 from rlk_align.selftest.planting.rank import ALONE, Sharing
-from rlk_align.selftest.planting.sparse_layers import KernelLayers, Routing, SparseLayers, swap
+from rlk_align.selftest.planting.sparse_layers import (
+    KernelLayers,
+    Routing,
+    SparseLayers,
+    swap,
+    without_gate,
+)
 
 
 class HFOperators(LiveOperators):
@@ -127,7 +133,7 @@ class HFSparseLayers(SparseLayers):
 
     def change_logits(self, layer: int, formula: Formula) -> None:
         """A router's product is its only call of `torch.nn.functional.linear`."""
-        gate, functional = self._blocks[layer].gate, torch.nn.functional
+        gate, functional = router_of(self._blocks[layer]), torch.nn.functional
         route, product = gate.forward, functional.linear
 
         def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -149,11 +155,11 @@ class HFSparseLayers(SparseLayers):
 
     def change_weights(self, layer: int, change: Callable[[Routing], torch.Tensor]) -> None:
         def see(_module: Any, _inputs: Any, output: Any) -> Any:
-            logits, weights, chosen = output
+            logits, weights, chosen = routing(output)
             new = change(Routing(logits=logits, chosen=chosen, weights=weights))
-            return logits, new.to(weights.dtype), chosen
+            return output[0], new.to(weights.dtype), output[2]
 
-        self._hooks.after(self._blocks[layer].gate, see)
+        self._hooks.after(router_of(self._blocks[layer]), see)
 
     def leave_out(self, layer: int, expert: int) -> None:
         def see(_module: Any, inputs: Any) -> Any:
@@ -161,6 +167,10 @@ class HFSparseLayers(SparseLayers):
             return hidden, chosen, weights.masked_fill(chosen == expert, 0)
 
         self._hooks.before(self._blocks[layer].experts, see)
+
+    def leave_out_gate(self, layer: int) -> None:
+        block = self._blocks[layer]
+        without_gate(self._hooks, block.shared_expert, block.shared_expert_gate.weight.detach())
 
     def swap_experts(self, layer: int, one: int, other: int) -> None:
         weight = self._blocks[layer].experts.gate_up_proj.detach()
@@ -189,7 +199,7 @@ class HFKernelLayers(KernelLayers, HFSparseLayers):
     """Sparse layers that the kernels compute."""
 
     def _chooser(self, layer: int) -> Any:
-        return self._blocks[layer].gate
+        return router_of(self._blocks[layer])
 
     def _computer(self, layer: int) -> Any:
         return self._blocks[layer].experts

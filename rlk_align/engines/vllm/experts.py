@@ -121,7 +121,8 @@ def expert_weights(model: Any, shape: ModelShape, ranks: Ranks) -> Iterator[Live
     inner = shape.expert_intermediate // tp
     for i, _, block in sparse_blocks(model):
         if (correction := getattr(block.gate, "e_score_correction_bias", None)) is not None:
-            copies = all_gather(correction.detach(), ranks)
+            # vLLM leaves out a dimension of size 1.
+            copies = all_gather(correction.detach().reshape(shape.correction(i)), ranks)
             yield LiveParameter(f"layers.{i}.experts", copies[0], replicas=tuple(copies[1:]))
         routed = block.experts.routed_experts
         gate_up, down = (_unpacked(routed, name) for name in ("w13_weight", "w2_weight"))

@@ -19,6 +19,7 @@ the experts' inner size."""
 
 def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) -> None:
     """Raises ModelError or BadOption if vLLM would fail to load the model, or compute nonsense."""
+    shape.family.check("vllm", shape.model_type)
     kernels = option("kernels") == "rlk"
     check_shared("vllm", shape, int(option("tp") or 1), fused_qkv=False, kernels=kernels)
     key, activation = activation_of(config)
@@ -45,10 +46,17 @@ def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) ->
             f"attention has {', '.join(map(str, CPU_HEAD_SIZES))}",
             "compare with --rollout hf",
         )
-    if shape.family.backend and int(option("tp") or 1) > 1:
+    unfused = shape.family.backend or shape.family.adds_outside_norms
+    if unfused and int(option("tp") or 1) > 1:
         raise BadOption(
             f"engine 'vllm': tp={option('tp')} does not support model_type {shape.model_type!r}: "
-            "vLLM runs the code of transformers for it, whose places are known for one rank only",
+            "where it adds residuals outside of norms, places are known for one rank only",
+            "leave tp out",
+        )
+    if shape.has("wide_q_norm") and int(option("tp") or 1) > 1:
+        raise BadOption(
+            f"engine 'vllm': tp={option('tp')} does not support model_type {shape.model_type!r}: "
+            "its norms over all heads need all ranks, which no test has compared",
             "leave tp out",
         )
     odd = bool(shape.experts) and shape.hidden % CPU_EXPERT_STEP != 0

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlk_align.engines.common.experts import BY_EXPERT, has_kernels
-from rlk_align.engines.common.fused_places import fused_places, head_path, place_of
+from rlk_align.engines.common.fused_places import Sparse, fused_places, head_path, place_of
 from rlk_align.engines.common.layout import in_slots, of_outputs
-from rlk_align.engines.common.places import End, Place
+from rlk_align.engines.common.places import End, Place, embedding_place
 from rlk_align.engines.vllm.experts import FUSED, PARTIAL, sparse_blocks
 from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import layer_modules
@@ -15,14 +15,14 @@ from rlk_align.model.operators import layer_modules
 
 def vllm_places(model: Any, shape: ModelShape, tp: int) -> Iterator[Place]:
     """The place of each site in a live model of `tp` ranks."""
-    if of_transformers(model):
-        yield from _transformers_places(model, shape)
-        return
     blocks = {i: (path, block) for i, path, block in sparse_blocks(model)}
 
     def sparse(layer: int) -> Iterator[Place] | None:
         return _block_places(model, layer, *blocks[layer], shape, tp) if layer in blocks else None
 
+    if not adds_in_norms(model, shape):
+        yield from _unfused_places(model, shape, sparse)
+        return
     yield from fused_places(model, shape, tp, "logits_processor", sparse)
 
 
@@ -30,6 +30,11 @@ def of_transformers(model: Any) -> bool:
     """Whether the model is the code of transformers, with vLLM's linear layers, norms and attention
     in it: vLLM runs a family so that it has no class for."""
     return type(model).__name__.startswith("Transformers")
+
+
+def adds_in_norms(model: Any, shape: ModelShape) -> bool:
+    """Whether the model adds a residual inside the norm after it."""
+    return not (of_transformers(model) or shape.family.adds_outside_norms)
 
 
 def sliding_window(attention: Any) -> int | None:
@@ -42,12 +47,13 @@ _FUSED = {
     "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "mlp.gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""Module of a layer -> the operators that vLLM fuses in the code of transformers."""
+"""Module of a layer -> the operators that vLLM fuses in it."""
 
 
-def _transformers_places(model: Any, shape: ModelShape) -> Iterator[Place]:
-    """The places in the code of transformers, which adds residuals outside of norms."""
-    yield Place(sites=("embed",), module="model.embed_tokens")
+def _unfused_places(model: Any, shape: ModelShape, sparse: Sparse) -> Iterator[Place]:
+    """The places in the code of transformers, and in classes that follow it: residuals are added
+    outside of norms."""
+    yield embedding_place(shape)
     for i, layer in enumerate(model.model.layers):
         modules, operators = dict(layer.named_modules()), shape.family.layer(shape, i)
 
@@ -57,13 +63,17 @@ def _transformers_places(model: Any, shape: ModelShape) -> Iterator[Place]:
             return Place(sites=sites, module=path, end=end, layout=of_outputs(sites, shape, 1))
 
         paths = layer_modules(operators, shape.family.modules)
-        yield from (place(module, *ops) for module, ops in _FUSED.items())
+        yield from (place(module, *ops) for module, ops in _FUSED.items() if module in modules)
         yield from (place(path, op) for op, path in paths.items() if path in modules)
         for op in ("q_rope", "k_rope") if "q_rope" in operators else ():
             yield place("self_attn", op, end="rope")
         yield place("self_attn.o_proj", "attn", end="input")
         yield place(paths.get("mlp_norm", "mlp"), "attn_residual", end="input")
-        yield place("mlp.down_proj", "act", end="input")
+        block = sparse(i)
+        if block is None:
+            yield place("mlp.down_proj", "act", end="input")
+        else:
+            yield from block
         yield place("", "mlp_residual")
     yield Place(sites=("final_norm",), module="model.norm")
     yield Place(
@@ -77,18 +87,21 @@ def _block_places(
     name, here = f"layers.{layer}", f"model.layers.{layer}.{path}"
     kernels = has_kernels(block.experts)
     yield from _sparse_places(here, name, shape, tp if kernels else 0)
-    if not hasattr(block, "shared_experts"):
+    paths = layer_modules(shape.family.layer(shape, layer), shape.family.modules)
+    if "shared_down_proj" not in paths:
         return
+    shared = f"model.{name}.{paths['shared_down_proj'].removesuffix('.down_proj')}"
 
     def place(module: str, *ops: str, unexposed: str = "") -> Place:
         sites = tuple(f"{name}.{op}" for op in ops)
-        path = f"{here}.shared_experts.{module}"
-        return place_of(model, shape, tp, path, sites, unexposed=unexposed)
+        return place_of(model, shape, tp, module, sites, unexposed=unexposed)
 
-    yield place("gate_up_proj", "shared_gate_proj", "shared_up_proj")
-    yield place("act_fn", "shared_act")
+    yield place(f"{shared}.gate_up_proj", "shared_gate_proj", "shared_up_proj")
+    yield place(f"{shared}.act_fn", "shared_act")
     partial = "" if tp == 1 or kernels else PARTIAL
-    yield place("down_proj", "shared_down_proj", unexposed=partial)
+    yield place(f"{shared}.down_proj", "shared_down_proj", unexposed=partial)
+    if gate := paths.get("shared_gate"):
+        yield Place(sites=(f"{name}.shared_gate",), module=f"model.{name}.{gate}")
 
 
 def _sparse_places(block: str, name: str, shape: ModelShape, shown: int) -> Iterator[Place]:

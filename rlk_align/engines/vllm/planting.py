@@ -19,7 +19,7 @@ from rlk_align.engines.common.weights import Parameter
 from rlk_align.engines.process.ranks import all_gather
 from rlk_align.engines.vllm.experts import replace_choice, sparse_blocks
 from rlk_align.engines.vllm.parallel import tensor_parallel
-from rlk_align.engines.vllm.places import of_transformers, sliding_window, vllm_places
+from rlk_align.engines.vllm.places import adds_in_norms, sliding_window, vllm_places
 from rlk_align.engines.vllm.taps import on_rotation
 from rlk_align.engines.vllm.weights import live_parameter, live_weight, parameter_plan
 from rlk_align.errors import BadOption
@@ -29,7 +29,13 @@ from rlk_align.selftest.planting.fused_operators import FusedOperators
 from rlk_align.selftest.planting.live_operators import LiveOperators, plant
 from rlk_align.selftest.planting.operands import Formula, ForwardTokens, Report, Unit, in_place_of
 from rlk_align.selftest.planting.rank import Sharing
-from rlk_align.selftest.planting.sparse_layers import KernelLayers, Routing, SparseLayers, swap
+from rlk_align.selftest.planting.sparse_layers import (
+    KernelLayers,
+    Routing,
+    SparseLayers,
+    swap,
+    without_gate,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +56,9 @@ class VLLMOperators(FusedOperators):
         model, ranks = runner.get_model(), self._ranks
         sharing = Sharing(rank=ranks.rank, ranks=ranks.world, gather=self._gather)
         places = vllm_places(model, plan.shape, ranks.world)
-        self.norms_add = not of_transformers(model)
+        self.norms_add = adds_in_norms(model, plan.shape)
         super().__init__(plan, model, places, chosen, sharing)
-        self.before(self._model, self._note_rows, with_kwargs=True)
+        self.around(self._model, self._note_rows)
 
     def _gather(self, local: torch.Tensor) -> list[torch.Tensor]:
         return all_gather(local, self._ranks)
@@ -63,7 +69,7 @@ class VLLMOperators(FusedOperators):
     def tensor(self, path: str) -> torch.Tensor | None:
         return live_parameter(self._model, path)
 
-    def _note_rows(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def _note_rows(self, args: Any, kwargs: dict[str, Any]) -> None:
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         positions = kwargs["positions"] if "positions" in kwargs else args[1]
         decoding = torch.zeros_like(positions, dtype=torch.bool)
@@ -248,6 +254,11 @@ class VLLMSparseLayers(SparseLayers):
             return compute(topk_weights=weights, topk_ids=topk_ids, **kwargs)
 
         self._hooks.replace(routed, "forward_modular", forward)
+
+    def leave_out_gate(self, layer: int) -> None:
+        block = self._blocks[layer]
+        weight = live_weight(block.shared_expert_gate).detach()
+        without_gate(self._hooks, block.shared_expert, weight)
 
     def swap_experts(self, layer: int, one: int, other: int) -> None:
         # Packed or not, each expert's weight is a separate block.

@@ -47,8 +47,7 @@ class VLLMTaps(SiteHooks):
 
     def install(self) -> None:
         self._watch_batches()
-        self.before(self._model, self._locate_rows, with_kwargs=True)
-        self.after(self._model, self._keep_hidden)
+        self.around(self._model, self._locate_rows, self._keep_hidden)
         self.before(self._model.logits_processor, self._locate_logits)
         super().install()
         on_rotation(self, self._model, self.rope)
@@ -81,7 +80,7 @@ class VLLMTaps(SiteHooks):
 
         self.replace(self._runner, "prepare_inputs", prepare_inputs)
 
-    def _locate_rows(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def _locate_rows(self, args: Any, kwargs: dict[str, Any]) -> None:
         """Determines the (sample, position) of each packed row of the next forward."""
         runner = self._runner
         if self._batch is not None:
@@ -98,7 +97,7 @@ class VLLMTaps(SiteHooks):
         self._rows = packed_rows(owners, starts, position, self._sampled)
         self._all = LiveRows.of(self._rows, self._rows.index, positions.device)
 
-    def _keep_hidden(self, _module: Any, _inputs: Any, out: torch.Tensor) -> None:
+    def _keep_hidden(self, out: torch.Tensor) -> None:
         self._hidden = out
 
     def force(self, batch: TokenBatch) -> None:

@@ -199,6 +199,7 @@ def _routing(layers: list[Any]) -> dict[str, Any]:
         layer
         for layer in layers
         if getattr(layer.router, "e_score_correction_bias", None) is not None
+        and layer.router.num_expert_group is not None
     ]
     return {
         **corrected_routing(

@@ -64,7 +64,7 @@ class ExpertReference:
         if formula == "combine":
             return self.combined(site, by_op)
         if formula == "top_k":
-            out, extra = self._tied(self._scores(site, inputs[0]))
+            out, extra = self._tied(self._scores(site, inputs[0]), bool(site.operator.weight))
         elif formula == "routing_weights":
             out, extra = self.weights_of(inputs[0], by_op["experts"].long())
         else:
@@ -78,14 +78,14 @@ class ExpertReference:
     def _scores(self, site: Site, logits: torch.Tensor) -> torch.Tensor:
         corrected = bool(site.operator.weight)
         correction = self._read(site.parameter) if corrected else None
-        return scores(logits, correction)
+        return scores(logits, correction, self._shape.family.sigmoid)
 
-    def _tied(self, scores_NE: torch.Tensor) -> Exact:
+    def _tied(self, scores_NE: torch.Tensor, corrected: bool) -> Exact:
         """An exact choice omits no larger score. The logit is rounded, and the probability that is
-        compared in its place may be. Of sigmoids, the float32 value, its correction and the sum of
-        two by which a group is chosen are rounded."""
+        compared in its place may be. Of corrected scores, the float32 value, its correction and the
+        sum of two by which a group is chosen are rounded."""
         kth = scores_NE.topk(self._shape.top_k, dim=1).values[:, -1:]
-        if self._shape.family.sigmoid:
+        if corrected:
             return torch.zeros_like(kth), 8 * rounding_variance(kth.abs() + 1, "float32")
         of_probability = 4.0 ** -DTYPES[self._dtype] / 3
         return torch.zeros_like(kth), 2 * rounding_variance(kth, self._dtype) + 2 * of_probability
@@ -138,6 +138,8 @@ class ExpertReference:
             act = self._activated(site, inputs, chosen)
             shares = self._after_activation(site, act, chosen, weights)
         if shared := self._shared(site, inputs):
+            if "shared_gate" in inputs:
+                shared = [self._gated(row, inputs["shared_gate"]) for row in shared]
             shares = [self._with_shared(*both) for both in zip(shares, shared, strict=True)]
         out, extra = shares[0]
         for share, variance in shares[1:]:
@@ -172,6 +174,13 @@ class ExpertReference:
         (out, extra), (row, variance) = routed, shared
         # Some engines round the routed sum, and some round it again after scaling it.
         return out + row, extra + variance + 2 * rounding_variance(out, self._dtype)
+
+    def _gated(self, shared: Exact, gate: torch.Tensor) -> Exact:
+        """A shared expert's row times the sigmoid of its gate `[N, 1]`; both are rounded."""
+        (row, variance), share = shared, gate.sigmoid()
+        out = share * row
+        extra = rounding_variance(share, self._dtype) * row.square() + share.square() * variance
+        return out, extra + rounding_variance(out, self._dtype)
 
     def _shared(self, site: Site, inputs: Mapping[str, torch.Tensor]) -> list[Exact]:
         """The partial row of the shared experts on each rank; empty without shared experts."""

@@ -77,17 +77,29 @@ def sum_rounding(x: torch.Tensor, weight: torch.Tensor, dtype: str) -> torch.Ten
 
 
 def rotate(
-    x: torch.Tensor, angle: torch.Tensor, heads: int, scaling: float = 1.0
+    x: torch.Tensor,
+    angle: torch.Tensor,
+    heads: int,
+    scaling: float = 1.0,
+    interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The rotary embedding in its half-split form (Su et al. 2021, as Llama has it): the pair
     (x_j, x_{j+R}) of each head turned by `angle[:, j]`, `[N, R]`, times `scaling`; features beyond
-    2R stay. `[N, F]` -> `[N, F]`, and its derivative by the angle."""
+    2R stay. `interleaved`: the pairs are (x_2j, x_{2j+1}) (GLM). `[N, F]` -> `[N, F]`, and its
+    derivative by the angle."""
     width = angle.shape[1]
     h = x.reshape(len(x), heads, -1)
     low, high, rest = h[..., :width], h[..., width : 2 * width], h[..., 2 * width :]
+    if interleaved:
+        low, high = h[..., 0 : 2 * width : 2], h[..., 1 : 2 * width : 2]
     cos, sin = angle.cos()[:, None] * scaling, angle.sin()[:, None] * scaling
-    out = torch.cat([low * cos - high * sin, high * cos + low * sin, rest], dim=-1)
-    slope = torch.cat([-low * sin - high * cos, low * cos - high * sin, 0 * rest], dim=-1)
+    turned = low * cos - high * sin, high * cos + low * sin
+    slopes = -low * sin - high * cos, low * cos - high * sin
+    if interleaved:
+        pairs = (torch.stack(pair, dim=-1).flatten(-2) for pair in (turned, slopes))
+    else:
+        pairs = (torch.cat(pair, dim=-1) for pair in (turned, slopes))
+    out, slope = (torch.cat(both, dim=-1) for both in zip(pairs, (rest, 0 * rest), strict=True))
     return out.reshape_as(x), slope.reshape_as(x)
 
 

@@ -9,7 +9,13 @@ import torch
 
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config
-from rlk_align.model.families import ModelShape, activation_of, cap_of, is_tied
+from rlk_align.model.families import (
+    ModelShape,
+    activation_of,
+    cap_of,
+    is_tied,
+    multiplier_of,
+)
 from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.sites import Site
 from rlk_align.model.tensors import biased_operators
@@ -103,7 +109,7 @@ class Reference:
         shared: torch.Tensor | None = None
         formula = site.operator.formula
         if formula == "embedding":
-            out = self._embedded(self._weights.read(site.parameter)[rows.token])
+            out = self._embedded(site, self._weights.read(site.parameter)[rows.token])
         elif formula == "rms_norm":
             weight = self._weights.read(site.parameter).double()
             weight = weight + 1 if self.shape.family.one_plus_weight else weight
@@ -111,7 +117,9 @@ class Reference:
         elif formula == "rotary":
             out, extra = self._rotated(site, inputs[0], rows)
         elif formula == "residual":
-            out = inputs[0] + inputs[1]
+            branch = inputs[1] * self._multiplier(site)
+            out = inputs[0] + branch
+            extra = rounding_variance(branch, self.dtype) if site.operator.multiplier else 0.0
         elif formula in ("activation", "expert_activation"):
             out = self._activation(inputs[0]) * inputs[1]
         elif formula == "attention":
@@ -127,7 +135,7 @@ class Reference:
         elif formula == "log_softmax":
             out, extra = self._log_prob(inputs[0], rows)
         elif formula in ("linear", "router"):
-            out, extra = self._product(site, inputs[0])
+            out, extra = self._scaled(site, *self._product(site, inputs[0]))
             cap = cap_of(self._config, self.shape.family.logit_cap)
             if site.op == "logits" and cap is not None:
                 out, extra = self._capped(out, extra, cap)
@@ -189,6 +197,18 @@ class Reference:
             out[:, at], extra[:, at] = self._sums(site, x, weight[at].double(), some)
         return out, extra
 
+    def _multiplier(self, site: Site) -> float:
+        return multiplier_of(self._config, site.operator)
+
+    def _scaled(
+        self, site: Site, out: torch.Tensor, variance: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A product and its variance, multiplied after the product was rounded."""
+        if not site.operator.multiplier:
+            return out, variance
+        factor = self._multiplier(site)
+        return out * factor, (variance + rounding_variance(out, self.dtype)) * factor**2
+
     def _capped(
         self, logits: torch.Tensor, variance: torch.Tensor, cap: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -225,9 +245,11 @@ class Reference:
                 extra = extra + rounding_variance(total, self.dtype)
         return out, extra
 
-    def _embedded(self, rows: torch.Tensor) -> torch.Tensor:
+    def _embedded(self, site: Site, rows: torch.Tensor) -> torch.Tensor:
         """Rows of the embedding, scaled by the family and rounded once, which every engine does
-        alike: `[N, F]` -> float64."""
+        alike: `[N, F]` -> float64. A number of the config is not rounded to the rows' dtype."""
+        if site.operator.multiplier:
+            return (rows.float() * self._multiplier(site)).to(rows.dtype).double()
         if not self.shape.family.embedding_scale:
             return rows.double()
         scale = torch.tensor(self.shape.hidden**0.5, dtype=rows.dtype).double().item()
@@ -241,9 +263,10 @@ class Reference:
             raise NotRefereed("its rotary embedding changes with the sequence")
         inv_freq = torch.tensor(rotary.inv_freq, dtype=torch.float64, device=x.device)
         angle = rows.position.double()[:, None] * inv_freq
-        out, slope = formulas.rotate(x, angle, heads, rotary.scaling)
+        out, slope = formulas.rotate(x, angle, heads, rotary.scaling, rotary.interleaved)
         # Frequencies and angles are float32, so an angle is off by about one ulp.
-        off = (2 * FLOAT32_UNIT * angle).repeat(1, 2)
+        off = 2 * FLOAT32_UNIT * angle
+        off = off.repeat_interleave(2, dim=1) if rotary.interleaved else off.repeat(1, 2)
         width = x.shape[1] // heads - off.shape[1]
         off = torch.cat([off, off.new_zeros(len(off), width)], dim=1)
         return out, (slope * off.repeat(1, heads)).square()

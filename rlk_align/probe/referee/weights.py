@@ -33,7 +33,9 @@ class Checkpoint:
     ) -> None:
         """Raises ModelError."""
         self._dtype, self._device = getattr(torch, dtype), device
-        self._stored = stored_tensors(model, shape.family.modules)
+        self._stored = stored_tensors(
+            model, shape.family.modules, shape.fused_rows, shape.family.stacks
+        )
         self._shapes = expected_tensors(config, shape)
         self._dtypes = {
             parameter: getattr(torch, site.operator.weight_dtype)

@@ -25,7 +25,9 @@ ROPE = {
         _both(1), "position times frequency is rounded to bf16", "rope:angles_in_bf16"
     ),
     "rope-interleaved": Fault(
-        _both(3), "features 2j and 2j + 1 are a pair, not j and j + d/2", "rope:interleaved"
+        _both(3),
+        "features 2j and 2j + 1 are a pair, not j and j + d/2, or the other way round",
+        "rope:interleaved",
     ),
     "rope-key-position": Fault(
         ("layers.2.k_rope",),

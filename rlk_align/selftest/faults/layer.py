@@ -209,6 +209,13 @@ RESIDUALS = {
         "elementwise:branch_scaled",
         Strength("share", 0.02, _SHARES),
     ),
+    "residual-multiplier-left-out": Fault(
+        ("layers.2.attn_residual",),
+        "the config's multiplier of branches is left out",
+        "elementwise:multiplier_left_out",
+        needs="variant",
+        operator="scaled_attn_residual",
+    ),
     "residual-fp8": Fault(
         ("layers.0.attn_residual",),
         "the residual stream goes through fp8 (e4m3), a scale for each row",

@@ -11,6 +11,13 @@ EMBEDDINGS = {
         "elementwise:scaled_up",
         Strength("share", 0.02, (1e-3, 5e-3, 0.02)),
     ),
+    "embed-multiplier-left-out": Fault(
+        ("embed",),
+        "the config's multiplier of the embedding is left out",
+        "elementwise:multiplier_left_out",
+        needs="variant",
+        operator="scaled_embed",
+    ),
     "embed-one-token": Fault(
         ("embed",),
         "the embedding of one token id is too large",
@@ -35,6 +42,13 @@ LOGITS = {
         "the head is another tensor than the embedding, from before the last update",
         "linear:stale",
         Strength("change of the update, as a share of the weights", 0.02, (1e-3, 5e-3, 0.02)),
+    ),
+    "logits-multiplier-left-out": Fault(
+        ("logits",),
+        "the config's divisor of logits is left out",
+        "elementwise:multiplier_left_out",
+        needs="variant",
+        operator="divided_logits",
     ),
     "logits-softcap": Fault(
         ("logits",),

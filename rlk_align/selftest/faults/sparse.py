@@ -48,6 +48,14 @@ ROUTING = {
         "sparse:one_left_out",
         kind="sparse",
     ),
+    "shared-gate-left-out": Fault(
+        ("layers.2.moe_out",),
+        "the shared expert's row is added without its gate",
+        "sparse:shared_gate_left_out",
+        kind="sparse",
+        needs="variant",
+        operator="moe_out_gated",
+    ),
     "experts-shuffled": Fault(
         ("layers.2.gate_proj", "layers.2.up_proj"),
         "two experts have each other's weights, as after a sync in another order",

@@ -155,3 +155,12 @@ def stream_left_out(_: float) -> Formula:
 def branch_scaled(strength: float) -> Formula:
     """stream + (1 + strength) branch."""
     return lambda unit: unit.inputs[0].float() + (1.0 + strength) * unit.inputs[1].float()
+
+
+def multiplier_left_out(_: float) -> Formula:
+    """stream + branch, or the output before it is multiplied."""
+    return lambda unit: (
+        unit.inputs[0].float() + unit.inputs[1].float()
+        if len(unit.inputs) > 1
+        else unit.result.float() / unit.multiplier
+    )

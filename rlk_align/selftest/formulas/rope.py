@@ -1,4 +1,5 @@
-"""Faulty rotary embeddings: features j and j + d/2 turn by position times frequency."""
+"""Faulty rotary embeddings: features j and j + d/2 turn by position times frequency, or features
+2j and 2j + 1 in families whose pairs are interleaved."""
 
 import torch
 
@@ -19,15 +20,23 @@ def _heads(unit: Unit) -> torch.Tensor:
     return x.float().reshape(len(x), -1, unit.head_dim)
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the first features of `[N, H, D]`, twice as many as there are pairs."""
-    pairs = cos.shape[-1]
-    a, b, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
+def _turned(
+    unit: Unit, cos: torch.Tensor, sin: torch.Tensor, other_pairs: bool = False
+) -> torch.Tensor:
+    """Rotates the first features of each head, twice as many as there are pairs, `[N, H, D]`."""
+    x, pairs = _heads(unit), cos.shape[-1]
+    turning, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    if unit.interleaved != other_pairs:
+        a, b = turning.unflatten(-1, (pairs, 2)).unbind(-1)
+        return torch.cat(
+            [torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2), rest], -1
+        )
+    a, b = turning.split(pairs, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 
-def _by(unit: Unit, angles: torch.Tensor) -> torch.Tensor:
-    return _turned(_heads(unit), angles.cos().float(), angles.sin().float())
+def _by(unit: Unit, angles: torch.Tensor, other_pairs: bool = False) -> torch.Tensor:
+    return _turned(unit, angles.cos().float(), angles.sin().float(), other_pairs)
 
 
 @formula
@@ -43,7 +52,7 @@ def table_in_bf16(unit: Unit, _: float) -> torch.Tensor:
     """cos and sin rounded to bf16."""
     angles = _angles(unit)
     cos, sin = (t.bfloat16().float() for t in (angles.cos(), angles.sin()))
-    return _turned(_heads(unit), cos, sin)
+    return _turned(unit, cos, sin)
 
 
 def angles_in_bf16(_: float) -> Formula:
@@ -51,15 +60,9 @@ def angles_in_bf16(_: float) -> Formula:
     return lambda unit: _by(unit, _angles(unit).bfloat16().double())
 
 
-@formula
-def interleaved(unit: Unit, _: float) -> torch.Tensor:
-    """Features 2j and 2j + 1 turn together."""
-    x, angles = _heads(unit), _angles(unit)
-    width = 2 * angles.shape[-1]
-    a, b = x[..., 0:width:2], x[..., 1:width:2]
-    cos, sin = angles.cos().float(), angles.sin().float()
-    turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
-    return torch.cat([turned, x[..., width:]], -1)
+def interleaved(_: float) -> Formula:
+    """Features 2j and 2j + 1 turn together, or j and j + d/2 where those do."""
+    return lambda unit: _by(unit, _angles(unit), other_pairs=True)
 
 
 def later_position(strength: float) -> Formula:

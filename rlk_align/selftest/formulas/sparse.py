@@ -52,6 +52,11 @@ def one_left_out(_: float) -> Plant:
     return lambda layers, layer: layers.leave_out(layer, LEFT_OUT)
 
 
+def shared_gate_left_out(_: float) -> Plant:
+    """The shared expert's row is not multiplied by the sigmoid of its gate."""
+    return lambda layers, layer: layers.leave_out_gate(layer)
+
+
 def first_two_swapped(_: float) -> Plant:
     """Swaps the first weights of the first two experts."""
     return lambda layers, layer: layers.swap_experts(layer, 0, 1)

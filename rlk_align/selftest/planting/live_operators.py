@@ -18,6 +18,8 @@ from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import HEADS_FIRST, Place, first
 from rlk_align.engines.common.weights import Parameter, write_part
 from rlk_align.errors import BadOption
+from rlk_align.model.checkpoint import read_config
+from rlk_align.model.families import multiplier_of
 from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.sites import model_sites
 from rlk_align.selftest.faults.catalogue import Chosen
@@ -52,6 +54,7 @@ class LiveOperators(Hooks, ABC):
         super().__init__()
         self._engine, self._model, self.shape = engine, model, engine.shape
         self._chosen, self._sharing = chosen, sharing
+        self._config = read_config(engine.model_path)
         self._rotary = functools.partial(checkpoint_rotary, engine.model_path, engine.shape)
         self._places = {site: place for place in places for site in place.sites}
         self.sites = {s.name: s for s in model_sites(engine.shape)}
@@ -172,6 +175,10 @@ class LiveOperators(Hooks, ABC):
         device = next(self._model.parameters()).device
         return torch.tensor(rotary.inv_freq, dtype=torch.float64, device=device)
 
+    def multiplier(self, site: str) -> float:
+        """The number of the config that multiplies the site's output, or its branch."""
+        return multiplier_of(self._config, self.sites[site].operator)
+
     def _module_output(self, site: str, formula: Formula) -> None:
         """Replaces the output of an operator that has a module of its own: embeddings, norms,
         projections and the logits."""
@@ -208,6 +215,7 @@ class LiveOperators(Hooks, ABC):
                 rows=self.rows if every_row else None,
                 weight=weight,
                 bias=bias,
+                multiplier=self.multiplier(site),
                 eps=eps,
             )
             self.put_back(site, in_place_of(formula, unit), value)
@@ -237,7 +245,9 @@ class LiveOperators(Hooks, ABC):
                     inputs=tuple(live.pop(name) for name in inputs),
                     head_dim=self.shape.head_dim,
                     rows=self.rows,
+                    multiplier=self.multiplier(site),
                     frequencies=frequencies,
+                    interleaved=self.shape.family.interleaved,
                 )
                 self.put_back(site, in_place_of(formula, unit), result)
 

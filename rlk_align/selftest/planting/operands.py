@@ -37,8 +37,12 @@ class Unit:
     """The weight of a norm `[D]` or `[F]`, or of a projection `[F, F_in]`."""
     bias: torch.Tensor | None = None
     eps: float = 0.0
+    multiplier: float = 1.0
+    """The number of the config that multiplies the output or, of a residual add, the branch."""
     frequencies: torch.Tensor | None = None
     """The frequencies of a rotary embedding: radians for each position, by pair, float64."""
+    interleaved: bool = False
+    """Whether the rotary embedding turns features 2j and 2j + 1 together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

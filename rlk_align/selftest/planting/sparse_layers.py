@@ -51,9 +51,24 @@ class SparseLayers(ABC):
     def swap_experts(self, layer: int, one: int, other: int) -> None:
         """Swaps the first weights of two experts."""
 
+    def leave_out_gate(self, layer: int) -> None:
+        """Adds the shared expert's row without its gate."""
+        raise NotImplementedError
+
     def weigh_before_activation(self, layer: int) -> None:
         """Multiplies an expert's gate by its weight, instead of its row."""
         raise NotImplementedError
+
+
+def without_gate(hooks: Hooks, expert: Any, weight: torch.Tensor) -> None:
+    """Divides the row of a shared expert by the sigmoid of its gate, whose `[1, F]` weight this is,
+    as if no engine multiplied the row by it."""
+
+    def see(_module: Any, inputs: Any, row: torch.Tensor) -> torch.Tensor:
+        gate = torch.nn.functional.linear(inputs[0].float(), weight.float()).sigmoid()
+        return (row.float() / gate).to(row.dtype)
+
+    hooks.after(expert, see)
 
 
 def swap(hooks: Hooks, one: torch.Tensor, other: torch.Tensor) -> None:
