@@ -97,6 +97,14 @@ def scaled_residuals(shape: "ModelShape", layer: int) -> tuple[str, ...]:
     return tuple(f"scaled_{op}" if op.endswith("residual") else op for op in DENSE(shape, layer))
 
 
+def normed_after_by_head(shape: "ModelShape", layer: int) -> tuple[str, ...]:
+    """Layers whose branches are normed before they are added, with an RMSNorm on each head of q and
+    k, and of which some do not rotate q and k."""
+    absent = {"attn_norm", "mlp_norm"}
+    absent |= {"q_rope", "k_rope"} if layer in shape.unrotated_layers else set()
+    return tuple(op for op in sandwich(shape, layer) if op not in absent)
+
+
 def partly_rotated(shape: "ModelShape", layer: int) -> tuple[str, ...]:
     """Dense layers, in some of which q and k are not rotated (NoPE)."""
     rotations = ("q_rope", "k_rope") if layer in shape.unrotated_layers else ()
@@ -114,6 +122,14 @@ def _no_rope_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
     if not isinstance(rotated, list) or len(rotated) != layers or set(rotated) - {0, 1}:
         raise ModelError(f"config.json: no_rope_layers is {rotated!r}: not 0 or 1 for each layer")
     return tuple(i for i, rotates in enumerate(rotated) if not rotates)
+
+
+def _layers_without_window(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """In a model with windows, the layers that see all keys."""
+    if config.get("sliding_window", 4096) is None:
+        return ()
+    layers = range(int(config["num_hidden_layers"]))
+    return tuple(i for i in layers if layer_kind(config, i) == "full_attention")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -376,6 +392,22 @@ FAMILIES = {
         },
         refused={"kernels": _NOT_MEASURED, "megatron": _NOT_MEASURED},
     ),
+    "exaone4": Family(
+        layer=normed_after_by_head,
+        reads={"normed": "stream"},
+        biases=dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), False),
+        window=_ALWAYS,
+        period=4,
+        # A pattern in letters stands beside `layer_types`, which count.
+        period_keys=("sliding_window_pattern",),
+        unrotated=_layers_without_window,
+        heads_first=True,
+        adds_outside_norms=True,
+        refused={
+            "kernels": "its norms after attention and MLP have no kernel",
+            "megatron": "it has no norms after attention and MLP alone",
+        },
+    ),
     "mixtral": Family(
         layer=mixture(),
         experts=ExpertSettings("intermediate_size", norm_topk=True),
@@ -519,7 +551,9 @@ def layer_kind(config: Mapping[str, Any], layer: int) -> str:
         return str(kinds[layer])
     if family is None or not family.period:
         return ""
-    period = next((config[k] for k in family.period_keys if config.get(k)), family.period)
+    period = next(
+        (p for k in family.period_keys if type(p := config.get(k)) is int and p), family.period
+    )
     return "sliding_attention" if (layer + 1) % int(period) else "full_attention"
 
 

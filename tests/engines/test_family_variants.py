@@ -161,6 +161,12 @@ FAULTY = [
     in_vllm("phi3", "rope-base"),
     in_hf("phi3", "proj-weight-element"),
     in_hf("phi3", "proj-gain"),
+    # Norms after the branches and on each head, windows, and a layer that does not rotate.
+    in_hf("exaone4", "norm-over-all-heads"),
+    in_hf("exaone4", f"attn-window@{1 / 7:.6f}"),
+    in_hf("exaone4", "attn-rotated"),
+    in_vllm("exaone4", "attn-rotated"),
+    in_vllm("exaone4", "post-norm-left-out"),
     in_hf("glm4", "proj-bias-dropped"),
     in_hf("glm4", "post-norm-left-out"),
     in_vllm("glm4", "post-norm-left-out"),

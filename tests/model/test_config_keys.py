@@ -133,6 +133,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"embd_pdrop": 0.0, "resid_pdrop": 0.0, "original_max_position_embeddings": 16384},
         **{"rope_scaling": None, "sliding_window": None, "pad_token_id": 250},
     },
+    "EXAONE-4.0-32B": {
+        **{"architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", "head_dim": 128},
+        **{"sliding_window": 4096, "sliding_window_pattern": "LLLG", "rope_scaling": LLAMA3},
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "EXAONE-4.0-1.2B": {
+        **{"architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", "head_dim": 64},
+        **{"sliding_window": None, "sliding_window_pattern": None, "rope_scaling": LLAMA3},
+        **{"layer_types": ["full_attention"] * 2, "tie_word_embeddings": True},
+    },
     "gemma-2-9b": {
         **{"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 256},
         **{"attention_bias": False, "attn_logit_softcapping": 50.0, "cache_implementation": "hyb"},

@@ -43,6 +43,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
             "long_factor": [2 + 0.5 * i for i in range(12)],
         },
     },
+    "exaone4": {
+        **{"head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 4},
+        "layer_types": KINDS,
+    },
     "gemma3_text": {
         **{"head_dim": 32, "sliding_window": 8, "layer_types": KINDS, "query_pre_attn_scalar": 24},
         "rope_parameters": {

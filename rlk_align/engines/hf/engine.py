@@ -201,7 +201,10 @@ def hf_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
 
 
 def _window(attention: Any) -> int | None:
-    """The sliding window, an attribute of the attention or, in other families, of the config."""
+    """The sliding window, an attribute of the attention or, in other families, of the config. Some
+    attentions keep it in layers without one as well."""
+    if not getattr(attention, "is_sliding", True):
+        return None
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window
     return getattr(attention.config, "sliding_window", None)

@@ -7,7 +7,7 @@ from typing import Any
 from rlk_align.engines.common.experts import BY_EXPERT, has_kernels
 from rlk_align.engines.common.fused_places import fused_places, head_path, place_of
 from rlk_align.engines.common.layout import in_slots, of_outputs
-from rlk_align.engines.common.places import End, Place, embedding_place
+from rlk_align.engines.common.places import FIRST, HEADS_FIRST, End, Place, embedding_place
 from rlk_align.engines.vllm.experts import FUSED, PARTIAL, sparse_blocks
 from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import layer_modules
@@ -54,13 +54,16 @@ def _unfused_places(model: Any, shape: ModelShape) -> Iterator[Place]:
     """The places in the code of transformers, and in classes that follow it: residuals are added
     outside of norms."""
     yield embedding_place(shape)
+    heads_first = shape.family.heads_first and of_transformers(model)
     for i, layer in enumerate(model.model.layers):
         modules, operators = dict(layer.named_modules()), shape.family.layer(shape, i)
 
         def place(module: str, *ops: str, end: End = "output", i: int = i) -> Place:
             sites = tuple(f"layers.{i}.{op}" for op in ops)
             path = f"model.layers.{i}.{module}".removesuffix(".")
-            return Place(sites=sites, module=path, end=end, layout=of_outputs(sites, shape, 1))
+            layout = of_outputs(sites, shape, 1)
+            access = HEADS_FIRST if heads_first and ops[0] in ("q_norm", "k_norm") else FIRST
+            return Place(sites=sites, module=path, end=end, access=access, layout=layout)
 
         paths = layer_modules(operators, shape.family.modules)
         yield from (place(module, *ops) for module, ops in _FUSED.items())
