@@ -105,6 +105,12 @@ def normed_after_by_head(shape: "ModelShape", layer: int) -> tuple[str, ...]:
     return tuple(op for op in sandwich(shape, layer) if op not in absent)
 
 
+def plain_mlp(shape: "ModelShape", layer: int) -> tuple[str, ...]:
+    """Layers with LayerNorms, and with an MLP that has no gate."""
+    replaced = {"attn_norm": "attn_layer_norm", "mlp_norm": "mlp_layer_norm", "act": "plain_act"}
+    return tuple(replaced.get(op, op) for op in DENSE(shape, layer) if op != "gate_proj")
+
+
 def partly_rotated(shape: "ModelShape", layer: int) -> tuple[str, ...]:
     """Dense layers, in some of which q and k are not rotated (NoPE)."""
     rotations = ("q_rope", "k_rope") if layer in shape.unrotated_layers else ()
@@ -157,6 +163,8 @@ class Family:
     """The theta of a config that states none."""
     activation: tuple[str, str] = ("hidden_act", "silu")
     """The config's key for the activation, and its default."""
+    norm_eps: str = "rms_norm_eps"
+    """The config's key for the epsilon of norms."""
     one_plus_weight: bool = False
     """Whether norms multiply by 1 + weight."""
     embedding_scale: str = ""
@@ -233,7 +241,8 @@ class Family:
         experts = {*EXPERT_KEYS, self.experts.intermediate} if self.experts else set()
         named = {*self.defaults, *self.settings, self.qk_norm, self.predictors}
         named |= {self.attention_scale[0], self.activation[0], *self.period_keys}
-        named |= {self.score_cap, self.logit_cap}
+        named |= {self.score_cap, self.logit_cap, self.norm_eps}
+        named |= {key for key in self.biases.values() if isinstance(key, str)}
         named |= {self.local_theta[0]} if self.rope_by_kind else set()
         named |= {"rope_parameters.llama_4_scaling_beta"} if self.temperature else set()
         return frozenset({*windows, *experts, *named} - {""})
@@ -406,6 +415,27 @@ FAMILIES = {
         refused={
             "kernels": "its norms after attention and MLP have no kernel",
             "megatron": "it has no norms after attention and MLP alone",
+        },
+    ),
+    "starcoder2": Family(
+        backend=True,
+        layer=plain_mlp,
+        after=("final_layer_norm", "logits", "logprob"),
+        biases={
+            **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "use_bias"),
+            **dict.fromkeys(("up_proj", "down_proj"), "use_bias"),
+            **dict.fromkeys(("attn_layer_norm", "mlp_layer_norm", "final_layer_norm"), True),
+        },
+        window={"sliding_window": None, "use_sliding_window": True},
+        activation=("hidden_act", "gelu_pytorch_tanh"),
+        norm_eps="norm_epsilon",
+        defaults={"use_bias": True, "tie_word_embeddings": True},
+        # No engine drops values where it scores.
+        settings=("embedding_dropout",),
+        modules={"up_proj": "mlp.c_fc", "down_proj": "mlp.c_proj"},
+        refused={
+            "kernels": "their norms are RMSNorms, and their MLP has a gate",
+            "megatron": _NOT_MEASURED,
         },
     ),
     "mixtral": Family(

@@ -105,9 +105,11 @@ def test_an_attention_that_ignores_the_cap_is_refused(
         assert "attn=sdpa ignores attn_logit_softcapping=0.5 of config.json" in done.err
 
 
-def in_hf(family: str, fault: str) -> Planted:
+def in_hf(family: str, fault: str, *both: str) -> Planted:
+    """`both`: further options of both sides."""
     start = f"{TRAIN[family]}," if family in TRAIN else "hf:"
-    return Planted(family, fault, train=f"{start}fault={fault}")
+    rollout, train = ("hf:attn=eager", *both), (f"{start}fault={fault}", *both)
+    return Planted(family, fault, ",".join(rollout), ",".join(train))
 
 
 def in_vllm(family: str, fault: str) -> Planted:
@@ -167,6 +169,12 @@ FAULTY = [
     in_hf("exaone4", "attn-rotated"),
     in_vllm("exaone4", "attn-rotated"),
     in_vllm("exaone4", "post-norm-left-out"),
+    # LayerNorms with a bias, and an MLP without a gate.
+    in_hf("starcoder2", "norm-mean-kept"),
+    in_hf("starcoder2", "norm-bias-dropped"),
+    in_hf("starcoder2", "act-exact-gelu", "dtype=float32"),
+    in_vllm("starcoder2", "norm-mean-kept"),
+    in_vllm("starcoder2", "norm-bias-dropped"),
     in_hf("glm4", "proj-bias-dropped"),
     in_hf("glm4", "post-norm-left-out"),
     in_vllm("glm4", "post-norm-left-out"),

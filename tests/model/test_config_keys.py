@@ -143,6 +143,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"sliding_window": None, "sliding_window_pattern": None, "rope_scaling": LLAMA3},
         **{"layer_types": ["full_attention"] * 2, "tie_word_embeddings": True},
     },
+    "starcoder2-3b": {
+        **{"architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2"},
+        **{"activation_function": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"},
+        **{"embedding_dropout": 0.1, "residual_dropout": 0.1, "attention_dropout": 0.1},
+        **{"layer_norm_epsilon": 1e-5, "norm_epsilon": 1e-5, "norm_type": "layer_norm"},
+        **{"mlp_type": "default", "scale_attention_softmax_in_fp32": True, "use_bias": True},
+        **{"scale_attn_weights": True, "sliding_window": 4096, "tie_word_embeddings": True},
+    },
     "gemma-2-9b": {
         **{"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 256},
         **{"attention_bias": False, "attn_logit_softcapping": 50.0, "cache_implementation": "hyb"},

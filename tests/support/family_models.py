@@ -47,6 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 4},
         "layer_types": KINDS,
     },
+    "starcoder2": {"head_dim": 32, "sliding_window": 8, "tie_word_embeddings": True},
     "gemma3_text": {
         **{"head_dim": 32, "sliding_window": 8, "layer_types": KINDS, "query_pre_attn_scalar": 24},
         "rope_parameters": {

@@ -47,6 +47,7 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
         if sparse:
             yield Place(sites=(f"layers.{i}.moe_out",), module=f"{here}.mlp")
         inputs = {**INPUT_SITES, "attn_residual": paths.get("mlp_norm", "mlp")}
+        inputs |= {"act": paths["down_proj"]} if "down_proj" in paths else {}
         for op, path in inputs.items():
             if path not in modules:
                 continue

@@ -66,13 +66,13 @@ def _unfused_places(model: Any, shape: ModelShape) -> Iterator[Place]:
             return Place(sites=sites, module=path, end=end, access=access, layout=layout)
 
         paths = layer_modules(operators, shape.family.modules)
-        yield from (place(module, *ops) for module, ops in _FUSED.items())
+        yield from (place(module, *ops) for module, ops in _FUSED.items() if module in modules)
         yield from (place(path, op) for op, path in paths.items() if path in modules)
         for op in ("q_rope", "k_rope") if "q_rope" in operators else ():
             yield place("self_attn", op, end="rope")
         yield place("self_attn.o_proj", "attn", end="input")
         yield place(paths.get("mlp_norm", "mlp"), "attn_residual", end="input")
-        yield place("mlp.down_proj", "act", end="input")
+        yield place(paths["down_proj"], "act", end="input")
         yield place("", "mlp_residual")
     yield Place(sites=("final_norm",), module="model.norm")
     yield Place(

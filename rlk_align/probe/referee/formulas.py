@@ -57,6 +57,17 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (groups * scale * weight).reshape_as(x)
 
 
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """(x - mean(x)) / sqrt(var(x) + eps) · weight + bias over groups as wide as the weight:
+    `[N, F]` -> `[N, F]` (Ba, Kiros and Hinton 2016)."""
+    groups = x.reshape(len(x), -1, len(weight))
+    groups = groups - groups.mean(dim=-1, keepdim=True)
+    out = rms_norm(groups.reshape_as(x), weight, eps)
+    return out if bias is None else out + bias
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x · weightᵀ + bias: `[N, K]`, `[F, K]`, `[F]` -> `[N, F]`."""
     out = x @ weight.T
