@@ -430,8 +430,11 @@ FAMILIES = {
         activation=("hidden_act", "gelu_pytorch_tanh"),
         norm_eps="norm_epsilon",
         defaults={"use_bias": True, "tie_word_embeddings": True},
-        # No engine drops values where it scores.
-        settings=("embedding_dropout",),
+        # Published configs state what the code of transformers has one form of.
+        settings=(
+            *("embedding_dropout", "activation_function", "layer_norm_epsilon", "norm_type"),
+            *("mlp_type", "scale_attention_softmax_in_fp32", "scale_attn_weights"),
+        ),
         modules={"up_proj": "mlp.c_fc", "down_proj": "mlp.c_proj"},
         refused={
             "kernels": "their norms are RMSNorms, and their MLP has a gate",

@@ -115,9 +115,7 @@ class Reference:
             weight = weight + 1 if self.shape.family.one_plus_weight else weight
             out = formulas.rms_norm(inputs[0], weight, self._eps)
         elif formula == "layer_norm":
-            weight = self._weights.read(site.parameter).double()
-            bias = self._bias(site) if self._has_bias(site) else None
-            out = formulas.layer_norm(inputs[0], weight, bias, self._eps)
+            out, extra = self._layer_normed(site, inputs[0])
         elif formula == "rotary":
             out, extra = self._rotated(site, inputs[0], rows)
         elif formula == "residual":
@@ -125,9 +123,12 @@ class Reference:
             out = inputs[0] + branch
             extra = rounding_variance(branch, self.dtype) if site.operator.multiplier else 0.0
         elif formula in ("activation", "expert_activation"):
-            out = self._activation(inputs[0])
             # An MLP may lack a gate.
-            out = out * inputs[1] if len(inputs) > 1 else out
+            up = inputs[1] if len(inputs) > 1 else 1.0
+            out = self._activation(inputs[0]) * up
+            if activation_of(self._config)[1].startswith("gelu"):
+                # x/2 (1 + t): t and the sum are rounded near 1, also where they cancel.
+                extra = 2 * (inputs[0] / 2 * up * relative_unit("float32")).square()
         elif formula == "attention":
             assert site.layer is not None
             heads = (self.shape.heads, self.shape.kv_heads)
@@ -226,6 +227,15 @@ class Reference:
         rounded = [rounding_variance(x, self.dtype) for x in (logits, logits / cap, tanh)]
         variance = slope * (variance + rounded[0] + rounded[1] * cap**2) + rounded[2] * cap**2
         return out, variance
+
+    def _layer_normed(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A LayerNorm, and its variance by the float32 roundings of what it adds up."""
+        weight = self._weights.read(site.parameter).double()
+        bias = self._bias(site) if self._has_bias(site) else None
+        out, scaled = formulas.layer_norm(x, weight, bias, self._eps)
+        product = out if bias is None else out - bias
+        parts = (scaled * weight, scaled * weight - product, product)
+        return out, sum((rounding_variance(part, "float32") for part in parts), 0 * out)
 
     def _has_bias(self, site: Site) -> bool:
         return site.operator.name in self._biased
