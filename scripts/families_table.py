@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from command import write_few_prompts  # noqa: E402
-from family_models import SETTINGS, family_model  # noqa: E402
+from family_models import ALLOWED, SETTINGS, family_model  # noqa: E402
 
 from rlk_align.model.families import FAMILIES  # noqa: E402
 
@@ -50,7 +50,7 @@ and is refused.
 """
 
 
-def compared(model: Path, folder: Path, rollout: str, train: str) -> dict[str, Any]:
+def compared(model: Path, folder: Path, rollout: str, train: str, *flags: str) -> dict[str, Any]:
     """What `rlk-align compare` finds."""
     output = folder / "verdict.json"
     output.unlink(missing_ok=True)
@@ -60,6 +60,7 @@ def compared(model: Path, folder: Path, rollout: str, train: str) -> dict[str, A
             *(sys.executable, "-m", "rlk_align", "compare", "--model", str(model)),
             *("--prompts", str(few), "--max-new-tokens", "8", "--run-dir", str(folder / "run")),
             *("--rollout", rollout, "--train", train, "--output", f"json={output}", "--fresh"),
+            *flags,
         ],
         capture_output=True,
         text=True,
@@ -124,7 +125,7 @@ def main(names: list[str]) -> None:
             model, train = family_model(folder, name), WITHOUT_SDPA.get(name, "hf")
             found[name] = {
                 "hf": compared(model, folder, "hf:attn=eager", train),
-                "vllm": compared(model, folder, "vllm", train),
+                "vllm": compared(model, folder, "vllm", train, *ALLOWED.get(name, ())),
             }
             print(name, found[name], flush=True)
             FOUND.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")

@@ -111,6 +111,18 @@ def plain_mlp(shape: "ModelShape", layer: int) -> tuple[str, ...]:
     return tuple(replaced.get(op, op) for op in DENSE(shape, layer) if op != "gate_proj")
 
 
+def parallel(shape: "ModelShape", layer: int) -> tuple[str, ...]:
+    """Layers whose attention and MLP read one LayerNorm and are added together; some do not rotate
+    q and k."""
+    replaced = {
+        **{"attn_norm": "attn_layer_norm", "down_proj": "parallel_down_proj"},
+        "mlp_residual": "parallel_residual",
+    }
+    absent = ("mlp_norm", "attn_residual")
+    every = partly_rotated(shape, layer)
+    return tuple(replaced.get(op, op) for op in every if op not in absent)
+
+
 def partly_rotated(shape: "ModelShape", layer: int) -> tuple[str, ...]:
     """Dense layers, in some of which q and k are not rotated (NoPE)."""
     rotations = ("q_rope", "k_rope") if layer in shape.unrotated_layers else ()
@@ -439,6 +451,28 @@ FAMILIES = {
         refused={
             "kernels": "their norms are RMSNorms, and their MLP has a gate",
             "megatron": _NOT_MEASURED,
+        },
+    ),
+    "cohere2": Family(
+        layer=parallel,
+        after=("final_layer_norm", "scaled_logits", "logprob"),
+        window=_ALWAYS,
+        period=4,
+        period_keys=("sliding_window_pattern",),
+        unrotated=_layers_without_window,
+        interleaved=True,
+        norm_eps="layer_norm_eps",
+        adds_outside_norms=True,
+        defaults={"tie_word_embeddings": True, "logit_scale": 0.0625},
+        # Published configs state what both engines have one form of.
+        settings=(
+            *("layer_switch", "order_of_interleaved_layers", "position_embedding_type"),
+            *("rotary_pct", "use_embedding_sharing", "use_gated_activation"),
+            *("use_parallel_block", "use_parallel_embedding"),
+        ),
+        refused={
+            "kernels": "their norms are RMSNorms, and their rotation is for every layer",
+            "megatron": "its layers add attention before the MLP reads the stream",
         },
     ),
     "mixtral": Family(

@@ -8,7 +8,7 @@ from pathlib import Path
 import families_table
 import pytest
 from command import Cli, Outcome, require_engine
-from family_models import SETTINGS, family_model
+from family_models import ALLOWED, SETTINGS, family_model
 
 from rlk_align.errors import ModelError
 from rlk_align.model.families import FAMILIES
@@ -27,6 +27,8 @@ class Planted:
     fault: str
     rollout: str = "hf:attn=eager"
     train: str = "hf"
+    settings: tuple[tuple[str, int], ...] = ()
+    """What its config.json sets beside `SETTINGS`."""
 
     @property
     def side(self) -> str:
@@ -37,10 +39,12 @@ class Planted:
         return "-".join([self.family, self.fault, self.rollout.partition(":")[0]])
 
 
-def compared(cli: Cli, few_prompts: Path, model: Path, rollout: str, train: str) -> Outcome:
+def compared(
+    cli: Cli, few_prompts: Path, model: Path, rollout: str, train: str, *flags: str
+) -> Outcome:
     done = cli(
         *("compare", "--model", model, "--prompts", few_prompts, "--max-new-tokens", 8),
-        *("--rollout", rollout, "--train", train, "--run-dir", model.parent / "run"),
+        *("--rollout", rollout, "--train", train, "--run-dir", model.parent / "run", *flags),
     )
     assert done.verdict is not None, done.out + done.err
     return done
@@ -74,7 +78,10 @@ def test_two_attentions_of_transformers_are_healthy(
     assert_healthy(compared(cli, few_prompts, model, "hf:attn=eager", train))
 
 
-IGNORED_BY_VLLM = {"ministral3": ("layers.0.attn", "rollout")}
+IGNORED_BY_VLLM = {
+    "ministral3": ("layers.0.attn", "rollout"),
+    "cohere2": ("layers.0.attn", "rollout"),
+}
 """model_type -> the operator that vLLM computes otherwise, and its side: `reports/found.md`."""
 
 
@@ -83,9 +90,8 @@ def test_vllm_and_transformers_are_healthy_or_a_known_fault_is_named(
     cli: Cli, few_prompts: Path, tmp_path: Path, family: str
 ) -> None:
     require_engine("vllm")
-    done = compared(
-        cli, few_prompts, family_model(tmp_path, family), "vllm", TRAIN.get(family, "hf")
-    )
+    model, flags = family_model(tmp_path, family), ALLOWED.get(family, ())
+    done = compared(cli, few_prompts, model, "vllm", TRAIN.get(family, "hf"), *flags)
     if family not in IGNORED_BY_VLLM:
         assert_healthy(done)
         return
@@ -112,8 +118,9 @@ def in_hf(family: str, fault: str, *both: str) -> Planted:
     return Planted(family, fault, ",".join(rollout), ",".join(train))
 
 
-def in_vllm(family: str, fault: str) -> Planted:
-    return Planted(family, fault, f"vllm:fault={fault}", TRAIN.get(family, "hf"))
+def in_vllm(family: str, fault: str, **settings: int) -> Planted:
+    more = tuple(settings.items())
+    return Planted(family, fault, f"vllm:fault={fault}", TRAIN.get(family, "hf"), more)
 
 
 FAULTY = [
@@ -175,6 +182,16 @@ FAULTY = [
     in_hf("starcoder2", "act-exact-gelu", "dtype=float32"),
     in_vllm("starcoder2", "norm-mean-kept"),
     in_vllm("starcoder2", "norm-bias-dropped"),
+    # A LayerNorm without a bias, two branches added at once, and a multiplier of the logits.
+    in_hf("cohere2", "norm-mean-kept"),
+    in_hf("cohere2", "residual-left-out"),
+    in_hf("cohere2", "attn-rotated"),
+    in_hf("cohere2", "rope-partial"),
+    # With a window as long as the prompts, vLLM's wider one sees the same keys.
+    in_vllm("cohere2", "norm-mean-kept", sliding_window=64),
+    in_vllm("cohere2", "rope-interleaved", sliding_window=64),
+    in_vllm("cohere2", "residual-left-out", sliding_window=64),
+    in_vllm("cohere2", "logits-scale-left-out", sliding_window=64),
     in_hf("glm4", "proj-bias-dropped"),
     in_hf("glm4", "post-norm-left-out"),
     in_vllm("glm4", "post-norm-left-out"),
@@ -191,8 +208,9 @@ def test_a_planted_fault_is_named_at_its_operator_and_side(
 ) -> None:
     for spec in (case.rollout, case.train):
         require_engine(spec.partition(":")[0])
-    model = family_model(tmp_path, case.family)
-    done = compared(cli, few_prompts, model, case.rollout, case.train)
+    model = family_model(tmp_path, case.family, **dict(case.settings))
+    flags = ALLOWED.get(case.family, ()) if "vllm" in case.rollout else ()
+    done = compared(cli, few_prompts, model, case.rollout, case.train, *flags)
     assert done.code == 1, done.out
     assert done.verdict is not None
     first = done.verdict["divergences"][EDGE]["first_over_budget"]

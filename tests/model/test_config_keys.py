@@ -151,6 +151,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"mlp_type": "default", "scale_attention_softmax_in_fp32": True, "use_bias": True},
         **{"scale_attn_weights": True, "sliding_window": 4096, "tie_word_embeddings": True},
     },
+    "c4ai-command-r7b-12-2024": {
+        **{"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "head_dim": 128},
+        **{"cache_implementation": "hybrid", "layer_norm_eps": 1e-5, "layer_switch": 4},
+        **{"logit_scale": 0.25, "order_of_interleaved_layers": "local_attn_first"},
+        **{"position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "rope_scaling": None},
+        **{"sliding_window": 4096, "sliding_window_pattern": 4, "use_embedding_sharing": True},
+        **{"use_gated_activation": True, "use_parallel_block": True, "use_qk_norm": False},
+        "use_parallel_embedding": True,
+    },
     "gemma-2-9b": {
         **{"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 256},
         **{"attention_bias": False, "attn_logit_softcapping": 50.0, "cache_implementation": "hyb"},

@@ -48,6 +48,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "layer_types": KINDS,
     },
     "starcoder2": {"head_dim": 32, "sliding_window": 8, "tie_word_embeddings": True},
+    "cohere2": {
+        **{"sliding_window": 8, "layer_types": KINDS, "logit_scale": 0.3},
+        "tie_word_embeddings": True,
+    },
     "gemma3_text": {
         **{"head_dim": 32, "sliding_window": 8, "layer_types": KINDS, "query_pre_attn_scalar": 24},
         "rope_parameters": {
@@ -58,6 +62,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 """model_type -> what its config sets beside `random_model.SMALL`."""
+ALLOWED = {"cohere2": ("--allow-mismatch", "attributes")}
+"""model_type -> the flags without which vLLM's other window alone is reported."""
 VLLM_IGNORES: dict[str, str] = {}
 """model_type -> the parameter that vLLM leaves out."""
 

@@ -7,7 +7,7 @@ from rlk_align.engines.common.experts import INSIDE
 from rlk_align.engines.common.layout import of_outputs
 from rlk_align.engines.common.places import FIRST, HEADS_FIRST, LOGITS, Place, embedding_place
 from rlk_align.model.families import ModelShape
-from rlk_align.model.operators import layer_modules
+from rlk_align.model.operators import OPERATORS, layer_modules
 
 INPUT_SITES = {
     "attn": "self_attn.o_proj",
@@ -24,6 +24,7 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
         here, attention = f"model.layers.{i}", f"model.layers.{i}.self_attn"
         modules = dict(layer.named_modules())
         operators = shape.family.layer(shape, i)
+        sites = {OPERATORS[name].site for name in operators}
         named = layer_modules(operators, shape.family.modules)
         # transformers may have renamed the modules of a checkpoint.
         paths = {
@@ -36,9 +37,9 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
                 access = HEADS_FIRST if first else FIRST
                 yield Place(sites=(f"layers.{i}.{op}",), module=f"{here}.{path}", access=access)
         for path, ops in shape.family.fused.items():
-            sites = tuple(f"layers.{i}.{op}" for op in ops)
-            layout = of_outputs(sites, shape, 1)
-            yield Place(sites=sites, module=f"{here}.{path}", layout=layout)
+            rows = tuple(f"layers.{i}.{op}" for op in ops)
+            layout = of_outputs(rows, shape, 1)
+            yield Place(sites=rows, module=f"{here}.{path}", layout=layout)
         for op in ("q_rope", "k_rope") if "q_rope" in operators else ():
             yield Place(sites=(f"layers.{i}.{op}",), module=attention, end="rope")
         sparse = hasattr(layer.mlp, "experts")
@@ -49,7 +50,7 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
         inputs = {**INPUT_SITES, "attn_residual": paths.get("mlp_norm", "mlp")}
         inputs |= {"act": paths["down_proj"]} if "down_proj" in paths else {}
         for op, path in inputs.items():
-            if path not in modules:
+            if op not in sites or path not in modules:
                 continue
             yield Place(sites=(f"layers.{i}.{op}",), module=f"{here}.{path}", end="input")
         yield Place(sites=(f"layers.{i}.mlp_residual",), module=here)

@@ -10,7 +10,7 @@ from rlk_align.engines.common.layout import in_slots, of_outputs
 from rlk_align.engines.common.places import FIRST, HEADS_FIRST, End, Place, embedding_place
 from rlk_align.engines.vllm.experts import FUSED, PARTIAL, sparse_blocks
 from rlk_align.model.families import ModelShape
-from rlk_align.model.operators import layer_modules
+from rlk_align.model.operators import OPERATORS, layer_modules
 
 
 def vllm_places(model: Any, shape: ModelShape, tp: int) -> Iterator[Place]:
@@ -71,7 +71,8 @@ def _unfused_places(model: Any, shape: ModelShape) -> Iterator[Place]:
         for op in ("q_rope", "k_rope") if "q_rope" in operators else ():
             yield place("self_attn", op, end="rope")
         yield place("self_attn.o_proj", "attn", end="input")
-        yield place(paths.get("mlp_norm", "mlp"), "attn_residual", end="input")
+        if any(OPERATORS[op].site == "attn_residual" for op in operators):
+            yield place(paths.get("mlp_norm", "mlp"), "attn_residual", end="input")
         yield place(paths["down_proj"], "act", end="input")
         yield place("", "mlp_residual")
     yield Place(sites=("final_norm",), module="model.norm")

@@ -119,9 +119,7 @@ class Reference:
         elif formula == "rotary":
             out, extra = self._rotated(site, inputs[0], rows)
         elif formula == "residual":
-            branch = inputs[1] * self._multiplier(site)
-            out = inputs[0] + branch
-            extra = rounding_variance(branch, self.dtype) if site.operator.multiplier else 0.0
+            out, extra = self._residual(site, *inputs)
         elif formula in ("activation", "expert_activation"):
             # An MLP may lack a gate.
             up = inputs[1] if len(inputs) > 1 else 1.0
@@ -203,6 +201,17 @@ class Reference:
             some = None if bias is None else bias[at]
             out[:, at], extra[:, at] = self._sums(site, x, weight[at].double(), some)
         return out, extra
+
+    def _residual(
+        self, site: Site, stream: torch.Tensor, branch: torch.Tensor, *more: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """The stream plus a branch or two, of which engines may add either to it first."""
+        branch = branch * self._multiplier(site)
+        out = sum(more, stream + branch)
+        if not more:
+            return out, rounding_variance(branch, self.dtype) if site.operator.multiplier else 0.0
+        orders = (rounding_variance(x, self.dtype) for x in (stream + branch, branch + more[0]))
+        return out, torch.maximum(*orders)
 
     def _multiplier(self, site: Site) -> float:
         return multiplier_of(self._config, site.operator)
