@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from command import write_few_prompts  # noqa: E402
-from family_models import SETTINGS, family_model  # noqa: E402
+from family_models import ALLOWED, SETTINGS, family_model  # noqa: E402
 
 from rlk_align.model.families import FAMILIES  # noqa: E402
 
@@ -52,7 +52,7 @@ and is refused.
 """
 
 
-def compared(model: Path, folder: Path, rollout: str, train: str) -> dict[str, Any]:
+def compared(model: Path, folder: Path, rollout: str, train: str, *flags: str) -> dict[str, Any]:
     """What `rlk-align compare` finds."""
     output = folder / "verdict.json"
     output.unlink(missing_ok=True)
@@ -62,6 +62,7 @@ def compared(model: Path, folder: Path, rollout: str, train: str) -> dict[str, A
             *(sys.executable, "-m", "rlk_align", "compare", "--model", str(model)),
             *("--prompts", str(few), "--max-new-tokens", "8", "--run-dir", str(folder / "run")),
             *("--rollout", rollout, "--train", train, "--output", f"json={output}", "--fresh"),
+            *flags,
         ],
         capture_output=True,
         text=True,
@@ -131,7 +132,8 @@ def main(names: list[str]) -> None:
                 "hf": compared(model, folder, "hf:attn=eager", train),
             }
             if "vllm" not in FAMILIES[name].refused:
-                found[name]["vllm"] = compared(model, folder, "vllm", train)
+                allowed = ALLOWED.get(name, ())
+                found[name]["vllm"] = compared(model, folder, "vllm", train, *allowed)
             print(name, found[name], flush=True)
             FOUND.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     PAGE.write_text(page(found))

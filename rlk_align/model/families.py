@@ -109,6 +109,32 @@ def scaled_residuals(layers: LayerOperators = DENSE) -> LayerOperators:
     )
 
 
+def normed_after_by_head(shape: "ModelShape", layer: int) -> tuple[str, ...]:
+    """Layers whose branches are normed before they are added, with an RMSNorm on each head of q and
+    k, and of which some do not rotate q and k."""
+    absent = {"attn_norm", "mlp_norm"}
+    absent |= {"q_rope", "k_rope"} if layer in shape.unrotated_layers else set()
+    return tuple(op for op in sandwich(shape, layer) if op not in absent)
+
+
+def plain_mlp(shape: "ModelShape", layer: int) -> tuple[str, ...]:
+    """Layers with LayerNorms, and with an MLP that has no gate."""
+    replaced = {"attn_norm": "attn_layer_norm", "mlp_norm": "mlp_layer_norm", "act": "plain_act"}
+    return tuple(replaced.get(op, op) for op in DENSE(shape, layer) if op != "gate_proj")
+
+
+def parallel(shape: "ModelShape", layer: int) -> tuple[str, ...]:
+    """Layers whose attention and MLP read one LayerNorm and are added together; some do not rotate
+    q and k."""
+    replaced = {
+        **{"attn_norm": "attn_layer_norm", "down_proj": "parallel_down_proj"},
+        "mlp_residual": "parallel_residual",
+    }
+    absent = ("mlp_norm", "attn_residual")
+    every = partly_rotated(shape, layer)
+    return tuple(replaced.get(op, op) for op in every if op not in absent)
+
+
 def partly_rotated(shape: "ModelShape", layer: int) -> tuple[str, ...]:
     """Dense layers, in some of which q and k are not rotated (NoPE)."""
     rotations = ("q_rope", "k_rope") if layer in shape.unrotated_layers else ()
@@ -126,6 +152,14 @@ def _no_rope_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
     if not isinstance(rotated, list) or len(rotated) != layers or set(rotated) - {0, 1}:
         raise ModelError(f"config.json: no_rope_layers is {rotated!r}: not 0 or 1 for each layer")
     return tuple(i for i, rotates in enumerate(rotated) if not rotates)
+
+
+def _layers_without_window(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """In a model with windows, the layers that see all keys."""
+    if config.get("sliding_window", 4096) is None:
+        return ()
+    layers = range(int(config["num_hidden_layers"]))
+    return tuple(i for i in layers if layer_kind(config, i) == "full_attention")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,6 +187,8 @@ class Family:
     """The theta of a config that states none."""
     activation: tuple[str, str] = ("hidden_act", "silu")
     """The config's key for the activation, and its default."""
+    norm_eps: str = "rms_norm_eps"
+    """The config's key for the epsilon of norms."""
     one_plus_weight: bool = False
     """Whether norms multiply by 1 + weight."""
     embedding_scale: str = ""
@@ -241,7 +277,8 @@ class Family:
             experts = {*EXPERT_KEYS, self.experts.intermediate, *self.experts.names.values()}
         named = {*self.defaults, *self.settings, self.qk_norm, self.predictors}
         named |= {self.attention_scale[0], self.activation[0], *self.period_keys}
-        named |= {self.score_cap, self.logit_cap}
+        named |= {self.score_cap, self.logit_cap, self.norm_eps}
+        named |= {key for key in self.biases.values() if isinstance(key, str)}
         named |= {self.local_theta[0]} if self.rope_by_kind else set()
         named |= {"rope_parameters.llama_4_scaling_beta"} if self.temperature else set()
         return frozenset({*windows, *experts, *named} - {""})
@@ -428,6 +465,68 @@ FAMILIES = {
             "mlp.gate_up_proj": ("gate_proj", "up_proj"),
         },
         refused={"kernels": _NOT_MEASURED, "megatron": _NOT_MEASURED},
+    ),
+    "exaone4": Family(
+        layer=normed_after_by_head,
+        reads={"normed": "stream"},
+        biases=dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), False),
+        window=_ALWAYS,
+        period=4,
+        # A pattern in letters stands beside `layer_types`, which count.
+        period_keys=("sliding_window_pattern",),
+        unrotated=_layers_without_window,
+        heads_first=True,
+        adds_outside_norms=True,
+        refused={
+            "kernels": "its norms after attention and MLP have no kernel",
+            "megatron": "it has no norms after attention and MLP alone",
+        },
+    ),
+    "starcoder2": Family(
+        backend=True,
+        layer=plain_mlp,
+        after=("final_layer_norm", "logits", "logprob"),
+        biases={
+            **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "use_bias"),
+            **dict.fromkeys(("up_proj", "down_proj"), "use_bias"),
+            **dict.fromkeys(("attn_layer_norm", "mlp_layer_norm", "final_layer_norm"), True),
+        },
+        window={"sliding_window": None, "use_sliding_window": True},
+        activation=("hidden_act", "gelu_pytorch_tanh"),
+        norm_eps="norm_epsilon",
+        defaults={"use_bias": True, "tie_word_embeddings": True},
+        # Published configs state what the code of transformers has one form of.
+        settings=(
+            *("embedding_dropout", "activation_function", "layer_norm_epsilon", "norm_type"),
+            *("mlp_type", "scale_attention_softmax_in_fp32", "scale_attn_weights"),
+        ),
+        modules={"up_proj": "mlp.c_fc", "down_proj": "mlp.c_proj"},
+        refused={
+            "kernels": "their norms are RMSNorms, and their MLP has a gate",
+            "megatron": _NOT_MEASURED,
+        },
+    ),
+    "cohere2": Family(
+        layer=parallel,
+        after=("final_layer_norm", "scaled_logits", "logprob"),
+        window=_ALWAYS,
+        period=4,
+        period_keys=("sliding_window_pattern",),
+        unrotated=_layers_without_window,
+        interleaved=True,
+        norm_eps="layer_norm_eps",
+        adds_outside_norms=True,
+        defaults={"tie_word_embeddings": True, "logit_scale": 0.0625},
+        # Published configs state what both engines have one form of.
+        settings=(
+            *("layer_switch", "order_of_interleaved_layers", "position_embedding_type"),
+            *("rotary_pct", "use_embedding_sharing", "use_gated_activation"),
+            *("use_parallel_block", "use_parallel_embedding"),
+        ),
+        refused={
+            "kernels": "their norms are RMSNorms, and their rotation is for every layer",
+            "megatron": "its layers add attention before the MLP reads the stream",
+        },
     ),
     "mixtral": Family(
         layer=mixture(),
@@ -644,7 +743,9 @@ def layer_kind(config: Mapping[str, Any], layer: int) -> str:
         return str(kinds[layer])
     if family is None or not family.period:
         return ""
-    period = next((config[k] for k in family.period_keys if config.get(k)), family.period)
+    period = next(
+        (p for k in family.period_keys if type(p := config.get(k)) is int and p), family.period
+    )
     return "sliding_attention" if (layer + 1) % int(period) else "full_attention"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import families_table
 import pytest
 from command import Cli, Outcome, require_engine
-from family_models import SETTINGS, family_model
+from family_models import ALLOWED, SETTINGS, family_model
 
 from rlk_align.engines.common.experts import BY_EXPERT
 from rlk_align.errors import ModelError
@@ -29,6 +29,8 @@ class Planted:
     fault: str
     rollout: str = "hf:attn=eager"
     train: str = "hf"
+    settings: tuple[tuple[str, int], ...] = ()
+    """What its config.json sets beside `SETTINGS`."""
 
     @property
     def side(self) -> str:
@@ -39,10 +41,12 @@ class Planted:
         return "-".join([self.family, self.fault, self.rollout.partition(":")[0]])
 
 
-def compared(cli: Cli, few_prompts: Path, model: Path, rollout: str, train: str) -> Outcome:
+def compared(
+    cli: Cli, few_prompts: Path, model: Path, rollout: str, train: str, *flags: str
+) -> Outcome:
     done = cli(
         *("compare", "--model", model, "--prompts", few_prompts, "--max-new-tokens", 8),
-        *("--rollout", rollout, "--train", train, "--run-dir", model.parent / "run"),
+        *("--rollout", rollout, "--train", train, "--run-dir", model.parent / "run", *flags),
     )
     assert done.verdict is not None, done.out + done.err
     return done
@@ -81,6 +85,7 @@ def test_two_attentions_of_transformers_are_healthy(
 IGNORED_BY_VLLM = {
     "ministral3": ("layers.0.attn", "rollout"),
     "ernie4_5_moe": ("layers.1.experts", "rollout"),
+    "cohere2": ("layers.0.attn", "rollout"),
 }
 """model_type -> the operator that vLLM computes otherwise, and its side: `reports/found.md`."""
 
@@ -93,9 +98,8 @@ def test_vllm_and_transformers_are_healthy_or_a_known_fault_is_named(
     cli: Cli, few_prompts: Path, tmp_path: Path, family: str
 ) -> None:
     require_engine("vllm")
-    done = compared(
-        cli, few_prompts, family_model(tmp_path, family), "vllm", TRAIN.get(family, "hf")
-    )
+    model, flags = family_model(tmp_path, family), ALLOWED.get(family, ())
+    done = compared(cli, few_prompts, model, "vllm", TRAIN.get(family, "hf"), *flags)
     if family not in IGNORED_BY_VLLM:
         assert_healthy(done, BY_EXPERT if FAMILIES[family].experts else ())
         return
@@ -143,13 +147,16 @@ def test_an_attention_that_ignores_the_cap_is_refused(
         assert "attn=sdpa ignores attn_logit_softcapping=0.5 of config.json" in done.err
 
 
-def in_hf(family: str, fault: str) -> Planted:
+def in_hf(family: str, fault: str, *both: str) -> Planted:
+    """`both`: further options of both sides."""
     start = f"{TRAIN[family]}," if family in TRAIN else "hf:"
-    return Planted(family, fault, train=f"{start}fault={fault}")
+    rollout, train = ("hf:attn=eager", *both), (f"{start}fault={fault}", *both)
+    return Planted(family, fault, ",".join(rollout), ",".join(train))
 
 
-def in_vllm(family: str, fault: str) -> Planted:
-    return Planted(family, fault, f"vllm:fault={fault}", TRAIN.get(family, "hf"))
+def in_vllm(family: str, fault: str, **settings: int) -> Planted:
+    more = tuple(settings.items())
+    return Planted(family, fault, f"vllm:fault={fault}", TRAIN.get(family, "hf"), more)
 
 
 FAULTY = [
@@ -217,6 +224,28 @@ FAULTY = [
     in_vllm("phi3", "rope-base"),
     in_hf("phi3", "proj-weight-element"),
     in_hf("phi3", "proj-gain"),
+    # Norms after the branches and on each head, windows, and a layer that does not rotate.
+    in_hf("exaone4", "norm-over-all-heads"),
+    in_hf("exaone4", f"attn-window@{1 / 7:.6f}"),
+    in_hf("exaone4", "attn-rotated"),
+    in_vllm("exaone4", "attn-rotated"),
+    in_vllm("exaone4", "post-norm-left-out"),
+    # LayerNorms with a bias, and an MLP without a gate.
+    in_hf("starcoder2", "norm-mean-kept"),
+    in_hf("starcoder2", "norm-bias-dropped"),
+    in_hf("starcoder2", "act-exact-gelu", "dtype=float32"),
+    in_vllm("starcoder2", "norm-mean-kept"),
+    in_vllm("starcoder2", "norm-bias-dropped"),
+    # A LayerNorm without a bias, two branches added at once, and a multiplier of the logits.
+    in_hf("cohere2", "norm-mean-kept"),
+    in_hf("cohere2", "residual-left-out"),
+    in_hf("cohere2", "attn-rotated"),
+    in_hf("cohere2", "rope-partial"),
+    # With a window as long as the prompts, vLLM's wider one sees the same keys.
+    in_vllm("cohere2", "norm-mean-kept", sliding_window=64),
+    in_vllm("cohere2", "rope-interleaved", sliding_window=64),
+    in_vllm("cohere2", "residual-left-out", sliding_window=64),
+    in_vllm("cohere2", "logits-scale-left-out", sliding_window=64),
     in_hf("glm4", "proj-bias-dropped"),
     in_hf("glm4", "post-norm-left-out"),
     in_vllm("glm4", "post-norm-left-out"),
@@ -233,8 +262,9 @@ def test_a_planted_fault_is_named_at_its_operator_and_side(
 ) -> None:
     for spec in (case.rollout, case.train):
         require_engine(spec.partition(":")[0])
-    model = family_model(tmp_path, case.family)
-    done = compared(cli, few_prompts, model, case.rollout, case.train)
+    model = family_model(tmp_path, case.family, **dict(case.settings))
+    flags = ALLOWED.get(case.family, ()) if "vllm" in case.rollout else ()
+    done = compared(cli, few_prompts, model, case.rollout, case.train, *flags)
     assert done.code == 1, done.out
     assert done.verdict is not None
     first = done.verdict["divergences"][EDGE]["first_over_budget"]

@@ -165,6 +165,33 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"embd_pdrop": 0.0, "resid_pdrop": 0.0, "original_max_position_embeddings": 16384},
         **{"rope_scaling": None, "sliding_window": None, "pad_token_id": 250},
     },
+    "EXAONE-4.0-32B": {
+        **{"architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", "head_dim": 128},
+        **{"sliding_window": 4096, "sliding_window_pattern": "LLLG", "rope_scaling": LLAMA3},
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "EXAONE-4.0-1.2B": {
+        **{"architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", "head_dim": 64},
+        **{"sliding_window": None, "sliding_window_pattern": None, "rope_scaling": LLAMA3},
+        **{"layer_types": ["full_attention"] * 2, "tie_word_embeddings": True},
+    },
+    "starcoder2-3b": {
+        **{"architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2"},
+        **{"activation_function": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"},
+        **{"embedding_dropout": 0.1, "residual_dropout": 0.1, "attention_dropout": 0.1},
+        **{"layer_norm_epsilon": 1e-5, "norm_epsilon": 1e-5, "norm_type": "layer_norm"},
+        **{"mlp_type": "default", "scale_attention_softmax_in_fp32": True, "use_bias": True},
+        **{"scale_attn_weights": True, "sliding_window": 4096, "tie_word_embeddings": True},
+    },
+    "c4ai-command-r7b-12-2024": {
+        **{"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "head_dim": 128},
+        **{"cache_implementation": "hybrid", "layer_norm_eps": 1e-5, "layer_switch": 4},
+        **{"logit_scale": 0.25, "order_of_interleaved_layers": "local_attn_first"},
+        **{"position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "rope_scaling": None},
+        **{"sliding_window": 4096, "sliding_window_pattern": 4, "use_embedding_sharing": True},
+        **{"use_gated_activation": True, "use_parallel_block": True, "use_qk_norm": False},
+        "use_parallel_embedding": True,
+    },
     "gemma-2-9b": {
         **{"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 256},
         **{"attention_bias": False, "attn_logit_softcapping": 50.0, "cache_implementation": "hyb"},

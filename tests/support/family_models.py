@@ -48,6 +48,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
             "long_factor": [2 + 0.5 * i for i in range(12)],
         },
     },
+    "exaone4": {
+        **{"head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 4},
+        "layer_types": KINDS,
+    },
+    "starcoder2": {"head_dim": 32, "sliding_window": 8, "tie_word_embeddings": True},
+    "cohere2": {
+        **{"sliding_window": 8, "layer_types": KINDS, "logit_scale": 0.3},
+        "tie_word_embeddings": True,
+    },
     "gemma3_text": {
         **{"head_dim": 32, "sliding_window": 8, "layer_types": KINDS, "query_pre_attn_scalar": 24},
         "rope_parameters": {
@@ -71,6 +80,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
 }
 """model_type -> what its config sets beside `random_model.SMALL`."""
+ALLOWED = {"cohere2": ("--allow-mismatch", "attributes")}
+"""model_type -> the flags without which vLLM's other window alone is reported."""
 VLLM_IGNORES: dict[str, str] = {}
 """model_type -> the parameter that vLLM leaves out."""
 

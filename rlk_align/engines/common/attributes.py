@@ -52,6 +52,14 @@ def activation_name(activation: Callable[[torch.Tensor], torch.Tensor], dtype: t
     return name if distance < 1e-2 else "unknown"
 
 
+def plain_activation_name(mlp: Any, dtype: torch.dtype) -> str:
+    """The name of the activation of an MLP, whose attribute for it has one of several names."""
+    device = next(mlp.parameters()).device
+    names = ("act_fn", "activation_fn", "act")
+    act = next(getattr(mlp, name) for name in names if hasattr(mlp, name))
+    return activation_name(lambda x: act(x.to(device)).cpu(), dtype)
+
+
 def gated_activation_name(mlp: Any, dtype: torch.dtype) -> str:
     """The name of the activation of an MLP whose `act_fn` multiplies the activated first half of
     its input by the second half, which is 1 here."""

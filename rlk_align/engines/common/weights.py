@@ -56,7 +56,10 @@ def parameters(
                 yield Parameter(weight, place.layout, 0)
                 yield Parameter(bias, place.layout.named(".bias"), 0)
             case _:
-                yield Parameter(weight, whole(site, shape.size(operator.weight[0]), tp), None)
+                layout = whole(site, shape.size(operator.weight[0]), tp)
+                yield Parameter(weight, layout, None)
+                # Some norms have one.
+                yield Parameter(bias, layout.named(".bias"), None)
 
 
 def canonical(

@@ -8,12 +8,12 @@ import torch
 
 from rlk_align.engines.base import Logprobs
 from rlk_align.engines.common.attributes import (
-    activation_name,
     active_dropout,
     corrected_routing,
     norm_attributes,
     norm_epsilons,
     per_layer,
+    plain_activation_name,
     processing,
     rope_attributes,
     rounded_frequencies,
@@ -187,7 +187,7 @@ def hf_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
     """The settings of a live HF model that affect its numbers, beside its weights."""
     layers = list(model.model.layers)
     attention = [layer.self_attn for layer in layers]
-    dtype = model.lm_head.weight.dtype
+    mlps, dtype = [getattr(layer, mlp_path(layer)) for layer in layers], model.lm_head.weight.dtype
     return {
         "layers": len(layers),
         "hidden_size": model.model.embed_tokens.weight.shape[1],
@@ -199,7 +199,9 @@ def hf_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
         **per_layer("sliding_window", [_window(a) for a in attention]),
         **rope_attributes(rotary_embeddings(model)),
         **norm_attributes(norm_epsilons(model, hf_places(model, shape))),
-        **per_layer("activation", [_activation(layer, dtype) for layer in layers]),
+        **per_layer(
+            "activation", [plain_activation_name(getattr(m, "experts", m), dtype) for m in mlps]
+        ),
         **_routing([block for _, block in sparse_blocks(model)]),
         "tie_word_embeddings": (model.lm_head.weight is model.model.embed_tokens.weight),
         **active_dropout(model),
@@ -208,7 +210,9 @@ def hf_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
 
 def _window(attention: Any) -> int | None:
     """The sliding window, an attribute of the attention or, in other families, of the config, where
-    transformers writes 0 for none."""
+    transformers writes 0 for none. Some attentions keep it in layers without one as well."""
+    if not getattr(attention, "is_sliding", True):
+        return None
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window
     return getattr(attention.config, "sliding_window", None) or None
@@ -237,11 +241,3 @@ def _routing(blocks: list[Any]) -> dict[str, Any]:
         **per_layer("experts_per_token", [router.top_k for router in routers]),
         **per_layer("norm_topk_prob", norm),
     }
-
-
-def _activation(layer: Any, dtype: torch.dtype) -> str:
-    mlp = getattr(layer, mlp_path(layer))
-    mlp = getattr(mlp, "experts", mlp)
-    device = next(mlp.parameters()).device
-    act = next(getattr(mlp, name) for name in ("act_fn", "activation_fn") if hasattr(mlp, name))
-    return activation_name(lambda x: act(x.to(device)).cpu(), dtype)

@@ -8,13 +8,7 @@ from rlk_align.engines.common.layout import of_outputs
 from rlk_align.engines.common.places import FIRST, HEADS_FIRST, LOGITS, Place, embedding_place
 from rlk_align.engines.hf.experts import ROUTER, mlp_path, router_path
 from rlk_align.model.families import ModelShape
-from rlk_align.model.operators import layer_modules
-
-INPUT_SITES = {
-    "attn": "self_attn.o_proj",
-    "act": "mlp.down_proj",
-}
-"""Operators without a module of their own -> the module whose input is that site."""
+from rlk_align.model.operators import OPERATORS, layer_modules
 
 
 def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
@@ -24,6 +18,7 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
         here, attention = f"model.layers.{i}", f"model.layers.{i}.self_attn"
         modules = dict(layer.named_modules())
         operators = shape.family.layer(shape, i)
+        sites = {OPERATORS[name].site for name in operators}
         named = layer_modules(operators, shape.family.modules)
         # transformers may have renamed the modules of a checkpoint.
         paths = {
@@ -36,19 +31,20 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
                 access = HEADS_FIRST if first else FIRST
                 yield Place(sites=(f"layers.{i}.{op}",), module=f"{here}.{path}", access=access)
         for path, ops in shape.family.fused.items():
-            sites = tuple(f"layers.{i}.{op}" for op in ops)
-            layout = of_outputs(sites, shape, 1)
-            yield Place(sites=sites, module=f"{here}.{path}", layout=layout)
+            rows = tuple(f"layers.{i}.{op}" for op in ops)
+            layout = of_outputs(rows, shape, 1)
+            yield Place(sites=rows, module=f"{here}.{path}", layout=layout)
         for op in ("q_rope", "k_rope") if "q_rope" in operators else ():
             yield Place(sites=(f"layers.{i}.{op}",), module=attention, end="rope")
         mlp = mlp_path(layer)
         if hasattr(getattr(layer, mlp), "experts"):
             yield from _sparse_places(f"layers.{i}", f"{here}.{mlp}", getattr(layer, mlp))
-        inputs = {**INPUT_SITES, "attn_residual": paths.get("mlp_norm", mlp)}
-        if "shared_act" in operators:
-            inputs["shared_act"] = paths["shared_down_proj"]
+        # Operators without a module of their own -> the module whose input is that site.
+        inputs = {"attn": "self_attn.o_proj", "attn_residual": paths.get("mlp_norm", mlp)}
+        for act, down in (("act", "down_proj"), ("shared_act", "shared_down_proj")):
+            inputs |= {act: paths[down]} if down in paths else {}
         for op, path in inputs.items():
-            if path not in modules:
+            if op not in sites or path not in modules:
                 continue
             yield Place(sites=(f"layers.{i}.{op}",), module=f"{here}.{path}", end="input")
         yield Place(sites=(f"layers.{i}.mlp_residual",), module=here)

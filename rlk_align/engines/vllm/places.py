@@ -7,10 +7,10 @@ from typing import Any
 from rlk_align.engines.common.experts import BY_EXPERT, has_kernels
 from rlk_align.engines.common.fused_places import Sparse, fused_places, head_path, place_of
 from rlk_align.engines.common.layout import in_slots, of_outputs
-from rlk_align.engines.common.places import End, Place, embedding_place
+from rlk_align.engines.common.places import FIRST, HEADS_FIRST, End, Place, embedding_place
 from rlk_align.engines.vllm.experts import FUSED, PARTIAL, sparse_blocks
 from rlk_align.model.families import ModelShape
-from rlk_align.model.operators import layer_modules
+from rlk_align.model.operators import OPERATORS, layer_modules
 
 
 def vllm_places(model: Any, shape: ModelShape, tp: int) -> Iterator[Place]:
@@ -54,13 +54,16 @@ def _unfused_places(model: Any, shape: ModelShape, sparse: Sparse) -> Iterator[P
     """The places in the code of transformers, and in classes that follow it: residuals are added
     outside of norms."""
     yield embedding_place(shape)
+    heads_first = shape.family.heads_first and of_transformers(model)
     for i, layer in enumerate(model.model.layers):
         modules, operators = dict(layer.named_modules()), shape.family.layer(shape, i)
 
         def place(module: str, *ops: str, end: End = "output", i: int = i) -> Place:
             sites = tuple(f"layers.{i}.{op}" for op in ops)
             path = f"model.layers.{i}.{module}".removesuffix(".")
-            return Place(sites=sites, module=path, end=end, layout=of_outputs(sites, shape, 1))
+            layout = of_outputs(sites, shape, 1)
+            access = HEADS_FIRST if heads_first and ops[0] in ("q_norm", "k_norm") else FIRST
+            return Place(sites=sites, module=path, end=end, access=access, layout=layout)
 
         paths = layer_modules(operators, shape.family.modules)
         yield from (place(module, *ops) for module, ops in _FUSED.items() if module in modules)
@@ -68,10 +71,11 @@ def _unfused_places(model: Any, shape: ModelShape, sparse: Sparse) -> Iterator[P
         for op in ("q_rope", "k_rope") if "q_rope" in operators else ():
             yield place("self_attn", op, end="rope")
         yield place("self_attn.o_proj", "attn", end="input")
-        yield place(paths.get("mlp_norm", "mlp"), "attn_residual", end="input")
+        if any(OPERATORS[op].site == "attn_residual" for op in operators):
+            yield place(paths.get("mlp_norm", "mlp"), "attn_residual", end="input")
         block = sparse(i)
         if block is None:
-            yield place("mlp.down_proj", "act", end="input")
+            yield place(paths["down_proj"], "act", end="input")
         else:
             yield from block
         yield place("", "mlp_residual")

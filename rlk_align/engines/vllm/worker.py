@@ -18,6 +18,7 @@ from rlk_align.engines.common.attributes import (
     norm_attributes,
     norm_epsilons,
     per_layer,
+    plain_activation_name,
     rope_attributes,
 )
 from rlk_align.engines.common.code import code_places
@@ -143,7 +144,7 @@ def vllm_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
     """The settings of a live vLLM model that affect its numbers, named as in `hf_attributes`."""
     layers, config = list(model.model.layers), model.config
     attention = [layer.self_attn for layer in layers]
-    dtype = next(p.dtype for p in model.parameters())
+    dtype, gated = next(p.dtype for p in model.parameters()), shape.has("gate_proj")
     return {
         "layers": len(layers),
         "hidden_size": config.hidden_size,
@@ -155,7 +156,7 @@ def vllm_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
         **per_layer("sliding_window", [sliding_window(a.attn) for a in attention]),
         **_ropes(model, attention),
         **norm_attributes(norm_epsilons(model, vllm_places(model, shape, 1))),
-        **per_layer("activation", [_layer_activation(layer, dtype) for layer in layers]),
+        **per_layer("activation", [_layer_activation(layer, dtype, gated) for layer in layers]),
         **_routing([block.experts for _, _, block in sparse_blocks(model)]),
         "tie_word_embeddings": bool(config.tie_word_embeddings),
         "padding_side": None,
@@ -182,14 +183,12 @@ def _ropes(model: Any, attention: list[Any]) -> dict[str, Any]:
     }
 
 
-def _layer_activation(layer: Any, dtype: torch.dtype) -> str:
+def _layer_activation(layer: Any, dtype: torch.dtype, gated: bool) -> str:
     """The name of an MLP's activation; for experts vLLM has only the name itself."""
     block = getattr(layer, "mlp", None) or layer.block_sparse_moe
-    return (
-        block.experts.activation.value
-        if hasattr(block, "experts")
-        else gated_activation_name(block, dtype)
-    )
+    if hasattr(block, "experts"):
+        return str(block.experts.activation.value)
+    return (gated_activation_name if gated else plain_activation_name)(block, dtype)
 
 
 def _routing(layers: list[Any]) -> dict[str, Any]:

@@ -57,6 +57,17 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (groups * scale * weight).reshape_as(x)
 
 
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x - mean(x)) / sqrt(var(x) + eps) · weight + bias: `[N, F]` -> `[N, F]` (Ba, Kiros and
+    Hinton 2016), and x / sqrt(var(x) + eps), from which engines subtract the scaled mean."""
+    centred = x - x.mean(dim=-1, keepdim=True)
+    inverse = torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps)
+    out = centred * inverse * weight
+    return out if bias is None else out + bias, x * inverse
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x · weightᵀ + bias: `[N, K]`, `[F, K]`, `[F]` -> `[N, F]`."""
     out = x @ weight.T

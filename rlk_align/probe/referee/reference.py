@@ -114,14 +114,19 @@ class Reference:
             weight = self._weights.read(site.parameter).double()
             weight = weight + 1 if self.shape.family.one_plus_weight else weight
             out = formulas.rms_norm(inputs[0], weight, self._eps)
+        elif formula == "layer_norm":
+            out, extra = self._layer_normed(site, inputs[0])
         elif formula == "rotary":
             out, extra = self._rotated(site, inputs[0], rows)
         elif formula == "residual":
-            branch = inputs[1] * self._multiplier(site)
-            out = inputs[0] + branch
-            extra = rounding_variance(branch, self.dtype) if site.operator.multiplier else 0.0
+            out, extra = self._residual(site, *inputs)
         elif formula in ("activation", "expert_activation"):
-            out = self._activation(inputs[0]) * inputs[1]
+            # An MLP may lack a gate.
+            up = inputs[1] if len(inputs) > 1 else 1.0
+            out = self._activation(inputs[0]) * up
+            if activation_of(self._config)[1].startswith("gelu"):
+                # x/2 (1 + t): t and the sum are rounded near 1, also where they cancel.
+                extra = 2 * (inputs[0] / 2 * up * relative_unit("float32")).square()
         elif formula == "attention":
             assert site.layer is not None
             heads = (self.shape.heads, self.shape.kv_heads)
@@ -163,7 +168,7 @@ class Reference:
         an engine loses most of a bias below half an ulp in every row alike, which is not a random
         rounding error.
         """
-        if site.operator.formula != "linear" or site.op not in self._biased:
+        if site.operator.formula != "linear" or not self._has_bias(site):
             return exact
         bias, dtype = self._bias(site), getattr(torch, self.rounded_to(site))
         once = exact.to(dtype).double()
@@ -186,7 +191,7 @@ class Reference:
     def _product(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A linear layer, in blocks of features."""
         parameter = site.parameter
-        bias = self._bias(site) if site.op in self._biased else None
+        bias = self._bias(site) if self._has_bias(site) else None
         tied_to = site.operator.tied_to if is_tied(self._config) else ""
         weight = self._weights.read(tied_to or parameter, used_as=parameter)
         out, extra = (x.new_empty(len(x), len(weight)) for _ in range(2))
@@ -196,6 +201,17 @@ class Reference:
             some = None if bias is None else bias[at]
             out[:, at], extra[:, at] = self._sums(site, x, weight[at].double(), some)
         return out, extra
+
+    def _residual(
+        self, site: Site, stream: torch.Tensor, branch: torch.Tensor, *more: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """The stream plus a branch or two, of which engines may add either to it first."""
+        branch = branch * self._multiplier(site)
+        out = sum(more, stream + branch)
+        if not more:
+            return out, rounding_variance(branch, self.dtype) if site.operator.multiplier else 0.0
+        orders = (rounding_variance(x, self.dtype) for x in (stream + branch, branch + more[0]))
+        return out, torch.maximum(*orders)
 
     def _multiplier(self, site: Site) -> float:
         return multiplier_of(self._config, site.operator)
@@ -220,6 +236,18 @@ class Reference:
         rounded = [rounding_variance(x, self.dtype) for x in (logits, logits / cap, tanh)]
         variance = slope * (variance + rounded[0] + rounded[1] * cap**2) + rounded[2] * cap**2
         return out, variance
+
+    def _layer_normed(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A LayerNorm, and its variance by the float32 roundings of what it adds up."""
+        weight = self._weights.read(site.parameter).double()
+        bias = self._bias(site) if self._has_bias(site) else None
+        out, scaled = formulas.layer_norm(x, weight, bias, self._eps)
+        product = out if bias is None else out - bias
+        parts = (scaled * weight, scaled * weight - product, product)
+        return out, sum((rounding_variance(part, "float32") for part in parts), 0 * out)
+
+    def _has_bias(self, site: Site) -> bool:
+        return site.operator.name in self._biased
 
     def _bias(self, site: Site) -> torch.Tensor:
         return self._weights.read(f"{site.parameter}.bias").double()
@@ -298,9 +326,10 @@ class Reference:
 
     @property
     def _eps(self) -> float:
-        eps = self._config.get("rms_norm_eps")
+        key = self.shape.family.norm_eps
+        eps = {**self.shape.family.defaults, **self._config}.get(key)
         if not isinstance(eps, int | float):
-            raise NotRefereed("config.json has no rms_norm_eps")
+            raise NotRefereed(f"config.json has no {key}")
         return float(eps)
 
     @property

@@ -74,9 +74,9 @@ def live_settings(
 def _configured(site: Site, config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
     """Attribute -> its value by config.json; None if config.json does not state it."""
     match site.operator.formula:
-        case "rms_norm":
+        case "rms_norm" | "layer_norm":
             name = "norm_eps" if site.layer is not None else "final_norm_eps"
-            return {name: config.get("rms_norm_eps")}
+            return {name: config.get(shape.family.norm_eps)}
         case "rotary":
             rope = rope_parameters(config, site.layer or 0)
             return {

@@ -56,6 +56,20 @@ NORMS = {
         "norms:left_out",
         needs="variant",
     ),
+    "norm-mean-kept": Fault(
+        ("layers.1.attn_norm",),
+        "the mean is not subtracted: RMSNorm for LayerNorm",
+        "norms:mean_kept",
+        needs="variant",
+        operator="attn_layer_norm",
+    ),
+    "norm-bias-dropped": Fault(
+        ("layers.2.attn_norm",),
+        "the bias of a LayerNorm is dropped",
+        "norms:bias_left_out",
+        needs="variant",
+        operator="attn_layer_norm",
+    ),
     "norm-output-fp8": Fault(
         ("layers.2.mlp_norm",),
         "the output goes through fp8 (e4m3), a scale for each row",
@@ -176,6 +190,14 @@ PROJECTIONS = {
 }
 ACTIVATIONS = {
     "act-gelu": Fault(("layers.1.act",), "tanh-GELU for SiLU", "elementwise:gelu_for_silu"),
+    "act-exact-gelu": Fault(
+        ("layers.2.act",),
+        "exact GELU for its approximation by tanh",
+        "elementwise:exact_gelu",
+        needs="variant",
+        both="dtype=float32",
+        operator="plain_act",
+    ),
     "act-swapped": Fault(
         ("layers.2.act",), "gate and up are swapped", "elementwise:gate_up_swapped"
     ),

@@ -50,6 +50,13 @@ LOGITS = {
         needs="variant",
         operator="divided_logits",
     ),
+    "logits-scale-left-out": Fault(
+        ("logits",),
+        "the config's multiplier of logits is left out",
+        "elementwise:multiplier_left_out",
+        needs="variant",
+        operator="scaled_logits",
+    ),
     "logits-softcap": Fault(
         ("logits",),
         "logits are soft-capped: c tanh(x / c)",

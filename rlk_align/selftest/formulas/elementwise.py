@@ -123,6 +123,11 @@ def gelu_for_silu(_: float) -> Formula:
     )
 
 
+def exact_gelu(_: float) -> Formula:
+    """gelu(up)."""
+    return lambda unit: functional.gelu(unit.inputs[0].float())
+
+
 def gate_up_swapped(_: float) -> Formula:
     """gate silu(up)."""
     return lambda unit: unit.inputs[0].float() * functional.silu(unit.inputs[1].float())

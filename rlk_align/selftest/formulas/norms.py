@@ -92,6 +92,22 @@ def over_all_heads(unit: Unit, _: float) -> torch.Tensor:
     return heads * _weight(unit)
 
 
+@formula
+def mean_kept(unit: Unit, _: float) -> torch.Tensor:
+    """The mean is not subtracted: RMSNorm for LayerNorm."""
+    x = _grouped(unit)
+    y = x * _inverse(x, unit.eps) * _weight(unit)
+    return y if unit.bias is None else y + unit.bias.float()
+
+
+@formula
+def bias_left_out(unit: Unit, _: float) -> torch.Tensor:
+    """LayerNorm without its bias."""
+    x = _grouped(unit)
+    x = x - x.mean(-1, keepdim=True)
+    return x * _inverse(x, unit.eps) * _weight(unit)
+
+
 def left_out(_: float) -> Formula:
     """x."""
     return lambda unit: unit.inputs[0]

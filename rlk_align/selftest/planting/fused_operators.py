@@ -16,7 +16,6 @@ class FusedOperators(LiveOperators):
     """A subclass for each engine lists the parameters of its model."""
 
     norms_add = True
-    """Whether a residual is added inside the norm that follows it."""
 
     @abstractmethod
     def plan(self) -> Iterable[Parameter]:

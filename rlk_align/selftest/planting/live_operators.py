@@ -39,6 +39,8 @@ class LiveOperators(Hooks, ABC):
     each formula on whole operators, and a rank with the fault writes back its part of the
     result."""
 
+    norms_add = False
+    """Whether a residual is added inside the norm that follows it."""
     rows: ForwardTokens
     """The rows of the current forward; the engine's hooks update them."""
 
@@ -193,17 +195,18 @@ class LiveOperators(Hooks, ABC):
         bias = self.parameter(f"{name}.bias") if self.biased(site) else None
         eps = norm_epsilon(module) or 0.0
         # A norm's input has the layout of its output, a product's input that of the site it reads.
-        of = site if op.formula == "rms_norm" else next(iter(self.sites[site].inputs), site)
+        norm = op.formula in ("rms_norm", "layer_norm")
+        of = site if norm else next(iter(self.sites[site].inputs), site)
 
         def see(_module: Any, inputs: Any, out: Any) -> None:
             value = first(out)
             if value is None:
                 return  # This rank gets no logits.
-            x = inputs[-1]
+            x = inputs[0 if norm else -1]
             if self._places[site].access is HEADS_FIRST:
                 value, x = value.transpose(1, 2), x.transpose(1, 2)
             operands: tuple[torch.Tensor, ...] = ()
-            if op.formula == "rms_norm" and isinstance(out, tuple):
+            if norm and self.norms_add and isinstance(out, tuple):
                 # A fused norm also returns the sum that it normalises.
                 operands = (self.whole(site, out[1]),)
             elif not embedding:
