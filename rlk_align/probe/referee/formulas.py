@@ -15,6 +15,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": torch.nn.functional.gelu,
     "gelu_pytorch_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "relu": torch.relu,
+    "relu2": lambda x: torch.relu(x).square(),
 }
 """Activations by the config's `hidden_act`."""
 
@@ -55,6 +56,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     groups = x.reshape(len(x), -1, len(weight))
     scale = torch.rsqrt(groups.square().mean(dim=-1, keepdim=True) + eps)
     return (groups * scale * weight).reshape_as(x)
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """(x - mean(x)) / sqrt(var(x) + eps) · weight + bias over groups as wide as the weight:
+    `[N, F]` -> `[N, F]` (Ba et al. 2016)."""
+    groups = x.reshape(len(x), -1, len(weight))
+    return torch.nn.functional.layer_norm(groups, weight.shape, weight, bias, eps).reshape_as(x)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

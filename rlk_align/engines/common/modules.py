@@ -1,0 +1,151 @@
+"""The modules of a live model of any family: their weights, and what passes through them.
+
+A module is observed if it owns parameters, or if it has neither parameters nor submodules, as
+activations do. Its sites are `NAME:in` and `NAME:out`, where NAME is its path in the live model.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from rlk_align.engines.common.hooks import Hooks
+from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, record_parameter
+from rlk_align.engines.common.places import Place
+from rlk_align.trace.writer import PassWriter
+from rlk_align.engines.common.site_hooks import LiveRows
+
+OUT, IN = ":out", ":in"
+NOT_CALLED = "it was never called as a module"
+SEVERAL_INPUTS = "it reads several tensors"
+OTHER_ROWS = "its rows are not the tokens of the batch"
+
+ReadWeight = Callable[[Any, str, torch.Tensor], torch.Tensor | None]
+"""(module, name of its parameter, the parameter) -> the values that it computes with; None if they
+cannot be read."""
+
+
+def observed_modules(model: Any) -> dict[str, Any]:
+    """Path -> module, in the order of the model."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if path and (_own(module) or not (_has_state(module) or any(module.children())))
+    }
+
+
+def _own(module: Any) -> dict[str, torch.Tensor]:
+    return dict(module.named_parameters(recurse=False))
+
+
+def _has_state(module: Any) -> bool:
+    return any(True for _ in (*module.parameters(), *module.buffers()))
+
+
+def module_places(model: Any) -> list[Place]:
+    """The places of the observed modules, for the record of the engine's code."""
+    return [Place(sites=(path,), module=path) for path in observed_modules(model)]
+
+
+def module_weights(model: Any, read: ReadWeight) -> Iterator[ParameterRecord]:
+    """Every parameter and stored buffer of a live model, by its path there. Of one with more than
+    two dimensions, all but the last count its rows."""
+    for path, module in model.named_modules():
+        skipped = module._non_persistent_buffers_set
+        buffers = {n: b for n, b in module.named_buffers(recurse=False) if n not in skipped}
+        for name, value in {**_own(module), **buffers}.items():
+            live = read(module, name, value.detach())
+            if live is None or not live.numel() or not live.dim():
+                continue
+            flat = live.reshape(-1, live.shape[-1]) if live.dim() > 2 else live
+            full = f"{path}.{name}" if path else name
+            yield record_parameter(LiveParameter(full, flat))
+
+
+class ModuleTaps:
+    """Hooks on every observed module of a model; of a module that one forward calls several times,
+    the first call is recorded."""
+
+    def __init__(self, hooks: Hooks, model: Any, tap: PassWriter) -> None:
+        self._tap = tap
+        self._rows: LiveRows | None = None
+        self._grid: tuple[int, int] = (0, 0)
+        self._seen: set[str] = set()
+        self.reasons: dict[str, str] = {}
+        """Module -> why its values are not recorded."""
+        for path, module in observed_modules(model).items():
+            self.reasons[path] = NOT_CALLED
+            hooks.callback(
+                module.register_forward_hook(self._hook(path, bool(_own(module))), with_kwargs=True)
+                .remove
+            )
+
+    def at(self, rows: LiveRows, grid: tuple[int, int]) -> None:
+        """Declares the rows of the next forward, and the shape of its grid of tokens."""
+        self._rows, self._grid = rows, grid
+        self._seen.clear()
+
+    def _hook(self, path: str, has_weights: bool) -> Callable[..., None]:
+        def see(_module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            if path in self._seen or self._rows is None:
+                return
+            self._seen.add(path)
+            inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            reason = self._record(path, inputs, output, has_weights)
+            if reason:
+                self.reasons[path] = reason
+            else:
+                self.reasons.pop(path, None)
+
+        return see
+
+    def _record(
+        self, path: str, inputs: list[torch.Tensor], output: Any, has_weights: bool
+    ) -> str:
+        """Records one call; returns why it cannot, or nothing."""
+        outputs = [x for x in _flat(output) if isinstance(x, torch.Tensor)]
+        if not inputs or not outputs:
+            return SEVERAL_INPUTS
+        x, y = inputs[0], outputs[0]
+        if len(inputs) == 2 and len(outputs) == 2 and outputs[1].shape == y.shape == x.shape:
+            # A norm that first adds its two inputs returns their sum as well.
+            x = outputs[1]
+        elif len(inputs) > 1:
+            return SEVERAL_INPUTS
+        elif len(outputs) > 1:
+            if outputs[1].dim() != 1:
+                return "it returns several tensors"
+            y = y + outputs[1]  # a bias that a later operator adds
+        if not has_weights and y.data_ptr() == x.data_ptr():
+            return "it returns its input"
+        assert self._rows is not None
+        seen = [self._token_rows(value) for value in (x, y)]
+        if seen[0] is None or seen[1] is None:
+            return OTHER_ROWS
+        for end, rows in zip((IN, OUT), seen, strict=True):
+            self._tap(path + end, rows, self._rows.sample, self._rows.position)
+        return ""
+
+    def _token_rows(self, value: torch.Tensor) -> torch.Tensor | None:
+        """`[N, F]`, the rows of the trace; None where the value's dimensions do not count tokens.
+        Of `[B, H, S, D]` the heads are moved behind the tokens."""
+        assert self._rows is not None
+        batch, length = self._grid
+        if value.dtype == torch.int64:
+            value = value.int()
+        if value.dim() == 4 and value.shape[1] == value.shape[2] == length:
+            return None
+        if value.dim() >= 2 and value.shape[:2] == (batch, length):
+            value = value.reshape(batch * length, -1)
+        elif value.dim() == 4 and (value.shape[0], value.shape[2]) == (batch, length):
+            value = value.transpose(1, 2).reshape(batch * length, -1)
+        elif value.shape[:1] == (batch * length,):
+            value = value.reshape(batch * length, -1)
+        else:
+            return None
+        index = self._rows.index
+        return value if index is None else value[index]
+
+
+def _flat(output: Any) -> tuple[Any, ...]:
+    return output if isinstance(output, tuple) else (output,)
