@@ -15,12 +15,16 @@ import torch
 
 from rlk_align.errors import ModelError
 from rlk_align.probe.referee import formulas
+from rlk_align.probe.referee.rounding import rounding_variance
 from rlk_align.text import one_line
 
 Formula = Literal["linear", "embedding", "rms_norm", "layer_norm", "activation"]
 
-FITS = 1e-3
+FITS = 1e-5
 """The largest relative error of a class in float32 that computes a formula."""
+_ONCE = 2.0
+"""The mean square of the error of an activation that rounds its result alone, in squared roundings;
+1 is expected."""
 _ROWS = 8
 """The number of rows that a class is tried with."""
 
@@ -37,6 +41,17 @@ class KnownModule:
     eps: float = 0.0
     activation: str = ""
     """A key of `probe.referee.formulas.ACTIVATIONS`."""
+    in_steps: Any = None
+    """An activation that rounds the results of several steps, as a module."""
+
+    def activate(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The exact activation of `x`, and the variance of the roundings of its steps, float64 of
+        the same shape."""
+        exact = formulas.ACTIVATIONS[self.activation](x.double())
+        if self.in_steps is None:
+            return exact, torch.zeros_like(exact)
+        with torch.no_grad():
+            return exact, (self.in_steps(x).double() - exact).square()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +124,10 @@ def _known(module: Any, own: dict[str, Any], epsilons: list[float]) -> KnownModu
         return KnownModule(formula="embedding") if plain else None
     if not own:
         name = next((n for n in formulas.ACTIVATIONS if _is_activation(module, n)), None)
-        return KnownModule(formula="activation", activation=name) if name else None
+        if name is None:
+            return None
+        in_steps = module if _rounds_often(module, name) else None
+        return KnownModule(formula="activation", activation=name, in_steps=in_steps)
     weight = own.get("weight")
     if weight is None or not own.keys() <= {"weight", "bias"} or dict(module.named_buffers()):
         return None
@@ -165,8 +183,19 @@ def _is_product(module: Any, known: KnownModule) -> bool:
 
 
 def _is_activation(module: Any, name: str) -> bool:
-    x = torch.linspace(-6, 6, 97)[None]
+    x = torch.linspace(-3, 3, 97)[None]
     return _fits(module, x, formulas.ACTIVATIONS[name](x.double()))
+
+
+def _rounds_often(module: Any, name: str) -> bool:
+    """Whether an activation rounds more than its result: transformers composes some of several
+    operators, each of which rounds to the model's dtype."""
+    x = torch.linspace(-3, 3, 4096).bfloat16()
+    exact = formulas.ACTIVATIONS[name](x.double())
+    with torch.no_grad():
+        error = module(x[None])[0].double() - exact
+    squares = error.square() / rounding_variance(exact, "bfloat16")
+    return not bool(squares.mean() <= _ONCE)
 
 
 def _filled(module: Any) -> Any:

@@ -37,6 +37,11 @@ class HFModuleHooks(ForwardHooks):
 class HFModules(HFEngine):
     """The engine `hf` for `compare --modules`."""
 
+    def _attention(self) -> str | None:
+        # Some models have no attention at all.
+        stated = self.spec.options.get("attn")
+        return None if stated is None else str(stated)
+
     def _experts_implementation(self) -> dict[str, Any]:
         stated = self.spec.options.get("experts")
         return {} if stated is None else {"experts_implementation": str(stated)}
