@@ -63,7 +63,9 @@ def run(job: Job, events: Events) -> None:
     check_lengths(batch, shape.context - spec.info.spare_positions, shape.vocab, new_tokens)
     dtype = spec.dtype(shape.dtype)
     sites = None if job.modules else model_sites(shape)
-    plan = plan_modules(job, batch, dtype) if sites is None else plan_capture(job, sites, batch, dtype)
+    plan = (
+        plan_modules(job, batch, dtype) if sites is None else plan_capture(job, sites, batch, dtype)
+    )
     events.send(stage=str(plan))
     if spec.info.ranks:
         engine.ranks = join(spec.device, job.timeout)

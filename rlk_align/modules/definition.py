@@ -66,8 +66,10 @@ class DefinedModule:
 
 
 def define(model: Path) -> dict[str, DefinedModule]:
-    """Path -> module, for every module that owns parameters, and every activation. Raises ModelError
-    if transformers cannot build the model."""
+    """Path -> module, for every module that owns parameters, and every activation.
+
+    Raises ModelError if transformers cannot build the model.
+    """
     built, config = _built(model)
     epsilons = sorted(set(_epsilons(config)))
     tried: dict[tuple[Any, ...], KnownModule | None] = {}
@@ -165,9 +167,7 @@ def _is_norm(module: Any, known: KnownModule) -> bool:
     x = torch.randn(_ROWS, len(trial.weight), generator=generator) + 0.5
     x = x * known.eps**0.5
     bias = getattr(trial, "bias", None)
-    exact = norm(
-        known, x.double(), trial.weight.double(), None if bias is None else bias.double()
-    )
+    exact = norm(known, x.double(), trial.weight.double(), None if bias is None else bias.double())
     return _fits(trial, x, exact)
 
 

@@ -229,8 +229,8 @@ def _unclaimed(p: LiveParameter, runs: list[_Run]) -> np.ndarray:
 
 
 def _fill(offsets: np.ndarray, free: np.ndarray) -> int:
-    """Gives each missing row of a tensor the parameter's row next to its neighbour's, if that one is
-    free; returns how many."""
+    """Gives each missing row of a tensor the parameter's row beside that of its neighbour, if this
+    one is free. Returns how many rows were given."""
     filled = 0
     for order, step in ((range(1, len(offsets)), 1), (range(len(offsets) - 2, -1, -1), -1)):
         for i in order:
@@ -269,8 +269,9 @@ class _RowIndex:
 
     def runs(self, live: np.ndarray, at: int) -> Iterator[_Run]:
         """The runs that begin at a row of a live parameter, in each tensor that has it."""
-        low, high = np.searchsorted(self._every, live[at]), np.searchsorted(
-            self._every, live[at], side="right"
+        low, high = (
+            np.searchsorted(self._every, live[at]),
+            np.searchsorted(self._every, live[at], side="right"),
         )
         for k in range(low, min(high, low + _MOST_TRIED)):
             name, first = self._names[self._owner[k]], int(self._number[k])

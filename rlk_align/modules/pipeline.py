@@ -67,10 +67,14 @@ def compare_modules(request: ModulesRequest, run: Run, progress: Progress) -> Mo
 
 
 def scored_prompts(model: Path, prompts: Path) -> TokenBatch:
-    """The tokens of the prompts; every token after a prompt's first is scored. Raises PromptError if
-    there is none."""
+    """The tokens of the prompts; every token after a prompt's first is scored.
+
+    Raises PromptError if there is none.
+    """
     ids = tokenise(model, rendered(model, load_prompts(prompts)))
-    batch = TokenBatch(tuple(Sample(name, (*each[:1],), (*each[1:],)) for name, each in ids.items()))
+    batch = TokenBatch(
+        tuple(Sample(name, (*each[:1],), (*each[1:],)) for name, each in ids.items())
+    )
     if not batch.sampled_tokens:
         raise PromptError(
             f"{prompts}: no prompt has two tokens, and --modules scores the prompts themselves",
@@ -126,9 +130,7 @@ def live_parameters(trace: Trace) -> dict[str, LiveParameter]:
     """The parameters of a capture's engine."""
     rows = trace.weight_rows()
     return {
-        w.name: LiveParameter(
-            w.name, w.dtype, w.shape[-1] if len(w.shape) > 1 else 1, rows[w.name]
-        )
+        w.name: LiveParameter(w.name, w.dtype, w.shape[-1] if len(w.shape) > 1 else 1, rows[w.name])
         for w in trace.weights.values()
     }
 
@@ -162,7 +164,7 @@ def _of_no_site(side: Side, sites: list[ModuleSite]) -> list[Unjudged]:
             side=side.name,
             module=path,
             kind=code[path].kind if path in code else "",
-            reason="the engine's module holds no weight of a module of transformers' code",
+            reason="holds no weight of a known module",
         )
         for path in owners
         if path not in held and path not in named

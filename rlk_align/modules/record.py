@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE
-from rlk_align.judge.budgets import budget_of, exceeded
+from rlk_align.judge.budgets import bounds_of, budget_of, exceeded
 from rlk_align.judge.contract import Contract
 from rlk_align.results import (
     Controls,
@@ -105,21 +105,26 @@ class ModulesVerdict(Result):
             "weights": {side: w.model_dump() for side, w in r.weights.items()},
             "changed_weights": [c.model_dump() for c in r.changed],
             "over_budget": [self._over_json(u) for u in self.over],
-            "judged": [{"side": u.side, "module": u.site, "rows": u.rows} for u in r.units],
+            "judged": [self._unit_json(u) for u in r.units],
             "unjudged": [u.model_dump() for u in r.unjudged],
             "drift": r.drift.model_dump(exclude={"noise"}),
             "controls": r.controls.model_dump(),
         }
 
-    def _over_json(self, unit: RefereedUnit) -> dict[str, Any]:
+    def _unit_json(self, unit: RefereedUnit) -> dict[str, Any]:
         budget = budget_of(self.contract, unit)
         return {
             "module": unit.site,
             "side": unit.side,
-            "operator": unit.op,
             "rows": unit.rows,
-            "budget": budget.model_dump(exclude={"why", "source", "reason"}) if budget else None,
+            "rms": unit.errors.rms if unit.errors else None,
+            "budget": budget.id if budget else None,
+        }
+
+    def _over_json(self, unit: RefereedUnit) -> dict[str, Any]:
+        return self._unit_json(unit) | {
             "exceeded": exceeded(self.contract, unit),
+            "bounds": bounds_of(self.contract, unit),
             "errors": unit.errors.model_dump() if unit.errors else None,
             "code": unit.code.model_dump() if unit.code else None,
         }

@@ -1,5 +1,7 @@
-"""Each known module of a side, recomputed in float64 from the inputs that this side recorded, by the
-checkpoint's weights and the config's epsilon. N = rows, F = features."""
+"""Each known module of a side, recomputed in float64 from the inputs that this side recorded.
+
+The weights are the checkpoint's, and the epsilon is the config's. N = rows, F = features.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,12 +54,12 @@ def referee(site: ModuleSite, side: Side, stored: StoredWeights, index: RowIndex
     """Recomputes a module of a side. Raises NotJudged."""
     known = site.module.known
     if known is None:
-        raise NotJudged("its class is unknown")
+        raise NotJudged(f"unknown class {site.module.kind}")
     held = site.holding(side.pairing)
     path = site.path
     if known.formula != "activation":
         if held is None or not held.whole:
-            raise NotJudged("its weight was not found in the engine")
+            raise NotJudged("its weight was not found")
         path = held.live.rpartition(".")[0]
     number = _rows(path, side)
     dtype = side.recorded.reader.record.sites[path + OUT].dtype
@@ -89,7 +91,7 @@ def _rows(path: str, side: Side) -> np.ndarray:
     """Row numbers of the batch with values, finite at the input; at most ROWS of them, drawn."""
     record = side.recorded.reader.record
     if path + OUT not in record.sites:
-        raise NotJudged(record.unexposed.get(path, f"the engine has no module {path}"))
+        raise NotJudged(record.unexposed.get(path, "no module of this name"))
     good = side.recorded.has_value(path + OUT) & side.recorded.finite(path + IN)
     number = np.flatnonzero(good)
     if not len(number):
@@ -127,10 +129,10 @@ class _Module:
         Raises NotJudged if its inputs and outputs do not fit the formula."""
         formula = self._known.formula
         if (formula == "embedding") == x.dtype.is_floating_point:
-            raise NotJudged("its weight is read by another module, of another kind")
+            raise NotJudged("never called as a module")
         if formula == "activation":
             if x.shape[1] not in (width, 2 * width):
-                raise NotJudged("its inputs do not have the width of its outputs")
+                raise NotJudged("its inputs and outputs differ in width")
             return width
         weight = self._tensors["weight"]
         if formula == "embedding":
@@ -143,7 +145,7 @@ class _Module:
         else:
             fits, features = x.shape[1] == width and width % len(weight) == 0, width
         if not fits:
-            raise NotJudged("its inputs and outputs do not have the width of its weight")
+            raise NotJudged("its inputs and outputs do not fit its weight")
         return features
 
     def _columns(self, features: int) -> np.ndarray:

@@ -23,8 +23,8 @@ class ModuleSite:
     """Name of a parameter -> the checkpoint's tensor."""
 
     def holding(self, pairing: Pairing) -> Holding | None:
-        """Where a side has the module's weight. Of several parameters with it, the one whose name is
-        most alike."""
+        """Where a side has the module's weight; of several parameters with it, the one whose name
+        is most alike."""
         tensor = self.tensors.get("weight")
         held = pairing.of_tensor(tensor) if tensor else []
         wanted = f"{self.path}.weight"

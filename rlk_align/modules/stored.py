@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from rlk_align.engines.common.modules import as_rows
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import weight_files
 from rlk_align.model.dtypes import DTYPES
@@ -28,10 +29,9 @@ class StoredWeights:
         return list(self.tensors)
 
     def read(self, name: str, dtype: str | None = None) -> torch.Tensor:
-        """A tensor, rounded to `dtype`; of one with more than two dimensions, all but the last count
-        its rows. Raises ModelError."""
-        value = self._whole(name)
-        value = value.reshape(-1, value.shape[-1]) if value.dim() > 2 else value
+        """A tensor as rows (`engines.common.modules.as_rows`), rounded to `dtype`. Raises
+        ModelError."""
+        value = as_rows(self._whole(name))
         return value if dtype is None else value.to(getattr(torch, dtype))
 
     def _whole(self, name: str) -> torch.Tensor:
@@ -53,8 +53,7 @@ class StoredWeights:
                 value = value.to(getattr(torch, dtype))
             if transposed and value.dim() > 1:
                 value = value.transpose(-1, -2).contiguous()
-            flat = value.reshape(-1, value.shape[-1]) if value.dim() > 2 else value
-            self._digests[key] = digest_slices(flat)[0] if flat.dim() else np.zeros(0, np.int64)
+            self._digests[key] = digest_slices(as_rows(value))[0]
         return self._digests[key]
 
     def width(self, name: str, transposed: bool = False) -> int:

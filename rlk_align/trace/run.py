@@ -36,7 +36,7 @@ PROBE = "probe.json"
 RUN_PROMPTS = "prompts.jsonl"
 ROWS = "comparison.parquet"
 CONCLUSIONS = ("comparison.json", ROWS, "verdict.json")
-RUN_FILES = (RUN_JSON, RUN_PROMPTS, *CONCLUSIONS, PROBE, CHECKSUMS)
+RUN_FILES = (RUN_JSON, RUN_PROMPTS, "tokens.parquet", *CONCLUSIONS, PROBE, CHECKSUMS)
 R = TypeVar("R", bound=BaseModel)
 IMPORTED: Literal["rlk-align/imported-run/1"] = "rlk-align/imported-run/1"
 """The schema in run.json of a run that `rlk-align import` wrote."""
@@ -100,7 +100,7 @@ class Run(RunFolder):
             )
         if schema_of(run.folder) == ModulesRecord.model_fields["schema_id"].default:
             raise BadOption(
-                f"{run.folder} was compared by --modules: it has no operators that a contract names",
+                f"{run.folder} was compared by --modules: no contract names its modules",
                 f"its verdict is in {shlex.quote(str(run.folder / 'verdict.json'))}",
             )
         run._check_whole(f"repeat this run: {shlex.join(run.record.command)}")

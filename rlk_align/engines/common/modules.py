@@ -12,13 +12,13 @@ import torch
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, record_parameter
 from rlk_align.engines.common.places import Place
-from rlk_align.trace.writer import PassWriter
 from rlk_align.engines.common.site_hooks import LiveRows
+from rlk_align.trace.writer import PassWriter
 
 OUT, IN = ":out", ":in"
-NOT_CALLED = "it was never called as a module"
-SEVERAL_INPUTS = "it reads several tensors"
-OTHER_ROWS = "its rows are not the tokens of the batch"
+NOT_CALLED = "never called as a module"
+SEVERAL_INPUTS = "reads several tensors"
+OTHER_ROWS = "its rows are not the tokens"
 
 ReadWeight = Callable[[Any, str, torch.Tensor], torch.Tensor | None]
 """(module, name of its parameter, the parameter) -> the values that it computes with; None if they
@@ -38,6 +38,13 @@ def _own(module: Any) -> dict[str, torch.Tensor]:
     return dict(module.named_parameters(recurse=False))
 
 
+def _stored_buffers(module: Any) -> dict[str, torch.Tensor]:
+    """The buffers that a checkpoint has; those of an engine's own begin with an underscore."""
+    skipped = module._non_persistent_buffers_set
+    buffers = dict(module.named_buffers(recurse=False))
+    return {n: b for n, b in buffers.items() if n not in skipped and not n.startswith("_")}
+
+
 def _has_state(module: Any) -> bool:
     return any(True for _ in (*module.parameters(), *module.buffers()))
 
@@ -51,15 +58,20 @@ def module_weights(model: Any, read: ReadWeight) -> Iterator[ParameterRecord]:
     """Every parameter and stored buffer of a live model, by its path there. Of one with more than
     two dimensions, all but the last count its rows."""
     for path, module in model.named_modules():
-        skipped = module._non_persistent_buffers_set
-        buffers = {n: b for n, b in module.named_buffers(recurse=False) if n not in skipped}
-        for name, value in {**_own(module), **buffers}.items():
+        for name, value in {**_own(module), **_stored_buffers(module)}.items():
             live = read(module, name, value.detach())
-            if live is None or not live.numel() or not live.dim():
+            if live is None or not live.numel():
                 continue
-            flat = live.reshape(-1, live.shape[-1]) if live.dim() > 2 else live
+            flat = as_rows(live)
             full = f"{path}.{name}" if path else name
             yield record_parameter(LiveParameter(full, flat))
+
+
+def as_rows(value: torch.Tensor) -> torch.Tensor:
+    """A matrix whose rows are counted by all dimensions but the last; a vector for a number."""
+    if value.dim() > 2:
+        return value.reshape(-1, value.shape[-1])
+    return value if value.dim() else value.reshape(1)
 
 
 class ModuleTaps:
@@ -76,8 +88,9 @@ class ModuleTaps:
         for path, module in observed_modules(model).items():
             self.reasons[path] = NOT_CALLED
             hooks.callback(
-                module.register_forward_hook(self._hook(path, bool(_own(module))), with_kwargs=True)
-                .remove
+                module.register_forward_hook(
+                    self._hook(path, bool(_own(module))), with_kwargs=True
+                ).remove
             )
 
     def at(self, rows: LiveRows, grid: tuple[int, int]) -> None:
@@ -99,9 +112,7 @@ class ModuleTaps:
 
         return see
 
-    def _record(
-        self, path: str, inputs: list[torch.Tensor], output: Any, has_weights: bool
-    ) -> str:
+    def _record(self, path: str, inputs: list[torch.Tensor], output: Any, has_weights: bool) -> str:
         """Records one call; returns why it cannot, or nothing."""
         outputs = [x for x in _flat(output) if isinstance(x, torch.Tensor)]
         if not inputs or not outputs:
@@ -114,10 +125,10 @@ class ModuleTaps:
             return SEVERAL_INPUTS
         elif len(outputs) > 1:
             if outputs[1].dim() != 1:
-                return "it returns several tensors"
+                return "returns several tensors"
             y = y + outputs[1]  # a bias that a later operator adds
         if not has_weights and y.data_ptr() == x.data_ptr():
-            return "it returns its input"
+            return "returns its input"
         assert self._rows is not None
         seen = [self._token_rows(value) for value in (x, y)]
         if seen[0] is None or seen[1] is None:

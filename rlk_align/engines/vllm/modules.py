@@ -81,4 +81,11 @@ def _live(module: Any, name: str, value: torch.Tensor) -> torch.Tensor | None:
     """A parameter's values, also where vLLM has packed them."""
     if name == "weight" and not value.numel():
         return live_weight(module) if hasattr(module, "params_dtype") else None
+    convolution = getattr(module, "_cpu_unpacked_conv_weight", None)
+    if name == "weight" and convolution is not None:
+        from vllm._custom_ops import causal_conv1d_weight_pack
+
+        # It computes with the packed weight, which has changed if the copy does not give it.
+        packed = causal_conv1d_weight_pack(convolution.detach().clone())
+        return convolution if torch.equal(packed, value) else value
     return unpacked(module, name) if name in ("w13_weight", "w2_weight") else value
