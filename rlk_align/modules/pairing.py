@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rlk_align.modules.names import likeness, same_name
+from rlk_align.modules.names import likeness
 from rlk_align.modules.stored import StoredWeights
 from rlk_align.trace.digest import digest_slices
 
@@ -55,12 +55,14 @@ class Holding:
 class Pairing:
     """The parameters of one side, and the tensors that they hold."""
 
-    holdings: list[Holding] = field(default_factory=list)
+    by_tensor: dict[str, list[Holding]] = field(default_factory=dict)
+    by_parameter: dict[str, list[Holding]] = field(default_factory=dict)
     strays: list[str] = field(default_factory=list)
     """Live parameters that hold no tensor."""
 
-    def of_tensor(self, name: str) -> list[Holding]:
-        return [h for h in self.holdings if h.tensor == name]
+    @property
+    def holdings(self) -> list[Holding]:
+        return [h for held in self.by_parameter.values() for h in held]
 
     @property
     def found(self) -> set[str]:
@@ -93,13 +95,15 @@ def pair(stored: StoredWeights, live: Mapping[str, LiveParameter]) -> Pairing:
     for parameter in live.values():
         if parameter.width == 1:
             weight = f"{parameter.name.rpartition('.')[0]}.weight"
-            beside = [h for h in pairing.holdings if h.live == weight]
+            beside = pairing.by_parameter.get(weight, [])
             _add(pairing, parameter, finder.vector(parameter, beside))
     return pairing
 
 
 def _add(pairing: Pairing, parameter: LiveParameter, holdings: list[Holding]) -> None:
-    pairing.holdings += holdings
+    pairing.by_parameter[parameter.name] = holdings
+    for holding in holdings:
+        pairing.by_tensor.setdefault(holding.tensor, []).append(holding)
     if not holdings:
         pairing.strays.append(parameter.name)
 
@@ -140,8 +144,8 @@ class _Finder:
 
     def _named(self, p: LiveParameter) -> Holding | None:
         """The tensor of the same name, if it has the same form but for padding after it."""
-        for name in self._stored.names:
-            if not same_name(p.name, name) or self._stored.width(name) != p.width:
+        for name in self._stored.names.same(p.name):
+            if self._stored.width(name) != p.width:
                 continue
             rows = self._stored.rows(name, p.dtype)
             n = len(rows)
@@ -166,7 +170,7 @@ class _Finder:
 
     def _pieces(self, p: LiveParameter) -> list[Holding]:
         """Whole vectors of the checkpoint, one after another."""
-        vectors = [n for n in self._stored.names if self._stored.width(n) == 1]
+        vectors = [n for n in self._stored.tensors if self._stored.width(n) == 1]
         at, out = 0, []
         while at < len(p.rows):
             equal = []
@@ -199,7 +203,7 @@ class _Finder:
     def _index(self, dtype: str, width: int, transposed: bool) -> "_RowIndex":
         key = (dtype, width, transposed)
         if key not in self._indices:
-            names = [n for n in self._stored.names if self._stored.width(n, transposed) == width]
+            names = [n for n in self._stored.tensors if self._stored.width(n, transposed) == width]
             rows = {n: self._stored.rows(n, dtype, transposed) for n in names}
             self._indices[key] = _RowIndex(rows, transposed)
         return self._indices[key]

@@ -1,5 +1,6 @@
 """`compare --modules`: prompts -> two traces -> weights paired -> modules recomputed -> verdict."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +9,9 @@ from rlk_align.capture.request import CaptureRequest
 from rlk_align.compare.controls import check_controls, paired_logprobs
 from rlk_align.compare.measure import engine_record
 from rlk_align.compare.metrics import edge_metrics
+from rlk_align.engines.common.modules import LATER
 from rlk_align.errors import PromptError
+from rlk_align.judge.budgets import budget_of
 from rlk_align.judge.contract import Contract
 from rlk_align.model.prompts import Sample, TokenBatch, load_prompts
 from rlk_align.model.sites import RowIndex
@@ -60,8 +63,10 @@ def compare_modules(request: ModulesRequest, run: Run, progress: Progress) -> Mo
         train = capture(request.train, "train", run, tokens, request.fresh, progress)
         captures = run.relative({"rollout": rollout.folder, "train": train.folder})
         run.save(ModulesRecord(command=list(request.command), captures=captures))
-        report = examine(request.model, defined, {"rollout": rollout, "train": train}, progress)
-        verdict = ModulesVerdict(report=report, contract=request.contract)
+        traces: dict[SideName, Trace] = {"rollout": rollout, "train": train}
+        contract = request.contract
+        report = examine(request.model, defined, traces, contract, progress)
+        verdict = ModulesVerdict(report=report, contract=contract)
         run.save_verdict(verdict.to_json())
         return verdict
 
@@ -88,23 +93,23 @@ def examine(
     model: Path,
     defined: dict[str, DefinedModule],
     traces: dict[SideName, Trace],
+    contract: Contract,
     progress: Progress,
 ) -> ModulesReport:
-    """Examines two captures of any model's modules."""
+    """Examines two captures of any model, which this contract will judge."""
     stored, index = StoredWeights(model), RowIndex(traces["rollout"].tokens)
     sides = []
     for name, trace in traces.items():
         progress(f"pairing weights: {name}", 0, 0)
         recorded = RecordedRows(trace.read_pass(PASS), index)
         sides.append(Side(name, trace, pair(stored, live_parameters(trace)), recorded))
-    own_names = [s.pairing for s in sides if s.trace.record.engine == "hf"]
-    sites = module_sites(defined, stored, own_names)
+    sites = module_sites(defined, stored, [side.pairing for side in sides])
     units: list[RefereedUnit] = []
     unjudged: list[Unjudged] = []
     for done, site in enumerate(sites, 1):
         for side in sides:
             try:
-                units.append(referee(site, side, stored, index))
+                units.append(_judged(referee(site, side, stored, index), contract))
             except NotJudged as error:
                 kind = site.module.kind
                 unjudged.append(
@@ -116,7 +121,7 @@ def examine(
     return ModulesReport(
         model=str(model),
         engines={side.name: engine_record(side.trace) for side in sides},
-        tensors=len(stored.names),
+        tensors=len(stored.tensors),
         weights={side.name: _weights(side.pairing, stored) for side in sides},
         changed=[changed for side in sides for changed in _changed(side)],
         units=units,
@@ -124,6 +129,13 @@ def examine(
         drift=edge_metrics(a, b),
         controls=check_controls({s.name: (s.trace, [PASS]) for s in sides}, index, []),
     )
+
+
+def _judged(unit: RefereedUnit, contract: Contract) -> RefereedUnit:
+    """The unit, if the contract has a budget for it. Raises NotJudged."""
+    if budget_of(contract, unit) is None:
+        raise NotJudged(f"the contract has no budget for it in {unit.dtype}")
+    return unit
 
 
 def live_parameters(trace: Trace) -> dict[str, LiveParameter]:
@@ -137,9 +149,9 @@ def live_parameters(trace: Trace) -> dict[str, LiveParameter]:
 
 def _weights(pairing: Pairing, stored: StoredWeights) -> SideWeights:
     found = pairing.found
-    missing = [name for name in stored.names if name not in found]
+    missing = [name for name in stored.tensors if name not in found]
     return SideWeights(
-        found=len(stored.names) - len(missing), missing=missing, strays=pairing.strays
+        found=len(stored.tensors) - len(missing), missing=missing, strays=pairing.strays
     )
 
 
@@ -152,20 +164,16 @@ def _changed(side: Side) -> list[ChangedWeight]:
     ]
 
 
-def _of_no_site(side: Side, sites: list[ModuleSite]) -> list[Unjudged]:
+def _of_no_site(side: Side, sites: list[ModuleSite]) -> Iterator[Unjudged]:
     """The modules of an engine that own parameters and hold the weight of no module of
-    transformers' code."""
-    held = {h.live.rpartition(".")[0] for h in map(lambda s: s.holding(side.pairing), sites) if h}
+    transformers' code; and the calls of its modules that were not recorded."""
+    held = {h.live.rpartition(".")[0] for h in (s.holding(side.pairing) for s in sites) if h}
     named = {site.path for site in sites}
     owners = dict.fromkeys(name.rpartition(".")[0] for name in side.trace.weights)
+    none = {p: "holds no weight of a known module" for p in owners if p not in held | named}
+    reasons = side.recorded.reader.record.unexposed
+    later = {p.removesuffix(LATER): why for p, why in reasons.items() if p.endswith(LATER)}
     code = side.trace.record.code
-    return [
-        Unjudged(
-            side=side.name,
-            module=path,
-            kind=code[path].kind if path in code else "",
-            reason="holds no weight of a known module",
-        )
-        for path in owners
-        if path not in held and path not in named
-    ]
+    for path, reason in (*none.items(), *later.items()):
+        kind = code[path].kind if path in code else ""
+        yield Unjudged(side=side.name, module=path, kind=kind, reason=reason)

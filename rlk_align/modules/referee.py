@@ -16,6 +16,7 @@ from rlk_align.modules.pairing import Holding, Pairing
 from rlk_align.modules.sites import ModuleSite
 from rlk_align.modules.stored import StoredWeights
 from rlk_align.probe.referee import formulas
+from rlk_align.probe.referee.reference import WEIGHT_ELEMENTS
 from rlk_align.probe.referee.rounding import ErrorSums, nearest_rounding, rounding_variance
 from rlk_align.probe.referee.row_choice import ROWS, SEED
 from rlk_align.results import RefereedUnit, SideName
@@ -177,12 +178,28 @@ class _Module:
         if formula != "linear":
             exact = norm(known, x.double(), weight.double(), bias)
             return exact, rounding_variance(exact, dtype), y
-        weight = (weight.T if known.transposed else weight).double()
+        weight = weight.T if known.transposed else weight
         x, got = x.double(), y[:, torch.from_numpy(self._columns(len(weight)))]
-        exact = formulas.linear(x, weight, bias)
-        variance = rounding_variance(exact, dtype) + formulas.sum_rounding(x, weight, dtype)
+        exact, sums = _product(x, weight, dtype)
+        exact = exact if bias is None else exact + bias
+        variance = rounding_variance(exact, dtype) + sums
         if bias is not None:
             # Some engines round the product before they add the bias.
             variance = variance + rounding_variance(exact - bias, dtype)
             exact = nearest_rounding(exact, bias, got, dtype)
         return exact, variance, got
+
+
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, dtype: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x · weightᵀ and the variance of its sums, in blocks of features: a block of the weight is
+    converted to float64 at a time."""
+    out, sums = (x.new_empty(len(x), len(weight)) for _ in range(2))
+    step = max(1, WEIGHT_ELEMENTS // weight.shape[1])
+    for start in range(0, len(weight), step):
+        at = slice(start, start + step)
+        block = weight[at].double()
+        out[:, at] = formulas.linear(x, block, None)
+        sums[:, at] = formulas.sum_rounding(x, block, dtype)
+    return out, sums

@@ -26,38 +26,36 @@ class ModuleSite:
         """Where a side has the module's weight; of several parameters with it, the one whose name
         is most alike."""
         tensor = self.tensors.get("weight")
-        held = pairing.of_tensor(tensor) if tensor else []
+        held = pairing.by_tensor.get(tensor, []) if tensor else []
         wanted = f"{self.path}.weight"
         return max(held, key=lambda h: (h.whole, likeness(h.live, wanted)), default=None)
 
 
 def module_sites(
-    defined: Mapping[str, DefinedModule], stored: StoredWeights, of_transformers: Sequence[Pairing]
+    defined: Mapping[str, DefinedModule], stored: StoredWeights, pairings: Sequence[Pairing]
 ) -> list[ModuleSite]:
-    """Every module of the model. `of_transformers`: the pairings of the sides whose engine has the
-    names of transformers' code, which may differ from the checkpoint's."""
+    """Every module of the model. `pairings`: those of both sides. An engine that has the names of
+    transformers' code shows which tensor a module has that is renamed as it is loaded."""
     sites = []
     for path, module in defined.items():
         tensors = {}
         for name in module.parameters:
-            tensor = _tensor(f"{path}.{name}", stored, of_transformers)
+            tensor = _tensor(f"{path}.{name}", stored, pairings)
             if tensor is not None:
                 tensors[name] = tensor
         weight = tensors.get("weight", "")
-        # The module whose weight another one shares has its own name in the checkpoint alone.
-        tied = any(same_name(f"{other}.weight", weight) for other in defined if other != path)
-        name = path if tied or not weight else weight.rpartition(".")[0]
+        holder = weight.rpartition(".")[0]
+        # A head that is tied has the weight of another module, and no name in the checkpoint.
+        tied = not same_name(path, holder) and holder in defined
+        name = path if tied or not weight else holder
         sites.append(ModuleSite(name, path, module, tensors))
     return sites
 
 
-def _tensor(
-    parameter: str, stored: StoredWeights, of_transformers: Sequence[Pairing]
-) -> str | None:
+def _tensor(parameter: str, stored: StoredWeights, pairings: Sequence[Pairing]) -> str | None:
     if parameter in stored.tensors:
         return parameter
-    for pairing in of_transformers:
-        for held in pairing.holdings:
-            if held.live == parameter:
-                return held.tensor
-    return next((name for name in stored.names if same_name(parameter, name)), None)
+    for pairing in pairings:
+        for held in pairing.by_parameter.get(parameter, []):
+            return held.tensor
+    return next(iter(stored.names.same(parameter)), None)

@@ -12,6 +12,7 @@ from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import weight_files
 from rlk_align.model.dtypes import DTYPES
 from rlk_align.model.stored import StoredTensor, file_tensors
+from rlk_align.modules.names import NameIndex
 from rlk_align.trace.digest import digest_slices
 
 
@@ -25,8 +26,8 @@ class StoredWeights:
         self._digests: dict[tuple[str, str, bool], np.ndarray] = {}
 
     @cached_property
-    def names(self) -> list[str]:
-        return list(self.tensors)
+    def names(self) -> NameIndex:
+        return NameIndex(self.tensors)
 
     def read(self, name: str, dtype: str | None = None) -> torch.Tensor:
         """A tensor as rows (`engines.common.modules.as_rows`), rounded to `dtype`. Raises

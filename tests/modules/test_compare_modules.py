@@ -215,7 +215,7 @@ def test_a_known_family_may_be_compared_too(cli: Cli, prompts: Path) -> None:
         (("--replay-routing",), "--replay-routing"),
         (("--kernels", "rlk"), "--kernels rlk: the kernels know the families"),
         (("--rollout", "vllm:tp=2"), "vllm:tp=2: the shards of several ranks"),
-        (("--rollout", "hf:fault=norm-eps"), "hf:fault=norm-eps@"),
+        (("--rollout", "hf:fault=norm-eps"), "hf:fault=norm-eps: a fault is planted"),
         (("--train", "megatron"), "engine 'megatron'"),
         (("--train", "fsdp"), "engine 'fsdp'"),
         (("--train", "deepspeed"), "engine 'deepspeed'"),

@@ -16,6 +16,8 @@ from rlk_align.engines.common.site_hooks import LiveRows
 from rlk_align.trace.writer import PassWriter
 
 OUT, IN = ":out", ":in"
+LATER = ":later"
+"""The suffix of a module's name that stands for its calls after the first of a forward."""
 NOT_CALLED = "never called as a module"
 SEVERAL_INPUTS = "reads several tensors"
 OTHER_ROWS = "its rows are not the tokens"
@@ -100,7 +102,10 @@ class ModuleTaps:
 
     def _hook(self, path: str, has_weights: bool) -> Callable[..., None]:
         def see(_module: Any, args: Any, kwargs: Any, output: Any) -> None:
-            if path in self._seen or self._rows is None:
+            if self._rows is None:
+                return
+            if path in self._seen:
+                self.reasons[path + LATER] = "called several times in a forward: only the first"
                 return
             self._seen.add(path)
             inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]

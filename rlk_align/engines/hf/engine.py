@@ -120,7 +120,7 @@ class HFEngine(ForwardEngine):
         rope, live = rotary_embeddings(self.model)[0]
         return rounded_frequencies(live, rotary.inv_freq, float(rope["rope_theta"]))
 
-    def tapped(self, tap: PassWriter | None, editor: Editor | None) -> HFTaps:
+    def tapped(self, tap: PassWriter | None, editor: Editor | None) -> ForwardHooks:
         hooks = HFTaps(self.model, self.places(), tap, editor)
         self._unexposed = hooks.unexposed
         return hooks
