@@ -2,7 +2,8 @@
 
 The model is built without weights from config.json, in this process, which no patch of the user's
 reaches. A module is known if its class, called with random weights and inputs, computes one of the
-formulas below. Its epsilon is the one of config.json with which the formula fits.
+formulas below. Its epsilon is the one of config.json with which the formula fits; if none fits, it
+is one that is usual in code.
 """
 
 import copy
@@ -25,6 +26,8 @@ FITS = 1e-5
 _ONCE = 2.0
 """The mean square of the error of an activation that rounds its result alone, in squared roundings;
 1 is expected."""
+_IN_CODE = (1e-5, 1e-6, 1e-8, 1e-12)
+"""The epsilons that code states where config.json does not."""
 _ROWS = 8
 """The number of rows that a class is tried with."""
 
@@ -139,7 +142,7 @@ def _known(module: Any, own: dict[str, Any], epsilons: list[float]) -> KnownModu
         return None
     norms = (
         KnownModule(formula=formula, one_plus=one_plus, eps=eps)
-        for eps in epsilons
+        for eps in (*epsilons, *_IN_CODE)
         for formula in _NORMS
         for one_plus in (False, True)
     )

@@ -172,7 +172,7 @@ def _of_no_site(side: Side, sites: list[ModuleSite]) -> Iterator[Unjudged]:
     owners = dict.fromkeys(name.rpartition(".")[0] for name in side.trace.weights)
     none = {p: "holds no weight of a known module" for p in owners if p not in held | named}
     reasons = side.recorded.reader.record.unexposed
-    later = {p.removesuffix(LATER): why for p, why in reasons.items() if p.endswith(LATER)}
+    later = {p: reasons[p + LATER] for p in sorted(held | named) if p + LATER in reasons}
     code = side.trace.record.code
     for path, reason in (*none.items(), *later.items()):
         kind = code[path].kind if path in code else ""

@@ -72,6 +72,16 @@ def no_bias(model: Any) -> None:
     _module(model, f"{LAYER}self_attn.q_proj", f"{LAYER}self_attn.qkv_proj").bias = None
 
 
+def one_nan(model: Any) -> None:
+    """A NaN in the first row of a norm's output."""
+
+    def poison(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        output.view(-1)[0] = float("nan")
+        return output
+
+    _norm(model).register_forward_hook(poison)
+
+
 def other_activation(model: Any) -> None:
     """A ReLU that is not squared."""
     _module(model, f"{LAYER}mlp.act_fn").forward = torch.relu
