@@ -13,7 +13,8 @@ from rlk_align.progress import show_progress
 from rlk_align.report.document_terminal import show_document
 from rlk_align.report.formats import DOCUMENT_FORMATS
 from rlk_align.report.modules import modules_document
-from rlk_align.report.verdict_json import finite, record_text
+from rlk_align.report.modules_json import modules_json
+from rlk_align.report.verdict_json import record_text
 
 
 def compare_modules(
@@ -28,5 +29,5 @@ def compare_modules(
         verdict = prepared.start(progress)
     document = modules_document(verdict, str(prepared.run.folder), command)
     print_report(lambda console: show_document(document, console), takes_stdout(outputs))
-    write_document(outputs, document, lambda: record_text(finite(verdict.to_json())))
+    write_document(outputs, document, lambda: record_text(modules_json(verdict)))
     sys.exit(verdict.exit_code)

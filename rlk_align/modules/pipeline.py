@@ -29,6 +29,7 @@ from rlk_align.modules.referee import PASS, NotJudged, Side, referee
 from rlk_align.modules.sites import ModuleSite, module_sites
 from rlk_align.modules.stored import StoredWeights
 from rlk_align.progress import Progress
+from rlk_align.report.modules_json import modules_json
 from rlk_align.results import RefereedUnit, SideName
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.records import writing
@@ -67,7 +68,7 @@ def compare_modules(request: ModulesRequest, run: Run, progress: Progress) -> Mo
         contract = request.contract
         report = examine(request.model, defined, traces, contract, progress)
         verdict = ModulesVerdict(report=report, contract=contract)
-        run.save_verdict(verdict.to_json())
+        run.save_verdict(modules_json(verdict))
         return verdict
 
 

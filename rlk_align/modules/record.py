@@ -1,9 +1,9 @@
 """The result of a comparison module by module, as frozen records; needs no torch."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE
-from rlk_align.judge.budgets import bounds_of, budget_of, exceeded
+from rlk_align.judge.budgets import exceeded
 from rlk_align.judge.contract import Contract
 from rlk_align.results import (
     Controls,
@@ -14,8 +14,6 @@ from rlk_align.results import (
     Result,
     SideName,
 )
-
-SCHEMA = "rlk-align/modules/1"
 
 
 class ChangedWeight(Result):
@@ -89,42 +87,3 @@ class ModulesVerdict(Result):
     @property
     def status(self) -> Literal["fail", "inconclusive"]:
         return "fail" if self.exit_code == EXIT_FAIL else "inconclusive"
-
-    def to_json(self) -> dict[str, Any]:
-        """The verdict in the form of `--output json`; JSON lacks NaN and infinity, which are
-        null."""
-        r = self.report
-        return {
-            "schema": SCHEMA,
-            "status": self.status,
-            "exit_code": self.exit_code,
-            "contract": {"id": self.contract.id, "version": self.contract.version},
-            "model": r.model,
-            "engines": {side: e.model_dump() for side, e in r.engines.items()},
-            "tensors": r.tensors,
-            "weights": {side: w.model_dump() for side, w in r.weights.items()},
-            "changed_weights": [c.model_dump() for c in r.changed],
-            "over_budget": [self._over_json(u) for u in self.over],
-            "judged": [self._unit_json(u) for u in r.units],
-            "unjudged": [u.model_dump() for u in r.unjudged],
-            "drift": r.drift.model_dump(exclude={"noise"}),
-            "controls": r.controls.model_dump(),
-        }
-
-    def _unit_json(self, unit: RefereedUnit) -> dict[str, Any]:
-        budget = budget_of(self.contract, unit)
-        return {
-            "module": unit.site,
-            "side": unit.side,
-            "rows": unit.rows,
-            "rms": unit.errors.rms if unit.errors else None,
-            "budget": budget.id if budget else None,
-        }
-
-    def _over_json(self, unit: RefereedUnit) -> dict[str, Any]:
-        return self._unit_json(unit) | {
-            "exceeded": exceeded(self.contract, unit),
-            "bounds": bounds_of(self.contract, unit),
-            "errors": unit.errors.model_dump() if unit.errors else None,
-            "code": unit.code.model_dump() if unit.code else None,
-        }

@@ -5,6 +5,7 @@ The weights are the checkpoint's, and the epsilon is the config's. N = rows, F =
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ import torch
 from rlk_align.engines.common.modules import IN, OUT
 from rlk_align.model.sites import RowIndex
 from rlk_align.modules.definition import KnownModule, norm
+from rlk_align.modules.names import NameIndex
 from rlk_align.modules.pairing import Holding, Pairing
 from rlk_align.modules.sites import ModuleSite
 from rlk_align.modules.stored import StoredWeights
@@ -41,7 +43,7 @@ class NotJudged(Exception):
     """A module cannot be recomputed; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Side:
     """One side of the comparison."""
 
@@ -50,6 +52,18 @@ class Side:
     pairing: Pairing
     recorded: RecordedRows
 
+    @cached_property
+    def _recorded_modules(self) -> NameIndex:
+        sites = self.recorded.reader.record.sites
+        return NameIndex(name.removesuffix(OUT) for name in sites if name.endswith(OUT))
+
+    def activation(self, path: str) -> str:
+        """Where the engine has an activation; another engine may have the whole model under another
+        name."""
+        below = path.partition(".")[2]
+        found = self._recorded_modules.same(path) or self._recorded_modules.same(below)
+        return found[0] if len(found) == 1 else path
+
 
 def referee(site: ModuleSite, side: Side, stored: StoredWeights, index: RowIndex) -> RefereedUnit:
     """Recomputes a module of a side. Raises NotJudged."""
@@ -57,7 +71,7 @@ def referee(site: ModuleSite, side: Side, stored: StoredWeights, index: RowIndex
     if known is None:
         raise NotJudged(f"unknown class {site.module.kind}")
     held = site.holding(side.pairing)
-    path = site.path
+    path = side.activation(site.path)
     if known.formula != "activation":
         if held is None or not held.whole:
             raise NotJudged("its weight was not found")

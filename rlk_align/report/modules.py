@@ -39,8 +39,8 @@ def modules_document(verdict: ModulesVerdict, folder: str, command: Sequence[str
 def _outcome(verdict: ModulesVerdict) -> tuple[str, str]:
     changed, over = verdict.report.changed, verdict.over
     named = [f"{c.side} {c.tensor}" for c in changed]
-    parts = [f"{len(changed)} weights differ from the checkpoint"] if changed else []
-    parts += [f"{len(over)} modules are over budget"] if over else []
+    parts = [f"Weights that differ from the checkpoint: {len(changed)}"] if changed else []
+    parts += [f"{'m' if parts else 'M'}odules over budget: {len(over)}"] if over else []
     if not parts:
         return "Nothing is over budget, and nothing is concluded.", f"{_cap(NEVER_PASSES)}."
     named += [f"{u.side} {u.site}" for u in over]

@@ -4,7 +4,7 @@ A module is observed if it owns parameters, or if it has neither parameters nor 
 activations do. Its sites are `NAME:in` and `NAME:out`, where NAME is its path in the live model.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,10 @@ LATER = ":later"
 NOT_CALLED = "never called as a module"
 SEVERAL_INPUTS = "reads several tensors"
 OTHER_ROWS = "its rows are not the tokens"
+
+_MOST_INPUTS = 2
+_ROUNDED = 0.02
+"""The largest relative error of a sum that was rounded to a dtype of eight bits or more."""
 
 ReadWeight = Callable[[Any, str, torch.Tensor], torch.Tensor | None]
 """(module, name of its parameter, the parameter) -> the values that it computes with; None if they
@@ -87,29 +91,42 @@ class ModuleTaps:
         self._seen: set[str] = set()
         self.reasons: dict[str, str] = {}
         """Module -> why its values are not recorded."""
+        self._inputs: dict[str, list[torch.Tensor]] = {}
+        """Module -> copies of its inputs while it runs, because it may overwrite them."""
         for path, module in observed_modules(model).items():
             self.reasons[path] = NOT_CALLED
-            hooks.callback(
-                module.register_forward_hook(
-                    self._hook(path, bool(_own(module))), with_kwargs=True
-                ).remove
-            )
+            hooks.before(module, self._before(path), with_kwargs=True)
+            after = self._after(path, bool(_own(module)))
+            hooks.callback(module.register_forward_hook(after, with_kwargs=True).remove)
 
     def at(self, rows: LiveRows, grid: tuple[int, int]) -> None:
         """Declares the rows of the next forward, and the shape of its grid of tokens."""
         self._rows, self._grid = rows, grid
         self._seen.clear()
 
-    def _hook(self, path: str, has_weights: bool) -> Callable[..., None]:
+    def _before(self, path: str) -> Callable[..., None]:
+        def keep(_module: Any, args: Any, kwargs: Any) -> None:
+            inputs = _tensors((*args, *kwargs.values()))
+            if self._rows is not None and path not in self._seen:
+                few = len(inputs) <= _MOST_INPUTS
+                self._inputs[path] = [x.detach().clone() for x in inputs] if few else inputs
+
+        return keep
+
+    def _after(self, path: str, has_weights: bool) -> Callable[..., None]:
         def see(_module: Any, args: Any, kwargs: Any, output: Any) -> None:
-            if self._rows is None:
-                return
-            if path in self._seen:
-                self.reasons[path + LATER] = "called several times in a forward: only the first"
+            if path not in self._inputs:
+                if path in self._seen:
+                    self.reasons[path + LATER] = "called several times in a forward: the first"
                 return
             self._seen.add(path)
-            inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-            reason = self._record(path, inputs, output, has_weights)
+            outputs, inputs = _tensors(_flat(output)), self._inputs.pop(path)
+            passed = _tensors((*args, *kwargs.values()))
+            same = bool(passed and outputs) and outputs[0].data_ptr() == passed[0].data_ptr()
+            if same and not has_weights:
+                self.reasons[path] = "returns its input"
+                return
+            reason = self._record(path, inputs, outputs)
             if reason:
                 self.reasons[path] = reason
             else:
@@ -117,23 +134,16 @@ class ModuleTaps:
 
         return see
 
-    def _record(self, path: str, inputs: list[torch.Tensor], output: Any, has_weights: bool) -> str:
+    def _record(self, path: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> str:
         """Records one call; returns why it cannot, or nothing."""
-        outputs = [x for x in _flat(output) if isinstance(x, torch.Tensor)]
-        if not inputs or not outputs:
+        x = _one_input(inputs, outputs)
+        if x is None:
             return SEVERAL_INPUTS
-        x, y = inputs[0], outputs[0]
-        if len(inputs) == 2 and len(outputs) == 2 and outputs[1].shape == y.shape == x.shape:
-            # A norm that first adds its two inputs returns their sum as well.
-            x = outputs[1]
-        elif len(inputs) > 1:
-            return SEVERAL_INPUTS
-        elif len(outputs) > 1:
+        y = outputs[0]
+        if len(outputs) > 1 and len(inputs) == 1:
             if outputs[1].dim() != 1:
                 return "returns several tensors"
             y = y + outputs[1]  # a bias that a later operator adds
-        if not has_weights and y.data_ptr() == x.data_ptr():
-            return "returns its input"
         assert self._rows is not None
         seen = [self._token_rows(value) for value in (x, y)]
         if seen[0] is None or seen[1] is None:
@@ -161,6 +171,30 @@ class ModuleTaps:
             return None
         index = self._rows.index
         return value if index is None else value[index]
+
+
+def _one_input(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> torch.Tensor | None:
+    """The tensor that the first output is computed from; None if there are several, or none.
+
+    A norm that takes the residual stream as well returns two tensors: beside its own output the sum
+    of both inputs, which it normed, or the stream as it was.
+    """
+    if not inputs or not outputs or len(inputs) > _MOST_INPUTS:
+        return None
+    if len(inputs) == 1:
+        return inputs[0]
+    x, stream = inputs
+    if len(outputs) != len(inputs) or not outputs[1].shape == stream.shape == x.shape:
+        return None
+    if torch.equal(outputs[1], stream):
+        return x
+    total = x.double() + stream.double()
+    added = bool((outputs[1].double() - total).norm() <= _ROUNDED * total.norm())
+    return outputs[1] if added else None
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    return [x for x in values if isinstance(x, torch.Tensor)]
 
 
 def _flat(output: Any) -> tuple[Any, ...]:

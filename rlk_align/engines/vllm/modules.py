@@ -1,5 +1,6 @@
 """vLLM: a model of any family, module by module."""
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -30,14 +31,19 @@ class VLLMModuleTaps(VLLMTaps):
 
     def install(self) -> None:
         self._watch_batches()
-        self.before(self._model, self._locate, with_kwargs=True)
+        original = self._model.forward
+
+        # Some of vLLM's classes call `forward` past torch's hooks.
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self._locate_rows(self._model, args, kwargs)
+            self._modules.at(self._all, (1, self._rows.cells))
+            return original(*args, **kwargs)
+
+        self.replace(self._model, "forward", forward)
         assert self._tap is not None
         self._modules = ModuleTaps(self, self._model, self._tap)
         self.reasons = self._modules.reasons
-
-    def _locate(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        self._locate_rows(module, args, kwargs)
-        self._modules.at(self._all, (1, self._rows.cells))
 
 
 class VLLMModules(VLLMEngine):
