@@ -30,7 +30,8 @@ HEAD = """# Families
 
 A model is compared operator by operator if its `model_type` is below.
 [Add a family](add-a-family.md) says what a description consists of. A setting of `config.json` that
-the description does not cover is refused by name.
+the description does not cover is refused by name. A model of any other family can be compared
+[module by module](modules.md).
 
 `scripts/families_table.py` writes this table. Each cell with a count is one comparison of a small
 random checkpoint in bf16, with six prompts and eight new tokens each. *Healthy* means that the

@@ -13,6 +13,7 @@ from rlk_align.engines.registry import require_installed
 from rlk_align.errors import CorruptTrace
 from rlk_align.model.checkpoint import resolve_model
 from rlk_align.model.families import read_shape
+from rlk_align.model.outline import read_outline
 from rlk_align.progress import Progress, labelled
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.records import REPAIR, writing
@@ -107,7 +108,8 @@ def _planned(request: CaptureRequest, role: Role, run: Run, tokens: Path | None)
     model = resolve_model(request.model_path)
     if request.engine.option("python") is None:
         require_installed(request.engine.name)
-    spec = request.engine.canonical(read_shape(model).dtype)
+    shape = read_outline(model) if request.modules else read_shape(model)
+    spec = request.engine.canonical(shape.dtype)
     key = capture_key(request, spec, model, tokens)
     folder = run.folder / "captures" / f"{role}-{key}"
     return Job(
@@ -123,6 +125,7 @@ def _planned(request: CaptureRequest, role: Role, run: Run, tokens: Path | None)
         budget=request.trace.budget,
         layers=request.trace.layers,
         sites=request.trace.sites,
+        modules=request.modules,
     )
 
 

@@ -45,6 +45,7 @@ def capture_key(request: CaptureRequest, spec: EngineSpec, model: Path, tokens: 
         [request.prompts.suffix, request.prompts.read_bytes().hex()],
         tokens.read_bytes().hex() if tokens else [request.max_new_tokens, request.seed],
         [request.trace.budget, request.trace.layers, request.trace.sites],
+        request.modules,
         _patch_sources(str(patch).partition(":")[0]) if patch else None,
     )
 

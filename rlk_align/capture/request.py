@@ -32,6 +32,8 @@ class CaptureRequest:
     """The observed passes, in order; `decode` samples, `prefill` scores."""
     controls: bool = True
     """Whether each observed pass is also run without taps, and repeated with taps."""
+    modules: bool = False
+    """Whether the model, of any family, is observed module by module."""
     production: bool = False
     """Whether each observed pass is also run in the engine's un-tapped production mode."""
 

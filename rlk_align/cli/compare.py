@@ -34,6 +34,12 @@ def compare(
     ] = False,
     attribute: options.Attribute = False,
     replay_routing: options.ReplayRouting = False,
+    modules: Annotated[
+        bool,
+        typer.Option(
+            "--modules", help="Compare a model of any family, module by module; never a pass."
+        ),
+    ] = False,
     tokens: Annotated[
         str | None,
         typer.Option(
@@ -58,6 +64,14 @@ def compare(
     An imported run alone is judged as `explain` judges it.
     """
     check_kernels(pair.kernels)
+    if modules:
+        from rlk_align.cli.modules import compare_modules
+
+        flags = {"probe": probe, "attribute": attribute, "replay-routing": replay_routing}
+        others = [
+            f"--{n}" for n, given in (flags | {"tokens": tokens is not None}).items() if given
+        ]
+        compare_modules(pair, runs or [], others, output)
     probes = [n for n, given in {"probe": probe, "attribute": attribute}.items() if given]
     asked = choose(pair, runs or [], tokens, sequences, probes)
     if isinstance(asked, ImportedAlone):

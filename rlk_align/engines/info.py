@@ -39,6 +39,9 @@ class EngineInfo:
     """The engine's own options, beside those that every engine takes."""
     ranks: tuple[str, ...] = ()
     """The options whose product is the number of processes that rlk-align starts; empty for one."""
+    modules: str = ""
+    """`module:class` of the engine for `compare --modules`, which runs a model of any family; empty
+    if the engine does not support it."""
     own_ranks: str = ""
     """The option that sets how many ranks the engine starts itself."""
     samples: bool = True

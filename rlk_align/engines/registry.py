@@ -63,10 +63,12 @@ def require_kernels(name: str) -> None:
         )
 
 
-def load_engine(name: str) -> type[Any]:
-    """The engine's class, a subclass of `engines.base.Engine`; this imports the engine."""
+def load_engine(name: str, modules: bool = False) -> type[Any]:
+    """The engine's class, a subclass of `engines.base.Engine`; this imports the engine. `modules`:
+    that which runs a model of any family, module by module."""
     require_installed(name)
-    return _named(engine_info(name).target)
+    info = engine_info(name)
+    return _named(info.modules if modules else info.target)
 
 
 def load_patch(name: str) -> type[Any]:

@@ -24,7 +24,7 @@ from rlk_align.engines.process import heartbeat
 from rlk_align.engines.process.heartbeat import HEARTBEATS
 from rlk_align.engines.process.job import Events, Job, failed
 from rlk_align.engines.process.launch import children_watched, launch, rank_log
-from rlk_align.engines.process.plan import KEEP_LOGPROBS, CapturePlan, plan_capture
+from rlk_align.engines.process.plan import KEEP_LOGPROBS, CapturePlan, plan_capture, plan_modules
 from rlk_align.engines.process.ranks import barrier, check_device, destroy_process_group, join
 from rlk_align.engines.process.versions import versions
 from rlk_align.engines.registry import load_engine
@@ -32,6 +32,7 @@ from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.tested import tested_range, untested
 from rlk_align.errors import BadOption, RlkError
 from rlk_align.model.families import read_shape
+from rlk_align.model.outline import read_outline
 from rlk_align.model.prompts import Prompt, Sample, TokenBatch, check_lengths, load_prompts
 from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.sites import model_sites
@@ -49,18 +50,22 @@ if TYPE_CHECKING:
 def run(job: Job, events: Events) -> None:
     """Runs a job, or this rank's part of it. Raises RlkError for the user's errors."""
     spec = job.engine
-    shape = read_shape(job.model)
+    shape = read_outline(job.model) if job.modules else read_shape(job.model)
     prompts = load_prompts(job.prompts)
     events.send(stage="tokenising")
     prompt_ids = tokenise(job.model, prompts)
     batch = _initial_batch(job, prompts, prompt_ids)
     production = all(p.endswith(".production") for p in job.passes)
-    engine = load_engine(spec.name)(spec, job.model, shape, production)
+    engine = load_engine(spec.name, job.modules)(spec, job.model, shape, production)
     engine.heartbeats = job.folder / HEARTBEATS
     engine.kernels = patch = _kernels(spec)
     new_tokens = 0 if batch.sampled_tokens else job.max_new_tokens
     check_lengths(batch, shape.context - spec.info.spare_positions, shape.vocab, new_tokens)
-    plan = plan_capture(job, model_sites(shape), batch, spec.dtype(shape.dtype))
+    dtype = spec.dtype(shape.dtype)
+    sites = None if job.modules else model_sites(shape)
+    plan = (
+        plan_modules(job, batch, dtype) if sites is None else plan_capture(job, sites, batch, dtype)
+    )
     events.send(stage=str(plan))
     if spec.info.ranks:
         engine.ranks = join(spec.device, job.timeout)
@@ -229,7 +234,7 @@ def _open_part(job: Job, engine: Engine, name: str, plan: CapturePlan) -> PassWr
     keep = plan.keep if valued else KEEP_LOGPROBS
     shape = engine.shape
     checks = NO_CHECKS
-    if observed:
+    if observed and not job.modules:
         checks = Checks(checkpoint_rotary(job.model, shape), (shape.heads, shape.kv_heads))
     rank = engine.ranks.rank
     if rank:

@@ -161,15 +161,20 @@ def _unknown_rope(
             yield f"{path}.{key}", value
 
 
-def check_settings(model: Path, config: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raises ModelError if config.json has a setting that neither every family nor this one lists,
-    or names code of the checkpoint's own. `known`: the further keys of its family."""
+def check_own_code(model: Path, config: Mapping[str, Any]) -> None:
+    """Raises ModelError if config.json names code of the checkpoint's own."""
     if config.get("auto_map"):
         raise ModelError(
             f"{model}/config.json: auto_map names code in the checkpoint, which no engine here "
             "runs: whether that code computes what the engines' own code does is unknown",
             "remove auto_map from config.json to compare the engines' own code",
         )
+
+
+def check_settings(model: Path, config: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises ModelError if config.json has a setting that neither every family nor this one lists,
+    or names code of the checkpoint's own. `known`: the further keys of its family."""
+    check_own_code(model, config)
     unknown = unknown_settings(config, known)
     if not unknown:
         return
@@ -181,7 +186,8 @@ def check_settings(model: Path, config: Mapping[str, Any], known: Collection[str
     raise ModelError(
         f"{model}/config.json: {path} = {_short(value)} {effect} the description of family "
         f"{config.get('model_type')!r} does not say how{others}",
-        "the log-probs of any model can be judged: `import` and `explain` a dump of the run; "
+        "`compare --modules` compares any model, module by module; the log-probs of any model can "
+        "be judged: `import` and `explain` a dump of the run; "
         f"{PAGE} shows how to describe a setting",
     )
 

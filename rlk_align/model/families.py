@@ -628,6 +628,7 @@ FAMILIES = {
 }
 """The config's `model_type` -> the family. A new family is an entry here."""
 WITHOUT_FAMILY = (
+    "`compare --modules` compares any model, module by module; "
     f"known: {', '.join(sorted(FAMILIES))}; the log-probs of any model can be judged: `import` and "
     "`explain` a dump of the run, or `monitor` it; `weights` compares any two checkpoints; "
     f"{PAGE} shows how to describe a family"

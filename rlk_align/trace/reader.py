@@ -208,6 +208,12 @@ class Trace:
         number = casts.field("dtype").to_pylist().index(cast)
         return tuple(casts.field(c)[number].values.to_numpy() for c in ("rows", "columns"))
 
+    def weight_rows(self) -> dict[str, np.ndarray]:
+        """Parameter -> digests of its slices along dimension 0, int64."""
+        table = self._weights_table(["name", "rows"])
+        rows = (row.values.to_numpy() for row in table["rows"])
+        return dict(zip(table["name"].to_pylist(), rows, strict=True))
+
     def _weights_table(self, columns: list[str]) -> pa.Table:
         path = self.folder / "weights.parquet"
         try:

@@ -2,6 +2,7 @@
 
 RUN/
   run.json            the command, and the folders of the captures
+  tokens.parquet      the tokens that were scored, if the run was compared by --modules
   prompts.jsonl       the prompts that engines read, unless they are a file of the user's
   captures/NAME/      a Trace each, named after a digest of everything that affects its contents
   comparison.json     the result of the comparison
@@ -35,7 +36,7 @@ PROBE = "probe.json"
 RUN_PROMPTS = "prompts.jsonl"
 ROWS = "comparison.parquet"
 CONCLUSIONS = ("comparison.json", ROWS, "verdict.json")
-RUN_FILES = (RUN_JSON, RUN_PROMPTS, *CONCLUSIONS, PROBE, CHECKSUMS)
+RUN_FILES = (RUN_JSON, RUN_PROMPTS, "tokens.parquet", *CONCLUSIONS, PROBE, CHECKSUMS)
 R = TypeVar("R", bound=BaseModel)
 IMPORTED: Literal["rlk-align/imported-run/1"] = "rlk-align/imported-run/1"
 """The schema in run.json of a run that `rlk-align import` wrote."""
@@ -70,6 +71,14 @@ class RunRecord(Record):
     """The mismatches that the user allowed."""
 
 
+class ModulesRecord(Record):
+    """run.json of a run that was compared module by module."""
+
+    schema_id: Literal["rlk-align/modules-run/1"] = "rlk-align/modules-run/1"
+    command: list[str]
+    captures: dict[Role, str]
+
+
 class Run(RunFolder):
     """A run's folder."""
 
@@ -89,6 +98,11 @@ class Run(RunFolder):
                 f"{named} draws them; rlk-align compare --tokens {named} --train SPEC scores its "
                 "ids again",
             )
+        if schema_of(run.folder) == ModulesRecord.model_fields["schema_id"].default:
+            raise BadOption(
+                f"{run.folder} was compared by --modules: no contract names its modules",
+                f"its verdict is in {shlex.quote(str(run.folder / 'verdict.json'))}",
+            )
         run._check_whole(f"repeat this run: {shlex.join(run.record.command)}")
         return run
 
@@ -96,7 +110,7 @@ class Run(RunFolder):
     def record(self) -> RunRecord:
         return load_record(RunRecord, self.folder / "run.json")
 
-    def save(self, record: RunRecord) -> None:
+    def save(self, record: RunRecord | ModulesRecord) -> None:
         """Writes run.json and makes this the last run."""
         save_record(record, self.folder / "run.json")
         self._remember()

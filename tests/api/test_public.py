@@ -60,7 +60,10 @@ def test_a_function_stays_where_a_package_has_its_name() -> None:
 
 NOT_FLAGS = {"compare": {"progress", "runs"}, "capture": {"progress"}, "gate": {"progress"}}
 NOT_ARGUMENTS = {
-    "compare": {"output", "probe", "attribute", "replay_routing", "runs", "tokens", "sequences"},
+    "compare": {
+        *("output", "probe", "attribute", "replay_routing", "modules", "runs", "tokens"),
+        "sequences",
+    },
     "capture": set(),
     "gate": {"output"},
 }

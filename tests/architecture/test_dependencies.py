@@ -120,7 +120,12 @@ RULES = {
         *("logs.rescore.record", "logs.rescore.words", "interval", "judge"),
         *("probe.record", "probe.unit_record", "probe.attribution_record"),
         *("probe.perturbation_record", "trace.run", "model.operators"),
-        *("weights.findings", "results", "comparison_table", "version", "text", "errors"),
+        *("weights.findings", "modules.record", "results", "comparison_table", "version"),
+        *("text", "errors"),
+    ),
+    "modules": (
+        *("modules", "probe.referee", "capture", "compare", "judge", "engines.common.modules"),
+        *("report.modules_json", "trace", "model", "results", "progress", "text", "errors"),
     ),
     "weights": (
         *("weights", "compare.parity_weights", "engines.common", "engines.megatron.layout"),
@@ -132,7 +137,8 @@ RULES = {
         *("results", "progress", "errors"),
     ),
     "api": (
-        *("api", "pipeline", "capture", "compare", "probe.record", "judge", "report", "engines"),
+        *("api", "pipeline", "modules", "capture", "compare", "probe.record", "judge", "report"),
+        "engines",
         *("logs.rescore", "logs.diagnose", "logs.dumps", "logs.readers"),
         *("trace", "model", "data", "results", "comparison_table", "progress", "text", "errors"),
     ),
@@ -239,7 +245,7 @@ LIGHT = (
     *("model.sites", "model.operators", "progress", "text", "errors", "data", "cli.main"),
     *("api.public", "api.loaded", "api.judging", "api.pair", "api.single"),
     *("report.weights", "report.rescored", "report.document_terminal", "report.rescored_json"),
-    *("api.rescoring", "cli.compare", "cli.weights"),
+    *("api.rescoring", "api.modules", "cli.modules", "cli.compare", "cli.weights"),
 )
 """What judges and parses."""
 

@@ -71,7 +71,7 @@ class HFEngine(ForwardEngine):
             model = AutoModelForCausalLM.from_pretrained(
                 self.model_path,
                 dtype=dtype,
-                attn_implementation=str(self.spec.option("attn")),
+                attn_implementation=self._attention(),
                 **self._experts_implementation(),
                 local_files_only=True,
             )
@@ -84,6 +84,10 @@ class HFEngine(ForwardEngine):
             self.kernels.in_model(model, model.config.rope_parameters)
         apply_patch(self.spec, model.eval())
         return model
+
+    def _attention(self) -> str | None:
+        """The name of transformers' attention; None lets transformers choose."""
+        return str(self.spec.option("attn"))
 
     def _experts_implementation(self) -> dict[str, Any]:
         """The argument of `from_pretrained` for the experts of a sparse model."""
@@ -122,7 +126,7 @@ class HFEngine(ForwardEngine):
         rope, live = rotary_embeddings(self.model)[0]
         return rounded_frequencies(live, rotary.inv_freq, float(rope["rope_theta"]))
 
-    def tapped(self, tap: PassWriter | None, editor: Editor | None) -> HFTaps:
+    def tapped(self, tap: PassWriter | None, editor: Editor | None) -> ForwardHooks:
         hooks = HFTaps(self.model, self.places(), tap, editor)
         self._unexposed = hooks.unexposed
         return hooks

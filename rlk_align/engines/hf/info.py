@@ -60,6 +60,7 @@ HF = EngineInfo(
     options=HF_OPTIONS,
     patch="rlk_align.engines.patch:HFPatch",
     planting="rlk_align.engines.hf.planting:plant_fault",
+    modules="rlk_align.engines.hf.modules:HFModules",
     one_kernel=(frozenset({"q_rope", "k_rope"}),),
     tested=("transformers",),
     conflict=_conflict,
@@ -71,6 +72,7 @@ FSDP = replace(
     target="rlk_align.engines.hf.fsdp:FSDPEngine",
     patch="rlk_align.engines.patch:FSDPPatch",
     planting="",
+    modules="",
     options={
         **HF_OPTIONS,
         "dp": Option(int, default=1),

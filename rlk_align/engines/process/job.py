@@ -37,6 +37,8 @@ class Job(BaseModel):
     budget: int
     layers: tuple[int, int] | None
     sites: tuple[str, ...]
+    modules: bool = False
+    """Whether the model, of any family, is observed module by module."""
     then: tuple["Job", ...] = ()
     """Further jobs for the loaded engine, which differ only in their fault, seed and tokens."""
 

@@ -7,8 +7,10 @@ import numpy as np
 
 from rlk_align.engines.process.job import Job
 from rlk_align.errors import TraceNotWritten
+from rlk_align.model.checkpoint import weight_files
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.model.sites import RowIndex, Site
+from rlk_align.model.stored import file_tensors
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _ROW_BYTES = 80
@@ -24,8 +26,8 @@ class KeepRule:
     """Which rows keep their values; log-probs always do. The choice depends only on (sample,
     position), so that all sides keep the same rows."""
 
-    chosen: frozenset[str] = frozenset()
-    """The sites that keep values."""
+    chosen: frozenset[str] | None = frozenset()
+    """The sites that keep values; None for every site."""
     share: float = 1.0
     """The share of their rows that is kept."""
     prefix_sites: frozenset[str] = frozenset()
@@ -37,7 +39,7 @@ class KeepRule:
         """Bool `[N]` over rows at (sample, position), int `[N]` each."""
         if site == "logprob":
             return np.ones(len(sample), dtype=bool)
-        if site not in self.chosen:
+        if self.chosen is not None and site not in self.chosen:
             return np.zeros(len(sample), dtype=bool)
         if self.share >= 1.0:
             return np.ones(len(sample), dtype=bool)
@@ -98,13 +100,34 @@ def plan_capture(job: Job, sites: list[Site], batch: TokenBatch, dtype: str) -> 
         prefixes = _prefixes(index, prefix_share)
         rule, kept_bytes = KeepRule(chosen, share, chosen & read_before, prefixes), job.budget
     plan = CapturePlan(rule, kept_bytes, row_bytes)
-    needed, free = plan.value_bytes + row_bytes, shutil.disk_usage(job.folder).free
+    _check_space(job, plan)
+    return plan
+
+
+def plan_modules(job: Job, batch: TokenBatch, dtype: str) -> CapturePlan:
+    """The plan of a job whose sites are the inputs and outputs of modules. Their sizes are those of
+    the checkpoint's tensors: a product reads one dimension of its weight and writes the other."""
+    tensors = [t for path in weight_files(job.model) for t in file_tensors(path)]
+    features = sum(sum(t.shape[-2:]) if len(t.shape) > 1 else 2 * sum(t.shape) for t in tensors)
+    rows = len(RowIndex(batch))
+    observed = sum("." not in name for name in job.passes)
+    needed = observed * rows * features * _ITEM_BYTES.get(dtype, 4)
+    share = min(1.0, job.budget / max(1, needed))
+    row_bytes = 2 * len(job.passes) * rows * len(tensors) * _ROW_BYTES
+    plan = CapturePlan(KeepRule(None, share), int(share * needed), row_bytes)
+    _check_space(job, plan)
+    return plan
+
+
+def _check_space(job: Job, plan: CapturePlan) -> None:
+    """Raises TraceNotWritten if the disk has too little free space for a capture."""
+    needed = plan.value_bytes + plan.row_bytes
+    free = shutil.disk_usage(job.folder).free
     if needed > free:
         raise TraceNotWritten(
             f"this capture needs about {_size(needed)} in {job.folder}; {_size(free)} are free",
             "free some space, choose another --run-dir, or lower --trace-budget",
         )
-    return plan
 
 
 def _prefixes(index: RowIndex, share: float) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from rlk_align.engines.common.experts import BY_EXPERT
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import ParameterRecord
 from rlk_align.engines.vllm.experts import FUSED, PARTIAL
+from rlk_align.engines.vllm.taps import VLLMTaps
 from rlk_align.engines.vllm.worker import TapPlan
 from rlk_align.errors import BadOption, EngineFailed, ModelError
 from rlk_align.model.prompts import TokenBatch
@@ -37,7 +38,7 @@ _ENVIRONMENT = {
 }
 
 _MIN_MEMORY_SHARE = 0.01
-_MAX_CPU_CACHE = 1e9
+MAX_CPU_CACHE = 1e9
 """The largest cache of keys and values on a CPU, in bytes; a small model needs less."""
 _CPU_SEQUENCES = 64
 """The number of sequences, each as long as the context, that the cache of a CPU has room for."""
@@ -54,6 +55,8 @@ class VLLMEngine(Engine):
     """
 
     intervenes = True
+    taps: type[VLLMTaps] = VLLMTaps
+    """The hooks of a pass that is observed."""
 
     def open(self) -> None:
         option = self.spec.option
@@ -157,7 +160,7 @@ class VLLMEngine(Engine):
             size = float(limit) * 1e9
         elif device == "cpu":
             token = 2 * 4 * shape.layers * shape.kv_heads * shape.head_dim  # in fp32
-            size = min(_MAX_CPU_CACHE, _CPU_SEQUENCES * shape.context * token)
+            size = min(MAX_CPU_CACHE, _CPU_SEQUENCES * shape.context * token)
         else:
             return {}
         # vLLM needs this share of the memory to be free when it starts; the cache ignores it.
@@ -285,8 +288,9 @@ class VLLMEngine(Engine):
             # The outputs call a request `17`, and the runner calls it `17-8cdd...`.
             samples = {str(r).split("-")[0]: i for i, r in enumerate(requests)}
             plan = TapPlan(
-                tap.part(1), self.shape, samples, sampled, kind, batch, intervention, forced
-            )
+                tap.part(1), self.shape, samples, sampled, kind, batch, intervention, forced,
+                self.taps,
+            )  # fmt: skip
             self._rpc("rlk_tap", plan)
         try:
             with self._small_batches() if kind == "prefill" and counts else nullcontext():

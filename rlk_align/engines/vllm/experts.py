@@ -125,7 +125,7 @@ def expert_weights(model: Any, shape: ModelShape, ranks: Ranks) -> Iterator[Live
             copies = all_gather(correction.detach().reshape(shape.correction(i)), ranks)
             yield LiveParameter(f"layers.{i}.experts", copies[0], replicas=tuple(copies[1:]))
         routed = block.experts.routed_experts
-        gate_up, down = (_unpacked(routed, name) for name in ("w13_weight", "w2_weight"))
+        gate_up, down = (unpacked(routed, name) for name in ("w13_weight", "w2_weight"))
         half = gate_up.shape[1] // 2
         # With the kernels, the ranks share the rows of down_proj.
         dim = 0 if tp > 1 and has_kernels(block.experts) else 1
@@ -148,7 +148,7 @@ def _shared_evenly(name: str, local: torch.Tensor, dim: int, ranks: Ranks) -> Li
     return LiveParameter(name, layout.assemble(name, parts, dim), layout.shards(name, dim))
 
 
-def _unpacked(routed: Any, name: str) -> torch.Tensor:
+def unpacked(routed: Any, name: str) -> torch.Tensor:
     """A stacked weight `[E, out, in]` in the checkpoint's order.
 
     On CPUs vLLM packs it in another order. Packing moves entries and changes none, so packing their

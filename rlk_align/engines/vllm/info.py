@@ -43,6 +43,7 @@ VLLM = EngineInfo(
     ),
     patch="rlk_align.engines.patch:VLLMPatch",
     planting="rlk_align.engines.vllm.planting:plant_fault",
+    modules="rlk_align.engines.vllm.modules:VLLMModules",
     one_kernel=(
         frozenset({"q_proj", "k_proj", "v_proj"}),
         frozenset({"q_rope", "k_rope"}),

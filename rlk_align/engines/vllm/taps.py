@@ -3,7 +3,8 @@
 vLLM packs the tokens of all requests into one tensor `[tokens, features]`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,9 @@ from rlk_align.trace.writer import PassWriter
 class VLLMTaps(SiteHooks):
     """Hooks on vLLM's live model, which also map each packed row to its (sample, position)."""
 
+    reasons: Mapping[str, str] = MappingProxyType({})
+    """Module -> why its values are not recorded."""
+
     def __init__(
         self,
         runner: Any,
@@ -39,11 +43,14 @@ class VLLMTaps(SiteHooks):
     ) -> None:
         """`tap`: the writer of rank 0; None on the other ranks, which take part in gathering."""
         model = runner.get_model()
-        super().__init__(model, vllm_places(model, shape, ranks.world), tap, editor, ranks)
+        super().__init__(model, self.places_of(model, shape, ranks.world), tap, editor, ranks)
         self._runner, self._samples = runner, samples
         self._sampled, self._kind = sampled, kind
         self._batch: Any = None
         self._logits: LiveRows | None = None
+
+    def places_of(self, model: Any, shape: ModelShape, world: int) -> Iterable[Place]:
+        return vllm_places(model, shape, world)
 
     def install(self) -> None:
         self._watch_batches()

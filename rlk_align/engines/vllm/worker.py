@@ -60,6 +60,7 @@ class TapPlan:
     intervention: Intervention | None
     forced: bool
     """Whether the batch's responses are sampled, whatever the logits are."""
+    taps: type[VLLMTaps]
 
 
 class WorkerExtension:
@@ -113,7 +114,7 @@ class WorkerExtension:
     def rlk_tap(self, plan: TapPlan) -> None:
         ranks = tensor_parallel()
         self._rlk_writer = plan.open() if ranks.rank == 0 else None
-        self._rlk_taps = VLLMTaps(
+        self._rlk_taps = plan.taps(
             self.model_runner,
             ranks,
             plan.shape,
@@ -131,6 +132,9 @@ class WorkerExtension:
         self._rlk_taps.close()
         if self._rlk_writer is not None:
             self._rlk_writer.close()
+
+    def rlk_reasons(self) -> dict[str, str]:
+        return dict(self._rlk_taps.reasons)
 
     def rlk_count_graphs(self) -> None:
         self._rlk_graphs = GraphCounter(self.model_runner)

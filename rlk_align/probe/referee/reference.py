@@ -22,7 +22,11 @@ from rlk_align.model.tensors import biased_operators
 from rlk_align.probe.referee import formulas
 from rlk_align.probe.referee.experts import EXPERT_FORMULAS, ExpertReference
 from rlk_align.probe.referee.exponentials import SumOrder, lost_share, sum_orders
-from rlk_align.probe.referee.rounding import relative_unit, rounding_variance
+from rlk_align.probe.referee.rounding import (
+    nearest_rounding,
+    relative_unit,
+    rounding_variance,
+)
 from rlk_align.probe.referee.settings import (
     attention_scale,
     live_settings,
@@ -163,18 +167,10 @@ class Reference:
         return self._experts.beyond(site, inputs[0], recorded.long())
 
     def nearest(self, site: Site, exact: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
-        """Returns `exact`. If `got`, `[N, F]`, is closer to what an engine outputs that rounds a
-        product before it adds the bias, entries that are equal to that output count as exact: such
-        an engine loses most of a bias below half an ulp in every row alike, which is not a random
-        rounding error.
-        """
+        """Returns the exact output to compare with `got`, both `[N, F]`: see `nearest_rounding`."""
         if site.operator.formula != "linear" or not self._has_bias(site):
             return exact
-        bias, dtype = self._bias(site), getattr(torch, self.rounded_to(site))
-        once = exact.to(dtype).double()
-        twice = ((exact - bias).to(dtype).double() + bias).to(dtype).double()
-        distances = [(got - each).square().sum() for each in (once, twice)]
-        return twice.where(got == twice, exact) if distances[1] < distances[0] else exact
+        return nearest_rounding(exact, self._bias(site), got, self.rounded_to(site))
 
     def settings(self, site: Site) -> list[LiveSetting]:
         """Returns the settings of the operator in the live engine, beside those of config.json."""

@@ -1,0 +1,1 @@
+"""`compare --modules`: a model of any family, module by module, without a description."""
