@@ -423,6 +423,9 @@ class Mismatch(Result):
     """For weights of a sharded side: the ranks that hold the differing values."""
     detail: str = ""
     """Details beyond the two values."""
+    derived_copy: dict[SideName, str] = {}
+    """For weights: side -> the module that computes with a derived copy (packed, cast or cached)
+    of the parameter. The value compared is the copy's."""
     stops: bool = True
     """Whether it stops the comparison unless the user allows it."""
 

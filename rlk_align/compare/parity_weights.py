@@ -46,7 +46,8 @@ def check_weights(rollout: Trace, train: Trace) -> list[Mismatch]:
             found = difference(first, second, _SIDES, rollout.record.shape.head_dim)
             ranks, detail = found.ranks, found.detail
             other = named.get(theirs.digest)
-            if other is not None:
+            # A stale copy of a tied head differs from the embedding, too.
+            if other is not None and theirs.digest != mine.held:
                 detail = f"train holds what the rollout holds as {other}"
             mismatches.append(_mismatch(a[name], b[name], ranks, detail))
     return mismatches
@@ -76,8 +77,32 @@ def _in_one_dtype(a: Weight, b: Weight) -> tuple[Weight, Weight]:
 
 def _mismatch(a: Weight, b: Weight, ranks: list[int], detail: str) -> Mismatch:
     sides = [f"{w.dtype}{list(w.shape)} {w.digest[:12]}" for w in (a, b)]
+    copies: dict[SideName, Weight] = {"rollout": a, "train": b}
+    copies = {side: w for side, w in copies.items() if w.derived}
+    said = [_copy_words(side, w, b if w is a else a) for side, w in copies.items()]
     return Mismatch(
-        kind="weights", name=a.name, rollout=sides[0], train=sides[1], ranks=ranks, detail=detail
+        kind="weights",
+        name=a.name,
+        rollout=sides[0],
+        train=sides[1],
+        ranks=ranks,
+        detail="; ".join(filter(None, [*said, detail])),
+        derived_copy={side: w.derived for side, w in copies.items()},
+    )
+
+
+def _copy_words(side: SideName, copy: Weight, other: Weight) -> str:
+    """Says that a side's values are those of a derived copy, and what its parameter is."""
+    match copy.held:
+        case "":
+            parameter = "is empty"
+        case other.digest:
+            parameter = "has the other side's values: the copy is stale"
+        case _:
+            parameter = "has other values than the copy and the other side"
+    return (
+        f"derived copy: the {side} computes with a copy in {copy.derived}, whose parameter "
+        f"{parameter}"
     )
 
 

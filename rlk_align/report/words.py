@@ -216,7 +216,9 @@ def mismatch_words(m: Mismatch) -> str:
             f"{who}'s inverse frequencies were {how}" for who, how in sides if how != "exact"
         ]
         return ", and ".join(rounded)
-    return f"{m.kind} {m.name}{where}: rollout {_short(m.rollout)}, train {_short(m.train)}"
+    copies = " and ".join(f"{module} of the {side}" for side, module in m.derived_copy.items())
+    copied = f", derived copy in {copies}" if copies else ""
+    return f"{m.kind} {m.name}{copied}{where}: rollout {_short(m.rollout)}, train {_short(m.train)}"
 
 
 def _short(value: Any) -> str:

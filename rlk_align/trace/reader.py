@@ -16,7 +16,7 @@ from rlk_align.model.prompts import TokenBatch
 from rlk_align.trace.checksums import check_files, check_sizes
 from rlk_align.trace.records import REPAIR, load_record
 from rlk_align.trace.schema import PassRecord, TraceRecord, checked_trace, finished_passes
-from rlk_align.trace.tables import OLDER_WEIGHTS_SCHEMA, ROWS_SCHEMA, WEIGHTS_SCHEMA
+from rlk_align.trace.tables import ROWS_SCHEMA, WEIGHTS_SCHEMAS, with_added
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,11 @@ class Weight:
     """Digests of the copies of ranks 1, 2, ...; empty for a rank that has none."""
     casts: Mapping[str, str] = field(default_factory=dict)
     """Dtype -> the digest of the parameter rounded to it."""
+    derived: str = ""
+    """The module that computes with a copy of the parameter, whose values these are; empty if the
+    forward reads the parameter itself."""
+    held: str = ""
+    """The digest of the parameter beside such a copy; empty if there is none."""
 
     @property
     def copies(self) -> dict[int, str]:
@@ -185,7 +190,8 @@ class Trace:
 
     @cached_property
     def weights(self) -> dict[str, Weight]:
-        table = self._weights_table(["name", "shape", "dtype", "digest", "shards", "replicas"])
+        columns = ["name", "shape", "dtype", "digest", "shards", "replicas", "derived", "held"]
+        table = self._weights_table(columns)
         return {
             row["name"]: Weight(**row | {"shape": tuple(row["shape"]), "casts": casts})
             for row, casts in zip(table.to_pylist(), self._casts(), strict=True)
@@ -218,16 +224,12 @@ class Trace:
         path = self.folder / "weights.parquet"
         try:
             with pq.ParquetFile(path, page_checksum_verification=True) as file:
-                known = (WEIGHTS_SCHEMA, OLDER_WEIGHTS_SCHEMA)
-                if not any(file.schema_arrow.equals(schema) for schema in known):
+                if not any(file.schema_arrow.equals(schema) for schema in WEIGHTS_SCHEMAS):
                     raise CorruptTrace(f"{path} does not have the columns of a table of weights")
                 table = file.read([c for c in columns if c in file.schema_arrow.names])
         except (OSError, ValueError, pa.ArrowException) as error:
             raise CorruptTrace(f"{path} cannot be read: {error}") from error
-        if "casts" in columns and "casts" not in table.column_names:
-            casts = WEIGHTS_SCHEMA.field("casts")
-            table = table.append_column(casts, pa.array([[]] * file.metadata.num_rows, casts.type))
-        return table
+        return with_added(table, columns, file.metadata.num_rows)
 
     def has_pass(self, name: str) -> bool:
         return name in self.passes

@@ -12,6 +12,7 @@ from rlk_align.compare.parity_weights import cast_sides, check_weights
 from rlk_align.engines.common import parameters as live
 from rlk_align.engines.common.parameters import LiveParameter, Shard, even_shards, record_parameter
 from rlk_align.errors import ModelError
+from rlk_align.report.words import mismatch_words
 from rlk_align.results import Mismatch
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.tables import WEIGHTS_SCHEMA
@@ -221,12 +222,44 @@ def test_rounded_weights_in_another_place_are_told(tmp_path: Path) -> None:
     assert mismatch.detail == f"train holds what the rollout holds as {one}"
 
 
-def test_an_older_trace_has_no_casts(tmp_path: Path) -> None:
-    """Its weights are read as ever, and differ from rounded ones."""
+@pytest.mark.parametrize("added_since", [["casts", "derived", "held"], ["derived", "held"]])
+def test_an_older_trace_lacks_columns(tmp_path: Path, added_since: list[str]) -> None:
+    """Its weights are read as ever; without casts they differ from rounded ones."""
     w = weight()
     a, b = trace(tmp_path / "a", LiveParameter("embed", w)), LiveParameter("embed", w.bfloat16())
     path = tmp_path / "a" / "weights.parquet"
-    pq.write_table(pq.read_table(path).drop_columns(["casts"]), path)
-    assert a.weights["embed"].casts == {}
-    assert len(check_weights(a, trace(tmp_path / "b", b))) == 1
+    pq.write_table(pq.read_table(path).drop_columns(added_since), path)
+    embed = a.weights["embed"]
+    without_casts = "casts" in added_since
+    assert (embed.casts == {}, embed.derived, embed.held) == (without_casts, "", "")
+    assert len(check_weights(a, trace(tmp_path / "b", b))) == without_casts
     assert check_weights(a, trace(tmp_path / "c", LiveParameter("embed", w))) == []
+
+
+@pytest.mark.parametrize(
+    ("held", "says"),
+    [
+        (weight(), "has the other side's values: the copy is stale"),
+        (weight(seed=2), "has other values than the copy and the other side"),
+        (None, "is empty"),
+    ],
+)
+def test_a_stale_derived_copy_is_named(
+    tmp_path: Path, held: torch.Tensor | None, says: str
+) -> None:
+    copied = weight()
+    copied[3] += 1
+    copy = LiveParameter("lm_head", copied, derived="model.head", held=held)
+    mismatch = only(tmp_path, LiveParameter("lm_head", weight()), copy)
+    assert mismatch.derived_copy == {"train": "model.head"}
+    assert mismatch.detail == (
+        f"derived copy: the train computes with a copy in model.head, whose parameter {says}; "
+        "rows 3 differ"
+    )
+    assert "weights lm_head, derived copy in model.head of the train: " in mismatch_words(mismatch)
+
+
+def test_a_derived_copy_with_the_values_of_the_other_side_is_no_mismatch(tmp_path: Path) -> None:
+    copy = LiveParameter("lm_head", weight(), derived="model.head", held=weight(seed=2))
+    a, b = trace(tmp_path / "a", copy), trace(tmp_path / "b", LiveParameter("lm_head", weight()))
+    assert check_weights(a, b) == []

@@ -59,6 +59,12 @@ def test_a_tied_head_of_a_sparse_model_is_refused_by_name(tmp_path: Path) -> Non
     check(edited(tmp_path / "untied", mlp_only_layers=[], tie_word_embeddings=False))
 
 
+def test_biases_that_sglang_leaves_out_are_refused_by_name() -> None:
+    with pytest.raises(ModelError, match="ignores mlp_bias=true"):
+        check(data_path("model"), mlp_bias=True)
+    check(data_path("model"), mlp_bias=False)
+
+
 def test_a_dense_model_may_tie_its_head() -> None:
     check(data_path("model"), tie_word_embeddings=True)
 

@@ -20,27 +20,31 @@ whole = pytest.mark.whole_matrix
 
 
 @pytest.mark.parametrize(
-    ("schedule", "other", "dtype", "sparse"),
+    ("schedule", "other", "dtype", "model"),
     [
-        ("chunks", "hf", "bfloat16", False),
-        pytest.param("", "hf", "float32", False, marks=whole),
-        pytest.param("cached prefixes", "megatron", "bfloat16", False, marks=whole),
-        pytest.param("chunks", "megatron", "float32", False, marks=whole),
-        pytest.param("", "fsdp:dp=2", "bfloat16", False, marks=whole),
-        pytest.param("chunks", "vllm", "bfloat16", False, marks=whole),
-        pytest.param("chunks", "hf", "bfloat16", True, marks=whole),
-        pytest.param("cached prefixes", "megatron", "float32", True, marks=whole),
-        pytest.param("", "vllm", "bfloat16", True, marks=whole),
+        ("chunks", "hf", "bfloat16", "embedded"),
+        pytest.param("", "hf", "float32", "embedded", marks=whole),
+        pytest.param("cached prefixes", "megatron", "bfloat16", "embedded", marks=whole),
+        pytest.param("chunks", "megatron", "float32", "embedded", marks=whole),
+        pytest.param("", "fsdp:dp=2", "bfloat16", "embedded", marks=whole),
+        pytest.param("chunks", "vllm", "bfloat16", "embedded", marks=whole),
+        pytest.param("chunks", "hf", "bfloat16", "sparse", marks=whole),
+        pytest.param("cached prefixes", "megatron", "float32", "sparse", marks=whole),
+        pytest.param("", "vllm", "bfloat16", "sparse", marks=whole),
+        pytest.param("chunks", "hf", "bfloat16", "llama", marks=whole),
+        pytest.param("cached prefixes", "megatron", "float32", "llama", marks=whole),
+        pytest.param("", "hf", "float32", "qwen2", marks=whole),
+        pytest.param("chunks", "vllm", "bfloat16", "qwen2", marks=whole),
     ],
 )
 def test_no_bit_differs(
-    cli: Cli, folder: Path, schedule: str, other: str, dtype: str, sparse: bool
+    cli: Cli, folder: Path, schedule: str, other: str, dtype: str, model: str
 ) -> None:
     engine = other.partition(":")[0]
     require_engine(engine)
-    model = folder / f"sparse-{dtype}"
-    if sparse and not model.exists():
-        write_random_model(model, **sglang_env.EVERY_LAYER_SPARSE, dtype=dtype)
+    made, sparse = folder / f"{model}-{dtype}", model == "sparse"
+    if model != "embedded" and not made.exists():
+        write_random_model(made, **sglang_env.MODELS[model], dtype=dtype)
     sglang = sglang_env.sglang(",".join(filter(None, (f"dtype={dtype}", SCHEDULES[schedule]))))
     beside = f"{other}{',' if ':' in other else ':'}dtype={dtype}"
     rollout, train = (beside, sglang) if engine == "vllm" else (sglang, beside)
@@ -48,7 +52,7 @@ def test_no_bit_differs(
         *("compare", "--rollout", f"{rollout},kernels=rlk", "--train", f"{train},kernels=rlk"),
         *("--contract", "bitwise", "--max-new-tokens", 8, "--run-dir", folder / "run"),
         *("--prompts", write_few_prompts(folder / "few.jsonl")),
-        *(("--model", model) if sparse else ()),
+        *(() if model == "embedded" else ("--model", made)),
     )
     assert_equal(done, 40, sparse=sparse)
 

@@ -52,6 +52,7 @@ def test_a_setting_is_refused_by_name(changed: dict[str, Any]) -> None:
         ({"architectures": ["Other"]}, "Other of model_type=qwen3_moe"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu"),
         ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"mlp_bias": True}, "mlp_bias, which SGLang's class ignores"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"rope_parameters": None}, "rope_parameters"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type=dynamic"),

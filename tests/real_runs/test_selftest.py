@@ -39,9 +39,11 @@ PLANTED = {
     ),
     "vllm,megatron": (
         *("norm-output-fp8", "rope-key-position", "attn-scale", "proj-gain", "act-swapped"),
-        *("residual-branch", "logprob-temperature", "weight-norm"),
+        *("residual-branch", "logprob-temperature", "weight-norm", "copy-stale-head"),
     ),
-    "vllm:tp=2,max_num_seqs=4,hf": ("proj-gain", "logits-bf16", "weight-norm"),
+    "vllm:tp=2,max_num_seqs=4,hf": (
+        *("proj-gain", "logits-bf16", "weight-norm", "copy-stale-head", "copy-stale-linear"),
+    ),
 }
 SEEDS = {"hf": 1, "vllm,megatron": 0, "vllm:tp=2,max_num_seqs=4,hf": 1}
 DENSE = read_shape(data_path("model"))

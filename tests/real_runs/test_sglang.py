@@ -111,10 +111,13 @@ def test_a_changed_live_model_is_named_by_the_precheck(
 
 def test_planted_faults_are_named_on_either_side(cli: Cli, tmp_path: Path) -> None:
     faults = "norm-eps,rope-query-channel,act-gelu,kv-stale,decode-gain,logprob-temperature"
+    faults += ",copy-stale-head,copy-stale-linear"
     done = cli(
         *("selftest", "--engines", f"{sglang_env.sglang()},hf", "--seeds", 0, "--no-curves"),
         *("--faults", faults, "--run-dir", tmp_path / "run"),
     )
     assert done.code == 0, done.out + done.err
     results = (tmp_path / "run/selftest.jsonl").read_text(encoding="utf-8").splitlines()
-    assert len(results) == 10, "two of decode steps in the rollout alone, four on either side"
+    assert len(results) == 12, (
+        "two of decode steps and two stale copies in the rollout alone, four on either side"
+    )

@@ -24,6 +24,17 @@ EVERY_LAYER_SPARSE: dict[str, Any] = {
 """A random model that all engines run: SGLang makes every layer of a Qwen3-MoE sparse, and unties
 the head."""
 
+MODELS: dict[str, dict[str, Any]] = {
+    "sparse": EVERY_LAYER_SPARSE,
+    # A padded vocabulary, biases of attention, a tied head and one key-value head.
+    "llama": {
+        **{"model_type": "llama", "attention_bias": True, "tie_word_embeddings": True},
+        **{"num_key_value_heads": 1, "vocab_size": 1031, "head_dim": 32},
+    },
+    "qwen2": {"model_type": "qwen2"},
+}
+"""Name -> the settings of a random model, for the pairs with the kernels."""
+
 
 def sglang(options: str = "") -> str:
     """The engine's spec with these options."""

@@ -37,6 +37,11 @@ class LiveParameter:
     """The part that each rank has; empty if each rank has the whole parameter."""
     replicas: tuple[torch.Tensor, ...] = ()
     """The copies of ranks 1, 2, ... of a parameter that every rank has whole."""
+    derived: str = ""
+    """The module that computes with `value`, if that is a copy derived from the parameter; empty if
+    the forward reads the parameter itself."""
+    held: torch.Tensor | None = None
+    """The parameter beside a derived copy with other values; None if it was emptied."""
 
 
 CASTS = ("bfloat16", "float16")
@@ -65,6 +70,9 @@ class ParameterRecord:
     shards: list[tuple[int, int, int, int]]
     replicas: list[str]
     casts: list[Cast]
+    derived: str
+    held: str
+    """The digest of the parameter beside a derived copy; empty if there is none."""
 
 
 def record_parameter(parameter: LiveParameter) -> ParameterRecord:
@@ -73,7 +81,7 @@ def record_parameter(parameter: LiveParameter) -> ParameterRecord:
     Raises ModelError for a parameter with NaN or infinite entries: such a model cannot be sampled.
     """
     value = parameter.value
-    wrong = _count_not_finite(value)
+    wrong = count_not_finite(value)
     if wrong:
         raise ModelError(
             f"weight {parameter.name}: {wrong:,} of {value.numel():,} entries are NaN or infinite",
@@ -90,6 +98,8 @@ def record_parameter(parameter: LiveParameter) -> ParameterRecord:
         shards=[(s.rank, s.dim, s.start, s.stop) for s in parameter.shards],
         replicas=[digest_parameter(r) for r in parameter.replicas],
         casts=[_cast(value, dtype) for dtype in CASTS] if value.dtype == torch.float32 else [],
+        derived=parameter.derived,
+        held="" if parameter.held is None else digest_parameter(parameter.held),
     )
 
 
@@ -99,7 +109,7 @@ def _cast(value: torch.Tensor, dtype: str) -> Cast:
     return Cast(dtype=dtype, digest=digest_parameter(rounded), rows=rows, columns=columns)
 
 
-def _count_not_finite(value: torch.Tensor) -> int:
+def count_not_finite(value: torch.Tensor) -> int:
     """The number of entries that are NaN or infinite, counted in blocks of rows: the count needs
     eight bytes for each entry, and an engine leaves little memory of a GPU free."""
     rows = max(1, BLOCK * len(value) // max(1, value.numel()))

@@ -13,14 +13,17 @@ HEAD = "rlk_head"
 def add_head(model: Any) -> None:
     """Makes the live model compute logits by a module, which calls SGLang's own method.
 
-    The module's inputs are `(lm_head, hidden states [N, hidden])`, its output the logits `[N, V]`.
+    The module's inputs are `(lm_head, hidden states [N, hidden], bias)`, its output the logits
+    `[N, V]`.
     """
     processor = model.logits_processor
     compute = processor._compute_lm_head
 
     @functools.wraps(compute)
-    def forward(lm_head: Any, hidden: torch.Tensor, **options: Any) -> torch.Tensor:
-        return compute(hidden, lm_head, **options)
+    def forward(
+        lm_head: Any, hidden: torch.Tensor, bias: Any = None, **options: Any
+    ) -> torch.Tensor:
+        return compute(hidden, lm_head, bias, **options)
 
     head = torch.nn.Module()
     head.forward = forward
@@ -30,6 +33,6 @@ def add_head(model: Any) -> None:
     def by_module(
         hidden_states: torch.Tensor, lm_head: Any, embedding_bias: Any = None, **options: Any
     ) -> torch.Tensor:
-        return head(lm_head, hidden_states, embedding_bias=embedding_bias, **options)
+        return head(lm_head, hidden_states, embedding_bias, **options)
 
     processor._compute_lm_head = by_module

@@ -40,6 +40,12 @@ def check_sglang(option: ReadOption, config: dict[str, Any], shape: ModelShape) 
             f"{shape.model_type}",
             "compare with --rollout vllm or --rollout hf",
         )
+    if config.get("mlp_bias"):
+        raise ModelError(
+            "engine 'sglang' ignores mlp_bias=true, which config.json asks for: its MLP has no "
+            "biases, and it leaves those of the checkpoint out without an error",
+            "compare with --rollout vllm or --rollout hf",
+        )
     if shape.experts:
         _check_sparse(config, shape)
 

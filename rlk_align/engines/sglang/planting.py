@@ -12,11 +12,12 @@ import torch
 from rlk_align.engines.common.experts import Choose
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import first
+from rlk_align.engines.common.products import Method
 from rlk_align.engines.common.weights import Parameter
 from rlk_align.engines.sglang.experts import replace_choice, sparse_blocks
 from rlk_align.engines.sglang.places import sglang_places
 from rlk_align.engines.sglang.taps import on_rotation, row_counts
-from rlk_align.engines.sglang.weights import live_parameter, parameter_plan
+from rlk_align.engines.sglang.weights import live_parameter, parameter_plan, product_method
 from rlk_align.selftest.faults.catalogue import Chosen
 from rlk_align.selftest.planting.fused_operators import FusedOperators
 from rlk_align.selftest.planting.live_operators import plant
@@ -37,6 +38,9 @@ class SGLangOperators(FusedOperators):
 
     def tensor(self, path: str) -> torch.Tensor | None:
         return live_parameter(self._model, path)
+
+    def method(self, path: str) -> Method:
+        return product_method(self._model, path)
 
     def _note_rows(self, _module: Any, inputs: Any) -> None:
         ids, positions, batch = inputs[:3]

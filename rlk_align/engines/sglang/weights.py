@@ -1,14 +1,17 @@
 """The live parameters of an SGLang decoder, as canonical ones."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from rlk_align.engines.common.layout import padded
 from rlk_align.engines.common.parameters import LiveParameter
-from rlk_align.engines.common.weights import Parameter, canonical, parameters
+from rlk_align.engines.common.products import Method, weights_in_use
+from rlk_align.engines.common.weights import Parameter, parameters
 from rlk_align.engines.sglang.experts import expert_weights
+from rlk_align.engines.sglang.head import HEAD
 from rlk_align.engines.sglang.places import sglang_places
 from rlk_align.model.families import ModelShape
 
@@ -22,10 +25,17 @@ def parameter_plan(model: Any, shape: ModelShape) -> Iterator[Parameter]:
 
 def sglang_weights(model: Any, shape: ModelShape) -> Iterator[LiveParameter]:
     """The canonical parameters of a live model, in the checkpoint's layout."""
-    yield from canonical(
-        parameter_plan(model, shape), lambda path: live_parameter(model, path), lambda x: [x]
-    )
+    plan = parameter_plan(model, shape)
+    yield from weights_in_use(plan, model, partial(product_method, model), lambda x: [x])
     yield from expert_weights(model)
+
+
+def product_method(model: Any, path: str) -> Method:
+    """The method that computes the product with the parameter at a path."""
+    module = model.get_submodule(path.rpartition(".")[0])
+    if module is model.lm_head:
+        return model.logits_processor.get_submodule(HEAD), "forward"
+    return module.quant_method, "apply"
 
 
 def live_parameter(model: Any, path: str) -> torch.Tensor | None:

@@ -15,13 +15,14 @@ import torch
 from rlk_align.engines.common.experts import Choose
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import first
+from rlk_align.engines.common.products import Method
 from rlk_align.engines.common.weights import Parameter
 from rlk_align.engines.process.ranks import all_gather
 from rlk_align.engines.vllm.experts import replace_choice, sparse_blocks
 from rlk_align.engines.vllm.parallel import tensor_parallel
 from rlk_align.engines.vllm.places import adds_in_norms, sliding_window, vllm_places
 from rlk_align.engines.vllm.taps import on_rotation
-from rlk_align.engines.vllm.weights import live_parameter, live_weight, parameter_plan
+from rlk_align.engines.vllm.weights import live_parameter, parameter_plan, product_method
 from rlk_align.errors import BadOption
 from rlk_align.model.families import ModelShape
 from rlk_align.selftest.faults.catalogue import Chosen, choose
@@ -68,6 +69,9 @@ class VLLMOperators(FusedOperators):
 
     def tensor(self, path: str) -> torch.Tensor | None:
         return live_parameter(self._model, path)
+
+    def method(self, path: str) -> Method:
+        return product_method(self._model, path)
 
     def _note_rows(self, args: Any, kwargs: dict[str, Any]) -> None:
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
@@ -222,7 +226,7 @@ class VLLMSparseLayers(SparseLayers):
 
     def change_logits(self, layer: int, formula: Formula) -> None:
         gate = self._blocks[layer].gate
-        weight = live_weight(gate).detach()
+        weight = live_parameter(gate, "weight")
 
         def see(_module: Any, inputs: Any, output: Any) -> Any:
             unit = Unit(result=first(output), inputs=(inputs[0],), weight=weight, head_dim=1)

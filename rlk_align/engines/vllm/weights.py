@@ -1,6 +1,7 @@
 """The live parameters of a vLLM decoder, as canonical ones."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +9,8 @@ import torch
 from rlk_align.engines.common.fused_places import head_path
 from rlk_align.engines.common.layout import padded
 from rlk_align.engines.common.parameters import LiveParameter
-from rlk_align.engines.common.weights import Parameter, canonical, parameters
+from rlk_align.engines.common.products import Method, read_weight, weights_in_use
+from rlk_align.engines.common.weights import Parameter, parameters
 from rlk_align.engines.process.ranks import Ranks, all_gather
 from rlk_align.engines.vllm.experts import expert_weights
 from rlk_align.engines.vllm.places import vllm_places
@@ -25,10 +27,20 @@ def parameter_plan(model: Any, shape: ModelShape, tp: int) -> Iterator[Parameter
 def vllm_weights(model: Any, shape: ModelShape, ranks: Ranks) -> Iterator[LiveParameter]:
     """The canonical parameters of a live vLLM model, in the checkpoint's layout."""
     plan = parameter_plan(model, shape, ranks.world)
-    yield from canonical(
-        plan, lambda path: live_parameter(model, path), lambda local: all_gather(local, ranks)
+    yield from weights_in_use(
+        plan, model, partial(product_method, model), lambda local: all_gather(local, ranks)
     )
     yield from expert_weights(model, shape, ranks)
+
+
+def product_method(model: Any, path: str) -> Method:
+    """The method that computes the product with the parameter at a path. On CPUs vLLM packs
+    weights: it empties the parameters of linears, and keeps that of the head beside the copy."""
+    holder, _, _ = path.rpartition(".")
+    # vLLM 0.26 has no method of its own for the head.
+    if holder == head_path(model) and hasattr(model.logits_processor, "_apply_head"):
+        return model.logits_processor, "_apply_head"
+    return model.get_submodule(holder).quant_method, "apply"
 
 
 def live_parameter(model: Any, path: str) -> torch.Tensor | None:
@@ -36,22 +48,6 @@ def live_parameter(model: Any, path: str) -> torch.Tensor | None:
     holder, _, name = path.rpartition(".")
     module = model.get_submodule(holder)
     value = getattr(module, name, None)
-    return live_weight(module) if name == "weight" and value is not None else value
-
-
-def live_weight(module: Any) -> torch.Tensor:
-    """The weight `[out, in]` that a linear layer computes with.
-
-    On CPUs vLLM packs the weight and empties the parameter. The layer's product with the identity
-    restores the weight bit for bit, except for the sign of zero.
-    """
-    if module.weight.numel():
-        return module.weight
-    dtype = module.params_dtype
-    # A layer that every rank has whole has no partition.
-    size = getattr(module, "input_size_per_partition", module.input_size)
-    columns = [
-        module.quant_method.apply(module, block, None)
-        for block in torch.eye(size, dtype=dtype).split(1024)
-    ]
-    return torch.cat(columns).T
+    if value is None or value.numel():
+        return value
+    return read_weight(product_method(model, path), module)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from rlk_align.model.sites import Site
 
-Kind = Literal["computation", "weights", "positions", "boundaries", "sparse"]
-"""`sparse`: planted through the engine's `SparseLayers`."""
+Kind = Literal["computation", "weights", "copies", "positions", "boundaries", "sparse"]
+"""`copies`: a product computes with a copy of its weight; `sparse`: planted through the engine's
+`SparseLayers`."""
 Expected = Literal["named", "rounding", "precheck"]
 
 ALL = ("hf", "vllm", "megatron")

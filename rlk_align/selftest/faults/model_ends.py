@@ -127,6 +127,26 @@ WEIGHTS = {
         expected="precheck",
         mismatch="layers.3.mlp_norm",
     ),
+    "copy-stale-head": Fault(
+        ("logits",),
+        "the head computes with a copy of its weight from before the last update",
+        "linear:stale_weight",
+        Strength("change of the update, as a share of the weights", 0.02, (1e-3, 0.02)),
+        engines=("vllm",),
+        kind="copies",
+        expected="precheck",
+        mismatch="lm_head",
+    ),
+    "copy-stale-linear": Fault(
+        ("layers.1.o_proj",),
+        "a projection computes with a packed copy of its weight from before the last update",
+        "linear:stale_weight",
+        Strength("change of the update, as a share of the weights", 0.02, (1e-3, 0.02)),
+        engines=("vllm",),
+        kind="copies",
+        expected="precheck",
+        mismatch="layers.1.o_proj",
+    ),
 }
 INPUTS = {
     "padding-positions": Fault(

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.common.weights import Parameter, canonical
+from rlk_align.engines.common.products import Method
+from rlk_align.engines.common.weights import Parameter, canonical, write_part
 from rlk_align.selftest.planting.live_operators import LiveOperators
 from rlk_align.selftest.planting.operands import Formula, Unit, in_place_of
 
@@ -25,6 +26,10 @@ class FusedOperators(LiveOperators):
     def tensor(self, path: str) -> torch.Tensor | None:
         """This rank's tensor at a path that the model computes with; None if there is none."""
 
+    @abstractmethod
+    def method(self, path: str) -> Method:
+        """The method that computes the product with the parameter at a path."""
+
     def parameter(self, name: str) -> torch.Tensor:
         every = canonical(self._entries(name), self.tensor, self._sharing.gather)
         return next(p.value for p in every if p.name == name).detach()
@@ -32,6 +37,24 @@ class FusedOperators(LiveOperators):
     def live(self, name: str) -> tuple[torch.Tensor, Parameter]:
         entry = self._entries(name)[0]
         return self._model.get_parameter(entry.name).detach(), entry
+
+    def change_copy(self, site: str, change: Formula) -> None:
+        name = self.sites[site].operator.parameter or site
+        changed, entry = change(self.parameter(name)), self._entries(name)[0]
+        local = self.tensor(entry.name)
+        if not self.faulty or local is None:
+            return
+        copy = local.detach().clone()
+        write_part(entry, name, self._sharing.rank, changed, copy)
+        owner, method = self.method(entry.name)
+        original = getattr(owner, method)
+
+        def product(module: Any, x: torch.Tensor, bias: Any = None, **more: Any) -> torch.Tensor:
+            y = x.float() @ copy.float().T
+            y = y if bias is None else y + bias.float()
+            return y.to(original(module, x, bias, **more).dtype)
+
+        self.replace(owner, method, product)
 
     def _entries(self, name: str) -> list[Parameter]:
         return [entry for entry in self.plan() if name in entry.layout.ops]

@@ -301,6 +301,10 @@ class LiveOperators(Hooks, ABC):
         else:
             write_part(entry, site, self._sharing.rank, changed, live)
 
+    def change_copy(self, site: str, change: Formula) -> None:
+        """Makes a site's product compute with `change(weight)`; its parameter stays as it is."""
+        raise NotImplementedError
+
     def change_positions(self, change: Formula) -> None:
         """Gives `change(positions)` to the model."""
         raise NotImplementedError
@@ -335,7 +339,9 @@ def plant(operators: LiveOperators, chosen: Chosen) -> LiveOperators:
         if operators.faulty and operators.computes(fault.site):
             formula(operators.sparse_layers(), operators.sites[fault.site].layer)
     else:
-        change = operators.change_weight if fault.kind == "weights" else operators.replace_operator
+        change = {"weights": operators.change_weight, "copies": operators.change_copy}.get(
+            fault.kind, operators.replace_operator
+        )
         for site in filter(operators.computes, fault.sites):
             change(site, formula)
     return operators

@@ -12,7 +12,12 @@ from rlk_kernels.integrations.frameworks import refuse
 VERSIONS = ("0.5.23",)
 """The versions of SGLang whose private methods were read and run: those of the head and of
 log-probs have no extension point."""
-ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 """model_type -> SGLang's class."""
 ONE = ("tp_size", "dp_size", "pp_size", "ep_size", "attn_cp_size", "dcp_size", "moe_dp_size")
 OFF = {
@@ -98,6 +103,8 @@ def of_model(config: Any) -> Iterator[str]:
         yield "quantization_config: quantised weights have no kernel"
     if getattr(config, "use_sliding_window", False):
         yield "use_sliding_window, which SGLang's class ignores"
+    if getattr(config, "mlp_bias", False):
+        yield "mlp_bias, which SGLang's class ignores"
     rope = dict(getattr(config, "rope_parameters", None) or {})
     if "rope_theta" not in rope:
         yield "a config without rope_parameters"
