@@ -1,6 +1,5 @@
 """vLLM: a model of any family, module by module."""
 
-import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from rlk_align.engines.common.places import Place
 from rlk_align.engines.vllm.engine import MAX_CPU_CACHE, VLLMEngine
 from rlk_align.engines.vllm.experts import unpacked
 from rlk_align.engines.vllm.taps import VLLMTaps
-from rlk_align.engines.vllm.weights import live_weight
+from rlk_align.engines.vllm.weights import linear_weight
 from rlk_align.results import CodePlace
 
 _LEAST_CPU_CACHE = 2.5e8
@@ -31,19 +30,14 @@ class VLLMModuleTaps(VLLMTaps):
 
     def install(self) -> None:
         self._watch_batches()
-        original = self._model.forward
-
-        # Some of vLLM's classes call `forward` past torch's hooks.
-        @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            self._locate_rows(self._model, args, kwargs)
-            self._modules.at(self._all, (1, self._rows.cells))
-            return original(*args, **kwargs)
-
-        self.replace(self._model, "forward", forward)
+        self.around(self._model, self._begin)
         assert self._tap is not None
         self._modules = ModuleTaps(self, self._model, self._tap)
         self.reasons = self._modules.reasons
+
+    def _begin(self, args: Any, kwargs: dict[str, Any]) -> None:
+        self._locate_rows(args, kwargs)
+        self._modules.at(self._all, (1, self._rows.cells))
 
 
 class VLLMModules(VLLMEngine):
@@ -86,7 +80,7 @@ def _code(model: Any) -> dict[str, CodePlace]:
 def _live(module: Any, name: str, value: torch.Tensor) -> torch.Tensor | None:
     """A parameter's values, also where vLLM has packed them."""
     if name == "weight" and not value.numel():
-        return live_weight(module) if hasattr(module, "params_dtype") else None
+        return linear_weight(module) if hasattr(module, "params_dtype") else None
     convolution = getattr(module, "_cpu_unpacked_conv_weight", None)
     if name == "weight" and convolution is not None:
         from vllm._custom_ops import causal_conv1d_weight_pack

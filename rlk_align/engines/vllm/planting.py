@@ -22,7 +22,12 @@ from rlk_align.engines.vllm.experts import replace_choice, sparse_blocks
 from rlk_align.engines.vllm.parallel import tensor_parallel
 from rlk_align.engines.vllm.places import adds_in_norms, sliding_window, vllm_places
 from rlk_align.engines.vllm.taps import on_rotation
-from rlk_align.engines.vllm.weights import live_parameter, parameter_plan, product_method
+from rlk_align.engines.vllm.weights import (
+    linear_weight,
+    live_parameter,
+    parameter_plan,
+    product_method,
+)
 from rlk_align.errors import BadOption
 from rlk_align.model.families import ModelShape
 from rlk_align.selftest.faults.catalogue import Chosen, choose
@@ -261,7 +266,7 @@ class VLLMSparseLayers(SparseLayers):
 
     def leave_out_gate(self, layer: int) -> None:
         block = self._blocks[layer]
-        weight = live_weight(block.shared_expert_gate).detach()
+        weight = linear_weight(block.shared_expert_gate).detach()
         without_gate(self._hooks, block.shared_expert, weight)
 
     def swap_experts(self, layer: int, one: int, other: int) -> None:

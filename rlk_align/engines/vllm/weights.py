@@ -43,6 +43,13 @@ def product_method(model: Any, path: str) -> Method:
     return model.get_submodule(holder).quant_method, "apply"
 
 
+def linear_weight(module: Any) -> torch.Tensor:
+    """The weight `[out, in]` that a linear layer computes with, also where vLLM has packed it."""
+    if module.weight.numel():
+        return module.weight
+    return read_weight((module.quant_method, "apply"), module)
+
+
 def live_parameter(model: Any, path: str) -> torch.Tensor | None:
     """The tensor at a path that a model computes with; None if there is none."""
     holder, _, name = path.rpartition(".")
