@@ -158,11 +158,12 @@ def test_sites_are_those_of_the_model() -> None:
     sites = model_sites(shape)
     sparse = read_shape(data_path("model").parent / "sparse")
     shared = dataclasses.replace(sparse, model_type="glm4_moe", shared_intermediate=1)
+    gated = dataclasses.replace(shared, model_type="qwen2_moe")
     after = dataclasses.replace(shape, model_type="gemma3_text")
-    sites += model_sites(sparse) + model_sites(shared) + model_sites(after)
+    sites += [s for other in (sparse, shared, gated, after) for s in model_sites(other)]
     assert {s.op for s in sites} == {operator.site for operator in OPERATORS.values()}
     assert {s.op for s in sites if s.layer is None} == {
-        name for name, operator in OPERATORS.items() if operator.part is None
+        operator.site for operator in OPERATORS.values() if operator.part is None
     }
 
 

@@ -314,6 +314,7 @@ def test_a_failed_precheck_stops_everything() -> None:
             "position": None,
             "ranks": [],
             "detail": "",
+            "derived_copy": {},
         }
     ]
     assert "weights" in record["doubts"][0]
