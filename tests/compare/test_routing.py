@@ -115,6 +115,18 @@ def test_scores_need_the_checkpoint_only_where_they_are_corrected(tmp_path: Path
     torch.testing.assert_close(found, logits.double().sigmoid() + torch.tensor([0.25, 1.0]))
 
 
+def test_the_corrected_scores_of_a_softmax(tmp_path: Path) -> None:
+    shape = dataclasses.replace(read_shape(SPARSE), model_type="ernie4_5_moe", experts=2)
+    choice = {s.name: s for s in model_sites(shape)}["layers.1.experts"]
+    tensor = {"model.layers.1.mlp.moe_statics.e_score_correction_bias": torch.tensor([[0.1, 0.9]])}
+    save_file(tensor, tmp_path / "model.safetensors")
+    logits = torch.tensor([[0.5, -0.5]])
+    found = Routers(tmp_path, shape).scores(choice, logits)
+    assert found is not None
+    torch.testing.assert_close(found, logits.double().softmax(dim=1) + torch.tensor([[0.1, 0.9]]))
+    assert shape.correction(1) == (1, 2)
+
+
 def layer(**values: float) -> str:
     counts = {"rows": 9, "flipped": 3, "at_router": 2, "measured": 2, "ties": 0, "largest_gap": 0.0}
     record = LayerRouting.model_validate(

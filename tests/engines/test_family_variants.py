@@ -109,7 +109,7 @@ def test_vllm_and_transformers_are_healthy_or_a_known_fault_is_named(
     assert (first["site"], first["side"]) == IGNORED_BY_VLLM[family]
 
 
-def test_vllm_refuses_a_family_before_it_starts(
+def test_vllm_refuses_what_it_does_not_compute_before_it_starts(
     cli: Cli, few_prompts: Path, tmp_path: Path
 ) -> None:
     model = family_model(tmp_path, "minimax_m2")
@@ -117,6 +117,10 @@ def test_vllm_refuses_a_family_before_it_starts(
     assert done.code == 2
     assert "vllm does not support model_type 'minimax_m2': " in done.err
     assert "compare with --rollout hf" in done.err
+    model = family_model(tmp_path, "olmoe")
+    done = cli("compare", "--model", model, "--rollout", "vllm:tp=2", "--train", "hf")
+    assert done.code == 2
+    assert "its norms over all heads need all ranks, which no test has compared" in done.err
 
 
 @pytest.mark.whole_matrix
@@ -250,7 +254,10 @@ FAULTY = [
     in_hf("glm4", "post-norm-left-out"),
     in_vllm("glm4", "post-norm-left-out"),
 ]
-DEFAULT = {"olmo3-norm-each-head-hf", "gemma3_text-norm-one-left-out-hf", "smollm3-attn-rotated-hf"}
+DEFAULT = {
+    *("olmo3-norm-each-head-hf", "gemma3_text-norm-one-left-out-hf", "smollm3-attn-rotated-hf"),
+    "qwen2_moe-shared-gate-left-out-hf",
+}
 
 
 @pytest.mark.parametrize(

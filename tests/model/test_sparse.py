@@ -12,7 +12,7 @@ from rlk_align.data import data_path
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import tensor_name
 from rlk_align.model.families import ModelShape, read_shape
-from rlk_align.model.rotary import checkpoint_rotary
+from rlk_align.model.rotary import checkpoint_rotary, partial_rotary_factor
 from rlk_align.model.sites import model_sites, site_parameters
 from rlk_align.model.tensors import check_tensors, expected_tensors
 
@@ -131,6 +131,25 @@ def test_families_with_other_routing_are_refused_by_name(
 ) -> None:
     with pytest.raises(ModelError, match=f"model_type '{kind}' is not supported: .*{said}"):
         qwen(tmp_path, model_type=kind)
+
+
+def test_the_keys_of_ernie_and_minimax(tmp_path: Path) -> None:
+    config = json.loads((SPARSE / "config.json").read_text())
+    for key in ("num_experts", "num_local_experts", "num_experts_per_tok", "mlp_only_layers"):
+        config.pop(key, None)
+    ernie: dict[str, Any] = config | {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 8,
+        "moe_k": 2,
+    }
+    ernie |= {"moe_layer_start_index": 1, "moe_layer_end_index": 2, "moe_num_shared_experts": 3}
+    shape = shape_of(tmp_path, ernie)
+    assert (shape.experts, shape.top_k, shape.sparse_layers) == (8, 2, (1, 2))
+    assert shape.shared_intermediate == 3 * shape.expert_intermediate
+    assert shape_of(tmp_path, ernie | {"moe_layer_end_index": -1}).sparse_layers == (1, 2, 3)
+    with pytest.raises(ModelError, match="moe_layer_end_index is 4"):
+        shape_of(tmp_path, ernie | {"moe_layer_end_index": 4})
+    assert partial_rotary_factor({"rotary_dim": 16, "head_dim": 64}) == 0.25
 
 
 def test_sites_of_a_sparse_layer() -> None:

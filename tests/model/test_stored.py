@@ -10,7 +10,7 @@ from stacked_experts import stacked
 
 from rlk_align.errors import ModelError
 from rlk_align.model.families import read_shape
-from rlk_align.model.stored import stored_tensors
+from rlk_align.model.stored import Stacks, stored_tensors
 from rlk_align.model.tensors import check_tensors
 
 SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
@@ -35,6 +35,23 @@ def test_each_expert_is_read_from_the_stack(model: Path) -> None:
             assert torch.equal(stored[name].part(file, 0, 3, 9), expected[3:9]), name
             if expected.dim() == 2:
                 assert torch.equal(stored[name].part(file, 1, 3, 9), expected[:, 3:9]), name
+
+
+def test_a_family_may_have_other_names_for_its_stacks(model: Path) -> None:
+    path = model / "model.safetensors"
+    names = {"mlp.experts.gate_up_proj": "moe.first", "mlp.experts.down_proj": "moe.second"}
+    tensors = load_file(path)
+    for name in list(tensors):
+        for usual, own in names.items():
+            if name.endswith(usual):
+                tensors[name.replace(usual, own)] = tensors.pop(name)
+    save_file(tensors, path)
+    truth = load_file(SPARSE / "model.safetensors")
+    assert stored_tensors(model, {}).keys() != truth.keys()
+    found = stored_tensors(model, {}, stacks=Stacks("moe.first", "moe.second"))
+    assert found.keys() == truth.keys()
+    with safe_open(path, framework="pt") as file:
+        assert all(torch.equal(found[name].read(file), truth[name]) for name in truth)
 
 
 def test_a_stack_of_another_size_is_refused(model: Path) -> None:

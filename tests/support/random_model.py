@@ -27,6 +27,9 @@ def write_random_model(folder: Path, **settings: Any) -> Path:
     for key, parameter in made.named_parameters():
         if "norm" in key or key.endswith("bias"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        elif not parameter.any():
+            # transformers leaves some routers at 0.
+            torch.nn.init.normal_(parameter, std=settings["initializer_range"])
     for key, value in (*made.named_parameters(), *made.named_buffers()):
         if key.endswith("e_score_correction_bias"):
             # The scores of a softmax, which "statics" correct, differ less than those of a sigmoid.

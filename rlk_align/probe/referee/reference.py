@@ -253,7 +253,7 @@ class Reference:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x · weightᵀ + bias, and its variance by the float32 sums of each rank."""
         out = formulas.linear(x, weight, bias)
-        extra = formulas.sum_rounding(x, weight, self.dtype)
+        extra = formulas.sum_rounding(x, weight, self.rounded_to(site))
         if bias is not None:
             # Some engines round the product before they add the bias.
             extra = extra + rounding_variance(out - bias, self.dtype)
