@@ -37,6 +37,7 @@ _REFUSED_OPTIONS = {
     "kernels": "the kernels know the families that are described",
     "except": "the kernels know the families that are described",
     "fault": "a fault is planted at an operator of a described family",
+    "logprobs": "those of a prompt are raw",
     "tp": "the shards of several ranks are not joined here",
 }
 """Option of an engine -> why it is refused."""
@@ -126,7 +127,7 @@ def _engine(text: str) -> EngineSpec:
         known = ", ".join(name for name in ENGINES if engine_info(name).modules)
         raise BadOption(f"--modules does not support engine {spec.name!r}", f"use {known}")
     for key, why in _REFUSED_OPTIONS.items():
-        if key in spec.options and spec.options[key] not in ("off", 1):
+        if key in spec.options and spec.options[key] not in ("off", "raw", 1):
             value = spec.options[key]
             raise BadOption(f"--modules does not support {spec.name}:{key}={value}: {why}")
     return spec

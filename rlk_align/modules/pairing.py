@@ -22,8 +22,8 @@ rows of the same tensors."""
 
 
 @dataclass(frozen=True, slots=True)
-class LiveParameter:
-    """A parameter of a live engine."""
+class ParameterRows:
+    """A parameter of a live engine, by its rows."""
 
     name: str
     dtype: str
@@ -86,7 +86,7 @@ class _Run:
     step: int
 
 
-def pair(stored: StoredWeights, live: Mapping[str, LiveParameter]) -> Pairing:
+def pair(stored: StoredWeights, live: Mapping[str, ParameterRows]) -> Pairing:
     """Pairs the parameters of one side. Raises ModelError for a checkpoint that cannot be read."""
     finder, pairing = _Finder(stored), Pairing()
     matrices = [p for p in live.values() if p.width > 1]
@@ -100,7 +100,7 @@ def pair(stored: StoredWeights, live: Mapping[str, LiveParameter]) -> Pairing:
     return pairing
 
 
-def _add(pairing: Pairing, parameter: LiveParameter, holdings: list[Holding]) -> None:
+def _add(pairing: Pairing, parameter: ParameterRows, holdings: list[Holding]) -> None:
     pairing.by_parameter[parameter.name] = holdings
     for holding in holdings:
         pairing.by_tensor.setdefault(holding.tensor, []).append(holding)
@@ -115,7 +115,7 @@ class _Finder:
         self._stored = stored
         self._indices: dict[tuple[str, int, bool], _RowIndex] = {}
 
-    def matrix(self, p: LiveParameter) -> list[Holding]:
+    def matrix(self, p: ParameterRows) -> list[Holding]:
         named = self._named(p)
         if named is not None and not named.changed:
             return [named]
@@ -129,7 +129,7 @@ class _Finder:
                 return held
         return [named] if named is not None else []
 
-    def vector(self, p: LiveParameter, beside: list[Holding]) -> list[Holding]:
+    def vector(self, p: ParameterRows, beside: list[Holding]) -> list[Holding]:
         """`beside`: what the weight of the same module holds."""
         named = self._named(p)
         if named is not None and not named.changed:
@@ -142,7 +142,7 @@ class _Finder:
             return pieces
         return [named] if named is not None else fused
 
-    def _named(self, p: LiveParameter) -> Holding | None:
+    def _named(self, p: ParameterRows) -> Holding | None:
         """The tensor of the same name, if it has the same form but for padding after it."""
         for name in self._stored.names.same(p.name):
             if self._stored.width(name) != p.width:
@@ -154,7 +154,7 @@ class _Finder:
                 return Holding(p.name, name, False, np.arange(n), changed)
         return None
 
-    def _fused(self, p: LiveParameter, beside: list[Holding]) -> list[Holding]:
+    def _fused(self, p: ParameterRows, beside: list[Holding]) -> list[Holding]:
         """The biases of the tensors that are fused in the module's weight, in the same order."""
         suffix, out = p.name.rpartition(".")[2], []
         for h in beside:
@@ -168,7 +168,7 @@ class _Finder:
             out.append(Holding(p.name, name, False, h.offsets, changed))
         return out if sum(len(h.offsets) for h in out) == len(p.rows) else []
 
-    def _pieces(self, p: LiveParameter) -> list[Holding]:
+    def _pieces(self, p: ParameterRows) -> list[Holding]:
         """Whole vectors of the checkpoint, one after another."""
         vectors = [n for n in self._stored.tensors if self._stored.width(n) == 1]
         at, out = 0, []
@@ -187,7 +187,7 @@ class _Finder:
             at += longest
         return out
 
-    def _runs(self, p: LiveParameter, transposed: bool) -> list[_Run]:
+    def _runs(self, p: ParameterRows, transposed: bool) -> list[_Run]:
         index, at, runs = self._index(p.dtype, p.width, transposed), 0, []
         while at < len(p.rows):
             best = max(
@@ -208,7 +208,7 @@ class _Finder:
             self._indices[key] = _RowIndex(rows, transposed)
         return self._indices[key]
 
-    def _holdings(self, p: LiveParameter, runs: list[_Run]) -> list[Holding]:
+    def _holdings(self, p: ParameterRows, runs: list[_Run]) -> list[Holding]:
         """The tensors of these runs. Rows between two runs of one tensor, and before or after its
         runs, are its changed rows where as many are missing from it."""
         out = []
@@ -224,7 +224,7 @@ class _Finder:
         return out
 
 
-def _unclaimed(p: LiveParameter, runs: list[_Run]) -> np.ndarray:
+def _unclaimed(p: ParameterRows, runs: list[_Run]) -> np.ndarray:
     """A mask of the parameter's rows that no run has, without padding."""
     mask = p.rows != _zero(p.width)
     for run in runs:
@@ -246,7 +246,7 @@ def _fill(offsets: np.ndarray, free: np.ndarray) -> int:
     return filled
 
 
-def _covers(p: LiveParameter, held: list[Holding]) -> bool:
+def _covers(p: ParameterRows, held: list[Holding]) -> bool:
     """Whether every row of the parameter that is not padding is in the checkpoint."""
     left = p.rows != _zero(p.width)
     for h in held:

@@ -13,11 +13,13 @@ from rlk_align.engines.common.modules import LATER
 from rlk_align.errors import PromptError
 from rlk_align.judge.budgets import budget_of
 from rlk_align.judge.contract import Contract
+from rlk_align.model.checkpoint import read_config
+from rlk_align.model.families import FAMILIES
 from rlk_align.model.prompts import Sample, TokenBatch, load_prompts
 from rlk_align.model.sites import RowIndex
 from rlk_align.model.tokenise import rendered, tokenise
 from rlk_align.modules.definition import DefinedModule, define
-from rlk_align.modules.pairing import LiveParameter, Pairing, pair
+from rlk_align.modules.pairing import Pairing, ParameterRows, pair
 from rlk_align.modules.record import (
     ChangedWeight,
     ModulesReport,
@@ -121,6 +123,7 @@ def examine(
     _, a, b = paired_logprobs(first, second, index)
     return ModulesReport(
         model=str(model),
+        described=read_config(model).get("model_type") in FAMILIES,
         engines={side.name: engine_record(side.trace) for side in sides},
         tensors=len(stored.tensors),
         weights={side.name: _weights(side.pairing, stored) for side in sides},
@@ -139,11 +142,11 @@ def _judged(unit: RefereedUnit, contract: Contract) -> RefereedUnit:
     return unit
 
 
-def live_parameters(trace: Trace) -> dict[str, LiveParameter]:
+def live_parameters(trace: Trace) -> dict[str, ParameterRows]:
     """The parameters of a capture's engine."""
     rows = trace.weight_rows()
     return {
-        w.name: LiveParameter(w.name, w.dtype, w.shape[-1] if len(w.shape) > 1 else 1, rows[w.name])
+        w.name: ParameterRows(w.name, w.dtype, w.shape[-1] if len(w.shape) > 1 else 1, rows[w.name])
         for w in trace.weights.values()
     }
 

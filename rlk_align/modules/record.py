@@ -56,6 +56,8 @@ class ModulesReport(Result):
 
     model: str
     """The checkpoint that both sides are compared with."""
+    described: bool
+    """Whether its family is described, so that operators can be compared instead."""
     engines: dict[SideName, EngineRecord]
     tensors: Count
     """The number of the checkpoint's tensors."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rlk_align.judge.budgets import bounds_of, budget_of
 from rlk_align.judge.wording import how_off
 from rlk_align.modules.record import ModulesReport, ModulesVerdict
-from rlk_align.report.document import DataTable, Document, Fact, Section
+from rlk_align.report.document import DataTable, Document, Fact, Section, Tone
 from rlk_align.report.words import bounded, engine_spec
 from rlk_align.results import RefereedUnit, SideName
 
@@ -64,7 +64,8 @@ def _facts(verdict: ModulesVerdict) -> Iterator[Fact]:
     judged = (f"{side} {_judged(r, side)} of {_modules(r, side)}" for side in r.engines)
     yield Fact("modules", f"{', '.join(judged)} recomputed in float64")
     detail = "".join(f"; {text}" for text in r.controls.observer_detail)
-    yield Fact("controls", f"observer {r.controls.observer}{detail}")
+    tone: Tone = "" if r.controls.observer == "bitwise" else "doubt"
+    yield Fact("controls", f"observer {r.controls.observer}{detail}", tone)
     d = r.drift
     figures = f"mean |Δ| {d.mean_abs_dlogp:.2g}, max |Δ| {d.max_abs_dlogp:.2g}"
     yield Fact("drift", f"{figures} of {d.tokens:,} tokens of the prompts: shown, not judged")
@@ -152,4 +153,6 @@ def _next(verdict: ModulesVerdict) -> str:
         return "check how the engine loads these tensors, and what changed them afterwards"
     if verdict.over:
         return "read the code of these modules, and the settings that they were made with"
+    if verdict.report.described:
+        return "for a verdict that can pass, compare without --modules: this family is described"
     return "for a verdict that can pass, describe the family: docs/add-a-family.md"

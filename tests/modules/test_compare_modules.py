@@ -216,6 +216,7 @@ def test_a_known_family_in_padded_batches(cli: Cli, prompts: Path) -> None:
     assert_nothing_over(done)
     assert done.verdict is not None
     assert done.verdict["unjudged"] == []
+    assert "compare without --modules: this family is described" in done.out
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from rlk_align.engines.common.modules import as_rows
 from rlk_align.modules.names import NameIndex, likeness
-from rlk_align.modules.pairing import LiveParameter, Pairing, pair
+from rlk_align.modules.pairing import Pairing, ParameterRows, pair
 from rlk_align.modules.stored import StoredWeights
 from rlk_align.trace.digest import digest_slices
 
@@ -53,7 +53,7 @@ def paired(stored: StoredWeights, **values: torch.Tensor) -> Pairing:
         width = rows.shape[1] if rows.dim() > 1 else 1
         dtype = str(value.dtype).removeprefix("torch.")
         path = name.replace("__", ".")
-        live[path] = LiveParameter(path, dtype, width, digest_slices(rows)[0])
+        live[path] = ParameterRows(path, dtype, width, digest_slices(rows)[0])
     return pair(stored, live)
 
 

@@ -134,7 +134,9 @@ class WorkerExtension:
             self._rlk_writer.close()
 
     def rlk_reasons(self) -> dict[str, str]:
-        return dict(self._rlk_taps.reasons)
+        """Why the latest observed pass did not record modules; empty before the first."""
+        taps = getattr(self, "_rlk_taps", None)
+        return dict(taps.reasons) if taps is not None else {}
 
     def rlk_count_graphs(self) -> None:
         self._rlk_graphs = GraphCounter(self.model_runner)

@@ -55,6 +55,24 @@ def test_rms_norm(seed: int, rows: int, groups: int, width: int) -> None:
 
 
 @settings(max_examples=30)
+@given(SEEDS, SIZES, st.sampled_from([1, 2, 5]), st.sampled_from([2, 63, 64]), st.booleans())
+def test_layer_norm(seed: int, rows: int, groups: int, width: int, biased: bool) -> None:
+    shapes = [(rows, groups * width), (width,), (width,)]
+    x, weight, bias = (drawn(seed + i, *s) for i, s in enumerate(shapes))
+    want = np.zeros_like(x)
+    for n in range(rows):
+        for start in range(0, groups * width, width):
+            group = [float(v) for v in x[n, start : start + width]]
+            mean = math.fsum(group) / width
+            variance = math.fsum((v - mean) ** 2 for v in group) / width
+            for j in range(width):
+                normed = (group[j] - mean) / math.sqrt(variance + 1e-3) * weight[j]
+                want[n, start + j] = normed + (bias[j] if biased else 0.0)
+    given_bias = tensor(bias) if biased else None
+    agree(formulas.layer_norm(tensor(x), tensor(weight), given_bias, 1e-3), want)
+
+
+@settings(max_examples=30)
 @given(SEEDS, SIZES, SIZES, st.sampled_from([1, 63, 65]), st.booleans())
 def test_linear(seed: int, rows: int, features: int, width: int, biased: bool) -> None:
     shapes = [(rows, width), (features, width), (features,)]
@@ -189,6 +207,7 @@ ACTIVATIONS: dict[str, Any] = {
     "gelu": gelu,
     "gelu_pytorch_tanh": gelu_tanh,
     "relu": lambda x: max(x, 0.0),
+    "relu2": lambda x: max(x, 0.0) ** 2,
 }
 
 
