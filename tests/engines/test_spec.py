@@ -84,6 +84,11 @@ def test_an_unknown_engine_is_refused_with_the_known_ones(text: str, names: list
         ("fsdp:fault=norm-eps", "supports no planted fault"),
         ("hf:fault=padding-positions", "needs batch=4, padding=left"),
         ("hf:fault=padding-positions,batch=4", "needs padding=left"),
+        (
+            "hf:fault=padding-positions,batch=4,padding=left,kernels=rlk",
+            "beside the kernels: the kernels refuse positions that count the padding",
+        ),
+        ("megatron:fault=rope-table-bf16,kernels=rlk", "round the table to the model's dtype"),
         ("hf:fault=proj-tf32", "needs dtype=float32"),
         ("hf:fault=norm-cast-order,dtype=fp32", "changes nothing with dtype=float32"),
         ("megatron:fault=norm-eps@rank0.1", "a positive number"),

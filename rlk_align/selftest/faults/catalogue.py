@@ -125,6 +125,9 @@ def check_fault(engine: str, options: Mapping[str, object]) -> None:
             f"{where} is in a product of transformers, and the kernels compute the experts",
             "leave kernels=rlk out",
         )
+    why = chosen.fault.not_beside_kernels.get(planted_as(engine))
+    if why and options.get("kernels") == "rlk":
+        raise BadOption(f"{where} cannot be planted beside the kernels: {why}", "kernels=off")
     lacking = [f"{k}={v}" for k, v in needed.items() if str(options.get(k)) != v]
     if lacking:
         raise BadOption(f"{where} needs {', '.join(lacking)}")

@@ -1,7 +1,7 @@
 """The description of a planted fault, which needs no engine."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ class Fault:
     """Options that both sides need for an effect of the fault, e.g. `dtype=float32`."""
     idle: str = ""
     """An option with which the fault changes nothing, e.g. `dtype=float32`."""
+    not_beside_kernels: Mapping[str, str] = field(default_factory=dict)
+    """Engine -> why the fault cannot be planted there beside the kernels."""
     kind: Kind = "computation"
     expected: Expected = "named"
     """`rounding`: legitimate rounding, which a bitwise comparison finds and a budget may allow;
