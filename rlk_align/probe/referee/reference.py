@@ -154,7 +154,11 @@ class Reference:
         return self._experts.beyond(site, inputs[0], recorded.long())
 
     def nearest(self, site: Site, exact: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
-        """Returns the exact output to compare with `got`, both `[N, F]`: see `nearest_rounding`."""
+        """Returns `exact`. If `got`, `[N, F]`, is closer to what an engine outputs that rounds a
+        product before it adds the bias, entries that are equal to that output count as exact: such
+        an engine loses most of a bias below half an ulp in every row alike, which is not a random
+        rounding error.
+        """
         if site.operator.formula != "linear" or site.op not in self._biased:
             return exact
         return nearest_rounding(exact, self._bias(site), got, self.rounded_to(site))
