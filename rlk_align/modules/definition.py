@@ -166,7 +166,8 @@ def norm(
     if known.formula == "rms_norm":
         out = formulas.rms_norm(x, weight, known.eps)
         return out if bias is None else out + bias.repeat(x.shape[1] // len(bias))
-    return formulas.layer_norm(x, weight, bias, known.eps)[0]
+    groups = x.reshape(-1, len(weight))
+    return formulas.layer_norm(groups, weight, bias, known.eps)[0].reshape_as(x)
 
 
 def _is_norm(module: Any, known: KnownModule) -> bool:

@@ -132,7 +132,7 @@ PLANTED = [
     Planted("nemotron", "weight_alone", "vllm", (NORM,)),
     Planted("stablelm", "no_bias", "hf", (Q,), (), (f"{Q}.bias",)),
     Planted("stablelm", "no_bias", "vllm", (Q, K, V), (), (f"{Q}.bias", f"{K}.bias", f"{V}.bias")),
-    Planted("starcoder2", "no_bias", "vllm", (Q, K, V), (), tuple(f"{p}.bias" for p in (Q, K, V))),
+    Planted("phi", "no_bias", "vllm", (Q, K, V), (), tuple(f"{p}.bias" for p in (Q, K, V))),
     Planted("falcon_h1", "one_nan", "hf", (NORM,)),
     Planted("nemotron", "other_activation", "hf", ("model.layers.1.mlp.act_fn",)),
 ]

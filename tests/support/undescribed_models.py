@@ -29,7 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     # LayerNorms, and biases in some products.
     "stablelm": {"use_qkv_bias": True},
-    "starcoder2": {},
+    "opt": {"ffn_dim": 256, "word_embed_proj_dim": 128},
     # A parallel block, and biases everywhere.
     "phi": {},
     # Products whose weights are stored transposed, with q, k and v in one.
@@ -38,7 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bamba": _MAMBA | {"mamba_expand": 2, "mamba_n_heads": 8, "attn_layer_indices": [1]},
 }
 """model_type -> what its config sets beside `random_model.SMALL`."""
-IN_VLLM = ("falcon_h1", "nemotron", "apertus", "mamba2", "starcoder2", "stablelm", "gpt2", "phi")
+IN_VLLM = ("falcon_h1", "nemotron", "apertus", "mamba2", "opt", "stablelm", "gpt2", "phi")
 """Those that vLLM 0.32 loads on a CPU and computes as transformers does."""
 
 

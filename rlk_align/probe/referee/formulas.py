@@ -61,15 +61,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x - mean(x)) / sqrt(var(x) + eps) · weight + bias over groups as wide as the weight:
-    `[N, F]` -> `[N, F]` (Ba, Kiros and Hinton 2016), and x / sqrt(var(x) + eps), from which engines
-    subtract the scaled mean."""
-    groups = x.reshape(len(x), -1, len(weight))
-    centred = groups - groups.mean(dim=-1, keepdim=True)
+    """(x - mean(x)) / sqrt(var(x) + eps) · weight + bias: `[N, F]` -> `[N, F]` (Ba, Kiros and
+    Hinton 2016), and x / sqrt(var(x) + eps), from which engines subtract the scaled mean."""
+    centred = x - x.mean(dim=-1, keepdim=True)
     inverse = torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps)
     out = centred * inverse * weight
-    out = out if bias is None else out + bias
-    return out.reshape_as(x), (groups * inverse).reshape_as(x)
+    return out if bias is None else out + bias, x * inverse
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -54,10 +54,8 @@ def rounding_variance(exact: torch.Tensor, dtype: str) -> torch.Tensor:
 def nearest_rounding(
     exact: torch.Tensor, bias: torch.Tensor, got: torch.Tensor, dtype: str
 ) -> torch.Tensor:
-    """Returns `exact`, a product plus its bias, float64 `[N, F]`. If `got` is closer to what an
-    engine outputs that rounds a product before it adds the bias, entries that are equal to that
-    output count as exact: such an engine loses most of a bias below half an ulp in every row alike,
-    which is not a random rounding error."""
+    """Returns `exact`, a product plus its bias, float64 `[N, F]`; or, if `got` is closer to a sum
+    whose product was rounded before, that sum where `got` equals it (`Reference.nearest`)."""
     rounded = getattr(torch, dtype)
     once = exact.to(rounded).double()
     twice = ((exact - bias).to(rounded).double() + bias).to(rounded).double()
