@@ -60,7 +60,7 @@ def assert_healthy(done: Outcome) -> None:
     assert recomputed[0] == recomputed[2] > "0", done.out
 
 
-SHORT = ("olmo3",)
+SHORT = ("olmo3", "glm4")
 """The families that the default run compares in transformers alone."""
 
 
@@ -202,6 +202,7 @@ FAULTY = [
     in_vllm("glm4", "post-norm-left-out"),
 ]
 DEFAULT = {"olmo3-norm-each-head-hf", "gemma3_text-norm-one-left-out-hf", "smollm3-attn-rotated-hf"}
+DEFAULT |= {"starcoder2-norm-bias-dropped-hf", "glm4-rope-interleaved-hf"}
 
 
 @pytest.mark.parametrize(

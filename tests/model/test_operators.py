@@ -32,7 +32,7 @@ def test_a_product_has_as_many_features_as_its_weight_has_rows() -> None:
 
 
 def test_weights_are_cut_as_megatron_cuts_them() -> None:
-    biased = frozenset(name for name, o in OPERATORS.items() if o.bias)
+    biased = frozenset(o.name for _, o in SHAPE.operators() if o.bias)
     places = list(megatron_places(SHAPE, 2, te=False, tied=False))
     plan = parameter_plan(places, SHAPE, 2, biased)
     cut = {op.removeprefix("layers.0."): p.dim for p in plan for op in p.layout.ops}
