@@ -16,6 +16,7 @@ _TOKENISER = frozenset(
         *("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id", "sep_token_id"),
         *("cls_token_id", "mask_token_id", "decoder_start_token_id", "tokenizer_class"),
         *("model_max_length", "tokenizer_model_max_length", "tokenizer_padding_side"),
+        "eod_token_id",
     }
 )
 _TRAINING = frozenset(

@@ -135,6 +135,13 @@ def parallel(shape: "ModelShape", layer: int) -> tuple[str, ...]:
     return tuple(replaced.get(op, op) for op in every if op not in absent)
 
 
+def normed_after_rotation(shape: "ModelShape", layer: int) -> tuple[str, ...]:
+    """Dense layers with an RMSNorm on each head of q and k after they are rotated."""
+    every = DENSE(shape, layer)
+    at = every.index("attn")
+    return (*every[:at], "rotated_q_norm", "rotated_k_norm", *every[at:])
+
+
 def partly_rotated(shape: "ModelShape", layer: int) -> tuple[str, ...]:
     """Dense layers, in some of which q and k are not rotated (NoPE)."""
     rotations = ("q_rope", "k_rope") if layer in shape.unrotated_layers else ()
@@ -526,6 +533,29 @@ FAMILIES = {
         refused={
             "kernels": "their norms are RMSNorms, and their rotation is for every layer",
             "megatron": "its layers add attention before the MLP reads the stream",
+        },
+    ),
+    "hunyuan_v1_dense": Family(
+        backend=True,
+        layer=normed_after_rotation,
+        heads_first=True,
+        # The names of tensors follow from the first operator with that site.
+        modules={"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"},
+        refused={
+            "kernels": "they norm q and k before they rotate them",
+            "megatron": "it norms q and k before it rotates them",
+        },
+    ),
+    "gemma": Family(
+        # Both engines take the tanh form, also where an early config says hidden_act=gelu.
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        one_plus_weight=True,
+        embedding_scale="sqrt_hidden",
+        one_activation=True,
+        defaults={"tie_word_embeddings": True},
+        refused={
+            "kernels": "its norms, its scaled embedding and its activation have no kernel",
+            "megatron": _NOT_MEASURED,
         },
     ),
     "mixtral": Family(

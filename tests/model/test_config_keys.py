@@ -192,6 +192,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"use_gated_activation": True, "use_parallel_block": True, "use_qk_norm": False},
         "use_parallel_embedding": True,
     },
+    "gemma-7b": {
+        **{"architectures": ["GemmaForCausalLM"], "model_type": "gemma", "head_dim": 256},
+        **{"attention_bias": False, "hidden_act": "gelu_pytorch_tanh", "rope_scaling": None},
+        "hidden_activation": None,
+    },
     "gemma-2-9b": {
         **{"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 256},
         **{"attention_bias": False, "attn_logit_softcapping": 50.0, "cache_implementation": "hyb"},

@@ -57,6 +57,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"sliding_window": 8, "layer_types": KINDS, "logit_scale": 0.3},
         "tie_word_embeddings": True,
     },
+    "hunyuan_v1_dense": {"head_dim": 32},
+    "gemma": {"head_dim": 32, "tie_word_embeddings": True},
     "gemma3_text": {
         **{"head_dim": 32, "sliding_window": 8, "layer_types": KINDS, "query_pre_attn_scalar": 24},
         "rope_parameters": {

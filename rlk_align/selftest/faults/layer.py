@@ -70,6 +70,13 @@ NORMS = {
         needs="variant",
         operator="attn_layer_norm",
     ),
+    "norm-before-rotation": Fault(
+        ("layers.1.q_norm",),
+        "q is normed before it is rotated, not after",
+        "rope:normed_before",
+        needs="variant",
+        operator="rotated_q_norm",
+    ),
     "norm-output-fp8": Fault(
         ("layers.2.mlp_norm",),
         "the output goes through fp8 (e4m3), a scale for each row",

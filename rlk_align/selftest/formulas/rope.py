@@ -1,6 +1,8 @@
 """Faulty rotary embeddings: features j and j + d/2 turn by position times frequency, or features
 2j and 2j + 1 in families whose pairs are interleaved."""
 
+from dataclasses import replace
+
 import torch
 
 from rlk_align.selftest.planting.operands import Formula, Unit, formula
@@ -76,6 +78,18 @@ def later_position_in_decode(unit: Unit, strength: float) -> torch.Tensor:
     assert unit.rows is not None
     turned = _by(unit, _angles(unit, strength)).flatten(1).to(unit.result.dtype)
     return torch.where(unit.rows.decoding[:, None], turned, unit.result)
+
+
+@formula
+def normed_before(unit: Unit, _: float) -> torch.Tensor:
+    """An RMSNorm of heads after the rotation, computed before it: its weight scales the features
+    before they turn."""
+    assert unit.weight is not None
+    angles = _angles(unit)
+    x = _by(unit, -angles)
+    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + unit.eps)
+    normed = (x * scale * unit.weight.float()).flatten(1)
+    return _by(replace(unit, inputs=(normed,)), angles)
 
 
 def left_out(_: float) -> Formula:

@@ -194,6 +194,8 @@ class LiveOperators(Hooks, ABC):
             weight = weight.float() + 1
         bias = self.parameter(f"{name}.bias") if self.biased(site) else None
         eps = norm_epsilon(module) or 0.0
+        turned = any(self.sites[s].operator.formula == "rotary" for s in self.sites[site].inputs)
+        frequencies = self.frequencies(self.sites[site].layer or 0) if turned else None
         # A norm's input has the layout of its output, a product's input that of the site it reads.
         norm = op.formula in ("rms_norm", "layer_norm")
         of = site if norm else next(iter(self.sites[site].inputs), site)
@@ -220,6 +222,8 @@ class LiveOperators(Hooks, ABC):
                 bias=bias,
                 multiplier=self.multiplier(site),
                 eps=eps,
+                frequencies=frequencies,
+                interleaved=self.shape.family.interleaved,
             )
             self.put_back(site, in_place_of(formula, unit), value)
 
