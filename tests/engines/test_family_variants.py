@@ -2,7 +2,7 @@
 recomputed in float64, and planted faults of what is particular to a family."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,13 @@ from command import Cli, Outcome, require_engine
 from family_models import ALLOWED, SETTINGS, family_model
 
 from rlk_align.engines.common.experts import BY_EXPERT
-from rlk_align.errors import ModelError
-from rlk_align.model.families import FAMILIES
+from rlk_align.engines.vllm.limits import check_vllm
+from rlk_align.errors import BadOption, ModelError
+from rlk_align.model.checkpoint import read_config
+from rlk_align.model.families import FAMILIES, read_shape
 from rlk_align.selftest.faults.catalogue import FAULTS, choose
 
+SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
 EDGE = "prefill_vs_train"
 TRAIN = {"gemma2": "hf:attn=eager,batch=4"}
 """model_type -> the spec of transformers, where its default attention is refused."""
@@ -109,18 +112,14 @@ def test_vllm_and_transformers_are_healthy_or_a_known_fault_is_named(
     assert (first["site"], first["side"]) == IGNORED_BY_VLLM[family]
 
 
-def test_vllm_refuses_what_it_does_not_compute_before_it_starts(
-    cli: Cli, few_prompts: Path, tmp_path: Path
-) -> None:
-    model = family_model(tmp_path, "minimax_m2")
-    done = cli("compare", "--model", model, "--rollout", "vllm", "--train", "hf")
-    assert done.code == 2
-    assert "vllm does not support model_type 'minimax_m2': " in done.err
-    assert "compare with --rollout hf" in done.err
-    model = family_model(tmp_path, "olmoe")
-    done = cli("compare", "--model", model, "--rollout", "vllm:tp=2", "--train", "hf")
-    assert done.code == 2
-    assert "its norms over all heads need all ranks, which no test has compared" in done.err
+def test_vllm_refuses_what_it_does_not_compute() -> None:
+    shape, config = read_shape(SPARSE), read_config(SPARSE)
+    with pytest.raises(ModelError) as refused:
+        check_vllm({}.get, config, replace(shape, model_type="minimax_m2"))
+    assert "vllm does not support model_type 'minimax_m2': " in refused.value.message
+    assert refused.value.fix == "compare with --rollout hf"
+    with pytest.raises(BadOption, match="its norms over all heads need all ranks"):
+        check_vllm({"tp": 2}.get, config, replace(shape, model_type="olmoe"))
 
 
 @pytest.mark.whole_matrix
