@@ -13,7 +13,7 @@ HEAD = "rlk_head"
 def add_head(model: Any) -> None:
     """Makes the live model compute logits by a module, which calls SGLang's own method.
 
-    The module's inputs are `(lm_head, hidden states [N, hidden], bias)`, its output the logits
+    The module's inputs are `(lm_head, hidden states [N, hidden])` and the bias by name, its output the logits
     `[N, V]`.
     """
     processor = model.logits_processor
@@ -33,6 +33,6 @@ def add_head(model: Any) -> None:
     def by_module(
         hidden_states: torch.Tensor, lm_head: Any, embedding_bias: Any = None, **options: Any
     ) -> torch.Tensor:
-        return head(lm_head, hidden_states, embedding_bias, **options)
+        return head(lm_head, hidden_states, bias=embedding_bias, **options)
 
     processor._compute_lm_head = by_module
