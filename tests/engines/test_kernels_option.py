@@ -37,7 +37,9 @@ def test_the_tool_and_the_kernels_name_the_same_families() -> None:
 def test_the_tool_and_the_kernels_refuse_the_same_ropes_for_the_same_reasons() -> None:
     from rlk_kernels.integrations import rotary
 
-    assert (set(FIXED), NOT_FIXED) == (set(rotary.SUPPORTED), rotary.NOT_FIXED)
+    # The kernels have no longrope, which the tool compares as far as its original length.
+    assert set(FIXED) - {"longrope"} == set(rotary.SUPPORTED)
+    assert rotary.NOT_FIXED == NOT_FIXED
 
 
 @pytest.mark.parametrize("name", ENGINES)
