@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from rlk_align.engines.spec import EngineSpec
-from rlk_align.model.families import read_shape
+from rlk_align.model.shape import read_shape
 
 ROLLOUTS = {1: "vllm:kv_cache_gb=4", 2: "vllm:tp=2,kv_cache_gb=4"}
 """Number of GPUs -> the rollout engine."""

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from rlk_align.engines.vllm.parallel import tensor_parallel
 from rlk_align.engines.vllm.weights import vllm_weights
-from rlk_align.model.families import read_shape
+from rlk_align.model.shape import read_shape
 from rlk_align.trace.digest import digest_parameters
 
 MOST_AT_ONCE = 512

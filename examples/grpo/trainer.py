@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from rlk_align.engines.common.weights import unfused
 from rlk_align.engines.hf.places import hf_places
-from rlk_align.model.families import read_shape
+from rlk_align.model.shape import read_shape
 from rlk_align.trace.digest import digest_parameters
 
 Timed = Callable[[str], AbstractContextManager[None]]

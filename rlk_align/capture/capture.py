@@ -12,8 +12,8 @@ from rlk_align.engines.process.job import Job
 from rlk_align.engines.registry import require_installed
 from rlk_align.errors import CorruptTrace
 from rlk_align.model.checkpoint import resolve_model
-from rlk_align.model.families import read_shape
 from rlk_align.model.outline import read_outline
+from rlk_align.model.shape import read_shape
 from rlk_align.progress import Progress, labelled
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.records import REPAIR, writing

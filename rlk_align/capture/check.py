@@ -18,8 +18,8 @@ from rlk_align.engines.tested import untested
 from rlk_align.errors import BadOption, ModelError
 from rlk_align.model.checkpoint import check_tokenizer, read_config, resolve_model
 from rlk_align.model.config_keys import check_settings
-from rlk_align.model.families import ModelShape, original_context, read_shape
 from rlk_align.model.prompts import Prompt, Sample, TokenBatch, check_ids, refuse_long
+from rlk_align.model.shape import ModelShape, original_context, read_shape
 from rlk_align.model.sites import check_selection, model_sites
 from rlk_align.model.tensors import check_not_quantized, check_tensors
 from rlk_align.model.tokenise import fast_tokenizer, rendered, tokenise

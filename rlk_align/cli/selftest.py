@@ -44,7 +44,7 @@ def selftest(
 ) -> None:
     """Plant known faults into the engines, and report which of them the comparison names."""
     from rlk_align.model.checkpoint import default_model, resolve_model
-    from rlk_align.model.families import read_shape
+    from rlk_align.model.shape import read_shape
     from rlk_align.selftest.plan import (
         check_engines,
         check_faults,

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import tensor_name
-from rlk_align.model.families import ModelShape
+from rlk_align.model.shape import ModelShape
 from rlk_align.model.sites import Site
 from rlk_align.model.stored import stored_tensors
 

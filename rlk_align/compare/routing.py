@@ -15,7 +15,7 @@ from rlk_align.compare.expert_choice import Routers, beyond_choice
 from rlk_align.compare.metrics import edge_metrics
 from rlk_align.compare.pairing import PairedSite
 from rlk_align.model.dtypes import DTYPES
-from rlk_align.model.families import ModelShape
+from rlk_align.model.shape import ModelShape
 from rlk_align.model.sites import RowIndex, Site
 from rlk_align.results import EdgeRouting, LayerRouting
 from rlk_align.trace.reader import PassReader

@@ -18,8 +18,8 @@ from rlk_align.engines.common.parameters import ParameterRecord
 from rlk_align.engines.process.ranks import ALONE, Ranks
 from rlk_align.engines.registry import does_not_sample
 from rlk_align.engines.spec import EngineSpec
-from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import TokenBatch
+from rlk_align.model.shape import ModelShape
 from rlk_align.results import CodePlace, GraphReplays
 from rlk_align.trace.writer import PassWriter
 

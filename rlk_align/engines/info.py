@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlk_align.model.families import ModelShape
+from rlk_align.model.shape import ModelShape
 
 OptionValue = str | int | float | bool
 ReadOption = Callable[[str], OptionValue | None]

@@ -31,10 +31,10 @@ from rlk_align.engines.registry import load_engine
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.tested import tested_range, untested
 from rlk_align.errors import BadOption, RlkError
-from rlk_align.model.families import read_shape
 from rlk_align.model.outline import read_outline
 from rlk_align.model.prompts import Prompt, Sample, TokenBatch, check_lengths, load_prompts
 from rlk_align.model.rotary import checkpoint_rotary
+from rlk_align.model.shape import read_shape
 from rlk_align.model.sites import model_sites
 from rlk_align.model.tokenise import tokenise
 from rlk_align.results import Cell

@@ -6,7 +6,7 @@ from typing import Any
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config
 from rlk_align.model.dtypes import DTYPES
-from rlk_align.model.families import ModelShape
+from rlk_align.model.shape import ModelShape
 from rlk_align.model.stored import stored_dtype
 
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")

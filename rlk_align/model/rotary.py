@@ -6,7 +6,9 @@ from typing import Any
 
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config
-from rlk_align.model.families import FAMILIES, Family, ModelShape, layer_kind
+from rlk_align.model.families import FAMILIES, layer_kind
+from rlk_align.model.family import Family
+from rlk_align.model.shape import ModelShape
 
 FIXED = ("default", "linear", "llama3", "yarn", "longrope")
 """The kinds whose frequencies do not depend on the sequence, as far as `ModelShape.context`."""

@@ -11,9 +11,9 @@ from functools import cached_property
 import numpy as np
 
 from rlk_align.errors import BadOption
-from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import OpClass, Operator
 from rlk_align.model.prompts import TokenBatch
+from rlk_align.model.shape import ModelShape
 
 _ROUTING = frozenset({"router", "top_k", "routing_weights", "combine"})
 """The formulas of a sparse layer's operators that have a row for each token, without slots."""

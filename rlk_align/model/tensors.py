@@ -14,7 +14,7 @@ from typing import Any
 
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config, tensor_name
-from rlk_align.model.families import ModelShape, is_tied, predictor_layers
+from rlk_align.model.shape import ModelShape, is_tied, predictor_layers
 from rlk_align.model.sites import model_sites, site_parameters
 from rlk_align.model.stored import STORED_DTYPES, StoredTensor, stored_tensors
 

@@ -13,8 +13,8 @@ from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.registry import engine_info
 from rlk_align.errors import BadOption
 from rlk_align.model.edges import EDGE_ENDS
-from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import TokenBatch
+from rlk_align.model.shape import ModelShape
 from rlk_align.model.sites import model_sites
 from rlk_align.probe.graph import late_sites
 from rlk_align.progress import Progress

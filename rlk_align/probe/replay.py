@@ -15,7 +15,7 @@ from rlk_align.compare.metrics import edge_metrics
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.errors import BadOption, EngineFailed
 from rlk_align.model.edges import EDGE_ENDS
-from rlk_align.model.families import ModelShape
+from rlk_align.model.shape import ModelShape
 from rlk_align.model.sites import RowIndex, model_sites
 from rlk_align.probe.graft import check_alike, traces_of
 from rlk_align.probe.record import ReplayedEdge

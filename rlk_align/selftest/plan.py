@@ -8,8 +8,8 @@ from rlk_align.capture.request import CaptureRequest
 from rlk_align.engines.registry import engine_info, require_installed
 from rlk_align.engines.spec import COMMON_OPTIONS, EngineSpec
 from rlk_align.errors import BadOption
-from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import Prompt
+from rlk_align.model.shape import ModelShape
 from rlk_align.model.sites import model_sites
 from rlk_align.selftest.faults.catalogue import FAULTS, Chosen, faults_of, planted_as
 from rlk_align.selftest.faults.fault import ALL

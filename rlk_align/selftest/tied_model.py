@@ -6,7 +6,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from rlk_align.model.checkpoint import tensor_name, weight_files
-from rlk_align.model.families import read_shape
+from rlk_align.model.shape import read_shape
 from rlk_align.model.sites import model_sites, site_parameters
 
 

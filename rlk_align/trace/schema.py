@@ -6,7 +6,7 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import Field
 
-from rlk_align.model.families import ModelShape
+from rlk_align.model.shape import ModelShape
 from rlk_align.results import Cell, CodePlace, GraphReplays
 from rlk_align.trace.checksums import CHECKSUMS, Checksums, FileRecord, check_files, read_checksums
 from rlk_align.trace.records import Record, load_record

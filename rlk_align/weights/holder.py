@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlk_align.errors import ModelError, UsageError
 from rlk_align.model.checkpoint import read_config, resolve_model, weight_files
-from rlk_align.model.families import ModelShape, is_tied, read_shape
+from rlk_align.model.shape import ModelShape, is_tied, read_shape
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.run import Role, Run
 from rlk_align.weights.dcp import METADATA, read_dcp

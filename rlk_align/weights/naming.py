@@ -13,8 +13,8 @@ from rlk_align.engines.megatron.experts import expert_parameters
 from rlk_align.engines.megatron.layout import vocabulary
 from rlk_align.engines.megatron.places import megatron_places
 from rlk_align.model.checkpoint import tensor_name
-from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import OPERATORS
+from rlk_align.model.shape import ModelShape
 from rlk_align.model.stored import Stacks
 
 _WRAPPERS = {

@@ -241,7 +241,7 @@ LIGHT = (
     ),
     *("report.source", "report.html.page", "report.html.several", "report.model_explorer"),
     *("trace.run", "trace.schema", "engines.registry", "engines.spec", "engines.tested"),
-    *("capture.request", "model.checkpoint", "model.edges", "model.families", "model.prompts"),
+    *("capture.request", "model.checkpoint", "model.edges", "model.shape", "model.prompts"),
     *("model.sites", "model.operators", "progress", "text", "errors", "data", "cli.main"),
     *("api.public", "api.loaded", "api.judging", "api.pair", "api.single"),
     *("report.weights", "report.rescored", "report.document_terminal", "report.rescored_json"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlk_align.compare.expert_choice import beyond_choice
-from rlk_align.model.families import ModelShape, read_shape
+from rlk_align.model.shape import ModelShape, read_shape
 
 SPARSE = read_shape(Path(__file__).parents[2] / "fixtures/sparse")
 GROUPED = dataclasses.replace(SPARSE, experts=12, top_k=4, groups=4, top_groups=2)

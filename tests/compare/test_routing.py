@@ -12,7 +12,7 @@ from rlk_align.compare.expert_choice import Routers
 from rlk_align.compare.routing import Flips, _preference
 from rlk_align.judge.contract import Contract
 from rlk_align.judge.load import open_contract
-from rlk_align.model.families import read_shape
+from rlk_align.model.shape import read_shape
 from rlk_align.model.sites import model_sites
 from rlk_align.report.routing_words import layer_words
 from rlk_align.results import LayerRouting

@@ -7,8 +7,8 @@ from typing import Any
 from rlk_align.data import data_path
 from rlk_align.engines.common.kernels import REPLACEABLE
 from rlk_align.engines.common.places import Place
-from rlk_align.model.families import read_shape
 from rlk_align.model.operators import OPERATORS
+from rlk_align.model.shape import read_shape
 
 SHAPE = read_shape(data_path("model"))
 

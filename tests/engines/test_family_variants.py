@@ -15,7 +15,8 @@ from rlk_align.engines.common.experts import BY_EXPERT
 from rlk_align.engines.vllm.limits import check_vllm
 from rlk_align.errors import BadOption, ModelError
 from rlk_align.model.checkpoint import read_config
-from rlk_align.model.families import FAMILIES, read_shape
+from rlk_align.model.families import FAMILIES
+from rlk_align.model.shape import read_shape
 from rlk_align.selftest.faults.catalogue import FAULTS, choose
 
 SPARSE = Path(__file__).parents[2] / "fixtures/sparse"

@@ -8,8 +8,8 @@ from rlk_align.engines.base import Sampling
 from rlk_align.engines.hf.fsdp import FSDPEngine
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
-from rlk_align.model.families import read_shape
 from rlk_align.model.prompts import TokenBatch
+from rlk_align.model.shape import read_shape
 
 PROGRAM = """
 import torch
@@ -17,7 +17,7 @@ from rlk_align.engines.spec import EngineSpec
 from rlk_align.data import data_path
 from rlk_align.engines.hf.fsdp import FSDPEngine
 from rlk_align.engines.process.ranks import destroy_process_group, join
-from rlk_align.model.families import read_shape
+from rlk_align.model.shape import read_shape
 
 torch.set_num_threads(1)
 ranks = join("cpu", 60.0)

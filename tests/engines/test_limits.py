@@ -20,7 +20,7 @@ from rlk_align.engines.vllm import limits
 from rlk_align.engines.vllm.limits import CPU_EXPERT_STEP, CPU_HEAD_SIZES
 from rlk_align.errors import BadOption, ModelError
 from rlk_align.model.checkpoint import read_config
-from rlk_align.model.families import read_shape
+from rlk_align.model.shape import read_shape
 
 SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
 WINDOW: dict[str, Any] = {"sliding_window": 6, "use_sliding_window": True, "layer_types": None}

@@ -23,7 +23,7 @@ from rlk_align.data import data_path
 from rlk_align.engines.common.weights import unfused
 from rlk_align.engines.hf.engine import HFEngine
 from rlk_align.engines.spec import EngineSpec
-from rlk_align.model.families import read_shape
+from rlk_align.model.shape import read_shape
 from rlk_align.model.sites import model_sites
 
 HERE = Path(__file__).parent

@@ -6,7 +6,7 @@ from rlk_kernels.numerics.lse_tree import tree
 
 from rlk_align.engines.common.layout import Layout, even, fused, kv_heads
 from rlk_align.engines.megatron.layout import LEAF, grouped_qkv, padded_vocab, vocabulary
-from rlk_align.model.families import ModelShape
+from rlk_align.model.shape import ModelShape
 
 QKV = ("q", "k", "v")
 

@@ -13,8 +13,8 @@ from rlk_align.engines.hf.engine import HFEngine
 from rlk_align.engines.patch import patch_of
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import EngineFailed, ModelError
-from rlk_align.model.families import read_shape
 from rlk_align.model.prompts import Sample, TokenBatch
+from rlk_align.model.shape import read_shape
 
 BATCH = TokenBatch((Sample("p", (5, 6, 7), (8, 9)),))
 

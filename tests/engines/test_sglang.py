@@ -17,7 +17,7 @@ from rlk_align.engines.sglang.limits import check_sglang, check_version
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption, ModelError
 from rlk_align.model.checkpoint import read_config
-from rlk_align.model.families import read_shape
+from rlk_align.model.shape import read_shape
 
 SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
 

@@ -11,7 +11,7 @@ from tiny import checkpoint
 
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.vllm.engine import VLLMEngine
-from rlk_align.model.families import read_shape
+from rlk_align.model.shape import read_shape
 
 STARTS = {"gpu_memory_utilization": 0.01}
 """The share of the memory that must be free."""

@@ -24,8 +24,8 @@ from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.worker import replace_fault
 from rlk_align.errors import BadOption
 from rlk_align.model.checkpoint import read_config
-from rlk_align.model.families import ModelShape, read_shape
 from rlk_align.model.prompts import Sample, TokenBatch
+from rlk_align.model.shape import ModelShape, read_shape
 from rlk_align.model.sites import RowIndex, model_sites
 from rlk_align.trace.reader import PassReader
 from rlk_align.trace.writer import PassWriter

@@ -102,7 +102,7 @@ def of_megatron(
     from rlk_align.engines.process.ranks import Ranks, all_gather
     from rlk_align.engines.spec import EngineSpec
     from rlk_align.model.checkpoint import tensor_name
-    from rlk_align.model.families import read_shape
+    from rlk_align.model.shape import read_shape
 
     spec = EngineSpec.parse(f"megatron:{options}kernels=rlk")
     engine = MegatronEngine(spec, model, read_shape(model))

@@ -147,7 +147,7 @@ def _step_of_ranks(group: Any, folder: Path) -> None:
     from rlk_align.engines.process.ranks import Ranks, all_gather
     from rlk_align.engines.spec import EngineSpec
     from rlk_align.model.checkpoint import tensor_name
-    from rlk_align.model.families import read_shape
+    from rlk_align.model.shape import read_shape
 
     spec, model = EngineSpec.parse("megatron:tp=2,sp=1,kernels=rlk"), data_path("model")
     engine = MegatronEngine(spec, model, read_shape(model))

@@ -8,7 +8,7 @@ from inprocess import command
 from synthetic import compared_run
 from tiny import BATCH, Engine, checkpoint, live_weights
 
-from rlk_align.model.families import read_shape
+from rlk_align.model.shape import read_shape
 from rlk_align.trace.run import Run
 
 CONTRACTS = Path(__file__).parents[2] / "contracts"

@@ -12,8 +12,8 @@ from rlk_align.compare.metrics import edge_metrics
 from rlk_align.data import data_path
 from rlk_align.judge.lint import _largest, lint, sequence_ess
 from rlk_align.judge.load import built_in, open_contract
-from rlk_align.model.families import read_shape
 from rlk_align.model.operators import OPERATORS
+from rlk_align.model.shape import read_shape
 from rlk_align.model.sites import model_sites
 
 MAX = {"metric": "max_abs_dlogp", "fail": 0.06}

@@ -10,8 +10,9 @@ import pytest
 
 from rlk_align.errors import ModelError
 from rlk_align.model.config_keys import check_settings, unknown_settings
-from rlk_align.model.families import FAMILIES, is_tied, layer_kind, read_shape
+from rlk_align.model.families import FAMILIES, layer_kind
 from rlk_align.model.rotary import rope_parameters
+from rlk_align.model.shape import is_tied, read_shape
 
 HUB: dict[str, Any] = {
     **{"attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02},

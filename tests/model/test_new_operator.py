@@ -11,8 +11,11 @@ from tiny import BATCH, Engine, checkpoint, live_weights
 
 from rlk_align.judge.verdict import Verdict, judge_by, over_budget
 from rlk_align.model.checkpoint import tensor_name
-from rlk_align.model.families import FAMILIES, Family, ModelShape, dense, read_shape
+from rlk_align.model.families import FAMILIES
+from rlk_align.model.family import Family
+from rlk_align.model.layers import dense
 from rlk_align.model.operators import OPERATORS, WHOLE, Operator
+from rlk_align.model.shape import ModelShape, read_shape
 from rlk_align.model.sites import model_sites
 from rlk_align.probe.referee.referee import referee
 

@@ -4,8 +4,8 @@ import pytest
 
 from rlk_align.engines.megatron.places import megatron_places
 from rlk_align.engines.megatron.weights import parameter_plan
-from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import OPERATORS, Size
+from rlk_align.model.shape import ModelShape
 
 SHAPE = ModelShape(
     model_type="qwen3",

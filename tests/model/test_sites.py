@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from synthetic import wanted_cells
 
 from rlk_align.errors import ModelError
-from rlk_align.model.families import ModelShape, read_shape
 from rlk_align.model.prompts import Sample, TokenBatch
+from rlk_align.model.shape import ModelShape, read_shape
 from rlk_align.model.sites import RowIndex, model_sites
 
 LAYER_OPS = (

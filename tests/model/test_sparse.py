@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from rlk_align.data import data_path
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import tensor_name
-from rlk_align.model.families import ModelShape, read_shape
 from rlk_align.model.rotary import checkpoint_rotary, partial_rotary_factor
+from rlk_align.model.shape import ModelShape, read_shape
 from rlk_align.model.sites import model_sites, site_parameters
 from rlk_align.model.tensors import check_tensors, expected_tensors
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from stacked_experts import stacked
 
 from rlk_align.errors import ModelError
-from rlk_align.model.families import read_shape
+from rlk_align.model.shape import read_shape
 from rlk_align.model.stored import Stacks, stored_tensors
 from rlk_align.model.tensors import check_tensors
 

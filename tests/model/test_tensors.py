@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from rlk_align.data import data_path
 from rlk_align.errors import ModelError
-from rlk_align.model.families import read_shape
+from rlk_align.model.shape import read_shape
 from rlk_align.model.tensors import check_not_quantized, check_tensors, expected_tensors
 
 SIZES = {

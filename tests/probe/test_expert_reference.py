@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rlk_align.judge.load import load_contract
-from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import Sample, TokenBatch
+from rlk_align.model.shape import ModelShape
 from rlk_align.model.sites import RowIndex, model_sites
 from rlk_align.probe.referee.experts import ExpertReference, as_recorded
 from rlk_align.probe.referee.rounding import ErrorSums, rounding_variance

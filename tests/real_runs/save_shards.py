@@ -21,7 +21,7 @@ from rlk_align.engines.hf.fsdp import FSDPEngine
 from rlk_align.engines.megatron.engine import MegatronEngine
 from rlk_align.engines.process.ranks import destroy_process_group, join
 from rlk_align.engines.spec import EngineSpec
-from rlk_align.model.families import read_shape
+from rlk_align.model.shape import read_shape
 
 STALE = {
     "fsdp": "model.layers.1.self_attn.q_proj.weight",

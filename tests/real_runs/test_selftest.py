@@ -16,7 +16,7 @@ from rlk_align.cli.selftest import RESULTS
 from rlk_align.data import data_path
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
-from rlk_align.model.families import read_shape
+from rlk_align.model.shape import read_shape
 from rlk_align.selftest import detect
 from rlk_align.selftest.faults.catalogue import FAULTS, Chosen
 from rlk_align.selftest.faults.fault import ALL

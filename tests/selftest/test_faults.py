@@ -17,8 +17,9 @@ from rlk_align.engines.patch import patch_of
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.worker import replace_fault
 from rlk_align.errors import BadOption
-from rlk_align.model.families import FAMILIES, read_shape
+from rlk_align.model.families import FAMILIES
 from rlk_align.model.prompts import Sample, TokenBatch
+from rlk_align.model.shape import read_shape
 from rlk_align.model.sites import model_sites
 from rlk_align.selftest.faults.catalogue import FAULTS, choose, faults_of
 from rlk_align.selftest.tied_model import tied_model

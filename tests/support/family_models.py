@@ -84,8 +84,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 """model_type -> what its config sets beside `random_model.SMALL`."""
 ALLOWED = {"cohere2": ("--allow-mismatch", "attributes")}
 """model_type -> the flags without which vLLM's other window alone is reported."""
-VLLM_IGNORES: dict[str, str] = {}
-"""model_type -> the parameter that vLLM leaves out."""
 
 
 def family_model(folder: Path, family: str, dtype: str = "bfloat16", **changes: Any) -> Path:

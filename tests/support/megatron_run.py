@@ -22,8 +22,8 @@ from rlk_align.engines.megatron.weights import live_parameters
 from rlk_align.engines.process.ranks import Ranks, destroy_process_group, join
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import RlkError
-from rlk_align.model.families import read_shape
 from rlk_align.model.prompts import Sample, TokenBatch
+from rlk_align.model.shape import read_shape
 
 Sites = dict[str, tuple[np.ndarray, np.ndarray, torch.Tensor]]
 """Site -> sample, position and values of its rows, in the order in which they were seen."""

@@ -18,8 +18,8 @@ from rlk_align.compare.measure import measure
 from rlk_align.engines.common.parameters import LiveParameter, record_parameter
 from rlk_align.judge.verdict import judge_by
 from rlk_align.model.edges import passes_for
-from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import Prompt, Sample, TokenBatch, save_prompts
+from rlk_align.model.shape import ModelShape
 from rlk_align.model.sites import Site, model_sites
 from rlk_align.pipeline import measured
 from rlk_align.report.verdict_json import verdict_json

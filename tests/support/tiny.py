@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from synthetic import Values
 
 from rlk_align.model.checkpoint import tensor_name
-from rlk_align.model.families import read_shape
 from rlk_align.model.operators import layer_modules
 from rlk_align.model.prompts import Sample, TokenBatch
+from rlk_align.model.shape import read_shape
 from rlk_align.model.sites import model_sites
 from rlk_align.model.tensors import expected_tensors
 

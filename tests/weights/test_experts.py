@@ -9,7 +9,7 @@ from changed_weights import Tensors, save, unequal
 from safetensors.torch import load_file
 from stacked_experts import stacked
 
-from rlk_align.model.families import read_shape
+from rlk_align.model.shape import read_shape
 from rlk_align.weights.naming import pieces
 from rlk_align.weights.pipeline import compare_weights
 

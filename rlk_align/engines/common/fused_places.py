@@ -9,8 +9,8 @@ from typing import Any
 
 from rlk_align.engines.common.layout import of_outputs
 from rlk_align.engines.common.places import FIRST, SECOND, Access, End, Place
-from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import layer_modules
+from rlk_align.model.shape import ModelShape
 
 Sparse = Callable[[int], Iterable[Place] | None]
 """Index of a layer -> the places of its sparse block; None for a dense layer."""

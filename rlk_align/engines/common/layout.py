@@ -11,8 +11,8 @@ from itertools import pairwise
 import torch
 
 from rlk_align.engines.common.parameters import Shard
-from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import OPERATORS
+from rlk_align.model.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

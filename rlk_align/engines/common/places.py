@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 
 from rlk_align.engines.common.layout import Layout
-from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import OPERATORS
+from rlk_align.model.shape import ModelShape
 
 
 def first(value: Any) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The limits of tensor parallelism: into how many ranks a model can be divided."""
 
 from rlk_align.errors import BadOption
-from rlk_align.model.families import ModelShape
+from rlk_align.model.shape import ModelShape
 
 
 def check_shared(engine: str, shape: ModelShape, tp: int, fused_qkv: bool, kernels: bool) -> None:

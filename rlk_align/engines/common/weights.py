@@ -10,8 +10,8 @@ import torch
 from rlk_align.engines.common.layout import Layout, even, whole
 from rlk_align.engines.common.parameters import LiveParameter
 from rlk_align.engines.common.places import Place
-from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import OPERATORS
+from rlk_align.model.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

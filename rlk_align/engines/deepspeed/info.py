@@ -7,7 +7,7 @@ from typing import Any
 from rlk_align.engines.hf.info import FSDP, HF_OPTIONS, check_attention
 from rlk_align.engines.info import Option, OptionValue, ReadOption
 from rlk_align.errors import BadOption
-from rlk_align.model.families import ModelShape
+from rlk_align.model.shape import ModelShape
 
 
 def _conflict(options: Mapping[str, OptionValue]) -> str | None:

@@ -36,9 +36,9 @@ from rlk_align.engines.hf.experts import (
 from rlk_align.engines.hf.places import hf_places
 from rlk_align.engines.hf.taps import HFTaps
 from rlk_align.errors import ModelError
-from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.model.rotary import checkpoint_rotary
+from rlk_align.model.shape import ModelShape
 from rlk_align.text import one_line
 from rlk_align.trace.writer import PassWriter
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlk_align.engines.info import EngineInfo, Option, OptionValue, ReadOption
 from rlk_align.errors import INSTALL_ENGINES, BadOption
-from rlk_align.model.families import ModelShape, cap_of
+from rlk_align.model.shape import ModelShape, cap_of
 
 HF_OPTIONS = {
     "attn": Option(

@@ -7,8 +7,8 @@ from rlk_align.engines.common.experts import INSIDE
 from rlk_align.engines.common.layout import of_outputs
 from rlk_align.engines.common.places import FIRST, HEADS_FIRST, LOGITS, Place, embedding_place
 from rlk_align.engines.hf.experts import ROUTER, mlp_path, router_path
-from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import OPERATORS, layer_modules
+from rlk_align.model.shape import ModelShape
 
 
 def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:

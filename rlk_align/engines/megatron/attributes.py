@@ -17,7 +17,7 @@ from rlk_align.engines.common.attributes import (
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.megatron.experts import routing
 from rlk_align.engines.megatron.layout import padded_vocab
-from rlk_align.model.families import ModelShape
+from rlk_align.model.shape import ModelShape
 
 
 def stage_facts(

@@ -29,7 +29,7 @@ from rlk_align.engines.common.site_hooks import SiteHooks
 from rlk_align.engines.common.weights import Parameter
 from rlk_align.engines.process.ranks import Ranks, all_gather
 from rlk_align.errors import EngineFailed
-from rlk_align.model.families import ModelShape
+from rlk_align.model.shape import ModelShape
 
 WEIGHTED = "Megatron multiplies the activation by the expert's weight, before the second product"
 

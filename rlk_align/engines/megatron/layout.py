@@ -7,7 +7,7 @@ one slice for each rank. It pads the vocabulary so that all ranks have equally m
 from collections.abc import Iterator
 
 from rlk_align.engines.common.layout import FeatureSlice, Layout, padded
-from rlk_align.model.families import ModelShape
+from rlk_align.model.shape import ModelShape
 
 LEAF = 16
 """The columns of a leaf of the kernels' log-sum-exp tree; a test compares it with theirs."""

@@ -9,13 +9,13 @@ from rlk_align.engines.info import ReadOption
 from rlk_align.engines.megatron.rope import ROPES, another_attention_factor
 from rlk_align.engines.megatron.stages import Stage
 from rlk_align.errors import BadOption, MissingDependency, ModelError
-from rlk_align.model.families import ModelShape
 from rlk_align.model.rotary import (
     lacks_factor,
     partial_rotary_factor,
     rope_parameters,
     rotates_a_part,
 )
+from rlk_align.model.shape import ModelShape
 from rlk_align.selftest.faults.catalogue import choose
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")

@@ -19,8 +19,8 @@ from rlk_align.engines.megatron.limits import check_megatron
 from rlk_align.engines.megatron.rope import rope_arguments, yarn_settings
 from rlk_align.engines.megatron.stages import Stage
 from rlk_align.errors import ModelError
-from rlk_align.model.families import ModelShape
 from rlk_align.model.rotary import partial_rotary_factor
+from rlk_align.model.shape import ModelShape
 from rlk_align.model.tensors import biased_operators
 
 ACTIVATIONS = {

@@ -6,7 +6,7 @@ from rlk_align.engines.common.layout import of_outputs
 from rlk_align.engines.common.places import FIRST, WITH_BIAS, Access, End, Place
 from rlk_align.engines.megatron.experts import sparse_places
 from rlk_align.engines.megatron.layout import grouped_qkv, vocabulary
-from rlk_align.model.families import ModelShape
+from rlk_align.model.shape import ModelShape
 
 FUSED = "TransformerEngine computes it inside the linear that follows"
 

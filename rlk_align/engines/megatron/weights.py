@@ -24,8 +24,8 @@ from rlk_align.engines.megatron.layout import vocabulary
 from rlk_align.engines.process.ranks import Ranks, gather
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import tensor_name, weight_files
-from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import OPERATORS
+from rlk_align.model.shape import ModelShape
 from rlk_align.model.stored import stored_tensors
 
 

@@ -12,7 +12,7 @@ from rlk_align.engines.common.attributes import (
 )
 from rlk_align.engines.sglang.experts import sparse_blocks
 from rlk_align.engines.sglang.places import sglang_places
-from rlk_align.model.families import ModelShape
+from rlk_align.model.shape import ModelShape
 
 
 def sglang_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:

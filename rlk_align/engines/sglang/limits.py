@@ -4,7 +4,7 @@ from typing import Any
 
 from rlk_align.engines.info import ReadOption
 from rlk_align.errors import BadOption, ModelError
-from rlk_align.model.families import ModelShape
+from rlk_align.model.shape import ModelShape
 
 VERSION = "0.5.23"
 """The version whose private methods the adapter was tested with."""

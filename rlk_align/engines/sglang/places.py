@@ -10,7 +10,7 @@ from rlk_align.engines.common.fused_places import fused_places
 from rlk_align.engines.common.places import Access, Place
 from rlk_align.engines.sglang.experts import FUSED, sparse_blocks
 from rlk_align.engines.sglang.head import HEAD
-from rlk_align.model.families import ModelShape
+from rlk_align.model.shape import ModelShape
 
 
 def sglang_places(model: Any, shape: ModelShape) -> Iterator[Place]:

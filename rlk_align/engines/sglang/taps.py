@@ -17,8 +17,8 @@ from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
 from rlk_align.engines.sglang.experts import on_choices, replay_choices
 from rlk_align.engines.sglang.head import HEAD
 from rlk_align.engines.sglang.places import sglang_places
-from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import TokenBatch
+from rlk_align.model.shape import ModelShape
 from rlk_align.trace.writer import PassWriter
 
 

@@ -13,7 +13,7 @@ from rlk_align.engines.common.weights import Parameter, parameters
 from rlk_align.engines.sglang.experts import expert_weights
 from rlk_align.engines.sglang.head import HEAD
 from rlk_align.engines.sglang.places import sglang_places
-from rlk_align.model.families import ModelShape
+from rlk_align.model.shape import ModelShape
 
 
 def parameter_plan(model: Any, shape: ModelShape) -> Iterator[Parameter]:

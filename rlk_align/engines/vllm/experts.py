@@ -24,7 +24,7 @@ from rlk_align.engines.common.parameters import LiveParameter
 from rlk_align.engines.common.site_hooks import SiteHooks
 from rlk_align.engines.process.ranks import Ranks, all_gather
 from rlk_align.errors import EngineFailed
-from rlk_align.model.families import ModelShape
+from rlk_align.model.shape import ModelShape
 
 FUSED = "vLLM computes a layer's experts in one kernel, which never writes their rows"
 PARTIAL = "vLLM's ranks add up their shares of shared experts together with those of the experts"

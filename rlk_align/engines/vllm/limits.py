@@ -6,8 +6,8 @@ from typing import Any
 from rlk_align.engines.common.tensor_parallel import check_shared
 from rlk_align.engines.info import ReadOption
 from rlk_align.errors import BadOption, ModelError
-from rlk_align.model.families import ModelShape, activation_of
 from rlk_align.model.rotary import lacks_factor, rope_parameters
+from rlk_align.model.shape import ModelShape, activation_of
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """The head sizes of vLLM 0.32's attention on CPUs; its kernels on GPUs support others."""

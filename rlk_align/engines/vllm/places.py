@@ -9,8 +9,8 @@ from rlk_align.engines.common.fused_places import Sparse, fused_places, head_pat
 from rlk_align.engines.common.layout import in_slots, of_outputs
 from rlk_align.engines.common.places import FIRST, HEADS_FIRST, End, Place, embedding_place
 from rlk_align.engines.vllm.experts import FUSED, PARTIAL, sparse_blocks
-from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import OPERATORS, layer_modules
+from rlk_align.model.shape import ModelShape
 
 
 def vllm_places(model: Any, shape: ModelShape, tp: int) -> Iterator[Place]:

@@ -29,7 +29,7 @@ from rlk_align.engines.vllm.weights import (
     product_method,
 )
 from rlk_align.errors import BadOption
-from rlk_align.model.families import ModelShape
+from rlk_align.model.shape import ModelShape
 from rlk_align.selftest.faults.catalogue import Chosen, choose
 from rlk_align.selftest.planting.fused_operators import FusedOperators
 from rlk_align.selftest.planting.live_operators import LiveOperators, plant

@@ -19,8 +19,8 @@ from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
 from rlk_align.engines.process.ranks import Ranks, all_gather
 from rlk_align.engines.vllm.experts import on_choices, replay_choices
 from rlk_align.engines.vllm.places import of_transformers, vllm_places
-from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import TokenBatch
+from rlk_align.model.shape import ModelShape
 from rlk_align.trace.writer import PassWriter
 
 

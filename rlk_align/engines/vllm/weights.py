@@ -14,7 +14,7 @@ from rlk_align.engines.common.weights import Parameter, parameters
 from rlk_align.engines.process.ranks import Ranks, all_gather
 from rlk_align.engines.vllm.experts import expert_weights
 from rlk_align.engines.vllm.places import vllm_places
-from rlk_align.model.families import ModelShape
+from rlk_align.model.shape import ModelShape
 
 
 def parameter_plan(model: Any, shape: ModelShape, tp: int) -> Iterator[Parameter]:

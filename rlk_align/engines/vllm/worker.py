@@ -37,8 +37,8 @@ from rlk_align.engines.vllm.places import of_transformers, sliding_window, vllm_
 from rlk_align.engines.vllm.taps import VLLMTaps
 from rlk_align.engines.vllm.weights import vllm_weights
 from rlk_align.errors import BadOption
-from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import TokenBatch
+from rlk_align.model.shape import ModelShape
 from rlk_align.results import CodePlace, GraphReplays
 from rlk_align.trace.writer import PassWriter
 

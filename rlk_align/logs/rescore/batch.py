@@ -4,8 +4,8 @@ import numpy as np
 
 from rlk_align.errors import DumpError
 from rlk_align.logs.dumps.sequences import Sequences
-from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import Prompt, Sample, TokenBatch
+from rlk_align.model.shape import ModelShape
 from rlk_align.text import short_printable
 
 

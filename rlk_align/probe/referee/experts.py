@@ -10,7 +10,7 @@ import torch
 
 from rlk_align.compare.expert_choice import beyond_choice, scores
 from rlk_align.model.dtypes import DTYPES
-from rlk_align.model.families import ModelShape
+from rlk_align.model.shape import ModelShape
 from rlk_align.model.sites import Site
 from rlk_align.probe.referee import formulas
 from rlk_align.probe.referee.rounding import rounding_variance

@@ -18,8 +18,8 @@ from rlk_align.engines.common.kernels import parse_excluded
 from rlk_align.engines.registry import engine_info
 from rlk_align.errors import ModelError, UnknownEngine
 from rlk_align.model.edges import EDGE_ENDS
-from rlk_align.model.families import ModelShape
 from rlk_align.model.operators import OPERATORS
+from rlk_align.model.shape import ModelShape
 from rlk_align.model.sites import RowIndex, Site, model_sites
 from rlk_align.probe.explain_logprobs import explain_pass
 from rlk_align.probe.graph import partners

@@ -9,14 +9,8 @@ import torch
 
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config
-from rlk_align.model.families import (
-    ModelShape,
-    activation_of,
-    cap_of,
-    is_tied,
-    multiplier_of,
-)
 from rlk_align.model.rotary import checkpoint_rotary
+from rlk_align.model.shape import ModelShape, activation_of, cap_of, is_tied, multiplier_of
 from rlk_align.model.sites import Site
 from rlk_align.model.tensors import biased_operators
 from rlk_align.probe.referee import formulas

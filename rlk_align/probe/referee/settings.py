@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from rlk_align.model.families import ModelShape, activation_of, layer_kind
+from rlk_align.model.families import layer_kind
 from rlk_align.model.rotary import partial_rotary_factor, rope_parameters
+from rlk_align.model.shape import ModelShape, activation_of
 from rlk_align.model.sites import Site
 from rlk_align.results import LiveSetting
 

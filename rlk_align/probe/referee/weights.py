@@ -7,7 +7,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rlk_align.model.checkpoint import tensor_name
-from rlk_align.model.families import ModelShape
+from rlk_align.model.shape import ModelShape
 from rlk_align.model.sites import model_sites, site_parameters
 from rlk_align.model.stored import stored_tensors
 from rlk_align.model.tensors import expected_tensors

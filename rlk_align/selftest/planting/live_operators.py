@@ -19,8 +19,8 @@ from rlk_align.engines.common.places import HEADS_FIRST, Place, first
 from rlk_align.engines.common.weights import Parameter, write_part
 from rlk_align.errors import BadOption
 from rlk_align.model.checkpoint import read_config
-from rlk_align.model.families import multiplier_of
 from rlk_align.model.rotary import checkpoint_rotary
+from rlk_align.model.shape import multiplier_of
 from rlk_align.model.sites import model_sites
 from rlk_align.selftest.faults.catalogue import Chosen
 from rlk_align.selftest.planting.operands import (

@@ -18,8 +18,8 @@ from rlk_align.engines.common.rows import ForwardRows
 from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
 from rlk_align.engines.megatron.layout import grouped_qkv
 from rlk_align.engines.process.ranks import Ranks
-from rlk_align.model.families import ModelShape
 from rlk_align.model.prompts import Sample, TokenBatch
+from rlk_align.model.shape import ModelShape
 
 BATCH = TokenBatch((Sample("a", (1, 2), (3,)), Sample("b", (4,), (5, 6))))
 CPU = torch.device("cpu")

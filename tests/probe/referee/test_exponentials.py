@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny import checkpoint
 
-from rlk_align.model.families import read_shape
+from rlk_align.model.shape import read_shape
 from rlk_align.probe.referee.exponentials import SumOrder, lost_share, sum_orders
 from rlk_align.probe.referee.reference import Reference, RowTokens
 from rlk_align.probe.referee.rounding import rounding_variance

@@ -21,7 +21,7 @@ from tiny import BATCH, CONFIGS, Array, Engine, Fault, checkpoint, live_weights
 from rlk_align.judge.contract import STATISTICS
 from rlk_align.judge.verdict import Verdict, judge_by, over_budget
 from rlk_align.model.edges import EDGES, passes_for
-from rlk_align.model.families import read_shape
+from rlk_align.model.shape import read_shape
 from rlk_align.probe.referee import referee as module
 from rlk_align.probe.referee.referee import referee
 from rlk_align.probe.referee.settings import sliding_window

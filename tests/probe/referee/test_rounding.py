@@ -15,8 +15,8 @@ from tiny import checkpoint
 
 from rlk_align.judge.contract import STATISTICS
 from rlk_align.judge.load import load_contract
-from rlk_align.model.families import read_shape
 from rlk_align.model.prompts import Sample, TokenBatch
+from rlk_align.model.shape import read_shape
 from rlk_align.model.sites import RowIndex, model_sites
 from rlk_align.probe.referee import formulas
 from rlk_align.probe.referee.reference import Reference

@@ -8,7 +8,7 @@ from engine_pairs import SPARSE
 
 from rlk_align.data import data_path
 from rlk_align.model.checkpoint import read_config
-from rlk_align.model.families import read_shape
+from rlk_align.model.shape import read_shape
 from rlk_align.model.sites import model_sites
 from rlk_align.probe.referee.settings import live_settings
 

@@ -1,0 +1,133 @@
+"""The properties in which decoder families differ."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlk_align.errors import ModelError
+from rlk_align.model.layers import DENSE, LayerOperators
+from rlk_align.model.operators import OPERATORS
+from rlk_align.model.sparse_config import EXPERT_KEYS, ExpertSettings
+from rlk_align.model.stored import Stacks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """The properties of one decoder family."""
+
+    layer: LayerOperators = DENSE
+    before: tuple[str, ...] = ("embed",)
+    after: tuple[str, ...] = ("final_norm", "logits", "logprob")
+    """The operators before and after the layers."""
+    biases: Mapping[str, bool | str] = field(default_factory=dict)
+    """Operator -> whether it has a bias, or the config's key for it, if that is not the
+    catalogue's."""
+    window: Mapping[str, int | bool | None] = field(default_factory=dict)
+    """Defaults of the config's keys for a sliding window; empty for a family without windows."""
+    period: int = 0
+    """In a config without `layer_types`, every layer whose number is a multiple of this, counted
+    from 1, sees all keys, and the others have the window; 0 if all layers are of one kind."""
+    period_keys: tuple[str, ...] = ()
+    """The config's keys for another period; the first that it has counts."""
+    local_theta: tuple[str, float] = ("rope_theta", 10000.0)
+    """With `rope_by_kind`, the config's key for the theta of layers with a window, in the older
+    form, and its default."""
+    theta: float = 10000.0
+    """The theta of a config that states none."""
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    """The config's key for the activation, and its default."""
+    norm_eps: str = "rms_norm_eps"
+    """The config's key for the epsilon of norms."""
+    one_plus_weight: bool = False
+    """Whether norms multiply by 1 + weight."""
+    embedding_scale: str = ""
+    """What multiplies the embedding: `sqrt_hidden`, the root of the hidden size, rounded to the
+    model's dtype; empty for nothing."""
+    score_cap: str = ""
+    """The config's key for the cap c of attention's scores s: c tanh(s / c); empty for none."""
+    logit_cap: str = ""
+    """The config's key for the same cap of the logits; empty for none."""
+    heads_first: bool = False
+    """Whether transformers norms q and k as `[B, heads, T, head_dim]`."""
+    one_activation: bool = False
+    """Whether all layers of vLLM's model share one module for the activation."""
+    interleaved: bool = False
+    """Whether features 2j and 2j + 1 of a head turn together, and not j and j + half the width."""
+    rope_by_kind: bool = False
+    """Whether layers with a window have a rotary embedding of their own: `rope_parameters` has one
+    for each kind of layer, or `rope_scaling` is for the layers that see all keys only."""
+    experts: ExpertSettings | None = None
+    """How its config describes experts; None for a family without experts."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of other settings that the config may leave out."""
+    qk_norm: str = ""
+    """The config's key for norms of q and k; empty if the family decides this itself."""
+    predictors: str = ""
+    """The config's key for the number of layers after the decoder's, which predict further tokens;
+    empty if the family has none."""
+    modules: Mapping[str, str] = field(default_factory=dict)
+    """Operator -> the module of its parameters, where it is not the catalogue's."""
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Module of a layer in the checkpoint -> the operators whose weights are its rows, in order."""
+    stacks: Stacks = field(default_factory=Stacks)
+    """The tensors of a checkpoint that have all experts of a layer."""
+    reads: Mapping[str, str] = field(default_factory=dict)
+    """Value -> the value that a layer's operators read in its place."""
+    unrotated: Callable[[Mapping[str, Any]], tuple[int, ...]] | None = None
+    """config.json -> the layers without a rotation; None if every layer rotates q and k."""
+    settings: tuple[str, ...] = ()
+    """Further keys of config.json that this description covers."""
+    attention_scale: tuple[str, float] = ("", 0.0)
+    """The config's key for the number that scales attention's scores, and the power of it; empty if
+    1 / √(size of a head) scales them."""
+    temperature: bool = False
+    """Whether the scale depends on the query's position, by `llama_4_scaling_beta` of its rope."""
+    backend: bool = False
+    """Whether vLLM runs the code of transformers for it, because it has no class of its own."""
+    adds_outside_norms: bool = False
+    """Whether vLLM's class for it adds residuals as transformers does, and not inside norms."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Engine, or `kernels` -> why it does not compute the family."""
+
+    @property
+    def sigmoid(self) -> bool:
+        """Whether its routers score experts by a sigmoid."""
+        return self.experts is not None and self.experts.sigmoid
+
+    @property
+    def corrected(self) -> bool:
+        """Whether its routers correct the scores for the choice of experts."""
+        return self.experts is not None and (self.experts.sigmoid or self.experts.corrected)
+
+    def check(self, engine: str, kind: str) -> None:
+        """Raises ModelError if the engine, or the kernels, do not compute this family, whose
+        `model_type` is `kind`."""
+        if engine in self.refused:
+            raise ModelError(
+                f"{engine} does not support model_type {kind!r}: {self.refused[engine]}",
+                {
+                    "kernels": "compare with kernels=off",
+                    "vllm": "compare with --rollout hf",
+                }.get(engine, "compare with --train hf"),
+            )
+
+    def multiplies(self, site: str) -> bool:
+        """Whether a number of the config multiplies the output of this site outside the layers."""
+        ends = (OPERATORS[name] for name in (*self.before, *self.after))
+        return any(op.site == site and op.multiplier for op in ends)
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The keys of config.json that this description covers, beside those of every family."""
+        windows = {*self.window, "layer_types"} if self.window else set()
+        windows |= {"rope_parameters.KIND"} if self.rope_by_kind else set()
+        experts: set[str] = set()
+        if self.experts:
+            experts = {*EXPERT_KEYS, self.experts.intermediate, *self.experts.names.values()}
+        named = {*self.defaults, *self.settings, self.qk_norm, self.predictors}
+        named |= {self.attention_scale[0], self.activation[0], *self.period_keys}
+        named |= {self.score_cap, self.logit_cap, self.norm_eps}
+        named |= {key for key in self.biases.values() if isinstance(key, str)}
+        named |= {self.local_theta[0]} if self.rope_by_kind else set()
+        named |= {"rope_parameters.llama_4_scaling_beta"} if self.temperature else set()
+        return frozenset({*windows, *experts, *named} - {""})

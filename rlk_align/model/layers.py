@@ -1,0 +1,147 @@
+"""The operators of a layer, in the orders that families have."""
+
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+
+class LayerShape(Protocol):
+    """The properties of a model that decide the operators of a layer."""
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def unrotated_layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def qk_norm(self) -> bool: ...
+
+
+LayerOperators = Callable[[LayerShape, int], tuple[str, ...]]
+"""(shape, index of a layer) -> that layer's operators, in execution order."""
+
+
+def dense(qk_norm: bool = False, wide: bool = False) -> LayerOperators:
+    """Equal layers; `qk_norm`: with an RMSNorm on each head of q and k before they are rotated;
+    `wide`: with one over all heads of q, and one over all heads of k."""
+    norms = ("q_norm", "k_norm") if qk_norm else ("wide_q_norm", "wide_k_norm") if wide else ()
+    operators = (
+        *("attn_norm", "q_proj", "k_proj", "v_proj", *norms),
+        *("q_rope", "k_rope", "attn", "o_proj", "attn_residual"),
+        *("mlp_norm", "gate_proj", "up_proj", "act", "down_proj", "mlp_residual"),
+    )
+    return lambda _shape, _layer: operators
+
+
+DENSE = dense()
+
+
+_SHARED = ("shared_gate_proj", "shared_up_proj", "shared_act", "shared_down_proj")
+
+
+def mixture(
+    qk_norm: bool = False,
+    wide: bool = False,
+    routing: tuple[str, str, str] = ("router", "experts", "routing_weights"),
+    shared: Literal["", "added", "gated"] = "",
+) -> LayerOperators:
+    """Dense layers, and sparse layers in which a router sends each token to a few experts.
+
+    `qk_norm`, `wide`: as for `dense`; `routing`: the router, its choice, and the weights; `shared`:
+    whether the row of shared experts is added, or multiplied by the sigmoid of a gate first."""
+    dense_layer = dense(qk_norm, wide)
+    out = {
+        "": ("moe_out",),
+        "added": (*_SHARED, "moe_out_with_shared"),
+        "gated": (*_SHARED, "shared_gate", "moe_out_gated"),
+    }[shared]
+
+    def operators(shape: LayerShape, layer: int) -> tuple[str, ...]:
+        every = dense_layer(shape, layer)
+        if layer not in shape.sparse_layers:
+            return every
+        return (
+            *every[: every.index("gate_proj")],
+            *(*routing, "expert_gate_proj", "expert_up_proj", "expert_act", "expert_down_proj"),
+            *(*out, "mlp_residual"),
+        )
+
+    return operators
+
+
+def corrected_mixture(shape: LayerShape, layer: int) -> tuple[str, ...]:
+    """Dense layers, and sparse layers with shared experts, whose router computes in float32 and
+    corrects its scores for the choice of experts only."""
+    routing = ("fp32_router", "corrected_experts", "fp32_routing_weights")
+    return mixture(shape.qk_norm, routing=routing, shared="added")(shape, layer)
+
+
+def normed_after(shape: LayerShape, layer: int) -> tuple[str, ...]:
+    """Layers whose branches read the residual stream itself and are normed before they are added
+    to it, with an RMSNorm over all heads of q and of k."""
+    return (
+        *("q_proj", "k_proj", "v_proj", "wide_q_norm", "wide_k_norm", "q_rope", "k_rope", "attn"),
+        *("o_proj", "attn_post_norm", "attn_residual"),
+        *("gate_proj", "up_proj", "act", "down_proj", "mlp_post_norm", "mlp_residual"),
+    )
+
+
+def plain_sandwich(shape: LayerShape, layer: int) -> tuple[str, ...]:
+    """Layers that norm each branch before and after its operators."""
+    return _sandwiched(DENSE(shape, layer))
+
+
+def sandwich(shape: LayerShape, layer: int) -> tuple[str, ...]:
+    """Layers that norm each branch before and after its operators, and each head of q and k."""
+    return _sandwiched(dense(qk_norm=True)(shape, layer))
+
+
+def _sandwiched(every: tuple[str, ...]) -> tuple[str, ...]:
+    at, end = every.index("attn_residual"), every.index("mlp_residual")
+    return (*every[:at], "attn_post_norm", *every[at:end], "mlp_post_norm", *every[end:])
+
+
+def scaled_residuals(layers: LayerOperators = DENSE) -> LayerOperators:
+    """Layers that multiply each branch before it is added to the residual stream."""
+    return lambda shape, layer: tuple(
+        f"scaled_{op}" if op.endswith("residual") else op for op in layers(shape, layer)
+    )
+
+
+def normed_after_by_head(shape: LayerShape, layer: int) -> tuple[str, ...]:
+    """Layers whose branches are normed before they are added, with an RMSNorm on each head of q and
+    k, and of which some do not rotate q and k."""
+    absent = {"attn_norm", "mlp_norm"}
+    absent |= {"q_rope", "k_rope"} if layer in shape.unrotated_layers else set()
+    return tuple(op for op in sandwich(shape, layer) if op not in absent)
+
+
+def plain_mlp(shape: LayerShape, layer: int) -> tuple[str, ...]:
+    """Layers with LayerNorms, and with an MLP that has no gate."""
+    replaced = {"attn_norm": "attn_layer_norm", "mlp_norm": "mlp_layer_norm", "act": "plain_act"}
+    return tuple(replaced.get(op, op) for op in DENSE(shape, layer) if op != "gate_proj")
+
+
+def parallel(shape: LayerShape, layer: int) -> tuple[str, ...]:
+    """Layers whose attention and MLP read one LayerNorm and are added together; some do not rotate
+    q and k."""
+    replaced = {
+        **{"attn_norm": "attn_layer_norm", "down_proj": "parallel_down_proj"},
+        "mlp_residual": "parallel_residual",
+    }
+    absent = ("mlp_norm", "attn_residual")
+    every = partly_rotated(shape, layer)
+    return tuple(replaced.get(op, op) for op in every if op not in absent)
+
+
+def normed_after_rotation(shape: LayerShape, layer: int) -> tuple[str, ...]:
+    """Dense layers with an RMSNorm on each head of q and k after they are rotated."""
+    every = DENSE(shape, layer)
+    at = every.index("attn")
+    return (*every[:at], "rotated_q_norm", "rotated_k_norm", *every[at:])
+
+
+def partly_rotated(shape: LayerShape, layer: int) -> tuple[str, ...]:
+    """Dense layers, in some of which q and k are not rotated (NoPE)."""
+    rotations = ("q_rope", "k_rope") if layer in shape.unrotated_layers else ()
+    return tuple(op for op in DENSE(shape, layer) if op not in rotations)

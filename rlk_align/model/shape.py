@@ -1,0 +1,254 @@
+"""The sizes of a checkpoint's model, and what its config.json says of its operators."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlk_align.errors import ModelError
+from rlk_align.model.checkpoint import read_config
+from rlk_align.model.config_keys import unknown_settings
+from rlk_align.model.dtypes import DTYPES
+from rlk_align.model.families import FAMILIES, WITHOUT_FAMILY
+from rlk_align.model.family import Family
+from rlk_align.model.operators import OPERATORS, Operator, Size
+from rlk_align.model.sparse_config import UNKNOWN_ROUTING, read_experts
+from rlk_align.model.stored import stored_dtype, stored_layers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """The sizes that determine a model's sites."""
+
+    model_type: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    context: int
+    """The length of the longest sequence, in tokens; that of a longrope's short factors."""
+    dtype: str
+    """The checkpoint's own dtype, e.g. `bfloat16`."""
+    sparse_layers: tuple[int, ...] = ()
+    """The layers that send each token to a few experts."""
+    experts: int = 0
+    """The number of experts of each sparse layer."""
+    top_k: int = 0
+    """The number of experts to which a token is sent."""
+    expert_intermediate: int = 0
+    norm_topk: bool = False
+    """Whether the weights of a token's experts are divided by their sum."""
+    groups: int = 1
+    """The number of equal groups of experts."""
+    top_groups: int = 1
+    """The number of groups to choose experts from: those whose two best scores add up highest."""
+    weight_scale: float = 1.0
+    """The factor by which the weights of a token's experts are multiplied in the end."""
+    shared_intermediate: int = 0
+    """The inner size of the shared experts, which are computed as one."""
+    unrotated_layers: tuple[int, ...] = ()
+    """The layers that do not rotate q and k."""
+    qk_norm: bool = False
+    """Whether the config enables norms of q and k, in a family that leaves them to the config."""
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
+
+    def operators(self) -> Iterator[tuple[int | None, Operator]]:
+        """(layer, operator) in execution order; layer is None for operators outside the layers."""
+        for name in self.family.before:
+            yield None, OPERATORS[name]
+        for layer in range(self.layers):
+            for name in self.family.layer(self, layer):
+                yield layer, OPERATORS[name]
+        for name in self.family.after:
+            yield None, OPERATORS[name]
+
+    @property
+    def fused_rows(self) -> dict[str, dict[str, int]]:
+        """Module of a layer in the checkpoint -> its operators, with the rows of each."""
+        fused = self.family.fused.items()
+        return {m: {op: self.size(OPERATORS[op].features) for op in ops} for m, ops in fused}
+
+    def has(self, op: str) -> bool:
+        """Whether any layer has that operator."""
+        return any(op in self.family.layer(self, layer) for layer in range(self.layers))
+
+    def correction(self, layer: int) -> tuple[int, ...]:
+        """The dimensions of the correction of a layer's scores; empty without one."""
+        choices = (OPERATORS[n] for n in self.family.layer(self, layer))
+        return tuple(self.size(d) for o in choices if o.formula == "top_k" for d in o.weight)
+
+    def heads_of(self, size: Size) -> int:
+        """The number of heads that a dimension consists of; 1 if it does not count heads."""
+        return {"query_heads": self.heads, "kv_heads": self.kv_heads}.get(size, 1)
+
+    def size(self, size: Size) -> int:
+        """The number of features of a dimension in this model."""
+        if size == "one":
+            return 1
+        if size in ("query_heads", "kv_heads"):
+            return self.heads_of(size) * self.head_dim
+        if size in ("expert_slots", "hidden_slots"):
+            return self.top_k * (
+                self.hidden if size == "hidden_slots" else self.expert_intermediate
+            )
+        return getattr(self, size)
+
+
+def original_context(config: Mapping[str, Any]) -> int | None:
+    """The length up to which a longrope has its short factors; None for another rope. The engines
+    differ beyond it: transformers chooses the factors by the longest position of each forward, and
+    vLLM by the longest that it serves."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(rope, Mapping) or "longrope" not in (rope.get("rope_type"), rope.get("type")):
+        return None
+    key = "original_max_position_embeddings"
+    length = rope.get(key) or config.get(key)
+    return length if type(length) is int and length > 0 else None
+
+
+_MAX_SIZE = 1 << 28
+"""The largest supported size of a model's dimension."""
+
+
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether the head has the embedding's weight, by config.json or by the family's default."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    defaults = family.defaults if family else {}
+    return bool({**defaults, **config}.get("tie_word_embeddings"))
+
+
+def cap_of(config: Mapping[str, Any], key: str) -> float | None:
+    """The cap that a key of the config states, or the family's default; None for no cap."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    stated = {**(family.defaults if family else {}), **config}.get(key) if key else None
+    return None if stated is None else float(stated)
+
+
+def multiplier_of(config: Mapping[str, Any], operator: Operator) -> float:
+    """The number that multiplies the operator's output or, of a residual add, its branch."""
+    if not operator.multiplier:
+        return 1.0
+    family = FAMILIES.get(str(config.get("model_type")))
+    stated = {**(family.defaults if family else {}), **config}.get(operator.multiplier)
+    factor = 1.0 if stated is None else float(stated)
+    return 1 / factor if operator.divides else factor
+
+
+def activation_of(config: Mapping[str, Any]) -> tuple[str, str]:
+    """The config's key for the activation, and the activation by config.json or by the family."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    key, default = family.activation if family else ("hidden_act", "silu")
+    return key, str(config.get(key) or default)
+
+
+def predictor_layers(config: Mapping[str, Any]) -> int:
+    """The number of layers after the decoder's, which predict further tokens."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    count = config.get(family.predictors) if family else None
+    return count if type(count) is int and count > 0 else 0
+
+
+def _check_layers(model: Path, config: Mapping[str, Any]) -> None:
+    """Raises ModelError if the checkpoint has tensors of more or fewer layers than its config."""
+    stored, wanted = stored_layers(model), config.get("num_hidden_layers")
+    if type(wanted) is not int or wanted <= 0:
+        return
+    if stored not in (0, wanted, wanted + predictor_layers(config)):
+        raise ModelError(
+            f"{model}/config.json states num_hidden_layers={wanted}, and the checkpoint has "
+            f"tensors of {stored} layers",
+            "it is incomplete, or its config.json belongs to another model",
+        )
+
+
+_MAX_NAMED = 6
+"""The largest number of settings that an error lists."""
+
+
+def _of_no_family(config: Mapping[str, Any]) -> str:
+    """The settings of a config.json that no known family has, for an error; empty if none."""
+    every = frozenset().union(*(family.keys for family in FAMILIES.values()))
+    names = sorted(unknown_settings(config, every))
+    if not names:
+        return ""
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return f"; no known family has its {', '.join(names[:_MAX_NAMED])}{more}"
+
+
+def _unrotated(model: Path, config: Mapping[str, Any], family: Family) -> tuple[int, ...]:
+    """The layers that do not rotate q and k. Raises ModelError if the first layer is one."""
+    layers = family.unrotated(config) if family.unrotated else ()
+    if 0 in layers:
+        raise ModelError(
+            f"{model}/config.json: the first layer does not rotate q and k, and positions are "
+            "checked by its rotation",
+            WITHOUT_FAMILY,
+        )
+    return layers
+
+
+def read_shape(model: Path) -> ModelShape:
+    """The shape of the checkpoint in folder `model`, from its config.json. If that has no dtype, it
+    is the dtype of the stored weights.
+
+    Raises ModelError if the folder or its config is missing or unreadable, or if the family is
+    unknown.
+    """
+    config = read_config(model)
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind in UNKNOWN_ROUTING:
+        raise ModelError(
+            f"{model}: model_type {kind!r} is not supported: {UNKNOWN_ROUTING[kind]}",
+            WITHOUT_FAMILY,
+        )
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ModelError(
+            f"{model}: model_type {kind!r} in config.json is not a known decoder family, so the "
+            f"operators of its layers are unknown{_of_no_family(config)}",
+            WITHOUT_FAMILY,
+        )
+
+    def size(name: str, default: int | None = None, largest: int = _MAX_SIZE) -> int:
+        value = config.get(name)
+        if value is None and default is not None:
+            return default
+        if type(value) is not int or value <= 0:
+            raise ModelError(
+                f"{model}/config.json: {name} is {value!r}; it must be a positive whole number"
+            )
+        if value > largest:
+            raise ModelError(
+                f"{model}/config.json: {name} is {value}; at most {largest} is supported"
+            )
+        return value
+
+    _check_layers(model, config)
+    dtype = config.get("dtype") or config.get("torch_dtype") or stored_dtype(model) or "float32"
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        known = ", ".join(DTYPES)
+        raise ModelError(f"{model}/config.json: dtype {dtype!r} is unknown", f"known: {known}")
+    family = FAMILIES[kind]
+    config = {**family.defaults, **config}
+    heads, hidden = size("num_attention_heads"), size("hidden_size")
+    longest = size("max_position_embeddings")
+    return ModelShape(
+        model_type=kind,
+        layers=size("num_hidden_layers", largest=10_000),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=size("num_key_value_heads", heads),
+        head_dim=size("head_dim", max(1, hidden // heads)),
+        intermediate=size("intermediate_size"),
+        vocab=size("vocab_size"),
+        context=min(longest, original_context(config) or longest),
+        dtype=dtype,
+        qk_norm=bool(family.qk_norm and config.get(family.qk_norm)),
+        unrotated_layers=_unrotated(model, config, family),
+        **(read_experts(model, config, family.experts, size) if family.experts else {}),
+    )
