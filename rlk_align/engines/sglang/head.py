@@ -13,8 +13,8 @@ HEAD = "rlk_head"
 def add_head(model: Any) -> None:
     """Makes the live model compute logits by a module, which calls SGLang's own method.
 
-    The module's inputs are `(lm_head, hidden states [N, hidden])` and the bias by name, its output
-    the logits `[N, V]`.
+    The module's inputs are `(lm_head, hidden states [N, hidden])`, and the bias by name; its output
+    is the logits `[N, V]`.
     """
     processor = model.logits_processor
     compute = processor._compute_lm_head
