@@ -34,22 +34,28 @@ the description does not cover is refused by name. A model of any other family c
 [module by module](modules.md).
 
 `scripts/families_table.py` writes this table. Each cell with a count is one comparison of a small
-random checkpoint in bf16, with six prompts and eight new tokens each. *Healthy* means that the
-contract passed, and that each operator of both sides was recomputed in float64 and is within its
-budget. The settings of the checkpoints make each variant matter: windows shorter than the prompts,
-ropes that differ by layer, norms and biases off their neutral values. In sparse families vLLM on a
-CPU does not show the rows of each expert, so four operators of a layer are not recomputed, and the
-experts' sum is recomputed from their input.
+random checkpoint in bf16, with six prompts and eight new tokens each. The settings of the
+checkpoints let each variant change log-probs: windows are shorter than the prompts, ropes differ by
+layer, and norms and biases are off their neutral values.
+
+- *Healthy* means that the contract passed, and that each operator of both sides that was recomputed
+  in float64 is within its budget. The two counts are the operators that were recomputed and all
+  operators. The last number is the mean of the absolute difference of log-probs, in nats.
+- *The code of transformers* means that vLLM has no class for the family and runs this code.
+- *Refused* means that the tool ends with this reason.
+- *In the test matrix* means that tests compare the family there: those of
+  `tests/engines/test_family_variants.py`, or pairs of `tests/support/engine_pairs.py`
+  ([reports/families.md](../reports/families.md) names some).
+
+In sparse families vLLM on a CPU does not show the rows of each expert. There four operators of a
+layer are not recomputed, and the experts' sum is recomputed from the experts' input.
 
 """
 
 
-FOOT = """The last number of a healthy cell is the mean of the absolute difference of log-probs in
-nats. Measured with {packages}; raw results: [families.json](../reports/engines/families.json).
-*In the test matrix*: a comparison of `tests/engines/test_family_variants.py`, or pairs of
-`tests/support/engine_pairs.py`, of which [reports/families.md](../reports/families.md) names some.
-Gemma 2 is compared with eager attention in batches of 4, because transformers' sdpa ignores its cap
-and is refused.
+FOOT = """The cells were measured with {packages}; the raw results are in
+[families.json](../reports/engines/families.json). Gemma 2 is compared with eager attention in
+batches of 4, because transformers' sdpa ignores its cap and is refused.
 """
 
 
@@ -98,7 +104,7 @@ def cell(found: dict[str, Any] | None) -> str:
 def page(found: dict[str, Any]) -> str:
     """The page of docs for what the comparisons found."""
     lines = [
-        "| `model_type` | transformers, eager and sdpa | vLLM on a CPU, and transformers | "
+        "| `model_type` | transformers, eager against sdpa | vLLM on a CPU against transformers | "
         "Megatron-core | the kernels |",
         "| --- | --- | --- | --- | --- |",
     ]
