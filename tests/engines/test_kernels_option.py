@@ -37,8 +37,8 @@ def test_the_tool_and_the_kernels_name_the_same_families() -> None:
 def test_the_tool_and_the_kernels_refuse_the_same_ropes_for_the_same_reasons() -> None:
     from rlk_kernels.integrations import rotary
 
-    # The kernels have no longrope, which the tool compares as far as its original length.
-    assert set(FIXED) - {"longrope"} == set(rotary.SUPPORTED)
+    # The tool compares a longrope as far as its original length.
+    assert set(FIXED) - NOT_FIXED.keys() == set(rotary.SUPPORTED)
     assert rotary.NOT_FIXED == NOT_FIXED
 
 

@@ -106,7 +106,7 @@ class Imaginary(Engine):
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     kind = type("Fresh", (Imaginary,), {"calls": []})
-    monkeypatch.setattr(worker, "load_engine", lambda _name: kind)
+    monkeypatch.setattr(worker, "load_engine", lambda _name, _modules=False: kind)
     model, folder = tmp_path / "model", tmp_path / "capture"
     model.mkdir()
     folder.mkdir()
@@ -328,7 +328,7 @@ def test_interventions_reach_an_engine_that_takes_them(
             told.append((None, batch.sampled_tokens > 0, tap is not None, intervention))
             return super().score(batch, tap, done)
 
-    monkeypatch.setattr(worker, "load_engine", lambda _name: Willing)
+    monkeypatch.setattr(worker, "load_engine", lambda _name, _modules=False: Willing)
     seen = Intervention(kind="perturb", sites=("embed",))
     unseen = seen.model_copy(update={"observed": False})
     plans = {"decode.perturb-1": seen, "prefill.perturb-2": unseen}

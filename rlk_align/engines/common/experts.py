@@ -25,7 +25,7 @@ def choice_replaced(choose: Choose, experts: int) -> Iterator[list[int]]:
     """While entered, `torch.topk` returns the experts that `choose` returns, so that an engine
     computes their weights in its usual way. Calls that choose something else, such as groups, are
     unchanged. Yields a list that grows by one entry with each choice among this many `experts`."""
-    original = torch.topk
+    original, method = torch.topk, vars(torch.Tensor).get("topk")
     calls: list[int] = []
 
     @functools.wraps(original)
@@ -44,8 +44,11 @@ def choice_replaced(choose: Choose, experts: int) -> Iterator[list[int]]:
         yield calls
     finally:
         torch.topk = original
-        # The method is inherited.
-        del torch.Tensor.topk
+        if method is None:
+            # The usual method is inherited.
+            del torch.Tensor.topk
+        else:
+            torch.Tensor.topk = method
 
 
 BY_EXPERT = ("gate_proj", "up_proj", "act", "down_proj")

@@ -71,7 +71,7 @@ def check_kernels(engine: str, config: dict[str, Any]) -> None:
     kind = rope["rope_type"]
     partial = partial_rotary_factor(config)
     refused = {
-        f"rope_type={kind}": (kind not in FIXED, NOT_FIXED.get(kind, "")),
+        f"rope_type={kind}": (kind not in FIXED or kind in NOT_FIXED, NOT_FIXED.get(kind, "")),
         f"rope_type={kind} without a factor": (lacks_factor(rope), ""),
         f"partial_rotary_factor={partial}": (
             partial != 1.0 and not rotates_a_part(config),
