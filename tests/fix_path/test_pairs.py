@@ -20,7 +20,7 @@ def test_no_bit_differs(cli: Cli, folder: Path, name: str) -> None:
 
 @pytest.mark.whole_matrix
 @pytest.mark.parametrize("engine", ["hf", "vllm"])
-@pytest.mark.parametrize("fault", ["proj-weight-element", "proj-gain", "rope-partial"])
+@pytest.mark.parametrize("fault", ["proj-weight-fp8", "proj-noise", "rope-partial"])
 def test_a_fault_beside_the_kernels_of_fused_products_is_named(
     cli: Cli, folder: Path, engine: str, fault: str
 ) -> None:
