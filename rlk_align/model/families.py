@@ -225,7 +225,7 @@ FAMILIES = {
             "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
             "mlp.gate_up_proj": ("gate_proj", "up_proj"),
         },
-        refused={"kernels": _NOT_MEASURED, "megatron": _NOT_MEASURED},
+        refused={"megatron": _NOT_MEASURED},
     ),
     "exaone4": Family(
         layer=normed_after_by_head,

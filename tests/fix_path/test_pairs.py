@@ -6,14 +6,36 @@ from pathlib import Path
 
 import pytest
 from bit_equal import assert_equal
-from command import Cli
+from command import Cli, require_engine, write_few_prompts
 from engine_pairs import DEFAULT, MODELS, WHOLE, cases
+
+from rlk_align.selftest.faults.catalogue import choose
 
 
 @pytest.mark.parametrize("name", cases("rlk"))
 def test_no_bit_differs(cli: Cli, folder: Path, name: str) -> None:
     pair = WHOLE[name]
     assert_equal(pair.compared(cli, folder), 40, sparse=MODELS[pair.model].sparse)
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+@pytest.mark.parametrize("fault", ["proj-weight-fp8", "proj-noise", "rope-partial"])
+def test_a_fault_beside_the_kernels_of_fused_products_is_named(
+    cli: Cli, folder: Path, engine: str, fault: str
+) -> None:
+    """The rows of one operator in a product of several, and a rotation of a part of each head."""
+    require_engine("vllm")
+    specs = {name: f"{name}:kernels=rlk" for name in ("vllm", "hf")}
+    specs[engine] += f",fault={fault}"
+    done = cli(
+        *("compare", "--model", MODELS["phi3"].stored(folder, "phi3", "bfloat16")),
+        *("--prompts", write_few_prompts(folder / "few.jsonl"), "--max-new-tokens", 8),
+        *("--rollout", specs["vllm"], "--train", specs["hf"], "--contract", "bitwise"),
+        *("--run-dir", folder / "faulty"),
+    )
+    assert done.code == 1, done.out + done.err
+    assert done.first == choose(engine, fault).fault.site
 
 
 def test_the_default_pairs_cover_every_two_values() -> None:

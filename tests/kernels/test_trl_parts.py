@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from hf_models import small_model
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.trl import settings, with_kernels
 from torch import nn
@@ -75,3 +76,11 @@ def test_weights_in_another_dtype_than_autocast_are_refused(tmp_path: Path) -> N
     model.dtype, model.config = torch.float16, None
     (said,) = settings.of_model(model, args(tmp_path, bf16=True))
     assert said.startswith("weights in float16 under autocast to bfloat16")
+
+
+def test_a_family_whose_copies_cannot_be_checked_is_refused(tmp_path: Path) -> None:
+    plain = {"rope_parameters": None, "pad_token_id": None}
+    models = (small_model(family, **plain) for family in ("Phi3", "Llama"))
+    fused, split = (settings.of_model(model, args(tmp_path, bf16=True)) for model in models)
+    assert [reason.partition(":")[0] for reason in fused] == ["model_type=phi3"]
+    assert split == []

@@ -74,11 +74,18 @@ def mistral(**text: Any) -> SimpleNamespace:
     return vllm_config(text=text, architecture="MistralForCausalLM")
 
 
+def phi3(**text: Any) -> SimpleNamespace:
+    text = {"model_type": "phi3"} | text
+    return vllm_config(text=text, architecture="Phi3ForCausalLM")
+
+
 MIXED = {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}
 REFUSED = {
-    "Phi3ForCausalLM of model_type=phi3": vllm_config(
-        text={"model_type": "phi3"}, architecture="Phi3ForCausalLM"
-    ),
+    "Phi3ForCausalLM of model_type=llama": vllm_config(architecture="Phi3ForCausalLM"),
+    "LlamaForCausalLM of model_type=phi3": vllm_config(text={"model_type": "phi3"}),
+    "attention_bias of model_type=phi3": phi3(attention_bias=True),
+    "rotary_pct of model_type=phi3": phi3(rotary_pct=0.5),
+    "a sliding window in some layers, which": phi3(**MIXED),
     "GraniteForCausalLM of model_type=granite": vllm_config(
         text={"model_type": "granite"}, architecture="GraniteForCausalLM"
     ),
@@ -116,6 +123,7 @@ def test_another_model_than_the_families_is_refused(says: str) -> None:
         vllm_config(text={"attention_bias": True, "mlp_bias": True, "sliding_window": 0}),
         mistral(sliding_window=8, attention_bias=False),
         qwen("qwen2", sliding_window=8, layer_types=["sliding_attention"]),
+        phi3(sliding_window=8),
     ],
 )
 def test_the_families_are_served(asked: SimpleNamespace) -> None:

@@ -33,6 +33,7 @@ LLAMA3 |= {"high_freq_factor": 2.0, "original_max_position_embeddings": STRETCHE
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0}
 YARN |= {"original_max_position_embeddings": STRETCHED_FROM}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 CORRECTED: dict[str, Any] = {
     **{"head_dim": 32, "num_hidden_layers": 3, "n_routed_experts": 16, "num_experts_per_tok": 4},
     **{"moe_intermediate_size": 96, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
@@ -60,6 +61,9 @@ class Model:
     """What the engines compute it with."""
     without: tuple[str, ...] = ()
     """Engines that refuse it."""
+    like: str = ""
+    """The family whose operators it has in other modules, and as which the default pairs count
+    it."""
 
     def stored(self, folder: Path, name: str, dtype: str) -> Path:
         """Where the checkpoint is; a random one is written below `folder` the first time."""
@@ -91,6 +95,15 @@ MODELS = {
             "head_dim": 64,
             "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False},
         },
+    ),
+    # One product for q, k and v, and one for gate and up, as the checkpoint has them. vLLM's class
+    # is Llama's. `test_family_variants.py` compares this family without the kernels.
+    "phi3": Model(
+        "phi3",
+        {"sliding_window": 8, "rope_parameters": PARTIAL},
+        kernels=("rlk",),
+        without=("megatron",),
+        like="llama",
     ),
     # The kernels have no such activation, and vLLM on a CPU no heads of such a size.
     "gelu": Model(
@@ -286,7 +299,7 @@ class Pair:
         rollout, train = self.engines
         model = MODELS[self.model]
         axes = {
-            "family": model.family,
+            "family": model.like or model.family,
             "dtype": self.dtype,
             "kernels": self.kernels,
             "rollout": rollout,

@@ -21,6 +21,17 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """As checkpoints of transformers name them."""
 
 
+FUSED = ("phi3",)
+"""Families whose checkpoints have q, k and v as one tensor, which `vllm.weights` splits."""
+
+
+def of_family(model: Any) -> list[str]:
+    """The reason why a live model's copies cannot be checked; [] if they can."""
+    family = getattr(getattr(model, "config", None), "model_type", None)
+    why = "its checkpoint fuses q, k and v, so that no copy of its weights can be checked"
+    return [f"model_type={family}: {why}"] if family in FUSED else []
+
+
 def refuse(framework: str, reasons: Iterable[str]) -> None:
     """Raises NotSupported with all of the reasons, each a sentence that names a setting. Does
     nothing without a reason."""

@@ -19,7 +19,7 @@ NEEDED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-PARTIAL = ("glm4_moe",)
+PARTIAL = ("phi3", "glm4_moe")
 """Families in which all engines rotate a part of each head."""
 NOT_FIXED = {
     "dynamic": "its frequencies follow the longest sequence of a batch",

@@ -16,7 +16,7 @@ from rlk_kernels.integrations.hf.stock_modules import check_forwards, check_plai
 from rlk_kernels.integrations.operators import Watch, check_sparse, excluded_operators, excludes
 from rlk_kernels.integrations.rotary import check_whole, rotation
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm4_moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3", "mixtral", "glm4_moe")
 SUPPORTED = f"transformers' causal LMs of model_type {', '.join(FAMILIES)} are"
 
 
@@ -45,9 +45,10 @@ def _of_layer(layer: Any, rotary: Any) -> dict[str, Any]:
             inside |= {f"shared_{op}": module for op, module in _of_mlp(shared).items()}
     else:
         inside = _of_mlp(mlp)
+    q, k, v = _parts(attn, "qkv_proj", "q_proj", "k_proj", "v_proj")
     return {
         **{"attn_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm},
-        **{"q_proj": attn.q_proj, "k_proj": attn.k_proj, "v_proj": attn.v_proj},
+        **{"q_proj": q, "k_proj": k, "v_proj": v},
         **{"q_norm": getattr(attn, "q_norm", None), "k_norm": getattr(attn, "k_norm", None)},
         **{"q_rope": rotary, "k_rope": rotary, "attn": attn, "o_proj": attn.o_proj},
         **inside,
@@ -55,8 +56,14 @@ def _of_layer(layer: Any, rotary: Any) -> dict[str, Any]:
 
 
 def _of_mlp(mlp: Any) -> dict[str, Any]:
-    ops = ("gate_proj", "up_proj", "down_proj")
-    return {op: getattr(mlp, op) for op in ops} | {"act": mlp}
+    gate, up = _parts(mlp, "gate_up_proj", "gate_proj", "up_proj")
+    return {"gate_proj": gate, "up_proj": up, "down_proj": mlp.down_proj, "act": mlp}
+
+
+def _parts(holder: Any, fused: str, *ops: str) -> list[Any]:
+    """The module of each operator: one module for all of them in a family that fuses them."""
+    whole = getattr(holder, fused, None)
+    return [getattr(holder, op) if whole is None else whole for op in ops]
 
 
 _BY_EXPERTS = ("moe_out", "gate_proj", "up_proj", "act", "down_proj")
@@ -69,9 +76,10 @@ def is_sparse(layer: Any) -> bool:
 
 def _classes(model: Any, excluded: frozenset[str]) -> Iterator[tuple[str, Any, type]]:
     """Yields (operator's name, module, new class) for each module to replace, once."""
-    # All layers share one rotary embedding.
-    first = {id(module): name for name, module in reversed(operators(model).items())}
-    for name, module in operators(model).items():
+    # All layers share one rotary embedding, and a fused product computes several operators.
+    named = operators(model)
+    first = {id(module): name for name, module in reversed(named.items())}
+    for name, module in named.items():
         if first[id(module)] != name:
             continue
         op = name.rpartition(".")[2]
@@ -88,12 +96,26 @@ def _classes(model: Any, excluded: frozenset[str]) -> Iterator[tuple[str, Any, t
         else:
             kind = {
                 **{"attn": attention.AttentionModule, "logits": modules.Head},
-                **dict.fromkeys(("act", "shared_act"), modules.MLP),
+                **dict.fromkeys(("act", "shared_act"), modules.mlp_class(module)),
             }[op]
         fused = ("q_rope", "k_rope") if op == "q_rope" else (op,)
         if not excludes(excluded, *fused) and not isinstance(module, kind):
             check_plain(name, module)
             yield name, module, kind
+
+
+def _check_products(model: Any, excluded: frozenset[str]) -> None:
+    """Raises NotSupported if one product computes an excluded operator and one that is not."""
+    computed: dict[int, set[str]] = {}
+    for name, module in operators(model).items():
+        if isinstance(module, nn.Linear):
+            computed.setdefault(id(module), set()).add(name.rpartition(".")[2])
+    for ops in computed.values():
+        if (some := ops & excluded) and some != ops:
+            raise NotSupported(
+                f"{', '.join(sorted(some))} cannot be excluded alone in {model.config.model_type}, "
+                f"which computes {', '.join(sorted(ops))} by one product; exclude all, or none"
+            )
 
 
 def _check_causal(model: Any) -> None:
@@ -112,6 +134,8 @@ def _check(model: Any) -> None:
         raise NotSupported(f"hidden_act={config.hidden_act} is not supported; silu is")
     if getattr(config, "attention_dropout", 0.0) and model.training:
         raise NotSupported("attention_dropout is not supported; set it to 0")
+    if getattr(config, "resid_pdrop", 0.0) and model.training:
+        raise NotSupported("resid_pdrop is not supported; set it to 0")
     if getattr(config, "router_jitter_noise", 0.0) and model.training:
         raise NotSupported("router_jitter_noise is not supported; set it to 0")
     check_whole(config.model_type, config.rope_parameters)
@@ -132,6 +156,7 @@ def replace(model: Any, excluded: Iterable[str]) -> Handle:
     _check(model)
     if any(map(is_sparse, model.model.layers)):
         check_sparse(excluded)
+    _check_products(model, excluded)
     classes = list(_classes(model, excluded))
     check_forwards(model, {name: module for name, module, _ in classes})
     rotary = model.model.rotary_emb

@@ -73,6 +73,21 @@ class MLP(Counted):
         return self.down_proj(profile.act(self.gate_proj(x), self.up_proj(x)))
 
 
+class FusedMLP(Counted):
+    """An MLP that computes gate and up by one product, and whose activation has another name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count()
+        check_silu(self.activation_fn)
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(profile.act(gate, up))
+
+
+def mlp_class(mlp: Any) -> type:
+    """The class that replaces that of an MLP."""
+    return FusedMLP if hasattr(mlp, "gate_up_proj") else MLP
+
+
 class HFRouter(Sparse):
     """Returns the logits of all experts in fp32, and the weights and ids of the chosen experts in
     ascending id."""
@@ -172,7 +187,7 @@ def _rotate(q: Tensor, k: Tensor, positions: Tensor, turns: Tensor) -> tuple[Ten
     batch, _, length, width = q.shape
     inv_freq, scaling = turns[: width // 2], turns[width // 2 :]
     at = positions.expand(batch, length).reshape(-1)
-    # These are contiguous, because the heads' norm or the projection has written [B, T, H, D].
+    # The heads' norm or the projection has written [B, T, H, D], so that these are no copies.
     rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k)]
     turned = profile.rope(*rows, at, inv_freq, scaling if len(scaling) else None)
     new = (x.unflatten(0, (batch, length)).transpose(1, 2) for x in turned)

@@ -79,7 +79,7 @@ def check_plain(name: str, module: Any) -> None:
         if asked:
             raise NotSupported(f"{name} with {', '.join(asked)} is not supported")
     if name.endswith(("act", ".moe_out")):
-        check_silu(module.act_fn)
+        check_silu(module.activation_fn if hasattr(module, "activation_fn") else module.act_fn)
 
 
 def check_silu(act: Any) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from rlk_kernels.integrations.frameworks import of_family
 from rlk_kernels.integrations.hf.model import is_sparse
 
 HARMLESS = frozenset(
@@ -103,7 +104,7 @@ def of_model(model: Any, args: Any) -> list[str]:
     """What is wrong with a loaded model, before vLLM starts."""
     computed = computing_dtype(model, args)
     stored = str(model.dtype)
-    wrong = []
+    wrong = of_family(model)
     if stored not in ("torch.float32", f"torch.{computed}"):
         wrong.append(
             f"weights in {stored.removeprefix('torch.')} under autocast to {computed}: load the "

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlk_kernels.integrations import hf
 from rlk_kernels.integrations.errors import NotSupported
-from rlk_kernels.integrations.frameworks import refuse, row_digests, to_bytes
+from rlk_kernels.integrations.frameworks import of_family, refuse, row_digests, to_bytes
 from rlk_kernels.integrations.operators import Counted, look
 from rlk_kernels.integrations.verl import settings
 
@@ -66,7 +66,8 @@ def use_kernels(engine: Any, model: Any) -> None:
 
     config, settled = engine.model_config, engine.engine_config
     actor = {"strategy": settled.strategy, "fsdp_config": settled}
-    refuse("verl", settings.refused({settings.HERE: {"model": config, "actor": actor}}))
+    asked = {settings.HERE: {"model": config, "actor": actor}}
+    refuse("verl", [*settings.refused(asked), *of_family(model)])
     hf.use_kernels(model)
     if config.tokenizer is not None:
         LOGPROBS.vocabulary = len(config.tokenizer)

@@ -9,6 +9,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "phi3": "Phi3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
 }
@@ -19,6 +20,10 @@ READ_ALONE = {
     "llama": ("sliding_window", "bias", "qkv_bias"),
     "mistral": ("attention_bias", "mlp_bias", "bias", "qkv_bias"),
     "qwen2": ("qk_norm",),
+    "phi3": (
+        *("attention_bias", "mlp_bias", "bias", "qkv_bias"),
+        *("rotary_pct", "rotary_emb_fraction"),
+    ),
 }
 """Family -> options of config.json that vLLM's class reads and transformers' class does not."""
 ROPE_READ_ALONE = ("rope_dim", "mrope_section", "use_fope")
