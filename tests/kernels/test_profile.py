@@ -304,6 +304,21 @@ def test_the_rest_of_a_head_is_copied() -> None:
     assert not torch.equal(turned[0][1:, :, :16], q[1:, :, :16])
 
 
+def test_interleaved_pairs_are_neighbours() -> None:
+    q, k, at = rand(9, 4, 32), rand(9, 2, 32, seed=1), torch.arange(9)
+    inv_freq, _ = rotation({"rope_type": "default", "rope_theta": 1e4}, 32)
+    neighbours = torch.arange(32).view(2, 16).t().flatten()
+
+    def apart(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[..., ::2], x[..., 1::2]], -1)
+
+    halves = profile.rope(apart(q), apart(k), at, inv_freq)
+    interleaved = profile.rope(q, k, at, inv_freq, interleaved=True)
+    for actual, half in zip(interleaved, halves, strict=True):
+        assert torch.equal(actual, half[..., neighbours])
+    assert not torch.equal(interleaved[0], profile.rope(q, k, at, inv_freq)[0])
+
+
 def test_a_row_of_an_expert_is_a_dense_row() -> None:
     x, gate_up, down = rand(30, 64), rand(6, 96, 64, seed=1), rand(6, 64, 48, seed=2)
     _, ids = profile.route(rand(30, 6, seed=3).float(), 2, True)
