@@ -108,7 +108,7 @@ MODELS = {
     # Features 2j and 2j + 1 of a head are a pair; vLLM's class is Llama's.
     "ernie4_5": Model(
         "ernie4_5",
-        {"head_dim": 32, "tie_word_embeddings": True},
+        {"head_dim": 32, "num_hidden_layers": 4, "tie_word_embeddings": True},
         kernels=("rlk",),
         without=("megatron",),
         like="llama",
