@@ -65,7 +65,6 @@ _NORMED_AFTER = {
     "kernels": "its norms after attention and MLP have no kernel",
     "megatron": "it has no norms after attention and MLP, and norms each head of q alone",
 }
-_INTERLEAVED = "their rotation turns features j and j + half of the width"
 _UNROTATED = {
     "kernels": "their rotation is for every layer, and this family leaves some out",
     "megatron": _NOT_MEASURED,
@@ -206,7 +205,7 @@ FAMILIES = {
         },
         fused={"mlp.gate_up_proj": ("gate_proj", "up_proj")},
         refused={
-            "kernels": "its norms after attention and MLP and its pairs have no kernel there",
+            "kernels": "its norms after attention and MLP have no kernel",
             "megatron": "it has no norms after attention and MLP",
         },
     ),
@@ -214,7 +213,7 @@ FAMILIES = {
         interleaved=True,
         theta=5e5,
         defaults={"tie_word_embeddings": True},
-        refused={"kernels": _INTERLEAVED, "megatron": _NOT_MEASURED},
+        refused={"megatron": _NOT_MEASURED},
     ),
     "phi3": Family(
         biases=dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), False),
@@ -362,7 +361,10 @@ FAMILIES = {
         # read none of the others.
         settings=("moe_norm_min", "moe_capacity", "moe_gate", "moe_use_aux_free"),
         predictors="num_nextn_predict_layers",
-        refused={"kernels": _INTERLEAVED, "megatron": _NOT_MEASURED},
+        refused={
+            "kernels": "their corrected scores are sigmoids, and not a softmax",
+            "megatron": _NOT_MEASURED,
+        },
     ),
     "minimax_m2": Family(
         layer=mixture(wide=True, routing=("router", "corrected_experts", "fp32_routing_weights")),

@@ -20,16 +20,22 @@ def test_no_bit_differs(cli: Cli, folder: Path, name: str) -> None:
 
 @pytest.mark.whole_matrix
 @pytest.mark.parametrize("engine", ["hf", "vllm"])
-@pytest.mark.parametrize("fault", ["proj-weight-fp8", "proj-noise", "rope-partial"])
-def test_a_fault_beside_the_kernels_of_fused_products_is_named(
-    cli: Cli, folder: Path, engine: str, fault: str
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        # The rows of one operator in a product of several, and a rotation of a part of each head.
+        *(("phi3", fault) for fault in ("proj-weight-fp8", "proj-noise", "rope-partial")),
+        ("ernie4_5", "rope-interleaved"),
+    ],
+)
+def test_a_fault_beside_the_kernels_of_a_variant_is_named(
+    cli: Cli, folder: Path, engine: str, name: str, fault: str
 ) -> None:
-    """The rows of one operator in a product of several, and a rotation of a part of each head."""
     require_engine("vllm")
     specs = {name: f"{name}:kernels=rlk" for name in ("vllm", "hf")}
     specs[engine] += f",fault={fault}"
     done = cli(
-        *("compare", "--model", MODELS["phi3"].stored(folder, "phi3", "bfloat16")),
+        *("compare", "--model", MODELS[name].stored(folder, name, "bfloat16")),
         *("--prompts", write_few_prompts(folder / "few.jsonl"), "--max-new-tokens", 8),
         *("--rollout", specs["vllm"], "--train", specs["hf"], "--contract", "bitwise"),
         *("--run-dir", folder / "faulty"),

@@ -85,6 +85,20 @@ def test_autocast_computes_as_a_model_of_its_dtype() -> None:
         assert weight.grad.equal(plain.get_parameter(name).grad.float()), name
 
 
+def test_neighbours_are_pairs_in_a_family_that_interleaves_them() -> None:
+    ids, rope = torch.arange(50)[None], {"rope_type": "default", "rope_theta": 1e4}
+    here = {"head_dim": 32, "tie_word_embeddings": False, "rope_parameters": rope}
+    ours, stock = (small_model("Ernie4_5", **here) for _ in range(2))
+    halves = small_model(**here, rms_norm_eps=stock.config.rms_norm_eps)
+    halves.load_state_dict(stock.state_dict())
+    for model in (ours, halves):
+        hf.use_kernels(model)
+    with torch.no_grad():
+        logits = [model(ids, use_cache=False).logits for model in (ours, halves, stock)]
+    assert torch.allclose(logits[0], logits[2], atol=1e-4)
+    assert not torch.allclose(logits[1], logits[2], atol=1e-3)
+
+
 @pytest.mark.parametrize("where", ["model.layers.0.self_attn.q_proj", "lm_head"])
 def test_what_stands_in_the_place_of_a_linear_is_refused(where: str) -> None:
     class Adapter(torch.nn.Linear):

@@ -36,7 +36,7 @@ def test_every_line_has_its_test() -> None:
     named = re.findall(r"`(test_\w+)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     of_ranks = [path.read_text(encoding="utf-8") for path in RANKS.rglob("test_*.py")]
     elsewhere = set(re.findall(r"^def (test_\w+)", "".join(of_ranks), re.MULTILINE))
-    assert len(named) == 39
+    assert len(named) == 40
     assert set(named) <= {*globals(), *elsewhere}
 
 
@@ -302,6 +302,21 @@ def test_the_rest_of_a_head_is_copied() -> None:
     for whole, part, x in zip(turned, parts, (q, k), strict=True):
         assert torch.equal(whole, torch.cat([part, x[..., 16:]], dim=-1))
     assert not torch.equal(turned[0][1:, :, :16], q[1:, :, :16])
+
+
+def test_interleaved_pairs_are_neighbours() -> None:
+    q, k, at = rand(9, 4, 32), rand(9, 2, 32, seed=1), torch.arange(9)
+    inv_freq, _ = rotation({"rope_type": "default", "rope_theta": 1e4}, 32)
+    neighbours = torch.arange(32).view(2, 16).t().flatten()
+
+    def apart(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[..., ::2], x[..., 1::2]], -1)
+
+    halves = profile.rope(apart(q), apart(k), at, inv_freq)
+    interleaved = profile.rope(q, k, at, inv_freq, interleaved=True)
+    for actual, half in zip(interleaved, halves, strict=True):
+        assert torch.equal(actual, half[..., neighbours])
+    assert not torch.equal(interleaved[0], profile.rope(q, k, at, inv_freq)[0])
 
 
 def test_a_row_of_an_expert_is_a_dense_row() -> None:

@@ -79,6 +79,11 @@ def phi3(**text: Any) -> SimpleNamespace:
     return vllm_config(text=text, architecture="Phi3ForCausalLM")
 
 
+def ernie(**text: Any) -> SimpleNamespace:
+    text = {"model_type": "ernie4_5"} | text
+    return vllm_config(text=text, architecture="Ernie4_5ForCausalLM")
+
+
 MIXED = {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}
 REFUSED = {
     "Phi3ForCausalLM of model_type=llama": vllm_config(architecture="Phi3ForCausalLM"),
@@ -86,6 +91,8 @@ REFUSED = {
     "attention_bias of model_type=phi3": phi3(attention_bias=True),
     "rotary_pct of model_type=phi3": phi3(rotary_pct=0.5),
     "a sliding window in some layers, which": phi3(**MIXED),
+    "use_bias of ERNIE": ernie(use_bias=True),
+    "sliding_window of model_type=ernie4_5": ernie(sliding_window=8),
     "GraniteForCausalLM of model_type=granite": vllm_config(
         text={"model_type": "granite"}, architecture="GraniteForCausalLM"
     ),
@@ -124,6 +131,7 @@ def test_another_model_than_the_families_is_refused(says: str) -> None:
         mistral(sliding_window=8, attention_bias=False),
         qwen("qwen2", sliding_window=8, layer_types=["sliding_attention"]),
         phi3(sliding_window=8),
+        ernie(use_bias=False),
     ],
 )
 def test_the_families_are_served(asked: SimpleNamespace) -> None:

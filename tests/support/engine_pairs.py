@@ -105,6 +105,14 @@ MODELS = {
         without=("megatron",),
         like="llama",
     ),
+    # Features 2j and 2j + 1 of a head are a pair; vLLM's class is Llama's.
+    "ernie4_5": Model(
+        "ernie4_5",
+        {"head_dim": 32, "num_hidden_layers": 4, "tie_word_embeddings": True},
+        kernels=("rlk",),
+        without=("megatron",),
+        like="llama",
+    ),
     # The kernels have no such activation, and vLLM on a CPU no heads of such a size.
     "gelu": Model(
         "qwen3",

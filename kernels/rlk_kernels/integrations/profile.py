@@ -146,14 +146,16 @@ def combine(rows: Tensor, weights: Tensor, ids: Tensor, experts: int) -> Tensor:
 
 
 def rope(
-    q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor, scaling: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor, scaling: Tensor | None = None,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q[T, H, D] and k[T, Hk, D], rotated by positions[T] in fp32 and rounded once; pairs consist
-    of the two halves of a head. cos and sin are multiplied by scaling and rounded to the model's
-    dtype. inv_freq and scaling come from `rotary.rotation`."""
+    of the two halves of a head, or are neighbours (interleaved). cos and sin are multiplied by
+    scaling and rounded to the model's dtype. inv_freq and scaling come from `rotary.rotation`."""
     return rlk_kernels.rope(
-        q, k, positions, inv_freq=inv_freq, scaling=scaling, cos_sin_dtype=q.dtype
-    )
+        q, k, positions, inv_freq=inv_freq, scaling=scaling, cos_sin_dtype=q.dtype,
+        interleaved=interleaved,
+    )  # fmt: skip
 
 
 def attention(

@@ -21,6 +21,8 @@ NEEDED = {
 }
 PARTIAL = ("phi3", "glm4_moe")
 """Families in which all engines rotate a part of each head."""
+INTERLEAVED = ("ernie4_5",)
+"""Families in which features 2j and 2j + 1 of a head are a pair, and not j and j + half of it."""
 NOT_FIXED = {
     "dynamic": "its frequencies follow the longest sequence of a batch",
     "longrope": "its frequencies and its scale follow the longest sequence of a batch",

@@ -14,9 +14,12 @@ from rlk_kernels.integrations.hf.loss import causal_lm_loss
 from rlk_kernels.integrations.hf.process_changes import change_process, round_as_eager
 from rlk_kernels.integrations.hf.stock_modules import check_forwards, check_plain
 from rlk_kernels.integrations.operators import Watch, check_sparse, excluded_operators, excludes
-from rlk_kernels.integrations.rotary import check_whole, rotation
+from rlk_kernels.integrations.rotary import INTERLEAVED, check_whole, rotation
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3", "mixtral", "glm4_moe")
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"),
+    *("ernie4_5", "phi3", "mixtral", "glm4_moe"),
+)
 SUPPORTED = f"transformers' causal LMs of model_type {', '.join(FAMILIES)} are"
 
 
@@ -176,8 +179,8 @@ def replace(model: Any, excluded: Iterable[str]) -> Handle:
         # The live module has them, so that later changes to them take effect.
         rotary.keep(frequencies, rotary.inv_freq.device)
         rotary.attention_scaling = 1.0 if scaling is None else scaling.item()
-        modeling = _modeling(model)
-        undo.callback(change_process(modeling, lambda: modules.rotate_in(modeling)))
+        modeling, interleaved = _modeling(model), model.config.model_type in INTERLEAVED
+        undo.callback(change_process(modeling, lambda: modules.rotate_in(modeling, interleaved)))
     if excluded.isdisjoint(("logits", "logprob")):
         if "_loss_function" in vars(model):
             undo.callback(setattr, model, "loss_function", model.loss_function)

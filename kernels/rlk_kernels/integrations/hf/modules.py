@@ -150,11 +150,11 @@ class HFRotary(Counted):
         return position_ids, turns.view(torch.int32)
 
 
-def rotate_in(modeling: Any) -> Undo:
+def rotate_in(modeling: Any, interleaved: bool) -> Undo:
     """Makes the family's `apply_rotary_pos_emb` also accept the values of `HFRotary`. The returned
-    function undoes the change."""
+    function undoes the change. interleaved: see `profile.rope`."""
     original = modeling.apply_rotary_pos_emb
-    modeling.apply_rotary_pos_emb = _wrapped(original)
+    modeling.apply_rotary_pos_emb = _wrapped(original, interleaved)
     return lambda: setattr(modeling, "apply_rotary_pos_emb", original)
 
 
@@ -170,18 +170,20 @@ def _check_rotates(modeling: str) -> None:
         )
 
 
-def _wrapped(original: Any) -> Any:
+def _wrapped(original: Any, interleaved: bool) -> Any:
     @functools.wraps(original)
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         if cos.is_floating_point():
             return original(q, k, cos, sin, *args, **kwargs)
-        return _rotate(q, k, positions=cos, turns=sin.view(torch.float32))
+        return _rotate(q, k, cos, sin.view(torch.float32), interleaved)
 
     setattr(rotate, _TAKES_POSITIONS, True)
     return rotate
 
 
-def _rotate(q: Tensor, k: Tensor, positions: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+def _rotate(
+    q: Tensor, k: Tensor, positions: Tensor, turns: Tensor, interleaved: bool
+) -> tuple[Tensor, Tensor]:
     """(q[B, H, T, D], k[B, Hk, T, D]) rotated by positions[B or 1, T]; turns: the second value of
     `HFRotary`."""
     batch, _, length, width = q.shape
@@ -189,6 +191,6 @@ def _rotate(q: Tensor, k: Tensor, positions: Tensor, turns: Tensor) -> tuple[Ten
     at = positions.expand(batch, length).reshape(-1)
     # The heads' norm or the projection has written [B, T, H, D], so that these are no copies.
     rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k)]
-    turned = profile.rope(*rows, at, inv_freq, scaling if len(scaling) else None)
+    turned = profile.rope(*rows, at, inv_freq, scaling if len(scaling) else None, interleaved)
     new = (x.unflatten(0, (batch, length)).transpose(1, 2) for x in turned)
     return tuple(new)

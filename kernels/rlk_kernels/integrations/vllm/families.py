@@ -9,6 +9,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
@@ -20,6 +21,7 @@ READ_ALONE = {
     "llama": ("sliding_window", "bias", "qkv_bias"),
     "mistral": ("attention_bias", "mlp_bias", "bias", "qkv_bias"),
     "qwen2": ("qk_norm",),
+    "ernie4_5": ("sliding_window", "attention_bias", "mlp_bias", "bias", "qkv_bias"),
     "phi3": (
         *("attention_bias", "mlp_bias", "bias", "qkv_bias"),
         *("rotary_pct", "rotary_emb_fraction"),
@@ -58,6 +60,8 @@ def refused(model: Any) -> dict[str, bool]:
         and heads * text.num_attention_heads != text.hidden_size,
         "attention_bias of Qwen3, because vLLM omits o_proj's bias": family == "qwen3"
         and bool(getattr(text, "attention_bias", False)),
+        "use_bias of ERNIE, which vLLM does not read": family == "ernie4_5"
+        and bool(getattr(text, "use_bias", False)),
         "a sliding window in some layers, which vLLM applies to all": windowed
         and "full_attention" in (getattr(text, "layer_types", None) or ()),
         "dual_chunk_attention_config": qwen

@@ -34,7 +34,7 @@ from rlk_kernels.ahead import finish
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.operators import Counted
-from rlk_kernels.integrations.rotary import rotation
+from rlk_kernels.integrations.rotary import INTERLEAVED, rotation
 from rlk_kernels.integrations.vllm import gather
 from rlk_kernels.integrations.vllm.ahead import compile_products, sizes_of
 from rlk_kernels.integrations.vllm.config import prepare_config
@@ -196,6 +196,8 @@ class VllmRotary(Counted):
         prepare_config()
         if not self.is_neox_style:
             raise NotSupported("interleaved rotary pairs are not supported")
+        family = get_current_vllm_config().model_config.hf_text_config.model_type
+        self.rlk_interleaved = family in INTERLEAVED
         inv_freq, scaling = rotation(self._rope_parameters(), self.rotary_dim)
         device = self.cos_sin_cache.device
         self.register_buffer("rlk_inv_freq", inv_freq.to(device), persistent=False)
@@ -213,7 +215,13 @@ class VllmRotary(Counted):
             raise NotSupported("keys shared between layers are not supported")
         rows = [x.view(x.shape[0], -1, self.head_size) for x in (query, key)]
         turns = positions.flatten(), self.rlk_inv_freq, self.rlk_scaling
-        q, k = profile.rope(rows[0], rows[1], *turns)
+        if self.is_neox_style == self.rlk_interleaved:
+            # ERNIE's class changes `is_neox_style` of a module that vLLM caches for other models.
+            raise NotSupported(
+                "the rotary embedding is shared with a model of another family in this process, "
+                "which rotates other pairs: build each model in a process of its own"
+            )
+        q, k = profile.rope(rows[0], rows[1], *turns, interleaved=self.rlk_interleaved)
         return q.view(query.shape), k.view(key.shape)
 
 
