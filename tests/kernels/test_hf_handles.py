@@ -136,15 +136,12 @@ def test_calls_are_counted_from_when_the_kernels_are_put_in(model: Any) -> None:
 
 
 def test_handles_keep_no_model_alive_once_they_are_gone() -> None:
-    gc.disable()
-    try:
-        model = small_model()
-        handles = [hf.use_kernels(model) for _ in range(2)]
-        reference = weakref.ref(model)
-        del model, handles
-        assert reference() is None
-    finally:
-        gc.enable()
+    model = small_model()
+    handles = [hf.use_kernels(model) for _ in range(2)]
+    reference = weakref.ref(model)
+    del model, handles
+    gc.collect()
+    assert reference() is None
 
 
 def test_a_call_that_is_undone_beside_a_later_one_is_noticed(
