@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from rlk_align.cli.frameworks import settings_of
+from rlk_align.engines.known_faults import known_faults
 from rlk_align.engines.process.versions import holders, versions
 from rlk_align.engines.registry import ENGINES, engine_info
 from rlk_align.engines.tested import TESTED, untested
@@ -49,6 +50,8 @@ def doctor(
         console.print(line(f"{name:<12}{here}"))
         if todo:
             console.print(line(f"{'':<12}to do: {todo}"))
+        for fault in known_faults(versions(engine_info(name).tested)):
+            console.print(line(f"{'':<12}known fault of {fault}"))
     for warning in _warnings():
         console.print(line("warning ", "yellow") + line(warning))
 

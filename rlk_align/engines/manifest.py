@@ -11,6 +11,7 @@ import torch
 
 from rlk_align.engines.base import Engine
 from rlk_align.engines.common.parameters import ParameterRecord
+from rlk_align.engines.known_faults import known_faults
 from rlk_align.engines.process.job import Job
 from rlk_align.engines.process.versions import versions
 from rlk_align.engines.tested import untested
@@ -64,9 +65,13 @@ def _prompts_rendered(path: Path) -> dict[str, str]:
 
 def _environment(engine: Engine) -> dict[str, str]:
     cuda = torch.cuda.is_available()
-    unknown = untested(versions(engine.spec.info.tested))
+    installed = versions(engine.spec.info.tested)
+    warnings = {
+        "untested": untested(installed),
+        "known_faults": known_faults(installed, engine.shape.model_type),
+    }
     return {
-        **({"untested": "; ".join(unknown)} if unknown else {}),
+        **{name: "; ".join(said) for name, said in warnings.items() if said},
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": importlib.metadata.version("transformers"),

