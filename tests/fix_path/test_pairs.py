@@ -26,6 +26,11 @@ def test_no_bit_differs(cli: Cli, folder: Path, name: str) -> None:
         # The rows of one operator in a product of several, and a rotation of a part of each head.
         *(("phi3", fault) for fault in ("proj-weight-fp8", "proj-noise", "rope-partial")),
         ("ernie4_5", "rope-interleaved"),
+        ("granite", "residual-multiplier-left-out"),
+        ("glm4", "post-norm-left-out"),
+        ("olmo3", "norm-each-head"),
+        ("exaone4", "attn-rotated"),
+        ("seed_oss", "proj-gain"),
     ],
 )
 def test_a_fault_beside_the_kernels_of_a_variant_is_named(

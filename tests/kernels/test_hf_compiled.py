@@ -51,6 +51,15 @@ def test_it_is_traced_whole_and_has_eager_bits(name: str) -> None:
     assert not equal(run(model, model, {"position_ids": PACKED + 1}), eager)
 
 
+def test_logits_that_the_head_divides_are_traced() -> None:
+    model = small_model("Granite", logits_scaling=6.0)
+    hf.use_kernels(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert equal(run(model, compiled, INPUTS["plain"]), run(model, model, INPUTS["plain"]))
+    assert model.config.logits_scaling == 6.0
+
+
 def test_a_window_and_a_cache_are_traced() -> None:
     model = small_model("Mistral", sliding_window=6)
     hf.use_kernels(model)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from kernel_suite import packed, paged_cache
 from rlk_kernels.integrations import profile
+from rlk_kernels.integrations.finish import Finish
 from rlk_kernels.integrations.rotary import NEEDED, NOT_FIXED, rotation
 
 PAGE = Path(__file__).resolve().parents[2] / "kernels" / "rlk_kernels" / "PROFILE.md"
@@ -36,7 +37,7 @@ def test_every_line_has_its_test() -> None:
     named = re.findall(r"`(test_\w+)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     of_ranks = [path.read_text(encoding="utf-8") for path in RANKS.rglob("test_*.py")]
     elsewhere = set(re.findall(r"^def (test_\w+)", "".join(of_ranks), re.MULTILINE))
-    assert len(named) == 40
+    assert len(named) == 42
     assert set(named) <= {*globals(), *elsewhere}
 
 
@@ -65,6 +66,30 @@ def test_the_norm_reads_the_rounded_residual() -> None:
     unrounded = x.double() + stream.double()
     normed = unrounded * (unrounded.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     assert not torch.equal(y, once(normed * weight.double()))
+
+
+def test_a_multiplied_branch_is_rounded_before_it_is_added() -> None:
+    from hf_models import small_model
+    from rlk_kernels.integrations import hf
+
+    model = small_model("Granite", embedding_multiplier=0.7, residual_multiplier=0.3).to(BF16)
+    hf.use_kernels(model)
+    layer, seen = model.model.layers[0], {}
+    for name in ("self_attn", "mlp", "post_attention_layernorm"):
+        layer.get_submodule(name).register_forward_hook(
+            lambda _, args, out, name=name: seen.update({name: (args, out)})
+        )
+    layer.register_forward_hook(lambda _, args, out: seen.update(layer=(args, out)))
+    ids = torch.arange(9)[None]
+    model(ids, use_cache=False)
+    ((stream,), out), ((mid,), _) = seen["layer"], seen["post_attention_layernorm"]
+    assert torch.equal(stream, once(profile.embed(ids, model.model.embed_tokens.weight) * 0.7))
+    for before, branch, after in (
+        (stream, seen["self_attn"][1][0], mid),
+        (mid, seen["mlp"][1], out),
+    ):
+        assert torch.equal(after, before + once(branch.double() * 0.3))
+        assert not torch.equal(after, once(before.double() + branch.double() * 0.3))
 
 
 def test_linear_rounds_once() -> None:
@@ -372,6 +397,18 @@ def test_logp_of_hidden_states_is_that_of_logits(temperature: float) -> None:
     assert ((actual[:, 1] + (exact.exp() * exact).sum(-1)).abs() <= 1e-5).all()
     alone = profile.logp_of_hidden(x[7:8], weight, bias, target[7:8], temperature=temperature)
     assert torch.equal(alone[:, 0], actual[7:8, 0])
+
+
+def test_divided_logits_are_multiplied_by_the_reciprocal() -> None:
+    x, head, target = rand(30, 64), rand(333, 64, seed=1), torch.arange(30)
+    finish, plain = Finish(scale=1 / 6.0), profile.logits(x, head)
+    divided = profile.logits(x, head, finish=finish)
+    assert torch.equal(divided, plain * torch.tensor(1 / 6.0))
+    assert not torch.equal(divided, plain / 6.0)
+    for temperature in (1.0, 0.7):
+        asked = {"temperature": temperature, "finish": finish}
+        logprobs = profile.logp_of_hidden(x, head, None, target, **asked)[:, 0]
+        assert torch.equal(logprobs, profile.logp(divided, target, temperature))
 
 
 def test_a_temperature_divides_each_logit() -> None:

@@ -4,7 +4,7 @@ and up, and one rotary module for both rotations. vLLM and SGLang give the modul
 
 from typing import Any
 
-from rlk_kernels.integrations.operators import ROUTED
+from rlk_kernels.integrations.operators import ROUTED, norms, rotates
 
 
 def modules(model: Any) -> dict[str, Any]:
@@ -14,11 +14,13 @@ def modules(model: Any) -> dict[str, Any]:
     named = {"embed": inner.embed_tokens}
     for i, layer in enumerate(inner.layers):
         attn = layer.self_attn
+        # The code of transformers has one rotary embedding for all layers.
+        rotary = getattr(attn, "rotary_emb", None) or getattr(inner, "rotary_emb", None)
         here = {
-            **{"attn_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm},
+            **norms(layer),
             **{"q_proj": attn.qkv_proj, "k_proj": attn.qkv_proj, "v_proj": attn.qkv_proj},
             **{"q_norm": getattr(attn, "q_norm", None), "k_norm": getattr(attn, "k_norm", None)},
-            **{"q_rope": attn.rotary_emb, "k_rope": attn.rotary_emb},
+            **dict.fromkeys(("q_rope", "k_rope"), rotary if rotates(attn) else None),
             **{"attn": attn.attn, "o_proj": attn.o_proj},
             **_of_mlp(getattr(layer, "mlp", None) or layer.block_sparse_moe),
         }

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rlk_kernels
 from rlk_kernels.integrations.errors import NotSupported
+from rlk_kernels.integrations.finish import FINISHED, Finish
 from rlk_kernels.parallel.context import context_attention
 from rlk_kernels.parallel.linear_logp import linear_logp_parallel
 from rlk_kernels.parallel.logp import logp_parallel
@@ -67,9 +68,13 @@ def add_shared(routed: Tensor, shared: Tensor) -> Tensor:
     return routed + shared
 
 
-def logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight^T + bias in fp32: the accumulator itself, not rounded to the model's dtype."""
-    return rlk_kernels.linear(x, weight, bias, out_dtype=torch.float32)
+def logits(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, finish: Finish = FINISHED
+) -> Tensor:
+    """x @ weight^T + bias in fp32: the accumulator itself, not rounded to the model's dtype; then
+    each step of `finish`, in fp32."""
+    z = rlk_kernels.linear(x, weight, bias, out_dtype=torch.float32)
+    return z if finish.scale == 1.0 else z * finish.scale
 
 
 def router(x: Tensor, weight: Tensor) -> Tensor:
@@ -217,12 +222,13 @@ bit depends on it."""
 def logp_of_hidden(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *,
     temperature: float = 1.0, entropy: bool = False, group: ProcessGroup | None = None,
-    vocabulary: int | None = None, entropy_gradient: bool = True,
+    vocabulary: int | None = None, entropy_gradient: bool = True, finish: Finish = FINISHED,
 ) -> Tensor:  # fmt: skip
-    """fp32 [T, 1]: `logp(logits(hidden, weight, bias), target, temperature)` of hidden[T, H], bit
-    for bit, without the logits of all rows in memory; with `entropy` [T, 2], where the second
-    column is each row's entropy. Both are differentiable. A negative target has log-prob 0 and no
-    gradient. Without `entropy_gradient`, a temperature other than 1 saves the entropies' backward.
+    """fp32 [T, 1]: `logp(logits(hidden, weight, bias, finish), target, temperature)` of
+    hidden[T, H], bit for bit, without the logits of all rows in memory; with `entropy` [T, 2],
+    where the second column is each row's entropy. Both are differentiable. A negative target has
+    log-prob 0 and no gradient. Without `entropy_gradient`, a temperature other than 1 saves the
+    entropies' backward.
 
     vocabulary: the number of the weight's rows that are tokens; the last rows are padding. If the
     vocabulary is divided among the ranks of `group`, weight and bias are this rank's rows. Raises
@@ -241,21 +247,24 @@ def logp_of_hidden(
         weight, bias = weight[:vocabulary], None if bias is None else bias[:vocabulary]
         if temperature != 1.0:
             return _at_temperature(
-                hidden, weight, bias, target, temperature, entropy, entropy_gradient
+                hidden, weight, bias, target, temperature, entropy, entropy_gradient, finish
             )
-        scores = rlk_kernels.linear_logp(hidden, weight, target, bias=bias, return_entropy=entropy)
+        scores = rlk_kernels.linear_logp(
+            hidden, weight, target, bias=bias, return_entropy=entropy, softcap=finish.cap,
+            logit_scale=finish.scale,
+        )  # fmt: skip
     return torch.stack(scores, -1) if isinstance(scores, tuple) else scores[:, None]
 
 
 def _at_temperature(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, temperature: float,
-    entropy: bool, entropy_gradient: bool,
+    entropy: bool, entropy_gradient: bool, finish: Finish,
 ) -> Tensor:  # fmt: skip
     """`logp_of_hidden`, ROWS at a time, with divided logits; `linear_logp` would multiply them by
     the reciprocal, as it does for the entropy. The backward computes the logits again."""
 
     def block(h: Tensor, some: Tensor) -> Tensor:
-        return logp(logits(h, weight, bias), some, temperature)
+        return logp(logits(h, weight, bias, finish), some, temperature)
 
     logprobs = torch.cat([
         checkpoint(block, *rows, use_reentrant=False, preserve_rng_state=False)
@@ -265,8 +274,9 @@ def _at_temperature(
         return logprobs[:, None]
     with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
         _, entropies = rlk_kernels.linear_logp(
-            hidden, weight, target, bias=bias, temperature=temperature, return_entropy=True
-        )
+            hidden, weight, target, bias=bias, temperature=temperature, return_entropy=True,
+            softcap=finish.cap, logit_scale=finish.scale,
+        )  # fmt: skip
     return torch.stack([logprobs, entropies], -1)
 
 

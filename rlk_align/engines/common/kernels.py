@@ -37,7 +37,7 @@ KERNELS: dict[Formula, tuple[str, ...]] = {
 }
 """Formula -> the kernels that may compute it. Residual additions are left out, because every engine
 computes them equally: in fp32, rounded once."""
-_WITHOUT = ("attn_post_norm", "mlp_post_norm", "shared_gate")
+_WITHOUT = ("shared_gate",)
 """Operators of families that the kernels refuse."""
 REPLACEABLE = tuple(
     dict.fromkeys(

@@ -3,19 +3,12 @@ compute the same as transformers' classes of the family."""
 
 from typing import Any
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "ernie4_5": "Ernie4_5ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-}
-"""model_type -> the class that vLLM loads. Other models load through subclasses of these classes,
-which compute something else, or through transformers' classes."""
+from rlk_kernels.integrations.families import ARCHITECTURES
+
+OF_TRANSFORMERS = ("seed_oss", "smollm3", "olmo2", "olmo3")
+"""Families that vLLM has no class for, and whose code of transformers it runs."""
+WINDOWS_BY_LAYER = ("olmo3", "exaone4")
+"""Families in which vLLM gives each layer the window that it has in transformers."""
 
 READ_ALONE = {
     "llama": ("sliding_window", "bias", "qkv_bias"),
@@ -26,6 +19,14 @@ READ_ALONE = {
         *("attention_bias", "mlp_bias", "bias", "qkv_bias"),
         *("rotary_pct", "rotary_emb_fraction"),
     ),
+    "glm4": ("sliding_window",),
+    "granite": (
+        *("sliding_window", "layer_types", "layer_rope_theta", "attention_sinks"),
+        *("bias", "logit_scale"),
+    ),
+    **dict.fromkeys(("seed_oss", "smollm3", "olmo2"), ("sliding_window", "attn_logit_softcapping")),
+    "olmo3": ("attn_logit_softcapping",),
+    "exaone4": ("attention_bias", "mlp_bias", "bias", "logit_scale"),
 }
 """Family -> options of config.json that vLLM's class reads and transformers' class does not."""
 ROPE_READ_ALONE = ("rope_dim", "mrope_section", "use_fope")
@@ -37,12 +38,13 @@ def is_sparse(model: Any) -> bool:
     return model.hf_text_config.model_type in ("qwen3_moe", "mixtral", "glm4_moe")
 
 
-def refused(model: Any) -> dict[str, bool]:
-    """Unsupported setting of vLLM's ModelConfig -> whether it is set."""
+def refused(model: Any, ranks: int) -> dict[str, bool]:
+    """Unsupported setting of vLLM's ModelConfig -> whether it is set, for a number of ranks."""
     text = model.hf_text_config
     family, loaded = text.model_type, model.architecture
     heads = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     windowed = getattr(text, "sliding_window", None) is not None
+    kinds = getattr(text, "layer_types", None) or ()
     qwen = family in ("qwen2", "qwen3")
     rope = getattr(text, "rope_parameters", None) or {}
     alone = {
@@ -50,6 +52,9 @@ def refused(model: Any) -> dict[str, bool]:
         for name in READ_ALONE.get(family, ())
     } | {f"{name} in rope_parameters": bool(rope.get(name)) for name in ROPE_READ_ALONE}
     return {
+        f"several ranks with {family}, whose code of transformers vLLM runs": (
+            family in OF_TRANSFORMERS and ranks > 1
+        ),
         f"{loaded} of model_type={family}, only {', '.join(ARCHITECTURES.values())}": (
             ARCHITECTURES.get(family) != loaded
         ),
@@ -63,7 +68,11 @@ def refused(model: Any) -> dict[str, bool]:
         "use_bias of ERNIE, which vLLM does not read": family == "ernie4_5"
         and bool(getattr(text, "use_bias", False)),
         "a sliding window in some layers, which vLLM applies to all": windowed
-        and "full_attention" in (getattr(text, "layer_types", None) or ()),
+        and "full_attention" in kinds
+        and family not in WINDOWS_BY_LAYER,
+        "a sliding window in no layer, for which transformers rotates none": windowed
+        and "sliding_attention" not in kinds
+        and family == "exaone4",
         "dual_chunk_attention_config": qwen
         and bool(getattr(text, "dual_chunk_attention_config", None)),
         "llama_4_scaling": getattr(text, "llama_4_scaling", None) is not None,

@@ -33,6 +33,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from rlk_kernels.ahead import finish
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotSupported
+from rlk_kernels.integrations.finish import FINISHED, finish_of
 from rlk_kernels.integrations.operators import Counted
 from rlk_kernels.integrations.rotary import INTERLEAVED, rotation
 from rlk_kernels.integrations.vllm import gather
@@ -194,10 +195,10 @@ class VllmRotary(Counted):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         prepare_config()
-        if not self.is_neox_style:
-            raise NotSupported("interleaved rotary pairs are not supported")
         family = get_current_vllm_config().model_config.hf_text_config.model_type
         self.rlk_interleaved = family in INTERLEAVED
+        if not self.is_neox_style and not self.rlk_interleaved:
+            raise NotSupported(f"interleaved rotary pairs are not supported in {family}")
         inv_freq, scaling = rotation(self._rope_parameters(), self.rotary_dim)
         device = self.cos_sin_cache.device
         self.register_buffer("rlk_inv_freq", inv_freq.to(device), persistent=False)
@@ -287,8 +288,10 @@ class RlkLogitsProcessor(Counted, LogitsProcessor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         prepare_config()
-        if self.soft_cap is not None or self.scale != 1.0:
-            raise NotSupported("scaled or capped logits are not supported")
+        self.rlk_finish = finish_of(get_current_vllm_config().model_config.hf_text_config)
+        if (self.soft_cap, self.scale) != self.rlk_finish:
+            raise NotSupported("scaled or capped logits are not supported in this family")
+        self.soft_cap, self.scale = FINISHED
         self.rlk_rows = sizes_of(get_current_vllm_config()).sampled
 
     def _apply_head(
@@ -301,7 +304,7 @@ class RlkLogitsProcessor(Counted, LogitsProcessor):
         if lm_head.weight.is_cuda:
             compile_products(lm_head.weight, embedding_bias, self.rlk_rows, torch.float32)
             finish()
-        return profile.logits(hidden_states, lm_head.weight, embedding_bias)
+        return profile.logits(hidden_states, lm_head.weight, embedding_bias, self.rlk_finish)
 
     def _gather_logits(self, logits: Tensor) -> Tensor | None:
         ranks = get_tp_group().world_size

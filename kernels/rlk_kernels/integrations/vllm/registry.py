@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from typing import Any
 
 from vllm.model_executor import custom_op
-from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.v1.attention import selector
@@ -15,6 +14,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from rlk_kernels import backend_calls
 from rlk_kernels.integrations import fused_decoder
 from rlk_kernels.integrations.errors import NotSupported
+from rlk_kernels.integrations.families import ARCHITECTURES
 from rlk_kernels.integrations.operators import (
     NORMS,
     Counted,
@@ -22,9 +22,13 @@ from rlk_kernels.integrations.operators import (
     excludes,
 )
 from rlk_kernels.integrations.operators import check as check_operators
-from rlk_kernels.integrations.vllm import config, logprobs
+from rlk_kernels.integrations.vllm import config, families, logprobs
 
-MODELS = {"Glm4MoeForCausalLM": "glm4_moe:RlkGlm4MoeForCausalLM"}
+_CODE = "transformers_code:TransformersForCausalLM"
+MODELS = {
+    "Glm4MoeForCausalLM": "glm4_moe:RlkGlm4MoeForCausalLM",
+    **{ARCHITECTURES[family]: _CODE for family in families.OF_TRANSFORMERS},
+}
 """Architecture -> the model's class, if replacing the classes of its layers is not enough."""
 
 _undo = ExitStack()
@@ -119,12 +123,13 @@ def _register_attention(undo: ExitStack) -> None:
 
 
 def _clear_vllm_caches() -> None:
-    """Clears vLLM's caches of rotary embeddings, backends and classes of models, which outlive a
-    model."""
-    from vllm.model_executor.layers import rotary_embedding
+    """Clears vLLM's caches of rotary embeddings, activations, backends and classes of models, which
+    outlive a model."""
+    from vllm.model_executor.layers import activation, rotary_embedding
     from vllm.model_executor.model_loader import utils
 
     rotary_embedding._ROPE_DICT.clear()
+    activation._ACTIVATION_AND_MUL_REGISTRY._dict.clear()
     utils._MODEL_ARCH_BY_HASH.clear()
     selector._cached_get_attn_backend.cache_clear()
 
@@ -143,7 +148,7 @@ def leave(model: Any, excluded: Iterable[str]) -> None:
             "norms, or run vLLM eager"
         )
     for module in ours:
-        module.__class__ = RMSNorm
+        module.__class__ = type(module).__bases__[1]
 
 
 def operators(model: Any) -> dict[str, Any]:
