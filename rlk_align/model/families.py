@@ -149,10 +149,7 @@ FAMILIES = {
             **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         },
         modules={"mlp_norm": "pre_feedforward_layernorm"},
-        refused={
-            "kernels": "its norms, its scaled embedding and its caps have no kernel there",
-            "megatron": "it has neither norms after attention and MLP nor caps",
-        },
+        refused={"megatron": "it has neither norms after attention and MLP nor caps"},
     ),
     "gemma3_text": Family(
         layer=sandwich,
@@ -171,8 +168,7 @@ FAMILIES = {
         defaults={"tie_word_embeddings": True, "query_pre_attn_scalar": 256},
         modules={"mlp_norm": "pre_feedforward_layernorm"},
         refused={
-            "kernels": "its norms, its scaled embedding and its activation have no kernel",
-            "megatron": "it has neither norms after attention and MLP nor two rotary embeddings",
+            "megatron": "it has neither norms after attention and MLP nor two rotary embeddings"
         },
     ),
     "granite": Family(layer=scaled_residuals(), refused={"megatron": _MULTIPLIES}, **_SCALED),
@@ -296,10 +292,7 @@ FAMILIES = {
         embedding_scale="sqrt_hidden",
         one_activation=True,
         defaults={"tie_word_embeddings": True},
-        refused={
-            "kernels": "its norms, its scaled embedding and its activation have no kernel",
-            "megatron": _NOT_MEASURED,
-        },
+        refused={"megatron": _NOT_MEASURED},
     ),
     "mixtral": Family(
         layer=mixture(),

@@ -31,6 +31,7 @@ def test_no_bit_differs(cli: Cli, folder: Path, name: str) -> None:
         ("olmo3", "norm-each-head"),
         ("exaone4", "attn-rotated"),
         ("seed_oss", "proj-gain"),
+        *(("gemma3", fault) for fault in ("norm-one-left-out", "embed-scaled")),
     ],
 )
 def test_a_fault_beside_the_kernels_of_a_variant_is_named(

@@ -20,6 +20,11 @@ MULTIPLIERS = {
     **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22},
     **{"attention_multiplier": 0.4, "logits_scaling": 6.0},
 }
+CAPS = {
+    **{"head_dim": 32, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 0.5},
+    "final_logit_softcapping": 1.0,
+}
+GEMMA3 = {"head_dim": 32, "query_pre_attn_scalar": 24, "rope_parameters": BY_KIND}
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "SeedOss": ({"head_dim": 32}, {"attention_out_bias": True}),
     "SmolLM3": ({"num_hidden_layers": 2, "no_rope_layers": [1, 0]}, {"no_rope_layers": [1, 1]}),
@@ -27,6 +32,9 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Olmo3": (WINDOWS | {"rope_parameters": BY_KIND}, {"layer_types": KINDS[::-1]}),
     "Exaone4": (WINDOWS | {"head_dim": 32, "sliding_window_pattern": 2}, {"sliding_window": 9}),
     "Granite": (MULTIPLIERS, {"logits_scaling": 5.0}),
+    "Gemma": ({"head_dim": 32}, {"rms_norm_eps": 0.1}),
+    "Gemma2": (WINDOWS | CAPS, {"final_logit_softcapping": 2.0}),
+    "Gemma3": (WINDOWS | GEMMA3, {"query_pre_attn_scalar": 32}),
     "Glm4": (
         {"head_dim": 32, "rope_parameters": DEFAULT | {"partial_rotary_factor": 0.5}},
         {"rope_parameters": DEFAULT | {"partial_rotary_factor": 1.0}},
@@ -38,6 +46,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def model_of(family: str, **changes: Any) -> Any:
     usual = {"rope_parameters": DEFAULT, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
     model = small_model(family, **usual | CHANGES[family][0] | changes).eval()
+    model.set_attn_implementation("eager")  # sdpa ignores Gemma 2's cap
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

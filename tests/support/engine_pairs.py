@@ -141,6 +141,36 @@ MODELS = {
         without=("megatron",),
         like="llama",
     ),
+    # Norms by 1 + weight, a scaled embedding, gelu; caps, windows and two ropes by layer.
+    "gemma": Model(
+        "gemma",
+        {"head_dim": 32, "tie_word_embeddings": True},
+        kernels=("rlk",),
+        without=("megatron",),
+        like="llama",
+    ),
+    "gemma2": Model(
+        "gemma2",
+        {
+            **{"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 24},
+            **{"attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.0},
+            **{"layer_types": KINDS[-2:], "tie_word_embeddings": True},
+        },
+        kernels=("rlk",),
+        without=("megatron",),
+        like="llama",
+    ),
+    "gemma3": Model(
+        "gemma3_text",
+        {
+            **{"head_dim": 32, "sliding_window": 8, "layer_types": KINDS, "num_hidden_layers": 4},
+            **{"query_pre_attn_scalar": 24, "tie_word_embeddings": True},
+            "rope_parameters": {"sliding_attention": DEFAULT_ROPE, "full_attention": LINEAR},
+        },
+        kernels=("rlk",),
+        without=("megatron",),
+        like="llama",
+    ),
     # vLLM runs the code of transformers for these.
     "olmo2": Model(
         "olmo2",

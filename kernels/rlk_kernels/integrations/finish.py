@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 DIVIDED = ("granite", "granitemoe")
 """Families that divide their logits by `logits_scaling`."""
+CAPPED = ("gemma2", "gemma3_text")
+"""Families that cap their logits by `final_logit_softcapping`, if config.json states it."""
 
 
 class Finish(NamedTuple):
@@ -23,13 +25,14 @@ FINISHED = Finish()
 def finish_of(config: Any) -> Finish:
     """What a family of transformers does with its logits."""
     scale = 1.0 / config.logits_scaling if config.model_type in DIVIDED else 1.0
-    return Finish(None, scale)
+    cap = config.final_logit_softcapping if config.model_type in CAPPED else None
+    return Finish(cap, scale)
 
 
 @contextmanager
 def unfinished(config: Any) -> Iterator[None]:
     """A context in which transformers' own code leaves the logits as they are."""
-    neutral = {"logits_scaling": 1.0}
+    neutral = {"logits_scaling": 1.0, "final_logit_softcapping": None}
     stated = {name: getattr(config, name) for name in neutral if hasattr(config, name)}
     try:
         for name in stated:

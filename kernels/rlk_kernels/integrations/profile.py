@@ -28,10 +28,10 @@ def embed(ids: Tensor, weight: Tensor) -> Tensor:
     return rlk_kernels.embedding(ids, weight)
 
 
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm over the last dimension, in fp32, rounded once."""
-    _check_norm(x, weight)
-    return rlk_kernels.rms_norm(x, weight, eps, cast="vllm")
+def norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool = False) -> Tensor:
+    """RMS norm over the last dimension, in fp32, rounded once; with `one_plus` it multiplies by
+    1 + weight, in fp32."""
+    return rlk_kernels.rms_norm(x, _factor(x, weight, one_plus), eps, cast="vllm")
 
 
 def shared_norm(
@@ -42,10 +42,18 @@ def shared_norm(
     return rms_norm_parallel(x, weight, eps, shared, group, cast="vllm")
 
 
-def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, one_plus: bool = False
+) -> tuple[Tensor, Tensor]:
     """(the norm of the sum, the sum). The sum is rounded to x's dtype before the norm reads it."""
+    factor = _factor(x, weight, one_plus)
+    return rlk_kernels.rms_norm(x, factor, eps, residual=residual, cast="vllm")
+
+
+def _factor(x: Tensor, weight: Tensor, one_plus: bool) -> Tensor:
+    """What a norm of x multiplies by."""
     _check_norm(x, weight)
-    return rlk_kernels.rms_norm(x, weight, eps, residual=residual, cast="vllm")
+    return weight.float() + 1.0 if one_plus else weight
 
 
 def _check_norm(x: Tensor, weight: Tensor) -> None:
@@ -74,6 +82,8 @@ def logits(
     """x @ weight^T + bias in fp32: the accumulator itself, not rounded to the model's dtype; then
     each step of `finish`, in fp32."""
     z = rlk_kernels.linear(x, weight, bias, out_dtype=torch.float32)
+    if finish.cap is not None:
+        z = rlk_kernels.softcap(z, finish.cap)
     return z if finish.scale == 1.0 else z * finish.scale
 
 
@@ -165,25 +175,30 @@ def rope(
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float,
-    window: int | None = None, group: ProcessGroup | None = None,
+    window: int | None = None, group: ProcessGroup | None = None, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Causal attention of packed sequences: q[T, H, D], k and v[S, Hk, D]. If the sequences are
+    """Causal attention of packed sequences: q[T, H, D], k and v[S, Hk, D]. softcap: the cap of the
+    scores, in fp32. If the sequences are
     divided among the ranks of `group`, q, k and v are this rank's rows, and cu_q has the bounds of
     whole sequences."""
     if group is not None:
         return context_attention(q, k, v, cu_q, group, scale=float32(scale), window=window)
-    return rlk_kernels.attention(q, k, v, cu_q, cu_k, scale=float32(scale), window=window)
+    return rlk_kernels.attention(
+        q, k, v, cu_q, cu_k, scale=float32(scale), window=window, softcap=softcap
+    )
 
 
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lengths: Tensor, cu_q: Tensor,
     scale: float, window: int | None, out: Tensor, schedule: rlk_kernels.Schedule | None = None,
+    softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """`attention` over a paged cache[blocks, P, Hk, D], with the same bits, written to `out`.
     schedule: shared by the layers of a pass."""
     return rlk_kernels.paged_attention(
         q, k_cache, v_cache, table, lengths,
         cu_seqlens_q=cu_q, scale=float32(scale), window=window, out=out, schedule=schedule,
+        softcap=softcap,
     )  # fmt: skip
 
 
@@ -193,9 +208,9 @@ def float32(scale: float) -> float:
     return struct.unpack("f", struct.pack("f", scale))[0]
 
 
-def act(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, rounded once."""
-    return rlk_kernels.swiglu(gate, up)
+def act(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
+    """activation(gate) * up, rounded once: silu, or gelu_tanh, gelu's tanh form."""
+    return rlk_kernels.swiglu(gate, up, activation=activation)
 
 
 def logp(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotSupported
+from rlk_kernels.integrations.families import of_code
 from rlk_kernels.integrations.operators import Counted
 from rlk_kernels.integrations.process_changes import Undo, change_process
 from rlk_kernels.integrations.rotary import INTERLEAVED, rotation
@@ -76,7 +77,7 @@ def _frequencies(rotary: Any) -> dict[str, str]:
 
 def _modeling(config: Any) -> Any:
     """The module of transformers with a family's code."""
-    family = config.model_type.removesuffix("_text")
+    family = of_code(config.model_type)
     return sys.modules[f"transformers.models.{family}.modeling_{family}"]
 
 

@@ -67,7 +67,8 @@ def check_kernels(engine: str, config: dict[str, Any]) -> None:
     """Raises ModelError if config.json asks for something that no kernel computes."""
     kind = str(config.get("model_type"))
     FAMILIES[kind].check("kernels", kind)
-    rope, activation = rope_parameters(config), config.get("hidden_act") or "silu"
+    rope, (key, usual) = rope_parameters(config), FAMILIES[kind].activation
+    activation = config.get(key) or usual
     kind = rope["rope_type"]
     partial = partial_rotary_factor(config)
     refused = {
@@ -78,7 +79,7 @@ def check_kernels(engine: str, config: dict[str, Any]) -> None:
             "in these families transformers rotates whole heads, and vLLM a part of each",
         ),
         f"rope_type={kind} on a part of each head": (partial != 1.0 and kind != "default", ""),
-        f"hidden_act={activation}": (activation != "silu", ""),
+        f"{key}={activation}": (activation != usual, ""),
         "quantized weights": (config.get("quantization_config") is not None, ""),
     }
     for what, (is_so, why) in refused.items():

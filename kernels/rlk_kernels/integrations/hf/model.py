@@ -8,7 +8,7 @@ from torch import nn
 
 from rlk_kernels.integrations import rotary
 from rlk_kernels.integrations.errors import NotSupported
-from rlk_kernels.integrations.families import ARCHITECTURES
+from rlk_kernels.integrations.families import ARCHITECTURES, GEMMA
 from rlk_kernels.integrations.finish import FINISHED, finish_of
 from rlk_kernels.integrations.handle import Handle
 from rlk_kernels.integrations.hf import attention, modules
@@ -99,7 +99,8 @@ def _classes(model: Any, excluded: frozenset[str]) -> Iterator[tuple[str, Any, t
         elif op in ("router", "moe_out"):
             kind = {"router": modules.HFRouter, "moe_out": modules.HFExperts}[op]
         elif op.endswith("norm"):
-            kind = modules.HFNorm
+            one_plus = model.config.model_type in GEMMA
+            kind = modules.OnePlusNorm if one_plus else modules.HFNorm
         elif op.endswith("proj"):
             kind = modules.HFLinear
         elif op == "q_rope":
@@ -141,7 +142,7 @@ def _check(model: Any) -> None:
         raise NotSupported(
             f"a {type(model).__name__} ({config.model_type}) is not supported; {SUPPORTED}"
         )
-    if config.hidden_act != "silu":
+    if config.model_type not in GEMMA and config.hidden_act != "silu":
         raise NotSupported(f"hidden_act={config.hidden_act} is not supported; silu is")
     for name in NOISE:
         if getattr(config, name, 0.0) and model.training:

@@ -9,7 +9,7 @@ from torch import Tensor
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.experts import Sparse
 from rlk_kernels.integrations.finish import unfinished
-from rlk_kernels.integrations.hf.stock_modules import check_silu
+from rlk_kernels.integrations.hf.stock_modules import activation_of, check_silu
 from rlk_kernels.integrations.operators import Counted
 from rlk_kernels.integrations.scoring import Scores
 
@@ -29,6 +29,8 @@ class HFEmbedding(Counted):
         if self.padding_idx is not None and rows.requires_grad:
             # The row of padding gets no gradient.
             rows = torch.where((ids == self.padding_idx)[..., None], rows.detach(), rows)
+        if hasattr(self, "embed_scale"):  # Gemma's is rounded to the model's dtype
+            rows = rows * self.embed_scale.to(rows.dtype)
         return rows
 
 
@@ -36,6 +38,14 @@ class HFNorm(Counted):
     def forward(self, x: Tensor) -> Tensor:
         self.count()
         return profile.norm(cast(x), cast(self.weight), self.variance_epsilon)
+
+
+class OnePlusNorm(Counted):
+    """Multiplies by 1 + weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count()
+        return profile.norm(cast(x), cast(self.weight), self.eps, one_plus=True)
 
 
 class HFLinear(Counted):
@@ -63,8 +73,8 @@ class FinishedLM(Counted):
 class MLP(Counted):
     def forward(self, x: Tensor) -> Tensor:
         self.count()
-        check_silu(self.act_fn)
-        return self.down_proj(profile.act(self.gate_proj(x), self.up_proj(x)))
+        activation = activation_of(self.act_fn)
+        return self.down_proj(profile.act(self.gate_proj(x), self.up_proj(x), activation))
 
 
 class FusedMLP(Counted):
@@ -72,9 +82,9 @@ class FusedMLP(Counted):
 
     def forward(self, x: Tensor) -> Tensor:
         self.count()
-        check_silu(self.activation_fn)
+        activation = activation_of(self.activation_fn)
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(profile.act(gate, up))
+        return self.down_proj(profile.act(gate, up, activation))
 
 
 def mlp_class(mlp: Any) -> type:

@@ -7,7 +7,7 @@ from rlk_kernels.integrations.families import ARCHITECTURES
 
 OF_TRANSFORMERS = ("seed_oss", "smollm3", "olmo2", "olmo3")
 """Families that vLLM has no class for, and whose code of transformers it runs."""
-WINDOWS_BY_LAYER = ("olmo3", "exaone4")
+WINDOWS_BY_LAYER = ("olmo3", "exaone4", "gemma2", "gemma3_text")
 """Families in which vLLM gives each layer the window that it has in transformers."""
 
 READ_ALONE = {
@@ -26,6 +26,7 @@ READ_ALONE = {
     ),
     **dict.fromkeys(("seed_oss", "smollm3", "olmo2"), ("sliding_window", "attn_logit_softcapping")),
     "olmo3": ("attn_logit_softcapping",),
+    "gemma": ("sliding_window",),
     "exaone4": ("attention_bias", "mlp_bias", "bias", "logit_scale"),
 }
 """Family -> options of config.json that vLLM's class reads and transformers' class does not."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tp_group
-from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
@@ -89,6 +89,17 @@ class RlkRMSNorm(Counted, RMSNorm):
         if residual is None:
             return profile.norm(x, self.weight, self.variance_epsilon)
         return profile.add_norm(x, residual, self.weight, self.variance_epsilon)
+
+
+class RlkGemmaRMSNorm(Counted, GemmaRMSNorm):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        prepare_config()
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        self.count()
+        how = self.weight, self.variance_epsilon, True
+        return profile.norm(x, *how) if residual is None else profile.add_norm(x, residual, *how)
 
 
 class RlkLinearMethod(UnquantizedLinearMethod):
@@ -282,6 +293,19 @@ class RlkSiluAndMul(Counted, SiluAndMul):
         self.count()
         gate, up = x.chunk(2, dim=-1)
         return profile.act(gate, up)
+
+
+class RlkGeluAndMul(Counted, GeluAndMul):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        prepare_config()
+        if self.approximate != "tanh":
+            raise NotSupported(f"gelu with approximate={self.approximate} is not supported")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count()
+        gate, up = x.chunk(2, dim=-1)
+        return profile.act(gate, up, "gelu_tanh")
 
 
 class RlkLogitsProcessor(Counted, LogitsProcessor):

@@ -77,14 +77,14 @@ def _classes(excluded: frozenset[str]) -> dict[type, type]:
         (("gate_proj", "up_proj"), (layers.RlkMergedColumnParallelLinear,)),
         ((), (layers.RlkRowParallelLinear,)),
         (("q_rope", "k_rope"), layers.ROTARIES),
-        (("act",), (layers.RlkSiluAndMul,)),
+        (("act",), (layers.RlkSiluAndMul, layers.RlkGeluAndMul)),
         (("logits",), (layers.RlkLogitsProcessor,)),
     )
     chosen = [
         ours for fused, classes in groups if not excludes(excluded, *fused) for ours in classes
     ]
     if not excluded >= NORMS:
-        chosen.append(layers.RlkRMSNorm)
+        chosen += [layers.RlkRMSNorm, layers.RlkGemmaRMSNorm]
     return {ours.__bases__[1]: ours for ours in chosen} | _sparse_classes()
 
 
