@@ -126,10 +126,7 @@ FAMILIES = {
             op: f"mlp.shared_expert.{op.removeprefix('shared_')}"
             for op in ("shared_gate_proj", "shared_up_proj", "shared_down_proj")
         },
-        refused={
-            "kernels": "the gate of its shared expert has no kernel",
-            "megatron": _NOT_MEASURED,
-        },
+        refused={"megatron": _NOT_MEASURED},
     ),
     "gemma2": Family(
         layer=plain_sandwich,
@@ -180,10 +177,7 @@ FAMILIES = {
             gate_up="block_sparse_moe.input_linear.weight",
             down="block_sparse_moe.output_linear.weight",
         ),
-        refused={
-            "kernels": "its router and its stacked experts have no kernel",
-            "megatron": _MULTIPLIES,
-        },
+        refused={"megatron": _MULTIPLIES},
         **_SCALED,
     ),
     "glm4": Family(

@@ -31,6 +31,7 @@ def test_no_bit_differs(cli: Cli, folder: Path, name: str) -> None:
         ("olmo3", "norm-each-head"),
         ("exaone4", "attn-rotated"),
         ("seed_oss", "proj-gain"),
+        *(("gated", fault) for fault in ("shared-gate-left-out", "expert-flipped")),
         *(("gemma3", fault) for fault in ("norm-one-left-out", "embed-scaled")),
     ],
 )

@@ -25,6 +25,10 @@ CAPS = {
     "final_logit_softcapping": 1.0,
 }
 GEMMA3 = {"head_dim": 32, "query_pre_attn_scalar": 24, "rope_parameters": BY_KIND}
+SPARSE = {
+    **{"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 3},
+    **{"moe_intermediate_size": 32, "intermediate_size": 32},
+}
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "SeedOss": ({"head_dim": 32}, {"attention_out_bias": True}),
     "SmolLM3": ({"num_hidden_layers": 2, "no_rope_layers": [1, 0]}, {"no_rope_layers": [1, 1]}),
@@ -35,6 +39,8 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Gemma": ({"head_dim": 32}, {"rms_norm_eps": 0.1}),
     "Gemma2": (WINDOWS | CAPS, {"final_logit_softcapping": 2.0}),
     "Gemma3": (WINDOWS | GEMMA3, {"query_pre_attn_scalar": 32}),
+    "Qwen2Moe": (SPARSE | {"shared_expert_intermediate_size": 48}, {"norm_topk_prob": True}),
+    "GraniteMoe": (MULTIPLIERS | SPARSE, {"residual_multiplier": 0.3}),
     "Glm4": (
         {"head_dim": 32, "rope_parameters": DEFAULT | {"partial_rotary_factor": 0.5}},
         {"rope_parameters": DEFAULT | {"partial_rotary_factor": 1.0}},

@@ -37,7 +37,7 @@ def test_every_line_has_its_test() -> None:
     named = re.findall(r"`(test_\w+)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     of_ranks = [path.read_text(encoding="utf-8") for path in RANKS.rglob("test_*.py")]
     elsewhere = set(re.findall(r"^def (test_\w+)", "".join(of_ranks), re.MULTILINE))
-    assert len(named) == 47
+    assert len(named) == 48
     assert set(named) <= {*globals(), *elsewhere}
 
 
@@ -368,6 +368,18 @@ def test_the_shared_row_is_added_to_the_rounded_sum() -> None:
     routed, shared = rand(40, 64), rand(40, 64, seed=1)
     y = profile.add_shared(routed, shared)
     assert torch.equal(y, once(routed.double() + shared.double()))
+
+
+def test_a_gated_row_is_rounded_before_it_is_added() -> None:
+    x, gate, row = rand(40, 64), rand(1, 64, seed=1), rand(40, 64, seed=2)
+    logit = profile.router(x, gate)
+    gated = profile.gate_shared(logit, row)
+    sigmoid = torch.sigmoid(logit.double())
+    assert torch.equal(gated, once(sigmoid.float().double() * row.double()))
+    # transformers and vLLM round the logit and the sigmoid to the model's dtype.
+    assert not torch.equal(gated, torch.sigmoid(logit.to(BF16)) * row)
+    for some in (slice(3, 4), slice(10, 33)):
+        assert torch.equal(profile.gate_shared(logit[some], row[some]), gated[some])
 
 
 def test_the_rest_of_a_head_is_copied() -> None:

@@ -233,6 +233,31 @@ MODELS = {
     "mixtral": Model(
         "mixtral", {"head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 3}, sparse=True
     ),
+    # A shared expert with a gate.
+    "gated": Model(
+        "qwen2_moe",
+        {
+            **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96},
+            **{"shared_expert_intermediate_size": 160, "mlp_only_layers": [1]},
+            "num_hidden_layers": 4,
+        },
+        sparse=True,
+        kernels=("rlk",),
+        without=("megatron",),
+        like="qwen3_moe",
+    ),
+    "granitemoe": Model(
+        "granitemoe",
+        {
+            **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 6.0},
+            **{"attention_multiplier": 0.4, "num_local_experts": 8, "num_experts_per_tok": 3},
+            **{"intermediate_size": 96, "tie_word_embeddings": True},
+        },
+        sparse=True,
+        kernels=("rlk",),
+        without=("megatron",),
+        like="qwen3_moe",
+    ),
     "corrected": Model("glm4_moe", CORRECTED, sparse=True),
     "one-group": Model(
         "glm4_moe",

@@ -4,7 +4,7 @@ and up, and one rotary module for both rotations. vLLM and SGLang give the modul
 
 from typing import Any
 
-from rlk_kernels.integrations.operators import ROUTED, norms, rotates
+from rlk_kernels.integrations.operators import ROUTED, mlp_of, norms, rotates, shared_experts
 
 
 def modules(model: Any) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def modules(model: Any) -> dict[str, Any]:
             **{"q_norm": getattr(attn, "q_norm", None), "k_norm": getattr(attn, "k_norm", None)},
             **dict.fromkeys(("q_rope", "k_rope"), rotary if rotates(attn) else None),
             **{"attn": attn.attn, "o_proj": attn.o_proj},
-            **_of_mlp(getattr(layer, "mlp", None) or layer.block_sparse_moe),
+            **_of_mlp(mlp_of(layer)),
         }
         named |= {f"layers.{i}.{op}": module for op, module in here.items() if module is not None}
     return named | {"final_norm": inner.norm, "logits": model.logits_processor}
@@ -30,8 +30,10 @@ def modules(model: Any) -> dict[str, Any]:
 
 def _of_mlp(mlp: Any) -> dict[str, Any]:
     if hasattr(mlp, "experts"):
-        shared = getattr(mlp, "shared_experts", None)
+        shared = shared_experts(mlp)
         of_shared = {} if shared is None else _of_mlp(shared)
+        if (gate := getattr(mlp, "shared_expert_gate", None)) is not None:
+            of_shared["gate"] = gate
         return {
             **dict.fromkeys(ROUTED, mlp.experts),
             "router": mlp.gate,

@@ -20,8 +20,8 @@ LAYER = (
     *("attn", "o_proj", "attn_post_norm", "mlp_norm"),
     *("gate_proj", "up_proj", "act", "down_proj"),
     *("router", "experts", "routing_weights"),
-    *("shared_gate_proj", "shared_up_proj", "shared_act", "shared_down_proj", "moe_out"),
-    "mlp_post_norm",
+    *("shared_gate_proj", "shared_up_proj", "shared_act", "shared_down_proj"),
+    *("shared_gate", "moe_out", "mlp_post_norm"),
 )
 """The operators of a layer: those of dense layers in order, those that sparse layers add, and the
 norm after both."""
@@ -30,8 +30,11 @@ ROUTED = frozenset(
 )
 """The operators of a sparse layer from the router to the sum. Engines compute most of them as
 one."""
-SHARED = frozenset(("shared_gate_proj", "shared_up_proj", "shared_act", "shared_down_proj"))
-"""The operators of the experts that process every token, which some sparse layers have."""
+SHARED = frozenset(
+    ("shared_gate_proj", "shared_up_proj", "shared_act", "shared_down_proj", "shared_gate")
+)
+"""The operators of the experts that process every token, which some sparse layers have, and of the
+gate by which some multiply their row."""
 SPARSE = ROUTED | SHARED
 """The operators that cannot be excluded in a sparse model."""
 OPERATORS = ("embed", *LAYER, "final_norm", "logits", "logprob")
@@ -65,6 +68,16 @@ def rotates(attention: Any) -> bool:
     if hasattr(attention, "sliding_window_pattern"):  # EXAONE 4 in transformers
         return window is None or attention.is_sliding
     return bool(getattr(attention, "use_rope", True))
+
+
+def mlp_of(layer: Any) -> Any:
+    """A layer's MLP, or its block of experts."""
+    return getattr(layer, "mlp", None) or layer.block_sparse_moe
+
+
+def shared_experts(block: Any) -> Any:
+    """The experts of a block that process every token; None if it has none."""
+    return getattr(block, "shared_experts", None) or getattr(block, "shared_expert", None)
 
 
 class Counted:

@@ -76,6 +76,15 @@ def add_shared(routed: Tensor, shared: Tensor) -> Tensor:
     return routed + shared
 
 
+def gate_shared(x: Tensor, row: Tensor) -> Tensor:
+    """[T, H]: row[T, H] of shared experts times the sigmoid of their gate's logits, fp32 x[T, 1].
+    The sigmoid and the product are fp32; the product is rounded."""
+    # One expert that every token goes to, weighed by the sigmoid of its logit.
+    none = x.new_zeros(1)
+    weights, ids = route_corrected(x, 1, False, Correction(none, 1, 1, 1.0))
+    return combine(row[:, None], weights, ids, 1)
+
+
 def logits(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, finish: Finish = FINISHED
 ) -> Tensor:

@@ -37,13 +37,7 @@ KERNELS: dict[Formula, tuple[str, ...]] = {
 }
 """Formula -> the kernels that may compute it. Residual additions are left out, because every engine
 computes them equally: in fp32, rounded once."""
-_WITHOUT = ("shared_gate",)
-"""Operators of families that the kernels refuse."""
-REPLACEABLE = tuple(
-    dict.fromkeys(
-        o.site for o in OPERATORS.values() if o.formula in KERNELS and o.name not in _WITHOUT
-    )
-)
+REPLACEABLE = tuple(dict.fromkeys(o.site for o in OPERATORS.values() if o.formula in KERNELS))
 """The operators that the kernels compute and that `except` may name, by their sites."""
 
 
@@ -99,7 +93,7 @@ _SPARSE: tuple[Formula, ...] = (
 
 def _in_sparse_layer(operator: Operator) -> bool:
     """Whether the operator belongs to a sparse layer, which the kernels compute as a whole."""
-    shared = "shared_intermediate" in (operator.features, *operator.weight)
+    shared = operator.site.startswith("shared_")
     return operator.formula in _SPARSE or shared
 
 

@@ -19,12 +19,16 @@ from rlk_kernels.integrations.operators import (
     check_sparse,
     excluded_operators,
     excludes,
+    mlp_of,
     norms,
     rotates,
+    shared_experts,
 )
 from rlk_kernels.integrations.process_changes import change_process, round_as_eager
 from rlk_kernels.integrations.transformers_rotary import Rotary, derived, install
 
+REVERSED = ("granitemoe",)
+"""Families whose routers return a token's experts first, and the logits last."""
 NOISE = ("attention_dropout", "resid_pdrop", "residual_dropout", "router_jitter_noise")
 """The settings of config.json that add noise while a model trains."""
 SUPPORTED = f"transformers' causal LMs of model_type {', '.join(ARCHITECTURES)} are"
@@ -47,12 +51,14 @@ def operators(model: Any) -> dict[str, Any]:
 
 def _of_layer(layer: Any, embedding: Any) -> dict[str, Any]:
     """Operator -> module; None for an operator that the layer lacks. embedding: the rotary one."""
-    attn, mlp = layer.self_attn, layer.mlp
+    attn, mlp = layer.self_attn, mlp_of(layer)
     if is_sparse(layer):
-        routes = dict.fromkeys(("router", "experts", "routing_weights"), mlp.gate)
+        router = getattr(mlp, "gate", None) or mlp.router
+        routes = dict.fromkeys(("router", "experts", "routing_weights"), router)
         inside = routes | dict.fromkeys(_BY_EXPERTS, mlp.experts)
-        if (shared := getattr(mlp, "shared_experts", None)) is not None:
+        if (shared := shared_experts(mlp)) is not None:
             inside |= {f"shared_{op}": module for op, module in _of_mlp(shared).items()}
+            inside |= {"shared_gate": getattr(mlp, "shared_expert_gate", None)}
     else:
         inside = _of_mlp(mlp)
     q, k, v = _parts(attn, "qkv_proj", "q_proj", "k_proj", "v_proj")
@@ -82,7 +88,7 @@ _BY_EXPERTS = ("moe_out", "gate_proj", "up_proj", "act", "down_proj")
 
 def is_sparse(layer: Any) -> bool:
     """Whether a layer sends each token to a few experts."""
-    return hasattr(layer.mlp, "experts")
+    return hasattr(mlp_of(layer), "experts")
 
 
 def _classes(model: Any, excluded: frozenset[str]) -> Iterator[tuple[str, Any, type]]:
@@ -97,7 +103,9 @@ def _classes(model: Any, excluded: frozenset[str]) -> Iterator[tuple[str, Any, t
         if op == "embed":
             kind: type = modules.HFEmbedding
         elif op in ("router", "moe_out"):
-            kind = {"router": modules.HFRouter, "moe_out": modules.HFExperts}[op]
+            reverse = model.config.model_type in REVERSED
+            router = modules.ReversedRouter if reverse else modules.HFRouter
+            kind = {"router": router, "moe_out": modules.HFExperts}[op]
         elif op.endswith("norm"):
             one_plus = model.config.model_type in GEMMA
             kind = modules.OnePlusNorm if one_plus else modules.HFNorm
@@ -108,6 +116,7 @@ def _classes(model: Any, excluded: frozenset[str]) -> Iterator[tuple[str, Any, t
         else:
             kind = {
                 **{"attn": attention.AttentionModule, "logits": modules.Head},
+                "shared_gate": modules.SharedGate,
                 **dict.fromkeys(("act", "shared_act"), modules.mlp_class(module)),
             }[op]
         fused = ("q_rope", "k_rope") if op == "q_rope" else (op,)
@@ -164,8 +173,11 @@ def replace(model: Any, excluded: Iterable[str]) -> Handle:
     """See `use_kernels`."""
     excluded = excluded_operators(excluded)
     _check(model)
+    gated = []
     if any(map(is_sparse, model.model.layers)):
         check_sparse(excluded)
+        blocks = [mlp_of(layer) for layer in model.model.layers]
+        gated = [block for block in blocks if hasattr(block, "shared_expert_gate")]
     _check_products(model, excluded)
     if not excludes(excluded, "q_rope", "k_rope"):
         for rope in rotary.by_kind(model.config.rope_parameters):
@@ -177,17 +189,15 @@ def replace(model: Any, excluded: Iterable[str]) -> Handle:
     for _, module, kind in classes:
         if kind is Rotary:
             undo.push(install(module, model.config))
-            continue
-        undo.callback(vars(module).pop, "rlk_calls", None)
-        undo.callback(setattr, module, "__class__", type(module))
-        module.__class__ = derived(kind, type(module))  # type: ignore[arg-type]
+        else:
+            _become(module, kind, undo)
+    for block in gated:
+        _become(block, modules.GatedBlock, undo)
     finish = finish_of(model.config)
     if "logits" not in excluded and finish != FINISHED:
         undo.callback(vars(model.lm_head).pop, "rlk_finish", None)
         model.lm_head.rlk_finish = finish
-        if not isinstance(model, modules.FinishedLM):
-            undo.callback(setattr, model, "__class__", type(model))
-            model.__class__ = derived(modules.FinishedLM, type(model))  # type: ignore[arg-type]
+        _become(model, modules.FinishedLM, undo)
     if excluded.isdisjoint(("logits", "logprob")):
         if "_loss_function" in vars(model):
             undo.callback(setattr, model, "loss_function", model.loss_function)
@@ -203,3 +213,11 @@ def replace(model: Any, excluded: Iterable[str]) -> Handle:
     # A hook of the decoder, because adapters call the model's forward without its hooks.
     undo.callback(model.model.register_forward_pre_hook(Watch(model, operators)).remove)
     return Handle(model, undo)
+
+
+def _become(module: Any, kind: type, undo: ExitStack) -> None:
+    """Gives a live module a class of the kernels, until `undo` is closed."""
+    if not isinstance(module, kind):
+        undo.callback(vars(module).pop, "rlk_calls", None)
+        undo.callback(setattr, module, "__class__", type(module))
+        module.__class__ = derived(kind, type(module))  # type: ignore[arg-type]

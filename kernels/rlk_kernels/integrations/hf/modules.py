@@ -113,6 +113,32 @@ class HFRouter(Sparse):
         return profile.Correction(bias, *groups, self.routed_scaling_factor)
 
 
+class ReversedRouter(HFRouter):
+    """A router whose family reads the experts first, and the logits last."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return super().forward(x)[::-1]
+
+
+class SharedGate(Counted):
+    """Returns fp32 logits [T, 1]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count()
+        return profile.router(cast(x), cast(self.weight))
+
+
+class GatedBlock(Counted):
+    """A sparse layer whose shared experts have a gate."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        self.count()
+        x = hidden_states.flatten(0, -2)
+        shared = profile.gate_shared(self.shared_expert_gate(x), self.shared_expert(x))
+        _, weights, ids = self.gate(x)
+        return profile.add_shared(self.experts(x, ids, weights), shared).view(hidden_states.shape)
+
+
 class HFExperts(Sparse):
     """Takes the chosen experts in ascending id, as `HFRouter` returns them."""
 

@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.families import of_code
-from rlk_kernels.integrations.operators import Counted
+from rlk_kernels.integrations.operators import Counted, mlp_of
 
 ACTIVATIONS = {
     type(ACT2FN["silu"]): "silu",
@@ -32,7 +32,8 @@ def check_forwards(model: Any, replaced: dict[str, Any]) -> None:
             )
         parts |= {f"layers.{i}": layer, f"layers.{i}.self_attn": layer.self_attn}
         # A sparse layer calls its router and its experts, which are replaced.
-        parts |= {f"layers.{i}.mlp": layer.mlp} if hasattr(layer.mlp, "experts") else {}
+        block = mlp_of(layer)
+        parts |= {f"layers.{i}.mlp": block} if hasattr(block, "experts") else {}
     for name, module in (parts | replaced).items():
         if "forward" in vars(module):
             raise NotSupported(
@@ -73,7 +74,7 @@ def check_plain(name: str, module: Any) -> None:
     """Raises NotSupported for a module that stands in for a linear (an adapter, quantised weights),
     and for settings of an embedding, an MLP or experts that change their values."""
     plain = {"embed": nn.Embedding, "logits": nn.Linear}.get(name)
-    if name.endswith("proj"):
+    if name.endswith(("proj", ".shared_gate")):
         plain = nn.Linear
     scaled = name == "embed" and hasattr(module, "embed_scale")  # `check_forwards` checks it
     if plain is not None and type(module) is not plain and not scaled:

@@ -93,10 +93,11 @@ class RlkAttentionImpl(VllmAttention, AttentionImpl):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype, self.rlk_window = kv_cache_dtype, sliding_window
-        self.rlk_compiled, self.rlk_softcap = False, logits_soft_cap or None
+        self.rlk_compiled = False
         refuse(
             {
                 "ALiBi": alibi_slopes is not None,
+                "a soft cap on scores on a GPU": bool(logits_soft_cap),
                 "attention sinks": sinks is not None,
                 f"attention of type {attn_type}": attn_type != AttentionType.DECODER,
                 "a quantised KV cache": kv_cache_dtype not in ("auto", "bfloat16", "float16"),
@@ -134,8 +135,6 @@ class RlkAttentionImpl(VllmAttention, AttentionImpl):
         return output
 
     def schedule(self, metadata: Metadata, *call: Tensor) -> rlk_kernels.Schedule | None:
-        if self.rlk_softcap is not None:
-            return None
         return metadata.schedules.of(self, self.rlk_window, *call)
 
 

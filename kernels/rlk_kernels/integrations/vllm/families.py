@@ -7,9 +7,12 @@ from rlk_kernels.integrations.families import ARCHITECTURES
 
 OF_TRANSFORMERS = ("seed_oss", "smollm3", "olmo2", "olmo3")
 """Families that vLLM has no class for, and whose code of transformers it runs."""
+SPARSE = ("qwen3_moe", "qwen2_moe", "granitemoe", "mixtral", "glm4_moe")
+"""Families with sparse layers."""
 WINDOWS_BY_LAYER = ("olmo3", "exaone4", "gemma2", "gemma3_text")
 """Families in which vLLM gives each layer the window that it has in transformers."""
 
+_GRANITE = ("sliding_window", "layer_types", "layer_rope_theta", "attention_sinks")
 READ_ALONE = {
     "llama": ("sliding_window", "bias", "qkv_bias"),
     "mistral": ("attention_bias", "mlp_bias", "bias", "qkv_bias"),
@@ -20,10 +23,9 @@ READ_ALONE = {
         *("rotary_pct", "rotary_emb_fraction"),
     ),
     "glm4": ("sliding_window",),
-    "granite": (
-        *("sliding_window", "layer_types", "layer_rope_theta", "attention_sinks"),
-        *("bias", "logit_scale"),
-    ),
+    "granite": (*_GRANITE, "bias", "logit_scale"),
+    "granitemoe": _GRANITE,
+    "qwen2_moe": ("sliding_window",),
     **dict.fromkeys(("seed_oss", "smollm3", "olmo2"), ("sliding_window", "attn_logit_softcapping")),
     "olmo3": ("attn_logit_softcapping",),
     "gemma": ("sliding_window",),
@@ -36,7 +38,7 @@ ROPE_READ_ALONE = ("rope_dim", "mrope_section", "use_fope")
 
 def is_sparse(model: Any) -> bool:
     """Whether a ModelConfig is of a family with sparse layers."""
-    return model.hf_text_config.model_type in ("qwen3_moe", "mixtral", "glm4_moe")
+    return model.hf_text_config.model_type in SPARSE
 
 
 def refused(model: Any, ranks: int) -> dict[str, bool]:
@@ -46,7 +48,7 @@ def refused(model: Any, ranks: int) -> dict[str, bool]:
     heads = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     windowed = getattr(text, "sliding_window", None) is not None
     kinds = getattr(text, "layer_types", None) or ()
-    qwen = family in ("qwen2", "qwen3")
+    qwen = family in ("qwen2", "qwen3", "qwen2_moe")
     rope = getattr(text, "rope_parameters", None) or {}
     alone = {
         f"{name} of model_type={family}": bool(getattr(text, name, None))
@@ -65,6 +67,12 @@ def refused(model: Any, ranks: int) -> dict[str, bool]:
         f"head_dim={heads} of Qwen2, which vLLM does not read": family == "qwen2"
         and heads * text.num_attention_heads != text.hidden_size,
         "attention_bias of Qwen3, because vLLM omits o_proj's bias": family == "qwen3"
+        and bool(getattr(text, "attention_bias", False)),
+        "qkv_bias=False of Qwen2-MoE, which vLLM does not read": family == "qwen2_moe"
+        and not getattr(text, "qkv_bias", True),
+        "head_dim of GraniteMoe, which vLLM does not read": family == "granitemoe"
+        and heads * text.num_attention_heads != text.hidden_size,
+        "attention_bias of GraniteMoe, which vLLM does not read": family == "granitemoe"
         and bool(getattr(text, "attention_bias", False)),
         "use_bias of ERNIE, which vLLM does not read": family == "ernie4_5"
         and bool(getattr(text, "use_bias", False)),
