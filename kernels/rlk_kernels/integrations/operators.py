@@ -30,12 +30,9 @@ ROUTED = frozenset(
 )
 """The operators of a sparse layer from the router to the sum. Engines compute most of them as
 one."""
-SHARED = frozenset(
-    ("shared_gate_proj", "shared_up_proj", "shared_act", "shared_down_proj", "shared_gate")
-)
-"""The operators of the experts that process every token, which some sparse layers have, and of the
-gate by which some multiply their row."""
-SPARSE = ROUTED | SHARED
+SHARED = frozenset(("shared_gate_proj", "shared_up_proj", "shared_act", "shared_down_proj"))
+"""The operators of the experts that process every token, which some sparse layers have."""
+SPARSE = ROUTED | SHARED | {"shared_gate"}
 """The operators that cannot be excluded in a sparse model."""
 OPERATORS = ("embed", *LAYER, "final_norm", "logits", "logprob")
 NORMS = frozenset(name for name in OPERATORS if name.endswith("norm"))
