@@ -46,7 +46,9 @@ def register(excluded: Iterable[str]) -> None:
         config.set_excluded(excluded)
         for base, ours in _classes(excluded).items():
             _register_layer(undo, base, ours)
-        for architecture, name in MODELS.items():
+        # Some versions lack some models.
+        for architecture in MODELS.keys() & ModelRegistry.models.keys():
+            name = MODELS[architecture]
             _register_model(undo, architecture, f"{_PACKAGE}.{name}")
         if "attn" not in excluded:
             _register_attention(undo)
