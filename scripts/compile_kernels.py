@@ -131,7 +131,9 @@ def rows(m: int, h: int = 4096, ff: int = 12288, v: int = 128256) -> None:
     for scaling in (None, _x(1, dtype=FP32).detach()):
         rotation["scaling"] = scaling
         _backward(*rk.norm_rope(_x(m, 32, 128), _x(m, 8, 128), *norms, _ids(m), **rotation))
-    _backward(rk.swiglu(_x(m, ff), _x(m, ff)))
+    for activation in ("silu", "gelu_tanh"):
+        _backward(rk.swiglu(_x(m, ff), _x(m, ff), activation=activation))
+    _backward(rk.softcap(_x(m, v, dtype=FP32), 30.0))
     _backward(rk.embedding(_ids(m), _x(v, h)))
     _backward(rk.logp(_x(m, v), _ids(m)))
     _backward(rk.logp(_x(m, v), _ids(m), softcap=30.0, logit_scale=0.5))

@@ -48,6 +48,7 @@ from rlk_kernels.ops.norm_rope.operator import norm_rope
 from rlk_kernels.ops.rms_norm.operator import rms_norm
 from rlk_kernels.ops.rope.operator import rope
 from rlk_kernels.ops.routing.operator import route, route_corrected
+from rlk_kernels.ops.softcap.operator import softcap
 from rlk_kernels.ops.swiglu.operator import swiglu
 
 
@@ -118,6 +119,7 @@ __all__ = [
     "route",
     "route_corrected",
     "router_z_loss",
+    "softcap",
     "swiglu",
     "warm_up",
     "warm_up_experts",

@@ -14,7 +14,7 @@ from rlk_kernels import backend, private_api
 from rlk_kernels.integrations import hf, megatron, profile, sglang, vllm
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.experts import Sparse
-from rlk_kernels.integrations.operators import NORMS, Counted
+from rlk_kernels.integrations.operators import NORMS, POST_NORMS, Counted
 
 from rlk_align.engines.base import Engine
 from rlk_align.engines.common.kernels import KERNELS, REPLACEABLE, parse_excluded
@@ -197,9 +197,9 @@ class VLLMPatch(BasePatch):
 
     def before_loading(self) -> None:
         # If only some norms are excluded, `in_model` restores those in the live model.
-        every = self.excluded >= NORMS
+        every = self.excluded >= NORMS - POST_NORMS
         with _refused(self.spec):
-            vllm.register(self.excluded if every else self.excluded - NORMS)
+            vllm.register(self.excluded | NORMS if every else self.excluded - NORMS)
         self.undo.callback(vllm.unregister)
 
     def in_model(self, model: Any, rope: Mapping[str, Any]) -> None:

@@ -54,20 +54,12 @@ _SCALED: dict[str, Any] = {
         **{"embedding_multiplier": 1.0, "residual_multiplier": 1.0},
         **{"attention_multiplier": 1.0, "logits_scaling": 1.0},
     },
-    "refused": {
-        "kernels": "they multiply neither the embedding nor branches nor logits",
-        "megatron": "it multiplies neither the embedding nor branches nor logits",
-    },
 }
 """What Granite's multipliers add to a family."""
+_MULTIPLIES = "it multiplies neither the embedding nor branches nor logits"
 _NOT_MEASURED = "no test has compared it there"
 _NORMED_AFTER = {
-    "kernels": "its norms after attention and MLP have no kernel",
-    "megatron": "it has no norms after attention and MLP, and norms each head of q alone",
-}
-_UNROTATED = {
-    "kernels": "their rotation is for every layer, and this family leaves some out",
-    "megatron": _NOT_MEASURED,
+    "megatron": "it has no norms after attention and MLP, and norms each head of q alone"
 }
 _ALWAYS = {"sliding_window": 4096, "use_sliding_window": True}
 """Windows that no key of the config turns off."""
@@ -87,7 +79,7 @@ FAMILIES = {
         backend=True,
         biases={"o_proj": "attention_out_bias"},
         defaults={"attention_bias": True, "attention_out_bias": False},
-        refused={"kernels": _NOT_MEASURED, "megatron": _NOT_MEASURED},
+        refused={"megatron": _NOT_MEASURED},
     ),
     "smollm3": Family(
         backend=True,
@@ -95,7 +87,7 @@ FAMILIES = {
         defaults={"no_rope_layer_interval": 4, "tie_word_embeddings": True},
         settings=("no_rope_layers",),
         unrotated=_no_rope_layers,
-        refused=_UNROTATED,
+        refused={"megatron": _NOT_MEASURED},
     ),
     "olmo2": Family(
         backend=True, layer=normed_after, reads={"normed": "stream"}, refused=_NORMED_AFTER
@@ -134,10 +126,7 @@ FAMILIES = {
             op: f"mlp.shared_expert.{op.removeprefix('shared_')}"
             for op in ("shared_gate_proj", "shared_up_proj", "shared_down_proj")
         },
-        refused={
-            "kernels": "the gate of its shared expert has no kernel",
-            "megatron": _NOT_MEASURED,
-        },
+        refused={"megatron": _NOT_MEASURED},
     ),
     "gemma2": Family(
         layer=plain_sandwich,
@@ -157,10 +146,7 @@ FAMILIES = {
             **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         },
         modules={"mlp_norm": "pre_feedforward_layernorm"},
-        refused={
-            "kernels": "its norms, its scaled embedding and its caps have no kernel there",
-            "megatron": "it has neither norms after attention and MLP nor caps",
-        },
+        refused={"megatron": "it has neither norms after attention and MLP nor caps"},
     ),
     "gemma3_text": Family(
         layer=sandwich,
@@ -179,11 +165,10 @@ FAMILIES = {
         defaults={"tie_word_embeddings": True, "query_pre_attn_scalar": 256},
         modules={"mlp_norm": "pre_feedforward_layernorm"},
         refused={
-            "kernels": "its norms, its scaled embedding and its activation have no kernel",
-            "megatron": "it has neither norms after attention and MLP nor two rotary embeddings",
+            "megatron": "it has neither norms after attention and MLP nor two rotary embeddings"
         },
     ),
-    "granite": Family(layer=scaled_residuals(), **_SCALED),
+    "granite": Family(layer=scaled_residuals(), refused={"megatron": _MULTIPLIES}, **_SCALED),
     "granitemoe": Family(
         layer=scaled_residuals(mixture()),
         experts=ExpertSettings("intermediate_size", norm_topk=True),
@@ -192,6 +177,7 @@ FAMILIES = {
             gate_up="block_sparse_moe.input_linear.weight",
             down="block_sparse_moe.output_linear.weight",
         ),
+        refused={"megatron": _MULTIPLIES},
         **_SCALED,
     ),
     "glm4": Family(
@@ -204,10 +190,7 @@ FAMILIES = {
             "mlp_post_norm": "post_mlp_layernorm",
         },
         fused={"mlp.gate_up_proj": ("gate_proj", "up_proj")},
-        refused={
-            "kernels": "its norms after attention and MLP have no kernel",
-            "megatron": "it has no norms after attention and MLP",
-        },
+        refused={"megatron": "it has no norms after attention and MLP"},
     ),
     "ernie4_5": Family(
         interleaved=True,
@@ -237,10 +220,7 @@ FAMILIES = {
         unrotated=_layers_without_window,
         heads_first=True,
         adds_outside_norms=True,
-        refused={
-            "kernels": "its norms after attention and MLP have no kernel",
-            "megatron": "it has no norms after attention and MLP alone",
-        },
+        refused={"megatron": "it has no norms after attention and MLP alone"},
     ),
     "starcoder2": Family(
         backend=True,
@@ -306,10 +286,7 @@ FAMILIES = {
         embedding_scale="sqrt_hidden",
         one_activation=True,
         defaults={"tie_word_embeddings": True},
-        refused={
-            "kernels": "its norms, its scaled embedding and its activation have no kernel",
-            "megatron": _NOT_MEASURED,
-        },
+        refused={"megatron": _NOT_MEASURED},
     ),
     "mixtral": Family(
         layer=mixture(),

@@ -27,11 +27,10 @@ def test_the_tool_and_the_kernels_name_the_same_operators() -> None:
 
 
 def test_the_tool_and_the_kernels_name_the_same_families() -> None:
-    from rlk_kernels.integrations.hf.model import FAMILIES as HF
-    from rlk_kernels.integrations.vllm.families import ARCHITECTURES
+    from rlk_kernels.integrations.families import ARCHITECTURES
 
     computed = tuple(name for name, f in FAMILIES.items() if "kernels" not in f.refused)
-    assert computed == HF == tuple(ARCHITECTURES)
+    assert computed == tuple(ARCHITECTURES)
 
 
 def test_the_tool_and_the_kernels_refuse_the_same_ropes_for_the_same_reasons() -> None:

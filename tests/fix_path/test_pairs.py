@@ -26,22 +26,54 @@ def test_no_bit_differs(cli: Cli, folder: Path, name: str) -> None:
         # The rows of one operator in a product of several, and a rotation of a part of each head.
         *(("phi3", fault) for fault in ("proj-weight-fp8", "proj-noise", "rope-partial")),
         ("ernie4_5", "rope-interleaved"),
+        ("granite", "residual-multiplier-left-out"),
+        ("glm4", "post-norm-left-out"),
+        ("olmo3", "norm-each-head"),
+        ("exaone4", "attn-rotated"),
+        ("seed_oss", "proj-gain"),
+        *(("gated", fault) for fault in ("shared-gate-left-out", "expert-flipped")),
+        *(("gemma3", fault) for fault in ("norm-one-left-out", "embed-scaled")),
     ],
 )
 def test_a_fault_beside_the_kernels_of_a_variant_is_named(
     cli: Cli, folder: Path, engine: str, name: str, fault: str
 ) -> None:
+    assert first_difference(cli, folder, name, engine, f"fault={fault}") == (
+        choose(engine, fault).fault.site
+    )
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [
+        *(("gemma3", op) for op in ("attn_post_norm", "act")),
+        ("exaone4", "mlp_post_norm"),
+        ("granite", "logits"),
+        ("smollm3", "q_rope"),
+    ],
+)
+def test_an_operator_of_a_variant_that_the_engine_keeps_is_named(
+    cli: Cli, folder: Path, engine: str, name: str, op: str
+) -> None:
+    site = first_difference(cli, folder, name, engine, f"except={op}")
+    assert str(site).rpartition(".")[2] == op
+
+
+def first_difference(cli: Cli, folder: Path, name: str, engine: str, change: str) -> str | None:
+    """The first site that differs between vLLM and HF with the kernels, one of them changed."""
     require_engine("vllm")
-    specs = {name: f"{name}:kernels=rlk" for name in ("vllm", "hf")}
-    specs[engine] += f",fault={fault}"
+    specs = {each: f"{each}:kernels=rlk" for each in ("vllm", "hf")}
+    specs[engine] += f",{change}"
     done = cli(
         *("compare", "--model", MODELS[name].stored(folder, name, "bfloat16")),
         *("--prompts", write_few_prompts(folder / "few.jsonl"), "--max-new-tokens", 8),
         *("--rollout", specs["vllm"], "--train", specs["hf"], "--contract", "bitwise"),
-        *("--run-dir", folder / "faulty"),
+        *("--run-dir", folder / "changed"),
     )
     assert done.code == 1, done.out + done.err
-    assert done.first == choose(engine, fault).fault.site
+    return done.first
 
 
 def test_the_default_pairs_cover_every_two_values() -> None:

@@ -20,7 +20,8 @@ def small_model(family: str = "Llama", **config: Any) -> Any:
         "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
         "num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": dict(ROPE),
     }  # fmt: skip
-    settings = getattr(transformers, f"{family}Config")(**usual | config)
+    of_text = getattr(transformers, f"{family}TextConfig", None)
+    settings = (of_text or getattr(transformers, f"{family}Config"))(**usual | config)
     return getattr(transformers, f"{family}ForCausalLM")(settings)
 
 

@@ -13,6 +13,7 @@ from rlk_kernels.ops.linear import linear_ref
 from rlk_kernels.ops.logp.operator import logp_ref
 from rlk_kernels.ops.rms_norm.operator import rms_norm_ref
 from rlk_kernels.ops.rope.operator import rope_ref
+from rlk_kernels.ops.softcap.operator import softcap_ref
 from rlk_kernels.ops.swiglu.operator import swiglu_ref
 from torch import Tensor
 
@@ -114,6 +115,18 @@ def row_operators(dtype: torch.dtype, device: str, size: int = 96) -> dict[str, 
             lambda g, u, backend: rk.swiglu(g, u, backend=backend),
             swiglu_ref,
             lambda g, u: functional.silu(g) * u,
+        ),
+        "geglu": Row(
+            lambda m: (r(m, k, seed=52 + m, scale=4.0), r(m, k, seed=53 + m)),
+            lambda g, u, backend: rk.swiglu(g, u, activation="gelu_tanh", backend=backend),
+            lambda g, u: swiglu_ref(g, u, "gelu_tanh"),
+            lambda g, u: functional.gelu(g, approximate="tanh") * u,
+        ),
+        "softcap": Row(
+            lambda m: (r(m, k, seed=54 + m, scale=4.0),),
+            lambda x, backend: rk.softcap(x, 3.0, backend=backend),
+            lambda x: softcap_ref(x, 3.0),
+            lambda x: 3.0 * torch.tanh(x / 3.0),
         ),
         "embedding": Row(
             lambda m: (targets(m),),

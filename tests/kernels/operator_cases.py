@@ -123,6 +123,8 @@ CASES = {
         rk.norm_rope, (Q, K, GAIN[:8].clone(), GAIN[8:].clone(), IDS), {"eps": 1e-6, **FREQUENCIES}
     ),
     "swiglu": Case(rk.swiglu, (X, W[:T].clone())),
+    "swiglu, gelu": Case(rk.swiglu, (X, W[:T].clone()), {"activation": "gelu_tanh"}),
+    "softcap": Case(rk.softcap, (X, 2.0)),
     "embedding": Case(rk.embedding, (IDS, HEAD)),
     "write_kv_cache": Case(
         rk.write_kv_cache, (K, K.flip(0), CACHE, CACHE.flip(0), IDS), writes=(2, 3), gradient=False

@@ -25,7 +25,7 @@ def test_public_names():
     errors = ["KernelError", "UnknownBackend", "UnsupportedDevice", "UnsupportedDtype"]
     errors += ["UnsupportedShape", "KernelFailed"]
     operators = ["attention", "embedding", "linear", "linear_grpo_loss", "linear_logp", "logp"]
-    operators += ["group_advantages", "paged_attention", "rms_norm", "rope", "swiglu"]
+    operators += ["group_advantages", "paged_attention", "rms_norm", "rope", "swiglu", "softcap"]
     operators += ["norm_rope", "write_kv_cache", "route", "route_corrected", "group_by_expert"]
     operators += ["grouped_linear", "grouped_swiglu", "combine_experts", "load_balancing_loss"]
     operators += ["router_z_loss", "policy_loss", "linear_policy_loss", "dpo_loss"]
@@ -75,6 +75,7 @@ def test_no_rows_are_fine(backend):
     assert rk.linear(empty, W, backend=backend).shape == (0, 5)
     assert rk.rms_norm(empty, W[0], 1e-6, backend=backend).shape == (0, 8)
     assert rk.swiglu(empty, empty, backend=backend).shape == (0, 8)
+    assert rk.softcap(empty, 2.0, backend=backend).shape == (0, 8)
     assert rk.embedding(torch.empty(0).long(), W, backend=backend).shape == (0, 8)
     assert rk.logp(empty, torch.empty(0).long(), backend=backend).shape == (0,)
     heads = torch.empty(0, 2, 8)
@@ -96,7 +97,8 @@ def test_registration_passes_torchs_own_check():
     torch.library.opcheck(ops.gemm, (X, W, None, False, True, torch.float32, "torch"))
     torch.library.opcheck(ops.rms_norm, (X, None, W[0], 1e-6, True, "torch"))
     torch.library.opcheck(ops.rms_norm, (X, X.clone(), W[0], 1e-6, True, "torch"))
-    torch.library.opcheck(ops.swiglu, (X, X.clone(), "torch"))
+    torch.library.opcheck(ops.swiglu, (X, X.clone(), True, "torch"))
+    torch.library.opcheck(ops.softcap, (X, 2.0, "torch"))
     torch.library.opcheck(ops.embedding, (torch.tensor([1, 2]), W, "torch"))
     torch.library.opcheck(ops.logp, (X, torch.tensor([1, 2, 3]), 5.0, 0.5, 1.0, "torch"))
     top = torch.tensor([[1], [0], [2]])

@@ -21,8 +21,9 @@ def test_every_public_operator_is_in_the_set():
     sparse = {"combine_experts", "group_by_expert", "grouped_linear", "load_balancing_loss"}
     sparse |= {"route", "router_z_loss"}
     # Other tests hold these to the operators that have digests (test_norm_rope.py,
-    # ops/experts/test_operators.py), or to float64 (losses/test_policy.py).
-    elsewhere = {"group_advantages", "norm_rope", "paged_schedule", "grouped_swiglu"}
+    # ops/experts/test_operators.py, ops/test_logits_softcap.py), or to float64
+    # (losses/test_policy.py).
+    elsewhere = {"group_advantages", "norm_rope", "paged_schedule", "grouped_swiglu", "softcap"}
     elsewhere |= {"policy_loss", "linear_policy_loss", "dpo_loss"}
     inside = {name.partition("-")[0] for name in digest_suite.recorded("torch")}
     assert inside - {"experts"} == OPERATORS - sparse - elsewhere

@@ -51,6 +51,15 @@ def test_it_is_traced_whole_and_has_eager_bits(name: str) -> None:
     assert not equal(run(model, model, {"position_ids": PACKED + 1}), eager)
 
 
+def test_logits_that_the_head_divides_are_traced() -> None:
+    model = small_model("Granite", logits_scaling=6.0)
+    hf.use_kernels(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert equal(run(model, compiled, INPUTS["plain"]), run(model, model, INPUTS["plain"]))
+    assert model.config.logits_scaling == 6.0
+
+
 def test_a_window_and_a_cache_are_traced() -> None:
     model = small_model("Mistral", sliding_window=6)
     hf.use_kernels(model)
@@ -115,7 +124,7 @@ def test_a_row_of_padding_has_no_part_in_anything(
     made = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(B, T, n, 16, generator=made).requires_grad_() for n in (4, 2, 2))
     real = LEFT_PADDED.bool()
-    out = _padded(q, k, v, real, 0.25, None)
+    out = _padded(q, k, v, real, 0.25, None, None)
     out.pow(2).sum().backward()
     for x in (out, q.grad, k.grad, v.grad):
         assert bool((x[~real] == 0).all())

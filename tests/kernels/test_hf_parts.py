@@ -7,8 +7,8 @@ import torch
 from hf_models import small_model, transformers
 from rlk_kernels.integrations import hf
 from rlk_kernels.integrations.errors import NotSupported
-from rlk_kernels.integrations.hf.model import FAMILIES
-from rlk_kernels.integrations.hf.process_changes import change_process
+from rlk_kernels.integrations.families import ARCHITECTURES
+from rlk_kernels.integrations.process_changes import change_process
 
 
 def test_a_model_that_is_cast_later_keeps_exact_frequencies() -> None:
@@ -126,9 +126,9 @@ def test_a_model_of_another_family_is_refused_by_those_that_are_served() -> None
     gpt2 = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2)
     )
-    gemma = small_model("Gemma", head_dim=32)
-    for model, named in ((gpt2, "GPT2LMHeadModel"), (gemma, r"GemmaForCausalLM \(gemma\)")):
-        served = rf"^a {named} is not supported; .* of model_type {', '.join(FAMILIES)} are$"
+    cohere = small_model("Cohere2")
+    for model, named in ((gpt2, "GPT2LMHeadModel"), (cohere, r"Cohere2ForCausalLM \(cohere2\)")):
+        served = rf"^a {named} is not supported; .* of model_type {', '.join(ARCHITECTURES)} are$"
         with pytest.raises(NotSupported, match=served):
             hf.use_kernels(model)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from kernel_suite import packed, paged_cache
 from rlk_kernels.integrations import profile
+from rlk_kernels.integrations.finish import Finish
 from rlk_kernels.integrations.rotary import NEEDED, NOT_FIXED, rotation
 
 PAGE = Path(__file__).resolve().parents[2] / "kernels" / "rlk_kernels" / "PROFILE.md"
@@ -36,7 +37,7 @@ def test_every_line_has_its_test() -> None:
     named = re.findall(r"`(test_\w+)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     of_ranks = [path.read_text(encoding="utf-8") for path in RANKS.rglob("test_*.py")]
     elsewhere = set(re.findall(r"^def (test_\w+)", "".join(of_ranks), re.MULTILINE))
-    assert len(named) == 40
+    assert len(named) == 48
     assert set(named) <= {*globals(), *elsewhere}
 
 
@@ -57,6 +58,30 @@ def test_norm_rounds_once() -> None:
             norm(x, weight.float(), 1e-6)
 
 
+def test_one_is_added_to_the_weight_in_fp32() -> None:
+    x, weight = rand(40, 96), rand(96, seed=1, scale=0.1)
+    wide = x.double()
+    normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    one_plus = profile.norm(x, weight, 1e-6, one_plus=True)
+    assert torch.equal(one_plus, once(normed * (weight.double() + 1)))
+    # The sum rounded to the model's dtype.
+    assert not torch.equal(one_plus, profile.norm(x, weight + 1, 1e-6))
+    y, total = profile.add_norm(x, x.flip(0), weight, 1e-6, one_plus=True)
+    assert torch.equal(y, profile.norm(total, weight, 1e-6, one_plus=True))
+
+
+def test_a_scale_of_the_embedding_is_rounded_first() -> None:
+    from hf_models import small_model
+    from rlk_kernels.integrations import hf
+
+    model = small_model("Gemma", hidden_size=96, head_dim=32).to(BF16)
+    hf.use_kernels(model)
+    table, ids, scale = model.model.embed_tokens, torch.arange(9), torch.tensor(96**0.5)
+    rows = profile.embed(ids, table.weight).double()
+    assert torch.equal(table(ids), once(rows * scale.to(BF16).double()))
+    assert not torch.equal(table(ids), once(rows * scale.double()))
+
+
 def test_the_norm_reads_the_rounded_residual() -> None:
     x, stream, weight = rand(40, 96), rand(40, 96, seed=1, scale=30), rand(96, seed=2)
     y, total = profile.add_norm(x, stream, weight, 1e-6)
@@ -65,6 +90,30 @@ def test_the_norm_reads_the_rounded_residual() -> None:
     unrounded = x.double() + stream.double()
     normed = unrounded * (unrounded.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     assert not torch.equal(y, once(normed * weight.double()))
+
+
+def test_a_multiplied_branch_is_rounded_before_it_is_added() -> None:
+    from hf_models import small_model
+    from rlk_kernels.integrations import hf
+
+    model = small_model("Granite", embedding_multiplier=0.7, residual_multiplier=0.3).to(BF16)
+    hf.use_kernels(model)
+    layer, seen = model.model.layers[0], {}
+    for name in ("self_attn", "mlp", "post_attention_layernorm"):
+        layer.get_submodule(name).register_forward_hook(
+            lambda _, args, out, name=name: seen.update({name: (args, out)})
+        )
+    layer.register_forward_hook(lambda _, args, out: seen.update(layer=(args, out)))
+    ids = torch.arange(9)[None]
+    model(ids, use_cache=False)
+    ((stream,), out), ((mid,), _) = seen["layer"], seen["post_attention_layernorm"]
+    assert torch.equal(stream, once(profile.embed(ids, model.model.embed_tokens.weight) * 0.7))
+    for before, branch, after in (
+        (stream, seen["self_attn"][1][0], mid),
+        (mid, seen["mlp"][1], out),
+    ):
+        assert torch.equal(after, before + once(branch.double() * 0.3))
+        assert not torch.equal(after, once(before.double() + branch.double() * 0.3))
 
 
 def test_linear_rounds_once() -> None:
@@ -196,11 +245,38 @@ def test_prefill_and_paged_decode_are_one() -> None:
     assert torch.equal(out, whole[last])
 
 
+def test_capped_scores_are_those_of_prefill_and_paged_decode() -> None:
+    q, k, v, cu_q, cu_k = packed([9, 40], [9, 40], 4, 2, 32, BF16, "cpu")
+    whole = profile.attention(q, k, v, cu_q, cu_k, 1.0, softcap=2.0)
+    k_cache, v_cache, table, lengths = paged_cache(k, v, cu_k, page=16)
+    out, paged = torch.empty_like(q), (table, lengths, cu_q, 1.0, None)
+    profile.paged_attention(q, k_cache, v_cache, *paged, out, softcap=2.0)
+    assert torch.equal(out, whole)
+    for last, keys in ((8, slice(0, 9)), (48, slice(9, 49))):
+        scores = k[keys, 0].double() @ q[last, 0].double()
+        weights = torch.softmax(2 * torch.tanh(scores / 2), -1)
+        assert torch.allclose(whole[last, 0].double(), weights @ v[keys, 0].double(), atol=1e-2)
+        assert not torch.allclose(
+            whole[last, 0].double(), scores.softmax(-1) @ v[keys, 0].double(), atol=1e-2
+        )
+
+
 def test_act_rounds_once() -> None:
     gate, up = rand(30, 64, scale=3), rand(30, 64, seed=1)
     silu = gate.double() / (1 + (-gate.double()).exp())
     assert torch.equal(profile.act(gate, up), once(silu * up.double()))
     assert not torch.equal(profile.act(gate, up), twice(silu, up))
+
+
+def test_gelu_rounds_once() -> None:
+    gate, up = rand(40, 96, scale=3), rand(40, 96, seed=1)
+    wide = gate.double()
+    # torch's own form, gate / 2 (1 + tanh), cancels where gate is far below 0.
+    exact = wide * torch.sigmoid(2 * (2 / math.pi) ** 0.5 * (wide + 0.044715 * wide**3))
+    gelu = torch.nn.functional.gelu(wide, approximate="tanh")
+    assert torch.allclose(exact, gelu, rtol=0, atol=1e-14)
+    assert torch.equal(profile.act(gate, up, "gelu_tanh"), once(exact * up.double()))
+    assert not torch.equal(profile.act(gate, up, "gelu_tanh"), twice(exact, up))
 
 
 def test_router_logits_are_the_sum() -> None:
@@ -294,6 +370,18 @@ def test_the_shared_row_is_added_to_the_rounded_sum() -> None:
     assert torch.equal(y, once(routed.double() + shared.double()))
 
 
+def test_a_gated_row_is_rounded_before_it_is_added() -> None:
+    x, gate, row = rand(40, 64), rand(1, 64, seed=1), rand(40, 64, seed=2)
+    logit = profile.router(x, gate)
+    gated = profile.gate_shared(logit, row)
+    sigmoid = torch.sigmoid(logit.double())
+    assert torch.equal(gated, once(sigmoid.float().double() * row.double()))
+    # transformers and vLLM round the logit and the sigmoid to the model's dtype.
+    assert not torch.equal(gated, torch.sigmoid(logit.to(BF16)) * row)
+    for some in (slice(3, 4), slice(10, 33)):
+        assert torch.equal(profile.gate_shared(logit[some], row[some]), gated[some])
+
+
 def test_the_rest_of_a_head_is_copied() -> None:
     q, k, at = rand(9, 4, 32), rand(9, 2, 32, seed=1), torch.arange(9)
     inv_freq, _ = rotation({"rope_type": "default", "rope_theta": 1e4}, 16)
@@ -372,6 +460,29 @@ def test_logp_of_hidden_states_is_that_of_logits(temperature: float) -> None:
     assert ((actual[:, 1] + (exact.exp() * exact).sum(-1)).abs() <= 1e-5).all()
     alone = profile.logp_of_hidden(x[7:8], weight, bias, target[7:8], temperature=temperature)
     assert torch.equal(alone[:, 0], actual[7:8, 0])
+
+
+def test_capped_logits_have_the_log_probs_of_hidden_states() -> None:
+    x, head, target, finish = rand(30, 64), rand(333, 64, seed=1), torch.arange(30), Finish(cap=9.0)
+    capped, plain = profile.logits(x, head, finish=finish), profile.logits(x, head)
+    assert torch.allclose(capped.double(), 9 * torch.tanh(plain.double() / 9), rtol=1e-6, atol=1e-6)
+    for temperature in (1.0, 0.7):
+        asked = {"temperature": temperature, "finish": finish}
+        logprobs = profile.logp_of_hidden(x, head, None, target, **asked)[:, 0]
+        assert torch.equal(logprobs, profile.logp(capped, target, temperature))
+        assert not torch.equal(logprobs, profile.logp(plain, target, temperature))
+
+
+def test_divided_logits_are_multiplied_by_the_reciprocal() -> None:
+    x, head, target = rand(30, 64), rand(333, 64, seed=1), torch.arange(30)
+    finish, plain = Finish(scale=1 / 6.0), profile.logits(x, head)
+    divided = profile.logits(x, head, finish=finish)
+    assert torch.equal(divided, plain * torch.tensor(1 / 6.0))
+    assert not torch.equal(divided, plain / 6.0)
+    for temperature in (1.0, 0.7):
+        asked = {"temperature": temperature, "finish": finish}
+        logprobs = profile.logp_of_hidden(x, head, None, target, **asked)[:, 0]
+        assert torch.equal(logprobs, profile.logp(divided, target, temperature))
 
 
 def test_a_temperature_divides_each_logit() -> None:

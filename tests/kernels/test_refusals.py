@@ -58,6 +58,7 @@ REFUSED = [
     ("norm_rope", {"cast": "none"}, ValueError, "norm_rope: cast"),
     ("norm_rope", {"eps": float("nan")}, ValueError, "norm_rope: eps"),
     ("swiglu", {1: X[1:]}, UnsupportedShape, "swiglu"),
+    ("swiglu", {"activation": "relu"}, ValueError, "activation 'relu' is unknown"),
     ("embedding", {0: X}, UnsupportedDtype, "embedding"),
     ("embedding", {0: torch.tensor([V, 1])}, IndexError, rf"embedding: ids .* 0\.\.{V - 1}"),
     ("embedding", {0: torch.tensor([0, -1])}, IndexError, rf"embedding: ids .* 0\.\.{V - 1}"),

@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 from rlk_kernels import sources
 from rlk_kernels.integrations import vllm
 from rlk_kernels.integrations.errors import NotSupported
+from rlk_kernels.integrations.families import ARCHITECTURES
 from rlk_kernels.integrations.operators import Counted
 from rlk_kernels.integrations.vllm import config, registry
 
@@ -38,7 +39,7 @@ def vllm_config(
             **dict.fromkeys(("tensor_parallel_size", *PARALLEL), 1), enable_expert_parallel=False
         ),
         model_config=SimpleNamespace(
-            hf_text_config=SimpleNamespace(rope_parameters=rope, **usual | (text or {})),
+            hf_text_config=SimpleNamespace(**{"rope_parameters": rope} | usual | (text or {})),
             **usual_model | model,
         ),
         attention_config=SimpleNamespace(backend=None, backend_per_kind={}),
@@ -64,53 +65,52 @@ def test_a_rope_that_follows_the_batch_is_refused(
     config._check(asked)
 
 
-def qwen(family: str, **text: Any) -> SimpleNamespace:
-    loaded = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]
-    return vllm_config(text={"model_type": family} | text, architecture=loaded)
+def of(family: str, **text: Any) -> SimpleNamespace:
+    text = {"model_type": family} | text
+    return vllm_config(text=text, architecture=ARCHITECTURES[family])
 
 
-def mistral(**text: Any) -> SimpleNamespace:
-    text = {"model_type": "mistral"} | text
-    return vllm_config(text=text, architecture="MistralForCausalLM")
+def with_ranks(asked: SimpleNamespace, ranks: int) -> SimpleNamespace:
+    asked.parallel_config.tensor_parallel_size = ranks
+    return asked
 
 
-def phi3(**text: Any) -> SimpleNamespace:
-    text = {"model_type": "phi3"} | text
-    return vllm_config(text=text, architecture="Phi3ForCausalLM")
-
-
-def ernie(**text: Any) -> SimpleNamespace:
-    text = {"model_type": "ernie4_5"} | text
-    return vllm_config(text=text, architecture="Ernie4_5ForCausalLM")
-
-
+FULL = ["full_attention", "full_attention"]
 MIXED = {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}
 REFUSED = {
     "Phi3ForCausalLM of model_type=llama": vllm_config(architecture="Phi3ForCausalLM"),
     "LlamaForCausalLM of model_type=phi3": vllm_config(text={"model_type": "phi3"}),
-    "attention_bias of model_type=phi3": phi3(attention_bias=True),
-    "rotary_pct of model_type=phi3": phi3(rotary_pct=0.5),
-    "a sliding window in some layers, which": phi3(**MIXED),
-    "use_bias of ERNIE": ernie(use_bias=True),
-    "sliding_window of model_type=ernie4_5": ernie(sliding_window=8),
-    "GraniteForCausalLM of model_type=granite": vllm_config(
-        text={"model_type": "granite"}, architecture="GraniteForCausalLM"
-    ),
+    "attention_bias of model_type=phi3": of("phi3", attention_bias=True),
+    "rotary_pct of model_type=phi3": of("phi3", rotary_pct=0.5),
+    "a sliding window in some layers, which": of("phi3", **MIXED),
+    "use_bias of ERNIE": of("ernie4_5", use_bias=True),
+    "sliding_window of model_type=ernie4_5": of("ernie4_5", sliding_window=8),
+    "GraniteForCausalLM of model_type=graniteswa": of("granite", model_type="graniteswa"),
+    "logit_scale of model_type=granite": of("granite", logit_scale=0.5),
+    "layer_rope_theta of model_type=granite": of("granite", layer_rope_theta=[1e4]),
+    "qkv_bias=False of Qwen2-MoE": of("qwen2_moe", qkv_bias=False),
+    "head_dim of GraniteMoe": of("granitemoe", head_dim=64),
+    "attention_bias of GraniteMoe": of("granitemoe", attention_bias=True),
+    "several ranks with seed_oss": with_ranks(of("seed_oss"), 2),
+    "sliding_window of model_type=seed_oss": of("seed_oss", sliding_window=8),
+    "attn_logit_softcapping of model_type=olmo2": of("olmo2", attn_logit_softcapping=5.0),
+    "a sliding window in no layer": of("exaone4", sliding_window=8, layer_types=FULL),
+    "mlp_bias of model_type=exaone4": of("exaone4", mlp_bias=True),
     "LlamaForCausalLM of model_type=internlm3": vllm_config(text={"model_type": "internlm3"}),
     "TransformersForCausalLM of model_type=llama": vllm_config(
         architecture="TransformersForCausalLM"
     ),
     "runner=pooling": vllm_config(runner_type="pooling"),
     "is_causal=False": vllm_config(text={"is_causal": False}),
-    "head_dim=64 of Qwen2": qwen("qwen2", head_dim=64),
-    "attention_bias of Qwen3": qwen("qwen3", attention_bias=True),
-    "a sliding window in some layers": qwen("qwen2", **MIXED),
-    "dual_chunk_attention_config": qwen("qwen2", dual_chunk_attention_config={"chunk_size": 4}),
+    "head_dim=64 of Qwen2": of("qwen2", head_dim=64),
+    "attention_bias of Qwen3": of("qwen3", attention_bias=True),
+    "a sliding window in some layers": of("qwen2", **MIXED),
+    "dual_chunk_attention_config": of("qwen2", dual_chunk_attention_config={"chunk_size": 4}),
     "llama_4_scaling": vllm_config(text={"llama_4_scaling": {"beta": 0.1}}),
     "sliding_window of model_type=llama": vllm_config(text={"sliding_window": 8}),
     "qkv_bias of model_type=llama": vllm_config(text={"qkv_bias": True}),
-    "attention_bias of model_type=mistral": mistral(attention_bias=True),
-    "qk_norm of model_type=qwen2": qwen("qwen2", qk_norm=True),
+    "attention_bias of model_type=mistral": of("mistral", attention_bias=True),
+    "qk_norm of model_type=qwen2": of("qwen2", qk_norm=True),
     "mrope_section in rope_parameters": vllm_config({"mrope_section": [4, 6, 6]}),
     "rope_dim in rope_parameters": vllm_config({"rope_dim": 16}),
 }
@@ -125,13 +125,18 @@ def test_another_model_than_the_families_is_refused(says: str) -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        qwen("qwen2", head_dim=32),
-        qwen("qwen3", head_dim=64),
+        of("qwen2", head_dim=32),
+        of("qwen3", head_dim=64),
         vllm_config(text={"attention_bias": True, "mlp_bias": True, "sliding_window": 0}),
-        mistral(sliding_window=8, attention_bias=False),
-        qwen("qwen2", sliding_window=8, layer_types=["sliding_attention"]),
-        phi3(sliding_window=8),
-        ernie(use_bias=False),
+        of("mistral", sliding_window=8, attention_bias=False),
+        of("qwen2", sliding_window=8, layer_types=["sliding_attention"]),
+        of("phi3", sliding_window=8),
+        of("ernie4_5", use_bias=False),
+        of("seed_oss"),
+        of("gemma2", **MIXED),
+        with_ranks(of("granite"), 2),
+        of("exaone4", **MIXED),
+        of("olmo3", **MIXED, rope_parameters={"full_attention": YARN, "sliding_attention": {}}),
     ],
 )
 def test_the_families_are_served(asked: SimpleNamespace) -> None:

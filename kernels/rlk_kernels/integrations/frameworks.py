@@ -21,14 +21,15 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """As checkpoints of transformers name them."""
 
 
-FUSED = ("phi3",)
-"""Families whose checkpoints have q, k and v as one tensor, which `vllm.weights` splits."""
+FUSED = ("glm4", "phi3")
+"""Families whose checkpoints have several projections as one tensor, which `vllm.weights`
+splits."""
 
 
 def of_family(model: Any) -> list[str]:
     """The reason why a live model's copies cannot be checked; [] if they can."""
     family = getattr(getattr(model, "config", None), "model_type", None)
-    why = "its checkpoint fuses q, k and v, so that no copy of its weights can be checked"
+    why = "its checkpoint fuses projections, so that no copy of its weights can be checked"
     return [f"model_type={family}: {why}"] if family in FUSED else []
 
 

@@ -4,7 +4,7 @@ and up, and one rotary module for both rotations. vLLM and SGLang give the modul
 
 from typing import Any
 
-from rlk_kernels.integrations.operators import ROUTED
+from rlk_kernels.integrations.operators import ROUTED, mlp_of, norms, rotates, shared_experts
 
 
 def modules(model: Any) -> dict[str, Any]:
@@ -14,13 +14,15 @@ def modules(model: Any) -> dict[str, Any]:
     named = {"embed": inner.embed_tokens}
     for i, layer in enumerate(inner.layers):
         attn = layer.self_attn
+        # The code of transformers has one rotary embedding for all layers.
+        rotary = getattr(attn, "rotary_emb", None) or getattr(inner, "rotary_emb", None)
         here = {
-            **{"attn_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm},
+            **norms(layer),
             **{"q_proj": attn.qkv_proj, "k_proj": attn.qkv_proj, "v_proj": attn.qkv_proj},
             **{"q_norm": getattr(attn, "q_norm", None), "k_norm": getattr(attn, "k_norm", None)},
-            **{"q_rope": attn.rotary_emb, "k_rope": attn.rotary_emb},
+            **dict.fromkeys(("q_rope", "k_rope"), rotary if rotates(attn) else None),
             **{"attn": attn.attn, "o_proj": attn.o_proj},
-            **_of_mlp(getattr(layer, "mlp", None) or layer.block_sparse_moe),
+            **_of_mlp(mlp_of(layer)),
         }
         named |= {f"layers.{i}.{op}": module for op, module in here.items() if module is not None}
     return named | {"final_norm": inner.norm, "logits": model.logits_processor}
@@ -28,8 +30,10 @@ def modules(model: Any) -> dict[str, Any]:
 
 def _of_mlp(mlp: Any) -> dict[str, Any]:
     if hasattr(mlp, "experts"):
-        shared = getattr(mlp, "shared_experts", None)
+        shared = shared_experts(mlp)
         of_shared = {} if shared is None else _of_mlp(shared)
+        if (gate := getattr(mlp, "shared_expert_gate", None)) is not None:
+            of_shared["gate"] = gate
         return {
             **dict.fromkeys(ROUTED, mlp.experts),
             "router": mlp.gate,

@@ -17,11 +17,14 @@ from rlk_kernels.integrations.errors import NotSupported
 
 LAYER = (
     *("attn_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_rope", "k_rope"),
-    *("attn", "o_proj", "mlp_norm", "gate_proj", "up_proj", "act", "down_proj"),
+    *("attn", "o_proj", "attn_post_norm", "mlp_norm"),
+    *("gate_proj", "up_proj", "act", "down_proj"),
     *("router", "experts", "routing_weights"),
-    *("shared_gate_proj", "shared_up_proj", "shared_act", "shared_down_proj", "moe_out"),
+    *("shared_gate_proj", "shared_up_proj", "shared_act", "shared_down_proj"),
+    *("shared_gate", "moe_out", "mlp_post_norm"),
 )
-"""The operators of a layer: those of dense layers in order, then those that sparse layers add."""
+"""The operators of a layer: those of dense layers in order, those that sparse layers add, and the
+norm after both."""
 ROUTED = frozenset(
     ("router", "experts", "routing_weights", "gate_proj", "up_proj", "act", "down_proj", "moe_out")
 )
@@ -29,10 +32,49 @@ ROUTED = frozenset(
 one."""
 SHARED = frozenset(("shared_gate_proj", "shared_up_proj", "shared_act", "shared_down_proj"))
 """The operators of the experts that process every token, which some sparse layers have."""
-SPARSE = ROUTED | SHARED
+SPARSE = ROUTED | SHARED | {"shared_gate"}
 """The operators that cannot be excluded in a sparse model."""
 OPERATORS = ("embed", *LAYER, "final_norm", "logits", "logprob")
 NORMS = frozenset(name for name in OPERATORS if name.endswith("norm"))
+POST_NORMS = frozenset(("attn_post_norm", "mlp_post_norm"))
+"""The norms that only some families have."""
+
+
+_NORMS = {
+    **{"attn_norm": "input_layernorm", "attn_post_norm": "post_self_attn_layernorm"},
+    **{"mlp_norm": "post_attention_layernorm", "mlp_post_norm": "post_mlp_layernorm"},
+}
+_NORMS_OF_BRANCHES = {
+    **{"attn_norm": "input_layernorm", "attn_post_norm": "post_attention_layernorm"},
+    **{"mlp_norm": "pre_feedforward_layernorm", "mlp_post_norm": "post_feedforward_layernorm"},
+}
+"""The same where the norm after attention norms its branch, and not the stream."""
+
+
+def norms(layer: Any) -> dict[str, Any]:
+    """Operator -> the norm of a layer before or after attention or MLP; None if it has none."""
+    names = _NORMS_OF_BRANCHES if hasattr(layer, "post_feedforward_layernorm") else _NORMS
+    return {op: getattr(layer, name, None) for op, name in names.items()}
+
+
+def rotates(attention: Any) -> bool:
+    """Whether a layer rotates q and k."""
+    window = getattr(attention, "sliding_window", None)
+    if hasattr(attention, "apply_rope_all_layers"):  # EXAONE 4 in vLLM
+        return bool(window or attention.apply_rope_all_layers)
+    if hasattr(attention, "sliding_window_pattern"):  # EXAONE 4 in transformers
+        return window is None or attention.is_sliding
+    return bool(getattr(attention, "use_rope", True))
+
+
+def mlp_of(layer: Any) -> Any:
+    """A layer's MLP, or its block of experts."""
+    return getattr(layer, "mlp", None) or layer.block_sparse_moe
+
+
+def shared_experts(block: Any) -> Any:
+    """The experts of a block that process every token; None if it has none."""
+    return getattr(block, "shared_experts", None) or getattr(block, "shared_expert", None)
 
 
 class Counted:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rlk_kernels
 from rlk_kernels.integrations.errors import NotSupported
+from rlk_kernels.integrations.finish import FINISHED, Finish
 from rlk_kernels.parallel.context import context_attention
 from rlk_kernels.parallel.linear_logp import linear_logp_parallel
 from rlk_kernels.parallel.logp import logp_parallel
@@ -27,10 +28,10 @@ def embed(ids: Tensor, weight: Tensor) -> Tensor:
     return rlk_kernels.embedding(ids, weight)
 
 
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm over the last dimension, in fp32, rounded once."""
-    _check_norm(x, weight)
-    return rlk_kernels.rms_norm(x, weight, eps, cast="vllm")
+def norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool = False) -> Tensor:
+    """RMS norm over the last dimension, in fp32, rounded once; with `one_plus` it multiplies by
+    1 + weight, in fp32."""
+    return rlk_kernels.rms_norm(x, _factor(x, weight, one_plus), eps, cast="vllm")
 
 
 def shared_norm(
@@ -41,10 +42,18 @@ def shared_norm(
     return rms_norm_parallel(x, weight, eps, shared, group, cast="vllm")
 
 
-def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, one_plus: bool = False
+) -> tuple[Tensor, Tensor]:
     """(the norm of the sum, the sum). The sum is rounded to x's dtype before the norm reads it."""
+    factor = _factor(x, weight, one_plus)
+    return rlk_kernels.rms_norm(x, factor, eps, residual=residual, cast="vllm")
+
+
+def _factor(x: Tensor, weight: Tensor, one_plus: bool) -> Tensor:
+    """What a norm of x multiplies by."""
     _check_norm(x, weight)
-    return rlk_kernels.rms_norm(x, weight, eps, residual=residual, cast="vllm")
+    return weight.float() + 1.0 if one_plus else weight
 
 
 def _check_norm(x: Tensor, weight: Tensor) -> None:
@@ -67,9 +76,24 @@ def add_shared(routed: Tensor, shared: Tensor) -> Tensor:
     return routed + shared
 
 
-def logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight^T + bias in fp32: the accumulator itself, not rounded to the model's dtype."""
-    return rlk_kernels.linear(x, weight, bias, out_dtype=torch.float32)
+def gate_shared(x: Tensor, row: Tensor) -> Tensor:
+    """[T, H]: row[T, H] of shared experts times the sigmoid of their gate's logits, fp32 x[T, 1].
+    The sigmoid and the product are fp32; the product is rounded."""
+    # One expert that every token goes to, weighed by the sigmoid of its logit.
+    none = x.new_zeros(1)
+    weights, ids = route_corrected(x, 1, False, Correction(none, 1, 1, 1.0))
+    return combine(row[:, None], weights, ids, 1)
+
+
+def logits(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, finish: Finish = FINISHED
+) -> Tensor:
+    """x @ weight^T + bias in fp32: the accumulator itself, not rounded to the model's dtype; then
+    each step of `finish`, in fp32."""
+    z = rlk_kernels.linear(x, weight, bias, out_dtype=torch.float32)
+    if finish.cap is not None:
+        z = rlk_kernels.softcap(z, finish.cap)
+    return z if finish.scale == 1.0 else z * finish.scale
 
 
 def router(x: Tensor, weight: Tensor) -> Tensor:
@@ -160,25 +184,30 @@ def rope(
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float,
-    window: int | None = None, group: ProcessGroup | None = None,
+    window: int | None = None, group: ProcessGroup | None = None, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Causal attention of packed sequences: q[T, H, D], k and v[S, Hk, D]. If the sequences are
+    """Causal attention of packed sequences: q[T, H, D], k and v[S, Hk, D]. softcap: the cap of the
+    scores, in fp32. If the sequences are
     divided among the ranks of `group`, q, k and v are this rank's rows, and cu_q has the bounds of
     whole sequences."""
     if group is not None:
         return context_attention(q, k, v, cu_q, group, scale=float32(scale), window=window)
-    return rlk_kernels.attention(q, k, v, cu_q, cu_k, scale=float32(scale), window=window)
+    return rlk_kernels.attention(
+        q, k, v, cu_q, cu_k, scale=float32(scale), window=window, softcap=softcap
+    )
 
 
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lengths: Tensor, cu_q: Tensor,
     scale: float, window: int | None, out: Tensor, schedule: rlk_kernels.Schedule | None = None,
+    softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """`attention` over a paged cache[blocks, P, Hk, D], with the same bits, written to `out`.
     schedule: shared by the layers of a pass."""
     return rlk_kernels.paged_attention(
         q, k_cache, v_cache, table, lengths,
         cu_seqlens_q=cu_q, scale=float32(scale), window=window, out=out, schedule=schedule,
+        softcap=softcap,
     )  # fmt: skip
 
 
@@ -188,9 +217,9 @@ def float32(scale: float) -> float:
     return struct.unpack("f", struct.pack("f", scale))[0]
 
 
-def act(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, rounded once."""
-    return rlk_kernels.swiglu(gate, up)
+def act(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
+    """activation(gate) * up, rounded once: silu, or gelu_tanh, gelu's tanh form."""
+    return rlk_kernels.swiglu(gate, up, activation=activation)
 
 
 def logp(
@@ -217,12 +246,13 @@ bit depends on it."""
 def logp_of_hidden(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *,
     temperature: float = 1.0, entropy: bool = False, group: ProcessGroup | None = None,
-    vocabulary: int | None = None, entropy_gradient: bool = True,
+    vocabulary: int | None = None, entropy_gradient: bool = True, finish: Finish = FINISHED,
 ) -> Tensor:  # fmt: skip
-    """fp32 [T, 1]: `logp(logits(hidden, weight, bias), target, temperature)` of hidden[T, H], bit
-    for bit, without the logits of all rows in memory; with `entropy` [T, 2], where the second
-    column is each row's entropy. Both are differentiable. A negative target has log-prob 0 and no
-    gradient. Without `entropy_gradient`, a temperature other than 1 saves the entropies' backward.
+    """fp32 [T, 1]: `logp(logits(hidden, weight, bias, finish), target, temperature)` of
+    hidden[T, H], bit for bit, without the logits of all rows in memory; with `entropy` [T, 2],
+    where the second column is each row's entropy. Both are differentiable. A negative target has
+    log-prob 0 and no gradient. Without `entropy_gradient`, a temperature other than 1 saves the
+    entropies' backward.
 
     vocabulary: the number of the weight's rows that are tokens; the last rows are padding. If the
     vocabulary is divided among the ranks of `group`, weight and bias are this rank's rows. Raises
@@ -241,21 +271,24 @@ def logp_of_hidden(
         weight, bias = weight[:vocabulary], None if bias is None else bias[:vocabulary]
         if temperature != 1.0:
             return _at_temperature(
-                hidden, weight, bias, target, temperature, entropy, entropy_gradient
+                hidden, weight, bias, target, temperature, entropy, entropy_gradient, finish
             )
-        scores = rlk_kernels.linear_logp(hidden, weight, target, bias=bias, return_entropy=entropy)
+        scores = rlk_kernels.linear_logp(
+            hidden, weight, target, bias=bias, return_entropy=entropy, softcap=finish.cap,
+            logit_scale=finish.scale,
+        )  # fmt: skip
     return torch.stack(scores, -1) if isinstance(scores, tuple) else scores[:, None]
 
 
 def _at_temperature(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, temperature: float,
-    entropy: bool, entropy_gradient: bool,
+    entropy: bool, entropy_gradient: bool, finish: Finish,
 ) -> Tensor:  # fmt: skip
     """`logp_of_hidden`, ROWS at a time, with divided logits; `linear_logp` would multiply them by
     the reciprocal, as it does for the entropy. The backward computes the logits again."""
 
     def block(h: Tensor, some: Tensor) -> Tensor:
-        return logp(logits(h, weight, bias), some, temperature)
+        return logp(logits(h, weight, bias, finish), some, temperature)
 
     logprobs = torch.cat([
         checkpoint(block, *rows, use_reentrant=False, preserve_rng_state=False)
@@ -265,8 +298,9 @@ def _at_temperature(
         return logprobs[:, None]
     with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
         _, entropies = rlk_kernels.linear_logp(
-            hidden, weight, target, bias=bias, temperature=temperature, return_entropy=True
-        )
+            hidden, weight, target, bias=bias, temperature=temperature, return_entropy=True,
+            softcap=finish.cap, logit_scale=finish.scale,
+        )  # fmt: skip
     return torch.stack([logprobs, entropies], -1)
 
 

@@ -19,9 +19,9 @@ NEEDED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-PARTIAL = ("phi3", "glm4_moe")
+PARTIAL = ("phi3", "glm4", "glm4_moe")
 """Families in which all engines rotate a part of each head."""
-INTERLEAVED = ("ernie4_5",)
+INTERLEAVED = ("ernie4_5", "glm4")
 """Families in which features 2j and 2j + 1 of a head are a pair, and not j and j + half of it."""
 NOT_FIXED = {
     "dynamic": "its frequencies follow the longest sequence of a batch",
@@ -43,6 +43,11 @@ def check(rope: Mapping[str, Any]) -> None:
         raise NotSupported(
             f"rope_type={kind} with partial_rotary_factor={partial} is not supported"
         )
+
+
+def by_kind(rope: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """config.json's `rope_parameters` of each kind of layer, or of all layers."""
+    return [kind for kind in rope.values() if isinstance(kind, Mapping)] or [rope]
 
 
 def check_whole(family: str, rope: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotSupported
+from rlk_kernels.integrations.finish import FINISHED, Finish
 from rlk_kernels.integrations.operators import Counted
 
 
@@ -32,6 +33,7 @@ class Scores(Counted):
     """An output layer with the kernels that can return log-probs instead of logits (`scoring`)."""
 
     rlk_scoring: Scoring | None = None
+    rlk_finish: Finish = FINISHED
 
     def score(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, group: Any = None
@@ -48,6 +50,7 @@ class Scores(Counted):
             hidden.flatten(0, -2), weight, bias, asked.targets.to(hidden.device).flatten(),
             temperature=asked.temperature, entropy=asked.entropy, group=group,
             vocabulary=asked.vocabulary, entropy_gradient=asked.entropy_gradient,
+            finish=self.rlk_finish,
         )  # fmt: skip
         return scores.view(*hidden.shape[:-1], scores.shape[-1])
 

@@ -46,7 +46,7 @@ def final_logits(
         acc += bias
     z = acc.to(LOGIT).to(tl.float32)
     if SOFTCAP:
-        z = _softcapped(z, cap, inverse_cap)
+        z = softcapped(z, cap, inverse_cap)
     if SCALED:
         z = z * scale * inverse
     return z
@@ -63,7 +63,7 @@ def column_at(index, PERMUTED: tl.constexpr):
 
 
 @triton.jit
-def _softcapped(x, cap, inverse_cap):
+def softcapped(x, cap, inverse_cap):
     """cap tanh(x / cap)."""
     t = tl.exp2(tl.abs(x) * inverse_cap * -2.8853900817779268)
     tanh = (1.0 - t) / (1.0 + t)

@@ -37,13 +37,7 @@ KERNELS: dict[Formula, tuple[str, ...]] = {
 }
 """Formula -> the kernels that may compute it. Residual additions are left out, because every engine
 computes them equally: in fp32, rounded once."""
-_WITHOUT = ("attn_post_norm", "mlp_post_norm", "shared_gate")
-"""Operators of families that the kernels refuse."""
-REPLACEABLE = tuple(
-    dict.fromkeys(
-        o.site for o in OPERATORS.values() if o.formula in KERNELS and o.name not in _WITHOUT
-    )
-)
+REPLACEABLE = tuple(dict.fromkeys(o.site for o in OPERATORS.values() if o.formula in KERNELS))
 """The operators that the kernels compute and that `except` may name, by their sites."""
 
 
@@ -67,7 +61,8 @@ def check_kernels(engine: str, config: dict[str, Any]) -> None:
     """Raises ModelError if config.json asks for something that no kernel computes."""
     kind = str(config.get("model_type"))
     FAMILIES[kind].check("kernels", kind)
-    rope, activation = rope_parameters(config), config.get("hidden_act") or "silu"
+    rope, (key, usual) = rope_parameters(config), FAMILIES[kind].activation
+    activation = config.get(key) or usual
     kind = rope["rope_type"]
     partial = partial_rotary_factor(config)
     refused = {
@@ -78,7 +73,7 @@ def check_kernels(engine: str, config: dict[str, Any]) -> None:
             "in these families transformers rotates whole heads, and vLLM a part of each",
         ),
         f"rope_type={kind} on a part of each head": (partial != 1.0 and kind != "default", ""),
-        f"hidden_act={activation}": (activation != "silu", ""),
+        f"{key}={activation}": (activation != usual, ""),
         "quantized weights": (config.get("quantization_config") is not None, ""),
     }
     for what, (is_so, why) in refused.items():
@@ -98,7 +93,7 @@ _SPARSE: tuple[Formula, ...] = (
 
 def _in_sparse_layer(operator: Operator) -> bool:
     """Whether the operator belongs to a sparse layer, which the kernels compute as a whole."""
-    shared = "shared_intermediate" in (operator.features, *operator.weight)
+    shared = operator.site.startswith("shared_")
     return operator.formula in _SPARSE or shared
 
 

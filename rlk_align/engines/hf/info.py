@@ -45,6 +45,8 @@ WITHOUT_CAP = ("sdpa",)
 def check_attention(option: ReadOption, config: dict[str, Any], shape: ModelShape) -> None:
     """Raises BadOption if the attention would ignore a setting of config.json."""
     key, attention = shape.family.score_cap, option("attn")
+    if option("kernels") == "rlk" and "attn" not in str(option("except")).split("+"):
+        return
     if attention in WITHOUT_CAP and cap_of(config, key) is not None:
         raise BadOption(
             f"attn={attention} ignores {key}={cap_of(config, key):g} of config.json: transformers "

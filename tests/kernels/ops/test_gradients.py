@@ -45,6 +45,13 @@ def cases(dtype):
             lambda b, g, u: rk.swiglu(g, u, backend=b),
             [leaf(5, 7, dtype=dtype, seed=1), leaf(5, 7, dtype=dtype, seed=2)],
         ),
+        "geglu": (
+            lambda b, g, u: rk.swiglu(g, u, activation="gelu_tanh", backend=b),
+            [leaf(5, 7, dtype=dtype, seed=1), leaf(5, 7, dtype=dtype, seed=2)],
+        ),
+        "softcap": (
+            lambda b, x: rk.softcap(x, 2.0, backend=b), [leaf(5, 7, dtype=dtype, seed=1)],
+        ),
         "embedding": (
             lambda b, w: rk.embedding(IDS, w, backend=b), [leaf(6, 7, dtype=dtype, seed=1)],
         ),

@@ -77,3 +77,16 @@ def test_a_cap_that_comes_after_the_scale_is_noticed(monkeypatch):
 def test_values_that_mean_nothing_are_refused(name, value):
     with pytest.raises(ValueError, match=f"logp: {name}"):
         rk.logp(logits(), torch.arange(9), **{name: value})
+
+
+def test_capped_logits_have_the_bits_of_a_cap_in_logp(backend):
+    x, target = logits(), torch.arange(9) * 30
+    capped = rk.softcap(x, 3.0, backend=backend)
+    inside = rk.logp(x, target, softcap=3.0, backend=backend)
+    assert torch.equal(rk.logp(capped, target, backend=backend), inside)
+    assert not torch.equal(rk.logp(x, target, backend=backend), inside)
+
+
+def test_a_cap_that_is_not_above_0_is_refused():
+    with pytest.raises(ValueError, match="cap must be above 0, not 0"):
+        rk.softcap(logits(), 0.0)

@@ -1,7 +1,7 @@
 """The kernels in HF transformers: `use_kernels(model)` after loading, before `fully_shard`.
 
     from rlk_kernels.integrations import hf
-    hf.use_kernels(model)                    # Llama, Qwen3, Mistral, Mixtral: see hf.model.FAMILIES
+    hf.use_kernels(model)                    # Llama, Mixtral: see ..families.ARCHITECTURES
     logprobs = hf.score_tokens(model, ids)   # of ids[:, 1:], without logits in memory
     logprobs = hf.token_logprobs(model(ids).logits[0, :-1], ids[0, 1:])     # the same bits
 

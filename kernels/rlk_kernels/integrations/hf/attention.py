@@ -87,7 +87,7 @@ def mask(
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
-    **kwargs: Any,
+    softcap: float | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """(out[B, T, H, D], None) for query[B, H, T, D], key and value[B, Hk, S, D]."""
     if not isinstance(module, AttentionModule):
@@ -114,13 +114,13 @@ def attend(
         window = getattr(module.config, "sliding_window", None)
         check_rows(positions, attention_mask if padded else None, q.shape[1], window)
     if padded:
-        return _padded(q, k, v, attention_mask, scale, sliding_window), None
+        return _padded(q, k, v, attention_mask, scale, sliding_window, softcap), None
     if caller_cu is not None:
         cu_q, cu_k = caller_cu, kwargs.get("cu_seq_lens_k", caller_cu)
     else:
         cu_q, cu_k = boundaries(q, k, None if whole else positions)
     rows = (x.flatten(0, 1) for x in (q, k, v))
-    out = profile.attention(*rows, cu_q, cu_k, scale, sliding_window)
+    out = profile.attention(*rows, cu_q, cu_k, scale, sliding_window, softcap=softcap)
     return out.unflatten(0, q.shape[:2]), None
 
 
@@ -144,8 +144,9 @@ def _check_mask(padding: Any, shape: tuple[int, int]) -> None:
 
 
 def _padded(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float, window: int | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float, window: int | None,
+    softcap: float | None,
+) -> Tensor:  # fmt: skip
     """[B, T, H, D] for q of this shape, where bool keys[B, S] is True for real keys; zeros for
     padding.
 
@@ -158,6 +159,6 @@ def _padded(
         x.flatten(0, 1).index_select(0, at) for x, at in ((q, order), (k, order_k), (v, order_k))
     )
     cu_q, cu_k = (profile.packed(real.sum(1)) for real in (queries, keys))
-    out = profile.attention(*rows, cu_q, cu_k, scale, window)
+    out = profile.attention(*rows, cu_q, cu_k, scale, window, softcap=softcap)
     back = out.index_select(0, order.argsort()).unflatten(0, q.shape[:2])
     return back.masked_fill(~queries[:, :, None, None], 0.0)

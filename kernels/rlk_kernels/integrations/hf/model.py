@@ -1,26 +1,37 @@
 """The modules of a causal LM that are replaced, and the classes that replace them."""
 
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 
+from rlk_kernels.integrations import rotary
 from rlk_kernels.integrations.errors import NotSupported
+from rlk_kernels.integrations.families import ARCHITECTURES, GEMMA
+from rlk_kernels.integrations.finish import FINISHED, finish_of
 from rlk_kernels.integrations.handle import Handle
 from rlk_kernels.integrations.hf import attention, modules
 from rlk_kernels.integrations.hf.loss import causal_lm_loss
-from rlk_kernels.integrations.hf.process_changes import change_process, round_as_eager
 from rlk_kernels.integrations.hf.stock_modules import check_forwards, check_plain
-from rlk_kernels.integrations.operators import Watch, check_sparse, excluded_operators, excludes
-from rlk_kernels.integrations.rotary import INTERLEAVED, check_whole, rotation
-
-FAMILIES = (
-    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"),
-    *("ernie4_5", "phi3", "mixtral", "glm4_moe"),
+from rlk_kernels.integrations.operators import (
+    Watch,
+    check_sparse,
+    excluded_operators,
+    excludes,
+    mlp_of,
+    norms,
+    rotates,
+    shared_experts,
 )
-SUPPORTED = f"transformers' causal LMs of model_type {', '.join(FAMILIES)} are"
+from rlk_kernels.integrations.process_changes import change_process, round_as_eager
+from rlk_kernels.integrations.transformers_rotary import Rotary, derived, install
+
+REVERSED = ("granitemoe",)
+"""Families whose routers return a token's experts first, and the logits last."""
+NOISE = ("attention_dropout", "resid_pdrop", "residual_dropout", "router_jitter_noise")
+"""The settings of config.json that add noise while a model trains."""
+SUPPORTED = f"transformers' causal LMs of model_type {', '.join(ARCHITECTURES)} are"
 
 
 def operators(model: Any) -> dict[str, Any]:
@@ -38,22 +49,25 @@ def operators(model: Any) -> dict[str, Any]:
     return named | {"final_norm": inner.norm, "logits": model.lm_head}
 
 
-def _of_layer(layer: Any, rotary: Any) -> dict[str, Any]:
-    """Operator -> module; None for a norm that the layer lacks."""
-    attn, mlp = layer.self_attn, layer.mlp
+def _of_layer(layer: Any, embedding: Any) -> dict[str, Any]:
+    """Operator -> module; None for an operator that the layer lacks. embedding: the rotary one."""
+    attn, mlp = layer.self_attn, mlp_of(layer)
     if is_sparse(layer):
-        routes = dict.fromkeys(("router", "experts", "routing_weights"), mlp.gate)
+        router = getattr(mlp, "gate", None) or mlp.router
+        routes = dict.fromkeys(("router", "experts", "routing_weights"), router)
         inside = routes | dict.fromkeys(_BY_EXPERTS, mlp.experts)
-        if (shared := getattr(mlp, "shared_experts", None)) is not None:
+        if (shared := shared_experts(mlp)) is not None:
             inside |= {f"shared_{op}": module for op, module in _of_mlp(shared).items()}
+            inside |= {"shared_gate": getattr(mlp, "shared_expert_gate", None)}
     else:
         inside = _of_mlp(mlp)
     q, k, v = _parts(attn, "qkv_proj", "q_proj", "k_proj", "v_proj")
     return {
-        **{"attn_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm},
+        **norms(layer),
         **{"q_proj": q, "k_proj": k, "v_proj": v},
         **{"q_norm": getattr(attn, "q_norm", None), "k_norm": getattr(attn, "k_norm", None)},
-        **{"q_rope": rotary, "k_rope": rotary, "attn": attn, "o_proj": attn.o_proj},
+        **dict.fromkeys(("q_rope", "k_rope"), embedding if rotates(attn) else None),
+        **{"attn": attn, "o_proj": attn.o_proj},
         **inside,
     }
 
@@ -74,7 +88,7 @@ _BY_EXPERTS = ("moe_out", "gate_proj", "up_proj", "act", "down_proj")
 
 def is_sparse(layer: Any) -> bool:
     """Whether a layer sends each token to a few experts."""
-    return hasattr(layer.mlp, "experts")
+    return hasattr(mlp_of(layer), "experts")
 
 
 def _classes(model: Any, excluded: frozenset[str]) -> Iterator[tuple[str, Any, type]]:
@@ -89,16 +103,20 @@ def _classes(model: Any, excluded: frozenset[str]) -> Iterator[tuple[str, Any, t
         if op == "embed":
             kind: type = modules.HFEmbedding
         elif op in ("router", "moe_out"):
-            kind = {"router": modules.HFRouter, "moe_out": modules.HFExperts}[op]
+            reverse = model.config.model_type in REVERSED
+            router = modules.ReversedRouter if reverse else modules.HFRouter
+            kind = {"router": router, "moe_out": modules.HFExperts}[op]
         elif op.endswith("norm"):
-            kind = modules.HFNorm
+            one_plus = model.config.model_type in GEMMA
+            kind = modules.OnePlusNorm if one_plus else modules.HFNorm
         elif op.endswith("proj"):
             kind = modules.HFLinear
         elif op == "q_rope":
-            kind = modules.HFRotary
+            kind = Rotary
         else:
             kind = {
                 **{"attn": attention.AttentionModule, "logits": modules.Head},
+                "shared_gate": modules.SharedGate,
                 **dict.fromkeys(("act", "shared_act"), modules.mlp_class(module)),
             }[op]
         fused = ("q_rope", "k_rope") if op == "q_rope" else (op,)
@@ -129,19 +147,17 @@ def _check_causal(model: Any) -> None:
 def _check(model: Any) -> None:
     _check_causal(model)
     config = model.config
-    if config.model_type not in FAMILIES:
+    if config.model_type not in ARCHITECTURES:
         raise NotSupported(
             f"a {type(model).__name__} ({config.model_type}) is not supported; {SUPPORTED}"
         )
-    if config.hidden_act != "silu":
+    if config.model_type not in GEMMA and config.hidden_act != "silu":
         raise NotSupported(f"hidden_act={config.hidden_act} is not supported; silu is")
-    if getattr(config, "attention_dropout", 0.0) and model.training:
-        raise NotSupported("attention_dropout is not supported; set it to 0")
-    if getattr(config, "resid_pdrop", 0.0) and model.training:
-        raise NotSupported("resid_pdrop is not supported; set it to 0")
-    if getattr(config, "router_jitter_noise", 0.0) and model.training:
-        raise NotSupported("router_jitter_noise is not supported; set it to 0")
-    check_whole(config.model_type, config.rope_parameters)
+    for name in NOISE:
+        if getattr(config, name, 0.0) and model.training:
+            raise NotSupported(f"{name} is not supported; set it to 0")
+    for rope in rotary.by_kind(config.rope_parameters):
+        rotary.check_whole(config.model_type, rope)
     if not getattr(config, "is_causal", True):
         raise NotSupported("is_causal=False is not supported: the kernels' attention is causal")
     for name, parameter in model.named_parameters():
@@ -157,30 +173,31 @@ def replace(model: Any, excluded: Iterable[str]) -> Handle:
     """See `use_kernels`."""
     excluded = excluded_operators(excluded)
     _check(model)
+    gated = []
     if any(map(is_sparse, model.model.layers)):
         check_sparse(excluded)
+        blocks = [mlp_of(layer) for layer in model.model.layers]
+        gated = [block for block in blocks if hasattr(block, "shared_expert_gate")]
     _check_products(model, excluded)
+    if not excludes(excluded, "q_rope", "k_rope"):
+        for rope in rotary.by_kind(model.config.rope_parameters):
+            rotary.check(rope)
     classes = list(_classes(model, excluded))
     check_forwards(model, {name: module for name, module, _ in classes})
-    rotary = model.model.rotary_emb
-    numbers = None
-    if not excludes(excluded, "q_rope", "k_rope"):
-        numbers = rotation(model.config.rope_parameters, 2 * rotary.inv_freq.numel())
     undo = ExitStack()
     undo.callback(change_process("rounding", round_as_eager))
     for _, module, kind in classes:
-        undo.callback(vars(module).pop, "rlk_calls", None)
-        undo.callback(setattr, module, "__class__", type(module))
-        module.__class__ = modules.derived(kind, type(module))  # type: ignore[arg-type]
-    if numbers is not None:
-        frequencies, scaling = numbers
-        undo.callback(setattr, rotary, "inv_freq", rotary.inv_freq)
-        undo.callback(setattr, rotary, "attention_scaling", rotary.attention_scaling)
-        # The live module has them, so that later changes to them take effect.
-        rotary.keep(frequencies, rotary.inv_freq.device)
-        rotary.attention_scaling = 1.0 if scaling is None else scaling.item()
-        modeling, interleaved = _modeling(model), model.config.model_type in INTERLEAVED
-        undo.callback(change_process(modeling, lambda: modules.rotate_in(modeling, interleaved)))
+        if kind is Rotary:
+            undo.push(install(module, model.config))
+        else:
+            _become(module, kind, undo)
+    for block in gated:
+        _become(block, modules.GatedBlock, undo)
+    finish = finish_of(model.config)
+    if "logits" not in excluded and finish != FINISHED:
+        undo.callback(vars(model.lm_head).pop, "rlk_finish", None)
+        model.lm_head.rlk_finish = finish
+        _become(model, modules.FinishedLM, undo)
     if excluded.isdisjoint(("logits", "logprob")):
         if "_loss_function" in vars(model):
             undo.callback(setattr, model, "loss_function", model.loss_function)
@@ -198,6 +215,9 @@ def replace(model: Any, excluded: Iterable[str]) -> Handle:
     return Handle(model, undo)
 
 
-def _modeling(model: Any) -> Any:
-    family = model.config.model_type
-    return sys.modules[f"transformers.models.{family}.modeling_{family}"]
+def _become(module: Any, kind: type, undo: ExitStack) -> None:
+    """Gives a live module a class of the kernels, until `undo` is closed."""
+    if not isinstance(module, kind):
+        undo.callback(vars(module).pop, "rlk_calls", None)
+        undo.callback(setattr, module, "__class__", type(module))
+        module.__class__ = derived(kind, type(module))  # type: ignore[arg-type]

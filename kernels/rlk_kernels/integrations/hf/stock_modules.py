@@ -10,9 +10,14 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from rlk_kernels.integrations.errors import NotSupported
-from rlk_kernels.integrations.operators import Counted
+from rlk_kernels.integrations.families import of_code
+from rlk_kernels.integrations.operators import Counted, mlp_of
 
-SILU = type(ACT2FN["silu"])
+ACTIVATIONS = {
+    type(ACT2FN["silu"]): "silu",
+    type(ACT2FN["gelu_pytorch_tanh"]): "gelu_tanh",
+}
+"""transformers' class -> the activation that `profile.act` computes."""
 
 
 def check_forwards(model: Any, replaced: dict[str, Any]) -> None:
@@ -27,7 +32,8 @@ def check_forwards(model: Any, replaced: dict[str, Any]) -> None:
             )
         parts |= {f"layers.{i}": layer, f"layers.{i}.self_attn": layer.self_attn}
         # A sparse layer calls its router and its experts, which are replaced.
-        parts |= {f"layers.{i}.mlp": layer.mlp} if hasattr(layer.mlp, "experts") else {}
+        block = mlp_of(layer)
+        parts |= {f"layers.{i}.mlp": block} if hasattr(block, "experts") else {}
     for name, module in (parts | replaced).items():
         if "forward" in vars(module):
             raise NotSupported(
@@ -35,13 +41,14 @@ def check_forwards(model: Any, replaced: dict[str, Any]) -> None:
                 f"{_where(vars(module)['forward'])}: call use_kernels first"
             )
         # A `Counted` module has the kernels from an earlier call.
-        if not isinstance(module, nn.Linear | nn.Embedding | Counted):
+        if type(module) not in (nn.Linear, nn.Embedding) and not isinstance(module, Counted):
             _check_forward(name, module, model.config.model_type)
 
 
 def _check_forward(name: str, module: Any, family: str) -> None:
     known = [Path(sys.modules[name].__file__ or "").parent for name in ("transformers", "torch")]
-    modeling = known[0] / "models" / family / f"modeling_{family}.py"
+    code = of_code(family)
+    modeling = known[0] / "models" / code / f"modeling_{code}.py"
     function = type(module).forward
     # Decorators of transformers and torch do not count as other code.
     while hasattr(function, "__wrapped__") and set(known) & set(_file(function).parents):
@@ -67,9 +74,10 @@ def check_plain(name: str, module: Any) -> None:
     """Raises NotSupported for a module that stands in for a linear (an adapter, quantised weights),
     and for settings of an embedding, an MLP or experts that change their values."""
     plain = {"embed": nn.Embedding, "logits": nn.Linear}.get(name)
-    if name.endswith("proj"):
+    if name.endswith(("proj", ".shared_gate")):
         plain = nn.Linear
-    if plain is not None and type(module) is not plain:
+    scaled = name == "embed" and hasattr(module, "embed_scale")  # `check_forwards` checks it
+    if plain is not None and type(module) is not plain and not scaled:
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         raise NotSupported(
             f"{name} is a {kind}; only a torch.nn.{plain.__name__} is supported: merge adapters"
@@ -78,24 +86,32 @@ def check_plain(name: str, module: Any) -> None:
         asked = [a for a in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, a)]
         if asked:
             raise NotSupported(f"{name} with {', '.join(asked)} is not supported")
-    if name.endswith(("act", ".moe_out")):
-        check_silu(module.activation_fn if hasattr(module, "activation_fn") else module.act_fn)
+    if name.endswith("act"):
+        activation_of(module.activation_fn if hasattr(module, "activation_fn") else module.act_fn)
+    if name.endswith(".moe_out"):
+        check_silu(module.act_fn)
 
 
-def check_silu(act: Any) -> None:
-    """Raises NotSupported for an activation other than config.json's, or one with hooks, because
-    the kernels never call the module. DeepSpeed's own hooks are accepted: they gather and release
-    parameters, and an activation has none."""
-    if type(act) is not SILU:
-        raise NotSupported(
-            f"act_fn is a {type(act).__name__}; only a plain {SILU.__name__} is supported"
-        )
+def activation_of(act: Any) -> str:
+    """The activation of an MLP, as `profile.act` takes it. Raises NotSupported for another one, or
+    one with hooks, because the kernels never call the module. DeepSpeed's own hooks are accepted:
+    they gather and release parameters, and an activation has none."""
+    plain = " or ".join(kind.__name__ for kind in ACTIVATIONS)
+    if type(act) not in ACTIVATIONS:
+        raise NotSupported(f"act_fn is a {type(act).__name__}; only a plain {plain} is supported")
     for hook in (*act._forward_hooks.values(), *act._forward_pre_hooks.values()):
         if not _of_zero(hook):
             raise NotSupported(
-                f"act_fn is a {SILU.__name__} with hooks, of which {_where(hook)} is not ZeRO's; "
-                f"only a plain {SILU.__name__} is supported"
+                f"act_fn is a {type(act).__name__} with hooks, of which {_where(hook)} is not "
+                f"ZeRO's; only a plain {plain} is supported"
             )
+    return ACTIVATIONS[type(act)]
+
+
+def check_silu(act: Any) -> None:
+    """Raises NotSupported for experts' activation unless `activation_of` says that it is silu."""
+    if (activation := activation_of(act)) != "silu":
+        raise NotSupported(f"experts with {activation} are not supported; with silu they are")
 
 
 ZERO = "deepspeed.runtime.zero.parameter_offload"

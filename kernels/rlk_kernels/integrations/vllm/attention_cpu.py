@@ -24,11 +24,10 @@ class RlkCPUAttentionImpl(VllmAttention, CPUAttentionBackendImpl):
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, *args, **kwargs
         )
-        self.rlk_window = sliding_window
+        self.rlk_window, self.rlk_softcap = sliding_window, self.logits_soft_cap or None
         refuse(
             {
                 "ALiBi": alibi_slopes is not None,
-                "a soft cap on scores": bool(self.logits_soft_cap),
                 "attention sinks": self.sinks is not None,
                 f"attention of type {self.attn_type}": self.attn_type != "decoder",
                 "a quantised KV cache": self.is_fp8_kv_cache,

@@ -27,6 +27,11 @@ def set_excluded(excluded: frozenset[str]) -> None:
     _excluded[:] = sorted(excluded)
 
 
+def is_excluded(*ops: str) -> bool:
+    """Whether vLLM continues to compute these operators."""
+    return not frozenset(ops).isdisjoint(_excluded)
+
+
 _sparse_supported = [False]
 
 
@@ -52,6 +57,8 @@ def prepare_config() -> None:
         # vLLM reads this when it builds attention, after the projections of the same layer.
         config.attention_config.backend = AttentionBackendEnum.CUSTOM
     config.additional_config[KEY] = digest()
+    # Sums and products between the kernels' operators are rounded as in eager code.
+    config.compilation_config.inductor_compile_config["emulate_precision_casts"] = True
     if not NORM_ROPE.intersection(_excluded):
         fusion.add_pass(config.compilation_config.inductor_compile_config)
 
@@ -69,7 +76,7 @@ def _check(config: Any) -> None:
     dtype = str(model.dtype).removeprefix("torch.")
     hidden, ranks = model.hf_text_config.hidden_size, parallel.tensor_parallel_size
     others = backend not in (None, AttentionBackendEnum.CUSTOM)
-    refused = families.refused(model) | {
+    refused = families.refused(model, ranks) | {
         f"hidden_size={hidden}, which {ranks} ranks do not divide": hidden % ranks != 0,
         "the sparse layers of this version of vLLM": families.is_sparse(model)
         and not all(_sparse_supported),
@@ -93,8 +100,9 @@ def _check(config: Any) -> None:
     }
     if not {"q_rope", "k_rope"}.intersection(_excluded):
         rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
-        rotary.check(rope)
-        rotary.check_whole(model.hf_text_config.model_type, rope)
+        for kind in rotary.by_kind(rope):
+            rotary.check(kind)
+            rotary.check_whole(model.hf_text_config.model_type, kind)
     if settings := [setting for setting, is_set in refused.items() if is_set]:
         raise NotSupported(f"rlk_kernels in vLLM does not support {'; '.join(settings)}")
 

@@ -3,20 +3,16 @@ compute the same as transformers' classes of the family."""
 
 from typing import Any
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "ernie4_5": "Ernie4_5ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-}
-"""model_type -> the class that vLLM loads. Other models load through subclasses of these classes,
-which compute something else, or through transformers' classes."""
+from rlk_kernels.integrations.families import ARCHITECTURES
 
+OF_TRANSFORMERS = ("seed_oss", "smollm3", "olmo2", "olmo3")
+"""Families that vLLM has no class for, and whose code of transformers it runs."""
+SPARSE = ("qwen3_moe", "qwen2_moe", "granitemoe", "mixtral", "glm4_moe")
+"""Families with sparse layers."""
+WINDOWS_BY_LAYER = ("olmo3", "exaone4", "gemma2", "gemma3_text")
+"""Families in which vLLM gives each layer the window that it has in transformers."""
+
+_GRANITE = ("sliding_window", "layer_types", "layer_rope_theta", "attention_sinks")
 READ_ALONE = {
     "llama": ("sliding_window", "bias", "qkv_bias"),
     "mistral": ("attention_bias", "mlp_bias", "bias", "qkv_bias"),
@@ -26,6 +22,14 @@ READ_ALONE = {
         *("attention_bias", "mlp_bias", "bias", "qkv_bias"),
         *("rotary_pct", "rotary_emb_fraction"),
     ),
+    "glm4": ("sliding_window",),
+    "granite": (*_GRANITE, "bias", "logit_scale"),
+    "granitemoe": _GRANITE,
+    "qwen2_moe": ("sliding_window",),
+    **dict.fromkeys(("seed_oss", "smollm3", "olmo2"), ("sliding_window", "attn_logit_softcapping")),
+    "olmo3": ("attn_logit_softcapping",),
+    "gemma": ("sliding_window",),
+    "exaone4": ("attention_bias", "mlp_bias", "bias", "logit_scale"),
 }
 """Family -> options of config.json that vLLM's class reads and transformers' class does not."""
 ROPE_READ_ALONE = ("rope_dim", "mrope_section", "use_fope")
@@ -34,22 +38,26 @@ ROPE_READ_ALONE = ("rope_dim", "mrope_section", "use_fope")
 
 def is_sparse(model: Any) -> bool:
     """Whether a ModelConfig is of a family with sparse layers."""
-    return model.hf_text_config.model_type in ("qwen3_moe", "mixtral", "glm4_moe")
+    return model.hf_text_config.model_type in SPARSE
 
 
-def refused(model: Any) -> dict[str, bool]:
-    """Unsupported setting of vLLM's ModelConfig -> whether it is set."""
+def refused(model: Any, ranks: int) -> dict[str, bool]:
+    """Unsupported setting of vLLM's ModelConfig -> whether it is set, for a number of ranks."""
     text = model.hf_text_config
     family, loaded = text.model_type, model.architecture
     heads = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     windowed = getattr(text, "sliding_window", None) is not None
-    qwen = family in ("qwen2", "qwen3")
+    kinds = getattr(text, "layer_types", None) or ()
+    qwen = family in ("qwen2", "qwen3", "qwen2_moe")
     rope = getattr(text, "rope_parameters", None) or {}
     alone = {
         f"{name} of model_type={family}": bool(getattr(text, name, None))
         for name in READ_ALONE.get(family, ())
     } | {f"{name} in rope_parameters": bool(rope.get(name)) for name in ROPE_READ_ALONE}
     return {
+        f"several ranks with {family}, whose code of transformers vLLM runs": (
+            family in OF_TRANSFORMERS and ranks > 1
+        ),
         f"{loaded} of model_type={family}, only {', '.join(ARCHITECTURES.values())}": (
             ARCHITECTURES.get(family) != loaded
         ),
@@ -60,10 +68,20 @@ def refused(model: Any) -> dict[str, bool]:
         and heads * text.num_attention_heads != text.hidden_size,
         "attention_bias of Qwen3, because vLLM omits o_proj's bias": family == "qwen3"
         and bool(getattr(text, "attention_bias", False)),
+        "qkv_bias=False of Qwen2-MoE, which vLLM does not read": family == "qwen2_moe"
+        and not getattr(text, "qkv_bias", True),
+        "head_dim of GraniteMoe, which vLLM does not read": family == "granitemoe"
+        and heads * text.num_attention_heads != text.hidden_size,
+        "attention_bias of GraniteMoe, which vLLM does not read": family == "granitemoe"
+        and bool(getattr(text, "attention_bias", False)),
         "use_bias of ERNIE, which vLLM does not read": family == "ernie4_5"
         and bool(getattr(text, "use_bias", False)),
         "a sliding window in some layers, which vLLM applies to all": windowed
-        and "full_attention" in (getattr(text, "layer_types", None) or ()),
+        and "full_attention" in kinds
+        and family not in WINDOWS_BY_LAYER,
+        "a sliding window in no layer, for which transformers rotates none": windowed
+        and "sliding_attention" not in kinds
+        and family == "exaone4",
         "dual_chunk_attention_config": qwen
         and bool(getattr(text, "dual_chunk_attention_config", None)),
         "llama_4_scaling": getattr(text, "llama_4_scaling", None) is not None,

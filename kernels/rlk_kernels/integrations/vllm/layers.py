@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tp_group
-from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
@@ -33,6 +33,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from rlk_kernels.ahead import finish
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotSupported
+from rlk_kernels.integrations.finish import FINISHED, finish_of
 from rlk_kernels.integrations.operators import Counted
 from rlk_kernels.integrations.rotary import INTERLEAVED, rotation
 from rlk_kernels.integrations.vllm import gather
@@ -88,6 +89,17 @@ class RlkRMSNorm(Counted, RMSNorm):
         if residual is None:
             return profile.norm(x, self.weight, self.variance_epsilon)
         return profile.add_norm(x, residual, self.weight, self.variance_epsilon)
+
+
+class RlkGemmaRMSNorm(Counted, GemmaRMSNorm):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        prepare_config()
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        self.count()
+        how = self.weight, self.variance_epsilon, True
+        return profile.norm(x, *how) if residual is None else profile.add_norm(x, residual, *how)
 
 
 class RlkLinearMethod(UnquantizedLinearMethod):
@@ -194,10 +206,10 @@ class VllmRotary(Counted):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         prepare_config()
-        if not self.is_neox_style:
-            raise NotSupported("interleaved rotary pairs are not supported")
         family = get_current_vllm_config().model_config.hf_text_config.model_type
         self.rlk_interleaved = family in INTERLEAVED
+        if not self.is_neox_style and not self.rlk_interleaved:
+            raise NotSupported(f"interleaved rotary pairs are not supported in {family}")
         inv_freq, scaling = rotation(self._rope_parameters(), self.rotary_dim)
         device = self.cos_sin_cache.device
         self.register_buffer("rlk_inv_freq", inv_freq.to(device), persistent=False)
@@ -283,12 +295,27 @@ class RlkSiluAndMul(Counted, SiluAndMul):
         return profile.act(gate, up)
 
 
+class RlkGeluAndMul(Counted, GeluAndMul):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        prepare_config()
+        if self.approximate != "tanh":
+            raise NotSupported(f"gelu with approximate={self.approximate} is not supported")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count()
+        gate, up = x.chunk(2, dim=-1)
+        return profile.act(gate, up, "gelu_tanh")
+
+
 class RlkLogitsProcessor(Counted, LogitsProcessor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         prepare_config()
-        if self.soft_cap is not None or self.scale != 1.0:
-            raise NotSupported("scaled or capped logits are not supported")
+        self.rlk_finish = finish_of(get_current_vllm_config().model_config.hf_text_config)
+        if (self.soft_cap, self.scale) != self.rlk_finish:
+            raise NotSupported("scaled or capped logits are not supported in this family")
+        self.soft_cap, self.scale = FINISHED
         self.rlk_rows = sizes_of(get_current_vllm_config()).sampled
 
     def _apply_head(
@@ -301,7 +328,7 @@ class RlkLogitsProcessor(Counted, LogitsProcessor):
         if lm_head.weight.is_cuda:
             compile_products(lm_head.weight, embedding_bias, self.rlk_rows, torch.float32)
             finish()
-        return profile.logits(hidden_states, lm_head.weight, embedding_bias)
+        return profile.logits(hidden_states, lm_head.weight, embedding_bias, self.rlk_finish)
 
     def _gather_logits(self, logits: Tensor) -> Tensor | None:
         ranks = get_tp_group().world_size

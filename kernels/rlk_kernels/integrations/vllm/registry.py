@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from typing import Any
 
 from vllm.model_executor import custom_op
-from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.v1.attention import selector
@@ -15,6 +14,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from rlk_kernels import backend_calls
 from rlk_kernels.integrations import fused_decoder
 from rlk_kernels.integrations.errors import NotSupported
+from rlk_kernels.integrations.families import ARCHITECTURES
 from rlk_kernels.integrations.operators import (
     NORMS,
     Counted,
@@ -22,9 +22,13 @@ from rlk_kernels.integrations.operators import (
     excludes,
 )
 from rlk_kernels.integrations.operators import check as check_operators
-from rlk_kernels.integrations.vllm import config, logprobs
+from rlk_kernels.integrations.vllm import config, families, logprobs
 
-MODELS = {"Glm4MoeForCausalLM": "glm4_moe:RlkGlm4MoeForCausalLM"}
+_CODE = "transformers_code:TransformersForCausalLM"
+MODELS = {
+    "Glm4MoeForCausalLM": "glm4_moe:RlkGlm4MoeForCausalLM",
+    **{ARCHITECTURES[family]: _CODE for family in families.OF_TRANSFORMERS},
+}
 """Architecture -> the model's class, if replacing the classes of its layers is not enough."""
 
 _undo = ExitStack()
@@ -42,7 +46,9 @@ def register(excluded: Iterable[str]) -> None:
         config.set_excluded(excluded)
         for base, ours in _classes(excluded).items():
             _register_layer(undo, base, ours)
-        for architecture, name in MODELS.items():
+        # Some versions lack some models.
+        for architecture in MODELS.keys() & ModelRegistry.models.keys():
+            name = MODELS[architecture]
             _register_model(undo, architecture, f"{_PACKAGE}.{name}")
         if "attn" not in excluded:
             _register_attention(undo)
@@ -73,14 +79,14 @@ def _classes(excluded: frozenset[str]) -> dict[type, type]:
         (("gate_proj", "up_proj"), (layers.RlkMergedColumnParallelLinear,)),
         ((), (layers.RlkRowParallelLinear,)),
         (("q_rope", "k_rope"), layers.ROTARIES),
-        (("act",), (layers.RlkSiluAndMul,)),
+        (("act",), (layers.RlkSiluAndMul, layers.RlkGeluAndMul)),
         (("logits",), (layers.RlkLogitsProcessor,)),
     )
     chosen = [
         ours for fused, classes in groups if not excludes(excluded, *fused) for ours in classes
     ]
     if not excluded >= NORMS:
-        chosen.append(layers.RlkRMSNorm)
+        chosen += [layers.RlkRMSNorm, layers.RlkGemmaRMSNorm]
     return {ours.__bases__[1]: ours for ours in chosen} | _sparse_classes()
 
 
@@ -119,12 +125,13 @@ def _register_attention(undo: ExitStack) -> None:
 
 
 def _clear_vllm_caches() -> None:
-    """Clears vLLM's caches of rotary embeddings, backends and classes of models, which outlive a
-    model."""
-    from vllm.model_executor.layers import rotary_embedding
+    """Clears vLLM's caches of rotary embeddings, activations, backends and classes of models, which
+    outlive a model."""
+    from vllm.model_executor.layers import activation, rotary_embedding
     from vllm.model_executor.model_loader import utils
 
     rotary_embedding._ROPE_DICT.clear()
+    activation._ACTIVATION_AND_MUL_REGISTRY._dict.clear()
     utils._MODEL_ARCH_BY_HASH.clear()
     selector._cached_get_attn_backend.cache_clear()
 
@@ -143,7 +150,7 @@ def leave(model: Any, excluded: Iterable[str]) -> None:
             "norms, or run vLLM eager"
         )
     for module in ours:
-        module.__class__ = RMSNorm
+        module.__class__ = type(module).__bases__[1]
 
 
 def operators(model: Any) -> dict[str, Any]:

@@ -97,11 +97,11 @@ class RouterMethod(RlkLinearMethod):
 
 
 class RlkReplicatedLinear(VllmLinear, ReplicatedLinear):
-    """A router if its name is `gate`; otherwise vLLM's own linear."""
+    """A router, or the gate of shared experts, by its name; otherwise vLLM's own linear."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         prefix = kwargs.get("prefix", "")
-        if prefix.rpartition(".")[2] != "gate":
+        if prefix.rpartition(".")[2] not in ("gate", "shared_expert_gate"):
             self.__class__ = ReplicatedLinear
             ReplicatedLinear.__init__(self, *args, **kwargs)
             return
@@ -129,6 +129,10 @@ class RlkMoERunner(Sparse, MoERunner):
         # vLLM would run them on another stream. The tuple keeps them from becoming a submodule,
         # because the block has them already.
         self.rlk_shared_experts = (shared_experts,)
+        # The kernels multiply by the gate; the block has this module too.
+        self.rlk_shared_gate = (getattr(shared_experts, "expert_gate", None),)
+        if self.rlk_shared_gate != (None,):
+            shared_experts.expert_gate = None
         check_sparse_layer()
         experts, parallel = self.routed_experts, self.moe_config.moe_parallel_config
         refused = {
@@ -173,8 +177,13 @@ class RlkMoERunner(Sparse, MoERunner):
         weights, ids = self.choose(router_logits, *how)
         stacked = experts.w13_weight, experts.w2_weight
         y = self.compute(hidden_states, weights, ids, *stacked)
-        (shared,) = self.rlk_shared_experts
-        return y if shared is None else profile.add_shared(y, shared(hidden_states))
+        (shared,), (gate,) = self.rlk_shared_experts, self.rlk_shared_gate
+        if shared is None:
+            return y
+        row = shared(hidden_states)
+        if gate is not None:
+            row = profile.gate_shared(gate(hidden_states)[0], row)
+        return profile.add_shared(y, row)
 
     def _correction(self) -> profile.Correction | None:
         experts = self.routed_experts

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import (
     LinearBase,
     MergedColumnParallelLinear,
@@ -36,7 +36,7 @@ def held(model: Any) -> Iterator[tuple[str, Tensor, int]]:
             first = module.tp_rank if getattr(module, "rlk_shares_outputs", False) else 0
             for name, parameter in module.named_parameters(recurse=False):
                 yield f"{path}.{name}", parameter, first * len(parameter)
-        elif isinstance(module, RMSNorm):
+        elif isinstance(module, RMSNorm | GemmaRMSNorm):
             yield f"{path}.weight", module.weight, 0
         elif hasattr(module, "w13_weight"):
             yield from _experts(path.removesuffix(".routed_experts"), module)

@@ -20,6 +20,7 @@ from rlk_kernels.numerics.error_free import matmul_nt
 from rlk_kernels.numerics.lse_tree.portable import block_portable, merge_portable
 from rlk_kernels.numerics.rows import by_rows, tree_sum
 from rlk_kernels.ops.linear_logp.options import LogitOptions, RowStatistics
+from rlk_kernels.ops.softcap.portable import capped
 
 BLOCK_V = 8192
 """Columns of a block, a power of two. As a block is a whole subtree, its size changes no bit of the
@@ -33,8 +34,7 @@ def final_logits(x: Tensor, spec: LogitOptions) -> Tensor:
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     z = x.to(wide)
     if spec.softcap:
-        t = elementary.exp(z.double().abs() * (-2.0 / spec.softcap))
-        z = (torch.where(z < 0, -spec.softcap, spec.softcap) * ((1 - t) / (1 + t))).to(wide)
+        z = capped(z, spec.softcap).to(wide)
     if spec.scale != 1.0:
         z = z * spec.scale
     inverse = 1.0 / spec.temperature if wide == torch.float64 else spec.inverse

@@ -8,31 +8,45 @@ from rlk_kernels.launching import cdiv, launch, shape_cache
 from rlk_kernels.memory import empty
 
 BLOCK = 2048
+GELU, CUBE = tl.constexpr(1.5957691216057308), tl.constexpr(0.044715)
+"""2 sqrt(2 / pi), and the factor of gate^3 in gelu's tanh form."""
 
 
 @triton.jit
-def _swiglu_fwd_kernel(g_ptr, u_ptr, y_ptr, stride_g, stride_u, F, BLOCK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = cols < F
-    g = tl.load(g_ptr + row * stride_g + cols, mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(u_ptr + row * stride_u + cols, mask=mask, other=0.0).to(tl.float32)
-    y = g / (1.0 + tl.exp(-g)) * u
-    tl.store(y_ptr + row * F + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _swiglu_bwd_kernel(
-    g_ptr, u_ptr, dy_ptr, dg_ptr, du_ptr, stride_g, stride_u, F, BLOCK: tl.constexpr
+def _swiglu_fwd_kernel(
+    g_ptr, u_ptr, y_ptr, stride_g, stride_u, F, BLOCK: tl.constexpr, IS_GELU: tl.constexpr
 ):
     row = tl.program_id(1).to(tl.int64)
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < F
     g = tl.load(g_ptr + row * stride_g + cols, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(u_ptr + row * stride_u + cols, mask=mask, other=0.0).to(tl.float32)
+    z = g
+    if IS_GELU:
+        z = GELU * (g + CUBE * (g * g * g))
+    y = g / (1.0 + tl.exp(-z)) * u
+    tl.store(y_ptr + row * F + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _swiglu_bwd_kernel(
+    g_ptr, u_ptr, dy_ptr, dg_ptr, du_ptr, stride_g, stride_u, F,
+    BLOCK: tl.constexpr, IS_GELU: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < F
+    g = tl.load(g_ptr + row * stride_g + cols, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(u_ptr + row * stride_u + cols, mask=mask, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + row * F + cols, mask=mask, other=0.0).to(tl.float32)
-    s = 1.0 / (1.0 + tl.exp(-g))
-    dg = dy * u * s * (1.0 + g * (1.0 - s))
+    z = g
+    if IS_GELU:
+        z = GELU * (g + CUBE * (g * g * g))
+    s = 1.0 / (1.0 + tl.exp(-z))
+    slope = g * (1.0 - s)
+    if IS_GELU:
+        slope = slope * (GELU * (1.0 + 3 * CUBE * (g * g)))
+    dg = dy * u * s * (1.0 + slope)
     tl.store(dg_ptr + row * F + cols, dg.to(dg_ptr.dtype.element_ty), mask=mask)
     tl.store(du_ptr + row * F + cols, (dy * g * s).to(du_ptr.dtype.element_ty), mask=mask)
 
@@ -43,31 +57,34 @@ def _grids(m: int, f: int) -> list[tuple[int, tuple[int, int]]]:
     return [(start, (columns, min(65535, m - start))) for start in range(0, m if f else 0, 65535)]
 
 
-def forward(gate: Tensor, up: Tensor) -> Tensor:
+def forward(gate: Tensor, up: Tensor, gelu: bool = False) -> Tensor:
     """y of gate[M, F] and up[M, F] with dense rows."""
     m, f = gate.shape
     y = empty((m, f), gate.dtype, gate.device)
-    cache = shape_cache(f, gate.stride(0), up.stride(0), gate.dtype)
+    cache = shape_cache(f, gate.stride(0), up.stride(0), gate.dtype, gelu)
     for start, grid in _grids(m, f):
         rows = (gate, up, y) if start == 0 else (gate[start:], up[start:], y[start:])
         launch(
             cache, _swiglu_fwd_kernel, (*grid, 1),
-            (*rows, gate.stride(0), up.stride(0), f, BLOCK),
+            (*rows, gate.stride(0), up.stride(0), f, BLOCK, gelu),
             {"num_warps": 4},
         )  # fmt: skip
     return y
 
 
-def backward(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+def backward(gate: Tensor, up: Tensor, dy: Tensor, gelu: bool = False) -> tuple[Tensor, Tensor]:
     """(dgate, dup)."""
     m, f = gate.shape
     dg, du = (empty((m, f), gate.dtype, gate.device) for _ in range(2))
-    cache = shape_cache("swiglu_backward", f, gate.stride(0), up.stride(0), gate.dtype, dy.dtype)
+    cache = shape_cache(
+        "swiglu_backward", f, gate.stride(0), up.stride(0), gate.dtype, dy.dtype, gelu
+    )
     for start, grid in _grids(m, f):
         rows = (gate, up, dy, dg, du)
         launch(
             cache, _swiglu_bwd_kernel, (*grid, 1),
-            (*(x[start:] if start else x for x in rows), gate.stride(0), up.stride(0), f, BLOCK),
+            (*(x[start:] if start else x for x in rows), gate.stride(0), up.stride(0), f, BLOCK,
+             gelu),
             {"num_warps": 4},
         )  # fmt: skip
     return dg, du

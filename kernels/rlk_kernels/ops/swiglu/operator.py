@@ -1,10 +1,13 @@
-"""swiglu: y = silu(gate) * up.
+"""swiglu: y = silu(gate) * up, or with another activation in silu's place.
 
-    y = round( gate / (1 + exp(-gate)) * up )           fp32 arithmetic, one rounding
+    y = round( gate / (1 + exp(-z)) * up )              fp32 arithmetic, one rounding
+    activation="silu":       z = gate
+    activation="gelu_tanh":  z = 2 sqrt(2 / pi) (gate + 0.044715 gate^3), with which gate / (1 +
+                             exp(-z)) is gelu's tanh form, gate / 2 (1 + tanh(z / 2))
 
 There is no reduction: an output depends on its own two inputs alone. Gradients, with
-s = sigmoid(gate):
-    dgate = round( dy * up * s * (1 + gate * (1 - s)) )      dup = round( dy * gate * s )
+s = 1 / (1 + exp(-z)):
+    dgate = round( dy * up * s * (1 + gate * (1 - s) * dz/dgate) )      dup = round( dy * gate * s )
 
 M = rows (all leading dimensions)   F = features
 """
@@ -18,9 +21,13 @@ from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.swiglu import portable
 
+ACTIVATIONS = ("silu", "gelu_tanh")
 
-def swiglu_ref(gate: Tensor, up: Tensor) -> Tensor:
+
+def swiglu_ref(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     """The formula in float64, for tests."""
+    if activation == "gelu_tanh":
+        return torch.nn.functional.gelu(gate.double(), approximate="tanh") * up.double()
     return torch.nn.functional.silu(gate.double()) * up.double()
 
 
@@ -32,31 +39,37 @@ _module = two_backends(portable, lazy_module("rlk_kernels.ops.swiglu.kernels"))
     lambda gate, up, *rest: (gate.new_empty(gate.shape), gate.new_empty(gate.shape)),
     no_gradient=("swiglu", SECOND),
 )
-def _swiglu_backward(gate: Tensor, up: Tensor, dy: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    return _module("swiglu_backward", backend).backward(gate, up, dy)
+def _swiglu_backward(
+    gate: Tensor, up: Tensor, dy: Tensor, gelu: bool, backend: str
+) -> tuple[Tensor, Tensor]:
+    return _module("swiglu_backward", backend).backward(gate, up, dy, gelu)
 
 
 def _setup(ctx, inputs, output):
-    gate, up, ctx.backend = inputs
+    gate, up, *ctx.options = inputs
     ctx.save_for_backward(gate, up)
 
 
 def _backward(ctx, dy):
-    return *call(_swiglu_backward, *ctx.saved_tensors, dy.contiguous(), ctx.backend), None
+    return *call(_swiglu_backward, *ctx.saved_tensors, dy.contiguous(), *ctx.options), None, None
 
 
 @custom_op(
     "swiglu", lambda gate, *rest: gate.new_empty(gate.shape), setup=_setup, backward=_backward
 )
-def _swiglu(gate: Tensor, up: Tensor, backend: str) -> Tensor:
-    return _module("swiglu", backend).forward(gate, up)
+def _swiglu(gate: Tensor, up: Tensor, gelu: bool, backend: str) -> Tensor:
+    return _module("swiglu", backend).forward(gate, up, gelu)
 
 
-def swiglu(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:
-    """silu(gate) * up for gate[..., F], up[..., F] of one dtype (bfloat16, float16, float32;
-    float64 on the torch backend). Halves of a fused gate_up tensor are read in place.
-    Raises UnsupportedShape, UnsupportedDtype.
+def swiglu(
+    gate: Tensor, up: Tensor, *, activation: str = "silu", backend: str | None = None
+) -> Tensor:
+    """silu(gate) * up, or activation(gate) * up, for gate[..., F], up[..., F] of one dtype
+    (bfloat16, float16, float32; float64 on the torch backend). Halves of a fused gate_up tensor
+    are read in place. Raises UnsupportedShape, UnsupportedDtype, ValueError.
     """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"swiglu: activation {activation!r} is unknown; choose from {ACTIVATIONS}")
     if gate.shape != up.shape or gate.dim() < 1:
         raise UnsupportedShape(f"swiglu: gate {tuple(gate.shape)} and up {tuple(up.shape)} differ")
     if gate.dtype != up.dtype or not gate.is_floating_point():
@@ -67,5 +80,5 @@ def swiglu(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:
     if gate.dim() != 2:
         rows = [t.reshape(-1 if f else t.shape[:-1].numel(), f) for t in rows]
     rows = [t if t.stride(-1) == 1 else t.contiguous() for t in rows]
-    y = call(_swiglu, rows[0], rows[1], chosen)
+    y = call(_swiglu, rows[0], rows[1], activation == "gelu_tanh", chosen)
     return y if gate.dim() == 2 else y.reshape(gate.shape)

@@ -1,0 +1,34 @@
+"""The families that the kernels compute in HF transformers and in vLLM."""
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+}
+"""model_type -> the class that both engines load. Other models load through subclasses of vLLM's
+classes, which compute something else, or through transformers' classes."""
+GEMMA = ("gemma2", "gemma3_text", "gemma")
+"""Families whose norms multiply by 1 + weight and whose activation is gelu's tanh form."""
+
+
+def of_code(model_type: str) -> str:
+    """The folder of transformers with a family's code."""
+    return model_type.removesuffix("_text")

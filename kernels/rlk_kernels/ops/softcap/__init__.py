@@ -1,0 +1,1 @@
+"""softcap: c tanh(x / c)."""
