@@ -83,8 +83,8 @@ def _check_shared(option: ReadOption, shape: ModelShape) -> None:
     check_shared("sglang", shape, tp, fused_qkv=False, kernels=kernels)
     if option("ep") != 1:
         raise BadOption(
-            f"engine 'sglang': ep={option('ep')}: without sgl_kernel, SGLang looks up experts on a "
-            "CPU by their numbers among those of all ranks, and each rank has only its own",
+            f"engine 'sglang': ep={option('ep')}: without sgl_kernel, SGLang on a CPU cannot "
+            "compute the experts of one rank: it fails at the first expert of another rank",
             "leave ep out; tp divides every expert among the ranks",
         )
     step, inner = _PADDING * tp, shape.expert_intermediate or shape.intermediate
