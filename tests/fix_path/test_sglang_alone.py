@@ -132,15 +132,20 @@ def test_every_pass_has_the_same_bits(
     assert said["updated, old tokens"] != said["decode"] == said["from disk"]
 
 
-def test_an_engine_in_processes_of_its_own_gets_the_kernels_by_the_plug_in(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_in_processes_of_its_own_gets_the_kernels_by_the_plug_in(
+    tmp_path: Path, ranks: int
+) -> None:
     """A log-prob travels as a double that holds its fp32 bits."""
     found = {}
+    bound = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * ranks)}
     for switch in ("1", "0"):
         job = {"model": str(data_path("model")), "prompts": prompts(), "new_tokens": NEW}
-        job |= {"settings": {"dtype": "bfloat16", "page_size": 16}}
+        job |= {"settings": {"dtype": "bfloat16", "page_size": 16, "tp_size": ranks}}
         (tmp_path / "job.json").write_text(json.dumps(job))
         answer = tmp_path / f"found-{switch}.json"
-        done = python("sglang_engine.py", tmp_path / "job.json", answer, RLK_KERNELS=switch)
+        bound |= {"RLK_KERNELS": switch}
+        done = python("sglang_engine.py", tmp_path / "job.json", answer, **bound)
         assert answer.exists(), done.stderr[-4000:]
         found[switch] = json.loads(answer.read_text())
     on, off = found["1"], found["0"]
