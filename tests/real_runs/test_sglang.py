@@ -85,15 +85,28 @@ def test_a_changed_live_model_is_named_by_the_precheck(
     assert named in str(done.verdict["precheck"]["mismatches"])
 
 
-def test_planted_faults_are_named_on_either_side(cli: Cli, tmp_path: Path) -> None:
-    faults = "norm-eps,rope-query-channel,act-gelu,kv-stale,decode-gain,logprob-temperature"
-    faults += ",copy-stale-head,copy-stale-linear"
+FAULTS = {
+    "": (
+        *("norm-eps", "rope-query-channel", "act-gelu", "kv-stale", "decode-gain"),
+        *("logprob-temperature", "copy-stale-head", "copy-stale-linear"),
+    ),
+    # The sums over the ranks are outside of SGLang's modules.
+    "tp=2": (
+        *("proj-gain", "proj-accumulation", "residual-branch", "attn-scale", "norm-channel"),
+        *("embed-scaled", "logits-fp8", "weight-norm", "copy-stale-head", "copy-stale-linear"),
+    ),
+}
+"""Options -> the faults that are planted into SGLang with them, and into HF."""
+ROLLOUT_ONLY = {"kv-stale", "decode-gain", "copy-stale-head", "copy-stale-linear"}
+
+
+@pytest.mark.parametrize("options", FAULTS)
+def test_planted_faults_are_named_on_either_side(cli: Cli, tmp_path: Path, options: str) -> None:
+    faults = FAULTS[options]
     done = cli(
-        *("selftest", "--engines", f"{sglang_env.sglang()},hf", "--seeds", 0, "--no-curves"),
-        *("--faults", faults, "--run-dir", tmp_path / "run"),
+        *("selftest", "--engines", f"{sglang_env.sglang(options)},hf", "--seeds", 0, "--no-curves"),
+        *("--faults", ",".join(faults), "--run-dir", tmp_path / "run"),
     )
     assert done.code == 0, done.out + done.err
     results = (tmp_path / "run/selftest.jsonl").read_text(encoding="utf-8").splitlines()
-    assert len(results) == 12, (
-        "two of decode steps and two stale copies in the rollout alone, four on either side"
-    )
+    assert len(results) == 2 * len(faults) - len(ROLLOUT_ONLY.intersection(faults))

@@ -25,7 +25,7 @@ def sglang_places(model: Any, shape: ModelShape, tp: int) -> Iterator[Place]:
         return _block_places(layer, shape, tp, has_kernels(sparse[layer]))
 
     def heads(op: str) -> Access:
-        count = max(1, (shape.heads if op == "q_norm" else shape.kv_heads) // tp)
+        count = (shape.heads if op == "q_norm" else shape.kv_heads) // tp
 
         # The norms of q and k see a row for each head of a token.
         def by_token(value: torch.Tensor) -> torch.Tensor:
