@@ -35,13 +35,15 @@ from rlk_align.trace.run import Run, RunRecord
 PAIRS = {
     "vllm": ("megatron", "hf", "megatron:tp=2"),
     "hf": ("hf:attn=eager",),
+    "sglang": ("hf",),
 }
 """Rollout engine -> training engines."""
 
 
 def request(spec: str, seed: int, options: argparse.Namespace, sampling: bool) -> CaptureRequest:
     separator = "," if ":" in spec else ":"
-    more = options.engine_options + (options.vllm_options if spec == "vllm" else "")
+    own = getattr(options, f"{spec.partition(':')[0]}_options", "")
+    more = options.engine_options + own
     passes = ("decode", "prefill") if sampling else ("prefill",)
     return CaptureRequest(
         engine=EngineSpec.parse(f"{spec}{separator}dtype={options.dtype}{more}"),
@@ -122,13 +124,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seeds", default="0-19", help="the first and the last")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rollout", nargs="+", default=list(PAIRS), choices=PAIRS)
+    parser.add_argument("--rollout", nargs="+", default=["vllm", "hf"], choices=PAIRS)
     parser.add_argument("--train", nargs="+", help="default: all of PAIRS")
     parser.add_argument("--model")
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--engine-options", default="", help="for every engine, as ,key=value")
     parser.add_argument("--vllm-options", default="", help="for vLLM, in addition")
+    parser.add_argument("--sglang-options", default="", help="for SGLang, as ,python=...")
     parser.add_argument("--controls", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--together", type=int, default=4, help="seeds on disk at a time")
     parser.add_argument("--pass-budget", type=float, default=4e9, help="bytes of a pass's values")

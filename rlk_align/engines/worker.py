@@ -165,8 +165,9 @@ def _run_pass(
             result = _computed(job, engine, batch, name, writer if tapped else None, progress)
         if kind == "decode" and not batch.sampled_tokens:
             batch = batch.with_responses(result.responses)
-            with writing(job.folder / "tokens.parquet"):
-                batch.save(job.folder / "tokens.parquet")
+            if first:
+                with writing(job.folder / "tokens.parquet"):
+                    batch.save(job.folder / "tokens.parquet")
         parted: list[Cell] = []
         if variant == "production" and kind == "decode":
             result, parted = _common_prefixes(batch, result)

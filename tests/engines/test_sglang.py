@@ -71,11 +71,24 @@ def test_a_dense_model_may_tie_its_head() -> None:
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [("device=cuda", "only its CPU engine was tested"), ("mem_fraction=1.5", "must be below 1")],
+    [
+        ("device=cuda", "only its CPU engine was tested"),
+        ("mem_fraction=1.5", "must be below 1"),
+        ("ep=2", "cannot compute the experts of one rank"),
+        ("tp=3", "8 heads cannot be divided among 3 ranks"),
+        ("tp=8", "with tp=8 SGLang pads 4 key-value heads to a multiple of 8 on a CPU"),
+    ],
 )
 def test_options_that_do_not_run_are_refused(options: str, said: str) -> None:
     with pytest.raises(BadOption, match=said):
         check(data_path("model"), options)
+
+
+def test_an_mlp_that_sglang_pads_is_refused() -> None:
+    model, spec = data_path("model"), EngineSpec.parse("sglang")
+    other = replace(read_shape(model), intermediate=500)
+    with pytest.raises(BadOption, match="pads 500 features of an MLP to a multiple of 32"):
+        check_sglang(spec.option, read_config(model), other)
 
 
 def test_families_that_were_not_run_are_refused() -> None:

@@ -3,6 +3,8 @@ log-probs.
 
     python sglang_bits.py JOB.json FOUND.json
 
+torchrun starts it for several ranks.
+
 JOB.json: {"model", "settings" (server arguments), "prompts", "new_tokens", "changed" (a checkpoint
 of other weights)}. FOUND.json: "said", by pass, the bits of the log-probs of sampled tokens, a
 string for each prompt; "cached", how many tokens of the prompts came from the cache; "retractions",
@@ -26,6 +28,7 @@ from rlk_kernels.integrations import hf, sglang
 from rlk_kernels.integrations.errors import NotSupported
 from safetensors.torch import load_file
 from sglang.srt.managers import scheduler as managers
+from sglang_stand_ins import RANK, RANKS
 from transformers import AutoModelForCausalLM
 
 Answers = list[sglang_in_process.Answer]
@@ -117,9 +120,10 @@ def decode_with_retractions(passes: Passes) -> int:
 
 def without_a_kernel(passes: Passes, tokens: Ids) -> str:
     """The first layer's activation, or in a sparse model its whole block, gets SGLang's own class
-    back; what `check` says."""
-    mlp = passes.runner.model.model.layers[0].mlp
-    lost = getattr(mlp, "act_fn", mlp)
+    back; what `check` says. On several ranks the block's weights are not SGLang's."""
+    layer = passes.runner.model.model.layers[0]
+    sparse = layer.mlp if RANKS == 1 else layer.post_attention_layernorm
+    lost = getattr(layer.mlp, "act_fn", sparse)
     ours = type(lost)
     lost.__class__ = ours.__bases__[1]
     passes.score("a kernel left out", tokens)
@@ -179,4 +183,6 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     asked, found = map(Path, sys.argv[1:])
-    found.write_text(json.dumps(run(json.loads(asked.read_text()))))
+    bits_found = run(json.loads(asked.read_text()))
+    if RANK == 0:
+        found.write_text(json.dumps(bits_found))

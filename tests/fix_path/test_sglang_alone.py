@@ -24,14 +24,18 @@ LENGTHS = (5, 12, 33, 40)
 NEW = 8
 
 
-def python(script: str, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(
+    script: str, *words: object, ranks: int = 1, **environment: str
+) -> subprocess.CompletedProcess[str]:
     paths = (ROOT, ROOT / "kernels", ROOT / "tests/support")
     variables = {
         **os.environ,
         **{"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"},
         **environment,
     }
-    words = [sglang_env.PYTHON, Path(__file__).with_name(script), *words]
+    several = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    launch = several if ranks > 1 else ()
+    words = [sglang_env.PYTHON, *launch, Path(__file__).with_name(script), *words]
     return subprocess.run(
         [str(word) for word in words], env=variables, capture_output=True, text=True, timeout=400
     )
@@ -66,22 +70,24 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
     return stored
 
 
-CASES = [
-    ("dense", "bfloat16", {"page_size": 16}),
-    ("dense", "float32", {"page_size": 1}),
-    ("sparse", "bfloat16", {"page_size": 1}),
-    ("sparse", "float32", {"page_size": 16}),
-    ("dense", "float16", {"page_size": 4}),
-    ("dense", "bfloat16", {"page_size": 1, "enable_mixed_chunk": True, "chunked_prefill_size": 16}),
-]
+MIXED = {"page_size": 1, "enable_mixed_chunk": True, "chunked_prefill_size": 16}
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "settings"),
-    CASES,
+    ("name", "dtype", "settings", "ranks"),
+    [
+        ("dense", "bfloat16", {"page_size": 16}, 1),
+        ("dense", "float32", {"page_size": 1}, 1),
+        ("sparse", "bfloat16", {"page_size": 1}, 1),
+        ("sparse", "float32", {"page_size": 16}, 1),
+        ("dense", "float16", {"page_size": 4}, 1),
+        ("dense", "bfloat16", MIXED, 1),
+        ("dense", "bfloat16", {"page_size": 16}, 2),
+        ("sparse", "bfloat16", {"page_size": 1}, 2),
+    ],
 )
 def test_every_pass_has_the_same_bits(
-    models: Any, tmp_path: Path, name: str, dtype: str, settings: dict[str, Any]
+    models: Any, tmp_path: Path, name: str, dtype: str, settings: dict[str, Any], ranks: int
 ) -> None:
     model, changed = models(name)
     job = {
@@ -89,7 +95,7 @@ def test_every_pass_has_the_same_bits(
         "settings": settings | {"dtype": dtype},
     }
     (tmp_path / "job.json").write_text(json.dumps(job))
-    done = python("sglang_bits.py", tmp_path / "job.json", tmp_path / "found.json")
+    done = python("sglang_bits.py", tmp_path / "job.json", tmp_path / "found.json", ranks=ranks)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads((tmp_path / "found.json").read_text())
     said = found["said"]
@@ -126,15 +132,20 @@ def test_every_pass_has_the_same_bits(
     assert said["updated, old tokens"] != said["decode"] == said["from disk"]
 
 
-def test_an_engine_in_processes_of_its_own_gets_the_kernels_by_the_plug_in(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_in_processes_of_its_own_gets_the_kernels_by_the_plug_in(
+    tmp_path: Path, ranks: int
+) -> None:
     """A log-prob travels as a double that holds its fp32 bits."""
     found = {}
+    bound = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * ranks)}
     for switch in ("1", "0"):
         job = {"model": str(data_path("model")), "prompts": prompts(), "new_tokens": NEW}
-        job |= {"settings": {"dtype": "bfloat16", "page_size": 16}}
+        job |= {"settings": {"dtype": "bfloat16", "page_size": 16, "tp_size": ranks}}
         (tmp_path / "job.json").write_text(json.dumps(job))
         answer = tmp_path / f"found-{switch}.json"
-        done = python("sglang_engine.py", tmp_path / "job.json", answer, RLK_KERNELS=switch)
+        bound |= {"RLK_KERNELS": switch}
+        done = python("sglang_engine.py", tmp_path / "job.json", answer, **bound)
         assert answer.exists(), done.stderr[-4000:]
         found[switch] = json.loads(answer.read_text())
     on, off = found["1"], found["0"]

@@ -12,6 +12,8 @@ CONFIG: dict[str, Any] = {
     **{"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "mlp_only_layers": []},
     **{"tie_word_embeddings": False, "decoder_sparse_step": 1},
 }
+SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"moe_intermediate_size": 128}
 PLAIN = {"tp_size": 1, "kv_cache_dtype": "auto", "disaggregation_mode": "null"}
 
 
@@ -23,8 +25,13 @@ def of_model(**changed: Any) -> list[str]:
     return list(settings.of_model(SimpleNamespace(**CONFIG | changed)))
 
 
+def of_ranks(ranks: int, **changed: Any) -> list[str]:
+    return list(settings.of_ranks(SimpleNamespace(**CONFIG | SIZES | changed), ranks))
+
+
 def test_plain_settings_are_supported() -> None:
-    assert of_server() == of_model() == []
+    assert of_server() == of_server(tp_size=2) == of_model() == []
+    assert of_ranks(1) == of_ranks(2) == []
     assert of_server(kv_cache_dtype="bfloat16") == []
 
 
@@ -70,8 +77,32 @@ def test_a_model_is_refused_by_name(changed: dict[str, Any], named: str) -> None
     assert named in reason
 
 
+@pytest.mark.parametrize(
+    ("size", "padded"),
+    [
+        ({"hidden_size": 129}, {}),
+        ({"num_attention_heads": 3}, {"num_attention_heads": 4, "original_num_attention_heads": 3}),
+        ({"num_key_value_heads": 1}, {"num_key_value_heads": 2, "original_total_num_kv_heads": 1}),
+        (
+            {"moe_intermediate_size": 96},
+            {"moe_intermediate_size": 128, "original_moe_intermediate_size": 96},
+        ),
+    ],
+    ids=str,
+)
+def test_sizes_that_ranks_do_not_divide_are_refused(
+    size: dict[str, int], padded: dict[str, int]
+) -> None:
+    """Also after SGLang has padded them."""
+    ((name, value),) = size.items()
+    for config in filter(None, (size, padded)):
+        (reason,) = of_ranks(2, **config)
+        assert reason.startswith(f"{name}={value}, which is no multiple of")
+    assert of_ranks(1, **size) == []
+
+
 def test_settings_are_listed_together() -> None:
-    assert len(of_server(tp_size=2, enable_lora=True, quantization="fp8")) == 3
+    assert len(of_server(pp_size=2, enable_lora=True, quantization="fp8")) == 3
 
 
 @pytest.mark.parametrize("asked", ["yes", "1"])

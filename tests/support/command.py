@@ -23,13 +23,28 @@ from rlk_align.engines.registry import engine_info
 from rlk_align.trace.reader import Trace
 
 REQUIRED = set(filter(None, os.environ.get("RLK_REQUIRE_ENGINES", "").split(",")))
+INTERPRETERS = {
+    "sglang": Path(
+        os.environ.get("RLK_SGLANG_PYTHON", Path(__file__).parents[2] / ".venv-sglang/bin/python")
+    )
+}
+"""The Python of each engine that has an environment of its own."""
 
 
 def require_engine(name: str) -> None:
     """Skips where the engine is not installed, and fails instead where it is required."""
-    if not engine_info(name).installed:
+    here = INTERPRETERS.get(name)
+    if not (engine_info(name).installed if here is None else here.exists()):
         assert name not in REQUIRED, f"{name} is required by RLK_REQUIRE_ENGINES and missing"
         pytest.skip(f"{name} is not installed")
+
+
+def spec_here(spec: str) -> str:
+    """An engine's spec with the interpreter that the engine needs."""
+    name, colon, options = spec.partition(":")
+    if name not in INTERPRETERS:
+        return spec
+    return f"{name}:python={INTERPRETERS[name]}{',' if colon else ''}{options}"
 
 
 @dataclass(frozen=True)

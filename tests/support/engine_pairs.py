@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import Cli, Outcome, capture_of, require_engine, write_few_prompts
+from command import Cli, Outcome, capture_of, require_engine, spec_here, write_few_prompts
 from covering import covering
 from random_model import write_random_model
 
@@ -64,6 +64,8 @@ class Model:
     """What the engines compute it with."""
     without: tuple[str, ...] = ()
     """Engines that refuse it."""
+    sglang: bool = False
+    """Whether SGLang runs it."""
     like: str = ""
     """The family whose operators it has in other modules, and as which the default pairs count
     it."""
@@ -77,7 +79,7 @@ class Model:
 
 
 MODELS = {
-    "embedded": Model("qwen3", path=data_path("model"), every_layout=True),
+    "embedded": Model("qwen3", path=data_path("model"), every_layout=True, sglang=True),
     "grouped": Model(
         "llama",
         {
@@ -89,15 +91,26 @@ MODELS = {
         },
         every_layout=True,
     ),
-    "llama": Model("llama", {"rope_parameters": YARN | {"beta_fast": 8.0, "beta_slow": 2.0}}),
+    "llama": Model(
+        "llama",
+        {"rope_parameters": YARN | {"beta_fast": 8.0, "beta_slow": 2.0}, "attention_bias": True},
+        sglang=True,
+    ),
     "mistral": Model("mistral", {"rope_parameters": LINEAR, "sliding_window": 8}),
-    "qwen2": Model("qwen2", {"rope_parameters": YARN}, dtypes=("float16",), without=("deepspeed",)),
+    "qwen2": Model(
+        "qwen2",
+        {"rope_parameters": YARN},
+        dtypes=("float16",),
+        without=("deepspeed",),
+        sglang=True,
+    ),
     "qwen3": Model(
         "qwen3",
         {
             "head_dim": 64,
             "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False},
         },
+        sglang=True,
     ),
     # One product for q, k and v, and one for gate and up, as the checkpoint has them. vLLM's class
     # is Llama's. `test_family_variants.py` compares this family without the kernels.
@@ -230,6 +243,16 @@ MODELS = {
         sparse=True,
         kernels=("rlk",),
     ),
+    # SGLang makes every layer of a Qwen3-MoE sparse, and unties the head.
+    "untied": Model(
+        "qwen3_moe",
+        {
+            **{"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2},
+            "moe_intermediate_size": 128,
+        },
+        sparse=True,
+        sglang=True,
+    ),
     "mixtral": Model(
         "mixtral", {"head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 3}, sparse=True
     ),
@@ -334,7 +357,16 @@ FACTS = {
         # A copy, and on CPUs the rotation.
         alike=frozenset({"embed", "q_rope"}),
     ),
+    "sglang": Facts(
+        numbers="sglang",
+        other_rounding=frozenset(_ROUNDING),
+        hidden=frozenset({"gate_proj", "up_proj", "act", "down_proj"}),
+    ),
 }
+_SGLANG = Layouts(
+    ("tp=2", "chunked_prefill_size=32,page_size=16,max_running_requests=3,radix_cache=1"),
+    dense=("", "chunked_prefill_size=32", "radix_cache=1"),
+)
 ENGINES = {
     "hf": Layouts(("", "batch=4,padding=left"), dense=("batch=4,padding=right", "batch=1")),
     "fsdp": Layouts(("dp=2",), dense=("dp=1", "dp=4")),
@@ -374,9 +406,14 @@ ENGINES = {
             *("max_num_seqs=3,max_num_batched_tokens=64", "enable_prefix_caching=1"),
         ),
     ),
+    "sglang": _SGLANG,
 }
 """What scores: engine -> its layouts."""
-ROLLOUTS = {"vllm": Layouts(("", "tp=2"), dense=("tp=4",), sparse=("tp=4",)), "hf": Layouts(("",))}
+ROLLOUTS = {
+    "vllm": Layouts(("", "tp=2"), dense=("tp=4",), sparse=("tp=4",)),
+    "hf": Layouts(("",)),
+    "sglang": _SGLANG,
+}
 """What samples: engine -> its layouts."""
 
 
@@ -417,10 +454,16 @@ class Pair:
         engine and its ranks. With the kernels, every two options of a training engine's layout
         meet, each model occurs, and several ranks of the rollout meet dense and sparse models,
         each dtype and each training engine. Without the kernels, every dense family meets HF and
-        Megatron.
+        Megatron. SGLang, which starts slowly, samples once on two ranks, with the kernels and a
+        sparse model, and scores once, without them.
         """
         rollout, train = self.engines
         model = MODELS[self.model]
+        if "sglang" in self.engines:
+            if self.kernels == "rlk" and model.sparse and self.rollout == "sglang:tp=2":
+                return frozenset({("sglang", "rlk"), ("model", self.model)})
+            scores = (self.kernels, train) == ("off", "sglang")
+            return frozenset({("sglang", "off")} if scores else ())
         axes = {
             "family": model.like or model.family,
             "dtype": self.dtype,
@@ -447,7 +490,8 @@ class Pair:
             require_engine(engine)
         more = f"dtype={self.dtype},kernels={self.kernels}"
         rollout, train = (
-            f"{spec}{',' if ':' in spec else ':'}{more}" for spec in (self.rollout, self.train)
+            spec_here(f"{spec}{',' if ':' in spec else ':'}{more}")
+            for spec in (self.rollout, self.train)
         )
         contract = ("--contract", "bitwise") if self.kernels == "rlk" else ()
         done = cli(
@@ -480,9 +524,18 @@ def _specs(engines: dict[str, Layouts], model: Model) -> list[str]:
     return [
         f"{name}:{options}" if options else name
         for name, layouts in engines.items()
-        if name not in model.without
+        if name not in model.without and (name != "sglang" or model.sglang)
         for options in layouts.of(model)
     ]
+
+
+_FIRST = {f"{name}:{layouts.few[0]}".rstrip(":") for name, layouts in ENGINES.items()}
+
+
+def _meets_sglang(rollout: str, train: str) -> bool:
+    """SGLang meets the first layout of each other engine."""
+    others = {spec for spec in (rollout, train) if not spec.startswith("sglang")}
+    return len(others) == 2 or others <= _FIRST
 
 
 _EVERY = [
@@ -492,6 +545,7 @@ _EVERY = [
     for kernels in model.kernels
     for rollout in _specs(ROLLOUTS, model)
     for train in _specs(ENGINES, model)
+    if _meets_sglang(rollout, train)
     # Without the kernels, only one rank of vLLM samples.
     if kernels == "rlk" or not rollout.startswith("vllm:")
     # Where vLLM adds residuals outside of norms, it is compared on one rank.

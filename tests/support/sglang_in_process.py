@@ -1,7 +1,7 @@
-"""The real Scheduler and ModelRunner of SGLang 0.5.23 in this process, fed and read without
-sockets."""
+"""The real Scheduler and ModelRunner of SGLang 0.5.23 in this process, or in that of each rank, fed
+and read without sockets."""
 
-import sglang_stand_ins  # noqa: F401  isort: skip
+import sglang_stand_ins  # isort: skip
 
 from array import array
 from dataclasses import dataclass
@@ -45,11 +45,17 @@ class InProcess:
         usual = {
             **{"model_path": model, "device": "cpu", "skip_tokenizer_init": True},
             **{"disable_overlap_schedule": True, "disable_cuda_graph": True, "random_seed": 0},
-            **{"max_total_tokens": 8192, "max_running_requests": 16, "log_level": "error"},
+            **{
+                "tp_size": sglang_stand_ins.RANKS,
+                "max_total_tokens": 8192,
+                "max_running_requests": 16,
+                "log_level": "error",
+            },
         }
         args = ServerArgs(**usual | settings)
         ports = PortArgs.init_new(args)
-        ranks = managers.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
+        rank = sglang_stand_ins.RANK
+        ranks = managers.SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=rank)
         publish(args, role="scheduler", ranks=ranks)
         self.scheduler = managers.Scheduler(args, ports)
         self.sink = Sink()

@@ -85,12 +85,17 @@ class Sparse(Counted):
             inside = tuple(part.contiguous() for part in every.split(sizes, dim=-1))
         for operator, value in zip(INSIDE[-len(inside) :], inside, strict=True):
             self.show(operator, value)
-        return self.columns(profile.combine(inside[-1], weights, ids, experts))
+        return self.whole(profile.combine(inside[-1], weights, ids, experts))
 
     def columns(self, x: Tensor) -> Tensor:
         """[..., R F]: the columns of all R ranks side by side, of which x[..., F] are this rank's,
         where each rank computes some outputs of all experts."""
         return x
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The layer's output [T, H] from this rank's columns of it, or the summand of a rank where
+        the engine adds up what the ranks return."""
+        return self.columns(x)
 
     def _rows(self, x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
         """The rows of the operators in `INSIDE` for each expert of a token, [T, k, I] and, of the

@@ -7,7 +7,8 @@ Such a decoder fuses q, k, v and gate, up, and adds the residual inside the next
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from rlk_align.engines.common.layout import of_outputs
+from rlk_align.engines.common.experts import BY_EXPERT
+from rlk_align.engines.common.layout import in_slots, of_outputs
 from rlk_align.engines.common.places import FIRST, SECOND, Access, End, Place
 from rlk_align.model.operators import layer_modules
 from rlk_align.model.shape import ModelShape
@@ -41,6 +42,17 @@ def fused_places(
     yield from _norm(last, "final_norm", "model.norm")
     head = head_path(model)
     yield Place(sites=("logits",), module=logits, rows="sampled", parameters_in=head)
+
+
+def expert_places(
+    layer: str, module: str, shape: ModelShape, tp: int, unexposed: str
+) -> Iterator[Place]:
+    """The rows of a layer's experts, inside a module; each rank has columns of all of them."""
+    for op in BY_EXPERT:
+        site = f"{layer}.{op}"
+        size = shape.hidden if op == "down_proj" else shape.expert_intermediate
+        layout = in_slots(site, size, shape.top_k, tp) if tp > 1 and not unexposed else None
+        yield Place(sites=(site,), module=module, end="inside", layout=layout, unexposed=unexposed)
 
 
 def head_path(model: Any) -> str:

@@ -10,6 +10,7 @@ import torch
 from rlk_align.engines.common.layout import Layout, even, whole
 from rlk_align.engines.common.parameters import LiveParameter
 from rlk_align.engines.common.places import Place
+from rlk_align.engines.process.ranks import Ranks, all_gather
 from rlk_align.model.operators import OPERATORS
 from rlk_align.model.shape import ModelShape
 
@@ -84,6 +85,13 @@ def canonical(
             else:
                 assembled = entry.layout.assemble(op, parts, entry.dim)
                 yield LiveParameter(op, assembled, entry.layout.shards(op, entry.dim))
+
+
+def shared_evenly(name: str, local: torch.Tensor, dim: int, ranks: Ranks) -> LiveParameter:
+    """A parameter of which each rank has an equal slice along `dim`."""
+    layout = even(name, local.shape[dim] * ranks.world, ranks.world)
+    parts = all_gather(local, ranks)
+    return LiveParameter(name, layout.assemble(name, parts, dim), layout.shards(name, dim))
 
 
 def write_part(

@@ -33,7 +33,7 @@ def sglang_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
         "rope_type": config.rope_parameters["rope_type"],
         "rope_theta": float(f"{rotary.base:.5g}"),
         "rope_dim": rotary.rotary_dim,
-        **norm_attributes(norm_epsilons(model, sglang_places(model, shape))),
+        **norm_attributes(norm_epsilons(model, sglang_places(model, shape, 1))),
         **per_layer("activation", [_activation(layer.mlp, dtype) for layer in layers]),
         **per_layer("experts_per_token", [r.topk_config.top_k for r in routers]),
         **per_layer("norm_topk_prob", [bool(r.topk_config.renormalize) for r in routers]),

@@ -20,16 +20,21 @@ _PARTS = {
 """Stand-in -> the modules in it that SGLang imports."""
 
 
-def prepare(raw: bool) -> tuple[str, ...]:
+def prepare(raw: bool, ranks: int = 1) -> tuple[str, ...]:
     """Sets up this process for `import sglang`, and returns the names of the stand-ins.
 
-    `raw`: whether log-probs of sampled tokens are those of the raw distribution.
+    `raw`: whether log-probs of sampled tokens are those of the raw distribution; `ranks`: the
+    number of tensor-parallel ranks.
 
     PyPI's torchvision is built for CUDA and cannot be loaded beside a CPU build of torch, and the
     kernels for CPUs, `sgl_kernel`, are not on PyPI: without them SGLang computes with torch.
     """
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1" if raw else "0"
+    # SGLang binds each rank to its own NUMA node, and a small machine has too few.
+    cores = os.cpu_count() or 1
+    bound = "|".join(str(rank % cores) for rank in range(ranks))
+    os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bound if ranks > 1 else "all")
     missing = tuple(filter(_is_missing, SGLANG.stand_ins))
     if "torchvision" in missing:
         # transformers caches its answer, and must not find the stand-in.

@@ -1,4 +1,5 @@
-"""SGLang on the CPU, in this process: its own scheduler, model runner, sampler and log-probs."""
+"""SGLang on the CPU, in the process of each rank: its own scheduler, model runner, sampler and
+log-probs."""
 
 import importlib.metadata
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.experts import BY_EXPERT
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import ParameterRecord, record_parameter
+from rlk_align.engines.common.places import Place, shards_of
 from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.sglang.attributes import sglang_attributes
 from rlk_align.engines.sglang.boot import prepare
@@ -38,7 +40,7 @@ _SEQUENCES = 64
 
 
 class SGLangEngine(Engine):
-    """`sglang:temperature=T,top_p=P,logprobs=raw|processed,chunked_prefill_size=N,page_size=N`:
+    """`sglang:tp=N,temperature=T,top_p=P,logprobs=raw|processed,chunked_prefill_size=N,page_size=N`:
     samples, and prefills the sampled sequences again.
 
     SGLang packs, chunks and batches the requests. A prefill has to sample one token. Log-probs are
@@ -56,7 +58,7 @@ class SGLangEngine(Engine):
                 "device=cpu",
             )
         self._passes = 0
-        self._stand_ins = prepare(raw=self._raw)
+        self._stand_ins = prepare(raw=self._raw, ranks=self.ranks.world)
         option = self.spec.option
         named = {
             "attention_backend": "attention_backend",
@@ -67,6 +69,7 @@ class SGLangEngine(Engine):
         }
         try:
             self._session = Session(
+                self.ranks,
                 model_path=str(self.model_path),
                 device="cpu",
                 dtype=self.spec.dtype(self.shape.dtype),
@@ -114,11 +117,20 @@ class SGLangEngine(Engine):
         return sglang_attributes(self.model, self.shape) | processing(temperature)
 
     def code(self) -> dict[str, CodePlace]:
-        return code_places(self.model, sglang_places(self.model, self.shape))
+        return code_places(self.model, self._places)
+
+    def shards(self) -> dict[str, list[tuple[int, int, int]]]:
+        return shards_of(self._places)
+
+    @property
+    def _places(self) -> list[Place]:
+        return list(sglang_places(self.model, self.shape, self.ranks.world))
 
     def weights(self) -> Iterator[ParameterRecord]:
-        for parameter in sglang_weights(self.model, self.shape):
-            yield record_parameter(parameter)
+        for parameter in sglang_weights(self.model, self.shape, self.ranks):
+            # Every rank gathers, and rank 0 records.
+            if self.ranks.rank == 0:
+                yield record_parameter(parameter)
 
     def unexposed(self, kind: str) -> dict[str, str]:
         fused = {}
@@ -158,7 +170,7 @@ class SGLangEngine(Engine):
         responses = [a.ids for a in answers]
         if forced and responses != [list(s.response_ids) for s in batch.samples]:
             raise EngineFailed("SGLang did not sample the forced tokens")
-        return Sampled(responses, {i: _float32(a.logprobs) for i, a in enumerate(answers)})
+        return Sampled(responses, self._reported([a.logprobs for a in answers]))
 
     def score(
         self,
@@ -182,13 +194,19 @@ class SGLangEngine(Engine):
         done(len(answers))
         if "logprob" in self.unexposed("prefill"):
             return {}
-        scored = {}
-        for i, (s, answer) in enumerate(zip(batch.samples, answers, strict=True)):
+        scored = []
+        for s, answer in zip(batch.samples, answers, strict=True):
             first, *logprobs = answer.sequence_logprobs
             assert first is None, answer
             assert len(logprobs) == len(s.response_ids), answer
-            scored[i] = _float32(logprobs)
-        return scored
+            scored.append(logprobs)
+        return self._reported(scored)
+
+    def _reported(self, logprobs: Sequence[Sequence[float | None]]) -> Logprobs:
+        """The log-probs of all samples, which every rank has, as rank 0 reports them."""
+        if self.ranks.rank:
+            return {}
+        return {i: np.array(values, dtype=np.float32) for i, values in enumerate(logprobs)}
 
     def _run(
         self,
@@ -205,7 +223,8 @@ class SGLangEngine(Engine):
         salted = [_salted(r, f"pass {self._passes}") for r in requests]
         samples = {r.rid: i for i, r in enumerate(salted)}
         editor = Editor.of(intervention, batch)
-        with SGLangTaps(self.runner, self.shape, tap, editor, samples, sampled) as taps:
+        hooks = SGLangTaps(self.runner, self.ranks, self.shape, tap, editor, samples, sampled)
+        with hooks as taps:
             if forced:
                 taps.force(batch)
             return self._session.run(salted)
@@ -214,7 +233,3 @@ class SGLangEngine(Engine):
 def _salted(request: Request, salt: str) -> Request:
     """The request of one pass: ids of earlier passes are not used again."""
     return replace(request, rid=f"{salt}, sample {request.rid}", salt=salt)
-
-
-def _float32(logprobs: Sequence[float | None]) -> np.ndarray:
-    return np.array(logprobs, dtype=np.float32)

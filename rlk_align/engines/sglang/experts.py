@@ -18,6 +18,8 @@ from rlk_align.engines.common.experts import (
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.parameters import LiveParameter
 from rlk_align.engines.common.site_hooks import SiteHooks
+from rlk_align.engines.common.weights import shared_evenly
+from rlk_align.engines.process.ranks import Ranks
 from rlk_align.errors import EngineFailed
 
 FUSED = "SGLang computes a layer's experts in one call, in which no module sees their rows"
@@ -90,13 +92,15 @@ def replace_choice(hooks: Hooks, block: Any, choose: Choose) -> None:
     hooks.replace(block.topk, "forward", forward)
 
 
-def expert_weights(model: Any) -> Iterator[LiveParameter]:
-    """The weights of all experts, which SGLang stacks with gate above up."""
+def expert_weights(model: Any, ranks: Ranks) -> Iterator[LiveParameter]:
+    """The weights of all experts, which SGLang stacks with gate above up; called on all ranks."""
     for i, block in sparse_blocks(model).items():
         gate_up, down = block.experts.w13_weight.detach(), block.experts.w2_weight.detach()
         half = gate_up.shape[1] // 2
+        # With the kernels, the ranks share the rows of down_proj.
+        dim = 0 if ranks.world > 1 and has_kernels(block) else 1
         for e in range(len(gate_up)):
             of = f"layers.{i}.experts.{e}"
-            yield LiveParameter(f"{of}.gate_proj", gate_up[e, :half])
-            yield LiveParameter(f"{of}.up_proj", gate_up[e, half:])
-            yield LiveParameter(f"{of}.down_proj", down[e])
+            yield shared_evenly(f"{of}.gate_proj", gate_up[e, :half], 0, ranks)
+            yield shared_evenly(f"{of}.up_proj", gate_up[e, half:], 0, ranks)
+            yield shared_evenly(f"{of}.down_proj", down[e], dim, ranks)

@@ -2,12 +2,15 @@
 
 from typing import Any
 
+from rlk_align.engines.common.tensor_parallel import check_shared
 from rlk_align.engines.info import ReadOption
 from rlk_align.errors import BadOption, ModelError
 from rlk_align.model.shape import ModelShape
 
 VERSION = "0.5.23"
 """The version whose private methods the adapter was tested with."""
+_PADDING = 32
+"""On a CPU SGLang pads the MLP's features of each rank to a multiple of this."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """The families whose model classes in SGLang were run."""
 
@@ -48,6 +51,7 @@ def check_sglang(option: ReadOption, config: dict[str, Any], shape: ModelShape) 
         )
     if shape.experts:
         _check_sparse(config, shape)
+    _check_shared(option, shape)
 
 
 def _check_sparse(config: dict[str, Any], shape: ModelShape) -> None:
@@ -70,6 +74,28 @@ def _check_sparse(config: dict[str, Any], shape: ModelShape) -> None:
             "save the checkpoint with its head and tie_word_embeddings=false, or compare with "
             "--rollout vllm or --rollout hf",
         )
+
+
+def _check_shared(option: ReadOption, shape: ModelShape) -> None:
+    """On CPUs SGLang adds zeros to sizes that the ranks do not divide, so that no rank has the
+    features that it would have without them."""
+    tp, kernels = int(option("tp") or 1), option("kernels") == "rlk"
+    check_shared("sglang", shape, tp, fused_qkv=False, kernels=kernels)
+    if option("ep") != 1:
+        raise BadOption(
+            f"engine 'sglang': ep={option('ep')}: without sgl_kernel, SGLang on a CPU cannot "
+            "compute the experts of one rank: it fails at the first expert of another rank",
+            "leave ep out; tp divides every expert among the ranks",
+        )
+    step, inner = _PADDING * tp, shape.expert_intermediate or shape.intermediate
+    padded = {"key-value heads": (shape.kv_heads, tp), "features of an MLP": (inner, step)}
+    for what, (size, multiple) in padded.items():
+        if size % multiple:
+            raise BadOption(
+                f"engine 'sglang': with tp={tp} SGLang pads {size} {what} to a multiple of "
+                f"{multiple} on a CPU, and padded models are not supported",
+                "lower tp, or compare with --rollout vllm",
+            )
 
 
 def _is_set(config: dict[str, Any], key: str) -> bool:

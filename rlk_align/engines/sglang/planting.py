@@ -14,6 +14,7 @@ from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import first
 from rlk_align.engines.common.products import Method
 from rlk_align.engines.common.weights import Parameter
+from rlk_align.engines.process.ranks import all_gather
 from rlk_align.engines.sglang.experts import replace_choice, sparse_blocks
 from rlk_align.engines.sglang.places import sglang_places
 from rlk_align.engines.sglang.taps import on_rotation, row_counts
@@ -22,6 +23,7 @@ from rlk_align.selftest.faults.catalogue import Chosen
 from rlk_align.selftest.planting.fused_operators import FusedOperators
 from rlk_align.selftest.planting.live_operators import plant
 from rlk_align.selftest.planting.operands import Formula, ForwardTokens, Report, Unit, in_place_of
+from rlk_align.selftest.planting.rank import Sharing
 from rlk_align.selftest.planting.sparse_layers import KernelLayers, Routing, SparseLayers, swap
 
 
@@ -29,12 +31,18 @@ class SGLangOperators(FusedOperators):
     """The operators of the model in this process."""
 
     def __init__(self, engine: Any, chosen: Chosen) -> None:
-        self._runner = engine.runner
-        super().__init__(engine, engine.model, sglang_places(engine.model, engine.shape), chosen)
+        self._runner, self._ranks = engine.runner, engine.ranks
+        ranks = self._ranks
+        sharing = Sharing(rank=ranks.rank, ranks=ranks.world, gather=self._gather)
+        places = sglang_places(engine.model, engine.shape, ranks.world)
+        super().__init__(engine, engine.model, places, chosen, sharing)
         self.before(self._model.model, self._note_rows)
 
+    def _gather(self, local: torch.Tensor) -> list[torch.Tensor]:
+        return all_gather(local, self._ranks)
+
     def plan(self) -> Iterable[Parameter]:
-        return parameter_plan(self._model, self.shape)
+        return parameter_plan(self._model, self.shape, self._ranks.world)
 
     def tensor(self, path: str) -> torch.Tensor | None:
         return live_parameter(self._model, path)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rlk_align.engines.process.ranks import Ranks
 from rlk_align.errors import EngineFailed
 
 
@@ -38,9 +39,10 @@ class Answer:
 
 
 class Session:
-    """The scheduler as its process would run it, with overlap and CUDA graphs off."""
+    """The scheduler as its process would run it, with overlap and CUDA graphs off. Each of several
+    ranks has one, and they get the same requests."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, ranks: Ranks, **settings: Any) -> None:
         """`settings`: those of SGLang's ServerArgs. `sglang` must be ready to be imported."""
         from sglang.srt.managers.scheduler import Scheduler, SpawnRanks
         from sglang.srt.runtime_context import publish
@@ -48,12 +50,14 @@ class Session:
 
         args = ServerArgs(
             skip_tokenizer_init=True,
+            tp_size=ranks.world,
             disable_overlap_schedule=True,
             disable_cuda_graph=True,
             log_level="warning",
             **settings,
         )
-        publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
+        publish(args, role="scheduler", ranks=SpawnRanks(ranks.rank, None, ranks.rank))
+        # SGLang communicates in the process group that the ranks have joined.
         self._scheduler = Scheduler(args, PortArgs.init_new(args))
         self._outputs: list[Any] = []
         self._scheduler.output_streamer.send_to_detokenizer = self

@@ -14,6 +14,7 @@ from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.rows import packed_rows
 from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
+from rlk_align.engines.process.ranks import Ranks
 from rlk_align.engines.sglang.experts import on_choices, replay_choices
 from rlk_align.engines.sglang.head import HEAD
 from rlk_align.engines.sglang.places import sglang_places
@@ -28,6 +29,7 @@ class SGLangTaps(SiteHooks):
     def __init__(
         self,
         runner: Any,
+        ranks: Ranks,
         shape: ModelShape,
         tap: PassWriter | None,
         editor: Editor | None,
@@ -37,7 +39,8 @@ class SGLangTaps(SiteHooks):
         """`samples`: id of a request -> sample; `sampled`: per sample, the positions whose logits
         are wanted."""
         model = runner.model
-        super().__init__(model, sglang_places(model, shape), tap, editor)
+        places = sglang_places(model, shape, ranks.world)
+        super().__init__(model, places, tap, editor, ranks)
         self._runner, self._samples, self._sampled = runner, samples, sampled
         self._pruned = np.empty(0, dtype=np.int64)
         self._logits: LiveRows | None = None

@@ -19,9 +19,9 @@ from rlk_align.engines.common.experts import (
     on_kernels,
 )
 from rlk_align.engines.common.hooks import Hooks
-from rlk_align.engines.common.layout import even
 from rlk_align.engines.common.parameters import LiveParameter
 from rlk_align.engines.common.site_hooks import SiteHooks
+from rlk_align.engines.common.weights import shared_evenly
 from rlk_align.engines.process.ranks import Ranks, all_gather
 from rlk_align.errors import EngineFailed
 from rlk_align.model.shape import ModelShape
@@ -136,16 +136,9 @@ def expert_weights(model: Any, shape: ModelShape, ranks: Ranks) -> Iterator[Live
                 ("gate_proj", gate_up[e, :inner]),
                 ("up_proj", gate_up[e, half : half + inner]),
             ):
-                yield _shared_evenly(f"{of}.{op}", rows, 0, ranks)
+                yield shared_evenly(f"{of}.{op}", rows, 0, ranks)
             columns = down[e] if dim == 0 else down[e, :, :inner]
-            yield _shared_evenly(f"{of}.down_proj", columns, dim, ranks)
-
-
-def _shared_evenly(name: str, local: torch.Tensor, dim: int, ranks: Ranks) -> LiveParameter:
-    """A parameter of which each rank has an equal slice along `dim`."""
-    layout = even(name, local.shape[dim] * ranks.world, ranks.world)
-    parts = all_gather(local, ranks)
-    return LiveParameter(name, layout.assemble(name, parts, dim), layout.shards(name, dim))
+            yield shared_evenly(f"{of}.down_proj", columns, dim, ranks)
 
 
 def unpacked(routed: Any, name: str) -> torch.Tensor:

@@ -4,9 +4,15 @@ runs the code of transformers."""
 from collections.abc import Iterator
 from typing import Any
 
-from rlk_align.engines.common.experts import BY_EXPERT, has_kernels
-from rlk_align.engines.common.fused_places import Sparse, fused_places, head_path, place_of
-from rlk_align.engines.common.layout import in_slots, of_outputs
+from rlk_align.engines.common.experts import has_kernels
+from rlk_align.engines.common.fused_places import (
+    Sparse,
+    expert_places,
+    fused_places,
+    head_path,
+    place_of,
+)
+from rlk_align.engines.common.layout import of_outputs
 from rlk_align.engines.common.places import FIRST, HEADS_FIRST, End, Place, embedding_place
 from rlk_align.engines.vllm.experts import FUSED, PARTIAL, sparse_blocks
 from rlk_align.model.operators import OPERATORS, layer_modules
@@ -113,14 +119,6 @@ def _sparse_places(block: str, name: str, shape: ModelShape, shown: int) -> Iter
     yield Place(sites=(f"{name}.router",), module=f"{block}.gate")
     for op in ("experts", "routing_weights"):
         yield Place(sites=(f"{name}.{op}",), module=f"{block}.experts", end="inside")
-    for op in BY_EXPERT:
-        site = f"{name}.{op}"
-        size = shape.hidden if op == "down_proj" else shape.expert_intermediate
-        yield Place(
-            sites=(site,),
-            module=f"{block}.experts",
-            end="inside",
-            layout=in_slots(site, size, shape.top_k, shown) if shown > 1 else None,
-            unexposed="" if shown else FUSED,
-        )
+    unexposed = "" if shown else FUSED
+    yield from expert_places(name, f"{block}.experts", shape, shown, unexposed)
     yield Place(sites=(f"{name}.moe_out",), module=block)

@@ -252,15 +252,13 @@ class Reference:
             # Some engines round the product before they add the bias.
             extra = extra + rounding_variance(out - bias, self.dtype)
         if site.op in self._added:
-            total = torch.zeros_like(out)
-            for of_rank, columns in zip(
-                x.chunk(self._tp, dim=1), weight.chunk(self._tp, dim=1), strict=True
-            ):
-                partial = formulas.linear(of_rank, columns, None)
-                total = total + partial
-                # Each rank rounds its partial sum, and every addition of two is rounded.
-                extra = extra + rounding_variance(partial, self.dtype)
-                extra = extra + rounding_variance(total, self.dtype)
+            shares = zip(x.chunk(self._tp, 1), weight.chunk(self._tp, 1), strict=True)
+            partial = [formulas.linear(*share, None) for share in shares]
+            # Each rank rounds its partial sum, and every addition of two is rounded. Some engines
+            # add the bias to the first.
+            rounded = [*partial, *torch.stack(partial).cumsum(dim=0)]
+            rounded += [] if bias is None else [partial[0] + bias]
+            extra = sum((rounding_variance(part, self.dtype) for part in rounded), extra)
         return out, extra
 
     def _embedded(self, site: Site, rows: torch.Tensor) -> torch.Tensor:

@@ -128,7 +128,8 @@ class LiveOperators(Hooks, ABC):
 
     def biased(self, site: str) -> bool:
         """Whether the operator's own module adds a bias."""
-        return getattr(self.module(site), "bias", None) is not None
+        holder = self._model.get_submodule(self._places[site].holder)
+        return getattr(holder, "bias", None) is not None
 
     def attended(
         self,
@@ -228,7 +229,11 @@ class LiveOperators(Hooks, ABC):
             self.put_back(site, in_place_of(formula, unit), value)
 
         if self._places[site].end == "input":
-            self.before(module, lambda _, inputs: see(None, inputs, inputs[0]))
+            # The module with the parameters ran before.
+            given: list[Any] = []
+            holder = self._model.get_submodule(self._places[site].holder)
+            self.before(holder, lambda _, inputs: given.append(inputs))
+            self.before(module, lambda _, inputs: see(None, given.pop(), inputs[0]))
         else:
             self.after(module, see)
 

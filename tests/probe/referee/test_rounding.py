@@ -184,6 +184,24 @@ def test_a_bias_that_is_added_to_a_rounded_product_is_no_gain(
     assert over(errors(lost, reference.nearest(site, large, lost)))
 
 
+def test_a_bias_in_the_first_ranks_partial_sum_has_its_rounding(tmp_path: Path) -> None:
+    """A rank's sum is above 2, and the output below it, where numbers are closer together."""
+    made = checkpoint(tmp_path, "llama")
+    shape = read_shape(made)
+    site = next(s for s in model_sites(shape) if s.op == "o_proj")
+    added = frozenset({"o_proj"})
+    reference = Reference(made, shape, "bfloat16", 2, {}, {}, CPU, added=added)
+    weight, x = outputs(FEATURES, 64).abs(), 0.002 * outputs(features=64, seed=1).abs()
+    x[:, 32:] *= -4
+    bias = torch.full((FEATURES,), 2.0).double()
+    first = formulas.linear(x[:, :32], weight[:, :32], bias)
+    got = rounded(rounded(first) + rounded(formulas.linear(x[:, 32:], weight[:, 32:], None)))
+    exact, extra = reference._sums(site, x, weight, bias)
+    assert bool((exact < 2).all() and (first > 2).all())
+    unit = rounding_variance(exact, "bfloat16") + extra
+    assert 0.8 < float(((got - exact).square().sum() / unit.sum()).sqrt()) < 1.05
+
+
 def test_a_product_that_rounds_to_its_neighbour_is_no_error_of_a_sum(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

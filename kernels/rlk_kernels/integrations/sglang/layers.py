@@ -6,24 +6,49 @@ T = packed rows of all requests   F = features
 
 from typing import Any
 
+from sglang.srt.distributed import get_tp_group
 from torch import Tensor
 
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.experts import Sparse
 from rlk_kernels.integrations.operators import Counted
+from rlk_kernels.integrations.sglang import ranks
+from rlk_kernels.parallel.embedding import local_ids, of_owner
 
 
 class Embedding(Counted):
     weight: Tensor
+    tp_size: int
 
     def forward(self, input_: Tensor) -> Tensor:
         self.count()
-        return profile.embed(input_, self.weight)
+        if self.tp_size == 1:
+            return profile.embed(input_, self.weight)
+        # Each rank looks up all ids, and the row of the rank that has the id is taken.
+        rows, ids = len(self.weight), input_.long()
+        local, _ = local_ids(ids, get_tp_group().rank_in_group, rows)
+        every = ranks.columns(profile.embed(local, self.weight))
+        return of_owner(every.unflatten(-1, (self.tp_size, -1)).movedim(-2, 0), ids, rows)
 
 
 class Linear(Counted):
     """A linear whose `quant_method` is an `RlkLinearMethod`, which counts its calls."""
+
+
+class RowLinear(Linear):
+    """o_proj or down_proj, which several ranks compute by rows of its weight."""
+
+    quant_method: Any
+    bias: Tensor | None
+    rlk_shares_outputs = False
+    """Whether the parameters are rows of the whole ones."""
+
+    def forward(self, input_: Tensor, *args: Any, **more: Any) -> Any:
+        if not self.rlk_shares_outputs:
+            return super().forward(input_, *args, **more)
+        y = self.quant_method.apply(self, ranks.columns(input_), self.bias)
+        return ranks.summand(y), None
 
 
 class Norm(Counted):
@@ -88,6 +113,7 @@ class SparseBlock(Sparse):
     gate: Any
     topk: Any
     experts: Any
+    tp_size: int
 
     def forward(self, hidden_states: Tensor, forward_batch: Any = None) -> Tensor:
         self.count()
@@ -96,3 +122,9 @@ class SparseBlock(Sparse):
         weights, ids = self.choose(logits, how.top_k, how.renormalize)
         stacked = self.experts.w13_weight, self.experts.w2_weight
         return self.compute(hidden_states, weights, ids, *stacked)
+
+    def columns(self, x: Tensor) -> Tensor:
+        return x if self.tp_size == 1 else ranks.columns(x)
+
+    def whole(self, x: Tensor) -> Tensor:
+        return x if self.tp_size == 1 else ranks.summand(x)

@@ -69,10 +69,17 @@ def _install(runner: Any) -> None:
     use_kernels(runner, _registered[0])
 
 
-def _report(scheduler: Any, path: str) -> None:
-    """Writes `check` of this process to a file, because SGLang's calls return no values."""
-    found = check(scheduler)
-    Path(path).write_text(json.dumps(asdict(found)), encoding="utf-8")
+def _report(scheduler: Any, folder: str) -> None:
+    """Writes what `check` says of this rank to a file, because SGLang's calls return no values, and
+    errors of the first rank alone."""
+    from sglang.srt.distributed import get_tp_group
+
+    try:
+        found: dict[str, Any] = {"found": asdict(check(scheduler))}
+    except NotSupported as error:
+        found = {"refused": str(error)}
+    file = Path(folder) / f"rank{get_tp_group().rank_in_group}.json"
+    file.write_text(json.dumps(found), encoding="utf-8")
 
 
 def check(engine: Any) -> Replacement:
@@ -87,13 +94,18 @@ def check(engine: Any) -> Replacement:
 
 def _check_apart(engine: Any) -> Replacement:
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "operators.json"
         try:
-            engine.collective_rpc(REPORT, path=str(file))
+            # SGLang waits for all ranks.
+            engine.collective_rpc(REPORT, folder=folder)
         except AssertionError as error:
             why = str(error)
             if REPORT in why:
                 why = "the kernels are not registered: RLK_KERNELS=1 was not set when it started"
             raise NotSupported(f"in SGLang's scheduler, {why}") from error
-        written = json.loads(file.read_text(encoding="utf-8"))
-    return Replacement(**{name: tuple(value) for name, value in written.items()})
+        files = [Path(folder) / f"rank{r}.json" for r in range(engine.server_args.tp_size)]
+        ranks = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    for rank, written in enumerate(ranks):
+        if "refused" in written:
+            where = f"on rank {rank}: " if len(ranks) > 1 else ""
+            raise NotSupported(f"in SGLang's scheduler, {where}{written['refused']}")
+    return Replacement(**{name: tuple(value) for name, value in ranks[0]["found"].items()})

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import (
@@ -38,16 +39,15 @@ from rlk_kernels.integrations.operators import (
 )
 from rlk_kernels.integrations.operators import check as check_operators
 from rlk_kernels.integrations.rotary import rotation
-from rlk_kernels.integrations.sglang import layers, settings
+from rlk_kernels.integrations.sglang import layers, ranks, settings
 from rlk_kernels.integrations.sglang.attention import Attention, RlkAttentionBackend
 from rlk_kernels.integrations.sglang.logprobs import PromptLogprobs, SampledLogprobs, Sampling
 from rlk_kernels.integrations.token_logprobs import TokenLogprobs
 
 CLASSES: dict[type, type] = {
     VocabParallelEmbedding: layers.Embedding,
-    **dict.fromkeys(
-        (QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear), layers.Linear
-    ),
+    **dict.fromkeys((QKVParallelLinear, MergedColumnParallelLinear), layers.Linear),
+    RowParallelLinear: layers.RowLinear,
     RMSNorm: layers.Norm,
     **dict.fromkeys(
         (
@@ -153,6 +153,10 @@ def _of_modules(modules: Iterable[Any]) -> Iterator[str]:
                 or m.fp32_residual
                 or m.override_orig_dtype
             ),
+            "on several ranks, a RowParallelLinear that adds up partial sums itself, takes its "
+            "whole input, or leaves its bias to the next module": isinstance(m, RowParallelLinear)
+            and get_tp_group().world_size > 1
+            and (m.reduce_results or not m.input_is_parallel or m.skip_bias_add),
             "interleaved rotary pairs": isinstance(m, RotaryEmbedding) and not m.is_neox_style,
             "scaled or capped logits": isinstance(m, LogitsProcessor) and scaled is not None,
             "attention with a window, a cap or scales": isinstance(m, RadixAttention)
@@ -166,9 +170,16 @@ def _of_modules(modules: Iterable[Any]) -> Iterator[str]:
 
 def _prepare(undo: ExitStack, module: Any, runner: Any) -> None:
     """Gives a module what its new class reads."""
+    several = get_tp_group().world_size > 1
     if isinstance(module, layers.Linear):
         _set(undo, module, "quant_method", RlkLinearMethod())
-    elif isinstance(module, layers.Rotary):
+    if isinstance(module, layers.RowLinear) and several:
+        for name in ("weight",) if module.bias is None else ("weight", "bias"):
+            ranks.share_outputs(undo, module, name)
+        module.rlk_shares_outputs = True
+    elif isinstance(module, layers.SparseBlock) and several:
+        ranks.share_outputs(undo, module.experts, "w2_weight")
+    if isinstance(module, layers.Rotary):
         rope = dict(runner.model_config.hf_config.rope_parameters)
         module.rlk_inv_freq, module.rlk_scaling = rotation(rope, module.rotary_dim)
 

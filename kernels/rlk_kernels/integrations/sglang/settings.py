@@ -19,7 +19,9 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 """model_type -> SGLang's class."""
-ONE = ("tp_size", "dp_size", "pp_size", "ep_size", "attn_cp_size", "dcp_size", "moe_dp_size")
+ONE = ("dp_size", "pp_size", "ep_size", "attn_cp_size", "dcp_size", "moe_dp_size")
+PADDING = 32
+"""On CPUs SGLang pads the MLP's features of each rank to a multiple of this."""
 OFF = {
     "enable_dp_attention": "attention divided among data-parallel ranks was not run",
     "enable_deterministic_inference": "it replaces torch's operators; the kernels need none of it",
@@ -69,7 +71,9 @@ def check(runner: Any) -> None:
     model = runner.model_config
     dtype = str(model.dtype).removeprefix("torch.")
     args = resolved_view(runner.server_args)
-    refuse("SGLang", [*of_server(args, str(runner.device), dtype), *of_model(model.hf_config)])
+    config = model.hf_config
+    refused = *of_server(args, str(runner.device), dtype), *of_model(config)
+    refuse("SGLang", [*refused, *of_ranks(config, args.tp_size)])
 
 
 def of_server(args: Any, device: str, dtype: str) -> Iterator[str]:
@@ -78,7 +82,7 @@ def of_server(args: Any, device: str, dtype: str) -> Iterator[str]:
         yield f"device={device}: the kernels were run in SGLang on CPUs only"
     for name in ONE:
         if (ranks := getattr(args, name, 1)) not in (None, 1):
-            yield f"{name}={ranks}: several ranks were not run"
+            yield f"{name}={ranks}: of several ranks, tp_size alone was run"
     for name, why in OFF.items():
         if value := getattr(args, name, None):
             yield f"{name}={value}: {why}"
@@ -125,3 +129,20 @@ def of_model(config: Any) -> Iterator[str]:
             yield f"decoder_sparse_step={step}: {wrong}"
         if config.tie_word_embeddings:
             yield f"tie_word_embeddings: {wrong}"
+
+
+def of_ranks(config: Any, ranks: int) -> Iterator[str]:
+    """A reason for each size of the model that tensor-parallel ranks cannot divide. On CPUs SGLang
+    pads these sizes with zeros, and keeps them as `original_*`."""
+    heads = getattr(config, "original_num_attention_heads", config.num_attention_heads)
+    kv_heads = getattr(config, "original_total_num_kv_heads", config.num_key_value_heads)
+    inner = "moe_intermediate_size" if config.model_type == "qwen3_moe" else "intermediate_size"
+    sizes = {
+        "hidden_size": (config.hidden_size, ranks),
+        "num_attention_heads": (heads, ranks),
+        "num_key_value_heads": (kv_heads, ranks),
+        inner: (getattr(config, f"original_{inner}", getattr(config, inner)), PADDING * ranks),
+    }
+    for name, (size, multiple) in sizes.items():
+        if size % multiple:
+            yield f"{name}={size}, which is no multiple of {multiple}, with {ranks} ranks"
