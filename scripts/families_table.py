@@ -23,7 +23,7 @@ from rlk_align.model.families import FAMILIES  # noqa: E402
 FOUND = ROOT / "reports" / "engines" / "families.json"
 PAGE = ROOT / "docs" / "families.md"
 EDGE = "prefill_vs_train"
-WITHOUT_SDPA = {"gemma2": "hf:attn=eager,batch=4"}
+WITHOUT_SDPA = dict.fromkeys(("gemma2", "gpt_oss"), "hf:attn=eager,batch=4")
 """model_type -> the spec of transformers, where its default attention is refused."""
 IN_MATRIX = "in the test matrix"
 HEAD = """# Families

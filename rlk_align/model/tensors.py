@@ -32,9 +32,9 @@ def expected_tensors(config: dict, shape: ModelShape) -> dict[str, tuple[int, ..
         dimensions = tuple(shape.size(d) for d in site.operator.weight)
         for parameter in site_parameters(site, shape):
             shapes[tensor_name(parameter, shape.family.modules)] = dimensions
-        if site.operator.name in biased:
-            bias = tensor_name(f"{site.parameter}.bias", shape.family.modules)
-            shapes[bias] = dimensions[:1]
+            if site.operator.name in biased:
+                bias = tensor_name(f"{parameter}.bias", shape.family.modules)
+                shapes[bias] = dimensions[:1]
     return shapes
 
 

@@ -21,7 +21,7 @@ from rlk_align.selftest.faults.catalogue import FAULTS, choose
 
 SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
 EDGE = "prefill_vs_train"
-TRAIN = {"gemma2": "hf:attn=eager,batch=4"}
+TRAIN = dict.fromkeys(("gemma2", "gpt_oss"), "hf:attn=eager,batch=4")
 """model_type -> the spec of transformers, where its default attention is refused."""
 
 
@@ -255,6 +255,18 @@ FAULTY = [
     in_vllm("hunyuan_v1_dense", "norm-before-rotation"),
     in_hf("gemma", "norm-gain"),
     in_vllm("gemma", "embed-scaled"),
+    # Sinks, biases of routers and of experts, a clamp, windows.
+    in_hf("gpt_oss", "attn-sinks-left-out"),
+    in_hf("gpt_oss", f"attn-window@{1 / 7:.6f}"),
+    in_hf("gpt_oss", "attn-window-wide"),
+    in_hf("gpt_oss", "router-bias-dropped"),
+    in_hf("gpt_oss", "expert-biases-dropped"),
+    in_hf("gpt_oss", "expert-clamp-left-out"),
+    in_vllm("gpt_oss", "attn-sinks-left-out"),
+    in_vllm("gpt_oss", f"attn-window@{1 / 7:.6f}"),
+    in_vllm("gpt_oss", "attn-window-wide"),
+    in_vllm("gpt_oss", "router-bias-dropped"),
+    in_vllm("gpt_oss", "expert-biases-dropped-inside"),
     in_hf("glm4", "proj-bias-dropped"),
     in_hf("glm4", "post-norm-left-out"),
     in_vllm("glm4", "post-norm-left-out"),

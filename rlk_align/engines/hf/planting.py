@@ -3,6 +3,7 @@
 B = sequences, T = tokens of each in this forward, H = heads, D = features of a head.
 """
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -136,9 +137,11 @@ class HFSparseLayers(SparseLayers):
         gate, functional = router_of(self._blocks[layer]), torch.nn.functional
         route, product = gate.forward, functional.linear
 
-        def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            result = product(x, weight)
-            unit = Unit(result=result, inputs=(x,), weight=weight.detach(), head_dim=1)
+        def linear(
+            x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            result = product(x, weight, bias)
+            unit = Unit(result=result, inputs=(x,), weight=weight.detach(), bias=bias, head_dim=1)
             return in_place_of(formula, unit)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -171,6 +174,12 @@ class HFSparseLayers(SparseLayers):
     def leave_out_gate(self, layer: int) -> None:
         block = self._blocks[layer]
         without_gate(self._hooks, block.shared_expert, block.shared_expert_gate.weight.detach())
+
+    def drop_biases(self, layer: int) -> None:
+        self._hooks.replace(self._blocks[layer].experts, "has_bias", False)
+
+    def leave_out_clamp(self, layer: int) -> None:
+        self._hooks.replace(self._blocks[layer].experts, "limit", math.inf)
 
     def swap_experts(self, layer: int, one: int, other: int) -> None:
         weight = self._blocks[layer].experts.gate_up_proj.detach()
