@@ -9,7 +9,7 @@ from typing import Any
 import families_table
 import pytest
 from command import Cli, Outcome, require_engine
-from family_models import ALLOWED, SETTINGS, family_model
+from family_models import ALLOWED, SETTINGS, THETA, YARN, family_model
 
 from rlk_align.engines.common.experts import BY_EXPERT
 from rlk_align.engines.vllm.limits import check_vllm
@@ -121,6 +121,14 @@ def test_vllm_refuses_what_it_does_not_compute() -> None:
     assert refused.value.fix == "compare with --rollout hf"
     with pytest.raises(BadOption, match="its norms over all heads need all ranks"):
         check_vllm({"tp": 2}.get, config, replace(shape, model_type="olmoe"))
+    biased = replace(shape, model_type="gpt_oss", swiglu_limit=7.0)
+    yarn = config | {"rope_parameters": YARN | {"truncate": False}, "attention_bias": True}
+    check_vllm({}.get, yarn, biased)
+    with pytest.raises(BadOption, match="its ranks share sinks and the biases of experts"):
+        check_vllm({"tp": 2}.get, yarn, biased)
+    for setting in ({"swiglu_limit": 5.0}, {"rope_parameters": THETA}, {"attention_bias": False}):
+        with pytest.raises(ModelError, match="engine 'vllm' does not support"):
+            check_vllm({}.get, yarn | setting, biased)
 
 
 @pytest.mark.whole_matrix
@@ -149,6 +157,13 @@ def test_an_attention_that_ignores_the_cap_is_refused(
         done = cli("compare", "--model", model, "--rollout", "hf:attn=eager", "--train", spec)
         assert done.code == 2
         assert "attn=sdpa ignores attn_logit_softcapping=0.5 of config.json" in done.err
+
+
+def test_an_attention_without_sinks_is_refused(cli: Cli, tmp_path: Path) -> None:
+    model = family_model(tmp_path, "gpt_oss")
+    done = cli("compare", "--model", model, "--rollout", "hf:attn=eager", "--train", "hf")
+    assert done.code == 2
+    assert "attn=sdpa ignores the sinks of a gpt_oss model's attention" in done.err
 
 
 def in_hf(family: str, fault: str, *both: str) -> Planted:

@@ -65,7 +65,9 @@ def gate_and_up(
     fused: torch.Tensor, dim: int, interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The halves of a fused product or weight along `dim`, or its entries in turn."""
-    halves = fused.unflatten(dim, (-1, 2)).unbind(dim + 1) if interleaved else fused.chunk(2, dim)
+    halves = fused.chunk(2, dim)
+    if interleaved:
+        halves = fused.unflatten(dim, (-1, 2)).movedim(dim % fused.dim() + 1, 0)
     return halves[0], halves[1]
 
 

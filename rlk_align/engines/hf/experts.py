@@ -77,7 +77,7 @@ def expert_weights(
     for i, block in sparse_blocks(model):
         with gathered(block.experts.parameters()):
             yield from _of_stacks(f"layers.{i}.experts", block.experts, "")
-            if block.experts.has_bias:
+            if hasattr(block.experts, "gate_up_proj_bias"):
                 yield from _of_stacks(f"layers.{i}.experts", block.experts, "_bias")
 
 

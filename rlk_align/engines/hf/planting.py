@@ -3,14 +3,13 @@
 B = sequences, T = tokens of each in this forward, H = heads, D = features of a head.
 """
 
-import math
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from rlk_align.engines.common.experts import Choose
+from rlk_align.engines.common.experts import Choose, gate_and_up
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.transformers_rope import on_rotation
 from rlk_align.engines.common.weights import unfused
@@ -179,7 +178,13 @@ class HFSparseLayers(SparseLayers):
         self._hooks.replace(self._blocks[layer].experts, "has_bias", False)
 
     def leave_out_clamp(self, layer: int) -> None:
-        self._hooks.replace(self._blocks[layer].experts, "limit", math.inf)
+        experts = self._blocks[layer].experts
+
+        def apply(gate_up: torch.Tensor) -> torch.Tensor:
+            gate, up = gate_and_up(gate_up, -1, not experts.is_concatenated)
+            return (up + 1) * (gate * torch.sigmoid(gate * experts.alpha))
+
+        self._hooks.replace(experts, "_apply_gate", apply)
 
     def swap_experts(self, layer: int, one: int, other: int) -> None:
         weight = self._blocks[layer].experts.gate_up_proj.detach()
