@@ -54,8 +54,9 @@ layer are not recomputed, and the experts' sum is recomputed from the experts' i
 
 
 FOOT = """The cells were measured with {packages}; the raw results are in
-[families.json](../reports/engines/families.json). Gemma 2 is compared with eager attention in
-batches of 4, because transformers' sdpa ignores its cap and is refused.
+[families.json](../reports/engines/families.json). Gemma 2 and GPT-OSS are compared with eager
+attention in batches of 4, because transformers' sdpa ignores the cap of the one and the sinks of
+the other, and is refused.
 """
 
 

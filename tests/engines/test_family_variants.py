@@ -122,12 +122,18 @@ def test_vllm_refuses_what_it_does_not_compute() -> None:
     with pytest.raises(BadOption, match="its norms over all heads need all ranks"):
         check_vllm({"tp": 2}.get, config, replace(shape, model_type="olmoe"))
     biased = replace(shape, model_type="gpt_oss", swiglu_limit=7.0)
-    yarn = config | {"rope_parameters": YARN | {"truncate": False}, "attention_bias": True}
+    yarn = config | {"model_type": "gpt_oss", "attention_bias": True, "rms_norm_eps": 1e-5}
+    yarn |= {"rope_parameters": YARN | {"original_max_position_embeddings": 1024}}
     check_vllm({}.get, yarn, biased)
     with pytest.raises(BadOption, match="its ranks share sinks and the biases of experts"):
         check_vllm({"tp": 2}.get, yarn, biased)
-    for setting in ({"swiglu_limit": 5.0}, {"rope_parameters": THETA}, {"attention_bias": False}):
-        with pytest.raises(ModelError, match="engine 'vllm' does not support"):
+    for setting, said in (
+        ({"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
+        ({"rms_norm_eps": 1e-3}, "rms_norm_eps=0.001"),
+        ({"rope_parameters": THETA}, "rope_type=default"),
+        ({"attention_bias": False}, "attention_bias=False"),
+    ):
+        with pytest.raises(ModelError, match=f"engine 'vllm' does not support {said}"):
             check_vllm({}.get, yarn | setting, biased)
 
 

@@ -39,7 +39,7 @@ def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) ->
     }
     stated = {**shape.family.defaults, **config, "rope_type": rope["rope_type"]}
     for name, value in shape.family.vllm_constants.items():
-        refused[f"{name}={stated.get(name)}, having {value} only"] = stated.get(name) != value
+        refused[f"{name}={stated.get(name)}"] = stated.get(name) != value
     for what, is_so in refused.items():
         if is_so:
             raise ModelError(
