@@ -9,7 +9,7 @@ from typing import Any
 import families_table
 import pytest
 from command import Cli, Outcome, require_engine
-from family_models import ALLOWED, SETTINGS, THETA, YARN, family_model
+from family_models import ALLOWED, KINDS, SETTINGS, THETA, YARN, family_model
 
 from rlk_align.engines.common.experts import BY_EXPERT
 from rlk_align.engines.vllm.limits import check_vllm
@@ -139,18 +139,21 @@ def test_vllm_refuses_what_it_does_not_compute() -> None:
 
 @pytest.mark.whole_matrix
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("family", "changes", "said"),
     [
-        ({"norm_topk_prob": True}, "attributes norm_topk_prob: rollout False, train True"),
-        ({"rms_norm_eps": 1e-3}, "attributes norm_eps: rollout 1e-05, train 0.001"),
-        ({"attention_bias": True}, "weights layers.0.q_proj.bias: rollout absent, train present"),
+        ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob: rollout False, train True"),
+        ("olmoe", {"rms_norm_eps": 1e-3}, "attributes norm_eps: rollout 1e-05, train 0.001"),
+        ("olmoe", {"attention_bias": True}, "layers.0.q_proj.bias: rollout absent, train present"),
+        # vLLM gives every other layer a window.
+        ("gpt_oss", {"layer_types": KINDS}, "layers.1.sliding_window: rollout None, train 8"),
     ],
 )
-def test_what_vllm_ignores_in_olmoe_is_named_by_the_precheck(
-    cli: Cli, few_prompts: Path, tmp_path: Path, changes: dict[str, Any], said: str
+def test_what_vllm_ignores_is_named_by_the_precheck(
+    cli: Cli, few_prompts: Path, tmp_path: Path, family: str, changes: dict[str, Any], said: str
 ) -> None:
     require_engine("vllm")
-    done = compared(cli, few_prompts, family_model(tmp_path, "olmoe", **changes), "vllm", "hf")
+    model = family_model(tmp_path, family, **changes)
+    done = compared(cli, few_prompts, model, "vllm", TRAIN.get(family, "hf"))
     assert done.code == 4
     assert said in done.out
 

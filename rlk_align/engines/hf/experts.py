@@ -37,6 +37,8 @@ OTHER_ROWS = (
     "of each row is unknown"
 )
 
+UNSEEN = "its experts={} multiplies by no function that can be observed"
+
 
 def mlp_path(layer: Any) -> str:
     """The name of a layer's MLP, or of its block of experts."""
@@ -193,7 +195,7 @@ class _RunningExperts:
         name, self._layer = f"layers.{self._layer}", None
         token, expert = self._order()
         if not self._in_order(token, expert):
-            reason = OTHER_ROWS.format(self._kind)
+            reason = (OTHER_ROWS if self._products else UNSEEN).format(self._kind)
             self._unexposed |= {f"{name}.{op}": reason for op in BY_EXPERT}
             return
         # Two products: of all experts, or of one expert after another.
