@@ -23,7 +23,7 @@ from rlk_align.model.families import FAMILIES  # noqa: E402
 FOUND = ROOT / "reports" / "engines" / "families.json"
 PAGE = ROOT / "docs" / "families.md"
 EDGE = "prefill_vs_train"
-WITHOUT_SDPA = {"gemma2": "hf:attn=eager,batch=4"}
+WITHOUT_SDPA = dict.fromkeys(("gemma2", "gpt_oss"), "hf:attn=eager,batch=4")
 """model_type -> the spec of transformers, where its default attention is refused."""
 IN_MATRIX = "in the test matrix"
 HEAD = """# Families
@@ -54,8 +54,9 @@ layer are not recomputed, and the experts' sum is recomputed from the experts' i
 
 
 FOOT = """The cells were measured with {packages}; the raw results are in
-[families.json](../reports/engines/families.json). Gemma 2 is compared with eager attention in
-batches of 4, because transformers' sdpa ignores its cap and is refused.
+[families.json](../reports/engines/families.json). Gemma 2 and GPT-OSS are compared with eager
+attention in batches of 4, because transformers' sdpa ignores the cap of the one and the sinks of
+the other, and is refused.
 """
 
 

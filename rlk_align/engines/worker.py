@@ -236,7 +236,8 @@ def _open_part(job: Job, engine: Engine, name: str, plan: CapturePlan) -> PassWr
     shape = engine.shape
     checks = NO_CHECKS
     if observed and not job.modules:
-        checks = Checks(checkpoint_rotary(job.model, shape), (shape.heads, shape.kv_heads))
+        heads = (shape.heads, shape.kv_heads, shape.has("sink_attn"))
+        checks = Checks(checkpoint_rotary(job.model, shape), heads)
     rank = engine.ranks.rank
     if rank:
         barrier(engine.ranks)

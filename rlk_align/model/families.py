@@ -19,6 +19,7 @@ from rlk_align.model.layers import (
     plain_sandwich,
     sandwich,
     scaled_residuals,
+    with_sinks,
 )
 from rlk_align.model.sparse_config import ExpertSettings
 from rlk_align.model.stored import Stacks
@@ -365,6 +366,39 @@ FAMILIES = {
             "megatron": "it norms each head of q and of k alone",
             "vllm": "vLLM's router on a CPU asserts a softmax, and its norms of q and k are no "
             "modules",
+        },
+    ),
+    "gpt_oss": Family(
+        layer=with_sinks,
+        biases=dict.fromkeys(
+            ("biased_router", "expert_gate_proj", "expert_up_proj", "expert_down_proj"), True
+        ),
+        window={"sliding_window": 128, "use_sliding_window": True},
+        period=2,
+        theta=1.5e5,
+        # Both engines ignore hidden_act.
+        activation=("", "swigluoai"),
+        experts=ExpertSettings("intermediate_size", norm_topk=True, clamped=True),
+        stacks=Stacks(transposed=True, interleaved=True),
+        # The names of tensors follow from the first operator with that site.
+        modules={"router": "mlp.router"},
+        defaults={
+            **{"attention_bias": True, "num_local_experts": 128, "num_experts_per_tok": 4},
+            **{"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5},
+            "rope_parameters": {
+                **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0},
+                **{"truncate": False, "original_max_position_embeddings": 4096},
+            },
+        },
+        # Published configs state two settings under a second name.
+        settings=("experts_per_token", "initial_context_length"),
+        vllm_constants={
+            **{"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5},
+            **{"attention_bias": True, "rope_type": "yarn"},
+        },
+        refused={
+            "kernels": "their experts have neither biases nor a clamp",
+            "megatron": _NOT_MEASURED,
         },
     ),
     "glm4_moe": Family(

@@ -7,7 +7,7 @@ from typing import Any
 from rlk_align.errors import ModelError
 from rlk_align.model.layers import DENSE, LayerOperators
 from rlk_align.model.operators import OPERATORS
-from rlk_align.model.sparse_config import EXPERT_KEYS, ExpertSettings
+from rlk_align.model.sparse_config import CLAMP_KEYS, EXPERT_KEYS, ExpertSettings
 from rlk_align.model.stored import Stacks
 
 
@@ -35,7 +35,7 @@ class Family:
     theta: float = 10000.0
     """The theta of a config that states none."""
     activation: tuple[str, str] = ("hidden_act", "silu")
-    """The config's key for the activation, and its default."""
+    """The config's key for the activation, empty if none changes it, and its default."""
     norm_eps: str = "rms_norm_eps"
     """The config's key for the epsilon of norms."""
     one_plus_weight: bool = False
@@ -86,6 +86,8 @@ class Family:
     """Whether vLLM runs the code of transformers for it, because it has no class of its own."""
     adds_outside_norms: bool = False
     """Whether vLLM's class for it adds residuals as transformers does, and not inside norms."""
+    vllm_constants: Mapping[str, Any] = field(default_factory=dict)
+    """Settings, `rope_type` among them, of which vLLM's class has one value only."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Engine, or `kernels` -> why it does not compute the family."""
 
@@ -129,6 +131,7 @@ class Family:
         experts: set[str] = set()
         if self.experts:
             experts = {*EXPERT_KEYS, self.experts.intermediate, *self.experts.names.values()}
+            experts |= set(CLAMP_KEYS) if self.experts.clamped else set()
         named = {*self.defaults, *self.settings, self.qk_norm, self.predictors}
         named |= {self.attention_scale[0], self.activation[0], *self.period_keys}
         named |= {self.score_cap, self.logit_cap, self.norm_eps}

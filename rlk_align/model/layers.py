@@ -76,6 +76,15 @@ def corrected_mixture(shape: LayerShape, layer: int) -> tuple[str, ...]:
     return mixture(shape.qk_norm, routing=routing, shared="added")(shape, layer)
 
 
+_SINKS = {"attn": "sink_attn", "router": "biased_router", "expert_act": "clamped_expert_act"}
+
+
+def with_sinks(shape: LayerShape, layer: int) -> tuple[str, ...]:
+    """Sparse layers whose attention has sinks, whose router has a bias, and whose experts clamp
+    what they activate."""
+    return tuple(_SINKS.get(op, op) for op in mixture()(shape, layer))
+
+
 def normed_after(shape: LayerShape, layer: int) -> tuple[str, ...]:
     """Layers whose branches read the residual stream itself and are normed before they are added
     to it, with an RMSNorm over all heads of q and of k."""

@@ -35,6 +35,7 @@ Size = Literal[
     "one",
     "hidden",
     "head_dim",
+    "heads",
     "query_heads",
     "kv_heads",
     "intermediate",
@@ -46,8 +47,9 @@ Size = Literal[
     "expert_slots",
     "hidden_slots",
 ]
-"""A dimension; those of heads count the features of all heads. A token has a slot for each of its
-experts: `expert_slots` and `hidden_slots` count the features of all slots."""
+"""A dimension; `heads` counts the heads of q, and the others of heads the features of all of them.
+A token has a slot for each of its experts: `expert_slots` and `hidden_slots` count the features of
+all slots."""
 
 
 class Sharding(NamedTuple):
@@ -151,6 +153,9 @@ _RECORDS = (
         weight=("head_dim",), module="self_attn.key_layernorm", site_name="k_norm"),
     Operator("attn", "attention", "attention", "attn", ("query",), "attended", "query_heads", HEADS,
         prefix_inputs=("key", "value")),
+    Operator("sink_attn", "attention", "attention", "attn", ("query",), "attended", "query_heads",
+        HEADS, prefix_inputs=("key", "value"), weight=("heads",), module="self_attn",
+        tensor="sinks", site_name="attn"),
     Operator("o_proj", "matmul", "linear", "attn", ("attended",), "branch", "hidden", ROWS,
         weight=("hidden", "query_heads"), module="self_attn.o_proj", bias="attention_bias"),
     Operator("attn_post_norm", "reduction", "rms_norm", "attn", ("branch",), "branch", "hidden",
@@ -184,6 +189,8 @@ _RECORDS = (
     Operator("fp32_stored_router", "matmul", "router", "mlp", ("normed",), "router_logits",
         "experts", WHOLE, weight=("experts", "hidden"), module="mlp.gate", weight_dtype="float32",
         site_name="router", rounded_to="float32"),
+    Operator("biased_router", "matmul", "router", "mlp", ("normed",), "router_logits", "experts",
+        WHOLE, weight=("experts", "hidden"), module="mlp.router", site_name="router"),
     Operator("experts", "routing", "top_k", "mlp", ("router_logits",), "chosen", "top_k", WHOLE),
     Operator("corrected_experts", "routing", "top_k", "mlp", ("router_logits",), "chosen", "top_k",
         WHOLE, weight=("experts",), module="mlp.gate", tensor="e_score_correction_bias",
@@ -205,6 +212,8 @@ _RECORDS = (
         weight=("expert_intermediate", "hidden"), module="mlp.experts.{}.up_proj"),
     Operator("expert_act", "elementwise", "expert_activation", "mlp", ("gate", "up"), "activated",
         "expert_slots", WHOLE, site_name="act", slots_of="chosen"),
+    Operator("clamped_expert_act", "elementwise", "expert_activation", "mlp", ("gate", "up"),
+        "activated", "expert_slots", WHOLE, site_name="act", slots_of="chosen"),
     Operator("expert_down_proj", "matmul", "expert_linear", "mlp", ("activated",), "rows",
         "hidden_slots", WHOLE, site_name="down_proj", slots_of="chosen",
         weight=("hidden", "expert_intermediate"), module="mlp.experts.{}.down_proj"),

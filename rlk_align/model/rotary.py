@@ -46,8 +46,9 @@ class Rotary:
 def rope_parameters(config: dict[str, Any], layer: int = 0) -> dict[str, Any]:
     """`rope_type`, `rope_theta` and the parameters of the kind for a layer, from either form of
     config.json; if it has both, the older one counts, as in transformers. Raises ModelError."""
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     family = FAMILIES.get(str(config.get("model_type")), Family())
+    usual = family.defaults.get("rope_parameters") or {}
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or usual
     key, default = "rope_theta", family.theta
     if family.rope_by_kind:
         of_layer = layer_kind(config, layer)

@@ -49,6 +49,11 @@ class ModelShape:
     """The factor by which the weights of a token's experts are multiplied in the end."""
     shared_intermediate: int = 0
     """The inner size of the shared experts, which are computed as one."""
+    swiglu_alpha: float = 0.0
+    """The factor of the gate within the sigmoid of a clamped activation."""
+    swiglu_limit: float = 0.0
+    """The largest gate, and the largest magnitude of up, that the experts activate; 0 without a
+    limit."""
     unrotated_layers: tuple[int, ...] = ()
     """The layers that do not rotate q and k."""
     qk_norm: bool = False

@@ -13,10 +13,9 @@ _GROUPED = "experts chosen from the best groups of experts"
 _LATENT = (
     "it has latent attention (MLA), whose compressed keys and values no operator here computes"
 )
-UNKNOWN_ROUTING = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _LATENT),
-    "gpt_oss": "its routers and its experts have biases, and its attention has sinks",
-}
+UNKNOWN_ROUTING = dict.fromkeys(
+    ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _LATENT
+)
 """Sparse families that are not supported -> the reason."""
 _UNKNOWN_SETTINGS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "n_shared_experts": (_SHARED, (None, 0)),
@@ -36,6 +35,8 @@ EXPERT_KEYS = frozenset(
     }
 )
 """The keys that `read_experts` reads in any family."""
+CLAMP_KEYS = ("swiglu_alpha", "swiglu_limit")
+"""The keys of a family whose experts clamp what they activate."""
 _MAX_SELECTIONS = 10_000
 """The largest number of selections of groups, with each of which a choice is compared."""
 
@@ -60,6 +61,9 @@ class ExpertSettings:
     """Usual key of a config -> this family's key."""
     shared: str = ""
     """The config's key for the inner size of a shared expert with a gate; empty for none."""
+    clamped: bool = False
+    """Whether an expert activates (up + 1) gate σ(α gate), of values clamped to a limit: the
+    config's `swiglu_alpha` and `swiglu_limit`."""
     known: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
     """Settings of sparse layers -> further values that the family supports; None for all."""
 
@@ -106,6 +110,7 @@ def read_experts(
             i for i in range(first, last + 1) if i not in dense_layers and (i + 1) % step == 0
         ),
         **_shared(settings, size),
+        **{key: _positive(model, config, key) for key in CLAMP_KEYS if settings.clamped},
         **(_corrected(model, config, experts, top_k, size) if settings.grouped else {}),
     }
 
@@ -125,7 +130,7 @@ def _corrected(
     """The fields of `ModelShape` that describe corrected routers and shared experts. Raises
     ModelError if the groups are too few or too small to choose from."""
     groups, top_groups = size("n_group"), size("topk_group")
-    scale, shared = config.get("routed_scaling_factor"), size("n_shared_experts")
+    scale, shared = _positive(model, config, "routed_scaling_factor"), size("n_shared_experts")
     of_group, rest = divmod(experts, groups)
     if rest or of_group < 2 or top_groups > groups or top_groups * of_group < top_k:
         raise ModelError(
@@ -137,11 +142,17 @@ def _corrected(
             f"{model}/config.json: n_group={groups} and topk_group={top_groups} allow "
             f"{selections:,} selections of groups; at most {_MAX_SELECTIONS:,} are supported"
         )
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
-        raise ModelError(f"{model}/config.json: routed_scaling_factor is {scale!r}")
     return {
         "groups": groups,
         "top_groups": top_groups,
-        "weight_scale": float(scale),
+        "weight_scale": scale,
         "shared_intermediate": shared * size("moe_intermediate_size"),
     }
+
+
+def _positive(model: Path, config: dict[str, Any], key: str) -> float:
+    """A positive number of the config. Raises ModelError."""
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ModelError(f"{model}/config.json: {key} is {value!r}")
+    return float(value)

@@ -23,9 +23,13 @@ class Stacks:
     """The names of the tensors that have all experts of a layer, if a checkpoint stores such."""
 
     gate_up: str = "mlp.experts.gate_up_proj"
-    """`[E, 2 I, H]`, an expert's gate before its up."""
+    """`[E, 2 I, H]`, an expert's gate before its up. Biases have this name and `_bias`."""
     down: str = "mlp.experts.down_proj"
     """`[E, H, I]`."""
+    transposed: bool = False
+    """Whether they are `[E, H, 2 I]` and `[E, I, H]`."""
+    interleaved: bool = False
+    """Whether the rows of gate and up alternate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,10 @@ class StoredTensor:
     """The first row within that entry of the stack, or within a fused tensor."""
     fused: bool = False
     """Whether it is some rows of a fused tensor."""
+    step: int = 1
+    """The distance between its rows in that entry."""
+    transposed: bool = False
+    """Whether that entry has them as columns."""
 
     def read(self, file: Any) -> Any:
         """The whole tensor; `file`: its file, as `safe_open` returns it."""
@@ -59,6 +67,10 @@ class StoredTensor:
                 return stored[self.first + start : self.first + stop]
             return stored[self.first : self.first + self.shape[0], start:stop]
         here = slice(self.expert, self.expert + 1)
+        if self.transposed or self.step > 1:
+            entry = stored[here][0]
+            rows = (entry.T if self.transposed else entry)[self.first :: self.step]
+            return rows[start:stop] if dim == 0 else rows[:, start:stop]
         if dim == 0:
             return stored[here, self.first + start : self.first + stop][0]
         return stored[here, self.first : self.first + self.shape[0], start:stop][0]
@@ -143,16 +155,23 @@ def _experts(
     stack: StoredTensor, modules: Mapping[str, str], stacks: Stacks
 ) -> Iterator[tuple[str, StoredTensor]]:
     """(name, part) of each expert in a stack; empty for a tensor that is not a stack."""
-    match = re.fullmatch(r"model\.(layers\.\d+)\.(.+)", stack.name)
+    match = re.fullmatch(r"model\.(layers\.\d+)\.(.+?)(_bias)?", stack.name)
     operators = {stacks.gate_up: ("gate_proj", "up_proj"), stacks.down: ("down_proj",)}
-    if match is None or match[2] not in operators or len(stack.shape) != 3:
+    if match is None or match[2] not in operators or len(stack.shape) != (2 if match[3] else 3):
         return
-    layer, ops = match[1], operators[match[2]]
-    count, rows, columns = stack.shape
-    size = rows // len(ops)
+    layer, ops, suffix = match[1], operators[match[2]], ".bias" if match[3] else ""
+    transposed = stacks.transposed and not suffix
+    count, rows, *columns = (stack.shape[i] for i in (0, 2, 1)) if transposed else stack.shape
+    size, step = rows // len(ops), len(ops) if stacks.interleaved else 1
     for expert in range(count):
         for i, each in enumerate(ops):
-            name = tensor_name(f"{layer}.experts.{expert}.{each}", modules)
-            shape = (size, columns)
-            part = StoredTensor(stack.file, shape, stack.dtype, stack.name, expert, i * size)
-            yield name, part
+            name = tensor_name(f"{layer}.experts.{expert}.{each}{suffix}", modules)
+            first = i if stacks.interleaved else i * size
+            yield (
+                name,
+                StoredTensor(
+                    *(stack.file, (size, *columns), stack.dtype, stack.name, expert, first),
+                    step=step,
+                    transposed=transposed,
+                ),
+            )

@@ -32,9 +32,9 @@ def expected_tensors(config: dict, shape: ModelShape) -> dict[str, tuple[int, ..
         dimensions = tuple(shape.size(d) for d in site.operator.weight)
         for parameter in site_parameters(site, shape):
             shapes[tensor_name(parameter, shape.family.modules)] = dimensions
-        if site.operator.name in biased:
-            bias = tensor_name(f"{site.parameter}.bias", shape.family.modules)
-            shapes[bias] = dimensions[:1]
+            if site.operator.name in biased:
+                bias = tensor_name(f"{parameter}.bias", shape.family.modules)
+                shapes[bias] = dimensions[:1]
     return shapes
 
 
@@ -93,7 +93,8 @@ def check_not_quantized(model: Path, config: Mapping[str, Any]) -> None:
     if settings is None:
         return
     method = settings.get("quant_method") if isinstance(settings, Mapping) else None
-    raise _quantized(model, f"config.json states quantization by {method or repr(settings)}")
+    why = f"config.json states quantization by {method or repr(settings)}"
+    raise _quantized(model, why, str(method))
 
 
 def _check_dtypes(model: Path, tensors: Sequence[StoredTensor]) -> None:
@@ -104,12 +105,23 @@ def _check_dtypes(model: Path, tensors: Sequence[StoredTensor]) -> None:
         raise _quantized(model, f"{name} is stored as {dtype}, one of {len(foreign):,} such")
 
 
-def _quantized(model: Path, why: str) -> ModelError:
+_UNQUANTIZED = {
+    "mxfp4": "transformers writes it in bf16: from_pretrained(MODEL, dtype='bfloat16', "
+    "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(FOLDER, "
+    "save_original_format=False), without which it loses experts; compare that folder",
+}
+"""A method of quantization -> the remedy, for checkpoints that are published in no other form."""
+
+
+def _quantized(model: Path, why: str, method: str = "") -> ModelError:
+    usual = (
+        "name the checkpoint before quantization; patch=module:function in an engine's spec can "
+        "quantize its weights after they are loaded"
+    )
     return ModelError(
         f"{model}: its weights are quantized ({why}), and quantized weights are not supported: "
         "operators are recorded and recomputed with weights in bf16, fp16 or fp32",
-        "name the checkpoint before quantization; patch=module:function in an engine's spec can "
-        "quantize its weights after they are loaded",
+        _UNQUANTIZED.get(method, usual),
     )
 
 

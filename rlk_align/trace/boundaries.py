@@ -4,6 +4,9 @@ The first token of a sequence attends only to itself, so its attention output is
 vector, with each key-value head repeated for its group. Any later token attends to more tokens. A
 row that breaks this rule is in the wrong sequence, however the engine packs, pads or masks. A token
 that repeats the previous one averages equal values, which does not show how many tokens it sees.
+
+Beside sinks the first token's output is a multiple of its value in each head. The multiple is
+unknown, so a later token that attends only to itself is not found there.
 """
 
 import numpy as np
@@ -24,8 +27,8 @@ def alike(out: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 class BoundaryCheck:
     """Checks layer 0 of one pass."""
 
-    def __init__(self, heads: int, kv_heads: int) -> None:
-        self._heads, self._kv_heads = heads, kv_heads
+    def __init__(self, heads: int, kv_heads: int, sinks: bool = False) -> None:
+        self._heads, self._kv_heads, self._sinks = heads, kv_heads, sinks
         self._value: torch.Tensor | None = None
         self._last: dict[int, tuple[int, torch.Tensor]] = {}
         """Per sample, the position and value of the last row, since decode has one at a time."""
@@ -59,7 +62,8 @@ class BoundaryCheck:
         among = np.zeros(len(out), dtype=bool)
         if first.any():
             at = torch.from_numpy(np.flatnonzero(first)).to(out.device)
-            among[first] = (~alike(out[at], repeated[at])).cpu().numpy()
+            own = self._scaled(repeated[at], out[at]) if self._sinks else repeated[at]
+            among[first] = (~alike(out[at], own)).cpu().numpy()
         suspects: tuple[tuple[np.ndarray, Attended], ...]
         suspects = ((among, "other tokens"), (alone, "itself alone"))
         for wrong, sees in suspects:
@@ -68,6 +72,12 @@ class BoundaryCheck:
                 self._first.append(
                     WrongBoundary(sample=int(sample[row]), position=int(position[row]), sees=sees)
                 )
+
+    def _scaled(self, value: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """The value of each row, times the share of each head that is closest to its output."""
+        v, o = (x.double().reshape(len(x), self._heads, -1) for x in (value, out))
+        share = (v * o).sum(dim=-1, keepdim=True) / v.square().sum(dim=-1, keepdim=True)
+        return (v * share.clamp(0, 1)).flatten(1)
 
     def _changed(self, value: torch.Tensor, sample: np.ndarray, position: np.ndarray) -> np.ndarray:
         """Bool `[N]`: rows whose value is known to differ from that of the previous position."""

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 from rlk_align.engines.common.layout import Layout, even, fused
@@ -15,6 +16,7 @@ from rlk_align.engines.megatron.places import megatron_places
 from rlk_align.model.checkpoint import tensor_name
 from rlk_align.model.operators import OPERATORS
 from rlk_align.model.shape import ModelShape
+from rlk_align.model.sites import model_sites
 from rlk_align.model.stored import Stacks
 
 _WRAPPERS = {
@@ -34,6 +36,10 @@ class Piece:
     """Its ranges along the first dimension; empty for the whole tensor."""
     layer: int | None = None
     """Its index along the first dimension, if that stacks layers or experts."""
+    step: int = 1
+    """The distance between its rows in these ranges."""
+    transposed: bool = False
+    """Whether that entry of the stack has its rows as columns."""
 
 
 def pieces(name: str, dimensions: int, shape: ModelShape | None) -> tuple[Piece, ...]:
@@ -82,7 +88,7 @@ class _Tensor(NamedTuple):
 @lru_cache(maxsize=4)
 def _fused_tensors(shape: ModelShape) -> dict[tuple[str, int], tuple[Piece, ...]]:
     """(stored name, number of dimensions) -> the parameters in it."""
-    tensors = (*_fused_hf(shape), *_megatron(shape), *_experts(shape))
+    tensors = (*_fused_hf(shape), *_megatron(shape), *_experts(shape), *_beside_weights(shape))
     table = {(t.name, t.dimensions): t.pieces for t in tensors}
     # Megatron stacks equal layers along an additional first dimension.
     for (name, dimensions), tensor_pieces in tuple(table.items()):
@@ -131,23 +137,13 @@ def _experts(shape: ModelShape) -> Iterator[_Tensor]:
     for i in shape.sparse_layers:
         router = f"layers.{i}.router"
         yield _Tensor(tensor_name(router, shape.family.modules), 2, (Piece(router),))
-        if dimensions := len(shape.correction(i)):
-            correction = f"layers.{i}.experts"
-            stored = tensor_name(correction, shape.family.modules)
-            yield _Tensor(stored, dimensions, (Piece(correction),))
         for e in range(shape.experts):
-            for op in _OF_EXPERT:
-                parameter = f"layers.{i}.experts.{e}.{op}"
+            for op, (suffix, dimensions) in product(_OF_EXPERT, (("", 2), (".bias", 1))):
+                parameter = f"layers.{i}.experts.{e}.{op}{suffix}"
                 name = tensor_name(parameter, shape.family.modules)
-                yield _Tensor(name, 2, (Piece(parameter),))
-        inner, here = shape.expert_intermediate, f"model.layers.{i}"
-        halves = (("gate_proj", (0, inner)), ("up_proj", (inner, 2 * inner)))
-        every = [(f"layers.{i}.experts.{e}", e) for e in range(shape.experts)]
-        first = tuple(Piece(f"{of}.{op}", (rows,), e) for of, e in every for op, rows in halves)
-        second = tuple(Piece(f"{of}.down_proj", (), e) for of, e in every)
+                yield _Tensor(name, dimensions, (Piece(parameter),))
         for stacks in (Stacks(), shape.family.stacks):
-            yield _Tensor(f"{here}.{stacks.gate_up}", 3, first)
-            yield _Tensor(f"{here}.{stacks.down}", 3, second)
+            yield from _stacks(shape, i, stacks)
     for entry in expert_parameters(shape):
         parts = _along_rows(entry.layout) if entry.dim == 0 else (Piece(entry.layout.ops[0]),)
         yield _Tensor(entry.name, 1 if entry.name.endswith(".expert_bias") else 2, parts)
@@ -155,6 +151,33 @@ def _experts(shape: ModelShape) -> Iterator[_Tensor]:
         grouped = re.fullmatch(r"(.+)\.local_experts\.(\d+)\.(\w+)\.weight", entry.name)
         if grouped:
             yield _Tensor(f"{grouped[1]}.{grouped[3]}.weight{grouped[2]}", 2, parts)
+
+
+def _stacks(shape: ModelShape, layer: int, stacks: Stacks) -> Iterator[_Tensor]:
+    """The tensors with all experts of a layer, and those with their biases."""
+    inner, here = shape.expert_intermediate, f"model.layers.{layer}"
+    second = 1 if stacks.interleaved else inner
+    step, stop = (2, 2 * inner) if stacks.interleaved else (1, inner)
+    halves = (("gate_proj", (0, stop)), ("up_proj", (second, 2 * inner)))
+    every = [(f"layers.{layer}.experts.{e}", e) for e in range(shape.experts)]
+    for end, suffix, dimensions in (("", "", 3), ("_bias", ".bias", 2)):
+        turned = stacks.transposed and not suffix
+        gate_up = tuple(
+            Piece(f"{of}.{op}{suffix}", (rows,), e, step, turned)
+            for of, e in every
+            for op, rows in halves
+        )
+        down = tuple(Piece(f"{of}.down_proj{suffix}", (), e, 1, turned) for of, e in every)
+        yield _Tensor(f"{here}.{stacks.gate_up}{end}", dimensions, gate_up)
+        yield _Tensor(f"{here}.{stacks.down}{end}", dimensions, down)
+
+
+def _beside_weights(shape: ModelShape) -> Iterator[_Tensor]:
+    """The parameters that checkpoints do not call a weight."""
+    for site in model_sites(shape):
+        if site.operator.weight and site.operator.tensor != "weight":
+            name = tensor_name(site.parameter, shape.family.modules)
+            yield _Tensor(name, len(site.operator.weight), (Piece(site.parameter),))
 
 
 _OF_EXPERT = tuple(o.site for o in OPERATORS.values() if o.of_expert and o.weight)

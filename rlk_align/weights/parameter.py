@@ -46,9 +46,11 @@ class StoredParameter:
     @cached_property
     def shape(self) -> tuple[int, ...]:
         inner = self.tensor.shape[1:] if self.piece.layer is not None else self.tensor.shape
+        inner = inner[::-1] if self.piece.transposed else inner
         if not self.piece.rows:
             return inner
-        return (sum(stop - start for start, stop in self.piece.rows), *inner[1:])
+        rows = (range(start, stop, self.piece.step) for start, stop in self.piece.rows)
+        return (sum(map(len, rows)), *inner[1:])
 
     @property
     def dtype(self) -> str:
@@ -61,7 +63,9 @@ class StoredParameter:
         region = None if layer is None else (layer, layer + 1)
         whole = self.tensor.read(region)
         whole = whole if layer is None else whole[0]
-        parts = [whole[start:stop] for start, stop in self.piece.rows] or [whole]
+        whole = whole.T if self.piece.transposed else whole
+        step = self.piece.step
+        parts = [whole[start:stop:step] for start, stop in self.piece.rows] or [whole]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @cached_property
@@ -80,7 +84,10 @@ class StoredParameter:
         return [shard for chunk in chunks for shard in self._shards_of(chunk)]
 
     def _shards_of(self, chunk: Chunk) -> Iterable[tuple[int, int, int, int]]:
-        """The part of the parameter that one process's chunk has."""
+        """The part of the parameter that one process's chunk has; unknown where its rows are
+        columns or alternate with another's."""
+        if self.piece.transposed or self.piece.step > 1:
+            return
         offsets, sizes = chunk.offsets, chunk.sizes
         layer = self.piece.layer
         if layer is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import families_table
 import pytest
 from command import Cli, Outcome, require_engine
-from family_models import ALLOWED, SETTINGS, family_model
+from family_models import ALLOWED, KINDS, SETTINGS, THETA, YARN, family_model
 
 from rlk_align.engines.common.experts import BY_EXPERT
 from rlk_align.engines.vllm.limits import check_vllm
@@ -21,7 +21,7 @@ from rlk_align.selftest.faults.catalogue import FAULTS, choose
 
 SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
 EDGE = "prefill_vs_train"
-TRAIN = {"gemma2": "hf:attn=eager,batch=4"}
+TRAIN = dict.fromkeys(("gemma2", "gpt_oss"), "hf:attn=eager,batch=4")
 """model_type -> the spec of transformers, where its default attention is refused."""
 
 
@@ -123,22 +123,39 @@ def test_vllm_refuses_what_it_does_not_compute() -> None:
     assert refused.value.fix == "compare with --rollout hf"
     with pytest.raises(BadOption, match="its norms over all heads need all ranks"):
         check_vllm({"tp": 2}.get, config, replace(shape, model_type="olmoe"))
+    biased = replace(shape, model_type="gpt_oss", swiglu_limit=7.0)
+    yarn = config | {"model_type": "gpt_oss", "attention_bias": True, "rms_norm_eps": 1e-5}
+    yarn |= {"rope_parameters": YARN | {"original_max_position_embeddings": 1024}}
+    check_vllm({}.get, yarn, biased)
+    with pytest.raises(BadOption, match="its ranks share sinks and the biases of experts"):
+        check_vllm({"tp": 2}.get, yarn, biased)
+    for setting, said in (
+        ({"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
+        ({"rms_norm_eps": 1e-3}, "rms_norm_eps=0.001"),
+        ({"rope_parameters": THETA}, "rope_type=default"),
+        ({"attention_bias": False}, "attention_bias=False"),
+    ):
+        with pytest.raises(ModelError, match=f"engine 'vllm' does not support {said}"):
+            check_vllm({}.get, yarn | setting, biased)
 
 
 @pytest.mark.whole_matrix
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("family", "changes", "said"),
     [
-        ({"norm_topk_prob": True}, "attributes norm_topk_prob: rollout False, train True"),
-        ({"rms_norm_eps": 1e-3}, "attributes norm_eps: rollout 1e-05, train 0.001"),
-        ({"attention_bias": True}, "weights layers.0.q_proj.bias: rollout absent, train present"),
+        ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob: rollout False, train True"),
+        ("olmoe", {"rms_norm_eps": 1e-3}, "attributes norm_eps: rollout 1e-05, train 0.001"),
+        ("olmoe", {"attention_bias": True}, "layers.0.q_proj.bias: rollout absent, train present"),
+        # vLLM gives every other layer a window.
+        ("gpt_oss", {"layer_types": KINDS}, "layers.1.sliding_window: rollout None, train 8"),
     ],
 )
-def test_what_vllm_ignores_in_olmoe_is_named_by_the_precheck(
-    cli: Cli, few_prompts: Path, tmp_path: Path, changes: dict[str, Any], said: str
+def test_what_vllm_ignores_is_named_by_the_precheck(
+    cli: Cli, few_prompts: Path, tmp_path: Path, family: str, changes: dict[str, Any], said: str
 ) -> None:
     require_engine("vllm")
-    done = compared(cli, few_prompts, family_model(tmp_path, "olmoe", **changes), "vllm", "hf")
+    model = family_model(tmp_path, family, **changes)
+    done = compared(cli, few_prompts, model, "vllm", TRAIN.get(family, "hf"))
     assert done.code == 4
     assert said in done.out
 
@@ -151,6 +168,13 @@ def test_an_attention_that_ignores_the_cap_is_refused(
         done = cli("compare", "--model", model, "--rollout", "hf:attn=eager", "--train", spec)
         assert done.code == 2
         assert "attn=sdpa ignores attn_logit_softcapping=0.5 of config.json" in done.err
+
+
+def test_an_attention_without_sinks_is_refused(cli: Cli, tmp_path: Path) -> None:
+    model = family_model(tmp_path, "gpt_oss")
+    done = cli("compare", "--model", model, "--rollout", "hf:attn=eager", "--train", "hf")
+    assert done.code == 2
+    assert "attn=sdpa ignores the sinks of a gpt_oss model's attention" in done.err
 
 
 def in_hf(family: str, fault: str, *both: str) -> Planted:
@@ -257,6 +281,18 @@ FAULTY = [
     in_vllm("hunyuan_v1_dense", "norm-before-rotation"),
     in_hf("gemma", "norm-gain"),
     in_vllm("gemma", "embed-scaled"),
+    # Sinks, biases of routers and of experts, a clamp, windows.
+    in_hf("gpt_oss", "attn-sinks-left-out"),
+    in_hf("gpt_oss", f"attn-window@{1 / 7:.6f}"),
+    in_hf("gpt_oss", "attn-window-wide"),
+    in_hf("gpt_oss", "router-bias-dropped"),
+    in_hf("gpt_oss", "expert-biases-dropped"),
+    in_hf("gpt_oss", "expert-clamp-left-out"),
+    in_vllm("gpt_oss", "attn-sinks-left-out"),
+    in_vllm("gpt_oss", f"attn-window@{1 / 7:.6f}"),
+    in_vllm("gpt_oss", "attn-window-wide"),
+    in_vllm("gpt_oss", "router-bias-dropped"),
+    in_vllm("gpt_oss", "expert-biases-dropped-inside"),
     in_hf("glm4", "proj-bias-dropped"),
     in_hf("glm4", "post-norm-left-out"),
     in_vllm("glm4", "post-norm-left-out"),

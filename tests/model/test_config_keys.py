@@ -103,6 +103,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"router_jitter_noise": 0.0, "scoring_func": "sigmoid", "sliding_window": None},
         **{"use_qk_norm": True, "use_routing_bias": True},
     },
+    "gpt-oss-20b (in bf16)": {
+        **{"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 32},
+        **{"attention_bias": True, "experts_per_token": 2, "initial_context_length": 4096},
+        **{"layer_types": ["sliding_attention", "full_attention"], "max_position_embeddings": 8192},
+        **{"num_experts_per_tok": 2, "num_local_experts": 8, "output_router_logits": False},
+        **{"router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0},
+        "rope_scaling": {
+            **{"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+            **{"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        },
+    },
     "OLMoE-1B-7B-0924": {
         **{"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "attention_bias": False},
         **{"clip_qkv": None, "norm_topk_prob": False, "num_experts": 8, "num_experts_per_tok": 2},
@@ -300,6 +311,20 @@ def test_the_layers_of_hub_configs(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HUB | PUBLISHED["SmolLM3-3B"]))
     assert read_shape(tmp_path).unrotated_layers == (1,)
     assert is_tied({"model_type": "gemma3_text"})
+
+
+def test_what_gpt_oss_leaves_out_of_its_config(tmp_path: Path) -> None:
+    """transformers has a yarn rope and alternating windows by default."""
+    config = HUB | {"model_type": "gpt_oss", "num_experts_per_tok": 2, "num_local_experts": 8}
+    config = {k: v for k, v in config.items() if k != "rope_theta"}
+    accepted(tmp_path, config)
+    shape, rope = read_shape(tmp_path), rope_parameters(config)
+    assert (shape.swiglu_alpha, shape.swiglu_limit) == (1.702, 7.0)
+    assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == ("yarn", 32.0, 1.5e5)
+    kinds = [layer_kind(config, i) for i in range(2)]
+    assert kinds == ["sliding_attention", "full_attention"]
+    with pytest.raises(ModelError, match="swiglu_limit is 0"):
+        accepted(tmp_path, config | {"swiglu_limit": 0})
 
 
 def test_a_longrope_is_compared_up_to_its_original_length(tmp_path: Path) -> None:

@@ -123,7 +123,6 @@ def test_settings_that_ask_for_nothing_are_taken(tmp_path: Path) -> None:
     [
         ("deepseek_v3", r"latent attention \(MLA\)"),
         ("glm4_moe_lite", r"latent attention \(MLA\)"),
-        ("gpt_oss", "have biases"),
     ],
 )
 def test_families_with_other_routing_are_refused_by_name(

@@ -54,6 +54,36 @@ def test_a_family_may_have_other_names_for_its_stacks(model: Path) -> None:
         assert all(torch.equal(found[name].read(file), truth[name]) for name in truth)
 
 
+def test_a_family_may_have_stacks_of_columns_in_turn_and_biases(tmp_path: Path) -> None:
+    experts, inner, hidden, here = 3, 4, 5, "model.layers.0.mlp.experts"
+    gate, up = torch.randn(2, experts, inner, hidden)
+    down, biases = torch.randn(experts, hidden, inner), torch.randn(2, experts, inner)
+    of_down = torch.randn(experts, hidden)
+    tensors = {
+        f"{here}.gate_up_proj": torch.stack([gate, up], dim=2).flatten(1, 2).mT.contiguous(),
+        f"{here}.gate_up_proj_bias": torch.stack([*biases], dim=2).flatten(1),
+        f"{here}.down_proj": down.mT.contiguous(),
+        f"{here}.down_proj_bias": of_down,
+    }
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    found = stored_tensors(tmp_path, {}, stacks=Stacks(transposed=True, interleaved=True))
+    assert len(found) == 6 * experts
+    with safe_open(path, framework="pt") as file:
+        for e in range(experts):
+            for op, weight, bias in (
+                ("gate_proj", gate[e], biases[0, e]),
+                ("up_proj", up[e], biases[1, e]),
+                ("down_proj", down[e], of_down[e]),
+            ):
+                stored = found[f"{here}.{e}.{op}.weight"]
+                assert stored.shape == weight.shape
+                assert torch.equal(stored.read(file), weight)
+                assert torch.equal(stored.part(file, 0, 1, 3), weight[1:3])
+                assert torch.equal(stored.part(file, 1, 1, 3), weight[:, 1:3])
+                assert torch.equal(found[f"{here}.{e}.{op}.bias"].read(file), bias)
+
+
 def test_a_stack_of_another_size_is_refused(model: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     name = "model.layers.2.mlp.experts.down_proj"

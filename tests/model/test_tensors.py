@@ -88,6 +88,13 @@ def test_a_quantized_checkpoint_is_refused_by_its_config(config: dict, said: str
     check_not_quantized(Path("model"), {"quantization_config": None})
 
 
+def test_what_to_do_about_mxfp4_is_said() -> None:
+    config = {"quantization_config": {"quant_method": "mxfp4"}}
+    with pytest.raises(ModelError, match="quantization by mxfp4") as refused:
+        check_not_quantized(Path("model"), config)
+    assert "save_original_format=False" in refused.value.fix
+
+
 def test_unexpected_tensors_and_other_shapes_are_named(saved: Path) -> None:
     def edit(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.1.mlp.up_proj.weight"] = torch.ones(48, 31)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlk_align.judge.load import load_contract
+from rlk_align.model.families import FAMILIES
 from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.model.shape import ModelShape
 from rlk_align.model.sites import RowIndex, model_sites
@@ -88,6 +89,50 @@ def test_a_sum_of_rows_that_are_not_shown_follows_from_what_is(hidden: list[str]
     site = as_recorded(SITES["layers.0.moe_out"], SITES, unexposed)
     seen = ("mlp_norm",) if hidden is INNER else ("gate_proj", "up_proj")
     assert [n.rpartition(".")[2] for n in site.inputs] == [*seen, "routing_weights", "experts"]
+
+
+BIASED = dataclasses.replace(SHAPE, model_type="gpt_oss", swiglu_alpha=1.702, swiglu_limit=2.0)
+OF_BIASED = {s.name: s for s in model_sites(BIASED)}
+WITH_BIASES = WEIGHTS | {
+    f"{name}.bias": torch.randn(len(weight), generator=GENERATOR, dtype=torch.float64)
+    for name, weight in WEIGHTS.items()
+}
+
+
+@pytest.mark.parametrize("hidden", [[], INNER])
+def test_biases_and_a_clamp(hidden: list[str]) -> None:
+    """With rows that are shown, and without, the sum is that of the definition."""
+    shares = LOGITS.gather(1, CHOSEN).softmax(1)
+    values: dict[str, list[torch.Tensor]] = {"gate_proj": [], "up_proj": [], "down_proj": []}
+    for x, chosen in zip(X, CHOSEN, strict=True):
+        gate, up = (
+            torch.stack([WITH_BIASES[f"{n}.{op}"] @ x + WITH_BIASES[f"{n}.{op}.bias"] for n in of])
+            for of in [[f"layers.0.experts.{e}" for e in chosen.tolist()]]
+            for op in ("gate_proj", "up_proj")
+        )
+        g, u = gate.clamp(max=2), up.clamp(-2, 2)
+        act = (u + 1) * g * torch.sigmoid(1.702 * g)
+        down = [
+            WITH_BIASES[f"layers.0.experts.{e}.down_proj"] @ row
+            + WITH_BIASES[f"layers.0.experts.{e}.down_proj.bias"]
+            for e, row in zip(chosen.tolist(), act, strict=True)
+        ]
+        for op, rows in (("gate_proj", gate), ("up_proj", up), ("down_proj", torch.stack(down))):
+            values[op].append(rows.flatten())
+    known = {op: torch.stack(rows) for op, rows in values.items()}
+    known |= {"mlp_norm": X, "routing_weights": shares, "experts": CHOSEN.double()}
+    biased = [op for op in FAMILIES["gpt_oss"].biases if op.startswith("expert")]
+    reference = ExpertReference(
+        BIASED, "float32", WITH_BIASES.__getitem__, biased=[*biased, "q_proj"]
+    )
+    ops = ("moe_out",) if hidden else ("gate_proj", "up_proj", "moe_out")
+    for op in ops:
+        site = as_recorded(OF_BIASED[f"layers.0.{op}"], OF_BIASED, dict.fromkeys(hidden, "fused"))
+        out, *_ = reference.exact(site, [known[n.rpartition(".")[2]] for n in site.inputs])
+        expected = known.get(op)
+        if expected is None:
+            expected = (known["down_proj"].unflatten(1, (2, -1)) * shares[..., None]).sum(1)
+        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_the_variance_is_that_of_rounded_steps() -> None:

@@ -39,6 +39,7 @@ SPARSE_SITES = {s.name: s for s in model_sites(read_shape(SPARSE))}
 SHARED = dataclasses.replace(read_shape(SPARSE), model_type="glm4_moe", shared_intermediate=160)
 SHARED_SITES = {s.name: s for s in model_sites(SHARED)}
 GATED = dataclasses.replace(SHARED, model_type="qwen2_moe")
+SUNK = dataclasses.replace(SHARED, model_type="gpt_oss")
 OF_SPARSE = {n: f for n, f in FAULTS.items() if f.sparse and f.needs != "variant"}
 
 Rows = dict[tuple[str, int, int], torch.Tensor]
@@ -311,7 +312,7 @@ def test_the_catalogue_is_whole() -> None:
     kinds = [name for name, family in FAMILIES.items() if not family.experts]
     shapes = [dataclasses.replace(SHAPE, model_type=kind) for kind in kinds]
     shapes.append(dataclasses.replace(SHAPE, model_type="smollm3", unrotated_layers=(3,)))
-    variants = [{s.name: s for s in model_sites(shape)} for shape in (*shapes, GATED)]
+    variants = [{s.name: s for s in model_sites(shape)} for shape in (*shapes, GATED, SUNK)]
     for name, fault in FAULTS.items():
         sites = SPARSE_SITES if fault.sparse else dense
         sites = SHARED_SITES if fault.needs == "shared" else sites

@@ -12,6 +12,7 @@ KINDS = ["sliding_attention", "sliding_attention", "sliding_attention", "full_at
 THETA = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0}
 YARN |= {"original_max_position_embeddings": 16}
+BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 TEMPERATURE = YARN | {"mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1}
 SETTINGS: dict[str, dict[str, Any]] = {
     "olmo2": {"head_dim": 32, "attention_bias": True},
@@ -78,6 +79,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "minimax_m2": {
         **{"head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 3},
         **{"intermediate_size": 96, "rotary_dim": 16},
+    },
+    "gpt_oss": {
+        **{"head_dim": 32, "sliding_window": 8, "num_local_experts": 8, "num_experts_per_tok": 3},
+        **{"intermediate_size": 96, "rope_parameters": YARN | {"truncate": False} | BETAS},
     },
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
 }

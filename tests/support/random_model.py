@@ -25,7 +25,13 @@ def write_random_model(folder: Path, **settings: Any) -> Path:
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     made = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings["dtype"]))
     for key, parameter in made.named_parameters():
-        if "norm" in key or key.endswith("bias"):
+        if key.endswith("gate_up_proj_bias"):
+            # Beyond the limit of a clamped activation.
+            torch.nn.init.uniform_(parameter, -8, 8)
+        elif key.endswith("sinks"):
+            # Near the scores that these biases of q and k cause.
+            torch.nn.init.uniform_(parameter, 8, 12)
+        elif "norm" in key or key.endswith("bias"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         elif not parameter.any():
             # transformers leaves some routers at 0.

@@ -62,6 +62,26 @@ def test_an_early_boundary_names_both_rows() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_beside_sinks_the_first_token_gets_a_share_of_its_value(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rows = np.arange(2)
+    value = torch.randn(2, KV_HEADS, DIM).to(dtype)
+    repeated = value.repeat_interleave(HEADS // KV_HEADS, dim=1)
+    share = torch.tensor([0.9, 0.02, 0.5, 0.3])[None, :, None]
+    right = (repeated.float() * share).to(dtype)
+    for first, found in (
+        (right[0], []),
+        (-right[0], [(0, 0, "other tokens")]),
+        (right.mean(dim=0), [(0, 0, "other tokens")]),
+    ):
+        check = BoundaryCheck(HEADS, KV_HEADS, sinks=True)
+        check.see("layers.0.v_proj", value.flatten(1), 0 * rows, rows)
+        out = torch.stack([first, right.mean(dim=0)])
+        check.see("layers.0.attn", out.flatten(1), 0 * rows, rows)
+        assert [(w.sample, w.position, w.sees) for w in check.record().first] == found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_repeated_token_sees_only_itself_either_way(dtype: torch.dtype, at_once: bool) -> None:
     """The average of equal values is the value itself; in a decode, rows come one at a time."""

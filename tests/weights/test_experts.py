@@ -109,3 +109,48 @@ def test_names_of_corrected_scores_and_shared_experts(tmp_path: Path) -> None:
             ("layers.1.shared_gate_proj", ((0, 320),)),
             ("layers.1.shared_up_proj", ((320, 640),)),
         ]
+
+
+def test_stacks_of_columns_in_turn_biases_and_sinks(tmp_path: Path) -> None:
+    config = json.loads((SPARSE / "config.json").read_text())
+    config |= {"model_type": "gpt_oss", "intermediate_size": 16, "num_hidden_layers": 1}
+    config |= {"mlp_only_layers": []}
+    experts, inner, hidden = 8, 16, config["hidden_size"]
+    here = "model.layers.0.mlp"
+    weights, biases = torch.randn(2, experts, inner, hidden), torch.randn(2, experts, inner)
+    down, of_down = torch.randn(experts, hidden, inner), torch.randn(experts, hidden)
+    beside = {
+        "model.layers.0.self_attn.sinks": torch.randn(config["num_attention_heads"]),
+        f"{here}.router.weight": torch.randn(experts, hidden),
+        f"{here}.router.bias": torch.randn(experts),
+    }
+    whole = {
+        f"{here}.experts.gate_up_proj": torch.stack([*weights], 2).flatten(1, 2).mT.contiguous(),
+        f"{here}.experts.gate_up_proj_bias": torch.stack([*biases], 2).flatten(1),
+        f"{here}.experts.down_proj": down.mT.contiguous(),
+        f"{here}.experts.down_proj_bias": of_down,
+    }
+    one_by_one = {
+        f"{here}.experts.{e}.{op}.{kind}": values[e].clone()
+        for op, *both in (
+            ("gate_proj", weights[0], biases[0]),
+            ("up_proj", weights[1], biases[1]),
+            ("down_proj", down, of_down),
+        )
+        for kind, values in zip(("weight", "bias"), both, strict=True)
+        for e in range(experts)
+    }
+    name = f"{here}.experts.3.gate_proj.weight"
+    wrong = one_by_one | {name: one_by_one[name] + 1}
+    folders = [
+        save(tmp_path / side, tensors | beside)
+        for side, tensors in (("a", whole), ("b", one_by_one), ("c", wrong))
+    ]
+    for folder in folders:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+    report = compare_weights(*folders[:2])
+    names = {f.name for f in report.findings}
+    assert (report.status, len(names)) == ("pass", 3 + 6 * experts)
+    assert {"layers.0.attn", "layers.0.router.bias", "layers.0.experts.3.up_proj.bias"} <= names
+    [found] = unequal(compare_weights(folders[0], folders[2])).values()
+    assert found.name == "layers.0.experts.3.gate_proj"

@@ -42,6 +42,7 @@ def activation_name(activation: Callable[[torch.Tensor], torch.Tensor], dtype: t
         "gelu": torch.nn.functional.gelu(x),
         "gelu_tanh": torch.nn.functional.gelu(x, approximate="tanh"),
         "relu": torch.relu(x),
+        "swigluoai": x * torch.sigmoid(1.702 * x),
         "identity": x,
     }
     y = activation(x.to(dtype)).float()
@@ -56,7 +57,12 @@ def plain_activation_name(mlp: Any, dtype: torch.dtype) -> str:
     """The name of the activation of an MLP, whose attribute for it has one of several names."""
     device = next(mlp.parameters()).device
     names = ("act_fn", "activation_fn", "act")
-    act = next(getattr(mlp, name) for name in names if hasattr(mlp, name))
+    act = next((getattr(mlp, name) for name in names if hasattr(mlp, name)), None)
+    if act is None:
+        # Experts that clamp multiply the activated gate by up + 1; here up is 0.
+        def act(x: torch.Tensor) -> torch.Tensor:
+            return mlp._apply_gate(torch.stack([x, torch.zeros_like(x)], dim=-1).flatten(-2))
+
     return activation_name(lambda x: act(x.to(device)).cpu(), dtype)
 
 

@@ -57,6 +57,25 @@ INSIDE = ("experts", "routing_weights", *BY_EXPERT)
 """The operators inside a sparse layer, after its router."""
 
 
+PRODUCTS = ("gate_proj", "up_proj", "down_proj")
+"""Those of them that have weights."""
+
+
+def gate_and_up(
+    fused: torch.Tensor, dim: int, interleaved: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The halves of a fused product or weight along `dim`, or its entries in turn."""
+    halves = fused.chunk(2, dim)
+    if interleaved:
+        halves = fused.unflatten(dim, (-1, 2)).movedim(dim % fused.dim() + 1, 0)
+    return halves[0], halves[1]
+
+
+def router_path(block: Any) -> str:
+    """The name of the router in a block of experts."""
+    return "gate" if hasattr(block, "gate") else "router"
+
+
 def has_kernels(module: Any) -> bool:
     """Whether the kernels compute a sparse layer, or a part of one, whose values they expose."""
     return hasattr(module, "rlk_show")

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlk_align.engines.common.experts import BY_EXPERT
 from rlk_align.engines.common.layout import in_slots, of_outputs
-from rlk_align.engines.common.places import FIRST, SECOND, Access, End, Place
+from rlk_align.engines.common.places import FIRST, SECOND, Access, End, Place, beside_sinks
 from rlk_align.model.operators import layer_modules
 from rlk_align.model.shape import ModelShape
 
@@ -35,7 +35,7 @@ def fused_places(
         first, table = "model.layers.0.input_layernorm", "model.embed_tokens"
         yield Place(sites=("embed",), module=first, end="input", parameters_in=table)
     else:
-        yield Place(sites=("embed",), module="model.embed_tokens")
+        yield Place(sites=("embed",), module=embedding_path(model))
     for i, layer in enumerate(model.model.layers):
         yield from _layer_places(model, layer, i, shape, tp, sparse, heads)
     last = f"layers.{len(model.model.layers) - 1}.mlp_residual"
@@ -58,6 +58,21 @@ def expert_places(
 def head_path(model: Any) -> str:
     """The path of the module with the head's weight; some tied models have the embedding only."""
     return "lm_head" if hasattr(model, "lm_head") else "model.embed_tokens"
+
+
+def embedding_path(model: Any) -> str:
+    """The path of the embedding."""
+    return f"model.{'embed_tokens' if hasattr(model.model, 'embed_tokens') else 'embedding'}"
+
+
+def attention_path(layer: Any) -> str:
+    """The name of a layer's attention."""
+    return "self_attn" if hasattr(layer, "self_attn") else "attn"
+
+
+def attention_of(layer: Any) -> Any:
+    """A layer's attention, with its projections."""
+    return getattr(layer, attention_path(layer))
 
 
 def place_of(
@@ -83,7 +98,8 @@ def _layer_places(
     heads: Callable[[str], Access],
 ) -> Iterator[Place]:
     name = f"layers.{i}"
-    here, attention, mlp = f"model.{name}", f"model.{name}.self_attn", f"model.{name}.mlp"
+    here, mlp = f"model.{name}", f"model.{name}.mlp"
+    attention = f"{here}.{attention_path(layer)}"
 
     def place(module: str, *ops: str, end: End = "output", access: Access = FIRST) -> Place:
         sites = tuple(f"{name}.{op}" for op in ops)
@@ -93,13 +109,13 @@ def _layer_places(
     yield from _norm(stream, f"{name}.attn_norm", f"{here}.input_layernorm")
     yield place(f"{attention}.qkv_proj", "q_proj", "k_proj", "v_proj")
     for op in ("q_norm", "k_norm"):
-        if hasattr(layer.self_attn, op):
+        if hasattr(attention_of(layer), op):
             yield place(f"{attention}.{op}", op, access=heads(op))
     yield place(attention, "q_rope", end="rope")
     yield place(attention, "k_rope", end="rope")
-    yield place(f"{attention}.attn", "attn")
-    yield place(f"{attention}.o_proj", "o_proj")
     operators = shape.family.layer(shape, i)
+    yield beside_sinks(place(f"{attention}.attn", "attn"), operators, attention)
+    yield place(f"{attention}.o_proj", "o_proj")
     paths = layer_modules(operators, shape.family.modules)
     if "attn_post_norm" in operators:
         yield place(f"{here}.{paths['attn_post_norm']}", "attn_post_norm")

@@ -65,10 +65,10 @@ class Hooks(ExitStack):
 
         self.replace(module, "forward", forward)
 
-    def replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Makes `function` the attribute `name` of a module, a class, or one object."""
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Makes `value` the attribute `name` of a module, a class, or one object."""
         if name in vars(owner):
             self.callback(setattr, owner, name, vars(owner)[name])
         else:
             self.callback(delattr, owner, name)
-        setattr(owner, name, function)
+        setattr(owner, name, value)

@@ -4,8 +4,8 @@ Code that observes or overwrites a site, reads live parameters or an attribute, 
 determines the coverage uses the operator's line in that table.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -104,6 +104,14 @@ def embedding_place(shape: ModelShape) -> Place:
     return Place(
         sites=("embed",), module=f"model.layers.0.{first}", end="input", parameters_in=table
     )
+
+
+def beside_sinks(place: Place, operators: Collection[str], attention: str) -> Place:
+    """The place of an attention core in a layer with these operators; `attention`: the path of the
+    module that has its sinks, if it has any."""
+    if "sink_attn" not in operators:
+        return place
+    return replace(place, parameters_in=attention, weight=OPERATORS["sink_attn"].tensor)
 
 
 def shards_of(places: Iterable[Place]) -> dict[str, list[tuple[int, int, int]]]:

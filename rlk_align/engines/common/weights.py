@@ -35,7 +35,8 @@ def parameters(
     """
     for place in places:
         operator = OPERATORS[place.sites[0].rpartition(".")[2]]
-        if not operator.weight or (place.end == "inside" and not place.parameters_in):
+        has_weight = bool(operator.weight or place.parameters_in)
+        if not has_weight or (place.end == "inside" and not place.parameters_in):
             # The engine itself reads what is inside a module, such as the experts.
             continue
         site, name = place.sites[0], operator.parameter or place.sites[0]
@@ -57,7 +58,9 @@ def parameters(
                 yield Parameter(weight, place.layout, 0)
                 yield Parameter(bias, place.layout.named(".bias"), 0)
             case _:
-                layout = whole(site, shape.size(operator.weight[0]), tp)
+                # Attention has a weight only beside sinks, of which there is one for each head.
+                size = operator.weight[0] if operator.weight else "heads"
+                layout = whole(site, shape.size(size), tp)
                 yield Parameter(weight, layout, None)
                 # Some norms have one.
                 yield Parameter(bias, layout.named(".bias"), None)
@@ -116,11 +119,11 @@ def unfused(model: Any, places: Iterable[Place]) -> Iterator[tuple[str, torch.Te
         (site,) = place.sites
         operator, module = OPERATORS[site.rpartition(".")[2]], model.get_submodule(place.holder)
         name = operator.parameter or site
-        if not operator.weight:
+        if not (operator.weight or place.parameters_in):
             continue
         # A patch may have removed the weight: the parity check then names the missing parameter.
-        if isinstance(getattr(module, "weight", None), torch.Tensor):
-            yield name, module.weight.detach()
+        if isinstance(weight := getattr(module, place.weight, None), torch.Tensor):
+            yield name, weight.detach()
         if getattr(module, "bias", None) is not None:
             yield f"{name}.bias", module.bias.detach()
 

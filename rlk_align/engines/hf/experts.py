@@ -16,13 +16,16 @@ from torch.distributed.tensor import DTensor
 
 from rlk_align.engines.common.experts import (
     BY_EXPERT,
+    PRODUCTS,
     Choose,
     Show,
     by_ascending_id,
     choice_replaced,
     choose_on_kernels,
+    gate_and_up,
     has_kernels,
     on_kernels,
+    router_path,
     slots,
 )
 from rlk_align.engines.common.hooks import Hooks
@@ -34,15 +37,12 @@ OTHER_ROWS = (
     "of each row is unknown"
 )
 
+UNSEEN = "its experts={} multiplies by no function that can be observed"
+
 
 def mlp_path(layer: Any) -> str:
     """The name of a layer's MLP, or of its block of experts."""
     return "mlp" if hasattr(layer, "mlp") else "block_sparse_moe"
-
-
-def router_path(block: Any) -> str:
-    """The name of the router in a block of experts."""
-    return "gate" if hasattr(block, "gate") else "router"
 
 
 def router_of(block: Any) -> Any:
@@ -78,12 +78,20 @@ def expert_weights(
     `gathered(parameters)` these parameters are whole."""
     for i, block in sparse_blocks(model):
         with gathered(block.experts.parameters()):
-            for e, fused in enumerate(_whole(block.experts.gate_up_proj)):
-                gate, up = fused.chunk(2)
-                yield f"layers.{i}.experts.{e}.gate_proj", gate
-                yield f"layers.{i}.experts.{e}.up_proj", up
-            for e, down in enumerate(_whole(block.experts.down_proj)):
-                yield f"layers.{i}.experts.{e}.down_proj", down
+            yield from _of_stacks(f"layers.{i}.experts", block.experts, "")
+            if hasattr(block.experts, "gate_up_proj_bias"):
+                yield from _of_stacks(f"layers.{i}.experts", block.experts, "_bias")
+
+
+def _of_stacks(name: str, experts: Any, end: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The canonical parameters of a layer's experts; `end`: that of the names of its stacks."""
+    gate_up, down = (_whole(getattr(experts, f"{n}{end}")) for n in ("gate_up_proj", "down_proj"))
+    if experts.is_transposed and not end:
+        gate_up, down = gate_up.mT, down.mT
+    for e, (first, second) in enumerate(zip(gate_up, down, strict=True)):
+        values = *gate_and_up(first, 0, not experts.is_concatenated), second
+        for op, value in zip(PRODUCTS, values, strict=True):
+            yield f"{name}.{e}.{op}{'.bias' if end else ''}", value
 
 
 def corrections(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -167,6 +175,7 @@ class _RunningExperts:
     def begin(self, layer: int, module: Any, inputs: Any) -> None:
         self._layer, self._hidden, self._chosen = layer, inputs[0], inputs[1].long()
         self._kind = module.config._experts_implementation
+        self._interleaved = not module.is_concatenated
         self._products: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def observed(self, product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -186,13 +195,13 @@ class _RunningExperts:
         name, self._layer = f"layers.{self._layer}", None
         token, expert = self._order()
         if not self._in_order(token, expert):
-            reason = OTHER_ROWS.format(self._kind)
+            reason = (OTHER_ROWS if self._products else UNSEEN).format(self._kind)
             self._unexposed |= {f"{name}.{op}": reason for op in BY_EXPERT}
             return
         # Two products: of all experts, or of one expert after another.
         parts = [[torch.cat(x) for x in zip(*self._products[n::2], strict=True)] for n in (0, 1)]
         (_, gate_up), (act, down) = parts
-        gate, up = gate_up.chunk(2, dim=1)
+        gate, up = gate_and_up(gate_up, 1, self._interleaved)
         k = self._chosen.shape[1]
         for op, rows in zip(BY_EXPERT, (gate, up, act, down), strict=True):
             self._show(f"{name}.{op}", slots(rows, token, expert, k))

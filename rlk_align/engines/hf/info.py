@@ -39,7 +39,7 @@ def _conflict(options: Mapping[str, OptionValue]) -> str | None:
 
 
 WITHOUT_CAP = ("sdpa",)
-"""The attentions of transformers 5.19 that ignore a cap of the scores."""
+"""The attentions of transformers 5.19 that ignore a cap of the scores, and sinks."""
 
 
 def check_attention(option: ReadOption, config: dict[str, Any], shape: ModelShape) -> None:
@@ -47,6 +47,12 @@ def check_attention(option: ReadOption, config: dict[str, Any], shape: ModelShap
     key, attention = shape.family.score_cap, option("attn")
     if option("kernels") == "rlk" and "attn" not in str(option("except")).split("+"):
         return
+    if attention in WITHOUT_CAP and shape.has("sink_attn"):
+        raise BadOption(
+            f"attn={attention} ignores the sinks of a {shape.model_type} model's attention: "
+            "transformers refuses it for this family",
+            "add attn=eager to the engine's spec",
+        )
     if attention in WITHOUT_CAP and cap_of(config, key) is not None:
         raise BadOption(
             f"attn={attention} ignores {key}={cap_of(config, key):g} of config.json: transformers "

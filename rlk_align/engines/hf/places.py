@@ -3,10 +3,17 @@
 from collections.abc import Iterator
 from typing import Any
 
-from rlk_align.engines.common.experts import INSIDE
+from rlk_align.engines.common.experts import INSIDE, router_path
 from rlk_align.engines.common.layout import of_outputs
-from rlk_align.engines.common.places import FIRST, HEADS_FIRST, LOGITS, Place, embedding_place
-from rlk_align.engines.hf.experts import ROUTER, mlp_path, router_path
+from rlk_align.engines.common.places import (
+    FIRST,
+    HEADS_FIRST,
+    LOGITS,
+    Place,
+    beside_sinks,
+    embedding_place,
+)
+from rlk_align.engines.hf.experts import ROUTER, mlp_path
 from rlk_align.model.operators import OPERATORS, layer_modules
 from rlk_align.model.shape import ModelShape
 
@@ -46,7 +53,8 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
         for op, path in inputs.items():
             if op not in sites or path not in modules:
                 continue
-            yield Place(sites=(f"layers.{i}.{op}",), module=f"{here}.{path}", end="input")
+            place = Place(sites=(f"layers.{i}.{op}",), module=f"{here}.{path}", end="input")
+            yield beside_sinks(place, operators, attention) if op == "attn" else place
         yield Place(sites=(f"layers.{i}.mlp_residual",), module=here)
     yield Place(sites=("final_norm",), module="model.norm")
     if shape.family.logit_cap or shape.family.multiplies("logits"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.common.experts import Choose
+from rlk_align.engines.common.experts import Choose, gate_and_up
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.transformers_rope import on_rotation
 from rlk_align.engines.common.weights import unfused
@@ -136,9 +136,11 @@ class HFSparseLayers(SparseLayers):
         gate, functional = router_of(self._blocks[layer]), torch.nn.functional
         route, product = gate.forward, functional.linear
 
-        def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            result = product(x, weight)
-            unit = Unit(result=result, inputs=(x,), weight=weight.detach(), head_dim=1)
+        def linear(
+            x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            result = product(x, weight, bias)
+            unit = Unit(result=result, inputs=(x,), weight=weight.detach(), bias=bias, head_dim=1)
             return in_place_of(formula, unit)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -171,6 +173,18 @@ class HFSparseLayers(SparseLayers):
     def leave_out_gate(self, layer: int) -> None:
         block = self._blocks[layer]
         without_gate(self._hooks, block.shared_expert, block.shared_expert_gate.weight.detach())
+
+    def drop_biases(self, layer: int) -> None:
+        self._hooks.replace(self._blocks[layer].experts, "has_bias", False)
+
+    def leave_out_clamp(self, layer: int) -> None:
+        experts = self._blocks[layer].experts
+
+        def apply(gate_up: torch.Tensor) -> torch.Tensor:
+            gate, up = gate_and_up(gate_up, -1, not experts.is_concatenated)
+            return (up + 1) * (gate * torch.sigmoid(gate * experts.alpha))
+
+        self._hooks.replace(experts, "_apply_gate", apply)
 
     def swap_experts(self, layer: int, one: int, other: int) -> None:
         weight = self._blocks[layer].experts.gate_up_proj.detach()

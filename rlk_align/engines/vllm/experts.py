@@ -10,13 +10,16 @@ from typing import Any
 import torch
 
 from rlk_align.engines.common.experts import (
+    PRODUCTS,
     Choose,
     Show,
     by_ascending_id,
     choice_replaced,
     choose_on_kernels,
+    gate_and_up,
     has_kernels,
     on_kernels,
+    router_path,
 )
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.parameters import LiveParameter
@@ -118,27 +121,29 @@ def expert_weights(model: Any, shape: ModelShape, ranks: Ranks) -> Iterator[Live
     """The canonical parameters of the experts, and the corrections of the scores for their choice;
     called on all ranks."""
     tp = ranks.world
-    inner = shape.expert_intermediate // tp
+    inner, interleaved = shape.expert_intermediate // tp, shape.family.stacks.interleaved
     for i, _, block in sparse_blocks(model):
-        if (correction := getattr(block.gate, "e_score_correction_bias", None)) is not None:
+        router = getattr(block, router_path(block))
+        if (correction := getattr(router, "e_score_correction_bias", None)) is not None:
             # vLLM leaves out a dimension of size 1.
             copies = all_gather(correction.detach().reshape(shape.correction(i)), ranks)
             yield LiveParameter(f"layers.{i}.experts", copies[0], replicas=tuple(copies[1:]))
         routed = block.experts.routed_experts
         gate_up, down = (unpacked(routed, name) for name in ("w13_weight", "w2_weight"))
-        half = gate_up.shape[1] // 2
         # With the kernels, the ranks share the rows of down_proj.
         dim = 0 if tp > 1 and has_kernels(block.experts) else 1
         for e in range(len(gate_up)):
             of = f"layers.{i}.experts.{e}"
             # vLLM pads the inner size.
-            for op, rows in (
-                ("gate_proj", gate_up[e, :inner]),
-                ("up_proj", gate_up[e, half : half + inner]),
-            ):
-                yield shared_evenly(f"{of}.{op}", rows, 0, ranks)
+            for op, rows in zip(PRODUCTS, gate_and_up(gate_up[e], 0, interleaved), strict=False):
+                yield shared_evenly(f"{of}.{op}", rows[:inner], 0, ranks)
             columns = down[e] if dim == 0 else down[e, :, :inner]
             yield shared_evenly(f"{of}.down_proj", columns, dim, ranks)
+            if hasattr(routed, "w13_bias"):
+                # The experts of one rank: `check_vllm` refuses more.
+                biases = *gate_and_up(routed.w13_bias[e], 0, interleaved), routed.w2_bias[e]
+                for op, bias in zip(PRODUCTS, biases, strict=True):
+                    yield LiveParameter(f"{of}.{op}.bias", bias.detach())
 
 
 def unpacked(routed: Any, name: str) -> torch.Tensor:

@@ -15,6 +15,11 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_EXPERT_STEP = 32
 """The hidden size must be a multiple of this in vLLM 0.32's kernels for experts on CPUs; vLLM pads
 the experts' inner size."""
+_ON_ONE_RANK = {
+    "wide_q_norm": "its norms over all heads need all ranks",
+    "sink_attn": "its ranks share sinks and the biases of experts",
+}
+"""Operators that are supported on one rank only -> why."""
 
 
 def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) -> None:
@@ -32,6 +37,9 @@ def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) ->
             rope["rope_type"] == "linear" and isinstance(rope.get("factor"), int)
         ),
     }
+    stated = {**shape.family.defaults, **config, "rope_type": rope["rope_type"]}
+    for name, value in shape.family.vllm_constants.items():
+        refused[f"{name}={stated.get(name)}"] = stated.get(name) != value
     for what, is_so in refused.items():
         if is_so:
             raise ModelError(
@@ -52,16 +60,21 @@ def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) ->
             "where it adds residuals outside of norms, places are known for one rank only",
             "leave tp out",
         )
-    if shape.has("wide_q_norm") and int(option("tp") or 1) > 1:
-        raise BadOption(
-            f"engine 'vllm': tp={option('tp')} does not support model_type {shape.model_type!r}: "
-            "its norms over all heads need all ranks, which no test has compared",
-            "leave tp out",
-        )
-    odd = bool(shape.experts) and shape.hidden % CPU_EXPERT_STEP != 0
+    for operator, why in _ON_ONE_RANK.items():
+        if shape.has(operator) and int(option("tp") or 1) > 1:
+            raise BadOption(
+                f"engine 'vllm': tp={option('tp')} does not support model_type "
+                f"{shape.model_type!r}: {why}, which no test has compared",
+                "leave tp out",
+            )
+    sizes = {"hidden": shape.hidden}
+    if shape.swiglu_limit:
+        # vLLM does not pad what it clamps.
+        sizes["inner"] = shape.expert_intermediate
+    odd = [f"{n} size {s}" for n, s in sizes.items() if shape.experts and s % CPU_EXPERT_STEP]
     if odd and not kernels and option("python") is None and _on_cpu():
         raise ModelError(
-            f"engine 'vllm' on a CPU does not support experts of hidden size {shape.hidden}: its "
+            f"engine 'vllm' on a CPU does not support experts of {odd[0]}: its "
             f"kernels take multiples of {CPU_EXPERT_STEP}",
             "add kernels=rlk, or compare with --rollout hf",
         )

@@ -4,7 +4,7 @@ runs the code of transformers."""
 from collections.abc import Iterator
 from typing import Any
 
-from rlk_align.engines.common.experts import has_kernels
+from rlk_align.engines.common.experts import has_kernels, router_path
 from rlk_align.engines.common.fused_places import (
     Sparse,
     expert_places,
@@ -96,6 +96,7 @@ def _block_places(
 ) -> Iterator[Place]:
     name, here = f"layers.{layer}", f"model.layers.{layer}.{path}"
     kernels = has_kernels(block.experts)
+    yield Place(sites=(f"{name}.router",), module=f"{here}.{router_path(block)}")
     yield from _sparse_places(here, name, shape, tp if kernels else 0)
     paths = layer_modules(shape.family.layer(shape, layer), shape.family.modules)
     if "shared_down_proj" not in paths:
@@ -116,7 +117,6 @@ def _block_places(
 
 def _sparse_places(block: str, name: str, shape: ModelShape, shown: int) -> Iterator[Place]:
     """`shown`: the number of ranks that share the experts' rows; 0 if these are not tensors."""
-    yield Place(sites=(f"{name}.router",), module=f"{block}.gate")
     for op in ("experts", "routing_weights"):
         yield Place(sites=(f"{name}.{op}",), module=f"{block}.experts", end="inside")
     unexposed = "" if shown else FUSED

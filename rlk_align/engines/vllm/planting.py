@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.common.experts import Choose
+from rlk_align.engines.common.experts import Choose, router_path
+from rlk_align.engines.common.fused_places import attention_of
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import first
 from rlk_align.engines.common.products import Method
@@ -82,7 +83,7 @@ class VLLMOperators(FusedOperators):
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         positions = kwargs["positions"] if "positions" in kwargs else args[1]
         decoding = torch.zeros_like(positions, dtype=torch.bool)
-        metadata = self._metadata(self._layer(0).self_attn.attn)
+        metadata = self._metadata(attention_of(self._layer(0)).attn)
         if metadata is not None:
             starts = metadata.query_start_loc.long()
             alone = starts[:-1][starts.diff() == 1]
@@ -108,7 +109,7 @@ class VLLMOperators(FusedOperators):
         on_rotation(self, self._model, see)
 
     def _attention(self, layer: int, formula: Formula) -> None:
-        module = self._layer(layer).self_attn.attn
+        module = attention_of(self._layer(layer)).attn
         window = sliding_window(module)
         original = module.forward
         cache = _Cache()
@@ -230,11 +231,14 @@ class VLLMSparseLayers(SparseLayers):
         self._blocks = {i: block for i, _, block in sparse_blocks(model)}
 
     def change_logits(self, layer: int, formula: Formula) -> None:
-        gate = self._blocks[layer].gate
+        block = self._blocks[layer]
+        gate = getattr(block, router_path(block))
         weight = live_parameter(gate, "weight")
 
         def see(_module: Any, inputs: Any, output: Any) -> Any:
-            unit = Unit(result=first(output), inputs=(inputs[0],), weight=weight, head_dim=1)
+            unit = Unit(
+                result=first(output), inputs=(inputs[0],), weight=weight, bias=gate.bias, head_dim=1
+            )
             new = in_place_of(formula, unit)
             return (new, *output[1:]) if isinstance(output, tuple) else new
 
@@ -268,6 +272,12 @@ class VLLMSparseLayers(SparseLayers):
         block = self._blocks[layer]
         weight = linear_weight(block.shared_expert_gate).detach()
         without_gate(self._hooks, block.shared_expert, weight)
+
+    def drop_biases(self, layer: int) -> None:
+        routed = self._blocks[layer].experts.routed_experts
+        config = routed.quant_method.moe_kernel.fused_experts.quant_config
+        for product in (config._w1, config._w2):
+            self._hooks.replace(product, "bias", None)
 
     def swap_experts(self, layer: int, one: int, other: int) -> None:
         # Packed or not, each expert's weight is a separate block.

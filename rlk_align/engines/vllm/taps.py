@@ -12,6 +12,7 @@ import torch
 
 from rlk_align.engines.common import transformers_rope
 from rlk_align.engines.common.edits import Editor
+from rlk_align.engines.common.fused_places import attention_of
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.rows import packed_rows
@@ -160,5 +161,5 @@ def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -
         transformers_rope.on_rotation(hooks, model, see)
         return
     # All layers share one module, unless a patch has changed that.
-    for rotary in {layer.self_attn.rotary_emb for layer in model.model.layers}:
+    for rotary in {attention_of(layer).rotary_emb for layer in model.model.layers}:
         hooks.on_outputs(rotary, see)

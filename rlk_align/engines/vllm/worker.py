@@ -23,6 +23,7 @@ from rlk_align.engines.common.attributes import (
 )
 from rlk_align.engines.common.code import code_places
 from rlk_align.engines.common.edits import Editor
+from rlk_align.engines.common.fused_places import attention_of
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import ParameterRecord, record_parameter
 from rlk_align.engines.common.places import shards_of
@@ -149,7 +150,7 @@ class WorkerExtension:
 def vllm_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
     """The settings of a live vLLM model that affect its numbers, named as in `hf_attributes`."""
     layers, config = list(model.model.layers), model.config
-    attention = [layer.self_attn for layer in layers]
+    attention = [attention_of(layer) for layer in layers]
     dtype, gated = next(p.dtype for p in model.parameters()), shape.has("gate_proj")
     return {
         "layers": len(layers),

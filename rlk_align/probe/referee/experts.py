@@ -3,6 +3,7 @@
 N = rows, E = experts, K = experts of a token, I = inner size of an expert, H = hidden
 """
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import torch
 
 from rlk_align.compare.expert_choice import beyond_choice, scores
 from rlk_align.model.dtypes import DTYPES
+from rlk_align.model.operators import OPERATORS
 from rlk_align.model.shape import ModelShape
 from rlk_align.model.sites import Site
 from rlk_align.probe.referee import formulas
@@ -48,10 +50,18 @@ def as_recorded(site: Site, sites: Mapping[str, Site], unexposed: Collection[str
 class ExpertReference:
     """One side's sparse layers."""
 
-    def __init__(self, shape: ModelShape, dtype: str, read: Read, ranks: int = 1) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        dtype: str,
+        read: Read,
+        ranks: int = 1,
+        biased: Collection[str] = (),
+    ) -> None:
         """`ranks`: the number of ranks that share each expert's inner features, round their partial
-        sums, and add them up."""
+        sums, and add them up; `biased`: the operators that have a bias."""
         self._shape, self._dtype, self._read, self._ranks = shape, dtype, read, ranks
+        self._biased = {OPERATORS[n].site for n in biased if OPERATORS[n].of_expert}
 
     def exact(
         self, site: Site, inputs: Sequence[torch.Tensor]
@@ -205,12 +215,21 @@ class ExpertReference:
             x = inputs["mlp_norm"]
             gate, up = (self._rounded(site, op, x, chosen) for op in ("gate_proj", "up_proj"))
         (g, g_variance), (u, u_variance) = gate, up
-        sigmoid = g.sigmoid()
-        act = g * sigmoid * u
-        slope = sigmoid * (1 + g * (1 - sigmoid)) * u
+        act, variance = self.gated(g, u)
+        variance = variance + act.by_gate.square() * g_variance + act.by_up.square() * u_variance
         # The activation is rounded once or twice, and again if the weight is applied first.
-        variance = slope.square() * g_variance + (g * sigmoid).square() * u_variance
-        return act, variance + 2 * rounding_variance(act, self._dtype)
+        return act.out, variance + 2 * rounding_variance(act.out, self._dtype)
+
+    def gated(
+        self, gate: torch.Tensor, up: torch.Tensor
+    ) -> tuple[formulas.Activated, torch.Tensor]:
+        """The activation of the experts, and its variance by roundings on the way to it."""
+        clamped = functools.partial(
+            formulas.clamped_swiglu, alpha=self._shape.swiglu_alpha, limit=self._shape.swiglu_limit
+        )
+        act = (clamped if self._shape.swiglu_limit else formulas.swiglu)(gate, up)
+        rounded = (slope.square() * rounding_variance(x, self._dtype) for x, slope in act.steps)
+        return act, sum(rounded, 0 * act.out)
 
     def _exactly(self, rows: torch.Tensor) -> Exact:
         slots = rows.reshape(len(rows), self._shape.top_k, -1)
@@ -264,6 +283,10 @@ class ExpertReference:
                 extra = torch.zeros_like(out)
             out[at] = formulas.linear(slots[at], weight, None)
             extra[at] = formulas.sum_rounding(slots[at], weight, self._dtype)
+            if op in self._biased:
+                # Some engines round the product before they add the bias.
+                extra[at] += rounding_variance(out[at], self._dtype)
+                out[at] += self._read(f"layers.{layer}.experts.{e}.{op}.bias").double()
             if variance is not None:
                 extra[at] += variance[at] @ weight.square().T
         assert out is not None

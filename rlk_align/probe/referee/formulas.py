@@ -125,33 +125,40 @@ def attention(
     roundings: AttentionRoundings,
     scale: torch.Tensor | None = None,
     cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> Attended:
     """softmax(scale q · kᵀ) · v over the keys at positions p − window < j ≤ p of one sequence, and
     its variance by rounding.
 
     q: `[N, H·D]` at `position` `[N]`; k, v: `[L, Hkv·D]` of positions 0 … L − 1; `heads`: H, Hkv;
     `scale`: that of each row, `[N]`; 1 / √D if it is None. `cap`: a score s becomes
-    cap tanh(s / cap) (Gemma 2). An error δ of a score changes the output by p δ (v − output), and a
-    relative error δ of a probability by p δ v.
+    cap tanh(s / cap) (Gemma 2). `sinks`: the score of each head for one more key, which every query
+    sees and whose value is 0, `[H]` (GPT-OSS). An error δ of a score changes the output by
+    p δ (v − output), and a relative error δ of a probability by p δ v.
     """
     count, groups = heads
     query = q.reshape(len(q), groups, count // groups, -1)
     key, value = (x.reshape(len(x), groups, -1) for x in (k, v))
+    if sinks is not None:
+        key, value = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1)) for x in (key, value))
     width = query.shape[-1]
     row_scale = q.new_full((len(q),), width**-0.5) if scale is None else scale
     row_scale = row_scale[:, None, None, None]
     scores = torch.einsum("nghd,lgd->nghl", query, key) * row_scale
     scores = scores if cap is None else soft_cap(scores, cap)
+    score_variance = roundings.score * scores.square()
     at = torch.arange(len(k), device=k.device)
     visible = at <= position[:, None]
     if window is not None:
         visible &= at > position[:, None] - window
+    if sinks is not None:
+        scores[..., -1] = sinks.reshape(groups, -1)
+        visible = torch.nn.functional.pad(visible, (0, 1), value=True)
     hidden = ~visible[:, None, None]
     masked = scores.masked_fill(hidden, -torch.inf)
     p = masked.softmax(dim=-1)
     out = torch.einsum("nghl,lgd->nghd", p, value)
-    # The variance of each score, and of each probability as a share of it.
-    score_variance = roundings.score * scores.square()
+    # The variance of each score is that of its product and that of its distance to the largest one.
     score_variance += roundings.exponent * (scores - masked.amax(dim=-1, keepdim=True)).square()
     if roundings.float32_sums or roundings.query:
         terms = torch.einsum("nghd,lgd->nghl", query.square(), key.square())
@@ -169,6 +176,37 @@ def attention(
     shared = (score_variance * (along - power).square() + share * along.square()).sum(dim=-1)
     variance = variance.clamp(min=0).reshape(len(q), -1)
     return Attended(out.reshape(len(q), -1), variance, shared.reshape(len(q), -1))
+
+
+@dataclass(frozen=True, slots=True)
+class Activated:
+    """The output of an activation of gate and up, float64, and its derivatives."""
+
+    out: torch.Tensor
+    by_gate: torch.Tensor
+    by_up: torch.Tensor
+    steps: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    """The intermediate values that an engine may round, and the derivative by each of them."""
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> Activated:
+    """gate · σ(gate) · up (Shazeer 2020), of any shape."""
+    sigmoid = gate.sigmoid()
+    slope = sigmoid * (1 + gate * (1 - sigmoid))
+    return Activated(gate * sigmoid * up, slope * up, gate * sigmoid)
+
+
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> Activated:
+    """gate · σ(α gate) · (up + 1), of gate ≤ limit and |up| ≤ limit (GPT-OSS), of any shape."""
+    g, u = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+    sigmoid = (alpha * g).sigmoid()
+    slope = sigmoid * (1 - sigmoid)
+    return Activated(
+        out=g * sigmoid * u,
+        by_gate=(sigmoid + alpha * g * slope) * u * (gate <= limit),
+        by_up=g * sigmoid * (up.abs() <= limit),
+        steps=((alpha * g, g * slope * u), (sigmoid, g * u), (g * sigmoid, u), (u, g * sigmoid)),
+    )
 
 
 def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:

@@ -86,7 +86,7 @@ class Reference:
         self._biased = biased_operators(self._config, shape)
         self._rotaries = [checkpoint_rotary(model, shape, i) for i in range(shape.layers)]
         shares = tp if "down_proj" in added else 1
-        self._experts = ExpertReference(shape, dtype, self._weights.read, shares)
+        self._experts = ExpertReference(shape, dtype, self._weights.read, shares, self._biased)
 
     def heads(self, site: Site) -> int:
         """The number of heads of the site's features; 1 if they are not features of heads."""
@@ -118,6 +118,9 @@ class Reference:
             out, extra = self._rotated(site, inputs[0], rows)
         elif formula == "residual":
             out, extra = self._residual(site, *inputs)
+        elif formula == "expert_activation" and self.shape.swiglu_limit:
+            activated, extra = self._experts.gated(*inputs[:2])
+            out = activated.out
         elif formula in ("activation", "expert_activation"):
             # An MLP may lack a gate.
             up = inputs[1] if len(inputs) > 1 else 1.0
@@ -131,9 +134,10 @@ class Reference:
             window = sliding_window(self._config, self.shape, site.layer)
             q, k, v = inputs
             scale = attention_scale(self._config, self.shape, rows.position)
+            sinks = self._weights.read(site.parameter).double() if site.operator.weight else None
             out, extra, shared = formulas.attention(
-                q, k, v, rows.position, heads, window, self._attention_roundings, scale,
-                cap_of(self._config, self.shape.family.score_cap),
+                q, k, v, rows.position, heads, window, self._attention_roundings(sinks), scale,
+                cap_of(self._config, self.shape.family.score_cap), sinks,
             )  # fmt: skip
         elif formula == "log_softmax":
             out, extra = self._log_prob(inputs[0], rows)
@@ -300,13 +304,12 @@ class Reference:
         lost = (SUM_ULPS * FLOAT32_UNIT) ** 2 + lost_share(exponentials, self._orders)
         return out, sum(rounded) + lost
 
-    @property
-    def _attention_roundings(self) -> formulas.AttentionRoundings:
-        """Engines may round scores twice and probabilities once to the model's dtype. Exponentials
-        are float32."""
+    def _attention_roundings(self, sinks: torch.Tensor | None) -> formulas.AttentionRoundings:
+        """Engines may round scores twice and probabilities once to the model's dtype. Exponents are
+        float32, or in the model's dtype beside sinks."""
         once = relative_unit(self.dtype) ** 2
         in_float32 = self.dtype == "float32"
-        exponent = relative_unit("float32") ** 2
+        exponent = relative_unit("float32") ** 2 if sinks is None else once
         query = once if self.shape.family.temperature else 0.0
         # A cap rounds a quotient, its tanh, and the product of that.
         of_score = 5 if cap_of(self._config, self.shape.family.score_cap) else 2

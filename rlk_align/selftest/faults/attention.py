@@ -96,6 +96,20 @@ ATTENTION = {
         "attention:window",
         Strength("1 / keys that a query sees", 1 / 16, (1 / 64, 1 / 32, 1 / 16, 1 / 4)),
     ),
+    "attn-window-wide": Fault(
+        ("layers.2.attn",),
+        "the sliding window is a key too wide",
+        "attention:window_wider",
+        needs="variant",
+        operator="sink_attn",
+    ),
+    "attn-sinks-left-out": Fault(
+        ("layers.1.attn",),
+        "the sinks are left out of the softmax",
+        "attention:sinks_left_out",
+        needs="variant",
+        operator="sink_attn",
+    ),
     "attn-rotated": Fault(
         ("layers.3.attn",),
         "q and k are rotated in a layer that does not rotate them",

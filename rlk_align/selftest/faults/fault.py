@@ -56,7 +56,8 @@ class Fault:
     """A property that the model needs: biases, experts whose logits tie, shared experts, or an
     operator that some families have in a form of their own."""
     operator: str = ""
-    """The record of the catalogue that its site must be, if it is a fault of that record alone."""
+    """The record of the catalogue that its layer must have, if it is a fault of such layers
+    alone."""
     without: str = ""
     """A site that the model must lack."""
     op_class: str = ""
@@ -79,8 +80,8 @@ class Fault:
             return False
         if self.without in sites:
             return False
-        if self.operator and any(
-            n in sites and sites[n].operator.name != self.operator for n in self.sites
-        ):
+        if not all(n in sites and self.sparse == sites[n].sparse for n in self.sites):
             return False
-        return all(n in sites and self.sparse == sites[n].sparse for n in self.sites)
+        layer = sites[self.site].layer
+        records = {s.operator.name for s in sites.values() if s.layer == layer}
+        return not self.operator or self.operator in records

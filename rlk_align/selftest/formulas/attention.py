@@ -28,8 +28,21 @@ def _mixed(
     return torch.einsum("hts,shd->thd", probabilities.float(), value)
 
 
+def _probabilities(a: Attention, scores: torch.Tensor) -> torch.Tensor:
+    """The softmax over the keys, beside the sink of each head."""
+    if a.sinks is None:
+        return scores.softmax(-1)
+    sinks = a.sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+
+
 def _attend(a: Attention) -> torch.Tensor:
-    return _mixed(a, _scores(a).softmax(-1))
+    return _mixed(a, _probabilities(a, _scores(a)))
+
+
+def sinks_left_out(_: float) -> Formula:
+    """The probabilities of the keys add up to 1."""
+    return lambda a: _attend(dataclasses.replace(a, sinks=None))
 
 
 def _rescaled(a: Attention, factor: float) -> torch.Tensor:
@@ -86,6 +99,14 @@ def window(a: Attention, strength: float) -> torch.Tensor:
     return _masked(a, a.visible & (keys > last - round(1 / strength)))
 
 
+@formula
+def window_wider(a: Attention, _: float) -> torch.Tensor:
+    """Query p also sees the key before the first one that it sees."""
+    earlier = a.visible.roll(-1, -1)
+    earlier[:, -1] = False
+    return _attend(dataclasses.replace(a, visible=a.visible | earlier))
+
+
 def _turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Rotates `[N, H, D]` by angles of the base 10,000, in the half-split form."""
     pairs = x.shape[-1] // 2
@@ -123,7 +144,7 @@ def key_heads_swapped(a: Attention, _: float) -> torch.Tensor:
 def groups_interleaved(a: Attention, _: float) -> torch.Tensor:
     """Query head h reads key and value head h mod n."""
     group = torch.arange(a.query.shape[1], device=a.query.device) % a.key.shape[1]
-    return _mixed(a, _scores(a, group).softmax(-1), group)
+    return _mixed(a, _probabilities(a, _scores(a, group)), group)
 
 
 @formula

@@ -57,6 +57,16 @@ def shared_gate_left_out(_: float) -> Plant:
     return lambda layers, layer: layers.leave_out_gate(layer)
 
 
+def biases_dropped(_: float) -> Plant:
+    """The products of the experts have no biases."""
+    return lambda layers, layer: layers.drop_biases(layer)
+
+
+def clamp_left_out(_: float) -> Plant:
+    """The experts activate gate and up as they are."""
+    return lambda layers, layer: layers.leave_out_clamp(layer)
+
+
 def first_two_swapped(_: float) -> Plant:
     """Swaps the first weights of the first two experts."""
     return lambda layers, layer: layers.swap_experts(layer, 0, 1)

@@ -154,6 +154,9 @@ class LiveOperators(Hooks, ABC):
                 return local
             return self._sharing.whole(name, local.flatten(1), layout).unflatten(1, (-1, width))
 
+        place, sinks = self._places[site], None
+        if self.sites[site].operator.weight:
+            sinks = getattr(self._model.get_submodule(place.holder), place.weight).detach()
         unit = Attention(
             result=whole("attn", result).flatten(1),
             query=whole("q_rope", query),
@@ -163,10 +166,11 @@ class LiveOperators(Hooks, ABC):
             visible=visible,
             scale=scale,
             head_dim=width,
+            sinks=sinks,
         )
         new, local = in_place_of(formula, unit), result.clone()
         if self.faulty:
-            self._sharing.put_back(site, new, local, self._places[site].layout)
+            self._sharing.put_back(site, new, local, place.layout)
         return local
 
     def frequencies(self, layer: int) -> torch.Tensor:

@@ -60,6 +60,8 @@ class Attention:
     """bool `[T, S]`: which keys a query attends to."""
     scale: float
     head_dim: int
+    sinks: torch.Tensor | None = None
+    """The score of each head for a key without a value, `[H]`."""
 
     @property
     def decoding(self) -> bool:

@@ -55,6 +55,14 @@ class SparseLayers(ABC):
         """Adds the shared expert's row without its gate."""
         raise NotImplementedError
 
+    def drop_biases(self, layer: int) -> None:
+        """Computes the experts without their biases."""
+        raise NotImplementedError
+
+    def leave_out_clamp(self, layer: int) -> None:
+        """Computes the experts without the limit of what they activate."""
+        raise NotImplementedError
+
     def weigh_before_activation(self, layer: int) -> None:
         """Multiplies an expert's gate by its weight, instead of its row."""
         raise NotImplementedError

@@ -116,7 +116,13 @@ def test_rope_in_halves_with_a_part_that_stays(
 
 
 def attended_by_hand(
-    q: Array, k: Array, v: Array, position: Array, heads: tuple[int, int], window: int | None
+    q: Array,
+    k: Array,
+    v: Array,
+    position: Array,
+    heads: tuple[int, int],
+    window: int | None,
+    sinks: Array | None = None,
 ) -> Array:
     count, groups = heads
     width = q.shape[1] // count
@@ -130,10 +136,12 @@ def attended_by_hand(
                 / math.sqrt(width)
                 for j in range(first, p + 1)
             ]
-            weights = [math.exp(s - max(scores)) for s in scores]
+            more = [] if sinks is None else [sinks[h]]
+            weights = [math.exp(s - max(scores + more)) for s in scores + more]
             total = math.fsum(weights)
             for d in range(width):
-                terms = (w * v[first + i, g * width + d] for i, w in enumerate(weights))
+                keys = enumerate(weights[: len(scores)])
+                terms = (w * v[first + i, g * width + d] for i, w in keys)
                 out[n, h * width + d] = math.fsum(terms) / total
     return out
 
@@ -145,18 +153,21 @@ def attended_by_hand(
     st.sampled_from([1, 3, 8]),
     st.sampled_from([1, 2, 9]),
     st.sampled_from([None, 1, 2, 5, 100]),
+    st.booleans(),
 )
 def test_attention(
-    seed: int, heads: tuple[int, int], width: int, length: int, window: int | None
+    seed: int, heads: tuple[int, int], width: int, length: int, window: int | None, sunk: bool
 ) -> None:
     rng = np.random.default_rng(seed)
     position = np.sort(rng.choice(length, rng.integers(1, length + 1), replace=False))
     q = drawn(seed, len(position), heads[0] * width)
     k, v = (drawn(seed + i, length, heads[1] * width) for i in (1, 2))
+    sinks = drawn(seed + 3, heads[0]) if sunk else None
     got = formulas.attention(
-        tensor(q), tensor(k), tensor(v), tensor(position), heads, window, ROUNDINGS
+        *(tensor(q), tensor(k), tensor(v), tensor(position), heads, window, ROUNDINGS),
+        sinks=None if sinks is None else tensor(sinks),
     ).out
-    agree(got, attended_by_hand(q, k, v, position, heads, window))
+    agree(got, attended_by_hand(q, k, v, position, heads, window, sinks))
 
 
 ROUNDINGS = formulas.AttentionRoundings(
@@ -164,20 +175,27 @@ ROUNDINGS = formulas.AttentionRoundings(
 )
 
 
-@pytest.mark.parametrize("sharp", [0.3, 3.0])
-def test_what_rounding_leaves_of_attention(sharp: float) -> None:
+@pytest.mark.parametrize(("sharp", "sunk"), [(0.3, False), (3.0, False), (0.3, True)])
+def test_what_rounding_leaves_of_attention(sharp: float, sunk: bool) -> None:
     """The stated variance is that of many random errors of scores and probabilities."""
     torch.manual_seed(0)
     heads, length, width, times = 2, 9, 8, 4000
     q, k, v = (torch.randn(length, heads * width).double() for _ in range(3))
     q = q * sharp * width**0.5
-    said = formulas.attention(q, k, v, torch.arange(length), (heads, heads), None, ROUNDINGS)
+    sinks = torch.tensor([0.5, 2.0]).double() if sunk else None
+    said = formulas.attention(
+        q, k, v, torch.arange(length), (heads, heads), None, ROUNDINGS, sinks=sinks
+    )
     x, y, z = (t.reshape(length, heads, width).transpose(0, 1) for t in (q, k, v))
     scores = x @ y.mT / width**0.5
     off = [torch.randn(times, *scores.shape).double() for _ in range(2)]
     moved = scores * (1 + ROUNDINGS.score**0.5 * off[0])
     later = torch.ones(length, length, dtype=torch.bool).triu(1)
-    p = moved.masked_fill(later, -torch.inf).softmax(dim=-1)
+    moved = moved.masked_fill(later, -torch.inf)
+    if sinks is not None:
+        of_head = sinks[:, None, None].expand(*moved.shape[:-1], 1)
+        moved = torch.cat([moved, of_head], dim=-1)
+    p = moved.softmax(dim=-1)[..., :length]
     got = p * (1 + ROUNDINGS.probability**0.5 * off[1]) @ z
     error = got.transpose(1, 2).reshape(times, length, -1) - said.out
     assert torch.allclose(error.square().mean(dim=0), said.variance, rtol=0.15, atol=1e-12)
@@ -210,6 +228,30 @@ ACTIVATIONS: dict[str, Any] = {
     "relu": lambda x: max(x, 0.0),
     "relu2": lambda x: max(x, 0.0) ** 2,
 }
+
+
+def test_gated_activations_and_their_derivatives() -> None:
+    gate, up = (tensor(drawn(seed, 60, scale=6)).requires_grad_() for seed in (4, 5))
+    for got, exact in (
+        (formulas.swiglu(gate, up), torch.nn.functional.silu(gate) * up),
+        (
+            formulas.clamped_swiglu(gate, up, 1.702, 7.0),
+            gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7)) * (up.clamp(-7, 7) + 1),
+        ),
+    ):
+        slopes = torch.autograd.grad(exact.sum(), (gate, up))
+        agree(got.out.detach(), exact.detach().numpy())
+        for slope, expected in zip((got.by_gate, got.by_up), slopes, strict=True):
+            agree(slope.detach(), expected.numpy())
+    assert (gate > 7).any()
+    assert (up.abs() > 7).any()
+    # Each step's relative error moves the output as the product of its factors does.
+    g, u = gate.detach().clamp(max=7), up.detach().clamp(-7, 7) + 1
+    sigmoid = torch.sigmoid(1.702 * g)
+    (_, by_angle), *rest = got.steps
+    agree(by_angle.detach(), (g * u * sigmoid * (1 - sigmoid)).numpy())
+    for value, slope in rest:
+        agree((value * slope).detach(), got.out.detach().numpy())
 
 
 @pytest.mark.parametrize("name", formulas.ACTIVATIONS)
