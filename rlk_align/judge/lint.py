@@ -176,13 +176,13 @@ def _no_such_sites(contract: Contract) -> Iterator[Finding]:
 def _says_nothing(contract: Contract) -> Iterator[Finding]:
     """Finds operators of models that no budget and no limit covers, where others are covered."""
     # Routing exists in sparse models alone: a comparison of one reports a missing budget.
-    operators = [
-        (f"layers.0.{o.site}" if o.part else o.site, o.site, o.op_class)
+    operators = {
+        (f"layers.0.{o.site}" if o.part else o.site, o.site, o.op_class): None
         for o in OPERATORS.values()
         if o.op_class != "routing"
-    ]
+    }
     for dtype in contract.dtypes:
-        for site, missing in contract.uncovered(contract.limits_for(dtype), operators):
+        for site, missing in contract.uncovered(contract.limits_for(dtype), list(operators)):
             op = site.rpartition(".")[2]
             text = f"it limits operators in {dtype}, and has no limit for {op}: add {missing}"
             yield Finding(entry="", text=text)

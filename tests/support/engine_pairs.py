@@ -69,6 +69,8 @@ class Model:
     like: str = ""
     """The family whose operators it has in other modules, and as which the default pairs count
     it."""
+    stands_in: str = ""
+    """The model that has its operators too, and stands in for it in the default pairs."""
 
     def stored(self, folder: Path, name: str, dtype: str) -> Path:
         """Where the checkpoint is; a random one is written below `folder` the first time."""
@@ -128,6 +130,7 @@ MODELS = {
         kernels=("rlk",),
         without=("megatron",),
         like="llama",
+        stands_in="glm4",
     ),
     # Numbers that multiply the embedding, the branches, the scores and the logits.
     "granite": Model(
@@ -153,6 +156,7 @@ MODELS = {
         kernels=("rlk",),
         without=("megatron",),
         like="llama",
+        stands_in="olmo3",
     ),
     # Norms by 1 + weight, a scaled embedding, gelu; caps, windows and two ropes by layer.
     "gemma": Model(
@@ -161,6 +165,7 @@ MODELS = {
         kernels=("rlk",),
         without=("megatron",),
         like="llama",
+        stands_in="gemma2",
     ),
     "gemma2": Model(
         "gemma2",
@@ -183,6 +188,7 @@ MODELS = {
         kernels=("rlk",),
         without=("megatron",),
         like="llama",
+        stands_in="gemma2",
     ),
     # vLLM runs the code of transformers for these.
     "olmo2": Model(
@@ -191,6 +197,7 @@ MODELS = {
         kernels=("rlk",),
         without=("megatron",),
         like="llama",
+        stands_in="olmo3",
     ),
     "olmo3": Model(
         "olmo3",
@@ -208,6 +215,7 @@ MODELS = {
         kernels=("rlk",),
         without=("megatron",),
         like="llama",
+        stands_in="smollm3",
     ),
     "smollm3": Model(
         "smollm3",
@@ -280,6 +288,7 @@ MODELS = {
         kernels=("rlk",),
         without=("megatron",),
         like="qwen3_moe",
+        stands_in="granite",
     ),
     "corrected": Model("glm4_moe", CORRECTED, sparse=True),
     "one-group": Model(
@@ -451,8 +460,9 @@ class Pair:
         """The combinations that this pair reaches, of two axes each.
 
         Every two values of these axes meet: family, dtype, kernels, rollout engine, training
-        engine and its ranks. With the kernels, every two options of a training engine's layout
-        meet, each model occurs, and several ranks of the rollout meet dense and sparse models,
+        engine and its ranks; of the training engines that run the code of transformers, one meets
+        a family. With the kernels, every two options of a training engine's layout meet, each
+        model without a stand-in occurs, and several ranks of the rollout meet dense and sparse models,
         each dtype and each training engine. Without the kernels, every dense family meets HF and
         Megatron. SGLang, which starts slowly, samples once on two ranks, with the kernels and a
         sparse model, and scores once, without them.
@@ -465,7 +475,6 @@ class Pair:
             scores = (self.kernels, train) == ("off", "sglang")
             return frozenset({("sglang", "off")} if scores else ())
         axes = {
-            "family": model.like or model.family,
             "dtype": self.dtype,
             "kernels": self.kernels,
             "rollout": rollout,
@@ -473,9 +482,13 @@ class Pair:
             "ranks": any(option in self.train for option in ("dp=", "tp=", "cp=", "pp=", "ep=")),
         }
         reached: set[Hashable] = set(combinations(axes.items(), 2))
+        of_family = axes | {"engine": FACTS[train].numbers}
+        reached |= {(model.like or model.family, axis) for axis in of_family.items()}
         if self.kernels == "rlk":
             options = [(train, option) for option in self.train.partition(":")[2].split(",")]
-            reached |= {*options, *combinations(options, 2), ("model", self.model)}
+            reached |= {*options, *combinations(options, 2)}
+            if not model.stands_in:
+                reached.add(("model", self.model))
         elif not model.sparse and train in ("hf", "megatron"):
             reached.add((model.family, model.kernels, train))
         if "tp=" in self.rollout:
