@@ -462,10 +462,10 @@ class Pair:
         Every two values of these axes meet: family, dtype, kernels, rollout engine, training
         engine and its ranks; of the training engines that run the code of transformers, one meets
         a family. With the kernels, every two options of a training engine's layout meet, each
-        model without a stand-in occurs, and several ranks of the rollout meet dense and sparse models,
-        each dtype and each training engine. Without the kernels, every dense family meets HF and
-        Megatron. SGLang, which starts slowly, samples once on two ranks, with the kernels and a
-        sparse model, and scores once, without them.
+        model without a stand-in occurs, and several ranks of the rollout meet dense and sparse
+        models, each dtype and each training engine. Without the kernels, every dense family meets
+        HF and Megatron. SGLang, which starts slowly, samples once on two ranks, with the kernels
+        and a sparse model, and scores once, without them.
         """
         rollout, train = self.engines
         model = MODELS[self.model]
