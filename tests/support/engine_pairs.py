@@ -21,10 +21,10 @@ import pytest
 from command import Cli, Outcome, capture_of, require_engine, write_few_prompts
 from covering import covering
 from random_model import write_random_model
+from rlk_kernels.integrations.vllm.families import ONE_RANK
 
 from rlk_align.data import data_path
 from rlk_align.model.edges import EDGES
-from rlk_align.model.families import FAMILIES
 
 SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
 STRETCHED_FROM = 16
@@ -64,6 +64,8 @@ class Model:
     """What the engines compute it with."""
     without: tuple[str, ...] = ()
     """Engines that refuse it."""
+    as_in: str = ""
+    """The model of the default pairs with its variants; empty if they have it itself."""
     like: str = ""
     """The family whose operators it has in other modules, and as which the default pairs count
     it."""
@@ -129,7 +131,14 @@ MODELS = {
         like="llama",
     ),
     # Norms before and after each branch, and a rotation of a part of each head, in neighbours.
-    "glm4": Model("glm4", {"head_dim": 32}, kernels=("rlk",), without=("megatron",), like="llama"),
+    "glm4": Model(
+        "glm4",
+        {"head_dim": 32},
+        kernels=("rlk",),
+        without=("megatron",),
+        as_in="exaone4",
+        like="llama",
+    ),
     # Norms after the branches alone, and layers without a rotation.
     "exaone4": Model(
         "exaone4",
@@ -147,6 +156,7 @@ MODELS = {
         {"head_dim": 32, "tie_word_embeddings": True},
         kernels=("rlk",),
         without=("megatron",),
+        as_in="gemma2",
         like="llama",
     ),
     "gemma2": Model(
@@ -169,6 +179,7 @@ MODELS = {
         },
         kernels=("rlk",),
         without=("megatron",),
+        as_in="gemma2",
         like="llama",
     ),
     # vLLM runs the code of transformers for these.
@@ -177,6 +188,7 @@ MODELS = {
         {"head_dim": 32, "attention_bias": True, "rope_parameters": YARN},
         kernels=("rlk",),
         without=("megatron",),
+        as_in="olmo3",
         like="llama",
     ),
     "olmo3": Model(
@@ -194,6 +206,7 @@ MODELS = {
         {"head_dim": 32, "attention_out_bias": True},
         kernels=("rlk",),
         without=("megatron",),
+        as_in="olmo3",
         like="llama",
     ),
     "smollm3": Model(
@@ -201,6 +214,7 @@ MODELS = {
         {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "rope_parameters": LLAMA3},
         kernels=("rlk",),
         without=("megatron",),
+        as_in="olmo3",
         like="llama",
     ),
     # The kernels have no such activation, and vLLM on a CPU no heads of such a size.
@@ -256,6 +270,17 @@ MODELS = {
         sparse=True,
         kernels=("rlk",),
         without=("megatron",),
+        as_in="granite",
+        like="qwen3_moe",
+    ),
+    # Norms over all heads of q and of k.
+    "olmoe": Model(
+        "olmoe",
+        {"num_experts": 8, "num_experts_per_tok": 3, "num_hidden_layers": 3},
+        sparse=True,
+        kernels=("rlk",),
+        without=("megatron",),
+        as_in="gated",
         like="qwen3_moe",
     ),
     "corrected": Model("glm4_moe", CORRECTED, sparse=True),
@@ -415,9 +440,9 @@ class Pair:
 
         Every two values of these axes meet: family, dtype, kernels, rollout engine, training
         engine and its ranks. With the kernels, every two options of a training engine's layout
-        meet, each model occurs, and several ranks of the rollout meet dense and sparse models,
-        each dtype and each training engine. Without the kernels, every dense family meets HF and
-        Megatron.
+        meet, each model without `as_in` occurs, and several ranks of the rollout meet dense and
+        sparse models, each dtype and each training engine. Without the kernels, every dense family
+        meets HF and Megatron.
         """
         rollout, train = self.engines
         model = MODELS[self.model]
@@ -432,7 +457,8 @@ class Pair:
         reached: set[Hashable] = set(combinations(axes.items(), 2))
         if self.kernels == "rlk":
             options = [(train, option) for option in self.train.partition(":")[2].split(",")]
-            reached |= {*options, *combinations(options, 2), ("model", self.model)}
+            reached |= {*options, *combinations(options, 2)}
+            reached |= set() if model.as_in else {("model", self.model)}
         elif not model.sparse and train in ("hf", "megatron"):
             reached.add((model.family, model.kernels, train))
         if "tp=" in self.rollout:
@@ -494,8 +520,7 @@ _EVERY = [
     for train in _specs(ENGINES, model)
     # Without the kernels, only one rank of vLLM samples.
     if kernels == "rlk" or not rollout.startswith("vllm:")
-    # Where vLLM adds residuals outside of norms, it is compared on one rank.
-    if not (FAMILIES[model.family].unfused and "tp=" in rollout)
+    if not (model.family in ONE_RANK and "tp=" in rollout)
     # With the kernels, HF refuses a cache that is cut to a window.
     if not (kernels == "rlk" and rollout == "hf" and "sliding_window" in model.settings)
     # Autocast is for bf16.
