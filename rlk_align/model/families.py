@@ -265,7 +265,7 @@ FAMILIES = {
             *("use_parallel_block", "use_parallel_embedding"),
         ),
         refused={
-            "kernels": "their norms are RMSNorms, and their rotation is for every layer",
+            "kernels": "their norms are RMSNorms",
             "megatron": "its layers add attention before the MLP reads the stream",
         },
     ),
@@ -302,10 +302,7 @@ FAMILIES = {
     "olmoe": Family(
         layer=mixture(wide=True),
         experts=ExpertSettings("intermediate_size"),
-        refused={
-            "kernels": "its norms over all heads of q and of k have no kernel",
-            "megatron": "it norms each head of q and of k alone",
-        },
+        refused={"megatron": "it norms each head of q and of k alone"},
     ),
     "ernie4_5_moe": Family(
         layer=mixture(
@@ -362,7 +359,7 @@ FAMILIES = {
         },
         settings=("rotary_dim", "use_routing_bias", "use_qk_norm", "qk_norm_type"),
         refused={
-            "kernels": "its norms over all heads of q and of k have no kernel",
+            "kernels": _NOT_MEASURED,
             "megatron": "it norms each head of q and of k alone",
             "vllm": "vLLM's router on a CPU asserts a softmax, and its norms of q and k are no "
             "modules",

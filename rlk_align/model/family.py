@@ -92,11 +92,6 @@ class Family:
     """Engine, or `kernels` -> why it does not compute the family."""
 
     @property
-    def unfused(self) -> bool:
-        """Whether vLLM adds residuals outside of norms."""
-        return self.backend or self.adds_outside_norms
-
-    @property
     def sigmoid(self) -> bool:
         """Whether its routers score experts by a sigmoid."""
         return self.experts is not None and self.experts.sigmoid

@@ -124,7 +124,7 @@ def test_a_row_of_padding_has_no_part_in_anything(
     made = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(B, T, n, 16, generator=made).requires_grad_() for n in (4, 2, 2))
     real = LEFT_PADDED.bool()
-    out = _padded(q, k, v, real, 0.25, None, None)
+    out = _padded(q, k, v, real, 0.25, None)
     out.pow(2).sum().backward()
     for x in (out, q.grad, k.grad, v.grad):
         assert bool((x[~real] == 0).all())

@@ -40,6 +40,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Gemma2": (WINDOWS | CAPS, {"final_logit_softcapping": 2.0}),
     "Gemma3": (WINDOWS | GEMMA3, {"query_pre_attn_scalar": 32}),
     "Qwen2Moe": (SPARSE | {"shared_expert_intermediate_size": 48}, {"norm_topk_prob": True}),
+    "Olmoe": (SPARSE, {"norm_topk_prob": True}),
     "GraniteMoe": (MULTIPLIERS | SPARSE, {"residual_multiplier": 0.3}),
     "Glm4": (
         {"head_dim": 32, "rope_parameters": DEFAULT | {"partial_rotary_factor": 0.5}},

@@ -21,10 +21,10 @@ import pytest
 from command import Cli, Outcome, capture_of, require_engine, spec_here, write_few_prompts
 from covering import covering
 from random_model import write_random_model
+from rlk_kernels.integrations.vllm.families import ONE_RANK
 
 from rlk_align.data import data_path
 from rlk_align.model.edges import EDGES
-from rlk_align.model.families import FAMILIES
 
 SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
 STRETCHED_FROM = 16
@@ -66,11 +66,11 @@ class Model:
     """Engines that refuse it."""
     sglang: bool = False
     """Whether SGLang runs it."""
+    as_in: str = ""
+    """The model of the default pairs with its variants; empty if they have it itself."""
     like: str = ""
     """The family whose operators it has in other modules, and as which the default pairs count
     it."""
-    stands_in: str = ""
-    """The model that has its operators too, and stands in for it in the default pairs."""
 
     def stored(self, folder: Path, name: str, dtype: str) -> Path:
         """Where the checkpoint is; a random one is written below `folder` the first time."""
@@ -130,7 +130,6 @@ MODELS = {
         kernels=("rlk",),
         without=("megatron",),
         like="llama",
-        stands_in="glm4",
     ),
     # Numbers that multiply the embedding, the branches, the scores and the logits.
     "granite": Model(
@@ -145,7 +144,14 @@ MODELS = {
         like="llama",
     ),
     # Norms before and after each branch, and a rotation of a part of each head, in neighbours.
-    "glm4": Model("glm4", {"head_dim": 32}, kernels=("rlk",), without=("megatron",), like="llama"),
+    "glm4": Model(
+        "glm4",
+        {"head_dim": 32},
+        kernels=("rlk",),
+        without=("megatron",),
+        as_in="exaone4",
+        like="llama",
+    ),
     # Norms after the branches alone, and layers without a rotation.
     "exaone4": Model(
         "exaone4",
@@ -156,7 +162,6 @@ MODELS = {
         kernels=("rlk",),
         without=("megatron",),
         like="llama",
-        stands_in="olmo3",
     ),
     # Norms by 1 + weight, a scaled embedding, gelu; caps, windows and two ropes by layer.
     "gemma": Model(
@@ -164,8 +169,8 @@ MODELS = {
         {"head_dim": 32, "tie_word_embeddings": True},
         kernels=("rlk",),
         without=("megatron",),
+        as_in="gemma2",
         like="llama",
-        stands_in="gemma2",
     ),
     "gemma2": Model(
         "gemma2",
@@ -187,8 +192,8 @@ MODELS = {
         },
         kernels=("rlk",),
         without=("megatron",),
+        as_in="gemma2",
         like="llama",
-        stands_in="gemma2",
     ),
     # vLLM runs the code of transformers for these.
     "olmo2": Model(
@@ -196,8 +201,8 @@ MODELS = {
         {"head_dim": 32, "attention_bias": True, "rope_parameters": YARN},
         kernels=("rlk",),
         without=("megatron",),
+        as_in="olmo3",
         like="llama",
-        stands_in="olmo3",
     ),
     "olmo3": Model(
         "olmo3",
@@ -214,14 +219,15 @@ MODELS = {
         {"head_dim": 32, "attention_out_bias": True},
         kernels=("rlk",),
         without=("megatron",),
+        as_in="olmo3",
         like="llama",
-        stands_in="smollm3",
     ),
     "smollm3": Model(
         "smollm3",
         {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "rope_parameters": LLAMA3},
         kernels=("rlk",),
         without=("megatron",),
+        as_in="olmo3",
         like="llama",
     ),
     # The kernels have no such activation, and vLLM on a CPU no heads of such a size.
@@ -287,8 +293,18 @@ MODELS = {
         sparse=True,
         kernels=("rlk",),
         without=("megatron",),
+        as_in="granite",
         like="qwen3_moe",
-        stands_in="granite",
+    ),
+    # Norms over all heads of q and of k.
+    "olmoe": Model(
+        "olmoe",
+        {"num_experts": 8, "num_experts_per_tok": 3, "num_hidden_layers": 3},
+        sparse=True,
+        kernels=("rlk",),
+        without=("megatron",),
+        as_in="gated",
+        like="qwen3_moe",
     ),
     "corrected": Model("glm4_moe", CORRECTED, sparse=True),
     "one-group": Model(
@@ -462,7 +478,7 @@ class Pair:
         Every two values of these axes meet: family, dtype, kernels, rollout engine, training
         engine and its ranks; of the training engines that run the code of transformers, one meets
         a family. With the kernels, every two options of a training engine's layout meet, each
-        model without a stand-in occurs, and several ranks of the rollout meet dense and sparse
+        model without `as_in` occurs, and several ranks of the rollout meet dense and sparse
         models, each dtype and each training engine. Without the kernels, every dense family meets
         HF and Megatron. SGLang, which starts slowly, samples once on two ranks, with the kernels
         and a sparse model, and scores once, without them.
@@ -487,8 +503,7 @@ class Pair:
         if self.kernels == "rlk":
             options = [(train, option) for option in self.train.partition(":")[2].split(",")]
             reached |= {*options, *combinations(options, 2)}
-            if not model.stands_in:
-                reached.add(("model", self.model))
+            reached |= set() if model.as_in else {("model", self.model)}
         elif not model.sparse and train in ("hf", "megatron"):
             reached.add((model.family, model.kernels, train))
         if "tp=" in self.rollout:
@@ -561,8 +576,7 @@ _EVERY = [
     if _meets_sglang(rollout, train)
     # Without the kernels, only one rank of vLLM samples.
     if kernels == "rlk" or not rollout.startswith("vllm:")
-    # Where vLLM adds residuals outside of norms, it is compared on one rank.
-    if not (FAMILIES[model.family].unfused and "tp=" in rollout)
+    if not (model.family in ONE_RANK and "tp=" in rollout)
     # With the kernels, HF refuses a cache that is cut to a window.
     if not (kernels == "rlk" and rollout == "hf" and "sliding_window" in model.settings)
     # Autocast is for bf16.

@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "exaone4": "Exaone4ForCausalLM",
     "gemma": "GemmaForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
 }
 """model_type -> the class that both engines load. Other models load through subclasses of vLLM's

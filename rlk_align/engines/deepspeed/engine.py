@@ -81,7 +81,7 @@ class DeepSpeedEngine(FSDPEngine):
 
     def weights(self) -> Iterator[ParameterRecord]:
         for place in self.places():
-            module = self.model.get_submodule(place.module)
+            module = self.model.get_submodule(place.holder)
             with self.gathered(module.parameters(recurse=False)):
                 for name, value in unfused(self.model, [place]):
                     yield from self._recorded(name, value)

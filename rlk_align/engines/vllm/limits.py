@@ -54,7 +54,8 @@ def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) ->
             f"attention has {', '.join(map(str, CPU_HEAD_SIZES))}",
             "compare with --rollout hf",
         )
-    if shape.family.unfused and int(option("tp") or 1) > 1:
+    unfused = shape.family.backend or shape.family.adds_outside_norms
+    if unfused and int(option("tp") or 1) > 1:
         raise BadOption(
             f"engine 'vllm': tp={option('tp')} does not support model_type {shape.model_type!r}: "
             "where it adds residuals outside of norms, places are known for one rank only",

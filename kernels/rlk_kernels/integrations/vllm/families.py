@@ -7,7 +7,9 @@ from rlk_kernels.integrations.families import ARCHITECTURES
 
 OF_TRANSFORMERS = ("seed_oss", "smollm3", "olmo2", "olmo3")
 """Families that vLLM has no class for, and whose code of transformers it runs."""
-SPARSE = ("qwen3_moe", "qwen2_moe", "granitemoe", "mixtral", "glm4_moe")
+ONE_RANK = (*OF_TRANSFORMERS, "granite", "granitemoe", "exaone4", "olmoe")
+"""Families that are compared on one rank only."""
+SPARSE = ("qwen3_moe", "qwen2_moe", "granitemoe", "mixtral", "olmoe", "glm4_moe")
 """Families with sparse layers."""
 WINDOWS_BY_LAYER = ("olmo3", "exaone4", "gemma2", "gemma3_text")
 """Families in which vLLM gives each layer the window that it has in transformers."""
@@ -36,6 +38,13 @@ ROPE_READ_ALONE = ("rope_dim", "mrope_section", "use_fope")
 """Keys of `rope_parameters` that vLLM reads and transformers does not."""
 
 
+OLMOE = {
+    **{"rms_norm_eps": 1e-5, "norm_topk_prob": False, "attention_bias": False},
+    "clip_qkv": None,
+}
+"""Settings of config.json for which vLLM's class has one value."""
+
+
 def is_sparse(model: Any) -> bool:
     """Whether a ModelConfig is of a family with sparse layers."""
     return model.hf_text_config.model_type in SPARSE
@@ -55,8 +64,8 @@ def refused(model: Any, ranks: int) -> dict[str, bool]:
         for name in READ_ALONE.get(family, ())
     } | {f"{name} in rope_parameters": bool(rope.get(name)) for name in ROPE_READ_ALONE}
     return {
-        f"several ranks with {family}, whose code of transformers vLLM runs": (
-            family in OF_TRANSFORMERS and ranks > 1
+        f"several ranks with {family}, which no test has compared": (
+            family in ONE_RANK and ranks > 1
         ),
         f"{loaded} of model_type={family}, only {', '.join(ARCHITECTURES.values())}": (
             ARCHITECTURES.get(family) != loaded
@@ -74,6 +83,11 @@ def refused(model: Any, ranks: int) -> dict[str, bool]:
         and heads * text.num_attention_heads != text.hidden_size,
         "attention_bias of GraniteMoe, which vLLM does not read": family == "granitemoe"
         and bool(getattr(text, "attention_bias", False)),
+        **{
+            f"{name} of OLMoE other than {usual}, which vLLM does not read": family == "olmoe"
+            and getattr(text, name, usual) != usual
+            for name, usual in OLMOE.items()
+        },
         "use_bias of ERNIE, which vLLM does not read": family == "ernie4_5"
         and bool(getattr(text, "use_bias", False)),
         "a sliding window in some layers, which vLLM applies to all": windowed

@@ -158,7 +158,8 @@ class RlkRowParallelLinear(VllmLinear, RowParallelLinear):
         """Replaces this rank's columns of the parameters by rows of them."""
         # In vLLM, shared experts return partial sums, which the sparse layer adds up; ours needs
         # whole ones.
-        partial = not self.reduce_results and ".shared_experts." not in self.prefix
+        routed = {"shared_experts", "shared_expert"}.isdisjoint(self.prefix.split("."))
+        partial = not self.reduce_results and routed
         if not self.input_is_parallel or partial or self.skip_bias_add:
             raise NotSupported(
                 "on several ranks, a RowParallelLinear is not supported if its input is whole, its "
