@@ -291,6 +291,11 @@ FAULTY = [
     in_vllm("gpt_oss", "attn-window-wide"),
     in_vllm("gpt_oss", "router-bias-dropped"),
     in_vllm("gpt_oss", "expert-biases-dropped-inside"),
+    in_hf("glm", "rope-partial"),
+    in_vllm("glm", "rope-interleaved"),
+    # An MLP without a gate beside RMSNorms.
+    in_hf("arcee", "proj-channel-shift"),
+    in_vllm("arcee", "proj-channel-shift"),
     in_hf("glm4", "proj-bias-dropped"),
     in_hf("glm4", "post-norm-left-out"),
     in_vllm("glm4", "post-norm-left-out"),
