@@ -19,6 +19,7 @@ from rlk_align.model.layers import (
     plain_sandwich,
     sandwich,
     scaled_residuals,
+    ungated,
     with_sinks,
 )
 from rlk_align.model.sparse_config import ExpertSettings
@@ -192,6 +193,20 @@ FAMILIES = {
         },
         fused={"mlp.gate_up_proj": ("gate_proj", "up_proj")},
         refused={"megatron": "it has no norms after attention and MLP"},
+    ),
+    "glm": Family(
+        backend=True,
+        biases={"o_proj": False},
+        interleaved=True,
+        defaults={"attention_bias": True, "partial_rotary_factor": 0.5},
+        fused={"mlp.gate_up_proj": ("gate_proj", "up_proj")},
+        refused={"kernels": _NOT_MEASURED, "megatron": _NOT_MEASURED},
+    ),
+    "arcee": Family(
+        backend=True,
+        layer=ungated,
+        activation=("hidden_act", "relu2"),
+        refused={"kernels": "their MLP has a gate", "megatron": _NOT_MEASURED},
     ),
     "ernie4_5": Family(
         interleaved=True,

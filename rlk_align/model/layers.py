@@ -125,10 +125,16 @@ def normed_after_by_head(shape: LayerShape, layer: int) -> tuple[str, ...]:
     return tuple(op for op in sandwich(shape, layer) if op not in absent)
 
 
+def ungated(shape: LayerShape, layer: int) -> tuple[str, ...]:
+    """Layers with an MLP that has no gate."""
+    every = (op for op in DENSE(shape, layer) if op != "gate_proj")
+    return tuple("plain_act" if op == "act" else op for op in every)
+
+
 def plain_mlp(shape: LayerShape, layer: int) -> tuple[str, ...]:
     """Layers with LayerNorms, and with an MLP that has no gate."""
-    replaced = {"attn_norm": "attn_layer_norm", "mlp_norm": "mlp_layer_norm", "act": "plain_act"}
-    return tuple(replaced.get(op, op) for op in DENSE(shape, layer) if op != "gate_proj")
+    replaced = {"attn_norm": "attn_layer_norm", "mlp_norm": "mlp_layer_norm"}
+    return tuple(replaced.get(op, op) for op in ungated(shape, layer))
 
 
 def parallel(shape: LayerShape, layer: int) -> tuple[str, ...]:

@@ -293,6 +293,11 @@ FAULTY = [
     in_vllm("gpt_oss", "attn-window-wide"),
     in_vllm("gpt_oss", "router-bias-dropped"),
     in_vllm("gpt_oss", "expert-biases-dropped-inside"),
+    in_hf("glm", "rope-partial"),
+    in_vllm("glm", "rope-interleaved"),
+    # An MLP without a gate beside RMSNorms.
+    in_hf("arcee", "proj-channel-shift"),
+    in_vllm("arcee", "proj-channel-shift"),
     in_hf("glm4", "proj-bias-dropped"),
     in_hf("glm4", "post-norm-left-out"),
     in_vllm("glm4", "post-norm-left-out"),
@@ -300,7 +305,7 @@ FAULTY = [
 DEFAULT = {
     *("olmo3-norm-each-head-hf", "gemma3_text-norm-one-left-out-hf", "smollm3-attn-rotated-hf"),
     *("starcoder2-norm-bias-dropped-hf", "glm4-rope-interleaved-hf"),
-    "qwen2_moe-shared-gate-left-out-hf",
+    *("qwen2_moe-shared-gate-left-out-hf", "gpt_oss-attn-sinks-left-out-hf"),
 }
 
 

@@ -34,6 +34,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"attention_multiplier": 0.4, "logits_scaling": 6.0, "tie_word_embeddings": True},
     },
     "glm4": {"head_dim": 32},
+    "glm": {"head_dim": 32},
+    "arcee": {"head_dim": 32, "mlp_bias": True, "rope_parameters": YARN},
     "granitemoe": {
         **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4},
         **{"logits_scaling": 6.0, "num_local_experts": 8, "num_experts_per_tok": 3},

@@ -42,6 +42,7 @@ def activation_name(activation: Callable[[torch.Tensor], torch.Tensor], dtype: t
         "gelu": torch.nn.functional.gelu(x),
         "gelu_tanh": torch.nn.functional.gelu(x, approximate="tanh"),
         "relu": torch.relu(x),
+        "relu2": torch.relu(x).square(),
         "swigluoai": x * torch.sigmoid(1.702 * x),
         "identity": x,
     }

@@ -195,7 +195,9 @@ def _layer_activation(layer: Any, dtype: torch.dtype, gated: bool) -> str:
     block = getattr(layer, "mlp", None) or layer.block_sparse_moe
     if hasattr(block, "experts"):
         return str(block.experts.activation.value)
-    return (gated_activation_name if gated else plain_activation_name)(block, dtype)
+    # vLLM leaves an MLP of transformers as it is if that names its activation otherwise.
+    fused = gated and hasattr(block, "act_fn")
+    return (gated_activation_name if fused else plain_activation_name)(block, dtype)
 
 
 def _routing(layers: list[Any]) -> dict[str, Any]:

@@ -133,6 +133,14 @@ class ExpertReference:
         out, extra = self._by_expert(site.layer, site.op, slots, chosen)
         return out.flatten(1), extra.flatten(1)
 
+    def bias(self, site: Site, chosen: torch.Tensor) -> torch.Tensor:
+        """The biases of the experts of each slot, `[N, K * F]`."""
+        every = [
+            self._read(f"layers.{site.layer}.experts.{e}.{site.op}.bias").double()
+            for e in range(self._shape.experts)
+        ]
+        return torch.stack(every)[chosen].flatten(1)
+
     def combined(
         self, site: Site, inputs: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -283,7 +283,7 @@ class Walk:
             inputs = of.recorded.operands(site, part, np.arange(first, part[-1] + 1))
             exact, variance, shared = reference.exact(site, inputs, rows)
             got = reference.got(site, got, inputs)
-            exact = reference.nearest(site, exact, got)
+            exact = reference.nearest(site, exact, got, inputs)
             for start in range(0, len(part), compared):
                 at = slice(start, start + compared)
                 sums.add(got[at], exact[at], variance[at], shared[at], part[at])

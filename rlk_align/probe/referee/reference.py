@@ -164,11 +164,20 @@ class Reference:
             return recorded
         return self._experts.beyond(site, inputs[0], recorded.long())
 
-    def nearest(self, site: Site, exact: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
+    def nearest(
+        self,
+        site: Site,
+        exact: torch.Tensor,
+        got: torch.Tensor,
+        inputs: Sequence[torch.Tensor] = (),
+    ) -> torch.Tensor:
         """Returns the exact output to compare with `got`, both `[N, F]`: see `nearest_rounding`."""
-        if site.operator.formula != "linear" or not self._has_bias(site):
+        formula = site.operator.formula
+        if formula not in ("linear", "router", "expert_linear") or not self._has_bias(site):
             return exact
-        return nearest_rounding(exact, self._bias(site), got, self.rounded_to(site))
+        of_experts = formula == "expert_linear"
+        bias = self._experts.bias(site, inputs[-1].long()) if of_experts else self._bias(site)
+        return nearest_rounding(exact, bias, got, self.rounded_to(site))
 
     def settings(self, site: Site) -> list[LiveSetting]:
         """Returns the settings of the operator in the live engine, beside those of config.json."""

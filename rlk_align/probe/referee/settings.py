@@ -106,6 +106,7 @@ _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
     "swigluoai": "swigluoai",
 }
 """hidden_act -> its name in the engines' attributes."""
