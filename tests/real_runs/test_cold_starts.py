@@ -44,7 +44,11 @@ def test_eight_ordinary_prompts_pass(
     prompts.write_text(PROMPTS)
     # vLLM against Megatron-core is what the command compares without these flags.
     sides = () if rollout == "vllm" else ("--rollout", rollout, "--train", train)
-    done = cli("compare", "--prompts", prompts, *sides, env=PROCESSORS[processor], real=True)
+    env = dict(PROCESSORS[processor])
+    if rollout == "vllm":
+        # On a processor with AMX vLLM's packed products end with SIGABRT under such a limit.
+        del env["ONEDNN_MAX_CPU_ISA"]
+    done = cli("compare", "--prompts", prompts, *sides, env=env, real=True)
     assert done.code == 0, done.out + done.err
     assert done.verdict is not None
     names = [done.verdict["engines"][role]["name"] for role in ("rollout", "train")]
