@@ -6,8 +6,10 @@ to the object that computes it. A replacement is `Counted`; any other object bel
 """
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -86,6 +88,21 @@ class Counted:
     def count(self) -> None:
         if not torch.compiler.is_compiling():
             self.rlk_calls += 1
+
+
+@functools.cache
+def _derived(kind: type, base: Any) -> type:
+    """A class with the bases `kind` and `base`. Its module is base's, by which transformers finds
+    functions."""
+    return type(f"Rlk{base.__name__}", (kind, base), {"__module__": base.__module__})
+
+
+def become(module: Any, kind: type[Counted], undo: ExitStack) -> None:
+    """Gives a live module a class of the kernels, unless it has it, until `undo` is closed."""
+    if not isinstance(module, kind):
+        undo.callback(vars(module).pop, "rlk_calls", None)
+        undo.callback(setattr, module, "__class__", type(module))
+        module.__class__ = _derived(kind, type(module))  # type: ignore[arg-type]
 
 
 def excluded_operators(excluded: Iterable[str]) -> frozenset[str]:

@@ -187,14 +187,12 @@ def attention(
     window: int | None = None, group: ProcessGroup | None = None, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of packed sequences: q[T, H, D], k and v[S, Hk, D]. softcap: the cap of the
-    scores, in fp32. If the sequences are
-    divided among the ranks of `group`, q, k and v are this rank's rows, and cu_q has the bounds of
-    whole sequences."""
+    scores, in fp32. If the sequences are divided among the ranks of `group`, q, k and v are this
+    rank's rows, and cu_q has the bounds of whole sequences."""
+    scale = float32(scale)
     if group is not None:
-        return context_attention(q, k, v, cu_q, group, scale=float32(scale), window=window)
-    return rlk_kernels.attention(
-        q, k, v, cu_q, cu_k, scale=float32(scale), window=window, softcap=softcap
-    )
+        return context_attention(q, k, v, cu_q, group, scale=scale, window=window, softcap=softcap)
+    return rlk_kernels.attention(q, k, v, cu_q, cu_k, scale=scale, window=window, softcap=softcap)
 
 
 def paged_attention(

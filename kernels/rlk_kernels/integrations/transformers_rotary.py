@@ -14,19 +14,12 @@ from torch import Tensor
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.families import of_code
-from rlk_kernels.integrations.operators import Counted
+from rlk_kernels.integrations.operators import Counted, become
 from rlk_kernels.integrations.process_changes import Undo, change_process
 from rlk_kernels.integrations.rotary import INTERLEAVED, rotation
 
 _TAKES_POSITIONS = "rlk_takes_positions"
 """Marks an `apply_rotary_pos_emb` that takes positions instead of cosines."""
-
-
-@functools.cache
-def derived(kind: type, base: Any) -> type:
-    """A class with the bases `kind` and `base`. Its module is base's, by which transformers finds
-    functions."""
-    return type(f"Rlk{base.__name__}", (kind, base), {"__module__": base.__module__})
 
 
 class Rotary(Counted):
@@ -89,9 +82,7 @@ def install(rotary: Any, config: Any) -> ExitStack:
         name: rotation(parameters[kind] if kind else parameters, 2 * getattr(rotary, name).numel())
         for name, kind in _frequencies(rotary).items()
     }
-    undo.callback(vars(rotary).pop, "rlk_calls", None)
-    undo.callback(setattr, rotary, "__class__", type(rotary))
-    rotary.__class__ = derived(Rotary, type(rotary))  # type: ignore[arg-type]
+    become(rotary, Rotary, undo)
     for name, (frequencies, scaling) in numbers.items():
         factor = name.replace("inv_freq", "attention_scaling")
         for changed in (name, factor):

@@ -9,6 +9,7 @@ import rlk_kernels
 import torch
 from gloo_ranks import on_ranks
 from rlk_kernels.errors import UnsupportedShape
+from rlk_kernels.integrations import profile
 from rlk_kernels.parallel import context
 from rlk_kernels.parallel.context import check_lengths, context_attention, own_positions, owners
 from torch import Tensor
@@ -69,6 +70,19 @@ def test_bits_are_those_of_one_rank(ranks, dtype, backend, window):
         for a, b in zip(own, whole, strict=True):
             assert bool(b.any())
             assert torch.equal(a.view(torch.uint8), b[rows_of(rank, ranks)].view(torch.uint8))
+
+
+def _capped(group: Any) -> Tensor:
+    q, k, v, _ = [x[rows_of(group.rank(), group.size())] for x in problem(torch.bfloat16)]
+    return profile.attention(q, k, v, CU, CU, 0.5, group=group, softcap=1.0)
+
+
+def test_a_cap_of_the_scores_holds_on_several_ranks():
+    *qkv, _ = problem(torch.bfloat16)
+    whole = profile.attention(*qkv, CU, CU, 0.5, softcap=1.0)
+    assert not torch.equal(whole, profile.attention(*qkv, CU, CU, 0.5))
+    for rank, own in enumerate(on_ranks(2, _capped)):
+        assert torch.equal(own, whole[rows_of(rank, 2)])
 
 
 def _fewer_heads(group: Any, dtype: torch.dtype) -> list[Tensor]:

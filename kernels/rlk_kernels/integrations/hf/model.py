@@ -16,6 +16,7 @@ from rlk_kernels.integrations.hf.loss import causal_lm_loss
 from rlk_kernels.integrations.hf.stock_modules import check_forwards, check_plain
 from rlk_kernels.integrations.operators import (
     Watch,
+    become,
     check_sparse,
     excluded_operators,
     excludes,
@@ -25,7 +26,7 @@ from rlk_kernels.integrations.operators import (
     shared_experts,
 )
 from rlk_kernels.integrations.process_changes import change_process, round_as_eager
-from rlk_kernels.integrations.transformers_rotary import Rotary, derived, install
+from rlk_kernels.integrations.transformers_rotary import Rotary, install
 
 REVERSED = ("granitemoe",)
 """Families whose routers return a token's experts first, and the logits last."""
@@ -190,14 +191,14 @@ def replace(model: Any, excluded: Iterable[str]) -> Handle:
         if kind is Rotary:
             undo.push(install(module, model.config))
         else:
-            _become(module, kind, undo)
+            become(module, kind, undo)
     for block in gated:
-        _become(block, modules.GatedBlock, undo)
+        become(block, modules.GatedBlock, undo)
     finish = finish_of(model.config)
     if "logits" not in excluded and finish != FINISHED:
         undo.callback(vars(model.lm_head).pop, "rlk_finish", None)
         model.lm_head.rlk_finish = finish
-        _become(model, modules.FinishedLM, undo)
+        become(model, modules.FinishedLM, undo)
     if excluded.isdisjoint(("logits", "logprob")):
         if "_loss_function" in vars(model):
             undo.callback(setattr, model, "loss_function", model.loss_function)
@@ -213,11 +214,3 @@ def replace(model: Any, excluded: Iterable[str]) -> Handle:
     # A hook of the decoder, because adapters call the model's forward without its hooks.
     undo.callback(model.model.register_forward_pre_hook(Watch(model, operators)).remove)
     return Handle(model, undo)
-
-
-def _become(module: Any, kind: type, undo: ExitStack) -> None:
-    """Gives a live module a class of the kernels, until `undo` is closed."""
-    if not isinstance(module, kind):
-        undo.callback(vars(module).pop, "rlk_calls", None)
-        undo.callback(setattr, module, "__class__", type(module))
-        module.__class__ = derived(kind, type(module))  # type: ignore[arg-type]
