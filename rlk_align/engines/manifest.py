@@ -18,7 +18,7 @@ from rlk_align.engines.tested import untested
 from rlk_align.files import whole_file
 from rlk_align.model.prompts import RENDERED, load_prompts
 from rlk_align.trace.records import save_record, writing
-from rlk_align.trace.schema import TraceRecord
+from rlk_align.trace.schema import CUTS, TraceRecord
 from rlk_align.trace.tables import WEIGHTS_SCHEMA
 
 
@@ -70,14 +70,26 @@ def _environment(engine: Engine) -> dict[str, str]:
         "untested": untested(installed),
         "known_faults": known_faults(installed, engine.shape.model_type),
     }
+    device = torch.device(engine.spec.device or ("cuda" if cuda else "cpu")).type
+    feature = engine.spec.info.rounds_with
+    cuts = bool(feature) and device == "cpu" and not _has(feature)
     return {
         **{name: "; ".join(said) for name, said in warnings.items() if said},
+        **({CUTS: f"instead of rounding to bfloat16: no {feature}"} if cuts else {}),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": importlib.metadata.version("transformers"),
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
-        "device_type": torch.device(engine.spec.device or ("cuda" if cuda else "cpu")).type,
+        "device_type": device,
         "ranks": str(engine.ranks.world),
         "threads": str(torch.get_num_threads()),
         "capability": torch.backends.cpu.get_cpu_capability(),
     }
+
+
+def _has(feature: str) -> bool:
+    """Whether this processor has a feature of x86 processors; true of any other processor, whose
+    engines have other code."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return True
+    return bool(getattr(torch.cpu, f"_is_{feature}_supported")())

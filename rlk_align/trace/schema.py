@@ -187,6 +187,11 @@ TRACE_FILES = ("trace.json", "prompts.jsonl", "tokens.parquet", "weights.parquet
 """The files of every trace outside its passes."""
 
 
+CUTS = "cuts"
+"""The key of `TraceRecord.environment` by which an engine's own kernels cut off the lower 16 bits
+of float32 numbers instead of rounding them to bfloat16; its value says why."""
+
+
 class TraceRecord(Record):
     """trace.json."""
 

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +55,18 @@ def test_a_process_that_has_ended_is_not_stuck() -> None:
     child.wait()
     ended = Heartbeat("rank 1", child.pid, time.monotonic() - 99, 0.0, False, "its end")
     assert stuck([heartbeat("rank 0", 1, False), ended], 10) == []
+
+
+def test_a_heartbeat_keeps_nothing_of_the_functions_that_it_saw(tmp_path: Path) -> None:
+    start(tmp_path, "rank 0")
+
+    def hold() -> weakref.ref[set[int]]:
+        held: set[int] = set()
+        while not any("in hold" in beat.where for beat in heartbeats(tmp_path)):
+            time.sleep(INTERVAL / 10)
+        return weakref.ref(held)
+
+    assert hold()() is None
 
 
 PROGRAM = """

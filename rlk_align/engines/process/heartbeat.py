@@ -95,20 +95,17 @@ def _write_heartbeats(
     last: tuple[tuple[int, int], ...] = ()
     since = time.monotonic()
     while not ended.is_set():
-        frame = sys._current_frames().get(main)
-        stack = list(traceback.walk_stack(frame))
-        position = tuple((id(f.f_code), f.f_lasti) for f, _ in stack)
+        position, files, where = _place(main)
         now = time.monotonic()
         if position != last:
             last, since = position, now
-        files = [f.f_code.co_filename for f, _ in stack]
         heartbeat = Heartbeat(
             name,
             os.getpid(),
             now,
             now - since,
             any(part in file for file in files[:3] for part in waits),
-            _location(stack),
+            where,
         )
         partial = path.with_suffix(f".{os.getpid()}")
         try:
@@ -119,6 +116,14 @@ def _write_heartbeats(
             # The disk is full or the folder is gone: the pass itself reports that.
             ended.wait(INTERVAL)
         ended.wait(INTERVAL)
+
+
+def _place(thread: int) -> tuple[tuple[tuple[int, int], ...], list[str], str]:
+    """The instructions at which a thread is, innermost first, their files, and the place in words.
+    No frame outlives the call: it would keep all that the thread's functions hold."""
+    stack = list(traceback.walk_stack(sys._current_frames().get(thread)))
+    position = tuple((id(f.f_code), f.f_lasti) for f, _ in stack)
+    return position, [f.f_code.co_filename for f, _ in stack], _location(stack)
 
 
 def _location(stack: list) -> str:

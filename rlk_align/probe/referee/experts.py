@@ -15,7 +15,7 @@ from rlk_align.model.operators import OPERATORS
 from rlk_align.model.shape import ModelShape
 from rlk_align.model.sites import Site
 from rlk_align.probe.referee import formulas
-from rlk_align.probe.referee.rounding import rounding_variance
+from rlk_align.probe.referee.rounding import cut_center, rounding_variance
 
 Read = Callable[[str], torch.Tensor]
 """Canonical name -> the parameter."""
@@ -57,10 +57,13 @@ class ExpertReference:
         read: Read,
         ranks: int = 1,
         biased: Collection[str] = (),
+        cuts: bool = False,
     ) -> None:
         """`ranks`: the number of ranks that share each expert's inner features, round their partial
-        sums, and add them up; `biased`: the operators that have a bias."""
+        sums, and add them up; `biased`: the operators that have a bias; `cuts`: whether activated
+        values that the engine does not show are cut off instead of rounded."""
         self._shape, self._dtype, self._read, self._ranks = shape, dtype, read, ranks
+        self._cuts = cuts
         self._biased = {OPERATORS[n].site for n in biased if OPERATORS[n].of_expert}
 
     def exact(
@@ -226,7 +229,8 @@ class ExpertReference:
         act, variance = self.gated(g, u)
         variance = variance + act.by_gate.square() * g_variance + act.by_up.square() * u_variance
         # The activation is rounded once or twice, and again if the weight is applied first.
-        return act.out, variance + 2 * rounding_variance(act.out, self._dtype)
+        out = cut_center(act.out, self._dtype) if self._cuts else act.out
+        return out, variance + 2 * rounding_variance(act.out, self._dtype)
 
     def gated(
         self, gate: torch.Tensor, up: torch.Tensor

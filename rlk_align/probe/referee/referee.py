@@ -40,7 +40,7 @@ from rlk_align.results import (
     SideName,
 )
 from rlk_align.trace.reader import Trace
-from rlk_align.trace.schema import SHIFT_IS_HARMLESS
+from rlk_align.trace.schema import CUTS, SHIFT_IS_HARMLESS
 from rlk_align.trace.values import RecordedRows
 
 SUSPECT = 100.0
@@ -145,7 +145,7 @@ def _reference(
     try:
         return Reference(
             Path(r.model), r.shape, r.dtype, tp, r.attributes, trace.weights, device, like, orders,
-            _added(r.options) if tp > 1 else frozenset(),
+            _added(r.options) if tp > 1 else frozenset(), CUTS in r.environment,
         )  # fmt: skip
     except ModelError as error:
         return f"the checkpoint cannot be read: {error.message}"

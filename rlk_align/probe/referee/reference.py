@@ -17,6 +17,7 @@ from rlk_align.probe.referee import formulas
 from rlk_align.probe.referee.experts import EXPERT_FORMULAS, ExpertReference
 from rlk_align.probe.referee.exponentials import SumOrder, lost_share, sum_orders
 from rlk_align.probe.referee.rounding import (
+    nearest_cut,
     nearest_rounding,
     relative_unit,
     rounding_variance,
@@ -35,6 +36,9 @@ FLOAT32_UNIT = 2.0**-24
 SUM_ULPS = 2.0
 """The typical error, in ulps, of a float32 sum of exponentials that are added as a tree: the
 exponentials, their sum and its logarithm are within an ulp each."""
+CUT_FORMULAS = ("rms_norm", "rotary", "attention", "activation", "expert_activation", "combine")
+"""What engines compute in kernels of their own that cut numbers off to bfloat16 on some processors
+(`EngineInfo.rounds_with`); products are torch's."""
 WEIGHT_ELEMENTS = 1 << 25
 """Entries of a weight that are converted to float64 at once."""
 
@@ -66,15 +70,17 @@ class Reference:
         like: "Reference | None" = None,
         orders: Sequence[SumOrder] = (),
         added: frozenset[str] = frozenset(),
+        cuts: bool = False,
     ) -> None:
         """`dtype`: the dtype in which the side computes; `tp`: its number of tensor-parallel ranks;
         `attributes`: those of its trace; `live`: the weights of its engine; `like`: the other
         side's reference, whose checkpoint is shared if it is the same; `orders`: the orders in
         which it may add exponentials, by default those of an unknown processor; `added`: operators
-        whose outputs its ranks round and add up. Raises ModelError."""
+        whose outputs its ranks round and add up; `cuts`: whether its own kernels cut numbers off to
+        bfloat16 (`trace.schema.CUTS`). Raises ModelError."""
         self.shape, self.dtype, self.device, self._model = shape, dtype, device, model
         self._tp, self._attributes, self._added = tp, attributes, added
-        self._orders = orders or sum_orders({})
+        self._orders, self._cuts = orders or sum_orders({}), cuts and dtype == "bfloat16"
         self._config = read_config(model)
         if self._config.get("quantization_config"):
             raise ModelError(f"{model} is quantized")
@@ -86,7 +92,9 @@ class Reference:
         self._biased = biased_operators(self._config, shape)
         self._rotaries = [checkpoint_rotary(model, shape, i) for i in range(shape.layers)]
         shares = tp if "down_proj" in added else 1
-        self._experts = ExpertReference(shape, dtype, self._weights.read, shares, self._biased)
+        self._experts = ExpertReference(
+            shape, dtype, self._weights.read, shares, self._biased, self._cuts
+        )
 
     def heads(self, site: Site) -> int:
         """The number of heads of the site's features; 1 if they are not features of heads."""
@@ -171,8 +179,11 @@ class Reference:
         got: torch.Tensor,
         inputs: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
-        """Returns the exact output to compare with `got`, both `[N, F]`: see `nearest_rounding`."""
+        """Returns the exact output to compare with `got`, both `[N, F]`: see `nearest_rounding` and
+        `nearest_cut`."""
         formula = site.operator.formula
+        if self._cuts and formula in CUT_FORMULAS:
+            return nearest_cut(exact, got, self.rounded_to(site))
         if formula not in ("linear", "router", "expert_linear") or not self._has_bias(site):
             return exact
         of_experts = formula == "expert_linear"

@@ -63,6 +63,21 @@ def nearest_rounding(
     return twice.where(got == twice, exact) if distances[1] < distances[0] else exact
 
 
+def cut_center(exact: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The float64 numbers half an ulp nearer to zero: rounding these to `dtype` gives `exact` cut
+    off, and the error of cutting has no bias against them."""
+    return exact - torch.copysign((3 * rounding_variance(exact, dtype)).sqrt(), exact)
+
+
+def nearest_cut(exact: torch.Tensor, got: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Returns `exact`, float64 `[N, F]`; or its `cut_center` if `got` is closer to `exact` cut off
+    than to `exact` rounded."""
+    cut = cut_center(exact, dtype)
+    rounded = getattr(torch, dtype)
+    distances = [(got - each.to(rounded).double()).square().sum() for each in (exact, cut)]
+    return cut if distances[1] < distances[0] else exact
+
+
 class ErrorSums:
     """The sums of one operator's errors, block by block. N = rows, F = features, G = heads."""
 

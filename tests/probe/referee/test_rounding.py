@@ -20,7 +20,13 @@ from rlk_align.model.shape import read_shape
 from rlk_align.model.sites import RowIndex, model_sites
 from rlk_align.probe.referee import formulas
 from rlk_align.probe.referee.reference import Reference
-from rlk_align.probe.referee.rounding import ErrorSums, relative_unit, rounding_variance
+from rlk_align.probe.referee.rounding import (
+    ErrorSums,
+    cut_center,
+    nearest_cut,
+    relative_unit,
+    rounding_variance,
+)
 from rlk_align.results import RoundingErrors
 
 CPU = torch.device("cpu")
@@ -439,3 +445,29 @@ def test_an_epsilon_outside_of_the_root_shows_by_the_size_of_its_rows(
     assert outside.gain == pytest.approx(gain, rel=0.1, abs=0.05)
     healthy = norm_errors(dtype, mean_square, outside=False)
     assert abs(healthy.gain) < 0.5
+
+
+@pytest.mark.parametrize("cuts", [True, False])
+def test_numbers_that_are_cut_off_have_no_gain_against_the_center_of_their_interval(
+    cuts: bool,
+) -> None:
+    """Rounded numbers have no gain against themselves, and cut ones do: that is what is allowed
+    for."""
+    exact = torch.randn(400, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    bits = exact.float().view(torch.int32)
+    cut = (bits & -65536).view(torch.float32).double()
+    got = cut if cuts else exact.bfloat16().double()
+    wanted = nearest_cut(exact, got, "bfloat16")
+    assert wanted.equal(cut_center(exact, "bfloat16")) == cuts
+    assert wanted.bfloat16().double().equal(got)
+    gain = float((got * exact - exact * exact).sum() / exact.square().sum())
+    against = float(((got - wanted) * exact).sum() / exact.square().sum())
+    assert abs(against) < 1e-4
+    assert (abs(gain) > 20 * abs(against)) == cuts
+
+
+def test_a_factor_is_no_cut() -> None:
+    exact = torch.randn(400, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    got = (exact * 0.98).bfloat16().double()
+    wanted = nearest_cut(exact, got, "bfloat16")
+    assert float((got - wanted).square().sum() / exact.square().sum()) ** 0.5 > 0.015
