@@ -60,8 +60,8 @@ class ExpertReference:
         cuts: bool = False,
     ) -> None:
         """`ranks`: the number of ranks that share each expert's inner features, round their partial
-        sums, and add them up; `biased`: the operators that have a bias; `cuts`: whether activated
-        values that the engine does not show are cut off instead of rounded."""
+        sums, and add them up; `biased`: the operators that have a bias; `cuts`: whether what
+        the engine does not show of the experts is cut off instead of rounded."""
         self._shape, self._dtype, self._read, self._ranks = shape, dtype, read, ranks
         self._cuts = cuts
         self._biased = {OPERATORS[n].site for n in biased if OPERATORS[n].of_expert}
@@ -158,6 +158,8 @@ class ExpertReference:
         else:
             act = self._activated(site, inputs, chosen)
             shares = self._after_activation(site, act, chosen, weights)
+            if self._cuts and self._shape.shared_intermediate:
+                shares = [(cut_center(out, self._dtype), extra) for out, extra in shares]
         if shared := self._shared(site, inputs):
             if "shared_gate" in inputs:
                 shared = [self._gated(row, inputs["shared_gate"]) for row in shared]

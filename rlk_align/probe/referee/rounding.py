@@ -64,9 +64,12 @@ def nearest_rounding(
 
 
 def cut_center(exact: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The float64 numbers half an ulp nearer to zero: rounding these to `dtype` gives `exact` cut
-    off, and the error of cutting has no bias against them."""
-    return exact - torch.copysign((3 * rounding_variance(exact, dtype)).sqrt(), exact)
+    """The float64 numbers half an ulp nearer to zero, and those that `dtype` has as they are:
+    rounding these to `dtype` gives `exact` cut off, and the error of cutting has no bias against
+    them."""
+    half_ulp = (3 * rounding_variance(exact, dtype)).sqrt()
+    held = exact.to(getattr(torch, dtype)).double() == exact
+    return exact.where(held, exact - torch.copysign(half_ulp, exact))
 
 
 def nearest_cut(exact: torch.Tensor, got: torch.Tensor, dtype: str) -> torch.Tensor:
