@@ -16,7 +16,8 @@ def _activation_fwd_kernel(x_ptr, y_ptr, N, BLOCK: tl.constexpr, IS_GELU: tl.con
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(x_ptr + at, mask=at < N, other=0.0).to(tl.float32)
     if IS_GELU:
-        y = g / (1.0 + tl.exp(-(GELU * (g + CUBE * (g * g * g)))))
+        z = GELU * (g + CUBE * (g * g * g))
+        y = g / (1.0 + tl.exp(-z))
     else:
         r = tl.where(g < 0.0, 0.0, g)  # keeps NaN
         y = r * r
@@ -29,7 +30,8 @@ def _activation_bwd_kernel(x_ptr, dy_ptr, dx_ptr, N, BLOCK: tl.constexpr, IS_GEL
     g = tl.load(x_ptr + at, mask=at < N, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + at, mask=at < N, other=0.0).to(tl.float32)
     if IS_GELU:
-        s = 1.0 / (1.0 + tl.exp(-(GELU * (g + CUBE * (g * g * g)))))
+        z = GELU * (g + CUBE * (g * g * g))
+        s = 1.0 / (1.0 + tl.exp(-z))
         slope = s * (1.0 + g * (1.0 - s) * (GELU * (1.0 + 3 * CUBE * (g * g))))
     else:
         slope = 2.0 * tl.where(g < 0.0, 0.0, g)
