@@ -144,7 +144,6 @@ def test_another_model_than_the_families_is_refused(says: str) -> None:
         of("phi3", sliding_window=8),
         of("ernie4_5", use_bias=False),
         of("seed_oss"),
-        of("gpt_oss", sliding_window=8, layer_types=MIXED["layer_types"][::-1]),
         of("cohere2", **MIXED),
         of("ministral3"),
         of("starcoder2", sliding_window=8),

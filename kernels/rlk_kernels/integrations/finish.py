@@ -33,14 +33,21 @@ def finish_of(config: Any) -> Finish:
 
 
 @contextmanager
-def unfinished(config: Any) -> Iterator[None]:
-    """A context in which transformers' own code leaves the logits as they are."""
+def unfinished(model: Any) -> Iterator[None]:
+    """A context in which the code of a model of transformers leaves the logits as they are. It
+    reads the settings in the model's config, or Cohere 2's in the model itself."""
     neutral = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None}
-    stated = {name: getattr(config, name) for name in neutral if hasattr(config, name)}
+    owners = model.config, model
+    stated = [
+        (owner, name, getattr(owner, name))
+        for owner in owners
+        for name in neutral
+        if hasattr(owner, name)
+    ]
     try:
-        for name in stated:
-            setattr(config, name, neutral[name])
+        for owner, name, _ in stated:
+            setattr(owner, name, neutral[name])
         yield
     finally:
-        for name, value in stated.items():
-            setattr(config, name, value)
+        for owner, name, value in stated:
+            setattr(owner, name, value)

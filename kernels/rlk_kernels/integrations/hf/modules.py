@@ -59,7 +59,7 @@ class FinishedLM(Counted):
     """A causal LM whose output layer has capped and multiplied the logits."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with unfinished(self.config):
+        with unfinished(self):
             return super().forward(*args, **kwargs)
 
 
