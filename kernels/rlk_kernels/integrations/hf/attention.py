@@ -39,10 +39,11 @@ class AttentionModule(Counted):
 class TemperedAttention(AttentionModule):
     """Attention whose queries are multiplied by a factor of their position."""
 
-    def forward(self, *args: Any, position_ids: Tensor, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
         # At position 0 transformers' own factor is 1. Ours is in `attend`.
-        kwargs["rlk_positions"] = position_ids
-        return super().forward(*args, position_ids=torch.zeros_like(position_ids), **kwargs)
+        positions = kwargs["position_ids"]
+        kwargs |= {"rlk_positions": positions, "position_ids": torch.zeros_like(positions)}
+        return super().forward(*args, past_key_values=past_key_values, **kwargs)
 
     def tempered(self, query: Tensor, positions: Tensor) -> Tensor:
         """query[B, H, T, D] times the factors at positions[B or 1, T]."""
@@ -138,8 +139,8 @@ def attend(
     else:
         cu_q, cu_k = boundaries(q, k, None if whole else positions)
     rows = (x.flatten(0, 1) for x in (q, k, v))
-    more = {"softcap": softcap, "sinks": kwargs.get("s_aux")}
-    out = profile.attention(*rows, cu_q, cu_k, scale, sliding_window, **more)
+    sinks = kwargs.get("s_aux")
+    out = profile.attention(*rows, cu_q, cu_k, scale, sliding_window, softcap=softcap, sinks=sinks)
     return out.unflatten(0, q.shape[:2]), None
 
 
