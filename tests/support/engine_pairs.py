@@ -236,7 +236,7 @@ MODELS = {
     ),
     "glm": Model(
         "glm",
-        {"head_dim": 32},
+        {"head_dim": 32, "num_hidden_layers": 4},
         kernels=("rlk",),
         without=("megatron",),
         as_in="exaone4",
@@ -245,7 +245,7 @@ MODELS = {
     # Norms of q and of k after the rotation.
     "hunyuan": Model(
         "hunyuan_v1_dense",
-        {"head_dim": 32, "attention_bias": True},
+        {"head_dim": 32, "attention_bias": True, "num_hidden_layers": 4},
         kernels=("rlk",),
         without=("megatron",),
         rarely=True,
@@ -254,7 +254,7 @@ MODELS = {
     # An MLP without a gate.
     "arcee": Model(
         "arcee",
-        {"head_dim": 32, "mlp_bias": True, "rope_parameters": YARN},
+        {"head_dim": 32, "mlp_bias": True, "rope_parameters": YARN, "num_hidden_layers": 4},
         kernels=("rlk",),
         without=("megatron",),
         rarely=True,
@@ -263,7 +263,10 @@ MODELS = {
     # The same with LayerNorms.
     "starcoder2": Model(
         "starcoder2",
-        {"head_dim": 32, "sliding_window": 8, "tie_word_embeddings": True},
+        {
+            **{"head_dim": 32, "sliding_window": 8, "tie_word_embeddings": True},
+            "num_hidden_layers": 4,
+        },
         kernels=("rlk",),
         without=("megatron",),
         rarely=True,
@@ -285,7 +288,7 @@ MODELS = {
     "ministral3": Model(
         "ministral3",
         {
-            "head_dim": 32,
+            **{"head_dim": 32, "num_hidden_layers": 4},
             "rope_parameters": YARN
             | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
         },
@@ -375,7 +378,7 @@ MODELS = {
         "gpt_oss",
         {
             **{"head_dim": 32, "sliding_window": 8, "num_local_experts": 8},
-            **{"num_experts_per_tok": 3, "intermediate_size": 96},
+            **{"num_experts_per_tok": 3, "intermediate_size": 96, "num_hidden_layers": 4},
             "rope_parameters": YARN | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
         },
         sparse=True,
