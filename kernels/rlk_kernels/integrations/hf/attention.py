@@ -165,7 +165,7 @@ def _check_mask(padding: Any, shape: tuple[int, int]) -> None:
 
 def _padded(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float, window: int | None,
-    softcap: float | None, sinks: Tensor | None,
+    softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """[B, T, H, D] for q of this shape, where bool keys[B, S] is True for real keys; zeros for
     padding.
