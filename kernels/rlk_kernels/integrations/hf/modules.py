@@ -80,8 +80,9 @@ class HFRouter(Sparse):
 
     def _correction(self) -> profile.Correction | None:
         if hasattr(self, "moe_statics"):
-            bias = self.moe_statics.e_score_correction_bias.float().flatten()
-            return profile.Correction(bias, 1, 1, 1.0, softmax=True)
+            # The module adds its parameter, which ZeRO-3 gathers for its call alone.
+            zeros = self.weight.new_zeros(1, len(self.weight), dtype=torch.float32)
+            return profile.Correction(self.moe_statics(zeros)[0], 1, 1, 1.0, softmax=True)
         if not hasattr(self, "e_score_correction_bias"):
             return None
         # If the whole model was cast, the bias has another dtype, which transformers' code adds
