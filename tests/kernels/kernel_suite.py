@@ -8,9 +8,13 @@ from dataclasses import dataclass
 
 import rlk_kernels as rk
 import torch
+from rlk_kernels.ops.activation.operator import activation_ref
 from rlk_kernels.ops.attention.operator import attention_ref
+from rlk_kernels.ops.clamped_swiglu.operator import clamped_swiglu_ref
+from rlk_kernels.ops.layer_norm.operator import layer_norm_ref
 from rlk_kernels.ops.linear import linear_ref
 from rlk_kernels.ops.logp.operator import logp_ref
+from rlk_kernels.ops.position_scale.operator import position_scale_ref
 from rlk_kernels.ops.rms_norm.operator import rms_norm_ref
 from rlk_kernels.ops.rope.operator import rope_ref
 from rlk_kernels.ops.softcap.operator import softcap_ref
@@ -20,6 +24,8 @@ from torch import Tensor
 ROWS = (1, 2, 3, 7, 16, 17, 33, 64, 65, 127, 129, 1000)
 LIMIT = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6, torch.float64: 1e-12}
 """What the budget rule allows on top of torch's own error, relative to the truth's magnitude."""
+
+CLAMP = {"alpha": 1.702, "limit": 2.0}
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,10 @@ def row_operators(dtype: torch.dtype, device: str, size: int = 96) -> dict[str, 
 
     def torch_with_residual(x, res):
         return torch.cat([torch_norm(x + res), x + res], -1)
+
+    def torch_clamped(g, u):
+        g, u = g.clamp(max=CLAMP["limit"]), u.clamp(-CLAMP["limit"], CLAMP["limit"])
+        return g * torch.sigmoid(g * CLAMP["alpha"]) * (u + 1)
 
     return {
         "linear": Row(
@@ -127,6 +137,43 @@ def row_operators(dtype: torch.dtype, device: str, size: int = 96) -> dict[str, 
             lambda x, backend: rk.softcap(x, 3.0, backend=backend),
             lambda x: softcap_ref(x, 3.0),
             lambda x: 3.0 * torch.tanh(x / 3.0),
+        ),
+        "clamped_swiglu": Row(
+            # Both are often beyond the limit.
+            lambda m: (r(m, k, seed=55 + m, scale=3.0), r(m, k, seed=56 + m, scale=3.0)),
+            lambda g, u, backend: rk.clamped_swiglu(g, u, **CLAMP, backend=backend),
+            lambda g, u: clamped_swiglu_ref(g, u, **CLAMP),
+            torch_clamped,
+        ),
+        "relu2": Row(
+            lambda m: (r(m, k, seed=57 + m, scale=4.0),),
+            lambda x, backend: rk.activation(x, "relu2", backend=backend),
+            lambda x: activation_ref(x, "relu2"),
+            lambda x: functional.relu(x).square(),
+        ),
+        "gelu": Row(
+            lambda m: (r(m, k, seed=58 + m, scale=4.0),),
+            lambda x, backend: rk.activation(x, "gelu_tanh", backend=backend),
+            lambda x: activation_ref(x, "gelu_tanh"),
+            lambda x: functional.gelu(x, approximate="tanh"),
+        ),
+        "layer_norm": Row(
+            lambda m: (r(m, k, seed=59 + m, scale=30.0),),
+            lambda x, backend: rk.layer_norm(x, gain, 1e-6, gain.flip(0), backend=backend),
+            lambda x: layer_norm_ref(x, gain, gain.flip(0), 1e-6),
+            lambda x: functional.layer_norm(x, (k,), gain, gain.flip(0), 1e-6),
+        ),
+        "layer_norm, no bias": Row(
+            lambda m: (r(m, k, seed=59 + m) + 5.0,),
+            lambda x, backend: rk.layer_norm(x, gain, 1e-6, backend=backend),
+            lambda x: layer_norm_ref(x, gain, None, 1e-6),
+            lambda x: functional.layer_norm(x, (k,), gain, None, 1e-6),
+        ),
+        "position_scale": Row(
+            lambda m: (37 * torch.arange(m, device=device),),
+            lambda p, backend: rk.position_scale(p, beta=0.3, context=16, backend=backend),
+            lambda p: position_scale_ref(p, 0.3, 16),
+            lambda p: 1 + 0.3 * torch.log(1 + torch.floor(p / 16)),
         ),
         "embedding": Row(
             lambda m: (targets(m),),

@@ -125,6 +125,15 @@ CASES = {
     "swiglu": Case(rk.swiglu, (X, W[:T].clone())),
     "swiglu, gelu": Case(rk.swiglu, (X, W[:T].clone()), {"activation": "gelu_tanh"}),
     "softcap": Case(rk.softcap, (X, 2.0)),
+    "clamped_swiglu": Case(
+        rk.clamped_swiglu, (X, W[:T].clone()), {"alpha": 1.702, "limit": 0.7}
+    ),
+    "activation": Case(rk.activation, (X, "relu2")),
+    "activation, gelu": Case(rk.activation, (X, "gelu_tanh")),
+    "layer_norm": Case(rk.layer_norm, (X, GAIN, 1e-6, GAIN.flip(0))),
+    "position_scale": Case(
+        rk.position_scale, (IDS,), {"beta": 0.1, "context": 2}, gradient=False
+    ),
     "embedding": Case(rk.embedding, (IDS, HEAD)),
     "write_kv_cache": Case(
         rk.write_kv_cache, (K, K.flip(0), CACHE, CACHE.flip(0), IDS), writes=(2, 3), gradient=False
@@ -166,6 +175,9 @@ CASES = {
     ),
     "group_by_expert": Case(rk.group_by_expert, (CHOSEN, E), gradient=False),
     "grouped_linear": Case(rk.grouped_linear, (X, EXPERTS, GROUPS)),
+    "grouped_linear, bias": Case(
+        rk.grouped_linear, (X, EXPERTS, GROUPS, EXPERTS[:, 0].clone())
+    ),
     "grouped_swiglu": Case(rk.grouped_swiglu, (X, EXPERTS, GROUPS), gradient=False),
     "combine_experts": Case(rk.combine_experts, (rand(T, 2, H), SHARES, CHOSEN, E)),
     "combine_experts, a sparse layer": Case(sparse_layer, (X, HEAD[:E].clone(), EXPERTS)),

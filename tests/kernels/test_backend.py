@@ -26,6 +26,7 @@ def test_public_names():
     errors += ["UnsupportedShape", "KernelFailed"]
     operators = ["attention", "embedding", "linear", "linear_grpo_loss", "linear_logp", "logp"]
     operators += ["group_advantages", "paged_attention", "rms_norm", "rope", "swiglu", "softcap"]
+    operators += ["clamped_swiglu", "activation", "layer_norm", "position_scale"]
     operators += ["norm_rope", "write_kv_cache", "route", "route_corrected", "group_by_expert"]
     operators += ["grouped_linear", "grouped_swiglu", "combine_experts", "load_balancing_loss"]
     operators += ["router_z_loss", "policy_loss", "linear_policy_loss", "dpo_loss"]
@@ -76,6 +77,12 @@ def test_no_rows_are_fine(backend):
     assert rk.rms_norm(empty, W[0], 1e-6, backend=backend).shape == (0, 8)
     assert rk.swiglu(empty, empty, backend=backend).shape == (0, 8)
     assert rk.softcap(empty, 2.0, backend=backend).shape == (0, 8)
+    clamp = {"alpha": 1.7, "limit": 7.0, "backend": backend}
+    assert rk.clamped_swiglu(empty, empty, **clamp).shape == (0, 8)
+    assert rk.activation(empty, "relu2", backend=backend).shape == (0, 8)
+    assert rk.layer_norm(empty, W[0], 1e-6, backend=backend).shape == (0, 8)
+    positions = torch.empty(0).long()
+    assert rk.position_scale(positions, beta=0.1, context=4, backend=backend).shape == (0,)
     assert rk.embedding(torch.empty(0).long(), W, backend=backend).shape == (0, 8)
     assert rk.logp(empty, torch.empty(0).long(), backend=backend).shape == (0,)
     heads = torch.empty(0, 2, 8)
@@ -99,6 +106,10 @@ def test_registration_passes_torchs_own_check():
     torch.library.opcheck(ops.rms_norm, (X, X.clone(), W[0], 1e-6, True, "torch"))
     torch.library.opcheck(ops.swiglu, (X, X.clone(), True, "torch"))
     torch.library.opcheck(ops.softcap, (X, 2.0, "torch"))
+    torch.library.opcheck(ops.clamped_swiglu, (X, X.clone(), 1.7, 7.0, "torch"))
+    torch.library.opcheck(ops.activation, (X, True, "torch"))
+    torch.library.opcheck(ops.layer_norm, (X, W[0], W[1], 1e-6, "torch"))
+    torch.library.opcheck(ops.position_scale, (torch.arange(3), 0.1, 2, "torch"))
     torch.library.opcheck(ops.embedding, (torch.tensor([1, 2]), W, "torch"))
     torch.library.opcheck(ops.logp, (X, torch.tensor([1, 2, 3]), 5.0, 0.5, 1.0, "torch"))
     top = torch.tensor([[1], [0], [2]])

@@ -22,8 +22,9 @@ def test_every_public_operator_is_in_the_set():
     sparse |= {"route", "router_z_loss"}
     # Other tests hold these to the operators that have digests (test_norm_rope.py,
     # ops/experts/test_operators.py, ops/test_logits_softcap.py), or to float64
-    # (losses/test_policy.py).
+    # (losses/test_policy.py, ops/test_portable.py).
     elsewhere = {"group_advantages", "norm_rope", "paged_schedule", "grouped_swiglu", "softcap"}
+    elsewhere |= {"clamped_swiglu", "activation", "layer_norm", "position_scale"}
     elsewhere |= {"policy_loss", "linear_policy_loss", "dpo_loss"}
     inside = {name.partition("-")[0] for name in digest_suite.recorded("torch")}
     assert inside - {"experts"} == OPERATORS - sparse - elsewhere

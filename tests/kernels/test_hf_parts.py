@@ -126,8 +126,8 @@ def test_a_model_of_another_family_is_refused_by_those_that_are_served() -> None
     gpt2 = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2)
     )
-    cohere = small_model("Cohere2")
-    for model, named in ((gpt2, "GPT2LMHeadModel"), (cohere, r"Cohere2ForCausalLM \(cohere2\)")):
+    cohere = small_model("Cohere")
+    for model, named in ((gpt2, "GPT2LMHeadModel"), (cohere, r"CohereForCausalLM \(cohere\)")):
         served = rf"^a {named} is not supported; .* of model_type {', '.join(ARCHITECTURES)} are$"
         with pytest.raises(NotSupported, match=served):
             hf.use_kernels(model)

@@ -42,6 +42,26 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen2Moe": (SPARSE | {"shared_expert_intermediate_size": 48}, {"norm_topk_prob": True}),
     "Olmoe": (SPARSE, {"norm_topk_prob": True}),
     "GraniteMoe": (MULTIPLIERS | SPARSE, {"residual_multiplier": 0.3}),
+    "GptOss": (
+        WINDOWS | {"head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 3},
+        {"swiglu_limit": 0.5},
+    ),
+    "Ministral3": (
+        {"head_dim": 32, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}},
+        {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.9}},
+    ),
+    "Ernie4_5_Moe": (
+        {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32, "num_hidden_layers": 2},
+        {"moe_k": 2},
+    ),
+    "Arcee": ({"mlp_bias": True}, {"rms_norm_eps": 0.1}),
+    "Starcoder2": ({"sliding_window": 8}, {"sliding_window": 9}),
+    "Cohere2": (WINDOWS | {"head_dim": 32, "logit_scale": 0.3}, {"logit_scale": 0.5}),
+    "HunYuanDenseV1": ({"head_dim": 32}, {"rms_norm_eps": 0.1}),
+    "Glm": (
+        {"head_dim": 32, "rope_parameters": DEFAULT | {"partial_rotary_factor": 0.5}},
+        {"rope_parameters": DEFAULT | {"partial_rotary_factor": 1.0}},
+    ),
     "Glm4": (
         {"head_dim": 32, "rope_parameters": DEFAULT | {"partial_rotary_factor": 0.5}},
         {"rope_parameters": DEFAULT | {"partial_rotary_factor": 1.0}},

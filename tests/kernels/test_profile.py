@@ -9,6 +9,7 @@ import pytest
 import torch
 from kernel_suite import packed, paged_cache
 from rlk_kernels.integrations import profile
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.finish import Finish
 from rlk_kernels.integrations.rotary import NEEDED, NOT_FIXED, rotation
 
@@ -37,7 +38,7 @@ def test_every_line_has_its_test() -> None:
     named = re.findall(r"`(test_\w+)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     of_ranks = [path.read_text(encoding="utf-8") for path in RANKS.rglob("test_*.py")]
     elsewhere = set(re.findall(r"^def (test_\w+)", "".join(of_ranks), re.MULTILINE))
-    assert len(named) == 48
+    assert len(named) == 55
     assert set(named) <= {*globals(), *elsewhere}
 
 
@@ -68,6 +69,20 @@ def test_one_is_added_to_the_weight_in_fp32() -> None:
     assert not torch.equal(one_plus, profile.norm(x, weight + 1, 1e-6))
     y, total = profile.add_norm(x, x.flip(0), weight, 1e-6, one_plus=True)
     assert torch.equal(y, profile.norm(total, weight, 1e-6, one_plus=True))
+
+
+def test_layer_norm_rounds_once() -> None:
+    x, weight, bias = rand(40, 96, scale=3) + 2, rand(96, seed=1), rand(96, seed=2)
+    wide = x.double() - x.double().mean(-1, keepdim=True)
+    normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    exact = normed * weight.double() + bias.double()
+    assert torch.equal(profile.layer_norm(x, weight, bias, 1e-6), once(exact))
+    # The product rounded before the bias is added.
+    assert not torch.equal(
+        profile.layer_norm(x, weight, None, 1e-6) + bias, profile.layer_norm(x, weight, bias, 1e-6)
+    )
+    with pytest.raises(NotSupported, match=r"a norm's weight in torch\.float32"):
+        profile.layer_norm(x, weight.float(), bias, 1e-6)
 
 
 def test_a_scale_of_the_embedding_is_rounded_first() -> None:
@@ -261,6 +276,68 @@ def test_capped_scores_are_those_of_prefill_and_paged_decode() -> None:
         )
 
 
+def test_sinks_are_those_of_prefill_and_paged_decode() -> None:
+    q, k, v, cu_q, cu_k = packed([9, 40], [9, 40], 4, 2, 32, BF16, "cpu")
+    sinks = rand(4, seed=8) + 11
+    whole = profile.attention(q, k, v, cu_q, cu_k, 1.0, window=7, sinks=sinks)
+    k_cache, v_cache, table, lengths = paged_cache(k, v, cu_k, page=16)
+    out, paged = torch.empty_like(q), (table, lengths, cu_q, 1.0, 7)
+    profile.paged_attention(q, k_cache, v_cache, *paged, out, sinks=sinks)
+    assert torch.equal(out, whole)
+    for last, keys in ((8, slice(2, 9)), (48, slice(42, 49))):
+        scores = k[keys, 0].double() @ q[last, 0].double()
+        shares = torch.cat([scores, sinks[:1].double()]).softmax(-1)[:-1]
+        assert torch.allclose(whole[last, 0].double(), shares @ v[keys, 0].double(), atol=1e-2)
+        assert not torch.allclose(
+            whole[last, 0].double(), scores.softmax(-1) @ v[keys, 0].double(), atol=1e-2
+        )
+
+
+def test_a_factor_of_the_position_is_rounded_first() -> None:
+    from hf_models import small_model
+    from rlk_kernels.integrations import hf
+    from rlk_kernels.integrations.hf.attention import TemperedAttention
+
+    positions, rope = torch.arange(0, 5000, 7), {"original_max_position_embeddings": 16}
+    exact = 1 + 0.3 * torch.log1p((positions // 16).double())
+    how = profile.temperature_of(rope | {"llama_4_scaling_beta": 0.3})
+    factor = profile.query_scale(positions, *how, BF16)
+    assert torch.equal(factor, once(exact))
+    for some in (slice(3, 4), slice(90, 101)):
+        assert torch.equal(profile.query_scale(positions[some], *how, BF16), factor[some])
+    settings = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "llama_4_scaling_beta": 0.3}
+    model = small_model("Ministral3", head_dim=32, rope_parameters=settings | rope).to(BF16)
+    hf.use_kernels(model)
+    attention = model.model.layers[0].self_attn
+    assert isinstance(attention, TemperedAttention)
+    query = rand(1, 2, len(positions), 32)
+    tempered = attention.tempered(query, positions[None])
+    assert torch.equal(tempered, once(query.double() * factor.double()[:, None]))
+    for missing in (rope, settings):
+        with pytest.raises(NotSupported, match="a number and a whole number are needed"):
+            profile.temperature_of(missing)
+
+
+def test_an_act_alone_rounds_once() -> None:
+    x = rand(40, 96, scale=3)
+    wide = x.double()
+    assert torch.equal(profile.act_alone(x, "relu2"), once(wide.relu().square()))
+    gelu = wide * torch.sigmoid(2 * (2 / math.pi) ** 0.5 * (wide + 0.044715 * wide**3))
+    assert torch.equal(profile.act_alone(x, "gelu_tanh"), once(gelu))
+    assert not torch.equal(profile.act_alone(x, "gelu_tanh"), torch.nn.functional.gelu(x))
+
+
+def test_a_clamped_act_rounds_once() -> None:
+    gate, up = rand(40, 96, scale=3), rand(40, 96, seed=1, scale=3)
+    g, u = gate.double().clamp(max=2.0), up.double().clamp(-2.0, 2.0)
+    exact = g * torch.sigmoid(1.702 * g) * (u + 1)
+    assert torch.equal(profile.clamped_act(gate, up, 1.702, 2.0), once(exact))
+    # As transformers rounds it, step by step.
+    glu = gate.clamp(max=2.0) * torch.sigmoid(gate.clamp(max=2.0) * 1.702)
+    stepwise = (up.clamp(-2.0, 2.0) + 1) * glu
+    assert not torch.equal(profile.clamped_act(gate, up, 1.702, 2.0), stepwise)
+
+
 def test_act_rounds_once() -> None:
     gate, up = rand(30, 64, scale=3), rand(30, 64, seed=1)
     silu = gate.double() / (1 + (-gate.double()).exp())
@@ -368,6 +445,33 @@ def test_the_shared_row_is_added_to_the_rounded_sum() -> None:
     routed, shared = rand(40, 64), rand(40, 64, seed=1)
     y = profile.add_shared(routed, shared)
     assert torch.equal(y, once(routed.double() + shared.double()))
+
+
+def test_a_router_in_fp32_reads_widened_rows() -> None:
+    x, weight = rand(40, 96), torch.randn(12, 96, generator=torch.Generator().manual_seed(1))
+    logits = profile.router(x, weight)
+    assert torch.equal(logits, (x.double() @ weight.double().mT).float())
+    assert not torch.equal(logits, profile.router(x, weight.to(BF16)))
+
+
+def test_a_corrected_softmax_is_for_the_choice_alone() -> None:
+    logits = rand(60, 8).float()
+    correction = torch.linspace(-0.2, 0.2, 8)
+    how = profile.Correction(correction, 1, 1, 1.0, softmax=True)
+    weights, ids = profile.route_corrected(logits, 3, True, how)
+    shares = logits.double().softmax(-1)
+    expected = (shares + correction).topk(3).indices.sort(-1).values
+    assert torch.equal(ids.long(), expected)
+    of_chosen = shares.gather(1, expected)
+    exact = of_chosen / of_chosen.sum(-1, keepdim=True)
+    assert bool(((weights - exact).abs() <= 1e-6 * exact).all())
+    plain, uncorrected = profile.route(logits, 3, True)
+    assert not torch.equal(uncorrected, ids)
+    assert torch.equal(profile.weights_of(logits, uncorrected, True, how), plain)
+    for some in (slice(3, 4), slice(10, 33)):
+        part = profile.route_corrected(logits[some], 3, True, how)
+        assert torch.equal(part[0], weights[some])
+        assert torch.equal(part[1], ids[some])
 
 
 def test_a_gated_row_is_rounded_before_it_is_added() -> None:

@@ -57,9 +57,10 @@ def test_every_operator_runs_forward_and_backward():
     forward |= {"grouped_swiglu", "linear", "linear_grpo_loss", "linear_logp", "logp", "norm_rope"}
     forward |= {"load_balancing_loss", "paged_attention", "rms_norm", "rope", "route"}
     forward |= {"route_corrected", "router_z_loss", "softcap", "sum_slots", "swiglu"}
-    forward |= {"write_kv_cache"}
+    forward |= {"write_kv_cache", "clamped_swiglu", "activation", "layer_norm", "position_scale"}
     with_backward = {"attention", "combine_experts", "embedding", "linear_logp", "logp", "rms_norm"}
-    with_backward |= {"route", "route_corrected", "softcap", "swiglu"}
+    with_backward |= {"route", "route_corrected", "softcap", "swiglu", "clamped_swiglu"}
+    with_backward |= {"activation", "layer_norm"}
     assert set(done.stdout.split()) == forward | {f"{name}_backward" for name in with_backward}
 
 

@@ -68,6 +68,8 @@ class Model:
     """Whether SGLang runs it."""
     as_in: str = ""
     """The model of the default pairs with its variants; empty if they have it itself."""
+    rarely: bool = False
+    """Whether only the whole matrix has it."""
     like: str = ""
     """The family whose operators it has in other modules, and as which the default pairs count
     it."""
@@ -76,7 +78,9 @@ class Model:
         """Where the checkpoint is; a random one is written below `folder` the first time."""
         made = self.path or folder / f"{name}-{dtype}"
         if not made.exists():
-            write_random_model(made, model_type=self.family, dtype=dtype, **self.settings)
+            write_random_model(
+                made, model_type=self.family, dtype=dtype, rounded=True, **self.settings
+            )
         return made
 
 
@@ -230,6 +234,69 @@ MODELS = {
         as_in="olmo3",
         like="llama",
     ),
+    "glm": Model(
+        "glm",
+        {"head_dim": 32, "num_hidden_layers": 4},
+        kernels=("rlk",),
+        without=("megatron",),
+        as_in="exaone4",
+        like="llama",
+    ),
+    # Norms of q and of k after the rotation.
+    "hunyuan": Model(
+        "hunyuan_v1_dense",
+        {"head_dim": 32, "attention_bias": True, "num_hidden_layers": 4},
+        kernels=("rlk",),
+        without=("megatron",),
+        rarely=True,
+        like="llama",
+    ),
+    # An MLP without a gate.
+    "arcee": Model(
+        "arcee",
+        {"head_dim": 32, "mlp_bias": True, "rope_parameters": YARN, "num_hidden_layers": 4},
+        kernels=("rlk",),
+        without=("megatron",),
+        rarely=True,
+        like="llama",
+    ),
+    # The same with LayerNorms.
+    "starcoder2": Model(
+        "starcoder2",
+        {
+            **{"head_dim": 32, "sliding_window": 8, "tie_word_embeddings": True},
+            "num_hidden_layers": 4,
+        },
+        kernels=("rlk",),
+        without=("megatron",),
+        rarely=True,
+        like="llama",
+    ),
+    # LayerNorms, parallel branches, layers without a rotation, multiplied logits.
+    "cohere2": Model(
+        "cohere2",
+        {
+            **{"sliding_window": 8, "layer_types": KINDS, "num_hidden_layers": 4},
+            **{"logit_scale": 0.3, "tie_word_embeddings": True},
+        },
+        kernels=("rlk",),
+        without=("megatron",),
+        rarely=True,
+        like="llama",
+    ),
+    # Queries are multiplied by a factor of their position.
+    "ministral3": Model(
+        "ministral3",
+        {
+            **{"head_dim": 32, "num_hidden_layers": 4},
+            "rope_parameters": YARN
+            | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+        },
+        kernels=("rlk",),
+        without=("megatron",),
+        rarely=True,
+        like="llama",
+    ),
     # The kernels have no such activation, and vLLM on a CPU no heads of such a size.
     "gelu": Model(
         "qwen3",
@@ -304,6 +371,34 @@ MODELS = {
         kernels=("rlk",),
         without=("megatron",),
         as_in="gated",
+        like="qwen3_moe",
+    ),
+    # Sinks, and experts with biases and a clamped activation.
+    "gpt_oss": Model(
+        "gpt_oss",
+        {
+            **{"head_dim": 32, "sliding_window": 8, "num_local_experts": 8},
+            **{"num_experts_per_tok": 3, "intermediate_size": 96, "num_hidden_layers": 4},
+            "rope_parameters": YARN | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+        },
+        sparse=True,
+        kernels=("rlk",),
+        without=("megatron",),
+        rarely=True,
+        like="qwen3_moe",
+    ),
+    # A softmax over all experts, corrected for the choice, and routers in fp32.
+    "ernie4_5_moe": Model(
+        "ernie4_5_moe",
+        {
+            **{"head_dim": 32, "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 96},
+            **{"moe_num_shared_experts": 2, "moe_layer_start_index": 1, "num_hidden_layers": 3},
+            "tie_word_embeddings": True,
+        },
+        sparse=True,
+        kernels=("rlk",),
+        without=("megatron",),
+        rarely=True,
         like="qwen3_moe",
     ),
     "corrected": Model("glm4_moe", CORRECTED, sparse=True),
@@ -478,10 +573,10 @@ class Pair:
         Every two values of these axes meet: family, dtype, kernels, rollout engine, training
         engine and its ranks; of the training engines that run the code of transformers, one meets
         a family. With the kernels, every two options of a training engine's layout meet, each
-        model without `as_in` occurs, and several ranks of the rollout meet dense and sparse
-        models, each dtype and each training engine. Without the kernels, every dense family meets
-        HF and Megatron. SGLang, which starts slowly, samples once on two ranks, with the kernels
-        and a sparse model, and scores once, without them.
+        model without `as_in` and `rarely` occurs, and several ranks of the rollout meet dense and
+        sparse models, each dtype and each training engine. Without the kernels, every dense family
+        meets HF and Megatron. SGLang, which starts slowly, samples once on two ranks, with the
+        kernels and a sparse model, and scores once, without them.
         """
         rollout, train = self.engines
         model = MODELS[self.model]
@@ -503,7 +598,7 @@ class Pair:
         if self.kernels == "rlk":
             options = [(train, option) for option in self.train.partition(":")[2].split(",")]
             reached |= {*options, *combinations(options, 2)}
-            reached |= set() if model.as_in else {("model", self.model)}
+            reached |= set() if model.as_in or model.rarely else {("model", self.model)}
         elif not model.sparse and train in ("hf", "megatron"):
             reached.add((model.family, model.kernels, train))
         if "tp=" in self.rollout:

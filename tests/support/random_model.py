@@ -16,8 +16,9 @@ SMALL: dict[str, Any] = {
 }
 
 
-def write_random_model(folder: Path, **settings: Any) -> Path:
-    """With the embedded tokenizer and its weights in several files."""
+def write_random_model(folder: Path, rounded: bool = False, **settings: Any) -> Path:
+    """With the embedded tokenizer and its weights in several files. rounded: parameters that a
+    checkpoint has in fp32 have values of the model's dtype, to which FSDP2 rounds them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = SMALL | settings
@@ -41,6 +42,8 @@ def write_random_model(folder: Path, **settings: Any) -> Path:
             # The scores of a softmax, which "statics" correct, differ less than those of a sigmoid.
             largest = 0.05 if "statics" in key else 0.2
             torch.nn.init.uniform_(value, -largest, largest)
+    for parameter in made.parameters() if rounded else ():
+        parameter.data = parameter.to(made.dtype).to(parameter.dtype)
     made.save_pretrained(folder, max_shard_size="400KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
     for file in ("tokenizer.json", "tokenizer_config.json"):

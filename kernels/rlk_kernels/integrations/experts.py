@@ -4,6 +4,7 @@ T = tokens   H = hidden size   E = experts   k = experts of a token   I = inner 
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,18 @@ from rlk_kernels.parallel.experts import experts_parallel
 
 INSIDE = ("gate_proj", "up_proj", "act", "down_proj")
 """The operators that are computed for each expert of a token, in order."""
+
+
+class Clamped(NamedTuple):
+    """What GPT-OSS adds to experts: biases, and a clamped activation. Outputs of gate and up
+    alternate, in the weight too."""
+
+    gate_up: Tensor
+    """[E, 2 I]."""
+    down: Tensor
+    """[E, H]."""
+    alpha: float
+    limit: float
 
 
 class Sparse(Counted):
@@ -36,9 +49,9 @@ class Sparse(Counted):
         if self.rlk_show is not None and not torch.compiler.is_compiling():
             self.rlk_show(operator, value.flatten(1))
 
-    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+    def logits(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The router's logits, fp32 [T, E], for x[T, H]."""
-        return profile.router(x, weight)
+        return profile.router(x, weight, bias)
 
     def choose(
         self, logits: Tensor, k: int, normalize: bool,
@@ -51,7 +64,7 @@ class Sparse(Counted):
         else:
             weights, ids = profile.route_corrected(logits, k, normalize, correction)
         if self.rlk_choose is not None:
-            scores = logits if correction is None else logits.sigmoid() + correction.bias
+            scores = profile.scores_of(logits, correction)
             ids = self.rlk_choose(scores, ids.long()).sort(dim=1).values.int()
             weights = profile.weights_of(logits, ids, normalize, correction)
         if self.rlk_weigh is not None:
@@ -62,15 +75,16 @@ class Sparse(Counted):
 
     def compute(
         self, x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor,
-        ranks: ProcessGroup | None = None,
+        ranks: ProcessGroup | None = None, clamped: Clamped | None = None,
     ) -> Tensor:  # fmt: skip
         """The layer's output [T, H] for x[T, H], by gate_up[E, 2 I, H] and down[E, H, I]. With
-        `ranks`, these are this rank's experts. If `columns` gathers over R ranks, they are this
-        rank's outputs of all experts, gate_up[E, 2 I / R, H] and down[E, H / R, I]."""
+        `ranks`, these are this rank's experts, which are not `clamped`. If `columns` gathers over R
+        ranks, they are this rank's outputs of all experts, gate_up[E, 2 I / R, H] and
+        down[E, H / R, I]."""
         experts, inner = len(gate_up) * size_of(ranks), gate_up.shape[1] // 2
 
         def here(rows: Tensor, local: Tensor) -> tuple[Tensor, ...]:
-            return self._rows(rows, local, gate_up, down)
+            return self._rows(rows, local, gate_up, down, clamped)
 
         if size_of(ranks) == 1:
             inside = here(x, ids)
@@ -97,11 +111,19 @@ class Sparse(Counted):
         the engine adds up what the ranks return."""
         return self.columns(x)
 
-    def _rows(self, x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
+    def _rows(
+        self, x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, clamped: Clamped | None
+    ) -> tuple[Tensor, ...]:
         """The rows of the operators in `INSIDE` for each expert of a token, [T, k, I] and, of the
         last one, [T, k, H]; of these rows, this rank's columns. Without training and showing, only
         the last one."""
         groups = profile.expert_groups(ids, len(gate_up))
+        if clamped is not None:
+            both = profile.expert_linear(x, gate_up, groups, clamped.gate_up)
+            gate, up = both[..., ::2], both[..., 1::2]
+            inner = profile.clamped_act(gate, up, clamped.alpha, clamped.limit)
+            rows = profile.expert_linear(self.columns(inner), down, groups, clamped.down)
+            return gate, up, inner, rows
         if self.rlk_show is None and not torch.is_grad_enabled():
             act = profile.expert_act(x, gate_up, groups)
             return (profile.expert_linear(self.columns(act), down, groups),)

@@ -3,6 +3,7 @@
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
@@ -16,18 +17,33 @@ ARCHITECTURES = {
     "granite": "GraniteForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "glm": "GlmForCausalLM",
+    "arcee": "ArceeForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
     "gemma": "GemmaForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "olmoe": "OlmoeForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
 }
 """model_type -> the class that both engines load. Other models load through subclasses of vLLM's
 classes, which compute something else, or through transformers' classes."""
+UNGATED = {"arcee": "relu2", "starcoder2": "gelu_pytorch_tanh"}
+"""Families whose MLP has no gate -> their `hidden_act`."""
 GEMMA = ("gemma2", "gemma3_text", "gemma")
 """Families whose norms multiply by 1 + weight and whose activation is gelu's tanh form."""
+
+
+LAYER_NORMS = ("starcoder2", "cohere2")
+"""Families whose norms subtract the mean."""
+TEMPERED = ("ministral3",)
+"""Families that multiply queries by a factor of their position."""
 
 
 def of_code(model_type: str) -> str:

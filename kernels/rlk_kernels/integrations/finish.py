@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+MULTIPLIED = ("cohere2",)
+"""Families that multiply their logits by `logit_scale`."""
 DIVIDED = ("granite", "granitemoe")
 """Families that divide their logits by `logits_scaling`."""
 CAPPED = ("gemma2", "gemma3_text")
@@ -25,19 +27,27 @@ FINISHED = Finish()
 def finish_of(config: Any) -> Finish:
     """What a family of transformers does with its logits."""
     scale = 1.0 / config.logits_scaling if config.model_type in DIVIDED else 1.0
+    scale = config.logit_scale if config.model_type in MULTIPLIED else scale
     cap = config.final_logit_softcapping if config.model_type in CAPPED else None
     return Finish(cap, scale)
 
 
 @contextmanager
-def unfinished(config: Any) -> Iterator[None]:
-    """A context in which transformers' own code leaves the logits as they are."""
-    neutral = {"logits_scaling": 1.0, "final_logit_softcapping": None}
-    stated = {name: getattr(config, name) for name in neutral if hasattr(config, name)}
+def unfinished(model: Any) -> Iterator[None]:
+    """A context in which the code of a model of transformers leaves the logits as they are. It
+    reads the settings in the model's config, or Cohere 2's in the model itself."""
+    neutral = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None}
+    owners = model.config, model
+    stated = [
+        (owner, name, getattr(owner, name))
+        for owner in owners
+        for name in neutral
+        if hasattr(owner, name)
+    ]
     try:
-        for name in stated:
-            setattr(config, name, neutral[name])
+        for owner, name, _ in stated:
+            setattr(owner, name, neutral[name])
         yield
     finally:
-        for name, value in stated.items():
-            setattr(config, name, value)
+        for owner, name, value in stated:
+            setattr(owner, name, value)

@@ -21,16 +21,21 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """As checkpoints of transformers name them."""
 
 
-FUSED = ("glm4", "phi3")
-"""Families whose checkpoints have several projections as one tensor, which `vllm.weights`
-splits."""
+_FUSED = "its checkpoint fuses projections, so that no copy of its weights can be checked"
+_EXPERTS = "no copy of its experts or of its routers' corrections can be checked"
+UNCHECKED = {
+    **dict.fromkeys(("glm", "glm4", "phi3"), _FUSED),
+    **dict.fromkeys(("gpt_oss", "ernie4_5_moe"), _EXPERTS),
+}
+"""Families whose parameters a checkpoint holds otherwise than `vllm.weights` -> why no copy can be
+checked."""
 
 
 def of_family(model: Any) -> list[str]:
     """The reason why a live model's copies cannot be checked; [] if they can."""
     family = getattr(getattr(model, "config", None), "model_type", None)
-    why = "its checkpoint fuses projections, so that no copy of its weights can be checked"
-    return [f"model_type={family}: {why}"] if family in FUSED else []
+    why = UNCHECKED.get(str(family))
+    return [] if why is None else [f"model_type={family}: {why}"]
 
 
 def refuse(framework: str, reasons: Iterable[str]) -> None:

@@ -4,22 +4,32 @@ and up, and one rotary module for both rotations. vLLM and SGLang give the modul
 
 from typing import Any
 
-from rlk_kernels.integrations.operators import ROUTED, mlp_of, norms, rotates, shared_experts
+from rlk_kernels.integrations.operators import (
+    ROUTED,
+    Counted,
+    head_norms,
+    mlp_linears,
+    mlp_of,
+    norms,
+    rotates,
+    shared_experts,
+)
 
 
 def modules(model: Any) -> dict[str, Any]:
     """Canonical operator -> the module that computes it in a live causal LM, for all operators
     except the log-prob. In a sparse layer, `experts` stands for all operators but the router."""
     inner = model.model
-    named = {"embed": inner.embed_tokens}
+    # vLLM's GPT-OSS has names of its own.
+    named = {"embed": getattr(inner, "embed_tokens", None) or inner.embedding}
     for i, layer in enumerate(inner.layers):
-        attn = layer.self_attn
+        attn = getattr(layer, "self_attn", None) or layer.attn
         # The code of transformers has one rotary embedding for all layers.
         rotary = getattr(attn, "rotary_emb", None) or getattr(inner, "rotary_emb", None)
         here = {
             **norms(layer),
             **{"q_proj": attn.qkv_proj, "k_proj": attn.qkv_proj, "v_proj": attn.qkv_proj},
-            **{"q_norm": getattr(attn, "q_norm", None), "k_norm": getattr(attn, "k_norm", None)},
+            **head_norms(attn),
             **dict.fromkeys(("q_rope", "k_rope"), rotary if rotates(attn) else None),
             **{"attn": attn.attn, "o_proj": attn.o_proj},
             **_of_mlp(mlp_of(layer)),
@@ -36,8 +46,9 @@ def _of_mlp(mlp: Any) -> dict[str, Any]:
             of_shared["gate"] = gate
         return {
             **dict.fromkeys(ROUTED, mlp.experts),
-            "router": mlp.gate,
+            "router": getattr(mlp, "gate", None) or mlp.router,
             **{f"shared_{op}": module for op, module in of_shared.items()},
         }
-    both = mlp.gate_up_proj
-    return {"gate_proj": both, "up_proj": both, "act": mlp.act_fn, "down_proj": mlp.down_proj}
+    # In the code of transformers, the kernels compute some activations in the MLP itself.
+    act = mlp if isinstance(mlp, Counted) else getattr(mlp, "act_fn", mlp)
+    return mlp_linears(mlp) | {"act": act}

@@ -59,9 +59,24 @@ def norms(layer: Any) -> dict[str, Any]:
     return {op: getattr(layer, name, None) for op, name in names.items()}
 
 
+def head_norms(attention: Any) -> dict[str, Any]:
+    """Operator -> the norm of q or of k; None if a layer has none. HunYuan has names of its own."""
+    names = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
+    return {
+        op: getattr(attention, op, None) or getattr(attention, name, None)
+        for op, name in names.items()
+    }
+
+
+_ROTATED_WITH_WINDOW = ("cohere2",)
+"""Families whose layers rotate q and k if they have a window."""
+
+
 def rotates(attention: Any) -> bool:
     """Whether a layer rotates q and k."""
     window = getattr(attention, "sliding_window", None)
+    if getattr(getattr(attention, "config", None), "model_type", "") in _ROTATED_WITH_WINDOW:
+        return window is not None
     if hasattr(attention, "apply_rope_all_layers"):  # EXAONE 4 in vLLM
         return bool(window or attention.apply_rope_all_layers)
     if hasattr(attention, "sliding_window_pattern"):  # EXAONE 4 in transformers
@@ -72,6 +87,18 @@ def rotates(attention: Any) -> bool:
 def mlp_of(layer: Any) -> Any:
     """A layer's MLP, or its block of experts."""
     return getattr(layer, "mlp", None) or layer.block_sparse_moe
+
+
+def mlp_linears(mlp: Any) -> dict[str, Any]:
+    """Operator -> the linear of a dense MLP that computes it; no gate_proj if it has no gate, and
+    one linear for gate and up if it fuses them."""
+    if (both := getattr(mlp, "gate_up_proj", None)) is not None:
+        linears = {"gate_proj": both, "up_proj": both}
+    elif (gate := getattr(mlp, "gate_proj", None)) is not None:
+        linears = {"gate_proj": gate, "up_proj": mlp.up_proj}
+    else:
+        linears = {"up_proj": getattr(mlp, "up_proj", None) or mlp.c_fc}
+    return linears | {"down_proj": getattr(mlp, "down_proj", None) or mlp.c_proj}
 
 
 def shared_experts(block: Any) -> Any:

@@ -7,7 +7,8 @@ T = rows (all leading dimensions)   H = heads   D = head size   R = rotated pair
 """
 
 import struct
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +66,12 @@ def _check_norm(x: Tensor, weight: Tensor) -> None:
         )
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer norm over the last dimension, in fp32, rounded once."""
+    _check_norm(x, weight)
+    return rlk_kernels.layer_norm(x, weight, eps, bias)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight^T + bias, rounded once: the bias is added to the fp32 sum."""
     return rlk_kernels.linear(x, weight, bias)
@@ -96,10 +103,10 @@ def logits(
     return z if finish.scale == 1.0 else z * finish.scale
 
 
-def router(x: Tensor, weight: Tensor) -> Tensor:
+def router(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The logits of all experts, fp32 [T, E], for x[T, H]: the accumulator itself, as in
-    `logits`."""
-    return rlk_kernels.linear(x, weight, out_dtype=torch.float32)
+    `logits`. x is widened where the weight is fp32."""
+    return rlk_kernels.linear(x.to(weight.dtype), weight, bias, out_dtype=torch.float32)
 
 
 def route(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -110,13 +117,25 @@ def route(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
 
 
 class Correction(NamedTuple):
-    """The settings of routers that correct the scores by which they choose experts."""
+    """The settings of routers that correct the scores by which they choose experts. A softmax has
+    no groups and no scale, and its weights always add up to 1."""
 
     bias: Tensor
     """fp32 [E]: added to the scores for the choice, and not for the weights."""
     groups: int
     top_groups: int
     scale: float
+    softmax: bool = False
+    """Whether the scores are the softmax over all experts, and not sigmoids."""
+
+
+def scores_of(logits: Tensor, correction: Correction | None) -> Tensor:
+    """fp32 [T, E]: the scores by which a router chooses the experts of logits[T, E]."""
+    if correction is None:
+        return logits
+    if correction.softmax:
+        return route(logits, logits.shape[1], False)[0] + correction.bias
+    return logits.sigmoid() + correction.bias
 
 
 def route_corrected(
@@ -125,7 +144,10 @@ def route_corrected(
     """(weights fp32 [T, k], ids int32 [T, k]): the experts with the k largest corrected scores in
     the best groups, in ascending id; ties go to the lowest id. The weights are the scores without
     the correction, divided by their sum (normalize) and scaled."""
-    bias, groups, top_groups, scale = correction
+    if correction.softmax:
+        _, ids = route(scores_of(logits.detach(), correction), k, True)
+        return weights_of(logits, ids, True, correction), ids
+    bias, groups, top_groups, scale, _ = correction
     return rlk_kernels.route_corrected(
         logits, bias, k, normalize=normalize, groups=groups, top_groups=top_groups, scale=scale
     )
@@ -136,12 +158,13 @@ def weights_of(
 ) -> Tensor:
     """fp32 [T, k]: the weights of the experts ids[T, k], in ascending id, by `route`, or with a
     correction by `route_corrected`, whichever router has chosen them."""
-    if correction is None and not normalize:
+    by_softmax = correction is None or correction.softmax
+    if by_softmax and not normalize:
         every, _ = route(logits, logits.shape[1], normalize)
         return every.gather(1, ids.long())
     # In both cases the weights depend on the logits of the chosen experts alone.
     chosen, k = logits.gather(1, ids.long()), ids.shape[1]
-    if correction is None:
+    if correction is None or correction.softmax:
         return route(chosen, k, normalize)[0]
     none = correction.bias.new_zeros(k)
     return route_corrected(chosen, k, normalize, Correction(none, 1, 1, correction.scale))[0]
@@ -152,9 +175,12 @@ def expert_groups(ids: Tensor, experts: int) -> rlk_kernels.ExpertGroups:
     return rlk_kernels.group_by_expert(ids, experts)
 
 
-def expert_linear(x: Tensor, weight: Tensor, groups: rlk_kernels.ExpertGroups) -> Tensor:
-    """[T, k, N] of x[T, K] or x[T, k, K] and weight[E, N, K]. Each row has the bits of `linear`."""
-    return rlk_kernels.grouped_linear(x, weight, groups)
+def expert_linear(
+    x: Tensor, weight: Tensor, groups: rlk_kernels.ExpertGroups, bias: Tensor | None = None
+) -> Tensor:
+    """[T, k, N] of x[T, K] or x[T, k, K], weight[E, N, K] and bias[E, N]. Each row has the bits of
+    `linear`."""
+    return rlk_kernels.grouped_linear(x, weight, groups, bias)
 
 
 def expert_act(x: Tensor, weight: Tensor, groups: rlk_kernels.ExpertGroups) -> Tensor:
@@ -182,30 +208,58 @@ def rope(
     )  # fmt: skip
 
 
+def temperature_of(rope: Mapping[str, Any]) -> tuple[float, int]:
+    """(beta, context) of `query_scale`, by config.json's `rope_parameters`. Raises NotSupported if
+    they do not state both."""
+    beta, context = (
+        rope.get(key) for key in ("llama_4_scaling_beta", "original_max_position_embeddings")
+    )
+    if beta is None or context is None or context != int(context):
+        raise NotSupported(
+            f"llama_4_scaling_beta={beta} with original_max_position_embeddings={context} is not "
+            "supported: a number and a whole number are needed"
+        )
+    return float(beta), int(context)
+
+
+def query_scale(positions: Tensor, beta: float, context: int, dtype: torch.dtype) -> Tensor:
+    """The factor of a query at each of positions[...], 1 + beta log(1 + floor(p / context)),
+    rounded to the model's dtype. The product with the query is rounded too."""
+    return rlk_kernels.position_scale(positions, beta=beta, context=context).to(dtype)
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float,
     window: int | None = None, group: ProcessGroup | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of packed sequences: q[T, H, D], k and v[S, Hk, D]. softcap: the cap of the
-    scores, in fp32. If the sequences are divided among the ranks of `group`, q, k and v are this
-    rank's rows, and cu_q has the bounds of whole sequences."""
+    scores, in fp32. sinks[H]: a logit without a value for each head, which is read in fp32. If the
+    sequences are divided among the ranks of `group`, q, k and v are this rank's rows, cu_q has the
+    bounds of whole sequences, and there are no sinks."""
     scale = float32(scale)
     if group is not None:
         return context_attention(q, k, v, cu_q, group, scale=scale, window=window, softcap=softcap)
-    return rlk_kernels.attention(q, k, v, cu_q, cu_k, scale=scale, window=window, softcap=softcap)
+    return rlk_kernels.attention(
+        q, k, v, cu_q, cu_k, scale=scale, window=window, softcap=softcap, sinks=_in_fp32(sinks)
+    )
+
+
+def _in_fp32(sinks: Tensor | None) -> Tensor | None:
+    return None if sinks is None else sinks.float()
 
 
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lengths: Tensor, cu_q: Tensor,
     scale: float, window: int | None, out: Tensor, schedule: rlk_kernels.Schedule | None = None,
-    softcap: float | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`attention` over a paged cache[blocks, P, Hk, D], with the same bits, written to `out`.
     schedule: shared by the layers of a pass."""
     return rlk_kernels.paged_attention(
         q, k_cache, v_cache, table, lengths,
         cu_seqlens_q=cu_q, scale=float32(scale), window=window, out=out, schedule=schedule,
-        softcap=softcap,
+        softcap=softcap, sinks=_in_fp32(sinks),
     )  # fmt: skip
 
 
@@ -218,6 +272,17 @@ def float32(scale: float) -> float:
 def act(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     """activation(gate) * up, rounded once: silu, or gelu_tanh, gelu's tanh form."""
     return rlk_kernels.swiglu(gate, up, activation=activation)
+
+
+def act_alone(x: Tensor, activation: str) -> Tensor:
+    """activation(x), rounded once: relu2, the square of what is above 0, or gelu_tanh."""
+    return rlk_kernels.activation(x, activation)
+
+
+def clamped_act(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    """g / (1 + exp(-alpha g)) * (u + 1), rounded once, where g is the gate, at most the limit, and
+    u is up, between -limit and the limit."""
+    return rlk_kernels.clamped_swiglu(gate, up, alpha=alpha, limit=limit)
 
 
 def logp(

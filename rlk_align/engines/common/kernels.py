@@ -23,16 +23,17 @@ if TYPE_CHECKING:
 KERNELS: dict[Formula, tuple[str, ...]] = {
     "embedding": ("embedding",),
     "rms_norm": ("rms_norm", "norm_rope"),
+    "layer_norm": ("layer_norm",),
     "linear": ("linear",),
     "rotary": ("rope", "norm_rope"),
     "attention": ("attention", "paged_attention"),
-    "activation": ("swiglu",),
+    "activation": ("swiglu", "activation"),
     "log_softmax": ("logp",),
     "router": ("linear",),
     "top_k": ("route", "route_corrected"),
     "routing_weights": ("route", "route_corrected"),
     "expert_linear": ("grouped_linear", "grouped_swiglu"),
-    "expert_activation": ("swiglu", "grouped_swiglu"),
+    "expert_activation": ("swiglu", "grouped_swiglu", "clamped_swiglu"),
     "combine": ("combine_experts",),
 }
 """Formula -> the kernels that may compute it. Residual additions are left out, because every engine

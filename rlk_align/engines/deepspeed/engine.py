@@ -87,7 +87,7 @@ class DeepSpeedEngine(FSDPEngine):
                     yield from self._recorded(name, value)
         for name, value in expert_weights(self.model, self.gathered):
             yield from self._recorded(name, value)
-        for name, value in corrections(self.model):
+        for name, value in corrections(self.model, self.gathered):
             yield from self._recorded(name, value, cast=False)
 
     def _recorded(

@@ -87,6 +87,8 @@ class HFEngine(ForwardEngine):
 
     def _attention(self) -> str | None:
         """The name of transformers' attention; None lets transformers choose."""
+        if self.kernels is not None and "attn" not in self.kernels.excluded:
+            return "eager"  # which every family has, and the kernels replace
         return str(self.spec.option("attn"))
 
     def _experts_implementation(self) -> dict[str, Any]:

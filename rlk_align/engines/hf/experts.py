@@ -94,12 +94,17 @@ def _of_stacks(name: str, experts: Any, end: str) -> Iterator[tuple[str, torch.T
             yield f"{name}.{e}.{op}{'.bias' if end else ''}", value
 
 
-def corrections(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The canonical corrections of scores for the choice of experts, which no engine rounds."""
+def corrections(
+    model: Any, gathered: Callable[..., AbstractContextManager[Any]] = nullcontext
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The canonical corrections of scores for the choice of experts: buffers, which no engine
+    rounds, or parameters, which are whole within `gathered(parameters)`."""
     for i, block in sparse_blocks(model):
-        for name, value in (*block.named_parameters(), *block.named_buffers()):
-            if name.endswith("e_score_correction_bias"):
-                yield f"layers.{i}.experts", value.detach()
+        for holder in block.modules():
+            if not hasattr(holder, "e_score_correction_bias"):
+                continue
+            with gathered(holder.parameters(recurse=False)):
+                yield f"layers.{i}.experts", holder.e_score_correction_bias.detach()
 
 
 def _whole(stacked: torch.Tensor) -> torch.Tensor:

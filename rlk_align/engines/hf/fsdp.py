@@ -74,8 +74,11 @@ class FSDPEngine(HFEngine):
         for name, whole in expert_weights(self.model):
             if self.ranks.rank == 0:
                 yield record_parameter(LiveParameter(name, whole.to(compute)))
-        if self.ranks.rank == 0:
-            for name, value in corrections(self.model):
+        for name, value in corrections(self.model):
+            # A buffer is neither shared nor rounded.
+            if isinstance(value, DTensor):
+                value = value.full_tensor().to(compute)
+            if self.ranks.rank == 0:
                 yield record_parameter(LiveParameter(name, value))
 
     # HF's `sample` would need the ranks to decode in step, each with its own samples.

@@ -106,8 +106,16 @@ class KernelLayers(SparseLayers):
         router = self._chooser(layer)
         product = router.logits
 
-        def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            unit = Unit(result=product(x, weight), inputs=(x,), weight=weight.detach(), head_dim=1)
+        def logits(
+            x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            unit = Unit(
+                result=product(x, weight, bias),
+                inputs=(x,),
+                weight=weight.detach(),
+                bias=bias,
+                head_dim=1,
+            )
             return in_place_of(formula, unit)
 
         self._hooks.replace(router, "logits", logits)

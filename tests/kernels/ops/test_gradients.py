@@ -16,6 +16,11 @@ def leaf(*shape, dtype, seed):
     return x.to(dtype).requires_grad_()
 
 
+def _groups(backend):
+    ids = torch.tensor([[0, 2], [1, 3], [0, 1], [2, 3], [1, 4]], dtype=torch.int32)  # one dropped
+    return rk.group_by_expert(ids, 4, backend=backend)
+
+
 def cases(dtype):
     """name -> (function of (backend, *leaves), leaves)."""
     return {
@@ -48,6 +53,27 @@ def cases(dtype):
         "geglu": (
             lambda b, g, u: rk.swiglu(g, u, activation="gelu_tanh", backend=b),
             [leaf(5, 7, dtype=dtype, seed=1), leaf(5, 7, dtype=dtype, seed=2)],
+        ),
+        "clamped_swiglu": (
+            lambda b, g, u: rk.clamped_swiglu(g, u, alpha=1.7, limit=0.9, backend=b),
+            [leaf(5, 7, dtype=dtype, seed=1), leaf(5, 7, dtype=dtype, seed=2)],
+        ),
+        "relu2": (
+            lambda b, x: rk.activation(x, "relu2", backend=b), [leaf(5, 7, dtype=dtype, seed=1)],
+        ),
+        "gelu": (
+            lambda b, x: rk.activation(x, "gelu_tanh", backend=b),
+            [leaf(5, 7, dtype=dtype, seed=1)],
+        ),
+        "layer_norm": (
+            lambda b, x, w, c: rk.layer_norm(x, w, 1e-6, c, backend=b),
+            [leaf(5, 7, dtype=dtype, seed=1), leaf(7, dtype=dtype, seed=2),
+             leaf(7, dtype=dtype, seed=3)],
+        ),
+        "grouped_linear": (
+            lambda b, x, w, c: rk.grouped_linear(x, w, _groups(b), c, backend=b),
+            [leaf(5, 7, dtype=dtype, seed=1), leaf(4, 6, 7, dtype=dtype, seed=2),
+             leaf(4, 6, dtype=dtype, seed=3)],
         ),
         "softcap": (
             lambda b, x: rk.softcap(x, 2.0, backend=b), [leaf(5, 7, dtype=dtype, seed=1)],

@@ -49,6 +49,16 @@ def test_a_block_order_that_depends_on_the_batch_is_noticed():
     assert notices(broken("rms_norm", run))
 
 
+def test_a_mean_of_a_block_of_rows_is_noticed():
+    """A layer norm that subtracts the mean of 16 rows."""
+
+    def run(x, backend):
+        mean = torch.cat([part.mean().expand(len(part)) for part in x.split(16)])[:, None]
+        return rk.layer_norm(x, torch.ones(x.shape[1]), 1e-6) + mean
+
+    assert notices(broken("layer_norm", run))
+
+
 def test_a_sum_in_the_order_of_arrival_is_noticed():
     """What an atomic does: the partial sums of a row are added in no order of the row's own."""
     generator = torch.Generator().manual_seed(0)

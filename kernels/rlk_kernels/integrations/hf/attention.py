@@ -36,6 +36,22 @@ class AttentionModule(Counted):
         return super().forward(*args, past_key_values=past_key_values, **kwargs)
 
 
+class TemperedAttention(AttentionModule):
+    """Attention whose queries are multiplied by a factor of their position."""
+
+    def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        # At position 0 transformers' own factor is 1. Ours is in `attend`.
+        positions = kwargs["position_ids"]
+        kwargs |= {"rlk_positions": positions, "position_ids": torch.zeros_like(positions)}
+        return super().forward(*args, past_key_values=past_key_values, **kwargs)
+
+    def tempered(self, query: Tensor, positions: Tensor) -> Tensor:
+        """query[B, H, T, D] times the factors at positions[B or 1, T]."""
+        beta, context = profile.temperature_of(self.config.rope_parameters)
+        scale = profile.query_scale(positions, beta, context, query.dtype)
+        return query * scale[:, None, :, None]
+
+
 def check_cache(cache: Any) -> None:
     """Raises NotSupported for a cache that does not return keys and values unchanged."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -89,7 +105,7 @@ def attend(
     scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
     softcap: float | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """(out[B, T, H, D], None) for query[B, H, T, D], key and value[B, Hk, S, D]."""
+    """(out[B, T, H, D], None) for query[B, H, T, D], key and value[B, Hk, S, D]. s_aux: sinks."""
     if not isinstance(module, AttentionModule):
         raise NotSupported(
             f"{type(module).__name__} has no kernels, and shares its config with a model that has "
@@ -97,11 +113,13 @@ def attend(
         )
     module.count()
     _check(dropout, kwargs.get("is_causal", module.is_causal))
+    if isinstance(module, TemperedAttention):
+        query = module.tempered(query, kwargs["rlk_positions"])
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if attention_mask is not None:
         _check_mask(attention_mask, (q.shape[0], k.shape[1]))
-    positions = kwargs.get("position_ids")
+    positions = kwargs.get("position_ids", kwargs.get("rlk_positions"))
     whole = attention_mask is not None or kwargs["rlk_cached"]
     padded = attention_mask is not None and attention_mask.shape[1] > 0
     caller_cu = kwargs.get("cu_seq_lens_q")
@@ -114,13 +132,15 @@ def attend(
         window = getattr(module.config, "sliding_window", None)
         check_rows(positions, attention_mask if padded else None, q.shape[1], window)
     if padded:
-        return _padded(q, k, v, attention_mask, scale, sliding_window, softcap), None
+        how = sliding_window, softcap, kwargs.get("s_aux")
+        return _padded(q, k, v, attention_mask, scale, *how), None
     if caller_cu is not None:
         cu_q, cu_k = caller_cu, kwargs.get("cu_seq_lens_k", caller_cu)
     else:
         cu_q, cu_k = boundaries(q, k, None if whole else positions)
     rows = (x.flatten(0, 1) for x in (q, k, v))
-    out = profile.attention(*rows, cu_q, cu_k, scale, sliding_window, softcap=softcap)
+    sinks = kwargs.get("s_aux")
+    out = profile.attention(*rows, cu_q, cu_k, scale, sliding_window, softcap=softcap, sinks=sinks)
     return out.unflatten(0, q.shape[:2]), None
 
 
@@ -145,7 +165,7 @@ def _check_mask(padding: Any, shape: tuple[int, int]) -> None:
 
 def _padded(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float, window: int | None,
-    softcap: float | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """[B, T, H, D] for q of this shape, where bool keys[B, S] is True for real keys; zeros for
     padding.
@@ -159,6 +179,6 @@ def _padded(
         x.flatten(0, 1).index_select(0, at) for x, at in ((q, order), (k, order_k), (v, order_k))
     )
     cu_q, cu_k = (profile.packed(real.sum(1)) for real in (queries, keys))
-    out = profile.attention(*rows, cu_q, cu_k, scale, window, softcap=softcap)
+    out = profile.attention(*rows, cu_q, cu_k, scale, window, softcap=softcap, sinks=sinks)
     back = out.index_select(0, order.argsort()).unflatten(0, q.shape[:2])
     return back.masked_fill(~queries[:, :, None, None], 0.0)

@@ -8,7 +8,13 @@ from torch import nn
 
 from rlk_kernels.integrations import rotary
 from rlk_kernels.integrations.errors import NotSupported
-from rlk_kernels.integrations.families import ARCHITECTURES, GEMMA
+from rlk_kernels.integrations.families import (
+    ARCHITECTURES,
+    GEMMA,
+    LAYER_NORMS,
+    TEMPERED,
+    UNGATED,
+)
 from rlk_kernels.integrations.finish import FINISHED, finish_of
 from rlk_kernels.integrations.handle import Handle
 from rlk_kernels.integrations.hf import attention, modules
@@ -20,17 +26,23 @@ from rlk_kernels.integrations.operators import (
     check_sparse,
     excluded_operators,
     excludes,
+    head_norms,
+    mlp_linears,
     mlp_of,
     norms,
     rotates,
     shared_experts,
 )
 from rlk_kernels.integrations.process_changes import change_process, round_as_eager
+from rlk_kernels.integrations.transformers_modules import HFLayerNorm, mlp_class
 from rlk_kernels.integrations.transformers_rotary import Rotary, install
 
 REVERSED = ("granitemoe",)
 """Families whose routers return a token's experts first, and the logits last."""
-NOISE = ("attention_dropout", "resid_pdrop", "residual_dropout", "router_jitter_noise")
+NOISE = (
+    *("attention_dropout", "resid_pdrop", "residual_dropout", "embedding_dropout"),
+    "router_jitter_noise",
+)
 """The settings of config.json that add noise while a model trains."""
 SUPPORTED = f"transformers' causal LMs of model_type {', '.join(ARCHITECTURES)} are"
 
@@ -66,7 +78,7 @@ def _of_layer(layer: Any, embedding: Any) -> dict[str, Any]:
     return {
         **norms(layer),
         **{"q_proj": q, "k_proj": k, "v_proj": v},
-        **{"q_norm": getattr(attn, "q_norm", None), "k_norm": getattr(attn, "k_norm", None)},
+        **head_norms(attn),
         **dict.fromkeys(("q_rope", "k_rope"), embedding if rotates(attn) else None),
         **{"attn": attn, "o_proj": attn.o_proj},
         **inside,
@@ -74,8 +86,7 @@ def _of_layer(layer: Any, embedding: Any) -> dict[str, Any]:
 
 
 def _of_mlp(mlp: Any) -> dict[str, Any]:
-    gate, up = _parts(mlp, "gate_up_proj", "gate_proj", "up_proj")
-    return {"gate_proj": gate, "up_proj": up, "down_proj": mlp.down_proj, "act": mlp}
+    return mlp_linears(mlp) | {"act": mlp}
 
 
 def _parts(holder: Any, fused: str, *ops: str) -> list[Any]:
@@ -106,24 +117,33 @@ def _classes(model: Any, excluded: frozenset[str]) -> Iterator[tuple[str, Any, t
         elif op in ("router", "moe_out"):
             reverse = model.config.model_type in REVERSED
             router = modules.ReversedRouter if reverse else modules.HFRouter
-            kind = {"router": router, "moe_out": modules.HFExperts}[op]
+            kind = router if op == "router" else modules.experts_class(module)
         elif op.endswith("norm"):
-            one_plus = model.config.model_type in GEMMA
-            kind = modules.OnePlusNorm if one_plus else modules.HFNorm
+            kind = _norm_class(model.config.model_type)
         elif op.endswith("proj"):
             kind = modules.HFLinear
         elif op == "q_rope":
             kind = Rotary
         else:
             kind = {
-                **{"attn": attention.AttentionModule, "logits": modules.Head},
+                **{"attn": _attention_class(model.config.model_type), "logits": modules.Head},
                 "shared_gate": modules.SharedGate,
-                **dict.fromkeys(("act", "shared_act"), modules.mlp_class(module)),
+                **dict.fromkeys(("act", "shared_act"), mlp_class(module)),
             }[op]
         fused = ("q_rope", "k_rope") if op == "q_rope" else (op,)
         if not excludes(excluded, *fused) and not isinstance(module, kind):
             check_plain(name, module)
             yield name, module, kind
+
+
+def _norm_class(family: str) -> type:
+    if family in LAYER_NORMS:
+        return HFLayerNorm
+    return modules.OnePlusNorm if family in GEMMA else modules.HFNorm
+
+
+def _attention_class(family: str) -> type:
+    return attention.TemperedAttention if family in TEMPERED else attention.AttentionModule
 
 
 def _check_products(model: Any, excluded: frozenset[str]) -> None:
@@ -152,8 +172,9 @@ def _check(model: Any) -> None:
         raise NotSupported(
             f"a {type(model).__name__} ({config.model_type}) is not supported; {SUPPORTED}"
         )
-    if config.model_type not in GEMMA and config.hidden_act != "silu":
-        raise NotSupported(f"hidden_act={config.hidden_act} is not supported; silu is")
+    usual = UNGATED.get(config.model_type, "silu")
+    if config.model_type not in GEMMA and config.hidden_act != usual:
+        raise NotSupported(f"hidden_act={config.hidden_act} is not supported; {usual} is")
     for name in NOISE:
         if getattr(config, name, 0.0) and model.training:
             raise NotSupported(f"{name} is not supported; set it to 0")

@@ -7,19 +7,12 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.integrations import profile
-from rlk_kernels.integrations.experts import Sparse
+from rlk_kernels.integrations.activations import check_silu
+from rlk_kernels.integrations.experts import Clamped, Sparse
 from rlk_kernels.integrations.finish import unfinished
-from rlk_kernels.integrations.hf.stock_modules import activation_of, check_silu
 from rlk_kernels.integrations.operators import Counted
 from rlk_kernels.integrations.scoring import Scores
-
-
-def cast(x: Any) -> Any:
-    """A tensor in the dtype of autocast, if autocast is on, or None. With autocast, fp32 weights
-    compute like a model of that dtype, residuals included."""
-    if x is None or not torch.is_autocast_enabled(x.device.type):
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
+from rlk_kernels.integrations.transformers_modules import cast
 
 
 class HFEmbedding(Counted):
@@ -66,30 +59,8 @@ class FinishedLM(Counted):
     """A causal LM whose output layer has capped and multiplied the logits."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with unfinished(self.config):
+        with unfinished(self):
             return super().forward(*args, **kwargs)
-
-
-class MLP(Counted):
-    def forward(self, x: Tensor) -> Tensor:
-        self.count()
-        activation = activation_of(self.act_fn)
-        return self.down_proj(profile.act(self.gate_proj(x), self.up_proj(x), activation))
-
-
-class FusedMLP(Counted):
-    """An MLP that computes gate and up by one product, and whose activation has another name."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count()
-        activation = activation_of(self.activation_fn)
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(profile.act(gate, up, activation))
-
-
-def mlp_class(mlp: Any) -> type:
-    """The class that replaces that of an MLP."""
-    return FusedMLP if hasattr(mlp, "gate_up_proj") else MLP
 
 
 class HFRouter(Sparse):
@@ -98,13 +69,20 @@ class HFRouter(Sparse):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self.count()
-        logits = self.logits(cast(x.reshape(-1, x.shape[-1])), cast(self.weight))
+        # ERNIE's is fp32 in a model of any dtype; only GPT-OSS's has a bias.
+        weight = self.weight.float() if hasattr(self, "moe_statics") else cast(self.weight)
+        bias = cast(getattr(self, "bias", None))
+        logits = self.logits(cast(x.reshape(-1, x.shape[-1])), weight, bias)
         # Mixtral has no such setting: its weights always add up to 1.
         normalize = getattr(self, "norm_topk_prob", True)
         weights, ids = self.choose(logits, self.top_k, normalize, self._correction())
         return logits, weights, ids.long()
 
     def _correction(self) -> profile.Correction | None:
+        if hasattr(self, "moe_statics"):
+            # The module adds its parameter, which ZeRO-3 gathers for its call alone.
+            zeros = self.weight.new_zeros(1, len(self.weight), dtype=torch.float32)
+            return profile.Correction(self.moe_statics(zeros)[0], 1, 1, 1.0, softmax=True)
         if not hasattr(self, "e_score_correction_bias"):
             return None
         # If the whole model was cast, the bias has another dtype, which transformers' code adds
@@ -147,3 +125,20 @@ class HFExperts(Sparse):
         check_silu(self.act_fn)
         gate_up, down = cast(self.gate_up_proj), cast(self.down_proj)
         return self.compute(cast(x), weights.float(), chosen.int(), gate_up, down)
+
+
+class ClampedExperts(Sparse):
+    """GPT-OSS's experts, whose weights are transposed."""
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        self.count()
+        gate_up, down = cast(self.gate_up_proj).mT, cast(self.down_proj).mT
+        biases = cast(self.gate_up_proj_bias), cast(self.down_proj_bias)
+        clamped = Clamped(*biases, self.alpha, self.limit)
+        how = weights.float(), chosen.int(), gate_up, down
+        return self.compute(cast(x), *how, clamped=clamped)
+
+
+def experts_class(experts: Any) -> type:
+    """The class that replaces that of a layer's experts."""
+    return ClampedExperts if hasattr(experts, "gate_up_proj_bias") else HFExperts

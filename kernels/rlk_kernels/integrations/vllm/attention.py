@@ -37,6 +37,7 @@ class VllmAttention(Counted):
     scale: float
     rlk_window: int | None
     rlk_softcap: float | None = None
+    sinks: Tensor | None = None
     rlk_cache: tuple[Any, ...] = (None, 0, None)
     """(the layer's cache, its address, its keys and values), because a step needs them twice."""
 
@@ -57,7 +58,7 @@ class VllmAttention(Counted):
         tables = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
         profile.paged_attention(
             query, k, v, *tables, self.scale, self.rlk_window, first(output, rows),
-            self.schedule(metadata, query, k, v, *tables), self.rlk_softcap,
+            self.schedule(metadata, query, k, v, *tables), self.rlk_softcap, self.sinks,
         )  # fmt: skip
 
     def schedule(self, metadata: Any, *call: Tensor) -> rlk_kernels.Schedule | None:

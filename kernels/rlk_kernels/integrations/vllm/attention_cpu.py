@@ -28,7 +28,6 @@ class RlkCPUAttentionImpl(VllmAttention, CPUAttentionBackendImpl):
         refuse(
             {
                 "ALiBi": alibi_slopes is not None,
-                "attention sinks": self.sinks is not None,
                 f"attention of type {self.attn_type}": self.attn_type != "decoder",
                 "a quantised KV cache": self.is_fp8_kv_cache,
                 "keys shared between layers": self.kv_sharing_target_layer_name is not None,

@@ -98,7 +98,7 @@ class RlkAttentionImpl(VllmAttention, AttentionImpl):
             {
                 "ALiBi": alibi_slopes is not None,
                 "a soft cap on scores on a GPU": bool(logits_soft_cap),
-                "attention sinks": sinks is not None,
+                "attention sinks on a GPU": sinks is not None,
                 f"attention of type {attn_type}": attn_type != AttentionType.DECODER,
                 "a quantised KV cache": kv_cache_dtype not in ("auto", "bfloat16", "float16"),
                 "keys shared between layers": kv_sharing_target_layer_name is not None,

@@ -5,21 +5,35 @@ from typing import Any
 
 from rlk_kernels.integrations.families import ARCHITECTURES
 
-OF_TRANSFORMERS = ("seed_oss", "smollm3", "olmo2", "olmo3")
-"""Families that vLLM has no class for, and whose code of transformers it runs."""
-ONE_RANK = (*OF_TRANSFORMERS, "granite", "granitemoe", "exaone4", "olmoe")
+OF_TRANSFORMERS = (
+    *("seed_oss", "smollm3", "olmo2", "olmo3", "glm", "arcee", "starcoder2", "hunyuan_v1_dense"),
+    # vLLM 0.32 has a class for it, whose windows have one key too many.
+    "cohere2",
+)
+"""Families whose code of transformers vLLM runs: it has no class for them, or a wrong one."""
+ONE_RANK = (
+    *OF_TRANSFORMERS,
+    *("granite", "granitemoe", "exaone4", "olmoe", "gpt_oss", "ministral3", "ernie4_5_moe"),
+)
 """Families that are compared on one rank only."""
-SPARSE = ("qwen3_moe", "qwen2_moe", "granitemoe", "mixtral", "olmoe", "glm4_moe")
+SPARSE = (
+    *("qwen3_moe", "qwen2_moe", "granitemoe", "mixtral", "olmoe", "gpt_oss", "ernie4_5_moe"),
+    "glm4_moe",
+)
 """Families with sparse layers."""
-WINDOWS_BY_LAYER = ("olmo3", "exaone4", "gemma2", "gemma3_text")
+FP32_ROUTERS = ("ernie4_5_moe",)
+"""Families whose checkpoints have routers in fp32, with values that no other dtype has."""
+WINDOWS_BY_LAYER = ("olmo3", "exaone4", "cohere2", "gemma2", "gemma3_text", "gpt_oss")
 """Families in which vLLM gives each layer the window that it has in transformers."""
 
 _GRANITE = ("sliding_window", "layer_types", "layer_rope_theta", "attention_sinks")
 READ_ALONE = {
     "llama": ("sliding_window", "bias", "qkv_bias"),
     "mistral": ("attention_bias", "mlp_bias", "bias", "qkv_bias"),
+    "ministral3": ("attention_bias", "mlp_bias", "bias", "qkv_bias"),
     "qwen2": ("qk_norm",),
     "ernie4_5": ("sliding_window", "attention_bias", "mlp_bias", "bias", "qkv_bias"),
+    "ernie4_5_moe": ("sliding_window",),
     "phi3": (
         *("attention_bias", "mlp_bias", "bias", "qkv_bias"),
         *("rotary_pct", "rotary_emb_fraction"),
@@ -28,8 +42,11 @@ READ_ALONE = {
     "granite": (*_GRANITE, "bias", "logit_scale"),
     "granitemoe": _GRANITE,
     "qwen2_moe": ("sliding_window",),
-    **dict.fromkeys(("seed_oss", "smollm3", "olmo2"), ("sliding_window", "attn_logit_softcapping")),
-    "olmo3": ("attn_logit_softcapping",),
+    **dict.fromkeys(
+        ("seed_oss", "smollm3", "olmo2", "glm", "arcee", "hunyuan_v1_dense"),
+        ("sliding_window", "attn_logit_softcapping"),
+    ),
+    **dict.fromkeys(("olmo3", "starcoder2", "cohere2"), ("attn_logit_softcapping",)),
     "gemma": ("sliding_window",),
     "exaone4": ("attention_bias", "mlp_bias", "bias", "logit_scale"),
 }
@@ -38,11 +55,26 @@ ROPE_READ_ALONE = ("rope_dim", "mrope_section", "use_fope")
 """Keys of `rope_parameters` that vLLM reads and transformers does not."""
 
 
-OLMOE = {
-    **{"rms_norm_eps": 1e-5, "norm_topk_prob": False, "attention_bias": False},
-    "clip_qkv": None,
+SWIGLU = (1.702, 7.0)
+"""GPT-OSS's `swiglu_alpha` and `swiglu_limit` in vLLM."""
+CONSTANTS: dict[str, dict[str, Any]] = {
+    "olmoe": {
+        **{"rms_norm_eps": 1e-5, "norm_topk_prob": False, "attention_bias": False},
+        "clip_qkv": None,
+    },
+    "gpt_oss": {
+        **{"swiglu_alpha": SWIGLU[0], "swiglu_limit": SWIGLU[1], "rms_norm_eps": 1e-5},
+        "attention_bias": True,
+    },
 }
-"""Settings of config.json for which vLLM's class has one value."""
+"""Family -> settings of config.json for which vLLM's class has one value."""
+YARN_ALONE = ("mscale", "mscale_all_dim", "attention_factor")
+"""Keys of a yarn rope that GPT-OSS's class in vLLM does not read."""
+
+
+def _alternating(layers: int) -> tuple[str, ...]:
+    """The kinds of layers of which every other one, from the first on, has a window."""
+    return tuple(("sliding_attention", "full_attention")[i % 2] for i in range(layers))
 
 
 def is_sparse(model: Any) -> bool:
@@ -84,11 +116,20 @@ def refused(model: Any, ranks: int) -> dict[str, bool]:
         "attention_bias of GraniteMoe, which vLLM does not read": family == "granitemoe"
         and bool(getattr(text, "attention_bias", False)),
         **{
-            f"{name} of OLMoE other than {usual}, which vLLM does not read": family == "olmoe"
-            and getattr(text, name, usual) != usual
-            for name, usual in OLMOE.items()
+            f"{name} of model_type={family} other than {usual}, which vLLM does not read": (
+                getattr(text, name, usual) != usual
+            )
+            for name, usual in CONSTANTS.get(family, {}).items()
         },
-        "use_bias of ERNIE, which vLLM does not read": family == "ernie4_5"
+        "a rope of GPT-OSS other than yarn": family == "gpt_oss"
+        and rope.get("rope_type", "yarn") != "yarn",
+        f"one of {', '.join(YARN_ALONE)} in GPT-OSS's rope, which vLLM does not read": (
+            family == "gpt_oss" and any(rope.get(key) for key in YARN_ALONE)
+        ),
+        "layer_types of GPT-OSS that do not alternate, which vLLM does not read": (
+            family == "gpt_oss" and windowed and tuple(kinds) != _alternating(len(kinds))
+        ),
+        "use_bias of ERNIE, which vLLM does not read": family in ("ernie4_5", "ernie4_5_moe")
         and bool(getattr(text, "use_bias", False)),
         "a sliding window in some layers, which vLLM applies to all": windowed
         and "full_attention" in kinds

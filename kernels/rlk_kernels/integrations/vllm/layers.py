@@ -13,6 +13,7 @@ from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
@@ -133,6 +134,11 @@ class RlkMergedColumnParallelLinear(VllmLinear, MergedColumnParallelLinear):
     pass
 
 
+class RlkColumnParallelLinear(VllmLinear, ColumnParallelLinear):
+    """In the code of transformers: up_proj without a gate, or gate and up that a checkpoint
+    fuses."""
+
+
 class RlkQKVParallelLinear(VllmLinear, QKVParallelLinear):
     pass
 
@@ -148,7 +154,8 @@ class RlkRowParallelLinear(VllmLinear, RowParallelLinear):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.prefix.rpartition(".")[2] in self.excluded:
+        # Starcoder2 has a name of its own.
+        if self.prefix.rpartition(".")[2].replace("c_proj", "down_proj") in self.excluded:
             self.quant_method = UnquantizedLinearMethod()
             self.__class__ = RowParallelLinear
         elif self.tp_size > 1:

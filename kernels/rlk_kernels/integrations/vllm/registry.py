@@ -27,6 +27,7 @@ from rlk_kernels.integrations.vllm import config, families, logprobs
 _CODE = "transformers_code:TransformersForCausalLM"
 MODELS = {
     "Glm4MoeForCausalLM": "glm4_moe:RlkGlm4MoeForCausalLM",
+    "Ministral3ForCausalLM": "ministral3:RlkMinistral3ForCausalLM",
     **{ARCHITECTURES[family]: _CODE for family in families.OF_TRANSFORMERS},
 }
 """Architecture -> the model's class, if replacing the classes of its layers is not enough."""
@@ -76,7 +77,10 @@ def _classes(excluded: frozenset[str]) -> dict[type, type]:
     groups = (
         (("embed",), (layers.RlkVocabParallelEmbedding,)),
         (("q_proj", "k_proj", "v_proj"), (layers.RlkQKVParallelLinear,)),
-        (("gate_proj", "up_proj"), (layers.RlkMergedColumnParallelLinear,)),
+        (
+            ("gate_proj", "up_proj"),
+            (layers.RlkMergedColumnParallelLinear, layers.RlkColumnParallelLinear),
+        ),
         ((), (layers.RlkRowParallelLinear,)),
         (("q_rope", "k_rope"), layers.ROTARIES),
         (("act",), (layers.RlkSiluAndMul, layers.RlkGeluAndMul)),

@@ -24,11 +24,14 @@ from vllm.platforms import current_platform
 
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotSupported
-from rlk_kernels.integrations.experts import Sparse
-from rlk_kernels.integrations.vllm import gather
+from rlk_kernels.integrations.experts import Clamped, Sparse
+from rlk_kernels.integrations.vllm import families, gather
 from rlk_kernels.integrations.vllm.ahead import compile_experts, compile_products, sizes_of
 from rlk_kernels.integrations.vllm.config import check_sparse_layer
 from rlk_kernels.integrations.vllm.layers import RlkLinearMethod, VllmLinear
+
+CLAMPED = "swigluoai"
+"""vLLM's name of GPT-OSS's activation."""
 
 
 class RlkFusedMoEMethod(UnquantizedFusedMoEMethod):
@@ -77,7 +80,8 @@ class RlkFusedMoEMethod(UnquantizedFusedMoEMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         gate_up, down = layer.w13_weight, layer.w2_weight
-        if down.is_cuda:
+        # Experts with biases are compiled when they are called.
+        if down.is_cuda and not self.moe.has_bias:
             compile_experts(gate_up, down, layer.top_k, layer.renormalize, self.rlk_tokens)
 
 
@@ -86,14 +90,12 @@ class RouterMethod(RlkLinearMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if layer.weight.is_cuda:
-            compile_products(layer.weight, None, layer.rlk_rows, torch.float32)
+            compile_products(layer.weight, layer.bias, layer.rlk_rows, torch.float32)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        if bias is not None:
-            raise NotSupported("a router with a bias is not supported")
         layer.count()
         # GLM-4.5's block in vLLM 0.26 widens the rows, which changes no value.
-        return profile.router(x.to(layer.weight.dtype), layer.weight)
+        return profile.router(x.to(layer.weight.dtype), layer.weight, bias)
 
 
 class RlkReplicatedLinear(VllmLinear, ReplicatedLinear):
@@ -111,10 +113,12 @@ class RlkReplicatedLinear(VllmLinear, ReplicatedLinear):
 
 class RlkGateLinear(VllmLinear, GateLinear):
     """Bypasses vLLM's choice of a kernel. The weight has the model's dtype, because the product is
-    fp32 in any case."""
+    fp32 in any case, unless the checkpoint's is fp32."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs | {"params_dtype": None})
+        family = get_current_vllm_config().model_config.hf_text_config.model_type
+        dtype = torch.float32 if family in families.FP32_ROUTERS else None
+        super().__init__(*args, **kwargs | {"params_dtype": dtype})
         self.quant_method = RouterMethod()
 
     def forward(self, x: Tensor) -> Any:
@@ -135,6 +139,7 @@ class RlkMoERunner(Sparse, MoERunner):
             shared_experts.expert_gate = None
         check_sparse_layer()
         experts, parallel = self.routed_experts, self.moe_config.moe_parallel_config
+        activation = getattr(self.activation, "value", "")
         refused = {
             f"experts of {type(experts.quant_method).__name__}": (
                 type(experts.quant_method) is not RlkFusedMoEMethod
@@ -143,16 +148,23 @@ class RlkMoERunner(Sparse, MoERunner):
             "a transform of the experts' input": self.routed_input_transform is not None,
             "data parallelism": parallel.dp_size > 1,
             "results that the next module adds up": self.moe_config.skip_final_all_reduce,
-            f"scoring_func={experts.scoring_func}": experts.scoring_func
-            != ("softmax" if experts.e_score_correction_bias is None else "sigmoid"),
-            "grouped top-k without a correction of the scores": experts.use_grouped_topk
-            and experts.e_score_correction_bias is None,
+            f"scoring_func={experts.scoring_func}": experts.scoring_func != "softmax"
+            and (experts.e_score_correction_bias is None or experts.scoring_func != "sigmoid"),
+            "grouped top-k by a softmax": experts.use_grouped_topk
+            and experts.scoring_func == "softmax",
             "a routing function of the model's own": experts.custom_routing_function is not None,
             "routing weights on the experts' inputs": experts.apply_router_weight_on_input,
-            f"an activation {self.activation}": getattr(self.activation, "value", "") != "silu",
-            "a bias of experts": self.moe_config.has_bias,
-            "scaled experts": self.routed_scaling_factor != 1.0
-            and experts.e_score_correction_bias is None,
+            f"an activation {self.activation}": activation not in ("silu", CLAMPED),
+            f"a bias of experts without {CLAMPED}, or that without a bias": (
+                self.moe_config.has_bias != (activation == CLAMPED)
+            ),
+            "scaled experts by a softmax": self.routed_scaling_factor != 1.0
+            and experts.scoring_func == "softmax",
+            "experts by a corrected softmax whose weights do not add up to 1": (
+                experts.e_score_correction_bias is not None
+                and experts.scoring_func == "softmax"
+                and not experts.renormalize
+            ),
             "redundant experts": experts.global_num_experts != experts.local_num_experts,
         }
         if settings := [setting for setting, is_set in refused.items() if is_set]:
@@ -175,8 +187,10 @@ class RlkMoERunner(Sparse, MoERunner):
             router_logits, _ = self.gate(hidden_states)
         how = experts.top_k, experts.renormalize, self._correction()
         weights, ids = self.choose(router_logits, *how)
-        stacked = experts.w13_weight, experts.w2_weight
-        y = self.compute(hidden_states, weights, ids, *stacked)
+        stacked, clamped = (experts.w13_weight, experts.w2_weight), None
+        if self.moe_config.has_bias:
+            clamped = Clamped(experts.w13_bias, experts.w2_bias, *families.SWIGLU)
+        y = self.compute(hidden_states, weights, ids, *stacked, clamped=clamped)
         (shared,), (gate,) = self.rlk_shared_experts, self.rlk_shared_gate
         if shared is None:
             return y
@@ -190,6 +204,8 @@ class RlkMoERunner(Sparse, MoERunner):
         bias = experts.e_score_correction_bias
         if bias is None:
             return None
+        if experts.scoring_func == "softmax":
+            return profile.Correction(bias, 1, 1, 1.0, softmax=True)
         groups = (1, 1)
         if experts.use_grouped_topk:
             groups = (experts.num_expert_group, experts.topk_group)

@@ -15,6 +15,8 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from rlk_kernels.integrations.transformers_modules import HFLayerNorm
+
 
 def held(model: Any) -> Iterator[tuple[str, Tensor, int]]:
     """(name, the rows that this rank holds, the number of the first) of every parameter, where
@@ -36,10 +38,15 @@ def held(model: Any) -> Iterator[tuple[str, Tensor, int]]:
             first = module.tp_rank if getattr(module, "rlk_shares_outputs", False) else 0
             for name, parameter in module.named_parameters(recurse=False):
                 yield f"{path}.{name}", parameter, first * len(parameter)
-        elif isinstance(module, RMSNorm | GemmaRMSNorm):
-            yield f"{path}.weight", module.weight, 0
+        elif _is_norm(module):
+            for name, parameter in module.named_parameters(recurse=False):
+                yield f"{path}.{name}", parameter, 0
         elif hasattr(module, "w13_weight"):
             yield from _experts(path.removesuffix(".routed_experts"), module)
+
+
+def _is_norm(module: Any) -> bool:
+    return isinstance(module, RMSNorm | GemmaRMSNorm | HFLayerNorm)
 
 
 def _of_attention(module: Any) -> list[tuple[str, int, int]]:

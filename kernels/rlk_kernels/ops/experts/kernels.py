@@ -2,7 +2,7 @@
 """The Triton kernels of `grouped_linear` and `grouped_swiglu`: one launch over (expert, row block,
 column block).
 
-    C[s, n] = round( sum_{k = 0, 1, ...} A[s // each, k] * B[e(s)][k, n] )
+    C[s, n] = round( sum_{k = 0, 1, ...} A[s // each, k] * B[e(s)][k, n]  (+ bias[e(s), n]) )
     C[s, n] = round( silu(round(G[s, n])) * round(U[s, n]) )        ACT: G, U the halves of columns
 
 Order: that of `matmul/kernels.py`, one fp32 accumulator from front to back. The self-check of
@@ -33,10 +33,11 @@ def _find_rows(tile, offsets_ptr, S, E, BM: tl.constexpr, BE: tl.constexpr):
 
 @triton.jit
 def _rows_by_weight(
-    a_ptr, b_ptr, b_desc, c_ptr, order_ptr, first, end, expert, col, N, K, E, each,
+    a_ptr, b_ptr, b_desc, c_ptr, bias_ptr, order_ptr, first, end, expert, col, N, K, E, each,
     stride_be, stride_bk, stride_bn,
-    TRANS_B: tl.constexpr, TMA_B: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, FULL_K: tl.constexpr, PRECISION: tl.constexpr,
+    TRANS_B: tl.constexpr, TMA_B: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FULL_K: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute BM rows from `first` on and BN columns from `col` on. After the last row, that row is
     read again and not written. FULL_K: K is a multiple of BK. ACT: B is transposed and has 2 N
@@ -77,6 +78,9 @@ def _rows_by_weight(
                 second = tl.dot(a, u, second, input_precision=PRECISION)
             a_at += BK
             b_at += tl.cast(BK, tl.int64) * stride_bk
+        if HAS_BIAS:
+            biases = bias_ptr + expert.to(tl.int64) * N + cols
+            acc += tl.load(biases, mask=cols < N, other=0.0).to(tl.float32)[None, :]
     if ACT:
         dtype = c_ptr.dtype.element_ty
         g, u = acc.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
@@ -90,10 +94,10 @@ def _rows_by_weight(
 # and would compile a variant for each of their values while an engine captures its graphs.
 @triton.jit(do_not_specialize=["S", "row_tiles"])
 def _grouped_kernel(
-    a_ptr, b_ptr, b_desc, c_ptr, order_ptr, offsets_ptr, S, N, K, E, each, row_tiles,
+    a_ptr, b_ptr, b_desc, c_ptr, bias_ptr, order_ptr, offsets_ptr, S, N, K, E, each, row_tiles,
     stride_be, stride_bk, stride_bn,
-    TRANS_B: tl.constexpr, TMA_B: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, FEW: tl.constexpr, GROUP: tl.constexpr,
+    TRANS_B: tl.constexpr, TMA_B: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FEW: tl.constexpr, GROUP: tl.constexpr,
     BE: tl.constexpr, FULL_K: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """TRANS_B: B[e] is a transposed weight [N, K], otherwise a weight [K, N]. FEW: the rows of a
@@ -112,20 +116,21 @@ def _grouped_kernel(
     if FEW > 0:
         if end - first <= FEW:
             _rows_by_weight(
-                a_ptr, b_ptr, b_desc, c_ptr, order_ptr, first, end, expert, col, N, K, E, each,
-                stride_be, stride_bk, stride_bn, TRANS_B, TMA_B, ACT, FEW, BN, BK, FULL_K,
-                PRECISION,
+                a_ptr, b_ptr, b_desc, c_ptr, bias_ptr, order_ptr, first, end, expert, col, N, K, E,
+                each, stride_be, stride_bk, stride_bn, TRANS_B, TMA_B, ACT, HAS_BIAS, FEW, BN,
+                BK, FULL_K, PRECISION,
             )  # fmt: skip
         else:
             _rows_by_weight(
-                a_ptr, b_ptr, b_desc, c_ptr, order_ptr, first, end, expert, col, N, K, E, each,
-                stride_be, stride_bk, stride_bn, TRANS_B, TMA_B, ACT, BM, BN, BK, FULL_K,
-                PRECISION,
+                a_ptr, b_ptr, b_desc, c_ptr, bias_ptr, order_ptr, first, end, expert, col, N, K, E,
+                each, stride_be, stride_bk, stride_bn, TRANS_B, TMA_B, ACT, HAS_BIAS, BM, BN,
+                BK, FULL_K, PRECISION,
             )  # fmt: skip
     else:
         _rows_by_weight(
-            a_ptr, b_ptr, b_desc, c_ptr, order_ptr, first, end, expert, col, N, K, E, each,
-            stride_be, stride_bk, stride_bn, TRANS_B, TMA_B, ACT, BM, BN, BK, FULL_K, PRECISION,
+            a_ptr, b_ptr, b_desc, c_ptr, bias_ptr, order_ptr, first, end, expert, col, N, K, E,
+            each, stride_be, stride_bk, stride_bn, TRANS_B, TMA_B, ACT, HAS_BIAS, BM, BN, BK,
+            FULL_K, PRECISION,
         )  # fmt: skip
 
 
@@ -156,3 +161,25 @@ def _grouped_weight_kernel(
     where = dw_ptr + expert.to(tl.int64) * N * K + ns.to(tl.int64)[:, None] * K + ks[None, :]
     mask = (ns[:, None] < N) & (ks[None, :] < K)
     tl.store(where, acc.to(dw_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _grouped_bias_kernel(
+    dy_ptr, db_ptr, order_ptr, offsets_ptr, N, BN: tl.constexpr, BR: tl.constexpr
+):
+    """dbias[e, n] = sum of dy[s, n] over the rows of an expert: BR rows in one fixed order, then
+    the next."""
+    expert = tl.program_id(1)
+    ns = tl.program_id(0) * BN + tl.arange(0, BN)
+    begin, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
+    acc = tl.zeros((BN,), tl.float32)
+    for start in range(begin, end, BR):
+        at = start + tl.arange(0, BR)
+        rows = tl.load(order_ptr + at, mask=at < end, other=0).to(tl.int64)
+        dy = tl.load(
+            dy_ptr + rows[:, None] * N + ns[None, :],
+            mask=(at[:, None] < end) & (ns[None, :] < N), other=0.0,
+        )  # fmt: skip
+        acc += tl.sum(dy.to(tl.float32), 0)
+    where = db_ptr + expert.to(tl.int64) * N + ns
+    tl.store(where, acc.to(db_ptr.dtype.element_ty), mask=ns < N)

@@ -13,7 +13,7 @@ from rlk_kernels.matmul.tiles import FLOAT32, INTERPRETED, SAFE
 from rlk_kernels.ops.experts import kernels
 from rlk_kernels.ops.experts.grouping import group
 
-__all__ = ["group", "product", "weight_grad"]
+__all__ = ["bias_grad", "group", "product", "weight_grad"]
 
 # (mean rows of an expert up to which a tile is used, the tile)
 BY_ROWS = (
@@ -45,15 +45,17 @@ def few_for(tile: Tile, sound: bool) -> int:
 
 
 def product(
-    x: Tensor, b: Tensor, order: Tensor, offsets: Tensor, each: int, out: Tensor, act: bool = False
-) -> str:
-    """Fill out[S, N] with x[S / each, K] @ b[e] of b[E, K, N], or with `act` with the swiglu of the
-    halves of the product, b[E, K, 2 N] transposed; returns the implementation that ran."""
+    x: Tensor, b: Tensor, order: Tensor, offsets: Tensor, each: int, out: Tensor, act: bool = False,
+    bias: Tensor | None = None,
+) -> str:  # fmt: skip
+    """Fill out[S, N] with x[S / each, K] @ b[e] (+ bias[e]) of b[E, K, N] and bias[E, N], or with
+    `act` with the swiglu of the halves of the product, b[E, K, 2 N] transposed; returns the
+    implementation that ran."""
     (rows, n), (experts, k, _) = out.shape, b.shape
     if not out.numel():
         return "triton"
     cache = shape_cache(
-        "grouped", x.shape, b.shape, b.stride(), rows, each, act, x.dtype, x.device,
+        "grouped", x.shape, b.shape, b.stride(), rows, each, act, bias is None, x.dtype, x.device,
         (x.data_ptr() | b.data_ptr() | out.data_ptr()) & 15 == 0,
     )  # fmt: skip
     here = facts(x.device)
@@ -73,9 +75,9 @@ def product(
     few = few_for(tile, sound)
     launch(
         cache, kernels._grouped_kernel, (row_tiles * cdiv(n, columns), 1, 1),
-        (x, b, described, out, order, offsets, rows, n, k, experts, each, row_tiles, *b.stride(),
-         transposed, reads, act, tile.m, columns, tile.k, few, tile.group, power_of_2(experts + 1),
-         k % tile.k == 0, "ieee", here.overlaps),
+        (x, b, described, out, bias, order, offsets, rows, n, k, experts, each, row_tiles,
+         *b.stride(), transposed, reads, act, bias is not None, tile.m, columns, tile.k, few,
+         tile.group, power_of_2(experts + 1), k % tile.k == 0, "ieee", here.overlaps),
         {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": here.overlaps},
     )  # fmt: skip
     return "triton"
@@ -113,4 +115,20 @@ def weight_grad(
         (dy, x, out, order, offsets, n, k, each, tile.m, tile.n, tile.k, "ieee"),
         {"num_warps": tile.warps, "num_stages": tile.stages},
     )  # fmt: skip
+    return "triton"
+
+
+BIAS_ROWS, BIAS_COLUMNS = 128, 32
+"""Rows that are added in one step, and columns of a program."""
+
+
+def bias_grad(dy: Tensor, order: Tensor, offsets: Tensor, out: Tensor) -> str:
+    """Fill out[E, N] with the gradient of the biases; returns the implementation that ran."""
+    experts, n = out.shape
+    if out.numel():
+        launch(
+            shape_cache("grouped_bias", out.shape, dy.dtype, dy.device),
+            kernels._grouped_bias_kernel, (cdiv(n, BIAS_COLUMNS), experts, 1),
+            (dy, out, order, offsets, n, BIAS_COLUMNS, BIAS_ROWS), {"num_warps": 4},
+        )  # fmt: skip
     return "triton"

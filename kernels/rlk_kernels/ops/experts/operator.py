@@ -1,10 +1,11 @@
 """grouped_linear multiplies each row of a token by the weight of one of the token's experts.
 grouped_swiglu also applies `swiglu` to the halves of the result, in one kernel.
 
-    y[t, j, n] = round( sum_k x[t(, j), k] * weight[ids[t, j], n, k] )         fp32, then x's dtype
-    a[t, j, i] = swiglu(y[t, j, i], y[t, j, I + i])                            the bits of `swiglu`
+    y[t, j, n] = round( sum_k x[t(, j), k] * weight[ids[t, j], n, k]  + bias[ids[t, j], n] )
+    a[t, j, i] = swiglu(y[t, j, i], y[t, j, I + i])                the bits of `swiglu`; no bias
 
-Row (t, j) has the bits of `linear` of that row and that expert's weight, on the same backend. The
+Sums are fp32, rounded once to x's dtype. Row (t, j) has the bits of `linear` of that row and that
+expert's weight and bias, on the same backend. The
 order of its sum is that of `matmul/kernels.py`, and depends on neither the other tokens, nor their
 number for each expert, nor experts without tokens. Rows keep the order of their tokens;
 `group_by_expert` lists each expert's rows by token on the device, without the host.
@@ -16,6 +17,7 @@ Gradients, each product with fp32 accumulation, rounded once:
     dx[t, j, k] = sum_n dy[t, j, n] weight[ids[t, j], n, k]     the bits of `linear`'s
     dx[t, k]    = round( sum_j fp32(dx[t, j, k]) )              of an x[T, K]: in ascending j
     dweight[e, n, k] = sum_(t, j) of e dy[t, j, n] x[t(, j), k]     by token, from front to back
+    dbias[e, n] = sum_(t, j) of e dy[t, j, n]     by token, in an order of the expert's rows alone
 
 T = tokens   k = experts of a token   E = experts   S = T * k rows   K, N = in, out features
 """
@@ -39,12 +41,16 @@ from rlk_kernels.ops.swiglu import portable as swiglu_portable
 _on_triton = lazy_module("rlk_kernels.ops.experts.launch")
 
 
-def grouped_linear_ref(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+def grouped_linear_ref(
+    x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None = None
+) -> Tensor:
     """y[T, k, N] by the formula in float64, for tests."""
     rows = x.double() if x.dim() == 3 else x.double()[:, None].expand(-1, ids.shape[1], -1)
     y = rows.new_zeros(*ids.shape, weight.shape[1])
     for e in range(weight.shape[0]):
         y[ids == e] = rows[ids == e] @ weight[e].double().mT
+        if bias is not None:
+            y[ids == e] += bias[e].double()
     return y
 
 
@@ -104,39 +110,59 @@ def _weight_grad(
     return out
 
 
+@custom_op(
+    "grouped_bias_grad",
+    lambda dy, _, offsets, *rest: dy.new_empty(len(offsets) - 1, dy.shape[1]),
+    no_gradient=("grouped_linear", SECOND),
+)
+def _bias_grad(dy: Tensor, order: Tensor, offsets: Tensor, backend: str) -> Tensor:
+    """dbias[E, N] of dy[S, N]."""
+    if backend == "torch":
+        record("grouped_linear", "torch")
+        return portable.bias_grad(dy, order, offsets)
+    out = empty((offsets.shape[0] - 1, dy.shape[1]), dy.dtype, dy.device)
+    record("grouped_linear", _on_triton().bias_grad(dy, order, offsets, out))
+    return out
+
+
 def _setup(ctx, inputs, output):
-    x, weight, order, offsets, ctx.each, ctx.backend = inputs
+    x, weight, bias, order, offsets, ctx.each, ctx.backend = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.save_for_backward(x, weight, order, offsets)
 
 
 def _backward(ctx, dy):
     x, weight, order, offsets = ctx.saved_tensors
     dy = dy.contiguous()
-    dx = dw = None
+    dx = dw = db = None
     if ctx.needs_input_grad[0]:
         dx = _input_grad(dy, weight, order, offsets, ctx.backend)
         if ctx.each != 1:
             dx = sum_slots(dx.view(x.shape[0], ctx.each, x.shape[1]), ctx.backend)
     if ctx.needs_input_grad[1]:
         dw = _weight_grad(dy, x, order, offsets, ctx.each, ctx.backend)
-    return dx, dw, None, None, None, None
+    if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+        db = _bias_grad(dy, order, offsets, ctx.backend).to(ctx.bias_dtype)
+    return dx, dw, db, None, None, None, None
 
 
 @custom_op(
     "grouped_linear",
-    lambda x, weight, order, *rest: x.new_empty(order.shape[0], weight.shape[1]),
+    lambda x, weight, bias, order, *rest: x.new_empty(order.shape[0], weight.shape[1]),
     setup=_setup,
     backward=_backward,
 )
 def _grouped(
-    x: Tensor, weight: Tensor, order: Tensor, offsets: Tensor, each: int, backend: str
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, order: Tensor, offsets: Tensor, each: int,
+    backend: str,
+) -> Tensor:  # fmt: skip
     """y[S, N] of x[S / each, K]; row s is the product of row s // each of x."""
     if backend == "torch":
         record("grouped_linear", "torch")
-        return portable.forward(x, weight, order, offsets, each)
+        return portable.forward(x, weight, order, offsets, each, bias)
     out = empty((order.shape[0], weight.shape[1]), x.dtype, x.device)
-    record("grouped_linear", _on_triton().product(x, weight.mT, order, offsets, each, out))
+    ran = _on_triton().product(x, weight.mT, order, offsets, each, out, bias=bias)
+    record("grouped_linear", ran)
     return out
 
 
@@ -177,14 +203,28 @@ def group_by_expert(ids: Tensor, experts: int, *, backend: str | None = None) ->
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, groups: ExpertGroups, *, backend: str | None = None
-) -> Tensor:
-    """y[T, k, N] of weight[E, N, K] and x[T, K], shared by all experts of a token, or x[T, k, K].
+    x: Tensor, weight: Tensor, groups: ExpertGroups, bias: Tensor | None = None, *,
+    backend: str | None = None,
+) -> Tensor:  # fmt: skip
+    """y[T, k, N] of weight[E, N, K], bias[E, N] and x[T, K], shared by all experts of a token, or
+    x[T, k, K].
 
-    x, weight: one dtype of bfloat16, float16, float32 (float64 on the torch backend).
-    Raises UnsupportedShape, UnsupportedDtype, and what `backend.choose` raises.
+    x, weight, bias: one dtype of bfloat16, float16, float32 (float64 on the torch backend). A
+    weight may have any strides. Raises UnsupportedShape, UnsupportedDtype, and what
+    `backend.choose` raises.
     """
-    return _by_expert(_grouped, "grouped_linear", x, weight, groups, backend)
+    if bias is not None:
+        if bias.shape != weight.shape[:2]:
+            raise UnsupportedShape(
+                f"grouped_linear: bias {tuple(bias.shape)} does not fit weight "
+                f"{tuple(weight.shape)}; bias[E, N] is needed"
+            )
+        if bias.dtype != x.dtype:
+            raise UnsupportedDtype(
+                f"grouped_linear: bias is {bias.dtype} and x is {x.dtype}; cast one"
+            )
+        bias = bias.contiguous()
+    return _by_expert(_grouped, "grouped_linear", x, weight, groups, backend, (bias,))
 
 
 def grouped_swiglu(
@@ -204,8 +244,9 @@ def grouped_swiglu(
 
 
 def _by_expert(
-    op: CustomOpDef, name: str, x: Tensor, weight: Tensor, groups: ExpertGroups, backend: str | None
-) -> Tensor:
+    op: CustomOpDef, name: str, x: Tensor, weight: Tensor, groups: ExpertGroups,
+    backend: str | None, bias: tuple[Tensor | None, ...] = (),
+) -> Tensor:  # fmt: skip
     t, k = groups.ids.shape
     if (
         weight.dim() != 3
@@ -218,8 +259,8 @@ def _by_expert(
             "are needed"
         )
     check_weight(name, "x", x, weight)
-    chosen = choose(name, backend, x, weight, groups.order)
+    chosen = choose(name, backend, x, weight, groups.order, *bias)
     each = k if x.dim() == 2 else 1
     rows = x.reshape(-1 if weight.shape[2] else x.shape[:-1].numel(), weight.shape[2])
-    y = call(op, rows.contiguous(), weight, groups.order, groups.offsets, each, chosen)
+    y = call(op, rows.contiguous(), weight, *bias, groups.order, groups.offsets, each, chosen)
     return y.view(t, k, y.shape[1])

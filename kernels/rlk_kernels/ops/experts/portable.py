@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.matmul.portable import product
+from rlk_kernels.numerics.column_sum.operator import column_sum
 
 
 def group(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -27,11 +28,15 @@ def _experts(order: Tensor, offsets: Tensor) -> Iterator[tuple[int, Tensor]]:
             yield e, rows[begin:end]
 
 
-def forward(x: Tensor, weight: Tensor, order: Tensor, offsets: Tensor, each: int) -> Tensor:
+def forward(
+    x: Tensor, weight: Tensor, order: Tensor, offsets: Tensor, each: int, bias: Tensor | None = None
+) -> Tensor:
     """y[S, N]."""
     y = x.new_zeros(order.shape[0], weight.shape[1])
     for e, rows in _experts(order, offsets):
-        y[rows] = product(x[rows // each], weight[e], None, False, True, x.dtype)
+        y[rows] = product(
+            x[rows // each], weight[e], None if bias is None else bias[e], False, True, x.dtype
+        )
     return y
 
 
@@ -49,3 +54,11 @@ def weight_grad(dy: Tensor, x: Tensor, order: Tensor, offsets: Tensor, each: int
     for e, rows in _experts(order, offsets):
         dw[e] = product(dy[rows], x[rows // each], None, True, False, dy.dtype)
     return dw
+
+
+def bias_grad(dy: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
+    """dbias[E, N]."""
+    db = dy.new_zeros(offsets.shape[0] - 1, dy.shape[1])
+    for e, rows in _experts(order, offsets):
+        db[e] = column_sum(dy[rows], "torch")
+    return db

@@ -82,6 +82,30 @@ def test_a_row_has_the_bits_of_linear(backend, spread, shared):
             assert torch.equal(rk.grouped_linear(x[rows], weight, alone, backend=backend), y[rows])
 
 
+@pytest.mark.parametrize("spread", ["skewed", "dropped"])
+def test_a_row_with_a_bias_has_the_bits_of_linear(backend, spread):
+    for dtype in FEWER[backend]:
+        t = 21
+        ids = chosen(t, EXPERTS, TOP_K, spread, "cpu")
+        x = rand(t, 40, dtype=dtype, device="cpu", seed=5)
+        # As GPT-OSS's checkpoint has it, with the sum along the rows.
+        weight = weights(EXPERTS, 40, 37, dtype, "cpu").mT
+        bias = rand(EXPERTS, 37, dtype=dtype, device="cpu", seed=7)
+        groups = rk.group_by_expert(ids, EXPERTS, backend=backend)
+        y = rk.grouped_linear(x, weight, groups, bias, backend=backend)
+        for e in range(EXPERTS):
+            at = ids == e
+            rows = x[:, None].expand(-1, TOP_K, -1)[at].contiguous()
+            assert torch.equal(y[at], rk.linear(rows, weight[e], bias[e], backend=backend))
+        assert not bool(y[ids == EXPERTS].any())
+        truth = grouped_linear_ref(x, weight, ids, bias)
+        assert within_budget(y, truth, truth.to(dtype), dtype)
+        alone = rk.group_by_expert(ids[17:18], EXPERTS, backend=backend)
+        assert torch.equal(
+            rk.grouped_linear(x[17:18], weight, alone, bias, backend=backend), y[17:18]
+        )
+
+
 def test_groups_are_by_expert_and_by_token(backend):
     ids = chosen(50, EXPERTS, TOP_K, "dropped", "cpu")
     groups = rk.group_by_expert(ids, EXPERTS, backend=backend)
@@ -306,6 +330,21 @@ def test_a_grid_shared_by_an_experts_rows_is_noticed(monkeypatch):
     monkeypatch.setattr(experts_portable, "product", coarse)
     with pytest.raises(AssertionError):
         test_a_row_has_the_bits_of_linear("torch", "even", True)
+
+
+def test_a_bias_that_is_added_after_the_rounding_is_noticed(monkeypatch):
+    honest = experts_portable.forward
+
+    def late(x, weight, order, offsets, each, bias=None):
+        y = honest(x, weight, order, offsets, each)
+        if bias is not None:
+            for e in range(len(bias)):
+                y[order[offsets[e] : offsets[e + 1]].long()] += bias[e]
+        return y
+
+    monkeypatch.setattr(experts_portable, "forward", late)
+    with pytest.raises(AssertionError):
+        test_a_row_with_a_bias_has_the_bits_of_linear("torch", "skewed")
 
 
 def test_a_sum_by_descending_id_is_noticed(monkeypatch):

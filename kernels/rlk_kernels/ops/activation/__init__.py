@@ -1,0 +1,1 @@
+"""activation: an activation without a gate."""

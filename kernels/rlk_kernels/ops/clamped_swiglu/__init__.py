@@ -1,0 +1,1 @@
+"""clamped_swiglu: swiglu of clamped inputs, with 1 added to up."""

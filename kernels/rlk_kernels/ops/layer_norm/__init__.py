@@ -1,0 +1,1 @@
+"""layer_norm: a norm that subtracts the mean."""

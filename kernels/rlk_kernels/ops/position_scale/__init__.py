@@ -1,0 +1,1 @@
+"""position_scale: a factor of queries that grows with their position."""
