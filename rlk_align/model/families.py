@@ -9,6 +9,7 @@ from rlk_align.model.family import Family
 from rlk_align.model.layers import (
     corrected_mixture,
     dense,
+    hybrid,
     mixture,
     normed_after,
     normed_after_by_head,
@@ -63,6 +64,27 @@ _NOT_MEASURED = "no test has compared it there"
 _NORMED_AFTER = {
     "megatron": "it has no norms after attention and MLP, and norms each head of q alone"
 }
+_WITH_DELTA_NETS: dict[str, Any] = {
+    "hybrid": True,
+    "period": 4,
+    "period_keys": ("full_attention_interval",),
+    "one_plus_weight": True,
+    "ignored": "mtp.",
+    "theta": 1e7,
+    "defaults": {
+        **{"partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4},
+        **{"linear_num_key_heads": 16, "linear_num_value_heads": 32},
+        **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 256},
+    },
+    "biases": {"decay": True},
+    "refused": {
+        "kernels": "they have no gated delta net yet",
+        "megatron": "its gated delta net is in a spec of TransformerEngine, and not in the local "
+        "one",
+        "deepspeed": _NOT_MEASURED,
+    },
+}
+"""What gated delta nets add to a family."""
 _ALWAYS = {"sliding_window": 4096, "use_sliding_window": True}
 """Windows that no key of the config turns off."""
 _QWEN_WINDOW = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
@@ -413,6 +435,16 @@ FAMILIES = {
             "megatron": _NOT_MEASURED,
         },
     ),
+    "qwen3_5_text": Family(
+        layer=hybrid(dense(qk_norm=True)),
+        # The three positions of text are equal, whatever the sections.
+        settings=(
+            *("rope_parameters.mrope_section", "rope_parameters.mrope_interleaved"),
+            # Published configs state the number of layers that predict further tokens.
+            *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers"),
+        ),
+        **_WITH_DELTA_NETS,
+    ),
     "glm4_moe": Family(
         layer=corrected_mixture,
         biases={"o_proj": False},
@@ -446,8 +478,9 @@ WITHOUT_FAMILY = (
 
 
 def layer_kind(config: Mapping[str, Any], layer: int) -> str:
-    """`full_attention`, or `sliding_attention` for a layer with a window, by config.json or, if
-    that has no `layer_types`, by the period of its family; empty if neither says it."""
+    """`full_attention`, `sliding_attention` for a layer with a window, or `linear_attention` for
+    one with a gated delta net, by config.json or, if that has no `layer_types`, by the period of
+    its family; empty if neither says it."""
     family, kinds = FAMILIES.get(str(config.get("model_type"))), config.get("layer_types")
     if isinstance(kinds, list) and layer < len(kinds):
         return str(kinds[layer])
@@ -456,4 +489,5 @@ def layer_kind(config: Mapping[str, Any], layer: int) -> str:
     period = next(
         (p for k in family.period_keys if type(p := config.get(k)) is int and p), family.period
     )
-    return "sliding_attention" if (layer + 1) % int(period) else "full_attention"
+    other = "linear_attention" if family.hybrid else "sliding_attention"
+    return other if (layer + 1) % int(period) else "full_attention"

@@ -109,7 +109,8 @@ def _fused_hf(shape: ModelShape) -> Iterator[_Tensor]:
             ("mlp.gate_up_proj", ("gate_proj", "up_proj")),
             *shared * bool(shape.shared_intermediate),
         ):
-            sizes = [shape.size(OPERATORS[op].features) for op in ops]
+            records = (shape.operator_of(f"layers.{i}.{op}") for op in ops)
+            sizes = [shape.size(o.features) for o in records]
             for end, suffix, dimensions in (("weight", "", 2), ("bias", ".bias", 1)):
                 names = [f"layers.{i}.{op}{suffix}" for op in ops]
                 layout = fused(*(even(n, s, 1) for n, s in zip(names, sizes, strict=True)))
@@ -178,6 +179,9 @@ def _beside_weights(shape: ModelShape) -> Iterator[_Tensor]:
         if site.operator.weight and site.operator.tensor != "weight":
             name = tensor_name(site.parameter, shape.family.modules)
             yield _Tensor(name, len(site.operator.weight), (Piece(site.parameter),))
+        if site.operator.bias_tensor != "bias":
+            name = tensor_name(f"{site.parameter}.bias", shape.family.modules)
+            yield _Tensor(name, 1, (Piece(f"{site.parameter}.bias"),))
 
 
 _OF_EXPERT = tuple(o.site for o in OPERATORS.values() if o.of_expert and o.weight)

@@ -19,6 +19,7 @@ from rlk_align.engines.common.places import first
 from rlk_align.engines.common.products import Method
 from rlk_align.engines.common.weights import Parameter
 from rlk_align.engines.process.ranks import all_gather
+from rlk_align.engines.vllm.delta_planting import plant_convolution, plant_rule
 from rlk_align.engines.vllm.experts import replace_choice, sparse_blocks
 from rlk_align.engines.vllm.parallel import tensor_parallel
 from rlk_align.engines.vllm.places import adds_in_norms, sliding_window, vllm_places
@@ -83,7 +84,7 @@ class VLLMOperators(FusedOperators):
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         positions = kwargs["positions"] if "positions" in kwargs else args[1]
         decoding = torch.zeros_like(positions, dtype=torch.bool)
-        metadata = self._metadata(attention_of(self._layer(0)).attn)
+        metadata = self._metadata(attention_of(self._layer(self.shape.first_attention)).attn)
         if metadata is not None:
             starts = metadata.query_start_loc.long()
             alone = starts[:-1][starts.diff() == 1]
@@ -138,6 +139,12 @@ class VLLMOperators(FusedOperators):
             return new
 
         self.replace(module, "forward", forward)
+
+    def _delta_rule(self, layer: int, formula: Formula) -> None:
+        plant_rule(self, self._model, layer, formula)
+
+    def _convolution(self, layer: int, formula: Formula) -> None:
+        plant_convolution(self, self._model, layer, formula, self.parameter(f"layers.{layer}.conv"))
 
     @property
     def _block_size(self) -> int:
