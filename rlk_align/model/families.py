@@ -1,6 +1,7 @@
 """The known decoder families: what each layer computes, and what their configs say of it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rlk_align.errors import ModelError
@@ -64,6 +65,16 @@ _NOT_MEASURED = "no test has compared it there"
 _NORMED_AFTER = {
     "megatron": "it has no norms after attention and MLP, and norms each head of q alone"
 }
+_WITH_A_GATED_EXPERT = ExpertSettings(
+    "moe_intermediate_size",
+    shared="shared_expert_intermediate_size",
+    known={"shared_expert_intermediate_size": None},
+)
+_GATED_EXPERT = {
+    op: f"mlp.shared_expert.{op.removeprefix('shared_')}"
+    for op in ("shared_gate_proj", "shared_up_proj", "shared_down_proj")
+}
+"""The modules of a shared expert with a gate."""
 _WITH_DELTA_NETS: dict[str, Any] = {
     "hybrid": True,
     "period": 4,
@@ -85,6 +96,12 @@ _WITH_DELTA_NETS: dict[str, Any] = {
     },
 }
 """What gated delta nets add to a family."""
+_OF_QWEN3_5 = (
+    # The three positions of text are equal, whatever the sections.
+    *("rope_parameters.mrope_section", "rope_parameters.mrope_interleaved"),
+    # Published configs state the number of layers that predict further tokens.
+    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers"),
+)
 _ALWAYS = {"sliding_window": 4096, "use_sliding_window": True}
 """Windows that no key of the config turns off."""
 _QWEN_WINDOW = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
@@ -137,19 +154,23 @@ FAMILIES = {
         window={"sliding_window": 4096, "use_sliding_window": False},
         experts=ExpertSettings("moe_intermediate_size"),
     ),
+    "qwen3_next": Family(
+        layer=hybrid(mixture(qk_norm=True, shared="gated")),
+        experts=_WITH_A_GATED_EXPERT,
+        modules=_GATED_EXPERT,
+        fused={
+            "linear_attn.in_proj_qkvz": ("qkv_in", "z"),
+            "linear_attn.in_proj_ba": ("b", "a"),
+        },
+        by_key_head=True,
+        **_WITH_DELTA_NETS | {"defaults": _WITH_DELTA_NETS["defaults"] | {"norm_topk_prob": True}},
+    ),
     "qwen2_moe": Family(
         layer=mixture(shared="gated"),
         biases={"q_proj": "qkv_bias", "k_proj": "qkv_bias", "v_proj": "qkv_bias", "o_proj": False},
-        experts=ExpertSettings(
-            "moe_intermediate_size",
-            shared="shared_expert_intermediate_size",
-            known={"shared_expert_intermediate_size": None},
-        ),
+        experts=_WITH_A_GATED_EXPERT,
         defaults={"qkv_bias": True},
-        modules={
-            op: f"mlp.shared_expert.{op.removeprefix('shared_')}"
-            for op in ("shared_gate_proj", "shared_up_proj", "shared_down_proj")
-        },
+        modules=_GATED_EXPERT,
         refused={"megatron": _NOT_MEASURED},
     ),
     "gemma2": Family(
@@ -437,13 +458,16 @@ FAMILIES = {
     ),
     "qwen3_5_text": Family(
         layer=hybrid(dense(qk_norm=True)),
-        # The three positions of text are equal, whatever the sections.
-        settings=(
-            *("rope_parameters.mrope_section", "rope_parameters.mrope_interleaved"),
-            # Published configs state the number of layers that predict further tokens.
-            *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers"),
-        ),
+        settings=_OF_QWEN3_5,
         **_WITH_DELTA_NETS,
+    ),
+    "qwen3_5_moe_text": Family(
+        layer=hybrid(mixture(qk_norm=True, shared="gated")),
+        experts=replace(_WITH_A_GATED_EXPERT, norm_topk=True),
+        modules=_GATED_EXPERT,
+        settings=_OF_QWEN3_5,
+        # Every layer is sparse, and published configs state no size of another.
+        **_WITH_DELTA_NETS | {"defaults": _WITH_DELTA_NETS["defaults"] | {"intermediate_size": 1}},
     ),
     "glm4_moe": Family(
         layer=corrected_mixture,

@@ -78,6 +78,9 @@ class Family:
     """Operator -> the module of its parameters, where it is not the catalogue's."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Module of a layer in the checkpoint -> the operators whose weights are its rows, in order."""
+    by_key_head: bool = False
+    """Whether these rows belong to the first head of keys, with its heads of values, then to the
+    second, and so on."""
     stacks: Stacks = field(default_factory=Stacks)
     """The tensors of a checkpoint that have all experts of a layer."""
     reads: Mapping[str, str] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """The sizes of a checkpoint's model, and what its config.json says of its operators."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from rlk_align.model.families import FAMILIES, WITHOUT_FAMILY, layer_kind
 from rlk_align.model.family import Family
 from rlk_align.model.operators import OPERATORS, Operator, Size
 from rlk_align.model.sparse_config import UNKNOWN_ROUTING, read_experts
-from rlk_align.model.stored import stored_dtype, stored_layers
+from rlk_align.model.stored import FusedRows, stored_dtype, stored_layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,10 +86,28 @@ class ModelShape:
             yield None, OPERATORS[name]
 
     @property
-    def fused_rows(self) -> dict[str, dict[str, int]]:
-        """Module of a layer in the checkpoint -> its operators, with the rows of each."""
-        fused = self.family.fused.items()
-        return {m: {op: self.size(OPERATORS[op].features) for op in ops} for m, ops in fused}
+    def fused_rows(self) -> dict[str, tuple[FusedRows, ...]]:
+        """Module of a layer in the checkpoint -> the rows of its operators, in stored order."""
+        return {m: tuple(self._fused(ops)) for m, ops in self.family.fused.items()}
+
+    def _fused(self, ops: Sequence[str]) -> Iterator[FusedRows]:
+        if not self.family.by_key_head:
+            for op in ops:
+                yield FusedRows(op, 0, self.size(OPERATORS[op].features))
+            return
+        keys, values = self.delta_key_heads * self.delta_key_width, self.size("delta_values")
+        # The first row of each part of an operator, and the number of rows for a head of keys.
+        parts = {
+            "qkv_in": ((0, keys), (keys, keys), (2 * keys, values)),
+            "z": ((0, values),),
+            "b": ((0, self.delta_heads),),
+            "a": ((0, self.delta_heads),),
+        }
+        for head in range(self.delta_key_heads):
+            for op in ops:
+                for first, size in parts[op]:
+                    step = size // self.delta_key_heads
+                    yield FusedRows(op, first + head * step, first + (head + 1) * step)
 
     def operator_of(self, site: str) -> Operator:
         """The record of a site's operator: of those that share its name and formula, the one that

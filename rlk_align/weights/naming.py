@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from rlk_align.engines.common.layout import Layout, even, fused
+from rlk_align.engines.common.layout import Layout, even, fused, of_fused
 from rlk_align.engines.common.weights import parameters
 from rlk_align.engines.megatron.experts import expert_parameters
 from rlk_align.engines.megatron.layout import vocabulary
@@ -103,6 +103,9 @@ def _fused_hf(shape: ModelShape) -> Iterator[_Tensor]:
     """q, k, v in one tensor and gate, up in another, as in vLLM."""
     first = shape.family.modules.get("shared_gate_proj", OPERATORS["shared_gate_proj"].module)
     shared = ((first.replace("gate_proj", "gate_up_proj"), ("shared_gate_proj", "shared_up_proj")),)
+    for i, module in product(range(shape.layers), shape.fused_rows):
+        layout = of_fused(f"layers.{i}", module, shape)
+        yield _Tensor(f"model.layers.{i}.{module}.weight", 2, _along_rows(layout))
     for i in range(shape.layers):
         for module, ops in (
             ("self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj")),

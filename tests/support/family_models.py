@@ -90,6 +90,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
         **{"linear_key_head_dim": 64, "linear_value_head_dim": 64},
     },
+    "qwen3_next": {
+        **{"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 64, "linear_value_head_dim": 64, "mlp_only_layers": [1]},
+        **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96},
+        **{"shared_expert_intermediate_size": 160, "norm_topk_prob": True},
+    },
+    "qwen3_5_moe_text": {
+        **{"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 64, "linear_value_head_dim": 64},
+        **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96},
+        **{"shared_expert_intermediate_size": 160},
+    },
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
 }
 """model_type -> what its config sets beside `random_model.SMALL`."""

@@ -143,6 +143,12 @@ def in_slots(op: str, size: int, slots: int, tp: int) -> Layout:
     )
 
 
+def of_fused(layer: str, module: str, shape: ModelShape) -> Layout:
+    """The layout of a layer's module that the checkpoint fuses, on one rank."""
+    pieces = shape.fused_rows[module]
+    return Layout((tuple(FeatureSlice(f"{layer}.{p.op}", p.start, p.stop) for p in pieces),))
+
+
 def of_outputs(sites: Sequence[str], shape: ModelShape, tp: int) -> Layout | None:
     """The layout of the values of these sites, which are fused in one tensor if there are several,
     by the catalogue; None if each rank has every feature."""

@@ -133,5 +133,5 @@ def _of_fused(module: Any, place: Place) -> Iterator[tuple[str, torch.Tensor]]:
     assert place.layout is not None, place.sites
     for suffix, name in (("", "weight"), (".bias", "bias")):
         if isinstance(value := getattr(module, name, None), torch.Tensor):
-            for at, piece in place.layout.local(0):
-                yield f"{piece.op}{suffix}", value.detach().narrow(0, at, piece.size)
+            for op in place.layout.ops:
+                yield f"{op}{suffix}", place.layout.assemble(op, [value.detach()], 0)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlk_align.engines.common.experts import INSIDE, router_path
-from rlk_align.engines.common.layout import of_outputs
+from rlk_align.engines.common.layout import of_fused
 from rlk_align.engines.common.places import (
     FIRST,
     HEADS_FIRST,
@@ -40,9 +40,10 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
                 access = HEADS_FIRST if first else FIRST
                 yield Place(sites=(f"layers.{i}.{op}",), module=f"{here}.{path}", access=access)
         for path, ops in shape.family.fused.items():
-            rows = tuple(f"layers.{i}.{op}" for op in ops)
-            layout = of_outputs(rows, shape, 1)
-            yield Place(sites=rows, module=f"{here}.{path}", layout=layout)
+            if path in modules:
+                rows = tuple(f"layers.{i}.{op}" for op in ops)
+                layout = of_fused(f"layers.{i}", path, shape)
+                yield Place(sites=rows, module=f"{here}.{path}", layout=layout)
         for op in ("q_rope", "k_rope") if "q_rope" in operators else ():
             yield Place(sites=(f"layers.{i}.{op}",), module=attention, end="rope")
         if "delta" in operators:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rlk_align.engines.common.attributes import per_layer
-from rlk_align.engines.common.layout import FeatureSlice, Layout
+from rlk_align.engines.common.layout import of_fused, of_outputs
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.site_hooks import SiteHooks
 from rlk_align.engines.common.stand_ins import TORCHVISION, stand_in
@@ -45,12 +45,10 @@ def register_without_torchvision() -> None:
 def delta_places(layer: str, module: str, shape: ModelShape) -> Iterator[Place]:
     """The places of a layer's gated delta net, which is `module`."""
 
-    def one_rank(*pieces: tuple[str, int, int]) -> Layout:
-        return Layout((tuple(FeatureSlice(f"{layer}.{op}", a, b) for op, a, b in pieces),))
-
     for name, ops in (("in_proj_qkvz", ("qkv_in", "z")), ("in_proj_ba", ("b", "a"))):
-        sites = tuple(f"{layer}.{op}" for op in ops)
-        layout = one_rank(*((op, 0, shape.size(OPERATORS[op].features)) for op in ops))
+        sites, stored = tuple(f"{layer}.{op}" for op in ops), f"linear_attn.{name}"
+        fused = stored in shape.family.fused
+        layout = of_fused(layer, stored, shape) if fused else of_outputs(sites, shape, 1)
         yield Place(sites=sites, module=f"{module}.{name}", layout=layout)
     conv, decay = f"{module}.conv1d", OPERATORS["decay"]
     yield Place(sites=(f"{layer}.conv",), module=module, end="inside", parameters_in=conv)

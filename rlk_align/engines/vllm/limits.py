@@ -103,10 +103,10 @@ def _check_delta_nets(option: ReadOption, shape: ModelShape) -> None:
     widths = {"linear_key_head_dim": shape.delta_key_width}
     widths["linear_value_head_dim"] = shape.delta_width
     wrong = [f"{name}={width}" for name, width in widths.items() if width not in DELTA_HEAD_SIZES]
-    if option("dtype") not in (None, "bfloat16") or (
-        option("dtype") is None and shape.dtype != "bfloat16"
-    ):
-        wrong = [f"dtype={option('dtype') or shape.dtype}", *wrong]
+    stated = option("dtype")
+    dtype = shape.dtype if stated in (None, "auto") else stated
+    if dtype != "bfloat16":
+        wrong = [f"dtype={dtype}", *wrong]
     if wrong:
         sizes = " and ".join(map(str, DELTA_HEAD_SIZES))
         raise ModelError(

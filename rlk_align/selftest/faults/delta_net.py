@@ -68,7 +68,6 @@ DELTA_NETS = {
         "the state is kept in bf16 between steps of decode",
         "delta_net:state_in_bf16",
         engines=_ENGINES,
-        needs="variant",
         expected="rounding",
         decode=True,
     ),
