@@ -12,6 +12,7 @@ from command import Cli, Outcome, require_engine
 from family_models import ALLOWED, KINDS, SETTINGS, THETA, YARN, family_model
 
 from rlk_align.engines.common.experts import BY_EXPERT
+from rlk_align.engines.vllm.delta_net import HIDDEN_IN_DECODE
 from rlk_align.engines.vllm.limits import check_vllm
 from rlk_align.errors import BadOption, ModelError
 from rlk_align.model.checkpoint import read_config
@@ -105,7 +106,8 @@ def test_vllm_and_transformers_are_healthy_or_a_known_fault_is_named(
     model, flags = family_model(tmp_path, family), ALLOWED.get(family, ())
     done = compared(cli, few_prompts, model, "vllm", TRAIN.get(family, "hf"), *flags)
     if family not in IGNORED_BY_VLLM:
-        assert_healthy(done, BY_EXPERT if FAMILIES[family].experts else ())
+        hidden = BY_EXPERT if FAMILIES[family].experts else ()
+        assert_healthy(done, (*hidden, *HIDDEN_IN_DECODE) if FAMILIES[family].hybrid else hidden)
         return
     assert done.code == 1, done.out
     assert done.verdict is not None
@@ -298,6 +300,16 @@ FAULTY = [
     # An MLP without a gate beside RMSNorms.
     in_hf("arcee", "proj-channel-shift"),
     in_vllm("arcee", "proj-channel-shift"),
+    # Gated delta nets: the convolution, the state, and the norm after them.
+    *(
+        planted("qwen3_5_text", fault)
+        for planted in (in_hf, in_vllm)
+        for fault, of in FAULTS.items()
+        if of.op_class == "recurrence" and not of.decode
+    ),
+    in_hf("qwen3_next", "delta-not-reset"),
+    in_vllm("qwen3_next", "conv-late"),
+    in_hf("qwen3_next", "shared-gate-left-out"),
     in_hf("glm4", "proj-bias-dropped"),
     in_hf("glm4", "post-norm-left-out"),
     in_vllm("glm4", "post-norm-left-out"),

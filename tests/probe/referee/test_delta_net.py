@@ -113,7 +113,9 @@ def test_the_gated_norm_and_the_gate_of_attention() -> None:
             mean = sum(float(v) ** 2 for v in x[n, start : start + 5]) / 5
             for j in range(5):
                 at = start + j
-                want = float(x[n, at] * weight[j]) / math.sqrt(mean + EPS) * silu(float(gate[n, at]))
+                want = (
+                    float(x[n, at] * weight[j]) / math.sqrt(mean + EPS) * silu(float(gate[n, at]))
+                )
                 assert math.isclose(float(out[n, at]), want, rel_tol=1e-11)
     # Each head of q stands before its gate.
     both = torch.cat([drawn(12, 3, 2, 5), gate.reshape(3, 2, 5)], dim=2).flatten(1)
