@@ -81,7 +81,6 @@ _WITH_DELTA_NETS: dict[str, Any] = {
     "period_keys": ("full_attention_interval",),
     "one_plus_weight": True,
     "ignored": "mtp.",
-    "theta": 1e7,
     "defaults": {
         **{"partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4},
         **{"linear_num_key_heads": 16, "linear_num_value_heads": 32},
