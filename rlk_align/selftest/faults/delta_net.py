@@ -68,6 +68,7 @@ DELTA_NETS = {
         "the state is kept in bf16 between steps of decode",
         "delta_net:state_in_bf16",
         engines=_ENGINES,
+        needs="variant",
         expected="rounding",
         decode=True,
     ),

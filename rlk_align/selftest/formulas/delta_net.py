@@ -4,43 +4,32 @@ from collections.abc import Callable
 
 import torch
 
-from rlk_align.selftest.planting.operands import (
-    Convolution,
-    Formula,
-    Recurrence,
-    State,
-    Unit,
-    formula,
-)
+from rlk_align.selftest.planting.operands import Convolution, Recurrence, State, Unit, formula
 
 Ruled = tuple[torch.Tensor, State]
 CHUNK = 64
 """The rows over which engines add up the logarithms of decays."""
 
 
-def not_reset(_: float) -> Formula:
-    """A sequence begins with the state at the end of the previous one."""
-    return _beginning(lambda ended: ended[-1])
+@formula
+def not_reset(unit: Recurrence, _: float) -> Ruled:
+    """A sequence begins with the state at the end of the previous one, which had its own tokens."""
+    return _beginning(unit, unit.length)
 
 
-def stale(_: float) -> Formula:
-    """A sequence begins with the state that another request left in its slot: that of the first
-    one."""
-    return _beginning(lambda ended: ended[0])
+@formula
+def stale(unit: Recurrence, _: float) -> Ruled:
+    """A sequence begins with the state that another request left in its slot, which had the first
+    half of its tokens."""
+    return _beginning(unit, max(1, unit.length // 2))
 
 
-def _beginning(choose: Callable[[list[State]], State]) -> Formula:
-    ended: list[State] = []
-
-    def rule(unit: Recurrence) -> Ruled:
-        state = unit.state
-        if state is None and ended:
-            state = choose(ended)
-        out, after = unit.compute(slice(0, unit.length), state, None)
-        ended.append(after.clone())
-        return out, after
-
-    return rule
+def _beginning(unit: Recurrence, length: int) -> Ruled:
+    """`length`: the number of tokens of the request before."""
+    if unit.state is not None:
+        return unit.usual()
+    _, left = unit.compute(slice(0, length), None, None)
+    return unit.compute(slice(0, unit.length), left, None)
 
 
 @formula
@@ -105,24 +94,17 @@ def one_token_late(unit: Convolution, _: float) -> torch.Tensor:
     return late
 
 
-def window_of_another(_: float) -> Formula:
-    """The first rows of a sequence see the last ones of the previous sequence."""
-    before: list[torch.Tensor] = []
-
-    def convolved(unit: Convolution) -> torch.Tensor:
-        taps = unit.weight.shape[-1]
-        out = unit.result.clone()
-        if before:
-            rows = torch.cat([before.pop(), unit.inputs[: taps - 1]]).float()
-            count = len(rows) - taps + 1
-            weight = unit.weight[:, 0].float()
-            total = sum(rows[j : j + count] * weight[:, j] for j in range(taps))
-            assert isinstance(total, torch.Tensor)
-            out[:count] = torch.nn.functional.silu(total).to(out.dtype)
-        before.append(unit.inputs[1 - taps :].clone())
-        return out
-
-    return convolved
+@formula
+def window_of_another(unit: Convolution, _: float) -> torch.Tensor:
+    """The first rows of a sequence see the last ones of the previous one, which had its tokens."""
+    taps, out = unit.weight.shape[-1], unit.result.clone()
+    rows = torch.cat([unit.inputs[1 - taps :], unit.inputs[: taps - 1]]).float()
+    weight = unit.weight[:, 0].float()
+    total = sum(rows[j : j + taps - 1] * weight[:, j] for j in range(taps))
+    assert isinstance(total, torch.Tensor)
+    some = min(taps - 1, len(out))
+    out[:some] = torch.nn.functional.silu(total)[:some].to(out.dtype)
+    return out
 
 
 @formula
