@@ -89,6 +89,15 @@ def test_two_attentions_of_transformers_are_healthy(
     assert_healthy(compared(cli, few_prompts, model, "hf:attn=eager", train))
 
 
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("family", [f for f in SETTINGS if FAMILIES[f].hybrid])
+def test_two_ranks_of_fsdp_and_transformers_are_healthy(
+    cli: Cli, few_prompts: Path, tmp_path: Path, family: str
+) -> None:
+    model = family_model(tmp_path, family)
+    assert_healthy(compared(cli, few_prompts, model, "hf", "fsdp:dp=2"))
+
+
 IGNORED_BY_VLLM = {
     "ministral3": ("layers.0.attn", "rollout"),
     "ernie4_5_moe": ("layers.1.experts", "rollout"),
