@@ -325,6 +325,19 @@ FAULTY = [
     in_hf("glm4", "post-norm-left-out"),
     in_vllm("glm4", "post-norm-left-out"),
 ]
+LONG = ("delta-sums-bf16", "delta-decay-bf16")
+"""Faults that add up over a sequence: the six prompts are too short for them."""
+
+
+def long_prompts(folder: Path) -> Path:
+    """Five prompts of 200 tokens, which is beyond three chunks."""
+    rows = [{"id": f"long-{n}", "ids": [1 + (7 * n + 31 * i) % 1000 for i in range(200)]}
+            for n in range(5)]  # fmt: skip
+    path = folder / "long.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 DEFAULT = {
     *("olmo3-norm-each-head-hf", "gemma3_text-norm-one-left-out-hf", "smollm3-attn-rotated-hf"),
     *("starcoder2-norm-bias-dropped-hf", "glm4-rope-interleaved-hf"),
@@ -343,7 +356,8 @@ def test_a_planted_fault_is_named_at_its_operator_and_side(
         require_engine(spec.partition(":")[0])
     model = family_model(tmp_path, case.family, **dict(case.settings))
     flags = ALLOWED.get(case.family, ()) if "vllm" in case.rollout else ()
-    done = compared(cli, few_prompts, model, case.rollout, case.train, *flags)
+    prompts = long_prompts(tmp_path) if case.fault in LONG else few_prompts
+    done = compared(cli, prompts, model, case.rollout, case.train, *flags)
     assert done.code == 1, done.out
     assert done.verdict is not None
     first = done.verdict["divergences"][EDGE]["first_over_budget"]

@@ -5,6 +5,7 @@ in a step of decode by `fused_sigmoid_gating_delta_rule_update_cpu`. Both read a
 of a pool and write the state after their tokens to it. The pool is `[slots, H, D, V]`.
 """
 
+import functools
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -60,6 +61,7 @@ def _only(hooks: Hooks, model: Any, layer: int) -> Callable[[Any, Any], Any]:
         hooks.before(net, lambda *_, i=i: running.__setitem__(slice(None), [i]), with_kwargs=True)
 
     def here(original: Any, computed: Any) -> Any:
+        @functools.wraps(original)
         def replaced(**call: Any) -> Any:
             if running != [layer]:
                 return original(**call)
