@@ -27,7 +27,8 @@ def parameter_plan(model: Any, shape: ModelShape, tp: int) -> Iterator[Parameter
 
 def vllm_weights(model: Any, shape: ModelShape, ranks: Ranks) -> Iterator[LiveParameter]:
     """The canonical parameters of a live vLLM model, in the checkpoint's layout."""
-    plan, convolutions = [], []
+    plan: list[Parameter] = []
+    convolutions: list[Parameter] = []
     for entry in parameter_plan(model, shape, ranks.world):
         of_convolution = any(op.endswith(".conv") for op in entry.layout.ops)
         (convolutions if of_convolution else plan).append(entry)

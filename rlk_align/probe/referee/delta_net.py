@@ -99,12 +99,16 @@ def _normed(x: torch.Tensor, of: DeltaShape, eps: float) -> torch.Tensor:
 
 
 def gated_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """x / √(mean(x²) + eps) · weight · silu(gate), over heads as wide as the weight: `[N, F]`."""
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, dtype: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x / √(mean(x²) + eps) · weight · silu(gate), over heads as wide as the weight: `[N, F]`, and
+    its variance where the norm is rounded, and again after the weight."""
     heads = x.reshape(len(x), -1, len(weight))
-    scale = torch.rsqrt(heads.square().mean(dim=-1, keepdim=True) + eps)
-    return (heads * scale * weight).reshape_as(x) * torch.nn.functional.silu(gate)
+    normed = heads * torch.rsqrt(heads.square().mean(dim=-1, keepdim=True) + eps)
+    before = rounding_variance(normed, dtype) * weight.square()
+    before = (before + rounding_variance(normed * weight, dtype)).reshape_as(x)
+    factor = torch.nn.functional.silu(gate)
+    return (normed * weight).reshape_as(x) * factor, before * factor.square()
 
 
 def output_gate(

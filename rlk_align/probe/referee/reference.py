@@ -179,9 +179,11 @@ class Reference:
                 return inputs[0].sigmoid(), 0.0
             case "gated_norm":
                 weight = self._weights.read(site.parameter).double()
-                return delta_net.gated_norm(*inputs, weight, self._eps), 0.0
+                x, gate = inputs
+                return delta_net.gated_norm(x, gate, weight, self._eps, dtype)
             case "output_gate":
-                return delta_net.output_gate(*inputs, shape.heads, dtype)
+                x, gate = inputs
+                return delta_net.output_gate(x, gate, shape.heads, dtype)
         x, b, a = inputs
         g, _ = delta_net.decay(a, *self._decay_parameters(site))
         of = delta_net.DeltaShape(

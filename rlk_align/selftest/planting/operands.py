@@ -6,7 +6,7 @@ N = rows, F = features, H = heads, D = features of a head.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -69,7 +69,7 @@ class Attention:
         return len(self.query) == 1 and len(self.key) > 1
 
 
-State = torch.Tensor
+State: TypeAlias = torch.Tensor
 """The state of a gated delta net, float32 `[H, D, V]`."""
 
 
