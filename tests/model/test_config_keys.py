@@ -360,7 +360,7 @@ def test_the_layers_and_the_gates_of_hybrid_configs(tmp_path: Path) -> None:
         ({"linear_num_value_heads": 3}, "linear_num_value_heads=3 is no multiple of"),
         ({"attn_output_gate": False}, "attn_output_gate = False changes the output of attention"),
         ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype = 'bfloat16' changes the precision"),
-        ({"layer_types": ["sliding_attention"] * 4}, "layer_types = ['sliding_attention'"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types = ['full"),
     ):
         with pytest.raises(ModelError, match=re.escape(said)):
             accepted(tmp_path, config | changes)

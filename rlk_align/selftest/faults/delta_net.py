@@ -62,6 +62,7 @@ DELTA_NETS = {
         "delta_net:decays_in_bf16",
         engines=_ENGINES,
         needs="variant",
+        expected="rounding",
     ),
     "delta-state-bf16": Fault(
         _DELTA,
