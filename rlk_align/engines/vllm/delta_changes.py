@@ -1,4 +1,4 @@
-"""Replaces parts of a live gated delta net of vLLM's on a CPU, for a planted fault.
+"""Replaces parts of a live gated delta net of vLLM's on a CPU.
 
 vLLM computes the tokens of prefills by `chunk_gated_delta_rule_cpu`, and one token of each request
 in a step of decode by `fused_sigmoid_gating_delta_rule_update_cpu`. Both read a state from a slot
@@ -14,28 +14,30 @@ import torch
 
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.vllm.delta_net import delta_nets
-from rlk_align.selftest.planting.operands import Convolution, Formula, Recurrence, in_place_of
 
 
-def plant_rule(hooks: Hooks, model: Any, layer: int, formula: Formula) -> None:
-    """Replaces the rule of a layer by a formula of each sequence."""
+def change_rule(hooks: Hooks, model: Any, layer: int, change: Callable[..., Any]) -> None:
+    """Replaces the rule of a layer: for each sequence by `change(length=, state=, decay=,
+    compute=)`, which returns the output `[T, H, V]` and the state `[H, D, V]` after it. `state` is
+    None where the sequence begins, and `decay` where vLLM computes it with the rule."""
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
     ops, here = gdn_attention.ops, _only(hooks, model, layer)
     hooks.replace(
         ops,
         "chunk_gated_delta_rule_cpu",
-        here(ops.chunk_gated_delta_rule_cpu, lambda rule, call: _prefilled(formula, rule, call)),
+        here(ops.chunk_gated_delta_rule_cpu, lambda rule, call: _prefilled(change, rule, call)),
     )
     name = "fused_sigmoid_gating_delta_rule_update_cpu"
-    update = here(getattr(ops, name), lambda rule, call: _stepped(formula, rule, call))
+    update = here(getattr(ops, name), lambda rule, call: _stepped(change, rule, call))
     hooks.replace(ops, name, update)
 
 
-def plant_convolution(
-    hooks: Hooks, model: Any, layer: int, formula: Formula, weight: torch.Tensor
+def change_convolution(
+    hooks: Hooks, model: Any, layer: int, change: Callable[..., torch.Tensor]
 ) -> None:
-    """Replaces the convolution of prefills by a formula of each sequence."""
+    """Replaces the convolution of prefills: for each sequence by `change(result=, inputs=)`, of
+    `[T, C]` each."""
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
     def convolved(compute: Any, call: dict[str, Any]) -> torch.Tensor:
@@ -45,8 +47,7 @@ def plant_convolution(
         new = out.clone()
         for start, stop in pairwise(ends):
             at = slice(start, stop)
-            unit = Convolution(result=out[:, at].T, inputs=mixed[:, at].T, weight=weight)
-            new[:, at] = in_place_of(formula, unit).T
+            new[:, at] = change(result=out[:, at].T, inputs=mixed[:, at].T).T
         return new
 
     here = _only(hooks, model, layer)
@@ -72,7 +73,9 @@ def _only(hooks: Hooks, model: Any, layer: int) -> Callable[[Any, Any], Any]:
     return here
 
 
-def _prefilled(formula: Formula, rule: Any, call: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+def _prefilled(
+    change: Callable[..., Any], rule: Any, call: dict[str, Any]
+) -> tuple[torch.Tensor, Any]:
     pool, slots = call["initial_state"], call["initial_state_indices"]
     ends, outputs = call["cu_seqlens"].tolist(), []
     for slot, (start, stop) in zip(slots.tolist(), pairwise(ends), strict=True):
@@ -105,19 +108,18 @@ def _prefilled(formula: Formula, rule: Any, call: dict[str, Any]) -> tuple[torch
             return out[0], own[0]
 
         state = pool[slot].clone()
-        unit = Recurrence(
+        out, pool[slot] = change(
             length=stop - start,
             # vLLM writes zeros where a sequence begins.
             state=state if bool(state.any()) else None,
             decay=call["g"][0, start:stop].float(),
             compute=some,
         )
-        out, pool[slot] = formula(unit)
         outputs.append(out)
     return torch.cat(outputs)[None], None
 
 
-def _stepped(formula: Formula, rule: Any, call: dict[str, Any]) -> torch.Tensor:
+def _stepped(change: Callable[..., Any], rule: Any, call: dict[str, Any]) -> torch.Tensor:
     """One token of each request; vLLM computes their decays with the rule."""
     pool, slots = call["initial_state_source"], call["initial_state_indices"]
     out = rule(**call)
@@ -128,6 +130,5 @@ def _stepped(formula: Formula, rule: Any, call: dict[str, Any]) -> torch.Tensor:
         ) -> tuple[torch.Tensor, torch.Tensor]:
             return out.reshape(len(slots), 1, *out.shape[-2:])[n], pool[slot].clone()
 
-        unit = Recurrence(length=1, state=pool[slot], decay=None, compute=computed)
-        _, pool[slot] = formula(unit)
+        _, pool[slot] = change(length=1, state=pool[slot], decay=None, compute=computed)
     return out
