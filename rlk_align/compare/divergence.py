@@ -155,8 +155,10 @@ def _compare_site(
         (edge.first.name, edge.second.name),
         (a.record.unexposed.get(site.name), b.record.unexposed.get(site.name)),
     )
-    # Rows of single experts that an engine never has are represented by the sum of the experts.
-    inside = bool(site.experts) and bool(unpaired) and all(u.explained for u in unpaired)
+    # Rows of single experts that an engine never has are represented by the sum of the experts, and
+    # what a gated delta rule reads from products by the rule.
+    within = bool(site.experts) or site.operator.formula in ("decay", "sigmoid")
+    inside = within and bool(unpaired) and all(u.explained for u in unpaired)
     state.expected += 0 if inside else int(expected.sum())
     state.unpaired += unpaired
     if paired is None:

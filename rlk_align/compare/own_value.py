@@ -2,6 +2,8 @@
 tokens: where a head gives nearly all its weight to the token itself, the others vanish in the
 rounding."""
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
@@ -11,8 +13,7 @@ from rlk_align.trace.boundaries import alike
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.values import RecordedRows
 
-VALUE, OUTPUT = "layers.0.v_proj", "layers.0.attn"
-INPUTS = ("layers.0.q_rope", "layers.0.k_rope", VALUE)
+INPUTS = ("q_rope", "k_rope", "v_proj")
 MOST_ROWS = 256
 """The most rows that are recomputed: each reads all tokens before it."""
 
@@ -22,32 +23,39 @@ def round_to_own_value(trace: Trace, name: str) -> bool:
     if they attended to all tokens up to their own. Decided by the values that were kept; False
     where no such row was kept, and where the first row of a sequence attends to others."""
     index = RowIndex(trace.tokens)
+    value, attended = _sites(trace, ("v_proj", "attn"))
     rows = RecordedRows(trace.read_pass(name), index)
-    kept = np.flatnonzero(rows.has_value(OUTPUT) & rows.has_value(VALUE))
+    kept = np.flatnonzero(rows.has_value(attended) & rows.has_value(value))
     if not len(kept):
         return False
-    output = rows.values(OUTPUT, kept)
-    own = _of_heads(trace, rows.values(VALUE, kept)).reshape(output.shape)
+    output = rows.values(attended, kept)
+    own = _of_heads(trace, rows.values(value, kept)).reshape(output.shape)
     first = index.position[kept] == 0
     if not alike(output[first], own[first]).all():
         return False
     alone = (output == own).all(dim=1).numpy()
     suspects = kept[alone & ~first]
-    known = [n for n in suspects.tolist() if _inputs_kept(rows, index, n)]
+    known = [n for n in suspects.tolist() if _inputs_kept(trace, rows, index, n)]
     some = known[:: -(-len(known) // MOST_ROWS)] if known else []
     return bool(some) and all(_rounds(trace, rows, index, number) for number in some)
 
 
-def _inputs_kept(rows: RecordedRows, index: RowIndex, number: int) -> bool:
+def _sites(trace: Trace, ops: Iterable[str]) -> list[str]:
+    """These sites of the first attention."""
+    return [f"layers.{trace.record.shape.first_attention}.{op}" for op in ops]
+
+
+def _inputs_kept(trace: Trace, rows: RecordedRows, index: RowIndex, number: int) -> bool:
     first = number - int(index.position[number])
-    return all(rows.has_value(site)[first : number + 1].all() for site in INPUTS)
+    sites = _sites(trace, INPUTS)
+    return all(rows.has_value(site)[first : number + 1].all() for site in sites)
 
 
 def _rounds(trace: Trace, rows: RecordedRows, index: RowIndex, number: int) -> bool:
     """Whether attention over all tokens up to a row, in float64 on the recorded inputs, is within a
     unit in the last place of the row's own value."""
     seen = np.arange(number - int(index.position[number]), number + 1)
-    query, key, value = (rows.values(site, seen).double() for site in INPUTS)
+    query, key, value = (rows.values(site, seen).double() for site in _sites(trace, INPUTS))
     q = query[-1].reshape(trace.record.shape.heads, -1)
     k, v = _of_heads(trace, key), _of_heads(trace, value)
     weights = (torch.einsum("hd,nhd->hn", q, k) / q.shape[1] ** 0.5).softmax(dim=-1)

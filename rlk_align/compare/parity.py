@@ -41,7 +41,33 @@ def check_parity(rollout: Trace, train: Trace) -> list[Mismatch]:
         *_dropout(rollout, train),
         *_boundaries(rollout, train),
         *_padding(rollout, train),
+        *_delta_nets(rollout, train),
     ]
+
+
+_DELTA_NET = {
+    "delta_a_log_dtype": "a decay is exp(A_log), so rounding A_log changes every decay alike",
+    "delta_state_dtype": "a state that is rounded after every token loses what decays slowly",
+    "delta_eps": "q and k are divided by their norms, which are near the eps in weak rows only",
+    "delta_chunk": "the order of sums, and nothing else",
+}
+"""Attributes of gated delta nets that engines choose themselves -> the effect of a difference,
+which the budgets of operators judge."""
+
+
+def _delta_nets(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
+    """Yields how the sides' engines compute gated delta nets differently."""
+    a, b = (trace.record.attributes for _, trace in _sides(rollout, train))
+    for name in sorted({n for n in (*a, *b) if n.rpartition(".")[2] in _DELTA_NET}):
+        if a.get(name) != b.get(name):
+            yield Mismatch(
+                kind="attributes",
+                name=name,
+                rollout=a.get(name),
+                train=b.get(name),
+                detail=_DELTA_NET[name.rpartition(".")[2]],
+                stops=False,
+            )
 
 
 def _frequencies(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
@@ -148,8 +174,9 @@ def _boundaries(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
     """Yields for each side the first row that attends to another sequence, or not to its own. A
     side that does not repeat its attention cannot be checked."""
     sides = dict(_sides(rollout, train))
+    attention = f"layers.{rollout.record.shape.first_attention}.attn"
     for side, name, record in _first_wrong(rollout, train, _crossed):
-        if not _repeats(sides[side], name, "layers.0.attn"):
+        if not _repeats(sides[side], name, attention):
             continue
         first = record.boundaries.first[0]
         expected = "itself alone" if first.position == 0 else "other tokens"
@@ -223,7 +250,8 @@ def _attributes(a: dict[str, Any], b: dict[str, Any]) -> list[Mismatch]:
     """Names each differing attribute, by layer where a side has `layers.i.NAME` beside NAME."""
     mismatches = []
     by_layer = {name.split(".", 2)[2] for name in [*a, *b] if name.startswith("layers.")}
-    whole = (n for n in [*a, *b] if not n.startswith("layers.") and n not in (DROPOUT, FREQUENCIES))
+    apart = (DROPOUT, FREQUENCIES, *_DELTA_NET)
+    whole = (n for n in [*a, *b] if not n.startswith("layers.") and n not in apart)
     for name in dict.fromkeys(whole):
         names = [name]
         if name in by_layer:

@@ -93,7 +93,7 @@ def tensor_name(parameter: str, modules: Mapping[str, str] = MappingProxyType({}
         )
     module = modules.get(operator.name, operator.module).format(number)
     inside = f"model.{layer}." if layer else ""
-    return f"{inside}{module}.{operator.tensor if path == parameter else 'bias'}"
+    return f"{inside}{module}.{operator.tensor if path == parameter else operator.bias_tensor}"
 
 
 def weight_files(model: Path) -> list[Path]:

@@ -76,6 +76,9 @@ _ROPE = frozenset(
 """The parameters of the kinds of rope; an engine that lacks a kind refuses it by `rope_type`."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **{"is_causal": (None, True), "use_bidirectional_attention": (None, False)},
+    # Of these, engines have one form of gates, and keep the states of delta nets in float32.
+    **{"attn_output_gate": (None, True), "output_gate_type": (None, "silu", "swish")},
+    "mamba_ssm_dtype": (None, "float32"),
     **dict.fromkeys(
         (
             *("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"),
@@ -113,6 +116,9 @@ EFFECTS = {
     "hidden_activation": "the activation",
     "use_qk_norm": "whether q and k are normed",
     "swiglu_limit": "the activation",
+    "attn_output_gate": "the output of attention",
+    "output_gate_type": "the norm after a gated delta net",
+    "mamba_ssm_dtype": "the precision of the states of gated delta nets",
 }
 """Settings of config.json -> the values that they change, for the error that refuses them."""
 PAGE = "docs/add-a-family.md"
@@ -130,7 +136,8 @@ def unknown_settings(config: Mapping[str, Any], known: Collection[str]) -> dict[
     known = {*known, *OF_EVERY_FAMILY, *NO_EFFECT}
     if config.get("use_sliding_window") is False:
         known |= {"sliding_window", "max_window_layers"}
-    kinds = ["full_attention", *(["sliding_attention"] if "layer_types" in known else [])]
+    other = "linear" if "layer_types.linear_attention" in known else "sliding"
+    kinds = ["full_attention", *([f"{other}_attention"] if "layer_types" in known else [])]
     found = {
         key: value
         for key, value in config.items()

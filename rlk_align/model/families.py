@@ -1,6 +1,7 @@
 """The known decoder families: what each layer computes, and what their configs say of it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rlk_align.errors import ModelError
@@ -9,6 +10,7 @@ from rlk_align.model.family import Family
 from rlk_align.model.layers import (
     corrected_mixture,
     dense,
+    hybrid,
     mixture,
     normed_after,
     normed_after_by_head,
@@ -63,6 +65,42 @@ _NOT_MEASURED = "no test has compared it there"
 _NORMED_AFTER = {
     "megatron": "it has no norms after attention and MLP, and norms each head of q alone"
 }
+_WITH_A_GATED_EXPERT = ExpertSettings(
+    "moe_intermediate_size",
+    shared="shared_expert_intermediate_size",
+    known={"shared_expert_intermediate_size": None},
+)
+_GATED_EXPERT = {
+    op: f"mlp.shared_expert.{op.removeprefix('shared_')}"
+    for op in ("shared_gate_proj", "shared_up_proj", "shared_down_proj")
+}
+"""The modules of a shared expert with a gate."""
+_WITH_DELTA_NETS: dict[str, Any] = {
+    "hybrid": True,
+    "period": 4,
+    "period_keys": ("full_attention_interval",),
+    "one_plus_weight": True,
+    "ignored": "mtp.",
+    "defaults": {
+        **{"partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4},
+        **{"linear_num_key_heads": 16, "linear_num_value_heads": 32},
+        **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 256},
+    },
+    "biases": {"decay": True},
+    "refused": {
+        "kernels": "they have no gated delta net yet",
+        "megatron": "its gated delta net is in a spec of TransformerEngine, and not in the local "
+        "one",
+        "deepspeed": _NOT_MEASURED,
+    },
+}
+"""What gated delta nets add to a family."""
+_OF_QWEN3_5 = (
+    # The three positions of text are equal, whatever the sections.
+    *("rope_parameters.mrope_section", "rope_parameters.mrope_interleaved"),
+    # Published configs state the number of layers that predict further tokens.
+    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers"),
+)
 _ALWAYS = {"sliding_window": 4096, "use_sliding_window": True}
 """Windows that no key of the config turns off."""
 _QWEN_WINDOW = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
@@ -112,19 +150,23 @@ FAMILIES = {
         window={"sliding_window": 4096, "use_sliding_window": False},
         experts=ExpertSettings("moe_intermediate_size"),
     ),
+    "qwen3_next": Family(
+        layer=hybrid(mixture(qk_norm=True, shared="gated")),
+        experts=_WITH_A_GATED_EXPERT,
+        modules=_GATED_EXPERT,
+        fused={
+            "linear_attn.in_proj_qkvz": ("qkv_in", "z"),
+            "linear_attn.in_proj_ba": ("b", "a"),
+        },
+        by_key_head=True,
+        **_WITH_DELTA_NETS | {"defaults": _WITH_DELTA_NETS["defaults"] | {"norm_topk_prob": True}},
+    ),
     "qwen2_moe": Family(
         layer=mixture(shared="gated"),
         biases={"q_proj": "qkv_bias", "k_proj": "qkv_bias", "v_proj": "qkv_bias", "o_proj": False},
-        experts=ExpertSettings(
-            "moe_intermediate_size",
-            shared="shared_expert_intermediate_size",
-            known={"shared_expert_intermediate_size": None},
-        ),
+        experts=_WITH_A_GATED_EXPERT,
         defaults={"qkv_bias": True},
-        modules={
-            op: f"mlp.shared_expert.{op.removeprefix('shared_')}"
-            for op in ("shared_gate_proj", "shared_up_proj", "shared_down_proj")
-        },
+        modules=_GATED_EXPERT,
         refused={"megatron": _NOT_MEASURED},
     ),
     "gemma2": Family(
@@ -395,6 +437,19 @@ FAMILIES = {
         },
         refused={"megatron": _NOT_MEASURED},
     ),
+    "qwen3_5_text": Family(
+        layer=hybrid(dense(qk_norm=True)),
+        settings=_OF_QWEN3_5,
+        **_WITH_DELTA_NETS,
+    ),
+    "qwen3_5_moe_text": Family(
+        layer=hybrid(mixture(qk_norm=True, shared="gated")),
+        experts=replace(_WITH_A_GATED_EXPERT, norm_topk=True),
+        modules=_GATED_EXPERT,
+        settings=_OF_QWEN3_5,
+        # Every layer is sparse, and published configs state no size of another.
+        **_WITH_DELTA_NETS | {"defaults": _WITH_DELTA_NETS["defaults"] | {"intermediate_size": 1}},
+    ),
     "glm4_moe": Family(
         layer=corrected_mixture,
         biases={"o_proj": False},
@@ -428,8 +483,9 @@ WITHOUT_FAMILY = (
 
 
 def layer_kind(config: Mapping[str, Any], layer: int) -> str:
-    """`full_attention`, or `sliding_attention` for a layer with a window, by config.json or, if
-    that has no `layer_types`, by the period of its family; empty if neither says it."""
+    """`full_attention`, `sliding_attention` for a layer with a window, or `linear_attention` for
+    one with a gated delta net, by config.json or, if that has no `layer_types`, by the period of
+    its family; empty if neither says it."""
     family, kinds = FAMILIES.get(str(config.get("model_type"))), config.get("layer_types")
     if isinstance(kinds, list) and layer < len(kinds):
         return str(kinds[layer])
@@ -438,4 +494,5 @@ def layer_kind(config: Mapping[str, Any], layer: int) -> str:
     period = next(
         (p for k in family.period_keys if type(p := config.get(k)) is int and p), family.period
     )
-    return "sliding_attention" if (layer + 1) % int(period) else "full_attention"
+    other = "linear_attention" if family.hybrid else "sliding_attention"
+    return other if (layer + 1) % int(period) else "full_attention"

@@ -10,6 +10,15 @@ from rlk_align.model.operators import OPERATORS
 from rlk_align.model.sparse_config import CLAMP_KEYS, EXPERT_KEYS, ExpertSettings
 from rlk_align.model.stored import Stacks
 
+HYBRID_KEYS = frozenset(
+    {
+        *("layer_types", "layer_types.linear_attention", "full_attention_interval"),
+        *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
+        *("linear_key_head_dim", "linear_value_head_dim"),
+    }
+)
+"""The keys of a family with gated delta nets."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
@@ -69,6 +78,9 @@ class Family:
     """Operator -> the module of its parameters, where it is not the catalogue's."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Module of a layer in the checkpoint -> the operators whose weights are its rows, in order."""
+    by_key_head: bool = False
+    """Whether these rows belong to the first head of keys, with its heads of values, then to the
+    second, and so on."""
     stacks: Stacks = field(default_factory=Stacks)
     """The tensors of a checkpoint that have all experts of a layer."""
     reads: Mapping[str, str] = field(default_factory=dict)
@@ -88,6 +100,11 @@ class Family:
     """Whether vLLM's class for it adds residuals as transformers does, and not inside norms."""
     vllm_constants: Mapping[str, Any] = field(default_factory=dict)
     """Settings, `rope_type` among them, of which vLLM's class has one value only."""
+    hybrid: bool = False
+    """Whether some layers have a gated delta net in place of attention: those of which
+    `layer_types`, or `period`, says `linear_attention`."""
+    ignored: str = ""
+    """The start of the names of tensors that no engine reads here; empty if there are none."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Engine, or `kernels` -> why it does not compute the family."""
 
@@ -122,6 +139,7 @@ class Family:
     def keys(self) -> frozenset[str]:
         """The keys of config.json that this description covers, beside those of every family."""
         windows = {*self.window, "layer_types"} if self.window else set()
+        windows |= set(HYBRID_KEYS) if self.hybrid else set()
         windows |= {"rope_parameters.KIND"} if self.rope_by_kind else set()
         experts: set[str] = set()
         if self.experts:

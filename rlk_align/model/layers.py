@@ -16,6 +16,9 @@ class LayerShape(Protocol):
     @property
     def qk_norm(self) -> bool: ...
 
+    @property
+    def delta_layers(self) -> tuple[int, ...]: ...
+
 
 LayerOperators = Callable[[LayerShape, int], tuple[str, ...]]
 """(shape, index of a layer) -> that layer's operators, in execution order."""
@@ -160,3 +163,24 @@ def partly_rotated(shape: LayerShape, layer: int) -> tuple[str, ...]:
     """Dense layers, in some of which q and k are not rotated (NoPE)."""
     rotations = ("q_rope", "k_rope") if layer in shape.unrotated_layers else ()
     return tuple(op for op in DENSE(shape, layer) if op not in rotations)
+
+
+_GATED = {"q_proj": "gated_q_proj", "q_norm": "gated_q_norm"}
+_DELTA_NET = (
+    *("qkv_in", "z", "b", "a", "conv", "decay", "beta", "delta", "gated_norm", "out_proj"),
+)
+
+
+def hybrid(layers: LayerOperators) -> LayerOperators:
+    """Layers with a gated delta net in place of attention, and layers whose attention has a gate
+    for each feature of its output. `layers`: those with norms of heads of q and k to change."""
+
+    def operators(shape: LayerShape, layer: int) -> tuple[str, ...]:
+        every = layers(shape, layer)
+        if layer in shape.delta_layers:
+            end = every.index("attn_residual")
+            return (*every[: every.index("q_proj")], *_DELTA_NET, *every[end:])
+        at = every.index("o_proj")
+        return tuple(_GATED.get(op, op) for op in (*every[:at], "attn_gate", *every[at:]))
+
+    return operators

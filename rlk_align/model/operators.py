@@ -29,6 +29,12 @@ Formula = Literal[
     "expert_linear",
     "expert_activation",
     "combine",
+    "short_conv",
+    "decay",
+    "sigmoid",
+    "delta_rule",
+    "gated_norm",
+    "output_gate",
 ]
 """The formula of an operator; `probe.referee.reference` computes each in float64."""
 Size = Literal[
@@ -46,10 +52,18 @@ Size = Literal[
     "shared_intermediate",
     "expert_slots",
     "hidden_slots",
+    "gated_query_heads",
+    "conv_taps",
+    "delta_heads",
+    "delta_inputs",
+    "delta_width",
+    "delta_values",
 ]
 """A dimension; `heads` counts the heads of q, and the others of heads the features of all of them.
 A token has a slot for each of its experts: `expert_slots` and `hidden_slots` count the features of
-all slots."""
+all slots. `gated_query_heads` counts the features of the heads of q and of the gates beside them.
+Of a gated delta net, `delta_heads` counts the heads of v, `delta_width` the features of one of
+them, `delta_values` those of all of them, and `delta_inputs` those of q, k and v."""
 
 
 class Sharding(NamedTuple):
@@ -89,6 +103,8 @@ class Operator:
     """The dtype in which engines keep its weight; empty for the model's."""
     bias: str = ""
     """The setting of config.json that gives it a bias."""
+    bias_tensor: str = "bias"
+    """The name of its bias in that module."""
     parameter: str = ""
     """The canonical name of its weight, if it differs from the site's."""
     tied_to: str = ""
@@ -158,6 +174,36 @@ _RECORDS = (
         tensor="sinks", site_name="attn"),
     Operator("o_proj", "matmul", "linear", "attn", ("attended",), "branch", "hidden", ROWS,
         weight=("hidden", "query_heads"), module="self_attn.o_proj", bias="attention_bias"),
+    Operator("gated_q_proj", "matmul", "linear", "attn", ("normed",), "gated_query",
+        "gated_query_heads", HEADS, weight=("gated_query_heads", "hidden"),
+        module="self_attn.q_proj", bias="attention_bias", site_name="q_proj"),
+    Operator("gated_q_norm", "reduction", "rms_norm", "attn", ("gated_query",), "query",
+        "query_heads", HEADS, weight=("head_dim",), module="self_attn.q_norm",
+        site_name="q_norm"),
+    Operator("attn_gate", "elementwise", "output_gate", "attn", ("attended", "gated_query"),
+        "attended", "query_heads", HEADS),
+    Operator("qkv_in", "matmul", "linear", "attn", ("normed",), "mixed", "delta_inputs", HEADS,
+        weight=("delta_inputs", "hidden"), module="linear_attn.in_proj_qkv"),
+    Operator("z", "matmul", "linear", "attn", ("normed",), "delta_gate", "delta_values", HEADS,
+        weight=("delta_values", "hidden"), module="linear_attn.in_proj_z"),
+    Operator("b", "matmul", "linear", "attn", ("normed",), "delta_b", "delta_heads", HEADS,
+        weight=("delta_heads", "hidden"), module="linear_attn.in_proj_b"),
+    Operator("a", "matmul", "linear", "attn", ("normed",), "delta_a", "delta_heads", HEADS,
+        weight=("delta_heads", "hidden"), module="linear_attn.in_proj_a"),
+    Operator("conv", "elementwise", "short_conv", "attn", (), "convolved", "delta_inputs", HEADS,
+        prefix_inputs=("mixed",), weight=("delta_inputs", "one", "conv_taps"),
+        module="linear_attn.conv1d"),
+    Operator("decay", "elementwise", "decay", "attn", ("delta_a",), "log_decay", "delta_heads",
+        HEADS, weight=("delta_heads",), module="linear_attn", tensor="A_log",
+        bias_tensor="dt_bias", rounded_to="float32"),
+    Operator("beta", "elementwise", "sigmoid", "attn", ("delta_b",), "delta_beta", "delta_heads",
+        HEADS),
+    Operator("delta", "attention", "delta_rule", "attn", (), "attended", "delta_values", HEADS,
+        prefix_inputs=("convolved", "delta_b", "delta_a")),
+    Operator("gated_norm", "reduction", "gated_norm", "attn", ("attended", "delta_gate"),
+        "attended", "delta_values", HEADS, weight=("delta_width",), module="linear_attn.norm"),
+    Operator("out_proj", "matmul", "linear", "attn", ("attended",), "branch", "hidden", ROWS,
+        weight=("hidden", "delta_values"), module="linear_attn.out_proj"),
     Operator("attn_post_norm", "reduction", "rms_norm", "attn", ("branch",), "branch", "hidden",
         WHOLE, weight=("hidden",), module="post_attention_layernorm"),
     Operator("attn_residual", "elementwise", "residual", "attn", ("stream", "branch"), "stream",

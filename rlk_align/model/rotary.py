@@ -29,9 +29,11 @@ class Rotary:
     context: int
     """The number of positions."""
     source: str
-    """The site that layer 0's `q_rope` rotates."""
+    """The site that the `q_rope` of `layer` rotates."""
     key_source: str
-    """The site that layer 0's `k_rope` rotates."""
+    """The site that the `k_rope` of `layer` rotates."""
+    layer: int = 0
+    """The first layer with attention."""
     interleaved: bool = False
     """Whether features 2j and 2j + 1 are a pair, and not j and j + half the rotated width."""
     scaling: float = 1.0
@@ -115,8 +117,9 @@ def checkpoint_rotary(model: Path, shape: ModelShape, layer: int = 0) -> Rotary 
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         context=shape.context,
-        source=inputs["layers.0.q_rope"][0],
-        key_source=inputs["layers.0.k_rope"][0],
+        source=inputs[f"layers.{shape.first_attention}.q_rope"][0],
+        key_source=inputs[f"layers.{shape.first_attention}.k_rope"][0],
+        layer=shape.first_attention,
     )
 
 

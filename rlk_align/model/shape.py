@@ -1,6 +1,6 @@
 """The sizes of a checkpoint's model, and what its config.json says of its operators."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,11 @@ from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config
 from rlk_align.model.config_keys import unknown_settings
 from rlk_align.model.dtypes import DTYPES
-from rlk_align.model.families import FAMILIES, WITHOUT_FAMILY
+from rlk_align.model.families import FAMILIES, WITHOUT_FAMILY, layer_kind
 from rlk_align.model.family import Family
 from rlk_align.model.operators import OPERATORS, Operator, Size
 from rlk_align.model.sparse_config import UNKNOWN_ROUTING, read_experts
-from rlk_align.model.stored import stored_dtype, stored_layers
+from rlk_align.model.stored import FusedRows, stored_dtype, stored_layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +56,18 @@ class ModelShape:
     limit."""
     unrotated_layers: tuple[int, ...] = ()
     """The layers that do not rotate q and k."""
+    delta_layers: tuple[int, ...] = ()
+    """The layers with a gated delta net in place of attention."""
+    delta_key_heads: int = 0
+    """The number of heads of q and of k in a gated delta net, each for several heads of v."""
+    delta_heads: int = 0
+    """The number of heads of v."""
+    delta_key_width: int = 0
+    """The number of features of a head of q and k."""
+    delta_width: int = 0
+    """The number of features of a head of v."""
+    conv_taps: int = 0
+    """The number of rows that the convolution before a gated delta net reads, its own included."""
     qk_norm: bool = False
     """Whether the config enables norms of q and k, in a family that leaves them to the config."""
 
@@ -74,10 +86,43 @@ class ModelShape:
             yield None, OPERATORS[name]
 
     @property
-    def fused_rows(self) -> dict[str, dict[str, int]]:
-        """Module of a layer in the checkpoint -> its operators, with the rows of each."""
-        fused = self.family.fused.items()
-        return {m: {op: self.size(OPERATORS[op].features) for op in ops} for m, ops in fused}
+    def fused_rows(self) -> dict[str, tuple[FusedRows, ...]]:
+        """Module of a layer in the checkpoint -> the rows of its operators, in stored order."""
+        return {m: tuple(self._fused(ops)) for m, ops in self.family.fused.items()}
+
+    def _fused(self, ops: Sequence[str]) -> Iterator[FusedRows]:
+        if not self.family.by_key_head:
+            for op in ops:
+                yield FusedRows(op, 0, self.size(OPERATORS[op].features))
+            return
+        keys, values = self.delta_key_heads * self.delta_key_width, self.size("delta_values")
+        # The first row of each part of an operator, and the number of rows for a head of keys.
+        parts = {
+            "qkv_in": ((0, keys), (keys, keys), (2 * keys, values)),
+            "z": ((0, values),),
+            "b": ((0, self.delta_heads),),
+            "a": ((0, self.delta_heads),),
+        }
+        for head in range(self.delta_key_heads):
+            for op in ops:
+                for first, size in parts[op]:
+                    step = size // self.delta_key_heads
+                    yield FusedRows(op, first + head * step, first + (head + 1) * step)
+
+    def operator_of(self, site: str) -> Operator:
+        """The record of a site's operator: of those that share its name and formula, the one that
+        its layer has."""
+        layer, _, op = site.rpartition(".")
+        usual = OPERATORS[op]
+        names = self.family.layer(self, int(layer.removeprefix("layers."))) if layer else ()
+        records = (OPERATORS[name] for name in names)
+        same = (o for o in records if (o.site, o.formula) == (op, usual.formula))
+        return next(same, usual)
+
+    @property
+    def first_attention(self) -> int:
+        """The first layer with attention, on which positions and boundaries are measured."""
+        return next(i for i in range(self.layers) if i not in self.delta_layers)
 
     def has(self, op: str) -> bool:
         """Whether any layer has that operator."""
@@ -90,7 +135,12 @@ class ModelShape:
 
     def heads_of(self, size: Size) -> int:
         """The number of heads that a dimension consists of; 1 if it does not count heads."""
-        return {"query_heads": self.heads, "kv_heads": self.kv_heads}.get(size, 1)
+        return {
+            "query_heads": self.heads,
+            "gated_query_heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "delta_values": self.delta_heads,
+        }.get(size, 1)
 
     def size(self, size: Size) -> int:
         """The number of features of a dimension in this model."""
@@ -98,6 +148,13 @@ class ModelShape:
             return 1
         if size in ("query_heads", "kv_heads"):
             return self.heads_of(size) * self.head_dim
+        if size == "gated_query_heads":
+            return 2 * self.heads * self.head_dim
+        if size == "delta_values":
+            return self.delta_heads * self.delta_width
+        if size == "delta_inputs":
+            keys = 2 * self.delta_key_heads * self.delta_key_width
+            return keys + self.delta_heads * self.delta_width
         if size in ("expert_slots", "hidden_slots"):
             return self.top_k * (
                 self.hidden if size == "hidden_slots" else self.expert_intermediate
@@ -198,6 +255,39 @@ def _unrotated(model: Path, config: Mapping[str, Any], family: Family) -> tuple[
     return layers
 
 
+_WITH_VISION = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""model_type of a checkpoint that sees images, too -> that of its decoder."""
+_DELTA_SIZES = {
+    "delta_key_heads": "linear_num_key_heads",
+    "delta_heads": "linear_num_value_heads",
+    "delta_key_width": "linear_key_head_dim",
+    "delta_width": "linear_value_head_dim",
+    "conv_taps": "linear_conv_kernel_dim",
+}
+
+
+def _read_delta_net(
+    model: Path, config: dict[str, Any], size: Callable[..., int]
+) -> dict[str, Any]:
+    """The fields of `ModelShape` that describe gated delta nets. Raises ModelError."""
+    sizes = {name: size(key) for name, key in _DELTA_SIZES.items()}
+    if sizes["delta_heads"] % sizes["delta_key_heads"]:
+        raise ModelError(
+            f"{model}/config.json: linear_num_value_heads={sizes['delta_heads']} is no multiple of "
+            f"linear_num_key_heads={sizes['delta_key_heads']}"
+        )
+    layers = range(size("num_hidden_layers"))
+    kinds = {i: layer_kind(config, i) for i in layers}
+    rotated = [i for i in layers if kinds[i] == "full_attention"]
+    if not rotated:
+        raise ModelError(
+            f"{model}/config.json: no layer has full_attention, and positions are checked by a "
+            "layer's rotation",
+            WITHOUT_FAMILY,
+        )
+    return {**sizes, "delta_layers": tuple(i for i in layers if kinds[i] == "linear_attention")}
+
+
 def read_shape(model: Path) -> ModelShape:
     """The shape of the checkpoint in folder `model`, from its config.json. If that has no dtype, it
     is the dtype of the stored weights.
@@ -211,6 +301,12 @@ def read_shape(model: Path) -> ModelShape:
         raise ModelError(
             f"{model}: model_type {kind!r} is not supported: {UNKNOWN_ROUTING[kind]}",
             WITHOUT_FAMILY,
+        )
+    if isinstance(kind, str) and kind in _WITH_VISION:
+        raise ModelError(
+            f"{model}: model_type {kind!r} has a vision tower beside the decoder, and its "
+            "checkpoint has other names of tensors",
+            f"save the decoder alone, as model_type {_WITH_VISION[kind]!r}",
         )
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ModelError(
@@ -255,5 +351,6 @@ def read_shape(model: Path) -> ModelShape:
         dtype=dtype,
         qk_norm=bool(family.qk_norm and config.get(family.qk_norm)),
         unrotated_layers=_unrotated(model, config, family),
+        **(_read_delta_net(model, config, size) if family.hybrid else {}),
         **(read_experts(model, config, family.experts, size) if family.experts else {}),
     )

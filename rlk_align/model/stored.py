@@ -4,11 +4,11 @@ transformers and the checkpoints of some trainers, counts as one tensor for each
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import tensor_name, weight_files
@@ -32,6 +32,15 @@ class Stacks:
     """Whether the rows of gate and up alternate."""
 
 
+class FusedRows(NamedTuple):
+    """Consecutive rows of an operator in a fused tensor."""
+
+    op: str
+    start: int
+    """The first of them among the operator's own rows."""
+    stop: int
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor, or an expert's part of a stack."""
@@ -48,6 +57,8 @@ class StoredTensor:
     """The first row within that entry of the stack, or within a fused tensor."""
     fused: bool = False
     """Whether it is some rows of a fused tensor."""
+    rows: tuple[int, ...] = ()
+    """These rows, if they are not consecutive; then `first` does not count."""
     step: int = 1
     """The distance between its rows in that entry."""
     transposed: bool = False
@@ -61,6 +72,9 @@ class StoredTensor:
 
     def part(self, file: Any, dim: int, start: int, stop: int) -> Any:
         """The tensor from `start` to `stop` along its first or second dimension."""
+        if self.rows:
+            whole = file.get_tensor(self.name)[list(self.rows)]
+            return whole[start:stop] if dim == 0 else whole[:, start:stop]
         stored = file.get_slice(self.name)
         if self.expert is None:
             if dim == 0:
@@ -79,7 +93,7 @@ class StoredTensor:
 def stored_tensors(
     model: Path,
     modules: Mapping[str, str],
-    fused: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
+    fused: Mapping[str, Sequence[FusedRows]] = MappingProxyType({}),
     stacks: Stacks = Stacks(),
 ) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint's files by name, with a stack split into its experts, and a fused
@@ -135,20 +149,28 @@ def stored_layers(model: Path) -> int:
 
 
 def _unfused(
-    whole: StoredTensor, modules: Mapping[str, str], fused: Mapping[str, Mapping[str, int]]
+    whole: StoredTensor, modules: Mapping[str, str], fused: Mapping[str, Sequence[FusedRows]]
 ) -> Iterator[tuple[str, StoredTensor]]:
     """(name, part) of each operator of a fused tensor; empty for any other tensor."""
     match = re.fullmatch(r"model\.(layers\.\d+)\.(.+)\.(weight|bias)", whole.name)
-    rows = fused.get(match[2], {}) if match else {}
-    if match is None or sum(rows.values()) != whole.shape[0]:
+    pieces = fused.get(match[2], ()) if match else ()
+    if match is None or sum(p.stop - p.start for p in pieces) != whole.shape[0]:
         return
+    by_op: dict[str, dict[int, int]] = {}
     first = 0
-    for op, size in rows.items():
+    for p in pieces:
+        own = zip(range(p.start, p.stop), range(first, whole.shape[0]), strict=False)
+        by_op.setdefault(p.op, {}).update(own)
+        first += p.stop - p.start
+    for op, stored_rows in by_op.items():
+        rows = tuple(stored_rows[own] for own in sorted(stored_rows))
+        first, size = rows[0], len(rows)
+        consecutive = rows == tuple(range(first, first + size))
         parameter = f"{match[1]}.{op}" + ("" if match[3] == "weight" else ".bias")
         shape = (size, *whole.shape[1:])
         name = tensor_name(parameter, modules)
-        yield name, StoredTensor(whole.file, shape, whole.dtype, whole.name, None, first, True)
-        first += size
+        part = StoredTensor(whole.file, shape, whole.dtype, whole.name, None, first, True)
+        yield name, part if consecutive else replace(part, rows=rows)
 
 
 def _experts(

@@ -57,6 +57,7 @@ def check_tensors(model: Path, shape: ModelShape) -> None:
     missing = [n for n in expected if n not in stored and not (tied and n == head)]
     more = range(shape.layers, shape.layers + predictor_layers(config))
     ignored = tuple(f"model.layers.{i}." for i in more)
+    ignored += (shape.family.ignored,) if shape.family.ignored else ()
     unexpected = [
         n
         for n in stored

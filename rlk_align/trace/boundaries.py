@@ -1,4 +1,4 @@
-"""Where each sequence begins for the attention, measured on layer 0.
+"""Where each sequence begins for the attention, measured on the first layer that has one.
 
 The first token of a sequence attends only to itself, so its attention output is its own value
 vector, with each key-value head repeated for its group. Any later token attends to more tokens. A
@@ -25,9 +25,10 @@ def alike(out: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 class BoundaryCheck:
-    """Checks layer 0 of one pass."""
+    """Checks the first attention of one pass."""
 
-    def __init__(self, heads: int, kv_heads: int, sinks: bool = False) -> None:
+    def __init__(self, heads: int, kv_heads: int, sinks: bool = False, layer: int = 0) -> None:
+        self._of_value, self._of_output = f"layers.{layer}.v_proj", f"layers.{layer}.attn"
         self._heads, self._kv_heads, self._sinks = heads, kv_heads, sinks
         self._value: torch.Tensor | None = None
         self._last: dict[int, tuple[int, torch.Tensor]] = {}
@@ -37,10 +38,10 @@ class BoundaryCheck:
         self._first: list[WrongBoundary] = []
 
     def see(self, site: str, rows: torch.Tensor, sample: np.ndarray, position: np.ndarray) -> None:
-        """Takes the rows of each site; only layer 0's values and attention are used."""
-        if site == "layers.0.v_proj":
+        """Takes the rows of each site; only that layer's values and attention are used."""
+        if site == self._of_value:
             self._value = rows.detach().clone()
-        elif site == "layers.0.attn" and self._value is not None:
+        elif site == self._of_output and self._value is not None:
             value, self._value = self._value, None
             self._check(value, rows.detach(), sample, position)
 

@@ -1,5 +1,5 @@
-"""The position by which each query of layer 0 was rotated, measured from the input and the output
-of the rotary embedding; and whether the keys of a sequence are shifted like its queries.
+"""The position by which each query of the first attention was rotated, measured from the input and
+the output of the rotary embedding; and whether the keys of a sequence are shifted like its queries.
 
 A rotary embedding turns the pair (x_j, x_{j+d/2}) of every head by the angle p * w_j (Su et al.
 2021, in the half-split layout of most checkpoints; in others (x_2j, x_{2j+1})). The angle between
@@ -19,10 +19,11 @@ MATCH = 0.995
 
 
 class PositionCheck:
-    """Checks layer 0 of one pass."""
+    """Checks the first attention of one pass."""
 
     def __init__(self, rotary: Rotary) -> None:
         self._rotary = rotary
+        self._query, self._key = (f"layers.{rotary.layer}.{op}" for op in ("q_rope", "k_rope"))
         self._frequency = torch.tensor(rotary.inv_freq, dtype=torch.float64)
         self._inputs: dict[str, torch.Tensor] = {}
         self._checked = self._keys = 0
@@ -34,14 +35,14 @@ class PositionCheck:
         self._first: list[WrongPosition] = []
 
     def see(self, site: str, rows: torch.Tensor, sample: np.ndarray, position: np.ndarray) -> None:
-        """Takes the rows of each site; only layer 0's queries and keys are used."""
+        """Takes the rows of each site; only that layer's queries and keys are used."""
         rotary = self._rotary
         if site in (rotary.source, rotary.key_source):
             self._inputs[site] = rows.detach().clone()
-        elif site == "layers.0.q_rope" and rotary.source in self._inputs:
+        elif site == self._query and rotary.source in self._inputs:
             x = self._inputs.pop(rotary.source)
             self._check(self._turned(x, rows.detach(), rotary.heads), sample, position)
-        elif site == "layers.0.k_rope" and rotary.key_source in self._inputs:
+        elif site == self._key and rotary.key_source in self._inputs:
             x = self._inputs.pop(rotary.key_source)
             turned = self._turned(x, rows.detach(), rotary.kv_heads)
             self._keys += len(turned)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from rlk_align.engines.common.layout import Layout, even, fused
+from rlk_align.engines.common.layout import Layout, even, fused, of_fused
 from rlk_align.engines.common.weights import parameters
 from rlk_align.engines.megatron.experts import expert_parameters
 from rlk_align.engines.megatron.layout import vocabulary
@@ -103,13 +103,17 @@ def _fused_hf(shape: ModelShape) -> Iterator[_Tensor]:
     """q, k, v in one tensor and gate, up in another, as in vLLM."""
     first = shape.family.modules.get("shared_gate_proj", OPERATORS["shared_gate_proj"].module)
     shared = ((first.replace("gate_proj", "gate_up_proj"), ("shared_gate_proj", "shared_up_proj")),)
+    for i, module in product(range(shape.layers), shape.fused_rows):
+        layout = of_fused(f"layers.{i}", module, shape)
+        yield _Tensor(f"model.layers.{i}.{module}.weight", 2, _along_rows(layout))
     for i in range(shape.layers):
         for module, ops in (
             ("self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj")),
             ("mlp.gate_up_proj", ("gate_proj", "up_proj")),
             *shared * bool(shape.shared_intermediate),
         ):
-            sizes = [shape.size(OPERATORS[op].features) for op in ops]
+            records = (shape.operator_of(f"layers.{i}.{op}") for op in ops)
+            sizes = [shape.size(o.features) for o in records]
             for end, suffix, dimensions in (("weight", "", 2), ("bias", ".bias", 1)):
                 names = [f"layers.{i}.{op}{suffix}" for op in ops]
                 layout = fused(*(even(n, s, 1) for n, s in zip(names, sizes, strict=True)))
@@ -178,6 +182,9 @@ def _beside_weights(shape: ModelShape) -> Iterator[_Tensor]:
         if site.operator.weight and site.operator.tensor != "weight":
             name = tensor_name(site.parameter, shape.family.modules)
             yield _Tensor(name, len(site.operator.weight), (Piece(site.parameter),))
+        if site.operator.bias_tensor != "bias":
+            name = tensor_name(f"{site.parameter}.bias", shape.family.modules)
+            yield _Tensor(name, 1, (Piece(f"{site.parameter}.bias"),))
 
 
 _OF_EXPERT = tuple(o.site for o in OPERATORS.values() if o.of_expert and o.weight)

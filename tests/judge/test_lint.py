@@ -160,7 +160,8 @@ def test_sites_are_those_of_the_model() -> None:
     shared = dataclasses.replace(sparse, model_type="glm4_moe", shared_intermediate=1)
     gated = dataclasses.replace(shared, model_type="qwen2_moe")
     after = dataclasses.replace(shape, model_type="gemma3_text")
-    sites += [s for other in (sparse, shared, gated, after) for s in model_sites(other)]
+    hybrid = dataclasses.replace(after, model_type="qwen3_5_text", delta_layers=(0, 1))
+    sites += [s for other in (sparse, shared, gated, after, hybrid) for s in model_sites(other)]
     assert {s.op for s in sites} == {operator.site for operator in OPERATORS.values()}
     assert {s.op for s in sites if s.layer is None} == {
         operator.site for operator in OPERATORS.values() if operator.part is None
@@ -169,11 +170,13 @@ def test_sites_are_those_of_the_model() -> None:
 
 def test_operators_of_which_nothing_is_said() -> None:
     bf16 = open_contract("bf16")
-    some = [b for b in bf16.budgets if b.id != "rounding-attention"]
+    of_class = ("rounding-attention", "rounding-delta-rule")
+    some = [b for b in bf16.budgets if b.id not in of_class]
     assert lint(bf16, DAY) == []
     assert [f.text for f in lint(bf16.model_copy(update={"budgets": some}), DAY)] == [
-        "it limits operators in bfloat16, and has no limit for attn: add a budget of the class "
+        f"it limits operators in bfloat16, and has no limit for {op}: add a budget of the class "
         "attention"
+        for op in ("attn", "delta")
     ]
 
 

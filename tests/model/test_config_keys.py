@@ -114,6 +114,28 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             **{"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
         },
     },
+    "Qwen3-Next-80B-A3B-Instruct": {
+        **{"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "head_dim": 32},
+        **{"attention_bias": False, "decoder_sparse_step": 1, "full_attention_interval": 2},
+        **{"linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_num_key_heads": 2},
+        **{"linear_num_value_heads": 4, "linear_value_head_dim": 16, "mlp_only_layers": []},
+        **{"moe_intermediate_size": 32, "norm_topk_prob": True, "num_experts": 8},
+        **{"num_experts_per_tok": 2, "output_router_logits": False, "partial_rotary_factor": 0.25},
+        **{"rope_scaling": None, "router_aux_loss_coef": 0.001, "use_sliding_window": False},
+        "shared_expert_intermediate_size": 32,
+    },
+    "the text model of Qwen3.5-4B": {
+        **{"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "head_dim": 32},
+        **{"attention_bias": False, "attn_output_gate": True, "full_attention_interval": 2},
+        **{"layer_types": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 4},
+        **{"linear_key_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_value_head_dim": 16, "mamba_ssm_dtype": "float32", "mlp_only_layers": []},
+        **{"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False},
+        "rope_parameters": {
+            **{"mrope_interleaved": True, "mrope_section": [2, 1, 1], "rope_type": "default"},
+            **{"rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        },
+    },
     "OLMoE-1B-7B-0924": {
         **{"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "attention_bias": False},
         **{"clip_qkv": None, "norm_topk_prob": False, "num_experts": 8, "num_experts_per_tok": 2},
@@ -325,6 +347,31 @@ def test_what_gpt_oss_leaves_out_of_its_config(tmp_path: Path) -> None:
     assert kinds == ["sliding_attention", "full_attention"]
     with pytest.raises(ModelError, match="swiglu_limit is 0"):
         accepted(tmp_path, config | {"swiglu_limit": 0})
+
+
+def test_the_layers_and_the_gates_of_hybrid_configs(tmp_path: Path) -> None:
+    config = HUB | PUBLISHED["Qwen3-Next-80B-A3B-Instruct"] | {"num_hidden_layers": 4}
+    accepted(tmp_path, config)
+    shape = read_shape(tmp_path)
+    assert (shape.delta_layers, shape.first_attention) == ((0, 2), 1)
+    assert (shape.size("delta_inputs"), shape.size("gated_query_heads")) == (128, 256)
+    for changes, said in (
+        ({"layer_types": ["linear_attention"] * 4}, "no layer has full_attention"),
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads=3 is no multiple of"),
+        ({"attn_output_gate": False}, "attn_output_gate = False changes the output of attention"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype = 'bfloat16' changes the precision"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types = ['full"),
+    ):
+        with pytest.raises(ModelError, match=re.escape(said)):
+            accepted(tmp_path, config | changes)
+
+
+def test_a_checkpoint_with_a_vision_tower_is_refused(tmp_path: Path) -> None:
+    config = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}}
+    with pytest.raises(ModelError) as refused:
+        accepted(tmp_path, config)
+    assert "model_type 'qwen3_5' has a vision tower" in refused.value.message
+    assert refused.value.fix == "save the decoder alone, as model_type 'qwen3_5_text'"
 
 
 def test_a_longrope_is_compared_up_to_its_original_length(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from stacked_experts import stacked
 
 from rlk_align.errors import ModelError
 from rlk_align.model.shape import read_shape
-from rlk_align.model.stored import Stacks, stored_tensors
+from rlk_align.model.stored import FusedRows, Stacks, stored_tensors
 from rlk_align.model.tensors import check_tensors
 
 SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
@@ -82,6 +82,35 @@ def test_a_family_may_have_stacks_of_columns_in_turn_and_biases(tmp_path: Path) 
                 assert torch.equal(stored.part(file, 0, 1, 3), weight[1:3])
                 assert torch.equal(stored.part(file, 1, 1, 3), weight[:, 1:3])
                 assert torch.equal(found[f"{here}.{e}.{op}.bias"].read(file), bias)
+
+
+def test_a_family_may_have_rows_of_several_operators_for_each_head_of_keys(tmp_path: Path) -> None:
+    """Two heads of keys of 2 rows, each with two heads of values of 3 rows, of 5 columns."""
+    fused = {
+        "qkvz": tuple(
+            FusedRows(op, first + head * step, first + (head + 1) * step)
+            for head in (0, 1)
+            for op, first, step in (
+                *(("qkv_in", 0, 2), ("qkv_in", 4, 2), ("qkv_in", 8, 6)),
+                ("z", 0, 6),
+            )
+        )
+    }
+    weight = torch.arange(32 * 5).reshape(32, 5).float()
+    path = tmp_path / "model.safetensors"
+    save_file({"model.layers.0.qkvz.weight": weight}, path)
+    stored = stored_tensors(tmp_path, {}, fused)
+    by_head = weight.reshape(2, 16, 5)
+    qkv = torch.cat([by_head[:, a:b].reshape(-1, 5) for a, b in ((0, 2), (2, 4), (4, 10))])
+    wanted = {"in_proj_qkv": qkv, "in_proj_z": by_head[:, 10:].reshape(-1, 5)}
+    assert len(stored) == len(wanted)
+    with safe_open(path, framework="pt") as file:
+        for name, expected in wanted.items():
+            part = stored[f"model.layers.0.linear_attn.{name}.weight"]
+            assert part.shape == expected.shape
+            assert torch.equal(part.read(file), expected)
+            assert torch.equal(part.part(file, 0, 3, 9), expected[3:9])
+            assert torch.equal(part.part(file, 1, 1, 3), expected[:, 1:3])
 
 
 def test_a_stack_of_another_size_is_refused(model: Path) -> None:

@@ -40,6 +40,9 @@ SHARED = dataclasses.replace(read_shape(SPARSE), model_type="glm4_moe", shared_i
 SHARED_SITES = {s.name: s for s in model_sites(SHARED)}
 GATED = dataclasses.replace(SHARED, model_type="qwen2_moe")
 SUNK = dataclasses.replace(SHARED, model_type="gpt_oss")
+HYBRID = dataclasses.replace(
+    SHAPE, model_type="qwen3_5_text", delta_layers=(0, 1, 2), delta_key_heads=2, delta_heads=4
+)
 OF_SPARSE = {n: f for n, f in FAULTS.items() if f.sparse and f.needs != "variant"}
 
 Rows = dict[tuple[str, int, int], torch.Tensor]
@@ -307,12 +310,14 @@ def test_the_catalogue_is_whole() -> None:
         "logits": "matmul",
         "logprob": "logprob",
     }
+    mixed = ("weights", "input", "routing", "recurrence")
     dense = {s.name: s for s in model_sites(SHAPE)}
     assert len(FAULTS) >= 40
     kinds = [name for name, family in FAMILIES.items() if not family.experts]
     shapes = [dataclasses.replace(SHAPE, model_type=kind) for kind in kinds]
     shapes.append(dataclasses.replace(SHAPE, model_type="smollm3", unrotated_layers=(3,)))
-    variants = [{s.name: s for s in model_sites(shape)} for shape in (*shapes, GATED, SUNK)]
+    shapes += [GATED, SUNK, HYBRID]
+    variants = [{s.name: s for s in model_sites(shape)} for shape in shapes]
     for name, fault in FAULTS.items():
         sites = SPARSE_SITES if fault.sparse else dense
         sites = SHARED_SITES if fault.needs == "shared" else sites
@@ -326,6 +331,6 @@ def test_the_catalogue_is_whole() -> None:
         assert (fault.expected == "precheck") == bool(fault.mismatch), name
         if fault.strength is not None:
             assert list(fault.strength.curve) == sorted(fault.strength.curve), name
-    assert {f.op_class for f in FAULTS.values()} == {*classes, "weights", "input", "routing"}
+    assert {f.op_class for f in FAULTS.values()} == {*classes, *mixed}
     for engine in ("hf", "vllm", "megatron"):
         assert len(faults_of(engine)) >= 40

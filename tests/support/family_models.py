@@ -86,6 +86,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"head_dim": 32, "sliding_window": 8, "num_local_experts": 8, "num_experts_per_tok": 3},
         **{"intermediate_size": 96, "rope_parameters": YARN | {"truncate": False} | BETAS},
     },
+    "qwen3_5_text": {
+        **{"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 64, "linear_value_head_dim": 64},
+    },
+    "qwen3_next": {
+        **{"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 64, "linear_value_head_dim": 64, "mlp_only_layers": [1]},
+        **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96},
+        **{"shared_expert_intermediate_size": 160, "norm_topk_prob": True},
+    },
+    "qwen3_5_moe_text": {
+        **{"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 64, "linear_value_head_dim": 64},
+        **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96},
+        **{"shared_expert_intermediate_size": 160},
+    },
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
 }
 """model_type -> what its config sets beside `random_model.SMALL`."""

@@ -32,6 +32,9 @@ def write_random_model(folder: Path, rounded: bool = False, **settings: Any) -> 
         elif key.endswith("sinks"):
             # Near the scores that these biases of q and k cause.
             torch.nn.init.uniform_(parameter, 8, 12)
+        elif key.endswith("A_log"):
+            # Decays from slow ones, as trained models have, to fast ones.
+            torch.nn.init.uniform_(parameter, -6, 1)
         elif "norm" in key or key.endswith("bias"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         elif not parameter.any():

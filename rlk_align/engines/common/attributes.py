@@ -11,13 +11,15 @@ from rlk_align.engines.common.places import Place
 from rlk_align.model.operators import OPERATORS
 
 
-def per_layer(name: str, values: list[Any]) -> dict[str, Any]:
-    """`{name: value}` with the commonest value, and each layer's exception."""
+def per_layer(name: str, values: list[Any], layers: Sequence[int] | None = None) -> dict[str, Any]:
+    """`{name: value}` with the commonest value, and each layer's exception. `layers`: those with
+    these values; None for all."""
     if not values:
         return {}
     common = Counter(map(repr, values)).most_common(1)[0][0]
     shared = next(v for v in values if repr(v) == common)
-    exceptions = {f"layers.{i}.{name}": v for i, v in enumerate(values) if repr(v) != common}
+    numbered = zip(range(len(values)) if layers is None else layers, values, strict=True)
+    exceptions = {f"layers.{i}.{name}": v for i, v in numbered if repr(v) != common}
     return {name: shared, **exceptions}
 
 
@@ -90,7 +92,7 @@ def norm_epsilons(model: Any, places: Iterable[Place]) -> dict[str, float | None
     return {
         p.sites[0]: norm_epsilon(model.get_submodule(p.module))
         for p in places
-        if OPERATORS[p.sites[0].rpartition(".")[2]].formula == "rms_norm"
+        if OPERATORS[p.sites[0].rpartition(".")[2]].formula in ("rms_norm", "gated_norm")
     }
 
 

@@ -15,6 +15,8 @@ from rlk_align.model.shape import ModelShape
 
 Sparse = Callable[[int], Iterable[Place] | None]
 """Index of a layer -> the places of its sparse block; None for a dense layer."""
+DeltaNet = Callable[[str, str, ModelShape], Iterator[Place]]
+"""Name of a layer, path of its gated delta net, shape -> the places in it."""
 
 
 def fused_places(
@@ -24,11 +26,12 @@ def fused_places(
     logits: str,
     sparse: Sparse,
     heads: Callable[[str], Access] = lambda op: FIRST,
+    delta: DeltaNet | None = None,
 ) -> Iterator[Place]:
     """The place of each site in a live model of `tp` ranks.
 
     `logits`: the path of the module that computes them; `heads`: how to reach the values of
-    `q_norm` and `k_norm`.
+    `q_norm` and `k_norm`; `delta`: the places of a gated delta net.
     """
     if shape.family.embedding_scale:
         # The engine scales it outside of any module.
@@ -37,7 +40,7 @@ def fused_places(
     else:
         yield Place(sites=("embed",), module=embedding_path(model))
     for i, layer in enumerate(model.model.layers):
-        yield from _layer_places(model, layer, i, shape, tp, sparse, heads)
+        yield from _layer_places(model, layer, i, shape, tp, sparse, heads, delta)
     last = f"layers.{len(model.model.layers) - 1}.mlp_residual"
     yield from _norm(last, "final_norm", "model.norm")
     head = head_path(model)
@@ -75,6 +78,12 @@ def attention_of(layer: Any) -> Any:
     return getattr(layer, attention_path(layer))
 
 
+def attentions(model: Any) -> dict[int, Any]:
+    """Index of a layer -> its attention, for the layers that have one."""
+    layers = enumerate(model.model.layers)
+    return {i: attention_of(x) for i, x in layers if hasattr(x, attention_path(x))}
+
+
 def place_of(
     model: Any, shape: ModelShape, tp: int, module: str, sites: tuple[str, ...], **more: Any
 ) -> Place:
@@ -96,6 +105,7 @@ def _layer_places(
     tp: int,
     sparse: Sparse,
     heads: Callable[[str], Access],
+    delta: DeltaNet | None,
 ) -> Iterator[Place]:
     name = f"layers.{i}"
     here, mlp = f"model.{name}", f"model.{name}.mlp"
@@ -107,15 +117,21 @@ def _layer_places(
 
     stream = f"layers.{i - 1}.mlp_residual" if i else ""
     yield from _norm(stream, f"{name}.attn_norm", f"{here}.input_layernorm")
-    yield place(f"{attention}.qkv_proj", "q_proj", "k_proj", "v_proj")
-    for op in ("q_norm", "k_norm"):
-        if hasattr(attention_of(layer), op):
-            yield place(f"{attention}.{op}", op, access=heads(op))
-    yield place(attention, "q_rope", end="rope")
-    yield place(attention, "k_rope", end="rope")
     operators = shape.family.layer(shape, i)
-    yield beside_sinks(place(f"{attention}.attn", "attn"), operators, attention)
-    yield place(f"{attention}.o_proj", "o_proj")
+    if "delta" in operators:
+        assert delta is not None, name
+        yield from delta(name, f"{here}.linear_attn", shape)
+    else:
+        yield place(f"{attention}.qkv_proj", "q_proj", "k_proj", "v_proj")
+        for op in ("q_norm", "k_norm"):
+            if hasattr(attention_of(layer), op):
+                yield place(f"{attention}.{op}", op, access=heads(op))
+        yield place(attention, "q_rope", end="rope")
+        yield place(attention, "k_rope", end="rope")
+        yield beside_sinks(place(f"{attention}.attn", "attn"), operators, attention)
+        if "attn_gate" in operators:
+            yield place(f"{attention}.o_proj", "attn_gate", end="input")
+        yield place(f"{attention}.o_proj", "o_proj")
     paths = layer_modules(operators, shape.family.modules)
     if "attn_post_norm" in operators:
         yield place(f"{here}.{paths['attn_post_norm']}", "attn_post_norm")

@@ -11,7 +11,6 @@ from itertools import pairwise
 import torch
 
 from rlk_align.engines.common.parameters import Shard
-from rlk_align.model.operators import OPERATORS
 from rlk_align.model.shape import ModelShape
 
 
@@ -144,10 +143,16 @@ def in_slots(op: str, size: int, slots: int, tp: int) -> Layout:
     )
 
 
+def of_fused(layer: str, module: str, shape: ModelShape) -> Layout:
+    """The layout of a layer's module that the checkpoint fuses, on one rank."""
+    pieces = shape.fused_rows[module]
+    return Layout((tuple(FeatureSlice(f"{layer}.{p.op}", p.start, p.stop) for p in pieces),))
+
+
 def of_outputs(sites: Sequence[str], shape: ModelShape, tp: int) -> Layout | None:
     """The layout of the values of these sites, which are fused in one tensor if there are several,
     by the catalogue; None if each rank has every feature."""
-    operators = {site: OPERATORS[site.rpartition(".")[2]] for site in sites}
+    operators = {site: shape.operator_of(site) for site in sites}
     if any(o.sharding.join != "concatenate" for o in operators.values()):
         return None
     return fused(

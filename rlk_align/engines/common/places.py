@@ -85,6 +85,8 @@ class Place:
     """The path of the module with its parameters, if that is another module."""
     weight: str = "weight"
     """The name of its weight there."""
+    bias: str = "bias"
+    """The name of its bias there."""
     unexposed: str = ""
     """Why its value can neither be read nor overwritten; empty if it can."""
 

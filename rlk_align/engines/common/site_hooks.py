@@ -42,6 +42,12 @@ class LiveRows:
         at = None if everything else torch.from_numpy(index).to(device)
         return cls(at, rows.sample, rows.position, rows.cells)
 
+    def part(self, at: slice) -> "LiveRows":
+        """The rows of a tensor that has these rows of packed ones, of which none are padding."""
+        assert self.index is None
+        sample, position = self.sample[at], self.position[at]
+        return LiveRows(None, sample, position, len(sample))
+
     def read(self, value: torch.Tensor) -> torch.Tensor:
         """`[N, F]`: these rows, with all features of a row in one dimension."""
         rows = value.reshape(value.shape[: _row_dims(value, self.cells)].numel(), -1)
@@ -164,6 +170,19 @@ class SiteHooks(Hooks):
         if rows is not None and self._observing:
             self.observe(place, value, rows)
 
+    def visit_inside(self, site: str, value: torch.Tensor, part: slice | None = None) -> None:
+        """Takes a value inside a module, `[*cells, F]`, or those rows of it that `part` says, and
+        overwrites it where the pass changes it."""
+        place = self._inside[site]
+        if place.unexposed:
+            return
+        rows = self.live_rows(place, value)
+        if rows is None:
+            return
+        if part is not None:
+            rows = rows.part(part)
+        self._visit(place, value, rows)
+
     def recorded_choice(self, site: str) -> Choose | None:
         """A function that replaces the engine's choice of experts by the recorded one; None if the
         site is not overwritten. A row that has the recorded experts already keeps its order."""
@@ -191,8 +210,10 @@ class SiteHooks(Hooks):
         """Observes and overwrites a module's input or output; returns the new output."""
         value = place.access.read(passed)
         rows = self.live_rows(place, value)
-        if rows is None:
-            return passed
+        return passed if rows is None else self._visit(place, passed, rows)
+
+    def _visit(self, place: Place, passed: Any, rows: LiveRows) -> Any:
+        value = place.access.read(passed)
         if self._observing:
             self.observe(place, value, rows)
         late, self._late = self._late, []

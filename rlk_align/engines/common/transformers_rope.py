@@ -25,7 +25,8 @@ def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -
     attention the query, then the key. The embedding is a function of the modeling module, and is
     wrapped while the hooks are installed."""
     # FSDP changes the classes of the model and its layers, but not that of the attention.
-    modeling = sys.modules[type(model.model.layers[0].self_attn).__module__]
+    attention = next(x.self_attn for x in model.model.layers if hasattr(x, "self_attn"))
+    modeling = sys.modules[type(attention).__module__]
     original = modeling.apply_rotary_pos_emb
 
     @functools.wraps(original)

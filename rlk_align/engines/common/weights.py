@@ -40,7 +40,7 @@ def parameters(
             # The engine itself reads what is inside a module, such as the experts.
             continue
         site, name = place.sites[0], operator.parameter or place.sites[0]
-        weight, bias = f"{place.holder}.{place.weight}", f"{place.holder}.bias"
+        weight, bias = f"{place.holder}.{place.weight}", f"{place.holder}.{place.bias}"
         match operator.sharding.axis:
             case "vocabulary":
                 yield Parameter(weight, vocabulary(name), 0)
@@ -124,8 +124,8 @@ def unfused(model: Any, places: Iterable[Place]) -> Iterator[tuple[str, torch.Te
         # A patch may have removed the weight: the parity check then names the missing parameter.
         if isinstance(weight := getattr(module, place.weight, None), torch.Tensor):
             yield name, weight.detach()
-        if getattr(module, "bias", None) is not None:
-            yield f"{name}.bias", module.bias.detach()
+        if (bias := getattr(module, place.bias, None)) is not None:
+            yield f"{name}.bias", bias.detach()
 
 
 def _of_fused(module: Any, place: Place) -> Iterator[tuple[str, torch.Tensor]]:
@@ -133,5 +133,5 @@ def _of_fused(module: Any, place: Place) -> Iterator[tuple[str, torch.Tensor]]:
     assert place.layout is not None, place.sites
     for suffix, name in (("", "weight"), (".bias", "bias")):
         if isinstance(value := getattr(module, name, None), torch.Tensor):
-            for at, piece in place.layout.local(0):
-                yield f"{piece.op}{suffix}", value.detach().narrow(0, at, piece.size)
+            for op in place.layout.ops:
+                yield f"{op}{suffix}", place.layout.assemble(op, [value.detach()], 0)

@@ -22,6 +22,7 @@ def _conflict(options: Mapping[str, OptionValue]) -> str | None:
 
 def _check(option: ReadOption, config: dict[str, Any], shape: ModelShape) -> None:
     check_attention(option, config, shape)
+    shape.family.check("deepspeed", shape.model_type)
     dtype = str(option("dtype"))
     dtype = shape.dtype if dtype == "auto" else dtype
     if dtype == "float16":

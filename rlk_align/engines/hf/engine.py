@@ -26,6 +26,7 @@ from rlk_align.engines.common.site_hooks import ForwardHooks
 from rlk_align.engines.common.transformers_rope import rotary_embeddings
 from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.forward_engine import ForwardEngine
+from rlk_align.engines.hf.delta_net import delta_attributes
 from rlk_align.engines.hf.experts import (
     corrections,
     expert_weights,
@@ -113,6 +114,7 @@ class HFEngine(ForwardEngine):
     def attributes(self) -> dict[str, Any]:
         return {
             **hf_attributes(self.model, self.shape),
+            **delta_attributes(self.model, self.compute_dtype),
             **self._rounded_frequencies(),
             **processing(self.temperature),
             # A forward of one sequence has no padding.
@@ -192,17 +194,22 @@ def _eos_ids(model: Any) -> set[int]:
 def hf_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
     """The settings of a live HF model that affect its numbers, beside its weights."""
     layers = list(model.model.layers)
-    attention = [layer.self_attn for layer in layers]
+    by_layer = {i: x.self_attn for i, x in enumerate(layers) if hasattr(x, "self_attn")}
+    attention, numbers = list(by_layer.values()), list(by_layer)
+
+    def of_attention(name: str, values: list[Any]) -> dict[str, Any]:
+        return per_layer(name, values, numbers)
+
     mlps, dtype = [getattr(layer, mlp_path(layer)) for layer in layers], model.lm_head.weight.dtype
     return {
         "layers": len(layers),
         "hidden_size": model.model.embed_tokens.weight.shape[1],
         "vocab_size": model.model.embed_tokens.weight.shape[0],
-        **per_layer("heads", [_heads(a, "q_proj", "num_attention_heads") for a in attention]),
-        **per_layer("kv_heads", [_heads(a, "k_proj", "num_key_value_heads") for a in attention]),
-        **per_layer("head_dim", [a.head_dim for a in attention]),
-        **per_layer("attention_scale", [float(f"{a.scaling:.6g}") for a in attention]),
-        **per_layer("sliding_window", [_window(a) for a in attention]),
+        **of_attention("heads", [_heads(a, "q_proj", "num_attention_heads") for a in attention]),
+        **of_attention("kv_heads", [_heads(a, "k_proj", "num_key_value_heads") for a in attention]),
+        **of_attention("head_dim", [a.head_dim for a in attention]),
+        **of_attention("attention_scale", [float(f"{a.scaling:.6g}") for a in attention]),
+        **of_attention("sliding_window", [_window(a) for a in attention]),
         **rope_attributes(rotary_embeddings(model)),
         **norm_attributes(norm_epsilons(model, hf_places(model, shape))),
         **per_layer(
@@ -229,7 +236,9 @@ def _heads(attention: Any, projection: str, key: str) -> int | None:
     if not hasattr(attention, projection):
         return getattr(attention.config, key)
     width = getattr(getattr(attention, projection), "out_features", None)
-    return None if width is None else width // attention.head_dim
+    # A product of queries may have their gates, too.
+    gated = projection == "q_proj" and width == 2 * getattr(attention.o_proj, "in_features", 0)
+    return None if width is None else width // attention.head_dim // (2 if gated else 1)
 
 
 def _routing(blocks: list[Any]) -> dict[str, Any]:

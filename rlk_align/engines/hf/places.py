@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlk_align.engines.common.experts import INSIDE, router_path
-from rlk_align.engines.common.layout import of_outputs
+from rlk_align.engines.common.layout import of_fused
 from rlk_align.engines.common.places import (
     FIRST,
     HEADS_FIRST,
@@ -13,6 +13,7 @@ from rlk_align.engines.common.places import (
     beside_sinks,
     embedding_place,
 )
+from rlk_align.engines.hf.delta_net import delta_places
 from rlk_align.engines.hf.experts import ROUTER, mlp_path
 from rlk_align.model.operators import OPERATORS, layer_modules
 from rlk_align.model.shape import ModelShape
@@ -32,22 +33,29 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
             op: named[op] if named[op] in modules else path
             for op, path in layer_modules(operators).items()
         }
+        inside = {"router", "conv", "gated_norm"}
         for op, path in paths.items():
-            if path in modules and op != "router":
+            if path in modules and op not in inside:
                 first = shape.family.heads_first and op in ("q_norm", "k_norm")
                 access = HEADS_FIRST if first else FIRST
                 yield Place(sites=(f"layers.{i}.{op}",), module=f"{here}.{path}", access=access)
         for path, ops in shape.family.fused.items():
-            rows = tuple(f"layers.{i}.{op}" for op in ops)
-            layout = of_outputs(rows, shape, 1)
-            yield Place(sites=rows, module=f"{here}.{path}", layout=layout)
+            if path in modules:
+                rows = tuple(f"layers.{i}.{op}" for op in ops)
+                layout = of_fused(f"layers.{i}", path, shape)
+                yield Place(sites=rows, module=f"{here}.{path}", layout=layout)
         for op in ("q_rope", "k_rope") if "q_rope" in operators else ():
             yield Place(sites=(f"layers.{i}.{op}",), module=attention, end="rope")
+        if "delta" in operators:
+            yield from delta_places(f"layers.{i}", f"{here}.linear_attn", shape.delta_heads)
         mlp = mlp_path(layer)
         if hasattr(getattr(layer, mlp), "experts"):
             yield from _sparse_places(f"layers.{i}", f"{here}.{mlp}", getattr(layer, mlp))
         # Operators without a module of their own -> the module whose input is that site.
-        inputs = {"attn": "self_attn.o_proj", "attn_residual": paths.get("mlp_norm", mlp)}
+        attended = "attn_gate" if "attn_gate" in operators else "attn"
+        inputs = {attended: "self_attn.o_proj", "attn_residual": paths.get("mlp_norm", mlp)}
+        if attended != "attn":
+            yield Place(sites=(f"layers.{i}.attn",), module=attention, end="inside")
         for act, down in (("act", "down_proj"), ("shared_act", "shared_down_proj")):
             inputs |= {act: paths[down]} if down in paths else {}
         for op, path in inputs.items():

@@ -3,6 +3,7 @@
 B = sequences, T = tokens of each in this forward, H = heads, D = features of a head.
 """
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +14,20 @@ from rlk_align.engines.common.experts import Choose, gate_and_up
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.transformers_rope import on_rotation
 from rlk_align.engines.common.weights import unfused
+from rlk_align.engines.hf.delta_net import CONVOLUTIONS, RULES, delta_nets, modeling_of
 from rlk_align.engines.hf.experts import replace_choice, router_of, routing, sparse_blocks
 from rlk_align.engines.hf.places import hf_places
 from rlk_align.selftest.faults.catalogue import Chosen
 from rlk_align.selftest.planting.live_operators import LiveOperators, plant
-from rlk_align.selftest.planting.operands import Formula, ForwardTokens, Report, Unit, in_place_of
+from rlk_align.selftest.planting.operands import (
+    Convolution,
+    Formula,
+    ForwardTokens,
+    Recurrence,
+    Report,
+    Unit,
+    in_place_of,
+)
 from rlk_align.selftest.planting.rank import ALONE, Sharing
 from rlk_align.selftest.planting.sparse_layers import (
     KernelLayers,
@@ -34,7 +44,8 @@ class HFOperators(LiveOperators):
     def __init__(self, engine: Any, chosen: Chosen, sharing: Sharing = ALONE) -> None:
         places = hf_places(engine.model, engine.shape)
         super().__init__(engine, engine.model, places, chosen, sharing)
-        self._modeling = sys.modules[type(self._model.model.layers[0].self_attn).__module__]
+        attention = self._model.model.layers[engine.shape.first_attention].self_attn
+        self._modeling = sys.modules[type(attention).__module__]
         self.before(self._model, self._note_rows, with_kwargs=True)
 
     def _note_rows(self, _module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
@@ -100,6 +111,42 @@ class HFOperators(LiveOperators):
             q, k, v = (x[b].transpose(0, 1) for x in (query, key, value))
             new.append(self.attended(formula, layer, out[b].flatten(1), q, k, v, visible, scale))
         return torch.stack(new).reshape(out.shape)
+
+    def _delta_rule(self, layer: int, formula: Formula) -> None:
+        self._in_delta_net(layer, RULES, functools.partial(_ruled, formula))
+
+    def _convolution(self, layer: int, formula: Formula) -> None:
+        weight = self.parameter(f"layers.{layer}.conv")
+
+        def convolved(compute: Any, mixed: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            out = compute(mixed, *args, **kwargs)
+            each = [
+                in_place_of(formula, Convolution(result=y.T, inputs=x.T, weight=weight)).T
+                for y, x in zip(out, mixed, strict=True)
+            ]
+            return torch.stack(each)
+
+        self._in_delta_net(layer, CONVOLUTIONS[:1], convolved)
+
+    def _in_delta_net(
+        self, layer: int, names: tuple[str, ...], computed: Callable[..., Any]
+    ) -> None:
+        """Replaces functions of the modeling module in one layer; `computed` gets the original
+        function before its arguments."""
+        nets, modeling = dict(delta_nets(self._model)), modeling_of(self._model)
+        running: list[int] = []
+        for i, net in nets.items():
+            self.before(net, lambda *_, i=i: running.__setitem__(slice(None), [i]))
+        for name in names:
+            original = getattr(modeling, name)
+
+            @functools.wraps(original)
+            def replaced(*args: Any, original: Any = original, **kwargs: Any) -> Any:
+                if running != [layer]:
+                    return original(*args, **kwargs)
+                return computed(original, *args, **kwargs)
+
+            self.replace(modeling, name, replaced)
 
     def _logprob(self, formula: Formula) -> None:
         original = self._engine.logprobs
@@ -217,6 +264,37 @@ class HFKernelLayers(KernelLayers, HFSparseLayers):
 
     def _computer(self, layer: int) -> Any:
         return self._blocks[layer].experts
+
+
+def _ruled(
+    formula: Formula, compute: Any, query: Any, key: Any, value: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The formula's result in place of a gated delta rule's: its output `[B, T, H, V]`, and the
+    states `[B, H, D, V]`."""
+    g, beta, states = kwargs["g"], kwargs["beta"], kwargs["initial_state"]
+    outputs, after = [], []
+    for b in range(len(query)):
+
+        def some(
+            at: slice, state: torch.Tensor | None, other: torch.Tensor | None, b: int = b
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            here = slice(b, b + 1), at
+            own = {
+                "g": g[here] if other is None else other[None],
+                "beta": beta[here],
+                "initial_state": None if state is None else state[None],
+                "output_final_state": True,
+            }
+            out, last = compute(query[here], key[here], value[here], **{**kwargs, **own})
+            return out[0], last[0]
+
+        state = None if states is None else states[b]
+        length = query.shape[1]
+        unit = Recurrence(length=length, state=state, decay=g[b], compute=some)
+        out, last = formula(unit)
+        outputs.append(out)
+        after.append(last)
+    return torch.stack(outputs), torch.stack(after)
 
 
 def plant_fault(engine: Any, chosen: Chosen) -> LiveOperators:

@@ -4,6 +4,7 @@ from typing import Any
 
 from rlk_align.engines.common.site_hooks import ForwardHooks
 from rlk_align.engines.common.transformers_rope import on_rotation
+from rlk_align.engines.hf.delta_net import on_hybrid
 from rlk_align.engines.hf.experts import on_experts, replay_choices
 
 
@@ -18,5 +19,6 @@ class HFTaps(ForwardHooks):
     def install(self) -> None:
         super().install()
         on_rotation(self, self._model, self.rope)
+        on_hybrid(self, self._model)
         on_experts(self, self._model, self.show, self.unexposed)
         replay_choices(self, self._model)

@@ -19,6 +19,11 @@ from rlk_align.engines.common.attributes import processing
 from rlk_align.engines.common.experts import BY_EXPERT
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import ParameterRecord
+from rlk_align.engines.vllm.delta_net import (
+    FUSED_IN_DECODE,
+    HIDDEN_IN_DECODE,
+    register_without_torchvision,
+)
 from rlk_align.engines.vllm.experts import FUSED, PARTIAL
 from rlk_align.engines.vllm.taps import VLLMTaps
 from rlk_align.engines.vllm.worker import TapPlan
@@ -73,6 +78,8 @@ class VLLMEngine(Engine):
             self.kernels.before_loading()
         if option("batch_invariant"):
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        if self.shape.delta_layers:
+            register_without_torchvision()
         from vllm import LLM
         from vllm.platforms import current_platform
 
@@ -147,6 +154,12 @@ class VLLMEngine(Engine):
             for i in (self.shape.sparse_layers if self.kernels is None else ())
             for op, reason in reasons.items()
         }
+        if kind == "decode":
+            fused |= {
+                f"layers.{i}.{op}": FUSED_IN_DECODE
+                for i in self.shape.delta_layers
+                for op in HIDDEN_IN_DECODE
+            }
         if kind == "decode" or self.attributes()["logprobs"] == "raw":
             return fused
         raw = "vLLM's log-probs of a prompt are raw, even if those of sampled tokens are processed"
@@ -161,6 +174,9 @@ class VLLMEngine(Engine):
         elif device == "cpu":
             token = 2 * 4 * shape.layers * shape.kv_heads * shape.head_dim  # in fp32
             size = min(MAX_CPU_CACHE, _CPU_SEQUENCES * shape.context * token)
+            if shape.delta_layers:
+                # Every sequence has a state in each layer.
+                size = MAX_CPU_CACHE
         else:
             return {}
         # vLLM needs this share of the memory to be free when it starts; the cache ignores it.

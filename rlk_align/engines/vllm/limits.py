@@ -15,6 +15,8 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_EXPERT_STEP = 32
 """The hidden size must be a multiple of this in vLLM 0.32's kernels for experts on CPUs; vLLM pads
 the experts' inner size."""
+DELTA_HEAD_SIZES = (64, 128)
+"""The sizes of heads that vLLM 0.32's gated delta nets on CPUs compute."""
 _ON_ONE_RANK = {
     "wide_q_norm": "its norms over all heads need all ranks",
     "sink_attn": "its ranks share sinks and the biases of experts",
@@ -54,6 +56,8 @@ def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) ->
             f"attention has {', '.join(map(str, CPU_HEAD_SIZES))}",
             "compare with --rollout hf",
         )
+    if shape.delta_layers:
+        _check_delta_nets(option, shape)
     unfused = shape.family.backend or shape.family.adds_outside_norms
     if unfused and int(option("tp") or 1) > 1:
         raise BadOption(
@@ -78,6 +82,37 @@ def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) ->
             f"engine 'vllm' on a CPU does not support experts of {odd[0]}: its "
             f"kernels take multiples of {CPU_EXPERT_STEP}",
             "add kernels=rlk, or compare with --rollout hf",
+        )
+
+
+def _check_delta_nets(option: ReadOption, shape: ModelShape) -> None:
+    """Raises ModelError or BadOption for gated delta nets that vLLM's kernels on CPUs do not
+    compute, and where no test has compared them."""
+    if int(option("tp") or 1) > 1:
+        raise BadOption(
+            f"engine 'vllm': tp={option('tp')} does not support model_type {shape.model_type!r}: "
+            "its ranks share the heads of gated delta nets, which no test has compared",
+            "leave tp out",
+        )
+    if option("python") is None and not _on_cpu():
+        raise ModelError(
+            "engine 'vllm' on a GPU does not support gated delta nets here: its kernels there "
+            "compute in other steps, which no test has compared",
+            "compare with --rollout hf",
+        )
+    widths = {"linear_key_head_dim": shape.delta_key_width}
+    widths["linear_value_head_dim"] = shape.delta_width
+    wrong = [f"{name}={width}" for name, width in widths.items() if width not in DELTA_HEAD_SIZES]
+    stated = option("dtype")
+    dtype = shape.dtype if stated in (None, "auto") else stated
+    if dtype != "bfloat16":
+        wrong = [f"dtype={dtype}", *wrong]
+    if wrong:
+        sizes = " and ".join(map(str, DELTA_HEAD_SIZES))
+        raise ModelError(
+            f"engine 'vllm' on a CPU does not support gated delta nets with {wrong[0]}: its "
+            f"kernels take bfloat16 and heads of {sizes} features",
+            "compare with --rollout hf",
         )
 
 

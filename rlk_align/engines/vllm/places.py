@@ -14,6 +14,7 @@ from rlk_align.engines.common.fused_places import (
 )
 from rlk_align.engines.common.layout import of_outputs
 from rlk_align.engines.common.places import FIRST, HEADS_FIRST, End, Place, embedding_place
+from rlk_align.engines.vllm.delta_net import delta_places
 from rlk_align.engines.vllm.experts import FUSED, PARTIAL, sparse_blocks
 from rlk_align.model.operators import OPERATORS, layer_modules
 from rlk_align.model.shape import ModelShape
@@ -29,7 +30,7 @@ def vllm_places(model: Any, shape: ModelShape, tp: int) -> Iterator[Place]:
     if not adds_in_norms(model, shape):
         yield from _unfused_places(model, shape, sparse)
         return
-    yield from fused_places(model, shape, tp, "logits_processor", sparse)
+    yield from fused_places(model, shape, tp, "logits_processor", sparse, delta=delta_places)
 
 
 def of_transformers(model: Any) -> bool:

@@ -19,6 +19,7 @@ from rlk_align.engines.common.places import first
 from rlk_align.engines.common.products import Method
 from rlk_align.engines.common.weights import Parameter
 from rlk_align.engines.process.ranks import all_gather
+from rlk_align.engines.vllm.delta_changes import change_convolution, change_rule
 from rlk_align.engines.vllm.experts import replace_choice, sparse_blocks
 from rlk_align.engines.vllm.parallel import tensor_parallel
 from rlk_align.engines.vllm.places import adds_in_norms, sliding_window, vllm_places
@@ -34,7 +35,15 @@ from rlk_align.model.shape import ModelShape
 from rlk_align.selftest.faults.catalogue import Chosen, choose
 from rlk_align.selftest.planting.fused_operators import FusedOperators
 from rlk_align.selftest.planting.live_operators import LiveOperators, plant
-from rlk_align.selftest.planting.operands import Formula, ForwardTokens, Report, Unit, in_place_of
+from rlk_align.selftest.planting.operands import (
+    Convolution,
+    Formula,
+    ForwardTokens,
+    Recurrence,
+    Report,
+    Unit,
+    in_place_of,
+)
 from rlk_align.selftest.planting.rank import Sharing
 from rlk_align.selftest.planting.sparse_layers import (
     KernelLayers,
@@ -83,7 +92,7 @@ class VLLMOperators(FusedOperators):
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         positions = kwargs["positions"] if "positions" in kwargs else args[1]
         decoding = torch.zeros_like(positions, dtype=torch.bool)
-        metadata = self._metadata(attention_of(self._layer(0)).attn)
+        metadata = self._metadata(attention_of(self._layer(self.shape.first_attention)).attn)
         if metadata is not None:
             starts = metadata.query_start_loc.long()
             alone = starts[:-1][starts.diff() == 1]
@@ -138,6 +147,20 @@ class VLLMOperators(FusedOperators):
             return new
 
         self.replace(module, "forward", forward)
+
+    def _delta_rule(self, layer: int, formula: Formula) -> None:
+        def change(**unit: Any) -> Any:
+            return formula(Recurrence(**unit))
+
+        change_rule(self, self._model, layer, change)
+
+    def _convolution(self, layer: int, formula: Formula) -> None:
+        weight = self.parameter(f"layers.{layer}.conv")
+
+        def change(**unit: Any) -> torch.Tensor:
+            return in_place_of(formula, Convolution(weight=weight, **unit))
+
+        change_convolution(self, self._model, layer, change)
 
     @property
     def _block_size(self) -> int:

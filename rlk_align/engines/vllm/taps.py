@@ -12,12 +12,13 @@ import torch
 
 from rlk_align.engines.common import transformers_rope
 from rlk_align.engines.common.edits import Editor
-from rlk_align.engines.common.fused_places import attention_of
+from rlk_align.engines.common.fused_places import attentions
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.rows import packed_rows
 from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
 from rlk_align.engines.process.ranks import Ranks, all_gather
+from rlk_align.engines.vllm.delta_net import on_delta_nets
 from rlk_align.engines.vllm.experts import on_choices, replay_choices
 from rlk_align.engines.vllm.places import of_transformers, vllm_places
 from rlk_align.model.prompts import TokenBatch
@@ -59,6 +60,7 @@ class VLLMTaps(SiteHooks):
         self.before(self._model.logits_processor, self._locate_logits)
         super().install()
         on_rotation(self, self._model, self.rope)
+        on_delta_nets(self, self._model, self._kind == "decode")
         replay_choices(self, self._model)
         on_choices(self, self._model, self.show)
 
@@ -101,6 +103,9 @@ class VLLMTaps(SiteHooks):
         owners = np.array([self._samples[str(r).split("-")[0]] for r in requests[:count]])
         self._last = starts[1:] - 1
         positions = kwargs["positions"] if "positions" in kwargs else args[1]
+        if positions.dim() == 2:
+            # The three positions of text are equal.
+            positions = positions[0]
         position = positions[: starts[-1]].cpu().numpy().astype(np.int64)
         self._rows = packed_rows(owners, starts, position, self._sampled)
         self._all = LiveRows.of(self._rows, self._rows.index, positions.device)
@@ -161,5 +166,5 @@ def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -
         transformers_rope.on_rotation(hooks, model, see)
         return
     # All layers share one module, unless a patch has changed that.
-    for rotary in {attention_of(layer).rotary_emb for layer in model.model.layers}:
+    for rotary in {attention.rotary_emb for attention in attentions(model).values()}:
         hooks.on_outputs(rotary, see)

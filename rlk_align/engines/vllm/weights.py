@@ -10,8 +10,9 @@ from rlk_align.engines.common.fused_places import head_path
 from rlk_align.engines.common.layout import padded
 from rlk_align.engines.common.parameters import LiveParameter
 from rlk_align.engines.common.products import Method, read_weight, weights_in_use
-from rlk_align.engines.common.weights import Parameter, parameters
+from rlk_align.engines.common.weights import Parameter, canonical, parameters
 from rlk_align.engines.process.ranks import Ranks, all_gather
+from rlk_align.engines.vllm.delta_net import convolution_weight
 from rlk_align.engines.vllm.experts import expert_weights
 from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.model.shape import ModelShape
@@ -26,10 +27,17 @@ def parameter_plan(model: Any, shape: ModelShape, tp: int) -> Iterator[Parameter
 
 def vllm_weights(model: Any, shape: ModelShape, ranks: Ranks) -> Iterator[LiveParameter]:
     """The canonical parameters of a live vLLM model, in the checkpoint's layout."""
-    plan = parameter_plan(model, shape, ranks.world)
-    yield from weights_in_use(
-        plan, model, partial(product_method, model), lambda local: all_gather(local, ranks)
-    )
+    plan: list[Parameter] = []
+    convolutions: list[Parameter] = []
+    for entry in parameter_plan(model, shape, ranks.world):
+        of_convolution = any(op.endswith(".conv") for op in entry.layout.ops)
+        (convolutions if of_convolution else plan).append(entry)
+
+    def gather(local: torch.Tensor) -> list[torch.Tensor]:
+        return all_gather(local, ranks)
+
+    yield from weights_in_use(plan, model, partial(product_method, model), gather)
+    yield from canonical(convolutions, partial(live_parameter, model), gather)
     yield from expert_weights(model, shape, ranks)
 
 
@@ -55,6 +63,8 @@ def live_parameter(model: Any, path: str) -> torch.Tensor | None:
     holder, _, name = path.rpartition(".")
     module = model.get_submodule(holder)
     value = getattr(module, name, None)
+    if name == "weight" and hasattr(module, "_cpu_unpacked_conv_weight"):
+        return convolution_weight(module)
     if value is None or value.numel():
         return value
     return read_weight(product_method(model, path), module)

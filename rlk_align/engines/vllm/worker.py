@@ -23,7 +23,7 @@ from rlk_align.engines.common.attributes import (
 )
 from rlk_align.engines.common.code import code_places
 from rlk_align.engines.common.edits import Editor
-from rlk_align.engines.common.fused_places import attention_of
+from rlk_align.engines.common.fused_places import attentions
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import ParameterRecord, record_parameter
 from rlk_align.engines.common.places import shards_of
@@ -31,6 +31,7 @@ from rlk_align.engines.common.transformers_rope import rotary_embeddings
 from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.process import heartbeat
 from rlk_align.engines.spec import EngineSpec
+from rlk_align.engines.vllm.delta_net import delta_attributes
 from rlk_align.engines.vllm.experts import sparse_blocks
 from rlk_align.engines.vllm.graphs import GraphCounter
 from rlk_align.engines.vllm.parallel import tensor_parallel
@@ -150,23 +151,29 @@ class WorkerExtension:
 def vllm_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
     """The settings of a live vLLM model that affect its numbers, named as in `hf_attributes`."""
     layers, config = list(model.model.layers), model.config
-    attention = [attention_of(layer) for layer in layers]
+    by_layer = attentions(model)
+    attention, numbers = list(by_layer.values()), list(by_layer)
+
+    def of_attention(name: str, values: list[Any]) -> dict[str, Any]:
+        return per_layer(name, values, numbers)
+
     dtype, gated = next(p.dtype for p in model.parameters()), shape.has("gate_proj")
     return {
         "layers": len(layers),
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
-        **per_layer("heads", [_heads(a, "num_heads") for a in attention]),
-        **per_layer("kv_heads", [_heads(a, "num_kv_heads") for a in attention]),
-        **per_layer("head_dim", [a.head_dim for a in attention]),
-        **per_layer("attention_scale", [float(f"{a.attn.impl.scale:.6g}") for a in attention]),
-        **per_layer("sliding_window", [sliding_window(a.attn) for a in attention]),
-        **_ropes(model, attention),
+        **of_attention("heads", [_heads(a, "num_heads") for a in attention]),
+        **of_attention("kv_heads", [_heads(a, "num_kv_heads") for a in attention]),
+        **of_attention("head_dim", [a.head_dim for a in attention]),
+        **of_attention("attention_scale", [float(f"{a.attn.impl.scale:.6g}") for a in attention]),
+        **of_attention("sliding_window", [sliding_window(a.attn) for a in attention]),
+        **_ropes(model, by_layer),
         **norm_attributes(norm_epsilons(model, vllm_places(model, shape, 1))),
         **per_layer("activation", [_layer_activation(layer, dtype, gated) for layer in layers]),
         **_routing([block.experts for _, _, block in sparse_blocks(model)]),
         "tie_word_embeddings": bool(config.tie_word_embeddings),
         "padding_side": None,
+        **delta_attributes(model),
     }
 
 
@@ -176,17 +183,19 @@ def _heads(attention: Any, name: str) -> int:
     return getattr(attention, f"total_{name}", None) or getattr(attention.attn, name)
 
 
-def _ropes(model: Any, attention: list[Any]) -> dict[str, Any]:
-    """The attributes of each layer's rotary embedding."""
+def _ropes(model: Any, attention: dict[int, Any]) -> dict[str, Any]:
+    """The attributes of each layer's rotary embedding; `attention`: those of the layers that have
+    one."""
     if of_transformers(model):
         return rope_attributes(rotary_embeddings(model))
-    rotaries, parameters = [a.rotary_emb for a in attention], model.config.rope_parameters
+    numbers, parameters = list(attention), model.config.rope_parameters
+    rotaries = [a.rotary_emb for a in attention.values()]
     kinds = [] if "rope_type" in parameters else model.config.layer_types
     ropes = [parameters[kind] for kind in kinds] or [parameters]
     return {
         **per_layer("rope_type", [rope["rope_type"] for rope in ropes]),
-        **per_layer("rope_theta", [float(f"{r.base:.5g}") for r in rotaries]),
-        **per_layer("rope_dim", [r.rotary_dim for r in rotaries]),
+        **per_layer("rope_theta", [float(f"{r.base:.5g}") for r in rotaries], numbers),
+        **per_layer("rope_dim", [r.rotary_dim for r in rotaries], numbers),
     }
 
 

@@ -160,8 +160,10 @@ class ExpertReference:
             shares = self._after_activation(site, act, chosen, weights)
             if self._cuts and self._shape.shared_intermediate:
                 shares = [(cut_center(out, self._dtype), extra) for out, extra in shares]
+        gated: torch.Tensor | None = None
         if shared := self._shared(site, inputs):
             if "shared_gate" in inputs:
+                gated = torch.stack([row for row, _ in shared]).sum(dim=0)
                 shared = [self._gated(row, inputs["shared_gate"]) for row in shared]
             shares = [self._with_shared(*both) for both in zip(shares, shared, strict=True)]
         out, extra = shares[0]
@@ -171,9 +173,14 @@ class ExpertReference:
             extra = extra + rounding_variance(out, self._dtype)
         if len(shares) > 1:
             extra = extra + sum(rounding_variance(share, self._dtype) for share, _ in shares)
+        common = out.new_zeros(len(out))
+        if gated is not None:
+            # A row has one gate, whose sigmoid is rounded.
+            of_gate = rounding_variance(inputs["shared_gate"].sigmoid(), self._dtype)[:, 0]
+            common = of_gate * (gated * out).sum(dim=1).square()
         if act is None:
-            return out, extra, out.new_zeros(len(out))
-        return out, extra, self._in_common(site, act[1], out, chosen, weights)
+            return out, extra, common
+        return out, extra, common + self._in_common(site, act[1], out, chosen, weights)
 
     def _in_common(
         self,

@@ -13,7 +13,7 @@ from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.shape import ModelShape, activation_of, cap_of, is_tied, multiplier_of
 from rlk_align.model.sites import Site
 from rlk_align.model.tensors import biased_operators
-from rlk_align.probe.referee import formulas
+from rlk_align.probe.referee import delta_net, formulas
 from rlk_align.probe.referee.experts import EXPERT_FORMULAS, ExpertReference
 from rlk_align.probe.referee.exponentials import SumOrder, lost_share, sum_orders
 from rlk_align.probe.referee.rounding import (
@@ -39,6 +39,10 @@ exponentials, their sum and its logarithm are within an ulp each."""
 CUT_FORMULAS = ("rms_norm", "rotary", "attention", "activation", "expert_activation", "combine")
 """What engines compute in kernels of their own that cut numbers off to bfloat16 on some processors
 (`EngineInfo.rounds_with`); products are torch's."""
+DELTA_EPS = 1e-6
+"""The eps of the norms of q and k in a gated delta net, if an engine does not state its own: no
+config.json does."""
+_HYBRID_FORMULAS = (*("short_conv", "decay", "sigmoid", "delta_rule", "gated_norm", "output_gate"),)
 WEIGHT_ELEMENTS = 1 << 25
 """Entries of a weight that are converted to float64 at once."""
 
@@ -119,7 +123,11 @@ class Reference:
         elif formula == "rms_norm":
             weight = self._weights.read(site.parameter).double()
             weight = weight + 1 if self.shape.family.one_plus_weight else weight
-            out = formulas.rms_norm(inputs[0], weight, self._eps)
+            x = inputs[0]
+            if x.shape[1] == 2 * site.features:
+                # Queries beside their gates.
+                x = delta_net.halves(x, self.shape.heads)[0]
+            out = formulas.rms_norm(x, weight, self._eps)
         elif formula == "layer_norm":
             out, extra = self._layer_normed(site, inputs[0])
         elif formula == "rotary":
@@ -154,6 +162,8 @@ class Reference:
             cap = cap_of(self._config, self.shape.family.logit_cap)
             if site.op == "logits" and cap is not None:
                 out, extra = self._capped(out, extra, cap)
+        elif formula in _HYBRID_FORMULAS:
+            out, extra = self._in_hybrid_layer(site, inputs, rows)
         elif formula in EXPERT_FORMULAS:
             out, extra, of_row = self._experts.exact(site, inputs)
             shared = of_row[:, None]
@@ -161,6 +171,39 @@ class Reference:
             raise AssertionError(formula)
         variance = rounding_variance(out, self.rounded_to(site)) + extra
         return out, variance, out.new_zeros(len(out), 1) if shared is None else shared
+
+    def _in_hybrid_layer(
+        self, site: Site, inputs: Sequence[torch.Tensor], rows: RowTokens
+    ) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """The exact output of an operator beside attention, and its variance within."""
+        shape, dtype = self.shape, self.rounded_to(site)
+        match site.operator.formula:
+            case "short_conv":
+                weight = self._weights.read(site.parameter).double()
+                return delta_net.short_conv(inputs[0], weight, rows.position, dtype)
+            case "decay":
+                return delta_net.decay(inputs[0], *self._decay_parameters(site))
+            case "sigmoid":
+                return inputs[0].sigmoid(), 0.0
+            case "gated_norm":
+                weight = self._weights.read(site.parameter).double()
+                x, gate = inputs
+                return delta_net.gated_norm(x, gate, weight, self._eps, dtype)
+            case "output_gate":
+                x, gate = inputs
+                return delta_net.output_gate(x, gate, shape.heads, dtype)
+        x, b, a = inputs
+        g, _ = delta_net.decay(a, *self._decay_parameters(site))
+        of = delta_net.DeltaShape(
+            shape.delta_key_heads, shape.delta_heads, shape.delta_key_width, shape.delta_width
+        )
+        eps = float(self._attributes.get("delta_eps", DELTA_EPS))
+        return delta_net.delta_rule(x, b, g, rows.position, of, eps, dtype)
+
+    def _decay_parameters(self, site: Site) -> list[torch.Tensor]:
+        """A and dt_bias of the layer's decay, float64 `[H]` each."""
+        name = f"layers.{site.layer}.decay"
+        return [self._weights.read_kept(name).double(), self._weights.read(f"{name}.bias").double()]
 
     def got(
         self, site: Site, recorded: torch.Tensor, inputs: Sequence[torch.Tensor]

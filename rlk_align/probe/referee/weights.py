@@ -51,6 +51,14 @@ class Checkpoint:
         """Returns a canonical parameter. Raises NotRefereed."""
         return self._values(parameter)[0]
 
+    def read_kept(self, parameter: str, digest: str) -> torch.Tensor:
+        """Returns a canonical parameter in whichever dtype has this digest, the stored one or that
+        of the side. Raises NotRefereed."""
+        rounded, stored = self._values(parameter)
+        with one_thread():
+            same = digest_parameter(rounded) == digest
+        return rounded if same else stored.to(self._device)
+
     def _values(self, parameter: str) -> list[torch.Tensor]:
         """The rounded and the stored values."""
         if self._last is None or self._last[0] != parameter:
@@ -106,3 +114,9 @@ class CheckpointWeights:
                 "the checkpoint was replaced since"
             )
         return value
+
+    def read_kept(self, parameter: str) -> torch.Tensor:
+        """Returns a canonical parameter as the engine keeps it, which some keep in float32. Raises
+        NotRefereed."""
+        self.read(parameter)
+        return self._checkpoint.read_kept(parameter, self._live[parameter].digest)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from rlk_align.errors import BadOption
 from rlk_align.selftest.faults.attention import ATTENTION, CACHE, ROPE
+from rlk_align.selftest.faults.delta_net import DELTA_NETS
 from rlk_align.selftest.faults.fault import Fault
 from rlk_align.selftest.faults.layer import ACTIVATIONS, NORMS, PROJECTIONS, RESIDUALS
 from rlk_align.selftest.faults.model_ends import EMBEDDINGS, INPUTS, LOGITS, LOGPROBS, WEIGHTS
@@ -23,6 +24,7 @@ _GROUPS = {
     "projection": PROJECTIONS,
     "activation": ACTIVATIONS,
     "residual": RESIDUALS,
+    "recurrence": DELTA_NETS,
     "routing": ROUTING,
     "embedding": EMBEDDINGS,
     "logits": LOGITS,

@@ -78,6 +78,10 @@ class LiveOperators(Hooks, ABC):
         match at.operator.formula:
             case "attention":
                 self._attention(layer, formula)
+            case "delta_rule":
+                self._delta_rule(layer, formula)
+            case "short_conv":
+                self._convolution(layer, formula)
             case "residual" | "activation" | "rotary":
                 self._combination(site, formula)
             case "log_softmax":
@@ -202,7 +206,7 @@ class LiveOperators(Hooks, ABC):
         turned = any(self.sites[s].operator.formula == "rotary" for s in self.sites[site].inputs)
         frequencies = self.frequencies(self.sites[site].layer or 0) if turned else None
         # A norm's input has the layout of its output, a product's input that of the site it reads.
-        norm = op.formula in ("rms_norm", "layer_norm")
+        norm = op.formula in ("rms_norm", "layer_norm", "gated_norm")
         of = site if norm else next(iter(self.sites[site].inputs), site)
 
         def see(_module: Any, inputs: Any, out: Any) -> None:
@@ -216,6 +220,8 @@ class LiveOperators(Hooks, ABC):
             if norm and self.norms_add and isinstance(out, tuple):
                 # A fused norm also returns the sum that it normalises.
                 operands = (self.whole(site, out[1]),)
+            elif op.formula == "gated_norm":
+                operands = tuple(self.whole(site, y) for y in inputs)
             elif not embedding:
                 operands = (self.whole(of, x, not every_row),)
             unit = Unit(
@@ -297,6 +303,14 @@ class LiveOperators(Hooks, ABC):
     @abstractmethod
     def _attention(self, layer: int, formula: Formula) -> None:
         """Replaces attention; the formula gets an `Attention` for each sequence."""
+
+    def _delta_rule(self, layer: int, formula: Formula) -> None:
+        """Replaces the gated delta rule; the formula gets a `Recurrence` for each sequence."""
+        raise NotImplementedError
+
+    def _convolution(self, layer: int, formula: Formula) -> None:
+        """Replaces the convolution; the formula gets a `Convolution` for each sequence."""
+        raise NotImplementedError
 
     @abstractmethod
     def _logprob(self, formula: Formula) -> None:

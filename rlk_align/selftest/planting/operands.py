@@ -6,7 +6,7 @@ N = rows, F = features, H = heads, D = features of a head.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -69,6 +69,42 @@ class Attention:
         return len(self.query) == 1 and len(self.key) > 1
 
 
+State: TypeAlias = torch.Tensor
+"""The state of a gated delta net, float32 `[H, D, V]`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recurrence:
+    """The gated delta rule over tokens of one sequence, T of them."""
+
+    length: int
+    """T."""
+    state: State | None
+    """The state before the first token; None where the sequence begins."""
+    decay: torch.Tensor | None
+    """The logarithms of the decays, float32 `[T, H]`; None where the engine computes them with the
+    rule."""
+    compute: Callable[[slice, State | None, torch.Tensor | None], tuple[torch.Tensor, State]]
+    """(some of the tokens, the state before them, other decays of these or None) -> the engine's
+    output `[T, H, V]`, and the state after them."""
+
+    def usual(self) -> tuple[torch.Tensor, State]:
+        """What the engine computes."""
+        return self.compute(slice(0, self.length), self.state, None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Convolution:
+    """The convolution before a gated delta rule, over tokens of one sequence."""
+
+    result: torch.Tensor
+    """The engine's own result, `[T, C]`."""
+    inputs: torch.Tensor
+    """`[T, C]`."""
+    weight: torch.Tensor
+    """`[C, 1, K]`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """The log-probs of some rows as an engine reports them."""
@@ -83,7 +119,8 @@ class Report:
 
 
 Formula = Callable[..., torch.Tensor]
-"""A Unit, an Attention or a Report -> the value that replaces the result."""
+"""A Unit, an Attention, a Convolution or a Report -> the value that replaces the result; a
+Recurrence -> the output and the state that replace those of the engine."""
 
 
 def formula(compute: Callable[[Any, float], torch.Tensor]) -> Callable[[float], Formula]:
@@ -97,6 +134,6 @@ def formula(compute: Callable[[Any, float], torch.Tensor]) -> Callable[[float], 
     return of_strength
 
 
-def in_place_of(formula: Formula, unit: Unit | Attention) -> torch.Tensor:
+def in_place_of(formula: Formula, unit: Unit | Attention | Convolution) -> torch.Tensor:
     """The formula's result, in the shape and the dtype of the engine's."""
     return formula(unit).to(unit.result.dtype).reshape(unit.result.shape)

@@ -1,0 +1,154 @@
+"""The gated delta nets of a live vLLM decoder on a CPU: their values, weights and attributes.
+
+vLLM 0.32 computes them in one custom operator, `cpu_gdn_attention_core`: first the tokens of decode
+steps, then those of prefills. Its parts are functions of the operator's module, and are wrapped
+while the hooks are installed. T = packed tokens, H = heads of v
+"""
+
+import functools
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from rlk_align.engines.common.attributes import per_layer
+from rlk_align.engines.common.layout import of_fused, of_outputs
+from rlk_align.engines.common.places import Place
+from rlk_align.engines.common.site_hooks import SiteHooks
+from rlk_align.engines.common.stand_ins import TORCHVISION, stand_in
+from rlk_align.model.operators import OPERATORS
+from rlk_align.model.shape import ModelShape
+
+FUSED_IN_DECODE = "vLLM's decode step computes it in one kernel with the delta rule"
+HIDDEN_IN_DECODE = ("decay", "beta")
+
+
+def delta_nets(model: Any) -> Iterator[tuple[int, Any]]:
+    """(index of the layer, its gated delta net) of each layer that has one."""
+    for i, layer in enumerate(model.model.layers):
+        if hasattr(layer, "linear_attn"):
+            yield i, layer.linear_attn
+
+
+def register_without_torchvision() -> None:
+    """Registers vLLM's class for Qwen3.5, whose module imports torchvision for images. vLLM would
+    import it in another process first, where no stand-in is."""
+    if not stand_in({"torchvision": TORCHVISION}):
+        return
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM
+
+    ModelRegistry.register_model("Qwen3_5ForCausalLM", Qwen3_5ForCausalLM)
+
+
+def delta_places(layer: str, module: str, shape: ModelShape) -> Iterator[Place]:
+    """The places of a layer's gated delta net, which is `module`."""
+
+    for name, ops in (("in_proj_qkvz", ("qkv_in", "z")), ("in_proj_ba", ("b", "a"))):
+        sites, stored = tuple(f"{layer}.{op}" for op in ops), f"linear_attn.{name}"
+        fused = stored in shape.family.fused
+        layout = of_fused(layer, stored, shape) if fused else of_outputs(sites, shape, 1)
+        yield Place(sites=sites, module=f"{module}.{name}", layout=layout)
+    conv, decay = f"{module}.conv1d", OPERATORS["decay"]
+    yield Place(sites=(f"{layer}.conv",), module=module, end="inside", parameters_in=conv)
+    yield Place(
+        sites=(f"{layer}.decay",),
+        module=module,
+        end="inside",
+        parameters_in=module,
+        weight=decay.tensor,
+        bias=decay.bias_tensor,
+    )
+    yield Place(sites=(f"{layer}.beta",), module=module, end="inside")
+    yield Place(sites=(f"{layer}.delta",), module=f"{module}.norm", end="input")
+    yield Place(sites=(f"{layer}.gated_norm",), module=f"{module}.norm")
+    yield Place(sites=(f"{layer}.out_proj",), module=f"{module}.out_proj")
+
+
+def on_delta_nets(hooks: SiteHooks, model: Any, decode: bool) -> None:
+    """Shows the values inside gated delta nets, and overwrites those that the pass changes.
+    `decode`: whether the pass samples, so that decays and betas are not shown."""
+    nets = dict(delta_nets(model))
+    if not nets:
+        return
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+    running = _Running(hooks, decode)
+    for i, net in nets.items():
+        hooks.before(net, functools.partial(running.begin, i), with_kwargs=True)
+        hooks.replace(net, "rearrange_mixed_qkv", running.convolved(net.rearrange_mixed_qkv))
+    gate = gdn_attention.ops.fused_gdn_gating_cpu
+    hooks.replace(gdn_attention.ops, "fused_gdn_gating_cpu", running.gated(gate))
+
+
+class _Running:
+    """The gated delta net that is running."""
+
+    def __init__(self, hooks: SiteHooks, decode: bool) -> None:
+        self._hooks, self._decode = hooks, decode
+        self._layer = -1
+        self._rows = slice(0, 0)
+
+    def begin(self, layer: int, *_: Any) -> None:
+        self._layer, self._rows = layer, slice(0, 0)
+
+    def convolved(self, rearrange: Any) -> Any:
+        """Takes the convolved q, k and v of the decode steps, then those of the prefills."""
+
+        @functools.wraps(rearrange)
+        def convolved(mixed: torch.Tensor) -> Any:
+            self._rows = slice(self._rows.stop, self._rows.stop + len(mixed))
+            self._hooks.visit_inside(f"layers.{self._layer}.conv", mixed, self._rows)
+            return rearrange(mixed)
+
+        return convolved
+
+    def gated(self, compute: Any) -> Any:
+        @functools.wraps(compute)
+        def gated(*args: Any, **kwargs: Any) -> Any:
+            values = compute(*args, **kwargs)
+            for op, value in zip(HIDDEN_IN_DECODE, values, strict=True):
+                if not self._decode:
+                    rows = value.view(-1, value.shape[-1])
+                    self._hooks.visit_inside(f"layers.{self._layer}.{op}", rows, self._rows)
+            return values
+
+        return gated
+
+
+def convolution_weight(module: Any) -> torch.Tensor:
+    """The weight `[C, 1, K]` that a convolution computes with, also where vLLM has packed it."""
+    packed, unpacked = module.weight.detach(), getattr(module, "_cpu_unpacked_conv_weight", None)
+    if unpacked is None:
+        return packed
+    from vllm._custom_ops import causal_conv1d_weight_pack
+
+    # It computes with the packed weight, which has changed if the copy does not give it.
+    same = torch.equal(causal_conv1d_weight_pack(unpacked.detach().clone()), packed)
+    return (unpacked if same else packed).detach().reshape(len(packed), 1, -1)
+
+
+def delta_attributes(model: Any) -> dict[str, Any]:
+    """How a live model's gated delta nets compute, beside their weights; empty without them."""
+    nets = dict(delta_nets(model))
+    if not nets:
+        return {}
+    from vllm import _custom_ops
+
+    def of_nets(name: str, values: Sequence[Any]) -> dict[str, Any]:
+        return per_layer(name, list(values), list(nets))
+
+    rule = inspect.signature(_custom_ops.chunk_gated_delta_rule_cpu)
+    states = [_name(net.kv_cache[1].dtype) for net in nets.values()]
+    return {
+        **of_nets("delta_a_log_dtype", [_name(net.A_log.dtype) for net in nets.values()]),
+        **of_nets("delta_state_dtype", states),
+        "delta_eps": rule.parameters["eps"].default,
+        # A constant of its kernel.
+        "delta_chunk": 64,
+    }
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
