@@ -34,7 +34,7 @@ from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.delta_rule import on_torch
 from rlk_kernels.ops.delta_rule.chunk import CHUNK
 
-MAX_DIM = 256
+MAX_DIM = 128
 
 
 def gated_delta_rule_ref(
@@ -173,7 +173,7 @@ def gated_delta_rule(
     """out[T, Hv, E] of q and k[T, Hk, D], v[T, Hv, E], g and beta[T, Hv] of whole sequences.
 
     q, k, v, beta: bfloat16, float16, float32 (float64 on the torch backend); g: float32, at most 0
-    where a state decays. Value head h reads head h // (Hv / Hk) of q and k; D, E <= 256.
+    where a state decays. Value head h reads head h // (Hv / Hk) of q and k; D, E <= 128.
     cu_seqlens[B + 1]: the begins of the sequences. scale defaults to 1 / sqrt(D), eps is added to a
     head's sum of squares. Differentiable in q, k, v, g and beta. cu_seqlens beyond T raise on the
     torch backend and are not checked on a GPU. Rows outside every sequence are undefined on a GPU
