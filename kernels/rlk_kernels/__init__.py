@@ -31,7 +31,10 @@ from rlk_kernels.losses.routing.operator import load_balancing_loss, router_z_lo
 from rlk_kernels.ops.attention.ahead import warm_up_paged_attention
 from rlk_kernels.ops.attention.operator import attention, paged_attention, paged_schedule
 from rlk_kernels.ops.attention.shared_schedule import Schedule
+from rlk_kernels.ops.causal_conv.operator import cached_causal_conv1d, causal_conv1d
 from rlk_kernels.ops.combine.operator import combine_experts
+from rlk_kernels.ops.delta_gates.operator import delta_gates
+from rlk_kernels.ops.delta_rule.operator import cached_gated_delta_rule, gated_delta_rule
 from rlk_kernels.ops.embedding.operator import embedding
 from rlk_kernels.ops.experts.ahead import warm_up_experts
 from rlk_kernels.ops.experts.operator import (
@@ -40,6 +43,7 @@ from rlk_kernels.ops.experts.operator import (
     grouped_linear,
     grouped_swiglu,
 )
+from rlk_kernels.ops.gated_norm.operator import gated_rms_norm
 from rlk_kernels.ops.kv_cache.operator import write_kv_cache
 from rlk_kernels.ops.linear import linear
 from rlk_kernels.ops.linear_logp.operator import linear_logp
@@ -95,9 +99,15 @@ __all__ = [
     "UnsupportedShape",
     "attention",
     "backend_calls",
+    "cached_causal_conv1d",
+    "cached_gated_delta_rule",
+    "causal_conv1d",
     "combine_experts",
+    "delta_gates",
     "dpo_loss",
     "embedding",
+    "gated_delta_rule",
+    "gated_rms_norm",
     "group_advantages",
     "group_by_expert",
     "grouped_linear",

@@ -57,9 +57,11 @@ def test_every_operator_runs_forward_and_backward():
     forward |= {"grouped_swiglu", "linear", "linear_grpo_loss", "linear_logp", "logp", "norm_rope"}
     forward |= {"load_balancing_loss", "paged_attention", "rms_norm", "rope", "route"}
     forward |= {"route_corrected", "router_z_loss", "softcap", "sum_slots", "swiglu"}
-    forward |= {"write_kv_cache"}
+    forward |= {"write_kv_cache", "cached_causal_conv1d", "cached_gated_delta_rule"}
     with_backward = {"attention", "combine_experts", "embedding", "linear_logp", "logp", "rms_norm"}
     with_backward |= {"route", "route_corrected", "softcap", "swiglu"}
+    delta_net = {"causal_conv1d", "delta_gates", "gated_delta_rule", "gated_rms_norm"}
+    forward, with_backward = forward | delta_net, with_backward | delta_net
     assert set(done.stdout.split()) == forward | {f"{name}_backward" for name in with_backward}
 
 

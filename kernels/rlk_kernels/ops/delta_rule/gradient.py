@@ -173,6 +173,9 @@ def backward(
             found = _sequence_gradient(mine, do[begin:end], wide)
             for grad, part in zip(grads, found, strict=True):
                 grad[begin:end] = part
-    grads[0], grads[1] = _through_norm(q, grads[0], eps, scale), _through_norm(k, grads[1], eps, 1.0)
+    grads[0], grads[1] = (
+        _through_norm(q, grads[0], eps, scale),
+        _through_norm(k, grads[1], eps, 1.0),
+    )
     dq, dk, dv, dg, dbeta = (d.to(wide).to(x.dtype) for d, x in zip(grads, inputs, strict=True))
     return dq, dk, dv, dg, dbeta

@@ -9,14 +9,16 @@ the chunk's beginning, G the fp32 sum of g from the chunk's first row to a row; 
 q's dtype. In a chunk, the state does not move:
 
     q, k = rounded( x / sqrt( sum_d x[d]^2 + eps ) ), q times scale before it is rounded
-    u_i  = rounded( beta_i (v_i - exp(G_i) k_i S') - sum_{j<i} beta_i exp(G_i - G_j) (k_i k_j) u_j )
-    out_i = rounded( exp(G_i) q_i S' + sum_{j<=i} P_ij u_j )    P_ij = rounded( exp(G_i - G_j) q_i k_j )
-    S    = exp(G_last) S + sum_j k_j rounded( exp(G_last - G_j) u_j )     after row CHUNK - 1
+    u_i = rounded( beta_i (v_i - exp(G_i) k_i S') - sum_{j<i} beta_i exp(G_i - G_j) k_i k_j u_j )
+    P_ij = rounded( exp(G_i - G_j) q_i k_j )
+    out_i = rounded( exp(G_i) q_i S' + sum_{j<=i} P_ij u_j )
+    S = exp(G_last) S + sum_j k_j rounded( exp(G_last - G_j) u_j )     after row CHUNK - 1
 
-with S' = rounded(S). Sums over j go from front to back. So a row needs the state at the chunk's
-beginning, and k, u and G of the rows before it in the chunk, which a cache keeps. A row has the same
-bits in decode, in any prefill, in a prefill cut anywhere, with other sequences, and for any share
-of the heads of v, or of their features.
+with S' = rounded(S). Sums over j go from front to back (triton: by halves of the whole chunk, where
+rows to come are zeros). So a row needs the state at the chunk's beginning, and k, u and G of the
+rows before it in the chunk, which a cache keeps. A row has the same bits in decode, in any prefill,
+in a prefill cut anywhere, with other sequences, and for any share of the heads of v, or of their
+features.
 
 The gradient (`gradient.py`) recomputes the states at the beginnings of chunks.
 
@@ -246,9 +248,7 @@ def cached_gated_delta_rule(
     cu = _integers(op, "cu_seqlens", cu_seqlens)
     slots = _integers(op, "slots", slots, cu.numel() - 1)
     context = _integers(op, "context_lens", context_lens, cu.numel() - 1)
-    chosen = choose(
-        op, backend, q, k, v, g, beta, state, keys, updates, decays, slots, context, cu
-    )
+    chosen = choose(op, backend, q, k, v, g, beta, state, keys, updates, decays, slots, context, cu)
     dense = (x.contiguous() for x in (q, k, v, g, beta))
     return call(
         _cached_gated_delta_rule, state, keys, updates, decays, *dense, slots, context, cu, scale,

@@ -117,7 +117,7 @@ def extend(rows: Rows, held: Tensor, old: Open) -> tuple[Open, Products]:
     mine = torch.stack(sums, 2).double()  # [B, Hv, M]
     column = torch.arange(CHUNK, device=held.device)
     before = column < at[..., None]  # [B, M, C]
-    decay = exp((mine[..., None] - decays.transpose(1, 2).double()[:, :, None]))
+    decay = exp(mine[..., None] - decays.transpose(1, 2).double()[:, :, None])
     below = matmul_nt(new_keys, all_keys) * decay * by_value_head(rows.beta, heads)[..., None]
     weights = rounded(matmul_nt(queries, all_keys) * decay, rows.q.dtype).double()
     upto = (before | (column == at[..., None]))[:, None]
@@ -167,7 +167,7 @@ def moved(chunk: Open) -> Tensor:
     heads = chunk.decays.shape[2]
     decays = chunk.decays.transpose(1, 2).double()
     last = decays[..., -1:]
-    later = exp((last - decays))
+    later = exp(last - decays)
     updates = chunk.updates.transpose(1, 2).double() * later[..., None]
     keys = by_value_head(chunk.keys, heads).mT
     added = matmul_nt(keys.contiguous(), rounded(updates, chunk.updates.dtype).mT.contiguous())

@@ -1,5 +1,5 @@
-"""Sums that the Triton kernels of the gated delta rule share: by halves, where each addition has two
-operands, so that no layout of threads can change the order."""
+"""Sums that the Triton kernels of the gated delta rule share. They go by halves: each addition has
+two operands, so that no layout of threads can change the order."""
 
 import triton
 import triton.language as tl
