@@ -23,11 +23,17 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
 """model_type -> the class that both engines load. Other models load through subclasses of vLLM's
 classes, which compute something else, or through transformers' classes."""
 GEMMA = ("gemma2", "gemma3_text", "gemma")
-"""Families whose norms multiply by 1 + weight and whose activation is gelu's tanh form."""
+"""Families whose activation is gelu's tanh form; their norms multiply by 1 + weight."""
+DELTA_NETS = ("qwen3_next", "qwen3_5_text")
+"""Families in which some layers have a gated delta net, and the others an attention with a gate."""
+ONE_PLUS = (*GEMMA, *DELTA_NETS)
+"""Families whose norms multiply by 1 + weight."""
 
 
 def of_code(model_type: str) -> str:

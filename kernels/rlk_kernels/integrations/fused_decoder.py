@@ -4,7 +4,14 @@ and up, and one rotary module for both rotations. vLLM and SGLang give the modul
 
 from typing import Any
 
-from rlk_kernels.integrations.operators import ROUTED, mlp_of, norms, rotates, shared_experts
+from rlk_kernels.integrations.operators import (
+    BY_DELTA_NET,
+    ROUTED,
+    mlp_of,
+    norms,
+    rotates,
+    shared_experts,
+)
 
 
 def modules(model: Any) -> dict[str, Any]:
@@ -13,19 +20,32 @@ def modules(model: Any) -> dict[str, Any]:
     inner = model.model
     named = {"embed": inner.embed_tokens}
     for i, layer in enumerate(inner.layers):
-        attn = layer.self_attn
-        # The code of transformers has one rotary embedding for all layers.
-        rotary = getattr(attn, "rotary_emb", None) or getattr(inner, "rotary_emb", None)
-        here = {
-            **norms(layer),
-            **{"q_proj": attn.qkv_proj, "k_proj": attn.qkv_proj, "v_proj": attn.qkv_proj},
-            **{"q_norm": getattr(attn, "q_norm", None), "k_norm": getattr(attn, "k_norm", None)},
-            **dict.fromkeys(("q_rope", "k_rope"), rotary if rotates(attn) else None),
-            **{"attn": attn.attn, "o_proj": attn.o_proj},
-            **_of_mlp(mlp_of(layer)),
-        }
+        net = getattr(layer, "linear_attn", None)
+        branch = _of_attention(layer.self_attn, inner) if net is None else _of_delta_net(net)
+        here = {**norms(layer), **branch, **_of_mlp(mlp_of(layer))}
         named |= {f"layers.{i}.{op}": module for op, module in here.items() if module is not None}
     return named | {"final_norm": inner.norm, "logits": model.logits_processor}
+
+
+def _of_attention(attn: Any, inner: Any) -> dict[str, Any]:
+    # The code of transformers has one rotary embedding for all layers.
+    rotary = getattr(attn, "rotary_emb", None) or getattr(inner, "rotary_emb", None)
+    return {
+        **{"q_proj": attn.qkv_proj, "k_proj": attn.qkv_proj, "v_proj": attn.qkv_proj},
+        **{"q_norm": getattr(attn, "q_norm", None), "k_norm": getattr(attn, "k_norm", None)},
+        **dict.fromkeys(("q_rope", "k_rope"), rotary if rotates(attn) else None),
+        **{"attn": attn.attn, "o_proj": attn.o_proj},
+        "attn_gate": attn if getattr(attn, "attn_output_gate", False) else None,
+    }
+
+
+def _of_delta_net(net: Any) -> dict[str, Any]:
+    return {
+        **dict.fromkeys(("qkv_in", "z"), net.in_proj_qkvz),
+        **dict.fromkeys(("b", "a"), net.in_proj_ba),
+        **dict.fromkeys(BY_DELTA_NET, net),
+        "out_proj": net.out_proj,
+    }
 
 
 def _of_mlp(mlp: Any) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from rlk_kernels.backend import choose, two_backends
 from rlk_kernels.custom_op import SECOND, call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
-from rlk_kernels.ops.delta_rule import on_torch
+from rlk_kernels.ops.delta_rule import on_torch, portable
 from rlk_kernels.ops.delta_rule.chunk import CHUNK
 
 MAX_DIM = 128
@@ -141,7 +141,7 @@ def _check(
             f"{op}: q, k, v and beta are {q.dtype}, {k.dtype}, {v.dtype} and {beta.dtype}; one "
             "floating dtype is needed"
         )
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = portable.wide_dtype(q)
     if g.dtype != wide:
         raise UnsupportedDtype(f"{op}: g is {g.dtype}; {wide} is needed")
     if not scale > 0:
