@@ -1,4 +1,4 @@
-"""Qwen3.5's text model in vLLM; a module of its own, because vLLM's imports more than text needs."""
+"""Qwen3.5's text model in vLLM, in a module of its own, because vLLM's imports torchvision."""
 
 from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM
 
