@@ -60,7 +60,7 @@ class Rotary(Counted):
 
 
 def _of_text(position_ids: Tensor) -> Tensor:
-    """[B or 1, T] of [B or 1, T], or of [3, B, T] (time, height, width), which are equal in text."""
+    """[B or 1, T] of [B or 1, T], or of [3, B, T]: time, height and width, equal in text."""
     if position_ids.dim() == 2:
         return position_ids
     # transformers expands the positions of text; others are compared.
