@@ -259,6 +259,8 @@ class Kept(NamedTuple):
     """int32 [sequences]: the tokens before the new rows."""
 
 
+DELTA_CHUNK = 64
+"""The rows of an open chunk that `Kept` holds. The operator checks it."""
 L2_EPS = 1e-6
 """What is added to the sum of squares of a head of q or k."""
 

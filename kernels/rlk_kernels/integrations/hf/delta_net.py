@@ -98,7 +98,7 @@ class GatedAttention(AttentionModule):
     """Attention whose output is multiplied by the sigmoid of a gate, which q's product computes
     too."""
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],

@@ -28,7 +28,6 @@ from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.operators import Counted, check_delta_net
 from rlk_kernels.integrations.vllm import config as settings
 from rlk_kernels.integrations.vllm.layers import VllmLinear
-from rlk_kernels.ops.delta_rule.chunk import CHUNK
 
 
 def state_shapes(config: Any) -> tuple[tuple[int, ...], ...]:
@@ -40,9 +39,9 @@ def state_shapes(config: Any) -> tuple[tuple[int, ...], ...]:
     return (
         (config.linear_conv_kernel_dim - 1, features),
         (value_heads, dim, value_dim),
-        (CHUNK, heads, dim),
-        (CHUNK, value_heads, value_dim),
-        (CHUNK, value_heads),
+        (profile.DELTA_CHUNK, heads, dim),
+        (profile.DELTA_CHUNK, value_heads, value_dim),
+        (profile.DELTA_CHUNK, value_heads),
     )
 
 
