@@ -282,6 +282,15 @@ def test_gradients_agree_with_float64_and_repeat(name, dtype, backend):
 
 
 @pytest.mark.usefixtures("short_chunks")
+def test_heads_too_large_for_the_kernel_have_the_gradient_of_torch(monkeypatch):
+    x = [part.requires_grad_() for part in rows(5, torch.float16)]
+    expected = torch.autograd.grad(rk.gated_delta_rule(*x, bounds(5), backend="torch").sum(), x)
+    monkeypatch.setattr(on_triton, "MOST_FEATURES", D - 1)
+    out = rk.gated_delta_rule(*x, bounds(5), backend="triton")
+    assert same(torch.autograd.grad(out.sum(), x), expected)
+
+
+@pytest.mark.usefixtures("short_chunks")
 def test_a_sequences_gradients_do_not_depend_on_the_others():
     x = [part.requires_grad_() for part in rows(LENGTH, torch.bfloat16)]
     dy = rand(LENGTH, HV, E, dtype=torch.bfloat16, device="cpu", seed=8)

@@ -5,12 +5,16 @@ from torch import Tensor
 
 from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
 from rlk_kernels.memory import empty
+from rlk_kernels.ops.delta_rule import on_torch
 from rlk_kernels.ops.delta_rule.backward_kernels import backward_kernel, norm_backward_kernel
 from rlk_kernels.ops.delta_rule.chunk import CHUNK
 from rlk_kernels.ops.delta_rule.kernels import forward_kernel, keep_kernel, norm_kernel
 
-FEATURES = 64
+FEATURES = 16
 """The most features of v of one program of the forward. No bit depends on it."""
+
+MOST_FEATURES = 64
+"""The most features of a head whose gradient `backward_kernel` computes."""
 
 
 def _levels(n: int) -> int:
@@ -57,7 +61,7 @@ def _run(
         (q, k, v, g, beta, out, *tensors, *strides, slots, context, cu, len(tensors[0]), *recorded,
          hk, hv, d, e, width, features, CHUNK, _levels(width), _levels(CHUNK), cache is not None,
          record is not None, precision),
-        {"num_warps": 4},
+        {"num_warps": 8},
     )  # fmt: skip
     if cache is not None:
         _, keys, _, decays = cache
@@ -102,7 +106,11 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu: Tensor, scale: float, eps: float,
     do: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv, dg, dbeta); rows outside every sequence have zeros."""
+    """(dq, dk, dv, dg, dbeta); rows outside every sequence have zeros. Heads of more than
+    MOST_FEATURES do not fit in a program's memory: their gradient is computed in PyTorch, in
+    float64, which is slow."""
+    if max(q.shape[2], v.shape[2]) > MOST_FEATURES:
+        return on_torch.backward(q, k, v, g, beta, cu, scale, eps, do)
     (t, hk, d), (hv, e), sequences = q.shape, v.shape[1:], cu.numel() - 1
     dv, dg, dbeta = torch.zeros_like(v), torch.zeros_like(g), torch.zeros_like(beta)
     if not t or not sequences:
