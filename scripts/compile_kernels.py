@@ -43,6 +43,7 @@ SPILLS = {
     "_sum_hopper_kernel": 512,
     "_tiles_hopper_kernel": 4096,  # split accumulation; none without it
     "_attention_kernel": 1 << 17,  # fp32, here and below
+    "forward_kernel": 1 << 14,  # the gated delta rule, which goes through its rows one by one
     "_dkv_hopper_kernel": 256,  # scalars between steps
     "_dq_hopper_kernel": 1024,  # none with Triton 3.6 to 3.8; 520 with 3.9
     "_dq_kernel": 1 << 11,
@@ -131,7 +132,7 @@ def rows(m: int, h: int = 4096, ff: int = 12288, v: int = 128256) -> None:
     for scaling in (None, _x(1, dtype=FP32).detach()):
         rotation["scaling"] = scaling
         _backward(*rk.norm_rope(_x(m, 32, 128), _x(m, 8, 128), *norms, _ids(m), **rotation))
-    for activation in ("silu", "gelu_tanh"):
+    for activation in ("silu", "gelu_tanh", "sigmoid"):
         _backward(rk.swiglu(_x(m, ff), _x(m, ff), activation=activation))
     _backward(rk.softcap(_x(m, v, dtype=FP32), 30.0))
     _backward(rk.clamped_swiglu(_x(m, ff), _x(m, ff), alpha=1.702, limit=7.0))
@@ -189,6 +190,29 @@ def corrected_routing(t: int, experts: int, top_k: int, groups: int, top_groups:
     for normalize in (True, False):
         shares, _ = rk.route_corrected(logits, correction, top_k, normalize=normalize, **how)
         _backward(shares)
+
+
+def delta_net(t: int, heads: int, value_heads: int, dim: int, dtype=BF16) -> None:
+    """Whole sequences, and rows that continue sequences. The gradient of the rule is left out: for
+    heads of 128 no kernel computes it."""
+    features = (2 * heads + value_heads) * dim
+    mixed, taps, cu = _x(t, features, dtype=dtype), _x(features, 4, dtype=dtype), _ids(3)
+    _backward(rk.causal_conv1d(mixed, taps, cu))
+    gates = [_x(*shape, dtype=dtype) for shape in ((t, value_heads),) * 2 + ((value_heads,),) * 2]
+    _backward(*rk.delta_gates(*gates))
+    core = _x(t, value_heads, dim, dtype=dtype)
+    _backward(rk.gated_rms_norm(core, core, _x(dim, dtype=dtype), 1e-6))
+    g, beta = (x.detach() for x in rk.delta_gates(*gates))
+    rows = [_x(t, n, dim, dtype=dtype) for n in (heads, heads, value_heads)]
+    with torch.no_grad():
+        rk.gated_delta_rule(*rows, g, beta, cu)
+        kept = [
+            _x(9, value_heads, dim, dim, dtype=FP32), _x(9, 64, heads, dim, dtype=dtype),
+            _x(9, 64, value_heads, dim, dtype=dtype), _x(9, 64, value_heads, dtype=FP32),
+        ]  # fmt: skip
+        where = _ids(2, dtype=torch.int32), _ids(2, dtype=torch.int32), cu
+        rk.cached_gated_delta_rule(*rows, g, beta, *kept, *where)
+        rk.cached_causal_conv1d(mixed, taps, _x(9, 3, features, dtype=dtype), *where)
 
 
 LARGE, SMALL = HEADS.values()
@@ -251,6 +275,8 @@ CALLS: dict[str, Callable[[], object]] = {
     "corrected routing": lambda: corrected_routing(4096, 256, 8, 8, 4),
     "corrected routing, one group": lambda: corrected_routing(300, 160, 8, 1, 1),
     "sparse layer, fp32": lambda: sparse_layer(300, 8, 2, 512, 256, dtype=FP32),
+    "delta net": lambda: delta_net(1024, 16, 32, 128),
+    "delta net, small heads, fp32": lambda: delta_net(300, 2, 4, 24, dtype=FP32),
     "rows": lambda: rows(1024),
     "peer gather": lambda: peer_gather(64, 6144),
     "peer gather, in pieces": lambda: peer_gather(16384, 6144),

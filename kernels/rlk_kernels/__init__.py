@@ -32,8 +32,11 @@ from rlk_kernels.ops.activation.operator import activation
 from rlk_kernels.ops.attention.ahead import warm_up_paged_attention
 from rlk_kernels.ops.attention.operator import attention, paged_attention, paged_schedule
 from rlk_kernels.ops.attention.shared_schedule import Schedule
+from rlk_kernels.ops.causal_conv.operator import cached_causal_conv1d, causal_conv1d
 from rlk_kernels.ops.clamped_swiglu.operator import clamped_swiglu
 from rlk_kernels.ops.combine.operator import combine_experts
+from rlk_kernels.ops.delta_gates.operator import delta_gates
+from rlk_kernels.ops.delta_rule.operator import cached_gated_delta_rule, gated_delta_rule
 from rlk_kernels.ops.embedding.operator import embedding
 from rlk_kernels.ops.experts.ahead import warm_up_experts
 from rlk_kernels.ops.experts.operator import (
@@ -42,6 +45,7 @@ from rlk_kernels.ops.experts.operator import (
     grouped_linear,
     grouped_swiglu,
 )
+from rlk_kernels.ops.gated_norm.operator import gated_rms_norm
 from rlk_kernels.ops.kv_cache.operator import write_kv_cache
 from rlk_kernels.ops.layer_norm.operator import layer_norm
 from rlk_kernels.ops.linear import linear
@@ -100,10 +104,16 @@ __all__ = [
     "activation",
     "attention",
     "backend_calls",
+    "cached_causal_conv1d",
+    "cached_gated_delta_rule",
+    "causal_conv1d",
     "clamped_swiglu",
     "combine_experts",
+    "delta_gates",
     "dpo_loss",
     "embedding",
+    "gated_delta_rule",
+    "gated_rms_norm",
     "group_advantages",
     "group_by_expert",
     "grouped_linear",

@@ -103,6 +103,21 @@ def _swiglu(at: Inputs, m: int, f: int) -> dict[str, Tensor]:
     return with_gradients({"out": rk.swiglu(*leaves.values())}, leaves)
 
 
+def _delta_net(at: Inputs, lengths: tuple[int, ...], d: int, e: int) -> dict[str, Tensor]:
+    """q, k and v of a convolution, the rule, and the gated norm of its output."""
+    t, cu = sum(lengths), at.bounds(*lengths)
+    leaves = {"x": at.normal(t, 2 * d + 2 * e), "weight": at.normal(2 * d + 2 * e, 4)}
+    leaves |= {"a": at.normal(t, 2), "b": at.normal(t, 2), "a_log": at.normal(2)}
+    leaves |= {"dt": at.normal(2), "z": at.normal(t, 2, e), "gain": at.normal(e)}
+    mixed = rk.causal_conv1d(leaves["x"], leaves["weight"], cu)
+    q, k, v = mixed.split([d, d, 2 * e], -1)
+    g, beta = rk.delta_gates(leaves["a"], leaves["b"], leaves["a_log"], leaves["dt"])
+    core = rk.gated_delta_rule(q[:, None], k[:, None], v.unflatten(-1, (2, e)), g, beta, cu)
+    out = rk.gated_rms_norm(core, leaves["z"], leaves["gain"], 1e-6)
+    outputs = {"mixed": mixed, "g": g, "beta": beta, "core": core, "out": out}
+    return with_gradients(outputs, leaves)
+
+
 def _embedding(at: Inputs, t: int, v: int, h: int) -> dict[str, Tensor]:
     leaves = {"weight": at.normal(v, h)}
     return with_gradients({"out": rk.embedding(at.integers(t, below=v), leaves["weight"])}, leaves)
@@ -236,6 +251,7 @@ def cases(device: str, full: bool) -> Iterator[tuple[str, Case]]:
         for normalize in (True, False):
             sizes = (300, 64, 8, 512) if full else (33, 9, 3, 64)
             yield case("experts", dtype, _experts, *sizes, normalize)
+        yield case("delta_net", dtype, _delta_net, (5, 0, 70), 24, 16)
         yield case("embedding", dtype, _embedding, 300, 50, 99)
         yield case("write_kv_cache", dtype, _write_kv_cache, 33, 64)
         for v in (17, 1000, *((151936,) if full else ())):

@@ -91,6 +91,13 @@ FREQUENCIES = {"inv_freq": rand(4, seed=7), "scaling": rand(1)}
 CHOSEN = torch.tensor([[0, 3], [1, 2], [0, 4], [2, 3], [1, 4], [0, 1]], dtype=torch.int32)
 GROUPS = rk.group_by_expert(CHOSEN, E, backend="torch")
 EXPERTS, SHARES = rand(E, H, H), rand(T, 2, seed=8).softmax(-1)
+VALUES, DECAYS = rand(T, 4, 8, seed=10), -rand(T, 4, seed=11).abs()
+DELTA = (K, K.flip(0), VALUES, DECAYS, rand(T, 4, seed=12).sigmoid())
+CHUNKS = (
+    rand(3, 4, 8, 8), rand(3, 64, 2, 8), rand(3, 64, 4, 8), -rand(3, 64, 4).abs().cumsum(1)
+)  # fmt: skip
+CONTINUED = (torch.tensor([2, 0]).int(), torch.tensor([70, 3]).int(), CU)
+"""Slots, the tokens before the new rows, and where sequences begin."""
 POLICY = (LOGP - 0.1, rand(2, seed=9), MASK)
 PACKED = {"cu_seqlens": CU, "ref_logp": LOGP + 0.1, "beta": 0.1}
 
@@ -133,6 +140,19 @@ CASES = {
     "layer_norm": Case(rk.layer_norm, (X, GAIN, 1e-6, GAIN.flip(0))),
     "position_scale": Case(
         rk.position_scale, (IDS,), {"beta": 0.1, "context": 2}, gradient=False
+    ),
+    "swiglu, sigmoid": Case(rk.swiglu, (X, W[:T].clone()), {"activation": "sigmoid"}),
+    "gated_rms_norm": Case(rk.gated_rms_norm, (X, W[:T].clone(), GAIN, 1e-6)),
+    "delta_gates": Case(rk.delta_gates, (X, W[:T].clone(), GAIN, GAIN.flip(0))),
+    "causal_conv1d": Case(rk.causal_conv1d, (X, rand(H, 4, seed=13), CU)),
+    "cached_causal_conv1d": Case(
+        rk.cached_causal_conv1d, (X, rand(H, 4, seed=13), rand(3, 3, H), *CONTINUED), writes=(2,),
+        gradient=False,
+    ),
+    "gated_delta_rule": Case(rk.gated_delta_rule, (*DELTA, CU)),
+    "cached_gated_delta_rule": Case(
+        rk.cached_gated_delta_rule, (*DELTA, *CHUNKS, *CONTINUED), writes=(5, 6, 7, 8),
+        gradient=False,
     ),
     "embedding": Case(rk.embedding, (IDS, HEAD)),
     "write_kv_cache": Case(

@@ -58,9 +58,12 @@ def test_every_operator_runs_forward_and_backward():
     forward |= {"load_balancing_loss", "paged_attention", "rms_norm", "rope", "route"}
     forward |= {"route_corrected", "router_z_loss", "softcap", "sum_slots", "swiglu"}
     forward |= {"write_kv_cache", "clamped_swiglu", "activation", "layer_norm", "position_scale"}
+    forward |= {"cached_causal_conv1d", "cached_gated_delta_rule"}
     with_backward = {"attention", "combine_experts", "embedding", "linear_logp", "logp", "rms_norm"}
     with_backward |= {"route", "route_corrected", "softcap", "swiglu", "clamped_swiglu"}
     with_backward |= {"activation", "layer_norm"}
+    delta_net = {"causal_conv1d", "delta_gates", "gated_delta_rule", "gated_rms_norm"}
+    forward, with_backward = forward | delta_net, with_backward | delta_net
     assert set(done.stdout.split()) == forward | {f"{name}_backward" for name in with_backward}
 
 

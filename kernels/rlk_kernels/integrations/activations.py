@@ -49,10 +49,10 @@ def activation_of(act: Any) -> str:
     return ACTIVATIONS[kind]
 
 
-def check_silu(act: Any) -> None:
-    """Raises NotSupported for experts' activation unless `activation_of` says that it is silu."""
+def check_silu(act: Any, whose: str = "experts") -> None:
+    """Raises NotSupported for an activation unless `activation_of` says that it is silu."""
     if (activation := activation_of(act)) != "silu":
-        raise NotSupported(f"experts with {activation} are not supported; with silu they are")
+        raise NotSupported(f"{whose} with {activation} are not supported; with silu they are")
 
 
 ZERO = "deepspeed.runtime.zero.parameter_offload"

@@ -31,13 +31,19 @@ ARCHITECTURES = {
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
 """model_type -> the class that both engines load. Other models load through subclasses of vLLM's
 classes, which compute something else, or through transformers' classes."""
 UNGATED = {"arcee": "relu2", "starcoder2": "gelu_pytorch_tanh"}
 """Families whose MLP has no gate -> their `hidden_act`."""
 GEMMA = ("gemma2", "gemma3_text", "gemma")
-"""Families whose norms multiply by 1 + weight and whose activation is gelu's tanh form."""
+"""Families whose activation is gelu's tanh form; their norms multiply by 1 + weight."""
+DELTA_NETS = ("qwen3_next", "qwen3_5_text")
+"""Families in which some layers have a gated delta net, and the others an attention with a gate."""
+ONE_PLUS = (*GEMMA, *DELTA_NETS)
+"""Families whose norms multiply by 1 + weight."""
 
 
 LAYER_NORMS = ("starcoder2", "cohere2")

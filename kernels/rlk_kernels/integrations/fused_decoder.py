@@ -5,6 +5,7 @@ and up, and one rotary module for both rotations. vLLM and SGLang give the modul
 from typing import Any
 
 from rlk_kernels.integrations.operators import (
+    BY_DELTA_NET,
     ROUTED,
     Counted,
     head_norms,
@@ -23,19 +24,33 @@ def modules(model: Any) -> dict[str, Any]:
     # vLLM's GPT-OSS has names of its own.
     named = {"embed": getattr(inner, "embed_tokens", None) or inner.embedding}
     for i, layer in enumerate(inner.layers):
-        attn = getattr(layer, "self_attn", None) or layer.attn
-        # The code of transformers has one rotary embedding for all layers.
-        rotary = getattr(attn, "rotary_emb", None) or getattr(inner, "rotary_emb", None)
-        here = {
-            **norms(layer),
-            **{"q_proj": attn.qkv_proj, "k_proj": attn.qkv_proj, "v_proj": attn.qkv_proj},
-            **head_norms(attn),
-            **dict.fromkeys(("q_rope", "k_rope"), rotary if rotates(attn) else None),
-            **{"attn": attn.attn, "o_proj": attn.o_proj},
-            **_of_mlp(mlp_of(layer)),
-        }
+        net = getattr(layer, "linear_attn", None)
+        attn = getattr(layer, "self_attn", None) or getattr(layer, "attn", None)
+        branch = _of_attention(attn, inner) if net is None else _of_delta_net(net)
+        here = {**norms(layer), **branch, **_of_mlp(mlp_of(layer))}
         named |= {f"layers.{i}.{op}": module for op, module in here.items() if module is not None}
     return named | {"final_norm": inner.norm, "logits": model.logits_processor}
+
+
+def _of_attention(attn: Any, inner: Any) -> dict[str, Any]:
+    # The code of transformers has one rotary embedding for all layers.
+    rotary = getattr(attn, "rotary_emb", None) or getattr(inner, "rotary_emb", None)
+    return {
+        **{"q_proj": attn.qkv_proj, "k_proj": attn.qkv_proj, "v_proj": attn.qkv_proj},
+        **head_norms(attn),
+        **dict.fromkeys(("q_rope", "k_rope"), rotary if rotates(attn) else None),
+        **{"attn": attn.attn, "o_proj": attn.o_proj},
+        "attn_gate": attn if getattr(attn, "attn_output_gate", False) else None,
+    }
+
+
+def _of_delta_net(net: Any) -> dict[str, Any]:
+    return {
+        **dict.fromkeys(("qkv_in", "z"), net.in_proj_qkvz),
+        **dict.fromkeys(("b", "a"), net.in_proj_ba),
+        **dict.fromkeys(BY_DELTA_NET, net),
+        "out_proj": net.out_proj,
+    }
 
 
 def _of_mlp(mlp: Any) -> dict[str, Any]:

@@ -19,14 +19,22 @@ from rlk_kernels.integrations.errors import NotSupported
 
 LAYER = (
     *("attn_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_rope", "k_rope"),
-    *("attn", "o_proj", "attn_post_norm", "mlp_norm"),
+    *("attn", "attn_gate", "o_proj"),
+    *("qkv_in", "z", "b", "a", "conv", "decay", "beta", "delta", "gated_norm", "out_proj"),
+    *("attn_post_norm", "mlp_norm"),
     *("gate_proj", "up_proj", "act", "down_proj"),
     *("router", "experts", "routing_weights"),
     *("shared_gate_proj", "shared_up_proj", "shared_act", "shared_down_proj"),
     *("shared_gate", "moe_out", "mlp_post_norm"),
 )
-"""The operators of a layer: those of dense layers in order, those that sparse layers add, and the
-norm after both."""
+"""The operators of a layer: those of dense layers in order, with attention or a gated delta net,
+those that sparse layers add, and the norm after both."""
+DELTA_NET = frozenset(
+    ("qkv_in", "z", "b", "a", "conv", "decay", "beta", "delta", "gated_norm", "out_proj")
+)
+"""The operators of a gated delta net. They cannot be excluded."""
+BY_DELTA_NET = ("conv", "decay", "beta", "delta", "gated_norm")
+"""Those that the module itself computes; the others are products, with modules of their own."""
 ROUTED = frozenset(
     ("router", "experts", "routing_weights", "gate_proj", "up_proj", "act", "down_proj", "moe_out")
 )
@@ -37,7 +45,7 @@ SHARED = frozenset(("shared_gate_proj", "shared_up_proj", "shared_act", "shared_
 SPARSE = ROUTED | SHARED | {"shared_gate"}
 """The operators that cannot be excluded in a sparse model."""
 OPERATORS = ("embed", *LAYER, "final_norm", "logits", "logprob")
-NORMS = frozenset(name for name in OPERATORS if name.endswith("norm"))
+NORMS = frozenset(name for name in OPERATORS if name.endswith("norm")) - DELTA_NET
 POST_NORMS = frozenset(("attn_post_norm", "mlp_post_norm"))
 """The norms that only some families have."""
 
@@ -150,6 +158,18 @@ def check_sparse(excluded: frozenset[str]) -> None:
             f"{', '.join(some)} cannot be excluded in a model with sparse layers, which "
             f"compute {', '.join(op for op in LAYER if op in SPARSE)} as one"
         )
+
+
+def check_delta_net(excluded: frozenset[str]) -> None:
+    """Raises NotSupported if operators of gated delta nets are excluded for a model with some, or
+    one of attention and its gate."""
+    if some := sorted(excluded & DELTA_NET):
+        raise NotSupported(
+            f"{', '.join(some)} cannot be excluded in a model with gated delta nets, which compute "
+            f"{', '.join(op for op in LAYER if op in DELTA_NET)} as one"
+        )
+    if len(excluded & {"attn", "attn_gate"}) == 1:
+        raise NotSupported("attn and attn_gate cannot be excluded alone: exclude both, or none")
 
 
 def excludes(excluded: frozenset[str], *fused: str) -> bool:

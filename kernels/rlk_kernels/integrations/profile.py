@@ -285,6 +285,76 @@ def clamped_act(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
     return rlk_kernels.clamped_swiglu(gate, up, alpha=alpha, limit=limit)
 
 
+def gate(x: Tensor, gate: Tensor) -> Tensor:
+    """x times the sigmoid of a gate of its shape, in fp32, rounded once."""
+    return rlk_kernels.swiglu(gate, x, activation="sigmoid")
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`norm` times silu(gate) in fp32, rounded once."""
+    _check_norm(x, weight)
+    return rlk_kernels.gated_rms_norm(x, gate, weight, eps)
+
+
+class DeltaNet(NamedTuple):
+    """The parameters of a gated delta net, and its sizes. F = features of q, k and v of all heads,
+    Hk, Hv = heads, D = features of a head of q and k."""
+
+    conv: Tensor
+    """[F, taps]."""
+    a_log: Tensor
+    """[Hv]; rounded to the dtype of the rows, as engines that cast the whole model have it."""
+    dt_bias: Tensor
+    """[Hv]; likewise."""
+    key_heads: int
+    value_heads: int
+    key_dim: int
+
+
+class Kept(NamedTuple):
+    """What sequences keep between calls, by slot, for `delta_net`."""
+
+    conv: Tensor
+    """[slots, taps - 1, F]."""
+    chunks: tuple[Tensor, Tensor, Tensor, Tensor]
+    """state, keys, updates and decays of `rlk_kernels.cached_gated_delta_rule`."""
+    slots: Tensor
+    """int32 [sequences]."""
+    context: Tensor
+    """int32 [sequences]: the tokens before the new rows."""
+
+
+DELTA_CHUNK = 64
+"""The rows of an open chunk that `Kept` holds. The operator checks it."""
+L2_EPS = 1e-6
+"""What is added to the sum of squares of a head of q or k."""
+
+
+def delta_net(
+    net: DeltaNet, mixed: Tensor, a: Tensor, b: Tensor, cu: Tensor, kept: Kept | None = None
+) -> Tensor:
+    """[T, Hv, E]: what a gated delta net reads of its state for packed sequences, mixed[T, F], a
+    and b[T, Hv]. `kept`: rows continue sequences, without a gradient."""
+    parameters = (x.to(mixed.dtype) for x in (net.a_log, net.dt_bias))
+    g, beta = rlk_kernels.delta_gates(a, b, *parameters)
+    if kept is None:
+        convolved = rlk_kernels.causal_conv1d(mixed, net.conv, cu)
+    else:
+        convolved = rlk_kernels.cached_causal_conv1d(
+            mixed, net.conv, kept.conv, kept.slots, kept.context, cu
+        )
+    keys = net.key_heads * net.key_dim
+    q, k, v = convolved.split([keys, keys, mixed.shape[1] - 2 * keys], -1)
+    q, k = (x.unflatten(-1, (net.key_heads, net.key_dim)) for x in (q, k))
+    rows = q, k, v.unflatten(-1, (net.value_heads, -1)), g, beta
+    scale = float32(net.key_dim**-0.5)
+    if kept is None:
+        return rlk_kernels.gated_delta_rule(*rows, cu, scale=scale, eps=L2_EPS)
+    return rlk_kernels.cached_gated_delta_rule(
+        *rows, *kept.chunks, kept.slots, kept.context, cu, scale=scale, eps=L2_EPS
+    )
+
+
 def logp(
     logits: Tensor, target: Tensor, temperature: float = 1.0, group: ProcessGroup | None = None
 ) -> Tensor:

@@ -56,7 +56,18 @@ class Rotary(Counted):
         turns, scaling = inv_freq.to(x.device), getattr(self, f"{kind}attention_scaling")
         if scaling != 1.0:
             turns = torch.cat([turns, turns.new_full((1,), scaling)])
-        return position_ids, turns.view(torch.int32)
+        return _of_text(position_ids), turns.view(torch.int32)
+
+
+def _of_text(position_ids: Tensor) -> Tensor:
+    """[B or 1, T] of [B or 1, T], or of [3, B, T]: time, height and width, equal in text."""
+    if position_ids.dim() == 2:
+        return position_ids
+    # transformers expands the positions of text; others are compared.
+    equal = position_ids.stride(0) == 0 or bool((position_ids == position_ids[:1]).all())
+    if not equal:
+        raise NotSupported("positions of images, whose height or width differs, are not supported")
+    return position_ids[0]
 
 
 def _frequencies(rotary: Any) -> dict[str, str]:

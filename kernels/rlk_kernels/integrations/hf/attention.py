@@ -25,13 +25,17 @@ NAME = "rlk"
 class AttentionModule(Counted):
     """An attention module that calls `attend` through the interface."""
 
-    def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+    def rlk_check(self, past_key_values: Any) -> None:
+        """Raises NotSupported for another attention, or an unsupported cache."""
         if self.config._attn_implementation != NAME:
             raise NotSupported(
                 f"attn_implementation={self.config._attn_implementation} was set after use_kernels"
             )
         if past_key_values is not None:
             check_cache(past_key_values)
+
+    def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        self.rlk_check(past_key_values)
         kwargs["rlk_cached"] = past_key_values is not None
         return super().forward(*args, past_key_values=past_key_values, **kwargs)
 

@@ -10,19 +10,23 @@ from rlk_kernels.integrations import rotary
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.families import (
     ARCHITECTURES,
+    DELTA_NETS,
     GEMMA,
     LAYER_NORMS,
+    ONE_PLUS,
     TEMPERED,
     UNGATED,
 )
 from rlk_kernels.integrations.finish import FINISHED, finish_of
 from rlk_kernels.integrations.handle import Handle
-from rlk_kernels.integrations.hf import attention, modules
+from rlk_kernels.integrations.hf import attention, delta_net, modules
 from rlk_kernels.integrations.hf.loss import causal_lm_loss
 from rlk_kernels.integrations.hf.stock_modules import check_forwards, check_plain
 from rlk_kernels.integrations.operators import (
+    BY_DELTA_NET,
     Watch,
     become,
+    check_delta_net,
     check_sparse,
     excluded_operators,
     excludes,
@@ -64,7 +68,7 @@ def operators(model: Any) -> dict[str, Any]:
 
 def _of_layer(layer: Any, embedding: Any) -> dict[str, Any]:
     """Operator -> module; None for an operator that the layer lacks. embedding: the rotary one."""
-    attn, mlp = layer.self_attn, mlp_of(layer)
+    mlp = mlp_of(layer)
     if is_sparse(layer):
         router = getattr(mlp, "gate", None) or mlp.router
         routes = dict.fromkeys(("router", "experts", "routing_weights"), router)
@@ -74,15 +78,27 @@ def _of_layer(layer: Any, embedding: Any) -> dict[str, Any]:
             inside |= {"shared_gate": getattr(mlp, "shared_expert_gate", None)}
     else:
         inside = _of_mlp(mlp)
+    net = getattr(layer, "linear_attn", None)
+    branch = _of_attention(layer.self_attn, embedding) if net is None else _of_delta_net(net)
+    return {**norms(layer), **branch, **inside}
+
+
+def _of_attention(attn: Any, embedding: Any) -> dict[str, Any]:
     q, k, v = _parts(attn, "qkv_proj", "q_proj", "k_proj", "v_proj")
+    gated = attn.config.model_type in DELTA_NETS
     return {
-        **norms(layer),
         **{"q_proj": q, "k_proj": k, "v_proj": v},
         **head_norms(attn),
         **dict.fromkeys(("q_rope", "k_rope"), embedding if rotates(attn) else None),
-        **{"attn": attn, "o_proj": attn.o_proj},
-        **inside,
+        **{"attn": attn, "attn_gate": attn if gated else None, "o_proj": attn.o_proj},
     }
+
+
+def _of_delta_net(net: Any) -> dict[str, Any]:
+    mixed, z = _parts(net, "in_proj_qkvz", "in_proj_qkv", "in_proj_z")
+    b, a = _parts(net, "in_proj_ba", "in_proj_b", "in_proj_a")
+    products = {"qkv_in": mixed, "z": z, "b": b, "a": a}
+    return products | dict.fromkeys(BY_DELTA_NET, net) | {"out_proj": net.out_proj}
 
 
 def _of_mlp(mlp: Any) -> dict[str, Any]:
@@ -118,9 +134,11 @@ def _classes(model: Any, excluded: frozenset[str]) -> Iterator[tuple[str, Any, t
             reverse = model.config.model_type in REVERSED
             router = modules.ReversedRouter if reverse else modules.HFRouter
             kind = router if op == "router" else modules.experts_class(module)
+        elif op == "conv":
+            kind = delta_net.DeltaNetModule
         elif op.endswith("norm"):
             kind = _norm_class(model.config.model_type)
-        elif op.endswith("proj"):
+        elif op.endswith("proj") or op in ("qkv_in", "z", "b", "a"):
             kind = modules.HFLinear
         elif op == "q_rope":
             kind = Rotary
@@ -139,10 +157,12 @@ def _classes(model: Any, excluded: frozenset[str]) -> Iterator[tuple[str, Any, t
 def _norm_class(family: str) -> type:
     if family in LAYER_NORMS:
         return HFLayerNorm
-    return modules.OnePlusNorm if family in GEMMA else modules.HFNorm
+    return modules.OnePlusNorm if family in ONE_PLUS else modules.HFNorm
 
 
 def _attention_class(family: str) -> type:
+    if family in DELTA_NETS:
+        return delta_net.GatedAttention
     return attention.TemperedAttention if family in TEMPERED else attention.AttentionModule
 
 
@@ -200,6 +220,9 @@ def replace(model: Any, excluded: Iterable[str]) -> Handle:
         check_sparse(excluded)
         blocks = [mlp_of(layer) for layer in model.model.layers]
         gated = [block for block in blocks if hasattr(block, "shared_expert_gate")]
+    nets = [layer for layer in model.model.layers if hasattr(layer, "linear_attn")]
+    if model.config.model_type in DELTA_NETS:
+        check_delta_net(excluded)
     _check_products(model, excluded)
     if not excludes(excluded, "q_rope", "k_rope"):
         for rope in rotary.by_kind(model.config.rope_parameters):
@@ -213,6 +236,8 @@ def replace(model: Any, excluded: Iterable[str]) -> Handle:
             undo.push(install(module, model.config))
         else:
             become(module, kind, undo)
+    for layer in nets:
+        become(layer, delta_net.DeltaNetLayer, undo)
     for block in gated:
         become(block, modules.GatedBlock, undo)
     finish = finish_of(model.config)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers.activations import ACT2FN
 
 from rlk_kernels.integrations.activations import act_of, activation_of, check_silu, file_of, where
 from rlk_kernels.integrations.errors import NotSupported
@@ -19,11 +20,11 @@ def check_forwards(model: Any, replaced: dict[str, Any]) -> None:
     inner = model.model
     parts = {"the model": model, "the model's decoder": inner}
     for i, layer in enumerate(inner.layers):
-        if layer.self_attn.layer_idx != i:
-            raise NotSupported(
-                f"layers.{i} has layer_idx={layer.self_attn.layer_idx}: renumber the layers"
-            )
-        parts |= {f"layers.{i}": layer, f"layers.{i}.self_attn": layer.self_attn}
+        name = "self_attn" if hasattr(layer, "self_attn") else "linear_attn"
+        branch = getattr(layer, name)
+        if branch.layer_idx != i:
+            raise NotSupported(f"layers.{i} has layer_idx={branch.layer_idx}: renumber the layers")
+        parts |= {f"layers.{i}": layer, f"layers.{i}.{name}": branch}
         # A sparse layer calls its router and its experts, which are replaced.
         block = mlp_of(layer)
         parts |= {f"layers.{i}.mlp": block} if hasattr(block, "experts") else {}
@@ -59,7 +60,7 @@ def check_plain(name: str, module: Any) -> None:
     """Raises NotSupported for a module that stands in for a linear (an adapter, quantised weights),
     and for settings of an embedding, an MLP or experts that change their values."""
     plain = {"embed": nn.Embedding, "logits": nn.Linear}.get(name)
-    if name.endswith(("proj", ".shared_gate")):
+    if name.endswith(("proj", ".shared_gate", ".qkv_in", ".z", ".b", ".a")):
         plain = nn.Linear
     scaled = name == "embed" and hasattr(module, "embed_scale")  # `check_forwards` checks it
     if plain is not None and type(module) is not plain and not scaled:
@@ -73,5 +74,7 @@ def check_plain(name: str, module: Any) -> None:
             raise NotSupported(f"{name} with {', '.join(asked)} is not supported")
     if name.endswith("act"):
         activation_of(act_of(module))
+    if name.endswith(".conv"):
+        check_silu(ACT2FN[module.activation], "gated delta nets")
     if name.endswith(".moe_out") and hasattr(module, "act_fn"):
         check_silu(module.act_fn)

@@ -27,6 +27,11 @@ def set_excluded(excluded: frozenset[str]) -> None:
     _excluded[:] = sorted(excluded)
 
 
+def excluded() -> tuple[str, ...]:
+    """The excluded operators."""
+    return tuple(_excluded)
+
+
 def is_excluded(*ops: str) -> bool:
     """Whether vLLM continues to compute these operators."""
     return not frozenset(ops).isdisjoint(_excluded)
@@ -38,6 +43,14 @@ _sparse_supported = [False]
 def set_sparse_supported(supported: bool) -> None:
     """Sets whether the sparse layers of this vLLM can be replaced."""
     _sparse_supported[:] = [supported]
+
+
+_delta_nets_supported = [False]
+
+
+def set_delta_nets_supported(supported: bool) -> None:
+    """Sets whether the gated delta nets of this vLLM can be replaced."""
+    _delta_nets_supported[:] = [supported]
 
 
 def prepare_config() -> None:
@@ -83,6 +96,11 @@ def _check(config: Any) -> None:
         "expert parallelism; omit enable_expert_parallel": families.is_sparse(model)
         and ranks > 1
         and parallel.enable_expert_parallel,
+        "compiled code and CUDA graphs with gated delta nets; pass enforce_eager=True": (
+            families.has_delta_nets(model) and not model.enforce_eager
+        ),
+        "gated delta nets in this version of vLLM": families.has_delta_nets(model)
+        and not all(_delta_nets_supported),
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.prefill_context_parallel_size > 1,
         "VLLM_BATCH_INVARIANT=1, which makes vLLM replace torch's operators": (

@@ -3,7 +3,7 @@ compute the same as transformers' classes of the family."""
 
 from typing import Any
 
-from rlk_kernels.integrations.families import ARCHITECTURES
+from rlk_kernels.integrations.families import ARCHITECTURES, DELTA_NETS
 
 OF_TRANSFORMERS = (
     *("seed_oss", "smollm3", "olmo2", "olmo3", "glm", "arcee", "starcoder2", "hunyuan_v1_dense"),
@@ -14,11 +14,12 @@ OF_TRANSFORMERS = (
 ONE_RANK = (
     *OF_TRANSFORMERS,
     *("granite", "granitemoe", "exaone4", "olmoe", "gpt_oss", "ministral3", "ernie4_5_moe"),
+    *DELTA_NETS,
 )
 """Families that are compared on one rank only."""
 SPARSE = (
     *("qwen3_moe", "qwen2_moe", "granitemoe", "mixtral", "olmoe", "gpt_oss", "ernie4_5_moe"),
-    "glm4_moe",
+    *("glm4_moe", "qwen3_next"),
 )
 """Families with sparse layers."""
 FP32_ROUTERS = ("ernie4_5_moe",)
@@ -48,6 +49,8 @@ READ_ALONE = {
     ),
     **dict.fromkeys(("olmo3", "starcoder2", "cohere2"), ("attn_logit_softcapping",)),
     "gemma": ("sliding_window",),
+    "qwen3_next": ("sliding_window", "qkv_bias", "dual_chunk_attention_config"),
+    "qwen3_5_text": ("sliding_window", "qkv_bias", "dual_chunk_attention_config"),
     "exaone4": ("attention_bias", "mlp_bias", "bias", "logit_scale"),
 }
 """Family -> options of config.json that vLLM's class reads and transformers' class does not."""
@@ -80,6 +83,11 @@ def _alternating(layers: int) -> tuple[str, ...]:
 def is_sparse(model: Any) -> bool:
     """Whether a ModelConfig is of a family with sparse layers."""
     return model.hf_text_config.model_type in SPARSE
+
+
+def has_delta_nets(model: Any) -> bool:
+    """Whether a ModelConfig is of a family with gated delta nets."""
+    return model.hf_text_config.model_type in DELTA_NETS
 
 
 def refused(model: Any, ranks: int) -> dict[str, bool]:
@@ -139,6 +147,13 @@ def refused(model: Any, ranks: int) -> dict[str, bool]:
         and family == "exaone4",
         "dual_chunk_attention_config": qwen
         and bool(getattr(text, "dual_chunk_attention_config", None)),
+        "attn_output_gate=False, which transformers does not read": family in DELTA_NETS
+        and not getattr(text, "attn_output_gate", True),
+        "layer_scale, which transformers does not read": family in DELTA_NETS
+        and bool(getattr(text, "layer_scale", False)),
+        "attention_bias of a model with gated delta nets, which vLLM does not read": (
+            family in DELTA_NETS and bool(getattr(text, "attention_bias", False))
+        ),
         "llama_4_scaling": getattr(text, "llama_4_scaling", None) is not None,
         "ada_rms_norm_t_cond": bool(getattr(text, "ada_rms_norm_t_cond", False)),
         **{f"{name}, which transformers does not read": is_set for name, is_set in alone.items()},

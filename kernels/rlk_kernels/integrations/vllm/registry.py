@@ -28,6 +28,8 @@ _CODE = "transformers_code:TransformersForCausalLM"
 MODELS = {
     "Glm4MoeForCausalLM": "glm4_moe:RlkGlm4MoeForCausalLM",
     "Ministral3ForCausalLM": "ministral3:RlkMinistral3ForCausalLM",
+    "Qwen3NextForCausalLM": "delta_net:RlkQwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM": "qwen3_5:RlkQwen3_5ForCausalLM",
     **{ARCHITECTURES[family]: _CODE for family in families.OF_TRANSFORMERS},
 }
 """Architecture -> the model's class, if replacing the classes of its layers is not enough."""
@@ -91,7 +93,8 @@ def _classes(excluded: frozenset[str]) -> dict[type, type]:
     ]
     if not excluded >= NORMS:
         chosen += [layers.RlkRMSNorm, layers.RlkGemmaRMSNorm]
-    return {ours.__bases__[1]: ours for ours in chosen} | _sparse_classes()
+    classes = {ours.__bases__[1]: ours for ours in chosen}
+    return classes | _sparse_classes() | _delta_net_classes()
 
 
 def _sparse_classes() -> dict[type, type]:
@@ -104,6 +107,19 @@ def _sparse_classes() -> dict[type, type]:
         return {}
     config.set_sparse_supported(True)
     return sparse.CLASSES
+
+
+def _delta_net_classes() -> dict[type, type]:
+    """The class of gated delta nets; none for a vLLM that builds them differently, whose hybrid
+    models `config` refuses."""
+    try:
+        from rlk_kernels.integrations.vllm import delta_net
+    except ImportError:
+        config.set_delta_nets_supported(False)
+        return {}
+    config.set_delta_nets_supported(True)
+    ours = delta_net.RlkQwenGatedDeltaNetAttention
+    return {ours.__bases__[1]: ours}
 
 
 def _register_layer(undo: ExitStack, base: Any, ours: type) -> None:

@@ -28,6 +28,8 @@ def held(model: Any) -> Iterator[tuple[str, Tensor, int]]:
             yield f"{path}.weight", module.weight[:rows], first
         elif isinstance(module, QKVParallelLinear):
             yield from _shares(path, module, "qkv_proj", _of_attention(module))
+        elif (names := _of_delta_net(path, module)) is not None:
+            yield from _shares(path, module, path.rpartition(".")[2], names)
         elif isinstance(module, MergedColumnParallelLinear):
             rank, ranks = module.tp_rank, module.tp_size
             sizes = [size // ranks for size in module.output_sizes]
@@ -41,12 +43,30 @@ def held(model: Any) -> Iterator[tuple[str, Tensor, int]]:
         elif _is_norm(module):
             for name, parameter in module.named_parameters(recurse=False):
                 yield f"{path}.{name}", parameter, 0
+        elif hasattr(module, "A_log"):  # a gated delta net, on one rank
+            yield f"{path}.A_log", module.A_log, 0
+            yield f"{path}.dt_bias", module.dt_bias, 0
+            yield f"{path}.norm.weight", module.norm.weight, 0
         elif hasattr(module, "w13_weight"):
             yield from _experts(path.removesuffix(".routed_experts"), module)
 
 
 def _is_norm(module: Any) -> bool:
     return isinstance(module, RMSNorm | GemmaRMSNorm | HFLayerNorm)
+
+
+def _of_delta_net(path: str, module: Any) -> list[tuple[str, int, int]] | None:
+    """(name, rows, the first of them) of a product of a gated delta net, which is on one rank; None
+    for another module. Qwen3-Next stores the fused products, Qwen3.5 their parts."""
+    product = path.rpartition(".")[2]
+    if product not in ("in_proj_qkvz", "in_proj_ba"):
+        return None
+    sizes = module.output_sizes
+    if len(sizes) == 1:
+        return [(product, sizes[0], 0)]
+    if product == "in_proj_ba":
+        return [("in_proj_b", sizes[0], 0), ("in_proj_a", sizes[1], 0)]
+    return [("in_proj_qkv", sum(sizes[:3]), 0), ("in_proj_z", sizes[3], 0)]
 
 
 def _of_attention(module: Any) -> list[tuple[str, int, int]]:

@@ -4,10 +4,12 @@
     activation="silu":       z = gate
     activation="gelu_tanh":  z = 2 sqrt(2 / pi) (gate + 0.044715 gate^3), with which gate / (1 +
                              exp(-z)) is gelu's tanh form, gate / 2 (1 + tanh(z / 2))
+    activation="sigmoid":    y = round( 1 / (1 + exp(-gate)) * up ), for the output of an attention
 
 There is no reduction: an output depends on its own two inputs alone. Gradients, with
 s = 1 / (1 + exp(-z)):
     dgate = round( dy * up * s * (1 + gate * (1 - s) * dz/dgate) )      dup = round( dy * gate * s )
+    sigmoid: dgate = round( dy * up * s * (1 - s) )                     dup = round( dy * s )
 
 M = rows (all leading dimensions)   F = features
 """
@@ -21,13 +23,16 @@ from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.swiglu import portable
 
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid")
+"""The index of an activation is its number in the custom operators and kernels."""
 
 
 def swiglu_ref(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     """The formula in float64, for tests."""
     if activation == "gelu_tanh":
         return torch.nn.functional.gelu(gate.double(), approximate="tanh") * up.double()
+    if activation == "sigmoid":
+        return gate.double().sigmoid() * up.double()
     return torch.nn.functional.silu(gate.double()) * up.double()
 
 
@@ -40,9 +45,9 @@ _module = two_backends(portable, lazy_module("rlk_kernels.ops.swiglu.kernels"))
     no_gradient=("swiglu", SECOND),
 )
 def _swiglu_backward(
-    gate: Tensor, up: Tensor, dy: Tensor, gelu: bool, backend: str
+    gate: Tensor, up: Tensor, dy: Tensor, kind: int, backend: str
 ) -> tuple[Tensor, Tensor]:
-    return _module("swiglu_backward", backend).backward(gate, up, dy, gelu)
+    return _module("swiglu_backward", backend).backward(gate, up, dy, kind)
 
 
 def _setup(ctx, inputs, output):
@@ -57,8 +62,8 @@ def _backward(ctx, dy):
 @custom_op(
     "swiglu", lambda gate, *rest: gate.new_empty(gate.shape), setup=_setup, backward=_backward
 )
-def _swiglu(gate: Tensor, up: Tensor, gelu: bool, backend: str) -> Tensor:
-    return _module("swiglu", backend).forward(gate, up, gelu)
+def _swiglu(gate: Tensor, up: Tensor, kind: int, backend: str) -> Tensor:
+    return _module("swiglu", backend).forward(gate, up, kind)
 
 
 def swiglu(
@@ -80,5 +85,5 @@ def swiglu(
     if gate.dim() != 2:
         rows = [t.reshape(-1 if f else t.shape[:-1].numel(), f) for t in rows]
     rows = [t if t.stride(-1) == 1 else t.contiguous() for t in rows]
-    y = call(_swiglu, rows[0], rows[1], activation == "gelu_tanh", chosen)
+    y = call(_swiglu, rows[0], rows[1], ACTIVATIONS.index(activation), chosen)
     return y if gate.dim() == 2 else y.reshape(gate.shape)

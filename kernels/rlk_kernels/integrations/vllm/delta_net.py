@@ -1,0 +1,184 @@
+"""Gated delta nets in vLLM: the layer, its attention backend, and the models, which say to vLLM's
+allocator what a sequence keeps.
+
+Beside vLLM's two states of a layer, the raw rows of the convolution and the state, a slot has the
+rows of the open chunk: k, u and G. So the state moves at the same rows in each pass. vLLM copies
+whole slots, for a cached prefix too.
+
+T = packed tokens of all requests   F = features of q, k and v
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_utils import (
+    get_conv_copy_spec,
+    get_temporal_copy_spec,
+)
+from vllm.model_executor.models.qwen3_next import Qwen3NextAttention, Qwen3NextForCausalLM
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
+
+from rlk_kernels.integrations import profile
+from rlk_kernels.integrations.errors import NotSupported
+from rlk_kernels.integrations.operators import Counted, check_delta_net
+from rlk_kernels.integrations.vllm import config as settings
+from rlk_kernels.integrations.vllm.layers import VllmLinear
+
+
+def state_shapes(config: Any) -> tuple[tuple[int, ...], ...]:
+    """The shapes of what a slot keeps, by config.json: of the convolution, the state, and k, u and
+    G of the open chunk."""
+    heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+    dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+    features = 2 * heads * dim + value_heads * value_dim
+    return (
+        (config.linear_conv_kernel_dim - 1, features),
+        (value_heads, dim, value_dim),
+        (profile.DELTA_CHUNK, heads, dim),
+        (profile.DELTA_CHUNK, value_heads, value_dim),
+        (profile.DELTA_CHUNK, value_heads),
+    )
+
+
+def state_dtypes(model: torch.dtype) -> tuple[torch.dtype, ...]:
+    """The dtypes of `state_shapes`, for a model's dtype."""
+    return model, torch.float32, model, model, torch.float32
+
+
+class _KeepsWeight(UnquantizedLinearMethod):
+    """Keeps the weight of the convolution, which vLLM packs for its kernel on CPUs."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        return
+
+
+class RlkMetadataBuilder(GDNAttentionMetadataBuilder):
+    """Also says how many tokens of each request are before its new rows."""
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any):
+        metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
+        metadata.rlk_context = (
+            common_attn_metadata.seq_lens - common_attn_metadata.query_start_loc.diff()
+        )
+        return metadata
+
+
+class RlkGDNBackend(GDNAttentionBackend):
+    @staticmethod
+    def get_builder_cls() -> type[RlkMetadataBuilder]:
+        return RlkMetadataBuilder
+
+
+class RlkQwenGatedDeltaNetAttention(Counted, QwenGatedDeltaNetAttention):
+    def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        settings.prepare_config()
+        check_delta_net(frozenset(settings.excluded()))
+        super().__init__(config, vllm_config, *args, **kwargs)
+        self.rlk_config = config
+        if self.norm.activation != "silu":
+            raise NotSupported(f"output_gate_type={self.norm.activation} is not supported")
+        for product in (self.in_proj_qkvz, self.in_proj_ba, self.out_proj):
+            if not isinstance(product, VllmLinear):
+                raise NotSupported(
+                    "gate_proj, up_proj and o_proj cannot be excluded in a model with gated delta "
+                    "nets, whose products have the same classes"
+                )
+        self.conv1d.quant_method = _KeepsWeight()
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        return state_shapes(self.rlk_config)
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        return state_dtypes(self.model_config.dtype)
+
+    def get_attn_backend(self) -> type[RlkGDNBackend]:
+        return RlkGDNBackend
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        self.count()
+        products, ba = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
+        if self.gqa_interleaved_layout:
+            q, k, v, z, b, a = self.fix_query_key_value_ordering(products, ba)
+            mixed = torch.cat([x.flatten(1) for x in (q, k, v)], -1)
+        else:
+            mixed, z = products.split([self.conv_dim, self.value_dim], -1)
+            z = z.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+            b, a = ba.chunk(2, -1)
+        core = profile.gated_norm(self.rlk_attend(mixed, a, b), z, self.norm.weight, self.norm.eps)
+        return self.out_proj(core.flatten(1))[0]
+
+    def rlk_attend(self, mixed: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """[T, Hv, E]; zeros for rows of padding."""
+        core = mixed.new_zeros(len(mixed), self.num_v_heads, self.head_v_dim)
+        every = get_forward_context().attn_metadata
+        if every is None:  # vLLM warms up
+            return core
+        metadata = every[self.prefix]
+        rows, requests = metadata.num_actual_tokens, metadata.num_decodes + metadata.num_prefills
+        conv, *chunks = self.kv_cache
+        kept = profile.Kept(
+            conv, tuple(chunks), metadata.non_spec_state_indices_tensor[:requests],
+            metadata.rlk_context[:requests],
+        )  # fmt: skip
+        net = profile.DeltaNet(
+            self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias, self.num_k_heads,
+            self.num_v_heads, self.head_k_dim,
+        )  # fmt: skip
+        bounds = metadata.non_spec_query_start_loc[: requests + 1]
+        core[:rows] = profile.delta_net(net, mixed[:rows], a[:rows], b[:rows], bounds, kept)
+        return core
+
+
+class RlkGatedAttention(Counted):
+    """Attention with a gate."""
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        self.count()
+        q, k, v, gate = self._project_qkv_gate(self.qkv_proj(hidden_states)[0], positions)
+        return self.o_proj(profile.gate(self.attn(q, k, v), gate))[0]
+
+
+class RlkQwen3NextAttention(RlkGatedAttention, Qwen3NextAttention):
+    """vLLM has no registry for this layer, but it has one for the model."""
+
+
+class Hybrid:
+    """What a model with gated delta nets changes in vLLM's own."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        if not settings.is_excluded("attn_gate"):
+            for attention in self.rlk_gated():
+                attention.__class__ = RlkQwen3NextAttention
+                attention.use_fused_qk_norm_rope_gate = False
+
+    def rlk_gated(self) -> Iterator[Any]:
+        return (
+            module
+            for module in self.modules()
+            if type(module) is Qwen3NextAttention and module.attn_output_gate
+        )
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> tuple[tuple[int, ...], ...]:
+        return state_shapes(vllm_config.model_config.hf_text_config)
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: Any) -> tuple[torch.dtype, ...]:
+        return state_dtypes(vllm_config.model_config.dtype)
+
+    @classmethod
+    def get_mamba_state_copy_func(cls) -> tuple[Any, ...]:
+        return (get_conv_copy_spec, *[get_temporal_copy_spec] * 4)
+
+
+class RlkQwen3NextForCausalLM(Hybrid, Qwen3NextForCausalLM):
+    def set_moe_parameters(self) -> None:
+        """vLLM's own raises for a model without sparse layers."""
+        if any(hasattr(layer.mlp, "experts") for layer in self.model.layers):
+            super().set_moe_parameters()

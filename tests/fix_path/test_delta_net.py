@@ -1,0 +1,89 @@
+"""A tiny Qwen3-Next with dense and sparse layers in the real vLLM and in transformers: with the
+kernels a token has the same bits in decode, in prefill alone, batched and cut at an odd length,
+after a cached prefix that ends within a chunk, and in transformers; without them it has not."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.whole_matrix
+RUN = Path(__file__).with_name("delta_net_run.py")
+CUT = {"max_num_batched_tokens": 37, "enable_chunked_prefill": True}
+CACHED = {"enable_prefix_caching": True, "block_size": 352}
+
+
+def model_in(folder: Path) -> Path:
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3NextConfig(
+        vocab_size=512, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        num_hidden_layers=4, intermediate_size=256, linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=64, linear_value_head_dim=64, num_experts=8,
+        num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64,
+        mlp_only_layers=[0, 2], max_position_embeddings=1024, bos_token_id=1, eos_token_id=2,
+        pad_token_id=0, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Qwen3NextForCausalLM(config).bfloat16()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() >= 2 and "conv" not in name:
+            scale = 1.0 if "embed" in name else 1.2 / parameter.shape[-1] ** 0.5
+            torch.nn.init.normal_(parameter, std=scale)
+    model.save_pretrained(folder)
+    return folder
+
+
+def of_vllm(model: Path, out: Path, kernels: str, options: dict, *more: str) -> dict[str, Any]:
+    command = [sys.executable, str(RUN), str(model), str(out), kernels, json.dumps(options), *more]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+def differing(expected: list[torch.Tensor], actual: list[list[float]]) -> int:
+    count, total = 0, 0
+    for one, other in zip(expected, actual, strict=True):
+        values = torch.tensor(other, dtype=torch.float32)
+        assert one.shape == values.shape
+        count, total = count + int((one != values).sum()), total + len(values)
+    assert total > 40
+    return count
+
+
+def test_a_token_has_the_same_bits_in_every_pass_and_in_transformers(tmp_path: Path) -> None:
+    from rlk_kernels.integrations import hf
+    from transformers import AutoModelForCausalLM
+
+    model = model_in(tmp_path / "model")
+    decoded = of_vllm(model, tmp_path / "decoded.json", "registered", {})
+    again = str(tmp_path / "decoded.json")
+    passes = {
+        "whole": of_vllm(model, tmp_path / "whole.json", "registered", {}, again),
+        "cut": of_vllm(model, tmp_path / "cut.json", "registered", CUT, again),
+    }
+    cached = of_vllm(model, tmp_path / "cached.json", "registered", CACHED)
+    off = of_vllm(model, tmp_path / "off.json", "off", {}, again)
+    assert cached["cached"][0] == 0
+    assert max(cached["cached"]) % 64, "the cached prefix ends within a chunk"
+
+    trained = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    hf.use_kernels(trained)
+
+    def scores(rows: list[list[int]]) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [hf.score_tokens(trained, torch.tensor([row]))[0] for row in rows]
+
+    for run in (decoded, cached):
+        expected = scores(run["sequences"])
+        ends = [row[n - 1 :] for row, n in zip(expected, run["prompts"], strict=True)]
+        assert differing(ends, run["sampled"]) == 0
+    expected = scores(decoded["sequences"])
+    for name, found in passes.items():
+        for how in ("scored", "alone"):
+            assert differing(expected, found[how]) == 0, (name, how)
+    assert differing(expected, off["scored"]) > 0
