@@ -88,7 +88,7 @@ _WITH_DELTA_NETS: dict[str, Any] = {
     },
     "biases": {"decay": True},
     "refused": {
-        "kernels": "they have no gated delta net yet",
+        "kernels": "rlk-align does not record what they compute inside a gated delta net",
         "megatron": "its gated delta net is in a spec of TransformerEngine, and not in the local "
         "one",
         "deepspeed": _NOT_MEASURED,
