@@ -77,7 +77,8 @@ def _environment(engine: Engine) -> dict[str, str]:
     }
     device = torch.device(engine.spec.device or ("cuda" if cuda else "cpu")).type
     feature = engine.spec.info.rounds_with
-    cuts = bool(feature) and device == "cpu" and not _has(feature)
+    own = engine.kernels is None or "except" in engine.spec.options
+    cuts = bool(feature) and own and device == "cpu" and not _has(feature)
     return {
         **{name: "; ".join(said) for name, said in warnings.items() if said},
         **({CUTS: f"instead of rounding to bfloat16: no {feature}"} if cuts else {}),

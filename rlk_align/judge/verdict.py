@@ -216,13 +216,22 @@ def _noise(c: Comparison, contract: Contract) -> Iterator[str]:
             )
 
 
+_OF_ENVIRONMENT = {
+    "untested": "",
+    "known_faults": "known fault of ",
+    "cuts": "its own kernels cut numbers off ",
+}
+"""Keys of a side's environment that are noted -> what is said before their value."""
+
+
 def _notes(c: Comparison, contract: Contract) -> list[str]:
-    """Returns notes on untested versions, known faults of engines, different versions of torch on
+    """Returns notes on untested versions, known faults of engines, kernels that cut numbers off,
+    different versions of torch on
     the two sides, one capture for both sides, and rows on which no operator's limit was checked
     because their values were not kept or are noisy."""
     notes = [
         f"{role}: {words}{e.environment[name]}"
-        for name, words in (("untested", ""), ("known_faults", "known fault of "))
+        for name, words in _OF_ENVIRONMENT.items()
         for role, e in c.engines.items()
         if name in e.environment
     ]

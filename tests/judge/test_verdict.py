@@ -446,6 +446,15 @@ def test_rows_whose_values_were_not_kept_are_told_of() -> None:
     assert "--trace-budget" in note
 
 
+def test_kernels_that_cut_numbers_off_are_told_of() -> None:
+    measured = comparison()
+    for engine in measured.engines.values():
+        engine.environment["cuts"] = "instead of rounding to bfloat16: no FEATURE"
+    notes = judge(measured, contract({"metric": "max_abs_dlogp", "fail": 1})).notes
+    said = "its own kernels cut numbers off instead of rounding to bfloat16: no FEATURE"
+    assert notes == [f"{side}: {said}" for side in ("rollout", "train")]
+
+
 def test_noisy_rows_that_limits_pass_over_are_told_of() -> None:
     limit = {"metric": "op_error", "atol": 0.1, "rtol": 0.1, "fail": 1}
     noise = comparison(edge(sites=[site(noisy=3)]), controls=noisy(largest=0.01))
