@@ -31,7 +31,9 @@ def test_production_decodes_and_scores(
             assert tokens == found["expected"]
             assert found["metrics"]["bit_mismatches"] == 0
             assert found["parted"] == []
-        assert f"{name}: {tokens} of {found['expected']} tokens compared; without" in done.out
+        # Compiled code may sample another token than the observed text has.
+        parted = f", {len(found['parted'])} samples depart" if found["parted"] else "; without"
+        assert f"{name}: {tokens} of {found['expected']} tokens compared{parted}" in done.out
     both = sum(found["metrics"]["tokens"] for found in production.values())
     assert done.verdict["edges"]["production_vs_observed"]["tokens"] == both
     # A compiler that took seconds at the first forward is not in the pass's time.
