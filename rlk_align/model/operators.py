@@ -11,7 +11,9 @@ from dataclasses import KW_ONLY, dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-OpClass = Literal["elementwise", "reduction", "matmul", "attention", "routing", "logprob"]
+OpClass = Literal[
+    "elementwise", "reduction", "matmul", "attention", "recurrence", "routing", "logprob"
+]
 """The classes of operators for which contracts have limits."""
 Formula = Literal[
     "embedding",
@@ -198,7 +200,7 @@ _RECORDS = (
         bias_tensor="dt_bias", rounded_to="float32"),
     Operator("beta", "elementwise", "sigmoid", "attn", ("delta_b",), "delta_beta", "delta_heads",
         HEADS),
-    Operator("delta", "attention", "delta_rule", "attn", (), "attended", "delta_values", HEADS,
+    Operator("delta", "recurrence", "delta_rule", "attn", (), "attended", "delta_values", HEADS,
         prefix_inputs=("convolved", "delta_b", "delta_a")),
     Operator("gated_norm", "reduction", "gated_norm", "attn", ("attended", "delta_gate"),
         "attended", "delta_values", HEADS, weight=("delta_width",), module="linear_attn.norm"),

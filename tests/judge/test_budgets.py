@@ -453,7 +453,7 @@ def test_a_new_operator_is_held_to_the_budget_of_its_class(tmp_path: Path) -> No
         ("elementwise", "rounding-rope"),
         ("reduction", "rounding-norms"),
         ("matmul", "rounding-products"),
-        ("attention", "rounding-delta-rule"),
+        ("attention", "rounding-attention"),
     ):
         assert BF16.budget("new", op_class).id == name
     assert BF16.budget("new", "convolution") is None

@@ -170,13 +170,13 @@ def test_sites_are_those_of_the_model() -> None:
 
 def test_operators_of_which_nothing_is_said() -> None:
     bf16 = open_contract("bf16")
-    of_class = ("rounding-attention", "rounding-delta-rule")
-    some = [b for b in bf16.budgets if b.id not in of_class]
+    alone = ("rounding-attention", "rounding-delta-rule")
+    some = [b for b in bf16.budgets if b.id not in alone]
     assert lint(bf16, DAY) == []
     assert [f.text for f in lint(bf16.model_copy(update={"budgets": some}), DAY)] == [
         f"it limits operators in bfloat16, and has no limit for {op}: add a budget of the class "
-        "attention"
-        for op in ("attn", "delta")
+        f"{of_class}"
+        for op, of_class in (("attn", "attention"), ("delta", "recurrence"))
     ]
 
 

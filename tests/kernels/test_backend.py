@@ -27,6 +27,8 @@ def test_public_names():
     operators = ["attention", "embedding", "linear", "linear_grpo_loss", "linear_logp", "logp"]
     operators += ["group_advantages", "paged_attention", "rms_norm", "rope", "swiglu", "softcap"]
     operators += ["clamped_swiglu", "activation", "layer_norm", "position_scale"]
+    operators += ["gated_delta_rule", "cached_gated_delta_rule", "delta_gates", "gated_rms_norm"]
+    operators += ["causal_conv1d", "cached_causal_conv1d"]
     operators += ["norm_rope", "write_kv_cache", "route", "route_corrected", "group_by_expert"]
     operators += ["grouped_linear", "grouped_swiglu", "combine_experts", "load_balancing_loss"]
     operators += ["router_z_loss", "policy_loss", "linear_policy_loss", "dpo_loss"]

@@ -19,7 +19,7 @@ from rlk_kernels.integrations.errors import NotSupported
 
 LAYER = (
     *("attn_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_rope", "k_rope"),
-    *("attn", "attn_gate", "o_proj"),
+    *("attn", "o_proj", "attn_gate"),
     *("qkv_in", "z", "b", "a", "conv", "decay", "beta", "delta", "gated_norm", "out_proj"),
     *("attn_post_norm", "mlp_norm"),
     *("gate_proj", "up_proj", "act", "down_proj"),
