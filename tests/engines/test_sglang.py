@@ -133,6 +133,7 @@ def test_doctor_names_the_stand_ins() -> None:
     assert line.endswith("without torchvision, sgl_kernel (empty stand-ins)")
 
 
+@pytest.mark.whole_matrix
 @sglang_env.needed
 def test_sglang_and_hf_are_one_policy(cli: Cli, tmp_path: Path) -> None:
     done = cli(
