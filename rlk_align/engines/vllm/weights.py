@@ -48,7 +48,21 @@ def product_method(model: Any, path: str) -> Method:
     # vLLM 0.26 has no method of its own for the head.
     if holder == head_path(model) and hasattr(model.logits_processor, "_apply_head"):
         return model.logits_processor, "_apply_head"
-    return model.get_submodule(holder).quant_method, "apply"
+    module = model.get_submodule(holder)
+    # GLM-4.5's routers in vLLM 0.26 are torch's own linears.
+    if isinstance(module, torch.nn.Linear):
+        return _TorchLinear, "apply"
+    return module.quant_method, "apply"
+
+
+class _TorchLinear:
+    """The product of a `torch.nn.Linear`, with the signature of vLLM's quantisation methods."""
+
+    @staticmethod
+    def apply(
+        module: torch.nn.Linear, rows: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return torch.nn.functional.linear(rows, module.weight, bias)
 
 
 def linear_weight(module: Any) -> torch.Tensor:
