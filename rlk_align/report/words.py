@@ -35,8 +35,10 @@ def production_words(run: ProductionPass) -> str:
     words = f"{run.metrics.tokens:,} of {run.expected:,} tokens compared"
     if run.parted:
         sample, position = run.parted[0]
+        count = len(run.parted)
+        depart = "1 sample departs" if count == 1 else f"{count:,} samples depart"
         words += (
-            f", {len(run.parted):,} samples depart from the observed text "
+            f", {depart} from the observed text "
             f"(first sample {sample}, after position {position})"
         )
     graphs = run.graphs

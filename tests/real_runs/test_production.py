@@ -32,7 +32,7 @@ def test_production_decodes_and_scores(
             assert found["metrics"]["bit_mismatches"] == 0
             assert found["parted"] == []
         # Compiled code may sample another token than the observed text has.
-        parted = f", {len(found['parted'])} samples depart" if found["parted"] else "; without"
+        parted = f", {len(found['parted'])} sample" if found["parted"] else "; without"
         assert f"{name}: {tokens} of {found['expected']} tokens compared{parted}" in done.out
     both = sum(found["metrics"]["tokens"] for found in production.values())
     assert done.verdict["edges"]["production_vs_observed"]["tokens"] == both

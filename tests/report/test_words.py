@@ -42,3 +42,4 @@ def test_cuda_graphs_are_claimed_where_some_were_replayed_alone() -> None:
     assert "2 samples depart from the observed text (first sample 3, after position 41)" in said(
         parted=[(3, 41), (5, 7)]
     )
+    assert ", 1 sample departs from the observed text (first" in said(parted=[(3, 41)])
