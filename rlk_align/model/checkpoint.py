@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from rlk_align.data import data_path
 from rlk_align.errors import ModelError
+from rlk_align.model import vision
 from rlk_align.model.operators import OPERATORS
 
 
@@ -46,7 +47,18 @@ def resolve_model(name: str) -> Path:
 
 
 def read_config(model: Path) -> dict:
-    """The config.json of the checkpoint in folder `model`. Raises ModelError."""
+    """The config of the decoder in folder `model`: config.json, or a part of it if the checkpoint
+    also sees images. Raises ModelError."""
+    return vision.decoder_config(_whole_config(model))
+
+
+def decoder_class(model: Path) -> str | None:
+    """The class of the decoder in a checkpoint that also sees images; None for any other. Raises
+    ModelError."""
+    return vision.decoder_class(_whole_config(model))
+
+
+def _whole_config(model: Path) -> dict:
     path = model / "config.json"
     if not path.is_file():
         raise ModelError(

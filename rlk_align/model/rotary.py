@@ -134,5 +134,6 @@ def _frequencies(
 
     # The dtype does not matter, and transformers fails on some values in config.json.
     config = AutoConfig.from_pretrained(model, local_files_only=True, dtype="float32")
+    config = config.get_text_config()
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu", layer_type=kind)
     return tuple(inv_freq.tolist()), float(scaling)

@@ -255,8 +255,6 @@ def _unrotated(model: Path, config: Mapping[str, Any], family: Family) -> tuple[
     return layers
 
 
-_WITH_VISION = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
-"""model_type of a checkpoint that sees images, too -> that of its decoder."""
 _DELTA_SIZES = {
     "delta_key_heads": "linear_num_key_heads",
     "delta_heads": "linear_num_value_heads",
@@ -301,12 +299,6 @@ def read_shape(model: Path) -> ModelShape:
         raise ModelError(
             f"{model}: model_type {kind!r} is not supported: {UNKNOWN_ROUTING[kind]}",
             WITHOUT_FAMILY,
-        )
-    if isinstance(kind, str) and kind in _WITH_VISION:
-        raise ModelError(
-            f"{model}: model_type {kind!r} has a vision tower beside the decoder, and its "
-            "checkpoint has other names of tensors",
-            f"save the decoder alone, as model_type {_WITH_VISION[kind]!r}",
         )
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ModelError(

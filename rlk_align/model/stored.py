@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import tensor_name, weight_files
 from rlk_align.model.dtypes import DTYPES, SAFETENSORS_DTYPES
+from rlk_align.model.vision import decoder_tensor
 
 STORED_DTYPES = {stored: name for stored, name in SAFETENSORS_DTYPES.items() if name in DTYPES}
 """The dtypes that engines compute in: safetensors' name -> torch's name."""
@@ -96,13 +97,14 @@ def stored_tensors(
     fused: Mapping[str, Sequence[FusedRows]] = MappingProxyType({}),
     stacks: Stacks = Stacks(),
 ) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint's files by name, with a stack split into its experts, and a fused
-    tensor into its operators. `modules`: as for `tensor_name`; `fused`: `ModelShape.fused_rows`.
-    Raises ModelError."""
+    """The tensors of a checkpoint's files by their names in the decoder. A stack is split into its
+    experts, and a fused tensor into its operators. `modules`: as for `tensor_name`; `fused`:
+    `ModelShape.fused_rows`. Raises ModelError."""
     found: dict[str, StoredTensor] = {}
     for whole in _tensors(model):
-        parts = dict(_experts(whole, modules, stacks)) or dict(_unfused(whole, modules, fused))
-        found |= parts or {whole.name: whole}
+        name = decoder_tensor(whole.name)
+        parts = dict(_experts(name, whole, modules, stacks))
+        found |= parts or dict(_unfused(name, whole, modules, fused)) or {name: whole}
     return found
 
 
@@ -142,17 +144,22 @@ def stored_dtype(model: Path) -> str | None:
 def stored_layers(model: Path) -> int:
     """The number of layers whose tensors a checkpoint has; 0 if this is unknown."""
     try:
-        matches = (re.match(r"model\.layers\.(\d+)\.", tensor.name) for tensor in _tensors(model))
+        names = (decoder_tensor(tensor.name) for tensor in _tensors(model))
+        matches = (re.match(r"model\.layers\.(\d+)\.", name) for name in names)
         return len({match[1] for match in matches if match})
     except ModelError:
         return 0  # `check_tensors` reports the damage.
 
 
 def _unfused(
-    whole: StoredTensor, modules: Mapping[str, str], fused: Mapping[str, Sequence[FusedRows]]
+    tensor: str,
+    whole: StoredTensor,
+    modules: Mapping[str, str],
+    fused: Mapping[str, Sequence[FusedRows]],
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """(name, part) of each operator of a fused tensor; empty for any other tensor."""
-    match = re.fullmatch(r"model\.(layers\.\d+)\.(.+)\.(weight|bias)", whole.name)
+    """(name, part) of each operator of a fused tensor; empty for any other tensor. `tensor`: its
+    name in the decoder."""
+    match = re.fullmatch(r"model\.(layers\.\d+)\.(.+)\.(weight|bias)", tensor)
     pieces = fused.get(match[2], ()) if match else ()
     if match is None or sum(p.stop - p.start for p in pieces) != whole.shape[0]:
         return
@@ -174,10 +181,11 @@ def _unfused(
 
 
 def _experts(
-    stack: StoredTensor, modules: Mapping[str, str], stacks: Stacks
+    tensor: str, stack: StoredTensor, modules: Mapping[str, str], stacks: Stacks
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """(name, part) of each expert in a stack; empty for a tensor that is not a stack."""
-    match = re.fullmatch(r"model\.(layers\.\d+)\.(.+?)(_bias)?", stack.name)
+    """(name, part) of each expert in a stack; empty for a tensor that is not a stack. `tensor`: its
+    name in the decoder."""
+    match = re.fullmatch(r"model\.(layers\.\d+)\.(.+?)(_bias)?", tensor)
     operators = {stacks.gate_up: ("gate_proj", "up_proj"), stacks.down: ("down_proj",)}
     if match is None or match[2] not in operators or len(stack.shape) != (2 if match[3] else 3):
         return

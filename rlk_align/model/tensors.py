@@ -3,9 +3,10 @@
 An engine fills in a default or random numbers for a missing tensor, often without an error, and two
 such engines may even agree. The tensors are therefore checked before any engine starts.
 
-The check ignores `*.rotary_emb.inv_freq`, which follows from the config, and layers after the
-decoder's, which predict several tokens ahead. A tied head may be missing, and must equal the
-embedding if it is stored. Quantized checkpoints have other tensors, and are refused.
+The check ignores `*.rotary_emb.inv_freq`, which follows from the config, layers after the
+decoder's, which predict several tokens ahead, and the part for images of a checkpoint that sees
+them. A tied head may be missing, and must equal the embedding if it is stored. Quantized
+checkpoints have other tensors, and are refused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from rlk_align.errors import ModelError
-from rlk_align.model.checkpoint import read_config, tensor_name
+from rlk_align.model.checkpoint import decoder_class, read_config, tensor_name
 from rlk_align.model.shape import ModelShape, is_tied, predictor_layers
 from rlk_align.model.sites import model_sites, site_parameters
 from rlk_align.model.stored import STORED_DTYPES, StoredTensor, stored_tensors
+from rlk_align.model.vision import TOWER
 
 _QUANTIZED = ("quantization_config", "compression_config")
 """The keys of config.json for quantized weights."""
@@ -58,6 +60,7 @@ def check_tensors(model: Path, shape: ModelShape) -> None:
     more = range(shape.layers, shape.layers + predictor_layers(config))
     ignored = tuple(f"model.layers.{i}." for i in more)
     ignored += (shape.family.ignored,) if shape.family.ignored else ()
+    ignored += (TOWER,) if decoder_class(model) else ()
     unexpected = [
         n
         for n in stored

@@ -38,8 +38,7 @@ def production_words(run: ProductionPass) -> str:
         count = len(run.parted)
         depart = "1 sample departs" if count == 1 else f"{count:,} samples depart"
         words += (
-            f", {depart} from the observed text "
-            f"(first sample {sample}, after position {position})"
+            f", {depart} from the observed text (first sample {sample}, after position {position})"
         )
     graphs = run.graphs
     if graphs is None:

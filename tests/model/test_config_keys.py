@@ -366,14 +366,6 @@ def test_the_layers_and_the_gates_of_hybrid_configs(tmp_path: Path) -> None:
             accepted(tmp_path, config | changes)
 
 
-def test_a_checkpoint_with_a_vision_tower_is_refused(tmp_path: Path) -> None:
-    config = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}}
-    with pytest.raises(ModelError) as refused:
-        accepted(tmp_path, config)
-    assert "model_type 'qwen3_5' has a vision tower" in refused.value.message
-    assert refused.value.fix == "save the decoder alone, as model_type 'qwen3_5_text'"
-
-
 def test_a_longrope_is_compared_up_to_its_original_length(tmp_path: Path) -> None:
     config = HUB | PUBLISHED["Phi-3-mini-128k-instruct"]
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -2,10 +2,14 @@
 every variant matter: windows that are shorter than the prompts, ropes that differ by layer, biases.
 """
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from random_model import write_random_model
+from safetensors.torch import load_file, save_file
 
 LAYERS = 4
 KINDS = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
@@ -116,3 +120,38 @@ def family_model(folder: Path, family: str, dtype: str = "bfloat16", **changes: 
     if not made.exists():
         write_random_model(made, model_type=family, dtype=dtype, **settings)
     return made
+
+
+def with_vision(folder: Path, text: Path) -> Path:
+    """The checkpoint `text` as its publisher stores it: with a part for images, with a prediction
+    of further tokens, and with the decoder's config and tensors inside. Written to `folder`."""
+    shutil.copytree(text, folder)
+    config = json.loads((folder / "config.json").read_text())
+    family = config["model_type"].removesuffix("_text")
+    (decoder,) = config.pop("architectures")
+    whole = {
+        "architectures": [decoder.replace("ForCausalLM", "ForConditionalGeneration")],
+        "model_type": family,
+        "text_config": config,
+        "vision_config": {"model_type": family, "depth": 1, "hidden_size": 32, "num_heads": 2},
+        "image_token_id": 7,
+        "tie_word_embeddings": config.get("tie_word_embeddings", False),
+    }
+    (folder / "config.json").write_text(json.dumps(whole))
+    stored = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors = {
+            name.replace("model.", "model.language_model.", 1): value
+            for name, value in load_file(path).items()
+        }
+        save_file(tensors, path, metadata={"format": "pt"})
+        stored |= dict.fromkeys(tensors, path.name)
+    extra = {
+        "model.visual.blocks.0.norm1.weight": torch.ones(32, dtype=torch.bfloat16),
+        "mtp.fc.weight": torch.ones(32, 64, dtype=torch.bfloat16),
+    }
+    save_file(extra, folder / "extra.safetensors", metadata={"format": "pt"})
+    stored |= dict.fromkeys(extra, "extra.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": stored}))
+    return folder

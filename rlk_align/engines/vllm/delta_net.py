@@ -19,6 +19,7 @@ from rlk_align.engines.common.site_hooks import SiteHooks
 from rlk_align.engines.common.stand_ins import TORCHVISION, stand_in
 from rlk_align.model.operators import OPERATORS
 from rlk_align.model.shape import ModelShape
+from rlk_align.model.vision import TOWER
 
 FUSED_IN_DECODE = "vLLM's decode step computes it in one kernel with the delta rule"
 HIDDEN_IN_DECODE = ("decay", "beta")
@@ -40,6 +41,18 @@ def register_without_torchvision() -> None:
     from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM
 
     ModelRegistry.register_model("Qwen3_5ForCausalLM", Qwen3_5ForCausalLM)
+
+
+def register_without_tower(architecture: str) -> None:
+    """Registers a class of vLLM's that ignores the weights of the part for images: vLLM's own
+    refuses them, as its class for images has the decoder inside."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    known = ModelRegistry.models[architecture].load_model_cls()
+    mapper = known.hf_to_vllm_mapper | WeightsMapper(orig_to_new_prefix={TOWER: None})
+    alone = type(known.__name__, (known,), {"hf_to_vllm_mapper": mapper})
+    ModelRegistry.register_model(architecture, alone)
 
 
 def delta_places(layer: str, module: str, shape: ModelShape) -> Iterator[Place]:
