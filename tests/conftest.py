@@ -11,6 +11,7 @@ import pytest
 import warm
 from command import Cli, command_line, write_few_prompts
 from hypothesis import settings
+from long_tests import mark_long
 
 from rlk_align.data import data_path
 
@@ -66,7 +67,9 @@ SLOWEST = (
 """Files that run first, so that short files fill up the end."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before those with the marker are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_long(items)
     ranks = {name: number for number, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
 

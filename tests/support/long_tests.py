@@ -1,0 +1,62 @@
+"""Tests that only the commands with `-all` run, beside those marked `whole_matrix` in their files:
+each takes seconds, and the default run has a shorter test of the same kind."""
+
+import pytest
+
+LONG = (
+    # test_vllm_batches.py has another process of vLLM, and test_off_is_off the same one.
+    "fix_path/test_vllm_alone.py::test_a_model_in_a_process_of_its_own_has_the_kernels_too",
+    "fix_path/test_vllm_batches.py::test_bits_do_not_depend_on_the_batch[embedded-float32-batches1-4]",
+    "fix_path/test_engines.py::test_processed_logprobs_are_those_at_the_temperature[hf]",
+    "fix_path/test_examples.py::test_an_example_runs[vllm]",
+    "fix_path/test_examples.py::test_an_example_runs[megatron]",
+    "fix_path/test_weight_update.py::test_a_weight_update_keeps_every_bit[embedded-hf-1]",
+    "fix_path/test_weight_update.py::test_a_stale_layer_is_named[layers.2.-",
+    # Kernels that are launched again: three of their faults stay.
+    "compiled/test_replayed_launches.py::test_every_kernel_that_is_launched_again_is_triton_s_choice",
+    "compiled/test_cuda_product.py::test_every_tile_has_the_registers_that_it_needs",
+    # The fault of a kernel that is missing on one side is in test_pairs.py.
+    "real_runs/test_trl_loop.py::test_an_operator_that_the_trainer_computes_itself_is_named",
+    # test_selftest.py plants the same faults in vLLM and Megatron.
+    "real_runs/test_deepspeed.py::test_planted_faults_are_named_with_their_side",
+    # Sparse layers: a case of each kind stays.
+    "real_runs/test_sparse.py::test_what_a_patch_makes_of_a_routers_output_is_named_there[rlk]",
+    "real_runs/test_sparse.py::test_replay_takes_away_what_routing_alone_has_done[megatron:ep=2,pp=2]",
+    "real_runs/test_sparse.py::test_replay_takes_away_what_routing_alone_has_done[vllm]",
+    "real_runs/test_sparse.py::test_replay_takes_away_what_routing_alone_has_done[hf]",
+    "real_runs/test_sparse.py::test_a_fault_is_named[expert-flipped-experts]",
+    "real_runs/test_sparse.py::test_a_fault_is_named[expert-missing-moe_out]",
+    "real_runs/test_sparse.py::test_a_fault_is_named[expert-token-dropped-moe_out]",
+    "real_runs/test_sparse.py::test_faults_inside_other_engines[kernels=rlk,]",
+    "real_runs/test_sparse.py::test_a_fault_at_an_operator_that_one_side_alone_shows[megatron]",
+    "real_runs/test_sparse.py::test_rows_of_experts_in_another_order_are_not_blamed[summed_in_bf16",
+    "real_runs/test_sparse.py::test_rows_of_experts_in_another_order_are_not_blamed[one_at_a_time",
+    # Layouts of the matrix of pairs.
+    "real_runs/test_training_engines.py::test_vllm_over_two_ranks",
+    "real_runs/test_training_engines.py::test_bitwise_equal[megatron",
+    "real_runs/test_training_engines.py::test_bitwise_equal[fsdp",
+    "real_runs/test_ranks.py::test_two_versions_of_torch_are_noted",
+    "real_runs/test_planted_training.py::test_padding_on_the_other_side_is_named",
+    "real_runs/test_planted_training.py::test_swapped_heads_are_named",
+    # The other signal, and a worker whose parent ends, stay.
+    "cli/test_interruptions.py::test_an_interrupted_run_ends_its_worker[real, SIGINT ignored-2]",
+    "cli/test_kernels.py::test_captures_with_kernels_lie_beside_those_without",
+    "cli/test_kernels.py::test_an_excluded_operator_is_named[hf-up_proj",
+    "cli/test_kernels.py::test_an_excluded_operator_is_named[megatron",
+    "cli/test_vllm.py::test_a_fault_of_vllms_decode_is_named_on_its_edge",
+    "cli/test_vllm.py::test_chunked_and_packed_rows_find_their_place",
+    "cli/test_traces.py::test_gate_derives_a_comparison_again",
+    "cli/test_traces.py::test_two_samplings_differ_by_their_tokens",
+    "cli/test_compare_hf.py::test_each_side_is_held_to_its_own_dtype[float32-bfloat16]",
+    "cli/test_compare_hf.py::test_a_side_that_rounds_the_weights_of_the_other_is_compared",
+    "engines/test_families.py::test_vllm_leaves_out_a_bias_of_qwen3[fsdp]",
+)
+"""Beginnings of the tests' ids, from `tests/` on."""
+
+
+def mark_long(items: list[pytest.Item]) -> None:
+    """Marks the tests of LONG `whole_matrix`."""
+    names = tuple(f"tests/{name}" for name in LONG)
+    for item in items:
+        if item.nodeid.startswith(names):
+            item.add_marker(pytest.mark.whole_matrix)
