@@ -359,10 +359,8 @@ def long_prompts(folder: Path) -> Path:
 
 
 DEFAULT = {
-    *("olmo3-norm-each-head-hf", "gemma3_text-norm-one-left-out-hf", "smollm3-attn-rotated-hf"),
-    *("starcoder2-norm-bias-dropped-hf", "glm4-rope-interleaved-hf"),
-    *("qwen2_moe-shared-gate-left-out-hf", "gpt_oss-attn-sinks-left-out-hf"),
-    "qwen3_5_text-delta-not-reset-hf",
+    *("gemma3_text-norm-one-left-out-hf", "starcoder2-norm-bias-dropped-hf"),
+    *("gpt_oss-attn-sinks-left-out-hf", "qwen3_5_text-delta-not-reset-hf"),
 }
 
 

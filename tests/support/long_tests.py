@@ -50,6 +50,19 @@ LONG = (
     "cli/test_compare_hf.py::test_each_side_is_held_to_its_own_dtype[float32-bfloat16]",
     "cli/test_compare_hf.py::test_a_side_that_rounds_the_weights_of_the_other_is_compared",
     "engines/test_families.py::test_vllm_leaves_out_a_bias_of_qwen3[fsdp]",
+    # An engine from outside with the kernels and without them stays.
+    "engines/test_outside_engine.py::test_an_excluded_operator_stays_its_own",
+    "engines/test_outside_engine.py::test_a_planted_mistake_is_named_with_its_side",
+    "cli/test_probe.py::test_a_comparison_takes_an_earlier_probe_away",
+    "cli/test_probe.py::test_two_healthy_sides_are_within_their_budgets",
+    "cli/test_bad_input.py::test_enough_prompts_for_the_contract_that_judges",
+    "cli/test_bad_input.py::test_a_dtype_that_the_config_leaves_out_is_that_of_the_weights",
+    # Another dtype, or other sizes, of the same test stays.
+    "kernels/ops/linear_logp/test_operator.py::test_tiles_and_chunks_change_no_bit[dtype1]",
+    "kernels/ops/linear_logp/test_operator.py::test_the_kernels_for_tensor_maps_give_the_bits_of_those_for_pointers[331]",
+    "kernels/ops/linear_logp/test_workspace.py::test_vocab_chunks_change_no_bit_of_the_gradients[dtype1-2]",
+    "kernels/ops/linear_logp/test_workspace.py::test_vocab_chunks_change_no_bit_of_the_grpo_gradients[dtype0",
+    "kernels/ops/linear_logp/test_workspace.py::test_vocab_chunks_change_no_bit_of_the_grpo_gradients[dtype2",
 )
 """Beginnings of the tests' ids, from `tests/` on."""
 
