@@ -23,8 +23,10 @@ _DECODERS = {
     "qwen3_5_moe": _Decoder("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
 }
 """model_type in config.json -> its decoder."""
-_SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", "auto_map", "transformers_version")
-_SHARED += ("quantization_config", "compression_config")
+_SHARED = (
+    *("dtype", "torch_dtype", "tie_word_embeddings", "auto_map", "transformers_version"),
+    *("quantization_config", "compression_config"),
+)
 """The keys beside `text_config` that count for the decoder, unless that has them itself."""
 _PREFIX = "model.language_model."
 """The decoder's tensors have it in place of `model.`."""
