@@ -108,6 +108,9 @@ class Family:
     refused: Mapping[str, str] = field(default_factory=dict)
     """Engine, or `kernels` -> why it does not compute the family."""
 
+    needs_kernels: Mapping[str, str] = field(default_factory=dict)
+    """Engine -> why it computes the family with `kernels=rlk` only."""
+
     @property
     def sigmoid(self) -> bool:
         """Whether its routers score experts by a sigmoid."""
@@ -118,9 +121,15 @@ class Family:
         """Whether its routers correct the scores for the choice of experts."""
         return self.experts is not None and (self.experts.sigmoid or self.experts.corrected)
 
-    def check(self, engine: str, kind: str) -> None:
-        """Raises ModelError if the engine, or the kernels, do not compute this family, whose
-        `model_type` is `kind`."""
+    def check(self, engine: str, kind: str, kernels: bool = False) -> None:
+        """Raises ModelError if the engine, with the kernels or without, or the kernels do not
+        compute this family, whose `model_type` is `kind`."""
+        if engine in self.needs_kernels and not kernels:
+            raise ModelError(
+                f"{engine} does not support model_type {kind!r} without the kernels: "
+                f"{self.needs_kernels[engine]}",
+                "add kernels=rlk",
+            )
         if engine in self.refused:
             raise ModelError(
                 f"{engine} does not support model_type {kind!r}: {self.refused[engine]}",

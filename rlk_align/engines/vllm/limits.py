@@ -26,8 +26,8 @@ _ON_ONE_RANK = {
 
 def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) -> None:
     """Raises ModelError or BadOption if vLLM would fail to load the model, or compute nonsense."""
-    shape.family.check("vllm", shape.model_type)
     kernels = option("kernels") == "rlk"
+    shape.family.check("vllm", shape.model_type, kernels)
     check_shared("vllm", shape, int(option("tp") or 1), fused_qkv=False, kernels=kernels)
     key, activation = activation_of(config)
     rope = rope_parameters(config)
