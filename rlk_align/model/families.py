@@ -410,6 +410,7 @@ FAMILIES = {
             "and k"
         },
         vllm_constants={"scoring_func": "sigmoid", "use_routing_bias": True},
+        vllm_needs=("rotary_dim",),
     ),
     "gpt_oss": Family(
         layer=with_sinks,

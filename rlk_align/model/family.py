@@ -100,6 +100,8 @@ class Family:
     """Whether vLLM's class for it adds residuals as transformers does, and not inside norms."""
     vllm_constants: Mapping[str, Any] = field(default_factory=dict)
     """Settings, `rope_type` among them, of which vLLM's class has one value only."""
+    vllm_needs: tuple[str, ...] = ()
+    """Settings without which vLLM's class cannot be made, although transformers' has defaults."""
     hybrid: bool = False
     """Whether some layers have a gated delta net in place of attention: those of which
     `layer_types`, or `period`, says `linear_attention`."""

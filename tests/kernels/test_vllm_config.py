@@ -98,6 +98,12 @@ REFUSED = {
     "one of mscale, mscale_all_dim": of("gpt_oss", rope_parameters=YARN | {"mscale": 1.0}),
     "layer_types of GPT-OSS": of("gpt_oss", **MIXED),
     "use_bias of ERNIE, which vLLM": of("ernie4_5_moe", use_bias=True),
+    "use_routing_bias=False of MiniMax-M2": of("minimax_m2", scoring_func="sigmoid"),
+    "a scoring_func of MiniMax-M2 other than sigmoid": of(
+        "minimax_m2", scoring_func="softmax", use_routing_bias=True
+    ),
+    "attention_bias of model_type=minimax_m2": of("minimax_m2", attention_bias=True),
+    "several ranks with minimax_m2": with_ranks(of("minimax_m2"), 2),
     "several ranks with gpt_oss": with_ranks(of("gpt_oss"), 2),
     "mlp_bias of model_type=ministral3": of("ministral3", mlp_bias=True),
     "sliding_window of model_type=arcee": of("arcee", sliding_window=8),
@@ -146,6 +152,7 @@ def test_another_model_than_the_families_is_refused(says: str) -> None:
         of("seed_oss"),
         of("cohere2", **MIXED),
         of("ministral3"),
+        of("minimax_m2", scoring_func="sigmoid", use_routing_bias=True),
         of("starcoder2", sliding_window=8),
         of("gemma2", **MIXED),
         with_ranks(of("gemma2"), 2),
