@@ -152,7 +152,6 @@ def test_another_model_than_the_families_is_refused(says: str) -> None:
         of("seed_oss"),
         of("cohere2", **MIXED),
         of("ministral3"),
-        of("minimax_m2", scoring_func="sigmoid", use_routing_bias=True),
         of("starcoder2", sliding_window=8),
         of("gemma2", **MIXED),
         with_ranks(of("gemma2"), 2),
