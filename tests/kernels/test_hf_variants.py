@@ -57,7 +57,8 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "MiniMaxM2": (
         {
             **{"head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 3},
-            **{"intermediate_size": 32, "rope_parameters": DEFAULT | {"partial_rotary_factor": 0.5}},
+            "intermediate_size": 32,
+            "rope_parameters": DEFAULT | {"partial_rotary_factor": 0.5},
         },
         {"num_experts_per_tok": 2},
     ),

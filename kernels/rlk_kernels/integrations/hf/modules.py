@@ -100,8 +100,10 @@ class HFRouter(Sparse):
 class ReversedRouter(HFRouter):
     """A router whose family reads the experts first, and the logits last."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return super().forward(x)[::-1]
+    def forward(
+        self, x: Tensor, e_score_correction_bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return super().forward(x, e_score_correction_bias)[::-1]
 
 
 class SharedGate(Counted):

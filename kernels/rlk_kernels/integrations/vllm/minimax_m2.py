@@ -1,5 +1,5 @@
-"""MiniMax-M2, whose attention in vLLM norms q and k by a static method, which replacing the class of
-its norms does not reach."""
+"""MiniMax-M2. Its attention in vLLM norms q and k by a static method of vLLM's class, which a class
+that replaces it does not reach."""
 
 from typing import Any
 
