@@ -66,7 +66,6 @@ def test_a_fault_beside_the_kernels_of_a_variant_is_named(
         ("smollm3", "q_rope"),
         ("glm", "act"),
         ("starcoder2", "down_proj"),
-        ("minimax_m2", "k_norm"),
     ],
 )
 def test_an_operator_of_a_variant_that_the_engine_keeps_is_named(
