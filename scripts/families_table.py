@@ -110,7 +110,9 @@ def page(found: dict[str, Any]) -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     for name in sorted(FAMILIES):
-        of, refused = found.get(name, {}), FAMILIES[name].refused
+        of, described = found.get(name, {}), FAMILIES[name]
+        alone = {e: f"without the kernels: {why}" for e, why in described.needs_kernels.items()}
+        refused = {**described.refused, **alone}
         engines = [
             f"refused: {refused[e]}" if e in refused else IN_MATRIX
             for e in ("vllm", "megatron", "kernels")
@@ -139,7 +141,7 @@ def main(names: list[str]) -> None:
             found[name] = {
                 "hf": compared(model, folder, "hf:attn=eager", train),
             }
-            if "vllm" not in FAMILIES[name].refused:
+            if "vllm" not in {*FAMILIES[name].refused, *FAMILIES[name].needs_kernels}:
                 allowed = ALLOWED.get(name, ())
                 found[name]["vllm"] = compared(model, folder, "vllm", train, *allowed)
             print(name, found[name], flush=True)

@@ -6,11 +6,12 @@ import typer
 
 from rlk_align.api.compare_choice import ImportedAlone, choose
 from rlk_align.api.options import check_kernels
-from rlk_align.api.pair import Pair, prepare, without_kernels
+from rlk_align.api.pair import Pair, PreparedPair, prepare, without_kernels
 from rlk_align.cli import options
 from rlk_align.cli.explain import explain
 from rlk_align.cli.flags import takes
 from rlk_align.cli.outputs import check_outputs, parse_outputs
+from rlk_align.errors import ModelError
 from rlk_align.progress import labelled, show_progress
 
 WITHOUT = "kernels-off"
@@ -91,7 +92,7 @@ def compare(
     if prepared.too_few_tokens:
         finish_too_few(prepared, outputs)
     plain = without_kernels(pair, prepared.run.folder / WITHOUT)
-    without = prepare(plain, [], options.warn, command) if plain else None
+    without = _prepared_beside(plain, command) if plain else None
     probed = beside = None
     with show_progress("compare") as progress:
         if without is not None:
@@ -109,3 +110,14 @@ def compare(
             )
             verdict, probed = pipeline.probe(request, prepared.run.reopened(), progress)
     finish(verdict, prepared.run, outputs, probed, beside)
+
+
+def _prepared_beside(plain: Pair, command: list[str]) -> PreparedPair | None:
+    """The comparison without the kernels; None, with a warning, for a model that an engine computes
+    with them only."""
+    try:
+        return prepare(plain, [], options.warn, command)
+    except ModelError as refused:
+        # `prepare` has accepted the same model with the kernels.
+        options.warn(f"nothing is compared without the kernels: {refused.message}")
+        return None

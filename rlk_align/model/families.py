@@ -399,13 +399,18 @@ FAMILIES = {
             "expert_up_proj": "block_sparse_moe.experts.{}.w3",
             "expert_down_proj": "block_sparse_moe.experts.{}.w2",
         },
+        # A published config states the rotated part by `rotary_dim`.
+        defaults={"partial_rotary_factor": 1.0},
         settings=("rotary_dim", "use_routing_bias", "use_qk_norm", "qk_norm_type"),
         refused={
-            "kernels": _NOT_MEASURED,
             "megatron": "it norms each head of q and of k alone",
-            "vllm": "vLLM's router on a CPU asserts a softmax, and its norms of q and k are no "
-            "modules",
         },
+        needs_kernels={
+            "vllm": "its router on a CPU asserts a softmax, and calls no module for the norms of q "
+            "and k"
+        },
+        vllm_constants={"scoring_func": "sigmoid", "use_routing_bias": True},
+        vllm_needs=("rotary_dim",),
     ),
     "gpt_oss": Family(
         layer=with_sinks,

@@ -100,6 +100,8 @@ class Family:
     """Whether vLLM's class for it adds residuals as transformers does, and not inside norms."""
     vllm_constants: Mapping[str, Any] = field(default_factory=dict)
     """Settings, `rope_type` among them, of which vLLM's class has one value only."""
+    vllm_needs: tuple[str, ...] = ()
+    """Settings without which vLLM's class cannot be made, although transformers' has defaults."""
     hybrid: bool = False
     """Whether some layers have a gated delta net in place of attention: those of which
     `layer_types`, or `period`, says `linear_attention`."""
@@ -107,6 +109,9 @@ class Family:
     """The start of the names of tensors that no engine reads here; empty if there are none."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Engine, or `kernels` -> why it does not compute the family."""
+
+    needs_kernels: Mapping[str, str] = field(default_factory=dict)
+    """Engine -> why it computes the family with `kernels=rlk` only."""
 
     @property
     def sigmoid(self) -> bool:
@@ -118,9 +123,15 @@ class Family:
         """Whether its routers correct the scores for the choice of experts."""
         return self.experts is not None and (self.experts.sigmoid or self.experts.corrected)
 
-    def check(self, engine: str, kind: str) -> None:
-        """Raises ModelError if the engine, or the kernels, do not compute this family, whose
-        `model_type` is `kind`."""
+    def check(self, engine: str, kind: str, kernels: bool = False) -> None:
+        """Raises ModelError if the engine, with the kernels or without, or the kernels do not
+        compute this family, whose `model_type` is `kind`."""
+        if engine in self.needs_kernels and not kernels:
+            raise ModelError(
+                f"{engine} does not support model_type {kind!r} without the kernels: "
+                f"{self.needs_kernels[engine]}",
+                "add kernels=rlk",
+            )
         if engine in self.refused:
             raise ModelError(
                 f"{engine} does not support model_type {kind!r}: {self.refused[engine]}",

@@ -1,12 +1,17 @@
 """`kernels=rlk` in the real engines, through the command line: what it excludes, refuses and shows.
 That no bit differs with it: tests/fix_path."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command import Cli, Outcome, capture_of, command_line, require_engine, write_few_prompts
 from engine_pairs import MODELS
+from family_models import family_model
+
+from rlk_align.api.pair import Pair
+from rlk_align.cli.compare import _prepared_beside
 
 PATCHES = {"PYTHONPATH": str(Path(__file__).parent)}
 
@@ -172,6 +177,19 @@ def test_drift_is_shown_without_and_with_the_kernels(compare: Cli, folder: Path)
     assert "hf:kernels=rlk" in text
     plain = capture_of(folder / "run" / "kernels-off", "train")
     assert plain.record.kernels == {}
+
+
+def test_what_an_engine_computes_with_the_kernels_only_is_not_compared_without(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    require_engine("vllm")
+    sides = Pair(rollout="vllm", train="hf", run_dir=tmp_path / "run")
+    refused = replace(sides, model=str(family_model(tmp_path, "minimax_m2")))
+    assert _prepared_beside(refused, []) is None
+    said = " ".join(capsys.readouterr().err.split())
+    assert "nothing is compared without the kernels: vllm does not support model_type" in said
+    assert _prepared_beside(sides, []) is not None
+    assert "nothing is compared" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,12 @@ IGNORED_BY_VLLM = {
 """model_type -> the operator that vLLM computes otherwise, and its side: `reports/found.md`."""
 
 
-IN_VLLM = [family for family in SETTINGS if "vllm" not in FAMILIES[family].refused]
+IN_VLLM = [
+    family
+    for family in SETTINGS
+    if "vllm" not in {*FAMILIES[family].refused, *FAMILIES[family].needs_kernels}
+]
+"""The families that vLLM computes without the kernels."""
 
 
 @pytest.mark.parametrize("family", [whole(f, default=f == "gemma3_text") for f in IN_VLLM])
@@ -152,10 +157,21 @@ def test_vllm_refuses_what_it_does_not_compute() -> None:
     shape, config = read_shape(SPARSE), read_config(SPARSE)
     with pytest.raises(ModelError) as refused:
         check_vllm({}.get, config, replace(shape, model_type="minimax_m2"))
-    assert "vllm does not support model_type 'minimax_m2': " in refused.value.message
-    assert refused.value.fix == "compare with --rollout hf"
+    said = "vllm does not support model_type 'minimax_m2' without the kernels: its router on a CPU"
+    assert refused.value.message.startswith(said)
+    assert refused.value.fix == "add kernels=rlk"
     with pytest.raises(BadOption, match="its norms over all heads need all ranks"):
         check_vllm({"tp": 2}.get, config, replace(shape, model_type="olmoe"))
+    on_kernels = {"kernels": "rlk"}
+    minimax = replace(shape, model_type="minimax_m2")
+    stated = {"model_type": "minimax_m2", "scoring_func": "sigmoid", "use_routing_bias": True}
+    check_vllm(on_kernels.get, config | stated | {"rotary_dim": 16}, minimax)
+    with pytest.raises(BadOption, match="its norms over all heads need all ranks"):
+        check_vllm({**on_kernels, "tp": 2}.get, config | stated | {"rotary_dim": 16}, minimax)
+    with pytest.raises(ModelError, match="needs rotary_dim in config"):
+        check_vllm(on_kernels.get, config | stated, minimax)
+    with pytest.raises(ModelError, match="does not support use_routing_bias=None"):
+        check_vllm(on_kernels.get, config | stated | {"use_routing_bias": None}, minimax)
     biased = replace(shape, model_type="gpt_oss", swiglu_limit=7.0)
     yarn = config | {"model_type": "gpt_oss", "attention_bias": True, "rms_norm_eps": 1e-5}
     yarn |= {"rope_parameters": YARN | {"original_max_position_embeddings": 1024}}
@@ -414,4 +430,9 @@ def test_the_kernels_and_engines_refuse_a_family_that_they_do_not_compute(
         with pytest.raises(ModelError) as error:
             described.check(engine, family)
         assert f"model_type {family!r}" in error.value.message
+        assert why in error.value.message
+    for engine, why in described.needs_kernels.items():
+        described.check(engine, family, kernels=True)
+        with pytest.raises(ModelError, match="without the kernels: ") as error:
+            described.check(engine, family)
         assert why in error.value.message

@@ -54,6 +54,14 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32, "num_hidden_layers": 2},
         {"moe_k": 2},
     ),
+    "MiniMaxM2": (
+        {
+            **{"head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 3},
+            "intermediate_size": 32,
+            "rope_parameters": DEFAULT | {"partial_rotary_factor": 0.5},
+        },
+        {"num_experts_per_tok": 2},
+    ),
     "Arcee": ({"mlp_bias": True}, {"rms_norm_eps": 0.1}),
     "Starcoder2": ({"sliding_window": 8}, {"sliding_window": 9}),
     "Cohere2": (WINDOWS | {"head_dim": 32, "logit_scale": 0.3}, {"logit_scale": 0.5}),
@@ -74,9 +82,10 @@ def model_of(family: str, **changes: Any) -> Any:
     usual = {"rope_parameters": DEFAULT, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
     model = small_model(family, **usual | CHANGES[family][0] | changes).eval()
     model.set_attn_implementation("eager")  # sdpa ignores Gemma 2's cap
-    for name, parameter in model.named_parameters():
+    # MiniMax-M2's corrections are buffers.
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
         if "norm" in name or name.endswith("bias"):
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+            torch.nn.init.uniform_(value, 0.5, 1.5)
     return model
 
 

@@ -98,6 +98,12 @@ REFUSED = {
     "one of mscale, mscale_all_dim": of("gpt_oss", rope_parameters=YARN | {"mscale": 1.0}),
     "layer_types of GPT-OSS": of("gpt_oss", **MIXED),
     "use_bias of ERNIE, which vLLM": of("ernie4_5_moe", use_bias=True),
+    "use_routing_bias=False of MiniMax-M2": of("minimax_m2", scoring_func="sigmoid"),
+    "a scoring_func of MiniMax-M2 other than sigmoid": of(
+        "minimax_m2", scoring_func="softmax", use_routing_bias=True
+    ),
+    "attention_bias of model_type=minimax_m2": of("minimax_m2", attention_bias=True),
+    "several ranks with minimax_m2": with_ranks(of("minimax_m2"), 2),
     "several ranks with gpt_oss": with_ranks(of("gpt_oss"), 2),
     "mlp_bias of model_type=ministral3": of("ministral3", mlp_bias=True),
     "sliding_window of model_type=arcee": of("arcee", sliding_window=8),

@@ -401,6 +401,20 @@ MODELS = {
         rarely=True,
         like="qwen3_moe",
     ),
+    # Norms over all heads of q and of k, a rotation of a part of each head, corrected sigmoids.
+    "minimax_m2": Model(
+        "minimax_m2",
+        {
+            **{"head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 16},
+            **{"intermediate_size": 96, "num_hidden_layers": 3},
+            **{"scoring_func": "sigmoid", "use_routing_bias": True},
+        },
+        sparse=True,
+        kernels=("rlk",),
+        without=("megatron",),
+        rarely=True,
+        like="qwen3_moe",
+    ),
     "corrected": Model("glm4_moe", CORRECTED, sparse=True),
     "one-group": Model(
         "glm4_moe",

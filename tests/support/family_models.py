@@ -85,6 +85,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "minimax_m2": {
         **{"head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 3},
         **{"intermediate_size": 96, "rotary_dim": 16},
+        # vLLM reads these, and transformers leaves them out of a config that it makes itself.
+        **{"scoring_func": "sigmoid", "use_routing_bias": True},
     },
     "gpt_oss": {
         **{"head_dim": 32, "sliding_window": 8, "num_local_experts": 8, "num_experts_per_tok": 3},

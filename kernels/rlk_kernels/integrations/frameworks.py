@@ -25,7 +25,7 @@ _FUSED = "its checkpoint fuses projections, so that no copy of its weights can b
 _EXPERTS = "no copy of its experts or of its routers' corrections can be checked"
 UNCHECKED = {
     **dict.fromkeys(("glm", "glm4", "phi3"), _FUSED),
-    **dict.fromkeys(("gpt_oss", "ernie4_5_moe"), _EXPERTS),
+    **dict.fromkeys(("gpt_oss", "ernie4_5_moe", "minimax_m2"), _EXPERTS),
 }
 """Families whose parameters a checkpoint holds otherwise than `vllm.weights` -> why no copy can be
 checked."""

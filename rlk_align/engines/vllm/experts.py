@@ -123,8 +123,10 @@ def expert_weights(model: Any, shape: ModelShape, ranks: Ranks) -> Iterator[Live
     tp = ranks.world
     inner, interleaved = shape.expert_intermediate // tp, shape.family.stacks.interleaved
     for i, _, block in sparse_blocks(model):
-        router = getattr(block, router_path(block))
-        if (correction := getattr(router, "e_score_correction_bias", None)) is not None:
+        # MiniMax-M2's block has the correction itself.
+        holders = getattr(block, router_path(block)), block
+        corrections = (getattr(holder, "e_score_correction_bias", None) for holder in holders)
+        if (correction := next((c for c in corrections if c is not None), None)) is not None:
             # vLLM leaves out a dimension of size 1.
             copies = all_gather(correction.detach().reshape(shape.correction(i)), ranks)
             yield LiveParameter(f"layers.{i}.experts", copies[0], replicas=tuple(copies[1:]))

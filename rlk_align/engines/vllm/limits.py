@@ -26,8 +26,8 @@ _ON_ONE_RANK = {
 
 def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) -> None:
     """Raises ModelError or BadOption if vLLM would fail to load the model, or compute nonsense."""
-    shape.family.check("vllm", shape.model_type)
     kernels = option("kernels") == "rlk"
+    shape.family.check("vllm", shape.model_type, kernels)
     check_shared("vllm", shape, int(option("tp") or 1), fused_qkv=False, kernels=kernels)
     key, activation = activation_of(config)
     rope = rope_parameters(config)
@@ -48,6 +48,11 @@ def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) ->
                 f"engine 'vllm' does not support {what}, which config.json asks for",
                 "compare with --rollout hf, or correct config.json",
             )
+    if absent := [name for name in shape.family.vllm_needs if config.get(name) is None]:
+        raise ModelError(
+            f"engine 'vllm' needs {absent[0]} in config.json for model_type {shape.model_type!r}",
+            "take config.json of the published model, or compare with --rollout hf",
+        )
     _check_table(option, rope, shape.context)
     # The packages of another interpreter are not known here.
     if option("python") is None and _on_cpu() and shape.head_dim not in CPU_HEAD_SIZES:

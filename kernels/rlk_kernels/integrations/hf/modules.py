@@ -67,7 +67,10 @@ class HFRouter(Sparse):
     """Returns the logits of all experts in fp32, and the weights and ids of the chosen experts in
     ascending id."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, e_score_correction_bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """e_score_correction_bias: MiniMax-M2's, a buffer of the layer."""
         self.count()
         # ERNIE's is fp32 in a model of any dtype; only GPT-OSS's has a bias.
         weight = self.weight.float() if hasattr(self, "moe_statics") else cast(self.weight)
@@ -75,7 +78,10 @@ class HFRouter(Sparse):
         logits = self.logits(cast(x.reshape(-1, x.shape[-1])), weight, bias)
         # Mixtral has no such setting: its weights always add up to 1.
         normalize = getattr(self, "norm_topk_prob", True)
-        weights, ids = self.choose(logits, self.top_k, normalize, self._correction())
+        correction = self._correction()
+        if e_score_correction_bias is not None:
+            correction = profile.Correction(e_score_correction_bias.float(), 1, 1, 1.0)
+        weights, ids = self.choose(logits, self.top_k, normalize, correction)
         return logits, weights, ids.long()
 
     def _correction(self) -> profile.Correction | None:
@@ -94,8 +100,10 @@ class HFRouter(Sparse):
 class ReversedRouter(HFRouter):
     """A router whose family reads the experts first, and the logits last."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return super().forward(x)[::-1]
+    def forward(
+        self, x: Tensor, e_score_correction_bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return super().forward(x, e_score_correction_bias)[::-1]
 
 
 class SharedGate(Counted):

@@ -14,12 +14,13 @@ OF_TRANSFORMERS = (
 ONE_RANK = (
     *OF_TRANSFORMERS,
     *("granite", "granitemoe", "exaone4", "olmoe", "gpt_oss", "ministral3", "ernie4_5_moe"),
+    "minimax_m2",
     *DELTA_NETS,
 )
 """Families that are compared on one rank only."""
 SPARSE = (
     *("qwen3_moe", "qwen2_moe", "granitemoe", "mixtral", "olmoe", "gpt_oss", "ernie4_5_moe"),
-    *("glm4_moe", "qwen3_next"),
+    *("glm4_moe", "minimax_m2", "qwen3_next"),
 )
 """Families with sparse layers."""
 FP32_ROUTERS = ("ernie4_5_moe",)
@@ -35,6 +36,7 @@ READ_ALONE = {
     "qwen2": ("qk_norm",),
     "ernie4_5": ("sliding_window", "attention_bias", "mlp_bias", "bias", "qkv_bias"),
     "ernie4_5_moe": ("sliding_window",),
+    "minimax_m2": ("sliding_window", "attention_bias"),
     "phi3": (
         *("attention_bias", "mlp_bias", "bias", "qkv_bias"),
         *("rotary_pct", "rotary_emb_fraction"),
@@ -139,6 +141,12 @@ def refused(model: Any, ranks: int) -> dict[str, bool]:
         ),
         "use_bias of ERNIE, which vLLM does not read": family in ("ernie4_5", "ernie4_5_moe")
         and bool(getattr(text, "use_bias", False)),
+        "use_routing_bias=False of MiniMax-M2, which transformers does not read": (
+            family == "minimax_m2" and not getattr(text, "use_routing_bias", False)
+        ),
+        "a scoring_func of MiniMax-M2 other than sigmoid, which transformers does not read": (
+            family == "minimax_m2" and getattr(text, "scoring_func", "") != "sigmoid"
+        ),
         "a sliding window in some layers, which vLLM applies to all": windowed
         and "full_attention" in kinds
         and family not in WINDOWS_BY_LAYER,

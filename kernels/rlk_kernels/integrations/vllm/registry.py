@@ -27,6 +27,7 @@ from rlk_kernels.integrations.vllm import config, families, logprobs
 _CODE = "transformers_code:TransformersForCausalLM"
 MODELS = {
     "Glm4MoeForCausalLM": "glm4_moe:RlkGlm4MoeForCausalLM",
+    "MiniMaxM2ForCausalLM": "minimax_m2:RlkMiniMaxM2ForCausalLM",
     "Ministral3ForCausalLM": "ministral3:RlkMinistral3ForCausalLM",
     "Qwen3NextForCausalLM": "delta_net:RlkQwen3NextForCausalLM",
     "Qwen3_5ForCausalLM": "qwen3_5:RlkQwen3_5ForCausalLM",
