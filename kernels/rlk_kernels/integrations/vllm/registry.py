@@ -110,16 +110,16 @@ def _sparse_classes() -> dict[type, type]:
 
 
 def _delta_net_classes() -> dict[type, type]:
-    """The class of gated delta nets; none for a vLLM that builds them differently, whose hybrid
-    models `config` refuses."""
+    """The classes of gated delta nets and of their norms; none for a vLLM that builds them
+    differently, whose hybrid models `config` refuses."""
     try:
         from rlk_kernels.integrations.vllm import delta_net
     except ImportError:
         config.set_delta_nets_supported(False)
         return {}
     config.set_delta_nets_supported(True)
-    ours = delta_net.RlkQwenGatedDeltaNetAttention
-    return {ours.__bases__[1]: ours}
+    ours = delta_net.RlkQwenGatedDeltaNetAttention, delta_net.RlkRMSNormGated
+    return {kind.__bases__[1]: kind for kind in ours}
 
 
 def _register_layer(undo: ExitStack, base: Any, ours: type) -> None:
