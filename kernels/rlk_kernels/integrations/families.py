@@ -33,6 +33,7 @@ ARCHITECTURES = {
     "glm4_moe": "Glm4MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
 """model_type -> the class that both engines load. Other models load through subclasses of vLLM's
 classes, which compute something else, or through transformers' classes."""
@@ -40,7 +41,7 @@ UNGATED = {"arcee": "relu2", "starcoder2": "gelu_pytorch_tanh"}
 """Families whose MLP has no gate -> their `hidden_act`."""
 GEMMA = ("gemma2", "gemma3_text", "gemma")
 """Families whose activation is gelu's tanh form; their norms multiply by 1 + weight."""
-DELTA_NETS = ("qwen3_next", "qwen3_5_text")
+DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families in which some layers have a gated delta net, and the others an attention with a gate."""
 ONE_PLUS = (*GEMMA, *DELTA_NETS)
 """Families whose norms multiply by 1 + weight."""

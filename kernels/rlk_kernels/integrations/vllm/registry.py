@@ -30,6 +30,7 @@ MODELS = {
     "Ministral3ForCausalLM": "ministral3:RlkMinistral3ForCausalLM",
     "Qwen3NextForCausalLM": "delta_net:RlkQwen3NextForCausalLM",
     "Qwen3_5ForCausalLM": "qwen3_5:RlkQwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM": "qwen3_5:RlkQwen3_5MoeForCausalLM",
     **{ARCHITECTURES[family]: _CODE for family in families.OF_TRANSFORMERS},
 }
 """Architecture -> the model's class, if replacing the classes of its layers is not enough."""
