@@ -176,9 +176,13 @@ def test_drift_is_shown_without_and_with_the_kernels(compare: Cli, folder: Path)
 
 @pytest.mark.parametrize(
     ("name", "excluded", "refused"),
-    [("sparse", "moe_out+attn", "moe_out"), ("corrected", "shared_act", "shared_act")],
+    [
+        ("sparse", "moe_out+attn", "moe_out"),
+        ("corrected", "shared_act", "shared_act"),
+        ("qwen3_5", "delta+out_proj+act", "delta, out_proj"),
+    ],
 )
-def test_no_operator_of_a_sparse_layer_is_left_to_the_engine(
+def test_no_operator_of_a_sparse_layer_or_a_delta_net_is_left_to_the_engine(
     compare: Cli, folder: Path, name: str, excluded: str, refused: str
 ) -> None:
     model = MODELS[name].stored(folder, name, "bfloat16")
