@@ -43,11 +43,14 @@ class Rollout:
             "enable_sleep_mode": options.sleep, "max_num_seqs": at_once,
             "max_num_batched_tokens": 4096, "max_cudagraph_capture_size": at_once,
         }  # fmt: skip
-        # On a CPU, vLLM cannot combine chunked prefill with a seed for each request.
+        # On a CPU, vLLM cannot combine chunked prefill with a seed for each request, and without
+        # chunks it caches no prefixes of models with gated delta nets.
         on_cpu = {"enable_chunked_prefill": False, "enforce_eager": True}
+        caches = self.gpu or not read_shape(options.model).delta_layers
         self.llm = LLM(
             str(options.model), dtype="bfloat16", max_model_len=1024, seed=options.seed,
-            enable_prefix_caching=True, disable_log_stats=True, **(on_gpu if self.gpu else on_cpu),
+            enable_prefix_caching=caches, disable_log_stats=True,
+            **(on_gpu if self.gpu else on_cpu),
             # In torchrun, each rank has an engine of its own.
             distributed_executor_backend="external_launcher" if ranks > 1 else None,
         )  # fmt: skip

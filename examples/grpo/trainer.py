@@ -40,8 +40,10 @@ class Trainer:
             self.kernels = hf.use_kernels(self.model)
         ranks.shard(self.model)
         self.parameters = dict(self.model.named_parameters())
-        shape = read_shape(options.model)
-        self.canonical = list(unfused(self.model, hf_places(self.model, shape)))
+        places = list(hf_places(self.model, read_shape(options.model)))
+        # After a forward, FSDP leaves the root's parameters gathered.
+        self.canonical = list(unfused(self.model, [p for p in places if len(p.sites) == 1]))
+        self.fused = [p for p in places if len(p.sites) > 1]
         dtype, shards = getattr(torch, options.master_dtype), self.parameters.items()
         self.masters = {n: local(p.detach()).to(dtype, copy=True) for n, p in shards}
         computes = self.score, self.loss, self.parameters
@@ -160,4 +162,6 @@ class Trainer:
     def digests(self) -> dict[str, str]:
         """Canonical name -> digest of each parameter."""
         with torch.no_grad():
-            return digest_parameters((name, whole(value)) for name, value in self.canonical)
+            # Parts of fused parameters may be copies.
+            every = (*self.canonical, *unfused(self.model, self.fused))
+            return digest_parameters((name, whole(value)) for name, value in every)

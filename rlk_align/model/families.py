@@ -88,7 +88,6 @@ _WITH_DELTA_NETS: dict[str, Any] = {
     },
     "biases": {"decay": True},
     "refused": {
-        "kernels": "rlk-align does not record what they compute inside a gated delta net",
         "megatron": "its gated delta net is in a spec of TransformerEngine, and not in the local "
         "one",
         "deepspeed": _NOT_MEASURED,

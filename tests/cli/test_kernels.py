@@ -194,9 +194,13 @@ def test_what_an_engine_computes_with_the_kernels_only_is_not_compared_without(
 
 @pytest.mark.parametrize(
     ("name", "excluded", "refused"),
-    [("sparse", "moe_out+attn", "moe_out"), ("corrected", "shared_act", "shared_act")],
+    [
+        ("sparse", "moe_out+attn", "moe_out"),
+        ("corrected", "shared_act", "shared_act"),
+        ("qwen3_5", "delta+out_proj+act", "delta, out_proj"),
+    ],
 )
-def test_no_operator_of_a_sparse_layer_is_left_to_the_engine(
+def test_no_operator_of_a_sparse_layer_or_a_delta_net_is_left_to_the_engine(
     compare: Cli, folder: Path, name: str, excluded: str, refused: str
 ) -> None:
     model = MODELS[name].stored(folder, name, "bfloat16")

@@ -1,6 +1,6 @@
-"""A tiny Qwen3-Next with dense and sparse layers in the real vLLM and in transformers: with the
-kernels a token has the same bits in decode, in prefill alone, batched and cut at an odd length,
-after a cached prefix that ends within a chunk, and in transformers; without them it has not."""
+"""Hybrids in the real vLLM, in transformers and FSDP2: with the kernels a token has the same bits
+in decode, in prefill alone, batched and cut at an odd length, after a cached prefix that ends
+within a chunk, and in training; without them it has not. `test_pairs.py` has faults."""
 
 import json
 import subprocess
@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from bit_equal import assert_equal
+from command import Cli, require_engine
+from engine_pairs import MODELS
 
 pytestmark = pytest.mark.whole_matrix
 RUN = Path(__file__).with_name("delta_net_run.py")
@@ -87,3 +90,56 @@ def test_a_token_has_the_same_bits_in_every_pass_and_in_transformers(tmp_path: P
         for how in ("scored", "alone"):
             assert differing(expected, found[how]) == 0, (name, how)
     assert differing(expected, off["scored"]) > 0
+
+
+LENGTHS = (5, 37, 64, 65, 100, 150)
+"""Of prompts: within the first chunk, at its border, and in the third one."""
+
+
+def long_prompts(folder: Path, each: int) -> Path:
+    """Prompts of each of `LENGTHS`, by ids."""
+    rows = [
+        {"id": f"{length}-{n}", "ids": [1 + (7 * n + 31 * i) % 1000 for i in range(length)]}
+        for length in LENGTHS
+        for n in range(each)
+    ]
+    path = folder / f"long-{each}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "train"),
+    [
+        ("qwen3_5", "fsdp:dp=2"),
+        ("qwen3_next", "fsdp:dp=2"),
+        ("qwen3_next", "hf:batch=4,padding=left"),
+        ("qwen3_5_moe", "hf:batch=4,padding=right"),
+    ],
+)
+def test_compare_finds_no_bit_where_prompts_are_cut_in_chunks(
+    cli: Cli, folder: Path, name: str, train: str
+) -> None:
+    require_engine("vllm")
+    done = cli(
+        *("compare", "--model", MODELS[name].stored(folder, name, "bfloat16")),
+        *("--prompts", long_prompts(folder, 1), "--max-new-tokens", 12),
+        *("--rollout", "vllm:max_num_batched_tokens=37,max_num_seqs=3,kernels=rlk"),
+        *("--train", f"{train},kernels=rlk", "--run-dir", folder / "cut"),
+    )
+    assert_equal(done, 50, sparse=MODELS[name].sparse)
+    assert "no operator beyond its budget on either side" in done.out
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+def test_without_the_kernels_most_tokens_differ(cli: Cli, folder: Path, name: str) -> None:
+    require_engine("vllm")
+    done = cli(
+        *("compare", "--model", MODELS[name].stored(folder, name, "bfloat16")),
+        *("--prompts", long_prompts(folder, 4), "--max-new-tokens", 16, "--kernels", "rlk"),
+        *("--rollout", "vllm", "--train", "hf", "--run-dir", folder / "beside"),
+    )
+    assert_equal(done, 300, sparse=MODELS[name].sparse)
+    off = json.loads((folder / "beside" / "kernels-off" / "verdict.json").read_text())
+    for edge in off["edges"].values():
+        assert edge["bit_mismatches"] > 0.5 * edge["tokens"] > 150

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,31 @@ def test_options_that_cannot_be_run_are_refused_at_once(
         arguments([*whole, *words.split()])
     assert ended.value.code == 2
     assert why in capsys.readouterr().err
+
+
+def test_the_trainers_digests_follow_its_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those of fused products too, of which the canonical parameters are copies."""
+    from engine_pairs import GATED, HYBRID
+    from options import arguments
+    from random_model import write_random_model
+    from ranks import Ranks
+    from trainer import Trainer
+
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    dense = HYBRID | GATED | {"dtype": "bfloat16", "mlp_only_layers": [0, 1, 2, 3]}
+    model = write_random_model(tmp_path / "model", model_type="qwen3_next", **dense)
+    words = ["--run", str(tmp_path / "run"), "--device", "cpu", "--model", str(model)]
+    trainer = Trainer(arguments(words), Ranks(torch.device("cpu")), nullcontext)
+    before = trainer.digests()
+    assert {"layers.0.qkv_in", "layers.0.a", "layers.0.decay", "embed"} <= before.keys()
+    with torch.no_grad():
+        for parameter in trainer.parameters.values():
+            parameter.mul_(-1)
+    after = trainer.digests()
+    assert after.keys() == before.keys()
+    assert not [name for name, digest in after.items() if digest == before[name]]
 
 
 @pytest.mark.parametrize("folder", ["run", "run/rank-1"])

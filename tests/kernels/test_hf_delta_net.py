@@ -21,7 +21,8 @@ SPARSE = {
     **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     **{"shared_expert_intermediate_size": 32, "mlp_only_layers": [0]},
 }
-FAMILIES = {"Qwen3Next": SPARSE, "Qwen3_5": {}}
+EVERY_SPARSE = {name: value for name, value in SPARSE.items() if name != "mlp_only_layers"}
+FAMILIES = {"Qwen3Next": SPARSE, "Qwen3_5": {}, "Qwen3_5Moe": EVERY_SPARSE}
 IDS = torch.randint(0, 64, (1, 70), generator=torch.Generator().manual_seed(1))
 OTHER = IDS.flip(1)[:, :33]
 
@@ -79,6 +80,36 @@ def test_each_way_to_call_a_model_gives_one_set_of_bits(family: str) -> None:
         out = logits(model, torch.cat([IDS, row]), attention_mask=mask, position_ids=at)
         assert torch.equal(out[:1], whole)
         assert torch.equal(out[1:][mask[1:].bool()], other[0])
+
+
+def test_a_model_shows_its_inner_values_and_computes_on_with_changed_ones(family: str) -> None:
+    """In the order of the given rows, also where the kernels compute them in another order."""
+    model = model_of(family).bfloat16()
+    hf.use_kernels(model)
+    net, attention = model.model.layers[0].linear_attn, model.model.layers[1].self_attn
+
+    def shown(ids: torch.Tensor, change: str = "", **how: Any) -> tuple[dict[str, Any], Any]:
+        values: dict[str, Any] = {}
+
+        def show(operator: str, value: torch.Tensor) -> None:
+            values[operator] = value.clone()
+            if operator == change:
+                value.zero_()
+
+        net.rlk_show = attention.rlk_show = show
+        return values, logits(model, ids, **how)
+
+    alone, whole = shown(OTHER)
+    assert set(alone) == {"decay", "beta", "conv", "attn"}
+    padded = torch.cat([torch.zeros(1, 37, dtype=torch.long), OTHER], 1)
+    mask = torch.stack([torch.ones(70, dtype=torch.long), (torch.arange(70) >= 37).long()])
+    at = (mask.cumsum(-1) - 1).clamp(min=0)
+    both, _ = shown(torch.cat([IDS, padded]), attention_mask=mask, position_ids=at)
+    for operator, value in alone.items():
+        assert torch.equal(both[operator].reshape(140, -1)[107:], value.reshape(33, -1)), operator
+    for operator in alone:
+        assert not torch.equal(shown(OTHER, operator)[1], whole), operator
+    assert torch.equal(shown(OTHER)[1], whole)
 
 
 def test_gradients_are_those_of_transformers_and_repeat(family: str) -> None:

@@ -6,10 +6,12 @@ from itertools import pairwise
 
 import torch
 from rlk_kernels.integrations import profile
+from rlk_kernels.integrations.delta_nets import DeltaNetCore
 
 BF16 = torch.bfloat16
 HK, HV, D, E, LENGTH, CHUNK = 1, 2, 16, 8, 150, 64
 NET = profile.DeltaNet
+delta_net = DeltaNetCore().rlk_core
 
 
 def rand(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -86,7 +88,7 @@ def test_a_decay_is_fp32() -> None:
     wide = net()._replace(a_log=net().a_log.float() * 1.001, dt_bias=net().dt_bias.float() * 1.001)
     narrow = wide._replace(a_log=wide.a_log.to(BF16), dt_bias=wide.dt_bias.to(BF16))
     cu = torch.tensor([0, 20])
-    one, other = (profile.delta_net(each, mixed, *rest, cu) for each in (wide, narrow))
+    one, other = (delta_net(each, mixed, *rest, cu) for each in (wide, narrow))
     assert torch.equal(one, other)
 
 
@@ -136,14 +138,14 @@ def by_the_page(keep_u: bool = False) -> torch.Tensor:
 
 
 def test_a_delta_rule_rounds_where_the_page_says() -> None:
-    actual = profile.delta_net(net(), *rows(), torch.tensor([0, LENGTH]))
+    actual = delta_net(net(), *rows(), torch.tensor([0, LENGTH]))
     assert torch.equal(actual, by_the_page())
     assert not torch.equal(actual, by_the_page(keep_u=True))
 
 
 def test_a_delta_net_is_one_in_every_pass() -> None:
     x = rows()
-    whole = profile.delta_net(net(), *x, torch.tensor([0, LENGTH]))
+    whole = delta_net(net(), *x, torch.tensor([0, LENGTH]))
     for cuts in (range(1, LENGTH), [64, 128], [37, 90]):
         chunks = (
             torch.full((3, HV, D, E), float("nan")), torch.full((3, CHUNK, HK, D), 7.0).to(BF16),
@@ -153,7 +155,7 @@ def test_a_delta_net_is_one_in_every_pass() -> None:
         for begin, end in pairwise([0, *cuts, LENGTH]):
             kept = profile.Kept(conv, chunks, torch.tensor([2]), torch.tensor([begin]))
             part = [each[begin:end] for each in x]
-            parts.append(profile.delta_net(net(), *part, torch.tensor([0, end - begin]), kept))
+            parts.append(delta_net(net(), *part, torch.tensor([0, end - begin]), kept))
         assert torch.equal(torch.cat(parts), whole)
-    restarted = profile.delta_net(net(), *x, torch.tensor([0, 64, LENGTH]))
+    restarted = delta_net(net(), *x, torch.tensor([0, 64, LENGTH]))
     assert not torch.equal(restarted[64:], whole[64:])

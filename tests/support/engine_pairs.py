@@ -44,6 +44,16 @@ CORRECTED: dict[str, Any] = {
     **{"attention_bias": True},
 }
 """Scores that are corrected for the choice, groups of experts, and a shared expert."""
+HYBRID: dict[str, Any] = {
+    **{"head_dim": 32, "num_hidden_layers": 4, "linear_key_head_dim": 64},
+    **{"linear_value_head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+}
+"""Three layers with a gated delta net, and one with attention."""
+GATED: dict[str, Any] = {
+    **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96},
+    "shared_expert_intermediate_size": 160,
+}
+"""Experts beside a shared expert with a gate."""
 
 
 @dataclass(frozen=True)
@@ -415,6 +425,35 @@ MODELS = {
         rarely=True,
         like="qwen3_moe",
     ),
+    # Gated delta nets, in a dense model and in sparse ones.
+    "qwen3_5": Model(
+        "qwen3_5_text",
+        HYBRID,
+        dtypes=("bfloat16",),
+        kernels=("rlk",),
+        without=("megatron", "deepspeed"),
+        as_in="qwen3_next",
+        like="llama",
+    ),
+    "qwen3_next": Model(
+        "qwen3_next",
+        HYBRID | GATED | {"mlp_only_layers": [1], "norm_topk_prob": True},
+        sparse=True,
+        dtypes=("bfloat16",),
+        kernels=("rlk",),
+        without=("megatron", "deepspeed"),
+        like="qwen3_moe",
+    ),
+    "qwen3_5_moe": Model(
+        "qwen3_5_moe_text",
+        HYBRID | GATED,
+        sparse=True,
+        dtypes=("bfloat16",),
+        kernels=("rlk",),
+        without=("megatron", "deepspeed"),
+        as_in="qwen3_next",
+        like="qwen3_moe",
+    ),
     "corrected": Model("glm4_moe", CORRECTED, sparse=True),
     "one-group": Model(
         "glm4_moe",
@@ -686,8 +725,10 @@ _EVERY = [
     # Without the kernels, only one rank of vLLM samples.
     if kernels == "rlk" or not rollout.startswith("vllm:")
     if not (model.family in ONE_RANK and "tp=" in rollout)
-    # With the kernels, HF refuses a cache that is cut to a window.
-    if not (kernels == "rlk" and rollout == "hf" and "sliding_window" in model.settings)
+    # With the kernels, HF refuses a cache that is cut to a window, and that of a gated delta net.
+    if kernels == "off"
+    or rollout != "hf"
+    or {"sliding_window", "linear_key_head_dim"}.isdisjoint(model.settings)
     # Autocast is for bf16.
     if dtype == "bfloat16" or "autocast" not in train
     # HF samples for a few layouts.

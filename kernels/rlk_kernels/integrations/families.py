@@ -11,6 +11,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
@@ -31,9 +32,9 @@ ARCHITECTURES = {
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
 }
 """model_type -> the class that both engines load. Other models load through subclasses of vLLM's
 classes, which compute something else, or through transformers' classes."""
@@ -41,7 +42,7 @@ UNGATED = {"arcee": "relu2", "starcoder2": "gelu_pytorch_tanh"}
 """Families whose MLP has no gate -> their `hidden_act`."""
 GEMMA = ("gemma2", "gemma3_text", "gemma")
 """Families whose activation is gelu's tanh form; their norms multiply by 1 + weight."""
-DELTA_NETS = ("qwen3_next", "qwen3_5_text")
+DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families in which some layers have a gated delta net, and the others an attention with a gate."""
 ONE_PLUS = (*GEMMA, *DELTA_NETS)
 """Families whose norms multiply by 1 + weight."""

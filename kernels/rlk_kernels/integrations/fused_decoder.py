@@ -49,6 +49,7 @@ def _of_delta_net(net: Any) -> dict[str, Any]:
         **dict.fromkeys(("qkv_in", "z"), net.in_proj_qkvz),
         **dict.fromkeys(("b", "a"), net.in_proj_ba),
         **dict.fromkeys(BY_DELTA_NET, net),
+        "gated_norm": net.norm,
         "out_proj": net.out_proj,
     }
 

@@ -33,8 +33,8 @@ DELTA_NET = frozenset(
     ("qkv_in", "z", "b", "a", "conv", "decay", "beta", "delta", "gated_norm", "out_proj")
 )
 """The operators of a gated delta net. They cannot be excluded."""
-BY_DELTA_NET = ("conv", "decay", "beta", "delta", "gated_norm")
-"""Those that the module itself computes; the others are products, with modules of their own."""
+BY_DELTA_NET = ("conv", "decay", "beta", "delta")
+"""Those that the module itself computes; the products and the norm have modules of their own."""
 ROUTED = frozenset(
     ("router", "experts", "routing_weights", "gate_proj", "up_proj", "act", "down_proj", "moe_out")
 )

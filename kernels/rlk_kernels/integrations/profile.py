@@ -312,7 +312,7 @@ class DeltaNet(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What sequences keep between calls, by slot, for `delta_net`."""
+    """What sequences keep between calls, by slot, for `short_conv` and `delta_rule`."""
 
     conv: Tensor
     """[slots, taps - 1, F]."""
@@ -330,21 +330,30 @@ L2_EPS = 1e-6
 """What is added to the sum of squares of a head of q or k."""
 
 
-def delta_net(
-    net: DeltaNet, mixed: Tensor, a: Tensor, b: Tensor, cu: Tensor, kept: Kept | None = None
-) -> Tensor:
-    """[T, Hv, E]: what a gated delta net reads of its state for packed sequences, mixed[T, F], a
-    and b[T, Hv]. `kept`: rows continue sequences, without a gradient."""
-    parameters = (x.to(mixed.dtype) for x in (net.a_log, net.dt_bias))
-    g, beta = rlk_kernels.delta_gates(a, b, *parameters)
+def delta_gates(net: DeltaNet, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """(g, the logarithm of the decay, fp32, and beta) [T, Hv] of a and b[T, Hv]."""
+    parameters = (x.to(a.dtype) for x in (net.a_log, net.dt_bias))
+    return rlk_kernels.delta_gates(a, b, *parameters)
+
+
+def short_conv(net: DeltaNet, mixed: Tensor, cu: Tensor, kept: Kept | None = None) -> Tensor:
+    """[T, F]: the convolution of packed sequences, mixed[T, F]. `kept`: rows continue sequences,
+    without a gradient."""
     if kept is None:
-        convolved = rlk_kernels.causal_conv1d(mixed, net.conv, cu)
-    else:
-        convolved = rlk_kernels.cached_causal_conv1d(
-            mixed, net.conv, kept.conv, kept.slots, kept.context, cu
-        )
+        return rlk_kernels.causal_conv1d(mixed, net.conv, cu)
+    return rlk_kernels.cached_causal_conv1d(
+        mixed, net.conv, kept.conv, kept.slots, kept.context, cu
+    )
+
+
+def delta_rule(
+    net: DeltaNet, convolved: Tensor, g: Tensor, beta: Tensor, cu: Tensor,
+    kept: Kept | None = None,
+) -> Tensor:  # fmt: skip
+    """[T, Hv, E]: what packed sequences read of their state, for convolved[T, F], g and
+    beta[T, Hv]. `kept`: as in `short_conv`."""
     keys = net.key_heads * net.key_dim
-    q, k, v = convolved.split([keys, keys, mixed.shape[1] - 2 * keys], -1)
+    q, k, v = convolved.split([keys, keys, convolved.shape[1] - 2 * keys], -1)
     q, k = (x.unflatten(-1, (net.key_heads, net.key_dim)) for x in (q, k))
     rows = q, k, v.unflatten(-1, (net.value_heads, -1)), g, beta
     scale = float32(net.key_dim**-0.5)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.integrations.errors import NotSupported
+from rlk_kernels.integrations.families import DELTA_NETS
 
 SUPPORTED = ("default", "linear", "llama3", "yarn")
 NEEDED = {
@@ -19,7 +20,7 @@ NEEDED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-PARTIAL = ("phi3", "glm", "glm4", "glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5_text")
+PARTIAL = ("phi3", "glm", "glm4", "glm4_moe", "minimax_m2", *DELTA_NETS)
 """Families in which all engines rotate a part of each head."""
 INTERLEAVED = ("ernie4_5", "ernie4_5_moe", "glm", "glm4", "cohere2")
 """Families in which features 2j and 2j + 1 of a head are a pair, and not j and j + half of it."""

@@ -77,7 +77,8 @@ def router_path(block: Any) -> str:
 
 
 def has_kernels(module: Any) -> bool:
-    """Whether the kernels compute a sparse layer, or a part of one, whose values they expose."""
+    """Whether the kernels compute a part of a sparse or a hybrid layer, and show values inside
+    it."""
     return hasattr(module, "rlk_show")
 
 

@@ -98,21 +98,27 @@ _SPARSE: tuple[Formula, ...] = (
 )
 
 
-def _in_sparse_layer(operator: Operator) -> bool:
-    """Whether the operator belongs to a sparse layer, which the kernels compute as a whole."""
-    shared = operator.site.startswith("shared_")
-    return operator.formula in _SPARSE or shared
+_DELTA_NET: tuple[Formula, ...] = ("short_conv", "decay", "sigmoid", "delta_rule", "gated_norm")
+
+
+def _computed_together(operator: Operator) -> bool:
+    """Whether the operator belongs to a sparse layer or to a gated delta net, each of which the
+    kernels compute as a whole."""
+    sparse = operator.formula in _SPARSE or operator.site.startswith("shared_")
+    delta = operator.formula in _DELTA_NET or operator.module.startswith("linear_attn.")
+    return sparse or delta
 
 
 def check_excluded(engine: str, excluded: str, sites: Mapping[str, str]) -> None:
     """Raises BadOption if `except=` names an operator that the model lacks, which would exclude
-    nothing, or an operator of a sparse layer. `sites`: operator -> its site."""
+    nothing, or an operator of a sparse layer or of a gated delta net. `sites`: operator -> its
+    site."""
     operators = set(sites.values())
-    sparse = {site for name, site in sites.items() if _in_sparse_layer(OPERATORS[name])}
-    if inside := sorted(parse_excluded(excluded) & sparse):
+    whole = {site for name, site in sites.items() if _computed_together(OPERATORS[name])}
+    if inside := sorted(parse_excluded(excluded) & whole):
         raise BadOption(
-            f"engine {engine!r}: except={excluded}: in a model with sparse layers, "
-            f"{', '.join(inside)} cannot be excluded",
+            f"engine {engine!r}: except={excluded}: in a model with sparse layers or gated delta "
+            f"nets, {', '.join(inside)} cannot be excluded",
             f"leave {', '.join(inside)} out of except=",
         )
     if missing := sorted(parse_excluded(excluded) - operators):

@@ -13,12 +13,16 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.common.places import Access, Place
+from rlk_align.engines.common.experts import has_kernels
+from rlk_align.engines.common.kernel_delta_nets import kernel_attributes, on_kernels
+from rlk_align.engines.common.places import Access, End, Place
 from rlk_align.engines.common.site_hooks import SiteHooks
 from rlk_align.model.operators import OPERATORS
 
 RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 """The functions of the recurrence: of a whole sequence in chunks, and of one token."""
+_AT_NORM: dict[str, End] = {"delta": "input", "gated_norm": "output"}
+"""The operators whose values the norm reads and returns."""
 CONVOLUTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
 
 
@@ -43,15 +47,15 @@ def delta_places(layer: str, module: str, heads: int) -> Iterator[Place]:
         weight=OPERATORS["decay"].tensor,
         bias=OPERATORS["decay"].bias_tensor,
     )
-    for op in ("beta", "delta"):
-        yield Place(sites=(f"{layer}.{op}",), module=module, end="inside")
+    yield Place(sites=(f"{layer}.beta",), module=module, end="inside")
 
     def by_token(value: torch.Tensor) -> torch.Tensor:
         """`[B · T · H, V]` -> `[B · T, H, V]`."""
         return value.unflatten(0, (-1, heads))
 
     access = Access(by_token, by_token, lambda value: value)
-    yield Place(sites=(f"{layer}.gated_norm",), module=f"{module}.norm", access=access)
+    for op, end in _AT_NORM.items():
+        yield Place(sites=(f"{layer}.{op}",), module=f"{module}.norm", end=end, access=access)
 
 
 def modeling_of(model: Any) -> Any:
@@ -65,15 +69,20 @@ def on_hybrid(hooks: SiteHooks, model: Any) -> None:
     nets = dict(delta_nets(model))
     if not nets:
         return
-    running = _Running(hooks)
+    attentions = ((i, x.self_attn) for i, x in enumerate(model.model.layers) if i not in nets)
+    for i, module in (*nets.items(), *attentions):
+        if has_kernels(module):
+            on_kernels(hooks, module, i)
+    running, modeling = _Running(hooks), modeling_of(model)
+    hooks.replace(modeling, "ALL_ATTENTION_FUNCTIONS", _Attentions(hooks, modeling))
+    if any(map(has_kernels, nets.values())):
+        return
     for i, net in nets.items():
         hooks.before(net, functools.partial(running.begin, i), with_kwargs=True)
-    modeling = modeling_of(model)
     for name in CONVOLUTIONS:
         hooks.replace(modeling, name, running.convolution(getattr(modeling, name)))
     for name in RULES:
         hooks.replace(modeling, name, running.rule(getattr(modeling, name)))
-    hooks.replace(modeling, "ALL_ATTENTION_FUNCTIONS", _Attentions(hooks, modeling))
 
 
 class _Running:
@@ -104,9 +113,7 @@ class _Running:
         def rule(*args: Any, **kwargs: Any) -> Any:
             self._visit("decay", kwargs["g"])
             self._visit("beta", kwargs["beta"])
-            out, state = compute(*args, **kwargs)
-            self._visit("delta", out)
-            return out, state
+            return compute(*args, **kwargs)
 
         return rule
 
@@ -131,15 +138,17 @@ class _Attentions:
 def delta_attributes(model: Any, dtype: str) -> dict[str, Any]:
     """How a live model's gated delta nets compute, beside their weights; empty without them.
     `dtype`: that of the A_log that they compute with."""
-    if not any(True for _ in delta_nets(model)):
+    nets = dict(delta_nets(model))
+    if not nets:
         return {}
+    # transformers' functions and the kernels take the state as they return it, in float32.
+    dtypes = {"delta_a_log_dtype": dtype, "delta_state_dtype": "float32"}
+    net = next(iter(nets.values()))
+    if has_kernels(net):
+        return dtypes | kernel_attributes(net)
     modeling = modeling_of(model)
-    return {
-        "delta_a_log_dtype": dtype,
-        # Its functions take the state as they return it, in float32.
-        "delta_state_dtype": "float32",
-        "delta_eps": inspect.signature(modeling.l2norm).parameters["eps"].default,
-        "delta_chunk": inspect.signature(getattr(modeling, RULES[0]))
-        .parameters["chunk_size"]
-        .default,
+    norm, rule = (inspect.signature(f) for f in (modeling.l2norm, getattr(modeling, RULES[0])))
+    return dtypes | {
+        "delta_eps": norm.parameters["eps"].default,
+        "delta_chunk": rule.parameters["chunk_size"].default,
     }

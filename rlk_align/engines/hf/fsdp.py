@@ -111,5 +111,6 @@ class FSDPEngine(HFEngine):
         steps = len(list(self.forwards(most))) - len(list(self.forwards(samples)))
         with torch.no_grad():
             for _ in range(steps):
-                self.run_model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device))
+                ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+                self.run_model(input_ids=ids, use_cache=False)
         return logprobs

@@ -10,8 +10,12 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.common.experts import Choose, gate_and_up
+from rlk_align.engines.common.experts import Choose, gate_and_up, has_kernels
 from rlk_align.engines.common.hooks import Hooks
+from rlk_align.engines.common.kernel_delta_nets import (
+    change_convolution_on_kernels,
+    change_rule_on_kernels,
+)
 from rlk_align.engines.common.transformers_rope import on_rotation
 from rlk_align.engines.common.weights import unfused
 from rlk_align.engines.hf.delta_net import CONVOLUTIONS, RULES, delta_nets, modeling_of
@@ -113,10 +117,22 @@ class HFOperators(LiveOperators):
         return torch.stack(new).reshape(out.shape)
 
     def _delta_rule(self, layer: int, formula: Formula) -> None:
-        self._in_delta_net(layer, RULES, functools.partial(_ruled, formula))
+        net = dict(delta_nets(self._model))[layer]
+        if has_kernels(net):
+            change_rule_on_kernels(self, net, lambda **unit: formula(Recurrence(**unit)))
+        else:
+            self._in_delta_net(layer, RULES, functools.partial(_ruled, formula))
 
     def _convolution(self, layer: int, formula: Formula) -> None:
         weight = self.parameter(f"layers.{layer}.conv")
+        net = dict(delta_nets(self._model))[layer]
+        if has_kernels(net):
+
+            def change(**unit: Any) -> torch.Tensor:
+                return in_place_of(formula, Convolution(weight=weight, **unit))
+
+            change_convolution_on_kernels(self, net, change)
+            return
 
         def convolved(compute: Any, mixed: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             out = compute(mixed, *args, **kwargs)

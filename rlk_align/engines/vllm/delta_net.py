@@ -8,12 +8,16 @@ while the hooks are installed. T = packed tokens, H = heads of v
 import functools
 import inspect
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from rlk_align.engines.common.attributes import per_layer
+from rlk_align.engines.common.experts import has_kernels
+from rlk_align.engines.common.kernel_delta_nets import kernel_attributes, on_kernels
 from rlk_align.engines.common.layout import of_fused, of_outputs
+from rlk_align.engines.common.parameters import LiveParameter
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.site_hooks import SiteHooks
 from rlk_align.engines.common.stand_ins import TORCHVISION, stand_in
@@ -22,6 +26,8 @@ from rlk_align.model.shape import ModelShape
 from rlk_align.model.vision import TOWER
 
 FUSED_IN_DECODE = "vLLM's decode step computes it in one kernel with the delta rule"
+_WITH_IMAGES = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+"""Architectures whose module imports torchvision."""
 HIDDEN_IN_DECODE = ("decay", "beta")
 
 
@@ -33,14 +39,16 @@ def delta_nets(model: Any) -> Iterator[tuple[int, Any]]:
 
 
 def register_without_torchvision() -> None:
-    """Registers vLLM's class for Qwen3.5, whose module imports torchvision for images. vLLM would
-    import it in another process first, where no stand-in is."""
+    """Registers the classes for Qwen3.5 that vLLM would load, its own or those of the kernels:
+    vLLM's module imports torchvision for images, and vLLM would import it in another process first,
+    where no stand-in is."""
     if not stand_in({"torchvision": TORCHVISION}):
         return
     from vllm import ModelRegistry
-    from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM
 
-    ModelRegistry.register_model("Qwen3_5ForCausalLM", Qwen3_5ForCausalLM)
+    for architecture in _WITH_IMAGES:
+        known = ModelRegistry.models[architecture]
+        ModelRegistry.register_model(architecture, known.load_model_cls())
 
 
 def register_without_tower(architecture: str) -> None:
@@ -81,8 +89,13 @@ def delta_places(layer: str, module: str, shape: ModelShape) -> Iterator[Place]:
 
 def on_delta_nets(hooks: SiteHooks, model: Any, decode: bool) -> None:
     """Shows the values inside gated delta nets, and overwrites those that the pass changes.
-    `decode`: whether the pass samples, so that decays and betas are not shown."""
-    nets = dict(delta_nets(model))
+    `decode`: whether the pass samples, so that vLLM's own nets do not show decays and betas."""
+    nets = {}
+    for i, net in delta_nets(model):
+        if has_kernels(net):
+            on_kernels(hooks, net, i)
+        else:
+            nets[i] = net
     if not nets:
         return
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
@@ -142,6 +155,24 @@ def convolution_weight(module: Any) -> torch.Tensor:
     return (unpacked if same else packed).detach().reshape(len(packed), 1, -1)
 
 
+def decay_dtype(net: Any) -> torch.dtype:
+    """The dtype of the A_log that a gated delta net computes with: that of the model, to which the
+    kernels round it, or float32."""
+    return net.in_proj_ba.weight.dtype if has_kernels(net) else net.A_log.dtype
+
+
+def as_computed(model: Any, parameter: LiveParameter) -> LiveParameter:
+    """A canonical parameter with the values that gated delta nets compute with."""
+    _, _, name = parameter.name.partition(".")
+    layer, _, operator = name.partition(".")
+    if operator not in ("decay", "decay.bias"):
+        return parameter
+    net = dict(delta_nets(model))[int(layer)]
+    if not has_kernels(net):
+        return parameter
+    return replace(parameter, value=parameter.value.to(decay_dtype(net)))
+
+
 def delta_attributes(model: Any) -> dict[str, Any]:
     """How a live model's gated delta nets compute, beside their weights; empty without them."""
     nets = dict(delta_nets(model))
@@ -152,15 +183,16 @@ def delta_attributes(model: Any) -> dict[str, Any]:
     def of_nets(name: str, values: Sequence[Any]) -> dict[str, Any]:
         return per_layer(name, list(values), list(nets))
 
-    rule = inspect.signature(_custom_ops.chunk_gated_delta_rule_cpu)
-    states = [_name(net.kv_cache[1].dtype) for net in nets.values()]
-    return {
-        **of_nets("delta_a_log_dtype", [_name(net.A_log.dtype) for net in nets.values()]),
-        **of_nets("delta_state_dtype", states),
-        "delta_eps": rule.parameters["eps"].default,
-        # A constant of its kernel.
-        "delta_chunk": 64,
+    dtypes = {
+        **of_nets("delta_a_log_dtype", [_name(decay_dtype(net)) for net in nets.values()]),
+        **of_nets("delta_state_dtype", [_name(n.kv_cache[1].dtype) for n in nets.values()]),
     }
+    net = next(iter(nets.values()))
+    if has_kernels(net):
+        return dtypes | kernel_attributes(net)
+    rule = inspect.signature(_custom_ops.chunk_gated_delta_rule_cpu)
+    # The chunk is a constant of its kernel.
+    return dtypes | {"delta_eps": rule.parameters["eps"].default, "delta_chunk": 64}
 
 
 def _name(dtype: torch.dtype) -> str:

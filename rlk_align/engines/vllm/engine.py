@@ -160,7 +160,7 @@ class VLLMEngine(Engine):
             for i in (self.shape.sparse_layers if self.kernels is None else ())
             for op, reason in reasons.items()
         }
-        if kind == "decode":
+        if kind == "decode" and self.kernels is None:
             fused |= {
                 f"layers.{i}.{op}": FUSED_IN_DECODE
                 for i in self.shape.delta_layers

@@ -12,14 +12,19 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.common.experts import Choose, router_path
+from rlk_align.engines.common.experts import Choose, has_kernels, router_path
 from rlk_align.engines.common.fused_places import attention_of
 from rlk_align.engines.common.hooks import Hooks
+from rlk_align.engines.common.kernel_delta_nets import (
+    change_convolution_on_kernels,
+    change_rule_on_kernels,
+)
 from rlk_align.engines.common.places import first
 from rlk_align.engines.common.products import Method
 from rlk_align.engines.common.weights import Parameter
 from rlk_align.engines.process.ranks import all_gather
 from rlk_align.engines.vllm.delta_changes import change_convolution, change_rule
+from rlk_align.engines.vllm.delta_net import delta_nets
 from rlk_align.engines.vllm.experts import replace_choice, sparse_blocks
 from rlk_align.engines.vllm.parallel import tensor_parallel
 from rlk_align.engines.vllm.places import adds_in_norms, sliding_window, vllm_places
@@ -152,7 +157,11 @@ class VLLMOperators(FusedOperators):
         def change(**unit: Any) -> Any:
             return formula(Recurrence(**unit))
 
-        change_rule(self, self._model, layer, change)
+        net = dict(delta_nets(self._model))[layer]
+        if has_kernels(net):
+            change_rule_on_kernels(self, net, change)
+        else:
+            change_rule(self, self._model, layer, change)
 
     def _convolution(self, layer: int, formula: Formula) -> None:
         weight = self.parameter(f"layers.{layer}.conv")
@@ -160,7 +169,11 @@ class VLLMOperators(FusedOperators):
         def change(**unit: Any) -> torch.Tensor:
             return in_place_of(formula, Convolution(weight=weight, **unit))
 
-        change_convolution(self, self._model, layer, change)
+        net = dict(delta_nets(self._model))[layer]
+        if has_kernels(net):
+            change_convolution_on_kernels(self, net, change)
+        else:
+            change_convolution(self, self._model, layer, change)
 
     @property
     def _block_size(self) -> int:

@@ -12,7 +12,7 @@ from rlk_align.engines.common.parameters import LiveParameter
 from rlk_align.engines.common.products import Method, read_weight, weights_in_use
 from rlk_align.engines.common.weights import Parameter, canonical, parameters
 from rlk_align.engines.process.ranks import Ranks, all_gather
-from rlk_align.engines.vllm.delta_net import convolution_weight
+from rlk_align.engines.vllm.delta_net import as_computed, convolution_weight
 from rlk_align.engines.vllm.experts import expert_weights
 from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.model.shape import ModelShape
@@ -36,7 +36,8 @@ def vllm_weights(model: Any, shape: ModelShape, ranks: Ranks) -> Iterator[LivePa
     def gather(local: torch.Tensor) -> list[torch.Tensor]:
         return all_gather(local, ranks)
 
-    yield from weights_in_use(plan, model, partial(product_method, model), gather)
+    for parameter in weights_in_use(plan, model, partial(product_method, model), gather):
+        yield as_computed(model, parameter)
     yield from canonical(convolutions, partial(live_parameter, model), gather)
     yield from expert_weights(model, shape, ranks)
 

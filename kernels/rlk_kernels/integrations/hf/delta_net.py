@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.integrations import profile
+from rlk_kernels.integrations.delta_nets import DeltaNetCore, Shown
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.hf.attention import AttentionModule, attend
 from rlk_kernels.integrations.hf.modules import cast
@@ -34,7 +35,13 @@ class DeltaNetLayer(Counted):
         )
 
 
-class DeltaNetModule(Counted):
+class GatedNorm(Counted):
+    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
+        self.count()
+        return profile.gated_norm(hidden_states, gate, cast(self.weight), self.variance_epsilon)
+
+
+class DeltaNetModule(DeltaNetCore):
     def forward(
         self,
         hidden_states: Tensor,
@@ -57,13 +64,11 @@ class DeltaNetModule(Counted):
                 check_starts(rlk_positions, caller_cu, shape[0])
             elif attention_mask is not None:
                 check_rows(rlk_positions, attention_mask.bool(), shape[1], None)
-        rows, back = cast(hidden_states).flatten(0, 1), None
+        rows, order = cast(hidden_states).flatten(0, 1), None
         if attention_mask is not None:
             # Real rows to the front, padding to the end, outside every sequence.
             real = attention_mask.bool()
-            order = real_first(real)
-            rows, back = rows.index_select(0, order), order.argsort()
-            cu = profile.packed(real.sum(1))
+            order, cu = real_first(real), profile.packed(real.sum(1))
         elif caller_cu is not None:
             cu = caller_cu
         elif rlk_positions is not None and shape[1] > 1:
@@ -71,12 +76,12 @@ class DeltaNetModule(Counted):
         else:
             cu = profile.packed(torch.full((shape[0],), shape[1], device=rows.device))
         mixed, z, b, a = self.rlk_inputs(rows)
-        core = profile.delta_net(self.rlk_net(), mixed, a, b, cu)
-        core = profile.gated_norm(core, z, cast(self.norm.weight), self.norm.variance_epsilon)
-        core = core.flatten(1)
-        if back is not None:
-            core = core.index_select(0, back).masked_fill(~real.flatten()[:, None], 0.0)
-        return self.out_proj(core.unflatten(0, shape))
+        core = self.rlk_core(self.rlk_net(), mixed, a, b, cu, order=order)
+        if order is not None:
+            core = core.masked_fill(~real.flatten()[:, None, None], 0.0)
+        # Heads are rows of the norm, as in transformers.
+        core = self.norm(core.flatten(0, 1), z.flatten(0, 1))
+        return self.out_proj(core.reshape(*shape, -1))
 
     def rlk_net(self) -> profile.DeltaNet:
         parameters = self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias
@@ -94,7 +99,7 @@ class DeltaNetModule(Counted):
         return torch.cat([x.flatten(1) for x in (q, k, v)], -1), z, b, a
 
 
-class GatedAttention(AttentionModule):
+class GatedAttention(Shown, AttentionModule):
     """Attention whose output is multiplied by the sigmoid of a gate, which q's product computes
     too."""
 
@@ -121,4 +126,5 @@ class GatedAttention(AttentionModule):
             self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling,
             rlk_cached=past_key_values is not None, **kwargs,
         )  # fmt: skip
+        self.show("attn", out)
         return self.o_proj(profile.gate(out.flatten(-2), gate.reshape(*shape, -1))), None

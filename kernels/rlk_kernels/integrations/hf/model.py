@@ -98,7 +98,8 @@ def _of_delta_net(net: Any) -> dict[str, Any]:
     mixed, z = _parts(net, "in_proj_qkvz", "in_proj_qkv", "in_proj_z")
     b, a = _parts(net, "in_proj_ba", "in_proj_b", "in_proj_a")
     products = {"qkv_in": mixed, "z": z, "b": b, "a": a}
-    return products | dict.fromkeys(BY_DELTA_NET, net) | {"out_proj": net.out_proj}
+    inside = dict.fromkeys(BY_DELTA_NET, net)
+    return products | inside | {"gated_norm": net.norm, "out_proj": net.out_proj}
 
 
 def _of_mlp(mlp: Any) -> dict[str, Any]:
@@ -136,6 +137,8 @@ def _classes(model: Any, excluded: frozenset[str]) -> Iterator[tuple[str, Any, t
             kind = router if op == "router" else modules.experts_class(module)
         elif op == "conv":
             kind = delta_net.DeltaNetModule
+        elif op == "gated_norm":
+            kind = delta_net.GatedNorm
         elif op.endswith("norm"):
             kind = _norm_class(model.config.model_type)
         elif op.endswith("proj") or op in ("qkv_in", "z", "b", "a"):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.layernorm import RMSNormGated
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_utils import (
@@ -24,6 +25,7 @@ from vllm.model_executor.models.qwen3_next import Qwen3NextAttention, Qwen3NextF
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
 
 from rlk_kernels.integrations import profile
+from rlk_kernels.integrations.delta_nets import DeltaNetCore
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.operators import Counted, check_delta_net
 from rlk_kernels.integrations.vllm import config as settings
@@ -74,14 +76,29 @@ class RlkGDNBackend(GDNAttentionBackend):
         return RlkMetadataBuilder
 
 
-class RlkQwenGatedDeltaNetAttention(Counted, QwenGatedDeltaNetAttention):
+class RlkRMSNormGated(Counted, RMSNormGated):
+    """The norm of each head times silu of a gate. A model whose norm is another one is not
+    supported."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.activation != "silu":
+            raise NotSupported(f"output_gate_type={self.activation} is not supported")
+        if self.group_size is not None or not self.norm_before_gate:
+            raise NotSupported("a gated norm of groups, or of the product, is not supported")
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        """[T, Hv, E]."""
+        self.count()
+        return profile.gated_norm(x, z, self.weight, self.eps)
+
+
+class RlkQwenGatedDeltaNetAttention(DeltaNetCore, QwenGatedDeltaNetAttention):
     def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         settings.prepare_config()
         check_delta_net(frozenset(settings.excluded()))
         super().__init__(config, vllm_config, *args, **kwargs)
         self.rlk_config = config
-        if self.norm.activation != "silu":
-            raise NotSupported(f"output_gate_type={self.norm.activation} is not supported")
         for product in (self.in_proj_qkvz, self.in_proj_ba, self.out_proj):
             if not isinstance(product, VllmLinear):
                 raise NotSupported(
@@ -109,7 +126,7 @@ class RlkQwenGatedDeltaNetAttention(Counted, QwenGatedDeltaNetAttention):
             mixed, z = products.split([self.conv_dim, self.value_dim], -1)
             z = z.unflatten(-1, (self.num_v_heads, self.head_v_dim))
             b, a = ba.chunk(2, -1)
-        core = profile.gated_norm(self.rlk_attend(mixed, a, b), z, self.norm.weight, self.norm.eps)
+        core = self.norm(self.rlk_attend(mixed, a, b), z)
         return self.out_proj(core.flatten(1))[0]
 
     def rlk_attend(self, mixed: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -130,7 +147,7 @@ class RlkQwenGatedDeltaNetAttention(Counted, QwenGatedDeltaNetAttention):
             self.num_v_heads, self.head_k_dim,
         )  # fmt: skip
         bounds = metadata.non_spec_query_start_loc[: requests + 1]
-        core[:rows] = profile.delta_net(net, mixed[:rows], a[:rows], b[:rows], bounds, kept)
+        core[:rows] = self.rlk_core(net, mixed[:rows], a[:rows], b[:rows], bounds, kept)
         return core
 
 

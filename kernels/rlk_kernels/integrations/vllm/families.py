@@ -20,7 +20,7 @@ ONE_RANK = (
 """Families that are compared on one rank only."""
 SPARSE = (
     *("qwen3_moe", "qwen2_moe", "granitemoe", "mixtral", "olmoe", "gpt_oss", "ernie4_5_moe"),
-    *("glm4_moe", "minimax_m2", "qwen3_next"),
+    *("glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5_moe_text"),
 )
 """Families with sparse layers."""
 FP32_ROUTERS = ("ernie4_5_moe",)
@@ -51,8 +51,7 @@ READ_ALONE = {
     ),
     **dict.fromkeys(("olmo3", "starcoder2", "cohere2"), ("attn_logit_softcapping",)),
     "gemma": ("sliding_window",),
-    "qwen3_next": ("sliding_window", "qkv_bias", "dual_chunk_attention_config"),
-    "qwen3_5_text": ("sliding_window", "qkv_bias", "dual_chunk_attention_config"),
+    **dict.fromkeys(DELTA_NETS, ("sliding_window", "qkv_bias", "dual_chunk_attention_config")),
     "exaone4": ("attention_bias", "mlp_bias", "bias", "logit_scale"),
 }
 """Family -> options of config.json that vLLM's class reads and transformers' class does not."""

@@ -1,9 +1,13 @@
-"""Qwen3.5's text model in vLLM, in a module of its own, because vLLM's imports torchvision."""
+"""Qwen3.5's text models in vLLM, in a module of its own, because vLLM's imports torchvision."""
 
-from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM
+from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 
 from rlk_kernels.integrations.vllm.delta_net import Hybrid
 
 
 class RlkQwen3_5ForCausalLM(Hybrid, Qwen3_5ForCausalLM):
+    pass
+
+
+class RlkQwen3_5MoeForCausalLM(Hybrid, Qwen3_5MoeForCausalLM):
     pass

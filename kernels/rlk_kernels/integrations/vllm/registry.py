@@ -31,6 +31,7 @@ MODELS = {
     "Ministral3ForCausalLM": "ministral3:RlkMinistral3ForCausalLM",
     "Qwen3NextForCausalLM": "delta_net:RlkQwen3NextForCausalLM",
     "Qwen3_5ForCausalLM": "qwen3_5:RlkQwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM": "qwen3_5:RlkQwen3_5MoeForCausalLM",
     **{ARCHITECTURES[family]: _CODE for family in families.OF_TRANSFORMERS},
 }
 """Architecture -> the model's class, if replacing the classes of its layers is not enough."""
@@ -111,16 +112,16 @@ def _sparse_classes() -> dict[type, type]:
 
 
 def _delta_net_classes() -> dict[type, type]:
-    """The class of gated delta nets; none for a vLLM that builds them differently, whose hybrid
-    models `config` refuses."""
+    """The classes of gated delta nets and of their norms; none for a vLLM that builds them
+    differently, whose hybrid models `config` refuses."""
     try:
         from rlk_kernels.integrations.vllm import delta_net
     except ImportError:
         config.set_delta_nets_supported(False)
         return {}
     config.set_delta_nets_supported(True)
-    ours = delta_net.RlkQwenGatedDeltaNetAttention
-    return {ours.__bases__[1]: ours}
+    ours = delta_net.RlkQwenGatedDeltaNetAttention, delta_net.RlkRMSNormGated
+    return {kind.__bases__[1]: kind for kind in ours}
 
 
 def _register_layer(undo: ExitStack, base: Any, ours: type) -> None:
