@@ -13,6 +13,7 @@ import torch
 from bit_equal import assert_equal
 from command import Cli, require_engine
 from engine_pairs import MODELS
+from family_models import with_vision
 
 pytestmark = pytest.mark.whole_matrix
 RUN = Path(__file__).with_name("delta_net_run.py")
@@ -143,3 +144,17 @@ def test_without_the_kernels_most_tokens_differ(cli: Cli, folder: Path, name: st
     off = json.loads((folder / "beside" / "kernels-off" / "verdict.json").read_text())
     for edge in off["edges"].values():
         assert edge["bit_mismatches"] > 0.5 * edge["tokens"] > 150
+
+
+def test_the_decoder_of_a_checkpoint_that_sees_images_has_the_kernels_too(
+    cli: Cli, folder: Path, tmp_path: Path
+) -> None:
+    require_engine("vllm")
+    alone = MODELS["qwen3_5"].stored(folder, "qwen3_5", "bfloat16")
+    done = cli(
+        *("compare", "--model", with_vision(tmp_path / "model", alone)),
+        *("--prompts", long_prompts(folder, 1), "--max-new-tokens", 12),
+        *("--rollout", "vllm:kernels=rlk", "--train", "fsdp:dp=2,kernels=rlk"),
+        *("--run-dir", folder / "images"),
+    )
+    assert_equal(done, 50, sparse=False)
