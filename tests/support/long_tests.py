@@ -4,7 +4,7 @@ each takes seconds, and the default run has a shorter test of the same kind."""
 import pytest
 
 LONG = (
-    # test_vllm_batches.py has another process of vLLM, and test_off_is_off the same one.
+    # The other tests of this file start vLLM in a process of its own, too.
     "fix_path/test_vllm_alone.py::test_a_model_in_a_process_of_its_own_has_the_kernels_too",
     "fix_path/test_vllm_batches.py::test_bits_do_not_depend_on_the_batch[embedded-float32-batches1-4]",
     "fix_path/test_engines.py::test_processed_logprobs_are_those_at_the_temperature[hf]",
@@ -15,9 +15,9 @@ LONG = (
     # Kernels that are launched again: three of their faults stay.
     "compiled/test_replayed_launches.py::test_every_kernel_that_is_launched_again_is_triton_s_choice",
     "compiled/test_cuda_product.py::test_every_tile_has_the_registers_that_it_needs",
-    # The fault of a kernel that is missing on one side is in test_pairs.py.
+    # cli/test_kernels.py names an operator that one side computes itself.
     "real_runs/test_trl_loop.py::test_an_operator_that_the_trainer_computes_itself_is_named",
-    # test_selftest.py plants the same faults in vLLM and Megatron.
+    # test_selftest.py plants faults in vLLM and Megatron, and the stale copy of a rank stays here.
     "real_runs/test_deepspeed.py::test_planted_faults_are_named_with_their_side",
     # Sparse layers: a case of each kind stays.
     "real_runs/test_sparse.py::test_what_a_patch_makes_of_a_routers_output_is_named_there[rlk]",
@@ -35,7 +35,9 @@ LONG = (
     "real_runs/test_training_engines.py::test_vllm_over_two_ranks",
     "real_runs/test_training_engines.py::test_bitwise_equal[megatron",
     "real_runs/test_training_engines.py::test_bitwise_equal[fsdp",
+    # A torch that is too old stays.
     "real_runs/test_ranks.py::test_two_versions_of_torch_are_noted",
+    # cli/test_compare_hf.py has swapped heads.
     "real_runs/test_planted_training.py::test_padding_on_the_other_side_is_named",
     "real_runs/test_planted_training.py::test_swapped_heads_are_named",
     # The other signal, and a worker whose parent ends, stay.
