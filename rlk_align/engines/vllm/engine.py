@@ -19,13 +19,9 @@ from rlk_align.engines.common.attributes import processing
 from rlk_align.engines.common.experts import BY_EXPERT
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import ParameterRecord
-from rlk_align.engines.vllm.delta_net import (
-    FUSED_IN_DECODE,
-    HIDDEN_IN_DECODE,
-    register_without_torchvision,
-    register_without_tower,
-)
+from rlk_align.engines.vllm.delta_net import FUSED_IN_DECODE, HIDDEN_IN_DECODE
 from rlk_align.engines.vllm.experts import FUSED, PARTIAL
+from rlk_align.engines.vllm.registered import register_without_torchvision, register_without_tower
 from rlk_align.engines.vllm.taps import VLLMTaps
 from rlk_align.engines.vllm.worker import TapPlan
 from rlk_align.errors import BadOption, EngineFailed, ModelError
