@@ -38,8 +38,9 @@ PLANTED = {
         *("residual-twice", "logprob-label-shift", "weight-element", "decode-gain"),
     ),
     "vllm,megatron": (
-        *("norm-output-fp8", "rope-key-position", "attn-scale", "proj-gain", "act-swapped"),
-        *("residual-branch", "logprob-temperature", "weight-norm", "copy-stale-head"),
+        *("embed-one-token", "norm-output-fp8", "rope-key-position", "attn-scale", "proj-gain"),
+        *("act-swapped", "residual-branch", "logprob-temperature", "weight-norm"),
+        *("copy-stale-head",),
     ),
     "vllm:tp=2,max_num_seqs=4,hf": (
         *("proj-gain", "logits-bf16", "weight-norm", "copy-stale-head", "copy-stale-linear"),
