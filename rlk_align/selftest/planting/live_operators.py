@@ -214,7 +214,7 @@ class LiveOperators(Hooks, ABC):
             if value is None:
                 return  # This rank gets no logits.
             # Megatron calls its embedding with keywords, and no formula reads the ids.
-            x = None if embedding else inputs[0 if norm else -1]
+            x: Any = None if embedding else inputs[0 if norm else -1]
             if self._places[site].access is HEADS_FIRST:
                 value, x = value.transpose(1, 2), x.transpose(1, 2)
             operands: tuple[torch.Tensor, ...] = ()

@@ -18,4 +18,4 @@ def test_the_bits_are_the_recorded_ones(part):
     digests = digest_suite.measure("cuda", True, part, PARTS)
     assert digests
     expected = digest_suite.recorded("triton")
-    assert digest_suite.differences(digests, {name: expected[name] for name in digests}) == []
+    assert digest_suite.differences(digests, {name: expected.get(name, {}) for name in digests}) == []

@@ -282,12 +282,24 @@ def test_gradients_agree_with_float64_and_repeat(name, dtype, backend):
 
 
 @pytest.mark.usefixtures("short_chunks")
-def test_heads_too_large_for_the_kernel_have_the_gradient_of_torch(monkeypatch):
-    x = [part.requires_grad_() for part in rows(5, torch.float16)]
-    expected = torch.autograd.grad(rk.gated_delta_rule(*x, bounds(5), backend="torch").sum(), x)
-    monkeypatch.setattr(on_triton, "MOST_FEATURES", D - 1)
-    out = rk.gated_delta_rule(*x, bounds(5), backend="triton")
-    assert same(torch.autograd.grad(out.sum(), x), expected)
+def test_blocks_of_features_add_up_to_the_gradient(monkeypatch):
+    q, k, _, g, beta = rows(7, torch.float32)
+    v = rand(7, HV, 41, dtype=torch.float32, device="cpu", seed=3)
+    x = [part.requires_grad_() for part in (q, k, v, g, beta)]
+    dy = rand(7, HV, 41, dtype=torch.float32, device="cpu", seed=8)
+
+    def gradient_of(backend):
+        return torch.autograd.grad(rk.gated_delta_rule(*x, bounds(7), backend=backend), x, dy)
+
+    expected = gradient_of("torch")
+    assert on_triton.BACKWARD_FEATURES == 32, "41 features are two blocks"
+    two = gradient_of("triton")
+    monkeypatch.setattr(on_triton, "BACKWARD_FEATURES", 16)
+    three = gradient_of("triton")
+    assert torch.equal(two[2], three[2]), "no block reads another's features"
+    for found in (two, three):
+        for value, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.usefixtures("short_chunks")

@@ -1,7 +1,8 @@
 """The Triton kernels of the gated delta rule's gradient; the formulas are those of `gradient.py`.
 
-A program has a value head of one sequence, and goes through its chunks from the last one. The
-forward has stored the states at their beginnings, u and G.
+A program has a block of features of a value head of one sequence, and goes through its chunks from
+the last one. The forward has stored the states at their beginnings, u and G. Given k, columns of
+the state do not depend on one another, so the other gradients are sums over the blocks.
 """
 
 import triton
@@ -16,25 +17,28 @@ def _multiply(a, b):
     return tl.dot(a, b, input_precision="tf32x3")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def backward_kernel(
     q_ptr, k_ptr, v_ptr, beta_ptr, do_ptr, starts_ptr, u_ptr, sums_ptr, cu_ptr, dq_ptr, dk_ptr,
     dv_ptr, dg_ptr, dbeta_ptr,
-    HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr,
-    EP: tl.constexpr, C: tl.constexpr,
+    T, HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr,
+    BE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """dq and dk [T, HV, D] in fp32: of the normed rows, for each value head."""
+    """dq and dk [blocks, T, HV, D] in fp32: of the normed rows, for each value head; dg and dbeta
+    [blocks, T, HV]."""
     b = tl.program_id(0)
     h = tl.program_id(1)
+    block = tl.program_id(2)
     hk = h // (HV // HK)
     dtype = q_ptr.dtype.element_ty
     begin = tl.load(cu_ptr + b)
     end = tl.load(cu_ptr + b + 1)
     d = tl.arange(0, DP)
-    e = tl.arange(0, EP)
+    e = block * BE + tl.arange(0, BE)
+    before = block.to(tl.int64) * T  # rows of the blocks before
     j = tl.arange(0, C)
     row, column = j[:, None], j[None, :]
-    ds = tl.zeros((DP, EP), tl.float32)
+    ds = tl.zeros((DP, BE), tl.float32)
     count = tl.cdiv(end - begin, C)
     for step in range(count):
         number = count - 1 - step
@@ -44,7 +48,8 @@ def backward_kernel(
         live_d = live[:, None] & (d < D)[None, :]
         live_e = live[:, None] & (e < E)[None, :]
         at_k = (t[:, None] * HK + hk) * D + d[None, :]
-        at_d = (t[:, None] * HV + h) * D + d[None, :]
+        at_h = (before + t) * HV + h
+        at_d = at_h[:, None] * D + d[None, :]
         at_e = (t[:, None] * HV + h) * E + e[None, :]
         q = tl.load(q_ptr + at_k, mask=live_d, other=0.0).to(tl.float32)
         k = tl.load(k_ptr + at_k, mask=live_d, other=0.0).to(tl.float32)
@@ -92,7 +97,7 @@ def backward_kernel(
         tl.store(dv_ptr + at_e, dx.to(dv_ptr.dtype.element_ty), mask=live_e)
         k_state = _multiply(k, state)
         dbeta = tl.sum(d_below * kk * decay, 1) + tl.sum(dr * (v - here[:, None] * k_state), 1)
-        tl.store(dbeta_ptr + t * HV + h, dbeta.to(dbeta_ptr.dtype.element_ty), mask=live)
+        tl.store(dbeta_ptr + at_h, dbeta, mask=live)
         both = d_weights * weights + d_below * below
         reads = tl.sum(do * _multiply(q, state), 1) - tl.sum(dx * k_state, 1)
         moves = later * tl.sum(k * u_ds, 1)
@@ -100,24 +105,27 @@ def backward_kernel(
         ends = tl.sum(moves, 0) + tl.exp(total) * tl.sum(tl.sum(ds * state, 1), 0)
         dg = tl.where(j == last, dg + ends, dg)
         dg = tl.sum(tl.where(column >= row, dg[None, :], 0.0), 1)
-        tl.store(dg_ptr + t * HV + h, dg, mask=live)
+        tl.store(dg_ptr + at_h, dg, mask=live)
         ds = tl.exp(total) * ds + _multiply(tl.trans(here[:, None] * q), do)
         ds = ds - _multiply(tl.trans(here[:, None] * k), dx)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS"])
 def norm_backward_kernel(
-    x_ptr, d_ptr, dx_ptr, scale, eps,
-    GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, D_LEVELS: tl.constexpr,
+    x_ptr, d_ptr, dx_ptr, scale, eps, ROWS,
+    BLOCKS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    D_LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """A row of a head of q or k: the gradients of its GROUP value heads, one by one, through the
-    norm."""
+    """A row of a head of q or k, one of ROWS: the gradients of its GROUP value heads, block after
+    block, one by one, through the norm."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, DP)
     has = cols < D
     total = tl.zeros((DP,), tl.float32)
-    for one in tl.static_range(GROUP):
-        total += tl.load(d_ptr + (row * GROUP + one) * D + cols, mask=has, other=0.0)
+    for block in tl.static_range(BLOCKS):
+        for one in tl.static_range(GROUP):
+            at = ((block * ROWS.to(tl.int64) + row) * GROUP + one) * D
+            total += tl.load(d_ptr + at + cols, mask=has, other=0.0)
     x = tl.load(x_ptr + row * D + cols, mask=has, other=0.0).to(tl.float32)
     x = tl.reshape(x, (1, DP))
     total = tl.reshape(total * scale, (1, DP))
