@@ -9,9 +9,6 @@ from engine_pairs import MODELS
 BATCHES: dict[str, dict[str, Any]] = {
     "default": {},
     "seven, prefix caching": {"max_num_seqs": 7, "enable_prefix_caching": True},
-    "all, no chunks": {
-        "max_num_seqs": 64, "enable_chunked_prefill": False, "max_num_batched_tokens": 1024,
-    },
     "too few blocks": {
         "block_size": 32, "num_gpu_blocks_override": 34, "disable_log_stats": False,
     },

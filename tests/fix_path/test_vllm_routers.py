@@ -9,6 +9,7 @@ from bit_equal import Bits
 from engine_pairs import CORRECTED
 from random_model import write_random_model
 
+pytestmark = pytest.mark.whole_matrix  # the pairs have the routers of vLLM 0.32
 GLM: dict[str, Any] = CORRECTED | {
     "model_type": "glm4_moe", "dtype": "bfloat16", "max_position_embeddings": 1024,
 }  # fmt: skip
@@ -57,7 +58,6 @@ def test_a_router_that_is_not_replaced_is_named(said: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.whole_matrix
 def test_compiled_and_with_new_weights(
     vllm_bits: Bits, model: str, said: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -38,9 +38,8 @@ PLANTED = {
         *("residual-twice", "logprob-label-shift", "weight-element", "decode-gain"),
     ),
     "vllm,megatron": (
-        *("embed-one-token", "norm-output-fp8", "rope-key-position", "attn-scale", "proj-gain"),
-        *("act-swapped", "residual-branch", "logprob-temperature", "weight-norm"),
-        *("copy-stale-head",),
+        *("embed-one-token", "rope-key-position", "attn-scale", "act-swapped"),
+        *("logprob-temperature", "copy-stale-head"),
     ),
     "vllm:tp=2,max_num_seqs=4,hf": (
         *("proj-gain", "logits-bf16", "weight-norm", "copy-stale-head", "copy-stale-linear"),

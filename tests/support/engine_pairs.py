@@ -629,14 +629,14 @@ class Pair:
         model without `as_in` and `rarely` occurs, and several ranks of the rollout meet dense and
         sparse models, each dtype and each training engine. Without the kernels, every dense family
         meets HF and Megatron. SGLang, which starts slowly, samples once on two ranks, with the
-        kernels and a sparse model, and scores once, without them.
+        kernels and a sparse model, and scores once, on one rank without them.
         """
         rollout, train = self.engines
         model = MODELS[self.model]
         if "sglang" in self.engines:
             if self.kernels == "rlk" and model.sparse and self.rollout == "sglang:tp=2":
                 return frozenset({("sglang", "rlk"), ("model", self.model)})
-            scores = (self.kernels, train) == ("off", "sglang")
+            scores = (self.kernels, self.train) == ("off", "sglang")
             return frozenset({("sglang", "off")} if scores else ())
         axes = {
             "dtype": self.dtype,
@@ -655,8 +655,7 @@ class Pair:
         elif not model.sparse and train in ("hf", "megatron"):
             reached.add((model.family, model.kernels, train))
         if "tp=" in self.rollout:
-            met = {"sparse": model.sparse, "dtype": self.dtype, "engine": train}
-            reached |= {("ranks of the rollout", axis) for axis in met.items()}
+            reached.add(("ranks of the rollout", model.sparse))
         return frozenset(reached)
 
     def compared(self, cli: Cli, folder: Path) -> Outcome:

@@ -4,6 +4,53 @@ each takes seconds, and the default run has a shorter test of the same kind."""
 import pytest
 
 LONG = (
+    # fix_path/test_vllm_alone.py compiles vLLM, and cli/test_compare_hf.py compares a production.
+    "real_runs/test_production.py::test_production_decodes_and_scores[off]",
+    # real_runs/test_ranks.py and test_deepspeed.py name ranks.
+    "fix_path/test_rank_faults.py::test_a_fault_of_one_rank_is_named_with_it",
+    # api/test_public.py calls the same functions.
+    "real_runs/test_python_api.py::test_captures_are_made_and_compared",
+    # HF's graft passes stay.
+    "real_runs/test_graft_passes.py::test_megatron_and_its_ranks",
+    # cli/test_interruptions.py goes on after a killed worker.
+    "real_runs/test_ranks.py::test_a_rerun_goes_on_after_a_killed_rank",
+    # Pairs of the matrix.
+    "real_runs/test_training_engines.py::test_the_default_is_vllm_against_megatron",
+    "real_runs/test_training_engines.py::test_tensor_parallel_megatron_parts_at_the_first_row_parallel_product",
+    # Rounded frequencies of the trainer are named by the next test.
+    "real_runs/test_deepspeed.py::test_kernels_refuse_rounded_frequencies",
+    # Other values of the same test stay.
+    "engines/test_family_variants.py::test_a_planted_fault_is_named_at_its_operator_and_side[gemma3_text",
+    "engines/test_family_variants.py::test_a_planted_fault_is_named_at_its_operator_and_side[starcoder2",
+    "engines/test_family_variants.py::test_two_attentions_of_transformers_are_healthy[glm4]",
+    "kernels/ops/attention/test_shared_schedule.py::test_calls_that_share_a_schedule_have_the_bits_of_calls_alone[50-mixed]",
+    "kernels/ops/attention/test_shared_schedule.py::test_calls_that_share_a_schedule_have_the_bits_of_calls_alone[None-decode]",
+    "kernels/ops/attention/test_shared_schedule.py::test_a_call_that_is_asked_for_no_lse_has_the_same_bits[one]",
+    "kernels/ops/attention/test_shared_schedule.py::test_a_call_that_is_asked_for_no_lse_has_the_same_bits[decode]",
+    "kernels/ops/test_interpreter.py::test_prefill_equals_paged_decode_chunked_prefill_and_any_schedule[dtype0]",
+    "kernels/ops/test_engine_operators.py::test_the_largest_logits_and_given_ids_have_the_bits_of_targets[triton-20-dtype1]",
+    "kernels/test_hf_compiled.py::test_it_is_traced_whole_and_has_eager_bits[padded left]",
+    "kernels/test_hf_compiled.py::test_it_is_traced_whole_and_has_eager_bits[a mask of ones]",
+    "compare/test_divergence.py::test_a_fault_is_named_at_its_site_and_nowhere_else[layers.1.",
+    "compare/test_divergence.py::test_a_missing_site_is_looked_through[layers.1.",
+    "logs/monitor/test_run_monitor.py::test_a_healthy_run_raises_no_alarm[2-",
+    "browser/test_access.py::test_nothing_serious[several]",
+    "browser/test_access.py::test_nothing_serious[imported]",
+    "real_runs/test_corrected_mixture.py::test_a_fault_is_named[megatron",
+    "real_runs/test_corrected_mixture.py::test_a_fault_is_named[vllm-shared",
+    "real_runs/test_sparse.py::test_a_fault_is_named[expert-weight-early-act]",
+    # test_corrected_mixture.py has a router in bf16, and cli/test_vllm.py a fault of the rollout.
+    "real_runs/test_sparse.py::test_a_router_in_bf16",
+    "real_runs/test_sparse.py::test_a_fault_in_the_rollout_alone",
+    "real_runs/test_sparse.py::test_faults_inside_other_engines",
+    "real_runs/test_sparse.py::test_what_a_patch_makes_of_a_routers_output_is_named_there",
+    # The processes that compile ahead, and what they miss: two tests of five stay.
+    "compiled/test_compiled_ahead.py::test_without_its_server_a_process_compiles_itself",
+    "compiled/test_compiled_ahead.py::test_what_was_not_compiled_while_it_started_is_noticed",
+    "compiled/test_replayed_launches.py::test_a_cache_of_another_shape_is_noticed",
+    "compiled/test_replayed_launches.py::test_a_shared_schedule_changes_no_launch",
+    "cli/test_kernels.py::test_vllms_own_attention_is_named_in_it",
+    "cli/test_vllm.py::test_a_pass_computes_its_own_prefixes",
     # The other tests of this file start vLLM in a process of its own, too.
     "fix_path/test_vllm_alone.py::test_a_model_in_a_process_of_its_own_has_the_kernels_too",
     "fix_path/test_vllm_batches.py::test_bits_do_not_depend_on_the_batch[embedded-float32-batches1-4]",
@@ -20,14 +67,12 @@ LONG = (
     # test_selftest.py plants faults in vLLM and Megatron, and the stale copy of a rank stays here.
     "real_runs/test_deepspeed.py::test_planted_faults_are_named_with_their_side",
     # Sparse layers: a case of each kind stays.
-    "real_runs/test_sparse.py::test_what_a_patch_makes_of_a_routers_output_is_named_there[rlk]",
     "real_runs/test_sparse.py::test_replay_takes_away_what_routing_alone_has_done[megatron:ep=2,pp=2]",
     "real_runs/test_sparse.py::test_replay_takes_away_what_routing_alone_has_done[vllm]",
     "real_runs/test_sparse.py::test_replay_takes_away_what_routing_alone_has_done[hf]",
     "real_runs/test_sparse.py::test_a_fault_is_named[expert-flipped-experts]",
     "real_runs/test_sparse.py::test_a_fault_is_named[expert-missing-moe_out]",
     "real_runs/test_sparse.py::test_a_fault_is_named[expert-token-dropped-moe_out]",
-    "real_runs/test_sparse.py::test_faults_inside_other_engines[kernels=rlk,]",
     "real_runs/test_sparse.py::test_a_fault_at_an_operator_that_one_side_alone_shows[megatron]",
     "real_runs/test_sparse.py::test_rows_of_experts_in_another_order_are_not_blamed[summed_in_bf16",
     "real_runs/test_sparse.py::test_rows_of_experts_in_another_order_are_not_blamed[one_at_a_time",
