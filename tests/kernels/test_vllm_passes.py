@@ -13,6 +13,9 @@ from rlk_kernels.launching import shape_cache
 from rlk_kernels.ops.attention import forward as attention_forward
 
 LAYERS = [object() for _ in range(3)]
+FIRST, LATER = [20, 70, 33, 7], [5, 70, 20, 1]
+"""The keys of four sequences in two passes."""
+WINDOW = 40
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +39,7 @@ def made(monkeypatch):
 
 
 def batch(heads=(2, 1, 16)):
-    q, k, v, cu_q, cu_k = packed([1] * 4, [90, 100, 33, 64], *heads, torch.float32, "cpu")
+    q, k, v, cu_q, cu_k = packed([1] * 4, FIRST, *heads, torch.float32, "cpu")
     k_cache, v_cache, table, lens = paged_cache(k, v, cu_k, page=8)
     return q, k_cache, v_cache, torch.nn.functional.pad(table, (0, 40)), lens.int(), cu_q.int()
 
@@ -47,17 +50,17 @@ def attend(x, schedule, window=None):
 
 def test_layers_share_one_for_each_window(made):
     x, of_pass = batch(), Schedules()
-    for window in (None, 40):
+    for window in (None, WINDOW):
         alone = attend(x, None, window)
         for layer in LAYERS:
             schedule = of_pass.of((layer, window), window, *x)
             assert torch.equal(attend(x, schedule, window), alone)
-    assert made == [None, 40]
+    assert made == [None, WINDOW]
 
 
 def test_another_pass_has_its_own(made):
     x = batch()
-    for lens in ([90, 100, 33, 64], [5, 100, 20, 1]):
+    for lens in (FIRST, LATER):
         x[4].copy_(torch.tensor(lens))
         of_pass, alone = Schedules(), attend(x, None)
         for layer in LAYERS:
@@ -68,7 +71,7 @@ def test_another_pass_has_its_own(made):
 def test_a_layer_that_asks_again_is_in_another_pass(made):
     """Metadata that serves a trial run and the capture of a graph, with other lengths."""
     x, of_pass = batch(), Schedules()
-    for lens in ([90, 100, 33, 64], [5, 100, 20, 1]):
+    for lens in (FIRST, LATER):
         x[4].copy_(torch.tensor(lens))
         alone = attend(x, None)
         for layer in LAYERS:
@@ -79,7 +82,7 @@ def test_a_layer_that_asks_again_is_in_another_pass(made):
 def test_one_that_is_kept_from_pass_to_pass_is_noticed():
     x = batch()
     stale = Schedules().of(LAYERS[0], None, *x)
-    x[4].copy_(torch.tensor([5, 100, 20, 1]))
+    x[4].copy_(torch.tensor(LATER))
     assert not torch.equal(attend(x, stale), attend(x, None))
 
 
@@ -133,9 +136,9 @@ def test_the_layers_of_vllms_backend_share_one(made):
     cache = torch.cat([k, v], -1).transpose(1, 2)
     layers = [
         attention_gpu.RlkAttentionImpl(2, 16, 0.25, 1, sliding_window=window)
-        for window in (None, 40, None, 40)
+        for window in (None, WINDOW, None, WINDOW)
     ]
-    for new in ([90, 100, 33, 64], [5, 100, 20, 1]):
+    for new in (FIRST, LATER):
         lens.copy_(torch.tensor(new))
         slots, sizes = torch.zeros(4).long(), Sizes((4,), 4, 4)
         metadata = attention_gpu.Metadata(4, cu_q, lens, table, slots, True, sizes)
@@ -154,4 +157,4 @@ def test_the_layers_of_vllms_backend_share_one(made):
                 q, k, v, table, lens, cu_seqlens_q=cu_q, scale=0.25, window=layer.rlk_window
             )
             assert torch.equal(out[:4], alone)
-    assert made == [None, 40] * 2
+    assert made == [None, WINDOW] * 2
