@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from rlk_align.engines.vllm.parallel import tensor_parallel
+from rlk_align.engines.vllm.registered import register_without_torchvision
 from rlk_align.engines.vllm.weights import vllm_weights
 from rlk_align.model.shape import read_shape
 from rlk_align.trace.digest import digest_parameters
@@ -46,10 +47,12 @@ class Rollout:
         # On a CPU, vLLM cannot combine chunked prefill with a seed for each request, and without
         # chunks it caches no prefixes of models with gated delta nets.
         on_cpu = {"enable_chunked_prefill": False, "enforce_eager": True}
-        caches = self.gpu or not read_shape(options.model).delta_layers
+        hybrid = bool(read_shape(options.model).delta_layers)
+        if hybrid:
+            register_without_torchvision()
         self.llm = LLM(
             str(options.model), dtype="bfloat16", max_model_len=1024, seed=options.seed,
-            enable_prefix_caching=caches, disable_log_stats=True,
+            enable_prefix_caching=self.gpu or not hybrid, disable_log_stats=True,
             **(on_gpu if self.gpu else on_cpu),
             # In torchrun, each rank has an engine of its own.
             distributed_executor_backend="external_launcher" if ranks > 1 else None,
