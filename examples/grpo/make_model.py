@@ -83,10 +83,10 @@ def solved(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, count: in
 
 
 def make_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices, AdamW for the embedding and the norms."""
+    """Muon for the matrices, AdamW for the rest."""
     embedding = model.get_input_embeddings().weight
     matrices = [p for p in model.parameters() if p.ndim == 2 and p is not embedding]
-    others = [embedding, *(p for p in model.parameters() if p.ndim == 1)]
+    others = [embedding, *(p for p in model.parameters() if p.ndim != 2)]
     return [
         torch.optim.Muon(matrices, lr=MATRIX_RATE, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=OTHER_RATE, betas=(0.9, 0.95), weight_decay=0.0),
