@@ -78,13 +78,23 @@ def check_request(request: CaptureRequest, sampling: bool) -> CheckedRequest:
 
 
 def _check_decoder(spec: EngineSpec, model: Path) -> None:
-    """Raises ModelError if the model also sees images and the engine cannot run its decoder."""
+    """Raises ModelError or BadOption if the model also sees images and the engine cannot run its
+    decoder alone."""
     alone = decoder(model)
-    if alone is not None and not spec.info.takes_decoder:
+    if alone is None:
+        return
+    if not spec.info.takes_decoder:
         raise ModelError(
-            f"engine {spec.name!r} does not load the decoder ({alone.cls}) of a checkpoint that "
+            f"engine {spec.name!r} does not load the decoder, {alone.cls}, of a checkpoint that "
             "also sees images",
-            "compare with --rollout vllm or hf and --train hf or fsdp; or save the decoder alone",
+            "compare with --rollout vllm or hf and --train hf or fsdp, or store the decoder alone",
+        )
+    ranks = spec.info.own_ranks
+    if ranks and int(spec.option(ranks) or 1) > 1:
+        raise BadOption(
+            f"engine {spec.name!r}: {ranks}={spec.option(ranks)} does not support a checkpoint "
+            "that also sees images: only one process is told to leave out the part for images",
+            f"leave {ranks} out, or store the decoder alone",
         )
 
 
