@@ -60,7 +60,7 @@ def check_request(request: CaptureRequest, sampling: bool) -> CheckedRequest:
     check_settings(model, config, shape.family.keys)
     check_trace_plan(request.trace, shape)
     spec.info.check(spec.option, config, shape)
-    _check_decoder(spec, model)
+    check_decoder(spec, model)
     if spec.option("kernels") != "off":
         require_kernels(spec.name)
         check_kernels(spec.name, config)
@@ -77,7 +77,7 @@ def check_request(request: CaptureRequest, sampling: bool) -> CheckedRequest:
     )
 
 
-def _check_decoder(spec: EngineSpec, model: Path) -> None:
+def check_decoder(spec: EngineSpec, model: Path) -> None:
     """Raises ModelError or BadOption if the model also sees images and the engine cannot run its
     decoder alone."""
     alone = decoder(model)
@@ -87,7 +87,7 @@ def _check_decoder(spec: EngineSpec, model: Path) -> None:
         raise ModelError(
             f"engine {spec.name!r} does not load the decoder, {alone.cls}, of a checkpoint that "
             "also sees images",
-            "compare with --rollout vllm or hf and --train hf or fsdp, or store the decoder alone",
+            "compare with --rollout vllm or --rollout hf, or store the decoder alone",
         )
     ranks = spec.info.own_ranks
     if ranks and int(spec.option(ranks) or 1) > 1:

@@ -118,7 +118,7 @@ ALLOWED = {"cohere2": ("--allow-mismatch", "attributes")}
 def family_model(folder: Path, family: str, dtype: str = "bfloat16", **changes: Any) -> Path:
     """The checkpoint of a family below `folder`, written the first time."""
     made = folder / "-".join([family, dtype, *map(str, changes)])
-    settings = {"num_hidden_layers": LAYERS, **SETTINGS[family], **changes}
+    settings = {"num_hidden_layers": LAYERS, **SETTINGS.get(family, {}), **changes}
     if not made.exists():
         write_random_model(made, model_type=family, dtype=dtype, **settings)
     return made
@@ -139,7 +139,7 @@ WHOLES: dict[str, tuple[str, dict[str, Any]]] = {
 part for images."""
 _BESIDE = {
     "": ("vision_tower.vision_model.post_layernorm.weight", "multi_modal_projector.norm.weight"),
-    "model.": ("model.vision_tower.post_layernorm.weight", "model.multi_modal_projector.norm.weight"),
+    "model.": ("model.vision_tower.ln_pre.weight", "model.multi_modal_projector.norm.weight"),
 }
 """The start of a name as published, or as some releases of transformers save it -> tensors of the
 part for images."""
@@ -160,6 +160,9 @@ def with_vision(folder: Path, text: Path, start: str = "") -> Path:
         if not start:
             inside, head = "language_model.model.", "language_model.lm_head."
         decoder = f"{kind.title()}ForCausalLM"
+    if kind == "gemma3":
+        # Published configs leave out what is usual.
+        assert config.pop("rms_norm_eps") == 1e-6
     if kind == "mistral3":
         # Mistral publishes another form of its weights beside these.
         (folder / "params.json").write_text("{}")
