@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from rlk_align.errors import ModelError
 
 
-class _Whole(NamedTuple):
+class Whole(NamedTuple):
     """A kind of checkpoint that also sees images."""
 
     decoders: Mapping[str, str]
@@ -27,11 +27,11 @@ _TOWER = tuple(
     for part in ("vision_tower", "multi_modal_projector")
 )
 """Published checkpoints have them without `model.`, and some releases of transformers wrote it."""
-_WHOLES = {
-    "qwen3_5": _Whole({"qwen3_5_text": "Qwen3_5ForCausalLM"}, _VISUAL),
-    "qwen3_5_moe": _Whole({"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}, _VISUAL),
-    "gemma3": _Whole({"gemma3_text": "Gemma3ForCausalLM"}, _TOWER),
-    "mistral3": _Whole(
+WHOLES = {
+    "qwen3_5": Whole({"qwen3_5_text": "Qwen3_5ForCausalLM"}, _VISUAL),
+    "qwen3_5_moe": Whole({"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}, _VISUAL),
+    "gemma3": Whole({"gemma3_text": "Gemma3ForCausalLM"}, _TOWER),
+    "mistral3": Whole(
         {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}, _TOWER
     ),
 }
@@ -61,12 +61,12 @@ class Decoder(NamedTuple):
 def decoder(config: Mapping[str, Any]) -> Decoder | None:
     """The decoder; None if the checkpoint does not see images. Raises ModelError for a decoder
     that is not known in such a checkpoint."""
-    whole = _WHOLES.get(str(config.get("model_type")))
+    whole = WHOLES.get(str(config.get("model_type")))
     if whole is None:
         return None
     text = config.get("text_config")
     stated = text.get("model_type") if isinstance(text, dict) else text
-    if not isinstance(text, dict) or stated not in whole.decoders:
+    if not isinstance(text, dict) or not isinstance(stated, str) or stated not in whole.decoders:
         known = " or ".join(map(repr, whole.decoders))
         raise ModelError(
             f"config.json has model_type {config['model_type']!r}, and its text_config has "

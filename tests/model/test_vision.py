@@ -10,10 +10,12 @@ from family_models import family_model, with_vision
 
 from rlk_align.capture.check import check_decoder
 from rlk_align.engines.spec import EngineSpec
+from rlk_align.engines.vllm.limits import check_vllm
 from rlk_align.errors import BadOption, ModelError
 from rlk_align.model.checkpoint import decoder, read_config, transformers_config
+from rlk_align.model.config_keys import check_settings
 from rlk_align.model.families import FAMILIES
-from rlk_align.model.shape import read_shape
+from rlk_align.model.shape import is_tied, read_shape
 from rlk_align.model.stored import stored_tensors
 from rlk_align.model.tensors import check_tensors
 
@@ -135,6 +137,49 @@ def test_engines_that_cannot_leave_out_the_part_for_images_are_refused(folder: P
         check_decoder(EngineSpec.parse(spec), alone)
 
 
+MISTRAL_SMALL = {
+    **{"attention_dropout": 0.0, "head_dim": 32, "hidden_act": "silu", "hidden_size": 64},
+    **{"initializer_range": 0.02, "intermediate_size": 128, "max_position_embeddings": 131072},
+    **{"model_type": "mistral", "num_attention_heads": 4, "num_hidden_layers": 2},
+    **{"num_key_value_heads": 2, "rms_norm_eps": 1e-05, "rope_theta": 1e9, "use_cache": True},
+    **{"sliding_window": None, "vocab_size": 256},
+}
+MINISTRAL = {
+    **{key: value for key, value in MISTRAL_SMALL.items() if key != "rope_theta"},
+    **{"model_type": "ministral3", "max_position_embeddings": 262144},
+    "rope_parameters": {
+        **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1},
+        **{"mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384},
+        **{"rope_theta": 1e6, "rope_type": "yarn", "type": "yarn"},
+    },
+}
+
+
+@pytest.mark.parametrize("text", [MISTRAL_SMALL, MINISTRAL], ids=lambda text: text["model_type"])
+def test_published_configs_of_mistral_3_are_accepted(tmp_path: Path, text: dict[str, Any]) -> None:
+    published = {
+        **{"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"},
+        **{"image_token_index": 10, "multimodal_projector_bias": False, "vision_feature_layer": -1},
+        **{"projector_hidden_act": "gelu", "spatial_merge_size": 2, "torch_dtype": "bfloat16"},
+        **{"text_config": text, "vision_config": {"model_type": "pixtral"}},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    shape, config = read_shape(tmp_path), read_config(tmp_path)
+    check_settings(tmp_path, config, shape.family.keys)
+    check_vllm(EngineSpec.parse("vllm").option, config, shape)
+    assert (shape.model_type, shape.dtype, is_tied(config)) == (
+        text["model_type"],
+        "bfloat16",
+        False,
+    )
+    # What config.json shares with the decoder counts unless the decoder states it itself.
+    for stated, tied in (({}, True), ({"tie_word_embeddings": False}, False)):
+        shared = published | {"tie_word_embeddings": True, "text_config": text | stated}
+        (tmp_path / "config.json").write_text(json.dumps(shared))
+        assert is_tied(read_config(tmp_path)) is tied
+        assert transformers_config(tmp_path).tie_word_embeddings is tied
+
+
 def test_what_a_published_config_of_gemma_3_leaves_out_is_transformers_default(
     tmp_path: Path,
 ) -> None:
@@ -144,6 +189,8 @@ def test_what_a_published_config_of_gemma_3_leaves_out_is_transformers_default(
     published = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(published | {"eos_token_id": [1, 106]}))
     shape, config = read_shape(tmp_path), transformers_config(tmp_path)
+    check_settings(tmp_path, read_config(tmp_path), shape.family.keys)
+    check_vllm(EngineSpec.parse("vllm").option, read_config(tmp_path), shape)
     defaults = FAMILIES["gemma3_text"].defaults
     assert {key: getattr(config, key) for key in defaults} == defaults
     assert (shape.heads, shape.kv_heads, shape.head_dim) == (8, 4, 256)
