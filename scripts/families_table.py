@@ -19,6 +19,7 @@ from command import write_few_prompts  # noqa: E402
 from family_models import ALLOWED, SETTINGS, family_model  # noqa: E402
 
 from rlk_align.model.families import FAMILIES  # noqa: E402
+from rlk_align.model.vision import WHOLES  # noqa: E402
 
 FOUND = ROOT / "reports" / "engines" / "families.json"
 PAGE = ROOT / "docs" / "families.md"
@@ -57,6 +58,23 @@ FOOT = """The cells were measured with {packages}; the raw results are in
 [families.json](../reports/engines/families.json). Gemma 2 and GPT-OSS are compared with eager
 attention in batches of 4, because transformers' sdpa ignores the cap of the one and the sinks of
 the other, and is refused.
+"""
+WITH_IMAGES = """
+## Checkpoints that also see images
+
+Prompts are text, so the decoder alone is compared, as the family named here. transformers and vLLM
+load it by its own class, with `text_config` of `config.json`, and the part for images is not
+loaded. Its log-probs have the bits of the same decoder in a checkpoint of its own.
+
+| `model_type` | `text_config` | class |
+| --- | --- | --- |
+{rows}
+
+Tensors may be named as published (`language_model.model.layers...`), or as some releases of
+transformers save them (`model.language_model.layers...`). Another `text_config` is refused by name,
+and so are SGLang and several tensor-parallel ranks of vLLM. Mistral publishes its weights in a
+second form beside these (`consolidated.safetensors`), which vLLM would prefer; the tool lets it
+read the form that transformers reads. Small random checkpoints on a CPU are all that was compared.
 """
 
 
@@ -129,7 +147,13 @@ def page(found: dict[str, Any]) -> str:
         for role, spec in zip(("rollout", "train"), run["specs"], strict=True)
     }
     packages = ", ".join(sorted(versions))
-    return f"{HEAD}{chr(10).join(lines)}\n\n{FOOT.format(packages=packages)}"
+    rows = [
+        f"| `{kind}` | `{text}` | `{cls}` |"
+        for kind, whole in sorted(WHOLES.items())
+        for text, cls in whole.decoders.items()
+    ]
+    images = WITH_IMAGES.format(rows="\n".join(rows))
+    return f"{HEAD}{chr(10).join(lines)}\n\n{FOOT.format(packages=packages)}{images}"
 
 
 def main(names: list[str]) -> None:

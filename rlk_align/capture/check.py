@@ -14,9 +14,10 @@ from rlk_align.capture.key import engine_versions
 from rlk_align.capture.request import CaptureRequest, TracePlan
 from rlk_align.engines.common.kernels import check_excluded, check_kernels
 from rlk_align.engines.registry import does_not_sample, require_installed, require_kernels
+from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.tested import untested
 from rlk_align.errors import BadOption, ModelError
-from rlk_align.model.checkpoint import check_tokenizer, read_config, resolve_model
+from rlk_align.model.checkpoint import check_tokenizer, decoder, read_config, resolve_model
 from rlk_align.model.config_keys import check_settings
 from rlk_align.model.prompts import Prompt, Sample, TokenBatch, check_ids, refuse_long
 from rlk_align.model.shape import ModelShape, original_context, read_shape
@@ -59,6 +60,7 @@ def check_request(request: CaptureRequest, sampling: bool) -> CheckedRequest:
     check_settings(model, config, shape.family.keys)
     check_trace_plan(request.trace, shape)
     spec.info.check(spec.option, config, shape)
+    check_decoder(spec, model)
     if spec.option("kernels") != "off":
         require_kernels(spec.name)
         check_kernels(spec.name, config)
@@ -73,6 +75,27 @@ def check_request(request: CaptureRequest, sampling: bool) -> CheckedRequest:
         context=shape.context - spec.info.spare_positions,
         new_tokens=request.max_new_tokens if sampling else 0,
     )
+
+
+def check_decoder(spec: EngineSpec, model: Path) -> None:
+    """Raises ModelError or BadOption if the model also sees images and the engine cannot run its
+    decoder alone."""
+    alone = decoder(model)
+    if alone is None:
+        return
+    if not spec.info.takes_decoder:
+        raise ModelError(
+            f"engine {spec.name!r} does not load the decoder, {alone.cls}, of a checkpoint that "
+            "also sees images",
+            "compare with --rollout vllm or --rollout hf, or store the decoder alone",
+        )
+    ranks = spec.info.own_ranks
+    if ranks and int(spec.option(ranks) or 1) > 1:
+        raise BadOption(
+            f"engine {spec.name!r}: {ranks}={spec.option(ranks)} does not support a checkpoint "
+            "that also sees images: only one process is told to leave out the part for images",
+            f"leave {ranks} out, or store the decoder alone",
+        )
 
 
 def _shortened(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -68,6 +68,8 @@ class EngineInfo:
     stand_ins: tuple[str, ...] = ()
     """Packages that it imports and does not call: where one is missing, its worker puts an empty
     module in its place, and says so."""
+    takes_decoder: bool = False
+    """Whether it runs the decoder of a checkpoint that also sees images."""
     rounds_with: str = ""
     """The feature of an x86 processor without which its own kernels cut off the lower 16 bits of
     float32 numbers instead of rounding them to bfloat16; empty if they always round."""

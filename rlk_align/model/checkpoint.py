@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from rlk_align.data import data_path
 from rlk_align.errors import ModelError
@@ -52,10 +53,19 @@ def read_config(model: Path) -> dict:
     return vision.decoder_config(_whole_config(model))
 
 
-def decoder_class(model: Path) -> str | None:
-    """The class of the decoder in a checkpoint that also sees images; None for any other. Raises
-    ModelError."""
-    return vision.decoder_class(_whole_config(model))
+def decoder(model: Path) -> vision.Decoder | None:
+    """The decoder in a checkpoint that also sees images; None for any other. Raises ModelError."""
+    return vision.decoder(_whole_config(model))
+
+
+def transformers_config(model: Path, **settings: Any) -> Any:
+    """The decoder's config as transformers' class, with these settings on top. Raises ModelError,
+    and any exception by which transformers refuses a config."""
+    from transformers import AutoConfig
+
+    if decoder(model) is None:
+        return AutoConfig.from_pretrained(model, local_files_only=True, **settings)
+    return AutoConfig.for_model(**read_config(model) | settings)
 
 
 def _whole_config(model: Path) -> dict:

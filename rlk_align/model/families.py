@@ -202,7 +202,12 @@ FAMILIES = {
         embedding_scale="sqrt_hidden",
         heads_first=True,
         one_activation=True,
-        defaults={"tie_word_embeddings": True, "query_pre_attn_scalar": 256},
+        # Published configs leave out what they have in common.
+        defaults={
+            **{"tie_word_embeddings": True, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6},
+            **{"vocab_size": 262208, "max_position_embeddings": 131072, "head_dim": 256},
+            **{"num_attention_heads": 8, "num_key_value_heads": 4},
+        },
         modules={"mlp_norm": "pre_feedforward_layernorm"},
         refused={
             "megatron": "it has neither norms after attention and MLP nor two rotary embeddings"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rlk_align.errors import ModelError
-from rlk_align.model.checkpoint import read_config
+from rlk_align.model.checkpoint import read_config, transformers_config
 from rlk_align.model.families import FAMILIES, layer_kind
 from rlk_align.model.family import Family
 from rlk_align.model.shape import ModelShape
@@ -129,11 +129,9 @@ def _frequencies(
     if rope["rope_type"] == "default":
         width = int(shape.head_dim * partial)
         return tuple(rope["rope_theta"] ** (-j / width) for j in range(0, width, 2)), 1.0
-    from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     # The dtype does not matter, and transformers fails on some values in config.json.
-    config = AutoConfig.from_pretrained(model, local_files_only=True, dtype="float32")
-    config = config.get_text_config()
+    config = transformers_config(model, dtype="float32").get_text_config()
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu", layer_type=kind)
     return tuple(inv_freq.tolist()), float(scaling)

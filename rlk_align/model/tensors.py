@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from rlk_align.errors import ModelError
-from rlk_align.model.checkpoint import decoder_class, read_config, tensor_name
+from rlk_align.model.checkpoint import decoder, read_config, tensor_name
 from rlk_align.model.shape import ModelShape, is_tied, predictor_layers
 from rlk_align.model.sites import model_sites, site_parameters
 from rlk_align.model.stored import STORED_DTYPES, StoredTensor, stored_tensors
-from rlk_align.model.vision import TOWER
 
 _QUANTIZED = ("quantization_config", "compression_config")
 """The keys of config.json for quantized weights."""
@@ -60,7 +59,8 @@ def check_tensors(model: Path, shape: ModelShape) -> None:
     more = range(shape.layers, shape.layers + predictor_layers(config))
     ignored = tuple(f"model.layers.{i}." for i in more)
     ignored += (shape.family.ignored,) if shape.family.ignored else ()
-    ignored += (TOWER,) if decoder_class(model) else ()
+    if alone := decoder(model):
+        ignored += alone.images
     unexpected = [
         n
         for n in stored

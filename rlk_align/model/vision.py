@@ -1,7 +1,7 @@
 """Checkpoints that also see images: the decoder's part of their config and of their tensors.
 
-Prompts are text here, so the decoder alone is compared. transformers loads it by
-AutoModelForCausalLM, and vLLM by the decoder's class.
+Prompts are text here, so the decoder alone is compared. transformers and vLLM load it by the
+decoder's class, with the decoder's config.
 """
 
 from collections.abc import Mapping
@@ -10,52 +10,87 @@ from typing import Any, NamedTuple
 from rlk_align.errors import ModelError
 
 
-class _Decoder(NamedTuple):
-    """The decoder of a checkpoint."""
+class Whole(NamedTuple):
+    """A kind of checkpoint that also sees images."""
 
-    model_type: str
-    cls: str
-    """The class that loads it, in transformers and in vLLM."""
+    decoders: Mapping[str, str]
+    """model_type of `text_config` -> the class that loads the decoder, in transformers and in
+    vLLM."""
+    images: tuple[str, ...]
+    """What the names of the tensors of the part for images start with."""
 
 
-_DECODERS = {
-    "qwen3_5": _Decoder("qwen3_5_text", "Qwen3_5ForCausalLM"),
-    "qwen3_5_moe": _Decoder("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+_VISUAL = ("model.visual.",)
+_TOWER = tuple(
+    f"{start}{part}."
+    for start in ("", "model.")
+    for part in ("vision_tower", "multi_modal_projector")
+)
+"""Published checkpoints have them without `model.`, and some releases of transformers wrote it."""
+WHOLES = {
+    "qwen3_5": Whole({"qwen3_5_text": "Qwen3_5ForCausalLM"}, _VISUAL),
+    "qwen3_5_moe": Whole({"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}, _VISUAL),
+    "gemma3": Whole({"gemma3_text": "Gemma3ForCausalLM"}, _TOWER),
+    "mistral3": Whole(
+        {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}, _TOWER
+    ),
 }
-"""model_type in config.json -> its decoder."""
+"""model_type in config.json -> the kind of checkpoint. A new one is an entry here."""
 _SHARED = (
     *("dtype", "torch_dtype", "tie_word_embeddings", "auto_map", "transformers_version"),
-    *("quantization_config", "compression_config"),
+    *("eos_token_id", "quantization_config", "compression_config"),
 )
 """The keys beside `text_config` that count for the decoder, unless that has them itself."""
-_PREFIX = "model.language_model."
-"""The decoder's tensors have it in place of `model.`."""
-TOWER = "model.visual."
-"""The tensors of the part for images have it."""
+DECODER_NAMES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+"""What the names of the decoder's tensors start with -> in a checkpoint of the decoder alone."""
+
+
+class Decoder(NamedTuple):
+    """The decoder of a checkpoint that also sees images."""
+
+    cls: str
+    """The class that loads it, in transformers and in vLLM."""
+    images: tuple[str, ...]
+    """What the names of the tensors that it does not have start with."""
+
+
+def decoder(config: Mapping[str, Any]) -> Decoder | None:
+    """The decoder; None if the checkpoint does not see images. Raises ModelError for a decoder
+    that is not known in such a checkpoint."""
+    whole = WHOLES.get(str(config.get("model_type")))
+    if whole is None:
+        return None
+    text = config.get("text_config")
+    stated = text.get("model_type") if isinstance(text, dict) else text
+    if not isinstance(text, dict) or not isinstance(stated, str) or stated not in whole.decoders:
+        known = " or ".join(map(repr, whole.decoders))
+        raise ModelError(
+            f"config.json has model_type {config['model_type']!r}, and its text_config has "
+            f"model_type {stated!r} instead of {known}"
+        )
+    return Decoder(whole.decoders[stated], whole.images)
 
 
 def decoder_config(config: dict[str, Any]) -> dict[str, Any]:
     """The decoder's config: `config` itself if the checkpoint does not see images. Raises
     ModelError."""
-    decoder = _DECODERS.get(str(config.get("model_type")))
-    if decoder is None:
+    if decoder(config) is None:
         return config
-    text = config.get("text_config")
-    if not isinstance(text, dict) or text.get("model_type") != decoder.model_type:
-        stated = text.get("model_type") if isinstance(text, dict) else text
-        raise ModelError(
-            f"config.json has model_type {config['model_type']!r}, and its text_config has "
-            f"model_type {stated!r} instead of {decoder.model_type!r}"
-        )
-    return {key: config[key] for key in _SHARED if key in config} | text
-
-
-def decoder_class(config: Mapping[str, Any]) -> str | None:
-    """The decoder's class; None if the checkpoint does not see images."""
-    decoder = _DECODERS.get(str(config.get("model_type")))
-    return decoder.cls if decoder else None
+    return {key: config[key] for key in _SHARED if key in config} | config["text_config"]
 
 
 def decoder_tensor(name: str) -> str:
     """The name that a stored tensor has in a checkpoint of the decoder alone."""
-    return f"model.{name.removeprefix(_PREFIX)}" if name.startswith(_PREFIX) else name
+    for start, alone in DECODER_NAMES.items():
+        if name.startswith(start):
+            return alone + name.removeprefix(start)
+    return name
+
+
+def is_of_decoder(name: str) -> bool:
+    """Whether a tensor of a checkpoint that also sees images belongs to its decoder."""
+    return name.startswith((*DECODER_NAMES, "lm_head."))

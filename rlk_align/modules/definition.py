@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from rlk_align.errors import ModelError
+from rlk_align.model.checkpoint import transformers_config
 from rlk_align.probe.referee import formulas
 from rlk_align.probe.referee.rounding import rounding_variance
 from rlk_align.text import one_line
@@ -96,14 +97,14 @@ def define(model: Path) -> dict[str, DefinedModule]:
 
 def _built(model: Path) -> tuple[Any, dict[str, Any]]:
     """The model without weights, and its config with all defaults."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
     # Its advice on the config is for the engines' logs.
     logging.set_verbosity_error()
     try:
-        config = AutoConfig.from_pretrained(model, local_files_only=True)
+        config = transformers_config(model)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config).eval(), config.to_dict()
     except Exception as error:

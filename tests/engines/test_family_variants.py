@@ -121,6 +121,11 @@ def test_vllm_and_transformers_are_healthy_or_a_known_fault_is_named(
     require_engine("vllm")
     model, flags = family_model(tmp_path, family), ALLOWED.get(family, ())
     done = compared(cli, few_prompts, model, "vllm", TRAIN.get(family, "hf"), *flags)
+    assert_healthy_or_known(done, family)
+
+
+def assert_healthy_or_known(done: Outcome, family: str) -> None:
+    """For vLLM and transformers."""
     if family not in IGNORED_BY_VLLM:
         hidden = BY_EXPERT if FAMILIES[family].experts else ()
         assert_healthy(done, (*hidden, *HIDDEN_IN_DECODE) if FAMILIES[family].hybrid else hidden)
@@ -133,24 +138,52 @@ def test_vllm_and_transformers_are_healthy_or_a_known_fault_is_named(
     assert sum(note.startswith(known) for note in done.verdict["notes"]) == 1
 
 
+MISTRAL = {"head_dim": 32, "sliding_window": 8}
+
+
+def alone_and_whole(folder: Path, family: str, start: str) -> tuple[Path, Path]:
+    """A decoder alone, and in a checkpoint that sees images. `start`: as for `with_vision`."""
+    alone = family_model(folder, family, **MISTRAL if family == "mistral" else {})
+    return alone, with_vision(folder / "sees" / "model", alone, start)
+
+
 @pytest.mark.parametrize(
-    "family",
-    [whole("qwen3_5_text", default=True), whole("qwen3_5_moe_text", default=False)],
+    ("family", "start"),
+    [
+        whole("qwen3_5_text", "", default=True),
+        whole("qwen3_5_moe_text", "", default=False),
+        *(whole("gemma3_text", start, default=False) for start in ("", "model.")),
+        *(whole("mistral", start, default=False) for start in ("", "model.")),
+        whole("ministral3", "", default=False),
+    ],
 )
 def test_the_decoder_of_a_checkpoint_that_sees_images_is_compared(
-    cli: Cli, few_prompts: Path, tmp_path: Path, family: str
+    cli: Cli, few_prompts: Path, tmp_path: Path, family: str, start: str
 ) -> None:
-    """Its log-probs have the bits of the decoder alone."""
+    """Its log-probs have the bits of the decoder alone, and the same operators differ."""
     require_engine("vllm")
-    alone = family_model(tmp_path, family)
     verdicts = []
-    for model in (alone, with_vision(tmp_path / "sees" / "model", alone)):
+    for model in alone_and_whole(tmp_path, family, start):
         done = compared(cli, few_prompts, model, "vllm", "hf")
-        hidden = BY_EXPERT if FAMILIES[family].experts else ()
-        assert_healthy(done, (*hidden, *HIDDEN_IN_DECODE))
+        assert_healthy_or_known(done, family)
         assert done.verdict is not None
         verdicts.append(done.verdict)
-    assert verdicts[0]["edges"] == verdicts[1]["edges"]
+    for part in ("edges", "routing", "coverage"):
+        assert verdicts[0].get(part) == verdicts[1].get(part)
+    assert verdicts[0]["edges"]
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize(
+    ("family", "train"),
+    [("gemma3_text", "fsdp:dp=2"), ("mistral", "megatron"), ("mistral", "deepspeed:dp=2")],
+)
+def test_other_trainers_run_the_decoder_too(
+    cli: Cli, few_prompts: Path, tmp_path: Path, family: str, train: str
+) -> None:
+    require_engine(train.partition(":")[0])
+    _, model = alone_and_whole(tmp_path, family, "")
+    assert_healthy(compared(cli, few_prompts, model, "hf", train))
 
 
 def test_vllm_refuses_what_it_does_not_compute() -> None:
@@ -392,12 +425,35 @@ def test_a_planted_fault_is_named_at_its_operator_and_side(
     model = family_model(tmp_path, case.family, **dict(case.settings))
     flags = ALLOWED.get(case.family, ()) if "vllm" in case.rollout else ()
     prompts = long_prompts(tmp_path) if case.fault in LONG else few_prompts
-    done = compared(cli, prompts, model, case.rollout, case.train, *flags)
+    assert_named(compared(cli, prompts, model, case.rollout, case.train, *flags), case)
+
+
+def assert_named(done: Outcome, case: Planted) -> None:
     assert done.code == 1, done.out
     assert done.verdict is not None
     first = done.verdict["divergences"][EDGE]["first_over_budget"]
     engine = (case.rollout if case.side == "rollout" else case.train).partition(":")[0]
     assert (first["site"], first["side"]) == (choose(engine, case.fault).fault.site, case.side)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        whole(in_hf("gemma3_text", "norm-one-left-out"), default=False),
+        whole(in_vllm("gemma3_text", "embed-scaled"), default=False),
+        whole(in_hf("mistral", "rope-base"), default=False),
+        whole(in_vllm("mistral", "proj-gain"), default=False),
+        whole(in_hf("ministral3", "attn-scale"), default=True),
+    ],
+    ids=lambda case: case.id,
+)
+def test_a_fault_planted_in_the_decoder_of_a_checkpoint_that_sees_images_is_named(
+    cli: Cli, few_prompts: Path, tmp_path: Path, case: Planted
+) -> None:
+    for spec in (case.rollout, case.train):
+        require_engine(spec.partition(":")[0])
+    _, model = alone_and_whole(tmp_path, case.family, "")
+    assert_named(compared(cli, few_prompts, model, case.rollout, case.train), case)
 
 
 def test_the_table_of_the_docs_is_that_of_the_recorded_comparisons() -> None:

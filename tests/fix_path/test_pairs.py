@@ -10,6 +10,7 @@ import torch
 from bit_equal import assert_equal
 from command import Cli, require_engine, write_few_prompts
 from engine_pairs import DEFAULT, MODELS, WHOLE, cases
+from family_models import with_vision
 from safetensors.torch import load_file, save_file
 
 from rlk_align.selftest.faults.catalogue import choose
@@ -100,6 +101,29 @@ def test_a_family_that_vllm_computes_with_the_kernels_only(cli: Cli, folder: Pat
     assert_equal(done, 40, sparse=True)
     assert "nothing is compared without the kernels: vllm does not support" in done.err
     assert not (folder / "with-kernels-only" / "kernels-off").exists()
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize(
+    ("name", "train", "start"),
+    [
+        ("gemma3", "hf:batch=4,padding=left", ""),
+        ("mistral", "fsdp:dp=2", ""),
+        ("ministral3", "hf", "model."),
+    ],
+)
+def test_the_decoder_of_a_checkpoint_that_sees_images_has_the_kernels(
+    cli: Cli, folder: Path, tmp_path: Path, name: str, train: str, start: str
+) -> None:
+    require_engine("vllm")
+    alone = MODELS[name].stored(folder, name, "bfloat16")
+    done = cli(
+        *("compare", "--model", with_vision(tmp_path / "model", alone, start)),
+        *("--prompts", write_few_prompts(folder / "few.jsonl"), "--max-new-tokens", 8),
+        *("--rollout", "vllm", "--train", train, "--kernels", "rlk"),
+        *("--contract", "bitwise", "--run-dir", tmp_path / "run"),
+    )
+    assert_equal(done, 40)
 
 
 def first_difference(cli: Cli, folder: Path, name: str, engine: str, change: str) -> str | None:

@@ -118,40 +118,72 @@ ALLOWED = {"cohere2": ("--allow-mismatch", "attributes")}
 def family_model(folder: Path, family: str, dtype: str = "bfloat16", **changes: Any) -> Path:
     """The checkpoint of a family below `folder`, written the first time."""
     made = folder / "-".join([family, dtype, *map(str, changes)])
-    settings = {"num_hidden_layers": LAYERS, **SETTINGS[family], **changes}
+    settings = {"num_hidden_layers": LAYERS, **SETTINGS.get(family, {}), **changes}
     if not made.exists():
         write_random_model(made, model_type=family, dtype=dtype, **settings)
     return made
 
 
-def with_vision(folder: Path, text: Path) -> Path:
-    """The checkpoint `text` as its publisher stores it: with a part for images, with a prediction
-    of further tokens, and with the decoder's config and tensors inside. Written to `folder`."""
+_SIGLIP = {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
+_PIXTRAL = {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 16}
+_LAYER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+_LAYER |= {"num_attention_heads": 2}
+WHOLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5_text": ("qwen3_5", {"depth": 1, "hidden_size": 32, "num_heads": 2}),
+    "qwen3_5_moe_text": ("qwen3_5_moe", {"depth": 1, "hidden_size": 32, "num_heads": 2}),
+    "gemma3_text": ("gemma3", _SIGLIP | _LAYER),
+    "mistral": ("mistral3", _PIXTRAL | _LAYER),
+    "ministral3": ("mistral3", _PIXTRAL | _LAYER),
+}
+"""model_type of a decoder -> that of the checkpoint that also sees images, and the config of its
+part for images."""
+_BESIDE = {
+    "": ("vision_tower.vision_model.post_layernorm.weight", "multi_modal_projector.norm.weight"),
+    "model.": ("model.vision_tower.ln_pre.weight", "model.multi_modal_projector.norm.weight"),
+}
+"""The start of a name as published, or as some releases of transformers save it -> tensors of the
+part for images."""
+
+
+def with_vision(folder: Path, text: Path, start: str = "") -> Path:
+    """The checkpoint `text` as its publisher stores it: with a part for images, and with the
+    decoder's config and tensors inside. Written to `folder`. `start`: one of `_BESIDE`."""
     shutil.copytree(text, folder)
     config = json.loads((folder / "config.json").read_text())
-    family = config["model_type"].removesuffix("_text")
     (decoder,) = config.pop("architectures")
-    whole = {
+    kind, images = WHOLES[config["model_type"]]
+    inside, head = "model.language_model.", "lm_head."
+    beside: tuple[str, ...] = ("model.visual.blocks.0.norm1.weight", "mtp.fc.weight")
+    whole = {"vision_config": images, "tie_word_embeddings": config.get("tie_word_embeddings")}
+    if kind in ("gemma3", "mistral3"):
+        beside = _BESIDE[start]
+        if not start:
+            inside, head = "language_model.model.", "language_model.lm_head."
+        decoder = f"{kind.title()}ForCausalLM"
+    if kind == "gemma3":
+        # Published configs leave out what is usual.
+        assert config.pop("rms_norm_eps") == 1e-6
+    if kind == "mistral3":
+        # Mistral publishes another form of its weights beside these.
+        (folder / "params.json").write_text("{}")
+        other = {"layers.0.attention.wq.weight": torch.zeros(2, 2)}
+        save_file(other, folder / "consolidated.safetensors")
+    whole |= {
         "architectures": [decoder.replace("ForCausalLM", "ForConditionalGeneration")],
-        "model_type": family,
-        "text_config": config,
-        "vision_config": {"model_type": family, "depth": 1, "hidden_size": 32, "num_heads": 2},
-        "image_token_id": 7,
-        "tie_word_embeddings": config.get("tie_word_embeddings", False),
+        **{"model_type": kind, "dtype": config.pop("dtype"), "text_config": config},
     }
     (folder / "config.json").write_text(json.dumps(whole))
     stored = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(text.glob("*.safetensors")):
         tensors = {
-            name.replace("model.", "model.language_model.", 1): value
+            inside + name.removeprefix("model.")
+            if name.startswith("model.")
+            else name.replace("lm_head.", head): value
             for name, value in load_file(path).items()
         }
-        save_file(tensors, path, metadata={"format": "pt"})
+        save_file(tensors, folder / path.name, metadata={"format": "pt"})
         stored |= dict.fromkeys(tensors, path.name)
-    extra = {
-        "model.visual.blocks.0.norm1.weight": torch.ones(32, dtype=torch.bfloat16),
-        "mtp.fc.weight": torch.ones(32, 64, dtype=torch.bfloat16),
-    }
+    extra = {name: torch.ones(32, dtype=torch.bfloat16) for name in beside}
     save_file(extra, folder / "extra.safetensors", metadata={"format": "pt"})
     stored |= dict.fromkeys(extra, "extra.safetensors")
     index = folder / "model.safetensors.index.json"

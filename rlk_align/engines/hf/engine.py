@@ -1,5 +1,6 @@
 """HF transformers: a causal LM of any known family."""
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -37,9 +38,11 @@ from rlk_align.engines.hf.experts import (
 from rlk_align.engines.hf.places import hf_places
 from rlk_align.engines.hf.taps import HFTaps
 from rlk_align.errors import ModelError
+from rlk_align.model.checkpoint import decoder, transformers_config
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.shape import ModelShape
+from rlk_align.model.vision import DECODER_NAMES
 from rlk_align.text import one_line
 from rlk_align.trace.writer import PassWriter
 
@@ -71,6 +74,7 @@ class HFEngine(ForwardEngine):
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 self.model_path,
+                **self._decoder(),
                 dtype=dtype,
                 attn_implementation=self._attention(),
                 **self._experts_implementation(),
@@ -85,6 +89,13 @@ class HFEngine(ForwardEngine):
             self.kernels.in_model(model, model.config.rope_parameters)
         apply_patch(self.spec, model.eval())
         return model
+
+    def _decoder(self) -> dict[str, Any]:
+        """The arguments of `from_pretrained` for a checkpoint that also sees images."""
+        if decoder(self.model_path) is None:
+            return {}
+        names = {f"^{re.escape(start)}": alone for start, alone in DECODER_NAMES.items()}
+        return {"config": transformers_config(self.model_path), "key_mapping": names}
 
     def _attention(self) -> str | None:
         """The name of transformers' attention; None lets transformers choose."""

@@ -71,6 +71,7 @@ HF = EngineInfo(
     modules="rlk_align.engines.hf.modules:HFModules",
     one_kernel=(frozenset({"q_rope", "k_rope"}),),
     tested=("transformers",),
+    takes_decoder=True,
     conflict=_conflict,
     check=check_attention,
 )

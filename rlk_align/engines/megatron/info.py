@@ -54,6 +54,7 @@ MEGATRON = EngineInfo(
         frozenset({"gate_proj", "up_proj"}),
     ),
     tested=("megatron-core",),
+    takes_decoder=True,
     conflict=_conflict,
     check=check_megatron,
 )

