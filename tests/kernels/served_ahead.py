@@ -123,17 +123,17 @@ def main(fault: bool) -> int:
             Scheduler.max_num_seqs = 1
         sizes = ahead.sizes_of(Config)
         before = len(known)
-        ahead.expect_attention(HEADS, KV_HEADS, DIM, torch.bfloat16, None, Config)
+        ahead.expect_attention(HEADS, KV_HEADS, DIM, torch.bfloat16, None, None, Config)
         print("expected:", len(known) - before)
         before = len(known)
         many, arguments = empty(12_345, 16, KV_HEADS, 2 * DIM), (empty(1, HEADS, DIM),)
         assert ahead.compile_attention(
-            *arguments, *many.split(DIM, -1), integers(1, 2560), None, sizes
+            *arguments, *many.split(DIM, -1), integers(1, 2560), None, None, sizes
         )
         print("unexpected:", len(known) - before)
         for pages in (40, 2560):
             arguments = empty(1, HEADS, DIM), *cache.split(DIM, -1), integers(1, pages)
-            assert ahead.compile_attention(*arguments, None, sizes)
+            assert ahead.compile_attention(*arguments, None, None, sizes)
         compiled, compiling = len(known), False
         serve(weights, experts, head, cache)
     print("compiled:", compiled)

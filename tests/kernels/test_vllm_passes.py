@@ -53,7 +53,7 @@ def test_layers_share_one_for_each_window(made):
     for window in (None, WINDOW):
         alone = attend(x, None, window)
         for layer in LAYERS:
-            schedule = of_pass.of((layer, window), window, *x)
+            schedule = of_pass.of((layer, window), window, None, *x)
             assert torch.equal(attend(x, schedule, window), alone)
     assert made == [None, WINDOW]
 
@@ -64,7 +64,7 @@ def test_another_pass_has_its_own(made):
         x[4].copy_(torch.tensor(lens))
         of_pass, alone = Schedules(), attend(x, None)
         for layer in LAYERS:
-            assert torch.equal(attend(x, of_pass.of(layer, None, *x)), alone)
+            assert torch.equal(attend(x, of_pass.of(layer, None, None, *x)), alone)
     assert made == [None] * 2
 
 
@@ -75,13 +75,13 @@ def test_a_layer_that_asks_again_is_in_another_pass(made):
         x[4].copy_(torch.tensor(lens))
         alone = attend(x, None)
         for layer in LAYERS:
-            assert torch.equal(attend(x, of_pass.of(layer, None, *x)), alone), lens
+            assert torch.equal(attend(x, of_pass.of(layer, None, None, *x)), alone), lens
     assert made == [None] * 2
 
 
 def test_one_that_is_kept_from_pass_to_pass_is_noticed():
     x = batch()
-    stale = Schedules().of(LAYERS[0], None, *x)
+    stale = Schedules().of(LAYERS[0], None, None, *x)
     x[4].copy_(torch.tensor(LATER))
     assert not torch.equal(attend(x, stale), attend(x, None))
 
@@ -90,7 +90,7 @@ def test_layers_of_other_heads_have_their_own(made):
     of_pass = Schedules()
     for layer, heads in zip(LAYERS, ((2, 1, 16), (4, 1, 16), (4, 2, 16)), strict=True):
         x = batch(heads)
-        assert torch.equal(attend(x, of_pass.of(layer, None, *x)), attend(x, None))
+        assert torch.equal(attend(x, of_pass.of(layer, None, None, *x)), attend(x, None))
     assert len(made) == 3
 
 
@@ -99,17 +99,17 @@ def test_other_tables_and_lengths_have_their_own(made):
     x, of_pass = batch(), Schedules()
     for layer, moved in zip(range(4), (None, 3, 4, 5), strict=True):
         tensors = [y.clone() if i == moved else y for i, y in enumerate(x)]
-        of_pass.of(layer, None, *tensors)
+        of_pass.of(layer, None, None, *tensors)
     assert len(made) == 4
 
 
 @pytest.mark.parametrize("second", [(1, False), (0, True)], ids=["stream", "capture"])
 def test_another_stream_and_a_capture_have_their_own(second, made, monkeypatch):
     x, of_pass = batch(), Schedules()
-    first = of_pass.of(LAYERS[0], None, *x)
+    first = of_pass.of(LAYERS[0], None, None, *x)
     monkeypatch.setattr(passes, "_stream", lambda device: second)
-    assert of_pass.of(LAYERS[1], None, *x) is not first
-    assert of_pass.of(LAYERS[2], None, *x) is not first
+    assert of_pass.of(LAYERS[1], None, None, *x) is not first
+    assert of_pass.of(LAYERS[2], None, None, *x) is not first
     assert len(made) == 2
 
 
@@ -117,7 +117,7 @@ def test_another_stream_and_a_capture_have_their_own(second, made, monkeypatch):
 @pytest.mark.whole_matrix
 def test_it_is_kept_no_longer_than_the_pass():
     x, of_pass = batch(), Schedules()
-    plan = weakref.ref(of_pass.of(LAYERS[0], None, *x).plan)
+    plan = weakref.ref(of_pass.of(LAYERS[0], None, None, *x).plan)
     gc.disable()  # no circle holds it
     try:
         del of_pass
@@ -126,23 +126,37 @@ def test_it_is_kept_no_longer_than_the_pass():
         gc.enable()
 
 
+def test_new_weights_outside_of_vllms_configuration():
+    """verl gives a running engine new weights, and then calls this."""
+    pytest.importorskip("vllm")
+    from rlk_kernels.integrations.vllm.attention_gpu import RlkAttentionImpl
+
+    RlkAttentionImpl(2, 16, 0.25, 1).process_weights_after_loading(torch.bfloat16)
+
+
 def test_the_layers_of_vllms_backend_share_one(made):
-    """The real classes, on a CPU: a window's layers beside those without, two steps."""
+    """The real classes, on a CPU: layers with a window, a cap or sinks beside those without, two
+    steps."""
     pytest.importorskip("vllm")
     from rlk_kernels.integrations.vllm import attention_gpu
     from rlk_kernels.integrations.vllm.ahead import Sizes
 
     q, k, v, table, lens, cu_q = batch()
     cache = torch.cat([k, v], -1).transpose(1, 2)
+    kinds = [{}, {"window": WINDOW}, {"softcap": 5.0}, {"sinks": torch.tensor([0.5, -1.0])}]
     layers = [
-        attention_gpu.RlkAttentionImpl(2, 16, 0.25, 1, sliding_window=window)
-        for window in (None, WINDOW, None, WINDOW)
-    ]
+        attention_gpu.RlkAttentionImpl(
+            2, 16, 0.25, 1, sliding_window=kind.get("window"),
+            logits_soft_cap=kind.get("softcap"), sinks=kind.get("sinks"),
+        )
+        for kind in kinds * 2
+    ]  # fmt: skip
+    seen = []
     for new in (FIRST, LATER):
         lens.copy_(torch.tensor(new))
         slots, sizes = torch.zeros(4).long(), Sizes((4,), 4, 4)
         metadata = attention_gpu.Metadata(4, cu_q, lens, table, slots, True, sizes)
-        for layer in layers:
+        for layer, kind in zip(layers, kinds * 2, strict=True):
             out = torch.empty(6, 2, 16)  # padded to the size of a graph
             layer.forward(
                 None,
@@ -153,8 +167,8 @@ def test_the_layers_of_vllms_backend_share_one(made):
                 metadata,
                 out,
             )
-            alone = rk.paged_attention(
-                q, k, v, table, lens, cu_seqlens_q=cu_q, scale=0.25, window=layer.rlk_window
-            )
+            alone = rk.paged_attention(q, k, v, table, lens, cu_seqlens_q=cu_q, scale=0.25, **kind)
             assert torch.equal(out[:4], alone)
-    assert made == [None, WINDOW] * 2
+            seen.append(alone)
+    assert not any(torch.equal(x, seen[0]) for x in seen[1:4]), "each kind has bits of its own"
+    assert made == [None, WINDOW, None] * 2, "sinks need no schedule of their own"

@@ -81,13 +81,14 @@ def compile_experts(
 
 
 def expect_attention(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, window: int | None, config: Any
-) -> None:
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, window: int | None,
+    softcap: float | None, config: Any,
+) -> None:  # fmt: skip
     """Starts threads that compile attention for a VllmConfig, assuming vLLM's usual layout of the
     cache and the tables. `compile_attention` later sees the actual ones; without this function most
     of a minute's compilation would begin there, while graphs are captured."""
     block, sizes = config.cache_config.block_size, sizes_of(config)
-    form = heads, kv_heads, dim, dtype, window, block, sizes
+    form = heads, kv_heads, dim, dtype, window, softcap, block, sizes
     if block is None or form in _compiled:
         return
     blocks = -(-config.model_config.max_model_len // block)
@@ -96,25 +97,26 @@ def expect_attention(
     table = torch.empty(1, blocks, dtype=torch.int32, device=here["device"])
     rlk_kernels.warm_up_paged_attention(
         torch.empty(1, heads, dim, **here), *cache.split(dim, -1), table, window=window,
-        sequences=sizes.sequences, tokens=sizes.tokens, wait=False,
+        softcap=softcap, sequences=sizes.sequences, tokens=sizes.tokens, wait=False,
     )  # fmt: skip
     _compiled.add(form)
 
 
 def compile_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, window: int | None, sizes: Sizes
-) -> bool:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, window: int | None,
+    softcap: float | None, sizes: Sizes,
+) -> bool:  # fmt: skip
     """Compiles attention, once for all layers of one shape. Returns False without compiling while a
     graph is captured."""
     form = (
         q.shape[1:], q.dtype, q.device, k_cache.shape[1:], k_cache.stride(), table.shape[1],
-        table.stride(), window, sizes,
+        table.stride(), window, softcap, sizes,
     )  # fmt: skip
     if form not in _compiled:
         finish()
         if not rlk_kernels.warm_up_paged_attention(
-            q, k_cache, v_cache, table, window=window, sequences=sizes.sequences,
-            tokens=sizes.tokens,
+            q, k_cache, v_cache, table, window=window, softcap=softcap,
+            sequences=sizes.sequences, tokens=sizes.tokens,
         ):  # fmt: skip
             return False
         _compiled.add(form)

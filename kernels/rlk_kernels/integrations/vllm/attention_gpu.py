@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -93,12 +93,11 @@ class RlkAttentionImpl(VllmAttention, AttentionImpl):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype, self.rlk_window = kv_cache_dtype, sliding_window
+        self.rlk_softcap, self.sinks = logits_soft_cap or None, sinks
         self.rlk_compiled = False
         refuse(
             {
                 "ALiBi": alibi_slopes is not None,
-                "a soft cap on scores on a GPU": bool(logits_soft_cap),
-                "attention sinks on a GPU": sinks is not None,
                 f"attention of type {attn_type}": attn_type != AttentionType.DECODER,
                 "a quantised KV cache": kv_cache_dtype not in ("auto", "bfloat16", "float16"),
                 "keys shared between layers": kv_sharing_target_layer_name is not None,
@@ -106,10 +105,12 @@ class RlkAttentionImpl(VllmAttention, AttentionImpl):
         )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        expect_attention(
-            self.num_heads, self.num_kv_heads, self.head_size, act_dtype, self.rlk_window,
-            get_current_vllm_config(),
-        )  # fmt: skip
+        # verl calls this after each update of the weights, outside of vLLM's configuration.
+        if config := get_current_vllm_config_or_none():
+            expect_attention(
+                self.num_heads, self.num_kv_heads, self.head_size, act_dtype, self.rlk_window,
+                self.rlk_softcap, config,
+            )  # fmt: skip
 
     def forward(
         self,
@@ -129,13 +130,13 @@ class RlkAttentionImpl(VllmAttention, AttentionImpl):
         if not self.rlk_compiled:
             self.rlk_compiled = compile_attention(
                 query, *self.keys_and_values(kv_cache), attn_metadata.block_table, self.rlk_window,
-                attn_metadata.sizes,
+                self.rlk_softcap, attn_metadata.sizes,
             )  # fmt: skip
         self.attend(query, kv_cache, attn_metadata, output)
         return output
 
     def schedule(self, metadata: Metadata, *call: Tensor) -> rlk_kernels.Schedule | None:
-        return metadata.schedules.of(self, self.rlk_window, *call)
+        return metadata.schedules.of(self, self.rlk_window, self.rlk_softcap, *call)
 
 
 class RlkAttentionBackend(AttentionBackend):
@@ -157,6 +158,10 @@ class RlkAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
         return True
 
     @classmethod

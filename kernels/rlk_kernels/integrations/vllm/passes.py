@@ -21,8 +21,8 @@ class Schedules:
         self.made: dict[tuple[Any, ...], tuple[rlk_kernels.Schedule | None, set[object]]] = {}
 
     def of(
-        self, layer: object, window: int | None, q: Tensor, k_cache: Tensor, v_cache: Tensor,
-        table: Tensor, lens: Tensor, cu_q: Tensor,
+        self, layer: object, window: int | None, softcap: float | None, q: Tensor,
+        k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, cu_q: Tensor,
     ) -> rlk_kernels.Schedule | None:  # fmt: skip
         """The schedule of a layer's call; the first call of its shape creates it.
 
@@ -30,15 +30,16 @@ class Schedules:
         run, and then the capture of a graph), in which tables and lengths may have other values.
         """
         key = (
-            window, q.shape, q.dtype, k_cache.shape, k_cache.stride(),
+            window, softcap, q.shape, q.dtype, k_cache.shape, k_cache.stride(),
             (k_cache.data_ptr() | v_cache.data_ptr()) & 15, table.shape, table.data_ptr(),
             lens.data_ptr(), cu_q.data_ptr(), *_stream(q.device),
         )  # fmt: skip
         schedule, asked = self.made.get(key, (None, None))
         if asked is None or layer in asked:
             schedule = rlk_kernels.paged_schedule(
-                q, k_cache, v_cache, table, lens, cu_seqlens_q=cu_q, window=window
-            )
+                q, k_cache, v_cache, table, lens, cu_seqlens_q=cu_q, window=window,
+                softcap=softcap,
+            )  # fmt: skip
             asked = set()
             self.made[key] = schedule, asked
         asked.add(layer)

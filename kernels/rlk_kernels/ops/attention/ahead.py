@@ -25,11 +25,11 @@ def batches(sequences: int, tokens: int, group: int, few: int) -> Iterator[tuple
 
 def warm_up_paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, *, window: int | None = None,
-    sequences: int, tokens: int, wait: bool = True,
+    softcap: float | None = None, sequences: int, tokens: int, wait: bool = True,
 ) -> bool:  # fmt: skip
     """Compile, several kernels at a time, what `paged_attention` and `paged_schedule` will launch
     for calls with these tensors, in batches of at most `sequences` sequences and `tokens` queries,
-    without a softcap and without sinks.
+    without sinks.
 
     Of q only the heads and the dtype matter, of the block table its width; no values are read.
     Returns False, with nothing compiled, while a CUDA graph is captured; the torch backend has
@@ -50,7 +50,7 @@ def warm_up_paged_attention(
             forward(
                 AttentionCall(
                     q.new_empty(queries, *heads), k_cache, v_cache, integers, integers[:batch],
-                    table[:, :width], True, 1.0, window,
+                    table[:, :width], True, 1.0, window, softcap or 0.0,
                 )
             )  # fmt: skip
     return ahead
