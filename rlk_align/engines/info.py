@@ -47,7 +47,8 @@ class EngineInfo:
     samples: bool = True
     """Whether it can sample, or only score responses that another engine sampled."""
     compiles: bool = False
-    """Whether users run it compiled: its un-tapped production mode is then measured on GPUs."""
+    """Whether users run it compiled, or with CUDA graphs: its un-tapped production mode is then
+    measured on GPUs."""
     spare_positions: int = 0
     """The number of positions of the model's context that the engine reserves."""
     fused: tuple[tuple[str, str], ...] = ()

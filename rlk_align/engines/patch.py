@@ -182,6 +182,11 @@ class MegatronPatch(Patch):
 class SGLangPatch(Patch):
     """SGLang, whose scheduler and model runner are in this process."""
 
+    def before_loading(self) -> None:
+        with _refused(self.spec):
+            sglang.register(self.excluded)
+        self.undo.callback(sglang.unregister)
+
     def in_model(self, model: Any, rope: Mapping[str, Any]) -> None:
         """`model`: SGLang's model runner."""
         with _refused(self.spec):

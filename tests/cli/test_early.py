@@ -25,7 +25,7 @@ REFUSED = {
     "deepspeed:offload=nvme": ("offload=nvme is unknown", "none, params"),
     "deepspeed:zero_init=1,stage=2": ("zero_init=1 with stage=2", "only stage 3"),
     "deepspeed:buffers=bf16,mixed=autocast": ("buffers=bf16 with mixed=autocast",),
-    "sglang:attention_backend=fa3": ("attention_backend=fa3 is unknown", "torch_native"),
+    "sglang:attention_backend=fa4": ("attention_backend=fa4 is unknown", "torch_native"),
     "vllm:logprobs=cooked": ("logprobs=cooked is unknown", "raw, processed"),
     "hf:device=tpu": ("device=tpu is unknown", "cuda"),
 }

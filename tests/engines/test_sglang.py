@@ -72,7 +72,10 @@ def test_a_dense_model_may_tie_its_head() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("device=cuda", "only its CPU engine was tested"),
+        ("device=cuda,tp=2", "tp=2: on GPUs one rank was tested"),
+        ("device=cuda,ep=2", "ep=2: on GPUs one rank was tested"),
+        ("device=cuda,attention_backend=torch_native", "does not run on device=cuda"),
+        ("device=cpu,attention_backend=triton", "does not run on device=cpu"),
         ("mem_fraction=1.5", "must be below 1"),
         ("ep=2", "cannot compute the experts of one rank"),
         ("tp=3", "8 heads cannot be divided among 3 ranks"),
@@ -99,19 +102,30 @@ def test_families_that_were_not_run_are_refused() -> None:
 
 
 def test_other_versions_are_refused_by_name() -> None:
-    check_version("0.5.23")
-    for other in ("0.5.17", "0.5.24"):
-        with pytest.raises(BadOption, match=rf"SGLang {other} is installed, and only 0\.5\.23"):
-            check_version(other)
+    for device, tested, other in (("cpu", "0.5.23", "0.5.17"), ("cuda", "0.5.17", "0.5.23")):
+        check_version(tested, device)
+        for installed in (other, "0.5.24"):
+            said = rf"SGLang {installed} is installed, and only {tested} was tested on .*{device}"
+            with pytest.raises(BadOption, match=said):
+                check_version(installed, device)
+
+
+def test_on_a_gpu_nothing_is_padded() -> None:
+    check(data_path("model"), "device=cuda,attention_backend=fa3")
+    check_sglang(
+        EngineSpec.parse("sglang:device=cuda").option,
+        read_config(data_path("model")),
+        replace(read_shape(data_path("model")), intermediate=500),
+    )
 
 
 STAND_INS = """
 import rlk_align.engines.sglang.boot as boot
-print(boot.prepare(raw=True))
+print(boot.prepare('cpu', raw=True))
 import sgl_kernel, sgl_kernel.kvcacheio, torchvision.transforms.v2.functional
 from torchvision.transforms import InterpolationMode
 from transformers.utils import is_torchvision_available
-print(is_torchvision_available(), boot.prepare(raw=True))
+print(is_torchvision_available(), boot.prepare('cpu', raw=True))
 sgl_kernel.rmsnorm()
 """
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from rlk_kernels.integrations import sglang
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.sglang import settings
 
 CONFIG: dict[str, Any] = {
@@ -17,8 +18,17 @@ SIZES |= {"moe_intermediate_size": 128}
 PLAIN = {"tp_size": 1, "kv_cache_dtype": "auto", "disaggregation_mode": "null"}
 
 
-def of_server(device: str = "cpu", **changed: Any) -> list[str]:
-    return list(settings.of_server(SimpleNamespace(**PLAIN | changed), device, "bfloat16"))
+def of_server(
+    device: str = "cpu", version: str = settings.VERSIONS["cpu"], **changed: Any
+) -> list[str]:
+    args = SimpleNamespace(**PLAIN | changed)
+    return list(settings.of_server(args, device, version, "bfloat16"))
+
+
+def on_a_gpu(prefill: str = "disabled", **changed: Any) -> list[str]:
+    graphs = SimpleNamespace(prefill=SimpleNamespace(backend=prefill))
+    given = {"cuda_graph_config": graphs, "version": settings.VERSIONS["cuda"]} | changed
+    return of_server("cuda", **given)
 
 
 def of_model(**changed: Any) -> list[str]:
@@ -32,7 +42,35 @@ def of_ranks(ranks: int, **changed: Any) -> list[str]:
 def test_plain_settings_are_supported() -> None:
     assert of_server() == of_server(tp_size=2) == of_model() == []
     assert of_ranks(1) == of_ranks(2) == []
-    assert of_server(kv_cache_dtype="bfloat16") == []
+    assert of_server(kv_cache_dtype="bfloat16") == on_a_gpu() == []
+
+
+def test_on_a_gpu_one_rank_and_no_graphs_of_prefills() -> None:
+    (ranks,) = on_a_gpu(tp_size=2)
+    assert ranks.startswith("tp_size=2")
+    for captured in ("full", "breakable", "tc_piecewise"):
+        (graphs,) = on_a_gpu(captured)
+        assert "disable_prefill_cuda_graph=True" in graphs
+
+
+def test_each_device_has_its_version() -> None:
+    (reason,) = on_a_gpu(version="0.5.23")
+    assert reason.startswith("device=cuda with SGLang 0.5.23")
+    assert "cuda with SGLang 0.5.17" in reason
+    (reason,) = of_server(version="0.5.17")
+    assert reason.startswith("device=cpu with SGLang 0.5.17")
+
+
+def test_graphs_that_were_captured_before_are_refused() -> None:
+    eager, captured = object(), object()
+    runner = SimpleNamespace(
+        eager_runner=eager, decode_cuda_graph_runner=eager, prefill_cuda_graph_runner=None
+    )
+    settings.check_not_captured(runner)
+    settings.check_not_captured(SimpleNamespace())
+    runner.decode_cuda_graph_runner = captured
+    with pytest.raises(NotSupported, match="captured CUDA graphs"):
+        settings.check_not_captured(runner)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +80,7 @@ def test_plain_settings_are_supported() -> None:
         *({name: "x"} for name in settings.OFF),
         *({name: "x"} for name in settings.ONLY),
         {"kv_cache_dtype": "fp8_e4m3"},
-        {"device": "cuda"},
+        {"device": "xpu"},
     ],
     ids=str,
 )
@@ -122,6 +160,8 @@ def test_the_plug_in_does_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings.importlib.metadata, "version", lambda _: "0.5.17")
-    with pytest.raises(settings.NotSupported, match=r"supports 0\.5\.23, and this is 0\.5\.17"):
+    monkeypatch.setattr(settings.importlib.metadata, "version", lambda _: "0.5.20")
+    with pytest.raises(
+        NotSupported, match=r"SGLang 0\.5\.23.*SGLang 0\.5\.17, and this is 0\.5\.20"
+    ):
         settings.check_version()

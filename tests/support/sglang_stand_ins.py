@@ -9,4 +9,4 @@ RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE",
 """The rank of this process among those that torchrun started."""
 if RANKS > 1:
     os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = "env://"
-prepare(raw=False, ranks=RANKS)
+prepare("cpu", raw=False, ranks=RANKS)

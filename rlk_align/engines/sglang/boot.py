@@ -1,4 +1,4 @@
-"""What SGLang needs before it is imported on a CPU: the choice of its CPU engine, and stand-ins for
+"""What SGLang needs before it is imported: on a CPU the choice of its CPU engine, and stand-ins for
 two packages that it imports and does not call there."""
 
 import os
@@ -13,8 +13,8 @@ _PARTS = {
 """Stand-in -> the modules in it that SGLang imports."""
 
 
-def prepare(raw: bool, ranks: int = 1) -> tuple[str, ...]:
-    """Sets up this process for `import sglang`, and returns the names of the stand-ins.
+def prepare(device: str, raw: bool, ranks: int = 1) -> tuple[str, ...]:
+    """Sets up this process for `import sglang` on a device, and returns the names of the stand-ins.
 
     `raw`: whether log-probs of sampled tokens are those of the raw distribution; `ranks`: the
     number of tensor-parallel ranks.
@@ -22,8 +22,10 @@ def prepare(raw: bool, ranks: int = 1) -> tuple[str, ...]:
     PyPI's torchvision is built for CUDA and cannot be loaded beside a CPU build of torch, and the
     kernels for CPUs, `sgl_kernel`, are not on PyPI: without them SGLang computes with torch.
     """
-    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1" if raw else "0"
+    if device != "cpu":
+        return ()
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     # SGLang binds each rank to its own NUMA node, and a small machine has too few.
     cores = os.cpu_count() or 1
     bound = "|".join(str(rank % cores) for rank in range(ranks))

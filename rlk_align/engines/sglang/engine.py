@@ -1,5 +1,4 @@
-"""SGLang on the CPU, in the process of each rank: its own scheduler, model runner, sampler and
-log-probs."""
+"""SGLang in the process of each rank: its own scheduler, model runner, sampler and log-probs."""
 
 import importlib.metadata
 from collections.abc import Iterator, Sequence
@@ -22,13 +21,15 @@ from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.sglang.attributes import sglang_attributes
 from rlk_align.engines.sglang.boot import prepare
 from rlk_align.engines.sglang.experts import FUSED
+from rlk_align.engines.sglang.graphs import GraphCounter
 from rlk_align.engines.sglang.head import add_head
-from rlk_align.engines.sglang.limits import check_version
+from rlk_align.engines.sglang.limits import attention_backend, check_version
+from rlk_align.engines.sglang.observable import call_every_module
 from rlk_align.engines.sglang.places import sglang_places
 from rlk_align.engines.sglang.session import Answer, Request, Session
 from rlk_align.engines.sglang.taps import SGLangTaps
 from rlk_align.engines.sglang.weights import sglang_weights
-from rlk_align.errors import BadOption, EngineFailed, ModelError
+from rlk_align.errors import EngineFailed, ModelError
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.results import CodePlace
 from rlk_align.trace.writer import PassWriter
@@ -51,17 +52,15 @@ class SGLangEngine(Engine):
     intervenes = True
 
     def open(self) -> None:
-        check_version(importlib.metadata.version("sglang"))
-        if self.spec.device is None and torch.cuda.is_available():
-            raise BadOption(
-                "engine 'sglang': only its CPU engine was tested, and this machine has a GPU",
-                "device=cpu",
-            )
+        device = self.spec.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        check_version(importlib.metadata.version("sglang"), device)
         self._passes = 0
-        self._stand_ins = prepare(raw=self._raw, ranks=self.ranks.world)
+        self._stand_ins = prepare(device, raw=self._raw, ranks=self.ranks.world)
+        if self.kernels is not None and self.production:
+            # Graphs are captured while SGLang starts.
+            self.kernels.before_loading()
         option = self.spec.option
         named = {
-            "attention_backend": "attention_backend",
             "chunked_prefill_size": "chunked_prefill_size",
             "max_running_requests": "max_running_requests",
             "page_size": "page_size",
@@ -70,8 +69,10 @@ class SGLangEngine(Engine):
         try:
             self._session = Session(
                 self.ranks,
+                graphs=self.production and device == "cuda",
                 model_path=str(self.model_path),
-                device="cpu",
+                device=device,
+                attention_backend=attention_backend(option, device),
                 dtype=self.spec.dtype(self.shape.dtype),
                 context_length=self.shape.context,
                 disable_radix_cache=not option("radix_cache"),
@@ -83,9 +84,12 @@ class SGLangEngine(Engine):
             raise ModelError(f"SGLang could not load {self.model_path}: {error}") from error
         self.runner = self._session.runner
         self.model = self.runner.model
-        if self.kernels is not None:
+        if self.kernels is not None and not self.production:
             self.kernels.in_model(self.runner, {})
-        add_head(self.model)
+        if not self.production:
+            if device == "cuda":
+                call_every_module()
+            add_head(self.model)
         apply_patch(self.spec, self.model)
 
     def _cache_tokens(self) -> int:
@@ -221,6 +225,8 @@ class SGLangEngine(Engine):
         # compute them again, and no tap would see them.
         self._passes += 1
         salted = [_salted(r, f"pass {self._passes}") for r in requests]
+        if self.production:
+            return self._run_untapped(salted)
         samples = {r.rid: i for i, r in enumerate(salted)}
         editor = Editor.of(intervention, batch)
         hooks = SGLangTaps(self.runner, self.ranks, self.shape, tap, editor, samples, sampled)
@@ -228,6 +234,14 @@ class SGLangEngine(Engine):
             if forced:
                 taps.force(batch)
             return self._session.run(salted)
+
+    def _run_untapped(self, requests: Sequence[Request]) -> list[Answer]:
+        if not torch.cuda.is_available():
+            return self._session.run(requests)
+        with GraphCounter(self.runner) as counter:
+            answers = self._session.run(requests)
+        self.graphs = counter.counted()
+        return answers
 
 
 def _salted(request: Request, salt: str) -> Request:

@@ -1,7 +1,7 @@
 """SGLang: what is known without importing it."""
 
 from rlk_align.engines.info import EngineInfo, Option
-from rlk_align.engines.sglang.limits import check_sglang
+from rlk_align.engines.sglang.limits import ATTENTION, check_sglang
 
 SGLANG = EngineInfo(
     "rlk_align.engines.sglang.engine:SGLangEngine",
@@ -10,7 +10,9 @@ SGLANG = EngineInfo(
     "checkout; then sglang:python=.venv-sglang/bin/python (docs/sglang.md)",
     patch="rlk_align.engines.patch:SGLangPatch",
     options={
-        "attention_backend": Option(default="torch_native", choices=("torch_native",)),
+        "attention_backend": Option(
+            choices=tuple(x for names in ATTENTION.values() for x in names)
+        ),
         "chunked_prefill_size": Option(int),
         "max_running_requests": Option(int),
         "page_size": Option(int),
@@ -23,6 +25,7 @@ SGLANG = EngineInfo(
         "top_p": Option(float, default=1.0),
         "logprobs": Option(default="raw", choices=("raw", "processed")),
     },
+    compiles=True,
     ranks=("tp",),
     spare_positions=7,
     fused=(

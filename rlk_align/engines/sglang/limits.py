@@ -7,32 +7,50 @@ from rlk_align.engines.info import ReadOption
 from rlk_align.errors import BadOption, ModelError
 from rlk_align.model.shape import ModelShape
 
-VERSION = "0.5.23"
-"""The version whose private methods the adapter was tested with."""
+VERSIONS = {"cpu": "0.5.23", "cuda": "0.5.17"}
+"""Device -> the version whose private methods the adapter was tested with."""
+ATTENTION = {"cpu": ("torch_native",), "cuda": ("triton", "fa3")}
+"""Device -> the attention backends that run there; the first is the default."""
 _PADDING = 32
 """On a CPU SGLang pads the MLP's features of each rank to a multiple of this."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """The families whose model classes in SGLang were run."""
 
 
-def check_version(installed: str) -> None:
-    """Raises BadOption for another version than the tested one."""
-    if installed != VERSION:
+def check_version(installed: str, device: str) -> None:
+    """Raises BadOption for another version than the one that was tested on the device."""
+    tested = VERSIONS[device]
+    if installed != tested:
         raise BadOption(
-            f"engine 'sglang': SGLang {installed} is installed, and only {VERSION} was tested: its "
-            "prompt log-probs and its head are private methods, which change",
-            f"pip install sglang=={VERSION}; docs/sglang.md",
+            f"engine 'sglang': SGLang {installed} is installed, and only {tested} was tested on "
+            f"device={device}: its prompt log-probs and its head are private methods, which change",
+            f"pip install sglang=={tested}; docs/sglang.md",
         )
+
+
+def attention_backend(option: ReadOption, device: str) -> str:
+    """The attention backend on a device. Raises BadOption for one that does not run there."""
+    backend = str(option("attention_backend") or ATTENTION[device][0])
+    if backend not in ATTENTION[device]:
+        raise BadOption(
+            f"engine 'sglang': attention_backend={backend} does not run on device={device}",
+            f"attention_backend={' or '.join(ATTENTION[device])}",
+        )
+    return backend
 
 
 def check_sglang(option: ReadOption, config: dict[str, Any], shape: ModelShape) -> None:
     """Raises ModelError or BadOption if SGLang would fail to load the model, or compute
     nonsense."""
-    if option("device") not in (None, "cpu"):
-        raise BadOption(
-            f"engine 'sglang': device={option('device')}: only its CPU engine was tested",
-            "leave `device` out",
-        )
+    device = option("device")
+    if device is not None:
+        attention_backend(option, str(device))
+    for ranks in ("tp", "ep") if device == "cuda" else ():
+        if option(ranks) != 1:
+            raise BadOption(
+                f"engine 'sglang': {ranks}={option(ranks)}: on GPUs one rank was tested",
+                f"leave {ranks} out",
+            )
     if not float(option("mem_fraction") or 0.5) < 1:
         raise BadOption(
             f"engine 'sglang': mem_fraction={option('mem_fraction')}: must be below 1",
@@ -51,7 +69,8 @@ def check_sglang(option: ReadOption, config: dict[str, Any], shape: ModelShape) 
         )
     if shape.experts:
         _check_sparse(config, shape)
-    _check_shared(option, shape)
+    if device != "cuda":
+        _check_shared(option, shape)
 
 
 def _check_sparse(config: dict[str, Any], shape: ModelShape) -> None:

@@ -39,26 +39,24 @@ class Answer:
 
 
 class Session:
-    """The scheduler as its process would run it, with overlap and CUDA graphs off. Each of several
-    ranks has one, and they get the same requests."""
+    """The scheduler as its process would run it, without overlap. Each of several ranks has one,
+    and they get the same requests."""
 
-    def __init__(self, ranks: Ranks, **settings: Any) -> None:
-        """`settings`: those of SGLang's ServerArgs. `sglang` must be ready to be imported."""
-        from sglang.srt.managers.scheduler import Scheduler, SpawnRanks
-        from sglang.srt.runtime_context import publish
-        from sglang.srt.server_args import PortArgs, ServerArgs
+    def __init__(self, ranks: Ranks, graphs: bool, **settings: Any) -> None:
+        """`graphs`: whether steps of decode replay CUDA graphs; `settings`: those of SGLang's
+        ServerArgs. `sglang` must be ready to be imported."""
+        from sglang.srt.server_args import ServerArgs
 
         args = ServerArgs(
             skip_tokenizer_init=True,
             tp_size=ranks.world,
             disable_overlap_schedule=True,
-            disable_cuda_graph=True,
+            disable_cuda_graph=not graphs,
+            disable_prefill_cuda_graph=True,
             log_level="warning",
             **settings,
         )
-        publish(args, role="scheduler", ranks=SpawnRanks(ranks.rank, None, ranks.rank))
-        # SGLang communicates in the process group that the ranks have joined.
-        self._scheduler = Scheduler(args, PortArgs.init_new(args))
+        self._scheduler = _scheduler(args, ranks)
         self._outputs: list[Any] = []
         self._scheduler.output_streamer.send_to_detokenizer = self
 
@@ -110,6 +108,23 @@ class Session:
                 )
         self._outputs.clear()
         return answers
+
+
+def _scheduler(args: Any, ranks: Ranks) -> Any:
+    """SGLang communicates in the process group that the ranks have joined."""
+    from sglang.srt.managers import scheduler
+    from sglang.srt.runtime_context import publish
+    from sglang.srt.server_args import PortArgs
+
+    ports = PortArgs.init_new(args)
+    if hasattr(scheduler, "SpawnRanks"):
+        place = scheduler.SpawnRanks(ranks.rank, None, ranks.rank)
+        publish(args, role="scheduler", ranks=place)
+        return scheduler.Scheduler(args, ports)
+    # SGLang 0.5.17 takes the places themselves, and runs here on one rank alone.
+    publish(args, role="scheduler")
+    others = ("tp_rank", "moe_ep_rank", "pp_rank", "attn_cp_rank", "moe_dp_rank")
+    return scheduler.Scheduler(args, ports, 0, **dict.fromkeys(others, 0), dp_rank=None)
 
 
 def _tokenized(request: Request) -> Any:

@@ -101,10 +101,13 @@ class SGLangTaps(SiteHooks):
         original = sampler._sample_from_probs
 
         def sample(*args: Any, **kwargs: Any) -> Any:
-            drawn, mask = original(*args, **kwargs)
+            drawn = original(*args, **kwargs)
+            # Newer versions return a mask too.
+            drawn, *mask = drawn if isinstance(drawn, tuple) else (drawn,)
             last = zip(self._rows.sample[self._last], self._rows.position[self._last], strict=True)
             ids = [_next(batch.samples[s].ids, p) for s, p in last]
-            return torch.tensor(ids, dtype=drawn.dtype, device=drawn.device), mask
+            forced = torch.tensor(ids, dtype=drawn.dtype, device=drawn.device)
+            return (forced, *mask) if mask else forced
 
         self.replace(sampler, "_sample_from_probs", sample)
 

@@ -4,11 +4,14 @@
 T = packed rows of all requests   F = features
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.distributed import get_tp_group
 from torch import Tensor
 
+import rlk_kernels
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.experts import Sparse
@@ -69,6 +72,19 @@ class Norm(Counted):
         return profile.add_norm(x, residual, self.weight, self.variance_epsilon)
 
 
+def norms_as_modules(original: Callable[..., Any]) -> Callable[..., Any]:
+    """SGLang's norm of the heads of q and k, which on GPUs computes both in place by one kernel of
+    its own. Where the norms have kernels of ours, it calls their modules, on one stream."""
+
+    @functools.wraps(original)
+    def apply_qk_norm(*args: Any, q_norm: Any, **more: Any) -> Any:
+        if isinstance(q_norm, Norm):
+            more |= {"allow_inplace": False, "alt_stream": None}
+        return original(*args, q_norm=q_norm, **more)
+
+    return apply_qk_norm
+
+
 class Rotary(Counted):
     """Rotates by positions and frequencies, and does not read SGLang's table."""
 
@@ -81,12 +97,21 @@ class Rotary(Counted):
         self, positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None,
         fused_set_kv_buffer_arg: Any = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        if offsets is not None or fused_set_kv_buffer_arg is not None:
-            raise NotSupported("a rotation with offsets, or that writes the cache, is unsupported")
+        if offsets is not None:
+            raise NotSupported("a rotation with offsets is not supported")
         self.count()
         q, k = (x.reshape(x.shape[0], -1, self.head_size) for x in (query, key))
         q, k = profile.rope(q, k, positions.flatten(), self.rlk_inv_freq, self.rlk_scaling)
+        if fused_set_kv_buffer_arg is not None:
+            _write_cache(k, fused_set_kv_buffer_arg)
         return q.view(query.shape), k.view(key.shape)
+
+
+def _write_cache(k: Tensor, to: Any) -> None:
+    """Writes k[T, Hk, D] and the values of its rows to their slots, as SGLang's rotation of sparse
+    models does on GPUs."""
+    caches = (x.view(-1, 1, *k.shape[1:]) for x in (to.k_buffer, to.v_buffer))
+    rlk_kernels.write_kv_cache(k, to.value.reshape(k.shape), *caches, to.cache_loc)
 
 
 class Act(Counted):

@@ -1,6 +1,7 @@
 """Puts the kernels into a live ModelRunner, takes them out again, and finds the object that
 computes each operator."""
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -24,6 +25,7 @@ from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbeddin
 from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from sglang.srt.models import qwen3, qwen3_moe
 from sglang.srt.models.qwen3_moe import Qwen3MoeSparseMoeBlock
 from torch import Tensor
 
@@ -108,12 +110,14 @@ def use_kernels(runner: Any, excluded: Iterable[str] = ()) -> Handle:
     if runner in _excluded:
         raise NotSupported("this ModelRunner has the kernels already: close their handle first")
     settings.check(runner)
+    settings.check_not_captured(runner)
     named = operators(runner)
     if any(name.endswith(".experts") for name in named):
         check_sparse(excluded)
     stays = {id(o) for name, o in named.items() if name.rpartition(".")[2] in excluded}
     modules = [o for name, o in named.items() if name != "logprob" and id(o) not in stays]
     refuse("SGLang", _of_modules(modules))
+    _call_head_norms()
     with ExitStack() as undo:
         # q, k and v are one module.
         for module in modules:
@@ -132,6 +136,14 @@ def use_kernels(runner: Any, excluded: Iterable[str] = ()) -> Handle:
         factory._ROPE_DICT.clear()
         check_operators(operators(runner), excluded, called=False)
         return Handle(runner, undo.pop_all())
+
+
+@functools.cache
+def _call_head_norms() -> None:
+    """Makes SGLang's models call the norms of q and k that are ours, once in this process. Other
+    norms are computed as before."""
+    for module in (qwen3, qwen3_moe):
+        module.apply_qk_norm = layers.norms_as_modules(module.apply_qk_norm)
 
 
 def _of_modules(modules: Iterable[Any]) -> Iterator[str]:

@@ -9,9 +9,9 @@ from rlk_kernels.integrations import rotary
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.frameworks import refuse
 
-VERSIONS = ("0.5.23",)
-"""The versions of SGLang whose private methods were read and run: those of the head and of
-log-probs have no extension point."""
+VERSIONS = {"cpu": "0.5.23", "cuda": "0.5.17"}
+"""Device -> the version of SGLang whose private methods were read and run on it: those of the head
+and of log-probs have no extension point."""
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -56,9 +56,27 @@ ONLY = {
 def check_version() -> None:
     """Raises NotSupported for a version of SGLang that is not in `VERSIONS`."""
     version = importlib.metadata.version("sglang")
-    if version not in VERSIONS:
+    if version not in VERSIONS.values():
+        raise NotSupported(f"rlk_kernels in SGLang supports {_known()}, and this is {version}")
+
+
+def _known() -> str:
+    return ", ".join(f"{device} with SGLang {version}" for device, version in VERSIONS.items())
+
+
+def _captures_prefills(args: Any) -> bool:
+    config = getattr(args, "cuda_graph_config", None)
+    return config is not None and str(getattr(config.prefill, "backend", "")) != "disabled"
+
+
+def check_not_captured(runner: Any) -> None:
+    """Raises NotSupported if a ModelRunner has captured CUDA graphs: they would go on replaying
+    SGLang's own operators."""
+    graphs = {getattr(runner, f"{kind}_cuda_graph_runner", None) for kind in ("decode", "prefill")}
+    if graphs - {None, getattr(runner, "eager_runner", None)}:
         raise NotSupported(
-            f"rlk_kernels in SGLang supports {', '.join(VERSIONS)}, and this is {version}"
+            "this ModelRunner has captured CUDA graphs, which keep SGLang's operators: call "
+            "register() before the model is loaded, or set RLK_KERNELS=1"
         )
 
 
@@ -72,14 +90,22 @@ def check(runner: Any) -> None:
     dtype = str(model.dtype).removeprefix("torch.")
     args = resolved_view(runner.server_args)
     config = model.hf_config
-    refused = *of_server(args, str(runner.device), dtype), *of_model(config)
-    refuse("SGLang", [*refused, *of_ranks(config, args.tp_size)])
+    device = str(runner.device).partition(":")[0]
+    version = importlib.metadata.version("sglang")
+    refused = [*of_server(args, device, version, dtype), *of_model(config)]
+    # On GPUs SGLang pads no size.
+    refuse("SGLang", refused + list(of_ranks(config, args.tp_size) if device == "cpu" else ()))
 
 
-def of_server(args: Any, device: str, dtype: str) -> Iterator[str]:
-    """A reason for each refused server argument, for a model in dtype."""
-    if not device.startswith("cpu"):
-        yield f"device={device}: the kernels were run in SGLang on CPUs only"
+def of_server(args: Any, device: str, version: str, dtype: str) -> Iterator[str]:
+    """A reason for each refused server argument, for a model in dtype, and this version of
+    SGLang."""
+    if version != VERSIONS.get(device):
+        yield f"device={device} with SGLang {version}: the kernels were run on {_known()}"
+    if device == "cuda" and args.tp_size != 1:
+        yield f"tp_size={args.tp_size}: on GPUs one rank was run"
+    if device == "cuda" and _captures_prefills(args):
+        yield "CUDA graphs of prefills, which were not run: disable_prefill_cuda_graph=True"
     for name in ONE:
         if (ranks := getattr(args, name, 1)) not in (None, 1):
             yield f"{name}={ranks}: of several ranks, tp_size alone was run"

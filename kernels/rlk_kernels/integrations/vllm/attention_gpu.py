@@ -19,6 +19,7 @@ from vllm.v1.attention.backend import (
 )
 
 import rlk_kernels
+from rlk_kernels.integrations.schedules import Schedules
 from rlk_kernels.integrations.vllm.ahead import (
     Sizes,
     compile_attention,
@@ -26,7 +27,6 @@ from rlk_kernels.integrations.vllm.ahead import (
     sizes_of,
 )
 from rlk_kernels.integrations.vllm.attention import VllmAttention, refuse
-from rlk_kernels.integrations.vllm.passes import Schedules
 
 
 @dataclass

@@ -1,10 +1,10 @@
 """The attention schedules that the layers of a pass share: one for each window and each shape of
 call.
 
-vLLM builds the metadata of a batch once in a step, for all layers whose keys are in one cache
-group, and drops it after the step. The schedules are stored there, so a schedule lives as long as
-its pass, in the memory of its stream or graph, and no other pass uses it. A graph that is captured
-as a whole computes the schedule again at each replay."""
+vLLM and SGLang build the metadata of a batch once in a step, vLLM for all layers whose keys are in
+one cache group, and drop it after the step. The schedules are stored there, so a schedule lives as
+long as its pass, in the memory of its stream or graph, and no other pass uses it. A graph that is
+captured as a whole computes the schedule again at each replay."""
 
 from typing import Any
 

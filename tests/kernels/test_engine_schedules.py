@@ -7,8 +7,8 @@ import pytest
 import rlk_kernels as rk
 import torch
 from kernel_suite import packed, paged_cache
-from rlk_kernels.integrations.vllm import passes
-from rlk_kernels.integrations.vllm.passes import Schedules
+from rlk_kernels.integrations import schedules
+from rlk_kernels.integrations.schedules import Schedules
 from rlk_kernels.launching import shape_cache
 from rlk_kernels.ops.attention import forward as attention_forward
 
@@ -107,7 +107,7 @@ def test_other_tables_and_lengths_have_their_own(made):
 def test_another_stream_and_a_capture_have_their_own(second, made, monkeypatch):
     x, of_pass = batch(), Schedules()
     first = of_pass.of(LAYERS[0], None, None, *x)
-    monkeypatch.setattr(passes, "_stream", lambda device: second)
+    monkeypatch.setattr(schedules, "_stream", lambda device: second)
     assert of_pass.of(LAYERS[1], None, None, *x) is not first
     assert of_pass.of(LAYERS[2], None, None, *x) is not first
     assert len(made) == 2
