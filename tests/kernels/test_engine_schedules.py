@@ -6,6 +6,7 @@ import weakref
 import pytest
 import rlk_kernels as rk
 import torch
+from digest_suite import digest
 from kernel_suite import packed, paged_cache
 from rlk_kernels.integrations import schedules
 from rlk_kernels.integrations.schedules import Schedules
@@ -143,32 +144,31 @@ def test_the_layers_of_vllms_backend_share_one(made):
 
     q, k, v, table, lens, cu_q = batch()
     cache = torch.cat([k, v], -1).transpose(1, 2)
-    kinds = [{}, {"window": WINDOW}, {"softcap": 5.0}, {"sinks": torch.tensor([0.5, -1.0])}]
+    kinds = {"plain": {}, "window": {"window": WINDOW}, "cap": {"softcap": 5.0}}
+    kinds["sinks"] = {"sinks": torch.tensor([0.5, -1.0])}
     layers = [
-        attention_gpu.RlkAttentionImpl(
-            2, 16, 0.25, 1, sliding_window=kind.get("window"),
-            logits_soft_cap=kind.get("softcap"), sinks=kind.get("sinks"),
+        (
+            name,
+            attention_gpu.RlkAttentionImpl(
+                2, 16, 0.25, 1, sliding_window=kinds[name].get("window"),
+                logits_soft_cap=kinds[name].get("softcap"), sinks=kinds[name].get("sinks"),
+            ),
         )
-        for kind in kinds * 2
+        for name in (*kinds, "plain", "window")
     ]  # fmt: skip
-    seen = []
     for new in (FIRST, LATER):
         lens.copy_(torch.tensor(new))
         slots, sizes = torch.zeros(4).long(), Sizes((4,), 4, 4)
         metadata = attention_gpu.Metadata(4, cu_q, lens, table, slots, True, sizes)
-        for layer, kind in zip(layers, kinds * 2, strict=True):
+        call = {"cu_seqlens_q": cu_q, "scale": 0.25}
+        alone = {
+            name: rk.paged_attention(q, k, v, table, lens, **call, **kind)
+            for name, kind in kinds.items()
+        }
+        for name, layer in layers:
             out = torch.empty(6, 2, 16)  # padded to the size of a graph
-            layer.forward(
-                None,
-                torch.nn.functional.pad(q, (0, 0, 0, 0, 0, 2)),
-                None,
-                None,
-                cache,
-                metadata,
-                out,
-            )
-            alone = rk.paged_attention(q, k, v, table, lens, cu_seqlens_q=cu_q, scale=0.25, **kind)
-            assert torch.equal(out[:4], alone)
-            seen.append(alone)
-    assert not any(torch.equal(x, seen[0]) for x in seen[1:4]), "each kind has bits of its own"
+            padded = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, 2))
+            layer.forward(None, padded, None, None, cache, metadata, out)
+            assert torch.equal(out[:4], alone[name]), name
+    assert len({digest(x) for x in alone.values()}) == 4, "each kind has bits of its own"
     assert made == [None, WINDOW, None] * 2, "sinks need no schedule of their own"
