@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from glm import write_glm
+from models import write_model
 from modes import MODES, ask_all, runs
 
 pytestmark = pytest.mark.skipif(not runs(), reason="needs vLLM and an NVIDIA GPU")
@@ -26,7 +26,7 @@ def _dense() -> str:
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     if request.param == "dense":
         return _dense()
-    return write_glm(tmp_path_factory.mktemp("glm") / "model")
+    return write_model(tmp_path_factory.mktemp("glm") / "model", "glm4_moe")
 
 
 @pytest.fixture(scope="module")
