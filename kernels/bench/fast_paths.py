@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from servers import VLLM
 from serving import Bench, append_line, wait_for
 from start import make_model
 
@@ -105,7 +106,7 @@ def start(model: Path, new: int, **options: Any) -> Bench:
         gpu_memory_utilization=0.01, kv_cache_memory_bytes=10 * 10**9, disable_log_stats=True,
         attention_backend="CUSTOM", **options,
     )  # fmt: skip
-    return Bench(llm, Path("/tmp/fast-paths.lock"), 1, new)
+    return Bench(VLLM(llm), Path("/tmp/fast-paths.lock"), 1, new)
 
 
 def graphs(args: argparse.Namespace, model: Path) -> None:

@@ -1,11 +1,12 @@
-"""Measures the throughput of vLLM with the kernels and without: tokens a second, by batch.
+"""Measures what vLLM or SGLang serves with the kernels and without: tokens a second, by batch.
 
     python kernels/bench/serving.py --model M --engine own|rlk|invariant --out X.jsonl [--lock F]
-                                    [--tp N] [--load-format auto]
+                                    [--server sglang] [--tp N] [--load-format auto]
 
-vLLM runs with its defaults: compiled, with CUDA graphs, the engine in a process of its own and the
-kernels as an installed plugin. `invariant` sets vLLM's VLLM_BATCH_INVARIANT=1. Weights are random
-and depend on --tp; only config.json is needed. --load-format auto loads the checkpoint's weights.
+Both run with their defaults: vLLM compiled, with CUDA graphs; SGLang with CUDA graphs, those of
+prefills without the kernels alone. The engine is in a process of its own, and the kernels are an
+installed plugin. `invariant` sets vLLM's VLLM_BATCH_INVARIANT=1. Weights are random and depend on
+--tp; only config.json is needed. --load-format auto loads the checkpoint's weights.
 Rivals run at the same time, each in a process of its own. They measure in turns once --rivals
 processes have written to --out that they started; the process that holds --lock uses the GPU alone.
 
@@ -27,6 +28,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from servers import SERVERS, Server
 
 BATCHES = (
     "decode:1x1024,decode:16x1024,decode:64x1024,decode:256x512,"
@@ -64,25 +67,17 @@ def alone(lock: Path) -> Iterator[None]:
 
 
 class Bench:
-    def __init__(self, llm: Any, lock: Path, repeats: int = REPEATS, new: int = NEW) -> None:
-        self.llm, self.lock, self.random = llm, lock, random.Random(0)
+    def __init__(self, server: Server, lock: Path, repeats: int = REPEATS, new: int = NEW) -> None:
+        self.server, self.lock, self.random = server, lock, random.Random(0)
         self.repeats, self.new = repeats, new
-        self.vocabulary = llm.llm_engine.model_config.get_vocab_size()
 
-    def prompts(self, count: int, length: int) -> list[dict[str, list[int]]]:
-        return [
-            {"prompt_token_ids": [self.random.randrange(2, self.vocabulary) for _ in range(length)]}
-            for _ in range(count)
-        ]
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        most = self.server.vocabulary
+        return [[self.random.randrange(2, most) for _ in range(length)] for _ in range(count)]
 
-    def seconds(self, prompts: list[Any], tokens: int) -> float:
-        from vllm import SamplingParams
-
-        params = SamplingParams(
-            temperature=1.0, max_tokens=tokens, logprobs=0, ignore_eos=True, detokenize=False
-        )
+    def seconds(self, prompts: list[list[int]], tokens: int) -> float:
         started = time.perf_counter()
-        self.llm.generate(prompts, params, use_tqdm=False)
+        self.server.answer(prompts, tokens, temperature=1.0)
         return time.perf_counter() - started
 
     def prefill(self, count: int, length: int) -> list[float]:
@@ -109,15 +104,8 @@ class Bench:
 
     def bits(self) -> str:
         """A digest of the greedy answers to a few prompts, log-probs included."""
-        from vllm import SamplingParams
-
         self.random.seed(1)
-        prompts = self.prompts(8, 200)
-        params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=0, detokenize=False)
-        answers = [
-            [sorted((t, p.logprob) for t, p in step.items()) for step in o.outputs[0].logprobs]
-            for o in self.llm.generate(prompts, params, use_tqdm=False)
-        ]
+        answers = self.server.answer(self.prompts(8, 200), 16, temperature=0.0)
         return hashlib.sha256(repr(answers).encode()).hexdigest()[:16]
 
 
@@ -135,6 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--engine", choices=("own", "rlk", "invariant"), required=True)
+    parser.add_argument("--server", choices=SERVERS, default="vllm")
     parser.add_argument("--name", help="of the engine in the lines; default: --engine")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--lock", type=Path, default=Path("/tmp/serving.lock"))
@@ -150,24 +139,14 @@ def main() -> None:
     parser.add_argument("--load-format", choices=("dummy", "auto"), default="dummy")
     args = parser.parse_args()
     name = args.name or args.engine
-    options: dict[str, Any] = {}
     if args.engine == "rlk":
         os.environ["RLK_KERNELS"] = "1"
-        options["attention_backend"] = "CUSTOM"
-    if args.engine == "invariant":
-        os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    if args.no_custom_all_reduce:
-        options["disable_custom_all_reduce"] = True
-    from vllm import LLM
-
     started = time.perf_counter()
-    llm = LLM(
-        model=str(args.model), load_format=args.load_format, skip_tokenizer_init=True,
-        tensor_parallel_size=args.tp,
-        disable_log_stats=True, max_model_len=40960, gpu_memory_utilization=0.01,
-        kv_cache_memory_bytes=int(args.cache_gb * 1e9), **options,
+    server = SERVERS[args.server](
+        args.model, args.engine, args.load_format, int(args.cache_gb * 1e9), args.tp,
+        not args.no_custom_all_reduce,
     )  # fmt: skip
-    bench = Bench(llm, args.lock, args.repeats, args.new)
+    bench = Bench(server, args.lock, args.repeats, args.new)
     append_line(args.out, engine=name, what="start", seconds=time.perf_counter() - started)
     wait_for(args.out, args.rivals)
     with alone(args.lock):
