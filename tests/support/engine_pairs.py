@@ -538,9 +538,9 @@ FACTS = {
         hidden=frozenset({"gate_proj", "up_proj", "act", "down_proj"}),
     ),
 }
-_SGLANG_MORE = ("", "chunked_prefill_size=32", "radix_cache=1", "tp=4")
+_SGLANG_MORE = ("chunked_prefill_size=32", "radix_cache=1", "tp=4")
 _SGLANG = Layouts(
-    ("tp=2", "chunked_prefill_size=32,page_size=16,max_running_requests=3,radix_cache=1"),
+    ("", "tp=2", "chunked_prefill_size=32,page_size=16,max_running_requests=3,radix_cache=1"),
     few_sparse=_SGLANG_MORE,
     dense=_SGLANG_MORE,
 )
