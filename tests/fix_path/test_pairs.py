@@ -2,17 +2,19 @@
 any site of any row, and every token goes to the same experts. Without the kernels:
 `tests/real_runs/test_healthy_pairs.py`."""
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from bit_equal import assert_equal
-from command import Cli, require_engine, write_few_prompts
-from engine_pairs import DEFAULT, MODELS, WHOLE, cases
+from command import Cli, require_engine, write_few_prompts, write_prompts_that_begin_alike
+from engine_pairs import CACHED, DEFAULT, MODELS, WHOLE, cases
 from family_models import with_vision
 from safetensors.torch import load_file, save_file
 
+from rlk_align.model.edges import EDGES
 from rlk_align.selftest.faults.catalogue import choose
 
 
@@ -20,6 +22,30 @@ from rlk_align.selftest.faults.catalogue import choose
 def test_no_bit_differs(cli: Cli, folder: Path, name: str) -> None:
     pair = WHOLE[name]
     assert_equal(pair.compared(cli, folder), 40, sparse=MODELS[pair.model].sparse)
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("name", CACHED)
+def test_no_bit_differs_behind_a_cached_prefix(cli: Cli, folder: Path, name: str) -> None:
+    """The rows that SGLang takes from its cache are missing, so that nothing is concluded; every
+    log-prob is compared. Without the kernels, they differ."""
+    pair = CACHED[name]
+    done = pair.run(cli, folder, write_prompts_that_begin_alike(folder / "alike.jsonl"))
+    assert done.code == 4, done.out + done.err
+    verdict = done.verdict
+    assert verdict is not None
+    coverage, *missing = verdict["doubts"]
+    assert coverage.startswith("coverage: ")
+    assert missing
+    assert all(re.search(r": rollout \w+ lacks \d+ rows$", doubt) for doubt in missing)
+    edges = verdict["edges"].values()
+    assert len(edges) == len(EDGES)
+    assert all(edge["tokens"] == verdict["tokens"] > 40 for edge in edges)
+    if pair.kernels == "rlk":
+        assert done.first is None
+        assert all(edge["bit_mismatches"] == 0 for edge in edges)
+    else:
+        assert all(edge["bit_mismatches"] > 0 for edge in edges)
 
 
 @pytest.mark.whole_matrix

@@ -157,6 +157,13 @@ def write_few_prompts(path: Path) -> Path:
     return path
 
 
+def write_prompts_that_begin_alike(path: Path) -> Path:
+    """Six prompts of token ids, of which the first 40 are common."""
+    made = ({"id": f"p{n}", "ids": [*range(6, 46), *range(60, 61 + n)]} for n in range(6))
+    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in made), encoding="utf-8")
+    return path
+
+
 def capture_of(run: Path, role: str) -> Trace:
     """A side's trace in a run."""
     names = json.loads((run / "run.json").read_text())["captures"]

@@ -338,8 +338,8 @@ MODELS = {
     "untied": Model(
         "qwen3_moe",
         {
-            **{"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2},
-            "moe_intermediate_size": 128,
+            **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32},
+            **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
         },
         sparse=True,
         sglang=True,
@@ -474,12 +474,14 @@ class Layouts:
     """For every model."""
     few_dense: tuple[str, ...] = ()
     """For every dense model."""
+    few_sparse: tuple[str, ...] = ()
+    """For every sparse model."""
     dense: tuple[str, ...] = ()
     sparse: tuple[str, ...] = ()
     """For the models that have every layout."""
 
     def of(self, model: Model) -> tuple[str, ...]:
-        few = self.few if model.sparse else (*self.few, *self.few_dense)
+        few = (*self.few, *(self.few_sparse if model.sparse else self.few_dense))
         more = self.sparse if model.sparse else self.dense
         return (*few, *more) if model.every_layout else few
 
@@ -536,9 +538,11 @@ FACTS = {
         hidden=frozenset({"gate_proj", "up_proj", "act", "down_proj"}),
     ),
 }
+_SGLANG_MORE = ("chunked_prefill_size=32", "radix_cache=1", "tp=4")
 _SGLANG = Layouts(
-    ("tp=2", "chunked_prefill_size=32,page_size=16,max_running_requests=3,radix_cache=1"),
-    dense=("", "chunked_prefill_size=32", "radix_cache=1"),
+    ("", "tp=2", "chunked_prefill_size=32,page_size=16,max_running_requests=3,radix_cache=1"),
+    few_sparse=_SGLANG_MORE,
+    dense=_SGLANG_MORE,
 )
 ENGINES = {
     "hf": Layouts(("", "batch=4,padding=left"), dense=("batch=4,padding=right", "batch=1")),
@@ -658,9 +662,9 @@ class Pair:
             reached.add(("ranks of the rollout", model.sparse))
         return frozenset(reached)
 
-    def compared(self, cli: Cli, folder: Path) -> Outcome:
+    def run(self, cli: Cli, folder: Path, prompts: Path) -> Outcome:
         """What `rlk-align compare` says of the pair; the run is `folder / "run"`. Skips where an
-        engine is not installed, and checks what holds for every healthy pair."""
+        engine is not installed."""
         for engine in self.engines:
             require_engine(engine)
         more = f"dtype={self.dtype},kernels={self.kernels}"
@@ -671,16 +675,22 @@ class Pair:
         contract = ("--contract", "bitwise") if self.kernels == "rlk" else ()
         done = cli(
             *("compare", "--model", MODELS[self.model].stored(folder, self.model, self.dtype)),
-            *("--prompts", write_few_prompts(folder / "few.jsonl"), "--max-new-tokens", 8),
+            *("--prompts", prompts, "--max-new-tokens", 8),
             *("--rollout", rollout, "--train", train, "--run-dir", folder / "run", *contract),
         )
+        record = os.environ.get("RLK_PAIRS")
+        if record and done.verdict:
+            with Path(record).open("a") as file:
+                said = {name: done.verdict[name] for name in ("edges", "coverage")}
+                file.write(json.dumps({"pair": self.id, "first": done.first} | said) + "\n")
+        return done
+
+    def compared(self, cli: Cli, folder: Path) -> Outcome:
+        """What `run` says of a few prompts, after what holds for every healthy pair."""
+        done = self.run(cli, folder, write_few_prompts(folder / "few.jsonl"))
         assert done.code == 0, done.out + done.err
         verdict = done.verdict
         assert verdict is not None
-        if record := os.environ.get("RLK_PAIRS"):
-            with Path(record).open("a") as file:
-                said = {name: verdict[name] for name in ("edges", "coverage")}
-                file.write(json.dumps({"pair": self.id, "first": done.first} | said) + "\n")
         assert verdict["dtype"] == self.dtype
         assert verdict["precheck"]["mismatches"] == verdict["breaches"] == []
         assert verdict["controls"]["observer"] == "bitwise"
@@ -708,9 +718,9 @@ _FIRST = {f"{name}:{layouts.few[0]}".rstrip(":") for name, layouts in ENGINES.it
 
 
 def _meets_sglang(rollout: str, train: str) -> bool:
-    """SGLang meets the first layout of each other engine."""
-    others = {spec for spec in (rollout, train) if not spec.startswith("sglang")}
-    return len(others) == 2 or others <= _FIRST
+    """SGLang meets the first layout of each engine, of its own too."""
+    others = [spec for spec in (rollout, train) if not spec.startswith("sglang")]
+    return len(others) == 2 or (others or [train])[0] in _FIRST
 
 
 _EVERY = [
@@ -734,13 +744,28 @@ _EVERY = [
     if rollout != "hf" or "," not in train
 ]
 WHOLE = {pair.id: pair for pair in _EVERY}
+_CACHED = "sglang:max_running_requests=2,radix_cache=1,page_size="
+CACHED = {
+    pair.id: pair
+    for pair in (
+        Pair(model, dtype, kernels, f"{_CACHED}{page}", train)
+        for model in ("embedded", "untied")
+        for dtype in MODELS[model].dtypes
+        for kernels in MODELS[model].kernels
+        for page in (1, 16)
+        for train in ("hf", "fsdp:dp=2", "megatron", "vllm")
+        if kernels == "rlk" or train == "hf"
+    )
+}
+"""Pairs for prompts that begin alike, so that SGLang takes rows from its cache."""
 DEFAULT = {pair.id for pair in covering(_EVERY, lambda pair: pair.goals)}
 
 
 def cases(kernels: str) -> list[Any]:
     """The names of the pairs with the kernels (`rlk`) or without (`off`), for `parametrize`."""
     return [
-        pytest.param(name, marks=() if name in DEFAULT else pytest.mark.whole_matrix)
+        # pytest names a long value by its number, unless it has the id.
+        pytest.param(name, id=name, marks=() if name in DEFAULT else pytest.mark.whole_matrix)
         for name, pair in WHOLE.items()
         if pair.kernels == kernels
     ]
