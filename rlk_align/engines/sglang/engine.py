@@ -227,7 +227,11 @@ class SGLangEngine(Engine):
         with hooks as taps:
             if forced:
                 taps.force(batch)
-            return self._session.run(salted)
+            answers = self._session.run(salted)
+        if tap is not None:
+            for i, answer in enumerate(answers):
+                tap.took_from_cache(i, answer.cached)
+        return answers
 
 
 def _salted(request: Request, salt: str) -> Request:
