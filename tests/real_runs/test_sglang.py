@@ -50,7 +50,8 @@ def healthy(done: Outcome) -> dict:
 
 def test_chunks_pages_and_cached_prefixes_change_no_verdict(compared: Compared) -> None:
     chunked = sglang_env.sglang(f"{SCHEDULES},patch=sglang_patches:at_most_32_rows")
-    healthy(compared(chunked, "hf"))
+    verdict = healthy(compared(chunked, "hf"))
+    assert verdict["coverage"]["served_from_cache"] > 0
 
 
 def test_without_chunks_a_forward_has_more_rows(compared: Compared) -> None:
