@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import Cli, Outcome, capture_of, require_engine, values
+from command import (
+    Cli,
+    Outcome,
+    capture_of,
+    require_engine,
+    values,
+    write_prompts_with_a_prefix,
+)
 
 from rlk_align.data import data_path
 from rlk_align.model.prompts import TokenBatch
@@ -143,20 +150,16 @@ def test_a_pass_computes_its_own_prefixes(cli: Cli, tmp_path: Path) -> None:
 CACHED = "vllm:enable_prefix_caching=1,block_size=32,max_num_seqs=1"
 
 
-def cached_prompts(folder: Path) -> Path:
-    """Four prompts that begin with the same 66 tokens, two blocks of the cache and two more."""
-    path = folder / "shared.jsonl"
-    lines = [
-        json.dumps({"id": f"p{n}", "ids": [*range(4, 70), *range(n, 90)]}) for n in range(80, 84)
-    ]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
-
-
 @pytest.mark.whole_matrix
 def test_rows_of_a_cached_prefix_are_not_missing(cli: Cli, tmp_path: Path) -> None:
     done = cli(
-        *("compare", "--prompts", cached_prompts(tmp_path), "--max-new-tokens", 16),
+        *(
+            "compare",
+            "--prompts",
+            write_prompts_with_a_prefix(tmp_path / "shared.jsonl"),
+            "--max-new-tokens",
+            16,
+        ),
         *("--rollout", CACHED, "--train", "hf", "--run-dir", tmp_path / "run"),
     )
     assert_trustworthy(done)
@@ -172,7 +175,13 @@ def test_rows_of_a_cached_prefix_are_not_missing(cli: Cli, tmp_path: Path) -> No
 @pytest.mark.whole_matrix
 def test_a_row_that_taps_lose_is_missing_beside_a_cache(cli: Cli, tmp_path: Path) -> None:
     done = cli(
-        *("compare", "--prompts", cached_prompts(tmp_path), "--max-new-tokens", 16),
+        *(
+            "compare",
+            "--prompts",
+            write_prompts_with_a_prefix(tmp_path / "shared.jsonl"),
+            "--max-new-tokens",
+            16,
+        ),
         *("--rollout", f"{CACHED},patch=patches:drops_a_row", "--train", "hf"),
         *("--edges", "decode_vs_train"),
         env=PATCHES,
