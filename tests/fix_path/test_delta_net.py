@@ -111,23 +111,25 @@ def long_prompts(folder: Path, each: int) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "train"),
+    ("name", "train", "dtype"),
     [
-        ("qwen3_5", "fsdp:dp=2"),
-        ("qwen3_next", "fsdp:dp=2"),
-        ("qwen3_next", "hf:batch=4,padding=left"),
-        ("qwen3_5_moe", "hf:batch=4,padding=right"),
+        ("qwen3_5", "fsdp:dp=2", "bfloat16"),
+        ("qwen3_5", "fsdp:dp=2", "float32"),
+        ("qwen3_next", "fsdp:dp=2", "bfloat16"),
+        ("qwen3_next", "hf:batch=4,padding=left", "bfloat16"),
+        ("qwen3_next", "hf:batch=4,padding=left", "float32"),
+        ("qwen3_5_moe", "hf:batch=4,padding=right", "bfloat16"),
     ],
 )
 def test_compare_finds_no_bit_where_prompts_are_cut_in_chunks(
-    cli: Cli, folder: Path, name: str, train: str
+    cli: Cli, folder: Path, name: str, train: str, dtype: str
 ) -> None:
     require_engine("vllm")
     done = cli(
         *("compare", "--model", MODELS[name].stored(folder, name, "bfloat16")),
         *("--prompts", long_prompts(folder, 1), "--max-new-tokens", 12),
-        *("--rollout", "vllm:max_num_batched_tokens=37,max_num_seqs=3,kernels=rlk"),
-        *("--train", f"{train},kernels=rlk", "--run-dir", folder / "cut"),
+        *("--rollout", f"vllm:max_num_batched_tokens=37,max_num_seqs=3,kernels=rlk,dtype={dtype}"),
+        *("--train", f"{train},kernels=rlk,dtype={dtype}", "--run-dir", folder / "cut"),
     )
     assert_equal(done, 50, sparse=MODELS[name].sparse)
     assert "no operator beyond its budget on either side" in done.out
