@@ -63,7 +63,7 @@ def test_chunks_pages_and_cached_prefixes_change_no_verdict(compared: Compared) 
 def test_rows_of_a_cached_prefix_are_not_missing(compared: Compared, tmp_path: Path) -> None:
     prompts = write_prompts_with_a_prefix(tmp_path / "shared.jsonl")
     rollout = sglang_env.sglang("radix_cache=1,page_size=16,max_running_requests=1")
-    verdict = healthy(compared(rollout, "hf", "--prompts", prompts))
+    verdict = healthy(compared(rollout, "hf", "--prompts", prompts, "--max-new-tokens", 16))
     for name in ("decode", "prefill"):
         cached = capture_of(tmp_path / "run", "rollout").read_pass(name).record.cached
         assert cached == {1: 64, 2: 64, 3: 64}, name
