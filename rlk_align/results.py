@@ -230,6 +230,8 @@ class EdgeResult(Result):
     first_bitwise: Introducer | None
     expected_rows: Count
     paired_rows: Count
+    cached_rows: Count = 0
+    """Rows that a side took from its cache and did not compute. They are not expected."""
     unpaired: list[tuple[str, str, bool]]
     """(site, reason, whether the engine explains it)."""
     routing: EdgeRouting | None = None

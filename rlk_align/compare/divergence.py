@@ -78,6 +78,7 @@ class _EdgeState:
     unpaired: list[Unpaired] = field(default_factory=list)
     expected: int = 0
     paired: int = 0
+    cached: int = 0
     metrics: EdgeMetrics | None = None
     routing: Routing = field(default_factory=Routing)
     logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] = field(
@@ -106,6 +107,13 @@ class _SiteRows:
 
     def get(self, reader: PassReader) -> NumberedRows | None:
         return self._rows[reader.folder]
+
+    def cached(self, reader: PassReader) -> np.ndarray:
+        """Rows that the pass took from its cache, as a mask over the batch."""
+        mask, numbered = np.zeros(self._count, dtype=bool), self.get(reader)
+        if numbered is not None:
+            mask[numbered.cached] = True
+        return mask
 
     def noisy(self, side: Side) -> np.ndarray:
         """Rows that the side's repeated pass does not reproduce, as a mask over the batch."""
@@ -147,19 +155,26 @@ def _compare_site(
 ) -> None:
     expected = index.expected(site, edge.decode)
     a, b = edge.first.observed, edge.second.observed
-    paired, unpaired = pair_site(
-        site,
-        rows.get(a),
-        rows.get(b),
-        expected,
-        (edge.first.name, edge.second.name),
-        (a.record.unexposed.get(site.name), b.record.unexposed.get(site.name)),
-    )
+    cached = expected & (rows.cached(a) | rows.cached(b))
+    expected &= ~cached
+
+    def paired_in(wanted: np.ndarray) -> tuple[PairedSite | None, list[Unpaired]]:
+        return pair_site(
+            site,
+            rows.get(a),
+            rows.get(b),
+            wanted,
+            (edge.first.name, edge.second.name),
+            (a.record.unexposed.get(site.name), b.record.unexposed.get(site.name)),
+        )
+
+    paired, unpaired = paired_in(expected)
     # Rows of single experts that an engine never has are represented by the sum of the experts, and
     # what a gated delta rule reads from products by the rule.
     within = bool(site.experts) or site.operator.formula in ("decay", "sigmoid")
     inside = within and bool(unpaired) and all(u.explained for u in unpaired)
     state.expected += 0 if inside else int(expected.sum())
+    state.cached += 0 if inside else int(cached.sum())
     state.unpaired += unpaired
     if paired is None:
         return
@@ -169,6 +184,11 @@ def _compare_site(
     same = _equal_rows(a, b, paired, flips)
     equal = np.zeros(len(index), dtype=bool)
     equal[paired.number] = same
+    if cached.any():
+        # Later rows read them.
+        from_cache, _ = paired_in(cached)
+        assert from_cache is not None
+        equal[from_cache.number] = _equal_rows(a, b, from_cache, None)
     inputs_equal = _inputs_equal(site, index, edge, state.equal, graph)
     state.equal[site.name] = equal
     noisy = rows.noisy(edge.first) | rows.noisy(edge.second)
@@ -383,6 +403,7 @@ def _edge_result(edge: Edge, state: _EdgeState, index: RowIndex) -> EdgeResult:
         first_bitwise=_first_introducer(state.sites),
         expected_rows=state.expected,
         paired_rows=state.paired,
+        cached_rows=state.cached,
         unpaired=[(u.site, u.reason, u.explained) for u in state.unpaired],
         routing=state.routing.result(state.logprobs, index),
     )

@@ -152,6 +152,11 @@ def coverage(comparison: Comparison) -> tuple[int, int]:
     return sum(e.paired_rows for e in edges), sum(e.expected_rows for e in edges)
 
 
+def cached_rows(comparison: Comparison) -> int:
+    """Returns the number of rows of the judged edges that a side took from its cache."""
+    return sum(e.cached_rows for e in comparison.edges if e.name in comparison.judged)
+
+
 def doubts_of(c: Comparison, contract: Contract) -> list[str]:
     """Returns the reasons why nothing can be concluded from a comparison by a contract."""
     if c.stopped:

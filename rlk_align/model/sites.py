@@ -131,6 +131,19 @@ class RowIndex:
             mask[start + rows.start : start + rows.stop] = s.counted is None or s.counted
         return mask
 
+    @cached_property
+    def prefixes(self) -> np.ndarray:
+        """For each row the number of its tokens so far, int64: rows have the same number if their
+        samples have the same tokens up to them."""
+        known: dict[tuple[int, int], int] = {}
+        numbers = []
+        for s in self.batch.samples:
+            number = -1
+            for token in s.ids:
+                number = known.setdefault((number, token), len(known))
+                numbers.append(number)
+        return np.array(numbers, dtype=np.int64)
+
     def locate(self, row: int) -> tuple[int, int]:
         """The (sample, position) of a row number."""
         return int(self.sample[row]), int(self.position[row])

@@ -61,9 +61,12 @@ def determined_rows(
                 f"{name} of {source.name} is {source.dtype(name)}, which {grafted.name} rounds to "
                 f"{grafted.dtype(name)}"
             )
-        good = index.prefix_all(valued) if name in graph.prefix_inputs else valued
-        reasons[f"{source.name} keeps no value of {name}"] = rows & ~good
-        rows &= good
+        at = {f"{source.name} keeps no value of {name}": valued}
+        at[f"{grafted.name} does not compute {name}"] = live
+        for reason, good in at.items():
+            mask = index.prefix_all(good) if name in graph.prefix_inputs else good
+            reasons[reason] = rows & ~mask
+            rows &= mask
     for site in graph.sites:
         outputs = {source.name: source.captured, grafted.name: grafted.captured}
         outputs[f"the graft pass of {grafted.name}"] = grafted.cross_grafted

@@ -11,6 +11,7 @@ from rlk_align.judge.verdict import (
     PARITY_KINDS,
     OverBudget,
     Verdict,
+    cached_rows,
     closest_limit,
     coverage,
     headline,
@@ -105,7 +106,7 @@ def _facts(verdict: Verdict) -> Iterator[Fact]:
         detail = "".join(f"; {text}" for text in c.controls.observer_detail)
         yield Fact("controls", f"observer {c.controls.observer}{detail}; {noise}")
         paired, expected = coverage(c)
-        yield Fact("coverage", f"{paired:,} of {expected:,} rows paired")
+        yield Fact("coverage", f"{paired:,} of {expected:,} rows paired{_served(c)}")
         yield from _production(c)
     if verdict.status == "pass":
         yield from _evidence(verdict)
@@ -115,6 +116,11 @@ def _facts(verdict: Verdict) -> Iterator[Fact]:
         share = f"; {worst.excess:.2g} × the limit" if math.isfinite(worst.excess) else ""
         which = "worst" if beyond else "closest"
         yield Fact(which, f"{check_words(worst)}{share}", "soft")
+
+
+def _served(c: Comparison) -> str:
+    served = cached_rows(c)
+    return f"; {served:,} more served from the cache, not compared" if served else ""
 
 
 def _badness(check: LimitCheck) -> tuple[bool, bool, float]:

@@ -10,6 +10,7 @@ from rlk_align.judge.verdict import (
     PARITY_KINDS,
     OverBudget,
     Verdict,
+    cached_rows,
     cause_of,
     coverage,
     headline,
@@ -144,6 +145,7 @@ def _coverage_json(c: Comparison) -> dict[str, Any]:
         "paired": paired,
         "expected": expected,
         "fraction": paired / expected if expected else 0.0,
+        "served_from_cache": cached_rows(c),
         "unpaired": list(unpaired.values()),
     }
 

@@ -1,8 +1,8 @@
 """The rows of a pass by row number of the batch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -26,6 +26,9 @@ class NumberedRows:
     """The number of rows outside the batch."""
     copies: dict[int, "NumberedRows"] = field(default_factory=dict)
     """Rank -> the rows of which that rank has a different copy."""
+    cached: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """The row numbers that the pass took from its cache, ascending. They are in `number` too, with
+    the row of the sample that computed them, if it is known."""
 
     def find(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(which of these row numbers exist here, bool `[N]`; the index of each in `rows`)."""
@@ -53,6 +56,36 @@ def number_rows(rows: SiteRows, index: RowIndex) -> NumberedRows:
     return NumberedRows(rows, number[first], first, int(conflicts.sum()), int((number < 0).sum()))
 
 
+def with_cached(numbered: NumberedRows, tokens: Mapping[int, int], index: RowIndex) -> NumberedRows:
+    """Adds the rows that a pass took from its cache. `tokens`: sample -> the number of its first
+    tokens that the engine took from there.
+
+    Such a row is that of another sample with the same tokens so far. If several samples computed
+    it with different bits, it is unknown which of them was cached. Logits of a prompt's last token
+    are never cached.
+    """
+    lacks, of_cache = np.ones(len(index), dtype=bool), np.zeros(len(index), dtype=bool)
+    lacks[numbered.number] = False
+    for sample, count in tokens.items():
+        most = len(index.batch.samples[sample].prompt_ids) - 1
+        start = index.offsets[sample]
+        of_cache[start : start + min(count, most)] = True
+    cached = np.flatnonzero(of_cache & lacks)
+    prefixes, first, group = np.unique(
+        index.prefixes[numbered.number], return_index=True, return_inverse=True
+    )
+    digest = numbered.rows.digest[numbered.at]
+    equal = (digest == digest[first[group]]).all(axis=1)
+    ambiguous = prefixes[np.unique(group[~equal])]
+    wanted = index.prefixes[cached]
+    known = np.isin(wanted, prefixes) & ~np.isin(wanted, ambiguous)
+    at = numbered.at[first[np.searchsorted(prefixes, wanted[known])]]
+    number = np.concatenate([numbered.number, cached[known]])
+    order = np.argsort(number)
+    at = np.concatenate([numbered.at, at])[order]
+    return replace(numbered, number=number[order], at=at, cached=cached)
+
+
 def read_rows(reader: PassReader, site: str, index: RowIndex) -> NumberedRows | None:
     """A site's rows in a pass; None if the pass has none."""
     rows = reader.rows(site)
@@ -63,7 +96,8 @@ def read_rows(reader: PassReader, site: str, index: RowIndex) -> NumberedRows | 
         copy = reader.rows(name)
         if copy is not None:
             numbered.copies[rank] = number_rows(copy, index)
-    return numbered
+    cached = reader.record.cached
+    return with_cached(numbered, cached, index) if cached else numbered
 
 
 def read_ahead(

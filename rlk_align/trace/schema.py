@@ -157,6 +157,7 @@ class PartRecord(Record):
     boundaries: BoundaryRecord
     overwritten: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
     held: list[HeldRows] = Field(default_factory=list)
+    cached: dict[int, Annotated[int, Field(gt=0)]] = Field(default_factory=dict)
     seconds: float
 
 
@@ -172,6 +173,9 @@ class PassRecord(Record):
     """The number of live rows of each site that an intervention overwrote."""
     held: list[HeldRows] = Field(default_factory=list)
     """The rows that each rank computes; empty if each rank computes all rows."""
+    cached: dict[int, Annotated[int, Field(gt=0)]] = Field(default_factory=dict)
+    """Sample -> the number of its first tokens whose keys, values and states the engine says that
+    it took from its cache, where another sample left them."""
     graphs: GraphReplays | None = None
     """The CUDA graphs that a production pass replayed; None if the engine has none."""
     parted: list[Cell] = Field(default_factory=list)

@@ -43,7 +43,8 @@ class RecordedRows:
         self._rows: OrderedDict[str, _BatchRows] = OrderedDict()
 
     def present(self, site: str) -> np.ndarray:
-        """A mask of the rows of the batch that the pass has."""
+        """A mask of the rows of the batch that the pass computed. Rows that it took from its cache
+        have digests and values alone."""
         return self._of(site).present
 
     def digests(self, site: str) -> np.ndarray:
@@ -93,6 +94,7 @@ class RecordedRows:
         if numbered is not None:
             number, rows, at = numbered.number, numbered.rows, numbered.at
             columns.present[number] = True
+            columns.present[numbered.cached] = False
             columns.finite[number] = (rows.shard[at] >= 0) & (rows.nonfinite[at] == 0)
             columns.digest[number] = rows.digest[at]
             columns.shard[number], columns.index[number] = rows.shard[at], rows.index[at]

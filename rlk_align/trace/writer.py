@@ -129,6 +129,7 @@ class PassWriter:
         self._sites: dict[str, SiteRecord] = {}
         self._overwritten: Counter[str] = Counter()
         self._held: list[HeldRows] = []
+        self._cached: dict[int, int] = {}
         self._started = time.perf_counter()
         with writing(self._folder):
             if part == 0:
@@ -199,6 +200,12 @@ class PassWriter:
         )
         self._held.append(run)
 
+    def took_from_cache(self, sample: int, tokens: int) -> None:
+        """Records that the engine, by its own count, did not compute the first tokens of a sample,
+        because its cache had them from another one."""
+        if tokens:
+            self._cached[sample] = tokens
+
     def close(self) -> None:
         """Writes the remaining rows and the record of this part."""
         seconds = time.perf_counter() - self._started
@@ -213,6 +220,7 @@ class PassWriter:
             boundaries=boundaries,
             overwritten=self._overwritten,
             held=self._held,
+            cached=self._cached,
             seconds=seconds,
         )
         save_record(record, self._folder / f"part-{self._part}.json")
@@ -239,6 +247,7 @@ class PassWriter:
             unexposed=unexposed,
             overwritten=sum((Counter(p.overwritten) for p in parts), Counter()),
             held=[rows for p in parts for rows in p.held],
+            cached={sample: tokens for p in parts for sample, tokens in p.cached.items()},
             graphs=graphs,
             parted=list(parted),
             files=files,

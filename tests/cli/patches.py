@@ -321,3 +321,16 @@ def head_of_an_earlier_step(model: Any) -> None:
     noise = torch.randn(head.weight.shape, generator=drawn).to(head.weight.device)
     earlier = (head.weight.detach().float() * (1 + 0.01 * noise)).to(head.weight.dtype)
     head.forward = lambda x: torch.nn.functional.linear(x, earlier)
+
+
+def drops_a_row(_model: Any) -> None:
+    """Taps that lose the row of one operator at one token, behind every cached prefix."""
+    from rlk_align.trace.writer import PassWriter
+
+    write = PassWriter.__call__
+
+    def lossy(self: PassWriter, site: str, rows: torch.Tensor, sample: Any, position: Any) -> None:
+        keep = (sample != 2) | (position != 70) | (site != "layers.1.up_proj")
+        write(self, site, rows[torch.from_numpy(keep)], sample[keep], position[keep])
+
+    PassWriter.__call__ = lossy  # type: ignore[method-assign]

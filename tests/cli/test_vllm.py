@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import Cli, Outcome, capture_of, require_engine, values
+from command import (
+    Cli,
+    Outcome,
+    capture_of,
+    require_engine,
+    values,
+    write_prompts_with_a_prefix,
+)
 
 from rlk_align.data import data_path
 from rlk_align.model.prompts import TokenBatch
@@ -138,3 +145,48 @@ def test_a_pass_computes_its_own_prefixes(cli: Cli, tmp_path: Path) -> None:
         *("--rollout", "vllm:enable_prefix_caching=1,block_size=32", "--train", "hf"),
     )
     assert_trustworthy(done)
+
+
+CACHED = "vllm:enable_prefix_caching=1,block_size=32,max_num_seqs=1"
+
+
+@pytest.mark.whole_matrix
+def test_rows_of_a_cached_prefix_are_not_missing(cli: Cli, tmp_path: Path) -> None:
+    done = cli(
+        *(
+            "compare",
+            "--prompts",
+            write_prompts_with_a_prefix(tmp_path / "shared.jsonl"),
+            "--max-new-tokens",
+            16,
+        ),
+        *("--rollout", CACHED, "--train", "hf", "--run-dir", tmp_path / "run"),
+    )
+    assert_trustworthy(done)
+    assert done.code == 0, done.out
+    decode = capture_of(tmp_path / "run", "rollout").read_pass("decode").record
+    assert decode.cached == {1: 64, 2: 64, 3: 64}
+    hidden = len(decode.sites) - len({"logits", "logprob"})
+    # On the two edges that have the decode.
+    assert done.verdict["coverage"]["served_from_cache"] == 2 * 3 * 64 * hidden
+    assert "more served from the cache, not compared" in done.out
+
+
+@pytest.mark.whole_matrix
+def test_a_row_that_taps_lose_is_missing_beside_a_cache(cli: Cli, tmp_path: Path) -> None:
+    done = cli(
+        *(
+            "compare",
+            "--prompts",
+            write_prompts_with_a_prefix(tmp_path / "shared.jsonl"),
+            "--max-new-tokens",
+            16,
+        ),
+        *("--rollout", f"{CACHED},patch=patches:drops_a_row", "--train", "hf"),
+        *("--edges", "decode_vs_train"),
+        env=PATCHES,
+    )
+    assert done.code == 4
+    assert done.verdict["coverage"]["served_from_cache"] > 0
+    lost = {"site": "layers.1.up_proj", "reason": "rollout decode lacks 1 rows"}
+    assert done.verdict["coverage"]["unpaired"] == [lost]

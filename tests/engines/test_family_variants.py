@@ -271,6 +271,7 @@ def in_vllm(family: str, fault: str, **settings: int) -> Planted:
     return Planted(family, fault, f"vllm:fault={fault}", TRAIN.get(family, "hf"), more)
 
 
+RESTORED, CHUNKS = "delta-restored-fp8", "max_num_batched_tokens=64,max_num_seqs=2"
 FAULTY = [
     # Norms over all heads, and after the branches.
     in_hf("olmo3", "norm-each-head"),
@@ -383,10 +384,11 @@ FAULTY = [
     # Gated delta nets: the convolution, the state, and the norm after them.
     *(
         planted("qwen3_5_text", fault)
-        for planted in (in_hf, in_vllm)
+        for engine, planted in (("hf", in_hf), ("vllm", in_vllm))
         for fault, of in FAULTS.items()
-        if of.op_class == "recurrence" and of.expected == "named"
+        if of.op_class == "recurrence" and of.expected == "named" and engine in of.engines
     ),
+    Planted("qwen3_5_text", RESTORED, f"vllm:{CHUNKS},fault={RESTORED}", "hf"),
     in_hf("qwen3_next", "delta-not-reset"),
     in_vllm("qwen3_next", "conv-late"),
     in_hf("qwen3_next", "shared-gate-left-out"),
@@ -394,8 +396,8 @@ FAULTY = [
     in_hf("glm4", "post-norm-left-out"),
     in_vllm("glm4", "post-norm-left-out"),
 ]
-LONG = ("delta-sums-bf16",)
-"""Faults that add up over a sequence: the six prompts are too short for them."""
+LONG = ("delta-sums-bf16", RESTORED)
+"""Faults of long sequences: the six prompts are too short for them."""
 
 
 def long_prompts(folder: Path) -> Path:

@@ -23,6 +23,7 @@ from rlk_align.model.checkpoint import read_config
 from rlk_align.model.shape import read_shape
 
 SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
+HYBRID = Path(__file__).parents[2] / "fixtures/hybrid"
 WINDOW: dict[str, Any] = {"sliding_window": 6, "use_sliding_window": True, "layer_types": None}
 DENSE = data_path("model")
 
@@ -213,6 +214,25 @@ def test_vllm_takes_experts_on_a_cpu_in_steps_of_their_hidden_size(
     with refused if hidden == 136 and not kernels else nullcontext():
         check(engine, SPARSE, sizes | {"expert_intermediate": 36})
     check(engine, SPARSE, sizes | {"experts": 0, "sparse_layers": ()})
+
+
+@pytest.mark.parametrize(
+    ("options", "says", "fix"),
+    [
+        ("dtype=float32", "dtype=float32", "add kernels=rlk, or compare with --rollout hf"),
+        ("dtype=float16", "dtype=float16", "compare with --rollout hf"),
+        ("dtype=float16,kernels=rlk", "dtype=float16", "compare with --rollout hf"),
+    ],
+)
+def test_vllm_computes_gated_delta_nets_in_float32_with_the_kernels_alone(
+    monkeypatch: pytest.MonkeyPatch, options: str, says: str, fix: str
+) -> None:
+    monkeypatch.setattr(limits, "_on_cpu", lambda: True)
+    for taken in ("vllm", "vllm:kernels=rlk", "vllm:dtype=float32,kernels=rlk"):
+        check(taken, HYBRID)
+    with pytest.raises(ModelError, match=says) as refused:
+        check(f"vllm:{options}", HYBRID)
+    assert refused.value.fix == fix
 
 
 def source_of_vllm(*path: str) -> ast.Module:

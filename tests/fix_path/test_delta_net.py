@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from bit_equal import assert_equal
-from command import Cli, require_engine
-from engine_pairs import MODELS
+from command import Cli, Outcome, capture_of, require_engine
+from engine_pairs import GATED, HYBRID, MODELS
 from family_models import with_vision
+from random_model import write_random_model
 
 pytestmark = pytest.mark.whole_matrix
 RUN = Path(__file__).with_name("delta_net_run.py")
@@ -110,23 +111,25 @@ def long_prompts(folder: Path, each: int) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "train"),
+    ("name", "train", "dtype"),
     [
-        ("qwen3_5", "fsdp:dp=2"),
-        ("qwen3_next", "fsdp:dp=2"),
-        ("qwen3_next", "hf:batch=4,padding=left"),
-        ("qwen3_5_moe", "hf:batch=4,padding=right"),
+        ("qwen3_5", "fsdp:dp=2", "bfloat16"),
+        ("qwen3_5", "fsdp:dp=2", "float32"),
+        ("qwen3_next", "fsdp:dp=2", "bfloat16"),
+        ("qwen3_next", "hf:batch=4,padding=left", "bfloat16"),
+        ("qwen3_next", "hf:batch=4,padding=left", "float32"),
+        ("qwen3_5_moe", "hf:batch=4,padding=right", "bfloat16"),
     ],
 )
 def test_compare_finds_no_bit_where_prompts_are_cut_in_chunks(
-    cli: Cli, folder: Path, name: str, train: str
+    cli: Cli, folder: Path, name: str, train: str, dtype: str
 ) -> None:
     require_engine("vllm")
     done = cli(
         *("compare", "--model", MODELS[name].stored(folder, name, "bfloat16")),
         *("--prompts", long_prompts(folder, 1), "--max-new-tokens", 12),
-        *("--rollout", "vllm:max_num_batched_tokens=37,max_num_seqs=3,kernels=rlk"),
-        *("--train", f"{train},kernels=rlk", "--run-dir", folder / "cut"),
+        *("--rollout", f"vllm:max_num_batched_tokens=37,max_num_seqs=3,kernels=rlk,dtype={dtype}"),
+        *("--train", f"{train},kernels=rlk,dtype={dtype}", "--run-dir", folder / "cut"),
     )
     assert_equal(done, 50, sparse=MODELS[name].sparse)
     assert "no operator beyond its budget on either side" in done.out
@@ -158,3 +161,68 @@ def test_the_decoder_of_a_checkpoint_that_sees_images_has_the_kernels_too(
         *("--run-dir", folder / "images"),
     )
     assert_equal(done, 50, sparse=False)
+
+
+SMALL_BLOCKS = {"head_dim": 128, "num_key_value_heads": 4}
+"""Keys and values so large that a block of vLLM's cache, which is as large as a state, has few
+tokens."""
+CACHED_FAMILIES = {
+    "qwen3_5_text": HYBRID | SMALL_BLOCKS,
+    "qwen3_next": HYBRID | GATED | SMALL_BLOCKS,
+}
+
+
+def behind_a_cached_prefix(
+    cli: Cli, folder: Path, family: str, rollout: str, train: str, *more: str
+) -> Outcome:
+    """Four prompts of up to 180 tokens, which begin with the same 164 ones."""
+    require_engine("vllm")
+    model = folder / f"cached-{family}"
+    if not model.exists():
+        settings = CACHED_FAMILIES[family]
+        write_random_model(model, True, model_type=family, dtype="bfloat16", **settings)
+    rows = [[1 + (31 * i + (i >= 170 - 2 * n) * n) % 1000 for i in range(180)] for n in range(4)]
+    prompts = folder / "cached.jsonl"
+    lines = (json.dumps({"id": str(n), "ids": ids}) + "\n" for n, ids in enumerate(rows))
+    prompts.write_text("".join(lines))
+    return cli(
+        *("compare", "--model", model, "--prompts", prompts, "--max-new-tokens", 16),
+        *("--rollout", f"vllm:enable_prefix_caching=1,{rollout}", "--train", train),
+        *("--run-dir", folder / "cached", "--fresh", *more),
+    )
+
+
+def cached_tokens(folder: Path) -> dict[int, int]:
+    return capture_of(folder / "cached", "rollout").read_pass("decode").record.cached
+
+
+@pytest.mark.parametrize(
+    ("family", "train"),
+    [("qwen3_5_text", "fsdp:dp=2"), ("qwen3_next", "hf:batch=4,padding=left")],
+)
+def test_compare_finds_no_bit_behind_a_cached_prefix_that_ends_in_a_chunk(
+    cli: Cli, folder: Path, family: str, train: str
+) -> None:
+    rollout = "block_size=96,max_num_seqs=1,kernels=rlk"
+    done = behind_a_cached_prefix(cli, folder, family, rollout, f"{train},kernels=rlk")
+    assert_equal(done, 40, sparse=family == "qwen3_next")
+    assert cached_tokens(folder) == {1: 96, 2: 96, 3: 96}
+    assert 96 % 64, "the prefix ends within a chunk"
+    # Behind the prefix, the rule is recomputed from the rows of the sample that computed it.
+    assert "no operator beyond its budget on either side" in done.out
+
+
+@pytest.mark.parametrize("kernels", ["rlk", "off"])
+def test_a_state_that_is_restored_from_fp8_is_named(cli: Cli, folder: Path, kernels: str) -> None:
+    options = "block_size=64,max_num_batched_tokens=64,max_num_seqs=2"
+    rollout = f"{options},fault=delta-restored-fp8,kernels={kernels}"
+    done = behind_a_cached_prefix(
+        *(cli, folder, "qwen3_5_text", rollout, f"hf:kernels={kernels}"),
+        *("--edges", "decode_vs_train"),
+    )
+    assert done.code == 1, done.out + done.err
+    assert cached_tokens(folder)
+    over = done.verdict["divergences"]["decode_vs_train"]["first_over_budget"]
+    assert (over["site"], over["side"]) == ("layers.1.delta", "rollout")
+    if kernels == "rlk":
+        assert done.first == "layers.1.delta"

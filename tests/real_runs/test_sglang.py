@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 import sglang_env
-from command import Cli, Outcome, require_engine, write_few_prompts
+from command import (
+    Cli,
+    Outcome,
+    capture_of,
+    require_engine,
+    write_few_prompts,
+    write_prompts_with_a_prefix,
+)
 from random_model import write_random_model
 
 pytestmark = [sglang_env.needed, pytest.mark.whole_matrix, pytest.mark.timeout(600)]
@@ -51,6 +58,16 @@ def healthy(done: Outcome) -> dict:
 def test_chunks_pages_and_cached_prefixes_change_no_verdict(compared: Compared) -> None:
     chunked = sglang_env.sglang(f"{SCHEDULES},patch=sglang_patches:at_most_32_rows")
     healthy(compared(chunked, "hf"))
+
+
+def test_rows_of_a_cached_prefix_are_not_missing(compared: Compared, tmp_path: Path) -> None:
+    prompts = write_prompts_with_a_prefix(tmp_path / "shared.jsonl")
+    rollout = sglang_env.sglang("radix_cache=1,page_size=16,max_running_requests=1")
+    verdict = healthy(compared(rollout, "hf", "--prompts", prompts, "--max-new-tokens", 16))
+    for name in ("decode", "prefill"):
+        cached = capture_of(tmp_path / "run", "rollout").read_pass(name).record.cached
+        assert cached == {1: 64, 2: 64, 3: 64}, name
+    assert verdict["coverage"]["served_from_cache"] > 0
 
 
 def test_without_chunks_a_forward_has_more_rows(compared: Compared) -> None:

@@ -149,6 +149,13 @@ def said_by(
     return out + err
 
 
+def write_prompts_with_a_prefix(path: Path) -> Path:
+    """Four prompts of up to 90 tokens that begin with the same 66 ones."""
+    rows = [{"id": f"p{n}", "ids": [*range(4, 70), *range(n, 90)]} for n in range(80, 84)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
 def write_few_prompts(path: Path) -> Path:
     """Six prompts of the embedded set: short ones, and one of middle length."""
     lines = data_path("prompts.jsonl").read_text(encoding="utf-8").splitlines()

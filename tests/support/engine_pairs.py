@@ -26,7 +26,7 @@ from rlk_kernels.integrations.vllm.families import ONE_RANK
 from rlk_align.data import data_path
 from rlk_align.model.edges import EDGES
 
-SPARSE = Path(__file__).parents[2] / "fixtures/sparse"
+SPARSE, TRAINED_HYBRID = (Path(__file__).parents[2] / "fixtures" / n for n in ("sparse", "hybrid"))
 STRETCHED_FROM = 16
 """Positions before `llama3` and `yarn` ropes are stretched; the prompts are longer."""
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0}
@@ -429,6 +429,7 @@ MODELS = {
     "qwen3_5": Model(
         "qwen3_5_text",
         HYBRID,
+        path=TRAINED_HYBRID,
         dtypes=("bfloat16",),
         kernels=("rlk",),
         without=("megatron", "deepspeed"),

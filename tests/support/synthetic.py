@@ -151,8 +151,10 @@ def write_pass(
     unexposed: dict[str, str] | None = None,
     graphs: GraphReplays | None = None,
     parted: Cells = (),
+    cached: dict[int, int] | None = None,
 ) -> None:
-    """Writes one pass; `without` drops rows of sites (None: all of them), `also` adds rows."""
+    """Writes one pass; `without` drops rows of sites (None: all of them), `also` adds rows,
+    `cached`: sample -> its first tokens that the engine says it took from a cache."""
     order = {cell: n for n, cell in enumerate(all_cells(batch))}
     without = without or {}
     with PassWriter(folder, keep, statistics=statistics) as writer:
@@ -166,6 +168,8 @@ def write_pass(
             writer(site.name, rows, sample, position)
         for name, extra, sample_list, position_list in also:
             writer(name, extra, np.array(sample_list), np.array(position_list))
+        for i, tokens in (cached or {}).items():
+            writer.took_from_cache(i, tokens)
         writer.finish(unexposed or {}, graphs, list(parted))
 
 

@@ -233,7 +233,11 @@ class SGLangEngine(Engine):
         with hooks as taps:
             if forced:
                 taps.force(batch)
-            return self._session.run(salted)
+            answers = self._session.run(salted)
+        if tap is not None:
+            for i, answer in enumerate(answers):
+                tap.took_from_cache(i, answer.cached)
+        return answers
 
     def _run_untapped(self, requests: Sequence[Request]) -> list[Answer]:
         if not torch.cuda.is_available():

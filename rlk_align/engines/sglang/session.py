@@ -36,6 +36,8 @@ class Answer:
     """Of `ids`."""
     sequence_logprobs: list[float | None]
     """Of the sequence's own tokens from `logprobs_from` on, the first of which is None."""
+    cached: int
+    """The number of the sequence's first tokens that came from the radix cache."""
 
 
 class Session:
@@ -105,6 +107,7 @@ class Session:
                     list(output.output_ids[i]),
                     list(output.output_token_logprobs_val[i]),
                     list(output.input_token_logprobs_val[i] or []),
+                    output.cached_tokens[i],
                 )
         self._outputs.clear()
         return answers

@@ -321,7 +321,11 @@ class VLLMEngine(Engine):
         if len(outputs) != len(sequences):
             raise EngineFailed(f"vLLM answered {len(outputs)} of {len(sequences)} requests")
         order = {str(r).split("-")[0]: i for i, r in enumerate(requests)}
-        return sorted(outputs, key=lambda o: order[o.request_id.split("-")[0]])
+        outputs.sort(key=lambda o: order[o.request_id.split("-")[0]])
+        if tap is not None:
+            for i, output in enumerate(outputs):
+                tap.took_from_cache(i, output.num_cached_tokens or 0)
+        return outputs
 
     @contextmanager
     def _small_batches(self) -> Iterator[None]:

@@ -110,14 +110,16 @@ def _check_delta_nets(option: ReadOption, shape: ModelShape) -> None:
     wrong = [f"{name}={width}" for name, width in widths.items() if width not in DELTA_HEAD_SIZES]
     stated = option("dtype")
     dtype = shape.dtype if stated in (None, "auto") else stated
-    if dtype != "bfloat16":
+    kernels = option("kernels") == "rlk"
+    if dtype != "bfloat16" and not (kernels and dtype == "float32"):
         wrong = [f"dtype={dtype}", *wrong]
     if wrong:
+        more = "add kernels=rlk, or " if wrong == ["dtype=float32"] else ""
         sizes = " and ".join(map(str, DELTA_HEAD_SIZES))
         raise ModelError(
             f"engine 'vllm' on a CPU does not support gated delta nets with {wrong[0]}: its "
             f"kernels take bfloat16 and heads of {sizes} features",
-            "compare with --rollout hf",
+            f"{more}compare with --rollout hf",
         )
 
 

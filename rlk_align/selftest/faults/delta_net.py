@@ -73,6 +73,13 @@ DELTA_NETS = {
         expected="rounding",
         decode=True,
     ),
+    "delta-restored-fp8": Fault(
+        _DELTA,
+        "a prefill goes on from a cached prefix or an earlier chunk with a state kept in fp8",
+        "delta_net:restored_from_fp8",
+        engines=("vllm:max_num_batched_tokens=64,max_num_seqs=2",),
+        needs="variant",
+    ),
     "gate-before-norm": Fault(
         ("layers.1.gated_norm",),
         "the gate is multiplied before the norm",

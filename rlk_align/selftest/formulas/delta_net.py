@@ -87,6 +87,17 @@ def state_in_bf16(unit: Recurrence, _: float) -> Ruled:
 
 
 @formula
+def restored_from_fp8(unit: Recurrence, _: float) -> Ruled:
+    """A prefill that continues a sequence begins with the state rounded to fp8, scaled by head."""
+    if unit.state is None or unit.length == 1:
+        return unit.usual()
+    fp8 = torch.float8_e4m3fn
+    scale = unit.state.abs().amax((1, 2), keepdim=True).clamp(min=1e-30) / torch.finfo(fp8).max
+    rounded = (unit.state / scale).to(fp8).to(unit.state.dtype) * scale
+    return unit.compute(slice(0, unit.length), rounded, None)
+
+
+@formula
 def one_token_late(unit: Convolution, _: float) -> torch.Tensor:
     """Each row is that of the token before it."""
     late = unit.result.roll(1, 0)
