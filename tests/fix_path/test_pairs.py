@@ -2,7 +2,6 @@
 any site of any row, and every token goes to the same experts. Without the kernels:
 `tests/real_runs/test_healthy_pairs.py`."""
 
-import re
 import shutil
 from pathlib import Path
 
