@@ -36,12 +36,13 @@ ENVIRONMENT = (
 
 def capture_key(request: CaptureRequest, spec: EngineSpec, model: Path, tokens: Path | None) -> str:
     """The key of a capture. `spec`: in canonical form; `tokens`: the sequences to score."""
-    patch = spec.option("patch")
+    patch, lora = spec.option("patch"), spec.option("lora")
     return fingerprint(
         __version__,
         str(spec.computed),
         surroundings(spec),
         fingerprint_files(model),
+        fingerprint_files(Path(str(lora)).expanduser()) if lora else None,
         [request.prompts.suffix, request.prompts.read_bytes().hex()],
         tokens.read_bytes().hex() if tokens else [request.max_new_tokens, request.seed],
         [request.trace.budget, request.trace.layers, request.trace.sites],

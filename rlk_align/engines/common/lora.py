@@ -1,0 +1,52 @@
+"""The record of a live LoRA adapter, and the values that an engine computes with."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from rlk_align.errors import ModelError
+from rlk_align.trace.digest import digest_parameter
+from rlk_align.trace.schema import LoraModule, LoraRecord
+
+
+@dataclass(frozen=True, slots=True)
+class LiveLora:
+    """The adapter of one projection in a live model."""
+
+    site: str
+    a: torch.Tensor
+    """`[rank, in]`."""
+    b: torch.Tensor
+    """`[out, rank]`."""
+    scale: float
+    """The factor that the engine multiplies by, beside what it folded into B."""
+
+
+def folded(b: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """scale · B as an engine has it that folds the scale into B: B is rounded first."""
+    return b.to(dtype) * scale
+
+
+def record_adapter(path: str, live: Iterable[LiveLora], dtype: str) -> LoraRecord:
+    """`dtype`: the dtype that the engine computes in. Raises ModelError if an entry is NaN or
+    infinite."""
+    narrow = getattr(torch, dtype)
+    return LoraRecord(path=path, modules={each.site: _record(each, narrow) for each in live})
+
+
+def _record(live: LiveLora, narrow: torch.dtype) -> LoraModule:
+    b = folded(live.b, live.scale, narrow)
+    sums = b.double().sum(dim=0).tolist()
+    for name, factor in (("lora_A", live.a), ("lora_B", b)):
+        if not bool(factor.isfinite().all()):
+            raise ModelError(f"{live.site}: {name} of the adapter has entries NaN or infinite")
+    return LoraModule(
+        rank=len(live.a),
+        dtype=str(live.b.dtype).removeprefix("torch."),
+        scale=live.scale,
+        a=digest_parameter(live.a.to(narrow)),
+        b=digest_parameter(b),
+        sums=sums,
+        zero=not (bool(live.a.any()) and bool(live.b.any())),
+    )
