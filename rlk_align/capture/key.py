@@ -107,7 +107,8 @@ def engine_versions(spec: EngineSpec) -> dict[str, str]:
     python = spec.option("python")
     if python is not None:
         return examine(str(python), module)
-    return versions(["torch", "transformers"], [module] if module else [])
+    lora = spec.info.lora_package if spec.option("lora") is not None else ""
+    return versions(["torch", "transformers"], [name for name in (module, lora) if name])
 
 
 def _device(spec: EngineSpec) -> list[str]:

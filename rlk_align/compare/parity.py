@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlk_align.compare.own_value import round_to_own_value
+from rlk_align.compare.parity_adapter import check_adapters
 from rlk_align.compare.parity_weights import check_weights
 from rlk_align.model.sites import RowIndex
 from rlk_align.results import Mismatch, SideName
@@ -36,6 +37,7 @@ def check_parity(rollout: Trace, train: Trace) -> list[Mismatch]:
     return [
         *_tokens(rollout, train),
         *check_weights(rollout, train),
+        *check_adapters(rollout, train),
         *attributes,
         *(_positions(rollout, train) if same_rotary else ()),
         *_dropout(rollout, train),

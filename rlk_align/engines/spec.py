@@ -38,7 +38,8 @@ COMMON_OPTIONS = {
 """The options that every engine takes. `patch=module:function` is called with the loaded model.
 `fault=NAME@STRENGTH@rankN` plants a fault of `selftest.faults`, on all ranks or on one alone.
 `kernels=rlk` makes the engine compute with our kernels, except for the operators of
-`except=OPERATOR+OPERATOR`. `lora=PATH` is an adapter in PEFT's layout. An engine that makes no progress for `timeout` seconds is ended."""
+`except=OPERATOR+OPERATOR`. `lora=PATH` is an adapter in PEFT's layout. An engine that makes no
+progress for `timeout` seconds is ended."""
 
 
 @dataclass(frozen=True, slots=True)

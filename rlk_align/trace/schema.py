@@ -200,11 +200,10 @@ class LoraModule(Record):
     """The dtype of A and B in the engine."""
     scale: float
     """The factor that it multiplies by; 1 if the scale is folded into B."""
-    a: str
-    """The digest of A, rounded to the dtype that the engine computes in."""
-    b: str
-    """The digest of scale · B, where B is rounded to that dtype first: what an engine has that
-    folds the scale into B."""
+    digests: dict[str, tuple[str, str]]
+    """The digests of A and of scale · B by the dtype to which A and B are rounded first: the dtype
+    that the engine computes in and, if that is float32, narrower ones. An engine that folds the
+    scale into B has these values."""
     sums: list[float]
     """The sums of the columns of scale · B, of which a multiple has multiples."""
     zero: bool

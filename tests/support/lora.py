@@ -26,7 +26,8 @@ def write_adapter(
     **settings: object,
 ) -> Path:
     """A random adapter of every projection of a model that `targets` names."""
-    generator, factors = torch.Generator().manual_seed(5), {}
+    generator = torch.Generator().manual_seed(5)
+    factors: Factors = {}
     stored = [t for file in weight_files(model) for t in file_tensors(file)]
     for tensor in sorted(stored, key=lambda t: t.name):
         module = tensor.name.removesuffix(".weight")

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
+from rlk_align.engines.common.parameters import CASTS
 from rlk_align.errors import ModelError
 from rlk_align.trace.digest import digest_parameter
-from rlk_align.trace.schema import LoraModule, LoraRecord
+from rlk_align.trace.schema import DtypeName, LoraModule, LoraRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,13 @@ def folded(b: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
     return b.to(dtype) * scale
 
 
+def factor_digests(
+    a: torch.Tensor, b: torch.Tensor, scale: float, dtype: torch.dtype
+) -> tuple[str, str]:
+    """The digests of A and of scale · B, both rounded to a dtype."""
+    return digest_parameter(a.to(dtype)), digest_parameter(folded(b, scale, dtype))
+
+
 def record_adapter(path: str, live: Iterable[LiveLora], dtype: str) -> LoraRecord:
     """`dtype`: the dtype that the engine computes in. Raises ModelError if an entry is NaN or
     infinite."""
@@ -37,16 +46,20 @@ def record_adapter(path: str, live: Iterable[LiveLora], dtype: str) -> LoraRecor
 
 def _record(live: LiveLora, narrow: torch.dtype) -> LoraModule:
     b = folded(live.b, live.scale, narrow)
+    casts = [getattr(torch, name) for name in CASTS] if narrow == torch.float32 else []
+    dtypes = [narrow, *casts]
     sums = b.double().sum(dim=0).tolist()
     for name, factor in (("lora_A", live.a), ("lora_B", b)):
         if not bool(factor.isfinite().all()):
             raise ModelError(f"{live.site}: {name} of the adapter has entries NaN or infinite")
     return LoraModule(
         rank=len(live.a),
-        dtype=str(live.b.dtype).removeprefix("torch."),
+        dtype=cast(DtypeName, str(live.b.dtype).removeprefix("torch.")),
         scale=live.scale,
-        a=digest_parameter(live.a.to(narrow)),
-        b=digest_parameter(b),
+        digests={
+            str(d).removeprefix("torch."): factor_digests(live.a, live.b, live.scale, d)
+            for d in dtypes
+        },
         sums=sums,
         zero=not (bool(live.a.any()) and bool(live.b.any())),
     )

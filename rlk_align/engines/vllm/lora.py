@@ -26,6 +26,7 @@ def lora_settings(adapter: AdapterFile | None) -> dict[str, Any]:
 
 
 def lora_request(adapter: AdapterFile) -> Any:
+    """What names the adapter in a request."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("rlk-align", 1, str(adapter.folder.resolve()))

@@ -1,26 +1,24 @@
 """Projections with a LoRA adapter: x · Wᵀ + scale · (x · Aᵀ) · Bᵀ.
 
-Engines round at other places. Each rounds the product with W to its dtype. PEFT computes the rest in
-float32 with factors of float32, and rounds the sum. vLLM, and PEFT with factors of a lower dtype,
-also round x · Aᵀ and the product with B. vLLM folds the scale into B as it loads it.
+Each engine rounds the product with W to its dtype. With factors of float32, PEFT computes the rest
+in float32 and rounds the sum. vLLM, and PEFT with factors of a lower dtype, also round x · Aᵀ and
+the product with B. vLLM folds the scale into B as it loads it.
 """
 
 import math
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from rlk_align.engines.common.lora import folded
+from rlk_align.engines.common.lora import factor_digests, folded
 from rlk_align.errors import ModelError
 from rlk_align.model.adapter import TENSORS, AdapterFile, fitting_adapter
 from rlk_align.model.shape import ModelShape
 from rlk_align.probe.referee.formulas import sum_rounding
 from rlk_align.probe.referee.rounding import rounding_variance
 from rlk_align.probe.referee.weights import NotRefereed, OtherWeight
-from rlk_align.trace.digest import digest_parameter
-from rlk_align.trace.schema import LoraModule, LoraRecord
+from rlk_align.trace.schema import LoraRecord
 from rlk_align.trace.writer import one_thread
 
 
@@ -64,11 +62,9 @@ class AdapterReference:
             raise NotRefereed(self._file)
         a, b = self._read(self._file, site)
         scale = self._file.settings.scale
-        narrow = getattr(torch, self._dtype)
         with one_thread():
-            same = (live.a, live.b) == (
-                digest_parameter(a.to(narrow)),
-                digest_parameter(folded(b, scale, narrow)),
+            same = live.digests[self._dtype] == factor_digests(
+                a, b, scale, getattr(torch, self._dtype)
             )
         if not same:
             raise OtherWeight(f"the adapter of {site} in its engine differs from that of its file")
@@ -78,14 +74,11 @@ class AdapterReference:
             a.to(held).to(self._device).double(),
             used.to(self._device).double(),
             live.scale,
-            self._rounded(live),
+            "" if live.dtype == "float32" else live.dtype,
         )
 
-    def _rounded(self, live: LoraModule) -> str:
-        return "" if live.dtype == "float32" else live.dtype
-
     def _read(self, adapter: AdapterFile, site: str) -> list[torch.Tensor]:
-        path = Path(adapter.folder) / TENSORS
+        path = adapter.folder / TENSORS
         if site not in adapter.modules:
             raise OtherWeight(f"{path} has no adapter of {site}, and its engine has one")
         try:
