@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from rlk_align.compare.own_value import round_to_own_value
-from rlk_align.compare.parity_adapter import check_adapters
+from rlk_align.compare.parity_adapter import NAME, check_adapters
+from rlk_align.compare.parity_merge import explain_merges
 from rlk_align.compare.parity_weights import check_weights
 from rlk_align.model.sites import RowIndex
 from rlk_align.results import Mismatch, SideName
@@ -36,8 +37,7 @@ def check_parity(rollout: Trace, train: Trace) -> list[Mismatch]:
     same_rotary = not any("rope" in m.name for m in attributes)
     return [
         *_tokens(rollout, train),
-        *check_weights(rollout, train),
-        *check_adapters(rollout, train),
+        *_weights(rollout, train),
         *attributes,
         *(_positions(rollout, train) if same_rotary else ()),
         *_dropout(rollout, train),
@@ -45,6 +45,15 @@ def check_parity(rollout: Trace, train: Trace) -> list[Mismatch]:
         *_padding(rollout, train),
         *_delta_nets(rollout, train),
     ]
+
+
+def _weights(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
+    """Parameters and LoRA adapters that differ; an adapter may also be in the weights."""
+    weights = explain_merges(check_weights(rollout, train), rollout, train)
+    yield from weights
+    merged = any(m.name == NAME and "merged" in (m.rollout, m.train) for m in weights)
+    if not merged or None not in (rollout.record.adapter, train.record.adapter):
+        yield from check_adapters(rollout, train)
 
 
 _DELTA_NET = {

@@ -70,6 +70,8 @@ class EngineInfo:
     module in its place, and says so."""
     loads_lora: bool = False
     """Whether it computes with a LoRA adapter, `lora=PATH`."""
+    merges_lora: bool = False
+    """Whether it can merge an adapter into its weights, `merged=1`."""
     lora_package: str = ""
     """The package that it needs for an adapter; empty if it needs none."""
     largest_lora_rank: int = 0

@@ -33,13 +33,14 @@ COMMON_OPTIONS = {
     "kernels": Option(default="off", choices=("off", "rlk")),
     "except": Option(),
     "lora": Option(),
+    "merged": Option(bool, default=False),
     "timeout": Option(float, default=600.0, starts_only=True),
 }
 """The options that every engine takes. `patch=module:function` is called with the loaded model.
 `fault=NAME@STRENGTH@rankN` plants a fault of `selftest.faults`, on all ranks or on one alone.
 `kernels=rlk` makes the engine compute with our kernels, except for the operators of
-`except=OPERATOR+OPERATOR`. `lora=PATH` is an adapter in PEFT's layout. An engine that makes no
-progress for `timeout` seconds is ended."""
+`except=OPERATOR+OPERATOR`. `lora=PATH` is an adapter in PEFT's layout, which `merged=1` adds to the
+weights. An engine that makes no progress for `timeout` seconds is ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,13 @@ def _check_lora(name: str, options: dict[str, OptionValue], info: EngineInfo) ->
             f"engine {name!r} does not support lora={options['lora']}",
             f"engines that compute with an adapter: {able}; or give it a merged checkpoint",
         )
-    if "lora" in options and options.get("kernels") == "rlk":
+    if options.get("merged") and "lora" not in options:
+        raise BadOption(f"engine {name!r}: merged=1 needs lora=PATH as well")
+    if options.get("merged") and not info.merges_lora:
+        raise BadOption(
+            f"engine {name!r} does not merge adapters", "give it a merged checkpoint, model=PATH"
+        )
+    if "lora" in options and not options.get("merged") and options.get("kernels") == "rlk":
         raise BadOption(
             f"engine {name!r}: kernels=rlk does not compute LoRA adapters", "leave kernels=rlk out"
         )

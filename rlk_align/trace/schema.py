@@ -215,7 +215,10 @@ class LoraRecord(Record):
 
     path: str
     modules: dict[str, LoraModule]
-    """Site -> its adapter, for each projection that has one in the live model."""
+    """Site -> its adapter, for each projection that has one in the live model, or had one before it
+    was merged."""
+    merged: str = ""
+    """What merged the adapter into the weights; empty if it is applied beside them."""
 
 
 class TraceRecord(Record):

@@ -67,3 +67,15 @@ def exchanged(one: str, other: str) -> Callable[[Factors], Factors]:
         return {name: factors[names.get(name, name)] for name in factors}
 
     return change
+
+
+def write_merged(folder: Path, model: Path, adapter: Path) -> Path:
+    """A copy of a model with an adapter merged by PEFT, as trainers give it to a rollout engine."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    PeftModel.from_pretrained(loaded, adapter).merge_and_unload().save_pretrained(folder)
+    for file in model.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder

@@ -43,6 +43,7 @@ DEEPSPEED = replace(
     target="rlk_align.engines.deepspeed.engine:DeepSpeedEngine",
     planting="rlk_align.engines.deepspeed.planting:plant_fault",
     loads_lora=False,
+    merges_lora=False,
     builds_on=("hf",),
     package="deepspeed",
     install="DS_BUILD_OPS=0 pip install --no-build-isolation 'rlk-align[deepspeed]'",

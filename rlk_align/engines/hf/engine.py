@@ -37,7 +37,7 @@ from rlk_align.engines.hf.experts import (
     router_of,
     sparse_blocks,
 )
-from rlk_align.engines.hf.lora import add_adapter, live_adapter
+from rlk_align.engines.hf.lora import MERGED, add_adapter, live_adapter, merge_adapter
 from rlk_align.engines.hf.places import hf_places
 from rlk_align.engines.hf.taps import HFTaps
 from rlk_align.errors import ModelError
@@ -59,6 +59,8 @@ class HFEngine(ForwardEngine):
     """
 
     _unexposed: dict[str, str]
+    _merged: LoraRecord | None = None
+    """The adapter that was merged into the weights."""
 
     def open(self) -> None:
         here = "cuda" if torch.cuda.is_available() else "cpu"
@@ -94,6 +96,11 @@ class HFEngine(ForwardEngine):
             ) from error
         if (adapter := self.spec.option("lora")) is not None:
             add_adapter(model, str(adapter), self.adapter_in_float32)
+            if self.spec.option("merged"):
+                live = live_adapter(model, hf_places(model, self.shape))
+                record = record_adapter(str(adapter), live, self.compute_dtype)
+                self._merged = record.model_copy(update={"merged": MERGED})
+                merge_adapter(model)
         if self.kernels is not None:
             self.kernels.in_model(model, model.config.rope_parameters)
         apply_patch(self.spec, model.eval())
@@ -125,8 +132,8 @@ class HFEngine(ForwardEngine):
 
     def adapter(self) -> LoraRecord | None:
         path = self.spec.option("lora")
-        if path is None:
-            return None
+        if path is None or self._merged is not None:
+            return self._merged
         return record_adapter(str(path), self.live_adapter(), self.compute_dtype)
 
     def live_adapter(self) -> Iterator[LiveLora]:

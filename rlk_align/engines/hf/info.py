@@ -72,6 +72,7 @@ HF = EngineInfo(
     one_kernel=(frozenset({"q_rope", "k_rope"}),),
     tested=("transformers",),
     loads_lora=True,
+    merges_lora=True,
     lora_package="peft",
     takes_decoder=True,
     conflict=_conflict,

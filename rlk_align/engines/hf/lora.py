@@ -15,6 +15,10 @@ NAME = "default"
 """PEFT's name of an adapter that has none."""
 
 
+MERGED = "PEFT's merge_and_unload"
+"""What merges an adapter: scale · B · A in the adapter's dtype, and one rounding of the sum."""
+
+
 def add_adapter(model: Any, path: str, in_float32: bool) -> None:
     """Puts PEFT's layers around the projections of a model, which keep their places.
 
@@ -31,6 +35,16 @@ def add_adapter(model: Any, path: str, in_float32: bool) -> None:
         for name, factor in model.named_parameters():
             if ".lora_" in name:
                 factor.data = factor.data.to(model.dtype)
+
+
+def merge_adapter(model: Any) -> None:
+    """Adds the adapter to the weights and takes PEFT's layers out, as `merge_and_unload`."""
+    from peft.tuners.lora import LoraLayer
+
+    for path, module in list(model.named_modules()):
+        if isinstance(module, LoraLayer):
+            module.merge()
+            model.set_submodule(path, module.get_base_layer())
 
 
 def live_adapter(model: Any, places: Iterable[Place]) -> Iterator[LiveLora]:

@@ -54,14 +54,33 @@ class AdapterReference:
             self._file = f"the adapter cannot be read: {error.message}"
 
     def factors(self, site: str) -> Factors | None:
-        """The factors of a projection; None if it has none. Raises NotRefereed."""
+        """The factors that are applied beside a projection; None without any. Raises
+        NotRefereed."""
+        return None if self._record.merged else self._factors(site)
+
+    def merges(self, site: str) -> bool:
+        """Whether the adapter is merged into a projection's weight."""
+        return bool(self._record.merged) and site in self._record.modules
+
+    def merged(self, site: str, weight: torch.Tensor) -> torch.Tensor:
+        """A projection's weight with the adapter added by PEFT's `merge_and_unload`. Raises
+        NotRefereed."""
+        file = self._fitting()
+        a, b = (factor.float().to(weight.device) for factor in self._read(file, site))
+        return (weight.float() + (b @ a) * file.settings.scale).to(weight.dtype)
+
+    def _fitting(self) -> AdapterFile:
+        if isinstance(self._file, str):
+            raise NotRefereed(self._file)
+        return self._file
+
+    def _factors(self, site: str) -> Factors | None:
         live = self._record.modules.get(site)
         if live is None:
             return None
-        if isinstance(self._file, str):
-            raise NotRefereed(self._file)
-        a, b = self._read(self._file, site)
-        scale = self._file.settings.scale
+        file = self._fitting()
+        a, b = self._read(file, site)
+        scale = file.settings.scale
         with one_thread():
             same = live.digests[self._dtype] == factor_digests(
                 a, b, scale, getattr(torch, self._dtype)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +257,10 @@ class Reference:
         parameter = site.parameter
         bias = self._bias(site) if self._has_bias(site) else None
         tied_to = site.operator.tied_to if is_tied(self._config) else ""
-        weight = self._weights.read(tied_to or parameter, used_as=parameter)
+        if self._adapter is not None and self._adapter.merges(site.name):
+            weight = self._weights.read_merged(parameter, partial(self._adapter.merged, site.name))
+        else:
+            weight = self._weights.read(tied_to or parameter, used_as=parameter)
         out, extra = (x.new_empty(len(x), len(weight)) for _ in range(2))
         step = max(1, WEIGHT_ELEMENTS // weight.shape[1])
         for start in range(0, len(weight), step):
