@@ -133,8 +133,8 @@ def _words(
     way = next(iter(explained.values())).way
     again = ", and unmerged again" if kind == "unmerged" else ""
     measured = (
-        f"{rows:,} of {of:,} rows have the bits of {way}{again}, and {changed:.1%} of their entries are "
-        "not the checkpoint's"
+        f"{rows:,} of {of:,} rows have the bits of {way}{again}, and {changed:.1%} of their "
+        "entries are not the checkpoint's"
     )
     who = f"the {_WHO[side]}"
     whose = "its" if own else "the other side's"
