@@ -47,7 +47,7 @@ def check_adapters(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
     yield from _coverage(mine, theirs)
     both = [site for site in mine if site in theirs]
     differ = [site for site in both if not _equal(mine[site], theirs[site])]
-    yield from _differences(mine, theirs, differ)
+    yield from _differences(mine, theirs, differ, (a.scale, b.scale))
     if not differ:
         yield from _zero(mine, both)
 
@@ -137,9 +137,12 @@ def _listed(sites: list[str]) -> str:
     return ", ".join(sites[:_SHOWN]) + more
 
 
-def _differences(a: Modules, b: Modules, differ: list[str]) -> Iterator[Mismatch]:
+def _differences(
+    a: Modules, b: Modules, differ: list[str], stated: tuple[float, float]
+) -> Iterator[Mismatch]:
     """Projections whose adapters differ: in one mismatch those that are zeros on one side and those
-    whose scale differs by one factor, and of the others each alone."""
+    whose scale differs by one factor, and of the others each alone. `stated`: the scales of each
+    side's adapter_config.json."""
     scaled: dict[tuple[SideName, float], list[str]] = {}
     zero: dict[SideName, list[str]] = {}
     for site in differ:
@@ -166,7 +169,7 @@ def _differences(a: Modules, b: Modules, differ: list[str]) -> Iterator[Mismatch
             name=NAME,
             rollout=_stated(a[sites[0]]),
             train=_stated(b[sites[0]]),
-            detail=_scale_words(more, times, a, b, sites),
+            detail=_scale_words(more, times, sites, stated),
         )
 
 
@@ -185,14 +188,19 @@ def _factor(a: Live, b: Live) -> tuple[SideName, float] | None:
     return larger, float(f"{max(typical, 1 / typical, key=abs):.2g}")
 
 
-def _scale_words(more: SideName, factor: float, a: Modules, b: Modules, sites: list[str]) -> str:
-    stated = {abs(side[sites[0]].scale) for side in (a, b)} - {1.0}
-    why = "the scales differ: alpha, the rank, or rsLoRA on one side"
-    if any(abs(factor - scale) <= 0.1 * scale for scale in stated):
+def _scale_words(
+    more: SideName, factor: float, sites: list[str], stated: tuple[float, float]
+) -> str:
+    scale, other = stated
+    if scale != other:
+        why = f"adapter_config.json says {scale:.3g} in the rollout and {other:.3g} in the trainer"
+    elif abs(factor - max(scale, 1 / scale)) <= 0.05 * factor:
         why = (
-            f"the scale itself is {factor:.3g}, so it was applied twice there, or not at all on "
-            "the other side"
+            f"adapter_config.json says {scale:.3g} on both sides: the scale was applied twice on "
+            "one of them, or not at all"
         )
+    else:
+        why = f"adapter_config.json says {scale:.3g} on both sides"
     return (
         f"the same A and B, and scale · B of the {_WHO[more]} is {factor:.3g} times that of the "
         f"other side in {_count(sites)}, {_listed(sites)}; {why}"

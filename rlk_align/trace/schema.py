@@ -214,6 +214,8 @@ class LoraRecord(Record):
     """The adapter of an engine."""
 
     path: str
+    scale: float
+    """The scale that adapter_config.json states."""
     modules: dict[str, LoraModule]
     """Site -> its adapter, for each projection that has one in the live model, or had one before it
     was merged."""

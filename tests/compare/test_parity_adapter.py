@@ -1,8 +1,13 @@
 """The precheck of LoRA adapters: each planted fault is named by projection, side and kind."""
 
+from pathlib import Path
+
+import pytest
 import torch
+from lora import write_adapter
 
 from rlk_align.compare.parity_adapter import check_adapters
+from rlk_align.data import data_path
 from rlk_align.engines.common.lora import LiveLora, record_adapter
 from rlk_align.results import Mismatch
 from rlk_align.trace.schema import LoraRecord
@@ -48,8 +53,16 @@ def changed(site: str, **factors: torch.Tensor) -> list[LiveLora]:
     ]
 
 
-def record(adapter: list[LiveLora], dtype: str = "bfloat16") -> LoraRecord:
-    return record_adapter("DIR", adapter, dtype)
+@pytest.fixture(autouse=True)
+def stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adapter's folder, of which the record has the scale."""
+    for folder, scale in (("DIR", SCALE), ("OTHER", 7.0)):
+        write_adapter(tmp_path / folder, data_path("model"), RANK, RANK * scale, ("q_proj",))
+    monkeypatch.chdir(tmp_path)
+
+
+def record(adapter: list[LiveLora], dtype: str = "bfloat16", path: str = "DIR") -> LoraRecord:
+    return record_adapter(path, adapter, dtype)
 
 
 def found(
@@ -104,11 +117,15 @@ def test_an_adapter_on_half_of_the_layers_is_named() -> None:
 def test_a_scale_that_is_applied_twice_is_named() -> None:
     (twice,) = found(as_vllm(live(), SCALE * SCALE), live())
     assert "scale · B of the rollout is 1.5 times that of the other side in 6" in twice.detail
-    assert "the scale itself is 1.5, so it was applied twice there" in twice.detail
+    assert twice.detail.endswith("the scale was applied twice on one of them, or not at all")
     (never,) = found(as_vllm(live(), 1.0), live())
     assert "scale · B of the trainer is 1.5 times" in never.detail
-    (other,) = found(as_vllm(live(), 7.0), live())
-    assert "the scales differ: alpha, the rank, or rsLoRA" in other.detail
+    assert never.detail.endswith("the scale was applied twice on one of them, or not at all")
+    (unlike,) = found(as_vllm(live(), 7.0), live())
+    assert unlike.detail.endswith("adapter_config.json says 1.5 on both sides")
+    sides = Side(record(as_vllm(live(), 7.0), path="OTHER")), Side(record(live()))
+    (other,) = check_adapters(*sides)  # type: ignore[arg-type]
+    assert other.detail.endswith("adapter_config.json says 7 in the rollout and 1.5 in the trainer")
 
 
 def test_exchanged_projections_are_named() -> None:

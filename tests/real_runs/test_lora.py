@@ -67,7 +67,7 @@ def test_a_pair_is_healthy(cli: Cli, folder: Path, rollout: str, train: str, wei
         (f"{VLLM},{PATCH}k_and_v_exchanged", HF, "exchanged, or stacked in another order"),
         (f"{VLLM},{PATCH}withheld", HF, "the rollout was given one that no projection computes"),
         ("vllm", HF, "the rollout has no adapter; the trainer has one of rank 4 in 14 projections"),
-        (VLLM, f"{HF},{PATCH}scaled_twice", "the scale itself is 2, so it was applied twice"),
+        (VLLM, f"{HF},{PATCH}scaled_twice", "the scale was applied twice on one of them"),
         (VLLM, f"{HF},{PATCH}half_of_the_layers", "the trainer has no adapter in 7 projections"),
         (VLLM, f"{HF},{PATCH}merged_and_unmerged", "by merging and unmerging its adapter in 14"),
         (VLLM, f"{HF},{PATCH}counted_twice", "it counts twice"),

@@ -8,6 +8,7 @@ import torch
 
 from rlk_align.engines.common.parameters import CASTS
 from rlk_align.errors import ModelError
+from rlk_align.model.adapter import read_settings
 from rlk_align.trace.digest import digest_parameter
 from rlk_align.trace.schema import DtypeName, LoraModule, LoraRecord
 
@@ -38,10 +39,12 @@ def factor_digests(
 
 
 def record_adapter(path: str, live: Iterable[LiveLora], dtype: str) -> LoraRecord:
-    """`dtype`: the dtype that the engine computes in. Raises ModelError if an entry is NaN or
+    """The record of the adapter in a folder, as it is live. `dtype`: the dtype that the engine
+    computes in. Raises ModelError if an entry is NaN or
     infinite."""
     narrow = getattr(torch, dtype)
-    return LoraRecord(path=path, modules={each.site: _record(each, narrow) for each in live})
+    modules = {each.site: _record(each, narrow) for each in live}
+    return LoraRecord(path=path, scale=read_settings(path).scale, modules=modules)
 
 
 def _record(live: LiveLora, narrow: torch.dtype) -> LoraModule:
