@@ -51,8 +51,11 @@ def _weights(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
     """Parameters and LoRA adapters that differ; an adapter may also be in the weights."""
     weights = explain_merges(check_weights(rollout, train), rollout, train)
     yield from weights
+    adapters = [trace.record.adapter for _, trace in _sides(rollout, train)]
+    known = [adapter for adapter in adapters if adapter is not None]
     merged = any(m.name == NAME and "merged" in (m.rollout, m.train) for m in weights)
-    if not merged or None not in (rollout.record.adapter, train.record.adapter):
+    # Where one side has an adapter that is merged on the same or the other side, weights say all.
+    if len(known) == 2 or not (merged or any(adapter.merged for adapter in known)):
         yield from check_adapters(rollout, train)
 
 

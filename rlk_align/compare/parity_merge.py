@@ -66,7 +66,7 @@ def explain_merges(mismatches: Sequence[Mismatch], rollout: Trace, train: Trace)
         for kind in KINDS:
             of_kind = {name: e for name, e in explained.items() if e.kind == kind}
             if of_kind:
-                found.append(_words(side, kind, of_kind, adapter, source is trace))
+                found.append(_words(side, kind, of_kind, trace, other))
                 left = [m for m in left if m.kind != "weights" or m.name not in of_kind]
     return [*left, *found]
 
@@ -121,14 +121,16 @@ def _way(trace: Trace, name: str, update: LowRank, weight: torch.Tensor) -> Expl
 
 
 def _words(
-    side: SideName, kind: Kind, explained: Mapping[str, Explained], adapter: LoraRecord, own: bool
+    side: SideName, kind: Kind, explained: Mapping[str, Explained], trace: Trace, other: Trace
 ) -> Mismatch:
-    """`own`: whether the adapter is that of the side itself."""
-    rows, of = (
-        sum(sizes) for sizes in zip(*((e.rows, e.of) for e in explained.values()), strict=False)
-    )
+    """`other`: the trace of the other side."""
+    mine, theirs = trace.record.adapter, other.record.adapter
+    adapter = mine or theirs
+    assert adapter is not None
+    rows = sum(e.rows for e in explained.values())
+    of = sum(e.of for e in explained.values())
     changed = sum(e.share for e in explained.values()) / len(explained)
-    wanted = kind == "merged" and (bool(adapter.merged) or not own)
+    on_purpose = kind == "merged" and (mine is None or bool(mine.merged))
     count = f"{len(explained)} projection{'s' * (len(explained) != 1)}"
     way = next(iter(explained.values())).way
     again = ", and unmerged again" if kind == "unmerged" else ""
@@ -137,15 +139,17 @@ def _words(
         "entries are not the checkpoint's"
     )
     who = f"the {_WHO[side]}"
-    whose = "its" if own else "the other side's"
+    whose = "the other side's" if mine is None else "its"
     lacking = [site for site in adapter.modules if site not in explained]
     if kind == "unmerged":
         detail = f"{who}'s base weights were changed by merging and unmerging {whose} adapter in "
         detail += f"{count}: {measured}. Each synchronisation that merges and unmerges adds to it"
-    elif wanted:
+    elif on_purpose:
         detail = f"{who} computes with {whose} adapter merged into {count}: {measured}"
         if lacking:
             detail += f"; it is not merged into {len(lacking)} others, {lacking[0]} first"
+        if theirs is None:
+            detail += "; the other side has no adapter, and other weights than these"
     else:
         detail = f"{who}'s adapter is merged into {count} and applied beside them as well: it "
         detail += f"counts twice; {measured}"
@@ -156,5 +160,5 @@ def _words(
         rollout=here if side == "rollout" else "as stored",
         train=here if side == "train" else "as stored",
         detail=detail,
-        stops=not wanted or bool(lacking),
+        stops=not on_purpose or bool(lacking) or theirs is None,
     )

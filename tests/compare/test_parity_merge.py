@@ -115,3 +115,16 @@ def test_a_base_that_was_merged_and_unmerged_is_named(tmp_path: Path, adapter: P
     assert told.detail.startswith(
         "the rollout's base weights were changed by merging and unmerging its adapter in 2"
     )
+
+
+def test_a_merge_needs_an_adapter_on_the_other_side(tmp_path: Path, adapter: Path) -> None:
+    into = trace(tmp_path / "a", merged(adapter), record(adapter, "PEFT"))
+    (told,) = found(trace(tmp_path / "b", {}, None), into)
+    assert told.stops
+    assert told.detail.endswith("; the other side has no adapter, and other weights than these")
+    # A merged checkpoint has it in its weights.
+    assert found(trace(tmp_path / "c", merged(adapter), None), into) == []
+    # One that was merged on both sides is equal, and another one is not.
+    assert found(trace(tmp_path / "d", merged(adapter), record(adapter, "PEFT")), into) == []
+    other = trace(tmp_path / "e", merged(adapter, 3.0), None)
+    assert any(m.stops for m in found(other, into))
