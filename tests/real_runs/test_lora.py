@@ -50,6 +50,7 @@ def compared(cli: Cli, folder: Path, rollout: str, train: str) -> Outcome:
         (VLLM, "fsdp:dp=2,mixed=0,lora={a}", "equal"),
         (VLLM, f"{HF},merged=1", "merged on the training side"),
         ("vllm:model={merged}", HF, "merged on the rollout side"),
+        ("vllm:model={merged}", "fsdp:dp=2,lora={a},merged=1", "equal"),
     ],
 )
 def test_a_pair_is_healthy(cli: Cli, folder: Path, rollout: str, train: str, weights: str) -> None:
@@ -66,6 +67,7 @@ def test_a_pair_is_healthy(cli: Cli, folder: Path, rollout: str, train: str, wei
     [
         (f"{VLLM},{PATCH}k_and_v_exchanged", HF, "exchanged, or stacked in another order"),
         (f"{VLLM},{PATCH}withheld", HF, "the rollout was given one that no projection computes"),
+        ("vllm", f"{HF},merged=1", "; the other side has no adapter, and other weights"),
         ("vllm", HF, "the rollout has no adapter; the trainer has one of rank 4 in 14 projections"),
         (VLLM, f"{HF},{PATCH}scaled_twice", "the scale was applied twice on one of them"),
         (VLLM, f"{HF},{PATCH}half_of_the_layers", "the trainer has no adapter in 7 projections"),
