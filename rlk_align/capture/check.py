@@ -5,6 +5,7 @@ that is stored as well. transformers, whose import takes seconds, is imported on
 a prompt whose length is within a few tokens of the limit.
 """
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,8 @@ from rlk_align.engines.common.kernels import check_excluded, check_kernels
 from rlk_align.engines.registry import does_not_sample, require_installed, require_kernels
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.tested import untested
-from rlk_align.errors import BadOption, ModelError
+from rlk_align.errors import BadOption, MissingDependency, ModelError
+from rlk_align.model.adapter import CONFIG, AdapterFile, fitting_adapter
 from rlk_align.model.checkpoint import check_tokenizer, decoder, read_config, resolve_model
 from rlk_align.model.config_keys import check_settings
 from rlk_align.model.prompts import Prompt, Sample, TokenBatch, check_ids, refuse_long
@@ -59,6 +61,8 @@ def check_request(request: CaptureRequest, sampling: bool) -> CheckedRequest:
     check_not_quantized(model, config)
     check_settings(model, config, shape.family.keys)
     check_trace_plan(request.trace, shape)
+    if spec.option("lora") is not None:
+        check_lora(spec, fitting_adapter(str(spec.option("lora")), config, shape))
     spec.info.check(spec.option, config, shape)
     check_decoder(spec, model)
     if spec.option("kernels") != "off":
@@ -75,6 +79,30 @@ def check_request(request: CaptureRequest, sampling: bool) -> CheckedRequest:
         context=shape.context - spec.info.spare_positions,
         new_tokens=request.max_new_tokens if sampling else 0,
     )
+
+
+def check_lora(spec: EngineSpec, adapter: AdapterFile) -> None:
+    """Raises MissingDependency, BadOption or ModelError if the engine cannot load the adapter."""
+    largest, rank = spec.info.largest_lora_rank, adapter.settings.rank
+    if largest and rank > largest:
+        raise ModelError(
+            f"{adapter.folder / CONFIG}: r={rank}, and engine {spec.name!r} supports ranks up to "
+            f"{largest}"
+        )
+    ranks = spec.info.own_ranks
+    if ranks and int(spec.option(ranks) or 1) > 1:
+        raise BadOption(
+            f"engine {spec.name!r}: {ranks}={spec.option(ranks)} with lora={spec.option('lora')}: "
+            "an adapter's slices of several ranks are not read",
+            f"leave {ranks} out",
+        )
+    package = spec.info.lora_package
+    if package and spec.option("python") is None and importlib.util.find_spec(package) is None:
+        raise MissingDependency(
+            f"engine {spec.name!r}: lora={spec.option('lora')} needs the package {package!r}, "
+            "which is not installed",
+            f"pip install {package}",
+        )
 
 
 def check_decoder(spec: EngineSpec, model: Path) -> None:

@@ -36,12 +36,13 @@ ENVIRONMENT = (
 
 def capture_key(request: CaptureRequest, spec: EngineSpec, model: Path, tokens: Path | None) -> str:
     """The key of a capture. `spec`: in canonical form; `tokens`: the sequences to score."""
-    patch = spec.option("patch")
+    patch, lora = spec.option("patch"), spec.option("lora")
     return fingerprint(
         __version__,
         str(spec.computed),
         surroundings(spec),
         fingerprint_files(model),
+        fingerprint_files(Path(str(lora)).expanduser()) if lora else None,
         [request.prompts.suffix, request.prompts.read_bytes().hex()],
         tokens.read_bytes().hex() if tokens else [request.max_new_tokens, request.seed],
         [request.trace.budget, request.trace.layers, request.trace.sites],
@@ -106,7 +107,8 @@ def engine_versions(spec: EngineSpec) -> dict[str, str]:
     python = spec.option("python")
     if python is not None:
         return examine(str(python), module)
-    return versions(["torch", "transformers"], [module] if module else [])
+    lora = spec.info.lora_package if spec.option("lora") is not None else ""
+    return versions(["torch", "transformers"], [name for name in (module, lora) if name])
 
 
 def _device(spec: EngineSpec) -> list[str]:

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from rlk_align.compare.own_value import round_to_own_value
+from rlk_align.compare.parity_adapter import NAME, check_adapters
+from rlk_align.compare.parity_merge import explain_merges
 from rlk_align.compare.parity_weights import check_weights
 from rlk_align.model.sites import RowIndex
 from rlk_align.results import Mismatch, SideName
@@ -35,7 +37,7 @@ def check_parity(rollout: Trace, train: Trace) -> list[Mismatch]:
     same_rotary = not any("rope" in m.name for m in attributes)
     return [
         *_tokens(rollout, train),
-        *check_weights(rollout, train),
+        *_weights(rollout, train),
         *attributes,
         *(_positions(rollout, train) if same_rotary else ()),
         *_dropout(rollout, train),
@@ -43,6 +45,18 @@ def check_parity(rollout: Trace, train: Trace) -> list[Mismatch]:
         *_padding(rollout, train),
         *_delta_nets(rollout, train),
     ]
+
+
+def _weights(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
+    """Parameters and LoRA adapters that differ; an adapter may also be in the weights."""
+    weights = explain_merges(check_weights(rollout, train), rollout, train)
+    yield from weights
+    adapters = [trace.record.adapter for _, trace in _sides(rollout, train)]
+    known = [adapter for adapter in adapters if adapter is not None]
+    merged = any(m.name == NAME and "merged" in (m.rollout, m.train) for m in weights)
+    # Where one side has an adapter that is merged on the same or the other side, weights say all.
+    if len(known) == 2 or not (merged or any(adapter.merged for adapter in known)):
+        yield from check_adapters(rollout, train)
 
 
 _DELTA_NET = {

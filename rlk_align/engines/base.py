@@ -21,6 +21,7 @@ from rlk_align.engines.spec import EngineSpec
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.model.shape import ModelShape
 from rlk_align.results import CodePlace, GraphReplays
+from rlk_align.trace.schema import LoraRecord
 from rlk_align.trace.writer import PassWriter
 
 SiteValue = TypeVar("SiteValue")
@@ -99,6 +100,10 @@ class Engine(ABC):
     def weights(self) -> Iterator[ParameterRecord]:
         """Every canonical parameter of the live model, in the checkpoint's layout; only the records
         that rank 0 yields are used."""
+
+    def adapter(self) -> LoraRecord | None:
+        """The live LoRA adapter; None without one. All ranks call this."""
+        return None
 
     def code(self) -> dict[str, CodePlace]:
         """Site -> where the engine's code computes it."""

@@ -69,6 +69,14 @@ class EngineInfo:
     stand_ins: tuple[str, ...] = ()
     """Packages that it imports and does not call: where one is missing, its worker puts an empty
     module in its place, and says so."""
+    loads_lora: bool = False
+    """Whether it computes with a LoRA adapter, `lora=PATH`."""
+    merges_lora: bool = False
+    """Whether it can merge an adapter into its weights, `merged=1`."""
+    lora_package: str = ""
+    """The package that it needs for an adapter; empty if it needs none."""
+    largest_lora_rank: int = 0
+    """The largest rank of an adapter that it supports; 0 for any."""
     takes_decoder: bool = False
     """Whether it runs the decoder of a checkpoint that also sees images."""
     rounds_with: str = ""

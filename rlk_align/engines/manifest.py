@@ -26,6 +26,7 @@ def write_manifest(job: Job, engine: Engine, prompt_ids: dict[str, list[int]]) -
     """Writes weights.parquet and trace.json on rank 0; the other ranks take part in gathering."""
     parameters = list(engine.weights())
     attributes, shards, experts = engine.attributes(), engine.shards(), engine.experts()
+    adapter = engine.adapter()
     code, replaced = engine.merge_sites(engine.code()), engine.merge_sites(engine.replaced)
     if engine.ranks.rank:
         return
@@ -45,6 +46,7 @@ def write_manifest(job: Job, engine: Engine, prompt_ids: dict[str, list[int]]) -
         shards=shards,
         stages=engine.stages(),
         experts=experts,
+        adapter=adapter,
         prompt_ids=prompt_ids,
     )
     save_record(record, job.folder / "trace.json")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rlk_align.engines.common.kernels import REPLACEABLE, parse_excluded
 from rlk_align.engines.info import EngineInfo, Option, OptionValue
-from rlk_align.engines.registry import engine_info
+from rlk_align.engines.registry import ENGINES, engine_info
 from rlk_align.errors import BadOption
 from rlk_align.selftest.faults.catalogue import check_fault, choose
 
@@ -32,12 +32,15 @@ COMMON_OPTIONS = {
     "fault": Option(),
     "kernels": Option(default="off", choices=("off", "rlk")),
     "except": Option(),
+    "lora": Option(),
+    "merged": Option(bool, default=False),
     "timeout": Option(float, default=600.0, starts_only=True),
 }
 """The options that every engine takes. `patch=module:function` is called with the loaded model.
 `fault=NAME@STRENGTH@rankN` plants a fault of `selftest.faults`, on all ranks or on one alone.
 `kernels=rlk` makes the engine compute with our kernels, except for the operators of
-`except=OPERATOR+OPERATOR`. An engine that makes no progress for `timeout` seconds is ended."""
+`except=OPERATOR+OPERATOR`. `lora=PATH` is an adapter in PEFT's layout, which `merged=1` adds to the
+weights. An engine that makes no progress for `timeout` seconds is ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,7 @@ class EngineSpec:
             for key, value in given_options(f"engine {name!r}", rest, known)
         }
         _check_kernels(name, options, info)
+        _check_lora(name, options, info)
         if conflict := info.conflict(options):
             raise BadOption(f"engine {name!r}: {conflict}")
         if "fault" in options:
@@ -166,6 +170,25 @@ def _check_kernels(name: str, options: dict[str, OptionValue], info: EngineInfo)
         )
     if "except" in options and not wanted:
         raise BadOption(f"engine {name!r}: except={options['except']} needs kernels=rlk as well")
+
+
+def _check_lora(name: str, options: dict[str, OptionValue], info: EngineInfo) -> None:
+    if "lora" in options and not info.loads_lora:
+        able = ", ".join(other for other in ENGINES if engine_info(other).loads_lora)
+        raise BadOption(
+            f"engine {name!r} does not support lora={options['lora']}",
+            f"engines that compute with an adapter: {able}; or give it a merged checkpoint",
+        )
+    if options.get("merged") and "lora" not in options:
+        raise BadOption(f"engine {name!r}: merged=1 needs lora=PATH as well")
+    if options.get("merged") and not info.merges_lora:
+        raise BadOption(
+            f"engine {name!r} does not merge adapters", "give it a merged checkpoint, model=PATH"
+        )
+    if "lora" in options and not options.get("merged") and options.get("kernels") == "rlk":
+        raise BadOption(
+            f"engine {name!r}: kernels=rlk does not compute LoRA adapters", "leave kernels=rlk out"
+        )
 
 
 def _convert(engine: str, key: str, value: str, option: Option) -> OptionValue:

@@ -212,14 +212,18 @@ def mismatch_words(m: Mismatch) -> str:
     """Describes in one line a difference between the sides."""
     where = f" (sample {m.sample}, position {m.position})" if m.sample is not None else ""
     if m.name == "rope_frequencies":
-        sides = (("the rollout engine", m.rollout), ("the trainer", m.train))
+        who_how = (("the rollout engine", m.rollout), ("the trainer", m.train))
         rounded = [
-            f"{who}'s inverse frequencies were {how}" for who, how in sides if how != "exact"
+            f"{who}'s inverse frequencies were {how}" for who, how in who_how if how != "exact"
         ]
         return ", and ".join(rounded)
+    sides = f"rollout {_short(m.rollout)}, train {_short(m.train)}"
+    if m.kind == "weights" and (m.name == "adapter" or m.name.endswith(".lora")):
+        of = f" of {m.name.removesuffix('.lora')}" if m.name != "adapter" else ""
+        return f"LoRA adapter{of}: {sides}"
     copies = " and ".join(f"{module} of the {side}" for side, module in m.derived_copy.items())
     copied = f", derived copy in {copies}" if copies else ""
-    return f"{m.kind} {m.name}{copied}{where}: rollout {_short(m.rollout)}, train {_short(m.train)}"
+    return f"{m.kind} {m.name}{copied}{where}: {sides}"
 
 
 def _short(value: Any) -> str:

@@ -196,6 +196,37 @@ CUTS = "cuts"
 of float32 numbers instead of rounding them to bfloat16; its value says why."""
 
 
+class LoraModule(Record):
+    """The adapter of one projection, as an engine computes with it."""
+
+    rank: Annotated[int, Field(gt=0)]
+    dtype: DtypeName
+    """The dtype of A and B in the engine."""
+    scale: float
+    """The factor that it multiplies by; 1 if the scale is folded into B."""
+    digests: dict[str, tuple[str, str]]
+    """The digests of A and of scale · B by the dtype to which A and B are rounded first: the dtype
+    that the engine computes in and, if that is float32, narrower ones. An engine that folds the
+    scale into B has these values."""
+    sums: list[float]
+    """The sums of the columns of scale · B, of which a multiple has multiples."""
+    zero: bool
+    """Whether A or B is all zeros, so that the adapter changes nothing."""
+
+
+class LoraRecord(Record):
+    """The adapter of an engine."""
+
+    path: str
+    scale: float
+    """The scale that adapter_config.json states."""
+    modules: dict[str, LoraModule]
+    """Site -> its adapter, for each projection that has one in the live model, or had one before it
+    was merged."""
+    merged: str = ""
+    """What merged the adapter into the weights; empty if it is applied beside them."""
+
+
 class TraceRecord(Record):
     """trace.json."""
 
@@ -222,6 +253,8 @@ class TraceRecord(Record):
     """Site -> the ranks of the pipeline stage that computes it; empty for a single stage."""
     experts: list[list[int]] = Field(default_factory=list)
     """The ranks that have each expert; empty if all ranks have all experts."""
+    adapter: LoraRecord | None = None
+    """The LoRA adapter that the engine computes with; None without one."""
     prompt_ids: dict[str, list[int]]
     """Prompt id -> the token ids of its text by this side's tokenizer."""
 

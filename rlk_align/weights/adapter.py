@@ -6,8 +6,6 @@ The order of the sums in a matrix product is not known, so each entry has an int
 the results of all orders of float32 sums.
 """
 
-import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +14,10 @@ from typing import Literal
 import torch
 
 from rlk_align.errors import ModelError
-from rlk_align.text import one_line
+from rlk_align.model.adapter import PREFIX, TENSORS, read_settings
 from rlk_align.weights.lazy import DTYPES, LazyTensor
 from rlk_align.weights.naming import canonical_name
 from rlk_align.weights.safetensors import read_safetensors
-
-_FILE, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
-
 
 Order = Literal["once", "update", "product", "factor"]
 """What is rounded: only the sum; scale · (B · A) before it is added; the product B · A before it is
@@ -156,32 +151,9 @@ def read_adapter(path: str) -> Adapter:
     Raises ModelError for a folder without an adapter, or for an adapter that does more than add
     B · A; CorruptCheckpoint for a damaged file.
     """
-    folder = Path(path).expanduser()
-    for name in (_CONFIG, _FILE):
-        if not (folder / name).is_file():
-            raise ModelError(
-                f"{path} is not an adapter: {name} does not exist",
-                f"give the folder in PEFT's layout, with {_CONFIG} and {_FILE}",
-            )
-    try:
-        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-        kind = config.get("peft_type")
-        alpha, rank = float(config["lora_alpha"]), int(config["r"])
-        patterns = {k: dict(config.get(k) or {}) for k in ("rank_pattern", "alpha_pattern")}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(
-            f"{folder / _CONFIG} does not describe a LoRA: {one_line(error)}"
-        ) from error
-    unread = [k for k in ("use_dora", "fan_in_fan_out") if config.get(k)]
-    if kind != "LORA" or unread or any(patterns.values()) or rank <= 0:
-        what = ", ".join(unread) or next(
-            (k for k, v in patterns.items() if v), f"{kind}, rank {rank}"
-        )
-        raise ModelError(
-            f"{path}: adapters with {what} are not supported", "plain LoRA is supported"
-        )
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    tensors = {t.name: t for t in read_safetensors(folder / _FILE)}
+    rank, scale = read_settings(path)
+    file = Path(path).expanduser() / TENSORS
+    tensors = {t.name: t for t in read_safetensors(file)}
     updates = {}
     for name, tensor in tensors.items():
         if not name.endswith(".lora_A.weight"):
@@ -189,9 +161,9 @@ def read_adapter(path: str) -> Adapter:
         module = name.removesuffix(".lora_A.weight")
         other = tensors.get(f"{module}.lora_B.weight")
         if other is None or tensor.shape[0] != rank or other.shape[1:] != (rank,):
-            raise ModelError(f"{folder / _FILE}: {name} or its lora_B does not have rank {rank}")
-        plain = f"{module.removeprefix('base_model.model.')}.weight"
+            raise ModelError(f"{file}: {name} or its lora_B does not have rank {rank}")
+        plain = f"{module.removeprefix(PREFIX)}.weight"
         updates[canonical_name(plain) or plain] = LowRank(tensor, other, scale)
     if not updates:
-        raise ModelError(f"{folder / _FILE} has no lora_A and lora_B")
+        raise ModelError(f"{file} has no lora_A and lora_B")
     return Adapter(path, updates)

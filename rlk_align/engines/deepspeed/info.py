@@ -42,6 +42,8 @@ DEEPSPEED = replace(
     FSDP,
     target="rlk_align.engines.deepspeed.engine:DeepSpeedEngine",
     planting="rlk_align.engines.deepspeed.planting:plant_fault",
+    loads_lora=False,
+    merges_lora=False,
     builds_on=("hf",),
     package="deepspeed",
     install="DS_BUILD_OPS=0 pip install --no-build-isolation 'rlk-align[deepspeed]'",

@@ -1,5 +1,6 @@
 """HF transformers: a causal LM of any known family."""
 
+import importlib.metadata
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from rlk_align.engines.common.attributes import (
     rounded_frequencies,
 )
 from rlk_align.engines.common.edits import Editor
+from rlk_align.engines.common.lora import LiveLora, record_adapter
 from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, record_parameter
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.rows import ForwardRows, padded_grid
@@ -35,6 +37,7 @@ from rlk_align.engines.hf.experts import (
     router_of,
     sparse_blocks,
 )
+from rlk_align.engines.hf.lora import MERGED, add_adapter, live_adapter, merge_adapter
 from rlk_align.engines.hf.places import hf_places
 from rlk_align.engines.hf.taps import HFTaps
 from rlk_align.errors import ModelError
@@ -44,6 +47,7 @@ from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.shape import ModelShape
 from rlk_align.model.vision import DECODER_NAMES
 from rlk_align.text import one_line
+from rlk_align.trace.schema import LoraRecord
 from rlk_align.trace.writer import PassWriter
 
 
@@ -55,6 +59,8 @@ class HFEngine(ForwardEngine):
     """
 
     _unexposed: dict[str, str]
+    _merged: LoraRecord | None = None
+    """The adapter that was merged into the weights."""
 
     def open(self) -> None:
         here = "cuda" if torch.cuda.is_available() else "cpu"
@@ -65,6 +71,9 @@ class HFEngine(ForwardEngine):
     def compute_dtype(self) -> str:
         """The spec's dtype, or else the checkpoint's."""
         return self.spec.dtype(self.shape.dtype)
+
+    adapter_in_float32 = True
+    """Whether an adapter is float32 also where the model is not, as PEFT loads it by default."""
 
     def load(self, dtype: str) -> Any:
         """The model on the CPU in evaluation mode, with the kernels and the user's patch. Raises
@@ -85,6 +94,13 @@ class HFEngine(ForwardEngine):
             raise ModelError(
                 f"transformers could not load {self.model_path}: {one_line(error)}"
             ) from error
+        if (adapter := self.spec.option("lora")) is not None:
+            add_adapter(model, str(adapter), self.adapter_in_float32)
+            if self.spec.option("merged"):
+                live = live_adapter(model, hf_places(model, self.shape))
+                record = record_adapter(str(adapter), live, self.compute_dtype)
+                self._merged = record.model_copy(update={"merged": MERGED})
+                merge_adapter(model)
         if self.kernels is not None:
             self.kernels.in_model(model, model.config.rope_parameters)
         apply_patch(self.spec, model.eval())
@@ -114,10 +130,22 @@ class HFEngine(ForwardEngine):
         for name, value in (*expert_weights(self.model), *corrections(self.model)):
             yield record_parameter(LiveParameter(name, value))
 
+    def adapter(self) -> LoraRecord | None:
+        path = self.spec.option("lora")
+        if path is None or self._merged is not None:
+            return self._merged
+        return record_adapter(str(path), self.live_adapter(), self.compute_dtype)
+
+    def live_adapter(self) -> Iterator[LiveLora]:
+        """The adapter of each projection, with the values that it computes with."""
+        return live_adapter(self.model, self.places())
+
     def version(self) -> str:
         import transformers
 
-        return transformers.__version__
+        if self.spec.option("lora") is None:
+            return transformers.__version__
+        return f"{transformers.__version__}, peft {importlib.metadata.version('peft')}"
 
     def dtype(self) -> str:
         return str(self.model.lm_head.weight.dtype).removeprefix("torch.")

@@ -1,6 +1,7 @@
 """PyTorch FSDP2: the HF model, whose parameters `fully_shard` shards over ranks."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from rlk_align.engines.base import Engine, Logprobs, SamplesDone
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.intervention import Intervention
+from rlk_align.engines.common.lora import LiveLora
 from rlk_align.engines.common.parameters import (
     LiveParameter,
     ParameterRecord,
@@ -34,6 +36,8 @@ class FSDPEngine(HFEngine):
         self.device = self.ranks.device
         compute = getattr(torch, self.compute_dtype)
         mixed = bool(self.spec.option("mixed"))
+        # FSDP2 shards parameters of one dtype.
+        self.adapter_in_float32 = mixed
         model = self.load("float32" if mixed else self.compute_dtype)
         if self.spec.option("checkpointing"):
             # transformers checkpoints only in training mode; the precheck reports active dropout.
@@ -80,6 +84,12 @@ class FSDPEngine(HFEngine):
                 value = value.full_tensor().to(compute)
             if self.ranks.rank == 0:
                 yield record_parameter(LiveParameter(name, value))
+
+    def live_adapter(self) -> Iterator[LiveLora]:
+        compute = getattr(torch, self.compute_dtype)
+        for each in super().live_adapter():
+            # Like the weights, it is rounded to the compute dtype as it is gathered.
+            yield replace(each, a=each.a.to(compute), b=each.b.to(compute))
 
     # HF's `sample` would need the ranks to decode in step, each with its own samples.
     sample = Engine.sample

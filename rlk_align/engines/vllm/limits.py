@@ -17,6 +17,8 @@ CPU_EXPERT_STEP = 32
 the experts' inner size."""
 DELTA_HEAD_SIZES = (64, 128)
 """The sizes of heads that vLLM 0.32's gated delta nets on CPUs compute."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values of vLLM's `max_lora_rank`."""
 _ON_ONE_RANK = {
     "wide_q_norm": "its norms over all heads need all ranks",
     "sink_attn": "its ranks share sinks and the biases of experts",

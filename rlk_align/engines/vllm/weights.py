@@ -14,6 +14,7 @@ from rlk_align.engines.common.weights import Parameter, canonical, parameters
 from rlk_align.engines.process.ranks import Ranks, all_gather
 from rlk_align.engines.vllm.delta_net import as_computed, convolution_weight
 from rlk_align.engines.vllm.experts import expert_weights
+from rlk_align.engines.vllm.lora import without_adapter
 from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.model.shape import ModelShape
 
@@ -21,7 +22,7 @@ from rlk_align.model.shape import ModelShape
 def parameter_plan(model: Any, shape: ModelShape, tp: int) -> Iterator[Parameter]:
     """Every parameter of a live model of `tp` ranks."""
     rows = model.get_submodule(head_path(model)).weight.shape[0]
-    places = vllm_places(model, shape, tp)
+    places = (without_adapter(model, place) for place in vllm_places(model, shape, tp))
     return parameters(places, shape, tp, lambda op: padded(op, shape.vocab, rows, tp))
 
 

@@ -25,6 +25,7 @@ from rlk_align.engines.common.code import code_places
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.fused_places import attentions
 from rlk_align.engines.common.intervention import Intervention
+from rlk_align.engines.common.lora import record_adapter
 from rlk_align.engines.common.parameters import ParameterRecord, record_parameter
 from rlk_align.engines.common.places import shards_of
 from rlk_align.engines.common.transformers_rope import rotary_embeddings
@@ -34,6 +35,7 @@ from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.vllm.delta_net import delta_attributes
 from rlk_align.engines.vllm.experts import sparse_blocks
 from rlk_align.engines.vllm.graphs import GraphCounter
+from rlk_align.engines.vllm.lora import live_adapter
 from rlk_align.engines.vllm.parallel import tensor_parallel
 from rlk_align.engines.vllm.places import of_transformers, sliding_window, vllm_places
 from rlk_align.engines.vllm.taps import VLLMTaps
@@ -42,6 +44,7 @@ from rlk_align.errors import BadOption
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.model.shape import ModelShape
 from rlk_align.results import CodePlace, GraphReplays
+from rlk_align.trace.schema import LoraRecord
 from rlk_align.trace.writer import PassWriter
 
 
@@ -112,6 +115,11 @@ class WorkerExtension:
             live = vllm_weights(self.model_runner.get_model(), shape, ranks)
             # Every rank gathers, and rank 0 records.
             return [record_parameter(p) for p in live if ranks.rank == 0]
+
+    def rlk_adapter(self, path: str, shape: ModelShape, rank: int) -> LoraRecord:
+        model = self.model_runner.get_model()
+        dtype = str(self.model_runner.dtype).removeprefix("torch.")
+        return record_adapter(path, live_adapter(model, shape, rank), dtype)
 
     def rlk_tap(self, plan: TapPlan) -> None:
         ranks = tensor_parallel()

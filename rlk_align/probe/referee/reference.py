@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rlk_align.model.tensors import biased_operators
 from rlk_align.probe.referee import delta_net, formulas
 from rlk_align.probe.referee.experts import EXPERT_FORMULAS, ExpertReference
 from rlk_align.probe.referee.exponentials import SumOrder, lost_share, sum_orders
+from rlk_align.probe.referee.lora import AdapterReference, add_update
 from rlk_align.probe.referee.rounding import (
     nearest_cut,
     nearest_rounding,
@@ -30,6 +32,7 @@ from rlk_align.probe.referee.settings import (
 from rlk_align.probe.referee.weights import Checkpoint, CheckpointWeights, NotRefereed
 from rlk_align.results import LiveSetting
 from rlk_align.trace.reader import Weight
+from rlk_align.trace.schema import LoraRecord
 
 FLOAT32_UNIT = 2.0**-24
 """Half an ulp of 1 in float32, the dtype in which engines add and rotate."""
@@ -75,13 +78,14 @@ class Reference:
         orders: Sequence[SumOrder] = (),
         added: frozenset[str] = frozenset(),
         cuts: bool = False,
+        adapter: LoraRecord | None = None,
     ) -> None:
         """`dtype`: the dtype in which the side computes; `tp`: its number of tensor-parallel ranks;
         `attributes`: those of its trace; `live`: the weights of its engine; `like`: the other
         side's reference, whose checkpoint is shared if it is the same; `orders`: the orders in
         which it may add exponentials, by default those of an unknown processor; `added`: operators
         whose outputs its ranks round and add up; `cuts`: whether its own kernels cut numbers off to
-        bfloat16 (`trace.schema.CUTS`). Raises ModelError."""
+        bfloat16 (`trace.schema.CUTS`); `adapter`: its LoRA adapter. Raises ModelError."""
         self.shape, self.dtype, self.device, self._model = shape, dtype, device, model
         self._tp, self._attributes, self._added = tp, attributes, added
         self._orders, self._cuts = orders or sum_orders({}), cuts and dtype == "bfloat16"
@@ -93,6 +97,9 @@ class Reference:
         else:
             self._checkpoint = like._checkpoint
         self._weights = CheckpointWeights(self._checkpoint, live)
+        self._adapter: AdapterReference | None = None
+        if adapter is not None:
+            self._adapter = AdapterReference(adapter, dtype, self._config, shape, device)
         self._biased = biased_operators(self._config, shape)
         self._rotaries = [checkpoint_rotary(model, shape, i) for i in range(shape.layers)]
         shares = tp if "down_proj" in added else 1
@@ -250,13 +257,19 @@ class Reference:
         parameter = site.parameter
         bias = self._bias(site) if self._has_bias(site) else None
         tied_to = site.operator.tied_to if is_tied(self._config) else ""
-        weight = self._weights.read(tied_to or parameter, used_as=parameter)
+        if self._adapter is not None and self._adapter.merges(site.name):
+            weight = self._weights.read_merged(parameter, partial(self._adapter.merged, site.name))
+        else:
+            weight = self._weights.read(tied_to or parameter, used_as=parameter)
         out, extra = (x.new_empty(len(x), len(weight)) for _ in range(2))
         step = max(1, WEIGHT_ELEMENTS // weight.shape[1])
         for start in range(0, len(weight), step):
             at = slice(start, start + step)
             some = None if bias is None else bias[at]
             out[:, at], extra[:, at] = self._sums(site, x, weight[at].double(), some)
+        factors = self._adapter.factors(site.name) if self._adapter is not None else None
+        if factors is not None:
+            return add_update(x, out, extra, factors, self.dtype)
         return out, extra
 
     def _residual(

@@ -1,6 +1,6 @@
 """A checkpoint's parameters in the dtype of a side. They are read when they are needed."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -114,6 +114,21 @@ class CheckpointWeights:
                 "the checkpoint was replaced since"
             )
         return value
+
+    def read_merged(
+        self, parameter: str, merge: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Returns a canonical parameter that the engine merged an adapter into. Raises
+        NotRefereed."""
+        merged = merge(self._checkpoint.read(parameter))
+        with one_thread():
+            same = digest_parameter(merged) == self._live[parameter].digest
+        if not same:
+            raise OtherWeight(
+                f"the {parameter} in its engine differs from the checkpoint's with the adapter "
+                "merged into it"
+            )
+        return merged
 
     def read_kept(self, parameter: str) -> torch.Tensor:
         """Returns a canonical parameter as the engine keeps it, which some keep in float32. Raises

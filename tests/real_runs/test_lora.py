@@ -1,0 +1,83 @@
+"""LoRA adapters in real engines: healthy pairs, and planted faults that are named."""
+
+from pathlib import Path
+
+import pytest
+from command import Cli, Outcome, command_line, require_engine
+from lora import write_adapter, write_merged
+from random_model import write_random_model
+
+pytestmark = pytest.mark.whole_matrix
+pytest.importorskip("peft")
+
+VLLM, HF = "vllm:lora={a}", "hf:lora={a}"
+PATCH = "patch=lora_patches:"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    here = tmp_path_factory.mktemp("lora")
+    model = write_random_model(here / "model", model_type="qwen3", head_dim=32, dtype="bfloat16")
+    write_adapter(here / "a", model, std=0.05)
+    write_merged(here / "merged", model, here / "a")
+    lines = (f'{{"id": "{i}", "ids": {[7 * i + k * k for k in range(1, 9)]}}}' for i in range(1, 5))
+    (here / "prompts.jsonl").write_text("\n".join(lines))
+    return here
+
+
+@pytest.fixture(scope="module")
+def cli(folder: Path) -> Cli:
+    return command_line(folder)
+
+
+def compared(cli: Cli, folder: Path, rollout: str, train: str) -> Outcome:
+    for spec in (rollout, train):
+        require_engine(spec.partition(":")[0])
+    names = {"a": folder / "a", "merged": folder / "merged"}
+    return cli(
+        "compare", "--model", folder / "model", "--prompts", folder / "prompts.jsonl",
+        "--max-new-tokens", 16, "--run-dir", folder / "run", "--fresh",
+        "--rollout", rollout.format(**names), "--train", train.format(**names),
+        env={"PYTHONPATH": str(Path(__file__).parent)},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rollout", "train", "weights"),
+    [
+        (VLLM, HF, "equal"),
+        (VLLM, "fsdp:dp=2,lora={a}", "equal"),
+        (VLLM, "fsdp:dp=2,mixed=0,lora={a}", "equal"),
+        (VLLM, f"{HF},merged=1", "merged on the training side"),
+        ("vllm:model={merged}", HF, "merged on the rollout side"),
+        ("vllm:model={merged}", "fsdp:dp=2,lora={a},merged=1", "equal"),
+    ],
+)
+def test_a_pair_is_healthy(cli: Cli, folder: Path, rollout: str, train: str, weights: str) -> None:
+    done = compared(cli, folder, rollout, train)
+    verdict = done.verdict
+    assert verdict is not None, done.err
+    assert verdict["status"] == "pass"
+    assert verdict["precheck"]["weights"] == weights
+    assert "no operator beyond its budget on either side: 76 of 76" in done.out
+
+
+@pytest.mark.parametrize(
+    ("rollout", "train", "words"),
+    [
+        (f"{VLLM},{PATCH}k_and_v_exchanged", HF, "exchanged, or stacked in another order"),
+        (f"{VLLM},{PATCH}withheld", HF, "the rollout was given one that no projection computes"),
+        ("vllm", f"{HF},merged=1", "; the other side has no adapter, and other weights"),
+        ("vllm", HF, "the rollout has no adapter; the trainer has one of rank 4 in 14 projections"),
+        (VLLM, f"{HF},{PATCH}scaled_twice", "the scale was applied twice on one of them"),
+        (VLLM, f"{HF},{PATCH}half_of_the_layers", "the trainer has no adapter in 7 projections"),
+        (VLLM, f"{HF},{PATCH}merged_and_unmerged", "by merging and unmerging its adapter in 14"),
+        (VLLM, f"{HF},{PATCH}counted_twice", "it counts twice"),
+    ],
+)
+def test_a_fault_is_named(cli: Cli, folder: Path, rollout: str, train: str, words: str) -> None:
+    done = compared(cli, folder, rollout, train)
+    assert done.verdict is not None, done.err
+    assert done.verdict["status"] == "inconclusive"
+    details = [m["detail"] for m in done.verdict["precheck"]["mismatches"]]
+    assert any(words in detail for detail in details), details
