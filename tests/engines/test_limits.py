@@ -235,6 +235,17 @@ def test_vllm_computes_gated_delta_nets_in_float32_with_the_kernels_alone(
     assert refused.value.fix == fix
 
 
+def test_on_a_gpu_vllm_computes_gated_delta_nets_with_the_kernels_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "_on_cpu", lambda: False)
+    check("vllm:kernels=rlk", HYBRID)
+    with pytest.raises(ModelError, match="on a GPU does not support its own gated delta nets") as r:
+        check("vllm", HYBRID)
+    assert r.value.fix is not None
+    assert r.value.fix.startswith("add kernels=rlk")
+
+
 def source_of_vllm(*path: str) -> ast.Module:
     require_engine("vllm")
     package = importlib.util.find_spec("vllm")

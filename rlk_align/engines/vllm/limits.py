@@ -101,18 +101,20 @@ def _check_delta_nets(option: ReadOption, shape: ModelShape) -> None:
             "its ranks share the heads of gated delta nets, which no test has compared",
             "leave tp out",
         )
+    kernels = option("kernels") == "rlk"
     if option("python") is None and not _on_cpu():
+        if kernels:
+            return
         raise ModelError(
-            "engine 'vllm' on a GPU does not support gated delta nets here: its kernels there "
+            "engine 'vllm' on a GPU does not support its own gated delta nets: its kernels there "
             "compute in other steps, which no test has compared",
-            "compare with --rollout hf",
+            "add kernels=rlk, or compare with --rollout hf",
         )
     widths = {"linear_key_head_dim": shape.delta_key_width}
     widths["linear_value_head_dim"] = shape.delta_width
     wrong = [f"{name}={width}" for name, width in widths.items() if width not in DELTA_HEAD_SIZES]
     stated = option("dtype")
     dtype = shape.dtype if stated in (None, "auto") else stated
-    kernels = option("kernels") == "rlk"
     if dtype != "bfloat16" and not (kernels and dtype == "float32"):
         wrong = [f"dtype={dtype}", *wrong]
     if wrong:
