@@ -53,7 +53,9 @@ def compared(cli: Cli, folder: Path, rollout: str, train: str) -> Outcome:
         ("vllm:model={merged}", "fsdp:dp=2,lora={a},merged=1", "equal"),
     ],
 )
-def test_a_pair_with_an_adapter_is_healthy(cli: Cli, folder: Path, rollout: str, train: str, weights: str) -> None:
+def test_a_pair_with_an_adapter_is_healthy(
+    cli: Cli, folder: Path, rollout: str, train: str, weights: str
+) -> None:
     done = compared(cli, folder, rollout, train)
     verdict = done.verdict
     assert verdict is not None, done.err
