@@ -72,8 +72,8 @@ def test_a_dense_model_may_tie_its_head() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("device=cuda,tp=2", "tp=2: on GPUs one rank was tested"),
-        ("device=cuda,ep=2", "ep=2: on GPUs one rank was tested"),
+        ("device=cuda,tp=2", "tp=2: on GPUs one rank is supported"),
+        ("device=cuda,ep=2", "ep=2: on GPUs one rank is supported"),
         ("device=cuda,attention_backend=torch_native", "does not run on device=cuda"),
         ("device=cpu,attention_backend=triton", "does not run on device=cpu"),
         ("mem_fraction=1.5", "must be below 1"),
@@ -105,7 +105,7 @@ def test_other_versions_are_refused_by_name() -> None:
     for device, tested, other in (("cpu", "0.5.23", "0.5.17"), ("cuda", "0.5.17", "0.5.23")):
         check_version(tested, device)
         for installed in (other, "0.5.24"):
-            said = rf"SGLang {installed} is installed, and only {tested} was tested on .*{device}"
+            said = rf"SGLang {installed} is installed, and only {tested} is supported on .*{device}"
             with pytest.raises(BadOption, match=said):
                 check_version(installed, device)
 

@@ -8,7 +8,8 @@ from rlk_align.errors import BadOption, ModelError
 from rlk_align.model.shape import ModelShape
 
 VERSIONS = {"cpu": "0.5.23", "cuda": "0.5.17"}
-"""Device -> the version whose private methods the adapter was tested with."""
+"""Device -> the version whose private methods the adapter is written for. The one for GPUs was not
+run there yet."""
 ATTENTION = {"cpu": ("torch_native",), "cuda": ("triton", "fa3")}
 """Device -> the attention backends that run there; the first is the default."""
 _PADDING = 32
@@ -18,13 +19,14 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
 
 def check_version(installed: str, device: str) -> None:
-    """Raises BadOption for another version than the one that was tested on the device."""
-    tested = VERSIONS[device]
-    if installed != tested:
+    """Raises BadOption for another version than the one that is supported on the device."""
+    supported = VERSIONS[device]
+    if installed != supported:
         raise BadOption(
-            f"engine 'sglang': SGLang {installed} is installed, and only {tested} was tested on "
-            f"device={device}: its prompt log-probs and its head are private methods, which change",
-            f"pip install sglang=={tested}; docs/sglang.md",
+            f"engine 'sglang': SGLang {installed} is installed, and only {supported} is supported "
+            f"on device={device}: its prompt log-probs and its head are private methods, which "
+            "change",
+            f"pip install sglang=={supported}; docs/sglang.md",
         )
 
 
@@ -48,7 +50,7 @@ def check_sglang(option: ReadOption, config: dict[str, Any], shape: ModelShape) 
     for ranks in ("tp", "ep") if device == "cuda" else ():
         if option(ranks) != 1:
             raise BadOption(
-                f"engine 'sglang': {ranks}={option(ranks)}: on GPUs one rank was tested",
+                f"engine 'sglang': {ranks}={option(ranks)}: on GPUs one rank is supported",
                 f"leave {ranks} out",
             )
     if not float(option("mem_fraction") or 0.5) < 1:

@@ -10,8 +10,8 @@ from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.frameworks import refuse
 
 VERSIONS = {"cpu": "0.5.23", "cuda": "0.5.17"}
-"""Device -> the version of SGLang whose private methods were read and run on it: those of the head
-and of log-probs have no extension point."""
+"""Device -> the version of SGLang whose private methods were read for it: those of the head and of
+log-probs have no extension point. The one for GPUs was not run there yet."""
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -101,11 +101,11 @@ def of_server(args: Any, device: str, version: str, dtype: str) -> Iterator[str]
     """A reason for each refused server argument, for a model in dtype, and this version of
     SGLang."""
     if version != VERSIONS.get(device):
-        yield f"device={device} with SGLang {version}: the kernels were run on {_known()}"
+        yield f"device={device} with SGLang {version}: the kernels support {_known()}"
     if device == "cuda" and args.tp_size != 1:
-        yield f"tp_size={args.tp_size}: on GPUs one rank was run"
+        yield f"tp_size={args.tp_size}: on GPUs one rank is supported"
     if device == "cuda" and _captures_prefills(args):
-        yield "CUDA graphs of prefills, which were not run: disable_prefill_cuda_graph=True"
+        yield "CUDA graphs of prefills: pass disable_prefill_cuda_graph=True"
     for name in ONE:
         if (ranks := getattr(args, name, 1)) not in (None, 1):
             yield f"{name}={ranks}: of several ranks, tp_size alone was run"
