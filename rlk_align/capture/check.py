@@ -89,8 +89,7 @@ def check_lora(spec: EngineSpec, adapter: AdapterFile) -> None:
             f"{adapter.folder / CONFIG}: r={rank}, and engine {spec.name!r} supports ranks up to "
             f"{largest}"
         )
-    ranks = spec.info.own_ranks
-    if ranks and int(spec.option(ranks) or 1) > 1:
+    if ranks := _several_own_ranks(spec):
         raise BadOption(
             f"engine {spec.name!r}: {ranks}={spec.option(ranks)} with lora={spec.option('lora')}: "
             "an adapter's slices of several ranks are not read",
@@ -105,6 +104,12 @@ def check_lora(spec: EngineSpec, adapter: AdapterFile) -> None:
         )
 
 
+def _several_own_ranks(spec: EngineSpec) -> str:
+    """The option that makes the engine start several ranks itself; empty if it starts one."""
+    ranks = spec.info.own_ranks
+    return ranks if ranks and int(spec.option(ranks) or 1) > 1 else ""
+
+
 def check_decoder(spec: EngineSpec, model: Path) -> None:
     """Raises ModelError or BadOption if the model also sees images and the engine cannot run its
     decoder alone."""
@@ -117,8 +122,7 @@ def check_decoder(spec: EngineSpec, model: Path) -> None:
             "also sees images",
             "compare with --rollout vllm or --rollout hf, or store the decoder alone",
         )
-    ranks = spec.info.own_ranks
-    if ranks and int(spec.option(ranks) or 1) > 1:
+    if ranks := _several_own_ranks(spec):
         raise BadOption(
             f"engine {spec.name!r}: {ranks}={spec.option(ranks)} does not support a checkpoint "
             "that also sees images: only one process is told to leave out the part for images",

@@ -69,24 +69,17 @@ def _one_sided(a: LoraRecord | None, b: LoraRecord | None) -> Mismatch:
     record = a if have == "rollout" else b
     assert record is not None
     withheld = (b if have == "rollout" else a) is not None
-    if not record.modules:
-        return Mismatch(
-            kind="weights",
-            name=NAME,
-            rollout=_words(a),
-            train=_words(b),
-            detail="an adapter was given, and no projection of the live model computes with one: "
-            "it was not delivered, or it is disabled",
-        )
     why = "was given one that no projection computes with" if withheld else "has no adapter"
-    return Mismatch(
-        kind="weights",
-        name=NAME,
-        rollout=_words(a),
-        train=_words(b),
-        detail=f"the {_WHO[lacks]} {why}; the {_WHO[have]} has one of "
-        f"{_ranks(record.modules)} in {_count(record.modules)}: every one of them will differ",
+    detail = (
+        f"the {_WHO[lacks]} {why}; the {_WHO[have]} has one of {_ranks(record.modules)} in "
+        f"{_count(record.modules)}: every one of them will differ"
     )
+    if not record.modules:
+        detail = (
+            "an adapter was given, and no projection of the live model computes with one: it was "
+            "not delivered, or it is disabled"
+        )
+    return Mismatch(kind="weights", name=NAME, rollout=_words(a), train=_words(b), detail=detail)
 
 
 _WHO = {"rollout": "rollout", "train": "trainer"}

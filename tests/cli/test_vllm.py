@@ -150,16 +150,16 @@ def test_a_pass_computes_its_own_prefixes(cli: Cli, tmp_path: Path) -> None:
 CACHED = "vllm:enable_prefix_caching=1,block_size=32,max_num_seqs=1"
 
 
+def compare_behind_a_prefix(folder: Path) -> tuple[object, ...]:
+    """A comparison of prompts that begin alike, without its engines."""
+    prompts = write_prompts_with_a_prefix(folder / "shared.jsonl")
+    return "compare", "--prompts", prompts, "--max-new-tokens", 16
+
+
 @pytest.mark.whole_matrix
 def test_rows_of_a_cached_prefix_are_not_missing(cli: Cli, tmp_path: Path) -> None:
     done = cli(
-        *(
-            "compare",
-            "--prompts",
-            write_prompts_with_a_prefix(tmp_path / "shared.jsonl"),
-            "--max-new-tokens",
-            16,
-        ),
+        *compare_behind_a_prefix(tmp_path),
         *("--rollout", CACHED, "--train", "hf", "--run-dir", tmp_path / "run"),
     )
     assert_trustworthy(done)
@@ -175,13 +175,7 @@ def test_rows_of_a_cached_prefix_are_not_missing(cli: Cli, tmp_path: Path) -> No
 @pytest.mark.whole_matrix
 def test_a_row_that_taps_lose_is_missing_beside_a_cache(cli: Cli, tmp_path: Path) -> None:
     done = cli(
-        *(
-            "compare",
-            "--prompts",
-            write_prompts_with_a_prefix(tmp_path / "shared.jsonl"),
-            "--max-new-tokens",
-            16,
-        ),
+        *compare_behind_a_prefix(tmp_path),
         *("--rollout", f"{CACHED},patch=patches:drops_a_row", "--train", "hf"),
         *("--edges", "decode_vs_train"),
         env=PATCHES,

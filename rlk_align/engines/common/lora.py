@@ -40,8 +40,7 @@ def factor_digests(
 
 def record_adapter(path: str, live: Iterable[LiveLora], dtype: str) -> LoraRecord:
     """The record of the adapter in a folder, as it is live. `dtype`: the dtype that the engine
-    computes in. Raises ModelError if an entry is NaN or
-    infinite."""
+    computes in. Raises ModelError if an entry is NaN or infinite."""
     narrow = getattr(torch, dtype)
     modules = {each.site: _record(each, narrow) for each in live}
     return LoraRecord(path=path, scale=read_settings(path).scale, modules=modules)

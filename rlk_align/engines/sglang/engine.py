@@ -55,6 +55,7 @@ class SGLangEngine(Engine):
         device = self.spec.device or ("cuda" if torch.cuda.is_available() else "cpu")
         check_version(importlib.metadata.version("sglang"), device)
         self._passes = 0
+        self._replays = self.production and device == "cuda"
         self._stand_ins = prepare(device, raw=self._raw, ranks=self.ranks.world)
         if self.kernels is not None and self.production:
             # Graphs are captured while SGLang starts.
@@ -69,7 +70,7 @@ class SGLangEngine(Engine):
         try:
             self._session = Session(
                 self.ranks,
-                graphs=self.production and device == "cuda",
+                graphs=self._replays,
                 model_path=str(self.model_path),
                 device=device,
                 attention_backend=attention_backend(option, device),
@@ -240,7 +241,7 @@ class SGLangEngine(Engine):
         return answers
 
     def _run_untapped(self, requests: Sequence[Request]) -> list[Answer]:
-        if not torch.cuda.is_available():
+        if not self._replays:
             return self._session.run(requests)
         with GraphCounter(self.runner) as counter:
             answers = self._session.run(requests)
