@@ -11,7 +11,7 @@ from rlk_align.cli import options
 from rlk_align.cli.explain import explain
 from rlk_align.cli.flags import takes
 from rlk_align.cli.outputs import check_outputs, parse_outputs
-from rlk_align.errors import ModelError
+from rlk_align.errors import BadOption, ModelError
 from rlk_align.progress import labelled, show_progress
 
 WITHOUT = "kernels-off"
@@ -114,10 +114,10 @@ def compare(
 
 def _prepared_beside(plain: Pair, command: list[str]) -> PreparedPair | None:
     """The comparison without the kernels; None, with a warning, for a model that an engine computes
-    with them only."""
+    with them only, or with another setting."""
     try:
         return prepare(plain, [], options.warn, command)
-    except ModelError as refused:
-        # `prepare` has accepted the same model with the kernels.
+    except (ModelError, BadOption) as refused:
+        # `prepare` has accepted the same model and settings with the kernels.
         options.warn(f"nothing is compared without the kernels: {refused.message}")
         return None

@@ -188,6 +188,10 @@ def test_what_an_engine_computes_with_the_kernels_only_is_not_compared_without(
     assert _prepared_beside(refused, []) is None
     said = " ".join(capsys.readouterr().err.split())
     assert "nothing is compared without the kernels: vllm does not support model_type" in said
+    capped = replace(sides, model=str(family_model(tmp_path, "gemma2")))
+    assert _prepared_beside(capped, []) is None
+    said = " ".join(capsys.readouterr().err.split())
+    assert "nothing is compared without the kernels: attn=sdpa ignores attn_logit_soft" in said
     assert _prepared_beside(sides, []) is not None
     assert "nothing is compared" not in capsys.readouterr().err
 

@@ -20,14 +20,16 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return write_model(tmp_path_factory.mktemp(request.param) / "model", request.param)
 
 
-def compared(folder: Path, model: str, *more: str) -> tuple[int, dict[str, Any], str]:
+def compared(
+    folder: Path, model: str, rollout: str, train: str, *more: str
+) -> tuple[int, dict[str, Any], str]:
     """The exit code, the verdict, and what was said of vLLM against HF."""
     prompts = (ROOT / "fixtures/prompts.jsonl").read_text().splitlines(keepends=True)
     (folder / "few.jsonl").write_text("".join(prompts[:24]))
     command = [
         *(sys.executable, "-m", "rlk_align", "compare", "--model", model),
-        # sdpa ignores a cap and sinks.
-        *("--rollout", "vllm:kv_cache_gb=4", "--train", "hf:attn=eager", "--contract", "bitwise"),
+        *("--rollout", f"vllm:kv_cache_gb=4,{rollout}", "--train", f"hf:{train}"),
+        *("--contract", "bitwise"),
         *("--prompts", str(folder / "few.jsonl"), "--max-new-tokens", "16"),
         *("--run-dir", str(folder / "run"), "--output", f"json={folder / 'verdict.json'}", *more),
     ]
@@ -40,7 +42,7 @@ def compared(folder: Path, model: str, *more: str) -> tuple[int, dict[str, Any],
 
 
 def test_no_bit_differs(tmp_path: Path, model: str) -> None:
-    code, verdict, said = compared(tmp_path, model, "--kernels", "rlk", "--production")
+    code, verdict, said = compared(tmp_path, model, "kernels=rlk", "kernels=rlk", "--production")
     assert code == 0, said
     edges = verdict["edges"]
     assert set(edges) == {
@@ -69,6 +71,7 @@ def test_no_bit_differs(tmp_path: Path, model: str) -> None:
 
 def test_without_the_kernels_there_is_drift(tmp_path: Path, model: str) -> None:
     """The control group: the same command."""
-    code, verdict, said = compared(tmp_path, model, "--kernels", "off", "--no-production")
+    # sdpa ignores a cap and sinks.
+    code, verdict, said = compared(tmp_path, model, "kernels=off", "attn=eager", "--no-production")
     assert code != 0, said
     assert verdict["edges"]["prefill_vs_train"]["bit_mismatches"] > 100
