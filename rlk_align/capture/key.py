@@ -106,7 +106,7 @@ def engine_versions(spec: EngineSpec) -> dict[str, str]:
     module = spec.info.package.partition(".")[0]
     python = spec.option("python")
     if python is not None:
-        return examine(str(python), module)
+        return examine(str(python), module, spec.info.worker_needs)
     lora = spec.info.lora_package if spec.option("lora") is not None else ""
     return versions(["torch", "transformers"], [name for name in (module, lora) if name])
 

@@ -66,6 +66,9 @@ class EngineInfo:
     """Other engines of `engines/` whose sources it also computes with."""
     tested: tuple[str, ...] = ()
     """Distributions of `engines.tested` that its adapter depends on."""
+    worker_needs: tuple[str, ...] = ()
+    """Requirements of its worker in an environment of its own, `python=`, that are wider than
+    rlk-align's: the engine pins an older version."""
     stand_ins: tuple[str, ...] = ()
     """Packages that it imports and does not call: where one is missing, its worker puts an empty
     module in its place, and says so."""

@@ -1,5 +1,6 @@
 """The rank that is blamed for a failure, its error, and errors before anything starts."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -14,6 +15,8 @@ from rlk_align.engines.process import interpreter
 from rlk_align.engines.process.job import Events, error_of, failed
 from rlk_align.engines.process.launch import children_watched, death, first_failure, launch
 from rlk_align.engines.process.ranks import check_device, join
+from rlk_align.engines.process.versions import versions
+from rlk_align.engines.registry import engine_info
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption, EngineFailed, MissingDependency, RlkError
 
@@ -185,6 +188,22 @@ def test_what_a_worker_needs_is_what_the_project_declares() -> None:
     assert {"torch", "transformers", "numpy", "pyarrow", "pydantic", "safetensors"} <= names
     assert not names & {"typer", "rich", "jinja2", "vllm", "megatron-core", "pytest"}
     assert not names & {"rlk-kernels"}, "only some specs need it"
+
+
+def test_an_engine_that_pins_an_older_package_than_rlk_align_needs(tmp_path: Path) -> None:
+    installed = versions([r.name for r in interpreter.requirements()])
+    python = tmp_path / "python"
+    answer = {"python": "3.12.3", "versions": installed | {"transformers": "5.12.1"}}
+    python.write_text(f"#!/bin/sh\necho '{json.dumps(answer)}'\n")
+    python.chmod(0o755)
+    with pytest.raises(MissingDependency, match=r"transformers.*\(has 5\.12\.1\)"):
+        interpreter.examine(str(python), "vllm")
+    needs = engine_info("sglang").worker_needs
+    assert interpreter.examine(str(python), "sglang", needs)["transformers"] == "5.12.1"
+    answer["versions"]["transformers"] = "5.12.0"
+    python.write_text(f"#!/bin/sh\necho '{json.dumps(answer)}'\n")
+    with pytest.raises(MissingDependency, match=r"transformers.*\(has 5\.12\.0\)"):
+        interpreter.examine(str(python), "sglang", needs)
 
 
 def test_a_python_that_is_too_old_and_one_that_never_answers(

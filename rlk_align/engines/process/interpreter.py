@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -26,14 +27,16 @@ def requirements() -> list[Requirement]:
     return [r for r in wanted if r.marker is None or r.marker.evaluate({"extra": EXTRA})]
 
 
-def examine(python: str, module: str) -> dict[str, str]:
+def examine(python: str, module: str, instead: Sequence[str] = ()) -> dict[str, str]:
     """The versions in `python` of rlk-align's requirements and of the distributions that contain
-    the engine's `module`.
+    the engine's `module`. `instead`: requirements of the engine's worker in the place of those of
+    the same packages.
 
     Raises BadOption if `python` cannot be started or is not a Python, MissingDependency if it or a
     requirement is too old, or if a requirement is missing.
     """
-    needed = requirements()
+    replaced = {r.name: r for r in map(Requirement, instead)}
+    needed = [replaced.get(r.name, r) for r in requirements()]
     asked = {"distributions": [r.name for r in needed], "modules": [module] if module else []}
     report = _ask(python, json.dumps(asked))
     wanted = importlib.metadata.metadata(DISTRIBUTION)["Requires-Python"]

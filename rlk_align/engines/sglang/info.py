@@ -40,6 +40,8 @@ SGLANG = EngineInfo(
         frozenset({"gate_proj", "up_proj"}),
     ),
     tested=("sglang",),
+    # What SGLang 0.5.17, the version for GPUs, pins.
+    worker_needs=("transformers>=5.12.1,<6", "tokenizers>=0.22"),
     stand_ins=("torchvision", "sgl_kernel"),
     check=check_sglang,
 )
