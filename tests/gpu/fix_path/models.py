@@ -32,7 +32,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {
         **{"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 256},
-        **{"layer_types": KINDS, "sliding_window": 32},
+        # vLLM reads no layer_types of this family.
+        **{"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 32},
         "rope_parameters": {
             **{"rope_type": "yarn", "rope_theta": 1.5e5, "factor": 32.0, "truncate": False},
             **{"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 64},

@@ -193,7 +193,8 @@ def _prepare(undo: ExitStack, module: Any, runner: Any) -> None:
         ranks.share_outputs(undo, module.experts, "w2_weight")
     if isinstance(module, layers.Rotary):
         rope = dict(runner.model_config.hf_config.rope_parameters)
-        module.rlk_inv_freq, module.rlk_scaling = rotation(rope, module.rotary_dim)
+        inv_freq, module.rlk_scaling = rotation(rope, module.rotary_dim)
+        module.rlk_inv_freq = inv_freq.to(runner.device)
 
 
 def _replace(undo: ExitStack, module: Any) -> bool:
