@@ -8,8 +8,7 @@ from rlk_align.errors import BadOption, ModelError
 from rlk_align.model.shape import ModelShape
 
 VERSIONS = {"cpu": "0.5.23", "cuda": "0.5.17"}
-"""Device -> the version whose private methods the adapter is written for. The one for GPUs was not
-run there yet."""
+"""Device -> the version whose private methods the adapter is written for."""
 ATTENTION = {"cpu": ("torch_native",), "cuda": ("triton", "fa3")}
 """Device -> the attention backends that run there; the first is the default."""
 _PADDING = 32

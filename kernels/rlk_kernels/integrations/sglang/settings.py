@@ -11,7 +11,7 @@ from rlk_kernels.integrations.frameworks import refuse
 
 VERSIONS = {"cpu": "0.5.23", "cuda": "0.5.17"}
 """Device -> the version of SGLang whose private methods were read for it: those of the head and of
-log-probs have no extension point. The one for GPUs was not run there yet."""
+log-probs have no extension point."""
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",

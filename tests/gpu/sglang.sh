@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# SGLang on a GPU: `bash tests/gpu/sglang.sh OUT PYTHON [RUN...]`, where PYTHON is an interpreter with SGLang 0.5.17.
+# Needs an NVIDIA GPU, and an environment with vLLM, megatron-core, rlk-kernels and transformers 5.16 or newer. Compares the embedded
+# model, and trained models of Qwen3-8B's and Qwen3-30B-A3B's shapes at six layers, with the kernels and without.
+set -uo pipefail
+out=${1:?output folder} python=${2:?an interpreter with SGLang}
+shift 2
+runs=${*:-embedded dense dense-off sparse sparse-off dense-vllm dense-megatron sparse-vllm}
+mkdir -p "$out"
+export PYTHONPATH=.:kernels${PYTHONPATH:+:$PYTHONPATH}
+sglang=sglang:python=$python,device=cuda
+failed=0
+
+model() { # NAME SHAPE
+  [ -e "/tmp/$1/prompts.jsonl" ] || python3 fixtures/make_large_model.py "$2" --out "/tmp/$1" --minutes 0.4 \
+    --step-tokens 4096 --prompts 8 --lengths 60-200 >"$out/$1.txt" 2>&1
+}
+compared() { # NAME SETTINGS...
+  local name=$1
+  shift
+  python3 -m rlk_align compare --run-dir "/tmp/run-$name" --max-new-tokens 12 "$@" >"$out/$name.txt" 2>&1 ||
+    { failed=1; echo "FAIL $name"; tail -n 12 "$out/$name.txt"; }
+  grep -hE "^ (PASS|FAIL|INCONCLUSIVE)|^rows|^(decode|prefill)_vs|graph replays" "$out/$name.txt" | sed "s/^/$name: /"
+}
+for run in $runs; do
+  with=${run#*-}
+  case $with in off | "$run") with=hf ;; esac
+  case $run in
+    embedded) of=() ;;
+    dense*) model dense qwen3-8b:layers=6 && of=(--model /tmp/dense --prompts /tmp/dense/prompts.jsonl) ;;
+    sparse*) model sparse qwen3-30b-a3b:layers=6 && of=(--model /tmp/sparse --prompts /tmp/sparse/prompts.jsonl) ;;
+    *) echo "sglang.sh: no run is called $run" >&2 && exit 2 ;;
+  esac
+  case $run in
+    *-off) compared "$run" "${of[@]}" --rollout "$sglang" --train "$with" --no-production ;;
+    *) compared "$run" "${of[@]}" --rollout "$sglang,kernels=rlk" --train "$with:kernels=rlk" --contract bitwise --production ;;
+  esac
+done
+exit "$failed"
