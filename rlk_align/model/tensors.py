@@ -56,11 +56,7 @@ def check_tensors(model: Path, shape: ModelShape) -> None:
     _check_dtypes(model, [stored[name] for name in expected if name in stored])
     head, tied = tensor_name("lm_head"), is_tied(config)
     missing = [n for n in expected if n not in stored and not (tied and n == head)]
-    more = range(shape.layers, shape.layers + predictor_layers(config))
-    ignored = tuple(f"model.layers.{i}." for i in more)
-    ignored += (shape.family.ignored,) if shape.family.ignored else ()
-    if alone := decoder(model):
-        ignored += alone.images
+    ignored = beside_decoder(model, shape)
     unexpected = [
         n
         for n in stored
@@ -89,6 +85,16 @@ def check_tensors(model: Path, shape: ModelShape) -> None:
             f"{model}: the checkpoint {'; it '.join(wrong)}",
             "it is incomplete, or its config.json belongs to another model",
         )
+
+
+def beside_decoder(model: Path, shape: ModelShape) -> tuple[str, ...]:
+    """What the names of the tensors start with that a checkpoint may have beside its decoder: for
+    images, and of layers that predict further tokens."""
+    more = range(shape.layers, shape.layers + predictor_layers(read_config(model)))
+    starts = tuple(f"model.layers.{i}." for i in more)
+    starts += (shape.family.ignored,) if shape.family.ignored else ()
+    alone = decoder(model)
+    return starts + (alone.images if alone else ())
 
 
 def check_not_quantized(model: Path, config: Mapping[str, Any]) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from rlk_align.errors import ModelError, UsageError
 from rlk_align.model.checkpoint import read_config, resolve_model, weight_files
 from rlk_align.model.shape import ModelShape, is_tied, read_shape
+from rlk_align.model.tensors import beside_decoder
+from rlk_align.model.vision import decoder_tensor
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.run import Role, Run
 from rlk_align.weights.dcp import METADATA, read_dcp
@@ -32,6 +34,15 @@ class WeightHolder:
     """Whether its config ties the head to the embedding."""
     head_dim: int = 0
     """The number of features of an attention head; 0 if the model's shape is unknown."""
+    beside: frozenset[str] = frozenset()
+    """Its parameters beside those of the decoder: for images, and to predict further tokens."""
+
+    def comparable_with(self, other: "WeightHolder") -> "WeightHolder":
+        """This holder, without those beside the decoder if `other` has the decoder alone."""
+        if not self.beside or other.beside:
+            return self
+        kept = {n: p for n, p in self.parameters.items() if n not in self.beside}
+        return replace(self, parameters=kept, beside=frozenset())
 
     def with_head(self, other: "WeightHolder") -> "WeightHolder":
         """This holder, with its embedding as the tied head if only `other` has a head."""
@@ -53,6 +64,8 @@ class Location:
     tied: bool
     tensors: list[LazyTensor]
     trace: Trace | None = None
+    beside: tuple[str, ...] = ()
+    """What the names of its tensors beside the decoder start with."""
 
     def holder(self, shape: ModelShape | None) -> WeightHolder:
         """The holder with canonical parameters; `shape`: that of another side, which is used if
@@ -64,13 +77,17 @@ class Location:
             recorded = {n: RecordedParameter(n, trace, w) for n, w in trace.weights.items()}
             return WeightHolder(self.path, self.kind, dict(recorded), self.tied, head_dim)
         parameters: dict[str, Parameter] = {}
+        beside: set[str] = set()
         # A trainer may store copies, e.g. an average, under longer names: the shortest name is the
         # model's.
         for tensor in sorted(self.tensors, key=lambda t: t.name.count(".")):
             for piece in pieces(tensor.name, len(tensor.shape), known):
                 name = piece.parameter if piece.parameter not in parameters else tensor.name
                 parameters[name] = StoredParameter(name, tensor, piece)
-        return WeightHolder(self.path, self.kind, parameters, self.tied, head_dim)
+                if decoder_tensor(tensor.name).startswith(self.beside):
+                    beside.add(name)
+        found = frozenset(beside)
+        return WeightHolder(self.path, self.kind, parameters, self.tied, head_dim, found)
 
 
 def open_holders(paths: Iterable[tuple[str, Role]]) -> list[WeightHolder]:
@@ -133,8 +150,9 @@ def _safetensors(folder: Path, path: str) -> list[Path]:
 def _checkpoint(path: str, folder: Path, kind: str, tensors: list[LazyTensor]) -> Location:
     for near in (folder, folder / "huggingface", folder.parent, folder.parent / "huggingface"):
         if (near / "config.json").is_file():
-            tied = is_tied(read_config(near))
-            return Location(path, kind, _shape(near), tied, tensors)
+            tied, shape = is_tied(read_config(near)), _shape(near)
+            beside = beside_decoder(near, shape) if shape else ()
+            return Location(path, kind, shape, tied, tensors, beside=beside)
     return Location(path, kind, None, False, tensors)
 
 

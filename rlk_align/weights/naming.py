@@ -18,6 +18,7 @@ from rlk_align.model.operators import OPERATORS
 from rlk_align.model.shape import ModelShape
 from rlk_align.model.sites import model_sites
 from rlk_align.model.stored import Stacks
+from rlk_align.model.vision import decoder_tensor
 
 _WRAPPERS = {
     *("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"),
@@ -49,11 +50,12 @@ def pieces(name: str, dimensions: int, shape: ModelShape | None) -> tuple[Piece,
     if parts[-1] in _NOT_WEIGHTS or any(p.startswith("optim") for p in parts[:-1]):
         return ()
     for first in range(len(parts)):
-        inner = ".".join(parts[first:])
+        inner = decoder_tensor(".".join(parts[first:]))
+        # A family's names first: Gemma's post_attention_layernorm is not the norm before the MLP.
+        if shape is not None and (known := _tensors_of(shape).get((inner, dimensions))):
+            return known
         if canonical := canonical_name(inner):
             return (Piece(canonical),)
-        if shape is not None and (known := _fused_tensors(shape).get((inner, dimensions))):
-            return known
     return (Piece(".".join(parts)),)
 
 
@@ -86,9 +88,9 @@ class _Tensor(NamedTuple):
 
 
 @lru_cache(maxsize=4)
-def _fused_tensors(shape: ModelShape) -> dict[tuple[str, int], tuple[Piece, ...]]:
+def _tensors_of(shape: ModelShape) -> dict[tuple[str, int], tuple[Piece, ...]]:
     """(stored name, number of dimensions) -> the parameters in it."""
-    tensors = (*_fused_hf(shape), *_megatron(shape), *_experts(shape), *_beside_weights(shape))
+    tensors = (*_fused_hf(shape), *_megatron(shape), *_experts(shape), *_of_family(shape))
     table = {(t.name, t.dimensions): t.pieces for t in tensors}
     # Megatron stacks equal layers along an additional first dimension.
     for (name, dimensions), tensor_pieces in tuple(table.items()):
@@ -176,15 +178,16 @@ def _stacks(shape: ModelShape, layer: int, stacks: Stacks) -> Iterator[_Tensor]:
         yield _Tensor(f"{here}.{stacks.down}{end}", dimensions, down)
 
 
-def _beside_weights(shape: ModelShape) -> Iterator[_Tensor]:
-    """The parameters that checkpoints do not call a weight."""
+def _of_family(shape: ModelShape) -> Iterator[_Tensor]:
+    """The parameters outside of experts by the names of the family's checkpoints."""
     for site in model_sites(shape):
-        if site.operator.weight and site.operator.tensor != "weight":
-            name = tensor_name(site.parameter, shape.family.modules)
-            yield _Tensor(name, len(site.operator.weight), (Piece(site.parameter),))
-        if site.operator.bias_tensor != "bias":
-            name = tensor_name(f"{site.parameter}.bias", shape.family.modules)
-            yield _Tensor(name, 1, (Piece(f"{site.parameter}.bias"),))
+        if site.operator.weight and not site.operator.of_expert:
+            for parameter, dimensions in (
+                (site.parameter, len(site.operator.weight)),
+                (f"{site.parameter}.bias", 1),
+            ):
+                name = tensor_name(parameter, shape.family.modules)
+                yield _Tensor(name, dimensions, (Piece(parameter),))
 
 
 _OF_EXPERT = tuple(o.site for o in OPERATORS.values() if o.of_expert and o.weight)

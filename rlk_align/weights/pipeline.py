@@ -38,6 +38,14 @@ def compare_weights(
             warn(f"an earlier checkpoint is left out: {error.message}")
             continue
         steps.append(Earlier(step_of(path), holder))
+    for one, other in ((first, second), (second, first)):
+        if one.beside and not other.beside:
+            warn(
+                f"{len(one.beside)} parameters of {one.path} are left out, which other layers than "
+                f"the decoder's have (for images, or to predict further tokens): {other.path} has "
+                "the decoder alone"
+            )
+    first, second = first.comparable_with(second), second.comparable_with(first)
     first, second = first.with_head(second), second.with_head(first)
     steps = [Earlier(e.step, e.holder.with_head(first)) for e in steps]
     low_rank = read_adapter(adapter) if adapter is not None else None
