@@ -44,7 +44,8 @@ SPILLS = {
     "_tiles_hopper_kernel": 4096,  # split accumulation; none without it
     "_attention_kernel": 1 << 17,  # fp32, here and below
     "backward_kernel": 1 << 15,  # the gated delta rule: a chunk's matrices in one program
-    "forward_kernel": 1 << 14,  # the gated delta rule, which goes through its rows one by one
+    "decode_kernel": 1 << 12,  # the gated delta rule: what moves the state, once in 64 steps
+    "states_kernel": 1 << 13,  # the gated delta rule, fp32; 64 with bf16
     "_dkv_hopper_kernel": 256,  # scalars between steps
     "_dq_hopper_kernel": 1024,  # none with Triton 3.6 to 3.8; 520 with 3.9
     "_dq_kernel": 1 << 11,

@@ -25,6 +25,11 @@ PARTS = {
         "errors": "bench_attention_training:errors",
     },
     "decode": {"widths": "bench_decode:widths"},
+    "delta_rule": {
+        "decode": "bench_delta_rule:decode",
+        "prefill": "bench_delta_rule:prefill",
+        "training": "bench_delta_rule:training",
+    },
     "host": {"host": "bench_host:measure"},
     "rows": {"rows": "bench_rows:measure"},
     "linear_logp": {"linear_logp": "bench_linear_logp:measure"},

@@ -4,7 +4,7 @@ language that is patched once a launch, types that are looked up once, and overf
 The interpreter hands `tl.dot` to NumPy's BLAS, where the bits of a row depend on its place in the
 tile, and which returns garbage for bf16. That is a property of the interpreter, not of a kernel;
 with it in place the interpreter could not show batch invariance. This dot adds the products of an
-element one by one in fp32.
+element one by one in fp32; those of fp32 numbers by multiply-adds, as `tl.fma` has them.
 
 A reduction of two by `_add` (`ops/attention/order.py`) it makes element by element in Python: here
 it is one addition of two arrays, which is the same numbers.
@@ -33,6 +33,13 @@ def _float32(handle):
 def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     left, right = _float32(a), _float32(b)
     total = d.data.astype(np.float32)
+    if a.dtype.scalar == tl.float32:  # without a tensor core, by multiply-adds
+        sums = TensorHandle(total, d.dtype.scalar)
+        for k in range(left.shape[-1]):
+            column, row = left[:, k : k + 1], right[k : k + 1, :]
+            pair = (TensorHandle(x, a.dtype.scalar) for x in (column, row))
+            sums = self.create_fma(*pair, sums)
+        return sums
     products = np.empty_like(total)
     for k in range(left.shape[-1]):
         np.multiply(left[:, k : k + 1], right[k : k + 1, :], out=products)

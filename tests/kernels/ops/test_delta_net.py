@@ -20,6 +20,7 @@ HK, HV, D, E, CHUNK = 1, 2, 12, 6, 16
 LENGTH = 40
 SHORT = {"torch": LENGTH, "triton": 21}
 """The interpreter takes long for a row."""
+SHORT_OF_64 = {"torch": 150, "triton": 110}
 TAPS = 4
 DTYPES = {"torch": torch.bfloat16, "triton": torch.float16}
 """The interpreter's bf16 rounds differently from a GPU's."""
@@ -109,13 +110,34 @@ def test_decode_and_prefill_cut_anywhere_have_the_bits_of_the_whole(backend):
             )
 
 
-def test_chunks_of_64_rows_are_cut_anywhere():
-    x = rows(150, torch.bfloat16)
-    whole = rk.gated_delta_rule(*x, bounds(150), backend="torch")
-    for cuts in ([37], [64, 128], [1, 63, 64, 65, 100, 130]):
-        cache, at = new_cache(torch.bfloat16, chunk=64), [0, *cuts, 150]
-        parts = [continued(x, cache, 0, *ends, "torch") for ends in pairwise(at)]
+BORDERS = {"torch": [[37], [64, 128], [1, 63, 64, 65, 100, 130]], "triton": [[1, 63, 64, 65, 100]]}
+
+
+def test_chunks_of_64_rows_are_cut_anywhere(backend):
+    length, dtype = SHORT_OF_64[backend], DTYPES[backend]
+    x = rows(length, dtype)
+    whole = rk.gated_delta_rule(*x, bounds(length), backend=backend)
+    for cuts in BORDERS[backend]:
+        cache, at = new_cache(dtype, chunk=64), [0, *cuts, length]
+        parts = [continued(x, cache, 0, *ends, backend) for ends in pairwise(at)]
         assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize("start", [13, 15, 16, 30])
+def test_few_rows_of_one_sequence_have_the_bits_of_the_whole(backend, start):
+    """As many rows as sequences, which a step of decode has; but one sequence has all of them."""
+    dtype, end = DTYPES[backend], start + 3
+    x, cache = rows(end + 2, dtype), new_cache(dtype)
+    whole = rk.gated_delta_rule(*x, bounds(end + 2), backend=backend)
+    continued(x, cache, 2, 0, start, backend)
+    out = rk.cached_gated_delta_rule(
+        *(part[start:end] for part in x), *cache, torch.tensor([1, 2, 0]),
+        torch.tensor([4, start, 0]), bounds(0, 3, 0), backend=backend,
+    )  # fmt: skip
+    assert torch.equal(out, whole[start:end])
+    assert torch.equal(continued(x, cache, 2, end, end + 2, backend), whole[end:])
+    assert all(bool(part[:2].isnan().all()) for part in cache)
 
 
 @pytest.mark.usefixtures("short_chunks")

@@ -1,8 +1,9 @@
 """The Triton kernels of the gated delta rule's gradient; the formulas are those of `gradient.py`.
 
 A program has a block of features of a value head of one sequence, and goes through its chunks from
-the last one. The forward has stored the states at their beginnings, u and G. Given k, columns of
-the state do not depend on one another, so the other gradients are sums over the blocks.
+the last one. The forward has left q, k, u and G of each chunk and the state at its beginning
+(`kernels.py`). Given k, columns of the state do not depend on one another, so the other gradients
+are sums over the blocks.
 """
 
 import triton
@@ -47,24 +48,25 @@ def backward_kernel(
         live = first + j < end
         live_d = live[:, None] & (d < D)[None, :]
         live_e = live[:, None] & (e < E)[None, :]
-        at_k = (t[:, None] * HK + hk) * D + d[None, :]
+        chunk = (begin // C + b + number).to(tl.int64)
+        head = chunk * HV + h
+        at_k = ((chunk * HK + hk) * C + row) * D + d[None, :]
         at_h = (before + t) * HV + h
         at_d = at_h[:, None] * D + d[None, :]
         at_e = (t[:, None] * HV + h) * E + e[None, :]
+        at_u = (head * C + row) * E + e[None, :]
         q = tl.load(q_ptr + at_k, mask=live_d, other=0.0).to(tl.float32)
         k = tl.load(k_ptr + at_k, mask=live_d, other=0.0).to(tl.float32)
         v = tl.load(v_ptr + at_e, mask=live_e, other=0.0).to(tl.float32)
-        u = tl.load(u_ptr + at_e, mask=live_e, other=0.0).to(tl.float32)
+        u = tl.load(u_ptr + at_u, mask=live_e, other=0.0).to(tl.float32)
         do = tl.load(do_ptr + at_e, mask=live_e, other=0.0).to(tl.float32)
         beta = tl.load(beta_ptr + t * HV + h, mask=live, other=0.0).to(tl.float32)
-        sums = tl.load(sums_ptr + t * HV + h, mask=live, other=0.0)
+        sums = tl.load(sums_ptr + head * C + j)
         last = tl.minimum(end - first, C) - 1
-        total = tl.sum(tl.where(j == last, sums, 0.0), 0)
-        sums = tl.where(live, sums, total)
-        chunk = (begin // C + b + number).to(tl.int64)
-        starts_at = starts_ptr + (chunk * HV + h) * D * E + d[:, None] * E + e[None, :]
+        total = tl.load(sums_ptr + head * C + C - 1)
+        starts_at = starts_ptr + (head * E + e[None, :]) * D + d[:, None]
         state = tl.load(starts_at, mask=(d < D)[:, None] & (e < E)[None, :], other=0.0)
-        state = state.to(dtype).to(tl.float32)
+        state = state.to(tl.float32)
 
         here = tl.exp(sums)
         later = tl.exp(total - sums)

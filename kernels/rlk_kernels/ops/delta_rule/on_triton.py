@@ -1,22 +1,66 @@
-"""The gated delta rule on the triton backend: launches of `kernels` and `backward_kernels`."""
+"""The gated delta rule on the triton backend: launches of its kernels.
+
+N = chunks of all sequences   Hk, Hv = heads   C = CHUNK   D = features of q and k   E = features of
+v
+"""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rlk_kernels.device import facts
 from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
 from rlk_kernels.memory import empty
+from rlk_kernels.ops.delta_rule import kernels
 from rlk_kernels.ops.delta_rule.backward_kernels import backward_kernel, norm_backward_kernel
 from rlk_kernels.ops.delta_rule.chunk import CHUNK
-from rlk_kernels.ops.delta_rule.kernels import forward_kernel, keep_kernel, norm_kernel
+from rlk_kernels.ops.delta_rule.decode_kernels import decode_kernel
 
-FEATURES = 16
-"""The most features of v of one program of the forward. No bit depends on it."""
+FEATURES = {"states": 64, "out": 64, "decode": 32}
+"""The most features of v of a program of each kernel. No bit depends on them."""
+WIDE_FEATURES = 16
+"""Those of every kernel for fp32 rows, whose products are not on tensor cores."""
+DECODE_PROGRAMS = 4
+"""The programs of decode that a processor has at least, where there is work for as many."""
+DECODE_REGISTERS = 128
+"""The registers of a thread of decode, so that a processor runs several programs."""
+WARPS = {"prepare": 4, "below": 4, "states": 4, "out": 4, "decode": 4}
+"""The warps of a program of each kernel. No bit depends on them."""
+PARTS = {torch.bfloat16: 3, torch.float16: 2, torch.float32: 1}
+"""The numbers of a dtype that a factor of u from another block of rows is split into, for products
+on tensor cores. Three of bf16 have all digits of fp32; two of fp16 miss 2**-25 of the largest."""
 
 BACKWARD_FEATURES = 32
 """The most features of v of one program of the gradient, which adds the blocks in their order."""
 
 BACKWARD_WARPS = 4
 """With 8 warps, Triton 3.6's code accesses memory outside of the tensors on an H200."""
+
+
+class Continued(NamedTuple):
+    """What a call continues."""
+
+    cache: tuple[Tensor, Tensor, Tensor, Tensor]
+    slots: Tensor
+    context: Tensor
+
+
+class Chunks(NamedTuple):
+    """What the kernels leave by chunk."""
+
+    queries: Tensor
+    """[N, Hk, C, D], normed; rows that a chunk does not have are zeros, here and in `keys`."""
+    keys: Tensor
+    """[N, Hk, C, D], normed."""
+    sums: Tensor
+    """[N, Hv, C]: G; from a sequence's last row on, G of that row."""
+    below: Tensor
+    """[N, Hv, C, C]: beta_i exp(G_i - G_j) k_i k_j at [j, i], for j < i."""
+    starts: Tensor
+    """[N, Hv, E, D]: the states at the beginnings of chunks, rounded and transposed."""
+    u: Tensor
+    """[N, Hv, C, E]."""
 
 
 def _levels(n: int) -> int:
@@ -28,54 +72,85 @@ def _padded(size: int) -> int:
     return max(16, power_of_2(size))
 
 
-def _normed(x: Tensor, eps: float, scale: float) -> Tensor:
-    (t, heads, d), width = x.shape, _padded(x.shape[2])
-    y = empty(x.shape, x.dtype, x.device)
-    if t:
-        launch(
-            shape_cache("delta_rule_norm", d, x.dtype), norm_kernel, (t * heads, 1, 1),
-            (x, y, scale, eps, d, width, _levels(width)), {"num_warps": 1},
-        )  # fmt: skip
-    return y
+def _features(name: str, e: int, dtype: torch.dtype) -> int:
+    """The features of v of a program, of e features."""
+    most = WIDE_FEATURES if dtype == torch.float32 else FEATURES[name]
+    return min(most, _padded(e))
 
 
-def _run(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu: Tensor,
-    cache: tuple[Tensor, ...] | None, slots: Tensor, context: Tensor,
-    record: tuple[Tensor, ...] | None,
+def _options(name: str) -> dict:
+    """Without fusions but those that kernels name: of a * b + c * d, a compiler fuses either
+    product, and one row would have other bits in another kernel."""
+    return {"num_warps": WARPS[name], "num_stages": 1, "enable_fp_fusion": False}
+
+
+def _share(pieces: int, groups: int, device: torch.device) -> int:
+    """The pieces of work of a program of decode, of `pieces` of each of `groups`."""
+    fewest = DECODE_PROGRAMS * facts(device).processors
+    fits = (n for n in range(1, pieces + 1) if pieces % n == 0 and groups * pieces // n >= fewest)
+    return max(fits, default=1)
+
+
+def _chunks(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu: Tensor, scale: float, eps: float,
+    continued: Continued | None,
+) -> Chunks:  # fmt: skip
+    """u and the states of all chunks; of `continued`, the state and u are written."""
+    (hk, d), (hv, e), sequences = q.shape[1:], v.shape[1:], cu.numel() - 1
+    cached, width, features = continued is not None, _padded(d), _features("states", e, q.dtype)
+    spare = 2 if cached else 1
+    n, dtype, device = len(v) // CHUNK + spare * sequences, q.dtype, q.device
+    state, kept, updates, decays = continued.cache if continued else (g, k, v, g)
+    slots, context = (continued.slots, continued.context) if continued else (cu, cu)
+    strides = tuple(x.stride(0) for x in (state, kept, updates, decays))
+    own = shape_cache("delta_rule", hk, hv, d, e, dtype, cached, strides, features)
+    queries, keys = (empty((n, hk, CHUNK, d), dtype, device) for _ in range(2))
+    sums = empty((n, hv, CHUNK), torch.float32, device)
+    below = empty((n, hv, CHUNK, CHUNK), torch.float32, device)
+    starts, u = empty((n, hv, e, d), dtype, device), empty((n, hv, CHUNK, e), dtype, device)
+    launch(
+        own, kernels.prepare_kernel, (n, hk, 1),
+        (q, k, queries, keys, kept, strides[1], slots, context, cu, len(state), sequences, scale,
+         eps, hk, d, width, CHUNK, _levels(width), spare, cached),
+        _options("prepare"),
+    )  # fmt: skip
+    launch(
+        own, kernels.below_kernel, (n, hv, 1),
+        (keys, g, beta, below, sums, decays, strides[3], slots, context, cu, len(state), sequences,
+         hk, hv, d, width, CHUNK, spare, cached),
+        _options("below"),
+    )  # fmt: skip
+    launch(
+        own, kernels.states_kernel, (sequences * hv * cdiv(e, features), 1, 1),
+        (keys, v, beta, below, sums, starts, u, state, updates, strides[0], strides[2], slots,
+         context, cu, len(state), hk, hv, d, e, width, features, CHUNK, spare, PARTS[dtype],
+         cached),
+        _options("states"),
+    )  # fmt: skip
+    return Chunks(queries, keys, sums, below, starts, u)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu: Tensor, scale: float, eps: float,
+    continued: Continued | None,
 ) -> Tensor:  # fmt: skip
-    """out of normed q and k."""
-    (hk, d), (hv, e) = q.shape[1:], v.shape[1:]
+    (hk, d), (hv, e), sequences = q.shape[1:], v.shape[1:], cu.numel() - 1
     out = empty(v.shape, v.dtype, v.device)
-    sequences = cu.numel() - 1
     if not len(v) or not sequences:
         return out
-    width, features = _padded(d), min(FEATURES, _padded(e))
-    tensors = cache or (g, k, v, g)
-    strides = tuple(x.stride(0) for x in tensors)
-    recorded = record or (g, v, g)
-    wide = q.dtype == torch.float32
+    chunks = _chunks(q, k, v, g, beta, cu, scale, eps, continued)
+    state, kept, _, decays = continued.cache if continued else (g, k, v, g)
+    slots, context = (continued.slots, continued.context) if continued else (cu, cu)
+    cached, features = continued is not None, _features("out", e, q.dtype)
+    strides = kept.stride(0), decays.stride(0)
     launch(
-        shape_cache(
-            "delta_rule", hk, hv, d, e, q.dtype, strides, cache is not None, record is not None
-        ),
-        forward_kernel, (sequences, hv, cdiv(e, features)),
-        (q, k, v, g, beta, out, *tensors, *strides, slots, context, cu, len(tensors[0]), *recorded,
-         hk, hv, d, e, width, features, CHUNK, _levels(width), _levels(CHUNK), cache is not None,
-         record is not None, "ieee" if wide else "tf32"),
-        # With fused additions, a cached fp32 row had other bits than in its whole sequence: of
-        # a * b + c * d, the compiler fuses either product. Products of halves are exact in fp32.
-        {"num_warps": 8, "enable_fp_fusion": not wide},
+        shape_cache("delta_rule_out", hk, hv, d, e, q.dtype, cached, strides, features),
+        kernels.out_kernel, (len(chunks.u), hv, cdiv(e, features)),
+        (chunks.queries, chunks.keys, chunks.sums, chunks.starts, chunks.u, out, kept, decays,
+         *strides, slots, context, cu, len(state), sequences, hk, hv, d, e, _padded(d), features,
+         CHUNK, 2 if cached else 1, cached),
+        _options("out"),
     )  # fmt: skip
-    if cache is not None:
-        _, keys, _, decays = cache
-        launch(
-            shape_cache("delta_rule_keep", hk, hv, d, q.dtype, keys.stride(0), decays.stride(0)),
-            keep_kernel, (sequences, hv, 1),
-            (k, g, keys, decays, keys.stride(0), decays.stride(0), slots, context, cu, len(keys),
-             hk, hv, d, width, CHUNK),
-            {"num_warps": 1},
-        )  # fmt: skip
     return out
 
 
@@ -83,7 +158,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu: Tensor, scale: float, eps: float
 ) -> Tensor:
     """out[T, Hv, E] of whole sequences."""
-    return _run(_normed(q, eps, scale), _normed(k, eps, 1.0), v, g, beta, cu, None, cu, cu, None)
+    return _forward(q, k, v, g, beta, cu, scale, eps, None)
 
 
 def cached(
@@ -91,8 +166,26 @@ def cached(
     beta: Tensor, slots: Tensor, context: Tensor, cu: Tensor, scale: float, eps: float,
 ) -> Tensor:  # fmt: skip
     """out[T, Hv, E] of rows that continue sequences; the cache is written."""
-    q, k = _normed(q, eps, scale), _normed(k, eps, 1.0)
-    return _run(q, k, v, g, beta, cu, cache, slots, context, None)
+    (t, hk, d), (hv, e), sequences = q.shape, v.shape[1:], cu.numel() - 1
+    if not t or t > sequences:
+        return _forward(q, k, v, g, beta, cu, scale, eps, Continued(cache, slots, context))
+    out, width, features = (
+        empty(v.shape, v.dtype, v.device),
+        _padded(d),
+        _features("decode", e, v.dtype),
+    )
+    strides = tuple(x.stride(0) for x in cache)
+    pieces = cdiv(e, features) * hv // hk
+    share = _share(pieces, sequences * hk, q.device)
+    launch(
+        shape_cache("delta_rule_decode", hk, hv, d, e, q.dtype, strides, features, share),
+        decode_kernel,
+        (sequences * hk * pieces // share, 1, 1),
+        (q, k, v, g, beta, out, *cache, *strides, slots, context, cu, len(cache[0]), scale, eps,
+         hk, hv, d, e, width, features, CHUNK, _levels(width), PARTS[q.dtype], share),
+        {**_options("decode"), "maxnreg": DECODE_REGISTERS},
+    )  # fmt: skip
+    return out
 
 
 def _through_norm(x: Tensor, d: Tensor, eps: float, scale: float) -> Tensor:
@@ -126,18 +219,15 @@ def backward(
         return tuple(torch.zeros_like(x) for x in (q, k, v, g, beta))
     features = min(BACKWARD_FEATURES, _padded(e))
     blocks, dv = cdiv(e, features), torch.zeros_like(v)
-    normed = _normed(q, eps, scale), _normed(k, eps, 1.0)
-    starts = empty((t // CHUNK + sequences, hv, d, e), torch.float32, v.device)
-    u, sums = empty(v.shape, v.dtype, v.device), empty(g.shape, torch.float32, v.device)
-    _run(*normed, v, g, beta, cu, None, cu, cu, (starts, u, sums))
+    chunks = _chunks(q, k, v, g, beta, cu, scale, eps, None)
     # Zeros: rows outside every sequence are not written.
     of_heads = [torch.zeros(blocks, t, hv, d, device=v.device) for _ in range(2)]
     of_rows = [torch.zeros(blocks, t, hv, device=v.device) for _ in range(2)]
     launch(
         shape_cache("delta_rule_backward", hk, hv, d, e, q.dtype), backward_kernel,
         (sequences, hv, blocks),
-        (*normed, v, beta, do, starts, u, sums, cu, *of_heads, dv, *of_rows, t, hk, hv, d, e,
-         _padded(d), features, CHUNK),
+        (chunks.queries, chunks.keys, v, beta, do, chunks.starts, chunks.u, chunks.sums, cu,
+         *of_heads, dv, *of_rows, t, hk, hv, d, e, _padded(d), features, CHUNK),
         {"num_warps": BACKWARD_WARPS},
     )  # fmt: skip
     dq = _through_norm(q, of_heads[0], eps, scale)

@@ -14,11 +14,12 @@ q's dtype. In a chunk, the state does not move:
     out_i = rounded( exp(G_i) q_i S' + sum_{j<=i} P_ij u_j )
     S = exp(G_last) S + sum_j k_j rounded( exp(G_last - G_j) u_j )     after row CHUNK - 1
 
-with S' = rounded(S). Sums over j go from front to back (triton: by halves of the whole chunk, where
-rows to come are zeros). So a row needs the state at the chunk's beginning, and k, u and G of the
-rows before it in the chunk, which a cache keeps. A row has the same bits in decode, in any prefill,
-in a prefill cut anywhere, with other sequences, and for any share of the heads of v, or of their
-features.
+with S' = rounded(S). Sums over j go from front to back. On the triton backend, products are those
+of tensor cores: u_j of earlier blocks of 16 rows are added up there, and the sum is subtracted;
+then those of the row's own block are, one by one (`kernels.py`, `decode_kernels.py`). So a row
+needs the state at the chunk's beginning, and k, u and G of the rows before it in the chunk, which a
+cache keeps. A row has the same bits in decode, in any prefill, in a prefill cut anywhere, with
+other sequences, and for any share of the heads of v, or of their features.
 
 The gradient (`gradient.py`) recomputes the states at the beginnings of chunks.
 
