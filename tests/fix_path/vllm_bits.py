@@ -81,7 +81,8 @@ def preemptions(llm: LLM) -> int:
 def plain_routers() -> Iterator[None]:
     """GLM-4.5 as in vLLM 0.26: a router is torch's linear in fp32, gets rows in fp32, and returns
     only logits."""
-    from vllm.model_executor.models import glm4_moe
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+    from vllm.model_executor.models import glm4_moe, gpt_oss
 
     def router(inputs: int, outputs: int, **_: Any) -> torch.nn.Linear:
         return torch.nn.Linear(inputs, outputs, bias=False, dtype=torch.float32)
@@ -92,6 +93,7 @@ def plain_routers() -> Iterator[None]:
     with (
         patch.object(glm4_moe, "GateLinear", router),
         patch.object(glm4_moe.Glm4MoE, "forward", forward),
+        patch.object(gpt_oss, "GateLinear", ReplicatedLinear),
     ):
         yield
 
