@@ -311,6 +311,24 @@ def test_sparse_models_are_refused_where_vllm_makes_them_otherwise(
     assert len(registry._sparse_classes()) == 4
 
 
+@pytest.mark.parametrize("cuda", [False, True])
+def test_gated_delta_nets_are_compiled_on_nvidias_gpus_alone(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool
+) -> None:
+    monkeypatch.setattr(config, "_delta_nets_supported", [True])
+    monkeypatch.setattr(type(config.current_platform), "is_cuda", lambda _: cuda)
+    for eager in (True, False):
+        asked = vllm_config(
+            text={"model_type": "qwen3_5_text"}, architecture="Qwen3_5ForCausalLM",
+            enforce_eager=eager,
+        )  # fmt: skip
+        if eager or cuda:
+            config._check(asked)
+            continue
+        with pytest.raises(NotSupported, match="compiled code with gated delta nets on a device"):
+            config._check(asked)
+
+
 def test_the_classes_of_models_are_vllms_own_again() -> None:
     from rlk_kernels.integrations.vllm.registry import MODELS
     from vllm.model_executor.models import ModelRegistry

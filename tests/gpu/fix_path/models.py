@@ -39,6 +39,12 @@ MODELS: dict[str, dict[str, Any]] = {
             **{"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 64},
         },
     },
+    "qwen3_next": {
+        **{"linear_num_key_heads": 4, "linear_num_value_heads": 8},
+        **{"linear_key_head_dim": 64, "linear_value_head_dim": 64, "mlp_only_layers": [1]},
+        **{"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 128},
+        **{"shared_expert_intermediate_size": 128, "norm_topk_prob": True},
+    },
 }
 """model_type -> its settings."""
 

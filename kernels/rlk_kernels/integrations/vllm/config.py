@@ -96,8 +96,11 @@ def _check(config: Any) -> None:
         "expert parallelism; omit enable_expert_parallel": families.is_sparse(model)
         and ranks > 1
         and parallel.enable_expert_parallel,
-        "compiled code and CUDA graphs with gated delta nets; pass enforce_eager=True": (
-            families.has_delta_nets(model) and not model.enforce_eager
+        "compiled code with gated delta nets on a device other than CUDA's; pass "
+        "enforce_eager=True": (
+            families.has_delta_nets(model)
+            and not model.enforce_eager
+            and not current_platform.is_cuda()
         ),
         "gated delta nets in this version of vLLM": families.has_delta_nets(model)
         and not all(_delta_nets_supported),

@@ -5,6 +5,10 @@ Beside vLLM's two states of a layer, the raw rows of the convolution and the sta
 rows of the open chunk: k, u and G. So the state moves at the same rows in each pass. vLLM copies
 whole slots, for a cached prefix too.
 
+What reads the batch's metadata is behind vLLM's own operator, at which its compiler splits a graph.
+CUDA graphs of decode steps contain it: nothing there is read by the host, and what the kernels read
+of a batch is in buffers that the builder fills before each step.
+
 T = packed tokens of all requests   F = features of q, k and v
 """
 
@@ -22,6 +26,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import (
     get_temporal_copy_spec,
 )
 from vllm.model_executor.models.qwen3_next import Qwen3NextAttention, Qwen3NextForCausalLM
+from vllm.utils.torch_utils import _encode_layer_name
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
 
 from rlk_kernels.integrations import profile
@@ -60,13 +65,20 @@ class _KeepsWeight(UnquantizedLinearMethod):
 
 
 class RlkMetadataBuilder(GDNAttentionMetadataBuilder):
-    """Also says how many tokens of each request are before its new rows."""
+    """Also says how many tokens of each request are before its new rows, in a buffer that a CUDA
+    graph may read."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        requests = max(vllm_config.scheduler_config.max_num_seqs, self.decode_cudagraph_max_bs)
+        self.rlk_context = torch.zeros(requests, dtype=torch.int32, device=device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any):
         metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
-        metadata.rlk_context = (
-            common_attn_metadata.seq_lens - common_attn_metadata.query_start_loc.diff()
-        )
+        common, requests = common_attn_metadata, common_attn_metadata.num_reqs
+        new = common.query_start_loc[: requests + 1].diff()
+        metadata.rlk_context = self.rlk_context[:requests]
+        torch.sub(common.seq_lens[:requests], new, out=metadata.rlk_context)
         return metadata
 
 
@@ -126,15 +138,16 @@ class RlkQwenGatedDeltaNetAttention(DeltaNetCore, QwenGatedDeltaNetAttention):
             mixed, z = products.split([self.conv_dim, self.value_dim], -1)
             z = z.unflatten(-1, (self.num_v_heads, self.head_v_dim))
             b, a = ba.chunk(2, -1)
-        core = self.norm(self.rlk_attend(mixed, a, b), z)
-        return self.out_proj(core.flatten(1))[0]
+        # Zeros: rows that pad the batch are not written.
+        core = mixed.new_zeros(mixed.shape[0], self.num_v_heads, self.head_v_dim)
+        torch.ops.vllm.qwen_gdn_attention_core(mixed, b, a, core, _encode_layer_name(self.prefix))
+        return self.out_proj(self.norm(core, z).flatten(1))[0]
 
-    def rlk_attend(self, mixed: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """[T, Hv, E]; zeros for rows of padding."""
-        core = mixed.new_zeros(len(mixed), self.num_v_heads, self.head_v_dim)
+    def _forward_core(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
+        """Writes the rows of the batch to core_attn_out[T, Hv, E]. vLLM's operator calls it."""
         every = get_forward_context().attn_metadata
         if every is None:  # vLLM warms up
-            return core
+            return
         metadata = every[self.prefix]
         rows, requests = metadata.num_actual_tokens, metadata.num_decodes + metadata.num_prefills
         conv, *chunks = self.kv_cache
@@ -147,8 +160,9 @@ class RlkQwenGatedDeltaNetAttention(DeltaNetCore, QwenGatedDeltaNetAttention):
             self.num_v_heads, self.head_k_dim,
         )  # fmt: skip
         bounds = metadata.non_spec_query_start_loc[: requests + 1]
-        core[:rows] = self.rlk_core(net, mixed[:rows], a[:rows], b[:rows], bounds, kept)
-        return core
+        core_attn_out[:rows] = self.rlk_core(
+            net, mixed_qkv[:rows], a[:rows], b[:rows], bounds, kept
+        )
 
 
 class RlkGatedAttention(Counted):
