@@ -177,8 +177,6 @@ def of_transformers(rope: dict, width: int) -> tuple[torch.Tensor, float]:
     return (make or LlamaRotaryEmbedding.compute_default_rope_parameters)(config)
 
 
-@pytest.mark.parametrize("width", [32, 64, 80, 96, 112, 128])
-@pytest.mark.parametrize("name", ROPES)
 def test_an_adapter_rounds_where_the_page_says() -> None:
     x, weight, a, b = rand(40, 96), rand(64, 96, seed=1), rand(8, 96, seed=2), rand(64, 8, seed=3)
     a_master, scale = a.float() + 2.0**-20, torch.tensor([0.3])
@@ -209,6 +207,8 @@ def test_a_row_without_an_adapter_is_the_projections_own() -> None:
         assert not bool(torch.signbit(y[1]).all())
 
 
+@pytest.mark.parametrize("width", [32, 64, 80, 96, 112, 128])
+@pytest.mark.parametrize("name", ROPES)
 def test_frequencies_are_those_of_transformers(name: str, width: int) -> None:
     theirs, _ = of_transformers(ROPES[name], width)
     assert torch.equal(rotation(ROPES[name], width)[0], theirs)
