@@ -204,6 +204,9 @@ class LoraModule(Record):
     """The dtype of A and B in the engine."""
     scale: float
     """The factor that it multiplies by; 1 if the scale is folded into B."""
+    kernels: bool = False
+    """Whether the kernels compute it, which round x · Aᵀ and neither the product with B nor its
+    product with the scale."""
     digests: dict[str, tuple[str, str]]
     """The digests of A and of scale · B by the dtype to which A and B are rounded first: the dtype
     that the engine computes in and, if that is float32, narrower ones. An engine that folds the

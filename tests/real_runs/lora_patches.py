@@ -49,3 +49,15 @@ def withheld(model: Any) -> None:
         if "lora_a_stacked" in module.__dict__:
             for factor in (*module.lora_a_stacked, *module.lora_b_stacked):
                 factor.zero_()
+
+
+def bypassed(model: Any) -> None:
+    """Another function computes the first projection's adapter, as PEFT does."""
+    layer = model.model.layers[0].self_attn.q_proj
+    a, b, scale = layer.lora_A["default"], layer.lora_B["default"], layer.scaling["default"]
+
+    def forward(x: Any) -> Any:
+        base = layer.base_layer(x)
+        return (base + b(a(x.to(a.weight.dtype))) * scale).to(base.dtype)
+
+    layer.forward = forward

@@ -24,6 +24,8 @@ class LiveLora:
     """`[out, rank]`."""
     scale: float
     """The factor that the engine multiplies by, beside what it folded into B."""
+    kernels: bool = False
+    """Whether the kernels compute it."""
 
 
 def folded(b: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
@@ -58,6 +60,7 @@ def _record(live: LiveLora, narrow: torch.dtype) -> LoraModule:
         rank=len(live.a),
         dtype=cast(DtypeName, str(live.b.dtype).removeprefix("torch.")),
         scale=live.scale,
+        kernels=live.kernels,
         digests={
             str(d).removeprefix("torch."): factor_digests(live.a, live.b, live.scale, d)
             for d in dtypes

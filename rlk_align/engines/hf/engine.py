@@ -3,6 +3,7 @@
 import importlib.metadata
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -138,7 +139,12 @@ class HFEngine(ForwardEngine):
 
     def live_adapter(self) -> Iterator[LiveLora]:
         """The adapter of each projection, with the values that it computes with."""
-        return live_adapter(self.model, self.places())
+        for each in live_adapter(self.model, self.places()):
+            if self.kernels is None:
+                yield each
+            else:
+                compute = getattr(torch, self.compute_dtype)
+                yield replace(each, a=each.a.to(compute), b=each.b.to(compute), kernels=True)
 
     def version(self) -> str:
         import transformers
