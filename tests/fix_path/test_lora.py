@@ -99,7 +99,9 @@ def test_two_adapters_and_none_in_one_batch(vllm_bits: Bits, adapters: dict[str,
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
-@pytest.mark.parametrize("train", ["hf", "fsdp:dp=2", "fsdp:dp=2,mixed=0"])
+@pytest.mark.parametrize(
+    "train", ["hf", "fsdp:dp=2", "fsdp:dp=2,mixed=0", "deepspeed:dp=2", "deepspeed:mixed=autocast"]
+)
 def test_no_bit_differs_with_an_adapter(
     cli: Cli, folder: Path, adapters: dict[str, Path], train: str, name: str
 ) -> None:

@@ -120,6 +120,17 @@ def test_an_adapter_that_comes_later_is_refused_until_it_has_the_kernels() -> No
     assert torch.equal(scores(model), scores(with_adapter()))
 
 
+def test_a_second_adapter_that_comes_later_is_refused_too() -> None:
+    model = small_model().to(torch.bfloat16).eval()
+    wrapped = adapted(model)
+    hf.use_kernels(model)
+    adapted(wrapped, rank=2, name="second").set_adapter("second")
+    with pytest.raises(NotSupported, match="the adapter second came later: call use_kernels again"):
+        scores(model)
+    hf.use_kernels(model)
+    assert torch.equal(scores(model), scores(with_adapter(rank=2)))
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -54,10 +54,11 @@ def withheld(model: Any) -> None:
 def bypassed(model: Any) -> None:
     """Another function computes the first projection's adapter, as PEFT does."""
     layer = model.model.layers[0].self_attn.q_proj
-    a, b, scale = layer.lora_A["default"], layer.lora_B["default"], layer.scaling["default"]
+    a, b = (factors["default"].weight for factors in (layer.lora_A, layer.lora_B))
 
     def forward(x: Any) -> Any:
         base = layer.base_layer(x)
-        return (base + b(a(x.to(a.weight.dtype))) * scale).to(base.dtype)
+        update = x.to(a.dtype) @ a.T @ b.T * layer.scaling["default"]
+        return (base + update).to(base.dtype)
 
     layer.forward = forward

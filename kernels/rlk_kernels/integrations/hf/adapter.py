@@ -1,27 +1,33 @@
-"""LoRA adapters of PEFT beside the weights: the class that replaces that of PEFT's linear layers.
+"""LoRA adapters of PEFT beside the weights: the classes that replace those of PEFT's layers and of
+their factors."""
 
-N, K = out, in features   R = rank
-"""
-
-from typing import Any, NamedTuple
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotSupported
-from rlk_kernels.integrations.operators import Counted
+from rlk_kernels.integrations.operators import Counted, become
 from rlk_kernels.integrations.transformers_modules import cast
 
 
-class Adapter(NamedTuple):
-    """The adapter that a layer of PEFT computes with."""
+class FactorA(Counted):
+    """PEFT's linear of A. It is called, and its weight is not read from outside, because ZeRO-3
+    gathers a parameter for the call of its module."""
 
-    a: Tensor
-    """[R, K], in the dtype of the model or float32."""
-    b: Tensor
-    """[N, R], likewise."""
-    scale: float
+    def forward(self, x: Tensor, scales: Tensor) -> Tensor:
+        self.count()
+        return profile.lora_a(x, self.weight, scales)
+
+
+class FactorB(Counted):
+    """PEFT's linear of B."""
+
+    def forward(self, base: Tensor, h: Tensor, scales: Tensor) -> Tensor:
+        self.count()
+        return profile.lora_b(base, h, self.weight, scales)
 
 
 class HFLora(Counted):
@@ -36,12 +42,26 @@ class HFLora(Counted):
         self.count()
         if self.disable_adapters and self.merged:
             self.unmerge()
+        name = active_adapter(self)
+        if name is None:
+            return self.base_layer(x)
+        a, b = self.lora_A[name], self.lora_B[name]
+        if not all(isinstance(*x) for x in ((a, FactorA), (b, FactorB))):
+            raise NotSupported(f"the adapter {name} came later: call use_kernels again")
+        # Both gradients of x are added up here, before those of other projections. Otherwise hooks
+        # of a framework (ZeRO-3's) could change the order in which all of them are added up.
+        x = cast(x)
+        x = x.view_as(x)
         base = self.base_layer(x)
-        adapter = active_adapter(self)
-        if adapter is None:
-            return base
-        scale = torch.full((1,), adapter.scale, dtype=torch.float32, device=base.device)
-        return profile.add_lora(base, cast(x), adapter.a[None], adapter.b[None], scale)
+        scales = torch.full((1,), self.scaling[name], dtype=torch.float32, device=base.device)
+        return b(base, a(x, scales), scales)
+
+
+def replace_factors(layer: Any, undo: ExitStack) -> None:
+    """Gives the factors of PEFT's layer their classes, until `undo` is closed."""
+    for factors, kind in ((layer.lora_A, FactorA), (layer.lora_B, FactorB)):
+        for factor in factors.values():
+            become(factor, kind, undo)
 
 
 def is_adapter(module: Any) -> bool:
@@ -51,10 +71,10 @@ def is_adapter(module: Any) -> bool:
     return isinstance(module, HFLora) or name == "peft.tuners.lora.layer.Linear"
 
 
-def active_adapter(layer: Any) -> Adapter | None:
-    """The adapter that PEFT's layer computes with; None if it has none for this layer, it is merged
-    into the weight, or adapters are disabled. Raises NotSupported for one whose formula is
-    another."""
+def active_adapter(layer: Any) -> str | None:
+    """The name of the adapter that PEFT's layer computes with; None if it has none for this layer,
+    it is merged into the weight, or adapters are disabled. Raises NotSupported for one whose
+    formula is another."""
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if layer.disable_adapters or layer.merged or not names:
         return None
@@ -69,13 +89,13 @@ def active_adapter(layer: Any) -> Adapter | None:
         f"an adapter of {type(variant).__name__}": variant is not None,
         "an adapter with a bias": b.bias is not None,
         "an adapter of a transposed weight (fan_in_fan_out)": bool(layer.fan_in_fan_out),
-        "an adapter whose A and B are not torch.nn.Linear": not (type(a) is type(b) is nn.Linear),
-        "dropout of an adapter while the model trains; set lora_dropout to 0": not isinstance(
-            dropout, nn.Identity
-        )
-        and dropout.p > 0
-        and layer.training,
+        "an adapter whose A or B is no torch.nn.Linear": not all(
+            type(x) is nn.Linear or isinstance(x, Counted) for x in (a, b)
+        ),
+        "dropout of an adapter while the model trains; set lora_dropout to 0": (
+            not isinstance(dropout, nn.Identity) and dropout.p > 0 and layer.training
+        ),
     }
     if settings := [setting for setting, is_set in refused.items() if is_set]:
         raise NotSupported(f"{'; '.join(settings)} is not supported")
-    return Adapter(a.weight, b.weight, float(layer.scaling[name]))
+    return name

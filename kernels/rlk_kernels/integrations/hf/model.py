@@ -20,7 +20,7 @@ from rlk_kernels.integrations.families import (
 from rlk_kernels.integrations.finish import FINISHED, finish_of
 from rlk_kernels.integrations.handle import Handle
 from rlk_kernels.integrations.hf import attention, delta_net, modules
-from rlk_kernels.integrations.hf.adapter import HFLora, active_adapter, is_adapter
+from rlk_kernels.integrations.hf.adapter import HFLora, active_adapter, is_adapter, replace_factors
 from rlk_kernels.integrations.hf.loss import causal_lm_loss
 from rlk_kernels.integrations.hf.stock_modules import check_forwards, check_plain
 from rlk_kernels.integrations.operators import (
@@ -252,6 +252,8 @@ def replace(model: Any, excluded: Iterable[str]) -> Handle:
             undo.push(install(module, model.config))
         else:
             become(module, kind, undo)
+    for layer in filter(is_adapter, operators(model).values()):
+        replace_factors(layer, undo)
     for layer in nets:
         become(layer, delta_net.DeltaNetLayer, undo)
     for block in gated:

@@ -133,39 +133,66 @@ def _expand(
     return module.rows_by_slot(h, b.to(h.dtype), scales, slots, True, base)
 
 
-def _check(
-    x: Tensor, base: Tensor, a: Tensor, b: Tensor, scales: Tensor, slots: Tensor | None
-) -> None:
-    """Raise UnsupportedShape or UnsupportedDtype if the tensors do not fit."""
-    fits = x.dim() >= 1 and a.dim() == b.dim() == 3 and scales.dim() == 1
-    if not (
-        fits
-        and base.shape == (*x.shape[:-1], b.shape[1])
-        and x.shape[-1] == a.shape[2]
-        and a.shape[1] == b.shape[2] > 0
-        and a.shape[0] == b.shape[0] == scales.shape[0] > 0
-    ):
+def _check_factor(x: Tensor, name: str, factor: Tensor, scales: Tensor) -> None:
+    """Raise UnsupportedShape or UnsupportedDtype if a factor [S, F, K] does not fit x[..., K]."""
+    sizes = factor.dim() == 3 and scales.dim() == 1 and x.dim() >= 1
+    if not sizes or x.shape[-1] != factor.shape[2] or not 0 < len(factor) == len(scales):
         raise UnsupportedShape(
-            f"add_lora: x {tuple(x.shape)}, base {tuple(base.shape)}, A {tuple(a.shape)}, B "
-            f"{tuple(b.shape)} and scales {tuple(scales.shape)}; x[..., K], base[..., N], "
-            "A[S, R, K], B[S, N, R] and scales[S] with S and R > 0 are needed"
+            f"add_lora: {name} {tuple(factor.shape)} and scales {tuple(scales.shape)} do not fit "
+            f"rows {tuple(x.shape)}; x[..., K], A[S, R, K], B[S, N, R] and scales[S] are needed"
         )
-    if slots is None and a.shape[0] != 1:
-        raise UnsupportedShape(f"add_lora: {a.shape[0]} adapters need slots")
     wide = torch.promote_types(x.dtype, torch.float32)
-    if not (base.dtype == x.dtype and {a.dtype, b.dtype} <= {x.dtype, wide}):
-        raise UnsupportedDtype(
-            f"add_lora: x is {x.dtype}, base {base.dtype}, A {a.dtype} and B {b.dtype}; base in "
-            f"{x.dtype}, A and B in {x.dtype} or {wide} are needed"
-        )
+    if factor.dtype not in (x.dtype, wide):
+        raise UnsupportedDtype(f"add_lora: {name} is {factor.dtype}; {x.dtype} or {wide} is needed")
     if scales.dtype != wide:
         raise UnsupportedDtype(f"add_lora: scales are {scales.dtype}; {wide} is needed")
-    if slots is not None and slots.dtype not in (torch.int32, torch.int64):
+
+
+def _flat_slots(x: Tensor, factor: Tensor, slots: Tensor | None) -> Tensor | None:
+    """The slot of each row, contiguous. Raises UnsupportedShape or UnsupportedDtype."""
+    if slots is None:
+        if len(factor) != 1:
+            raise UnsupportedShape(f"add_lora: {len(factor)} adapters need slots")
+        return None
+    if slots.dtype not in (torch.int32, torch.int64):
         raise UnsupportedDtype(f"add_lora: slots are {slots.dtype}; int32 or int64 is needed")
-    if slots is not None and slots.shape != x.shape[:-1]:
+    if slots.shape != x.shape[:-1]:
         raise UnsupportedShape(
             f"add_lora: slots {tuple(slots.shape)} do not fit x {tuple(x.shape)}"
         )
+    return slots.reshape(-1).contiguous()
+
+
+def shrink(
+    x: Tensor, a: Tensor, scales: Tensor, slots: Tensor | None = None, *,
+    backend: str | None = None,
+) -> Tensor:  # fmt: skip
+    """h[..., R] of x[..., K] and A[S, R, K]: the first part of `add_lora`."""
+    chosen = choose("add_lora", backend, x, a, scales, slots)
+    _check_factor(x, "A", a, scales)
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    h = call(_shrink, rows, a, scales.detach().contiguous(), _flat_slots(x, a, slots), chosen)
+    return h.view(*x.shape[:-1], a.shape[1])
+
+
+def expand(
+    base: Tensor, h: Tensor, b: Tensor, scales: Tensor, slots: Tensor | None = None, *,
+    backend: str | None = None,
+) -> Tensor:  # fmt: skip
+    """y[..., N] of base[..., N], h[..., R] and B[S, N, R]: the second part of `add_lora`."""
+    chosen = choose("add_lora", backend, base, h, b, scales, slots)
+    _check_factor(h, "B", b, scales)
+    if base.shape != (*h.shape[:-1], b.shape[1]):
+        raise UnsupportedShape(
+            f"add_lora: base {tuple(base.shape)} does not fit x and B {tuple(b.shape)}; "
+            f"{(*h.shape[:-1], b.shape[1])} is needed"
+        )
+    if base.dtype != h.dtype:
+        raise UnsupportedDtype(f"add_lora: base is {base.dtype} and x is {h.dtype}; cast one")
+    rows = h.shape[:-1].numel()
+    how = scales.detach().contiguous(), _flat_slots(h, b, slots), chosen
+    y = call(_expand, base.reshape(rows, base.shape[-1]), h.reshape(rows, h.shape[-1]), b, *how)
+    return y.view(base.shape)
 
 
 def add_lora(
@@ -181,11 +208,6 @@ def add_lora(
     or int64. Any strides are supported. Raises UnsupportedShape, UnsupportedDtype, and what
     `backend.choose` raises.
     """
-    chosen = choose("add_lora", backend, x, base, a, b, scales, slots)
-    _check(x, base, a, b, scales, slots)
-    rows = x.shape[:-1].numel()
-    slots = None if slots is None else slots.reshape(rows).contiguous()
-    how = scales.detach().contiguous(), slots, chosen
-    h = call(_shrink, x.reshape(rows, x.shape[-1]), a, *how)
-    y = call(_expand, base.reshape(rows, base.shape[-1]), h, b, *how)
-    return y.view(base.shape)
+    choose("add_lora", backend, x, base, a, b, scales, slots)
+    h = shrink(x, a, scales, slots, backend=backend)
+    return expand(base, h, b, scales, slots, backend=backend)
