@@ -25,7 +25,6 @@ class DeepSpeedEngine(FSDPEngine):
 
     def open(self) -> None:
         self.device = self.ranks.device
-        self.adapter_in_float32 = self._autocast
         self._deepspeed = import_deepspeed(self.ranks)
         config = self._config()
         # transformers reads it for as long as it lives.
