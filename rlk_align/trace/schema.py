@@ -211,6 +211,9 @@ class LoraModule(Record):
     """The digests of A and of scale · B by the dtype to which A and B are rounded first: the dtype
     that the engine computes in and, if that is float32, narrower ones. An engine that folds the
     scale into B has these values."""
+    cast: tuple[str, str] = ("", "")
+    """For A and for B the dtype, another than the engine's, to which it was cast: the engine holds
+    it in that dtype, or every entry is a number of it; empty if there is none."""
     sums: list[float]
     """The sums of the columns of scale · B, of which a multiple has multiples."""
     zero: bool

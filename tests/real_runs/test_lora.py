@@ -71,10 +71,24 @@ def test_a_pair_with_an_adapter_is_healthy(
     ("rollout", "train", "words"),
     [
         (f"{VLLM},{PATCH}k_and_v_exchanged", HF, "exchanged, or stacked in another order"),
+        (
+            f"{VLLM},{PATCH}gate_and_up_exchanged",
+            HF,
+            "of layers.0.gate_proj is the rollout's of layers.0.up_proj",
+        ),
         (f"{VLLM},{PATCH}withheld", HF, "the rollout was given one that no projection computes"),
         ("vllm", f"{HF},merged=1", "; the other side has no adapter, and other weights"),
         ("vllm", HF, "the rollout has no adapter; the trainer has one of rank 4 in 14 projections"),
+        (VLLM, f"{HF},{PATCH}never_scaled", "the scale was applied twice on one of them, or not"),
         (VLLM, f"{HF},{PATCH}scaled_twice", "the scale was applied twice on one of them"),
+        (
+            VLLM,
+            f"{HF},{PATCH}b_of_an_earlier_step",
+            "B has other values in 14 projections, q_proj, k_proj, v_proj, o_proj, gate_proj, "
+            "up_proj, down_proj of layers.0, layers.1; A is equal: an adapter of another step",
+        ),
+        (VLLM, f"{HF},{PATCH}a_in_float16", "; B is equal: the trainer's A was cast to float16"),
+        (VLLM, f"{HF},{PATCH}dropout_on", "is in training mode and drops values at random"),
         (VLLM, f"{HF},{PATCH}half_of_the_layers", "the trainer has no adapter in 7 projections"),
         (VLLM, f"{HF},{PATCH}merged_and_unmerged", "by merging and unmerging its adapter in 14"),
         (VLLM, f"{HF},{PATCH}counted_twice", "it counts twice"),
