@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import rlk_kernels
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.finish import FINISHED, Finish
+from rlk_kernels.ops.lora.operator import expand, shrink
 from rlk_kernels.parallel.context import context_attention
 from rlk_kernels.parallel.linear_logp import linear_logp_parallel
 from rlk_kernels.parallel.logp import logp_parallel
@@ -75,6 +76,25 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight^T + bias, rounded once: the bias is added to the fp32 sum."""
     return rlk_kernels.linear(x, weight, bias)
+
+
+def add_lora(
+    base: Tensor, x: Tensor, a: Tensor, b: Tensor, scales: Tensor, slots: Tensor | None = None
+) -> Tensor:
+    """[..., N]: base[..., N], the rounded output of `linear`, plus the update of an adapter for
+    x[..., K], by `rlk_kernels.add_lora`: each row of the adapter slots[...] in A[S, R, K],
+    B[S, N, R] and scales[S], or without slots of the only one."""
+    return rlk_kernels.add_lora(x, base, a, b, scales, slots)
+
+
+def lora_a(x: Tensor, a: Tensor, scales: Tensor) -> Tensor:
+    """[..., R]: the first part of `add_lora`, for one adapter, A[R, K]."""
+    return shrink(x, a[None], scales)
+
+
+def lora_b(base: Tensor, h: Tensor, b: Tensor, scales: Tensor) -> Tensor:
+    """[..., N]: the second part of `add_lora`, for one adapter, B[N, R]."""
+    return expand(base, h, b[None], scales)
 
 
 def add_shared(routed: Tensor, shared: Tensor) -> Tensor:
