@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from bit_equal import Bits
-from engine_pairs import CORRECTED
 from family_models import family_model
+from pair_models import CORRECTED
 from random_model import write_random_model
 
 pytestmark = pytest.mark.whole_matrix  # the pairs have the routers of vLLM 0.32
