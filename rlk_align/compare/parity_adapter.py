@@ -271,6 +271,7 @@ def _zero(modules: Modules, sites: list[str]) -> Iterator[Mismatch]:
             rollout="zeros",
             train="zeros",
             detail=f"A or B is all zeros in {which}: an adapter that changes nothing, as before "
-            "the first step, proves nothing about how either side applies one",
+            "the first step, proves nothing about how either side applies one: --perturb-lora "
+            "compares copies with other numbers in B",
             stops=False,
         )

@@ -5,13 +5,15 @@ The adapters have ranks and scales of their own, and one of them has no adapter 
 """
 
 import functools
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bit_equal import Bits, assert_equal
-from command import Cli, require_engine, write_few_prompts
+from command import Cli, require_engine, said_by, write_few_prompts
 from gloo_ranks import on_ranks
 from lora import PROJECTIONS, write_adapter
 
@@ -174,3 +176,26 @@ def test_gradients_repeat_and_are_those_of_fsdp(adapters: dict[str, Path]) -> No
         assert set(grads) == set(one)
         for name, value in grads.items():
             assert torch.equal(value, (one[name].float() + other[name].float()) / 2), name
+
+
+def test_a_loop_that_trains_an_adapter_has_no_drift(folder: Path) -> None:
+    require_engine("vllm")
+    root, answers = Path(__file__).resolve().parents[2], folder / "loop.json"
+    path = os.pathsep.join(str(root / name) for name in ("", "kernels", "examples/grpo"))
+    words = [str(Path(__file__).with_name("grpo_lora.py")), str(folder / "loop"), str(answers)]
+    said_by("vllm", words, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, timeout=500)
+    found = json.loads(answers.read_text(encoding="utf-8"))
+    for line in found["steps"]:
+        assert line["mismatch"]["tokens"] >= 10
+        assert line["mismatch"]["other_bits"] == 0
+        assert line["gradient_norm"] > 0
+        # Of the frozen weights, and of two factors of seven projections in four layers.
+        assert line["digests_equal"] == 47 + 2 * 7 * 4
+    # A has no gradient while B is zeros.
+    first, second = found["changed"]
+    assert first == sorted(name for name in second if name.endswith("lora_B"))
+    assert len(second) == 2 * 7 * 4
+    assert found["with and without"] > 0
+    assert found["stale"].startswith(
+        "stale weights: layers.0.q_proj.lora_A, layers.0.q_proj.lora_B"
+    )

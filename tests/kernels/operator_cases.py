@@ -125,6 +125,10 @@ CASES = {
         rk.linear, (X, W), {"main_grad": torch.zeros(H, H)}, ("main_grad",), gradient=False
     ),
     "add_lora": Case(rk.add_lora, (X, W[:T].clone(), *ADAPTERS), SLOTS),
+    "lora_shrink": Case(rk.lora_shrink, (X, ADAPTERS[0]), SLOTS),
+    "lora_expand": Case(
+        rk.lora_expand, (rand(T, 4, seed=16), W[:T].clone(), ADAPTERS[1]), SLOTS
+    ),
     "add_lora, one": Case(
         rk.add_lora, (X, W[:T].clone(), *(x[:1].clone() for x in ADAPTERS)), {"scales": ONES[:1]}
     ),

@@ -48,6 +48,7 @@ REFUSED = [
     ("add_lora", {"slots": ONE}, UnsupportedDtype, "add_lora: slots"),
     ("add_lora", {"scales": ONE[:2].double()}, UnsupportedDtype, "add_lora: scales"),
     ("add_lora", {2: ADAPTERS[0].half()}, UnsupportedDtype, "add_lora: A is torch.float16"),
+    ("lora_expand", {0: X}, UnsupportedShape, r"add_lora: B \(2, 16, 4\) and scales"),
     ("add_lora", {1: W[:T].half()}, UnsupportedDtype, "add_lora: base is torch.float16"),
     ("rms_norm", {1: GAIN[1:]}, UnsupportedShape, "weight"),
     ("rms_norm", {"cast": "tf"}, ValueError, "cast 'tf'"),

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import rlk_kernels
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.finish import FINISHED, Finish
-from rlk_kernels.ops.lora.operator import expand, shrink
 from rlk_kernels.parallel.context import context_attention
 from rlk_kernels.parallel.linear_logp import linear_logp_parallel
 from rlk_kernels.parallel.logp import logp_parallel
@@ -89,12 +88,12 @@ def add_lora(
 
 def lora_a(x: Tensor, a: Tensor, scales: Tensor) -> Tensor:
     """[..., R]: the first part of `add_lora`, for one adapter, A[R, K]."""
-    return shrink(x, a[None], scales)
+    return rlk_kernels.lora_shrink(x, a[None], scales)
 
 
 def lora_b(base: Tensor, h: Tensor, b: Tensor, scales: Tensor) -> Tensor:
     """[..., N]: the second part of `add_lora`, for one adapter, B[N, R]."""
-    return expand(base, h, b[None], scales)
+    return rlk_kernels.lora_expand(h, base, b[None], scales)
 
 
 def add_shared(routed: Tensor, shared: Tensor) -> Tensor:

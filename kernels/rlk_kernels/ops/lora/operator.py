@@ -163,11 +163,12 @@ def _flat_slots(x: Tensor, factor: Tensor, slots: Tensor | None) -> Tensor | Non
     return slots.reshape(-1).contiguous()
 
 
-def shrink(
+def lora_shrink(
     x: Tensor, a: Tensor, scales: Tensor, slots: Tensor | None = None, *,
     backend: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """h[..., R] of x[..., K] and A[S, R, K]: the first part of `add_lora`."""
+    """h[..., R] of x[..., K] and A[S, R, K]: the first half of `add_lora`, with its arguments and
+    errors. A row without an adapter is zeros."""
     chosen = choose("add_lora", backend, x, a, scales, slots)
     _check_factor(x, "A", a, scales)
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
@@ -175,12 +176,13 @@ def shrink(
     return h.view(*x.shape[:-1], a.shape[1])
 
 
-def expand(
-    base: Tensor, h: Tensor, b: Tensor, scales: Tensor, slots: Tensor | None = None, *,
+def lora_expand(
+    h: Tensor, base: Tensor, b: Tensor, scales: Tensor, slots: Tensor | None = None, *,
     backend: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """y[..., N] of base[..., N], h[..., R] and B[S, N, R]: the second part of `add_lora`."""
-    chosen = choose("add_lora", backend, base, h, b, scales, slots)
+    """y[..., N] of h[..., R], base[..., N] and B[S, N, R]: the second half of `add_lora`, with its
+    arguments and errors."""
+    chosen = choose("add_lora", backend, h, base, b, scales, slots)
     _check_factor(h, "B", b, scales)
     if base.shape != (*h.shape[:-1], b.shape[1]):
         raise UnsupportedShape(
@@ -209,5 +211,5 @@ def add_lora(
     `backend.choose` raises.
     """
     choose("add_lora", backend, x, base, a, b, scales, slots)
-    h = shrink(x, a, scales, slots, backend=backend)
-    return expand(base, h, b, scales, slots, backend=backend)
+    h = lora_shrink(x, a, scales, slots, backend=backend)
+    return lora_expand(h, base, b, scales, slots, backend=backend)
