@@ -26,9 +26,13 @@ DTYPES = {"torch": torch.bfloat16, "triton": torch.float16}
 """The interpreter's bf16 rounds differently from a GPU's."""
 
 
+CHUNKED = gradient, on_torch, on_triton, operator, portable
+"""The modules that have the length of a chunk."""
+
+
 @pytest.fixture
 def short_chunks(monkeypatch):
-    for module in (gradient, on_torch, on_triton, operator, portable):
+    for module in CHUNKED:
         monkeypatch.setattr(module, "CHUNK", CHUNK)
 
 
@@ -313,24 +317,47 @@ def test_blocks_of_features_add_up_to_the_gradient(monkeypatch):
     def gradient_of(backend):
         return torch.autograd.grad(rk.gated_delta_rule(*x, bounds(7), backend=backend), x, dy)
 
+    def with_blocks(**most):
+        monkeypatch.setattr(on_triton, "WIDE_BACKWARD_FEATURES", most)
+        return gradient_of("triton")
+
     expected = gradient_of("torch")
-    assert on_triton.BACKWARD_FEATURES == 32, "41 features are two blocks"
-    two = gradient_of("triton")
-    monkeypatch.setattr(on_triton, "BACKWARD_FEATURES", 16)
-    three = gradient_of("triton")
-    assert torch.equal(two[2], three[2]), "no block reads another's features"
-    for found in (two, three):
+    assert on_triton.WIDE_BACKWARD_FEATURES == {"starts": 16, "ends": 16, "rows": 32}
+    usual = gradient_of("triton")
+    assert same(with_blocks(starts=32, ends=64, rows=32), usual), (
+        "no block reads another's features"
+    )
+    for found in (usual, with_blocks(starts=16, ends=16, rows=16)):
         for value, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("chunk", "length"), [(CHUNK, 37), (64, 68)])
+def test_the_gradient_of_several_chunks_is_that_of_float64(backend, chunk, length, monkeypatch):
+    """Three chunks, and one of several blocks of rows; keys are alike, so that rows matter to one
+    another."""
+    for module in CHUNKED:
+        monkeypatch.setattr(module, "CHUNK", chunk)
+    dtype = DTYPES[backend]
+    q, k, *rest = rows(length, dtype)
+    k = (k + 2 * rand(1, HK, D, dtype=dtype, device="cpu", seed=9)).to(dtype)
+    x = [part.requires_grad_() for part in (q, k, *rest)]
+    cu, dy = bounds(length - 3, 0, 3), rand(length, HV, E, dtype=dtype, device="cpu", seed=8)
+    found = torch.autograd.grad(rk.gated_delta_rule(*x, cu, backend=backend), x, dy)
+    wide = [part.detach().double().requires_grad_() for part in x]
+    truth = torch.autograd.grad(gated_delta_rule_ref(*wide, cu), wide, dy.double())
+    for value, expected in zip(found, truth, strict=True):
+        assert bool((value.double() - expected).norm() <= 8 * LIMIT[dtype] * expected.norm())
+
+
 @pytest.mark.usefixtures("short_chunks")
-def test_a_sequences_gradients_do_not_depend_on_the_others():
-    x = [part.requires_grad_() for part in rows(LENGTH, torch.bfloat16)]
-    dy = rand(LENGTH, HV, E, dtype=torch.bfloat16, device="cpu", seed=8)
-    both = torch.autograd.grad(rk.gated_delta_rule(*x, bounds(22, 18), backend="torch"), x, dy)
+def test_a_sequences_gradients_do_not_depend_on_the_others(backend):
+    dtype = DTYPES[backend]
+    x = [part.requires_grad_() for part in rows(LENGTH, dtype)]
+    dy = rand(LENGTH, HV, E, dtype=dtype, device="cpu", seed=8)
+    both = torch.autograd.grad(rk.gated_delta_rule(*x, bounds(22, 18), backend=backend), x, dy)
     mine = [part.detach()[22:].requires_grad_() for part in x]
-    alone = rk.gated_delta_rule(*mine, bounds(18), backend="torch")
+    alone = rk.gated_delta_rule(*mine, bounds(18), backend=backend)
     assert same(torch.autograd.grad(alone, mine, dy[22:]), [part[22:] for part in both])
 
 

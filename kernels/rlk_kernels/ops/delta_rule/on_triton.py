@@ -12,8 +12,7 @@ from torch import Tensor
 from rlk_kernels.device import facts
 from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
 from rlk_kernels.memory import empty
-from rlk_kernels.ops.delta_rule import kernels
-from rlk_kernels.ops.delta_rule.backward_kernels import backward_kernel, norm_backward_kernel
+from rlk_kernels.ops.delta_rule import backward_kernels, kernels
 from rlk_kernels.ops.delta_rule.chunk import CHUNK
 from rlk_kernels.ops.delta_rule.decode_kernels import decode_kernel
 
@@ -31,11 +30,23 @@ PARTS = {torch.bfloat16: 3, torch.float16: 2, torch.float32: 1}
 """The numbers of a dtype that a factor of u from another block of rows is split into, for products
 on tensor cores. Three of bf16 have all digits of fp32; two of fp16 miss 2**-25 of the largest."""
 
-BACKWARD_FEATURES = 32
-"""The most features of v of one program of the gradient, which adds the blocks in their order."""
-
-BACKWARD_WARPS = 4
-"""With 8 warps, Triton 3.6's code accesses memory outside of the tensors on an H200."""
+BACKWARD_FEATURES = {"starts": 32, "ends": 32, "rows": 64}
+"""The most features of a program of the gradient's kernels: `starts` and `ends` have that many of
+v; the others go through all features, that many at a time."""
+WIDE_BACKWARD_FEATURES = {"starts": 16, "ends": 16, "rows": 32}
+"""Those for fp32 rows."""
+BACKWARD_OPTIONS = {
+    "inverse": {"num_warps": 1},
+    "solved": {"num_warps": 4, "num_stages": 2},
+    "starts": {"num_warps": 4, "num_stages": 3},
+    "ends": {"num_warps": 4, "num_stages": 2},
+    "pairs": {"num_warps": 4, "num_stages": 2},
+    "rows": {"num_warps": 4, "num_stages": 2},
+    "norm": {"num_warps": 4},
+}
+"""Kernel of the gradient -> its warps, and how many turns of its loop are loaded ahead."""
+NORM_ROWS = 16
+"""The rows of a program of the norms' gradient."""
 
 
 class Continued(NamedTuple):
@@ -91,23 +102,21 @@ def _share(pieces: int, groups: int, device: torch.device) -> int:
     return max(fits, default=1)
 
 
-def _chunks(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu: Tensor, scale: float, eps: float,
+def _factors(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, cu: Tensor, scale: float, eps: float,
     continued: Continued | None,
-) -> Chunks:  # fmt: skip
-    """u and the states of all chunks; of `continued`, the state and u are written."""
-    (hk, d), (hv, e), sequences = q.shape[1:], v.shape[1:], cu.numel() - 1
-    cached, width, features = continued is not None, _padded(d), _features("states", e, q.dtype)
-    spare = 2 if cached else 1
-    n, dtype, device = len(v) // CHUNK + spare * sequences, q.dtype, q.device
-    state, kept, updates, decays = continued.cache if continued else (g, k, v, g)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """queries, keys, sums and below of `Chunks`."""
+    (hk, d), hv, sequences, cached = q.shape[1:], g.shape[1], cu.numel() - 1, continued is not None
+    width, spare = _padded(d), 2 if cached else 1
+    n, dtype, device = len(q) // CHUNK + spare * sequences, q.dtype, q.device
+    state, kept, updates, decays = continued.cache if continued else (g, k, g, g)
     slots, context = (continued.slots, continued.context) if continued else (cu, cu)
     strides = tuple(x.stride(0) for x in (state, kept, updates, decays))
-    own = shape_cache("delta_rule", hk, hv, d, e, dtype, cached, strides, features)
+    own = shape_cache("delta_rule_factors", hk, hv, d, dtype, cached, strides)
     queries, keys = (empty((n, hk, CHUNK, d), dtype, device) for _ in range(2))
     sums = empty((n, hv, CHUNK), torch.float32, device)
     below = empty((n, hv, CHUNK, CHUNK), torch.float32, device)
-    starts, u = empty((n, hv, e, d), dtype, device), empty((n, hv, CHUNK, e), dtype, device)
     launch(
         own, kernels.prepare_kernel, (n, hk, 1),
         (q, k, queries, keys, kept, strides[1], slots, context, cu, len(state), sequences, scale,
@@ -120,6 +129,23 @@ def _chunks(
          hk, hv, d, width, CHUNK, spare, cached),
         _options("below"),
     )  # fmt: skip
+    return queries, keys, sums, below
+
+
+def _chunks(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu: Tensor, scale: float, eps: float,
+    continued: Continued | None,
+) -> Chunks:  # fmt: skip
+    """u and the states of all chunks; of `continued`, the state and u are written."""
+    queries, keys, sums, below = _factors(q, k, g, beta, cu, scale, eps, continued)
+    (hk, d), (hv, e), sequences = q.shape[1:], v.shape[1:], cu.numel() - 1
+    cached, width, features = continued is not None, _padded(d), _features("states", e, q.dtype)
+    n, spare, dtype, device = len(keys), 2 if cached else 1, q.dtype, q.device
+    state, kept, updates, decays = continued.cache if continued else (g, k, v, g)
+    slots, context = (continued.slots, continued.context) if continued else (cu, cu)
+    strides = tuple(x.stride(0) for x in (state, kept, updates, decays))
+    own = shape_cache("delta_rule", hk, hv, d, e, dtype, cached, strides, features)
+    starts, u = empty((n, hv, e, d), dtype, device), empty((n, hv, CHUNK, e), dtype, device)
     launch(
         own, kernels.states_kernel, (sequences * hv * cdiv(e, features), 1, 1),
         (keys, v, beta, below, sums, starts, u, state, updates, strides[0], strides[2], slots,
@@ -189,24 +215,16 @@ def cached(
 
 
 def _through_norm(x: Tensor, d: Tensor, eps: float, scale: float) -> Tensor:
-    """dx[T, Hk, D] of the blocks' gradients d[blocks, T, Hv, D] of the normed x."""
-    (t, heads, size), blocks, group = x.shape, len(d), d.shape[2] // x.shape[1]
-    width, dx = _padded(size), empty(x.shape, x.dtype, x.device)
+    """dx[T, Hk, D] of the gradients d[T, Hv, D] of the normed x."""
+    (t, heads, size), group = x.shape, d.shape[1] // x.shape[1]
+    dx = empty(x.shape, x.dtype, x.device)
     launch(
-        shape_cache("delta_rule_norm_backward", size, blocks, group, x.dtype),
-        norm_backward_kernel, (t * heads, 1, 1),
-        (x, d, dx, scale, eps, t * heads, blocks, group, size, width, _levels(width)),
-        {"num_warps": 1},
+        shape_cache("delta_rule_norm_backward", size, group, x.dtype),
+        backward_kernels.norm_backward_kernel, (cdiv(t * heads, NORM_ROWS), 1, 1),
+        (x, d, dx, scale, eps, t * heads, group, size, _padded(size), NORM_ROWS),
+        BACKWARD_OPTIONS["norm"],
     )  # fmt: skip
     return dx
-
-
-def _added(blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of blocks, one after another: no bit depends on the number of rows."""
-    total = blocks[0]
-    for block in blocks[1:]:
-        total = total + block
-    return total.to(dtype)
 
 
 def backward(
@@ -215,22 +233,46 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dg, dbeta); rows outside every sequence have zeros."""
     (t, hk, d), (hv, e), sequences = q.shape, v.shape[1:], cu.numel() - 1
-    if not t or not sequences:
-        return tuple(torch.zeros_like(x) for x in (q, k, v, g, beta))
-    features = min(BACKWARD_FEATURES, _padded(e))
-    blocks, dv = cdiv(e, features), torch.zeros_like(v)
-    chunks = _chunks(q, k, v, g, beta, cu, scale, eps, None)
     # Zeros: rows outside every sequence are not written.
-    of_heads = [torch.zeros(blocks, t, hv, d, device=v.device) for _ in range(2)]
-    of_rows = [torch.zeros(blocks, t, hv, device=v.device) for _ in range(2)]
-    launch(
-        shape_cache("delta_rule_backward", hk, hv, d, e, q.dtype), backward_kernel,
-        (sequences, hv, blocks),
-        (chunks.queries, chunks.keys, v, beta, do, chunks.starts, chunks.u, chunks.sums, cu,
-         *of_heads, dv, *of_rows, t, hk, hv, d, e, _padded(d), features, CHUNK),
-        {"num_warps": BACKWARD_WARPS},
+    dv, dg, dbeta = (torch.zeros_like(x) for x in (v, g, beta))
+    if not t or not sequences:
+        return torch.zeros_like(q), torch.zeros_like(k), dv, dg, dbeta
+    queries, keys, sums, below = _factors(q, k, g, beta, cu, scale, eps, None)
+    n, dtype, device, dp, ep = len(keys), q.dtype, q.device, _padded(d), _padded(e)
+    most = WIDE_BACKWARD_FEATURES if dtype == torch.float32 else BACKWARD_FEATURES
+    fewer = {name: min(features, ep) for name, features in most.items()}
+    some = min(most["rows"], dp), fewer["rows"]
+    inverse, dqk, dkk = (empty((n, hv, CHUNK, CHUNK), dtype, device) for _ in range(3))
+    readers, solved = (empty((n, hv, CHUNK, dp), dtype, device) for _ in range(2))
+    updates, grads = (empty((n, hv, CHUNK, ep), dtype, device) for _ in range(2))
+    starts, ends = (empty((n, hv, dp, ep), dtype, device) for _ in range(2))
+    inside = empty((n, hv, 2, CHUNK), torch.float32, device)
+    dq, dk = (torch.zeros(t, hv, d, dtype=dtype, device=device) for _ in range(2))
+    own = shape_cache("delta_rule_backward", hk, hv, d, e, dtype, *fewer.values())
+
+    def run(name: str, grid: tuple[int, int, int], *arguments: Tensor | int) -> None:
+        kernel = getattr(backward_kernels, f"{name}_kernel")
+        launch(own, kernel, grid, arguments, BACKWARD_OPTIONS[name])
+
+    run("inverse", (n, hv, 1), below, inverse, cu, sequences, hv, CHUNK)
+    run(
+        "solved", (n, hv, 1), queries, keys, v, beta, do, inverse, sums, readers, solved, updates,
+        grads, cu, sequences, hk, hv, d, e, dp, ep, *some, CHUNK,
     )  # fmt: skip
-    dq = _through_norm(q, of_heads[0], eps, scale)
-    dk = _through_norm(k, of_heads[1], eps, 1.0)
-    dg, dbeta = _added(of_rows[0], g.dtype), _added(of_rows[1], beta.dtype)
-    return dq, dk, dv, dg, dbeta
+    run(
+        "starts", (sequences, hv, ep // fewer["starts"]), keys, readers, sums, updates, starts, cu,
+        hk, hv, d, dp, ep, fewer["starts"], CHUNK,
+    )  # fmt: skip
+    run(
+        "ends", (sequences, hv, ep // fewer["ends"]), queries, keys, beta, do, solved, sums, grads,
+        ends, cu, hk, hv, d, e, dp, ep, fewer["ends"], CHUNK,
+    )  # fmt: skip
+    run(
+        "pairs", (n, hv, 1), queries, keys, v, beta, do, sums, updates, grads, dqk, dkk, dv, inside,
+        cu, sequences, hk, hv, d, e, dp, ep, *some, CHUNK,
+    )  # fmt: skip
+    run(
+        "rows", (n, hv, 1), queries, keys, beta, do, sums, updates, grads, starts, ends, dqk, dkk,
+        inside, dq, dk, dg, dbeta, cu, sequences, hk, hv, d, e, dp, ep, *some, CHUNK,
+    )  # fmt: skip
+    return _through_norm(q, dq, eps, scale), _through_norm(k, dk, eps, 1.0), dv, dg, dbeta

@@ -21,7 +21,8 @@ needs the state at the chunk's beginning, and k, u and G of the rows before it i
 cache keeps. A row has the same bits in decode, in any prefill, in a prefill cut anywhere, with
 other sequences, and for any share of the heads of v, or of their features.
 
-The gradient (`gradient.py`) recomputes the states at the beginnings of chunks.
+The gradient (`gradient.py`, and `backward_kernels.py` on the triton backend) computes the states at
+the beginnings of chunks again. On the triton backend its sums are not in the forward's order.
 
 T = rows of all sequences   B = sequences   Hk = heads of q and k   Hv = heads of v, a multiple
 D = features of q and k   E = features of v
