@@ -93,7 +93,9 @@ def test_an_adapter_that_is_switched_off_leaves_the_bits_of_the_model() -> None:
     with wrapped.disable_adapter():
         assert torch.equal(scores(model), scores(plain))
     handle.close()
-    assert type(model.get_submodule(PLACE)) is peft.tuners.lora.Linear
+    layer = model.get_submodule(PLACE)
+    assert type(layer) is peft.tuners.lora.Linear
+    assert type(layer.lora_A["default"]) is type(layer.base_layer) is torch.nn.Linear
 
 
 def test_the_active_one_of_two_adapters_is_computed() -> None:
@@ -157,6 +159,13 @@ def test_adapters_by_row_are_refused() -> None:
     hf.use_kernels(model)
     with pytest.raises(NotSupported, match="adapter_names"):
         wrapped(IDS, use_cache=False, adapter_names=["default", "__base__"])
+
+
+def test_pefts_own_model_is_refused_by_what_to_pass() -> None:
+    wrapped = adapted(small_model().to(torch.bfloat16))
+    with pytest.raises(NotSupported, match=r"PeftModel is not supported; .*its get_base_model\(\)"):
+        hf.use_kernels(wrapped)
+    hf.use_kernels(wrapped.get_base_model())
 
 
 def test_adapters_of_a_sparse_model_are_refused() -> None:

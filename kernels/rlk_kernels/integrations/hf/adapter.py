@@ -92,7 +92,7 @@ def active_adapter(layer: Any) -> str | None:
         "an adapter whose A or B is no torch.nn.Linear": not all(
             type(x) is nn.Linear or isinstance(x, Counted) for x in (a, b)
         ),
-        "dropout of an adapter while the model trains; set lora_dropout to 0": (
+        "dropout of an adapter while the model trains (lora_dropout above 0)": (
             not isinstance(dropout, nn.Identity) and dropout.p > 0 and layer.training
         ),
     }

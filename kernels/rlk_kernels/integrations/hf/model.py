@@ -193,7 +193,9 @@ def _check_products(model: Any, excluded: frozenset[str]) -> None:
 
 def _check_causal(model: Any) -> None:
     if not hasattr(getattr(model, "model", None), "embed_tokens") or not hasattr(model, "lm_head"):
-        raise NotSupported(f"a {type(model).__name__} is not supported; {SUPPORTED}")
+        # PEFT's model around one.
+        inner = "; pass its get_base_model()" if hasattr(model, "get_base_model") else ""
+        raise NotSupported(f"a {type(model).__name__} is not supported; {SUPPORTED}{inner}")
 
 
 def _check(model: Any) -> None:

@@ -129,10 +129,10 @@ def _lora_patches() -> list[tuple[Any, str, Any]]:
     try:
         patches = list(lora.patches())
     except (ImportError, AttributeError):
-        config.set_lora_supported(False)
-        return []
-    config.set_lora_supported(True)
-    return patches
+        patches = []
+    supported = bool(patches) and all(name in vars(owner) for owner, name, _ in patches)
+    config.set_lora_supported(supported)
+    return patches if supported else []
 
 
 def _patch(undo: ExitStack, patches: Iterable[tuple[Any, str, Any]]) -> None:
