@@ -14,6 +14,7 @@ import pytest
 import torch
 from bit_equal import Bits, assert_equal
 from command import Cli, require_engine, said_by, write_few_prompts
+from engine_pairs import MODELS
 from gloo_ranks import on_ranks
 from lora import PROJECTIONS, write_adapter
 
@@ -114,6 +115,29 @@ def test_no_bit_differs_with_an_adapter(
         "compare", "--model", MODEL, "--contract", "bitwise", "--run-dir", folder / "run",
         "--prompts", write_few_prompts(folder / "few.jsonl"),
         "--rollout", f"vllm:{how}", "--train", f"{train}{',' if ':' in train else ':'}{how}",
+    )  # fmt: skip
+    assert_equal(done, 40)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("grouped", "llama", "mistral", "qwen2", "ernie4_5", "granite", "glm4", "exaone4"),
+        *("gemma2", "gemma3", "ministral3"),
+    ],
+)
+def test_no_bit_differs_with_an_adapter_of_another_family(
+    cli: Cli, folder: Path, name: str
+) -> None:
+    """Of the projections that are not fused in the checkpoint."""
+    require_engine("vllm")
+    model = MODELS[name].stored(folder, name, MODELS[name].dtypes[0])
+    adapter = folder / f"{name}-adapter"
+    how = f"lora={write_adapter(adapter, model, rank=8, alpha=5.0, std=0.05)},kernels=rlk"
+    done = cli(
+        "compare", "--model", model, "--contract", "bitwise", "--run-dir", folder / "run",
+        "--prompts", write_few_prompts(folder / "few.jsonl"),
+        "--rollout", f"vllm:{how}", "--train", f"hf:{how}",
     )  # fmt: skip
     assert_equal(done, 40)
 

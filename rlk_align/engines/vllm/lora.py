@@ -52,6 +52,8 @@ def live_adapter(model: Any, shape: ModelShape, rank: int) -> Iterator[LiveLora]
 
 def without_adapter(model: Any, place: Place) -> Place:
     """The place with the path of the projection inside of vLLM's wrapper, if it has one."""
+    if place.end != "output":
+        return place  # the parameters there are those of another operator
     inner = f"{place.holder}.base_layer"
     wrapped = "base_layer" in dict(model.get_submodule(place.holder).named_children())
     return replace(place, parameters_in=inner) if wrapped else place
