@@ -54,12 +54,15 @@ SPILLS = {
     "_gemm_pointer_kernel": 1 << 15,  # strides that no copy engine takes
     "_grouped_kernel": 1 << 15,  # likewise
     "_reduce_kernel": 1 << 6,
+    "_rows_by_slot_kernel": 1 << 7,  # fp32
     "_route_bwd_kernel": 1 << 6,  # 8, where weights need not add up to 1
     "_route_fwd_kernel": 1 << 6,  # 8 with Triton 3.9, likewise
     "_sum_pointer_kernel": 1 << 11,
     "_tiles_pointer_kernel": 1 << 10,
 }
 """Bytes that a kernel may spill, stored and loaded; 0 for the others."""
+SERIAL = ("_rows_by_slot_kernel",)
+"""The kernels whose products may wait for one another: each has the whole rank of an adapter."""
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -187,6 +190,13 @@ def sparse_layer(t: int, experts: int, top_k: int, h: int, inner: int, dtype=BF1
         _backward(rk.combine_experts(rows, shares, ids, experts))
 
 
+def adapters(t: int, count: int, rank: int, n: int, k: int, dtype=BF16) -> None:
+    a, b = _x(count, rank, k, dtype=dtype), _x(count, n, rank, dtype=dtype)
+    slots = None if count == 1 else _ids(t)
+    scales = _x(count, dtype=FP32).detach()
+    _backward(rk.add_lora(_x(t, k, dtype=dtype), _x(t, n, dtype=dtype), a, b, scales, slots))
+
+
 def corrected_routing(t: int, experts: int, top_k: int, groups: int, top_groups: int) -> None:
     logits, correction = _x(t, experts, dtype=FP32), _x(experts, dtype=FP32)
     how = {"groups": groups, "top_groups": top_groups, "scale": 2.5}
@@ -280,6 +290,9 @@ CALLS: dict[str, Callable[[], object]] = {
     "delta net": lambda: delta_net(1024, 16, 32, 128),
     "delta net, small heads, fp32": lambda: delta_net(300, 2, 4, 24, dtype=FP32),
     "rows": lambda: rows(1024),
+    "adapters, one": lambda: adapters(8192, 1, 16, 12288, 4096),
+    "adapters, eight": lambda: adapters(64, 8, 64, 6144, 4096),
+    "adapters, fp32": lambda: adapters(64, 2, 16, 1024, 1024, dtype=FP32),
     "peer gather": lambda: peer_gather(64, 6144),
     "peer gather, in pieces": lambda: peer_gather(16384, 6144),
     "peer gather, 8 ranks": lambda: peer_gather(1, 1536, 8),
@@ -309,7 +322,7 @@ def fault(x: Compiled) -> str:
         return "no wgmma"
     if x.unused_barriers:
         return f"barriers that are set up and not used: {x.unused_barriers}"
-    if x.serialized:
+    if x.serialized and x.kernel not in SERIAL:
         return "wgmma waits for wgmma"
     if x.spills > SPILLS.get(x.kernel, 0):
         return f"spills {x.spills} bytes"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import problems
 import torch
+from adapter import RANKS
 from record import STATE
 
 from rlk_align.data import data_path
@@ -53,6 +54,10 @@ def arguments(words: list[str] | None = None, about: str | None = None) -> argpa
     )
     a.add_argument("--pack-tokens", type=at_least(1), default=4096, help="token limit of a forward")
     a.add_argument("--updates", type=at_least(1), default=1, help="on each rollout")
+    a.add_argument(
+        "--lora", type=at_least(1), metavar="RANK",
+        help="train an adapter of this rank on every projection, beside frozen weights",
+    )  # fmt: skip
     a.add_argument("--lr", type=float, default=1e-5)
     a.add_argument(
         "--loss", choices=CLIPS, default="dapo",
@@ -106,6 +111,14 @@ def _conflicts(o: argparse.Namespace, ranks: int) -> Iterator[tuple[bool, str]]:
     yield (
         o.graphs and not (gpu and ranks == 1 and kernels),
         "--graphs: capturing needs the kernels, and one GPU in one process; omit it",
+    )
+    yield (
+        o.graphs and o.lora is not None,
+        "--graphs: no run with --lora was captured; omit one of them",
+    )
+    yield (
+        o.lora is not None and o.lora > RANKS[-1],
+        f"--lora {o.lora}: vLLM supports ranks up to {RANKS[-1]}",
     )
     yield (
         o.graphs and o.loss != "dapo",

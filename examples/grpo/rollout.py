@@ -4,14 +4,18 @@ memory, and loads the trainer's weights."""
 import argparse
 import random
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import problems
 import torch
+from adapter import digests_of, for_vllm
 from batch import Answer, Span
 from rlk_kernels.integrations import vllm as vllm_kernels
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from rlk_align.engines.vllm.lora import live_adapter
 from rlk_align.engines.vllm.parallel import tensor_parallel
 from rlk_align.engines.vllm.registered import register_without_torchvision
 from rlk_align.engines.vllm.weights import vllm_weights
@@ -54,12 +58,15 @@ class Rollout:
             str(options.model), dtype="bfloat16", max_model_len=1024, seed=options.seed,
             enable_prefix_caching=self.gpu or not hybrid, disable_log_stats=True,
             **(on_gpu if self.gpu else on_cpu),
+            **(for_vllm(options.lora) if options.lora else {}),
             # In torchrun, each rank has an engine of its own.
             distributed_executor_backend="external_launcher" if ranks > 1 else None,
         )  # fmt: skip
         # The live parameters. On a GPU they are those of the start, because CUDA graphs read that
         # memory, whatever the model gets later. On a CPU each update creates new ones.
         self.live: list[tuple[str, Tensor]] | None = None
+        # What names the adapter in requests, with --lora.
+        self.adapter: Any = None
 
     def answers(
         self, asked: Sequence[problems.Problem], name: str, greedy: bool = False
@@ -93,7 +100,7 @@ class Rollout:
             for number, _ in some
         ]  # fmt: skip
         prompts = [{"prompt_token_ids": answer.ids} for _, answer in some]
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        outputs = self.llm.generate(prompts, params, lora_request=self.adapter, use_tqdm=False)
         for (_, answer), output in zip(some, outputs, strict=True):
             sampled = output.outputs[0]
             ids = list(sampled.token_ids)
@@ -131,8 +138,33 @@ class Rollout:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         self.llm.reset_prefix_cache()
 
+    def load_adapter(self, folder: Path) -> None:
+        """Replaces the adapter by the one in a folder, and clears the prefix cache."""
+        from vllm.lora.request import LoRARequest
+
+        engine, number = self.llm.llm_engine, 1
+        if self.adapter is not None:
+            number = self.adapter.lora_int_id + 1
+            engine.remove_lora(self.adapter.lora_int_id)
+        # vLLM reads an adapter once: another one needs another number.
+        self.adapter = LoRARequest(f"adapter {number}", number, str(folder.resolve()))
+        engine.add_lora(self.adapter)
+        self.llm.reset_prefix_cache()
+
     def digests(self) -> dict[str, str]:
-        """Canonical name -> digest of each parameter that the live engine computes with."""
+        """Canonical name -> digest of each parameter that the live engine computes with, and of
+        each factor of its adapter."""
+        shape, rank = read_shape(self.options.model), self.options.lora
+        if not rank:
+            return self._weights()
+
+        def of_adapter(model: torch.nn.Module) -> dict[str, str]:
+            return digests_of(live_adapter(model, shape, rank))
+
+        (factors,) = self.llm.apply_model(of_adapter)
+        return self._weights() | factors
+
+    def _weights(self) -> dict[str, str]:
         if self.live is None or not self.gpu:
             shape = read_shape(self.options.model)
 

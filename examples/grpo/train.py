@@ -3,6 +3,7 @@
     python examples/grpo/train.py --run runs/grpo                   # with the kernels: no drift
     python examples/grpo/train.py --run runs/off --kernels off      # the engines' own kernels
     python examples/grpo/train.py --run runs/grpo --resume          # continues, bit for bit
+    python examples/grpo/train.py --run runs/lora --lora 16 --lr 1e-3   # an adapter, of rank 16
     torchrun --nproc-per-node 2 -- examples/grpo/train.py --run runs/grpo   # FSDP2
 
 A step samples groups of answers, scores them, takes one step of AdamW on fp32 master weights, and
@@ -25,6 +26,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import problems
 import torch
+from adapter import write_adapter
 from batch import Answer, Pack, Sample, empty_pack, packs, to_sample
 from checks import LoopFault, check_masks, check_weights
 from options import arguments
@@ -46,6 +48,9 @@ from trainer import Trainer
 
 from rlk_align.errors import RlkError
 from rlk_align.logs.writers.step_file import write_step
+
+ADAPTER = "adapter"
+"""The folder, in that of a rank, of the adapter that vLLM loaded last."""
 
 
 class Loop:
@@ -77,11 +82,16 @@ class Loop:
         return [to_sample(answer, a) for answer, a in zip(answers, advantages, strict=True)]
 
     def sync(self) -> None:
-        """Loads the trainer's weights into the live vLLM, then compares the digests of every
-        parameter with which the two engines compute."""
+        """Loads the trainer's weights, or its adapter, into the live vLLM, then compares the
+        digests of every parameter with which the two engines compute."""
         before = self.digests
         with self.timed("sync"):
-            self.rollout.load(self.trainer.weights())
+            if self.options.lora:
+                folder = self.folder / ADAPTER
+                write_adapter(folder, self.options.lora, self.trainer.weights())
+                self.rollout.load_adapter(folder)
+            else:
+                self.rollout.load(self.trainer.weights())
         with self.timed("digest"):
             self.digests = self.trainer.digests()
             check_weights(self.digests, self.rollout.digests(), before)

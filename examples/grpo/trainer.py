@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
+from adapter import add_adapter, digests_of
 from batch import EMPTY, PADDED_TO, Pack, empty_pack
 from checks import check_gradients
 from passes import Eager, Graphs
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlk_align.engines.common.weights import unfused
+from rlk_align.engines.hf.lora import live_adapter
 from rlk_align.engines.hf.places import hf_places
 from rlk_align.model.shape import read_shape
 from rlk_align.trace.digest import digest_parameters
@@ -36,11 +38,15 @@ class Trainer:
         self.options, self.ranks, self.timed = options, ranks, timed
         self.model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
         self.model.to(ranks.device).train()
+        if options.lora:
+            add_adapter(self.model, options.lora, options.seed)
         if options.kernels == "rlk":
             self.kernels = hf.use_kernels(self.model)
         ranks.shard(self.model)
-        self.parameters = dict(self.model.named_parameters())
-        places = list(hf_places(self.model, read_shape(options.model)))
+        named = self.model.named_parameters()
+        # Those that are trained: with --lora the factors of the adapter.
+        self.parameters = {name: p for name, p in named if p.requires_grad}
+        self.places = places = list(hf_places(self.model, read_shape(options.model)))
         # After a forward, FSDP leaves the root's parameters gathered.
         self.canonical = list(unfused(self.model, [p for p in places if len(p.sites) == 1]))
         self.fused = [p for p in places if len(p.sites) > 1]
@@ -155,13 +161,15 @@ class Trainer:
         )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name in the checkpoint, whole weight)."""
+        """Yields (name in the checkpoint, whole weight), or with --lora (name in the model, whole
+        factor)."""
         for name, parameter in self.parameters.items():
             yield name, whole(parameter.detach())
 
     def digests(self) -> dict[str, str]:
-        """Canonical name -> digest of each parameter."""
+        """Canonical name -> digest of each parameter, and of each factor of the adapter."""
         with torch.no_grad():
             # Parts of fused parameters may be copies.
             every = (*self.canonical, *unfused(self.model, self.fused))
-            return digest_parameters((name, whole(value)) for name, value in every)
+            weights = digest_parameters((name, whole(value)) for name, value in every)
+            return weights | digests_of(live_adapter(self.model, self.places))

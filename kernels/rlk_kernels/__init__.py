@@ -51,6 +51,7 @@ from rlk_kernels.ops.layer_norm.operator import layer_norm
 from rlk_kernels.ops.linear import linear
 from rlk_kernels.ops.linear_logp.operator import linear_logp
 from rlk_kernels.ops.logp.operator import logp
+from rlk_kernels.ops.lora.operator import add_lora, lora_expand, lora_shrink
 from rlk_kernels.ops.norm_rope.operator import norm_rope
 from rlk_kernels.ops.position_scale.operator import position_scale
 from rlk_kernels.ops.rms_norm.operator import rms_norm
@@ -102,6 +103,7 @@ __all__ = [
     "UnsupportedDtype",
     "UnsupportedShape",
     "activation",
+    "add_lora",
     "attention",
     "backend_calls",
     "cached_causal_conv1d",
@@ -126,6 +128,8 @@ __all__ = [
     "linear_policy_loss",
     "load_balancing_loss",
     "logp",
+    "lora_expand",
+    "lora_shrink",
     "norm_rope",
     "paged_attention",
     "paged_schedule",

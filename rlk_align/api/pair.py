@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 OF_CAPTURES = (
     *("model", "rollout", "train", "prompts", "kernels", "production"),
-    *("fresh", "seed", "max_new_tokens"),
+    *("fresh", "seed", "max_new_tokens", "perturb_lora"),
 )
 """Fields that determine the contents of a capture."""
 
@@ -47,6 +47,7 @@ class Pair(options.CaptureOptions):
     allow_mismatch: Sequence[str] | None = None
     edges: str | None = None
     production: bool | None = None
+    perturb_lora: bool = False
 
     def gives(self, *names: str) -> bool:
         """Whether one of these fields, or of `OF_CAPTURES`, differs from its default."""
@@ -109,7 +110,13 @@ def prepare(
     allowed = options.parse_kinds(pair.allow_mismatch)
     sides = _sides(pair, runs)
     settings = (pair.model, str(pair.prompts), pair.max_new_tokens, pair.seed)
-    run = options.choose_run(pair.run_dir, "compare", *settings, *map(str, sides.values()))
+    changes = ("perturbed",) if pair.perturb_lora else ()
+    words = (*settings, *map(str, sides.values()), *changes)
+    run = options.choose_run(pair.run_dir, "compare", *words)
+    if pair.perturb_lora:
+        from rlk_align.api.adapter import perturbed
+
+        sides = {side: perturbed(each, side, run.folder) for side, each in sides.items()}
     recorded = _recorded(sides, run)
     _check_recorded_kernels(recorded, pair.kernels)
     captured = pair.recorded_by(next(iter(recorded.values()))) if recorded else pair

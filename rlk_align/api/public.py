@@ -46,6 +46,7 @@ def compare(
     sites: Names | None = None,
     edges: Names | None = None,
     production: bool | None = None,
+    perturb_lora: bool = False,
     trace_budget: str = "8GB",
     progress: Tell | None = None,
 ) -> "Verdict":
@@ -75,6 +76,7 @@ def compare(
         sites=sites,
         edges=edges,
         production=production,
+        perturb_lora=perturb_lora,
         trace_budget=trace_budget,
     )
     return prepare(pair, [values.text("a run", run) for run in runs], _warn).start(

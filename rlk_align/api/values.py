@@ -101,7 +101,7 @@ _KINDS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("model", "contract", "tokens", "run", "later"), text),
     **dict.fromkeys(("run_dir", "out"), _path),
     **dict.fromkeys(("max_new_tokens", "seed"), _number),
-    **dict.fromkeys(("fresh", "production", "recompute"), _flag),
+    **dict.fromkeys(("fresh", "production", "recompute", "perturb_lora"), _flag),
     **dict.fromkeys(("sites", "edges"), _names),
     "allow_mismatch": lambda name, value: names(_names(name, value)),
     **{"layers": _layers, "prompts": _prompts},

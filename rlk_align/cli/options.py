@@ -129,6 +129,13 @@ FLAGS: dict[str, Any] = {
             show_default="on GPUs",
         ),
     ],
+    "perturb_lora": Annotated[
+        bool,
+        typer.Option(
+            "--perturb-lora",
+            help="Both sides: lora=PATH with numbers in place of each B that is all zeros.",
+        ),
+    ],
     "trace_budget": Annotated[
         str, typer.Option(metavar="SIZE", help="Largest size of the values that one capture keeps.")
     ],

@@ -29,6 +29,7 @@ class Live(NamedTuple):
     """The digest of scale · B."""
     sums: list[float]
     zero: bool
+    cast: tuple[str, str]
 
 
 Modules = Mapping[str, Live]
@@ -54,7 +55,7 @@ def check_adapters(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
 
 def _live(record: LoraRecord, dtype: str) -> dict[str, Live]:
     return {
-        site: Live(m.rank, m.scale, *m.digests.get(dtype, ("", "")), m.sums, m.zero)
+        site: Live(m.rank, m.scale, *m.digests.get(dtype, ("", "")), m.sums, m.zero, m.cast)
         for site, m in record.modules.items()
     }
 
@@ -134,18 +135,35 @@ def _differences(
     a: Modules, b: Modules, differ: list[str], stated: tuple[float, float]
 ) -> Iterator[Mismatch]:
     """Projections whose adapters differ: in one mismatch those that are zeros on one side and those
-    whose scale differs by one factor, and of the others each alone. `stated`: the scales of each
-    side's adapter_config.json."""
+    whose scale differs by one factor, in one those with other values of the same factors, and of
+    the others each alone. `stated`: the scales of each side's adapter_config.json."""
     scaled: dict[tuple[SideName, float], list[str]] = {}
     zero: dict[SideName, list[str]] = {}
+    other: dict[tuple[str, str, str], list[str]] = {}
     for site in differ:
         factor = _factor(a[site], b[site])
         if a[site].zero != b[site].zero:
             zero.setdefault("rollout" if a[site].zero else "train", []).append(site)
         elif factor is not None:
             scaled.setdefault(factor, []).append(site)
+        elif exchanged := _exchanged(site, a, b):
+            yield _of_site(site, a, b, exchanged)
+        elif a[site].rank != b[site].rank:
+            ranks = f"rank {a[site].rank} in the rollout, {b[site].rank} in the trainer"
+            yield _of_site(site, a, b, ranks)
         else:
-            yield _different(site, a, b)
+            other.setdefault(_other_values(a[site], b[site]), []).append(site)
+    for (parts, has, why), sites in other.items():
+        if len(sites) == 1:
+            yield _of_site(sites[0], a, b, f"{parts} {has} other values{why}")
+            continue
+        yield Mismatch(
+            kind="weights",
+            name=NAME,
+            rollout=f"{parts} of {_count(sites)}",
+            train="other values",
+            detail=f"{parts} {has} other values in {_count(sites)}, {_listed(sites)}{why}",
+        )
     for side, sites in zero.items():
         yield Mismatch(
             kind="weights",
@@ -204,24 +222,36 @@ def _stated(module: Live) -> str:
     return f"scale {'folded into B' if module.scale == 1.0 else f'{module.scale:g}'}"
 
 
-def _different(site: str, a: Modules, b: Modules) -> Mismatch:
+def _exchanged(site: str, a: Modules, b: Modules) -> str:
+    """Says of which other projection the trainer has the adapter here; empty if of none."""
     mine, theirs = a[site], b[site]
     exchanged = next((s for s in a if s != site and _equal(a[s], theirs)), None)
     back = next((s for s in b if s != site and _equal(b[s], mine)), None)
-    if exchanged:
-        both = ", and the other way round" if back == exchanged else ""
-        detail = (
-            f"the trainer's adapter of {site} is the rollout's of {exchanged}{both}: exchanged, "
-        )
-        detail += "or stacked in another order"
-    elif mine.rank != theirs.rank:
-        detail = f"rank {mine.rank} in the rollout, {theirs.rank} in the trainer"
-    else:
-        parts = [n for n, x, y in (("A", mine.a, theirs.a), ("B", mine.b, theirs.b)) if x != y]
-        equal = {"A": "; B is equal", "B": "; A is equal"}.get("".join(parts), "")
-        has = "has" if equal else "have"
-        detail = f"{' and '.join(parts)} {has} other values{equal}: an adapter of another step, or "
-        detail += "one that was not delivered"
+    if exchanged is None:
+        return ""
+    both = ", and the other way round" if back == exchanged else ""
+    return (
+        f"the trainer's adapter of {site} is the rollout's of {exchanged}{both}: exchanged, or "
+        "stacked in another order"
+    )
+
+
+def _other_values(mine: Live, theirs: Live) -> tuple[str, str, str]:
+    """(which factors have other values, the verb, what that means)."""
+    parts = [n for n, x, y in (("A", mine.a, theirs.a), ("B", mine.b, theirs.b)) if x != y]
+    equal = {"A": "; B is equal", "B": "; A is equal"}.get("".join(parts), "")
+    casts = [
+        f"the {_WHO[side]}'s {name} was cast to {live.cast[i]}"
+        for side, live, other in (("rollout", mine, theirs), ("train", theirs, mine))
+        for i, name in enumerate("AB")
+        if name in parts and live.cast[i] and live.cast[i] != other.cast[i]
+    ]
+    why = ", ".join(casts) or "an adapter of another step, or one that was not delivered"
+    return " and ".join(parts), "has" if equal else "have", f"{equal}: {why}"
+
+
+def _of_site(site: str, a: Modules, b: Modules, detail: str) -> Mismatch:
+    mine, theirs = a[site], b[site]
     return Mismatch(
         kind="weights",
         name=f"{site}{OF_SITE}",
@@ -241,6 +271,7 @@ def _zero(modules: Modules, sites: list[str]) -> Iterator[Mismatch]:
             rollout="zeros",
             train="zeros",
             detail=f"A or B is all zeros in {which}: an adapter that changes nothing, as before "
-            "the first step, proves nothing about how either side applies one",
+            "the first step, proves nothing about how either side applies one: --perturb-lora "
+            "compares copies with other numbers in B",
             stops=False,
         )

@@ -14,7 +14,7 @@ from rlk_kernels import backend, private_api
 from rlk_kernels.integrations import hf, megatron, profile, sglang, vllm
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.experts import Sparse
-from rlk_kernels.integrations.operators import NORMS, POST_NORMS, Counted
+from rlk_kernels.integrations.operators import LORA, NORMS, POST_NORMS, Counted
 
 from rlk_align.engines.base import Engine
 from rlk_align.engines.common.kernels import KERNELS, REPLACEABLE, parse_excluded
@@ -262,7 +262,7 @@ def _runs(op: str, computes: Counted) -> int:
     """How often the kernels that may compute an operator ran in this process."""
     # An operator of a sparse layer may have the site name of a dense layer's.
     name = f"expert_{op}" if isinstance(computes, Sparse) and f"expert_{op}" in OPERATORS else op
-    kernels = KERNELS[OPERATORS[name].formula]
+    kernels = ("lora_expand",) if op == LORA else KERNELS[OPERATORS[name].formula]
     return sum(count for (name, _), count in rlk_kernels.backend_calls().items() if name in kernels)
 
 

@@ -185,10 +185,6 @@ def _check_lora(name: str, options: dict[str, OptionValue], info: EngineInfo) ->
         raise BadOption(
             f"engine {name!r} does not merge adapters", "give it a merged checkpoint, model=PATH"
         )
-    if "lora" in options and not options.get("merged") and options.get("kernels") == "rlk":
-        raise BadOption(
-            f"engine {name!r}: kernels=rlk does not compute LoRA adapters", "leave kernels=rlk out"
-        )
 
 
 def _convert(engine: str, key: str, value: str, option: Option) -> OptionValue:

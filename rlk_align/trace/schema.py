@@ -204,10 +204,16 @@ class LoraModule(Record):
     """The dtype of A and B in the engine."""
     scale: float
     """The factor that it multiplies by; 1 if the scale is folded into B."""
+    kernels: bool = False
+    """Whether the kernels compute it, which round x · Aᵀ and neither the product with B nor its
+    product with the scale."""
     digests: dict[str, tuple[str, str]]
     """The digests of A and of scale · B by the dtype to which A and B are rounded first: the dtype
     that the engine computes in and, if that is float32, narrower ones. An engine that folds the
     scale into B has these values."""
+    cast: tuple[str, str] = ("", "")
+    """For A and for B the dtype, another than the engine's, to which it was cast: the engine holds
+    it in that dtype, or every entry is a number of it; empty if there is none."""
     sums: list[float]
     """The sums of the columns of scale · B, of which a multiple has multiples."""
     zero: bool

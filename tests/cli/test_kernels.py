@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from command import Cli, Outcome, capture_of, command_line, require_engine, write_few_prompts
-from engine_pairs import MODELS
 from family_models import family_model
+from pair_models import MODELS
 
 from rlk_align.api.pair import Pair
 from rlk_align.cli.compare import _prepared_beside

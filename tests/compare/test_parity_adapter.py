@@ -150,8 +150,36 @@ def test_a_stale_projection_is_named() -> None:
     (stale,) = found(as_vllm(changed(site, b=b + 0.01 * torch.randn(b.shape))), live())
     assert stale.name == f"{site}.lora"
     assert stale.detail.startswith("B has other values; A is equal: an adapter of another step")
-    (both,) = found(changed(site, a=torch.ones(RANK, 16), b=b * 0.5 + 1), live())
-    assert both.detail.startswith("A and B have other values: ")
+    (both,) = found(changed(site, a=b.T[:, :16].clone(), b=b * 0.5 + 1), live())
+    assert both.detail.startswith("A and B have other values: an adapter of another step")
+
+
+def test_a_stale_adapter_is_one_sentence() -> None:
+    moved = [LiveLora(e.site, e.a, e.b + 0.01 * e.b.sign().roll(1), e.scale) for e in live()]
+    (stale,) = found(as_vllm(moved), live())
+    assert stale.name == "adapter"
+    assert stale.rollout == "B of 6 projections"
+    assert stale.detail == (
+        "B has other values in 6 projections, layers.0.q_proj, layers.0.k_proj, layers.0.v_proj, "
+        "layers.1.q_proj, layers.1.k_proj, layers.1.v_proj; A is equal: an adapter of another "
+        "step, or one that was not delivered"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("held", [False, True])
+def test_a_factor_that_was_cast_is_named(dtype: torch.dtype, held: bool) -> None:
+    def cast(a: torch.Tensor) -> torch.Tensor:
+        return a.to(dtype) if held else a.to(dtype).to(a.dtype)
+
+    # Entries that round differently by way of another dtype.
+    plain = [LiveLora(e.site, e.a + 2.0**-10, e.b, e.scale) for e in live()]
+    casts = [LiveLora(e.site, cast(e.a), e.b, e.scale) for e in plain]
+    (named,) = found(as_vllm(plain), casts)
+    name = str(dtype).removeprefix("torch.")
+    assert named.detail.endswith(f"; B is equal: the trainer's A was cast to {name}")
+    (named,) = found(casts, as_vllm(plain))
+    assert named.detail.endswith(f"; B is equal: the rollout's A was cast to {name}")
 
 
 def test_an_adapter_of_zeros_proves_nothing() -> None:

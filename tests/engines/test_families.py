@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from command import Cli, require_engine, values
-from engine_pairs import Model
+from pair_models import Model
 
 TESTS = Path(__file__).resolve().parents[1]
 TABLE = TESTS.parent / "reports" / "families.md"

@@ -12,8 +12,8 @@ import pytest
 import torch
 from bit_equal import assert_equal
 from command import Cli, Outcome, capture_of, require_engine
-from engine_pairs import GATED, HYBRID, MODELS
 from family_models import with_vision
+from pair_models import GATED, HYBRID, MODELS
 from random_model import write_random_model
 
 pytestmark = pytest.mark.whole_matrix

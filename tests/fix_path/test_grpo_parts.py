@@ -56,8 +56,8 @@ def test_the_trainers_digests_follow_its_weights(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Those of fused products too, of which the canonical parameters are copies."""
-    from engine_pairs import GATED, HYBRID
     from options import arguments
+    from pair_models import GATED, HYBRID
     from random_model import write_random_model
     from ranks import Ranks
     from trainer import Trainer

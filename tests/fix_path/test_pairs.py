@@ -9,8 +9,9 @@ import pytest
 import torch
 from bit_equal import assert_equal
 from command import Cli, require_engine, write_few_prompts, write_prompts_that_begin_alike
-from engine_pairs import CACHED, DEFAULT, MODELS, WHOLE, cases
+from engine_pairs import CACHED, DEFAULT, WHOLE, cases
 from family_models import with_vision
+from pair_models import MODELS
 from safetensors.torch import load_file, save_file
 
 from rlk_align.model.edges import EDGES

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from command import require_engine, said_by
-from engine_pairs import SPARSE
+from pair_models import SPARSE
 
 from rlk_align.data import data_path
 from rlk_align.selftest.faults.catalogue import FAULTS, faults_of

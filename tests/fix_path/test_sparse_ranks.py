@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command import Cli, Outcome, require_engine
 from compared import compared as compare_few
-from engine_pairs import MODELS, SPARSE
+from pair_models import MODELS, SPARSE
 
 from rlk_align.data import data_path
 

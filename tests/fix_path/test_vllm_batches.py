@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from bit_equal import Bits
-from engine_pairs import MODELS
+from pair_models import MODELS
 
 BATCHES: dict[str, dict[str, Any]] = {
     "default": {},

@@ -1,12 +1,13 @@
-"""GLM-4.5 in a vLLM whose routers are torch's linears, as in 0.26: the kernels replace them, with
-the same bits as in vLLM 0.32."""
+"""GLM-4.5 and GPT-OSS in a vLLM whose routers are torch's linears, and its own plain ones, as in
+0.26: the kernels replace them, with the same bits as in vLLM 0.32."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bit_equal import Bits
-from engine_pairs import CORRECTED
+from family_models import family_model
+from pair_models import CORRECTED
 from random_model import write_random_model
 
 pytestmark = pytest.mark.whole_matrix  # the pairs have the routers of vLLM 0.32
@@ -42,6 +43,16 @@ def test_plain_routers_are_replaced(said: dict[str, Any]) -> None:
         assert said[name]["decode"] == said[name]["prefill"], name
     assert len(said["plain"]["decode"]) > 5
     assert said["plain"] == said["own form"]
+
+
+def test_the_plain_routers_of_gpt_oss_are_replaced(vllm_bits: Bits, tmp_path: Path) -> None:
+    model = family_model(tmp_path, "gpt_oss", max_position_embeddings=1024)
+    common = {"model": str(model), "kernels": "registered", "check": True}
+    plain = common | {"name": "plain", "plain routers": True}
+    answers = vllm_bits([common | {"name": "own form"}, plain], step=10)
+    assert [answers[name]["refusal"] for name in ("own form", "plain")] == ["", ""]
+    assert len(answers["plain"]["decode"]) > 5
+    assert answers["plain"] == answers["own form"]
 
 
 def test_without_the_kernels_the_routers_are_vllms_own(said: dict[str, Any]) -> None:

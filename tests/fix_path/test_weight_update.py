@@ -12,8 +12,8 @@ import pytest
 import torch
 from bit_equal import Bits
 from command import Cli, Outcome, require_engine, write_few_prompts
-from engine_pairs import MODELS
 from gloo_ranks import on_ranks
+from pair_models import MODELS
 from safetensors.torch import load_file, save_file
 
 from rlk_align.data import data_path

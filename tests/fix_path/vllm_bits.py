@@ -6,7 +6,8 @@ said, bit for bit.
 CASES.json: a list of {"name", "model", "prompts", "new_tokens", "kernels" (off, registered,
 plugin), "options" (LLM's), "reload" (a checkpoint), "all tokens" (whether to ask for them),
 "apart" (whether the model is in a process of its own, as vLLM has it by default), "plain routers"
-(see `plain_routers`), "stock model" (whether GLM-4.5's class stays vLLM's), "check" (whether to)};
+(see `plain_routers`), "stock model" (whether GLM-4.5's class stays vLLM's), "check" (whether to),
+"adapters" (for each prompt the folder of its LoRA adapter, or null)};
 FOUND.json: by name, greedy tokens, the bits of the log-probs of decoding and of scoring the same
 sequences, and what `check` says. Where prefixes are cached it decodes twice, and says what it said
 with the cache filled; where a checkpoint is to be loaded into the live engine it decodes before and
@@ -35,6 +36,7 @@ from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.vllm import registry
 from vllm import LLM, SamplingParams, plugins
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.lora.request import LoRARequest
 
 
 def bits(values: list[float]) -> str:
@@ -81,7 +83,8 @@ def preemptions(llm: LLM) -> int:
 def plain_routers() -> Iterator[None]:
     """GLM-4.5 as in vLLM 0.26: a router is torch's linear in fp32, gets rows in fp32, and returns
     only logits."""
-    from vllm.model_executor.models import glm4_moe
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+    from vllm.model_executor.models import glm4_moe, gpt_oss
 
     def router(inputs: int, outputs: int, **_: Any) -> torch.nn.Linear:
         return torch.nn.Linear(inputs, outputs, bias=False, dtype=torch.float32)
@@ -92,8 +95,16 @@ def plain_routers() -> Iterator[None]:
     with (
         patch.object(glm4_moe, "GateLinear", router),
         patch.object(glm4_moe.Glm4MoE, "forward", forward),
+        patch.object(gpt_oss, "GateLinear", ReplicatedLinear),
     ):
         yield
+
+
+def requests_of(adapters: list[str | None]) -> list[LoRARequest | None] | None:
+    """What names each prompt's adapter; None if there are none at all."""
+    ids = {folder: 1 + i for i, folder in enumerate(sorted(filter(None, set(adapters))))}
+    named = [None if a is None else LoRARequest(a, ids[a], a) for a in adapters]
+    return named or None
 
 
 def refusal(llm: LLM) -> str:
@@ -137,7 +148,8 @@ def ask(case: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
         temperature=0.0, max_tokens=case["new_tokens"], logprobs=0, ignore_eos=True,
         detokenize=False,
     )  # fmt: skip
-    outputs = llm.generate(prompts, greedy, use_tqdm=False)
+    adapters = requests_of(case.get("adapters", []))
+    outputs = llm.generate(prompts, greedy, lora_request=adapters, use_tqdm=False)
     if options["enable_prefix_caching"]:
         outputs = llm.generate(prompts, greedy, use_tqdm=False)
     if "reload" in case:
@@ -152,7 +164,9 @@ def ask(case: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     ]
     whole = [a + b for a, b in zip(case["prompts"], tokens, strict=True)]
     score = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    scored = llm.generate([{"prompt_token_ids": ids} for ids in whole], score, use_tqdm=False)
+    scored = llm.generate(
+        [{"prompt_token_ids": ids} for ids in whole], score, lora_request=adapters, use_tqdm=False
+    )
     again = [
         [out.prompt_logprobs[p][ids[p]].logprob for p in range(len(prompt), len(ids))]
         for out, ids, prompt in zip(scored, whole, case["prompts"], strict=True)
@@ -166,6 +180,7 @@ def ask(case: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
         "ran": sorted({op for op, _ in rlk_kernels.backend_calls()}),
         "all tokens": of_all_tokens(llm, case["prompts"][1]) if case.get("all tokens") else {},
         "refusal": refusal(llm) if case.get("check") else "",
+        "replaced": list(kernels.check(llm).replaced) if adapters else [],
         "hash": llm.llm_engine.vllm_config.compute_hash(),
     }
     del llm, outputs, decoded, scored

@@ -85,6 +85,15 @@ def _linear(at: Inputs, m: int, n: int, k: int, wide: bool) -> dict[str, Tensor]
     return with_gradients({"out": out}, leaves)
 
 
+def _add_lora(at: Inputs, t: int, n: int, k: int, r: int) -> dict[str, Tensor]:
+    leaves = {"x": at.normal(t, k), "base": at.normal(t, n)}
+    leaves |= {"a": at.normal(3, r, k, scale=k**-0.5), "b": at.normal(3, n, r)}
+    scales = torch.tensor([2.0, 0.3, 0.0], device=at.device)
+    slots = at.integers(t, below=5) - 1
+    out = rk.add_lora(*leaves.values(), scales, slots)
+    return with_gradients({"out": out}, leaves)
+
+
 def _rms_norm(at: Inputs, m: int, h: int, cast: str) -> dict[str, Tensor]:
     leaves = {"x": at.normal(m, h, scale=3.0), "weight": at.normal(h), "res": at.normal(m, h)}
     plain = rk.rms_norm(leaves["x"], leaves["weight"], 1e-6, cast=cast)
@@ -242,6 +251,7 @@ def cases(device: str, full: bool) -> Iterator[tuple[str, Case]]:
         for m, n, k in products:
             for wide in (False, True):
                 yield case("linear", dtype, _linear, m, n, k, wide)
+        yield case("add_lora", dtype, _add_lora, 70, *((4096, 1024, 16) if full else (96, 100, 8)))
         for cast in ("hf", "vllm"):
             yield case("rms_norm", dtype, _rms_norm, 37, 4096 if full else 96, cast)
         options = ({}, {"interleaved": True}, {"rotary_dim": 32, "cos_sin_dtype": torch.bfloat16})

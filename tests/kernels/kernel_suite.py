@@ -14,6 +14,7 @@ from rlk_kernels.ops.clamped_swiglu.operator import clamped_swiglu_ref
 from rlk_kernels.ops.layer_norm.operator import layer_norm_ref
 from rlk_kernels.ops.linear import linear_ref
 from rlk_kernels.ops.logp.operator import logp_ref
+from rlk_kernels.ops.lora.operator import add_lora_ref
 from rlk_kernels.ops.position_scale.operator import position_scale_ref
 from rlk_kernels.ops.rms_norm.operator import rms_norm_ref
 from rlk_kernels.ops.rope.operator import rope_ref
@@ -69,6 +70,19 @@ def row_operators(dtype: torch.dtype, device: str, size: int = 96) -> dict[str, 
         a, b = q[..., :16], q[..., 16:]
         return torch.cat([a * c - b * s, b * c + a * s], -1)
 
+    adapters = r(3, 8, k, seed=5), r(3, n, 8, seed=6)
+    scales = torch.tensor([2.0, 0.3, 0.0], dtype=torch.promote_types(dtype, torch.float32))
+    scales = scales.to(device)
+
+    def slots(m):
+        generator = torch.Generator().manual_seed(m + 2)
+        return torch.randint(-1, 4, (m,), generator=generator).to(device)
+
+    def torch_lora(base, x, of):
+        a, b = (each[of.clamp(0, 2)] for each in adapters)
+        update = (b @ (a @ x[..., None])).squeeze(-1) * scales[of.clamp(0, 2), None].to(dtype)
+        return torch.where(((of >= 0) & (of < 3))[:, None], base + update, base)
+
     def torch_norm(x, eps=1e-6):
         wide = x.float() if dtype != torch.float64 else x
         return gain * (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(dtype)
@@ -95,6 +109,14 @@ def row_operators(dtype: torch.dtype, device: str, size: int = 96) -> dict[str, 
             lambda x, backend: rk.linear(x, weight, out_dtype=torch.float32, backend=backend),
             lambda x: linear_ref(x, weight),
             lambda x: functional.linear(x.float(), weight.float()),
+        ),
+        "add_lora": Row(
+            lambda m: (r(m, n, seed=10 + m), r(m, k, seed=11 + m), slots(m)),
+            lambda base, x, of, backend: rk.add_lora(
+                x, base, *adapters, scales, of, backend=backend
+            ),
+            lambda base, x, of: add_lora_ref(x, base, *adapters, scales, of),
+            torch_lora,
         ),
         "rms_norm": Row(
             lambda m: (r(m, k, seed=20 + m),),

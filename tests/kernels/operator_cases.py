@@ -98,6 +98,8 @@ CHUNKS = (
 )  # fmt: skip
 CONTINUED = (torch.tensor([2, 0]).int(), torch.tensor([70, 3]).int(), CU)
 """Slots, the tokens before the new rows, and where sequences begin."""
+ADAPTERS = (rand(2, 4, H, seed=14), rand(2, H, 4, seed=15))
+SLOTS = {"scales": torch.tensor([2.0, 0.3]), "slots": torch.tensor([0, -1, 1, 2, 1, 0])}
 POLICY = (LOGP - 0.1, rand(2, seed=9), MASK)
 PACKED = {"cu_seqlens": CU, "ref_logp": LOGP + 0.1, "beta": 0.1}
 
@@ -121,6 +123,14 @@ CASES = {
     ),
     "linear, main_grad": Case(
         rk.linear, (X, W), {"main_grad": torch.zeros(H, H)}, ("main_grad",), gradient=False
+    ),
+    "add_lora": Case(rk.add_lora, (X, W[:T].clone(), *ADAPTERS), SLOTS),
+    "lora_shrink": Case(rk.lora_shrink, (X, ADAPTERS[0]), SLOTS),
+    "lora_expand": Case(
+        rk.lora_expand, (rand(T, 4, seed=16), W[:T].clone(), ADAPTERS[1]), SLOTS
+    ),
+    "add_lora, one": Case(
+        rk.add_lora, (X, W[:T].clone(), *(x[:1].clone() for x in ADAPTERS)), {"scales": ONES[:1]}
     ),
     "rms_norm": Case(rk.rms_norm, (X, GAIN, 1e-6)),
     "rms_norm, residual": Case(rk.rms_norm, (X, GAIN, 1e-6), {"residual": W[:T].clone()}),

@@ -28,7 +28,8 @@ def test_public_names():
     operators += ["group_advantages", "paged_attention", "rms_norm", "rope", "swiglu", "softcap"]
     operators += ["clamped_swiglu", "activation", "layer_norm", "position_scale"]
     operators += ["gated_delta_rule", "cached_gated_delta_rule", "delta_gates", "gated_rms_norm"]
-    operators += ["causal_conv1d", "cached_causal_conv1d"]
+    operators += ["causal_conv1d", "cached_causal_conv1d", "add_lora"]
+    operators += ["lora_shrink", "lora_expand"]
     operators += ["norm_rope", "write_kv_cache", "route", "route_corrected", "group_by_expert"]
     operators += ["grouped_linear", "grouped_swiglu", "combine_experts", "load_balancing_loss"]
     operators += ["router_z_loss", "policy_loss", "linear_policy_loss", "dpo_loss"]
@@ -87,6 +88,8 @@ def test_no_rows_are_fine(backend):
     assert rk.position_scale(positions, beta=0.1, context=4, backend=backend).shape == (0,)
     assert rk.embedding(torch.empty(0).long(), W, backend=backend).shape == (0, 8)
     assert rk.logp(empty, torch.empty(0).long(), backend=backend).shape == (0,)
+    lora = torch.ones(1, 2, 8), torch.ones(1, 5, 2), torch.ones(1)
+    assert rk.add_lora(empty, empty[:, :5], *lora, backend=backend).shape == (0, 5)
     heads = torch.empty(0, 2, 8)
     assert rk.attention(heads, heads, heads, none, none, backend=backend).shape == (0, 2, 8)
     out = rk.rope(heads, heads, torch.empty(0).long(), theta=1e4, backend=backend)
@@ -112,6 +115,10 @@ def test_registration_passes_torchs_own_check():
     torch.library.opcheck(ops.activation, (X, True, "torch"))
     torch.library.opcheck(ops.layer_norm, (X, W[0], W[1], 1e-6, "torch"))
     torch.library.opcheck(ops.position_scale, (torch.arange(3), 0.1, 2, "torch"))
+    scales, slots = torch.ones(2), torch.tensor([1, -1, 0])
+    torch.library.opcheck(ops.lora_shrink, (X, torch.ones(2, 4, 8), scales, slots, "torch"))
+    of_b = torch.ones(3, 4), torch.ones(2, 8, 4), scales, slots, "torch"
+    torch.library.opcheck(ops.lora_expand, (X, *of_b))
     torch.library.opcheck(ops.embedding, (torch.tensor([1, 2]), W, "torch"))
     torch.library.opcheck(ops.logp, (X, torch.tensor([1, 2, 3]), 5.0, 0.5, 1.0, "torch"))
     top = torch.tensor([[1], [0], [2]])

@@ -41,7 +41,7 @@ def test_every_line_has_its_test() -> None:
     files = [*RANKS.rglob("test_*.py"), DELTA_NET]
     texts = "".join(path.read_text(encoding="utf-8") for path in files)
     elsewhere = set(re.findall(r"^def (test_\w+)", texts, re.MULTILINE))
-    assert len(named) == 63
+    assert len(named) == 66
     assert set(named) <= {*globals(), *elsewhere}
 
 
@@ -175,6 +175,36 @@ def of_transformers(rope: dict, width: int) -> tuple[torch.Tensor, float]:
     config = LlamaConfig(head_dim=width, rope_parameters=dict(rope), max_position_embeddings=131072)
     make = ROPE_INIT_FUNCTIONS.get(rope["rope_type"])
     return (make or LlamaRotaryEmbedding.compute_default_rope_parameters)(config)
+
+
+def test_an_adapter_rounds_where_the_page_says() -> None:
+    x, weight, a, b = rand(40, 96), rand(64, 96, seed=1), rand(8, 96, seed=2), rand(64, 8, seed=3)
+    a_master, scale = a.float() + 2.0**-20, torch.tensor([0.3])
+    base = profile.linear(x, weight)
+    y = profile.add_lora(base, x, a_master[None], b[None], scale)
+
+    h = once(x.double() @ a.double().T)
+    product = (h.double() @ b.double().T).float()
+    wanted = (base.float() + scale * product).to(BF16)
+    assert torch.equal(y, wanted)
+    # What is not done: a scale that is folded into B, a product that is rounded, h that is not,
+    # and one rounding of all.
+    folded = (base.float() + (h.double() @ (b * 0.3).double().T).float()).to(BF16)
+    rounded = base + (product.to(BF16) * 0.3)
+    unrounded = x.double() @ a.double().T @ b.double().T
+    at_once = once(x.double() @ weight.double().T + scale.double() * (h.double() @ b.double().T))
+    for other in (folded, rounded, (base.float() + scale * unrounded.float()).to(BF16), at_once):
+        assert not torch.equal(y, other)
+
+
+def test_a_row_without_an_adapter_is_the_projections_own() -> None:
+    x, a, b = rand(5, 96), rand(2, 8, 96, seed=2), rand(2, 64, 8, seed=3)
+    base, slots = torch.full((5, 64), -0.0, dtype=BF16), torch.tensor([-1, 0, 1, 2, 0])
+    for none in (a, torch.zeros_like(a)):
+        y = profile.add_lora(base, x, none, b, torch.tensor([2.0, 0.0]), slots)
+        kept = torch.tensor([0, 2, 3])
+        assert torch.equal(y[kept].view(torch.int16), base[kept].view(torch.int16))
+        assert not bool(torch.signbit(y[1]).all())
 
 
 @pytest.mark.parametrize("width", [32, 64, 80, 96, 112, 128])

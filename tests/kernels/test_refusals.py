@@ -5,6 +5,7 @@ import pytest
 import rlk_kernels as rk
 import torch
 from operator_cases import (
+    ADAPTERS,
     CACHE,
     CASES,
     CHOSEN,
@@ -38,6 +39,17 @@ REFUSED = [
     ("linear, main_grad", {"main_grad": W[None]}, UnsupportedShape, "main_grad"),
     ("linear, main_grad", {"main_grad": W.half()}, UnsupportedDtype, "main_grad"),
     ("linear, main_grad", {"out": torch.zeros(T, H)}, ValueError, "main_grad or out"),
+    ("add_lora", {1: X[1:]}, UnsupportedShape, r"add_lora: base \(5, 16\) does not fit"),
+    ("add_lora", {2: ADAPTERS[0][:1]}, UnsupportedShape, r"add_lora: A \(1, 4, 16\) and scales"),
+    ("add_lora", {2: ADAPTERS[0][:, :3]}, UnsupportedShape, r"add_lora: B \(2, 16, 4\)"),
+    ("add_lora", {3: ADAPTERS[1].mT}, UnsupportedShape, r"add_lora: B \(2, 4, 16\)"),
+    ("add_lora", {"slots": None}, UnsupportedShape, "add_lora: 2 adapters need slots"),
+    ("add_lora", {"slots": IDS[1:]}, UnsupportedShape, "add_lora: slots"),
+    ("add_lora", {"slots": ONE}, UnsupportedDtype, "add_lora: slots"),
+    ("add_lora", {"scales": ONE[:2].double()}, UnsupportedDtype, "add_lora: scales"),
+    ("add_lora", {2: ADAPTERS[0].half()}, UnsupportedDtype, "add_lora: A is torch.float16"),
+    ("lora_expand", {0: X}, UnsupportedShape, r"add_lora: B \(2, 16, 4\) and scales"),
+    ("add_lora", {1: W[:T].half()}, UnsupportedDtype, "add_lora: base is torch.float16"),
     ("rms_norm", {1: GAIN[1:]}, UnsupportedShape, "weight"),
     ("rms_norm", {"cast": "tf"}, ValueError, "cast 'tf'"),
     ("rms_norm", {2: -1.0}, ValueError, "eps"),

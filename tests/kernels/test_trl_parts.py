@@ -78,6 +78,14 @@ def test_weights_in_another_dtype_than_autocast_are_refused(tmp_path: Path) -> N
     assert said.startswith("weights in float16 under autocast to bfloat16")
 
 
+def test_a_model_with_adapters_is_refused(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = small_model(rope_parameters=None, pad_token_id=None)
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    (said,) = settings.of_model(model, args(tmp_path, bf16=True))
+    assert said.startswith("adapters, which TRL merges for vLLM")
+
+
 def test_a_family_whose_copies_cannot_be_checked_is_refused(tmp_path: Path) -> None:
     plain = {"rope_parameters": None, "pad_token_id": None}
     models = (small_model(family, **plain) for family in ("Phi3", "Llama"))

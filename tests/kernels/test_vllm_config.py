@@ -184,6 +184,60 @@ def test_a_cache_of_another_dtype_is_refused(cache: str, dtype: torch.dtype, ser
         config._check(asked)
 
 
+def with_adapters(asked: SimpleNamespace, **settings: Any) -> SimpleNamespace:
+    """A config as vLLM 0.32 has it with adapters of two projections."""
+    usual = {"target_modules": ["q_proj", "down_proj"], "lora_dtype": torch.bfloat16}
+    usual |= {"fully_sharded_loras": False}
+    asked.lora_config = SimpleNamespace(**usual | settings)
+    return asked
+
+
+@pytest.fixture
+def adapters_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "_lora_supported", [True])
+
+
+@pytest.mark.usefixtures("adapters_supported")
+def test_adapters_of_projections_are_served() -> None:
+    config._check(with_adapters(vllm_config()))
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (with_adapters(vllm_config(), target_modules=None), "the embedding or the output layer"),
+        (with_adapters(vllm_config(), target_modules=["lm_head"]), "pass lora_target_modules="),
+        (with_adapters(vllm_config(), fully_sharded_loras=True), "fully_sharded_loras"),
+        (
+            with_adapters(vllm_config(), lora_dtype=torch.float16),
+            "lora_dtype=torch.float16 of a model in bfloat16",
+        ),
+        (with_adapters(with_ranks(vllm_config(), 2)), "LoRA on several ranks"),
+        (with_adapters(of("mixtral")), "LoRA of a model with sparse layers"),
+        (with_adapters(of("seed_oss")), "LoRA of model_type=seed_oss"),
+    ],
+)
+@pytest.mark.usefixtures("adapters_supported")
+def test_other_adapters_are_refused(asked: SimpleNamespace, says: str) -> None:
+    with pytest.raises(NotSupported, match=re.escape(says)):
+        config._check(asked)
+
+
+@pytest.mark.usefixtures("adapters_supported")
+def test_adapters_of_an_excluded_product_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM wraps no linear whose class was registered and is not used."""
+    monkeypatch.setattr(config, "_excluded", ["down_proj"])
+    config._check(vllm_config())
+    with pytest.raises(NotSupported, match="LoRA with o_proj or down_proj excluded"):
+        config._check(with_adapters(vllm_config()))
+
+
+def test_a_vllm_whose_adapters_work_differently_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "_lora_supported", [False])
+    with pytest.raises(NotSupported, match="LoRA in this version of vLLM"):
+        config._check(with_adapters(vllm_config()))
+
+
 @pytest.mark.parametrize("option", PARALLEL)
 def test_a_model_in_parts_is_refused(option: str) -> None:
     asked = vllm_config()

@@ -33,7 +33,8 @@ for name, case in CASES.items():
         ups = [torch.ones_like(x) for x in outputs]
         grads = torch.autograd.grad(outputs, list(leaves.values()), ups, allow_unused=True)
         assert all(bool(x.isfinite().all()) for x in grads if x is not None), name
-        lacking = {where for where, x in zip(leaves, grads) if x is None} - {"inv_freq", "scaling"}
+        lacking = {where for where, x in zip(leaves, grads) if x is None}
+        lacking -= {"inv_freq", "scaling", "scales"}
         constants = "loss" in name or name == "route_corrected"  # old log-probs, a correction
         assert grads[0] is not None and (constants or not lacking), (name, lacking)
 assert {backend for _, backend in rk.backend_calls()} == {"torch"}
@@ -58,10 +59,11 @@ def test_every_operator_runs_forward_and_backward():
     forward |= {"load_balancing_loss", "paged_attention", "rms_norm", "rope", "route"}
     forward |= {"route_corrected", "router_z_loss", "softcap", "sum_slots", "swiglu"}
     forward |= {"write_kv_cache", "clamped_swiglu", "activation", "layer_norm", "position_scale"}
-    forward |= {"cached_causal_conv1d", "cached_gated_delta_rule"}
+    forward |= {"cached_causal_conv1d", "cached_gated_delta_rule", "lora_shrink", "lora_expand"}
     with_backward = {"attention", "combine_experts", "embedding", "linear_logp", "logp", "rms_norm"}
     with_backward |= {"route", "route_corrected", "softcap", "swiglu", "clamped_swiglu"}
     with_backward |= {"activation", "layer_norm"}
+    forward |= {"add_lora_backward"}
     delta_net = {"causal_conv1d", "delta_gates", "gated_delta_rule", "gated_rms_norm"}
     forward, with_backward = forward | delta_net, with_backward | delta_net
     assert set(done.stdout.split()) == forward | {f"{name}_backward" for name in with_backward}

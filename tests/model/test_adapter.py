@@ -83,13 +83,8 @@ def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
         fitting(tmp_path)
 
 
-@pytest.mark.parametrize("engine", ["megatron", "sglang", "deepspeed"])
+@pytest.mark.parametrize("engine", ["megatron", "sglang"])
 def test_an_engine_without_adapters_says_so(engine: str) -> None:
     with pytest.raises(BadOption, match=f"engine '{engine}' does not support lora=DIR") as refused:
         EngineSpec.parse(f"{engine}:lora=DIR")
-    assert "hf, fsdp, vllm" in str(refused.value.fix)
-
-
-def test_the_kernels_refuse_an_adapter() -> None:
-    with pytest.raises(BadOption, match="kernels=rlk does not compute LoRA adapters"):
-        EngineSpec.parse("hf:lora=DIR,kernels=rlk")
+    assert "hf, fsdp, deepspeed, vllm" in str(refused.value.fix)

@@ -12,7 +12,7 @@ import torch
 from command import Outcome, command_line, require_engine, write_few_prompts
 from compared import compared as compare_few
 from compared import named
-from engine_pairs import CORRECTED
+from pair_models import CORRECTED
 from random_model import write_random_model
 from safetensors.torch import load_file, save_file
 from stacked_experts import stacked

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 from command import Cli, command_line, require_engine, said_by, write_few_prompts
+from lora import write_adapter
 
+from rlk_align.data import data_path
 from rlk_align.errors import CorruptCheckpoint, ModelError
 from rlk_align.weights.holder import locate
 from rlk_align.weights.pipeline import compare_weights
@@ -53,6 +55,18 @@ def test_gradients_of_one_rank_have_the_bits_of_hf(tmp_path: Path) -> None:
     """Of two micro-batches."""
     said_by("deepspeed", [str(SCRIPT), str(tmp_path)], timeout=500)
     all_equal(tmp_path)
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_of_an_adapter_have_the_bits_of_hf(tmp_path: Path, ranks: int) -> None:
+    adapter = write_adapter(tmp_path / "a", data_path("model"), alpha=5.0, std=0.05)
+    words = [str(SCRIPT), str(tmp_path), "0,1,2,3", str(adapter)]
+    if ranks > 1:
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
+    said_by("deepspeed", words, timeout=500)
+    found = json.loads((tmp_path / "gradients.json").read_text())
+    assert found == {f"{m} rlk {n}": [56, 56] for n in range(4) for m in ("bf16", "autocast")}
 
 
 def statuses(a: Path, b: Path) -> dict[str, int]:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from command import Cli, command_line
-from engine_pairs import FACTS, MODELS, WHOLE, cases
+from engine_pairs import FACTS, WHOLE, cases
+from pair_models import MODELS
 
 from rlk_align.trace.run import Run
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from command import Cli, Outcome, command_line, require_engine
-from lora import write_adapter, write_merged
+from lora import Factors, changed_adapter, write_adapter, write_merged
 from random_model import write_random_model
 
 pytestmark = pytest.mark.whole_matrix
@@ -14,11 +14,17 @@ VLLM, HF = "vllm:lora={a}", "hf:lora={a}"
 PATCH = "patch=lora_patches:"
 
 
+def without_b(factors: Factors) -> Factors:
+    """As PEFT starts an adapter."""
+    return {name: x * 0 if "lora_B" in name else x for name, x in factors.items()}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     here = tmp_path_factory.mktemp("lora")
     model = write_random_model(here / "model", model_type="qwen3", head_dim=32, dtype="bfloat16")
     write_adapter(here / "a", model, std=0.05)
+    changed_adapter(here / "zero", here / "a", without_b)
     write_merged(here / "merged", model, here / "a")
     lines = (f'{{"id": "{i}", "ids": {[7 * i + k * k for k in range(1, 9)]}}}' for i in range(1, 5))
     (here / "prompts.jsonl").write_text("\n".join(lines))
@@ -30,14 +36,15 @@ def cli(folder: Path) -> Cli:
     return command_line(folder)
 
 
-def compared(cli: Cli, folder: Path, rollout: str, train: str) -> Outcome:
+def compared(cli: Cli, folder: Path, rollout: str, train: str, *flags: str) -> Outcome:
     for spec in (rollout, train):
         require_engine(spec.partition(":")[0])
-    names = {"a": folder / "a", "merged": folder / "merged"}
+    names = {name: folder / name for name in ("a", "zero", "merged")}
     return cli(
         "compare", "--model", folder / "model", "--prompts", folder / "prompts.jsonl",
         "--max-new-tokens", 16, "--run-dir", folder / "run", "--fresh",
         "--rollout", rollout.format(**names), "--train", train.format(**names),
+        *flags,
         env={"PYTHONPATH": str(Path(__file__).parent)},
     )  # fmt: skip
 
@@ -48,6 +55,9 @@ def compared(cli: Cli, folder: Path, rollout: str, train: str) -> Outcome:
         (VLLM, HF, "equal"),
         (VLLM, "fsdp:dp=2,lora={a}", "equal"),
         (VLLM, "fsdp:dp=2,mixed=0,lora={a}", "equal"),
+        (VLLM, "deepspeed:dp=2,lora={a}", "equal"),
+        (VLLM, "deepspeed:stage=1,mixed=autocast,lora={a}", "equal"),
+        (VLLM, "deepspeed:lora={a},merged=1", "merged on the training side"),
         (VLLM, f"{HF},merged=1", "merged on the training side"),
         ("vllm:model={merged}", HF, "merged on the rollout side"),
         ("vllm:model={merged}", "fsdp:dp=2,lora={a},merged=1", "equal"),
@@ -68,10 +78,24 @@ def test_a_pair_with_an_adapter_is_healthy(
     ("rollout", "train", "words"),
     [
         (f"{VLLM},{PATCH}k_and_v_exchanged", HF, "exchanged, or stacked in another order"),
+        (
+            f"{VLLM},{PATCH}gate_and_up_exchanged",
+            HF,
+            "of layers.0.gate_proj is the rollout's of layers.0.up_proj",
+        ),
         (f"{VLLM},{PATCH}withheld", HF, "the rollout was given one that no projection computes"),
         ("vllm", f"{HF},merged=1", "; the other side has no adapter, and other weights"),
         ("vllm", HF, "the rollout has no adapter; the trainer has one of rank 4 in 14 projections"),
+        (VLLM, f"{HF},{PATCH}never_scaled", "the scale was applied twice on one of them, or not"),
         (VLLM, f"{HF},{PATCH}scaled_twice", "the scale was applied twice on one of them"),
+        (
+            VLLM,
+            f"{HF},{PATCH}b_of_an_earlier_step",
+            "B has other values in 14 projections, q_proj, k_proj, v_proj, o_proj, gate_proj, "
+            "up_proj, down_proj of layers.0, layers.1; A is equal: an adapter of another step",
+        ),
+        (VLLM, f"{HF},{PATCH}a_in_float16", "; B is equal: the trainer's A was cast to float16"),
+        (VLLM, f"{HF},{PATCH}dropout_on", "is in training mode and drops values at random"),
         (VLLM, f"{HF},{PATCH}half_of_the_layers", "the trainer has no adapter in 7 projections"),
         (VLLM, f"{HF},{PATCH}merged_and_unmerged", "by merging and unmerging its adapter in 14"),
         (VLLM, f"{HF},{PATCH}counted_twice", "it counts twice"),
@@ -83,3 +107,25 @@ def test_a_fault_is_named(cli: Cli, folder: Path, rollout: str, train: str, word
     assert done.verdict["status"] == "inconclusive"
     details = [m["detail"] for m in done.verdict["precheck"]["mismatches"]]
     assert any(words in detail for detail in details), details
+
+
+def test_an_adapter_that_changes_nothing_is_said_and_perturbed(cli: Cli, folder: Path) -> None:
+    """A trainer that never applies it is found with `--perturb-lora` alone."""
+    sides = "vllm:lora={zero}", f"hf:lora={{zero}},{PATCH}never_scaled"
+    done = compared(cli, folder, *sides)
+    assert done.verdict is not None, done.err
+    assert done.verdict["status"] == "pass"
+    (said,) = done.verdict["precheck"]["mismatches"]
+    assert "--perturb-lora compares copies with other numbers in B" in said["detail"]
+    done = compared(cli, folder, *sides, "--perturb-lora")
+    assert done.verdict is not None, done.err
+    assert done.verdict["status"] == "inconclusive"
+    (said,) = done.verdict["precheck"]["mismatches"]
+    assert "the scale was applied twice on one of them, or not at all" in said["detail"]
+    done = compared(cli, folder, "vllm:lora={zero}", "hf:lora={zero}", "--perturb-lora")
+    assert done.verdict is not None, done.err
+    assert done.verdict["status"] == "pass"
+    assert done.verdict["precheck"]["mismatches"] == []
+    done = compared(cli, folder, "vllm:lora={a}", "hf:lora={a}", "--perturb-lora")
+    assert done.code == 2
+    assert "no B of" in done.err

@@ -10,7 +10,7 @@ import pytest
 from command import Outcome, command_line, require_engine, write_few_prompts
 from compared import compared as compare_few
 from compared import named
-from engine_pairs import SPARSE
+from pair_models import SPARSE
 from safetensors.torch import load_file, save_file
 
 from rlk_align.engines.spec import EngineSpec

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from command import Cli, Outcome, command_line, require_engine, values, write_few_prompts
-from engine_pairs import SPARSE
+from pair_models import SPARSE
 from safetensors.torch import load_file
 
 from rlk_align.data import data_path

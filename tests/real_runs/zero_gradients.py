@@ -1,11 +1,12 @@
 """Gradients under ZeRO against those of HF transformers, and DeepSpeed's own checkpoints.
 
-    python -m torch.distributed.run --nproc-per-node N zero_gradients.py OUT [STAGE,...]
+    python -m torch.distributed.run --nproc-per-node N zero_gradients.py OUT [STAGE,... [ADAPTER]]
 
 Two sequences: with one rank two micro-batches, with two ranks one each. OUT/gradients.json has, by
 `MODE STAGE`, how many gradients are those of HF: the fp32 mean of both sequences', and with
 `mixed=bf16` that rounded to bf16. OUT/stageN is the checkpoint after a step with the kernels, and
-OUT/liveN what the model then computed with.
+OUT/liveN what the model then computed with. With ADAPTER, gradients are those of its factors, with
+the kernels alone, and there are no checkpoints.
 """
 
 import json
@@ -21,11 +22,13 @@ from transformers import AutoModelForCausalLM
 
 from rlk_align.data import data_path
 from rlk_align.engines.deepspeed.engine import import_deepspeed
+from rlk_align.engines.hf.lora import add_adapter
 from rlk_align.engines.process.ranks import join
 
 OUT = Path(sys.argv[1])
 STAGES = [int(stage) for stage in (sys.argv[2:] or ["0,1,2,3"])[0].split(",")]
-MODES = ("bf16 rlk", "autocast rlk", "bf16 off")
+ADAPTER = (sys.argv[3:] or [""])[0]
+MODES = ("bf16 rlk", "autocast rlk", "bf16 off")[: 2 if ADAPTER else 3]
 torch.set_num_threads(1)
 ranks = join("cpu", 60.0)
 deepspeed = import_deepspeed(ranks)
@@ -39,6 +42,8 @@ def loaded(mode: str):
     model = AutoModelForCausalLM.from_pretrained(data_path("model"), dtype=dtype).train()
     # One matrix that is not trained, and shards of it beside those of the others.
     model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
+    if ADAPTER:
+        add_adapter(model, ADAPTER, in_float32=dtype == torch.float32)
     if "rlk" in mode:
         hf.use_kernels(model)
     return model
@@ -98,7 +103,7 @@ for stage in STAGES:
         equal = sum(torch.equal(gradients[n], right[n]) for n in right)
         found[f"{mode} {stage}"] = (equal, len(right))
         engine.step()
-        if mode == "bf16 rlk":
+        if mode == "bf16 rlk" and not ADAPTER:
             engine.save_checkpoint(str(OUT / f"stage{stage}"))
             parameters = dict(model.named_parameters())
             with deepspeed.zero.GatheredParameters([*parameters.values()], enabled=stage == 3):

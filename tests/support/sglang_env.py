@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from command import INTERPRETERS, REQUIRED, spec_here
-from engine_pairs import MODELS
+from pair_models import MODELS
 
 PYTHON = INTERPRETERS["sglang"]
 needed = pytest.mark.skipif(

@@ -48,6 +48,9 @@ OPERATORS = ("embed", *LAYER, "final_norm", "logits", "logprob")
 NORMS = frozenset(name for name in OPERATORS if name.endswith("norm")) - DELTA_NET
 POST_NORMS = frozenset(("attn_post_norm", "mlp_post_norm"))
 """The norms that only some families have."""
+LORA = "lora"
+"""What follows the name of a projection (`layers.3.q_proj.lora`) for the update of its LoRA
+adapter, if it has one. The kernels compute all of them; none can be excluded."""
 
 
 _NORMS = {
@@ -224,7 +227,8 @@ class Watch:
         alive."""
         self._model, self._operators = weakref.ref(model), operators
         named = operators(model).items()
-        self._ours = {name.rpartition(".")[2] for name, o in named if isinstance(o, Counted)}
+        ours = {name.rpartition(".")[2] for name, o in named if isinstance(o, Counted)}
+        self._ours = ours | {LORA}
 
     def __call__(self, *_inputs: Any) -> None:
         model = self._model()

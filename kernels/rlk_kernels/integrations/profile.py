@@ -77,6 +77,25 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return rlk_kernels.linear(x, weight, bias)
 
 
+def add_lora(
+    base: Tensor, x: Tensor, a: Tensor, b: Tensor, scales: Tensor, slots: Tensor | None = None
+) -> Tensor:
+    """[..., N]: base[..., N], the rounded output of `linear`, plus the update of an adapter for
+    x[..., K], by `rlk_kernels.add_lora`: each row of the adapter slots[...] in A[S, R, K],
+    B[S, N, R] and scales[S], or without slots of the only one."""
+    return rlk_kernels.add_lora(x, base, a, b, scales, slots)
+
+
+def lora_a(x: Tensor, a: Tensor, scales: Tensor) -> Tensor:
+    """[..., R]: the first part of `add_lora`, for one adapter, A[R, K]."""
+    return rlk_kernels.lora_shrink(x, a[None], scales)
+
+
+def lora_b(base: Tensor, h: Tensor, b: Tensor, scales: Tensor) -> Tensor:
+    """[..., N]: the second part of `add_lora`, for one adapter, B[N, R]."""
+    return rlk_kernels.lora_expand(h, base, b[None], scales)
+
+
 def add_shared(routed: Tensor, shared: Tensor) -> Tensor:
     """The rounded sum of a token's rows plus the row of its shared experts; this sum is computed in
     fp32 and rounded."""

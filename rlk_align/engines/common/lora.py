@@ -24,6 +24,8 @@ class LiveLora:
     """`[out, rank]`."""
     scale: float
     """The factor that the engine multiplies by, beside what it folded into B."""
+    kernels: bool = False
+    """Whether the kernels compute it."""
 
 
 def folded(b: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
@@ -52,16 +54,35 @@ def _record(live: LiveLora, narrow: torch.dtype) -> LoraModule:
     dtypes = [narrow, *casts]
     sums = b.double().sum(dim=0).tolist()
     for name, factor in (("lora_A", live.a), ("lora_B", b)):
-        if not bool(factor.isfinite().all()):
+        if not bool(factor.float().isfinite().all()):
             raise ModelError(f"{live.site}: {name} of the adapter has entries NaN or infinite")
     return LoraModule(
         rank=len(live.a),
         dtype=cast(DtypeName, str(live.b.dtype).removeprefix("torch.")),
         scale=live.scale,
+        kernels=live.kernels,
         digests={
             str(d).removeprefix("torch."): factor_digests(live.a, live.b, live.scale, d)
             for d in dtypes
         },
+        cast=(_cast_to(live.a, narrow), _cast_to(live.b, narrow)),
         sums=sums,
-        zero=not (bool(live.a.any()) and bool(live.b.any())),
+        zero=not (bool(live.a.float().any()) and bool(live.b.float().any())),
     )
+
+
+def _cast_to(factor: torch.Tensor, narrow: torch.dtype) -> str:
+    """The dtype, another than that of the engine, to which a factor was cast; empty if none is
+    seen."""
+    if factor.dtype not in (narrow, torch.float32):
+        return str(factor.dtype).removeprefix("torch.")
+    # Few numbers of bfloat16 are none of float16, so that only a float32 factor shows a cast to it.
+    wide = (torch.float16,) if factor.dtype == torch.float32 else ()
+    for dtype in (torch.float8_e5m2, torch.float8_e4m3fn, *wide):
+        if _is_exact(factor, dtype) and not (dtype in wide and _is_exact(factor, torch.bfloat16)):
+            return "" if dtype == narrow else str(dtype).removeprefix("torch.")
+    return ""
+
+
+def _is_exact(factor: torch.Tensor, dtype: torch.dtype) -> bool:
+    return torch.equal(factor.to(dtype).to(factor.dtype), factor)

@@ -36,7 +36,7 @@ class DeepSpeedEngine(FSDPEngine):
             model.train()
         self.engine, *_ = self._deepspeed.initialize(
             model=model,
-            optimizer=torch.optim.AdamW(model.parameters()),
+            optimizer=torch.optim.AdamW(p for p in model.parameters() if p.requires_grad),
             config=config,
             dist_init_required=False,
         )
@@ -82,7 +82,9 @@ class DeepSpeedEngine(FSDPEngine):
     def weights(self) -> Iterator[ParameterRecord]:
         for place in self.places():
             module = self.model.get_submodule(place.holder)
-            with self.gathered(module.parameters(recurse=False)):
+            # PEFT's layers hold the linear that they wrap.
+            wraps = hasattr(module, "lora_A")
+            with self.gathered(module.parameters(recurse=wraps)):
                 for name, value in unfused(self.model, [place]):
                     yield from self._recorded(name, value)
         for name, value in expert_weights(self.model, self.gathered):
@@ -104,8 +106,6 @@ class DeepSpeedEngine(FSDPEngine):
     def gathered(
         self, parameters: Iterable[torch.Tensor], written: bool = False
     ) -> AbstractContextManager[None]:
-        """Within it these parameters are whole; all ranks enter it. `written`: what is written to
-        them there is kept."""
         return self._deepspeed.zero.GatheredParameters(
             list(parameters), modifier_rank=0 if written else None, enabled=self.shards_parameters
         )

@@ -15,6 +15,8 @@ def _conflict(options: Mapping[str, OptionValue]) -> str | None:
         return "buffers=bf16 with mixed=autocast, which casts neither parameters nor buffers"
     if options.get("zero_init") and str(options.get("stage", "3")) != "3":
         return f"zero_init=1 with stage={options['stage']}: only stage 3 shards parameters"
+    if options.get("zero_init") and "lora" in options:
+        return "zero_init=1 with lora=PATH: PEFT adds layers to a model that is not sharded yet"
     if options.get("offload") == "params" and str(options.get("stage", "3")) != "3":
         return f"offload=params with stage={options['stage']}: only stage 3 shards parameters"
     return FSDP.conflict(options)
@@ -42,8 +44,6 @@ DEEPSPEED = replace(
     FSDP,
     target="rlk_align.engines.deepspeed.engine:DeepSpeedEngine",
     planting="rlk_align.engines.deepspeed.planting:plant_fault",
-    loads_lora=False,
-    merges_lora=False,
     builds_on=("hf",),
     package="deepspeed",
     install="DS_BUILD_OPS=0 pip install --no-build-isolation 'rlk-align[deepspeed]'",

@@ -2,7 +2,9 @@
 
 import importlib.metadata
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -138,7 +140,20 @@ class HFEngine(ForwardEngine):
 
     def live_adapter(self) -> Iterator[LiveLora]:
         """The adapter of each projection, with the values that it computes with."""
-        return live_adapter(self.model, self.places())
+        for each in live_adapter(self.model, self.places(), self.gathered):
+            yield self.rounded(replace(each, kernels=True)) if self.kernels is not None else each
+
+    def gathered(
+        self, parameters: Iterable[torch.Tensor], written: bool = False
+    ) -> AbstractContextManager[None]:
+        """Within it these parameters are whole, where ranks share parts of them; all ranks enter
+        it. `written`: what is written to them there is kept."""
+        return nullcontext()
+
+    def rounded(self, live: LiveLora) -> LiveLora:
+        """An adapter whose factors the engine rounds to the dtype that it computes in."""
+        compute = getattr(torch, self.compute_dtype)
+        return replace(live, a=live.a.to(compute), b=live.b.to(compute))
 
     def version(self) -> str:
         import transformers

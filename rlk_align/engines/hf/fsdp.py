@@ -1,7 +1,6 @@
 """PyTorch FSDP2: the HF model, whose parameters `fully_shard` shards over ranks."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -86,10 +85,8 @@ class FSDPEngine(HFEngine):
                 yield record_parameter(LiveParameter(name, value))
 
     def live_adapter(self) -> Iterator[LiveLora]:
-        compute = getattr(torch, self.compute_dtype)
-        for each in super().live_adapter():
-            # Like the weights, it is rounded to the compute dtype as it is gathered.
-            yield replace(each, a=each.a.to(compute), b=each.b.to(compute))
+        # Like the weights, it is rounded to the compute dtype as it is gathered.
+        yield from map(self.rounded, super().live_adapter())
 
     # HF's `sample` would need the ranks to decode in step, each with its own samples.
     sample = Engine.sample

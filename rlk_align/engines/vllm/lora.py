@@ -33,16 +33,21 @@ def lora_request(adapter: AdapterFile) -> Any:
 
 
 def live_adapter(model: Any, shape: ModelShape, rank: int) -> Iterator[LiveLora]:
-    """The adapter in vLLM's first slot, whose B has the scale; `rank`: its rank, to which vLLM adds
-    zeros. A projection without one is left out."""
+    """The adapter in vLLM's first slot, whose B has the scale unless the kernels compute it;
+    `rank`: its rank, to which vLLM adds zeros. A projection without one is left out."""
     for place in vllm_places(model, shape, 1):
         module = model.get_submodule(place.module)
         if place.end != "output" or "lora_a_stacked" not in module.__dict__:
             continue
         factors = zip(place.sites, module.lora_a_stacked, module.lora_b_stacked, strict=True)
-        for site, a, b in factors:
+        update = module.__dict__.get("rlk_update")
+        for i, (site, a, b) in enumerate(factors):
             if bool(a[0].any()):
-                yield LiveLora(site, a[0, 0, :rank], b[0, 0, :, :rank], 1.0)
+                # The kernels keep the scale out of B.
+                scale = 1.0 if update is None else update.scaling[i][0]
+                yield LiveLora(
+                    site, a[0, 0, :rank], b[0, 0, :, :rank], scale, kernels=update is not None
+                )
 
 
 def without_adapter(model: Any, place: Place) -> Place:

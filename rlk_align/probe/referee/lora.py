@@ -2,7 +2,8 @@
 
 Each engine rounds the product with W to its dtype. With factors of float32, PEFT computes the rest
 in float32 and rounds the sum. vLLM, and PEFT with factors of a lower dtype, also round x · Aᵀ and
-the product with B. vLLM folds the scale into B as it loads it.
+the product with B. vLLM folds the scale into B as it loads it. The kernels round x · Aᵀ and the
+sum.
 """
 
 import math
@@ -30,8 +31,10 @@ class Factors(NamedTuple):
     b: torch.Tensor
     """`[F, R]`."""
     scale: float
-    rounded: str
-    """The dtype to which the products with A and with B are rounded; empty for neither."""
+    h: str
+    """The dtype to which the product with A is rounded; empty if it is not."""
+    product: str
+    """The dtype to which the product with B is rounded, before and after the scale; likewise."""
 
 
 class AdapterReference:
@@ -93,7 +96,8 @@ class AdapterReference:
             a.to(held).to(self._device).double(),
             used.to(self._device).double(),
             live.scale,
-            "" if live.dtype == "float32" else live.dtype,
+            h="" if live.dtype == "float32" else live.dtype,
+            product="" if live.dtype == "float32" or live.kernels else live.dtype,
         )
 
     def _read(self, adapter: AdapterFile, site: str) -> list[torch.Tensor]:
@@ -118,10 +122,11 @@ def add_update(
     of_product = sum_rounding(h, of.b, "float32")
     update = product * of.scale
     of_scaled: torch.Tensor | float = 0.0
-    if of.rounded:
-        of_h = of_h + rounding_variance(h, of.rounded)
-        of_product = of_product + rounding_variance(product, of.rounded)
+    if of.h:
+        of_h = of_h + rounding_variance(h, of.h)
+    if of.product:
+        of_product = of_product + rounding_variance(product, of.product)
         if math.frexp(of.scale)[0] != 0.5:
-            of_scaled = rounding_variance(update, of.rounded)
+            of_scaled = rounding_variance(update, of.product)
     within = (of_h @ of.b.square().T + of_product) * of.scale**2 + of_scaled
     return base + update, variance + rounding_variance(base, dtype) + within

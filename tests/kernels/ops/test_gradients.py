@@ -21,6 +21,11 @@ def _groups(backend):
     return rk.group_by_expert(ids, 4, backend=backend)
 
 
+def _slots(dtype):
+    scales = torch.tensor([2.0, 0.3], dtype=torch.promote_types(dtype, torch.float32))
+    return scales, torch.tensor([1, 0, -1, 1, 2])
+
+
 def cases(dtype):
     """name -> (function of (backend, *leaves), leaves)."""
     return {
@@ -28,6 +33,11 @@ def cases(dtype):
             lambda b, x, w, c: rk.linear(x, w, c, backend=b),
             [leaf(5, 7, dtype=dtype, seed=1), leaf(4, 7, dtype=dtype, seed=2),
              leaf(4, dtype=dtype, seed=3)],
+        ),
+        "add_lora": (
+            lambda b, x, y, a, c: rk.add_lora(x, y, a, c, *_slots(x.dtype), backend=b),
+            [leaf(5, 7, dtype=dtype, seed=1), leaf(5, 4, dtype=dtype, seed=2),
+             leaf(2, 3, 7, dtype=dtype, seed=3), leaf(2, 4, 3, dtype=dtype, seed=4)],
         ),
         "rms_norm": (
             lambda b, x, w: rk.rms_norm(x, w, 1e-6, cast="vllm", backend=b),

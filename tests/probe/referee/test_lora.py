@@ -50,18 +50,29 @@ def vllm(b: torch.Tensor) -> torch.Tensor:
     return (X @ W.T) + (h @ b.T)
 
 
-@pytest.mark.parametrize("side", ["peft", "peft in bfloat16", "vllm"])
+def kernels(b: torch.Tensor, scale: float = SCALE) -> torch.Tensor:
+    """As the kernels' profile."""
+    h = (X.float() @ A.bfloat16().float().T).bfloat16()
+    base = (X @ W.T).float()
+    return (base + scale * (h.float() @ b.float().T)).bfloat16()
+
+
+@pytest.mark.parametrize("side", ["peft", "peft in bfloat16", "vllm", "kernels"])
 def test_each_engines_roundings_are_within_one(side: str) -> None:
     if side == "peft":
-        factors = Factors(A.double(), B.double(), SCALE, "")
+        factors = Factors(A.double(), B.double(), SCALE, "", "")
         right, twice = peft(A, B), peft(A, B, SCALE * SCALE)
     elif side == "vllm":
         b = folded(B, SCALE, torch.bfloat16)
-        factors = Factors(A.bfloat16().double(), b.double(), 1.0, "bfloat16")
+        factors = Factors(A.bfloat16().double(), b.double(), 1.0, "bfloat16", "bfloat16")
         right, twice = vllm(b), vllm(b * SCALE)
+    elif side == "kernels":
+        a, b = A.bfloat16(), B.bfloat16()
+        factors = Factors(a.double(), b.double(), SCALE, "bfloat16", "")
+        right, twice = kernels(b), kernels(b, SCALE * SCALE)
     else:
         a, b = A.bfloat16(), B.bfloat16()
-        factors = Factors(a.double(), b.double(), SCALE, "bfloat16")
+        factors = Factors(a.double(), b.double(), SCALE, "bfloat16", "bfloat16")
         right, twice = peft(a, b), peft(a, b, SCALE * SCALE)
     assert 0.85 < roundings(right, factors) < 1.1
     assert roundings(twice, factors) > 50
@@ -88,7 +99,7 @@ def test_pefts_layers_and_the_adapter_on_disk(tmp_path: Path) -> None:
     reference = AdapterReference(record, "bfloat16", config, shape, torch.device("cpu"))
     factors = reference.factors("layers.1.up_proj")
     assert factors is not None
-    assert factors.rounded == ""
+    assert (factors.h, factors.product) == ("", "")
     up = loaded.model.layers[1].mlp.up_proj
     x = torch.randn(32, shape.hidden, dtype=torch.bfloat16)
     with torch.no_grad():

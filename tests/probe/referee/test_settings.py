@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_pairs import SPARSE
+from pair_models import SPARSE
 
 from rlk_align.data import data_path
 from rlk_align.model.checkpoint import read_config

@@ -20,10 +20,12 @@ from rlk_kernels.integrations.families import (
 from rlk_kernels.integrations.finish import FINISHED, finish_of
 from rlk_kernels.integrations.handle import Handle
 from rlk_kernels.integrations.hf import attention, delta_net, modules
+from rlk_kernels.integrations.hf.adapter import HFLora, active_adapter, is_adapter, replace_factors
 from rlk_kernels.integrations.hf.loss import causal_lm_loss
 from rlk_kernels.integrations.hf.stock_modules import check_forwards, check_plain
 from rlk_kernels.integrations.operators import (
     BY_DELTA_NET,
+    LORA,
     Watch,
     become,
     check_delta_net,
@@ -63,6 +65,9 @@ def operators(model: Any) -> dict[str, Any]:
         except AttributeError as error:
             raise NotSupported(f"layers.{i} is not transformers' own: {error}") from error
         named |= {f"layers.{i}.{op}": module for op, module in here.items() if module is not None}
+    wrapped = {name: module for name, module in named.items() if is_adapter(module)}
+    named |= {name: module.base_layer for name, module in wrapped.items()}
+    named |= {f"{name}.{LORA}": module for name, module in wrapped.items()}
     return named | {"final_norm": inner.norm, "logits": model.lm_head}
 
 
@@ -131,6 +136,9 @@ def _classes(model: Any, excluded: frozenset[str]) -> Iterator[tuple[str, Any, t
         op = name.rpartition(".")[2]
         if op == "embed":
             kind: type = modules.HFEmbedding
+        elif op == LORA:
+            active_adapter(module)  # refuses one
+            kind = HFLora
         elif op in ("router", "moe_out"):
             reverse = model.config.model_type in REVERSED
             router = modules.ReversedRouter if reverse else modules.HFRouter
@@ -185,7 +193,9 @@ def _check_products(model: Any, excluded: frozenset[str]) -> None:
 
 def _check_causal(model: Any) -> None:
     if not hasattr(getattr(model, "model", None), "embed_tokens") or not hasattr(model, "lm_head"):
-        raise NotSupported(f"a {type(model).__name__} is not supported; {SUPPORTED}")
+        # PEFT's model around one.
+        inner = "; pass its get_base_model()" if hasattr(model, "get_base_model") else ""
+        raise NotSupported(f"a {type(model).__name__} is not supported; {SUPPORTED}{inner}")
 
 
 def _check(model: Any) -> None:
@@ -227,6 +237,11 @@ def replace(model: Any, excluded: Iterable[str]) -> Handle:
     if model.config.model_type in DELTA_NETS:
         check_delta_net(excluded)
     _check_products(model, excluded)
+    if (nets or any(map(is_sparse, model.model.layers))) and any(map(is_adapter, model.modules())):
+        raise NotSupported(
+            "adapters of a model with sparse layers or gated delta nets are not supported: merge "
+            "them"
+        )
     if not excludes(excluded, "q_rope", "k_rope"):
         for rope in rotary.by_kind(model.config.rope_parameters):
             rotary.check(rope)
@@ -239,6 +254,8 @@ def replace(model: Any, excluded: Iterable[str]) -> Handle:
             undo.push(install(module, model.config))
         else:
             become(module, kind, undo)
+    for layer in filter(is_adapter, operators(model).values()):
+        replace_factors(layer, undo)
     for layer in nets:
         become(layer, delta_net.DeltaNetLayer, undo)
     for block in gated:

@@ -11,6 +11,7 @@ from transformers.activations import ACT2FN
 from rlk_kernels.integrations.activations import act_of, activation_of, check_silu, file_of, where
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.families import of_code
+from rlk_kernels.integrations.hf.adapter import is_adapter
 from rlk_kernels.integrations.operators import Counted, mlp_of
 
 
@@ -35,9 +36,8 @@ def check_forwards(model: Any, replaced: dict[str, Any]) -> None:
                 f"{where(vars(module)['forward'])}: call use_kernels first"
             )
         # A `Counted` module has the kernels from an earlier call.
-        if type(module) not in (nn.Linear, nn.Embedding, nn.LayerNorm) and not isinstance(
-            module, Counted
-        ):
+        known = type(module) in (nn.Linear, nn.Embedding, nn.LayerNorm) or is_adapter(module)
+        if not known and not isinstance(module, Counted):
             _check_forward(name, module, model.config.model_type)
 
 

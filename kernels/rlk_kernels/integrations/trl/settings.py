@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlk_kernels.integrations.frameworks import of_family
+from rlk_kernels.integrations.hf.adapter import is_adapter
 from rlk_kernels.integrations.hf.model import is_sparse
 
 HARMLESS = frozenset(
@@ -112,6 +113,8 @@ def of_model(model: Any, args: Any) -> list[str]:
         )
     if any(map(is_sparse, getattr(getattr(model, "model", None), "layers", ()))):
         wrong.append("sparse layers: not run yet with TRL; train a dense model")
+    if any(map(is_adapter, model.modules())):
+        wrong.append("adapters, which TRL merges for vLLM: not supported; train all weights")
     return wrong
 
 

@@ -53,6 +53,14 @@ def set_delta_nets_supported(supported: bool) -> None:
     _delta_nets_supported[:] = [supported]
 
 
+_lora_supported = [False]
+
+
+def set_lora_supported(supported: bool) -> None:
+    """Sets whether the adapters of this vLLM can be replaced."""
+    _lora_supported[:] = [supported]
+
+
 def prepare_config() -> None:
     """Raises NotSupported for a config with unsupported settings; otherwise chooses our attention
     on GPUs and writes a digest into `additional_config`.
@@ -113,7 +121,7 @@ def _check(config: Any) -> None:
         f"logprobs_mode={model.logprobs_mode}": "logprobs" not in model.logprobs_mode
         and "logprob" not in _excluded,
         "a quantised model": model.quantization is not None,
-        "LoRA": config.lora_config is not None,
+        **(_refused_adapters(config) if config.lora_config is not None else {}),
         f"kv_cache_dtype={cache} of a model in {dtype}": cache not in ("auto", dtype),
         f"the attention backend {backend}; omit it": "attn" not in _excluded
         and not current_platform.is_cpu()
@@ -126,6 +134,29 @@ def _check(config: Any) -> None:
             rotary.check_whole(model.hf_text_config.model_type, kind)
     if settings := [setting for setting, is_set in refused.items() if is_set]:
         raise NotSupported(f"rlk_kernels in vLLM does not support {'; '.join(settings)}")
+
+
+def _refused_adapters(config: Any) -> dict[str, bool]:
+    """Unsupported setting of a VllmConfig with adapters -> whether it is set."""
+    lora, model = config.lora_config, config.model_config
+    targets = frozenset(getattr(lora, "target_modules", None) or ())
+    special = families.is_sparse(model) or families.has_delta_nets(model)
+    dtype = str(model.dtype).removeprefix("torch.")
+    return {
+        "LoRA in this version of vLLM": not all(_lora_supported),
+        "LoRA on several ranks": config.parallel_config.tensor_parallel_size > 1,
+        "LoRA of a model with sparse layers or gated delta nets": special,
+        f"LoRA of model_type={model.hf_text_config.model_type}": (
+            model.hf_text_config.model_type in families.OF_TRANSFORMERS
+        ),
+        "LoRA of the embedding or the output layer; pass lora_target_modules=[...], the names of "
+        "the projections that have adapters": not targets
+        or not targets.isdisjoint(("embed_tokens", "lm_head")),
+        "LoRA with o_proj or down_proj excluded": is_excluded("o_proj", "down_proj"),
+        f"lora_dtype={lora.lora_dtype} of a model in {dtype}": lora.lora_dtype
+        not in ("auto", dtype, model.dtype),
+        "fully_sharded_loras": bool(lora.fully_sharded_loras),
+    }
 
 
 def digest() -> str:

@@ -13,7 +13,7 @@ OF_TRANSFORMERS = (
 """Families whose code of transformers vLLM runs: it has no class for them, or a wrong one."""
 ONE_RANK = (
     *OF_TRANSFORMERS,
-    *("granite", "granitemoe", "exaone4", "olmoe", "gpt_oss", "ministral3", "ernie4_5_moe"),
+    *("granite", "granitemoe", "exaone4", "olmoe", "gpt_oss"),
     "minimax_m2",
     *DELTA_NETS,
 )

@@ -22,7 +22,7 @@ from rlk_kernels.integrations.operators import (
     excludes,
 )
 from rlk_kernels.integrations.operators import check as check_operators
-from rlk_kernels.integrations.vllm import config, families, logprobs
+from rlk_kernels.integrations.vllm import config, families, logprobs, lora
 
 _CODE = "transformers_code:TransformersForCausalLM"
 MODELS = {
@@ -59,9 +59,8 @@ def register(excluded: Iterable[str]) -> None:
             _register_attention(undo)
         if "logprob" not in excluded:
             logprobs.COMPUTED.rlk_calls = 0
-            for owner, name, function in list(logprobs.patches()):
-                undo.callback(setattr, owner, name, vars(owner)[name])
-                setattr(owner, name, function)
+            _patch(undo, list(logprobs.patches()))
+        _patch(undo, _lora_patches())
         _clear_vllm_caches()
         undo.callback(_clear_vllm_caches)
         _registered.append(excluded)
@@ -124,6 +123,24 @@ def _delta_net_classes() -> dict[type, type]:
     return {kind.__bases__[1]: kind for kind in ours}
 
 
+def _lora_patches() -> list[tuple[Any, str, Any]]:
+    """Those of adapters; none for a vLLM whose adapters work differently, which `config`
+    refuses."""
+    try:
+        patches = list(lora.patches())
+    except (ImportError, AttributeError):
+        patches = []
+    supported = bool(patches) and all(name in vars(owner) for owner, name, _ in patches)
+    config.set_lora_supported(supported)
+    return patches if supported else []
+
+
+def _patch(undo: ExitStack, patches: Iterable[tuple[Any, str, Any]]) -> None:
+    for owner, name, function in patches:
+        undo.callback(setattr, owner, name, vars(owner)[name])
+        setattr(owner, name, function)
+
+
 def _register_layer(undo: ExitStack, base: Any, ours: type) -> None:
     taken = custom_op.op_registry_oot.get(base.__name__)
     if taken is not None:
@@ -179,7 +196,7 @@ def operators(model: Any) -> dict[str, Any]:
     """See the package."""
     named = {
         name: module.impl if name.endswith(".attn") else module
-        for name, module in fused_decoder.modules(model).items()
+        for name, module in lora.unwrapped(fused_decoder.modules(model)).items()
     }
     logprob_excluded = not _registered or "logprob" in _registered[0]
     return named | {"logprob": None if logprob_excluded else logprobs.COMPUTED}

@@ -98,12 +98,17 @@ class RouterMethod(RlkLinearMethod):
         return profile.router(x.to(layer.weight.dtype), layer.weight, bias)
 
 
+ROUTERS = ("gate", "router", "shared_expert_gate")
+"""The names of routers, and of the gate of shared experts. GPT-OSS's is a `router`, which vLLM 0.26
+has as a ReplicatedLinear."""
+
+
 class RlkReplicatedLinear(VllmLinear, ReplicatedLinear):
     """A router, or the gate of shared experts, by its name; otherwise vLLM's own linear."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         prefix = kwargs.get("prefix", "")
-        if prefix.rpartition(".")[2] not in ("gate", "shared_expert_gate"):
+        if prefix.rpartition(".")[2] not in ROUTERS:
             self.__class__ = ReplicatedLinear
             ReplicatedLinear.__init__(self, *args, **kwargs)
             return

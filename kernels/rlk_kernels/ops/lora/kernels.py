@@ -1,0 +1,90 @@
+"""The Triton kernel of `add_lora`: a program computes a tile of rows and features.
+
+It multiplies its rows by the weight of each slot that one of them has, and keeps of each product
+the rows of that slot. The tile's shape depends on the weights alone, so a row has the bits that it
+has alone.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
+from rlk_kernels.memory import empty
+
+ROWS = 64
+MOST_FEATURES, MOST_STEP = 64, 64
+"""The largest sides of a tile: features, and the step of the sum."""
+
+
+@triton.jit(do_not_specialize=["T"])
+def _rows_by_slot_kernel(
+    x_ptr, w_ptr, scales_ptr, slots_ptr, base_ptr, out_ptr, T, F, K, S,
+    stride_xt, stride_xk, stride_ws, stride_wf, stride_wk, stride_bt, stride_bf,
+    HAS_SLOTS: tl.constexpr, SCALED: tl.constexpr, HAS_BASE: tl.constexpr,
+    BT: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    cols = tl.program_id(1).to(tl.int64) * BF + tl.arange(0, BF)
+    ks = tl.arange(0, BK)
+    if HAS_SLOTS:
+        slot = tl.load(slots_ptr + rows, mask=rows < T, other=-1)
+    else:
+        slot = tl.where(rows < T, 0, -1)
+    known = (slot >= 0) & (slot < S)
+    scale = tl.load(scales_ptr + tl.where(known, slot, 0), mask=known, other=0.0)
+    taken = known & (scale != 0.0)
+    total = tl.zeros((BT, BF), tl.float32)
+    for s in range(S):
+        mine = taken & (slot == s)
+        if tl.max(mine.to(tl.int32), 0) > 0:
+            acc = tl.zeros((BT, BF), tl.float32)
+            for step in range(tl.cdiv(K, BK)):
+                k = step * BK + ks.to(tl.int64)
+                x = tl.load(
+                    x_ptr + rows[:, None] * stride_xt + k[None, :] * stride_xk,
+                    mask=mine[:, None] & (k[None, :] < K), other=0.0,
+                )  # fmt: skip
+                w = tl.load(
+                    w_ptr + s * stride_ws + k[:, None] * stride_wk + cols[None, :] * stride_wf,
+                    mask=(k[:, None] < K) & (cols[None, :] < F), other=0.0,
+                )  # fmt: skip
+                acc = tl.dot(x, w, acc, input_precision="ieee")
+            total = tl.where(mine[:, None], acc, total)
+    if SCALED:
+        total = total * scale[:, None]
+    mask = (rows[:, None] < T) & (cols[None, :] < F)
+    value = total.to(out_ptr.dtype.element_ty)
+    if HAS_BASE:
+        base = tl.load(
+            base_ptr + rows[:, None] * stride_bt + cols[None, :] * stride_bf, mask=mask, other=0.0
+        )
+        value = (base.to(tl.float32) + total).to(out_ptr.dtype.element_ty)
+        value = tl.where(taken[:, None], value, base)
+    tl.store(out_ptr + rows[:, None] * F + cols[None, :], value, mask=mask)
+
+
+def rows_by_slot(
+    x: Tensor, weight: Tensor, scales: Tensor, slots: Tensor | None, scaled: bool,
+    base: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """See `portable.rows_by_slot`."""
+    (t, k), (s, f) = x.shape, weight.shape[:2]
+    out = empty((t, f), x.dtype, x.device)
+    if out.numel() == 0:
+        return out
+    added = out if base is None else base
+    has_slots = slots is not None
+    side, step = (max(16, power_of_2(n)) if n else 16 for n in (f, k))
+    cache = shape_cache(
+        "lora", k, s, f, x.stride(), weight.stride(), added.stride(), x.dtype, x.device,
+        None if slots is None else slots.dtype, scaled, base is None,
+    )  # fmt: skip
+    tile = ROWS, min(side, MOST_FEATURES), min(step, MOST_STEP)
+    launch(
+        cache, _rows_by_slot_kernel, (cdiv(t, ROWS), cdiv(f, tile[1]), 1),
+        (x, weight, scales, slots if has_slots else scales, added, out, t, f, k, s, *x.stride(),
+         *weight.stride(), *added.stride(), has_slots, scaled, base is not None, *tile),
+        {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False},
+    )  # fmt: skip
+    return out

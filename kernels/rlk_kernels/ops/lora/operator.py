@@ -1,0 +1,215 @@
+"""add_lora: a projection's output plus the update of a LoRA adapter, which each row chooses.
+
+    h[t, r] = round( sum_k x[t, k] * A[slot_t, r, k] )
+    y[t, n] = round( base[t, n] + scale[slot_t] * ( sum_r h[t, r] * B[slot_t, n, r] ) )
+
+Both sums are fp32 (`rows_by_slot`, below). A and B are rounded to x's dtype first; the scale is
+fp32 and is folded into neither. The second sum is not rounded; its product with the scale and the
+sum with base are fp32, one rounding each (no multiply-add), and y is rounded once more to x's
+dtype. A row without an adapter, whose slot is outside of 0 .. S - 1 or has the scale 0, is a copy
+of base: -0 stays -0. A row's bits depend on neither the other rows nor the other adapters.
+
+Order of a sum: on Triton one fp32 accumulator, K from front to back in steps of the tensor core, by
+tiles whose shape depends on the weights alone. Zeros behind the rank of an adapter, by which
+engines pad adapters to one shape, change no bit. Portable: error-free splitting, whose sums no
+order can change.
+
+Gradients, with dy rounded to x's dtype; a row without an adapter has none but that of base:
+    dbase[t, n] = dy[t, n]
+    dh[t, r]    = round( scale[slot_t] * sum_n dy[t, n] B[slot_t, n, r] )
+    dx[t, k]    = round( sum_r dh[t, r] A[slot_t, r, k] )            a row depends on its row
+    dA[s, r, k] = sum_(t of s) dh[t, r] x[t, k]                      as the dweight of `linear`
+    dB[s, n, r] = scale[s] * sum_(t of s) dy[t, n] h[t, r]           likewise, in fp32
+dA and dB are in the dtype of A and B. They are sums over rows: they repeat, and rows of other
+adapters and trailing rows of zeros change nothing. On the torch backend the order of the rows
+changes nothing either.
+
+T = rows (all leading dimensions)   S = slots, each for an adapter   R = rank
+K, N = in, out features
+"""
+
+import torch
+from torch import Tensor
+
+from rlk_kernels.backend import choose, two_backends
+from rlk_kernels.custom_op import SECOND, call, custom_op
+from rlk_kernels.device import lazy_module
+from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.ops.linear import weight_grad
+from rlk_kernels.ops.lora import portable
+
+_module = two_backends(portable, lazy_module("rlk_kernels.ops.lora.kernels"))
+
+
+def add_lora_ref(
+    x: Tensor, base: Tensor, a: Tensor, b: Tensor, scales: Tensor, slots: Tensor | None = None
+) -> Tensor:
+    """The formula in float64, for tests."""
+    y = base.double()
+    for s in range(a.shape[0]):
+        update = scales[s].double() * (x.double() @ a[s].double().mT @ b[s].double().mT)
+        mine = torch.ones_like(y[..., 0], dtype=torch.bool) if slots is None else slots == s
+        y = torch.where(mine[..., None], y + update, y)
+    return y
+
+
+def _rows_fake(x, weight, *rest):
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@custom_op("lora_rows", _rows_fake, no_gradient=("add_lora", SECOND))
+def _rows(
+    x: Tensor, weight: Tensor, scales: Tensor, slots: Tensor | None, scaled: bool, backend: str
+) -> Tensor:
+    """[T, F]: the rounded products of rows of x[T, K] with weight[S, F, K], multiplied by the scale
+    if `scaled`; zeros for rows without an adapter."""
+    module = _module("add_lora_backward", backend)
+    return module.rows_by_slot(x, weight, scales, slots, scaled, None)
+
+
+def _of_slot(rows: Tensor, slots: Tensor | None, s: int) -> Tensor:
+    """rows[T, F] with zeros in place of the rows of other slots."""
+    return rows if slots is None else torch.where((slots == s)[:, None], rows, 0)
+
+
+def _shrink_setup(ctx, inputs, output):
+    x, a, scales, slots, ctx.backend = inputs
+    ctx.save_for_backward(x, a, scales, slots)
+
+
+def _shrink_backward(ctx, dh):
+    x, a, scales, slots = ctx.saved_tensors
+    dh = dh.contiguous()
+    dx = da = None
+    if ctx.needs_input_grad[0]:
+        dx = _rows(dh, a.to(x.dtype).mT, scales, slots, False, ctx.backend)
+    if ctx.needs_input_grad[1]:
+        da = torch.stack([
+            weight_grad(_of_slot(dh, slots, s), _of_slot(x, slots, s), a.dtype, ctx.backend)
+            for s in range(a.shape[0])
+        ])  # fmt: skip
+    return dx, da, None, None, None
+
+
+@custom_op("lora_shrink", _rows_fake, setup=_shrink_setup, backward=_shrink_backward)
+def _shrink(x: Tensor, a: Tensor, scales: Tensor, slots: Tensor | None, backend: str) -> Tensor:
+    """h[T, R] of x[T, K] and a[S, R, K]."""
+    module = _module("lora_shrink", backend)
+    return module.rows_by_slot(x, a.to(x.dtype), scales, slots, False, None)
+
+
+def _expand_setup(ctx, inputs, output):
+    _base, h, b, scales, slots, ctx.backend = inputs
+    ctx.save_for_backward(h, b, scales, slots)
+
+
+def _expand_backward(ctx, dy):
+    h, b, scales, slots = ctx.saved_tensors
+    dy = dy.contiguous()
+    dh = db = None
+    if ctx.needs_input_grad[1]:
+        dh = _rows(dy, b.to(h.dtype).mT, scales, slots, True, ctx.backend)
+    if ctx.needs_input_grad[2]:
+        wide = scales.dtype
+        sums = [
+            weight_grad(_of_slot(dy, slots, s), _of_slot(h, slots, s), wide, ctx.backend)
+            for s in range(b.shape[0])
+        ]
+        db = (torch.stack(sums) * scales[:, None, None]).to(b.dtype)
+    return dy, dh, db, None, None, None
+
+
+@custom_op(
+    "lora_expand",
+    lambda base, *rest: base.new_empty(base.shape),
+    setup=_expand_setup,
+    backward=_expand_backward,
+)
+def _expand(
+    base: Tensor, h: Tensor, b: Tensor, scales: Tensor, slots: Tensor | None, backend: str
+) -> Tensor:
+    """y[T, N] of base[T, N], h[T, R] and b[S, N, R]."""
+    module = _module("lora_expand", backend)
+    return module.rows_by_slot(h, b.to(h.dtype), scales, slots, True, base)
+
+
+def _check_factor(x: Tensor, name: str, factor: Tensor, scales: Tensor) -> None:
+    """Raise UnsupportedShape or UnsupportedDtype if a factor [S, F, K] does not fit x[..., K]."""
+    sizes = factor.dim() == 3 and scales.dim() == 1 and x.dim() >= 1
+    if not sizes or x.shape[-1] != factor.shape[2] or not 0 < len(factor) == len(scales):
+        raise UnsupportedShape(
+            f"add_lora: {name} {tuple(factor.shape)} and scales {tuple(scales.shape)} do not fit "
+            f"rows {tuple(x.shape)}; x[..., K], A[S, R, K], B[S, N, R] and scales[S] are needed"
+        )
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if factor.dtype not in (x.dtype, wide):
+        raise UnsupportedDtype(f"add_lora: {name} is {factor.dtype}; {x.dtype} or {wide} is needed")
+    if scales.dtype != wide:
+        raise UnsupportedDtype(f"add_lora: scales are {scales.dtype}; {wide} is needed")
+
+
+def _flat_slots(x: Tensor, factor: Tensor, slots: Tensor | None) -> Tensor | None:
+    """The slot of each row, contiguous. Raises UnsupportedShape or UnsupportedDtype."""
+    if slots is None:
+        if len(factor) != 1:
+            raise UnsupportedShape(f"add_lora: {len(factor)} adapters need slots")
+        return None
+    if slots.dtype not in (torch.int32, torch.int64):
+        raise UnsupportedDtype(f"add_lora: slots are {slots.dtype}; int32 or int64 is needed")
+    if slots.shape != x.shape[:-1]:
+        raise UnsupportedShape(
+            f"add_lora: slots {tuple(slots.shape)} do not fit x {tuple(x.shape)}"
+        )
+    return slots.reshape(-1).contiguous()
+
+
+def lora_shrink(
+    x: Tensor, a: Tensor, scales: Tensor, slots: Tensor | None = None, *,
+    backend: str | None = None,
+) -> Tensor:  # fmt: skip
+    """h[..., R] of x[..., K] and A[S, R, K]: the first half of `add_lora`, with its arguments and
+    errors. A row without an adapter is zeros."""
+    chosen = choose("add_lora", backend, x, a, scales, slots)
+    _check_factor(x, "A", a, scales)
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    h = call(_shrink, rows, a, scales.detach().contiguous(), _flat_slots(x, a, slots), chosen)
+    return h.view(*x.shape[:-1], a.shape[1])
+
+
+def lora_expand(
+    h: Tensor, base: Tensor, b: Tensor, scales: Tensor, slots: Tensor | None = None, *,
+    backend: str | None = None,
+) -> Tensor:  # fmt: skip
+    """y[..., N] of h[..., R], base[..., N] and B[S, N, R]: the second half of `add_lora`, with its
+    arguments and errors."""
+    chosen = choose("add_lora", backend, h, base, b, scales, slots)
+    _check_factor(h, "B", b, scales)
+    if base.shape != (*h.shape[:-1], b.shape[1]):
+        raise UnsupportedShape(
+            f"add_lora: base {tuple(base.shape)} does not fit x and B {tuple(b.shape)}; "
+            f"{(*h.shape[:-1], b.shape[1])} is needed"
+        )
+    if base.dtype != h.dtype:
+        raise UnsupportedDtype(f"add_lora: base is {base.dtype} and x is {h.dtype}; cast one")
+    rows = h.shape[:-1].numel()
+    how = scales.detach().contiguous(), _flat_slots(h, b, slots), chosen
+    y = call(_expand, base.reshape(rows, base.shape[-1]), h.reshape(rows, h.shape[-1]), b, *how)
+    return y.view(base.shape)
+
+
+def add_lora(
+    x: Tensor, base: Tensor, a: Tensor, b: Tensor, scales: Tensor, slots: Tensor | None = None, *,
+    backend: str | None = None,
+) -> Tensor:  # fmt: skip
+    """y[..., N]: base[..., N] plus scales[s] * (x[..., K] @ A[s]^T) @ B[s]^T, where each row is of
+    the adapter s = slots[...], for A[S, R, K] and B[S, N, R]. A row whose slot is outside of
+    0 .. S - 1, or whose scale is 0, is that of base. Without slots, all rows are of one adapter.
+
+    x, base: one dtype of bfloat16, float16, float32 (float64 on the torch backend); A, B: in that
+    dtype or float32; scales: float32 (float64 for float64 rows), without a gradient; slots: int32
+    or int64. Any strides are supported. Raises UnsupportedShape, UnsupportedDtype, and what
+    `backend.choose` raises.
+    """
+    choose("add_lora", backend, x, base, a, b, scales, slots)
+    h = lora_shrink(x, a, scales, slots, backend=backend)
+    return lora_expand(h, base, b, scales, slots, backend=backend)
