@@ -5,7 +5,7 @@ gradient dS of the state after it:
 
     u = T beta v - (T beta exp(G) k) S'        dr = (P T)^T do + (T^T l k) dS
 
-So all chunks run at once, but for the two kernels that carry S from the first chunk and dS from the
+So all chunks run at once, but in the kernel that carries S from the first chunk and dS from the
 last one, with few products a chunk. Products are those of tensor cores, of operands in the dtype of
 the rows, added up in fp32; S and dS stay in fp32. u and S are computed again, in this order, which
 is not that of the forward.
@@ -129,21 +129,17 @@ def solved_kernel(
 
 
 @triton.jit
-def starts_kernel(
-    keys_ptr, readers_ptr, sums_ptr, updates_ptr, starts_ptr, cu_ptr,
+def _carry_state(
+    keys_ptr, readers_ptr, sums_ptr, updates_ptr, starts_ptr, b, h, e, begin, end,
     HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
     BE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """BE features of a value head of a sequence, from the first chunk to the last: S' and u."""
-    b = tl.program_id(0)
-    h = tl.program_id(1)
-    begin = tl.load(cu_ptr + b)
+    """S' and u, from the first chunk to the last."""
     d = tl.arange(0, DP)
     j = tl.arange(0, C)
-    e = (tl.program_id(2) * BE + tl.arange(0, BE))[None, :]
     dtype = keys_ptr.dtype.element_ty
     state = tl.zeros((DP, BE), tl.float32)
-    for number in range(tl.cdiv(tl.load(cu_ptr + b + 1) - begin, C)):
+    for number in range(tl.cdiv(end - begin, C)):
         chunk = (begin // C + b + number).to(tl.int64)
         head = chunk * HV + h
         at_k = ((chunk * HK + h // (HV // HK)) * C + j[:, None]) * D + d[None, :]
@@ -162,19 +158,15 @@ def starts_kernel(
 
 
 @triton.jit
-def ends_kernel(
-    queries_ptr, keys_ptr, beta_ptr, do_ptr, solved_ptr, sums_ptr, grads_ptr, ends_ptr, cu_ptr,
+def _carry_gradient(
+    queries_ptr, keys_ptr, beta_ptr, do_ptr, solved_ptr, sums_ptr, grads_ptr, ends_ptr, b, h, e,
+    begin, end,
     HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr,
     EP: tl.constexpr, BE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """BE features of a value head of a sequence, from the last chunk to the first: dS and dr."""
-    b = tl.program_id(0)
-    h = tl.program_id(1)
-    begin = tl.load(cu_ptr + b)
-    end = tl.load(cu_ptr + b + 1)
+    """dS and dr, from the last chunk to the first."""
     d = tl.arange(0, DP)
     j = tl.arange(0, C)
-    e = (tl.program_id(2) * BE + tl.arange(0, BE))[None, :]
     dtype = keys_ptr.dtype.element_ty
     ds = tl.zeros((DP, BE), tl.float32)
     count = tl.cdiv(end - begin, C)
@@ -202,6 +194,32 @@ def ends_kernel(
         tl.store(grads_ptr + at_e, dr.to(dtype))
         back = (0.0 - here * beta)[:, None] * dr
         ds = _product(tl.trans(k), back.to(dtype), ds)
+
+
+@triton.jit
+def carry_kernel(
+    queries_ptr, keys_ptr, beta_ptr, do_ptr, sums_ptr, readers_ptr, solved_ptr, updates_ptr,
+    grads_ptr, starts_ptr, ends_ptr, cu_ptr,
+    HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr,
+    EP: tl.constexpr, BE: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """BE features of a value head of a sequence, chunk after chunk: half of the programs carry the
+    state, and the other half, which run beside them, its gradient."""
+    b = tl.program_id(0)
+    h = tl.program_id(1)
+    begin = tl.load(cu_ptr + b)
+    end = tl.load(cu_ptr + b + 1)
+    e = (tl.program_id(2) % (EP // BE) * BE + tl.arange(0, BE))[None, :]
+    if tl.program_id(2) < EP // BE:
+        _carry_state(
+            keys_ptr, readers_ptr, sums_ptr, updates_ptr, starts_ptr, b, h, e, begin, end, HK, HV,
+            D, DP, EP, BE, C,
+        )  # fmt: skip
+    else:
+        _carry_gradient(
+            queries_ptr, keys_ptr, beta_ptr, do_ptr, solved_ptr, sums_ptr, grads_ptr, ends_ptr, b,
+            h, e, begin, end, HK, HV, D, E, DP, EP, BE, C,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -340,16 +358,19 @@ def rows_kernel(
         tl.store(dbeta_ptr + t, dbeta.to(dbeta_ptr.dtype.element_ty), mask=live)
 
 
-@triton.jit(do_not_specialize=["ROWS"])
+@triton.jit(do_not_specialize=["ROWS", "B"])
 def norm_backward_kernel(
-    x_ptr, d_ptr, dx_ptr, scale, eps, ROWS,
-    GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    x_ptr, d_ptr, dx_ptr, cu_ptr, scale, eps, ROWS, B,
+    HK: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_ROWS of the ROWS heads of rows of q or k: the gradients of a head's GROUP value heads,
-    one by one, through the norm."""
+    one by one, through the norm; zeros for rows outside every sequence."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     column = tl.arange(0, DP)[None, :]
-    mask = (row < ROWS) & (column < D)
+    written = (row < ROWS) & (column < D)
+    t = row // HK
+    mask = written & (t >= tl.load(cu_ptr)) & (t < tl.load(cu_ptr + B))
     total = tl.zeros((BLOCK_ROWS, DP), tl.float32)
     for one in tl.static_range(GROUP):
         at = (row * GROUP + one) * D + column
@@ -359,4 +380,4 @@ def norm_backward_kernel(
     inverse = tl.rsqrt(tl.sum(x * x, 1) + eps)[:, None]
     along = tl.sum(total * x, 1)[:, None]
     dx = inverse * total - inverse * inverse * inverse * x * along
-    tl.store(dx_ptr + row * D + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(dx_ptr + row * D + column, dx.to(dx_ptr.dtype.element_ty), mask=written)

@@ -30,21 +30,22 @@ PARTS = {torch.bfloat16: 3, torch.float16: 2, torch.float32: 1}
 """The numbers of a dtype that a factor of u from another block of rows is split into, for products
 on tensor cores. Three of bf16 have all digits of fp32; two of fp16 miss 2**-25 of the largest."""
 
-BACKWARD_FEATURES = {"starts": 32, "ends": 32, "rows": 64}
-"""The most features of a program of the gradient's kernels: `starts` and `ends` have that many of
-v; the others go through all features, that many at a time."""
-WIDE_BACKWARD_FEATURES = {"starts": 16, "ends": 16, "rows": 32}
+BACKWARD_FEATURES = {"carry": 32, "rows": 64}
+"""The most features of a program of the gradient's kernels: `carry` has that many of v; the others
+go through all features, that many at a time."""
+WIDE_BACKWARD_FEATURES = {"carry": 16, "rows": 32}
 """Those for fp32 rows."""
 BACKWARD_OPTIONS = {
     "inverse": {"num_warps": 1},
     "solved": {"num_warps": 4, "num_stages": 2},
-    "starts": {"num_warps": 4, "num_stages": 3},
-    "ends": {"num_warps": 4, "num_stages": 2},
+    "carry": {"num_warps": 4, "num_stages": 2},
     "pairs": {"num_warps": 4, "num_stages": 2},
     "rows": {"num_warps": 4, "num_stages": 2},
     "norm": {"num_warps": 4},
 }
-"""Kernel of the gradient -> its warps, and how many turns of its loop are loaded ahead."""
+"""Kernel of the gradient -> its warps, and how many turns of its loops are in memory at a time. Two
+programs of `carry` fit on a processor, so that S and dS are carried at the same time. With 8 warps,
+Triton 3.6's code of another kernel accessed memory outside of the tensors on an H200."""
 NORM_ROWS = 16
 """The rows of a program of the norms' gradient."""
 
@@ -214,14 +215,15 @@ def cached(
     return out
 
 
-def _through_norm(x: Tensor, d: Tensor, eps: float, scale: float) -> Tensor:
+def _through_norm(x: Tensor, d: Tensor, cu: Tensor, eps: float, scale: float) -> Tensor:
     """dx[T, Hk, D] of the gradients d[T, Hv, D] of the normed x."""
     (t, heads, size), group = x.shape, d.shape[1] // x.shape[1]
     dx = empty(x.shape, x.dtype, x.device)
     launch(
-        shape_cache("delta_rule_norm_backward", size, group, x.dtype),
+        shape_cache("delta_rule_norm_backward", heads, size, group, x.dtype),
         backward_kernels.norm_backward_kernel, (cdiv(t * heads, NORM_ROWS), 1, 1),
-        (x, d, dx, scale, eps, t * heads, group, size, _padded(size), NORM_ROWS),
+        (x, d, dx, cu, scale, eps, t * heads, cu.numel() - 1, heads, group, size, _padded(size),
+         NORM_ROWS),
         BACKWARD_OPTIONS["norm"],
     )  # fmt: skip
     return dx
@@ -247,7 +249,7 @@ def backward(
     updates, grads = (empty((n, hv, CHUNK, ep), dtype, device) for _ in range(2))
     starts, ends = (empty((n, hv, dp, ep), dtype, device) for _ in range(2))
     inside = empty((n, hv, 2, CHUNK), torch.float32, device)
-    dq, dk = (torch.zeros(t, hv, d, dtype=dtype, device=device) for _ in range(2))
+    dq, dk = (empty((t, hv, d), dtype, device) for _ in range(2))
     own = shape_cache("delta_rule_backward", hk, hv, d, e, dtype, *fewer.values())
 
     def run(name: str, grid: tuple[int, int, int], *arguments: Tensor | int) -> None:
@@ -260,12 +262,8 @@ def backward(
         grads, cu, sequences, hk, hv, d, e, dp, ep, *some, CHUNK,
     )  # fmt: skip
     run(
-        "starts", (sequences, hv, ep // fewer["starts"]), keys, readers, sums, updates, starts, cu,
-        hk, hv, d, dp, ep, fewer["starts"], CHUNK,
-    )  # fmt: skip
-    run(
-        "ends", (sequences, hv, ep // fewer["ends"]), queries, keys, beta, do, solved, sums, grads,
-        ends, cu, hk, hv, d, e, dp, ep, fewer["ends"], CHUNK,
+        "carry", (sequences, hv, 2 * ep // fewer["carry"]), queries, keys, beta, do, sums, readers,
+        solved, updates, grads, starts, ends, cu, hk, hv, d, e, dp, ep, fewer["carry"], CHUNK,
     )  # fmt: skip
     run(
         "pairs", (n, hv, 1), queries, keys, v, beta, do, sums, updates, grads, dqk, dkk, dv, inside,
@@ -275,4 +273,5 @@ def backward(
         "rows", (n, hv, 1), queries, keys, beta, do, sums, updates, grads, starts, ends, dqk, dkk,
         inside, dq, dk, dg, dbeta, cu, sequences, hk, hv, d, e, dp, ep, *some, CHUNK,
     )  # fmt: skip
-    return _through_norm(q, dq, eps, scale), _through_norm(k, dk, eps, 1.0), dv, dg, dbeta
+    dq, dk = _through_norm(q, dq, cu, eps, scale), _through_norm(k, dk, cu, eps, 1.0)
+    return dq, dk, dv, dg, dbeta
