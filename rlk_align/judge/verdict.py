@@ -139,13 +139,14 @@ _SIDES = {"rollout": "rollout", "train": "training"}
 def parity(comparison: Comparison, kind: str) -> str:
     """Returns `equal`, `mismatch` or `mismatch allowed`; or, for weights that one side holds
     rounded, e.g. `cast to bfloat16 on the rollout side`, and for weights with an adapter merged
-    into them, e.g. `merged on the rollout side`."""
+    into them or that are quantised, e.g. `merged on the rollout side`."""
     if not any(m.kind == kind and m.stops for m in comparison.mismatches):
         sides = (("rollout", "rollout"), ("training", "train"))
         explained = [m for m in comparison.mismatches if m.kind == kind == "weights"]
-        merged = [who for who, s in sides if any(getattr(m, s) == "merged" for m in explained)]
-        if merged:
-            return f"merged on the {' and the '.join(merged)} side"
+        for state in ("merged", "quantised"):
+            having = [who for who, s in sides if any(getattr(m, s) == state for m in explained)]
+            if having:
+                return f"{state} on the {' and the '.join(having)} side"
         casts = comparison.casts.items() if kind == "weights" else ()
         words = [f"to {dtype} on the {_SIDES[side]} side" for side, dtype in casts]
         return f"cast {' and '.join(words)}" if words else "equal"
