@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from rlk_align.errors import RlkError
 from rlk_align.model.checkpoint import tensor_name
 from rlk_align.model.stored import StoredTensor, stored_tensors
-from rlk_align.results import Mismatch, SideName
+from rlk_align.results import Mismatch, Quantisation, SideName
 from rlk_align.trace.digest import digest_parameter
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.schema import QuantisedRecord
@@ -47,9 +47,6 @@ def explain_quantised(
         found += _listed(side, record)
         differ = {m.name for m in left if m.kind == "weights"}
         mine = [name for name in record.weights if name in differ]
-        theirs = other.record.quantised
-        if theirs is not None:
-            mine = [name for name in mine if name not in theirs.weights]
         try:
             said = list(_explained(side, trace, other, record, mine))
         except (RlkError, OSError, SafetensorError):
@@ -59,6 +56,24 @@ def explain_quantised(
         names = {name for _, explained in said for name in explained}
         left = [m for m in left if m.kind != "weights" or m.name not in names]
     return [*left, *found]
+
+
+def quantised_sides(rollout: Trace, train: Trace) -> dict[SideName, Quantisation]:
+    """Returns for each side whose weights are quantised, and are not the other side's, their
+    format."""
+    found: dict[SideName, Quantisation] = {}
+    pairs: tuple[tuple[SideName, Trace, Trace], ...] = (
+        ("rollout", rollout, train),
+        ("train", train, rollout),
+    )
+    for side, trace, other in pairs:
+        record, mine, theirs = trace.record.quantised, trace.weights, other.weights
+        if record is not None and any(
+            name in mine and name in theirs and mine[name].digest != theirs[name].digest
+            for name in record.weights
+        ):
+            found[side] = record.name
+    return found
 
 
 def _listed(side: SideName, record: QuantisedRecord) -> Iterator[Mismatch]:
@@ -94,6 +109,7 @@ def _explained(
 ) -> Iterator[tuple[Mismatch, list[str]]]:
     """(mismatch, the weights that it explains)."""
     mine, theirs = _tensors(trace), _tensors(other)
+    both = other.record.quantised
     origins: dict[str, Origin] = {}
     evenly: list[str] = []
     stale: list[str] = []
@@ -102,6 +118,8 @@ def _explained(
         if trace.weights[name].digest != record.weights[name][2]:
             of_name = evenly if _is_evenly_divided(trace, name, stored) else stale
             of_name.append(name)
+            continue
+        if both is not None and name in both.weights:
             continue
         weight = _read(theirs.get(name))
         live = None if weight is None else _live(other, name, weight)

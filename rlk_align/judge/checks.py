@@ -13,6 +13,7 @@ from rlk_align.results import (
     Comparison,
     EdgeMetrics,
     EdgeResult,
+    Quantisation,
     RefereedUnit,
     Result,
     SideName,
@@ -92,11 +93,23 @@ def check_edge(edge: EdgeResult, c: Comparison, contract: Contract) -> list[Limi
     names sites that the edge lacks, or where the contract limits some of its operators but not
     all."""
     metrics = judged_metrics(edge, c, contract)
-    limits = [x for x in contract.limits_for(c.dtype) if x.judges(edge.name, metrics.tokens)]
+    limits = [x for x in limits_of(edge, c, contract) if x.judges(edge.name, metrics.tokens)]
     _check_covered(edge, limits, contract)
     of_operators = _of_operators(edge, c, contract)
     of_edge = _of_edge(edge, metrics, limits, _refereed(edge, c, contract))
     return [*of_edge, *of_operators, *_of_routers(edge, contract)]
+
+
+def limits_of(edge: EdgeResult, c: Comparison, contract: Contract) -> list[Limit]:
+    """Returns the limits that apply to an edge. Between sides whose weights differ because some are
+    quantised, these are the limits on log-probs for that format."""
+    return contract.limits_for(c.dtype, quantised_between(edge, c))
+
+
+def quantised_between(edge: EdgeResult, c: Comparison) -> list[Quantisation]:
+    """Returns the formats of the weights that differ between the ends of an edge because they are
+    quantised; one side has the same weights in all its passes."""
+    return [] if edge.name == "decode_vs_prefill" else sorted(set(c.quantised.values()))
 
 
 def _refereed(edge: EdgeResult, c: Comparison, contract: Contract) -> set[str]:

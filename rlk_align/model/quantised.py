@@ -31,6 +31,10 @@ _REMEDY = {
 """A method -> the remedy, for checkpoints that are published in no other form."""
 
 
+FP8_BLOCK = "fp8-block"
+"""The name of the format, by which a contract limits what it does to log-probs."""
+
+
 @dataclass(frozen=True, slots=True)
 class BlockFP8:
     """Weights in blocks of e4m3, each with a scale."""

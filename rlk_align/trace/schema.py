@@ -7,7 +7,7 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 from pydantic import Field
 
 from rlk_align.model.shape import ModelShape
-from rlk_align.results import Cell, CodePlace, GraphReplays
+from rlk_align.results import Cell, CodePlace, GraphReplays, Quantisation
 from rlk_align.trace.checksums import CHECKSUMS, Checksums, FileRecord, check_files, read_checksums
 from rlk_align.trace.records import Record, load_record
 
@@ -236,6 +236,7 @@ class LoraRecord(Record):
 class QuantisedRecord(Record):
     """The stored weights of an engine's checkpoint, if some of them are quantised."""
 
+    name: Quantisation = "fp8-block"
     format: str
     """In words, e.g. `fp8 e4m3 in blocks of 128 x 128, float32 scales`."""
     block: tuple[int, int]
