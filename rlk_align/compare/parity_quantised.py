@@ -18,7 +18,8 @@ from rlk_align.results import Mismatch, Quantisation, SideName
 from rlk_align.trace.digest import digest_parameter
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.schema import QuantisedRecord
-from rlk_align.weights.quantiser import Kind, Origin, Stored, evenly_divided, origin_of
+from rlk_align.weights.quantiser import Kind, Origin, Stored, origin_of, other_readings
+from rlk_align.weights.quantiser_words import why_left_out, words_of
 
 NAME = "quantisation"
 """The name of a mismatch that quantisation explains, or should have explained."""
@@ -85,15 +86,7 @@ def _listed(side: SideName, record: QuantisedRecord) -> Iterator[Mismatch]:
         by_entry.setdefault(entry, []).append(name)
     for entry, names in by_entry.items():
         here = f"{who} has {_projections(names)} in another format than fp8"
-        if entry:
-            why = (
-                f"the entry {entry!r} of config.json's list of modules that are not quantised is "
-                "only a part of their names: the quantiser matched it as a substring, and an "
-                "engine that matches whole names expects fp8 and scales there"
-            )
-        else:
-            why = "config.json does not list them, so that engines expect fp8 and scales there"
-        yield _mismatch(side, NOT_QUANTISED, f"{here}; {why}", stops=True)
+        yield _mismatch(side, NOT_QUANTISED, f"{here}; {why_left_out(entry)}", stops=True)
     if record.listed:
         yield _mismatch(
             side,
@@ -111,13 +104,11 @@ def _explained(
     mine, theirs = _tensors(trace), _tensors(other)
     both = other.record.quantised
     origins: dict[str, Origin] = {}
-    evenly: list[str] = []
-    stale: list[str] = []
+    misread: dict[str, list[str]] = {}
     for name in names:
         stored = _stored(mine[name], record)
         if trace.weights[name].digest != record.weights[name][2]:
-            of_name = evenly if _is_evenly_divided(trace, name, stored) else stale
-            of_name.append(name)
+            misread.setdefault(_misread(trace, name, stored), []).append(name)
             continue
         if both is not None and name in both.weights:
             continue
@@ -132,32 +123,12 @@ def _explained(
     for kind, of_kind in by_kind.items():
         told = {name: origins[name] for name in of_kind}
         yield _words(side, kind, told, record), of_kind
-    who = f"the {_WHO[side]}"
-    if evenly:
-        yield (
-            _mismatch(
-                side,
-                QUANTISED,
-                f"{who}'s engine multiplied the fp8 values of {_projections(evenly)} by the "
-                "scales of other blocks: it divides the rows and columns evenly by the number of "
-                f"scales, and the checkpoint has blocks of {record.block[0]} x {record.block[1]}, "
-                "the last of which are smaller",
-                stops=True,
-            ),
-            evenly,
+    for how, misread_names in misread.items():
+        detail = (
+            f"the {_WHO[side]}'s live weights are not the dequantised ones of its own checkpoint "
+            f"in {_projections(misread_names)}: {how}"
         )
-    if stale:
-        yield (
-            _mismatch(
-                side,
-                QUANTISED,
-                f"{who}'s live weights are not the dequantised ones of its own checkpoint in "
-                f"{_projections(stale)}: they were changed after they were loaded, or the "
-                "checkpoint was",
-                stops=True,
-            ),
-            stale,
-        )
+        yield _mismatch(side, QUANTISED, detail, stops=True), misread_names
 
 
 def _tensors(trace: Trace) -> dict[str, StoredTensor]:
@@ -189,11 +160,13 @@ def _live(trace: Trace, name: str, stored: torch.Tensor) -> torch.Tensor | None:
     return rounded if digest_parameter(rounded) == weight.digest else None
 
 
-def _is_evenly_divided(trace: Trace, name: str, stored: Stored) -> bool:
-    weight, divided = trace.weights[name], evenly_divided(stored)
-    if divided is None:
-        return False
-    return digest_parameter(divided.to(getattr(torch, weight.dtype))) == weight.digest
+def _misread(trace: Trace, name: str, stored: Stored) -> str:
+    """How an engine came to a weight that is not the dequantised one of its checkpoint."""
+    weight = trace.weights[name]
+    for how, value in other_readings(stored):
+        if digest_parameter(value.to(getattr(torch, weight.dtype))) == weight.digest:
+            return how
+    return "they were changed after they were loaded, or the checkpoint was"
 
 
 def _words(
@@ -206,60 +179,6 @@ def _words(
         ways = {origin.way for origin in origins.values() if origin.way}
         detail += f", computed as {'; '.join(sorted(ways))}" if ways else ""
     return _mismatch(side, QUANTISED, detail, stops=kind != "image")
-
-
-def words_of(kind: Kind, origins: Mapping[str, Origin]) -> str:
-    """What the quantised weights of one kind are, beside the other side's."""
-    differ, of = (sum(getattr(o, n) for o in origins.values()) for n in ("values", "of"))
-    scales, of_scales = (
-        sum(getattr(o, n) for o in origins.values()) for n in ("scales", "of_scales")
-    )
-    share = f"{differ:,} of {of:,} values and {scales:,} of {of_scales:,} scales"
-    match kind:
-        case "image":
-            return "the quantiser's image of the other side's weights, bit by bit,"
-        case "powers of two":
-            return (
-                "their scales are rounded up to powers of two, which config.json does not state by "
-                f"scale_fmt=ue8m0; {share} are not those of float32 scales (in TransformerEngine "
-                "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 keeps these)"
-            )
-        case "float32 scales":
-            return (
-                "their scales are in float32, and config.json states powers of two by "
-                f"scale_fmt=ue8m0; {share} differ"
-            )
-        case "masters":
-            return (
-                "the image of wider weights, which round to those that the other side computes "
-                f"with; {share} are not the image of these: the quantiser read the float32 "
-                "masters, and the other side their export"
-            )
-        case "export":
-            return (
-                "the image of the other side's weights after these were rounded to bfloat16; "
-                f"{share} are not the image of its float32 weights: the quantiser read the "
-                "bfloat16 export, and the other side computes with the masters"
-            )
-        case "range":
-            return (
-                "scaled to ±240, the range of e4m3fnuz (AMD), and not to ±448, that of e4m3; "
-                f"{share} differ"
-            )
-        case "one scale":
-            return (
-                "all blocks of a matrix have one scale, that of its largest entry: they were "
-                f"quantised by tensor, not by block; {share} differ"
-            )
-        case "order":
-            return (
-                "the scales are those of other blocks: transposed, or stacked in another order; "
-                f"{share} differ"
-            )
-    return (
-        f"the image of other weights than the other side's ({share} differ): of an earlier step, "
-        "or by another quantiser,"
-    )
 
 
 def _projections(names: Sequence[str]) -> str:

@@ -31,6 +31,8 @@ _REMEDY = {
 """A method -> the remedy, for checkpoints that are published in no other form."""
 
 
+PROJECTIONS = ("linear", "expert_linear")
+"""The formulas of operators that quantisers quantise, apart from the head and routers."""
 FP8_BLOCK = "fp8-block"
 """The name of the format, by which a contract limits what it does to log-probs."""
 

@@ -180,6 +180,22 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(((a - b).abs() <= _EQUAL * b).all())
 
 
+def other_readings(stored: Stored) -> Iterator[tuple[str, torch.Tensor]]:
+    """(what was done, float32 [N, K]) of ways in which an engine misreads a quantised weight."""
+    scales, shape = stored.scales.float(), stored.values.shape
+    if (even := evenly_divided(stored)) is not None:
+        rows, columns = stored.block
+        yield (
+            "its engine divides the rows and the columns evenly by the number of scales, and "
+            f"the last blocks of {rows} x {columns} are smaller",
+            even,
+        )
+    values = stored.values.float()
+    rounded = spread(scales.bfloat16().float(), shape, stored.block)
+    yield "its engine rounds the scales to bfloat16", values * rounded
+    yield "its engine reads the values without their scales", values
+
+
 def evenly_divided(stored: Stored) -> torch.Tensor | None:
     """float32 [N, K]: the weight as code reads it that divides the rows and columns evenly by the
     number of scales, where the last block is smaller than the others; None if all have one size.

@@ -238,11 +238,25 @@ def test_live_weights_that_are_not_the_checkpoints_are_named(
 ) -> None:
     model = write_fp8(tmp_path / "fp8", MODEL)
     weights = live(model)
+    tensors = load_file(model / "model.safetensors")
+    values, scales = (
+        tensors[f"model.layers.2.mlp.up_proj.weight{end}"] for end in ("", "_scale_inv")
+    )
     weights["layers.1.up_proj"] = weights["layers.1.up_proj"] * 2
-    image, changed = told(trace(tmp_path / "rollout", model, weights), trained)
-    assert not image.stops
-    assert changed.stops
-    assert "are not the dequantised ones of its own checkpoint in 1 projection" in changed.detail
+    weights["layers.2.up_proj"] = dequantise(values, scales.bfloat16(), block=BLOCK)
+    weights["layers.3.up_proj"] = tensors["model.layers.3.mlp.up_proj.weight"].bfloat16()
+    assert not torch.equal(weights["layers.2.up_proj"], live(model)["layers.2.up_proj"])
+    changed = trace(tmp_path / "rollout", model, weights)
+    for other in (trained, trace(tmp_path / "train on fp8", model)):
+        said = [m.detail for m in told(changed, other) if m.stops]
+        start = "the rollout's live weights are not the dequantised ones of its own checkpoint in"
+        assert said == [
+            f"{start} 1 projection (layers.1.up_proj): they were changed after they were loaded, "
+            "or the checkpoint was",
+            f"{start} 1 projection (layers.2.up_proj): its engine rounds the scales to bfloat16",
+            f"{start} 1 projection (layers.3.up_proj): its engine reads the values without their "
+            "scales",
+        ]
 
 
 def test_blocks_that_an_engine_divided_evenly_are_named(tmp_path: Path, trained: Trace) -> None:
@@ -264,7 +278,9 @@ def test_blocks_that_an_engine_divided_evenly_are_named(tmp_path: Path, trained:
     image, divided = told(trace(tmp_path / "rollout", model, weights), trained)
     assert not image.stops
     assert divided.stops
-    assert "2 projections (layers.0.o_proj, layers.0.down_proj) by the scales of" in divided.detail
+    assert (
+        "2 projections (layers.0.o_proj, layers.0.down_proj): its engine divides" in divided.detail
+    )
 
 
 def test_without_the_other_checkpoint_the_weights_are_named(tmp_path: Path, trained: Trace) -> None:

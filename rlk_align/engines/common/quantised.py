@@ -8,15 +8,12 @@ from safetensors import safe_open
 
 from rlk_align.model.block_fp8 import dequantise
 from rlk_align.model.checkpoint import read_config, tensor_name
-from rlk_align.model.quantised import stored_format
+from rlk_align.model.quantised import PROJECTIONS, stored_format
 from rlk_align.model.shape import ModelShape
 from rlk_align.model.sites import model_sites, site_parameters
 from rlk_align.model.stored import StoredTensor, stored_tensors
 from rlk_align.trace.digest import digest_parameter
 from rlk_align.trace.schema import QuantisedRecord
-
-PROJECTIONS = ("linear", "expert_linear")
-"""The formulas of operators that quantisers quantise, apart from the head and routers."""
 
 
 def record_quantised(model: Path, shape: ModelShape, dtype: str) -> QuantisedRecord | None:
