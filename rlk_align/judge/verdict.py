@@ -312,10 +312,10 @@ def _quantisation(c: Comparison, contract: Contract) -> Iterator[str]:
         if not formats or edge.name not in c.judged:
             continue
         limits = [x.id for x in limits_of(edge, c, contract) if x.quantisation is not None]
-        judged = f"judged by {', '.join(limits)}" if limits else "not judged: no limit asks"
+        judged_by = ", ".join(limits) or "no limit of this contract"
         yield (
-            f"{edge.name}: the weights differ by quantisation ({', '.join(formats)}), which is "
-            f"reported and {judged}: mean |Δ| {edge.metrics.mean_abs_dlogp:.2g}, p99 "
+            f"{edge.name}: the sides differ by quantisation ({', '.join(formats)}), which "
+            f"{judged_by} judges: mean |Δ| {edge.metrics.mean_abs_dlogp:.2g}, p99 "
             f"{edge.metrics.p99_abs_dlogp:.2g}, k3 {edge.metrics.k3:.2g}; each side's operators "
             "are judged by its own stored weights"
         )
