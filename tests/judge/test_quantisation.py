@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from comparisons import comparison, contract, edge, metrics
+from comparisons import comparison, contract, edge, metrics, site
 from pydantic import ValidationError
 
 from rlk_align.judge.changes import changes
@@ -68,3 +68,17 @@ def test_a_limit_for_a_format_is_one_of_an_edge() -> None:
 def test_a_limit_that_is_moved_to_a_format_is_looser() -> None:
     (change,) = changes(contract(FP8 | {"quantisation": None}), contract(FP8))
     assert (change.kind, change.what) == ("loosened", "quantisation")
+
+
+def test_a_projection_with_other_weights_may_differ_where_its_inputs_are_equal() -> None:
+    """Also where its values were not kept, so that float64 could not judge it."""
+    limits = {"metric": "op_error", "atol": 0.1, "rtol": 0.0, "fail": 1.0}
+    for name, judged in (("layers.0.v_proj", False), ("layers.0.act", True), ("logits", True)):
+        off = site(name, differ=9, introduced=9, frontier=[(1.0, 0.2)], max_abs=0.2)
+        edges = [edge(which, sites=[off]) for which in BOTH]
+        found = comparison(*edges, judged=list(BOTH))
+        broken = {b.edge for b in judge(found, contract(USUAL, limits)).breaches}
+        assert broken == set(BOTH)
+        quantised = found.model_copy(update={"quantised": {"rollout": "fp8-block"}})
+        broken = {b.edge for b in judge(quantised, contract(USUAL, FP8, limits)).breaches}
+        assert broken == (set(BOTH) if judged else {"decode_vs_prefill"})
