@@ -90,6 +90,12 @@ def check_stored_format(spec: EngineSpec, model: Path, config: Mapping[str, Any]
         return
     if not spec.info.reads_fp8:
         raise refused(model, f"{stored}, which engine {spec.name!r} was never compared with")
+    if spec.option("lora") is not None:
+        raise BadOption(
+            f"engine {spec.name!r}: lora={spec.option('lora')} does not support weights stored as "
+            f"{stored}, which no test has compared",
+            "leave lora out",
+        )
     needed = spec.info.reads_fp8_with
     if needed and spec.option("kernels") != needed:
         raise ModelError(

@@ -47,8 +47,6 @@ class BlockFP8:
     """Whether config.json says that scales are powers of two, `scale_fmt: ue8m0`."""
     ignored: tuple[str, ...] = ()
     """The modules that config.json says are not quantised."""
-    key: str = _IGNORED[0]
-    """The key that lists them."""
 
     def __str__(self) -> str:
         scales = "powers of two" if self.powers_of_two else "float32 scales"
@@ -88,11 +86,11 @@ def stored_format(model: Path, config: Mapping[str, Any]) -> BlockFP8 | None:
         raise refused(model, "fp8 with one scale for each tensor, as config.json has no blocks")
     if not (isinstance(block, list) and len(block) == 2 and all(_is_size(n) for n in block)):
         raise ModelError(f"{model}/config.json: weight_block_size = {block!r}, not two sizes")
-    expected = {
+    expected: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "activation_scheme": (scheme, ("dynamic",)),
         "fmt": (settings.get("fmt"), ("e4m3", None)),
+        "scale_fmt": (settings.get("scale_fmt"), ("float", "ue8m0", None)),
     }
-    expected["scale_fmt"] = settings.get("scale_fmt"), ("float", "ue8m0", None)
     for key, (value, values) in expected.items():
         if value not in values:
             raise refused(model, f"fp8 with {key} = {value!r}")
@@ -100,9 +98,9 @@ def stored_format(model: Path, config: Mapping[str, Any]) -> BlockFP8 | None:
         raise refused(model, f"fp8 with {other[0]} = {settings[other[0]]!r}")
     if settings.get("modules_to_convert"):
         raise refused(model, f"fp8 with modules_to_convert = {settings['modules_to_convert']!r}")
-    key = next((k for k in _IGNORED if settings.get(k)), _IGNORED[0])
-    listed = tuple(str(entry) for entry in settings.get(key) or ())
-    return BlockFP8((block[0], block[1]), settings.get("scale_fmt") == "ue8m0", listed, key)
+    listed = next((settings[key] for key in _IGNORED if settings.get(key)), ())
+    ignored = tuple(str(entry) for entry in listed)
+    return BlockFP8((block[0], block[1]), settings.get("scale_fmt") == "ue8m0", ignored)
 
 
 def _is_size(n: object) -> bool:

@@ -187,9 +187,18 @@ def _checkpoint(path: str, folder: Path, kind: str, tensors: list[LazyTensor]) -
         if (near / "config.json").is_file():
             tied, shape = is_tied(read_config(near)), _shape(near)
             beside = beside_decoder(near, shape) if shape else ()
-            quantised = stored_format(near, read_config(near))
+            quantised = _quantised(near)
             return Location(path, kind, shape, tied, tensors, None, quantised, beside)
     return Location(path, kind, None, False, tensors)
+
+
+def _quantised(folder: Path) -> BlockFP8 | None:
+    """The format of quantised weights; None for one that is not read, whose stored tensors are
+    compared as they are."""
+    try:
+        return stored_format(folder, read_config(folder))
+    except ModelError:
+        return None
 
 
 def _is_projection(name: str) -> bool:

@@ -38,7 +38,7 @@ def test_blocks_of_fp8_are_read_as_deepseek_and_qwen_publish_them() -> None:
     assert qwen is not None
     assert qwen.ignored == ("lm_head", "model.layers.0.mlp.gate")
     listed = stored(USUAL | {"ignored_layers": ["lm_head"], "scale_fmt": "ue8m0"})
-    assert listed == BlockFP8((128, 128), True, ("lm_head",), "ignored_layers")
+    assert listed == BlockFP8((128, 128), True, ("lm_head",))
 
 
 @pytest.mark.parametrize(

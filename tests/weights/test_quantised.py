@@ -1,5 +1,6 @@
 """`rlk-align weights` where the synced side is stored in blocks of fp8."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rlk_align.weights.pipeline import compare_weights
 
 MODEL = data_path("model")
 BASE = tensors()
+WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture
@@ -91,6 +93,17 @@ def test_modules_that_a_substring_left_out_are_named(tmp_path: Path) -> None:
         tmp_path / "whole", MODEL, left_out=("mlp.gate",), modules_to_not_convert=listed
     )
     assert compared(MODEL, whole).status == "pass"
+
+
+def test_a_format_that_is_not_read_is_compared_as_it_is_stored(fp8: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    shutil.copytree(fp8, again)
+    for folder in (fp8, again):
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "fp8"}
+        (folder / "config.json").write_text(json.dumps(config))
+    report = compared(fp8, again)
+    assert report.counts["equal"] == len(report.findings) == len(load_file(fp8 / WEIGHTS))
 
 
 def test_blocks_of_fused_weights_are_refused(fp8: Path) -> None:
