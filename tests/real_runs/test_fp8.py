@@ -106,7 +106,7 @@ def test_a_contract_may_limit_what_quantisation_does(
     assert judged == (both if status == "fail" else set())
 
 
-@pytest.mark.parametrize("train", ["hf", "fsdp:dp=2", "fsdp:dp=2,mixed=0"])
+@pytest.mark.parametrize("train", ["hf", "fsdp:dp=2", "fsdp:dp=2,mixed=0", "deepspeed:dp=2"])
 def test_no_bit_differs_with_the_kernels(cli: Cli, folder: Path, train: str) -> None:
     how = f"{train}{',' if ':' in train else ':'}model={{fp8}},kernels=rlk"
     assert_equal(compared(cli, folder, KERNELS, how, "--contract", "bitwise"), 40)
