@@ -432,6 +432,10 @@ class Mismatch(Result):
     """Whether it stops the comparison unless the user allows it."""
 
 
+Quantisation = Literal["fp8-block"]
+"""A format of quantised weights: fp8 in blocks with a scale each."""
+
+
 class EngineRecord(Result):
     """The engine of one side."""
 
@@ -504,6 +508,8 @@ class Comparison(Result):
     casts: dict[SideName, str] = {}
     """Side -> the dtype to which its weights are the other side's, rounded; without sides whose
     weights are not rounded."""
+    quantised: dict[SideName, Quantisation] = {}
+    """Side -> the format of its weights, if they are quantised and differ from the other side's."""
     allowed: list[Kind]
     """Mismatches that the user allowed."""
     controls: Controls | None

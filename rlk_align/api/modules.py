@@ -138,7 +138,7 @@ def _checked(request: "CaptureRequest") -> "CheckedRequest":
     from rlk_align.capture.check import CheckedRequest
     from rlk_align.capture.key import engine_versions
     from rlk_align.engines.tested import untested
-    from rlk_align.model.tensors import check_not_quantized
+    from rlk_align.model.quantised import check_not_quantized
 
     spec, model = request.engine, resolve_model(request.model_path)
     shape, config = read_outline(model), read_config(model)

@@ -22,9 +22,10 @@ from rlk_align.model.adapter import CONFIG, AdapterFile, fitting_adapter
 from rlk_align.model.checkpoint import check_tokenizer, decoder, read_config, resolve_model
 from rlk_align.model.config_keys import check_settings
 from rlk_align.model.prompts import Prompt, Sample, TokenBatch, check_ids, refuse_long
+from rlk_align.model.quantised import refused, stored_format
 from rlk_align.model.shape import ModelShape, original_context, read_shape
 from rlk_align.model.sites import check_selection, model_sites
-from rlk_align.model.tensors import check_not_quantized, check_tensors
+from rlk_align.model.tensors import check_tensors
 from rlk_align.model.tokenise import fast_tokenizer, rendered, tokenise
 
 _CERTAINLY_LONG = 1.05
@@ -58,7 +59,7 @@ def check_request(request: CaptureRequest, sampling: bool) -> CheckedRequest:
         require_installed(spec.name)
     model = resolve_model(request.model_path)
     shape, config = read_shape(model), read_config(model)
-    check_not_quantized(model, config)
+    check_stored_format(spec, model, config)
     check_settings(model, config, shape.family.keys)
     check_trace_plan(request.trace, shape)
     if spec.option("lora") is not None:
@@ -79,6 +80,37 @@ def check_request(request: CaptureRequest, sampling: bool) -> CheckedRequest:
         context=shape.context - spec.info.spare_positions,
         new_tokens=request.max_new_tokens if sampling else 0,
     )
+
+
+def check_stored_format(spec: EngineSpec, model: Path, config: Mapping[str, Any]) -> None:
+    """Raises ModelError if the weights are quantised in a format that is not read, or in one that
+    the engine does not compute with."""
+    stored = stored_format(model, config)
+    if stored is None:
+        return
+    if not spec.info.reads_fp8:
+        raise refused(model, f"{stored}, which engine {spec.name!r} was never compared with")
+    if spec.option("lora") is not None:
+        raise BadOption(
+            f"engine {spec.name!r}: lora={spec.option('lora')} does not support weights stored as "
+            f"{stored}, which no test has compared",
+            "leave lora out",
+        )
+    needed = spec.info.reads_fp8_with
+    if needed and spec.option("kernels") != needed:
+        raise ModelError(
+            f"engine {spec.name!r} with kernels={spec.option('kernels')} does not support weights "
+            f"stored as {stored}: vLLM's own products of fp8 need a GPU, or a processor with AMX, "
+            "and were never compared",
+            f"add kernels={needed}, which computes with the dequantised weights, or use engine "
+            "'hf', which does so too",
+        )
+    if _several_own_ranks(spec):
+        raise BadOption(
+            f"engine {spec.name!r}: {spec.info.own_ranks}={spec.option(spec.info.own_ranks)} does "
+            f"not support weights stored as {stored}: slices of blocks are not read",
+            f"leave {spec.info.own_ranks} out",
+        )
 
 
 def check_lora(spec: EngineSpec, adapter: AdapterFile) -> None:

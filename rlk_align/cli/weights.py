@@ -35,9 +35,10 @@ def weights(
     Reads safetensors, distributed checkpoints of FSDP and Megatron, DeepSpeed's
     checkpoints, and the weights that a capture recorded of a live engine; none of
     them is unpickled. Each parameter is equal,
-    cast (B is A rounded to its dtype), merged (with the adapter), stale (from
-    an earlier step), missing, or other. Exit code 0 where all are equal, cast or
-    merged; 1 where one is stale, missing or other; 4 where nothing is comparable.
+    cast (B is A rounded to its dtype), merged (with the adapter), quantised (B is
+    A in blocks of fp8, bit by bit), stale (from an earlier step), missing, or
+    other. Exit code 0 where all are equal, cast, merged or quantised; 1 where one
+    is stale, missing or other; 4 where nothing is comparable.
     """
     outputs = parse_outputs(output, ("json",))
     from rlk_align.weights.pipeline import compare_weights

@@ -13,6 +13,7 @@ from rlk_align.compare.edge_rows import NO_ROWS, rows_table
 from rlk_align.compare.expert_choice import Routers
 from rlk_align.compare.metrics import edge_metrics
 from rlk_align.compare.parity import check_parity
+from rlk_align.compare.parity_quantised import quantised_sides
 from rlk_align.compare.parity_weights import cast_sides
 from rlk_align.model.dtypes import lower_precision
 from rlk_align.model.edges import EDGE_ENDS, passes_for
@@ -82,6 +83,7 @@ def measure(
         engines={s: engine_record(t) for s, t in sides.items()},
         mismatches=mismatches,
         casts=cast_sides(rollout, train),
+        quantised=quantised_sides(rollout, train),
         allowed=list(allowed),
         controls=controls,
         edges=edges,

@@ -13,6 +13,7 @@ import numpy as np
 from rlk_align.compare.own_value import round_to_own_value
 from rlk_align.compare.parity_adapter import NAME, check_adapters
 from rlk_align.compare.parity_merge import explain_merges
+from rlk_align.compare.parity_quantised import explain_quantised
 from rlk_align.compare.parity_weights import check_weights
 from rlk_align.model.sites import RowIndex
 from rlk_align.results import Mismatch, SideName
@@ -49,7 +50,8 @@ def check_parity(rollout: Trace, train: Trace) -> list[Mismatch]:
 
 def _weights(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
     """Parameters and LoRA adapters that differ; an adapter may also be in the weights."""
-    weights = explain_merges(check_weights(rollout, train), rollout, train)
+    differ = explain_quantised(check_weights(rollout, train), rollout, train)
+    weights = explain_merges(differ, rollout, train)
     yield from weights
     adapters = [trace.record.adapter for _, trace in _sides(rollout, train)]
     known = [adapter for adapter in adapters if adapter is not None]

@@ -80,6 +80,11 @@ class EngineInfo:
     """The package that it needs for an adapter; empty if it needs none."""
     largest_lora_rank: int = 0
     """The largest rank of an adapter that it supports; 0 for any."""
+    reads_fp8: bool = False
+    """Whether it computes with the dequantised weights of a checkpoint of fp8 in blocks, if its
+    `reads_fp8_with` says nothing else."""
+    reads_fp8_with: str = ""
+    """The value of `kernels` that it needs for such a checkpoint; empty if it needs none."""
     takes_decoder: bool = False
     """Whether it runs the decoder of a checkpoint that also sees images."""
     rounds_with: str = ""

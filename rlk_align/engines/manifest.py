@@ -11,6 +11,7 @@ import torch
 
 from rlk_align.engines.base import Engine
 from rlk_align.engines.common.parameters import ParameterRecord
+from rlk_align.engines.common.quantised import record_quantised
 from rlk_align.engines.known_faults import known_faults
 from rlk_align.engines.process.job import Job
 from rlk_align.engines.process.versions import versions
@@ -47,6 +48,7 @@ def write_manifest(job: Job, engine: Engine, prompt_ids: dict[str, list[int]]) -
         stages=engine.stages(),
         experts=experts,
         adapter=adapter,
+        quantised=record_quantised(job.model, engine.shape, engine.dtype()),
         prompt_ids=prompt_ids,
     )
     save_record(record, job.folder / "trace.json")

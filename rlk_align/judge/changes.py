@@ -96,8 +96,9 @@ def _limit(a: Limit, b: Limit) -> Iterator[Change]:
             yield from _higher_is_looser(a.id, f"fail at {tokens:,} tokens", old, new)
     for name in ("edges", "dtypes", "op_classes", "sites"):
         yield from _narrower_is_looser(a.id, name, getattr(a, name), getattr(b, name))
-    if a.metric != b.metric:
-        yield _differs("loosened", a.id, "metric", a.metric, b.metric)
+    for name in ("metric", "quantisation"):
+        if getattr(a, name) != getattr(b, name):
+            yield _differs("loosened", a.id, name, getattr(a, name), getattr(b, name))
 
 
 def _budget(a: Budget, b: Budget) -> Iterator[Change]:

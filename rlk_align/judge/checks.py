@@ -8,11 +8,13 @@ from typing import Any, Literal
 from rlk_align.errors import ContractError
 from rlk_align.judge.budgets import bounds_of, budget_of
 from rlk_align.judge.contract import LAW_METRICS, STATISTICS, Contract, Limit, Waiver
+from rlk_align.model.operators import OPERATORS
 from rlk_align.noise import excess
 from rlk_align.results import (
     Comparison,
     EdgeMetrics,
     EdgeResult,
+    Quantisation,
     RefereedUnit,
     Result,
     SideName,
@@ -92,11 +94,30 @@ def check_edge(edge: EdgeResult, c: Comparison, contract: Contract) -> list[Limi
     names sites that the edge lacks, or where the contract limits some of its operators but not
     all."""
     metrics = judged_metrics(edge, c, contract)
-    limits = [x for x in contract.limits_for(c.dtype) if x.judges(edge.name, metrics.tokens)]
+    limits = [x for x in limits_of(edge, c, contract) if x.judges(edge.name, metrics.tokens)]
     _check_covered(edge, limits, contract)
     of_operators = _of_operators(edge, c, contract)
-    of_edge = _of_edge(edge, metrics, limits, _refereed(edge, c, contract))
+    other = QUANTISED_OPERATORS if quantised_between(edge, c) else frozenset()
+    of_edge = _of_edge(edge, metrics, limits, _refereed(edge, c, contract), other)
     return [*of_edge, *of_operators, *_of_routers(edge, contract)]
+
+
+def limits_of(edge: EdgeResult, c: Comparison, contract: Contract) -> list[Limit]:
+    """Returns the limits that apply to an edge. Between sides whose weights differ because some are
+    quantised, these are the limits on log-probs for that format."""
+    return contract.limits_for(c.dtype, quantised_between(edge, c))
+
+
+QUANTISED_OPERATORS = frozenset(
+    o.site for o in OPERATORS.values() if o.formula in ("linear", "expert_linear")
+) - {"logits"}
+"""The operators whose weights a checkpoint may quantise."""
+
+
+def quantised_between(edge: EdgeResult, c: Comparison) -> list[Quantisation]:
+    """Returns the formats of the weights that differ between the ends of an edge because they are
+    quantised; one side has the same weights in all its passes."""
+    return [] if edge.name == "decode_vs_prefill" else sorted(set(c.quantised.values()))
 
 
 def _refereed(edge: EdgeResult, c: Comparison, contract: Contract) -> set[str]:
@@ -136,9 +157,14 @@ def check_operators(
 
 
 def _of_edge(
-    edge: EdgeResult, metrics: EdgeMetrics, limits: list[Limit], refereed: set[str]
+    edge: EdgeResult,
+    metrics: EdgeMetrics,
+    limits: list[Limit],
+    refereed: set[str],
+    other_weights: frozenset[str],
 ) -> Iterator[LimitCheck]:
-    """`refereed`: the sites that budgets judge on both sides."""
+    """`refereed`: the sites that budgets judge on both sides; `other_weights`: the operators that
+    have other weights on the two sides, whose outputs differ where their inputs are equal."""
     for site in edge.sites:
         value = float(site.nonfinite)
         yield _of_site(site, edge, limit="finite", metric="nonfinite", value=value, fail=0.0)
@@ -154,6 +180,8 @@ def _of_edge(
         if limit.of_site:
             for site in edge.sites:
                 if limit.unrefereed and site.site in refereed:
+                    continue
+                if limit.metric == "op_error" and site.op in other_weights:
                     continue
                 if limit.covers(site.site, site.op_class):
                     yield _of_site(site, edge, value=_site_value(limit, site), **bounds)

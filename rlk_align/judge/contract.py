@@ -24,7 +24,7 @@ Tolerances live in these files only.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import date
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StringConstraints, model_validator
 
 from rlk_align.model.operators import OPERATORS, OpClass
-from rlk_align.results import EdgeName
+from rlk_align.results import EdgeName, Quantisation
 from rlk_align.tail import Tail, TailLimit
 
 RawMetric = Literal[
@@ -103,6 +103,10 @@ class Limit(TailLimit, BaseModel):
     unrefereed: bool = False
     """For `op_error`: whether the limit applies only where a side's operator could not be
     recomputed in float64, so that no budget judges it."""
+    quantisation: Quantisation | None = None
+    """For an edge's metric: the limit applies between the two sides if the weights of one or both
+    are in this format and differ from the other's, in place of all limits on log-probs without
+    it."""
     healthy: Bound | None = None
     """The largest value that was measured on healthy pairs."""
     why: Words
@@ -137,6 +141,8 @@ class Limit(TailLimit, BaseModel):
             raise ValueError(f"limit {self.id!r}: only a maximum has a tail")
         if (self.floor is not None) != (self.metric == "excess"):
             raise ValueError(f"limit {self.id!r}: a floor belongs to excess, and only there")
+        if self.quantisation is not None and self.of_site:
+            raise ValueError(f"limit {self.id!r}: quantisation belongs to an edge's metric")
         if self.unrefereed and self.metric != "op_error":
             raise ValueError(f"limit {self.id!r}: unrefereed belongs to op_error")
         return self
@@ -344,9 +350,13 @@ class Contract(BaseModel):
             if of_operators and op_class != "logprob" and not limited:
                 yield site, f"a limit of op_error that covers the class {op_class}"
 
-    def limits_for(self, dtype: str) -> list[Limit]:
-        """Returns the limits that apply to a comparison in that dtype."""
-        return [x for x in self.limits if x.dtypes is None or dtype in x.dtypes]
+    def limits_for(self, dtype: str, quantised: Collection[Quantisation] = ()) -> list[Limit]:
+        """Returns the limits that apply to an edge in that dtype; `quantised`: the formats of
+        weights that differ between its ends for that reason."""
+        limits = [x for x in self.limits if x.dtypes is None or dtype in x.dtypes]
+        if not quantised:
+            return [x for x in limits if x.quantisation is None]
+        return [x for x in limits if x.of_site or x.quantisation in quantised]
 
     @model_validator(mode="after")
     def _whole(self) -> "Contract":

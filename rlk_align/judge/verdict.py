@@ -6,7 +6,14 @@ from typing import Literal, TypeVar
 
 from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS
 from rlk_align.judge.budgets import budget_of
-from rlk_align.judge.checks import LimitCheck, check_edge, judged_metrics, mark_alike
+from rlk_align.judge.checks import (
+    LimitCheck,
+    check_edge,
+    judged_metrics,
+    limits_of,
+    mark_alike,
+    quantised_between,
+)
 from rlk_align.judge.contract import LAW_METRICS, Contract
 from rlk_align.judge.load import default_contract, load_contract
 from rlk_align.judge.waivers import WaiverUse, today, waive
@@ -139,13 +146,14 @@ _SIDES = {"rollout": "rollout", "train": "training"}
 def parity(comparison: Comparison, kind: str) -> str:
     """Returns `equal`, `mismatch` or `mismatch allowed`; or, for weights that one side holds
     rounded, e.g. `cast to bfloat16 on the rollout side`, and for weights with an adapter merged
-    into them, e.g. `merged on the rollout side`."""
+    into them or that are quantised, e.g. `merged on the rollout side`."""
     if not any(m.kind == kind and m.stops for m in comparison.mismatches):
         sides = (("rollout", "rollout"), ("training", "train"))
         explained = [m for m in comparison.mismatches if m.kind == kind == "weights"]
-        merged = [who for who, s in sides if any(getattr(m, s) == "merged" for m in explained)]
-        if merged:
-            return f"merged on the {' and the '.join(merged)} side"
+        for state in ("merged", "quantised"):
+            having = [who for who, s in sides if any(getattr(m, s) == state for m in explained)]
+            if having:
+                return f"{state} on the {' and the '.join(having)} side"
         casts = comparison.casts.items() if kind == "weights" else ()
         words = [f"to {dtype} on the {_SIDES[side]} side" for side, dtype in casts]
         return f"cast {' and '.join(words)}" if words else "equal"
@@ -175,9 +183,10 @@ def doubts_of(c: Comparison, contract: Contract) -> list[str]:
         doubts.append(f"coverage: {paired} of {expected} rows paired")
     for edge in c.edges:
         if edge.name in c.judged:
-            limits = contract.limits_for(c.dtype)
+            limits = limits_of(edge, c, contract)
             tokens = judged_metrics(edge, c, contract).tokens
-            if not any(limit.judges(edge.name, tokens) for limit in limits):
+            by_operator = bool(contract.budgets) and bool(quantised_between(edge, c))
+            if not by_operator and not any(limit.judges(edge.name, tokens) for limit in limits):
                 doubts.append(
                     f"contract {contract.id} applies no limit to {edge.name}, which has {tokens} "
                     "sampled tokens"
@@ -203,7 +212,7 @@ def _no_law(edge: EdgeResult, c: Comparison, contract: Contract) -> Iterator[str
     """Yields a doubt where the contract limits the noise of tokens, but the run has no such
     figures."""
     judged = judged_metrics(edge, c, contract)
-    asked = [x for x in contract.limits_for(c.dtype) if x.metric in LAW_METRICS]
+    asked = [x for x in limits_of(edge, c, contract) if x.metric in LAW_METRICS]
     if judged.noise is None and any(x.judges(edge.name, judged.tokens) for x in asked):
         yield (
             f"{edge.name}: the run does not hold {asked[0].metric}, which contract {contract.id} "
@@ -259,6 +268,7 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
             f"responses of up to {c.longest_response:,} tokens: the limits were chosen for "
             f"{contract.sequences.tokens:,}, and drift adds up along a sequence"
         )
+    notes += _quantisation(c, contract)
     notes += _excluded_flips(c, contract)
     notes += _skipped_limits(c, contract)
     unrefereed = [u for u in c.referee if u.errors is None]
@@ -294,6 +304,23 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
     return notes
 
 
+def _quantisation(c: Comparison, contract: Contract) -> Iterator[str]:
+    """Yields a note for each edge between sides that differ by their quantised weights, with what
+    these do to log-probs."""
+    for edge in c.edges:
+        formats = quantised_between(edge, c)
+        if not formats or edge.name not in c.judged:
+            continue
+        limits = [x.id for x in limits_of(edge, c, contract) if x.quantisation is not None]
+        judged_by = ", ".join(limits) or "no limit of this contract"
+        yield (
+            f"{edge.name}: the sides differ by quantisation ({', '.join(formats)}), which "
+            f"{judged_by} judges: mean |Δ| {edge.metrics.mean_abs_dlogp:.2g}, p99 "
+            f"{edge.metrics.p99_abs_dlogp:.2g}, k3 {edge.metrics.k3:.2g}; each side's operators "
+            "are judged by its own stored weights"
+        )
+
+
 def _excluded_flips(c: Comparison, contract: Contract) -> Iterator[str]:
     """Yields a note for each edge whose limits on log-probs exclude flipped tokens."""
     for edge in c.edges:
@@ -310,7 +337,7 @@ def _excluded_flips(c: Comparison, contract: Contract) -> Iterator[str]:
 def _skipped_limits(c: Comparison, contract: Contract) -> Iterator[str]:
     """Yields a note for each edge with limits that need more tokens than it has."""
     for edge in c.edges:
-        limits = contract.limits_for(c.dtype) if edge.name in c.judged else []
+        limits = limits_of(edge, c, contract) if edge.name in c.judged else []
         tokens = judged_metrics(edge, c, contract).tokens
         short = [x for x in limits if tokens < x.min_tokens]
         short = [x for x in short if x.judges(edge.name, x.min_tokens)]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from rlk_align.judge.budgets import bounds_of, budget_of, exceeded
+from rlk_align.judge.checks import QUANTISED_OPERATORS, quantised_between
 from rlk_align.judge.contract import Contract
 from rlk_align.judge.verdict import Verdict, parity
 from rlk_align.results import EdgeResult, ErrorPattern, RefereedUnit, RoundingErrors
@@ -43,6 +44,12 @@ def why_legitimate(verdict: Verdict, edge: EdgeResult, site: str) -> str:
         return ""
     figures = " and ".join(f"{side} by {value:.2g} roundings" for side, value in rms.items())
     most = " and ".join(allowed if len(set(allowed)) > 1 else allowed[:1])
+    of_weights = site.rpartition(".")[2] in QUANTISED_OPERATORS
+    if of_weights and quantised_between(edge, verdict.comparison):
+        return (
+            f"quantisation: against float64 with its own weights {figures}, where {most} are "
+            "allowed"
+        )
     return f"legitimate rounding: against float64 {figures}, where {most} are allowed"
 
 

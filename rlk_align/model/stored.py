@@ -11,8 +11,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rlk_align.errors import ModelError
-from rlk_align.model.checkpoint import tensor_name, weight_files
+from rlk_align.model.checkpoint import read_config, tensor_name, weight_files
 from rlk_align.model.dtypes import DTYPES, SAFETENSORS_DTYPES
+from rlk_align.model.quantised import E4M3, SCALE, stored_format
 from rlk_align.model.vision import decoder_tensor
 
 STORED_DTYPES = {stored: name for stored, name in SAFETENSORS_DTYPES.items() if name in DTYPES}
@@ -64,15 +65,36 @@ class StoredTensor:
     """The distance between its rows in that entry."""
     transposed: bool = False
     """Whether that entry has them as columns."""
+    scales: "StoredTensor | None" = None
+    """The scales of its blocks, if it is a matrix of fp8 in blocks."""
+    block: tuple[int, int] = (0, 0)
+    """The rows and the columns of a block."""
 
     def read(self, file: Any) -> Any:
-        """The whole tensor; `file`: its file, as `safe_open` returns it."""
+        """The whole tensor; `file`: its file, as `safe_open` returns it. Blocks of fp8 are
+        dequantised to float32. Raises OSError or SafetensorError for a damaged file of scales."""
+        if self.scales is not None:
+            from rlk_align.model.block_fp8 import dequantise
+
+            return dequantise(*self.quantised(file), self.block)
         if self.expert is None and not self.fused:
             return file.get_tensor(self.name)
         return self.part(file, 0, 0, self.shape[0])
 
+    def quantised(self, file: Any) -> tuple[Any, Any]:
+        """The values and the scales of blocks of fp8, as they are stored."""
+        from safetensors import safe_open
+
+        assert self.scales is not None
+        values = file.get_tensor(self.name)
+        with safe_open(self.scales.file, framework="pt") as of_scales:
+            return values, of_scales.get_tensor(self.scales.name)
+
     def part(self, file: Any, dim: int, start: int, stop: int) -> Any:
         """The tensor from `start` to `stop` along its first or second dimension."""
+        if self.scales is not None:
+            whole = self.read(file)
+            return whole[start:stop] if dim == 0 else whole[:, start:stop]
         if self.rows:
             whole = file.get_tensor(self.name)[list(self.rows)]
             return whole[start:stop] if dim == 0 else whole[:, start:stop]
@@ -99,10 +121,13 @@ def stored_tensors(
 ) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint's files by their names in the decoder. A stack is split into its
     experts, and a fused tensor into its operators. `modules`: as for `tensor_name`; `fused`:
-    `ModelShape.fused_rows`. Raises ModelError."""
+    `ModelShape.fused_rows`. Scales of fp8 in blocks belong to their weights. Raises ModelError."""
     found: dict[str, StoredTensor] = {}
-    for whole in _tensors(model):
+    for whole in _with_scales(model, _tensors(model)):
         name = decoder_tensor(whole.name)
+        if whole.scales is not None:
+            found[name] = whole
+            continue
         parts = dict(_experts(name, whole, modules, stacks))
         found |= parts or dict(_unfused(name, whole, modules, fused)) or {name: whole}
     return found
@@ -127,6 +152,34 @@ def file_tensors(path: Path) -> list[StoredTensor]:
 
 def _tensors(model: Path) -> list[StoredTensor]:
     return [tensor for path in weight_files(model) for tensor in file_tensors(path)]
+
+
+def _with_scales(model: Path, tensors: list[StoredTensor]) -> list[StoredTensor]:
+    """The tensors, in which a matrix of fp8 has its scales; only unpaired scales stay. Raises
+    ModelError if the scales are those of other blocks than config.json states."""
+    scales = {t.name.removesuffix(SCALE): t for t in tensors if t.name.endswith(SCALE)}
+    stored = stored_format(model, read_config(model)) if scales else None
+    if stored is None:
+        return tensors
+    paired = {t.name for t in tensors if t.dtype == E4M3 and t.name in scales}
+    found = []
+    for tensor in tensors:
+        if tensor.name in paired:
+            of = scales[tensor.name]
+            wanted = tuple(-(-n // b) for n, b in zip(tensor.shape, stored.block, strict=True))
+            if of.shape != wanted:
+                raise ModelError(
+                    f"{model}: {of.name} has {list(of.shape)} scales, and {list(tensor.shape)} in "
+                    f"blocks of {stored.block[0]} x {stored.block[1]} has {list(wanted)}",
+                    "the weights were quantised in other blocks than config.json states by "
+                    "weight_block_size: correct it, or quantise again",
+                )
+            if of.dtype not in STORED_DTYPES:
+                raise ModelError(f"{model}: {of.name} is stored as {of.dtype}: not supported")
+            found.append(replace(tensor, scales=of, block=stored.block))
+        elif tensor.name.removesuffix(SCALE) not in paired:
+            found.append(tensor)
+    return found
 
 
 def stored_dtype(model: Path) -> str | None:

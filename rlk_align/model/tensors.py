@@ -9,18 +9,16 @@ them. A tied head may be missing, and must equal the embedding if it is stored. 
 checkpoints have other tensors, and are refused.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import decoder, read_config, tensor_name
+from rlk_align.model.quantised import E4M3, refused
 from rlk_align.model.shape import ModelShape, is_tied, predictor_layers
 from rlk_align.model.sites import model_sites, site_parameters
 from rlk_align.model.stored import STORED_DTYPES, StoredTensor, stored_tensors
 
-_QUANTIZED = ("quantization_config", "compression_config")
-"""The keys of config.json for quantized weights."""
 _MAX_NAMED = 4
 """The largest number of tensors of a kind that an error lists; the others are counted."""
 
@@ -48,8 +46,9 @@ def biased_operators(config: dict, shape: ModelShape) -> frozenset[str]:
 
 
 def check_tensors(model: Path, shape: ModelShape) -> None:
-    """Raises ModelError for tensors that are missing, unexpected, of another shape, or quantized,
-    and for a tied head that is stored and differs from the embedding."""
+    """Raises ModelError for tensors that are missing, unexpected, of another shape, or quantised
+    in a format that is not read, and for a tied head that is stored and differs from the
+    embedding."""
     config = read_config(model)
     expected = expected_tensors(config, shape)
     stored = stored_tensors(model, shape.family.modules, shape.fused_rows, shape.family.stacks)
@@ -97,42 +96,16 @@ def beside_decoder(model: Path, shape: ModelShape) -> tuple[str, ...]:
     return starts + (alone.images if alone else ())
 
 
-def check_not_quantized(model: Path, config: Mapping[str, Any]) -> None:
-    """Raises ModelError if config.json says that the weights are quantized."""
-    settings = next((config[key] for key in _QUANTIZED if config.get(key) is not None), None)
-    if settings is None:
-        return
-    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
-    why = f"config.json states quantization by {method or repr(settings)}"
-    raise _quantized(model, why, str(method))
-
-
 def _check_dtypes(model: Path, tensors: Sequence[StoredTensor]) -> None:
     """Raises ModelError if weights are stored in a dtype that no engine computes in."""
-    foreign = {t.name: t.dtype for t in tensors if t.dtype not in STORED_DTYPES}
+    foreign = {
+        t.name: t.dtype for t in tensors if t.dtype not in STORED_DTYPES and t.scales is None
+    }
     if foreign:
         name, dtype = next(iter(foreign.items()))
-        raise _quantized(model, f"{name} is stored as {dtype}, one of {len(foreign):,} such")
-
-
-_UNQUANTIZED = {
-    "mxfp4": "transformers writes it in bf16: from_pretrained(MODEL, dtype='bfloat16', "
-    "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(FOLDER, "
-    "save_original_format=False), without which it loses experts; compare that folder",
-}
-"""A method of quantization -> the remedy, for checkpoints that are published in no other form."""
-
-
-def _quantized(model: Path, why: str, method: str = "") -> ModelError:
-    usual = (
-        "name the checkpoint before quantization; patch=module:function in an engine's spec can "
-        "quantize its weights after they are loaded"
-    )
-    return ModelError(
-        f"{model}: its weights are quantized ({why}), and quantized weights are not supported: "
-        "operators are recorded and recomputed with weights in bf16, fp16 or fp32",
-        _UNQUANTIZED.get(method, usual),
-    )
+        lacks = ", without a weight_scale_inv" if dtype == E4M3 else ""
+        what = f"{name} is stored as {dtype}{lacks}, one of {len(foreign):,} such"
+        raise refused(model, what)
 
 
 def _list(names: list[str]) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlk_align.judge.checks import LimitCheck
+from rlk_align.judge.checks import LimitCheck, quantised_between
 from rlk_align.judge.verdict import OverBudget, Verdict, cause_of, headline, over_budget
 from rlk_align.judge.wording import how_off, why_legitimate
 from rlk_align.results import (
@@ -82,7 +82,8 @@ def _first_difference(verdict: Verdict, edge: EdgeResult, over: list[OverBudget]
     if first is not None and first.site == site:
         return f"The sides first differ at {site}, which is over its budget."
     if first is not None:
-        how = ", by legitimate rounding" if why_legitimate(verdict, edge, first.site) else ""
+        why, _, _ = why_legitimate(verdict, edge, first.site).partition(":")
+        how = f", by {'legitimate rounding' if why == 'legitimate' else why}" if why else ""
         return f"The sides differ earlier, first at {first.site}{how}."
     differ = sum(bool(s.differ) for s in edge.sites)
     return (
@@ -271,9 +272,10 @@ def _finding(verdict: Verdict, edge: EdgeResult) -> str:
     else:
         text = f"The sides first differ at {first_difference.site}."
         if c.referee and verdict.contract.budgets:
+            more = "quantisation, " if quantised_between(edge, c) else ""
             text = (
                 "No operator that was recomputed is further from exact than its rounding explains: "
-                "rounding and the order of sums add up, "
+                f"{more}rounding and the order of sums add up, "
                 f"first at {first_difference.site}."
             )
         legitimate = why_legitimate(verdict, edge, first_difference.site)

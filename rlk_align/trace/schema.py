@@ -7,7 +7,7 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 from pydantic import Field
 
 from rlk_align.model.shape import ModelShape
-from rlk_align.results import Cell, CodePlace, GraphReplays
+from rlk_align.results import Cell, CodePlace, GraphReplays, Quantisation
 from rlk_align.trace.checksums import CHECKSUMS, Checksums, FileRecord, check_files, read_checksums
 from rlk_align.trace.records import Record, load_record
 
@@ -233,6 +233,30 @@ class LoraRecord(Record):
     """What merged the adapter into the weights; empty if it is applied beside them."""
 
 
+class QuantisedRecord(Record):
+    """The stored weights of an engine's checkpoint, if some of them are quantised."""
+
+    name: Quantisation = "fp8-block"
+    format: str
+    """In words, e.g. `fp8 e4m3 in blocks of 128 x 128, float32 scales`."""
+    block: tuple[int, int]
+    """The rows and the columns of a block."""
+    powers_of_two: bool
+    """Whether config.json says that scales are powers of two."""
+    ignored: list[str]
+    """The modules that config.json says are not quantised."""
+    weights: dict[str, tuple[str, str, str]]
+    """Parameter -> the digests of its values, of its scales, and of the weight that they stand for,
+    dequantised and rounded to the engine's dtype."""
+    unquantised: list[str]
+    """The parameters of projections that are not quantised."""
+    left_out: dict[str, str]
+    """Those among them that config.json does not list -> the entry of its list that is a part of
+    their name; empty if there is none."""
+    listed: list[str]
+    """The quantised parameters that config.json lists as not quantised."""
+
+
 class TraceRecord(Record):
     """trace.json."""
 
@@ -261,6 +285,8 @@ class TraceRecord(Record):
     """The ranks that have each expert; empty if all ranks have all experts."""
     adapter: LoraRecord | None = None
     """The LoRA adapter that the engine computes with; None without one."""
+    quantised: QuantisedRecord | None = None
+    """The stored weights, if some of them are quantised."""
     prompt_ids: dict[str, list[int]]
     """Prompt id -> the token ids of its text by this side's tokenizer."""
 

@@ -21,7 +21,9 @@ from rlk_align.weights.adapter import Adapter, LowRank, Merge, ways
 from rlk_align.weights.findings import Finding, ParameterState, Status, WeightsReport
 from rlk_align.weights.holder import WeightHolder
 from rlk_align.weights.lazy import DTYPES
-from rlk_align.weights.parameter import Parameter, RecordedParameter
+from rlk_align.weights.parameter import Parameter, QuantisedParameter, RecordedParameter
+from rlk_align.weights.quantiser import origin_of
+from rlk_align.weights.quantiser_words import why_left_out, words_of
 from rlk_align.weights.unmerged import suspected, unmerged_once
 
 _SIDES = Sides("A", "B", "A's")
@@ -85,6 +87,11 @@ class Comparer:
         if ranks := _other_copies(b):
             return self._copies(a, b, ranks)
         rounding = _rounding(a, b)
+        if self._left_out(b.name):
+            detail = f"B does not quantise it; {why_left_out(self.b.left_out[b.name])}"
+            return _finding(a, b, "other", detail, digested=False)
+        if rounding is None and isinstance(b, QuantisedParameter):
+            return self._quantised(a, b)
         if rounding is None:
             return self._explained(a, b)
         if self._lacks_adapter(a, b):
@@ -93,6 +100,30 @@ class Comparer:
         if rounding:
             return _finding(a, b, "cast", rounding, digested=False)
         return _finding(a, b, "equal", digested=False)
+
+    def _left_out(self, name: str) -> bool:
+        """Whether B should have quantised a parameter that A has not quantised either."""
+        return name in self.b.left_out and not isinstance(
+            self.a.parameters[name], QuantisedParameter
+        )
+
+    def _quantised(self, a: Parameter, b: QuantisedParameter) -> Finding:
+        """A parameter that B stores in blocks of fp8."""
+        weight, stored = a.value(), b.quantised()
+        if weight is None:
+            return _finding(a, b, "other", "it is not the dequantised weight of A's engine")
+        origin = origin_of(stored, weight)
+        if origin.kind == "image":
+            way = f", computed as {origin.way}" if origin.way else ""
+            detail = f"{b.stored}: the quantiser's image of A{way}"
+            return _finding(a, b, "quantised", detail, digested=False)
+        for earlier in self.earlier:
+            old = earlier.holder.parameters.get(b.name)
+            value = None if old is None or old.shape != b.shape else old.value()
+            if value is not None and origin_of(stored, value).kind == "image":
+                detail = f"the quantiser's image of {earlier.step}"
+                return _finding(a, b, "stale", detail, step=earlier.step)
+        return _finding(a, b, "other", f"{b.stored}: {words_of(origin.kind, {b.name: origin})}")
 
     def _lacks_adapter(self, a: Parameter, b: Parameter) -> bool:
         """Whether B equals A, although every way of merging the adapter would change A."""

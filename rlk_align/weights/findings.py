@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS
 
-Status = Literal["equal", "cast", "merged", "unmerged", "stale", "missing", "other"]
+Status = Literal["equal", "cast", "merged", "quantised", "unmerged", "stale", "missing", "other"]
 Outcome = Literal["pass", "fail", "inconclusive"]
 STATUSES: tuple[Status, ...] = (
-    "equal", "cast", "merged", "unmerged", "stale", "missing", "other"
+    "equal", "cast", "merged", "quantised", "unmerged", "stale", "missing", "other"
 )  # fmt: skip
-EXPECTED: tuple[Status, ...] = ("equal", "cast", "merged")
+EXPECTED: tuple[Status, ...] = ("equal", "cast", "merged", "quantised")
 """The statuses after a synchronisation that works."""
 
 

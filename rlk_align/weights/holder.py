@@ -1,11 +1,13 @@
 """The holders of weights: a checkpoint's folder or file, or the run of a live engine."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rlk_align.errors import ModelError, UsageError
 from rlk_align.model.checkpoint import read_config, resolve_model, weight_files
+from rlk_align.model.operators import OPERATORS
+from rlk_align.model.quantised import PROJECTIONS, SCALE, BlockFP8, stored_format
 from rlk_align.model.shape import ModelShape, is_tied, read_shape
 from rlk_align.model.tensors import beside_decoder
 from rlk_align.model.vision import decoder_tensor
@@ -14,8 +16,13 @@ from rlk_align.trace.run import Role, Run
 from rlk_align.weights.dcp import METADATA, read_dcp
 from rlk_align.weights.deepspeed import deepspeed_folder, read_deepspeed
 from rlk_align.weights.lazy import LazyTensor
-from rlk_align.weights.naming import pieces
-from rlk_align.weights.parameter import Parameter, RecordedParameter, StoredParameter
+from rlk_align.weights.naming import Piece, pieces
+from rlk_align.weights.parameter import (
+    Parameter,
+    QuantisedParameter,
+    RecordedParameter,
+    StoredParameter,
+)
 from rlk_align.weights.safetensors import read_safetensors
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "mp_rank_*/*.pt")
@@ -34,6 +41,9 @@ class WeightHolder:
     """Whether its config ties the head to the embedding."""
     head_dim: int = 0
     """The number of features of an attention head; 0 if the model's shape is unknown."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Its projections that are not quantised although others are, and config.json does not list
+    them -> the entry of its list that is a part of their name."""
     beside: frozenset[str] = frozenset()
     """Its parameters beside those of the decoder: for images, and to predict further tokens."""
 
@@ -64,6 +74,8 @@ class Location:
     tied: bool
     tensors: list[LazyTensor]
     trace: Trace | None = None
+    quantised: BlockFP8 | None = None
+    """The format of its quantised weights."""
     beside: tuple[str, ...] = ()
     """What the names of its tensors beside the decoder start with."""
 
@@ -78,16 +90,39 @@ class Location:
             return WeightHolder(self.path, self.kind, dict(recorded), self.tied, head_dim)
         parameters: dict[str, Parameter] = {}
         beside: set[str] = set()
+        left_out: dict[str, str] = {}
+        scales = {t.name: t for t in self.tensors if t.name.endswith(SCALE)}
         # A trainer may store copies, e.g. an average, under longer names: the shortest name is the
         # model's.
         for tensor in sorted(self.tensors, key=lambda t: t.name.count(".")):
+            if self.quantised is not None and tensor.name in scales:
+                continue
             for piece in pieces(tensor.name, len(tensor.shape), known):
                 name = piece.parameter if piece.parameter not in parameters else tensor.name
-                parameters[name] = StoredParameter(name, tensor, piece)
+                parameters[name] = self._parameter(name, tensor, piece, scales)
+                if self.quantised is not None and _is_projection(name):
+                    module = tensor.name.removesuffix(".weight")
+                    is_stored = isinstance(parameters[name], QuantisedParameter)
+                    if not is_stored and not self.quantised.lists(module):
+                        left_out[name] = self.quantised.substring(module)
                 if decoder_tensor(tensor.name).startswith(self.beside):
                     beside.add(name)
         found = frozenset(beside)
-        return WeightHolder(self.path, self.kind, parameters, self.tied, head_dim, found)
+        return WeightHolder(self.path, self.kind, parameters, self.tied, head_dim, left_out, found)
+
+    def _parameter(
+        self, name: str, tensor: LazyTensor, piece: Piece, scales: Mapping[str, LazyTensor]
+    ) -> StoredParameter:
+        of = scales.get(f"{tensor.name}{SCALE}")
+        if self.quantised is None or of is None:
+            return StoredParameter(name, tensor, piece)
+        if piece.rows or piece.layer is not None:
+            raise ModelError(
+                f"{self.path}: {tensor.name} is stored in blocks of fp8 and has several operators "
+                "or layers: blocks of fused weights are not read",
+                "store one tensor for each projection, as transformers does",
+            )
+        return QuantisedParameter(name, tensor, piece, of, self.quantised)
 
 
 def open_holders(paths: Iterable[tuple[str, Role]]) -> list[WeightHolder]:
@@ -152,8 +187,23 @@ def _checkpoint(path: str, folder: Path, kind: str, tensors: list[LazyTensor]) -
         if (near / "config.json").is_file():
             tied, shape = is_tied(read_config(near)), _shape(near)
             beside = beside_decoder(near, shape) if shape else ()
-            return Location(path, kind, shape, tied, tensors, beside=beside)
+            quantised = _quantised(near)
+            return Location(path, kind, shape, tied, tensors, None, quantised, beside)
     return Location(path, kind, None, False, tensors)
+
+
+def _quantised(folder: Path) -> BlockFP8 | None:
+    """The format of quantised weights; None for one that is not read, whose stored tensors are
+    compared as they are."""
+    try:
+        return stored_format(folder, read_config(folder))
+    except ModelError:
+        return None
+
+
+def _is_projection(name: str) -> bool:
+    operator = OPERATORS.get(name.rpartition(".")[2])
+    return operator is not None and operator.formula in PROJECTIONS and operator.site != "logits"
 
 
 def _shape(folder: Path) -> ModelShape | None:

@@ -9,10 +9,13 @@ import numpy as np
 import torch
 
 from rlk_align.compare.parity_weights import Shards
+from rlk_align.model.block_fp8 import dequantise
+from rlk_align.model.quantised import BlockFP8
 from rlk_align.trace.digest import digest_parameter, digest_slices
 from rlk_align.trace.reader import Trace, Weight
 from rlk_align.weights.lazy import Chunk, LazyTensor
 from rlk_align.weights.naming import Piece
+from rlk_align.weights.quantiser import Stored
 
 
 class Parameter(Protocol):
@@ -103,6 +106,27 @@ class StoredParameter:
             if low < high:
                 yield (chunk.rank, 0, at + low - start, at + high - start)
             at += stop - start
+
+
+@dataclass(frozen=True)
+class QuantisedParameter(StoredParameter):
+    """A parameter that a checkpoint stores in blocks of fp8; its values are the dequantised
+    ones, in float32."""
+
+    scales: LazyTensor
+    stored: BlockFP8
+
+    @property
+    def dtype(self) -> str:
+        return "float32"
+
+    def quantised(self) -> Stored:
+        """The values and the scales, as they are stored."""
+        scales = self.scales.read(None).float()
+        return Stored(super().value(), scales, self.stored.block, self.stored.powers_of_two)
+
+    def value(self) -> torch.Tensor:
+        return dequantise(*self.quantised()[:3])
 
 
 @dataclass(frozen=True)

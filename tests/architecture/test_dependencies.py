@@ -104,7 +104,16 @@ RULES = {
     ),
     "capture": ("capture", "engines", "trace", "model", "progress", "version", "errors"),
     "compare": (
-        *("compare", "weights.adapter", "interval", "noise", "trace", "model"),
+        *(
+            "compare",
+            "weights.adapter",
+            "weights.quantiser",
+            "weights.quantiser_words",
+            "interval",
+            "noise",
+            "trace",
+            "model",
+        ),
         *("results", "comparison_table", "progress", "errors"),
     ),
     "probe": (

@@ -21,8 +21,17 @@ BELOW = {
 ROOT = tuple(
     f"rlk_kernels.{name}"
     for name in (
-        *("ahead", "backend", "compile_request", "compile_server", "cuda", "custom_op", "device"),
-        *("errors", "launching", "memory", "nvrtc", "private_api", "sources"),
+        *("ahead", "backend", "block_fp8", "compile_request", "compile_server", "cuda"),
+        *(
+            "custom_op",
+            "device",
+            "errors",
+            "launching",
+            "memory",
+            "nvrtc",
+            "private_api",
+            "sources",
+        ),
     )
 )
 """The files that stand in no folder; every folder may import them."""

@@ -138,6 +138,8 @@ def test_what_the_request_and_config_json_say_is_said_before_torch_is_imported(
         require_engine(name)
     short = model_copy("short", config={"max_position_embeddings": 512})
     fp8 = model_copy("fp8", config={"quantization_config": {"quant_method": "fp8"}})
+    settings = {"quant_method": "fp8", "weight_block_size": [64, 64]}
+    blocks = model_copy("blocks", config={"quantization_config": settings})
     foreign = model_copy("foreign", config={"model_type": "falcon_h1"})
     temperature = {"rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1}
     tempered = model_copy("tempered", config={"rope_parameters": temperature})
@@ -161,12 +163,16 @@ def test_what_the_request_and_config_json_say_is_said_before_torch_is_imported(
         ("compare", "--train", "megatron:tp=3"): "8 heads cannot be divided among 3 ranks",
         ("selftest", "--engines", "hf,megatron:tp=3"): "8 heads cannot be divided among 3 ranks",
         ("compare", "--model", str(heads)): "does not support hidden_act=gelu",
-        ("compare", "--model", str(fp8)): "its weights are quantized",
-        ("compare", *hf, "--model", str(fp8)): "its weights are quantized",
-        ("capture", "--engine", "vllm", "-o", "x", "--model", str(fp8)): "weights are quantized",
-        ("probe", *hf, "--model", str(fp8)): "its weights are quantized",
-        ("selftest", "--engines", "hf", "--model", str(fp8)): "its weights are quantized",
-        ("compare", "--tokens", "d", "--train", "hf", "--model", str(fp8)): "weights are quantized",
+        ("compare", "--model", str(fp8)): "its weights are quantised",
+        ("compare", *hf, "--model", str(fp8)): "its weights are quantised",
+        ("capture", "--engine", "vllm", "-o", "x", "--model", str(fp8)): "weights are quantised",
+        ("probe", *hf, "--model", str(fp8)): "its weights are quantised",
+        ("selftest", "--engines", "hf", "--model", str(fp8)): "its weights are quantised",
+        ("compare", "--tokens", "d", "--train", "hf", "--model", str(fp8)): "weights are quantised",
+        ("compare", "--model", str(blocks)): "engine 'vllm' with kernels=off does not support",
+        ("compare", *hf[:2], "--train", "megatron", "--model", str(blocks)): (
+            "blocks of 64 x 64, float32 scales, which engine 'megatron' was never compared with"
+        ),
         (
             "compare",
             "--model",

@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config
+from rlk_align.model.quantised import check_not_quantized
 from rlk_align.model.shape import read_shape
-from rlk_align.model.tensors import check_not_quantized, check_tensors
+from rlk_align.model.tensors import check_tensors
 
 
 def in_mxfp4(folder: Path) -> Path:
@@ -37,7 +38,7 @@ def test_transformers_writes_what_can_be_compared(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
     packed = in_mxfp4(tmp_path)
-    with pytest.raises(ModelError, match="quantization by mxfp4"):
+    with pytest.raises(ModelError, match="quantisation by mxfp4"):
         check_not_quantized(packed, read_config(packed))
     model: Any = AutoModelForCausalLM.from_pretrained(
         packed, dtype="bfloat16", quantization_config=Mxfp4Config(dequantize=True)

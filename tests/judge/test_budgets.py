@@ -496,6 +496,16 @@ def test_a_difference_that_rounded_weights_make_is_legitimate() -> None:
     assert parity(made.model_copy(update={"casts": {}}), "weights") == "equal"
 
 
+def test_a_difference_that_quantised_weights_make_is_no_rounding() -> None:
+    for name, said in (("layers.0.q_proj", "quantisation"), ("layers.0.q_norm", "legitimate")):
+        of = edge(sites=[differing(name)])
+        units = [unit(side, name, rms=1.0) for side in ("rollout", "train")]
+        made = comparison(of, referee=units)
+        quantised = made.model_copy(update={"quantised": {"train": "fp8-block"}})
+        assert why_legitimate(judge(made, BF16), of, name).startswith("legitimate rounding: ")
+        assert why_legitimate(judge(quantised, BF16), of, name).startswith(said)
+
+
 def excess(both: float, train: float = 0.0, **more: Any) -> Verdict:
     """Both sides exceed a budget of 2.8 roundings, by as much or otherwise."""
     sides = [unit("rollout", rms=both), unit("train", rms=train or both)]

@@ -65,9 +65,9 @@ def test_a_rope_that_follows_the_batch_is_refused(
     config._check(asked)
 
 
-def of(family: str, **text: Any) -> SimpleNamespace:
+def of(family: str, quantization: str | None = None, **text: Any) -> SimpleNamespace:
     text = {"model_type": family} | text
-    return vllm_config(text=text, architecture=ARCHITECTURES[family])
+    return vllm_config(text=text, architecture=ARCHITECTURES[family], quantization=quantization)
 
 
 def with_ranks(asked: SimpleNamespace, ranks: int) -> SimpleNamespace:
@@ -118,6 +118,10 @@ REFUSED = {
         architecture="TransformersForCausalLM"
     ),
     "runner=pooling": vllm_config(runner_type="pooling"),
+    "a quantised model, quantization=awq": vllm_config(quantization="awq"),
+    "fp8 on several ranks": with_ranks(vllm_config(quantization="fp8"), 2),
+    "fp8 of model_type=olmo2": of("olmo2", quantization="fp8"),
+    "fp8 of a model with sparse layers": of("qwen3_moe", quantization="fp8"),
     "is_causal=False": vllm_config(text={"is_causal": False}),
     "head_dim=64 of Qwen2": of("qwen2", head_dim=64),
     "attention_bias of Qwen3": of("qwen3", attention_bias=True),
@@ -420,3 +424,36 @@ def test_a_compiled_model_needs_a_call_of_some_kernel(
     words = "no kernel was called" if compiled else r"never called for layers\.0\.act"
     with pytest.raises(NotSupported, match=words):
         registry.check_model(model)
+
+
+def test_fp8_passes_unless_a_projection_is_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
+    config._check(vllm_config(quantization="fp8"))
+    monkeypatch.setattr(config, "_excluded", ["o_proj"])
+    with pytest.raises(NotSupported, match="fp8 with a projection excluded"):
+        config._check(vllm_config(quantization="fp8"))
+
+
+def test_fp8_without_blocks_and_fused_weights_of_shared_blocks_are_refused() -> None:
+    from rlk_kernels.integrations.vllm.fp8 import DequantisedMethod, RlkFp8Config
+
+    usual: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    with pytest.raises(NotSupported, match="one scale for each tensor"):
+        RlkFp8Config.from_config(usual)
+    blocks = RlkFp8Config.from_config(usual | {"weight_block_size": [128, 128]})
+    method = DequantisedMethod(blocks, "model.layers.0.self_attn.qkv_proj")
+    with pytest.raises(NotSupported, match="a block would have rows of two of them"):
+        method.create_weights(
+            torch.nn.Module(), 192, [192, 128, 128], 192, 448, torch.bfloat16, weight_loader=None
+        )
+
+
+def test_vllm_reads_fp8_by_our_class_while_the_kernels_are_registered() -> None:
+    from rlk_kernels.integrations.vllm.fp8 import RlkFp8Config
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    try:
+        vllm.register()
+        assert get_quantization_config("fp8") is RlkFp8Config
+    finally:
+        vllm.unregister()
+    assert get_quantization_config("fp8") is not RlkFp8Config

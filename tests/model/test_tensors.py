@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from rlk_align.data import data_path
 from rlk_align.errors import ModelError
+from rlk_align.model.quantised import check_not_quantized
 from rlk_align.model.shape import read_shape
-from rlk_align.model.tensors import check_not_quantized, check_tensors, expected_tensors
+from rlk_align.model.tensors import check_tensors, expected_tensors
 
 SIZES = {
     **{"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4},
@@ -70,15 +71,17 @@ def test_every_missing_tensor_is_named(saved: Path) -> None:
 def test_weights_in_eight_bits_are_refused_by_name(saved: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     change(saved, lambda t: t.update({name: t[name].to(torch.float8_e4m3fn)}))
-    with pytest.raises(ModelError, match=f"quantized .{name} is stored as F8_E4M3, one of 1 such"):
+    with pytest.raises(
+        ModelError, match=f"quantised .{name} is stored as F8_E4M3, without a weight_scale_inv, one"
+    ):
         check(saved)
 
 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization by fp8"),
-        ({"quantization_config": {}}, "quantization by {}"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8 with one scale for each tensor"),
+        ({"quantization_config": {}}, "quantisation by None"),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, "by compressed-tensors"),
     ],
 )
@@ -90,7 +93,7 @@ def test_a_quantized_checkpoint_is_refused_by_its_config(config: dict, said: str
 
 def test_what_to_do_about_mxfp4_is_said() -> None:
     config = {"quantization_config": {"quant_method": "mxfp4"}}
-    with pytest.raises(ModelError, match="quantization by mxfp4") as refused:
+    with pytest.raises(ModelError, match="quantisation by mxfp4") as refused:
         check_not_quantized(Path("model"), config)
     assert "save_original_format=False" in refused.value.fix
 

@@ -81,7 +81,6 @@ def check_kernels(engine: str, config: dict[str, Any]) -> None:
         ),
         f"rope_type={kind} on a part of each head": (partial != 1.0 and kind != "default", ""),
         f"{key}={activation}": (activation != usual, ""),
-        "quantized weights": (config.get("quantization_config") is not None, ""),
     }
     for what, (is_so, why) in refused.items():
         if is_so:

@@ -43,8 +43,9 @@ from rlk_align.engines.hf.lora import MERGED, add_adapter, live_adapter, merge_a
 from rlk_align.engines.hf.places import hf_places
 from rlk_align.engines.hf.taps import HFTaps
 from rlk_align.errors import ModelError
-from rlk_align.model.checkpoint import decoder, transformers_config
+from rlk_align.model.checkpoint import decoder, read_config, transformers_config
 from rlk_align.model.prompts import TokenBatch
+from rlk_align.model.quantised import stored_format
 from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.shape import ModelShape
 from rlk_align.model.vision import DECODER_NAMES
@@ -89,6 +90,7 @@ class HFEngine(ForwardEngine):
                 dtype=dtype,
                 attn_implementation=self._attention(),
                 **self._experts_implementation(),
+                **self._dequantised(),
                 local_files_only=True,
             )
         except Exception as error:
@@ -126,6 +128,19 @@ class HFEngine(ForwardEngine):
         if not self.shape.experts:
             return {}
         return {"experts_implementation": str(self.spec.option("experts"))}
+
+    def _dequantised(self) -> dict[str, Any]:
+        """The argument of `from_pretrained` for a checkpoint of fp8 in blocks: transformers
+        dequantises the weights as it loads them, on a GPU too."""
+        stored = stored_format(self.model_path, read_config(self.model_path))
+        if stored is None:
+            return {}
+        from transformers import FineGrainedFP8Config
+
+        settings = FineGrainedFP8Config(
+            dequantize=True, modules_to_not_convert=list(stored.ignored) or None
+        )
+        return {"quantization_config": settings}
 
     def weights(self) -> Iterator[ParameterRecord]:
         yield from super().weights()

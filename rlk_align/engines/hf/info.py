@@ -74,6 +74,7 @@ HF = EngineInfo(
     loads_lora=True,
     merges_lora=True,
     lora_package="peft",
+    reads_fp8=True,
     takes_decoder=True,
     conflict=_conflict,
     check=check_attention,

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config
+from rlk_align.model.quantised import stored_format
 from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.shape import ModelShape, activation_of, cap_of, is_tied, multiplier_of
 from rlk_align.model.sites import Site
@@ -90,8 +90,7 @@ class Reference:
         self._tp, self._attributes, self._added = tp, attributes, added
         self._orders, self._cuts = orders or sum_orders({}), cuts and dtype == "bfloat16"
         self._config = read_config(model)
-        if self._config.get("quantization_config"):
-            raise ModelError(f"{model} is quantized")
+        stored_format(model, self._config)
         if like is None or (like._model, like.dtype, like.shape) != (model, dtype, shape):
             self._checkpoint = Checkpoint(model, self._config, shape, dtype, device)
         else:

@@ -10,7 +10,7 @@ Modules keep their parameters and get another class. Attention is registered und
 the kernels go to the original.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from rlk_kernels.integrations.operators import check
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from rlk_kernels.integrations.handle import Handle
 
-__all__ = ["check", "operators", "score_tokens", "token_logprobs", "use_kernels"]
+__all__ = ["check", "fake_quantise", "operators", "score_tokens", "token_logprobs", "use_kernels"]
 
 
 def use_kernels(model: Any, excluded: Iterable[str] = ()) -> "Handle":
@@ -37,6 +37,24 @@ def use_kernels(model: Any, excluded: Iterable[str] = ()) -> "Handle":
     from rlk_kernels.integrations.hf.model import replace
 
     return replace(model, excluded)
+
+
+def fake_quantise(
+    model: Any,
+    block: tuple[int, int] = (128, 128),
+    powers_of_two: bool = False,
+    ignored: Collection[str] = (),
+) -> list[str]:
+    """Make every projection of a model with the kernels multiply by the weight that a rollout
+    engine dequantises from fp8 in blocks; returns their names.
+
+    Its weights stay as they are, and get the gradient of what they were rounded to. The output
+    layer and the modules that `ignored` names are left out. Raises NotSupported for a model
+    without the kernels, with experts, or without a module that `ignored` names.
+    """
+    from rlk_kernels.integrations.hf.fp8 import fake_quantise
+
+    return fake_quantise(model, block, powers_of_two, ignored)
 
 
 def operators(model: Any) -> dict[str, Any]:

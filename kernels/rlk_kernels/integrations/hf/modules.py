@@ -1,11 +1,12 @@
 """The classes that replace those of transformers' modules: they use the modules' parameters and the
 operators of the kernels."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rlk_kernels.block_fp8 import fake_quantise
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.activations import check_silu
 from rlk_kernels.integrations.experts import Clamped, Sparse
@@ -41,10 +42,22 @@ class OnePlusNorm(Counted):
         return profile.norm(cast(x), cast(self.weight), self.eps, one_plus=True)
 
 
+class Fp8(NamedTuple):
+    """How a weight is quantised before it is dequantised again."""
+
+    block: tuple[int, int]
+    powers_of_two: bool
+
+
 class HFLinear(Counted):
+    rlk_fp8: Fp8 | None = None
+
     def forward(self, x: Tensor) -> Tensor:
         self.count()
-        return profile.linear(cast(x), cast(self.weight), cast(self.bias))
+        weight = cast(self.weight)
+        if self.rlk_fp8 is not None:
+            weight = fake_quantise(weight, *self.rlk_fp8)
+        return profile.linear(cast(x), weight, cast(self.bias))
 
 
 class Head(Scores):

@@ -120,7 +120,7 @@ def _check(config: Any) -> None:
         "speculative decoding": config.speculative_config is not None,
         f"logprobs_mode={model.logprobs_mode}": "logprobs" not in model.logprobs_mode
         and "logprob" not in _excluded,
-        "a quantised model": model.quantization is not None,
+        **(_refused_quantised(config) if model.quantization is not None else {}),
         **(_refused_adapters(config) if config.lora_config is not None else {}),
         f"kv_cache_dtype={cache} of a model in {dtype}": cache not in ("auto", dtype),
         f"the attention backend {backend}; omit it": "attn" not in _excluded
@@ -134,6 +134,25 @@ def _check(config: Any) -> None:
             rotary.check_whole(model.hf_text_config.model_type, kind)
     if settings := [setting for setting, is_set in refused.items() if is_set]:
         raise NotSupported(f"rlk_kernels in vLLM does not support {'; '.join(settings)}")
+
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The operators whose weights a checkpoint of fp8 quantises."""
+
+
+def _refused_quantised(config: Any) -> dict[str, bool]:
+    """Unsupported setting of a VllmConfig with quantised weights -> whether it is set."""
+    model = config.model_config
+    kind, special = model.hf_text_config.model_type, families.is_sparse(model)
+    return {
+        f"a quantised model, quantization={model.quantization}": model.quantization != "fp8",
+        "fp8 on several ranks": config.parallel_config.tensor_parallel_size > 1,
+        "fp8 of a model with sparse layers or gated delta nets": special
+        or families.has_delta_nets(model),
+        f"fp8 of model_type={kind}": kind in families.OF_TRANSFORMERS,
+        "fp8 with LoRA": config.lora_config is not None,
+        "fp8 with a projection excluded": is_excluded(*PROJECTIONS),
+    }
 
 
 def _refused_adapters(config: Any) -> dict[str, bool]:

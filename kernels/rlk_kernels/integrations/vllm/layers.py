@@ -40,6 +40,7 @@ from rlk_kernels.integrations.rotary import INTERLEAVED, rotation
 from rlk_kernels.integrations.vllm import gather
 from rlk_kernels.integrations.vllm.ahead import compile_products, sizes_of
 from rlk_kernels.integrations.vllm.config import prepare_config
+from rlk_kernels.integrations.vllm.fp8 import DequantisedMethod
 from rlk_kernels.parallel.embedding import local_ids, of_owner
 
 
@@ -115,6 +116,17 @@ class RlkLinearMethod(UnquantizedLinearMethod):
         return profile.linear(x, layer.weight, bias)
 
 
+class RlkDequantisedMethod(RlkLinearMethod):
+    """Multiplies by the weight that fp8 values and their scales stand for."""
+
+    def __init__(self, loaded: DequantisedMethod) -> None:
+        self._loaded = loaded
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self._loaded.process_weights_after_loading(layer)
+        super().process_weights_after_loading(layer)
+
+
 class VllmLinear(Counted):
     """The common base of the linears."""
 
@@ -125,6 +137,9 @@ class VllmLinear(Counted):
         super().__init__(*args, **kwargs)
         prepare_config()
         self.rlk_rows = sizes_of(get_current_vllm_config()).rows
+        if isinstance(self.quant_method, DequantisedMethod):
+            self.quant_method = RlkDequantisedMethod(self.quant_method)
+            return
         if type(self.quant_method) is not UnquantizedLinearMethod:
             raise NotSupported(f"a linear of {type(self.quant_method).__name__} is not supported")
         self.quant_method = RlkLinearMethod()

@@ -22,7 +22,7 @@ from rlk_kernels.integrations.operators import (
     excludes,
 )
 from rlk_kernels.integrations.operators import check as check_operators
-from rlk_kernels.integrations.vllm import config, families, logprobs, lora
+from rlk_kernels.integrations.vllm import config, families, fp8, logprobs, lora
 
 _CODE = "transformers_code:TransformersForCausalLM"
 MODELS = {
@@ -61,6 +61,8 @@ def register(excluded: Iterable[str]) -> None:
             logprobs.COMPUTED.rlk_calls = 0
             _patch(undo, list(logprobs.patches()))
         _patch(undo, _lora_patches())
+        fp8.register()
+        undo.callback(fp8.unregister)
         _clear_vllm_caches()
         undo.callback(_clear_vllm_caches)
         _registered.append(excluded)

@@ -1,0 +1,198 @@
+"""Sides whose checkpoint is quantised: are its values and scales the quantiser's image of the other
+side's weights, bit by bit, and if not, where and why?
+
+Both checkpoints are on disk. A side counts as its checkpoint's if its live weights have the digests
+of these; what differs from its own checkpoint is said as well.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from rlk_align.errors import RlkError
+from rlk_align.model.checkpoint import tensor_name
+from rlk_align.model.stored import StoredTensor, stored_tensors
+from rlk_align.results import Mismatch, Quantisation, SideName
+from rlk_align.trace.digest import digest_parameter
+from rlk_align.trace.reader import Trace
+from rlk_align.trace.schema import QuantisedRecord
+from rlk_align.weights.quantiser import Kind, Origin, Stored, origin_of, other_readings
+from rlk_align.weights.quantiser_words import why_left_out, words_of
+
+NAME = "quantisation"
+"""The name of a mismatch that quantisation explains, or should have explained."""
+QUANTISED, NOT_QUANTISED = "quantised", "not quantised"
+"""The values of such a mismatch on either side."""
+_WHO = {"rollout": "rollout", "train": "trainer"}
+_SHOWN = 4
+"""The largest number of projections that a sentence lists."""
+
+
+def explain_quantised(
+    mismatches: Sequence[Mismatch], rollout: Trace, train: Trace
+) -> list[Mismatch]:
+    """The mismatches; those of weights that are quantised on one side are replaced by one for each
+    origin of them. An image of the other side's weights does not stop the comparison."""
+    sides: tuple[tuple[SideName, Trace, Trace], ...] = (
+        ("rollout", rollout, train),
+        ("train", train, rollout),
+    )
+    left = list(mismatches)
+    found: list[Mismatch] = []
+    for side, trace, other in sides:
+        record = trace.record.quantised
+        if record is None:
+            continue
+        found += _listed(side, record)
+        differ = {m.name for m in left if m.kind == "weights"}
+        mine = [name for name in record.weights if name in differ]
+        try:
+            said = list(_explained(side, trace, other, record, mine))
+        except (RlkError, OSError, SafetensorError):
+            # The precheck names the weights; without these files nothing explains them.
+            continue
+        found += [mismatch for mismatch, _ in said]
+        names = {name for _, explained in said for name in explained}
+        left = [m for m in left if m.kind != "weights" or m.name not in names]
+    return [*left, *found]
+
+
+def quantised_sides(rollout: Trace, train: Trace) -> dict[SideName, Quantisation]:
+    """Returns for each side whose weights are quantised, and are not the other side's, their
+    format."""
+    found: dict[SideName, Quantisation] = {}
+    pairs: tuple[tuple[SideName, Trace, Trace], ...] = (
+        ("rollout", rollout, train),
+        ("train", train, rollout),
+    )
+    for side, trace, other in pairs:
+        record, mine, theirs = trace.record.quantised, trace.weights, other.weights
+        if record is not None and any(
+            name in mine and name in theirs and mine[name].digest != theirs[name].digest
+            for name in record.weights
+        ):
+            found[side] = record.name
+    return found
+
+
+def _listed(side: SideName, record: QuantisedRecord) -> Iterator[Mismatch]:
+    """Yields modules that are not quantised although config.json does not list them, and modules
+    that are, although it does."""
+    who = f"the {_WHO[side]}'s checkpoint"
+    by_entry: dict[str, list[str]] = {}
+    for name, entry in record.left_out.items():
+        by_entry.setdefault(entry, []).append(name)
+    for entry, names in by_entry.items():
+        here = f"{who} has {_projections(names)} in another format than fp8"
+        yield _mismatch(side, NOT_QUANTISED, f"{here}; {why_left_out(entry)}", stops=True)
+    if record.listed:
+        yield _mismatch(
+            side,
+            QUANTISED,
+            f"{who} has {_projections(record.listed)} in fp8, and config.json lists them as not "
+            "quantised: an engine that obeys it reads e4m3 numbers without their scales",
+            stops=True,
+        )
+
+
+def _explained(
+    side: SideName, trace: Trace, other: Trace, record: QuantisedRecord, names: Sequence[str]
+) -> Iterator[tuple[Mismatch, list[str]]]:
+    """(mismatch, the weights that it explains)."""
+    mine, theirs = _tensors(trace), _tensors(other)
+    both = other.record.quantised
+    origins: dict[str, Origin] = {}
+    misread: dict[str, list[str]] = {}
+    for name in names:
+        stored = _stored(mine[name], record)
+        if trace.weights[name].digest != record.weights[name][2]:
+            misread.setdefault(_misread(trace, name, stored), []).append(name)
+            continue
+        if both is not None and name in both.weights:
+            continue
+        weight = _read(theirs.get(name))
+        live = None if weight is None else _live(other, name, weight)
+        if weight is not None and live is not None:
+            master = weight if weight.dtype != live.dtype else None
+            origins[name] = origin_of(stored, live, master)
+    by_kind: dict[Kind, list[str]] = {}
+    for name, origin in origins.items():
+        by_kind.setdefault(origin.kind, []).append(name)
+    for kind, of_kind in by_kind.items():
+        told = {name: origins[name] for name in of_kind}
+        yield _words(side, kind, told, record), of_kind
+    for how, misread_names in misread.items():
+        detail = (
+            f"the {_WHO[side]}'s live weights are not the dequantised ones of its own checkpoint "
+            f"in {_projections(misread_names)}: {how}"
+        )
+        yield _mismatch(side, QUANTISED, detail, stops=True), misread_names
+
+
+def _tensors(trace: Trace) -> dict[str, StoredTensor]:
+    """Parameter -> its tensor in the checkpoint of a trace."""
+    shape = trace.record.shape
+    stored = stored_tensors(
+        Path(trace.record.model), shape.family.modules, shape.fused_rows, shape.family.stacks
+    )
+    named = {name: stored.get(tensor_name(name, shape.family.modules)) for name in trace.weights}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def _stored(tensor: StoredTensor, record: QuantisedRecord) -> Stored:
+    with safe_open(tensor.file, framework="pt") as file:
+        return Stored(*tensor.quantised(file), record.block, record.powers_of_two)
+
+
+def _read(tensor: StoredTensor | None) -> torch.Tensor | None:
+    if tensor is None:
+        return None
+    with safe_open(tensor.file, framework="pt") as file:
+        return tensor.read(file)
+
+
+def _live(trace: Trace, name: str, stored: torch.Tensor) -> torch.Tensor | None:
+    """The weight that an engine computes with, from its checkpoint's; None if it has another."""
+    weight = trace.weights[name]
+    rounded = stored.to(getattr(torch, weight.dtype))
+    return rounded if digest_parameter(rounded) == weight.digest else None
+
+
+def _misread(trace: Trace, name: str, stored: Stored) -> str:
+    """How an engine came to a weight that is not the dequantised one of its checkpoint."""
+    weight = trace.weights[name]
+    for how, value in other_readings(stored):
+        if digest_parameter(value.to(getattr(torch, weight.dtype))) == weight.digest:
+            return how
+    return "they were changed after they were loaded, or the checkpoint was"
+
+
+def _words(
+    side: SideName, kind: Kind, origins: Mapping[str, Origin], record: QuantisedRecord
+) -> Mismatch:
+    who = f"the {_WHO[side]}"
+    where = _projections(list(origins))
+    detail = f"{who}'s weights are {record.format}: {words_of(kind, origins)} in {where}"
+    if kind == "image":
+        ways = {origin.way for origin in origins.values() if origin.way}
+        detail += f", computed as {'; '.join(sorted(ways))}" if ways else ""
+    return _mismatch(side, QUANTISED, detail, stops=kind != "image")
+
+
+def _projections(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    count = f"{len(names)} projection{'s' * (len(names) != 1)}"
+    return f"{count} ({', '.join(names[:_SHOWN])}{more})"
+
+
+def _mismatch(side: SideName, here: str, detail: str, *, stops: bool) -> Mismatch:
+    return Mismatch(
+        kind="weights",
+        name=NAME,
+        rollout=here if side == "rollout" else "as stored",
+        train=here if side == "train" else "as stored",
+        detail=detail,
+        stops=stops,
+    )
