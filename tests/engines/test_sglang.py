@@ -72,8 +72,9 @@ def test_a_dense_model_may_tie_its_head() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("device=cuda,tp=2", "tp=2: on GPUs one rank is supported"),
-        ("device=cuda,ep=2", "ep=2: on GPUs one rank is supported"),
+        ("device=cuda,ep=2", "ep=2: experts that are divided among GPUs were not run"),
+        ("device=cuda,tp=3", "8 heads cannot be divided among 3 ranks"),
+        ("device=cuda,tp=8", "with tp=8 SGLang copies 4 key-value heads to a multiple of 8 on a"),
         ("device=cuda,attention_backend=torch_native", "does not run on device=cuda"),
         ("device=cpu,attention_backend=triton", "does not run on device=cpu"),
         ("mem_fraction=1.5", "must be below 1"),
@@ -111,9 +112,9 @@ def test_other_versions_are_refused_by_name() -> None:
 
 
 def test_on_a_gpu_nothing_is_padded() -> None:
-    check(data_path("model"), "device=cuda,attention_backend=fa3")
+    check(data_path("model"), "device=cuda,tp=2,attention_backend=fa3")
     check_sglang(
-        EngineSpec.parse("sglang:device=cuda").option,
+        EngineSpec.parse("sglang:device=cuda,tp=2").option,
         read_config(data_path("model")),
         replace(read_shape(data_path("model")), intermediate=500),
     )

@@ -19,6 +19,7 @@ import sglang_in_process  # isort: skip
 import json
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,6 +28,7 @@ import torch
 from rlk_kernels.integrations import hf, sglang
 from rlk_kernels.integrations.errors import NotSupported
 from safetensors.torch import load_file
+from sglang.srt.distributed import get_tp_group
 from sglang.srt.managers import scheduler as managers
 from sglang_stand_ins import RANK, RANKS
 from transformers import AutoModelForCausalLM
@@ -118,6 +120,19 @@ def decode_with_retractions(passes: Passes) -> int:
     return called.call_count
 
 
+def sums_inside(passes: Passes, tokens: Ids) -> None:
+    """Scores while SGLang adds up nothing outside of its modules, as SGLang 0.5.17 does for most of
+    them: first with modules that return a rank's part, then with modules that return the sum."""
+    layers = passes.runner.model.model.layers
+    modules = [getattr(layer.mlp, "down_proj", layer.mlp) for layer in layers]
+    modules += [layer.self_attn.o_proj for layer in layers]
+    with patch.object(get_tp_group(), "all_reduce", lambda x: x), ExitStack() as inside:
+        passes.score("no sums", tokens)
+        for module in modules:
+            inside.enter_context(patch.object(module, "reduce_results", True))
+        passes.score("sums inside", tokens)
+
+
 def without_a_kernel(passes: Passes, tokens: Ids) -> str:
     """The first layer's activation, or in a sparse model its whole block, gets SGLang's own class
     back; what `check` says. On several ranks the block's weights are not SGLang's."""
@@ -150,6 +165,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         cool, _ = passes.decode("cool", temperature=0.7)
         greedy, answers = passes.decode("greedy", temperature=0.0, top=2)
         passes.said["top"] = [[values[0] for values in answer.top] for answer in answers]
+        sums_inside(passes, tokens)
         retractions = decode_with_retractions(passes)
         replaced = sglang.check(passes.runner).replaced
         twice = refusal(lambda: sglang.use_kernels(passes.runner))

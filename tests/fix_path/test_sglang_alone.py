@@ -100,8 +100,9 @@ def test_every_pass_has_the_same_bits(
     found = json.loads((tmp_path / "found.json").read_text())
     said = found["said"]
     assert [len(row) for row in said["decode"]] == [8 * NEW] * len(LENGTHS)
-    for other in ("prefill", "chunks", "cached prefix", "hf"):
+    for other in ("prefill", "chunks", "cached prefix", "hf", "sums inside"):
         assert said[other] == said["decode"], other
+    assert (said["no sums"] == said["decode"]) == (ranks == 1)
     assert said["cool"] == said["hf of cool"] != said["decode"]
     assert said["greedy"] == said["top"] == said["hf of greedy"] == said["retracted"]
     assert found["retractions"] > 1

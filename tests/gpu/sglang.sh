@@ -2,12 +2,15 @@
 # SGLang on a GPU: `bash tests/gpu/sglang.sh OUT PYTHON [RUN...]`, where PYTHON is an interpreter with SGLang 0.5.17.
 # Needs an NVIDIA GPU, and an environment with vLLM, megatron-core, rlk-kernels and transformers 5.16 or newer. Compares the embedded
 # model, and trained models of Qwen3-8B's and Qwen3-30B-A3B's shapes at six layers, with the kernels and without.
+# The runs dense-tp2 and sparse-tp2 compare SGLang on two GPUs with HF and with Megatron on two (a sparse model with ep=2); name them on a machine with two GPUs.
 set -uo pipefail
 out=${1:?output folder} python=${2:?an interpreter with SGLang}
 shift 2
 runs=${*:-embedded dense dense-off sparse sparse-off dense-vllm dense-megatron sparse-vllm}
 mkdir -p "$out"
 export PYTHONPATH=.:kernels${PYTHONPATH:+:$PYTHONPATH}
+# NCCL's sums and SGLang's gathered logits need no NVLink multicast, which a machine may lack.
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
 sglang=sglang:python=$python,device=cuda
 failed=0
 
@@ -33,6 +36,14 @@ for run in $runs; do
   esac
   case $run in
     *-off) compared "$run" "${of[@]}" --rollout "$sglang" --train "$with" --no-production ;;
+    *-tp2)
+      megatron=megatron:tp=2
+      # Megatron's ranks share the experts.
+      [[ $run == sparse* ]] && megatron=megatron:ep=2
+      for train in hf:kernels=rlk "$megatron,kernels=rlk"; do
+        compared "$run-${train%%:*}" "${of[@]}" --rollout "$sglang,tp=2,kernels=rlk" --train "$train" --contract bitwise --production
+      done
+      ;;
     *) compared "$run" "${of[@]}" --rollout "$sglang,kernels=rlk" --train "$with:kernels=rlk" --contract bitwise --production ;;
   esac
 done

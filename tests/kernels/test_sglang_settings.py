@@ -35,19 +35,19 @@ def of_model(**changed: Any) -> list[str]:
     return list(settings.of_model(SimpleNamespace(**CONFIG | changed)))
 
 
-def of_ranks(ranks: int, **changed: Any) -> list[str]:
-    return list(settings.of_ranks(SimpleNamespace(**CONFIG | SIZES | changed), ranks))
+def of_ranks(ranks: int, device: str = "cpu", **changed: Any) -> list[str]:
+    return list(settings.of_ranks(SimpleNamespace(**CONFIG | SIZES | changed), device, ranks))
 
 
 def test_plain_settings_are_supported() -> None:
     assert of_server() == of_server(tp_size=2) == of_model() == []
     assert of_ranks(1) == of_ranks(2) == []
-    assert of_server(kv_cache_dtype="bfloat16") == on_a_gpu() == []
+    assert of_server(kv_cache_dtype="bfloat16") == on_a_gpu() == on_a_gpu(tp_size=2) == []
 
 
-def test_on_a_gpu_one_rank_and_no_graphs_of_prefills() -> None:
-    (ranks,) = on_a_gpu(tp_size=2)
-    assert ranks.startswith("tp_size=2")
+def test_on_a_gpu_no_fused_sums_and_no_graphs_of_prefills() -> None:
+    (fused,) = on_a_gpu(tp_size=2, flashinfer_allreduce_fusion_backend="auto")
+    assert "pass enforce_disable_flashinfer_allreduce_fusion=True" in fused
     for captured in ("full", "breakable", "tc_piecewise"):
         (graphs,) = on_a_gpu(captured)
         assert "disable_prefill_cuda_graph=True" in graphs
@@ -137,6 +137,12 @@ def test_sizes_that_ranks_do_not_divide_are_refused(
         (reason,) = of_ranks(2, **config)
         assert reason.startswith(f"{name}={value}, which is no multiple of")
     assert of_ranks(1, **size) == []
+
+
+def test_features_need_no_padding_on_a_gpu() -> None:
+    assert of_ranks(2, "cuda", moe_intermediate_size=98) == []
+    (reason,) = of_ranks(2, "cuda", moe_intermediate_size=97)
+    assert reason == "moe_intermediate_size=97, which is no multiple of 2, with 2 ranks"
 
 
 def test_settings_are_listed_together() -> None:

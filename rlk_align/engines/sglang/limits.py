@@ -46,12 +46,6 @@ def check_sglang(option: ReadOption, config: dict[str, Any], shape: ModelShape) 
     device = option("device")
     if device is not None:
         attention_backend(option, str(device))
-    for ranks in ("tp", "ep") if device == "cuda" else ():
-        if option(ranks) != 1:
-            raise BadOption(
-                f"engine 'sglang': {ranks}={option(ranks)}: on GPUs one rank is supported",
-                f"leave {ranks} out",
-            )
     if not float(option("mem_fraction") or 0.5) < 1:
         raise BadOption(
             f"engine 'sglang': mem_fraction={option('mem_fraction')}: must be below 1",
@@ -70,8 +64,7 @@ def check_sglang(option: ReadOption, config: dict[str, Any], shape: ModelShape) 
         )
     if shape.experts:
         _check_sparse(config, shape)
-    if device != "cuda":
-        _check_shared(option, shape)
+    _check_shared(option, shape, on_gpu=device == "cuda")
 
 
 def _check_sparse(config: dict[str, Any], shape: ModelShape) -> None:
@@ -96,24 +89,30 @@ def _check_sparse(config: dict[str, Any], shape: ModelShape) -> None:
         )
 
 
-def _check_shared(option: ReadOption, shape: ModelShape) -> None:
+def _check_shared(option: ReadOption, shape: ModelShape, on_gpu: bool) -> None:
     """On CPUs SGLang adds zeros to sizes that the ranks do not divide, so that no rank has the
-    features that it would have without them."""
+    features that it would have without them. On GPUs it copies key-value heads instead."""
     tp, kernels = int(option("tp") or 1), option("kernels") == "rlk"
     check_shared("sglang", shape, tp, fused_qkv=False, kernels=kernels)
     if option("ep") != 1:
+        why = "experts that are divided among GPUs were not run"
+        if not on_gpu:
+            why = (
+                "without sgl_kernel, SGLang on a CPU cannot compute the experts of one rank: it "
+                "fails at the first expert of another rank"
+            )
         raise BadOption(
-            f"engine 'sglang': ep={option('ep')}: without sgl_kernel, SGLang on a CPU cannot "
-            "compute the experts of one rank: it fails at the first expert of another rank",
+            f"engine 'sglang': ep={option('ep')}: {why}",
             "leave ep out; tp divides every expert among the ranks",
         )
-    step, inner = _PADDING * tp, shape.expert_intermediate or shape.intermediate
-    padded = {"key-value heads": (shape.kv_heads, tp), "features of an MLP": (inner, step)}
-    for what, (size, multiple) in padded.items():
+    does, where, step = ("copies", "a GPU", 1) if on_gpu else ("pads", "a CPU", _PADDING)
+    inner = shape.expert_intermediate or shape.intermediate
+    shared = {"key-value heads": (shape.kv_heads, tp), "features of an MLP": (inner, step * tp)}
+    for what, (size, multiple) in shared.items():
         if size % multiple:
             raise BadOption(
-                f"engine 'sglang': with tp={tp} SGLang pads {size} {what} to a multiple of "
-                f"{multiple} on a CPU, and padded models are not supported",
+                f"engine 'sglang': with tp={tp} SGLang {does} {size} {what} to a multiple of "
+                f"{multiple} on {where}, and such models are not supported",
                 "lower tp, or compare with --rollout vllm",
             )
 

@@ -45,11 +45,12 @@ def sglang_places(model: Any, shape: ModelShape, tp: int) -> Iterator[Place]:
 
 
 _SUMS = ("o_proj", "down_proj", "moe_out")
-"""The operators whose modules return partial sums."""
+"""The operators whose modules return partial sums, or in some versions the sums."""
 
 
 def _summed(place: Place, shape: ModelShape) -> Place:
-    """The place of a sum over the ranks, which SGLang adds up before the norm that reads it."""
+    """The place of a sum over the ranks, which SGLang adds up before the norm that reads it: on a
+    CPU outside of the module, on a GPU in some modules themselves."""
     layers, number, op = place.sites[0].split(".")
     norm = f"model.{layers}.{number}.post_attention_layernorm"
     if op != "o_proj":

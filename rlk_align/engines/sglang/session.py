@@ -55,6 +55,10 @@ class Session:
             disable_overlap_schedule=True,
             disable_cuda_graph=not graphs,
             disable_prefill_cuda_graph=True,
+            # SGLang's own sums over the ranks need memory that GPUs share, and sums that are fused
+            # with the next norm pass no module.
+            disable_custom_all_reduce=True,
+            enforce_disable_flashinfer_allreduce_fusion=True,
             log_level="warning",
             **settings,
         )
@@ -124,10 +128,11 @@ def _scheduler(args: Any, ranks: Ranks) -> Any:
         place = scheduler.SpawnRanks(ranks.rank, None, ranks.rank)
         publish(args, role="scheduler", ranks=place)
         return scheduler.Scheduler(args, ports)
-    # SGLang 0.5.17 takes the places themselves, and runs here on one rank alone.
+    # SGLang 0.5.17 takes the places themselves. A rank's GPU has its number.
     publish(args, role="scheduler")
-    others = ("tp_rank", "moe_ep_rank", "pp_rank", "attn_cp_rank", "moe_dp_rank")
-    return scheduler.Scheduler(args, ports, 0, **dict.fromkeys(others, 0), dp_rank=None)
+    others = ("moe_ep_rank", "pp_rank", "attn_cp_rank", "moe_dp_rank")
+    places = dict.fromkeys(others, 0) | {"gpu_id": ranks.rank, "tp_rank": ranks.rank}
+    return scheduler.Scheduler(args, ports, **places, dp_rank=None)
 
 
 def _tokenized(request: Request) -> Any:

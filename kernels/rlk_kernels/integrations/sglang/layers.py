@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.distributed import get_tp_group
+from sglang.srt.models import qwen3_moe
 from torch import Tensor
 
 import rlk_kernels
@@ -44,6 +45,7 @@ class RowLinear(Linear):
 
     quant_method: Any
     bias: Tensor | None
+    reduce_results: bool
     rlk_shares_outputs = False
     """Whether the parameters are rows of the whole ones."""
 
@@ -51,7 +53,7 @@ class RowLinear(Linear):
         if not self.rlk_shares_outputs:
             return super().forward(input_, *args, **more)
         y = self.quant_method.apply(self, ranks.columns(input_), self.bias)
-        return ranks.summand(y), None
+        return ranks.returned(y, self.reduce_results), None
 
 
 class Norm(Counted):
@@ -139,6 +141,8 @@ class SparseBlock(Sparse):
     topk: Any
     experts: Any
     tp_size: int
+    reduce_results = hasattr(qwen3_moe, "moe_tensor_model_parallel_all_reduce")
+    """Whether SGLang's own block adds up the ranks' partial sums, as in 0.5.17."""
 
     def forward(self, hidden_states: Tensor, forward_batch: Any = None) -> Tensor:
         self.count()
@@ -152,4 +156,4 @@ class SparseBlock(Sparse):
         return x if self.tp_size == 1 else ranks.columns(x)
 
     def whole(self, x: Tensor) -> Tensor:
-        return x if self.tp_size == 1 else ranks.summand(x)
+        return x if self.tp_size == 1 else ranks.returned(x, self.reduce_results)

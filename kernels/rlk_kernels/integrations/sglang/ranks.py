@@ -1,8 +1,9 @@
 """Tensor-parallel ranks: each computes some outputs of a product from the whole input, where SGLang
 divides the input and adds up partial sums. No sum is divided, so the bits are those of one rank.
 
-SGLang still adds up what the ranks' o_proj, down_proj and sparse blocks return, wherever its model
-does that. They return this rank's outputs among -0, which changes no value that it is added to.
+Where SGLang adds up what the ranks' modules return, outside of them, o_proj, down_proj and sparse
+blocks return this rank's outputs among -0, which changes no value that it is added to. Where a
+module of SGLang adds up the partial sums itself, it returns the outputs of all ranks instead.
 
 T = rows   F = columns of a rank   R = ranks
 """
@@ -27,6 +28,12 @@ def summand(x: Tensor) -> Tensor:
     out = x.new_full((*x.shape[:-1], group.world_size, x.shape[-1]), -0.0)
     out[..., group.rank_in_group, :] = x
     return out.flatten(-2)
+
+
+def returned(x: Tensor, reduces: bool) -> Tensor:
+    """[T, R F]: what a module with this rank's outputs x[T, F] returns. `reduces`: whether SGLang's
+    own module adds up the partial sums itself."""
+    return columns(x) if reduces else summand(x)
 
 
 def share_outputs(undo: ExitStack, module: Any, name: str) -> None:

@@ -165,10 +165,10 @@ def _of_modules(modules: Iterable[Any]) -> Iterator[str]:
                 or m.fp32_residual
                 or m.override_orig_dtype
             ),
-            "on several ranks, a RowParallelLinear that adds up partial sums itself, takes its "
-            "whole input, or leaves its bias to the next module": isinstance(m, RowParallelLinear)
+            "on several ranks, a RowParallelLinear that takes its whole input, or leaves its bias "
+            "to the next module": isinstance(m, RowParallelLinear)
             and get_tp_group().world_size > 1
-            and (m.reduce_results or not m.input_is_parallel or m.skip_bias_add),
+            and (not m.input_is_parallel or m.skip_bias_add),
             "interleaved rotary pairs": isinstance(m, RotaryEmbedding) and not m.is_neox_style,
             "scaled or capped logits": isinstance(m, LogitsProcessor) and scaled is not None,
             "attention with a window, a cap or scales": isinstance(m, RadixAttention)

@@ -41,6 +41,8 @@ OFF = {
     "enable_return_routed_experts": "the kernels do not report a token's experts",
     "enable_eplb": "it moves experts between ranks",
     "enable_fused_qk_norm_rope": "it bypasses the norms and the rotation",
+    "flashinfer_allreduce_fusion_backend": "it bypasses the norms, and SGLang sets it for some "
+    "models on several GPUs: pass enforce_disable_flashinfer_allreduce_fusion=True",
 }
 """Server argument -> why it must be off."""
 ONLY = {
@@ -93,8 +95,7 @@ def check(runner: Any) -> None:
     device = str(runner.device).partition(":")[0]
     version = importlib.metadata.version("sglang")
     refused = [*of_server(args, device, version, dtype), *of_model(config)]
-    # On GPUs SGLang pads no size.
-    refuse("SGLang", refused + list(of_ranks(config, args.tp_size) if device == "cpu" else ()))
+    refuse("SGLang", refused + list(of_ranks(config, device, args.tp_size)))
 
 
 def of_server(args: Any, device: str, version: str, dtype: str) -> Iterator[str]:
@@ -102,8 +103,6 @@ def of_server(args: Any, device: str, version: str, dtype: str) -> Iterator[str]
     SGLang."""
     if version != VERSIONS.get(device):
         yield f"device={device} with SGLang {version}: the kernels support {_known()}"
-    if device == "cuda" and args.tp_size != 1:
-        yield f"tp_size={args.tp_size}: on GPUs one rank is supported"
     if device == "cuda" and _captures_prefills(args):
         yield "CUDA graphs of prefills: pass disable_prefill_cuda_graph=True"
     for name in ONE:
@@ -157,9 +156,10 @@ def of_model(config: Any) -> Iterator[str]:
             yield f"tie_word_embeddings: {wrong}"
 
 
-def of_ranks(config: Any, ranks: int) -> Iterator[str]:
+def of_ranks(config: Any, device: str, ranks: int) -> Iterator[str]:
     """A reason for each size of the model that tensor-parallel ranks cannot divide. On CPUs SGLang
     pads these sizes with zeros, and keeps them as `original_*`."""
+    step = PADDING if device == "cpu" else 1
     heads = getattr(config, "original_num_attention_heads", config.num_attention_heads)
     kv_heads = getattr(config, "original_total_num_kv_heads", config.num_key_value_heads)
     inner = "moe_intermediate_size" if config.model_type == "qwen3_moe" else "intermediate_size"
@@ -167,7 +167,7 @@ def of_ranks(config: Any, ranks: int) -> Iterator[str]:
         "hidden_size": (config.hidden_size, ranks),
         "num_attention_heads": (heads, ranks),
         "num_key_value_heads": (kv_heads, ranks),
-        inner: (getattr(config, f"original_{inner}", getattr(config, inner)), PADDING * ranks),
+        inner: (getattr(config, f"original_{inner}", getattr(config, inner)), step * ranks),
     }
     for name, (size, multiple) in sizes.items():
         if size % multiple:
