@@ -77,6 +77,7 @@ def test_a_dense_model_may_tie_its_head() -> None:
         ("device=cuda,tp=8", "with tp=8 SGLang copies 4 key-value heads to a multiple of 8 on a"),
         ("device=cuda,attention_backend=torch_native", "does not run on device=cuda"),
         ("device=cpu,attention_backend=triton", "does not run on device=cpu"),
+        ("device=cuda:1", "device=cuda:1: it computes on the first GPUs that it sees"),
         ("mem_fraction=1.5", "must be below 1"),
         ("ep=2", "cannot compute the experts of one rank"),
         ("tp=3", "8 heads cannot be divided among 3 ranks"),

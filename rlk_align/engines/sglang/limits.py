@@ -45,6 +45,11 @@ def check_sglang(option: ReadOption, config: dict[str, Any], shape: ModelShape) 
     nonsense."""
     device = option("device")
     if device is not None:
+        if device not in VERSIONS:
+            raise BadOption(
+                f"engine 'sglang': device={device}: it computes on the first GPUs that it sees",
+                "device=cuda, and name the GPUs in CUDA_VISIBLE_DEVICES",
+            )
         attention_backend(option, str(device))
     if not float(option("mem_fraction") or 0.5) < 1:
         raise BadOption(
