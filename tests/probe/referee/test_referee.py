@@ -351,7 +351,7 @@ def test_a_checkpoint_that_cannot_be_read(tmp_path: Path, harm: str) -> None:
 
 def test_a_quantized_checkpoint(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model", "qwen3", quantization_config={"bits": 8})
-    every(pair(tmp_path, of=folder), "is quantized")
+    every(pair(tmp_path, of=folder), "its weights are quantised")
 
 
 def test_tensors_that_are_missing_or_of_another_shape(tmp_path: Path) -> None:
