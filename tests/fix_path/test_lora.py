@@ -14,15 +14,14 @@ import pytest
 import torch
 from bit_equal import Bits, assert_equal
 from command import Cli, require_engine, said_by, write_few_prompts
-from engine_pairs import MODELS
 from gloo_ranks import on_ranks
 from lora import PROJECTIONS, write_adapter
+from pair_models import MODELS
 
 from rlk_align.data import data_path
 from rlk_align.model.prompts import load_prompts
 from rlk_align.model.tokenise import tokenise
 
-pytestmark = pytest.mark.whole_matrix
 pytest.importorskip("peft")
 
 MODEL = data_path("model")

@@ -12,8 +12,6 @@ from rlk_kernels.block_fp8 import quantise
 
 from rlk_align.data import data_path
 
-pytestmark = pytest.mark.whole_matrix
-
 MODEL = data_path("model")
 KERNELS = "vllm:model={fp8},kernels=rlk"
 CONTRACT = """
