@@ -59,7 +59,7 @@ def check_request(request: CaptureRequest, sampling: bool) -> CheckedRequest:
         require_installed(spec.name)
     model = resolve_model(request.model_path)
     shape, config = read_shape(model), read_config(model)
-    check_stored_format(spec, model, config)
+    check_stored_format(spec, model, config, shape)
     check_settings(model, config, shape.family.keys)
     check_trace_plan(request.trace, shape)
     if spec.option("lora") is not None:
@@ -82,7 +82,9 @@ def check_request(request: CaptureRequest, sampling: bool) -> CheckedRequest:
     )
 
 
-def check_stored_format(spec: EngineSpec, model: Path, config: Mapping[str, Any]) -> None:
+def check_stored_format(
+    spec: EngineSpec, model: Path, config: Mapping[str, Any], shape: ModelShape
+) -> None:
     """Raises ModelError if the weights are quantised in a format that is not read, or in one that
     the engine does not compute with."""
     stored = stored_format(model, config)
@@ -90,6 +92,8 @@ def check_stored_format(spec: EngineSpec, model: Path, config: Mapping[str, Any]
         return
     if not spec.info.reads_fp8:
         raise refused(model, f"{stored}, which engine {spec.name!r} was never compared with")
+    if decoder(model) or shape.delta_layers:
+        raise refused(model, f"{stored}, in a checkpoint that also sees images or is a hybrid")
     if spec.option("lora") is not None:
         raise BadOption(
             f"engine {spec.name!r}: lora={spec.option('lora')} does not support weights stored as "

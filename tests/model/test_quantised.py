@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 from block_fp8 import BLOCK, write_fp8
+from family_models import family_model, with_vision
 from rlk_kernels.block_fp8 import dequantise, quantise
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from rlk_align.capture.check import check_stored_format
 from rlk_align.data import data_path
 from rlk_align.engines.common.quantised import record_quantised
+from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config
 from rlk_align.model.quantised import BlockFP8, check_not_quantized, stored_format
@@ -151,3 +154,15 @@ def test_config_json_states_the_format(tmp_path: Path) -> None:
     model = write_fp8(tmp_path / "fp8", MODEL, scale_fmt="ue8m0")
     assert json.loads((model / "config.json").read_text())["quantization_config"]
     assert stored_format(model, read_config(model)) == BlockFP8(BLOCK, True)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_hybrid_and_a_checkpoint_with_images_are_refused(tmp_path: Path, whole: bool) -> None:
+    family = "gemma3_text" if whole else "qwen3_5_text"
+    model = family_model(tmp_path, family)
+    folder = with_vision(tmp_path / "whole", model) if whole else model
+    config, shape = read_config(folder), read_shape(folder)
+    asked = EngineSpec.parse("hf"), folder, config | {"quantization_config": USUAL}, shape
+    with pytest.raises(ModelError, match="also sees images or is a hybrid"):
+        check_stored_format(*asked)
+    check_stored_format(EngineSpec.parse("hf"), MODEL, asked[2], read_shape(MODEL))
