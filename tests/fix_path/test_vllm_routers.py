@@ -86,5 +86,7 @@ def test_compiled_and_with_new_weights(
     )
     for what in ("tokens", "decode", "prefill"):
         assert answers["compiled"][what] == said["plain"][what]
-        reloaded = answers["plain, reloaded"][what]
-        assert reloaded == answers["own form, reloaded"][what] != said["plain"][what]
+        assert answers["plain, reloaded"][what] == answers["own form, reloaded"][what]
+    # Random models may choose the same tokens.
+    for what in ("decode", "prefill"):
+        assert answers["plain, reloaded"][what] != said["plain"][what]
