@@ -104,8 +104,7 @@ def check_stored_format(
     if needed and spec.option("kernels") != needed:
         raise ModelError(
             f"engine {spec.name!r} with kernels={spec.option('kernels')} does not support weights "
-            f"stored as {stored}: vLLM's own products of fp8 need a GPU, or a processor with AMX, "
-            "and were never compared",
+            f"stored as {stored}: its own products of them were never compared",
             f"add kernels={needed}, which computes with the dequantised weights, or use engine "
             "'hf', which does so too",
         )

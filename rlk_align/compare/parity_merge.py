@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 
 from rlk_align.compare.parity_adapter import NAME
+from rlk_align.compare.sides import both_ways
 from rlk_align.errors import ToolError
 from rlk_align.model.checkpoint import tensor_name
 from rlk_align.model.dtypes import SAFETENSORS_DTYPES
@@ -49,13 +50,9 @@ class Explained:
 def explain_merges(mismatches: Sequence[Mismatch], rollout: Trace, train: Trace) -> list[Mismatch]:
     """The mismatches; those of weights that a merge explains are replaced by one for each side and
     kind. Weights that a side merged on purpose, `merged=1`, do not stop the comparison."""
-    sides: tuple[tuple[SideName, Trace, Trace], ...] = (
-        ("rollout", rollout, train),
-        ("train", train, rollout),
-    )
     left = list(mismatches)
     found: list[Mismatch] = []
-    for side, trace, other in sides:
+    for side, trace, other in both_ways(rollout, train):
         # A side without an adapter may have the other side's in its weights.
         source = trace if trace.record.adapter is not None else other
         adapter = source.record.adapter

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from rlk_align.compare.sides import both_ways
 from rlk_align.errors import RlkError
 from rlk_align.model.checkpoint import tensor_name
 from rlk_align.model.stored import StoredTensor, stored_tensors
@@ -35,13 +36,9 @@ def explain_quantised(
 ) -> list[Mismatch]:
     """The mismatches; those of weights that are quantised on one side are replaced by one for each
     origin of them. An image of the other side's weights does not stop the comparison."""
-    sides: tuple[tuple[SideName, Trace, Trace], ...] = (
-        ("rollout", rollout, train),
-        ("train", train, rollout),
-    )
     left = list(mismatches)
     found: list[Mismatch] = []
-    for side, trace, other in sides:
+    for side, trace, other in both_ways(rollout, train):
         record = trace.record.quantised
         if record is None:
             continue
@@ -63,11 +60,7 @@ def quantised_sides(rollout: Trace, train: Trace) -> dict[SideName, Quantisation
     """Returns for each side whose weights are quantised, and are not the other side's, their
     format."""
     found: dict[SideName, Quantisation] = {}
-    pairs: tuple[tuple[SideName, Trace, Trace], ...] = (
-        ("rollout", rollout, train),
-        ("train", train, rollout),
-    )
-    for side, trace, other in pairs:
+    for side, trace, other in both_ways(rollout, train):
         record, mine, theirs = trace.record.quantised, trace.weights, other.weights
         if record is not None and any(
             name in mine and name in theirs and mine[name].digest != theirs[name].digest
