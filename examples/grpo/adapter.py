@@ -12,13 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlk_align.engines.common.lora import LiveLora, folded
+from rlk_align.engines.vllm.limits import LORA_RANKS
 from rlk_align.trace.digest import digest_parameters
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SCALE = 2
 """alpha / rank. vLLM without the kernels folds it into B, which is exact for a power of two."""
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The largest ranks of an adapter that a vLLM can be built for."""
 
 
 def settings(rank: int) -> dict[str, Any]:
@@ -38,7 +37,8 @@ def add_adapter(model: torch.nn.Module, rank: int, seed: int) -> None:
 def for_vllm(rank: int) -> dict[str, Any]:
     """The arguments of LLM."""
     return {
-        "enable_lora": True, "max_loras": 1, "max_lora_rank": min(r for r in RANKS if r >= rank),
+        "enable_lora": True, "max_loras": 1,
+        "max_lora_rank": min(r for r in LORA_RANKS if r >= rank),
         # Otherwise vLLM wraps the output layer as well.
         "lora_target_modules": list(PROJECTIONS),
     }  # fmt: skip

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import problems
 import torch
-from adapter import RANKS
 from record import STATE
 
 from rlk_align.data import data_path
+from rlk_align.engines.vllm.limits import LORA_RANKS
 
 CLIPS = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}
 """Loss -> the clip of its paper."""
@@ -117,8 +117,8 @@ def _conflicts(o: argparse.Namespace, ranks: int) -> Iterator[tuple[bool, str]]:
         "--graphs: no run with --lora was captured; omit one of them",
     )
     yield (
-        o.lora is not None and o.lora > RANKS[-1],
-        f"--lora {o.lora}: vLLM supports ranks up to {RANKS[-1]}",
+        o.lora is not None and o.lora > LORA_RANKS[-1],
+        f"--lora {o.lora}: vLLM supports ranks up to {LORA_RANKS[-1]}",
     )
     yield (
         o.graphs and o.loss != "dapo",
