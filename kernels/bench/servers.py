@@ -4,8 +4,12 @@ a process of its own, and the kernels are its installed plug-in."""
 import json
 import os
 from abc import ABC, abstractmethod
+from itertools import cycle, islice
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
+
+import adapters
 
 CONTEXT = 40960
 
@@ -22,8 +26,9 @@ class Server(ABC):
 
 
 class VLLM(Server):
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
+    def __init__(self, llm: Any, adapters: list[Path] | None = None) -> None:
+        """Each request asks for the next adapter of the list."""
+        self._llm, self._adapters = llm, adapters or []
         self.vocabulary = llm.llm_engine.model_config.get_vocab_size()
 
     def answer(self, prompts: list[list[int]], tokens: int, temperature: float) -> list[Answer]:
@@ -34,11 +39,22 @@ class VLLM(Server):
             detokenize=False,
         )  # fmt: skip
         asked: Any = [{"prompt_token_ids": ids} for ids in prompts]
-        outputs = (o.outputs[0] for o in self._llm.generate(asked, params, use_tqdm=False))
+        answered = self._llm.generate(
+            asked, params, use_tqdm=False, lora_request=self._loras(prompts)
+        )
+        outputs = (o.outputs[0] for o in answered)
         return [
             [(step[t].logprob, t) for t, step in zip(o.token_ids, o.logprobs or (), strict=True)]
             for o in outputs
         ]
+
+    def _loras(self, prompts: list[list[int]]) -> Any:
+        if not self._adapters:
+            return None
+        from vllm.lora.request import LoRARequest
+
+        made = (LoRARequest(a.name, i, str(a)) for i, a in enumerate(self._adapters, start=1))
+        return list(islice(cycle(made), len(prompts)))
 
 
 class SGLang(Server):
@@ -55,11 +71,21 @@ class SGLang(Server):
 
 
 def start_vllm(
-    model: Path, engine: str, load_format: str, cache_bytes: int, tp: int, custom_all_reduce: bool
+    model: Path,
+    engine: str,
+    load_format: str,
+    cache_bytes: int,
+    tp: int,
+    custom_all_reduce: bool,
+    loras: int,
 ) -> VLLM:
     if engine == "invariant":
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     options: dict[str, Any] = {"attention_backend": "CUSTOM"} if engine == "rlk" else {}
+    written = []
+    if loras:
+        options |= adapters.settings(model, loras)
+        written = adapters.write_adapters(model, Path(mkdtemp()), loras)
     from vllm import LLM
 
     return VLLM(
@@ -68,15 +94,22 @@ def start_vllm(
             tensor_parallel_size=tp, disable_log_stats=True, max_model_len=CONTEXT,
             gpu_memory_utilization=0.01, kv_cache_memory_bytes=cache_bytes,
             disable_custom_all_reduce=not custom_all_reduce, **options,
-        )
+        ),
+        written,
     )  # fmt: skip
 
 
 def start_sglang(
-    model: Path, engine: str, load_format: str, cache_bytes: int, tp: int, custom_all_reduce: bool
+    model: Path,
+    engine: str,
+    load_format: str,
+    cache_bytes: int,
+    tp: int,
+    custom_all_reduce: bool,
+    loras: int,
 ) -> SGLang:
-    if engine == "invariant":
-        raise SystemExit("--engine invariant: vLLM alone has this mode")
+    if engine == "invariant" or loras:
+        raise SystemExit("--engine invariant, --adapters: vLLM alone has them here")
     config = json.loads((model / "config.json").read_text())
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     token = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * width

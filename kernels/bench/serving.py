@@ -1,12 +1,13 @@
 """Measures what vLLM or SGLang serves with the kernels and without: tokens a second, by batch.
 
     python kernels/bench/serving.py --model M --engine own|rlk|invariant --out X.jsonl [--lock F]
-                                    [--server sglang] [--tp N] [--load-format auto]
+                                    [--server sglang] [--tp N] [--load-format auto] [--adapters N]
 
 Both run with their defaults: vLLM compiled, with CUDA graphs; SGLang with CUDA graphs, those of
 prefills without the kernels alone. The engine is in a process of its own, and the kernels are an
 installed plugin. `invariant` sets vLLM's VLLM_BATCH_INVARIANT=1. Weights are random and depend on
---tp; only config.json is needed. --load-format auto loads the checkpoint's weights.
+--tp; only config.json is needed. --load-format auto loads the checkpoint's weights. --adapters N
+gives vLLM N random LoRA adapters, which the requests of a batch ask for in turn.
 Rivals run at the same time, each in a process of its own. They measure in turns once --rivals
 processes have written to --out that they started; the process that holds --lock uses the GPU alone.
 
@@ -137,6 +138,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=REPEATS, help="of each batch")
     parser.add_argument("--new", type=int, default=NEW, help="tokens that decode is timed by")
     parser.add_argument("--load-format", choices=("dummy", "auto"), default="dummy")
+    parser.add_argument("--adapters", type=int, default=0, help="LoRA adapters of rank 16")
     args = parser.parse_args()
     name = args.name or args.engine
     if args.engine == "rlk":
@@ -144,7 +146,7 @@ def main() -> None:
     started = time.perf_counter()
     server = SERVERS[args.server](
         args.model, args.engine, args.load_format, int(args.cache_gb * 1e9), args.tp,
-        not args.no_custom_all_reduce,
+        not args.no_custom_all_reduce, args.adapters,
     )  # fmt: skip
     bench = Bench(server, args.lock, args.repeats, args.new)
     append_line(args.out, engine=name, what="start", seconds=time.perf_counter() - started)
