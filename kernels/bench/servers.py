@@ -78,10 +78,12 @@ def start_vllm(
     tp: int,
     custom_all_reduce: bool,
     loras: int,
+    more: dict[str, str],
 ) -> VLLM:
     if engine == "invariant":
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     options: dict[str, Any] = {"attention_backend": "CUSTOM"} if engine == "rlk" else {}
+    options |= more
     written = []
     if loras:
         options |= adapters.settings(model, loras)
@@ -107,6 +109,7 @@ def start_sglang(
     tp: int,
     custom_all_reduce: bool,
     loras: int,
+    more: dict[str, str],
 ) -> SGLang:
     if engine == "invariant" or loras:
         raise SystemExit("--engine invariant, --adapters: vLLM alone has them here")
@@ -121,7 +124,7 @@ def start_sglang(
         max_total_tokens=cache_bytes * tp // token,
         disable_custom_all_reduce=not custom_all_reduce,
         # The kernels refuse graphs of prefills.
-        disable_prefill_cuda_graph=engine == "rlk",
+        disable_prefill_cuda_graph=engine == "rlk", **more,
     )  # fmt: skip
     return SGLang(started, int(config["vocab_size"]))
 

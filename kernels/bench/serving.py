@@ -138,6 +138,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=REPEATS, help="of each batch")
     parser.add_argument("--new", type=int, default=NEW, help="tokens that decode is timed by")
     parser.add_argument("--load-format", choices=("dummy", "auto"), default="dummy")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="NAME=TEXT", help="of the engine's class"
+    )
     parser.add_argument("--adapters", type=int, default=0, help="LoRA adapters of rank 16")
     args = parser.parse_args()
     name = args.name or args.engine
@@ -147,6 +150,7 @@ def main() -> None:
     server = SERVERS[args.server](
         args.model, args.engine, args.load_format, int(args.cache_gb * 1e9), args.tp,
         not args.no_custom_all_reduce, args.adapters,
+        dict(option.split("=", 1) for option in args.option),
     )  # fmt: skip
     bench = Bench(server, args.lock, args.repeats, args.new)
     append_line(args.out, engine=name, what="start", seconds=time.perf_counter() - started)
