@@ -26,8 +26,8 @@ compared() { # NAME SETTINGS...
   grep -hE "^ (PASS|FAIL|INCONCLUSIVE)|^rows|^(decode|prefill)_vs|graph replays" "$out/$name.txt" | sed "s/^/$name: /"
 }
 for run in $runs; do
-  with=${run#*-}
-  case $with in off | "$run") with=hf ;; esac
+  with=${run#*-} kernels=:kernels=rlk
+  case $with in off | "$run") with=hf ;; vllm) with=vllm kernels=:kv_cache_gb=4,kernels=rlk ;; esac
   case $run in
     embedded) of=() ;;
     dense*) model dense qwen3-8b:layers=6 && of=(--model /tmp/dense --prompts /tmp/dense/prompts.jsonl) ;;
@@ -44,7 +44,7 @@ for run in $runs; do
         compared "$run-${train%%:*}" "${of[@]}" --rollout "$sglang,tp=2,kernels=rlk" --train "$train" --contract bitwise --production
       done
       ;;
-    *) compared "$run" "${of[@]}" --rollout "$sglang,kernels=rlk" --train "$with:kernels=rlk" --contract bitwise --production ;;
+    *) compared "$run" "${of[@]}" --rollout "$sglang,kernels=rlk" --train "$with$kernels" --contract bitwise --production ;;
   esac
 done
 exit "$failed"

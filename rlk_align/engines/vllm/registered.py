@@ -22,7 +22,8 @@ def register_without_torchvision() -> None:
         return
     from vllm import ModelRegistry
 
-    for architecture in _WITH_IMAGES:
+    # vLLM 0.26 has them with the kernels alone.
+    for architecture in ModelRegistry.models.keys() & set(_WITH_IMAGES):
         known = ModelRegistry.models[architecture]
         ModelRegistry.register_model(architecture, known.load_model_cls())
 

@@ -35,6 +35,11 @@ MODELS = {
     **{ARCHITECTURES[family]: _CODE for family in families.OF_TRANSFORMERS},
 }
 """Architecture -> the model's class, if replacing the classes of its layers is not enough."""
+WITH_IMAGES = {
+    "Qwen3_5ForCausalLM": "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM": "Qwen3_5MoeForConditionalGeneration",
+}
+"""Architecture -> the one with images of the same module, which alone vLLM 0.26 has registered."""
 
 _undo = ExitStack()
 _registered: list[frozenset[str]] = []
@@ -51,10 +56,10 @@ def register(excluded: Iterable[str]) -> None:
         config.set_excluded(excluded)
         for base, ours in _classes(excluded).items():
             _register_layer(undo, base, ours)
-        # Some versions lack some models.
-        for architecture in MODELS.keys() & ModelRegistry.models.keys():
-            name = MODELS[architecture]
-            _register_model(undo, architecture, f"{_PACKAGE}.{name}")
+        for architecture, name in MODELS.items():
+            # Some versions lack some models.
+            if {architecture, WITH_IMAGES.get(architecture)} & ModelRegistry.models.keys():
+                _register_model(undo, architecture, f"{_PACKAGE}.{name}")
         if "attn" not in excluded:
             _register_attention(undo)
         if "logprob" not in excluded:
@@ -153,7 +158,10 @@ def _register_layer(undo: ExitStack, base: Any, ours: type) -> None:
 
 def _register_model(undo: ExitStack, architecture: str, ours: str) -> None:
     models = ModelRegistry.models
-    undo.callback(models.__setitem__, architecture, models[architecture])
+    if architecture in models:
+        undo.callback(models.__setitem__, architecture, models[architecture])
+    else:
+        undo.callback(models.pop, architecture)
     ModelRegistry.register_model(architecture, ours)
 
 
