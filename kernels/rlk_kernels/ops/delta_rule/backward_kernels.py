@@ -10,11 +10,11 @@ last one, with few products a chunk. Products are those of tensor cores, of oper
 the rows, added up in fp32; S and dS stay in fp32. u and S are computed again, in this order, which
 is not that of the forward.
 
-N = chunks of all sequences   Hk, Hv = heads   C = CHUNK   D = features of q and k   E = features of
-v; DP and EP = D and E with padding
-inverse [N, Hv, C, C]: T^T   readers, solved [N, Hv, C, DP]: T beta exp(G) k and T^T l k
+N = chunks of all sequences   Hk, Hv = heads   C = CHUNK   D = features of q and k, a power of two
+E = features of v; EP = E with padding
+inverse [N, Hv, C, C]: T^T   readers, solved [N, Hv, C, D]: T beta exp(G) k and T^T l k
 updates, grads [N, Hv, C, EP]: T beta v, then u; (P T)^T do, then dr
-starts, ends [N, Hv, DP, EP]: S' and dS, rounded
+starts, ends [N, Hv, D, EP]: S' and dS, rounded
 inside [N, Hv, 2, C]: parts of dg and dbeta
 """
 
@@ -80,7 +80,7 @@ def inverse_kernel(below_ptr, inverse_ptr, cu_ptr, B, HV: tl.constexpr, C: tl.co
 def solved_kernel(
     queries_ptr, keys_ptr, v_ptr, beta_ptr, do_ptr, inverse_ptr, sums_ptr, readers_ptr, solved_ptr,
     updates_ptr, grads_ptr, cu_ptr, B,
-    HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     EP: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The parts of u and dr of a chunk of a value head that do not depend on other chunks, and the
@@ -104,13 +104,13 @@ def solved_kernel(
         reads = (beta * tl.exp(sums))[:, None]
         later = tl.exp(last - sums)[:, None]
         qk = tl.zeros((C, C), tl.float32)
-        for part in range(DP // BD):
+        for part in range(D // BD):
             d = part * BD + tl.arange(0, BD)[None, :]
-            q = tl.load(queries_ptr + at_k + d, mask=d < D, other=0.0)
-            k = tl.load(keys_ptr + at_k + d, mask=d < D, other=0.0)
+            q = tl.load(queries_ptr + at_k + d)
+            k = tl.load(keys_ptr + at_k + d)
             qk = _product(q, tl.trans(k), qk)
             k = k.to(tl.float32)
-            at = (head * C + row) * DP + d
+            at = (head * C + row) * D + d
             tl.store(readers_ptr + at, _product(inverse, (reads * k).to(dtype)).to(dtype))
             tl.store(solved_ptr + at, _product(inverse_t, (later * k).to(dtype)).to(dtype))
         decay = tl.exp(tl.where(column <= row, sums[:, None] - sums[None, :], 0.0))
@@ -131,26 +131,26 @@ def solved_kernel(
 @triton.jit
 def _carry_state(
     keys_ptr, readers_ptr, sums_ptr, updates_ptr, starts_ptr, b, h, e, begin, end,
-    HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, EP: tl.constexpr,
     BE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """S' and u, from the first chunk to the last."""
-    d = tl.arange(0, DP)
+    d = tl.arange(0, D)
     j = tl.arange(0, C)
     dtype = keys_ptr.dtype.element_ty
-    state = tl.zeros((DP, BE), tl.float32)
+    state = tl.zeros((D, BE), tl.float32)
     for number in range(tl.cdiv(end - begin, C)):
         chunk = (begin // C + b + number).to(tl.int64)
         head = chunk * HV + h
         at_k = ((chunk * HK + h // (HV // HK)) * C + j[:, None]) * D + d[None, :]
         at_e = (head * C + j[:, None]) * EP + e
-        k = tl.load(keys_ptr + at_k, mask=(d < D)[None, :], other=0.0)
-        readers = tl.load(readers_ptr + (head * C + j[:, None]) * DP + d[None, :])
+        k = tl.load(keys_ptr + at_k)
+        readers = tl.load(readers_ptr + (head * C + j[:, None]) * D + d[None, :])
         u = tl.load(updates_ptr + at_e).to(tl.float32)
         sums = tl.load(sums_ptr + head * C + j)
         last = tl.load(sums_ptr + head * C + C - 1)
         read = state.to(dtype)
-        tl.store(starts_ptr + (head * DP + d[:, None]) * EP + e, read)
+        tl.store(starts_ptr + (head * D + d[:, None]) * EP + e, read)
         u = u - _product(readers, read)
         tl.store(updates_ptr + at_e, u.to(dtype))
         late = (u * tl.exp(last - sums)[:, None]).to(dtype)
@@ -161,14 +161,14 @@ def _carry_state(
 def _carry_gradient(
     queries_ptr, keys_ptr, beta_ptr, do_ptr, solved_ptr, sums_ptr, grads_ptr, ends_ptr, b, h, e,
     begin, end,
-    HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     EP: tl.constexpr, BE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """dS and dr, from the last chunk to the first."""
-    d = tl.arange(0, DP)
+    d = tl.arange(0, D)
     j = tl.arange(0, C)
     dtype = keys_ptr.dtype.element_ty
-    ds = tl.zeros((DP, BE), tl.float32)
+    ds = tl.zeros((D, BE), tl.float32)
     count = tl.cdiv(end - begin, C)
     for step in range(count):
         number = count - 1 - step
@@ -179,16 +179,16 @@ def _carry_gradient(
         t = (first + j).to(tl.int64) * HV + h
         at_k = ((chunk * HK + h // (HV // HK)) * C + j[:, None]) * D + d[None, :]
         at_e = (head * C + j[:, None]) * EP + e
-        q = tl.load(queries_ptr + at_k, mask=(d < D)[None, :], other=0.0)
-        k = tl.load(keys_ptr + at_k, mask=(d < D)[None, :], other=0.0)
+        q = tl.load(queries_ptr + at_k)
+        k = tl.load(keys_ptr + at_k)
         do = tl.load(do_ptr + t[:, None] * E + e, mask=live[:, None] & (e < E), other=0.0)
-        solved = tl.load(solved_ptr + (head * C + j[:, None]) * DP + d[None, :])
+        solved = tl.load(solved_ptr + (head * C + j[:, None]) * D + d[None, :])
         dr = tl.load(grads_ptr + at_e).to(tl.float32)
         beta = tl.load(beta_ptr + t, mask=live, other=0.0).to(tl.float32)
         here = tl.exp(tl.load(sums_ptr + head * C + j))
         last = tl.load(sums_ptr + head * C + C - 1)
         read = ds.to(dtype)
-        tl.store(ends_ptr + (head * DP + d[:, None]) * EP + e, read)
+        tl.store(ends_ptr + (head * D + d[:, None]) * EP + e, read)
         ds = _product(tl.trans(q), (here[:, None] * do.to(tl.float32)).to(dtype), tl.exp(last) * ds)
         dr = _product(solved, read, dr)
         tl.store(grads_ptr + at_e, dr.to(dtype))
@@ -200,7 +200,7 @@ def _carry_gradient(
 def carry_kernel(
     queries_ptr, keys_ptr, beta_ptr, do_ptr, sums_ptr, readers_ptr, solved_ptr, updates_ptr,
     grads_ptr, starts_ptr, ends_ptr, cu_ptr,
-    HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     EP: tl.constexpr, BE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """BE features of a value head of a sequence, chunk after chunk: half of the programs carry the
@@ -213,12 +213,12 @@ def carry_kernel(
     if tl.program_id(2) < EP // BE:
         _carry_state(
             keys_ptr, readers_ptr, sums_ptr, updates_ptr, starts_ptr, b, h, e, begin, end, HK, HV,
-            D, DP, EP, BE, C,
+            D, EP, BE, C,
         )  # fmt: skip
     else:
         _carry_gradient(
             queries_ptr, keys_ptr, beta_ptr, do_ptr, solved_ptr, sums_ptr, grads_ptr, ends_ptr, b,
-            h, e, begin, end, HK, HV, D, E, DP, EP, BE, C,
+            h, e, begin, end, HK, HV, D, E, EP, BE, C,
         )  # fmt: skip
 
 
@@ -226,7 +226,7 @@ def carry_kernel(
 def pairs_kernel(
     queries_ptr, keys_ptr, v_ptr, beta_ptr, do_ptr, sums_ptr, updates_ptr, grads_ptr, dqk_ptr,
     dkk_ptr, dv_ptr, inside_ptr, cu_ptr, B,
-    HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     EP: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """dv, the gradients of q k and k k of a chunk's pairs of rows, and the parts of dg and dbeta
@@ -269,10 +269,10 @@ def pairs_kernel(
         tl.store(dkk_ptr + pair, (beta[:, None] * d_kk).to(dtype))
         qk = tl.zeros((C, C), tl.float32)
         kk = tl.zeros((C, C), tl.float32)
-        for part in range(DP // BD):
+        for part in range(D // BD):
             d = part * BD + tl.arange(0, BD)[None, :]
-            q = tl.load(queries_ptr + at_k + d, mask=d < D, other=0.0)
-            k = tl.load(keys_ptr + at_k + d, mask=d < D, other=0.0)
+            q = tl.load(queries_ptr + at_k + d)
+            k = tl.load(keys_ptr + at_k + d)
             k_t = tl.trans(k)
             qk = _product(q, k_t, qk)
             kk = _product(k, k_t, kk)
@@ -287,7 +287,7 @@ def pairs_kernel(
 def rows_kernel(
     queries_ptr, keys_ptr, beta_ptr, do_ptr, sums_ptr, updates_ptr, grads_ptr, starts_ptr, ends_ptr,
     dqk_ptr, dkk_ptr, inside_ptr, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, cu_ptr, B,
-    HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     EP: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """dq and dk [T, Hv, D] of a chunk's normed rows, for each value head; dg and dbeta."""
@@ -313,12 +313,11 @@ def rows_kernel(
         dbeta = tl.load(inside_ptr + head * 2 * C + C + j)
         moves = tl.zeros((C,), tl.float32)
         along = 0.0
-        for part in range(DP // BD):
+        for part in range(D // BD):
             d = part * BD + tl.arange(0, BD)
-            has_d = (d < D)[None, :]
-            q = tl.load(queries_ptr + at_k + d[None, :], mask=has_d, other=0.0)
-            k = tl.load(keys_ptr + at_k + d[None, :], mask=has_d, other=0.0)
-            mask = live[:, None] & has_d
+            q = tl.load(queries_ptr + at_k + d[None, :])
+            k = tl.load(keys_ptr + at_k + d[None, :])
+            mask = live[:, None]
             at = t[:, None] * D + d[None, :]
             do_state = tl.zeros((C, BD), tl.float32)
             dr_state = tl.zeros((C, BD), tl.float32)
@@ -327,7 +326,7 @@ def rows_kernel(
                 live_e = live[:, None] & (e < E)
                 do = tl.load(do_ptr + t[:, None] * E + e, mask=live_e, other=0.0)
                 dr = tl.load(grads_ptr + (head * C + row) * EP + e)
-                state_t = tl.trans(tl.load(starts_ptr + (head * DP + d[:, None]) * EP + e))
+                state_t = tl.trans(tl.load(starts_ptr + (head * D + d[:, None]) * EP + e))
                 do_state = _product(do, state_t, do_state)
                 dr_state = _product(dr, state_t, dr_state)
             k_state = tl.sum(k.to(tl.float32) * dr_state, 1)
@@ -342,7 +341,7 @@ def rows_kernel(
             u_ds = tl.zeros((C, BD), tl.float32)
             for inner in range(EP // BE):
                 e = inner * BE + tl.arange(0, BE)[None, :]
-                at_s = (head * DP + d[:, None]) * EP + e
+                at_s = (head * D + d[:, None]) * EP + e
                 u = tl.load(updates_ptr + (head * C + row) * EP + e)
                 ds = tl.load(ends_ptr + at_s)
                 u_ds = _product(u, tl.trans(ds), u_ds)
@@ -361,17 +360,17 @@ def rows_kernel(
 @triton.jit(do_not_specialize=["ROWS", "B"])
 def norm_backward_kernel(
     x_ptr, d_ptr, dx_ptr, cu_ptr, scale, eps, ROWS, B,
-    HK: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    HK: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_ROWS of the ROWS heads of rows of q or k: the gradients of a head's GROUP value heads,
     one by one, through the norm; zeros for rows outside every sequence."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-    column = tl.arange(0, DP)[None, :]
-    written = (row < ROWS) & (column < D)
+    column = tl.arange(0, D)[None, :]
+    written = row < ROWS
     t = row // HK
     mask = written & (t >= tl.load(cu_ptr)) & (t < tl.load(cu_ptr + B))
-    total = tl.zeros((BLOCK_ROWS, DP), tl.float32)
+    total = tl.zeros((BLOCK_ROWS, D), tl.float32)
     for one in tl.static_range(GROUP):
         at = (row * GROUP + one) * D + column
         total += tl.load(d_ptr + at, mask=mask, other=0.0).to(tl.float32)

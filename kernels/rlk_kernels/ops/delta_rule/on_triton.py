@@ -7,6 +7,7 @@ v
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rlk_kernels.device import facts
@@ -222,8 +223,7 @@ def _through_norm(x: Tensor, d: Tensor, cu: Tensor, eps: float, scale: float) ->
     launch(
         shape_cache("delta_rule_norm_backward", heads, size, group, x.dtype),
         backward_kernels.norm_backward_kernel, (cdiv(t * heads, NORM_ROWS), 1, 1),
-        (x, d, dx, cu, scale, eps, t * heads, cu.numel() - 1, heads, group, size, _padded(size),
-         NORM_ROWS),
+        (x, d, dx, cu, scale, eps, t * heads, cu.numel() - 1, heads, group, size, NORM_ROWS),
         BACKWARD_OPTIONS["norm"],
     )  # fmt: skip
     return dx
@@ -239,15 +239,21 @@ def backward(
     dv, dg, dbeta = (torch.zeros_like(x) for x in (v, g, beta))
     if not t or not sequences:
         return torch.zeros_like(q), torch.zeros_like(k), dv, dg, dbeta
+    if d != _padded(d):
+        # Zeros change no gradient. Kernels that masked these features instead gave wrong gradients
+        # of 16-bit rows on an H200, with Triton 3.6.
+        q, k = (F.pad(x, (0, _padded(d) - d)) for x in (q, k))
+        grads = backward(q, k, v, g, beta, cu, scale, eps, do)
+        return *(x[..., :d].contiguous() for x in grads[:2]), *grads[2:]
     queries, keys, sums, below = _factors(q, k, g, beta, cu, scale, eps, None)
-    n, dtype, device, dp, ep = len(keys), q.dtype, q.device, _padded(d), _padded(e)
+    n, dtype, device, ep = len(keys), q.dtype, q.device, _padded(e)
     most = WIDE_BACKWARD_FEATURES if dtype == torch.float32 else BACKWARD_FEATURES
     fewer = {name: min(features, ep) for name, features in most.items()}
-    some = min(most["rows"], dp), fewer["rows"]
+    some = min(most["rows"], d), fewer["rows"]
     inverse, dqk, dkk = (empty((n, hv, CHUNK, CHUNK), dtype, device) for _ in range(3))
-    readers, solved = (empty((n, hv, CHUNK, dp), dtype, device) for _ in range(2))
+    readers, solved = (empty((n, hv, CHUNK, d), dtype, device) for _ in range(2))
     updates, grads = (empty((n, hv, CHUNK, ep), dtype, device) for _ in range(2))
-    starts, ends = (empty((n, hv, dp, ep), dtype, device) for _ in range(2))
+    starts, ends = (empty((n, hv, d, ep), dtype, device) for _ in range(2))
     inside = empty((n, hv, 2, CHUNK), torch.float32, device)
     dq, dk = (empty((t, hv, d), dtype, device) for _ in range(2))
     own = shape_cache("delta_rule_backward", hk, hv, d, e, dtype, *fewer.values())
@@ -259,19 +265,19 @@ def backward(
     run("inverse", (n, hv, 1), below, inverse, cu, sequences, hv, CHUNK)
     run(
         "solved", (n, hv, 1), queries, keys, v, beta, do, inverse, sums, readers, solved, updates,
-        grads, cu, sequences, hk, hv, d, e, dp, ep, *some, CHUNK,
+        grads, cu, sequences, hk, hv, d, e, ep, *some, CHUNK,
     )  # fmt: skip
     run(
         "carry", (sequences, hv, 2 * ep // fewer["carry"]), queries, keys, beta, do, sums, readers,
-        solved, updates, grads, starts, ends, cu, hk, hv, d, e, dp, ep, fewer["carry"], CHUNK,
+        solved, updates, grads, starts, ends, cu, hk, hv, d, e, ep, fewer["carry"], CHUNK,
     )  # fmt: skip
     run(
         "pairs", (n, hv, 1), queries, keys, v, beta, do, sums, updates, grads, dqk, dkk, dv, inside,
-        cu, sequences, hk, hv, d, e, dp, ep, *some, CHUNK,
+        cu, sequences, hk, hv, d, e, ep, *some, CHUNK,
     )  # fmt: skip
     run(
         "rows", (n, hv, 1), queries, keys, beta, do, sums, updates, grads, starts, ends, dqk, dkk,
-        inside, dq, dk, dg, dbeta, cu, sequences, hk, hv, d, e, dp, ep, *some, CHUNK,
+        inside, dq, dk, dg, dbeta, cu, sequences, hk, hv, d, e, ep, *some, CHUNK,
     )  # fmt: skip
     dq, dk = _through_norm(q, dq, cu, eps, scale), _through_norm(k, dk, cu, eps, 1.0)
     return dq, dk, dv, dg, dbeta
