@@ -122,9 +122,7 @@ def start_sglang(
         model_path=str(model), load_format=load_format, skip_tokenizer_init=True,
         dtype="bfloat16", tp_size=tp, context_length=CONTEXT, log_level="error",
         max_total_tokens=cache_bytes * tp // token,
-        disable_custom_all_reduce=not custom_all_reduce,
-        # The kernels refuse graphs of prefills.
-        disable_prefill_cuda_graph=engine == "rlk", **more,
+        disable_custom_all_reduce=not custom_all_reduce, **more,
     )  # fmt: skip
     return SGLang(started, int(config["vocab_size"]))
 

@@ -3,9 +3,9 @@
     python kernels/bench/serving.py --model M --engine own|rlk|invariant --out X.jsonl [--lock F]
                                     [--server sglang] [--tp N] [--load-format auto] [--adapters N]
 
-Both run with their defaults: vLLM compiled, with CUDA graphs; SGLang with CUDA graphs, those of
-prefills without the kernels alone. The engine is in a process of its own, and the kernels are an
-installed plugin. `invariant` sets vLLM's VLLM_BATCH_INVARIANT=1. Weights are random and depend on
+Both run with their defaults: vLLM compiled, with CUDA graphs; SGLang with CUDA graphs. The engine
+is in a process of its own, and the kernels are an installed plugin. `invariant` sets vLLM's
+VLLM_BATCH_INVARIANT=1. Weights are random and depend on
 --tp; only config.json is needed. --load-format auto loads the checkpoint's weights. --adapters N
 gives vLLM N random LoRA adapters, which the requests of a batch ask for in turn.
 Rivals run at the same time, each in a process of its own. They measure in turns once --rivals

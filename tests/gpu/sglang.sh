@@ -44,7 +44,7 @@ for run in $runs; do
         compared "$run-${train%%:*}" "${of[@]}" --rollout "$sglang,tp=2,kernels=rlk" --train "$train" --contract bitwise --production
       done
       ;;
-    *) compared "$run" "${of[@]}" --rollout "$sglang,kernels=rlk" --train "$with$kernels" --contract bitwise --production ;;
+    *) compared "$run" "${of[@]}" --rollout "$sglang,kernels=rlk,prefill_graphs=1" --train "$with$kernels" --contract bitwise --production ;;
   esac
 done
 exit "$failed"

@@ -45,12 +45,13 @@ def test_plain_settings_are_supported() -> None:
     assert of_server(kv_cache_dtype="bfloat16") == on_a_gpu() == on_a_gpu(tp_size=2) == []
 
 
-def test_on_a_gpu_no_fused_sums_and_no_graphs_of_prefills() -> None:
+def test_on_a_gpu_no_fused_sums_and_no_graphs_of_attention_in_prefills() -> None:
     (fused,) = on_a_gpu(tp_size=2, flashinfer_allreduce_fusion_backend="auto")
     assert "pass enforce_disable_flashinfer_allreduce_fusion=True" in fused
-    for captured in ("full", "breakable", "tc_piecewise"):
+    assert on_a_gpu("breakable") == []
+    for captured in ("full", "tc_piecewise"):
         (graphs,) = on_a_gpu(captured)
-        assert "disable_prefill_cuda_graph=True" in graphs
+        assert "cuda_graph_backend_prefill='breakable'" in graphs
 
 
 def test_each_device_has_its_version() -> None:

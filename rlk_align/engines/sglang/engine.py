@@ -71,6 +71,7 @@ class SGLangEngine(Engine):
             self._session = Session(
                 self.ranks,
                 graphs=self._replays,
+                prefill_graphs=self._replays and bool(option("prefill_graphs")),
                 model_path=str(self.model_path),
                 device=device,
                 attention_backend=attention_backend(option, device),

@@ -5,8 +5,13 @@ from typing import Any
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.results import GraphReplays
 
-FULL = "full"
-"""The mode of SGLang's graphs of decode steps, each of which is a whole forward."""
+MODES = {"decode": "full", "prefill": "breakable"}
+"""Phase -> the mode of its graphs: a step of decode is one graph; a prefill is several, between
+which attention is launched by the host."""
+
+
+def _pieces(graph: Any) -> int:
+    return len(getattr(graph, "_segments", (graph,)))
 
 
 class GraphCounter(Hooks):
@@ -14,27 +19,40 @@ class GraphCounter(Hooks):
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
-        self._graphs = runner.decode_cuda_graph_runner.backend
-        self._steps = self._replays = 0
-        replay, forward = self._graphs.replay, runner.forward
-
-        def counted_replay(*args: Any, **more: Any) -> Any:
-            result = replay(*args, **more)
-            self._replays += 1
-            return result
+        self._steps = self._replayed = 0
+        self._replays: dict[str, int] = {}
+        self._captured: dict[str, int] = {}
+        for phase, mode in MODES.items():
+            # A phase without graphs has a runner without them.
+            graphs = getattr(getattr(runner, f"{phase}_cuda_graph_runner"), "backend", None)
+            if graphs is not None:
+                self._count(graphs, mode)
+        forward = runner.forward
 
         def counted_forward(*args: Any, **more: Any) -> Any:
             result = forward(*args, **more)
             self._steps += 1
             return result
 
-        self.replace(self._graphs, "replay", counted_replay)
         self.replace(runner, "forward", counted_forward)
+
+    def _count(self, graphs: Any, mode: str) -> None:
+        self._replays[mode] = 0
+        self._captured[mode] = sum(_pieces(graph) for graph in graphs._graphs.values())
+        replay = graphs.replay
+
+        def counted_replay(shape_key: Any, *args: Any, **more: Any) -> Any:
+            result = replay(shape_key, *args, **more)
+            self._replayed += 1
+            self._replays[mode] += _pieces(graphs._graphs[shape_key])
+            return result
+
+        self.replace(graphs, "replay", counted_replay)
 
     def counted(self) -> GraphReplays:
         return GraphReplays(
             steps=self._steps,
-            replayed_steps=self._replays,
-            replays={FULL: self._replays},
-            captured={FULL: len(self._graphs._graphs)},
+            replayed_steps=self._replayed,
+            replays=self._replays,
+            captured=self._captured,
         )

@@ -20,6 +20,7 @@ SGLANG = EngineInfo(
         "ep": Option(int, default=1),
         "port": Option(int, starts_only=True),
         "radix_cache": Option(bool, default=False),
+        "prefill_graphs": Option(bool, default=False),
         "mem_fraction": Option(float),
         "temperature": Option(float, default=1.0),
         "top_p": Option(float, default=1.0),

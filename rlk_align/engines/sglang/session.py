@@ -44,9 +44,9 @@ class Session:
     """The scheduler as its process would run it, without overlap. Each of several ranks has one,
     and they get the same requests."""
 
-    def __init__(self, ranks: Ranks, graphs: bool, **settings: Any) -> None:
-        """`graphs`: whether steps of decode replay CUDA graphs; `settings`: those of SGLang's
-        ServerArgs. `sglang` must be ready to be imported."""
+    def __init__(self, ranks: Ranks, graphs: bool, prefill_graphs: bool, **settings: Any) -> None:
+        """`graphs`, `prefill_graphs`: whether steps of decode and prefills replay CUDA graphs;
+        `settings`: those of SGLang's ServerArgs. `sglang` must be ready to be imported."""
         from sglang.srt.server_args import ServerArgs
 
         args = ServerArgs(
@@ -54,7 +54,7 @@ class Session:
             tp_size=ranks.world,
             disable_overlap_schedule=True,
             disable_cuda_graph=not graphs,
-            disable_prefill_cuda_graph=True,
+            disable_prefill_cuda_graph=not prefill_graphs,
             # SGLang's own sums over the ranks need memory that GPUs share, and sums that are fused
             # with the next norm pass no module.
             disable_custom_all_reduce=True,

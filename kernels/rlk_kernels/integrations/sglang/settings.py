@@ -66,9 +66,14 @@ def _known() -> str:
     return ", ".join(f"{device} with SGLang {version}" for device, version in VERSIONS.items())
 
 
-def _captures_prefills(args: Any) -> bool:
+PREFILL_GRAPHS = ("breakable", "disabled")
+"""SGLang's ways to capture prefills that the kernels support: `breakable`, its default on a GPU,
+leaves attention out of the graphs."""
+
+
+def _prefill_graphs(args: Any) -> str:
     config = getattr(args, "cuda_graph_config", None)
-    return config is not None and str(getattr(config.prefill, "backend", "")) != "disabled"
+    return "disabled" if config is None else str(config.prefill.backend)
 
 
 def check_not_captured(runner: Any) -> None:
@@ -103,8 +108,8 @@ def of_server(args: Any, device: str, version: str, dtype: str) -> Iterator[str]
     SGLang."""
     if version != VERSIONS.get(device):
         yield f"device={device} with SGLang {version}: the kernels support {_known()}"
-    if device == "cuda" and _captures_prefills(args):
-        yield "CUDA graphs of prefills: pass disable_prefill_cuda_graph=True"
+    if device == "cuda" and (how := _prefill_graphs(args)) not in PREFILL_GRAPHS:
+        yield f"CUDA graphs of prefills by {how}: pass cuda_graph_backend_prefill='breakable'"
     for name in ONE:
         if (ranks := getattr(args, name, 1)) not in (None, 1):
             yield f"{name}={ranks}: of several ranks, tp_size alone was run"
