@@ -50,7 +50,22 @@ def resolve_model(name: str) -> Path:
 def read_config(model: Path) -> dict:
     """The config of the decoder in folder `model`: config.json, or a part of it if the checkpoint
     also sees images. Raises ModelError."""
-    return vision.decoder_config(_whole_config(model))
+    config = _whole_config(model)
+    if vision.decoder(config) is None:
+        return config
+    return vision.decoder_config(config, _stores_head(model))
+
+
+def _stores_head(model: Path) -> bool:
+    """Whether a checkpoint that also sees images stores a head; False if its files are damaged,
+    which `check_tensors` reports."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        names = (n for path in weight_files(model) for n in safe_open(path, framework="np").keys())
+        return any(vision.decoder_tensor(name) == "lm_head.weight" for name in names)
+    except (ModelError, OSError, SafetensorError):
+        return False
 
 
 def decoder(model: Path) -> vision.Decoder | None:
