@@ -129,8 +129,9 @@ def tensor_name(parameter: str, modules: Mapping[str, str] = MappingProxyType({}
             if o.weight and not o.of_expert and name == (o.parameter or o.site)
         )
     module = modules.get(operator.name, operator.module).format(number)
-    inside = f"model.{layer}." if layer else ""
-    return f"{inside}{module}.{operator.tensor if path == parameter else operator.bias_tensor}"
+    tensor = operator.tensor if path == parameter else operator.bias_tensor
+    # A tensor of the layer itself has no module.
+    return ".".join(filter(None, ("model" if layer else "", layer, module, tensor)))
 
 
 def weight_files(model: Path) -> list[Path]:

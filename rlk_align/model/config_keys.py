@@ -75,7 +75,8 @@ _ROPE = frozenset(
 )
 """The parameters of the kinds of rope; an engine that lacks a kind refuses it by `rope_type`."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **{"is_causal": (None, True), "use_bidirectional_attention": (None, False)},
+    # Gemma 4's "vision" is for tokens of images.
+    **{"is_causal": (None, True), "use_bidirectional_attention": (None, False, "vision")},
     # Of these, engines have one form of gates, and keep the states of delta nets in float32.
     **{"attn_output_gate": (None, True), "output_gate_type": (None, "silu", "swish")},
     "mamba_ssm_dtype": (None, "float32"),
@@ -116,6 +117,9 @@ EFFECTS = {
     "hidden_activation": "the activation",
     "use_qk_norm": "whether q and k are normed",
     "swiglu_limit": "the activation",
+    "hidden_size_per_layer_input": "what each layer adds of embeddings of its own",
+    "num_kv_shared_layers": "which layers take keys and values of another",
+    "enable_moe_block": "the MLP",
     "attn_output_gate": "the output of attention",
     "output_gate_type": "the norm after a gated delta net",
     "mamba_ssm_dtype": "the precision of the states of gated delta nets",

@@ -22,6 +22,7 @@ from rlk_align.model.layers import (
     sandwich,
     scaled_residuals,
     ungated,
+    values_normed,
     with_sinks,
 )
 from rlk_align.model.sparse_config import ExpertSettings
@@ -211,6 +212,40 @@ FAMILIES = {
         modules={"mlp_norm": "pre_feedforward_layernorm"},
         refused={
             "megatron": "it has neither norms after attention and MLP nor two rotary embeddings"
+        },
+    ),
+    "gemma4_text": Family(
+        layer=values_normed,
+        window=_ALWAYS,
+        period=6,
+        rope_by_kind=True,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        # The norms of q and k take the place of a scale: any number to the power of 0.
+        attention_scale=("head_dim", 0.0),
+        logit_cap="final_logit_softcapping",
+        embedding_scale="sqrt_hidden",
+        one_activation=True,
+        adds_outside_norms=True,
+        wide_heads=True,
+        # It counts only with per-layer embeddings, or in layers that share keys.
+        settings=("vocab_size_per_layer_input", "use_double_wide_mlp"),
+        uncovered={"hidden_size_per_layer_input": 256},
+        defaults={
+            **{"tie_word_embeddings": True, "rms_norm_eps": 1e-6, "vocab_size": 262144},
+            **{"max_position_embeddings": 131072, "head_dim": 256, "global_head_dim": 512},
+            **{"num_attention_heads": 8, "num_key_value_heads": 4},
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {
+                    **{"rope_type": "proportional", "rope_theta": 1e6},
+                    "partial_rotary_factor": 0.25,
+                },
+            },
+        },
+        modules={"mlp_norm": "pre_feedforward_layernorm"},
+        refused={
+            "megatron": "it has neither norms of v nor heads of two sizes",
+            "kernels": "they have neither norms of v nor ropes that are zero for a part of a head",
         },
     ),
     "granite": Family(layer=scaled_residuals(), refused={"megatron": _MULTIPLIES}, **_SCALED),

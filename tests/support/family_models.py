@@ -74,6 +74,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         },
         **{"tie_word_embeddings": True},
     },
+    "gemma4_text": {
+        **{"head_dim": 32, "global_head_dim": 64, "attention_k_eq_v": True},
+        **{"num_global_key_value_heads": 1, "sliding_window": 8, "layer_types": KINDS},
+        **{"hidden_size_per_layer_input": 0, "final_logit_softcapping": 1.0},
+        **{"tie_word_embeddings": True},
+    },
     "qwen2_moe": {
         **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96},
         **{"shared_expert_intermediate_size": 160, "mlp_only_layers": [1]},

@@ -20,7 +20,7 @@ DELTA_HEAD_SIZES = (64, 128)
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of vLLM's `max_lora_rank`."""
 _ON_ONE_RANK = {
-    "wide_q_norm": "its norms over all heads need all ranks",
+    "v_norm": "its ranks share heads of two sizes",
     "sink_attn": "its ranks share sinks and the biases of experts",
 }
 """Operators that are supported on one rank only -> why."""
@@ -57,21 +57,16 @@ def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) ->
         )
     _check_table(option, rope, shape.context)
     # The packages of another interpreter are not known here.
-    if option("python") is None and _on_cpu() and shape.head_dim not in CPU_HEAD_SIZES:
-        raise ModelError(
-            f"engine 'vllm' on a CPU does not support heads of size {shape.head_dim}: its "
-            f"attention has {', '.join(map(str, CPU_HEAD_SIZES))}",
-            "compare with --rollout hf",
-        )
+    if option("python") is None and _on_cpu():
+        widths = {shape.head_dim, *([shape.wide_head_dim] if shape.wide_layers else [])}
+        if wrong := widths.difference(CPU_HEAD_SIZES):
+            raise ModelError(
+                f"engine 'vllm' on a CPU does not support heads of size {min(wrong)}: its "
+                f"attention has {', '.join(map(str, CPU_HEAD_SIZES))}",
+                "compare with --rollout hf",
+            )
     if shape.delta_layers:
         _check_delta_nets(option, shape)
-    unfused = shape.family.backend or shape.family.adds_outside_norms
-    if unfused and int(option("tp") or 1) > 1:
-        raise BadOption(
-            f"engine 'vllm': tp={option('tp')} does not support model_type {shape.model_type!r}: "
-            "where it adds residuals outside of norms, places are known for one rank only",
-            "leave tp out",
-        )
     for operator, why in _ON_ONE_RANK.items():
         if shape.has(operator) and int(option("tp") or 1) > 1:
             raise BadOption(
