@@ -245,7 +245,6 @@ FAMILIES = {
         modules={"mlp_norm": "pre_feedforward_layernorm"},
         refused={
             "megatron": "it has neither norms of v nor heads of two sizes",
-            "kernels": "they have neither norms of v nor ropes that are zero for a part of a head",
         },
     ),
     "granite": Family(layer=scaled_residuals(), refused={"megatron": _MULTIPLIES}, **_SCALED),

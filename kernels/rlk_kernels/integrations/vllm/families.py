@@ -11,7 +11,7 @@ OF_TRANSFORMERS = (
     "cohere2",
 )
 """Families whose code of transformers vLLM runs: it has no class for them, or a wrong one."""
-ONE_RANK = ("gpt_oss", "minimax_m2", *DELTA_NETS)
+ONE_RANK = ("glm", "gemma4_text", "gpt_oss", "minimax_m2", *DELTA_NETS)
 """Families that are compared on one rank only."""
 SPARSE = (
     *("qwen3_moe", "qwen2_moe", "granitemoe", "mixtral", "olmoe", "gpt_oss", "ernie4_5_moe"),
@@ -20,7 +20,9 @@ SPARSE = (
 """Families with sparse layers."""
 FP32_ROUTERS = ("ernie4_5_moe",)
 """Families whose checkpoints have routers in fp32, with values that no other dtype has."""
-WINDOWS_BY_LAYER = ("olmo3", "exaone4", "cohere2", "gemma2", "gemma3_text", "gpt_oss")
+WINDOWS_BY_LAYER = (
+    *("olmo3", "exaone4", "cohere2", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss"),
+)
 """Families in which vLLM gives each layer the window that it has in transformers."""
 
 _GRANITE = ("sliding_window", "layer_types", "layer_rope_theta", "attention_sinks")
@@ -90,7 +92,8 @@ def refused(model: Any, ranks: int) -> dict[str, bool]:
     """Unsupported setting of vLLM's ModelConfig -> whether it is set, for a number of ranks."""
     text = model.hf_text_config
     family, loaded = text.model_type, model.architecture
-    heads = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    # Where layers have heads of two sizes, transformers refuses to read the attribute.
+    heads = vars(text).get("head_dim") or text.hidden_size // text.num_attention_heads
     windowed = getattr(text, "sliding_window", None) is not None
     kinds = getattr(text, "layer_types", None) or ()
     qwen = family in ("qwen2", "qwen3", "qwen2_moe")
