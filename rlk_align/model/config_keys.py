@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlk_align.errors import ModelError
+from rlk_align.model.family import Family
 
 _TOKENISER = frozenset(
     {
@@ -183,11 +184,12 @@ def check_own_code(model: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def check_settings(model: Path, config: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raises ModelError if config.json has a setting that neither every family nor this one lists,
-    or names code of the checkpoint's own. `known`: the further keys of its family."""
+def check_settings(model: Path, config: Mapping[str, Any], family: Family) -> None:
+    """Raises ModelError if config.json, or the default of a key that it leaves out, has a setting
+    that neither every family nor this one lists, or if it names code of the checkpoint's own."""
     check_own_code(model, config)
-    unknown = unknown_settings(config, known)
+    config = {**family.uncovered, **config}
+    unknown = unknown_settings(config, family.keys)
     if not unknown:
         return
     path, value = next(iter(unknown.items()))

@@ -88,6 +88,7 @@ _WITH_DELTA_NETS: dict[str, Any] = {
         **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 256},
     },
     "biases": {"decay": True},
+    "vllm_on_one_rank": "its ranks share the heads of gated delta nets",
     "refused": {
         "megatron": "its gated delta net is in a spec of TransformerEngine, and not in the local "
         "one",
@@ -277,6 +278,7 @@ FAMILIES = {
         interleaved=True,
         defaults={"attention_bias": True, "partial_rotary_factor": 0.5},
         fused={"mlp.gate_up_proj": ("gate_proj", "up_proj")},
+        vllm_on_one_rank="each rank computes all of its MLP's inner features",
         refused={"megatron": _NOT_MEASURED},
     ),
     "arcee": Family(
@@ -447,6 +449,7 @@ FAMILIES = {
             "vllm": "its router on a CPU asserts a softmax, and calls no module for the norms of q "
             "and k"
         },
+        vllm_on_one_rank="its norms over all heads need all ranks",
         vllm_constants={"scoring_func": "sigmoid", "use_routing_bias": True},
         vllm_needs=("rotary_dim",),
     ),
@@ -474,6 +477,7 @@ FAMILIES = {
         },
         # Published configs state two settings under a second name.
         settings=("experts_per_token", "initial_context_length"),
+        vllm_on_one_rank="its ranks share sinks and the biases of experts",
         vllm_constants={
             **{"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5},
             **{"attention_bias": True, "rope_type": "yarn"},

@@ -113,6 +113,8 @@ class Family:
     """Whether vLLM runs the code of transformers for it, because it has no class of its own."""
     adds_outside_norms: bool = False
     """Whether vLLM's class for it adds residuals as transformers does, and not inside norms."""
+    vllm_on_one_rank: str = ""
+    """Why vLLM computes it on one rank only; empty if several share it."""
     vllm_constants: Mapping[str, Any] = field(default_factory=dict)
     """Settings, `rope_type` among them, of which vLLM's class has one value only."""
     vllm_needs: tuple[str, ...] = ()

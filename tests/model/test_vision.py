@@ -165,7 +165,7 @@ def test_published_configs_of_mistral_3_are_accepted(tmp_path: Path, text: dict[
     }
     (tmp_path / "config.json").write_text(json.dumps(published))
     shape, config = read_shape(tmp_path), read_config(tmp_path)
-    check_settings(tmp_path, config, shape.family.keys)
+    check_settings(tmp_path, config, shape.family)
     check_vllm(EngineSpec.parse("vllm").option, config, shape)
     assert (shape.model_type, shape.dtype) == (text["model_type"], "bfloat16")
 
@@ -206,7 +206,7 @@ def test_what_a_published_config_of_gemma_3_leaves_out_is_transformers_default(
     published = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(published | {"eos_token_id": [1, 106]}))
     shape, config = read_shape(tmp_path), transformers_config(tmp_path)
-    check_settings(tmp_path, read_config(tmp_path), shape.family.keys)
+    check_settings(tmp_path, read_config(tmp_path), shape.family)
     check_vllm(EngineSpec.parse("vllm").option, read_config(tmp_path), shape)
     defaults = FAMILIES["gemma3_text"].defaults
     assert {key: getattr(config, key) for key in defaults} == defaults

@@ -194,6 +194,20 @@ MODELS = {
         as_in="gemma2",
         like="llama",
     ),
+    # Norms of v, heads of two sizes, values that are keys, a rope of a part of the wide heads, and a
+    # stream that each layer multiplies.
+    "gemma4": Model(
+        "gemma4_text",
+        {
+            **{"head_dim": 32, "global_head_dim": 64, "attention_k_eq_v": True},
+            **{"num_global_key_value_heads": 1, "sliding_window": 8, "layer_types": KINDS},
+            **{"num_hidden_layers": 4, "hidden_size_per_layer_input": 0},
+            **{"final_logit_softcapping": 1.0, "tie_word_embeddings": True},
+        },
+        kernels=("rlk",),
+        without=("megatron",),
+        like="llama",
+    ),
     # vLLM runs the code of transformers for these.
     "olmo2": Model(
         "olmo2",

@@ -19,17 +19,18 @@ DELTA_HEAD_SIZES = (64, 128)
 """The sizes of heads that vLLM 0.32's gated delta nets on CPUs compute."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of vLLM's `max_lora_rank`."""
-_ON_ONE_RANK = {
-    "v_norm": "its ranks share heads of two sizes",
-    "sink_attn": "its ranks share sinks and the biases of experts",
-}
-"""Operators that are supported on one rank only -> why."""
 
 
 def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) -> None:
     """Raises ModelError or BadOption if vLLM would fail to load the model, or compute nonsense."""
     kernels = option("kernels") == "rlk"
     shape.family.check("vllm", shape.model_type, kernels)
+    if (why := shape.family.vllm_on_one_rank) and int(option("tp") or 1) > 1:
+        raise BadOption(
+            f"engine 'vllm': tp={option('tp')} does not support model_type {shape.model_type!r}: "
+            f"{why}, which no test has compared",
+            "leave tp out",
+        )
     check_shared("vllm", shape, int(option("tp") or 1), fused_qkv=False, kernels=kernels)
     key, activation = activation_of(config)
     rope = rope_parameters(config)
@@ -67,13 +68,6 @@ def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) ->
             )
     if shape.delta_layers:
         _check_delta_nets(option, shape)
-    for operator, why in _ON_ONE_RANK.items():
-        if shape.has(operator) and int(option("tp") or 1) > 1:
-            raise BadOption(
-                f"engine 'vllm': tp={option('tp')} does not support model_type "
-                f"{shape.model_type!r}: {why}, which no test has compared",
-                "leave tp out",
-            )
     sizes = {"hidden": shape.hidden}
     if shape.swiglu_limit:
         # vLLM does not pad what it clamps.
@@ -88,14 +82,8 @@ def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) ->
 
 
 def _check_delta_nets(option: ReadOption, shape: ModelShape) -> None:
-    """Raises ModelError or BadOption for gated delta nets that vLLM's kernels on CPUs do not
-    compute, and where no test has compared them."""
-    if int(option("tp") or 1) > 1:
-        raise BadOption(
-            f"engine 'vllm': tp={option('tp')} does not support model_type {shape.model_type!r}: "
-            "its ranks share the heads of gated delta nets, which no test has compared",
-            "leave tp out",
-        )
+    """Raises ModelError for gated delta nets that vLLM's kernels on CPUs do not compute, and where
+    no test has compared them."""
     kernels = option("kernels") == "rlk"
     if option("python") is None and not _on_cpu():
         if kernels:

@@ -3,6 +3,10 @@
 from rlk_align.selftest.faults.fault import Fault, Strength
 
 
+_PROPORTIONAL = "key_v_norm"
+"""The record of a layer whose rope is proportional."""
+
+
 def _both(layer: int) -> tuple[str, str]:
     return f"layers.{layer}.q_rope", f"layers.{layer}.k_rope"
 
@@ -51,6 +55,14 @@ ROPE = {
         ("layers.1.k_rope",),
         "only the faster half of the pairs is rotated",
         "rope:half_of_the_pairs",
+    ),
+    "rope-not-proportional": Fault(
+        _both(3),
+        "the pairs that turn are those of the first features, as in a partial rope, and not of the "
+        "two halves of a head",
+        "rope:first_features",
+        needs="variant",
+        operator=_PROPORTIONAL,
     ),
     "rope-query-channel": Fault(
         ("layers.3.q_rope",),

@@ -11,7 +11,7 @@ OF_TRANSFORMERS = (
     "cohere2",
 )
 """Families whose code of transformers vLLM runs: it has no class for them, or a wrong one."""
-ONE_RANK = ("glm", "gemma4_text", "gpt_oss", "minimax_m2", *DELTA_NETS)
+ONE_RANK = ("glm", "gpt_oss", "minimax_m2", *DELTA_NETS)
 """Families that are compared on one rank only."""
 SPARSE = (
     *("qwen3_moe", "qwen2_moe", "granitemoe", "mixtral", "olmoe", "gpt_oss", "ernie4_5_moe"),
