@@ -61,11 +61,13 @@ def _stores_head(model: Path) -> bool:
     which `check_tensors` reports."""
     from safetensors import SafetensorError, safe_open
 
+    names: list[str] = []
     try:
-        names = (n for path in weight_files(model) for n in safe_open(path, framework="np").keys())
-        return any(vision.decoder_tensor(name) == "lm_head.weight" for name in names)
+        for path in weight_files(model):
+            names += safe_open(path, framework="np").keys()
     except (ModelError, OSError, SafetensorError):
         return False
+    return any(vision.decoder_tensor(name) == "lm_head.weight" for name in names)
 
 
 def decoder(model: Path) -> vision.Decoder | None:

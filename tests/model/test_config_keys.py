@@ -283,20 +283,20 @@ def test_published_configs_are_accepted(tmp_path: Path, name: str) -> None:
     ("changes", "said"),
     [
         # Those of Gemma 4 E2B and 26B-A4B; transformers' default is per-layer embeddings.
-        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input = 256 changes what eac"),
-        ({"hidden_size_per_layer_input": ...}, "hidden_size_per_layer_input = 256 changes what eac"),
+        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input = 256 changes what"),
+        ({"hidden_size_per_layer_input": ...}, "hidden_size_per_layer_input = 256 changes what"),
         ({"num_kv_shared_layers": 3}, "num_kv_shared_layers = 3 changes which layers take keys"),
         ({"enable_moe_block": True, "num_experts": 8}, "enable_moe_block = True changes the MLP"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' changes whi"),
-        ({"layer_types": ["sliding_attention"] * 6}, "the last layer has a window by layer_types"),
-        ({"num_hidden_layers": 7, "layer_types": ...}, "the last layer has a window by layer_types"),
-        ({"per_layer_config": {"5": {"head_dim": 64, "hidden_size": 8}}}, "per_layer_config = {'5':"),
-        ({"per_layer_config": {"1": {"head_dim": 64}}}, "per_layer_config = {'1': {'head_dim': 64}"),
+        ({"layer_types": ["sliding_attention"] * 6}, "the last layer has a window by layer_type"),
+        ({"num_hidden_layers": 7, "layer_types": ...}, "the last layer has a window by layer_type"),
+        ({"per_layer_config": {"5": {"hidden_size": 8}}}, "per_layer_config = {'5': {'hidden_s"),
+        ({"per_layer_config": {"1": {"head_dim": 64}}}, "per_layer_config = {'1': {'head_dim'"),
         ({"per_layer_config": [64]}, r"per_layer_config = \[64\] is not one size"),
         ({"global_head_dim": "wide"}, "'wide' in per_layer_config, global_head_dim or num_global_"),
-        ({"per_layer_config": {"5": {"head_dim": -2}}}, "-2 in per_layer_config, global_head_dim o"),
+        ({"per_layer_config": {"5": {"head_dim": -2}}}, "-2 in per_layer_config, global_head_dim"),
     ],
-)  # fmt: skip
+)
 def test_forms_of_gemma_4_that_the_description_does_not_cover_are_refused_by_name(
     tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:

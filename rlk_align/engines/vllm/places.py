@@ -64,9 +64,7 @@ _FUSED = {
 product of keys twice."""
 
 
-def _unfused_places(
-    model: Any, shape: ModelShape, tp: int, sparse: Sparse
-) -> Iterator[Place]:
+def _unfused_places(model: Any, shape: ModelShape, tp: int, sparse: Sparse) -> Iterator[Place]:
     """The places in the code of transformers, and in classes that follow it: residuals are added
     outside of norms."""
     of_code = of_transformers(model)
@@ -76,13 +74,16 @@ def _unfused_places(
         modules, operators = dict(layer.named_modules()), shape.family.layer(shape, i)
 
         def place(module: str, *ops: str, end: End = "output", i: int = i) -> Place:
-            sites = tuple(f"layers.{i}.{op}" for op in ops if op != "v_proj" or op in operators)
+            sites = tuple(f"layers.{i}.{op}" for op in ops)
             path = f"model.layers.{i}.{module}".removesuffix(".")
             access = HEADS_FIRST if heads_first and ops[0] in ("q_norm", "k_norm") else FIRST
             return place_of(model, shape, tp, path, sites, end=end, access=access)
 
         paths = layer_modules(operators, shape.family.modules)
-        yield from (place(module, *ops) for module, ops in _FUSED.items() if module in modules)
+        absent = {"v_proj"}.difference(operators)
+        for module, ops in _FUSED.items():
+            if module in modules:
+                yield place(module, *(op for op in ops if op not in absent))
         yield from (place(path, op) for op, path in paths.items() if path in modules)
         for op in ("q_rope", "k_rope") if "q_rope" in operators else ():
             yield place("self_attn", op, end="rope")

@@ -3,10 +3,6 @@
 from rlk_align.selftest.faults.fault import Fault, Strength
 
 
-_PROPORTIONAL = "key_v_norm"
-"""The record of a layer whose rope is proportional."""
-
-
 def _both(layer: int) -> tuple[str, str]:
     return f"layers.{layer}.q_rope", f"layers.{layer}.k_rope"
 
@@ -62,7 +58,8 @@ ROPE = {
         "two halves of a head",
         "rope:first_features",
         needs="variant",
-        operator=_PROPORTIONAL,
+        # In these layers the rope is proportional.
+        operator="key_v_norm",
     ),
     "rope-query-channel": Fault(
         ("layers.3.q_rope",),

@@ -30,9 +30,8 @@ class RlkTPAwareRMSNorm(RlkRMSNorm, TPAwareRMSNorm):
                 f"a norm over {size} features of which each of {self.tp_size} ranks has {features} "
                 "is not supported"
             )
-        return super().forward(gather.columns(x, self.tp_size)).chunk(self.tp_size, -1)[
-            self.tp_rank
-        ]
+        normed = super().forward(gather.columns(x, self.tp_size))
+        return normed.chunk(self.tp_size, -1)[self.tp_rank]
 
 
 class TransformersForCausalLM(transformers.TransformersForCausalLM):
