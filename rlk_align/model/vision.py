@@ -29,10 +29,14 @@ _TOWER = tuple(
     for part in ("vision_tower", "multi_modal_projector")
 )
 """Published checkpoints have them without `model.`, and some releases of transformers wrote it."""
+_OF_GEMMA_4 = tuple(
+    f"model.{part}." for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
+)
 WHOLES = {
     "qwen3_5": Whole({"qwen3_5_text": "Qwen3_5ForCausalLM"}, _VISUAL, False),
     "qwen3_5_moe": Whole({"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}, _VISUAL, False),
     "gemma3": Whole({"gemma3_text": "Gemma3ForCausalLM"}, _TOWER, True),
+    "gemma4": Whole({"gemma4_text": "Gemma4ForCausalLM"}, _OF_GEMMA_4, True),
     "mistral3": Whole(
         {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}, _TOWER, True
     ),

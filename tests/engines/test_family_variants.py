@@ -154,6 +154,7 @@ def alone_and_whole(folder: Path, family: str, start: str) -> tuple[Path, Path]:
         whole("qwen3_5_text", "", default=True),
         whole("qwen3_5_moe_text", "", default=False),
         *(whole("gemma3_text", start, default=False) for start in ("", "model.")),
+        whole("gemma4_text", "", default=False),
         *(whole("mistral", start, default=False) for start in ("", "model.")),
         whole("ministral3", "", default=False),
     ],
@@ -317,10 +318,11 @@ FAULTY = [
         for planted in (in_hf, in_vllm)
         for fault in (
             *("value-norm-left-out", "value-norm-of-keys-left-out", "residual-scale-left-out"),
-            *("rope-not-proportional", "rope-base", "attn-one-head", "attn-scale", "embed-scaled"),
-            *(f"attn-window@{1 / 7:.6f}", "logits-softcap"),
+            *("rope-not-proportional", "rope-base", "attn-one-head", "attn-scale@0.1"),
+            *("embed-scaled", f"attn-window@{1 / 7:.6f}"),
         )
     ),
+    in_vllm("gemma4_text", "logits-softcap@1"),
     in_hf("qwen2_moe", "shared-gate-left-out"),
     in_vllm("qwen2_moe", "shared-gate-left-out"),
     in_hf("qwen2_moe", "shared-expert-weak"),

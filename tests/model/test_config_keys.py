@@ -260,7 +260,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"query_pre_attn_scalar": 256, "rope_local_base_freq": 10000, "rope_theta": 1000000},
         **{"sliding_window": 512, "sliding_window_pattern": 6, "cache_implementation": "hybrid"},
     },
-    "gemma-4-31B": {
+    "gemma-4, dense": {
         **{"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "head_dim": 256},
         **GEMMA_4,
     },
@@ -282,7 +282,7 @@ def test_published_configs_are_accepted(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        # Those of Gemma 4 E2B and 26B-A4B; transformers' default is per-layer embeddings.
+        # Those of its other forms; transformers' default is per-layer embeddings.
         ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input = 256 changes what"),
         ({"hidden_size_per_layer_input": ...}, "hidden_size_per_layer_input = 256 changes what"),
         ({"num_kv_shared_layers": 3}, "num_kv_shared_layers = 3 changes which layers take keys"),
@@ -300,7 +300,7 @@ def test_published_configs_are_accepted(tmp_path: Path, name: str) -> None:
 def test_forms_of_gemma_4_that_the_description_does_not_cover_are_refused_by_name(
     tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
-    config = HUB | PUBLISHED["gemma-4-31B"] | changes
+    config = HUB | PUBLISHED["gemma-4, dense"] | changes
     with pytest.raises(ModelError, match=said):
         accepted(tmp_path, {key: value for key, value in config.items() if value is not ...})
 
@@ -323,7 +323,7 @@ def test_the_heads_of_gemma_4_are_those_of_transformers(
 ) -> None:
     from transformers import AutoConfig
 
-    config = HUB | PUBLISHED["gemma-4-31B"] | changes
+    config = HUB | PUBLISHED["gemma-4, dense"] | changes
     accepted(tmp_path, config)
     shape, theirs = read_shape(tmp_path), AutoConfig.from_pretrained(tmp_path).per_layer_config
     assert (shape.wide_head_dim, shape.wide_kv_heads) == wide

@@ -23,6 +23,7 @@ FORMS = [
     ("qwen3_5_text", "Qwen3_5ForCausalLM", "", "model.language_model."),
     ("gemma3_text", "Gemma3ForCausalLM", "", "language_model.model."),
     ("gemma3_text", "Gemma3ForCausalLM", "model.", "model.language_model."),
+    ("gemma4_text", "Gemma4ForCausalLM", "", "model.language_model."),
     ("mistral", "MistralForCausalLM", "", "language_model.model."),
     ("ministral3", "Ministral3ForCausalLM", "", "language_model.model."),
     ("ministral3", "Ministral3ForCausalLM", "model.", "model.language_model."),

@@ -138,6 +138,7 @@ WHOLES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_text": ("qwen3_5", {"depth": 1, "hidden_size": 32, "num_heads": 2}),
     "qwen3_5_moe_text": ("qwen3_5_moe", {"depth": 1, "hidden_size": 32, "num_heads": 2}),
     "gemma3_text": ("gemma3", _SIGLIP | _LAYER),
+    "gemma4_text": ("gemma4", {"model_type": "gemma4_vision", **_LAYER}),
     "mistral": ("mistral3", _PIXTRAL | _LAYER),
     "ministral3": ("mistral3", _PIXTRAL | _LAYER),
 }
@@ -161,6 +162,8 @@ def with_vision(folder: Path, text: Path, start: str = "") -> Path:
     inside, head = "model.language_model.", "lm_head."
     beside: tuple[str, ...] = ("model.visual.blocks.0.norm1.weight", "mtp.fc.weight")
     whole = {"vision_config": images, "tie_word_embeddings": config.get("tie_word_embeddings")}
+    if kind == "gemma4":
+        beside = tuple(f"model.{part}.weight" for part in ("vision_tower.a", "embed_vision.b"))
     if kind in ("gemma3", "mistral3"):
         beside = _BESIDE[start]
         if not start:
