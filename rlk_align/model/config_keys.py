@@ -141,8 +141,8 @@ def unknown_settings(config: Mapping[str, Any], known: Collection[str]) -> dict[
     known = {*known, *OF_EVERY_FAMILY, *NO_EFFECT}
     if config.get("use_sliding_window") is False:
         known |= {"sliding_window", "max_window_layers"}
-    other = "linear" if "layer_types.linear_attention" in known else "sliding"
-    kinds = ["full_attention", *([f"{other}_attention"] if "layer_types" in known else [])]
+    other = (f"{kind}_attention" for kind in ("sliding", "linear"))
+    kinds = ["full_attention", *(kind for kind in other if f"layer_types.{kind}" in known)]
     found = {
         key: value
         for key, value in config.items()

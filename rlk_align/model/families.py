@@ -281,6 +281,12 @@ FAMILIES = {
         vllm_on_one_rank="each rank computes all of its MLP's inner features",
         refused={"megatron": _NOT_MEASURED},
     ),
+    "helium": Family(
+        backend=True,
+        interleaved=True,
+        biases={"o_proj": False},
+        refused={"megatron": _NOT_MEASURED, "kernels": _NOT_MEASURED},
+    ),
     "arcee": Family(
         backend=True,
         layer=ungated,

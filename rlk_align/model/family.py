@@ -166,7 +166,8 @@ class Family:
     @property
     def keys(self) -> frozenset[str]:
         """The keys of config.json that this description covers, beside those of every family."""
-        windows = {*self.window, "layer_types"} if self.window else set()
+        kinds = {"layer_types", "layer_types.sliding_attention"}
+        windows = {*self.window, *kinds} if self.window else set()
         windows |= set(HYBRID_KEYS) if self.hybrid else set()
         windows |= {"rope_parameters.KIND"} if self.rope_by_kind else set()
         windows |= set(WIDE_HEAD_KEYS) if self.wide_heads else set()

@@ -279,6 +279,15 @@ def test_published_configs_are_accepted(tmp_path: Path, name: str) -> None:
     accepted(tmp_path, HUB | PUBLISHED[name])
 
 
+def test_kinds_of_layers_that_some_family_has_are_not_called_unknown(tmp_path: Path) -> None:
+    config = HUB | {"model_type": "cwm", "layer_types": ["full_attention", "sliding_attention"]}
+    with pytest.raises(ModelError) as error:
+        accepted(tmp_path, config | {"sliding_window": 8192})
+    assert error.value.message.endswith("so the operators of its layers are unknown")
+    with pytest.raises(ModelError, match=r"are unknown; no known family has its layer_types$"):
+        accepted(tmp_path, config | {"layer_types": ["chunked_attention"] * 2})
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -45,6 +45,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"logits_scaling": 6.0, "num_local_experts": 8, "num_experts_per_tok": 3},
         **{"intermediate_size": 96, "tie_word_embeddings": True},
     },
+    "helium": {"head_dim": 32},
     "ernie4_5": {"head_dim": 32, "tie_word_embeddings": True},
     "phi3": {
         **{"sliding_window": 8, "original_max_position_embeddings": 128},
