@@ -20,7 +20,10 @@ class LayerShape(Protocol):
     def delta_layers(self) -> tuple[int, ...]: ...
 
     @property
-    def value_layers(self) -> tuple[int, ...]: ...
+    def wide_layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def keys_are_values(self) -> bool: ...
 
 
 LayerOperators = Callable[[LayerShape, int], tuple[str, ...]]
@@ -114,7 +117,7 @@ def sandwich(shape: LayerShape, layer: int) -> tuple[str, ...]:
 def values_normed(shape: LayerShape, layer: int) -> tuple[str, ...]:
     """Layers that norm each branch before and after its operators, and each head of q, k and v, and
     that multiply the residual stream in the end. In some of them v is k before its norm."""
-    of_keys = layer not in shape.value_layers
+    of_keys = shape.keys_are_values and layer in shape.wide_layers
     replaced = {
         "v_proj": ("key_v_norm",) if of_keys else ("v_proj", "v_norm"),
         "mlp_residual": ("rescaled_mlp_residual",),

@@ -81,12 +81,6 @@ class ModelShape:
     def family(self) -> Family:
         return FAMILIES[self.model_type]
 
-    @property
-    def value_layers(self) -> tuple[int, ...]:
-        """The layers with a product for v, if they have attention."""
-        without = self.wide_layers if self.keys_are_values else ()
-        return tuple(i for i in range(self.layers) if i not in without)
-
     def at(self, layer: int | None) -> "ModelShape":
         """The shape with the heads of a layer; None for what is outside of the layers."""
         if layer not in self.wide_layers:
@@ -327,7 +321,8 @@ def _read_wide_heads(model: Path, config: dict[str, Any]) -> dict[str, Any]:
     if shared and config.get("num_global_key_value_heads") is not None:
         own["num_key_value_heads"] = config["num_global_key_value_heads"]
     stated = config.get("per_layer_config", {str(i): own for i in wide})
-    own = stated.get(str(wide[0]), {}) if isinstance(stated, dict) else {}
+    own = stated.get(str(wide[0])) if isinstance(stated, dict) else None
+    own = own if isinstance(own, dict) else {}
     if stated != {str(i): own for i in wide if own} or not own.keys() <= _WIDE_SIZES.keys():
         raise ModelError(
             f"{model}/config.json: per_layer_config = {stated!r} is not one size and one number of "

@@ -301,6 +301,7 @@ def test_kinds_of_layers_that_some_family_has_are_not_called_unknown(tmp_path: P
         ({"num_hidden_layers": 7, "layer_types": ...}, "the last layer has a window by layer_type"),
         ({"per_layer_config": {"5": {"hidden_size": 8}}}, "per_layer_config = {'5': {'hidden_s"),
         ({"per_layer_config": {"1": {"head_dim": 64}}}, "per_layer_config = {'1': {'head_dim'"),
+        ({"per_layer_config": {"5": 64}}, "per_layer_config = {'5': 64} is not one size"),
         ({"per_layer_config": [64]}, r"per_layer_config = \[64\] is not one size"),
         ({"global_head_dim": "wide"}, "'wide' in per_layer_config, global_head_dim or num_global_"),
         ({"per_layer_config": {"5": {"head_dim": -2}}}, "-2 in per_layer_config, global_head_dim"),
