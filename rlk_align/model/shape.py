@@ -321,8 +321,8 @@ def _read_wide_heads(model: Path, config: dict[str, Any]) -> dict[str, Any]:
     if shared and config.get("num_global_key_value_heads") is not None:
         own["num_key_value_heads"] = config["num_global_key_value_heads"]
     stated = config.get("per_layer_config", {str(i): own for i in wide})
-    own = stated.get(str(wide[0])) if isinstance(stated, dict) else None
-    own = own if isinstance(own, dict) else {}
+    first = stated.get(str(wide[0])) if isinstance(stated, dict) else None
+    own = first if isinstance(first, dict) else {}
     if stated != {str(i): own for i in wide if own} or not own.keys() <= _WIDE_SIZES.keys():
         raise ModelError(
             f"{model}/config.json: per_layer_config = {stated!r} is not one size and one number of "
