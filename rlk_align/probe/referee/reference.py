@@ -281,8 +281,11 @@ class Reference:
         branch = branch * self._multiplier(site)
         out = sum(more, stream + branch)
         if site.operator.weight:
-            factor = self._weights.read(site.parameter).double()
-            return out * factor, rounding_variance(out, self.dtype) * factor.square()
+            # Every engine rounds the sum and its product alike. The errors of a product by one
+            # number depend on the few bits of a sum alone, and so do not average out.
+            factor, dtype = self._weights.read(site.parameter).double(), getattr(torch, self.dtype)
+            scaled = (out.to(dtype).double() * factor).to(dtype).double()
+            return scaled, rounding_variance(out, self.dtype) * factor.square()
         if not more:
             return out, rounding_variance(branch, self.dtype) if site.operator.multiplier else 0.0
         orders = (rounding_variance(x, self.dtype) for x in (stream + branch, branch + more[0]))
