@@ -57,7 +57,8 @@ layer are not recomputed, and the experts' sum is recomputed from the experts' i
 FOOT = """The cells were measured with {packages}; the raw results are in
 [families.json](../reports/engines/families.json). Gemma 2 and GPT-OSS are compared with eager
 attention in batches of 4, because transformers' sdpa ignores the cap of the one and the sinks of
-the other, and is refused.
+the other, and is refused. Of Gemma 4, the dense decoder is described: per-layer embeddings, layers
+that take the keys and values of another, and experts are refused by the names of their settings.
 """
 WITH_IMAGES = """
 ## Checkpoints that also see images
@@ -72,9 +73,12 @@ loaded. Its log-probs have the bits of the same decoder in a checkpoint of its o
 
 Tensors may be named as published (`language_model.model.layers...`), or as some releases of
 transformers save them (`model.language_model.layers...`). Another `text_config` is refused by name,
-and so are SGLang and several tensor-parallel ranks of vLLM. Mistral publishes its weights in a
-second form beside these (`consolidated.safetensors`), which vLLM would prefer; the tool lets it
-read the form that transformers reads. Small random checkpoints on a CPU are all that was compared.
+and so are SGLang and several tensor-parallel ranks of vLLM. Whether the head has the embedding's
+weight is what `tie_word_embeddings` says beside `text_config`, not in it, or else the default of
+the class for images; a stored head counts in any case. transformers and vLLM do so too. Mistral
+publishes its weights in a second form beside these (`consolidated.safetensors`), which vLLM would
+prefer; the tool lets it read the form that transformers reads. Small random checkpoints on a CPU
+are all that was compared.
 """
 
 

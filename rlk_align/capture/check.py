@@ -60,7 +60,7 @@ def check_request(request: CaptureRequest, sampling: bool) -> CheckedRequest:
     model = resolve_model(request.model_path)
     shape, config = read_shape(model), read_config(model)
     check_stored_format(spec, model, config, shape)
-    check_settings(model, config, shape.family.keys)
+    check_settings(model, config, shape.family)
     check_trace_plan(request.trace, shape)
     if spec.option("lora") is not None:
         check_lora(spec, fitting_adapter(str(spec.option("lora")), config, shape))

@@ -35,7 +35,7 @@ from rlk_align.model.outline import read_outline
 from rlk_align.model.prompts import Prompt, Sample, TokenBatch, check_lengths, load_prompts
 from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.shape import read_shape
-from rlk_align.model.sites import model_sites
+from rlk_align.model.sites import first_attention, model_sites
 from rlk_align.model.tokenise import tokenise
 from rlk_align.results import Cell
 from rlk_align.trace.checksums import add_checksums
@@ -236,7 +236,10 @@ def _open_part(job: Job, engine: Engine, name: str, plan: CapturePlan) -> PassWr
     shape = engine.shape
     checks = NO_CHECKS
     if observed and not job.modules:
-        heads = (shape.heads, shape.kv_heads, shape.has("sink_attn"), shape.first_attention)
+        attention = first_attention(shape)
+        of_layer, sinks = shape.at(attention.layer), bool(attention.operator.weight)
+        ends = (attention.prefix_inputs[1], attention.name)
+        heads = (shape.heads, of_layer.kv_heads, sinks, *ends)
         checks = Checks(checkpoint_rotary(job.model, shape), heads)
     rank = engine.ranks.rank
     if rank:

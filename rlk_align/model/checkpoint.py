@@ -50,7 +50,24 @@ def resolve_model(name: str) -> Path:
 def read_config(model: Path) -> dict:
     """The config of the decoder in folder `model`: config.json, or a part of it if the checkpoint
     also sees images. Raises ModelError."""
-    return vision.decoder_config(_whole_config(model))
+    config = _whole_config(model)
+    if vision.decoder(config) is None:
+        return config
+    return vision.decoder_config(config, _stores_head(model))
+
+
+def _stores_head(model: Path) -> bool:
+    """Whether a checkpoint that also sees images stores a head; False if its files are damaged,
+    which `check_tensors` reports."""
+    from safetensors import SafetensorError, safe_open
+
+    names: list[str] = []
+    try:
+        for path in weight_files(model):
+            names += safe_open(path, framework="np").keys()
+    except (ModelError, OSError, SafetensorError):
+        return False
+    return any(vision.decoder_tensor(name) == "lm_head.weight" for name in names)
 
 
 def decoder(model: Path) -> vision.Decoder | None:
@@ -114,8 +131,9 @@ def tensor_name(parameter: str, modules: Mapping[str, str] = MappingProxyType({}
             if o.weight and not o.of_expert and name == (o.parameter or o.site)
         )
     module = modules.get(operator.name, operator.module).format(number)
-    inside = f"model.{layer}." if layer else ""
-    return f"{inside}{module}.{operator.tensor if path == parameter else operator.bias_tensor}"
+    tensor = operator.tensor if path == parameter else operator.bias_tensor
+    # A tensor of the layer itself has no module.
+    return ".".join(filter(None, ("model" if layer else "", layer, module, tensor)))
 
 
 def weight_files(model: Path) -> list[Path]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlk_align.errors import ModelError
+from rlk_align.model.family import Family
 
 _TOKENISER = frozenset(
     {
@@ -75,7 +76,8 @@ _ROPE = frozenset(
 )
 """The parameters of the kinds of rope; an engine that lacks a kind refuses it by `rope_type`."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **{"is_causal": (None, True), "use_bidirectional_attention": (None, False)},
+    # Gemma 4's "vision" is for tokens of images.
+    **{"is_causal": (None, True), "use_bidirectional_attention": (None, False, "vision")},
     # Of these, engines have one form of gates, and keep the states of delta nets in float32.
     **{"attn_output_gate": (None, True), "output_gate_type": (None, "silu", "swish")},
     "mamba_ssm_dtype": (None, "float32"),
@@ -116,6 +118,9 @@ EFFECTS = {
     "hidden_activation": "the activation",
     "use_qk_norm": "whether q and k are normed",
     "swiglu_limit": "the activation",
+    "hidden_size_per_layer_input": "what each layer adds of embeddings of its own",
+    "num_kv_shared_layers": "which layers take keys and values of another",
+    "enable_moe_block": "the MLP",
     "attn_output_gate": "the output of attention",
     "output_gate_type": "the norm after a gated delta net",
     "mamba_ssm_dtype": "the precision of the states of gated delta nets",
@@ -136,8 +141,8 @@ def unknown_settings(config: Mapping[str, Any], known: Collection[str]) -> dict[
     known = {*known, *OF_EVERY_FAMILY, *NO_EFFECT}
     if config.get("use_sliding_window") is False:
         known |= {"sliding_window", "max_window_layers"}
-    other = "linear" if "layer_types.linear_attention" in known else "sliding"
-    kinds = ["full_attention", *([f"{other}_attention"] if "layer_types" in known else [])]
+    other = (f"{kind}_attention" for kind in ("sliding", "linear"))
+    kinds = ["full_attention", *(kind for kind in other if f"layer_types.{kind}" in known)]
     found = {
         key: value
         for key, value in config.items()
@@ -179,11 +184,12 @@ def check_own_code(model: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def check_settings(model: Path, config: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raises ModelError if config.json has a setting that neither every family nor this one lists,
-    or names code of the checkpoint's own. `known`: the further keys of its family."""
+def check_settings(model: Path, config: Mapping[str, Any], family: Family) -> None:
+    """Raises ModelError if config.json, or the default of a key that it leaves out, has a setting
+    that neither every family nor this one lists, or if it names code of the checkpoint's own."""
     check_own_code(model, config)
-    unknown = unknown_settings(config, known)
+    config = {**family.uncovered, **config}
+    unknown = unknown_settings(config, family.keys)
     if not unknown:
         return
     path, value = next(iter(unknown.items()))

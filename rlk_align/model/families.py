@@ -22,6 +22,7 @@ from rlk_align.model.layers import (
     sandwich,
     scaled_residuals,
     ungated,
+    values_normed,
     with_sinks,
 )
 from rlk_align.model.sparse_config import ExpertSettings
@@ -87,6 +88,7 @@ _WITH_DELTA_NETS: dict[str, Any] = {
         **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 256},
     },
     "biases": {"decay": True},
+    "vllm_on_one_rank": "its ranks share the heads of gated delta nets",
     "refused": {
         "megatron": "its gated delta net is in a spec of TransformerEngine, and not in the local "
         "one",
@@ -213,6 +215,39 @@ FAMILIES = {
             "megatron": "it has neither norms after attention and MLP nor two rotary embeddings"
         },
     ),
+    "gemma4_text": Family(
+        layer=values_normed,
+        window=_ALWAYS,
+        period=6,
+        rope_by_kind=True,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        # The norms of q and k take the place of a scale: any number to the power of 0.
+        attention_scale=("head_dim", 0.0),
+        logit_cap="final_logit_softcapping",
+        embedding_scale="sqrt_hidden",
+        one_activation=True,
+        adds_outside_norms=True,
+        wide_heads=True,
+        # It counts only with per-layer embeddings, or in layers that share keys.
+        settings=("vocab_size_per_layer_input", "use_double_wide_mlp"),
+        uncovered={"hidden_size_per_layer_input": 256},
+        defaults={
+            **{"tie_word_embeddings": True, "rms_norm_eps": 1e-6, "vocab_size": 262144},
+            **{"max_position_embeddings": 131072, "head_dim": 256, "global_head_dim": 512},
+            **{"num_attention_heads": 8, "num_key_value_heads": 4},
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {
+                    **{"rope_type": "proportional", "rope_theta": 1e6},
+                    "partial_rotary_factor": 0.25,
+                },
+            },
+        },
+        modules={"mlp_norm": "pre_feedforward_layernorm"},
+        refused={
+            "megatron": "it has neither norms of v nor heads of two sizes",
+        },
+    ),
     "granite": Family(layer=scaled_residuals(), refused={"megatron": _MULTIPLIES}, **_SCALED),
     "granitemoe": Family(
         layer=scaled_residuals(mixture()),
@@ -243,7 +278,14 @@ FAMILIES = {
         interleaved=True,
         defaults={"attention_bias": True, "partial_rotary_factor": 0.5},
         fused={"mlp.gate_up_proj": ("gate_proj", "up_proj")},
+        vllm_on_one_rank="each rank computes all of its MLP's inner features",
         refused={"megatron": _NOT_MEASURED},
+    ),
+    "helium": Family(
+        backend=True,
+        interleaved=True,
+        biases={"o_proj": False},
+        refused={"megatron": _NOT_MEASURED, "kernels": _NOT_MEASURED},
     ),
     "arcee": Family(
         backend=True,
@@ -413,6 +455,7 @@ FAMILIES = {
             "vllm": "its router on a CPU asserts a softmax, and calls no module for the norms of q "
             "and k"
         },
+        vllm_on_one_rank="its norms over all heads need all ranks",
         vllm_constants={"scoring_func": "sigmoid", "use_routing_bias": True},
         vllm_needs=("rotary_dim",),
     ),
@@ -440,6 +483,7 @@ FAMILIES = {
         },
         # Published configs state two settings under a second name.
         settings=("experts_per_token", "initial_context_length"),
+        vllm_on_one_rank="its ranks share sinks and the biases of experts",
         vllm_constants={
             **{"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5},
             **{"attention_bias": True, "rope_type": "yarn"},

@@ -20,6 +20,15 @@ HYBRID_KEYS = frozenset(
 """The keys of a family with gated delta nets."""
 
 
+WIDE_HEAD_KEYS = frozenset(
+    {
+        *("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v"),
+        "per_layer_config",
+    }
+)
+"""The keys of a family whose layers have heads of two sizes."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """The properties of one decoder family."""
@@ -89,15 +98,23 @@ class Family:
     """config.json -> the layers without a rotation; None if every layer rotates q and k."""
     settings: tuple[str, ...] = ()
     """Further keys of config.json that this description covers."""
+    uncovered: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that it does not cover -> the value that transformers takes where config.json leaves
+    them out, if that is not neutral."""
     attention_scale: tuple[str, float] = ("", 0.0)
     """The config's key for the number that scales attention's scores, and the power of it; empty if
     1 / √(size of a head) scales them."""
+    wide_heads: bool = False
+    """Whether layers that see all keys have heads of another size, and of another number for keys:
+    those of `global_head_dim` and `num_global_key_value_heads`."""
     temperature: bool = False
     """Whether the scale depends on the query's position, by `llama_4_scaling_beta` of its rope."""
     backend: bool = False
     """Whether vLLM runs the code of transformers for it, because it has no class of its own."""
     adds_outside_norms: bool = False
     """Whether vLLM's class for it adds residuals as transformers does, and not inside norms."""
+    vllm_on_one_rank: str = ""
+    """Why vLLM computes it on one rank only; empty if several share it."""
     vllm_constants: Mapping[str, Any] = field(default_factory=dict)
     """Settings, `rope_type` among them, of which vLLM's class has one value only."""
     vllm_needs: tuple[str, ...] = ()
@@ -149,9 +166,11 @@ class Family:
     @property
     def keys(self) -> frozenset[str]:
         """The keys of config.json that this description covers, beside those of every family."""
-        windows = {*self.window, "layer_types"} if self.window else set()
+        kinds = {"layer_types", "layer_types.sliding_attention"}
+        windows = {*self.window, *kinds} if self.window else set()
         windows |= set(HYBRID_KEYS) if self.hybrid else set()
         windows |= {"rope_parameters.KIND"} if self.rope_by_kind else set()
+        windows |= set(WIDE_HEAD_KEYS) if self.wide_heads else set()
         experts: set[str] = set()
         if self.experts:
             experts = {*EXPERT_KEYS, self.experts.intermediate, *self.experts.names.values()}

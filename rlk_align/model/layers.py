@@ -19,6 +19,12 @@ class LayerShape(Protocol):
     @property
     def delta_layers(self) -> tuple[int, ...]: ...
 
+    @property
+    def wide_layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def keys_are_values(self) -> bool: ...
+
 
 LayerOperators = Callable[[LayerShape, int], tuple[str, ...]]
 """(shape, index of a layer) -> that layer's operators, in execution order."""
@@ -106,6 +112,17 @@ def plain_sandwich(shape: LayerShape, layer: int) -> tuple[str, ...]:
 def sandwich(shape: LayerShape, layer: int) -> tuple[str, ...]:
     """Layers that norm each branch before and after its operators, and each head of q and k."""
     return _sandwiched(dense(qk_norm=True)(shape, layer))
+
+
+def values_normed(shape: LayerShape, layer: int) -> tuple[str, ...]:
+    """Layers that norm each branch before and after its operators, and each head of q, k and v, and
+    that multiply the residual stream in the end. In some of them v is k before its norm."""
+    of_keys = shape.keys_are_values and layer in shape.wide_layers
+    replaced = {
+        "v_proj": ("key_v_norm",) if of_keys else ("v_proj", "v_norm"),
+        "mlp_residual": ("rescaled_mlp_residual",),
+    }
+    return sum((replaced.get(op, (op,)) for op in sandwich(shape, layer)), ())
 
 
 def _sandwiched(every: tuple[str, ...]) -> tuple[str, ...]:

@@ -163,6 +163,10 @@ _RECORDS = (
         HEADS, weight=("query_heads",), module="self_attn.q_norm", site_name="q_norm"),
     Operator("wide_k_norm", "reduction", "rms_norm", "attn", ("key",), "key", "kv_heads", HEADS,
         weight=("kv_heads",), module="self_attn.k_norm", site_name="k_norm"),
+    Operator("v_norm", "reduction", "rms_norm", "attn", ("value",), "value", "kv_heads", HEADS,
+        module="self_attn.v_norm"),
+    Operator("key_v_norm", "reduction", "rms_norm", "attn", ("key",), "value", "kv_heads", HEADS,
+        module="self_attn.v_norm", site_name="v_norm"),
     Operator("q_rope", "elementwise", "rotary", "attn", ("query",), "query", "query_heads", HEADS),
     Operator("k_rope", "elementwise", "rotary", "attn", ("key",), "key", "kv_heads", HEADS),
     Operator("rotated_q_norm", "reduction", "rms_norm", "attn", ("query",), "query", "query_heads",
@@ -289,6 +293,9 @@ _RECORDS = (
         "hidden", WHOLE),
     Operator("scaled_mlp_residual", "elementwise", "residual", "mlp", ("stream", "branch"),
         "stream", "hidden", WHOLE, site_name="mlp_residual", multiplier="residual_multiplier"),
+    Operator("rescaled_mlp_residual", "elementwise", "residual", "mlp", ("stream", "branch"),
+        "stream", "hidden", WHOLE, weight=("one",), tensor="layer_scalar",
+        site_name="mlp_residual"),
     Operator("parallel_residual", "elementwise", "residual", "mlp",
         ("stream", "branch", "mlp_branch"), "stream", "hidden", WHOLE, site_name="mlp_residual"),
     Operator("final_norm", "reduction", "rms_norm", None, ("stream",), "normed", "hidden", WHOLE,
@@ -316,7 +323,7 @@ OPERATORS = {operator.name: operator for operator in _RECORDS}
 def layer_modules(
     operators: Iterable[str] = OPERATORS, modules: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, str]:
-    """Site -> the module with its weight in a decoder layer of an HF checkpoint.
+    """Site -> its module in a decoder layer of an HF checkpoint, if it has one of its own.
 
     `operators`: those of the layer, by default all; `modules`: the family's `Family.modules`."""
     return {

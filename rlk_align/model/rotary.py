@@ -10,7 +10,7 @@ from rlk_align.model.families import FAMILIES, layer_kind
 from rlk_align.model.family import Family
 from rlk_align.model.shape import ModelShape
 
-FIXED = ("default", "linear", "llama3", "yarn", "longrope")
+FIXED = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 """The kinds whose frequencies do not depend on the sequence, as far as `ModelShape.context`."""
 _MIN_PAIRS = 4
 """With fewer pairs, rotations by different positions cannot be distinguished."""
@@ -54,7 +54,7 @@ def rope_parameters(config: dict[str, Any], layer: int = 0) -> dict[str, Any]:
     key, default = "rope_theta", family.theta
     if family.rope_by_kind:
         of_layer = layer_kind(config, layer)
-        scaling = _of_kind(config, of_layer)
+        scaling = _of_kind({"rope_parameters": usual, **config}, of_layer)
         if of_layer == "sliding_attention":
             key, default = family.local_theta
     try:
@@ -108,7 +108,7 @@ def checkpoint_rotary(model: Path, shape: ModelShape, layer: int = 0) -> Rotary 
         return None
     kind = layer_kind(config, layer) if shape.family.rope_by_kind else None
     partial = partial_rotary_factor(config)
-    inv_freq, scaling = _frequencies(model, shape, rope, partial, kind)
+    inv_freq, scaling = _frequencies(model, shape.at(layer), rope, partial, kind)
     inputs = {s.name: s.inputs for s in model_sites(shape) if s.operator.formula == "rotary"}
     return Rotary(
         inv_freq=inv_freq,

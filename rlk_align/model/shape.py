@@ -1,7 +1,7 @@
 """The sizes of a checkpoint's model, and what its config.json says of its operators."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,12 @@ class ModelShape:
     """The length of the longest sequence, in tokens; that of a longrope's short factors."""
     dtype: str
     """The checkpoint's own dtype, e.g. `bfloat16`."""
+    wide_layers: tuple[int, ...] = ()
+    """The layers whose heads are `wide_head_dim` wide, of which `wide_kv_heads` are of keys."""
+    wide_head_dim: int = 0
+    wide_kv_heads: int = 0
+    keys_are_values: bool = False
+    """Whether these layers have no product for v, and take k before its norm."""
     sparse_layers: tuple[int, ...] = ()
     """The layers that send each token to a few experts."""
     experts: int = 0
@@ -74,6 +80,17 @@ class ModelShape:
     @property
     def family(self) -> Family:
         return FAMILIES[self.model_type]
+
+    def at(self, layer: int | None) -> "ModelShape":
+        """The shape with the heads of a layer; None for what is outside of the layers."""
+        if layer not in self.wide_layers:
+            return self
+        return replace(self, head_dim=self.wide_head_dim, kv_heads=self.wide_kv_heads)
+
+    def of_site(self, site: str) -> "ModelShape":
+        """The shape with the heads of a site's layer."""
+        number = site.removeprefix("layers.").partition(".")[0]
+        return self.at(int(number)) if number.isdecimal() else self
 
     def operators(self) -> Iterator[tuple[int | None, Operator]]:
         """(layer, operator) in execution order; layer is None for operators outside the layers."""
@@ -286,6 +303,41 @@ def _read_delta_net(
     return {**sizes, "delta_layers": tuple(i for i in layers if kinds[i] == "linear_attention")}
 
 
+_WIDE_SIZES = {"head_dim": "wide_head_dim", "num_key_value_heads": "wide_kv_heads"}
+
+
+def _read_wide_heads(model: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `ModelShape` that describe the heads of layers that see all keys: published
+    configs have keys for them, and transformers saves `per_layer_config`. Raises ModelError."""
+    count = int(config["num_hidden_layers"])
+    wide = [i for i in range(count) if layer_kind(config, i) == "full_attention"]
+    if count - 1 not in wide:
+        raise ModelError(
+            f"{model}/config.json: the last layer has a window by layer_types, and engines let it "
+            "see all keys"
+        )
+    shared = bool(config.get("attention_k_eq_v"))
+    own = {"head_dim": config["global_head_dim"]}
+    if shared and config.get("num_global_key_value_heads") is not None:
+        own["num_key_value_heads"] = config["num_global_key_value_heads"]
+    stated = config.get("per_layer_config", {str(i): own for i in wide})
+    first = stated.get(str(wide[0])) if isinstance(stated, dict) else None
+    own = first if isinstance(first, dict) else {}
+    if stated != {str(i): own for i in wide if own} or not own.keys() <= _WIDE_SIZES.keys():
+        raise ModelError(
+            f"{model}/config.json: per_layer_config = {stated!r} is not one size and one number of "
+            "heads for all layers that see all keys",
+            WITHOUT_FAMILY,
+        )
+    sizes = {field: own.get(key) or config[key] for key, field in _WIDE_SIZES.items()}
+    if wrong := [v for v in sizes.values() if type(v) is not int or not 0 < v <= _MAX_SIZE]:
+        raise ModelError(
+            f"{model}/config.json: {wrong[0]!r} in per_layer_config, global_head_dim or "
+            "num_global_key_value_heads must be a positive whole number"
+        )
+    return {**sizes, "wide_layers": tuple(wide), "keys_are_values": shared}
+
+
 def read_shape(model: Path) -> ModelShape:
     """The shape of the checkpoint in folder `model`, from its config.json. If that has no dtype, it
     is the dtype of the stored weights.
@@ -344,5 +396,6 @@ def read_shape(model: Path) -> ModelShape:
         qk_norm=bool(family.qk_norm and config.get(family.qk_norm)),
         unrotated_layers=_unrotated(model, config, family),
         **(_read_delta_net(model, config, size) if family.hybrid else {}),
+        **(_read_wide_heads(model, config) if family.wide_heads else {}),
         **(read_experts(model, config, family.experts, size) if family.experts else {}),
     )

@@ -73,11 +73,16 @@ def model_sites(shape: ModelShape) -> list[Site]:
             tuple(producer[reads.get(value, value)] for value in values)
             for values in (operator.inputs, operator.prefix_inputs)
         )
-        features = shape.size(operator.features)
+        features = shape.at(layer).size(operator.features)
         experts = producer[operator.slots_of] if operator.slots_of else ""
         sites.append(Site(name, layer, operator, inputs, prefixes, features, experts))
         producer[operator.output] = name
     return sites
+
+
+def first_attention(shape: ModelShape) -> Site:
+    """The first attention, on which positions and boundaries are measured."""
+    return next(s for s in model_sites(shape) if s.operator.formula == "attention")
 
 
 def site_parameters(site: Site, shape: ModelShape) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ def expected_tensors(config: dict, shape: ModelShape) -> dict[str, tuple[int, ..
     shapes: dict[str, tuple[int, ...]] = {}
     biased = biased_operators(config, shape)
     for site in sorted(model_sites(shape), key=lambda s: s.layer is not None):
-        dimensions = tuple(shape.size(d) for d in site.operator.weight)
+        dimensions = tuple(shape.at(site.layer).size(d) for d in site.operator.weight)
         for parameter in site_parameters(site, shape):
             shapes[tensor_name(parameter, shape.family.modules)] = dimensions
             if site.operator.name in biased:

@@ -18,6 +18,8 @@ class Whole(NamedTuple):
     vLLM."""
     images: tuple[str, ...]
     """What the names of the tensors of the part for images start with."""
+    tied: bool
+    """Whether the head has the embedding's weight if config.json does not say it."""
 
 
 _VISUAL = ("model.visual.",)
@@ -27,17 +29,21 @@ _TOWER = tuple(
     for part in ("vision_tower", "multi_modal_projector")
 )
 """Published checkpoints have them without `model.`, and some releases of transformers wrote it."""
+_OF_GEMMA_4 = tuple(
+    f"model.{part}." for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
+)
 WHOLES = {
-    "qwen3_5": Whole({"qwen3_5_text": "Qwen3_5ForCausalLM"}, _VISUAL),
-    "qwen3_5_moe": Whole({"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}, _VISUAL),
-    "gemma3": Whole({"gemma3_text": "Gemma3ForCausalLM"}, _TOWER),
+    "qwen3_5": Whole({"qwen3_5_text": "Qwen3_5ForCausalLM"}, _VISUAL, False),
+    "qwen3_5_moe": Whole({"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}, _VISUAL, False),
+    "gemma3": Whole({"gemma3_text": "Gemma3ForCausalLM"}, _TOWER, True),
+    "gemma4": Whole({"gemma4_text": "Gemma4ForCausalLM"}, _OF_GEMMA_4, True),
     "mistral3": Whole(
-        {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}, _TOWER
+        {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}, _TOWER, True
     ),
 }
 """model_type in config.json -> the kind of checkpoint. A new one is an entry here."""
 _SHARED = (
-    *("dtype", "torch_dtype", "tie_word_embeddings", "auto_map", "transformers_version"),
+    *("dtype", "torch_dtype", "auto_map", "transformers_version"),
     *("eos_token_id", "quantization_config", "compression_config"),
 )
 """The keys beside `text_config` that count for the decoder, unless that has them itself."""
@@ -75,12 +81,14 @@ def decoder(config: Mapping[str, Any]) -> Decoder | None:
     return Decoder(whole.decoders[stated], whole.images)
 
 
-def decoder_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The decoder's config: `config` itself if the checkpoint does not see images. Raises
-    ModelError."""
-    if decoder(config) is None:
-        return config
-    return {key: config[key] for key in _SHARED if key in config} | config["text_config"]
+def decoder_config(config: dict[str, Any], has_head: bool) -> dict[str, Any]:
+    """The decoder's config. `has_head`: whether the checkpoint stores a head. Raises ModelError.
+
+    transformers and vLLM read `tie_word_embeddings` beside `text_config` and not in it, and take a
+    stored head in any case."""
+    tied = config.get("tie_word_embeddings", WHOLES[config["model_type"]].tied)
+    shared = {key: config[key] for key in _SHARED if key in config}
+    return shared | config["text_config"] | {"tie_word_embeddings": bool(tied) and not has_head}
 
 
 def decoder_tensor(name: str) -> str:

@@ -27,8 +27,16 @@ def alike(out: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 class BoundaryCheck:
     """Checks the first attention of one pass."""
 
-    def __init__(self, heads: int, kv_heads: int, sinks: bool = False, layer: int = 0) -> None:
-        self._of_value, self._of_output = f"layers.{layer}.v_proj", f"layers.{layer}.attn"
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        sinks: bool = False,
+        value: str = "layers.0.v_proj",
+        output: str = "layers.0.attn",
+    ) -> None:
+        """`value`: the site of the values that the attention `output` reads."""
+        self._of_value, self._of_output = value, output
         self._heads, self._kv_heads, self._sinks = heads, kv_heads, sinks
         self._value: torch.Tensor | None = None
         self._last: dict[int, tuple[int, torch.Tensor]] = {}

@@ -71,9 +71,8 @@ class Checks:
 
     rotary: Rotary | None = None
     """The rotary embedding, to measure the position by which each row was rotated."""
-    heads: tuple[int, int, bool] | tuple[int, int, bool, int] | None = None
-    """The numbers of query heads and of key-value heads, whether attention has sinks, and the first
-    layer with attention, by default 0, to measure where each sequence begins."""
+    heads: tuple[int, int, bool, str, str] | None = None
+    """The arguments of `BoundaryCheck`, to measure where each sequence begins."""
 
 
 NO_CHECKS = Checks()

@@ -10,6 +10,7 @@ import families_table
 import pytest
 from command import Cli, Outcome, require_engine
 from family_models import ALLOWED, KINDS, SETTINGS, THETA, YARN, family_model, with_vision
+from rlk_kernels.integrations.vllm.families import ONE_RANK
 
 from rlk_align.engines.common.experts import BY_EXPERT
 from rlk_align.engines.vllm.delta_net import HIDDEN_IN_DECODE
@@ -153,6 +154,7 @@ def alone_and_whole(folder: Path, family: str, start: str) -> tuple[Path, Path]:
         whole("qwen3_5_text", "", default=True),
         whole("qwen3_5_moe_text", "", default=False),
         *(whole("gemma3_text", start, default=False) for start in ("", "model.")),
+        whole("gemma4_text", "", default=False),
         *(whole("mistral", start, default=False) for start in ("", "model.")),
         whole("ministral3", "", default=False),
     ],
@@ -193,8 +195,7 @@ def test_vllm_refuses_what_it_does_not_compute() -> None:
     said = "vllm does not support model_type 'minimax_m2' without the kernels: its router on a CPU"
     assert refused.value.message.startswith(said)
     assert refused.value.fix == "add kernels=rlk"
-    with pytest.raises(BadOption, match="its norms over all heads need all ranks"):
-        check_vllm({"tp": 2}.get, config, replace(shape, model_type="olmoe"))
+    check_vllm({"tp": 2}.get, config, replace(shape, model_type="olmoe"))
     on_kernels = {"kernels": "rlk"}
     minimax = replace(shape, model_type="minimax_m2")
     stated = {"model_type": "minimax_m2", "scoring_func": "sigmoid", "use_routing_bias": True}
@@ -219,6 +220,13 @@ def test_vllm_refuses_what_it_does_not_compute() -> None:
     ):
         with pytest.raises(ModelError, match=f"engine 'vllm' does not support {said}"):
             check_vllm({}.get, yarn | setting, biased)
+
+
+def test_the_kernels_and_the_tool_refuse_several_ranks_of_vllm_for_the_same_families() -> None:
+    one_rank = {name for name, family in FAMILIES.items() if family.vllm_on_one_rank}
+    assert one_rank == set(ONE_RANK)
+    with pytest.raises(BadOption, match="each rank computes all of its MLP's inner features"):
+        check_vllm({"tp": 2}.get, {}, replace(read_shape(SPARSE), model_type="glm"))
 
 
 @pytest.mark.whole_matrix
@@ -304,6 +312,17 @@ FAULTY = [
     in_hf("gemma3_text", "embed-scaled"),
     in_hf("ministral3", "attn-scale"),
     # The shared expert without its gate.
+    # Norms of v, values that are keys, heads of two sizes, and a stream that layers multiply.
+    *(
+        planted("gemma4_text", fault)
+        for planted in (in_hf, in_vllm)
+        for fault in (
+            *("value-norm-left-out", "value-norm-of-keys-left-out", "residual-scale-left-out"),
+            *("rope-not-proportional", "rope-base", "attn-one-head", "attn-scale@0.1"),
+            *("embed-scaled", f"attn-window@{1 / 7:.6f}"),
+        )
+    ),
+    in_vllm("gemma4_text", "logits-softcap@1"),
     in_hf("qwen2_moe", "shared-gate-left-out"),
     in_vllm("qwen2_moe", "shared-gate-left-out"),
     in_hf("qwen2_moe", "shared-expert-weak"),

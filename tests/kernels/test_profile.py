@@ -155,6 +155,10 @@ ROPES: dict[str, dict] = {
     "default": {"rope_type": "default", "rope_theta": 1e4},
     "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
     "llama3": LLAMA3,
+    "proportional": {
+        **{"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    },
+    "proportional, whole": {"rope_type": "proportional", "rope_theta": 1e6},
     "yarn": YARN,
     "yarn, whole numbers": YARN | {"rope_theta": 1000000, "factor": 40},
     "yarn, short": YARN | {"original_max_position_embeddings": 32},
@@ -240,7 +244,7 @@ def test_a_rotation_does_not_follow_the_default_dtype() -> None:
             assert (a is b is None) or (a.dtype == torch.float32 and torch.equal(a, b))
 
 
-@pytest.mark.parametrize("kind", [*NOT_FIXED, "proportional"])
+@pytest.mark.parametrize("kind", [*NOT_FIXED, "mrope"])
 def test_another_rope_is_refused(kind: str) -> None:
     with pytest.raises(ValueError, match=f"rope_type={kind} is not supported") as error:
         rotation({"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}, 32)

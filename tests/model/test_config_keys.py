@@ -25,6 +25,22 @@ HUB: dict[str, Any] = {
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
 QWEN = {"max_window_layers": 28, "sliding_window": 131072, "use_sliding_window": False}
+GEMMA_4: dict[str, Any] = {
+    **{"attention_bias": False, "attention_k_eq_v": True, "enable_moe_block": False},
+    **{"final_logit_softcapping": 30.0, "global_head_dim": 512, "hidden_size_per_layer_input": 0},
+    **{"hidden_activation": "gelu_pytorch_tanh", "layer_types": ["sliding_attention"] * 5},
+    **{"moe_intermediate_size": None, "num_experts": None, "num_global_key_value_heads": 1},
+    **{"num_kv_shared_layers": 0, "top_k_experts": None, "use_double_wide_mlp": False},
+    **{"sliding_window": 1024, "vocab_size_per_layer_input": 262144, "num_hidden_layers": 6},
+    "use_bidirectional_attention": "vision",
+    "rope_parameters": {
+        "full_attention": {
+            **{"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
+        },
+        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+    },
+}
+GEMMA_4["layer_types"].append("full_attention")
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B-Instruct": {
         **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False},
@@ -244,6 +260,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"query_pre_attn_scalar": 256, "rope_local_base_freq": 10000, "rope_theta": 1000000},
         **{"sliding_window": 512, "sliding_window_pattern": 6, "cache_implementation": "hybrid"},
     },
+    "gemma-4, dense": {
+        **{"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "head_dim": 256},
+        **GEMMA_4,
+    },
 }
 """Configs as their authors published them, in shape; sizes are shrunk."""
 
@@ -251,12 +271,78 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 def accepted(folder: Path, config: dict[str, Any]) -> None:
     """Raises what `compare` raises for this config.json before it looks at weights."""
     (folder / "config.json").write_text(json.dumps(config))
-    check_settings(folder, config, read_shape(folder).family.keys)
+    check_settings(folder, config, read_shape(folder).family)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_are_accepted(tmp_path: Path, name: str) -> None:
     accepted(tmp_path, HUB | PUBLISHED[name])
+
+
+def test_kinds_of_layers_that_some_family_has_are_not_called_unknown(tmp_path: Path) -> None:
+    config = HUB | {"model_type": "cwm", "layer_types": ["full_attention", "sliding_attention"]}
+    with pytest.raises(ModelError) as error:
+        accepted(tmp_path, config | {"sliding_window": 8192})
+    assert error.value.message.endswith("so the operators of its layers are unknown")
+    with pytest.raises(ModelError, match=r"are unknown; no known family has its layer_types$"):
+        accepted(tmp_path, config | {"layer_types": ["chunked_attention"] * 2})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        # Those of its other forms; transformers' default is per-layer embeddings.
+        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input = 256 changes what"),
+        ({"hidden_size_per_layer_input": ...}, "hidden_size_per_layer_input = 256 changes what"),
+        ({"num_kv_shared_layers": 3}, "num_kv_shared_layers = 3 changes which layers take keys"),
+        ({"enable_moe_block": True, "num_experts": 8}, "enable_moe_block = True changes the MLP"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' changes whi"),
+        ({"layer_types": ["sliding_attention"] * 6}, "the last layer has a window by layer_type"),
+        ({"num_hidden_layers": 7, "layer_types": ...}, "the last layer has a window by layer_type"),
+        ({"per_layer_config": {"5": {"hidden_size": 8}}}, "per_layer_config = {'5': {'hidden_s"),
+        ({"per_layer_config": {"1": {"head_dim": 64}}}, "per_layer_config = {'1': {'head_dim'"),
+        ({"per_layer_config": {"5": 64}}, "per_layer_config = {'5': 64} is not one size"),
+        ({"per_layer_config": [64]}, r"per_layer_config = \[64\] is not one size"),
+        ({"global_head_dim": "wide"}, "'wide' in per_layer_config, global_head_dim or num_global_"),
+        ({"per_layer_config": {"5": {"head_dim": -2}}}, "-2 in per_layer_config, global_head_dim"),
+    ],
+)
+def test_forms_of_gemma_4_that_the_description_does_not_cover_are_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    config = HUB | PUBLISHED["gemma-4, dense"] | changes
+    with pytest.raises(ModelError, match=said):
+        accepted(tmp_path, {key: value for key, value in config.items() if value is not ...})
+
+
+@pytest.mark.parametrize(
+    ("changes", "wide", "shared"),
+    [
+        ({}, (512, 1), True),
+        ({"num_global_key_value_heads": None}, (512, 2), True),
+        # Without attention_k_eq_v, transformers does not read the number of heads.
+        ({"attention_k_eq_v": False}, (512, 2), False),
+        # As transformers 5.19 saves it.
+        ({"per_layer_config": {"5": {"head_dim": 64, "num_key_value_heads": 1}}}, (64, 1), True),
+        ({"per_layer_config": {"5": {"head_dim": 64}}}, (64, 2), True),
+        ({"per_layer_config": {}}, (256, 2), True),
+    ],
+)
+def test_the_heads_of_gemma_4_are_those_of_transformers(
+    tmp_path: Path, changes: dict[str, Any], wide: tuple[int, int], shared: bool
+) -> None:
+    from transformers import AutoConfig
+
+    config = HUB | PUBLISHED["gemma-4, dense"] | changes
+    accepted(tmp_path, config)
+    shape, theirs = read_shape(tmp_path), AutoConfig.from_pretrained(tmp_path).per_layer_config
+    assert (shape.wide_head_dim, shape.wide_kv_heads) == wide
+    assert (shape.wide_layers, shape.keys_are_values) == ((5,), shared)
+    assert [(s.head_dim, s.kv_heads) for s in map(shape.at, range(6))] == [
+        (each.head_dim, each.num_key_value_heads) for each in theirs
+    ]
+    assert shape.has("key_v_norm") == shared
+    assert not any(shape.at(None) is not each for each in map(shape.at, range(5)))
 
 
 HUB_FORMS: list[dict[str, Any]] = [
@@ -316,7 +402,7 @@ def test_what_transformers_saves_by_default_is_accepted(family: str) -> None:
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(family).to_dict()
-    assert unknown_settings(config, FAMILIES[family].keys) == {}
+    assert unknown_settings(config, FAMILIES[family].keys) == FAMILIES[family].uncovered
 
 
 def test_the_layers_of_hub_configs(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ FORMS = [
     ("qwen3_5_text", "Qwen3_5ForCausalLM", "", "model.language_model."),
     ("gemma3_text", "Gemma3ForCausalLM", "", "language_model.model."),
     ("gemma3_text", "Gemma3ForCausalLM", "model.", "model.language_model."),
+    ("gemma4_text", "Gemma4ForCausalLM", "", "model.language_model."),
     ("mistral", "MistralForCausalLM", "", "language_model.model."),
     ("ministral3", "Ministral3ForCausalLM", "", "language_model.model."),
     ("ministral3", "Ministral3ForCausalLM", "model.", "model.language_model."),
@@ -165,19 +166,36 @@ def test_published_configs_of_mistral_3_are_accepted(tmp_path: Path, text: dict[
     }
     (tmp_path / "config.json").write_text(json.dumps(published))
     shape, config = read_shape(tmp_path), read_config(tmp_path)
-    check_settings(tmp_path, config, shape.family.keys)
+    check_settings(tmp_path, config, shape.family)
     check_vllm(EngineSpec.parse("vllm").option, config, shape)
-    assert (shape.model_type, shape.dtype, is_tied(config)) == (
-        text["model_type"],
-        "bfloat16",
-        False,
-    )
-    # What config.json shares with the decoder counts unless the decoder states it itself.
-    for stated, tied in (({}, True), ({"tie_word_embeddings": False}, False)):
-        shared = published | {"tie_word_embeddings": True, "text_config": text | stated}
-        (tmp_path / "config.json").write_text(json.dumps(shared))
-        assert is_tied(read_config(tmp_path)) is tied
-        assert transformers_config(tmp_path).tie_word_embeddings is tied
+    assert (shape.model_type, shape.dtype) == (text["model_type"], "bfloat16")
+
+
+@pytest.mark.parametrize("in_text", [None, True, False])
+@pytest.mark.parametrize("beside", [None, True, False])
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_head_is_tied_as_transformers_ties_that_of_the_whole(
+    tmp_path: Path, stored: bool, beside: bool | None, in_text: bool | None
+) -> None:
+    from transformers import Mistral3ForConditionalGeneration
+
+    alone = family_model(tmp_path, "mistral", num_hidden_layers=1, tie_word_embeddings=not stored)
+    whole = with_vision(tmp_path / "whole", alone)
+    config = json.loads((whole / "config.json").read_text())
+    for part, tied in ((config, beside), (config["text_config"], in_text)):
+        part["tie_word_embeddings"] = tied
+        if tied is None:
+            del part["tie_word_embeddings"]
+    (whole / "config.json").write_text(json.dumps(config))
+    live = Mistral3ForConditionalGeneration.from_pretrained(whole)
+    tied = live.lm_head.weight is live.model.language_model.embed_tokens.weight
+    assert is_tied(read_config(whole)) is tied
+    assert transformers_config(whole).tie_word_embeddings is tied
+    if beside is False and not stored:
+        with pytest.raises(ModelError, match=r"lacks lm_head\.weight"):
+            check_tensors(whole, read_shape(whole))
+    else:
+        check_tensors(whole, read_shape(whole))
 
 
 def test_what_a_published_config_of_gemma_3_leaves_out_is_transformers_default(
@@ -189,7 +207,7 @@ def test_what_a_published_config_of_gemma_3_leaves_out_is_transformers_default(
     published = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(published | {"eos_token_id": [1, 106]}))
     shape, config = read_shape(tmp_path), transformers_config(tmp_path)
-    check_settings(tmp_path, read_config(tmp_path), shape.family.keys)
+    check_settings(tmp_path, read_config(tmp_path), shape.family)
     check_vllm(EngineSpec.parse("vllm").option, read_config(tmp_path), shape)
     defaults = FAMILIES["gemma3_text"].defaults
     assert {key: getattr(config, key) for key in defaults} == defaults

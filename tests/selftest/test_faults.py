@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,6 +44,9 @@ SUNK = dataclasses.replace(SHARED, model_type="gpt_oss")
 HYBRID = dataclasses.replace(
     SHAPE, model_type="qwen3_5_text", delta_layers=(0, 1, 2), delta_key_heads=2, delta_heads=4
 )
+VALUES_OF_KEYS: dict[str, Any] = {
+    **{"wide_layers": (3,), "wide_head_dim": 64, "wide_kv_heads": 1, "keys_are_values": True},
+}
 OF_SPARSE = {n: f for n, f in FAULTS.items() if f.sparse and f.needs != "variant"}
 
 Rows = dict[tuple[str, int, int], torch.Tensor]
@@ -316,6 +320,7 @@ def test_the_catalogue_is_whole() -> None:
     kinds = [name for name, family in FAMILIES.items() if not family.experts]
     shapes = [dataclasses.replace(SHAPE, model_type=kind) for kind in kinds]
     shapes.append(dataclasses.replace(SHAPE, model_type="smollm3", unrotated_layers=(3,)))
+    shapes.append(dataclasses.replace(shapes[kinds.index("gemma4_text")], **VALUES_OF_KEYS))
     shapes += [GATED, SUNK, HYBRID]
     variants = [{s.name: s for s in model_sites(shape)} for shape in shapes]
     for name, fault in FAULTS.items():

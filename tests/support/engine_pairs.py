@@ -191,9 +191,10 @@ class Pair:
         engine and its ranks; of the training engines that run the code of transformers, one meets
         a family. With the kernels, every two options of a training engine's layout meet, each
         model without `as_in` and `rarely` occurs, and several ranks of the rollout meet dense and
-        sparse models, each dtype and each training engine. Without the kernels, every dense family
-        meets HF and Megatron. SGLang, which starts slowly, samples once on two ranks, with the
-        kernels and a sparse model, and scores once, on one rank without them.
+        sparse models, those that add residuals outside of norms, each dtype and each training
+        engine. Without the kernels, every dense family meets HF and Megatron. SGLang, which starts
+        slowly, samples once on two ranks, with the kernels and a sparse model, and scores once, on
+        one rank without them.
         """
         rollout, train = self.engines
         model = MODELS[self.model]
@@ -219,7 +220,7 @@ class Pair:
         elif not model.sparse and train in ("hf", "megatron"):
             reached.add((model.family, model.kernels, train))
         if "tp=" in self.rollout:
-            reached.add(("ranks of the rollout", model.sparse))
+            reached.add(("ranks of the rollout", model.sparse, model.adds_outside_norms))
         return frozenset(reached)
 
     def run(self, cli: Cli, folder: Path, prompts: Path) -> Outcome:

@@ -45,6 +45,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"logits_scaling": 6.0, "num_local_experts": 8, "num_experts_per_tok": 3},
         **{"intermediate_size": 96, "tie_word_embeddings": True},
     },
+    "helium": {"head_dim": 32},
     "ernie4_5": {"head_dim": 32, "tie_word_embeddings": True},
     "phi3": {
         **{"sliding_window": 8, "original_max_position_embeddings": 128},
@@ -72,6 +73,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
             "sliding_attention": THETA,
             "full_attention": THETA | {"rope_theta": 1e6},
         },
+        **{"tie_word_embeddings": True},
+    },
+    "gemma4_text": {
+        **{"head_dim": 32, "global_head_dim": 64, "attention_k_eq_v": True},
+        **{"num_global_key_value_heads": 1, "sliding_window": 8, "layer_types": KINDS},
+        **{"hidden_size_per_layer_input": 0, "final_logit_softcapping": 1.0},
         **{"tie_word_embeddings": True},
     },
     "qwen2_moe": {
@@ -132,6 +139,7 @@ WHOLES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_text": ("qwen3_5", {"depth": 1, "hidden_size": 32, "num_heads": 2}),
     "qwen3_5_moe_text": ("qwen3_5_moe", {"depth": 1, "hidden_size": 32, "num_heads": 2}),
     "gemma3_text": ("gemma3", _SIGLIP | _LAYER),
+    "gemma4_text": ("gemma4", {"model_type": "gemma4_vision", **_LAYER}),
     "mistral": ("mistral3", _PIXTRAL | _LAYER),
     "ministral3": ("mistral3", _PIXTRAL | _LAYER),
 }
@@ -155,6 +163,8 @@ def with_vision(folder: Path, text: Path, start: str = "") -> Path:
     inside, head = "model.language_model.", "lm_head."
     beside: tuple[str, ...] = ("model.visual.blocks.0.norm1.weight", "mtp.fc.weight")
     whole = {"vision_config": images, "tie_word_embeddings": config.get("tie_word_embeddings")}
+    if kind == "gemma4":
+        beside = tuple(f"model.{part}.weight" for part in ("vision_tower.a", "embed_vision.b"))
     if kind in ("gemma3", "mistral3"):
         beside = _BESIDE[start]
         if not start:

@@ -10,6 +10,7 @@ from typing import Any
 from random_model import write_random_model
 
 from rlk_align.data import data_path
+from rlk_align.model.families import FAMILIES
 
 SPARSE, TRAINED_HYBRID = (Path(__file__).parents[2] / "fixtures" / n for n in ("sparse", "hybrid"))
 STRETCHED_FROM = 16
@@ -68,6 +69,12 @@ class Model:
     like: str = ""
     """The family whose operators it has in other modules, and as which the default pairs count
     it."""
+
+    @property
+    def adds_outside_norms(self) -> bool:
+        """Whether vLLM adds residuals outside of norms."""
+        family = FAMILIES[self.family]
+        return family.backend or family.adds_outside_norms
 
     def stored(self, folder: Path, name: str, dtype: str) -> Path:
         """Where the checkpoint is; a random one is written below `folder` the first time."""
@@ -192,6 +199,20 @@ MODELS = {
         kernels=("rlk",),
         without=("megatron",),
         as_in="gemma2",
+        like="llama",
+    ),
+    # Norms of v, heads of two sizes, values that are keys, a rope of a part of the wide heads, and
+    # a stream that each layer multiplies.
+    "gemma4": Model(
+        "gemma4_text",
+        {
+            **{"head_dim": 32, "global_head_dim": 64, "attention_k_eq_v": True},
+            **{"num_global_key_value_heads": 1, "sliding_window": 8, "layer_types": KINDS},
+            **{"num_hidden_layers": 4, "hidden_size_per_layer_input": 0},
+            **{"final_logit_softcapping": 1.0, "tie_word_embeddings": True},
+        },
+        kernels=("rlk",),
+        without=("megatron",),
         like="llama",
     ),
     # vLLM runs the code of transformers for these.

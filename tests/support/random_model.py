@@ -45,6 +45,8 @@ def write_random_model(folder: Path, rounded: bool = False, **settings: Any) -> 
             # The scores of a softmax, which "statics" correct, differ less than those of a sigmoid.
             largest = 0.05 if "statics" in key else 0.2
             torch.nn.init.uniform_(value, -largest, largest)
+        elif key.endswith("layer_scalar"):
+            torch.nn.init.uniform_(value, 0.5, 1.5)
     for parameter in made.parameters() if rounded else ():
         parameter.data = parameter.to(made.dtype).to(parameter.dtype)
     made.save_pretrained(folder, max_shard_size="400KB")

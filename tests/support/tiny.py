@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from synthetic import Values
 
 from rlk_align.model.checkpoint import tensor_name
-from rlk_align.model.operators import layer_modules
+from rlk_align.model.operators import OPERATORS, layer_modules
 from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.model.shape import read_shape
 from rlk_align.model.sites import model_sites
@@ -79,8 +79,9 @@ def live_weights(model: Path) -> dict[str, torch.Tensor]:
     shape = read_shape(model)
     stored = load_file(model / "model.safetensors")
     names = ["embed", "final_norm", "lm_head"]
+    weighted = layer_modules(name for name, o in OPERATORS.items() if o.weight)
     for i in range(shape.layers):
-        names += [f"layers.{i}.{op}{kind}" for op in layer_modules() for kind in ("", ".bias")]
+        names += [f"layers.{i}.{op}{kind}" for op in weighted for kind in ("", ".bias")]
     found = {n: stored[tensor_name(n)] for n in names if tensor_name(n) in stored}
     return {"lm_head": found["embed"]} | found
 

@@ -15,6 +15,7 @@ ARCHITECTURES = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "granite": "GraniteForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "glm4": "Glm4ForCausalLM",
@@ -41,7 +42,9 @@ classes, which compute something else, or through transformers' classes."""
 UNGATED = {"arcee": "relu2", "starcoder2": "gelu_pytorch_tanh"}
 """Families whose MLP has no gate -> their `hidden_act`."""
 GEMMA = ("gemma2", "gemma3_text", "gemma")
-"""Families whose activation is gelu's tanh form; their norms multiply by 1 + weight."""
+"""Families whose activation is gelu's tanh form, and whose norms multiply by 1 + weight."""
+GELU = (*GEMMA, "gemma4_text")
+"""Families whose activation is gelu's tanh form, under a key of its own."""
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families in which some layers have a gated delta net, and the others an attention with a gate."""
 ONE_PLUS = (*GEMMA, *DELTA_NETS)

@@ -8,7 +8,7 @@ MULTIPLIED = ("cohere2",)
 """Families that multiply their logits by `logit_scale`."""
 DIVIDED = ("granite", "granitemoe")
 """Families that divide their logits by `logits_scaling`."""
-CAPPED = ("gemma2", "gemma3_text")
+CAPPED = ("gemma2", "gemma3_text", "gemma4_text")
 """Families that cap their logits by `final_logit_softcapping`, if config.json states it."""
 
 

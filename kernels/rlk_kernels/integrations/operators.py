@@ -18,8 +18,8 @@ import torch
 from rlk_kernels.integrations.errors import NotSupported
 
 LAYER = (
-    *("attn_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_rope", "k_rope"),
-    *("attn", "o_proj", "attn_gate"),
+    *("attn_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "v_norm"),
+    *("q_rope", "k_rope", "attn", "o_proj", "attn_gate"),
     *("qkv_in", "z", "b", "a", "conv", "decay", "beta", "delta", "gated_norm", "out_proj"),
     *("attn_post_norm", "mlp_norm"),
     *("gate_proj", "up_proj", "act", "down_proj"),
@@ -71,8 +71,8 @@ def norms(layer: Any) -> dict[str, Any]:
 
 
 def head_norms(attention: Any) -> dict[str, Any]:
-    """Operator -> the norm of q or of k; None if a layer has none. HunYuan has names of its own."""
-    names = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
+    """Operator -> the norm of q, k or v; None if a layer has none. HunYuan has names of its own."""
+    names = {"q_norm": "query_layernorm", "k_norm": "key_layernorm", "v_norm": ""}
     return {
         op: getattr(attention, op, None) or getattr(attention, name, None)
         for op, name in names.items()

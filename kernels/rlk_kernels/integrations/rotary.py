@@ -14,13 +14,13 @@ from torch import Tensor
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.families import DELTA_NETS
 
-SUPPORTED = ("default", "linear", "llama3", "yarn")
+SUPPORTED = ("default", "linear", "llama3", "yarn", "proportional")
 NEEDED = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-PARTIAL = ("phi3", "glm", "glm4", "glm4_moe", "minimax_m2", *DELTA_NETS)
+PARTIAL = ("phi3", "glm", "glm4", "glm4_moe", "minimax_m2", "gemma4_text", *DELTA_NETS)
 """Families in which all engines rotate a part of each head."""
 INTERLEAVED = ("ernie4_5", "ernie4_5_moe", "glm", "glm4", "cohere2")
 """Families in which features 2j and 2j + 1 of a head are a pair, and not j and j + half of it."""
@@ -40,7 +40,8 @@ def check(rope: Mapping[str, Any]) -> None:
     for name in NEEDED.get(kind, ()):
         if rope.get(name) is None:
             raise NotSupported(f"rope_type={kind} without a {name} is not supported")
-    if (partial := rope.get("partial_rotary_factor") or 1.0) != 1.0 and kind != "default":
+    partial = rope.get("partial_rotary_factor") or 1.0
+    if partial != 1.0 and kind not in ("default", "proportional"):
         raise NotSupported(
             f"rope_type={kind} with partial_rotary_factor={partial} is not supported"
         )
@@ -77,6 +78,10 @@ def rotation(rope: Mapping[str, Any], rotary_dim: int) -> tuple[Tensor, Tensor |
             scaling = torch.tensor([factor], dtype=torch.float32)
             return _yarn(powers, rope), None if factor == 1.0 else scaling
         inv_freq = 1.0 / powers
+        if kind == "proportional":
+            # The frequencies of a whole head, of which only the first turn.
+            inv_freq[int((rope.get("partial_rotary_factor") or 1.0) * rotary_dim // 2) :] = 0.0
+            inv_freq = inv_freq / rope.get("factor", 1.0)
         if kind == "linear":
             inv_freq = inv_freq / rope["factor"]
         elif kind == "llama3":

@@ -3,9 +3,11 @@ for a family that it has no class for. The module returns positions and frequenc
 function that rotates calls the kernel with them."""
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -110,7 +112,9 @@ def _rotate_in(modeling: Any, interleaved: bool) -> Undo:
     """Makes the family's `apply_rotary_pos_emb` also accept the values of `Rotary`. The returned
     function undoes the change. interleaved: see `profile.rope`."""
     original = modeling.apply_rotary_pos_emb
-    modeling.apply_rotary_pos_emb = _wrapped(original, interleaved)
+    alone = next(iter(inspect.signature(original).parameters)) == "x"
+    wrap = _wrapped_alone if alone else partial(_wrapped, interleaved=interleaved)
+    modeling.apply_rotary_pos_emb = wrap(original)
     return lambda: setattr(modeling, "apply_rotary_pos_emb", original)
 
 
@@ -132,6 +136,24 @@ def _wrapped(original: Any, interleaved: bool) -> Any:
         if cos.is_floating_point():
             return original(q, k, cos, sin, *args, **kwargs)
         return _rotate(q, k, cos, sin.view(torch.float32), interleaved)
+
+    setattr(rotate, _TAKES_POSITIONS, True)
+    return rotate
+
+
+def _wrapped_alone(original: Any) -> Any:
+    """The same for a function that rotates either q or k, [B, T, H, D]."""
+
+    @functools.wraps(original)
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+        if cos.is_floating_point():
+            return original(x, cos, sin, unsqueeze_dim)
+        if unsqueeze_dim != 2:
+            raise NotSupported(f"apply_rotary_pos_emb with unsqueeze_dim={unsqueeze_dim}")
+        x = x.transpose(1, 2)
+        # The operator rotates two tensors.
+        turned, _ = _rotate(x, x[:, :1], cos, sin.view(torch.float32), False)
+        return turned.transpose(1, 2)
 
     setattr(rotate, _TAKES_POSITIONS, True)
     return rotate

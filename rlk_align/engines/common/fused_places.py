@@ -5,6 +5,7 @@ Such a decoder fuses q, k, v and gate, up, and adds the residual inside the next
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from rlk_align.engines.common.experts import BY_EXPERT
@@ -125,7 +126,9 @@ def _layer_places(
         yield place(f"{attention}.qkv_proj", "q_proj", "k_proj", "v_proj")
         for op in ("q_norm", "k_norm"):
             if hasattr(attention_of(layer), op):
-                yield place(f"{attention}.{op}", op, access=heads(op))
+                norm = place(f"{attention}.{op}", op, access=heads(op))
+                # Each rank norms all heads, and then takes its own.
+                yield replace(norm, layout=None) if f"wide_{op}" in operators else norm
         yield place(attention, "q_rope", end="rope")
         yield place(attention, "k_rope", end="rope")
         yield beside_sinks(place(f"{attention}.attn", "attn"), operators, attention)

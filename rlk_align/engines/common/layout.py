@@ -157,9 +157,9 @@ def of_outputs(sites: Sequence[str], shape: ModelShape, tp: int) -> Layout | Non
         return None
     return fused(
         *(
-            kv_heads(site, shape, tp)
+            kv_heads(site, shape.of_site(site), tp)
             if o.features == "kv_heads"
-            else even(site, shape.size(o.features), tp)
+            else even(site, shape.of_site(site).size(o.features), tp)
             for site, o in operators.items()
         )
     )

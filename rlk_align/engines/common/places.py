@@ -96,11 +96,12 @@ class Place:
         return self.parameters_in or self.module
 
 
-def embedding_place(shape: ModelShape) -> Place:
+def embedding_place(shape: ModelShape, scaled_outside: bool = False) -> Place:
     """The place of the embedding in the code of transformers. A number of the config multiplies it
-    outside of any module, before the first operator of layer 0."""
+    outside of any module, before the first operator of layer 0; `scaled_outside`: so does the
+    family's scale."""
     table = "model.embed_tokens"
-    if not shape.family.multiplies("embed"):
+    if not (scaled_outside or shape.family.multiplies("embed")):
         return Place(sites=("embed",), module=table)
     first = OPERATORS[shape.family.layer(shape, 0)[0]].module
     return Place(
@@ -114,6 +115,15 @@ def beside_sinks(place: Place, operators: Collection[str], attention: str) -> Pl
     if "sink_attn" not in operators:
         return place
     return replace(place, parameters_in=attention, weight=OPERATORS["sink_attn"].tensor)
+
+
+def rescaled(place: Place, operators: Collection[str]) -> Place:
+    """The place of the residual stream after a layer with these operators, beside the number by
+    which it is multiplied, if it is."""
+    record = OPERATORS["rescaled_mlp_residual"]
+    if record.name not in operators:
+        return place
+    return replace(place, parameters_in=place.module, weight=record.tensor)
 
 
 def shards_of(places: Iterable[Place]) -> dict[str, list[tuple[int, int, int]]]:

@@ -21,7 +21,10 @@ def check_shared(engine: str, shape: ModelShape, tp: int, fused_qkv: bool, kerne
 
 def _unshared(shape: ModelShape, tp: int, fused_qkv: bool, kernels: bool) -> str:
     """The part of the model that `tp` ranks cannot share; empty if they can share all of it."""
+    # Layers with other heads have the same number of them for queries.
     kv = shape.kv_heads
+    if (wide := shape.wide_kv_heads) and wide % tp and tp % wide:
+        return f"{wide} key-value heads are neither a multiple nor a divisor of tp"
     qkv = (shape.heads + 2 * kv) * shape.head_dim
     if shape.heads % tp:
         return f"{shape.heads} heads cannot be divided among {tp} ranks"

@@ -31,10 +31,11 @@ def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -
 
     @functools.wraps(original)
     def observed(*args: Any, **kwargs: Any) -> Any:
-        query, key = original(*args, **kwargs)
-        # [B, heads, S, head_dim] -> [B, S, heads, head_dim]
-        see(query.transpose(1, 2))
-        see(key.transpose(1, 2))
-        return query, key
+        rotated = original(*args, **kwargs)
+        # Gemma 4 rotates one at a time, as [B, S, heads, head_dim].
+        alone = isinstance(rotated, torch.Tensor)
+        for x in (rotated,) if alone else rotated:
+            see(x if alone else x.transpose(1, 2))
+        return rotated
 
     hooks.replace(modeling, "apply_rotary_pos_emb", observed)

@@ -40,18 +40,19 @@ def parameters(
             # The engine itself reads what is inside a module, such as the experts.
             continue
         site, name = place.sites[0], operator.parameter or place.sites[0]
+        of = shape.of_site(site)
         weight, bias = f"{place.holder}.{place.weight}", f"{place.holder}.{place.bias}"
         match operator.sharding.axis:
             case "vocabulary":
                 yield Parameter(weight, vocabulary(name), 0)
             case "row" if place.shares_outputs:
-                outputs = even(site, shape.size(operator.features), tp)
+                outputs = even(site, of.size(operator.features), tp)
                 yield Parameter(weight, outputs, 0)
                 yield Parameter(bias, outputs.named(".bias"), 0)
             case "row":
-                yield Parameter(weight, even(site, shape.size(operator.weight[1]), tp), 1)
+                yield Parameter(weight, even(site, of.size(operator.weight[1]), tp), 1)
                 # The bias is added after the ranks' partial sums: each rank has all of it.
-                whole_bias = whole(f"{site}.bias", shape.size(operator.features), tp)
+                whole_bias = whole(f"{site}.bias", of.size(operator.features), tp)
                 yield Parameter(bias, whole_bias, None)
             case "column" | "head" if operator.formula == "linear":
                 assert place.layout is not None, place.sites
@@ -60,7 +61,7 @@ def parameters(
             case _:
                 # Attention has a weight only beside sinks, of which there is one for each head.
                 size = operator.weight[0] if operator.weight else "heads"
-                layout = whole(site, shape.size(size), tp)
+                layout = whole(site, of.size(size), tp)
                 yield Parameter(weight, layout, None)
                 # Some norms have one.
                 yield Parameter(bias, layout.named(".bias"), None)

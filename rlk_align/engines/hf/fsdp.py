@@ -64,7 +64,13 @@ class FSDPEngine(HFEngine):
             if isinstance(module, FSDPModule):
                 module.reshard()
         for name, weight in unfused(self.model, self.places()):
-            assert isinstance(weight, DTensor), name
+            if not isinstance(weight, DTensor):
+                # A buffer is not rounded, which changes only what the compute dtype cannot hold.
+                held = torch.equal(weight.to(compute).to(weight.dtype), weight)
+                if self.ranks.rank == 0:
+                    value = weight.to(compute) if held else weight
+                    yield record_parameter(LiveParameter(name, value))
+                continue
             # The engine computes with the master weight rounded to the compute dtype.
             whole = weight.full_tensor().to(compute)
             # DTensor's Shard(0) gives every rank ceil(n / world) slices while they last.

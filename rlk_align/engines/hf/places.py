@@ -12,6 +12,7 @@ from rlk_align.engines.common.places import (
     Place,
     beside_sinks,
     embedding_place,
+    rescaled,
 )
 from rlk_align.engines.hf.delta_net import delta_places
 from rlk_align.engines.hf.experts import ROUTER, mlp_path
@@ -63,7 +64,7 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
                 continue
             place = Place(sites=(f"layers.{i}.{op}",), module=f"{here}.{path}", end="input")
             yield beside_sinks(place, operators, attention) if op == "attn" else place
-        yield Place(sites=(f"layers.{i}.mlp_residual",), module=here)
+        yield rescaled(Place(sites=(f"layers.{i}.mlp_residual",), module=here), operators)
     yield Place(sites=("final_norm",), module="model.norm")
     if shape.family.logit_cap or shape.family.multiplies("logits"):
         # transformers caps and scales them after the head, outside of any module.

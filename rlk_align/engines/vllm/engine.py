@@ -192,7 +192,8 @@ class VLLMEngine(Engine):
         if limit is not None:
             size = float(limit) * 1e9
         elif device == "cpu":
-            token = 2 * 4 * shape.layers * shape.kv_heads * shape.head_dim  # in fp32
+            heads = (shape.at(i) for i in range(shape.layers))
+            token = 2 * 4 * sum(each.kv_heads * each.head_dim for each in heads)  # in fp32
             size = min(MAX_CPU_CACHE, _CPU_SEQUENCES * shape.context * token)
             if shape.delta_layers:
                 # Every sequence has a state in each layer.

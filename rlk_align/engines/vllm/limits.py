@@ -19,17 +19,18 @@ DELTA_HEAD_SIZES = (64, 128)
 """The sizes of heads that vLLM 0.32's gated delta nets on CPUs compute."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of vLLM's `max_lora_rank`."""
-_ON_ONE_RANK = {
-    "wide_q_norm": "its norms over all heads need all ranks",
-    "sink_attn": "its ranks share sinks and the biases of experts",
-}
-"""Operators that are supported on one rank only -> why."""
 
 
 def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) -> None:
     """Raises ModelError or BadOption if vLLM would fail to load the model, or compute nonsense."""
     kernels = option("kernels") == "rlk"
     shape.family.check("vllm", shape.model_type, kernels)
+    if (why := shape.family.vllm_on_one_rank) and int(option("tp") or 1) > 1:
+        raise BadOption(
+            f"engine 'vllm': tp={option('tp')} does not support model_type {shape.model_type!r}: "
+            f"{why}, which no test has compared",
+            "leave tp out",
+        )
     check_shared("vllm", shape, int(option("tp") or 1), fused_qkv=False, kernels=kernels)
     key, activation = activation_of(config)
     rope = rope_parameters(config)
@@ -57,28 +58,16 @@ def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) ->
         )
     _check_table(option, rope, shape.context)
     # The packages of another interpreter are not known here.
-    if option("python") is None and _on_cpu() and shape.head_dim not in CPU_HEAD_SIZES:
-        raise ModelError(
-            f"engine 'vllm' on a CPU does not support heads of size {shape.head_dim}: its "
-            f"attention has {', '.join(map(str, CPU_HEAD_SIZES))}",
-            "compare with --rollout hf",
-        )
+    if option("python") is None and _on_cpu():
+        widths = {shape.head_dim, *([shape.wide_head_dim] if shape.wide_layers else [])}
+        if wrong := widths.difference(CPU_HEAD_SIZES):
+            raise ModelError(
+                f"engine 'vllm' on a CPU does not support heads of size {min(wrong)}: its "
+                f"attention has {', '.join(map(str, CPU_HEAD_SIZES))}",
+                "compare with --rollout hf",
+            )
     if shape.delta_layers:
         _check_delta_nets(option, shape)
-    unfused = shape.family.backend or shape.family.adds_outside_norms
-    if unfused and int(option("tp") or 1) > 1:
-        raise BadOption(
-            f"engine 'vllm': tp={option('tp')} does not support model_type {shape.model_type!r}: "
-            "where it adds residuals outside of norms, places are known for one rank only",
-            "leave tp out",
-        )
-    for operator, why in _ON_ONE_RANK.items():
-        if shape.has(operator) and int(option("tp") or 1) > 1:
-            raise BadOption(
-                f"engine 'vllm': tp={option('tp')} does not support model_type "
-                f"{shape.model_type!r}: {why}, which no test has compared",
-                "leave tp out",
-            )
     sizes = {"hidden": shape.hidden}
     if shape.swiglu_limit:
         # vLLM does not pad what it clamps.
@@ -93,14 +82,8 @@ def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) ->
 
 
 def _check_delta_nets(option: ReadOption, shape: ModelShape) -> None:
-    """Raises ModelError or BadOption for gated delta nets that vLLM's kernels on CPUs do not
-    compute, and where no test has compared them."""
-    if int(option("tp") or 1) > 1:
-        raise BadOption(
-            f"engine 'vllm': tp={option('tp')} does not support model_type {shape.model_type!r}: "
-            "its ranks share the heads of gated delta nets, which no test has compared",
-            "leave tp out",
-        )
+    """Raises ModelError for gated delta nets that vLLM's kernels on CPUs do not compute, and where
+    no test has compared them."""
     kernels = option("kernels") == "rlk"
     if option("python") is None and not _on_cpu():
         if kernels:

@@ -12,8 +12,14 @@ from rlk_align.engines.common.fused_places import (
     head_path,
     place_of,
 )
-from rlk_align.engines.common.layout import of_outputs
-from rlk_align.engines.common.places import FIRST, HEADS_FIRST, End, Place, embedding_place
+from rlk_align.engines.common.places import (
+    FIRST,
+    HEADS_FIRST,
+    End,
+    Place,
+    embedding_place,
+    rescaled,
+)
 from rlk_align.engines.vllm.delta_net import delta_places
 from rlk_align.engines.vllm.experts import FUSED, PARTIAL, sparse_blocks
 from rlk_align.model.operators import OPERATORS, layer_modules
@@ -28,7 +34,7 @@ def vllm_places(model: Any, shape: ModelShape, tp: int) -> Iterator[Place]:
         return _block_places(model, layer, *blocks[layer], shape, tp) if layer in blocks else None
 
     if not adds_in_norms(model, shape):
-        yield from _unfused_places(model, shape, sparse)
+        yield from _unfused_places(model, shape, tp, sparse)
         return
     yield from fused_places(model, shape, tp, "logits_processor", sparse, delta=delta_places)
 
@@ -54,26 +60,30 @@ _FUSED = {
     "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "mlp.gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""Module of a layer -> the operators that vLLM fuses in it."""
+"""Module of a layer -> the operators that vLLM fuses in it. Where values are keys, it computes the
+product of keys twice."""
 
 
-def _unfused_places(model: Any, shape: ModelShape, sparse: Sparse) -> Iterator[Place]:
+def _unfused_places(model: Any, shape: ModelShape, tp: int, sparse: Sparse) -> Iterator[Place]:
     """The places in the code of transformers, and in classes that follow it: residuals are added
     outside of norms."""
-    yield embedding_place(shape)
-    heads_first = shape.family.heads_first and of_transformers(model)
+    of_code = of_transformers(model)
+    yield embedding_place(shape, bool(shape.family.embedding_scale) and not of_code)
+    heads_first = shape.family.heads_first and of_code
     for i, layer in enumerate(model.model.layers):
         modules, operators = dict(layer.named_modules()), shape.family.layer(shape, i)
 
         def place(module: str, *ops: str, end: End = "output", i: int = i) -> Place:
             sites = tuple(f"layers.{i}.{op}" for op in ops)
             path = f"model.layers.{i}.{module}".removesuffix(".")
-            layout = of_outputs(sites, shape, 1)
             access = HEADS_FIRST if heads_first and ops[0] in ("q_norm", "k_norm") else FIRST
-            return Place(sites=sites, module=path, end=end, access=access, layout=layout)
+            return place_of(model, shape, tp, path, sites, end=end, access=access)
 
         paths = layer_modules(operators, shape.family.modules)
-        yield from (place(module, *ops) for module, ops in _FUSED.items() if module in modules)
+        absent = {"v_proj"}.difference(operators)
+        for module, ops in _FUSED.items():
+            if module in modules:
+                yield place(module, *(op for op in ops if op not in absent))
         yield from (place(path, op) for op, path in paths.items() if path in modules)
         for op in ("q_rope", "k_rope") if "q_rope" in operators else ():
             yield place("self_attn", op, end="rope")
@@ -85,7 +95,7 @@ def _unfused_places(model: Any, shape: ModelShape, sparse: Sparse) -> Iterator[P
             yield place(paths["down_proj"], "act", end="input")
         else:
             yield from block
-        yield place("", "mlp_residual")
+        yield rescaled(place("", "mlp_residual"), operators)
     yield Place(sites=("final_norm",), module="model.norm")
     yield Place(
         sites=("logits",), module="logits_processor", rows="sampled", parameters_in=head_path(model)

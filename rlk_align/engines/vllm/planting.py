@@ -133,7 +133,7 @@ class VLLMOperators(FusedOperators):
             metadata = self._metadata(module)
             if metadata is None:
                 return out
-            width = self.shape.head_dim
+            width = self.shape.at(layer).head_dim
             q, k, v = (x.reshape(len(x), -1, width) for x in (query, key, value))
             cache.write(metadata.slot_mapping, k, v)
             new = out.clone()

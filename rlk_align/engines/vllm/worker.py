@@ -186,9 +186,10 @@ def vllm_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
 
 
 def _heads(attention: Any, name: str) -> int:
-    """The number of heads of all ranks, or, in the code of transformers, which runs on one rank,
-    that of vLLM's attention in it."""
-    return getattr(attention, f"total_{name}", None) or getattr(attention.attn, name)
+    """The number of heads of all ranks, which the code of transformers has in vLLM's product in
+    it."""
+    name = f"total_{name}"
+    return int(getattr(attention, name, None) or getattr(attention.qkv_proj, name))
 
 
 def _ropes(model: Any, attention: dict[int, Any]) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class Reference:
 
     def heads(self, site: Site) -> int:
         """The number of heads of the site's features; 1 if they are not features of heads."""
-        return self.shape.heads_of(site.operator.features)
+        return self.shape.at(site.layer).heads_of(site.operator.features)
 
     def exact(
         self, site: Site, inputs: Sequence[torch.Tensor], rows: RowTokens
@@ -127,9 +127,12 @@ class Reference:
         if formula == "embedding":
             out = self._embedded(site, self._weights.read(site.parameter)[rows.token])
         elif formula == "rms_norm":
-            weight = self._weights.read(site.parameter).double()
-            weight = weight + 1 if self.shape.family.one_plus_weight else weight
             x = inputs[0]
+            if site.operator.weight:
+                weight = self._weights.read(site.parameter).double()
+            else:
+                weight = x.new_ones(self.shape.at(site.layer).head_dim)
+            weight = weight + 1 if self.shape.family.one_plus_weight else weight
             if x.shape[1] == 2 * site.features:
                 # Queries beside their gates.
                 x = delta_net.halves(x, self.shape.heads)[0]
@@ -152,7 +155,7 @@ class Reference:
                 extra = 2 * (inputs[0] / 2 * up * relative_unit("float32")).square()
         elif formula == "attention":
             assert site.layer is not None
-            heads = (self.shape.heads, self.shape.kv_heads)
+            heads = (self.shape.heads, self.shape.at(site.layer).kv_heads)
             window = sliding_window(self._config, self.shape, site.layer)
             q, k, v = inputs
             scale = attention_scale(self._config, self.shape, rows.position)
@@ -277,6 +280,12 @@ class Reference:
         """The stream plus a branch or two, of which engines may add either to it first."""
         branch = branch * self._multiplier(site)
         out = sum(more, stream + branch)
+        if site.operator.weight:
+            # Every engine rounds the sum and its product alike. The errors of a product by one
+            # number depend on the few bits of a sum alone, and so do not average out.
+            factor, dtype = self._weights.read(site.parameter).double(), getattr(torch, self.dtype)
+            scaled = (out.to(dtype).double() * factor).to(dtype).double()
+            return scaled, rounding_variance(out, self.dtype) * factor.square()
         if not more:
             return out, rounding_variance(branch, self.dtype) if site.operator.multiplier else 0.0
         orders = (rounding_variance(x, self.dtype) for x in (stream + branch, branch + more[0]))

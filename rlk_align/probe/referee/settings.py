@@ -83,7 +83,7 @@ def _configured(site: Site, config: dict[str, Any], shape: ModelShape) -> dict[s
             return {
                 "rope_type": rope["rope_type"],
                 "rope_theta": rope["rope_theta"],
-                "rope_dim": int(shape.head_dim * partial_rotary_factor(config)),
+                "rope_dim": int(shape.at(site.layer).head_dim * partial_rotary_factor(config)),
             }
         case "attention":
             assert site.layer is not None

@@ -52,6 +52,15 @@ ROPE = {
         "only the faster half of the pairs is rotated",
         "rope:half_of_the_pairs",
     ),
+    "rope-not-proportional": Fault(
+        _both(3),
+        "the pairs that turn are those of the first features, as in a partial rope, and not of the "
+        "two halves of a head",
+        "rope:first_features",
+        needs="variant",
+        # In these layers the rope is proportional.
+        operator="key_v_norm",
+    ),
     "rope-query-channel": Fault(
         ("layers.3.q_rope",),
         "one channel of the rotated query is too large",

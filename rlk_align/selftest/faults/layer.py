@@ -56,6 +56,20 @@ NORMS = {
         "norms:left_out",
         needs="variant",
     ),
+    "value-norm-left-out": Fault(
+        ("layers.1.v_norm",),
+        "values are not normed",
+        "norms:left_out",
+        needs="variant",
+        operator="v_norm",
+    ),
+    "value-norm-of-keys-left-out": Fault(
+        ("layers.3.v_norm",),
+        "values are the keys before their norm, as they are",
+        "norms:left_out",
+        needs="variant",
+        operator="key_v_norm",
+    ),
     "norm-mean-kept": Fault(
         ("layers.1.attn_norm",),
         "the mean is not subtracted: RMSNorm for LayerNorm",
@@ -244,6 +258,13 @@ RESIDUALS = {
         "elementwise:multiplier_left_out",
         needs="variant",
         operator="scaled_attn_residual",
+    ),
+    "residual-scale-left-out": Fault(
+        ("layers.2.mlp_residual",),
+        "the layer's own multiplier of the residual stream is left out",
+        "elementwise:multiplier_left_out",
+        needs="variant",
+        operator="rescaled_mlp_residual",
     ),
     "residual-fp8": Fault(
         ("layers.0.attn_residual",),

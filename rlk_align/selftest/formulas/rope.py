@@ -50,6 +50,14 @@ def other_base(unit: Unit, strength: float) -> torch.Tensor:
 
 
 @formula
+def first_features(unit: Unit, _: float) -> torch.Tensor:
+    """The frequencies that are not 0 turn the first features of a head."""
+    angles = _angles(unit)
+    assert unit.frequencies is not None
+    return _by(unit, angles[..., unit.frequencies != 0])
+
+
+@formula
 def table_in_bf16(unit: Unit, _: float) -> torch.Tensor:
     """cos and sin rounded to bf16."""
     angles = _angles(unit)

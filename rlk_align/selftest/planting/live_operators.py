@@ -15,6 +15,7 @@ import torch
 from rlk_align.engines.common.attributes import norm_epsilon
 from rlk_align.engines.common.experts import has_kernels
 from rlk_align.engines.common.hooks import Hooks
+from rlk_align.engines.common.layout import of_outputs
 from rlk_align.engines.common.places import HEADS_FIRST, Place, first
 from rlk_align.engines.common.weights import Parameter, write_part
 from rlk_align.errors import BadOption
@@ -148,12 +149,15 @@ class LiveOperators(Hooks, ABC):
     ) -> torch.Tensor:
         """Returns the replacement of attention's result for one sequence. The tensors have the
         shapes of `Attention`, with this rank's heads."""
-        site, width = f"layers.{layer}.attn", self.shape.head_dim
+        site, shape = f"layers.{layer}.attn", self.shape.at(layer)
+        width = shape.head_dim
 
         def whole(name: str, local: torch.Tensor) -> torch.Tensor:
             name = f"layers.{layer}.{name}"
-            # Families with layers that do not rotate run on one rank only.
-            layout = self._places[name].layout if name in self._places else None
+            if name in self._places:
+                layout = self._places[name].layout
+            else:  # a layer that does not rotate
+                layout = of_outputs((name,), shape, self._sharing.ranks)
             if layout is None:
                 return local
             return self._sharing.whole(name, local.flatten(1), layout).unflatten(1, (-1, width))
@@ -187,8 +191,12 @@ class LiveOperators(Hooks, ABC):
         return torch.tensor(rotary.inv_freq, dtype=torch.float64, device=device)
 
     def multiplier(self, site: str) -> float:
-        """The number of the config that multiplies the site's output, or its branch."""
-        return multiplier_of(self._config, self.sites[site].operator)
+        """The number that multiplies the site's output, or its branch: one of the config, or the
+        layer's own."""
+        operator = self.sites[site].operator
+        if operator.formula == "residual" and operator.weight:
+            return float(self.parameter(site))
+        return multiplier_of(self._config, operator)
 
     def _module_output(self, site: str, formula: Formula) -> None:
         """Replaces the output of an operator that has a module of its own: embeddings, norms,
@@ -228,7 +236,7 @@ class LiveOperators(Hooks, ABC):
             unit = Unit(
                 result=self.whole(site, value),
                 inputs=operands,
-                head_dim=self.shape.head_dim,
+                head_dim=self.shape.of_site(site).head_dim,
                 rows=self.rows if every_row else None,
                 weight=weight,
                 bias=bias,
@@ -266,7 +274,7 @@ class LiveOperators(Hooks, ABC):
                 unit = Unit(
                     result=self.whole(site, result),
                     inputs=tuple(live.pop(name) for name in inputs),
-                    head_dim=self.shape.head_dim,
+                    head_dim=self.shape.of_site(site).head_dim,
                     rows=self.rows,
                     multiplier=self.multiplier(site),
                     frequencies=frequencies,

@@ -11,7 +11,7 @@ from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.families import (
     ARCHITECTURES,
     DELTA_NETS,
-    GEMMA,
+    GELU,
     LAYER_NORMS,
     ONE_PLUS,
     TEMPERED,
@@ -206,7 +206,7 @@ def _check(model: Any) -> None:
             f"a {type(model).__name__} ({config.model_type}) is not supported; {SUPPORTED}"
         )
     usual = UNGATED.get(config.model_type, "silu")
-    if config.model_type not in GEMMA and config.hidden_act != usual:
+    if config.model_type not in GELU and config.hidden_act != usual:
         raise NotSupported(f"hidden_act={config.hidden_act} is not supported; {usual} is")
     for name in NOISE:
         if getattr(config, name, 0.0) and model.training:

@@ -29,9 +29,13 @@ class HFEmbedding(Counted):
 
 
 class HFNorm(Counted):
+    """Gemma 4's class has another name for eps, and no weight where it norms values."""
+
     def forward(self, x: Tensor) -> Tensor:
         self.count()
-        return profile.norm(cast(x), cast(self.weight), self.variance_epsilon)
+        eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
+        x, weight = cast(x), cast(getattr(self, "weight", None))
+        return profile.norm(x, x.new_ones(x.shape[-1]) if weight is None else weight, eps)
 
 
 class OnePlusNorm(Counted):

@@ -149,7 +149,7 @@ def _refused_quantised(config: Any) -> dict[str, bool]:
         "fp8 on several ranks": config.parallel_config.tensor_parallel_size > 1,
         "fp8 of a model with sparse layers or gated delta nets": special
         or families.has_delta_nets(model),
-        f"fp8 of model_type={kind}": kind in families.OF_TRANSFORMERS,
+        f"fp8 of model_type={kind}": kind in families.PLAIN,
         "fp8 with LoRA": config.lora_config is not None,
         "fp8 with a projection excluded": is_excluded(*PROJECTIONS),
     }
@@ -166,7 +166,7 @@ def _refused_adapters(config: Any) -> dict[str, bool]:
         "LoRA on several ranks": config.parallel_config.tensor_parallel_size > 1,
         "LoRA of a model with sparse layers or gated delta nets": special,
         f"LoRA of model_type={model.hf_text_config.model_type}": (
-            model.hf_text_config.model_type in families.OF_TRANSFORMERS
+            model.hf_text_config.model_type in families.PLAIN
         ),
         "LoRA of the embedding or the output layer; pass lora_target_modules=[...], the names of "
         "the projections that have adapters": not targets

@@ -31,6 +31,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
+try:
+    from vllm.model_executor.layers.rotary_embedding.gemma4_rope import Gemma4RotaryEmbedding
+except ImportError:  # an older vLLM
+    Gemma4RotaryEmbedding = None
+
 from rlk_kernels.ahead import finish
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotSupported
@@ -83,14 +88,13 @@ class RlkRMSNorm(Counted, RMSNorm):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         prepare_config()
-        if not self.has_weight or self.variance_size_override is not None:
-            raise NotSupported("a norm without a weight, or of a part of its row, is not supported")
+        if self.variance_size_override is not None:
+            raise NotSupported("a norm of a part of its row is not supported")
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         self.count()
-        if residual is None:
-            return profile.norm(x, self.weight, self.variance_epsilon)
-        return profile.add_norm(x, residual, self.weight, self.variance_epsilon)
+        how = self.weight if self.has_weight else x.new_ones(x.shape[-1]), self.variance_epsilon
+        return profile.norm(x, *how) if residual is None else profile.add_norm(x, residual, *how)
 
 
 class RlkGemmaRMSNorm(Counted, GemmaRMSNorm):
@@ -299,11 +303,20 @@ class RlkLlama3RotaryEmbedding(VllmRotary, Llama3RotaryEmbedding):
         }
 
 
+if Gemma4RotaryEmbedding is None:
+    _PROPORTIONAL: tuple[type, ...] = ()
+else:
+
+    class RlkGemma4RotaryEmbedding(VllmRotary, Gemma4RotaryEmbedding):
+        def _rope_parameters(self) -> dict[str, Any]:
+            text = get_current_vllm_config().model_config.hf_text_config
+            return dict(text.rope_parameters["full_attention"])
+
+    _PROPORTIONAL = (RlkGemma4RotaryEmbedding,)
+
 ROTARIES = (
-    RlkRotaryEmbedding,
-    RlkLinearScalingRotaryEmbedding,
-    RlkLlama3RotaryEmbedding,
-    RlkYaRNScalingRotaryEmbedding,
+    *(RlkRotaryEmbedding, RlkLinearScalingRotaryEmbedding, RlkLlama3RotaryEmbedding),
+    *(RlkYaRNScalingRotaryEmbedding, *_PROPORTIONAL),
 )
 
 

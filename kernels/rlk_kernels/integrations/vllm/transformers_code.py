@@ -5,19 +5,33 @@ import weakref
 from contextlib import ExitStack
 from typing import Any
 
+from torch import Tensor
 from vllm.model_executor.models import transformers
 from vllm.model_executor.models.transformers.fusers.rms_norm import TPAwareRMSNorm
 
 from rlk_kernels.integrations import transformers_rotary
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.families import LAYER_NORMS
 from rlk_kernels.integrations.operators import NORMS, become
 from rlk_kernels.integrations.transformers_modules import HFLayerNorm, mlp_class
-from rlk_kernels.integrations.vllm import config
+from rlk_kernels.integrations.vllm import config, gather
 from rlk_kernels.integrations.vllm.layers import RlkRMSNorm
 
 
 class RlkTPAwareRMSNorm(RlkRMSNorm, TPAwareRMSNorm):
-    pass
+    """Norms all heads of q or of k, of which each of several ranks has some."""
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        features, size = x.shape[-1], self.weight.shape[0]
+        if features == size:
+            return super().forward(x, residual)
+        if features * self.tp_size != size:
+            raise NotSupported(
+                f"a norm over {size} features of which each of {self.tp_size} ranks has {features} "
+                "is not supported"
+            )
+        normed = super().forward(gather.columns(x, self.tp_size))
+        return normed.chunk(self.tp_size, -1)[self.tp_rank]
 
 
 class TransformersForCausalLM(transformers.TransformersForCausalLM):
