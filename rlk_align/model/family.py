@@ -18,6 +18,14 @@ HYBRID_KEYS = frozenset(
     }
 )
 """The keys of a family with gated delta nets."""
+LATENT_KEYS = frozenset(
+    {
+        *("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+        # The last is the sum of two others.
+        *("rope_interleave", "qk_head_dim"),
+    }
+)
+"""The keys of a family with latent attention."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +113,8 @@ class Family:
     hybrid: bool = False
     """Whether some layers have a gated delta net in place of attention: those of which
     `layer_types`, or `period`, says `linear_attention`."""
+    latent: bool = False
+    """Whether attention reads keys and values from a latent (MLA)."""
     ignored: str = ""
     """The start of the names of tensors that no engine reads here; empty if there are none."""
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -151,6 +161,7 @@ class Family:
         """The keys of config.json that this description covers, beside those of every family."""
         windows = {*self.window, "layer_types"} if self.window else set()
         windows |= set(HYBRID_KEYS) if self.hybrid else set()
+        windows |= set(LATENT_KEYS) if self.latent else set()
         windows |= {"rope_parameters.KIND"} if self.rope_by_kind else set()
         experts: set[str] = set()
         if self.experts:
