@@ -75,9 +75,9 @@ A token has a slot for each of its experts: `expert_slots` and `hidden_slots` co
 all slots. `gated_query_heads` counts the features of the heads of q and of the gates beside them.
 Of a latent attention, `latent` counts the features from which keys and values are computed,
 `rotated_key` those of the one key that is rotated, `latent_and_key` both, `query_latent` those from
-which queries are computed, `latent_query_heads` the features of all heads of q, `rotated_query_heads`
-those of them that are rotated, `expanded_heads` the other features of keys and the features of
-values of all heads, and `latent_values` those of values.
+which queries are computed, `latent_query_heads` the features of all heads of q,
+`rotated_query_heads` those of them that are rotated, `expanded_heads` the other features of keys
+and the features of values of all heads, and `latent_values` those of values.
 Of a gated delta net, `delta_heads` counts the heads of v, `delta_width` the features of one of
 them, `delta_values` those of all of them, and `delta_inputs` those of q, k and v."""
 

@@ -318,9 +318,7 @@ def _read_delta_net(
     return {**sizes, "delta_layers": tuple(i for i in layers if kinds[i] == "linear_attention")}
 
 
-def _read_latent(
-    model: Path, config: dict[str, Any], size: Callable[..., int]
-) -> dict[str, Any]:
+def _read_latent(model: Path, config: dict[str, Any], size: Callable[..., int]) -> dict[str, Any]:
     """The fields of `ModelShape` that describe a latent attention. Raises ModelError."""
     if config.get("rope_interleave") is not True:
         raise ModelError(

@@ -48,9 +48,7 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
                 yield Place(sites=rows, module=f"{here}.{path}", layout=layout)
         for op in ("q_rope", "k_rope") if "q_rope" in sites else ():
             access = HALVES if shape.latent else FIRST
-            yield Place(
-                sites=(f"layers.{i}.{op}",), module=attention, end="rope", access=access
-            )
+            yield Place(sites=(f"layers.{i}.{op}",), module=attention, end="rope", access=access)
         if "delta" in operators:
             yield from delta_places(f"layers.{i}", f"{here}.linear_attn", shape.delta_heads)
         mlp = mlp_path(layer)
