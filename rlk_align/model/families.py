@@ -11,6 +11,7 @@ from rlk_align.model.layers import (
     corrected_mixture,
     dense,
     hybrid,
+    latent,
     mixture,
     normed_after,
     normed_after_by_head,
@@ -63,6 +64,7 @@ _SCALED: dict[str, Any] = {
 """What Granite's multipliers add to a family."""
 _MULTIPLIES = "it multiplies neither the embedding nor branches nor logits"
 _NOT_MEASURED = "no test has compared it there"
+_LATENT_HF = "its latent attention is compared in the code of transformers alone"
 _NORMED_AFTER = {
     "megatron": "it has no norms after attention and MLP, and norms each head of q alone"
 }
@@ -76,6 +78,17 @@ _GATED_EXPERT = {
     for op in ("shared_gate_proj", "shared_up_proj", "shared_down_proj")
 }
 """The modules of a shared expert with a gate."""
+_GROUPED = ExpertSettings(
+    "moe_intermediate_size",
+    sigmoid=True,
+    grouped=True,
+    known={
+        **dict.fromkeys(("n_shared_experts", "n_group", "topk_group"), None),
+        **{"routed_scaling_factor": None, "scoring_func": ("sigmoid",)},
+        "topk_method": ("noaux_tc",),
+    },
+)
+"""The experts of DeepSeek-V3 and of GLM-4.5."""
 _WITH_DELTA_NETS: dict[str, Any] = {
     "hybrid": True,
     "period": 4,
@@ -506,16 +519,7 @@ FAMILIES = {
     "glm4_moe": Family(
         layer=corrected_mixture,
         biases={"o_proj": False},
-        experts=ExpertSettings(
-            "moe_intermediate_size",
-            sigmoid=True,
-            grouped=True,
-            known={
-                **dict.fromkeys(("n_shared_experts", "n_group", "topk_group"), None),
-                **{"routed_scaling_factor": None, "scoring_func": ("sigmoid",)},
-                "topk_method": ("noaux_tc",),
-            },
-        ),
+        experts=_GROUPED,
         defaults={
             **{"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
             **{"first_k_dense_replace": 1, "partial_rotary_factor": 0.5},
@@ -523,6 +527,20 @@ FAMILIES = {
         },
         qk_norm="use_qk_norm",
         predictors="num_nextn_predict_layers",
+    ),
+    "deepseek_v3": Family(
+        layer=latent(corrected_mixture),
+        latent=True,
+        interleaved=True,
+        experts=_GROUPED,
+        defaults={
+            **{"n_shared_experts": 1, "n_group": 8, "topk_group": 4, "norm_topk_prob": True},
+            **{"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "rope_interleave": True},
+        },
+        predictors="num_nextn_predict_layers",
+        # Published configs state the frequency of sparse layers, which is 1, and sizes of training.
+        settings=("moe_layer_freq", "ep_size", "num_mtp_layers"),
+        refused=dict.fromkeys(("vllm", "megatron", "sglang", "deepspeed", "kernels"), _LATENT_HF),
     ),
 }
 """The config's `model_type` -> the family. A new family is an entry here."""

@@ -18,6 +18,14 @@ HYBRID_KEYS = frozenset(
     }
 )
 """The keys of a family with gated delta nets."""
+LATENT_KEYS = frozenset(
+    {
+        *("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+        # The last is the sum of two others.
+        *("rope_interleave", "qk_head_dim"),
+    }
+)
+"""The keys of a family with latent attention."""
 
 
 WIDE_HEAD_KEYS = frozenset(
@@ -122,6 +130,8 @@ class Family:
     hybrid: bool = False
     """Whether some layers have a gated delta net in place of attention: those of which
     `layer_types`, or `period`, says `linear_attention`."""
+    latent: bool = False
+    """Whether attention reads keys and values from a latent (MLA)."""
     ignored: str = ""
     """The start of the names of tensors that no engine reads here; empty if there are none."""
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -169,6 +179,7 @@ class Family:
         kinds = {"layer_types", "layer_types.sliding_attention"}
         windows = {*self.window, *kinds} if self.window else set()
         windows |= set(HYBRID_KEYS) if self.hybrid else set()
+        windows |= set(LATENT_KEYS) if self.latent else set()
         windows |= {"rope_parameters.KIND"} if self.rope_by_kind else set()
         windows |= set(WIDE_HEAD_KEYS) if self.wide_heads else set()
         experts: set[str] = set()

@@ -25,6 +25,9 @@ class LayerShape(Protocol):
     @property
     def keys_are_values(self) -> bool: ...
 
+    @property
+    def query_latent(self) -> int: ...
+
 
 LayerOperators = Callable[[LayerShape, int], tuple[str, ...]]
 """(shape, index of a layer) -> that layer's operators, in execution order."""
@@ -199,5 +202,24 @@ def hybrid(layers: LayerOperators) -> LayerOperators:
             return (*every[: every.index("q_proj")], *_DELTA_NET, *every[end:])
         at = every.index("o_proj")
         return tuple(_GATED.get(op, op) for op in (*every[:at], "attn_gate", *every[at:]))
+
+    return operators
+
+
+_FROM_LATENTS = (
+    *("kv_a", "kv_a_norm", "latent_q_rope", "latent_k_rope", "latent_attn", "latent_o_proj"),
+)
+
+
+def latent(layers: LayerOperators) -> LayerOperators:
+    """Layers whose keys and values are computed from a latent, but for one rotated key that all
+    heads share; the queries from a latent of their own or, if they have none, from the stream.
+    `layers`: those to change."""
+
+    def operators(shape: LayerShape, layer: int) -> tuple[str, ...]:
+        every = layers(shape, layer)
+        start, end = every.index("q_proj"), every.index("attn_residual")
+        queries = ("q_a", "q_a_norm", "q_b") if shape.query_latent else ("latent_q_proj",)
+        return (*every[:start], *queries, *_FROM_LATENTS, *every[end:])
 
     return operators

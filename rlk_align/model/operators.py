@@ -22,6 +22,7 @@ Formula = Literal[
     "linear",
     "rotary",
     "attention",
+    "latent_attention",
     "residual",
     "activation",
     "log_softmax",
@@ -55,6 +56,14 @@ Size = Literal[
     "expert_slots",
     "hidden_slots",
     "gated_query_heads",
+    "query_latent",
+    "latent",
+    "latent_and_key",
+    "latent_query_heads",
+    "rotated_query_heads",
+    "rotated_key",
+    "expanded_heads",
+    "latent_values",
     "conv_taps",
     "delta_heads",
     "delta_inputs",
@@ -64,6 +73,11 @@ Size = Literal[
 """A dimension; `heads` counts the heads of q, and the others of heads the features of all of them.
 A token has a slot for each of its experts: `expert_slots` and `hidden_slots` count the features of
 all slots. `gated_query_heads` counts the features of the heads of q and of the gates beside them.
+Of a latent attention, `latent` counts the features from which keys and values are computed,
+`rotated_key` those of the one key that is rotated, `latent_and_key` both, `query_latent` those from
+which queries are computed, `latent_query_heads` the features of all heads of q,
+`rotated_query_heads` those of them that are rotated, `expanded_heads` the other features of keys
+and the features of values of all heads, and `latent_values` those of values.
 Of a gated delta net, `delta_heads` counts the heads of v, `delta_width` the features of one of
 them, `delta_values` those of all of them, and `delta_inputs` those of q, k and v."""
 
@@ -180,6 +194,30 @@ _RECORDS = (
         tensor="sinks", site_name="attn"),
     Operator("o_proj", "matmul", "linear", "attn", ("attended",), "branch", "hidden", ROWS,
         weight=("hidden", "query_heads"), module="self_attn.o_proj", bias="attention_bias"),
+    Operator("q_a", "matmul", "linear", "attn", ("normed",), "query_latent", "query_latent", WHOLE,
+        weight=("query_latent", "hidden"), module="self_attn.q_a_proj", bias="attention_bias"),
+    Operator("q_a_norm", "reduction", "rms_norm", "attn", ("query_latent",), "query_latent",
+        "query_latent", WHOLE, weight=("query_latent",), module="self_attn.q_a_layernorm"),
+    Operator("q_b", "matmul", "linear", "attn", ("query_latent",), "query", "latent_query_heads",
+        HEADS, weight=("latent_query_heads", "query_latent"), module="self_attn.q_b_proj"),
+    Operator("latent_q_proj", "matmul", "linear", "attn", ("normed",), "query",
+        "latent_query_heads", HEADS, weight=("latent_query_heads", "hidden"),
+        module="self_attn.q_proj", site_name="q_proj"),
+    Operator("kv_a", "matmul", "linear", "attn", ("normed",), "latent_and_key", "latent_and_key",
+        WHOLE, weight=("latent_and_key", "hidden"), module="self_attn.kv_a_proj_with_mqa",
+        bias="attention_bias"),
+    Operator("kv_a_norm", "reduction", "rms_norm", "attn", ("latent_and_key",), "latent", "latent",
+        WHOLE, weight=("latent",), module="self_attn.kv_a_layernorm"),
+    Operator("latent_q_rope", "elementwise", "rotary", "attn", ("query",), "rotated_query",
+        "rotated_query_heads", HEADS, site_name="q_rope"),
+    Operator("latent_k_rope", "elementwise", "rotary", "attn", ("latent_and_key",), "key",
+        "rotated_key", WHOLE, site_name="k_rope"),
+    Operator("latent_attn", "attention", "latent_attention", "attn", ("query", "rotated_query"),
+        "attended", "latent_values", HEADS, prefix_inputs=("latent", "key"),
+        weight=("expanded_heads", "latent"), module="self_attn.kv_b_proj"),
+    Operator("latent_o_proj", "matmul", "linear", "attn", ("attended",), "branch", "hidden", ROWS,
+        weight=("hidden", "latent_values"), module="self_attn.o_proj", bias="attention_bias",
+        site_name="o_proj"),
     Operator("gated_q_proj", "matmul", "linear", "attn", ("normed",), "gated_query",
         "gated_query_heads", HEADS, weight=("gated_query_heads", "hidden"),
         module="self_attn.q_proj", bias="attention_bias", site_name="q_proj"),

@@ -45,6 +45,14 @@ class Rotary:
         return len(self.inv_freq) >= _MIN_PAIRS
 
 
+def last_features(x: Any, heads: int, features: int) -> Any:
+    """The last features of each of `heads` heads, `features` in all, of a tensor `[N, F]`: those
+    that a latent attention rotates; all of them in other attentions."""
+    if x.shape[1] == features:
+        return x
+    return x.unflatten(1, (heads, -1))[..., -(features // heads) :].flatten(1)
+
+
 def rope_parameters(config: dict[str, Any], layer: int = 0) -> dict[str, Any]:
     """`rope_type`, `rope_theta` and the parameters of the kind for a layer, from either form of
     config.json; if it has both, the older one counts, as in transformers. Raises ModelError."""
@@ -115,7 +123,7 @@ def checkpoint_rotary(model: Path, shape: ModelShape, layer: int = 0) -> Rotary 
         scaling=scaling,
         interleaved=shape.family.interleaved,
         heads=shape.heads,
-        kv_heads=shape.kv_heads,
+        kv_heads=1 if shape.latent else shape.kv_heads,
         context=shape.context,
         source=inputs[f"layers.{shape.first_attention}.q_rope"][0],
         key_source=inputs[f"layers.{shape.first_attention}.k_rope"][0],

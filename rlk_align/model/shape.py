@@ -74,6 +74,16 @@ class ModelShape:
     """The number of features of a head of v."""
     conv_taps: int = 0
     """The number of rows that the convolution before a gated delta net reads, its own included."""
+    latent: int = 0
+    """The number of features of the latent of keys and values; 0 without a latent attention, whose
+    `head_dim` is that of the rotated features of a head."""
+    query_latent: int = 0
+    """The number of features of the latent of queries; 0 if they are computed from the stream."""
+    unrotated_width: int = 0
+    """The number of features of a head of q, and of a key, that a latent attention does not
+    rotate."""
+    value_width: int = 0
+    """The number of features of a head of v in a latent attention."""
     qk_norm: bool = False
     """Whether the config enables norms of q and k, in a family that leaves them to the config."""
 
@@ -157,6 +167,9 @@ class ModelShape:
             "gated_query_heads": self.heads,
             "kv_heads": self.kv_heads,
             "delta_values": self.delta_heads,
+            "latent_query_heads": self.heads,
+            "rotated_query_heads": self.heads,
+            "latent_values": self.heads,
         }.get(size, 1)
 
     def size(self, size: Size) -> int:
@@ -167,6 +180,8 @@ class ModelShape:
             return self.heads_of(size) * self.head_dim
         if size == "gated_query_heads":
             return 2 * self.heads * self.head_dim
+        if size in _OF_LATENT:
+            return self._latent_size(size)
         if size == "delta_values":
             return self.delta_heads * self.delta_width
         if size == "delta_inputs":
@@ -177,6 +192,23 @@ class ModelShape:
                 self.hidden if size == "hidden_slots" else self.expert_intermediate
             )
         return getattr(self, size)
+
+    def _latent_size(self, size: Size) -> int:
+        of_head = {
+            "latent_query_heads": self.unrotated_width + self.head_dim,
+            "rotated_query_heads": self.head_dim,
+            "expanded_heads": self.unrotated_width + self.value_width,
+            "latent_values": self.value_width,
+        }
+        if size in of_head:
+            return self.heads * of_head[size]
+        return self.head_dim + (self.latent if size == "latent_and_key" else 0)
+
+
+_OF_LATENT: tuple[Size, ...] = (
+    *("latent_query_heads", "rotated_query_heads", "expanded_heads", "latent_values"),
+    *("latent_and_key", "rotated_key"),
+)
 
 
 def original_context(config: Mapping[str, Any]) -> int | None:
@@ -338,6 +370,23 @@ def _read_wide_heads(model: Path, config: dict[str, Any]) -> dict[str, Any]:
     return {**sizes, "wide_layers": tuple(wide), "keys_are_values": shared}
 
 
+def _read_latent(model: Path, config: dict[str, Any], size: Callable[..., int]) -> dict[str, Any]:
+    """The fields of `ModelShape` that describe a latent attention. Raises ModelError."""
+    if config.get("rope_interleave") is not True:
+        raise ModelError(
+            f"{model}/config.json: rope_interleave is {config.get('rope_interleave')!r}: rotations "
+            "of j and j + half the width are not supported with latent attention"
+        )
+    queries = config.get("q_lora_rank")
+    return {
+        "latent": size("kv_lora_rank"),
+        "query_latent": 0 if queries is None else size("q_lora_rank"),
+        "unrotated_width": size("qk_nope_head_dim"),
+        "value_width": size("v_head_dim"),
+        "head_dim": size("qk_rope_head_dim"),
+    }
+
+
 def read_shape(model: Path) -> ModelShape:
     """The shape of the checkpoint in folder `model`, from its config.json. If that has no dtype, it
     is the dtype of the stored weights.
@@ -388,7 +437,8 @@ def read_shape(model: Path) -> ModelShape:
         hidden=hidden,
         heads=heads,
         kv_heads=size("num_key_value_heads", heads),
-        head_dim=size("head_dim", max(1, hidden // heads)),
+        **{"head_dim": size("head_dim", max(1, hidden // heads))}
+        | (_read_latent(model, config, size) if family.latent else {}),
         intermediate=size("intermediate_size"),
         vocab=size("vocab_size"),
         context=min(longest, original_context(config) or longest),

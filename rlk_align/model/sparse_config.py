@@ -10,12 +10,8 @@ from rlk_align.errors import ModelError
 
 _SHARED = "experts that every token is sent to"
 _GROUPED = "experts chosen from the best groups of experts"
-_LATENT = (
-    "it has latent attention (MLA), whose compressed keys and values no operator here computes"
-)
-UNKNOWN_ROUTING = dict.fromkeys(
-    ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _LATENT
-)
+_LATENT = "it has latent attention (MLA), which is described for deepseek_v3 alone"
+UNKNOWN_ROUTING = dict.fromkeys(("deepseek_v2", "deepseek_v32", "glm4_moe_lite"), _LATENT)
 """Sparse families that are not supported -> the reason."""
 _UNKNOWN_SETTINGS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "n_shared_experts": (_SHARED, (None, 0)),

@@ -9,7 +9,7 @@ input and output is therefore the position that the engine used, however it pack
 import numpy as np
 import torch
 
-from rlk_align.model.rotary import Rotary
+from rlk_align.model.rotary import Rotary, last_features
 from rlk_align.trace.schema import WRONG_ROWS, PositionRecord, WrongPosition
 
 RESOLUTION = 0.25
@@ -58,6 +58,8 @@ class PositionCheck:
     def _turned(self, x: torch.Tensor, y: torch.Tensor, heads: int) -> torch.Tensor:
         """The angle of each pair, summed over heads: two `[N, F]` -> radians `[N, pairs]`. It is
         NaN for a pair that is 0, as in the query of a padding token, whose embedding is 0."""
+        if x.shape[1] > y.shape[1]:
+            x = last_features(x, heads, y.shape[1])
         if x.shape != y.shape:
             return torch.zeros(0, len(self._frequency), dtype=torch.float64)
         pairs = len(self._frequency)

@@ -72,7 +72,7 @@ def assert_healthy(done: Outcome, hidden: tuple[str, ...] = ()) -> None:
     assert 0 < int(words[0]) == int(words[2]) - len(never), done.out
 
 
-SHORT = ("olmo3", "glm4")
+SHORT = ("olmo3", "glm4", "deepseek_v3")
 """The families that the default run compares in transformers alone."""
 
 
@@ -91,7 +91,9 @@ def test_two_attentions_of_transformers_are_healthy(
 
 
 @pytest.mark.whole_matrix
-@pytest.mark.parametrize("family", [f for f in SETTINGS if FAMILIES[f].hybrid])
+@pytest.mark.parametrize(
+    "family", [f for f in SETTINGS if FAMILIES[f].hybrid or FAMILIES[f].latent]
+)
 def test_two_ranks_of_fsdp_and_transformers_are_healthy(
     cli: Cli, few_prompts: Path, tmp_path: Path, family: str
 ) -> None:
@@ -408,6 +410,13 @@ FAULTY = [
         if of.op_class == "recurrence" and of.expected == "named" and engine in of.engines
     ),
     Planted("qwen3_5_text", RESTORED, f"vllm:{CHUNKS},fault={RESTORED}", "hf"),
+    *(
+        in_hf("deepseek_v3", name)
+        for name, of in FAULTS.items()
+        if of.op_class == "latent attention" and of.expected == "named"
+    ),
+    in_hf("deepseek_v3", "expert-flipped"),
+    in_hf("deepseek_v3", "shared-expert-weak"),
     in_hf("qwen3_next", "delta-not-reset"),
     in_vllm("qwen3_next", "conv-late"),
     in_hf("qwen3_next", "shared-gate-left-out"),

@@ -161,7 +161,9 @@ def test_sites_are_those_of_the_model() -> None:
     gated = dataclasses.replace(shared, model_type="qwen2_moe")
     after = dataclasses.replace(shape, model_type="gemma3_text")
     hybrid = dataclasses.replace(after, model_type="qwen3_5_text", delta_layers=(0, 1))
-    sites += [s for other in (sparse, shared, gated, after, hybrid) for s in model_sites(other)]
+    latent = dataclasses.replace(shared, model_type="deepseek_v3", latent=64, query_latent=48)
+    others = (sparse, shared, gated, after, hybrid, latent)
+    sites += [s for other in others for s in model_sites(other)]
     assert {s.op for s in sites} == {operator.site for operator in OPERATORS.values()}
     assert {s.op for s in sites if s.layer is None} == {
         operator.site for operator in OPERATORS.values() if operator.part is None
@@ -176,7 +178,11 @@ def test_operators_of_which_nothing_is_said() -> None:
     assert [f.text for f in lint(bf16.model_copy(update={"budgets": some}), DAY)] == [
         f"it limits operators in bfloat16, and has no limit for {op}: add a budget of the class "
         f"{of_class}"
-        for op, of_class in (("attn", "attention"), ("delta", "recurrence"))
+        for op, of_class in (
+            ("attn", "attention"),
+            ("latent_attn", "attention"),
+            ("delta", "recurrence"),
+        )
     ]
 
 

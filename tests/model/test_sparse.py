@@ -121,7 +121,7 @@ def test_settings_that_ask_for_nothing_are_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("deepseek_v3", r"latent attention \(MLA\)"),
+        ("deepseek_v2", r"latent attention \(MLA\)"),
         ("glm4_moe_lite", r"latent attention \(MLA\)"),
     ],
 )

@@ -47,6 +47,7 @@ HYBRID = dataclasses.replace(
 VALUES_OF_KEYS: dict[str, Any] = {
     **{"wide_layers": (3,), "wide_head_dim": 64, "wide_kv_heads": 1, "keys_are_values": True},
 }
+LATENT = dataclasses.replace(SHARED, model_type="deepseek_v3", latent=64, query_latent=48)
 OF_SPARSE = {n: f for n, f in FAULTS.items() if f.sparse and f.needs != "variant"}
 
 Rows = dict[tuple[str, int, int], torch.Tensor]
@@ -314,14 +315,14 @@ def test_the_catalogue_is_whole() -> None:
         "logits": "matmul",
         "logprob": "logprob",
     }
-    mixed = ("weights", "input", "routing", "recurrence")
+    mixed = ("weights", "input", "routing", "recurrence", "latent attention")
     dense = {s.name: s for s in model_sites(SHAPE)}
     assert len(FAULTS) >= 40
     kinds = [name for name, family in FAMILIES.items() if not family.experts]
     shapes = [dataclasses.replace(SHAPE, model_type=kind) for kind in kinds]
     shapes.append(dataclasses.replace(SHAPE, model_type="smollm3", unrotated_layers=(3,)))
     shapes.append(dataclasses.replace(shapes[kinds.index("gemma4_text")], **VALUES_OF_KEYS))
-    shapes += [GATED, SUNK, HYBRID]
+    shapes += [GATED, SUNK, HYBRID, LATENT]
     variants = [{s.name: s for s in model_sites(shape)} for shape in shapes]
     for name, fault in FAULTS.items():
         sites = SPARSE_SITES if fault.sparse else dense

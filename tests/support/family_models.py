@@ -115,6 +115,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96},
         **{"shared_expert_intermediate_size": 160},
     },
+    "deepseek_v3": {
+        **{"q_lora_rank": 48, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32},
+        **{"v_head_dim": 24, "num_key_value_heads": 4, "first_k_dense_replace": 2},
+        **{"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2},
+        **{
+            "moe_intermediate_size": 96,
+            "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0},
+        },
+    },
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
 }
 """model_type -> what its config sets beside `random_model.SMALL`."""

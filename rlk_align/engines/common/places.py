@@ -56,6 +56,15 @@ HEADS_FIRST = Access(
 """`[B, heads, T, head_dim]`: heads before tokens."""
 
 
+def _by_pair(value: torch.Tensor) -> torch.Tensor:
+    return value.unflatten(-1, (2, -1)).transpose(-1, -2)
+
+
+HALVES = Access(_by_pair, _by_pair, lambda value: value)
+"""Rotated pairs of features 2j and 2j + 1 of a head, of which the first features come before the
+second ones."""
+
+
 LOGITS = Access(lambda value: value.logits, lambda value: value.logits, lambda value: value)
 """The logits in what a whole model of transformers returns."""
 

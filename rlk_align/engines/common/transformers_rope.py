@@ -27,7 +27,10 @@ def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -
     # FSDP changes the classes of the model and its layers, but not that of the attention.
     attention = next(x.self_attn for x in model.model.layers if hasattr(x, "self_attn"))
     modeling = sys.modules[type(attention).__module__]
-    original = modeling.apply_rotary_pos_emb
+    name = "apply_rotary_pos_emb"
+    if getattr(attention.config, "rope_interleave", False):
+        name += "_interleave"
+    original = getattr(modeling, name)
 
     @functools.wraps(original)
     def observed(*args: Any, **kwargs: Any) -> Any:
@@ -38,4 +41,4 @@ def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -
             see(x if alone else x.transpose(1, 2))
         return rotated
 
-    hooks.replace(modeling, "apply_rotary_pos_emb", observed)
+    hooks.replace(modeling, name, observed)

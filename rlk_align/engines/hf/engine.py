@@ -276,7 +276,7 @@ def hf_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
         "vocab_size": model.model.embed_tokens.weight.shape[0],
         **of_attention("heads", [_heads(a, "q_proj", "num_attention_heads") for a in attention]),
         **of_attention("kv_heads", [_heads(a, "k_proj", "num_key_value_heads") for a in attention]),
-        **of_attention("head_dim", [a.head_dim for a in attention]),
+        **of_attention("head_dim", [_rotated_width(a) for a in attention]),
         **of_attention("attention_scale", [float(f"{a.scaling:.6g}") for a in attention]),
         **of_attention("sliding_window", [_window(a) for a in attention]),
         **rope_attributes(rotary_embeddings(model)),
@@ -300,9 +300,14 @@ def _window(attention: Any) -> int | None:
     return getattr(attention.config, "sliding_window", None) or None
 
 
+def _rotated_width(attention: Any) -> int:
+    """The features of a head, or those of them that a latent attention rotates."""
+    return getattr(attention, "qk_rope_head_dim", None) or attention.head_dim
+
+
 def _heads(attention: Any, projection: str, key: str) -> int | None:
     """The number of heads of a projection or, where it is fused with others, that of the config."""
-    if not hasattr(attention, projection):
+    if getattr(attention, projection, None) is None or hasattr(attention, "kv_lora_rank"):
         return getattr(attention.config, key)
     width = getattr(getattr(attention, projection), "out_features", None)
     # A product of queries may have their gates, too.

@@ -1,12 +1,14 @@
 """Where the canonical operators are in an HF decoder."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from rlk_align.engines.common.experts import INSIDE, router_path
 from rlk_align.engines.common.layout import of_fused
 from rlk_align.engines.common.places import (
     FIRST,
+    HALVES,
     HEADS_FIRST,
     LOGITS,
     Place,
@@ -34,7 +36,7 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
             op: named[op] if named[op] in modules else path
             for op, path in layer_modules(operators).items()
         }
-        inside = {"router", "conv", "gated_norm"}
+        inside = {"router", "conv", "gated_norm", "latent_attn"}
         for op, path in paths.items():
             if path in modules and op not in inside:
                 first = shape.family.heads_first and op in ("q_norm", "k_norm")
@@ -45,17 +47,18 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
                 rows = tuple(f"layers.{i}.{op}" for op in ops)
                 layout = of_fused(f"layers.{i}", path, shape)
                 yield Place(sites=rows, module=f"{here}.{path}", layout=layout)
-        for op in ("q_rope", "k_rope") if "q_rope" in operators else ():
-            yield Place(sites=(f"layers.{i}.{op}",), module=attention, end="rope")
+        for op in ("q_rope", "k_rope") if "q_rope" in sites else ():
+            access = HALVES if shape.latent else FIRST
+            yield Place(sites=(f"layers.{i}.{op}",), module=attention, end="rope", access=access)
         if "delta" in operators:
             yield from delta_places(f"layers.{i}", f"{here}.linear_attn", shape.delta_heads)
         mlp = mlp_path(layer)
         if hasattr(getattr(layer, mlp), "experts"):
             yield from _sparse_places(f"layers.{i}", f"{here}.{mlp}", getattr(layer, mlp))
         # Operators without a module of their own -> the module whose input is that site.
-        attended = "attn_gate" if "attn_gate" in operators else "attn"
+        attended = next((op for op in ("attn_gate", "latent_attn") if op in sites), "attn")
         inputs = {attended: "self_attn.o_proj", "attn_residual": paths.get("mlp_norm", mlp)}
-        if attended != "attn":
+        if attended == "attn_gate":
             yield Place(sites=(f"layers.{i}.attn",), module=attention, end="inside")
         for act, down in (("act", "down_proj"), ("shared_act", "shared_down_proj")):
             inputs |= {act: paths[down]} if down in paths else {}
@@ -63,6 +66,8 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
             if op not in sites or path not in modules:
                 continue
             place = Place(sites=(f"layers.{i}.{op}",), module=f"{here}.{path}", end="input")
+            if op == "latent_attn":
+                place = replace(place, parameters_in=f"{here}.{paths[op]}")
             yield beside_sinks(place, operators, attention) if op == "attn" else place
         yield rescaled(Place(sites=(f"layers.{i}.mlp_residual",), module=here), operators)
     yield Place(sites=("final_norm",), module="model.norm")

@@ -13,7 +13,7 @@ from rlk_align.trace.values import RecordedRows
 
 _CACHED_SITES = 12
 """The number of sites whose values are cached, which reaches back to the last residual."""
-_PRODUCTS = ("linear", "router", "attention")
+_PRODUCTS = ("linear", "router", "attention", "latent_attention")
 """Formulas whose inputs autocast rounds to its dtype."""
 _MOST_CACHED_ENTRIES = 1 << 26
 """The largest number of entries of a cached site; the logits of a large vocabulary have more."""
@@ -62,7 +62,7 @@ class RecordedPass:
         columns = [self._rows.digests(name)[number] for name in (site.name, *site.inputs)]
         token, position = self._index.token, self._index.position
         read = {"embedding": token, "log_softmax": np.roll(token, -1)}
-        read |= dict.fromkeys(("rotary", "attention", "delta_rule"), position)
+        read |= dict.fromkeys(("rotary", "attention", "latent_attention", "delta_rule"), position)
         if site.operator.formula in read:
             columns.append(read[site.operator.formula][number, None])
         for name in site.prefix_inputs:

@@ -1,7 +1,7 @@
 """A checkpoint's operators in float64, applied to the inputs that a side recorded."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 
 from rlk_align.model.checkpoint import read_config
 from rlk_align.model.quantised import stored_format
-from rlk_align.model.rotary import checkpoint_rotary
+from rlk_align.model.rotary import checkpoint_rotary, last_features
 from rlk_align.model.shape import ModelShape, activation_of, cap_of, is_tied, multiplier_of
 from rlk_align.model.sites import Site
 from rlk_align.model.tensors import biased_operators
@@ -133,7 +133,10 @@ class Reference:
             else:
                 weight = x.new_ones(self.shape.at(site.layer).head_dim)
             weight = weight + 1 if self.shape.family.one_plus_weight else weight
-            if x.shape[1] == 2 * site.features:
+            if site.operator.features == "latent":
+                # Beside the key that is rotated.
+                x = x[:, : site.features]
+            elif x.shape[1] == 2 * site.features:
                 # Queries beside their gates.
                 x = delta_net.halves(x, self.shape.heads)[0]
             out = formulas.rms_norm(x, weight, self._eps)
@@ -164,6 +167,8 @@ class Reference:
                 q, k, v, rows.position, heads, window, self._attention_roundings(sinks), scale,
                 cap_of(self._config, self.shape.family.score_cap), sinks,
             )  # fmt: skip
+        elif formula == "latent_attention":
+            out, extra, shared = self._latent_attention(site, inputs, rows)
         elif formula == "log_softmax":
             out, extra = self._log_prob(inputs[0], rows)
         elif formula in ("linear", "router"):
@@ -180,6 +185,28 @@ class Reference:
             raise AssertionError(formula)
         variance = rounding_variance(out, self.rounded_to(site)) + extra
         return out, variance, out.new_zeros(len(out), 1) if shared is None else shared
+
+    def _latent_attention(
+        self, site: Site, inputs: Sequence[torch.Tensor], rows: RowTokens
+    ) -> formulas.Attended:
+        """Attention over the keys and values of latents (MLA, DeepSeek-V2), whose rows beside the
+        queries' are those of one sequence. Engines expand the latents to keys and values in the
+        rows' dtype, or multiply queries and outputs by the weight instead, rounded as often."""
+        query, rotated, latent, key = inputs
+        shape, heads = self.shape, self.shape.heads
+        weight = self._weights.read(site.parameter).double().unflatten(0, (heads, -1))
+        expanded = torch.einsum("lc,hdc->lhd", latent, weight)
+        k, v = expanded.split([shape.unrotated_width, shape.value_width], dim=-1)
+        k = torch.cat([k, key[:, None].expand(-1, heads, -1)], dim=-1)
+        q = query.unflatten(1, (heads, -1))[..., : shape.unrotated_width]
+        q = torch.cat([q, rotated.unflatten(1, (heads, -1))], dim=-1)
+        usual, once = self._attention_roundings(None), relative_unit(self.dtype) ** 2
+        roundings = replace(usual, query=once, probability=usual.probability + once)
+        scale = attention_scale(self._config, shape, rows.position)
+        return formulas.attention(
+            q.flatten(1), k.flatten(1), v.flatten(1), rows.position, (heads, heads), None,
+            roundings, scale,
+        )  # fmt: skip
 
     def _in_hybrid_layer(
         self, site: Site, inputs: Sequence[torch.Tensor], rows: RowTokens
@@ -365,6 +392,7 @@ class Reference:
         heads, rotary = self.heads(site), self._rotaries[site.layer or 0]
         if rotary is None:
             raise NotRefereed("its rotary embedding changes with the sequence")
+        x = last_features(x, heads, site.features)
         inv_freq = torch.tensor(rotary.inv_freq, dtype=torch.float64, device=x.device)
         angle = rows.position.double()[:, None] * inv_freq
         out, slope = formulas.rotate(x, angle, heads, rotary.scaling, rotary.interleaved)

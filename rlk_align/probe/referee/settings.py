@@ -31,9 +31,21 @@ def sliding_window(config: Mapping[str, Any], shape: ModelShape, layer: int) -> 
 
 def base_attention_scale(config: Mapping[str, Any], shape: ModelShape) -> float:
     """The factor of q · k, beside one that depends on the position."""
+    if shape.latent:
+        width = shape.unrotated_width + shape.head_dim
+        return float(width) ** -0.5 * _yarn_mscale(rope_parameters(dict(config))) ** 2
     key, exponent = shape.family.attention_scale
     stated = {**shape.family.defaults, **config}.get(key) if key else None
     return float(shape.head_dim) ** -0.5 if stated is None else float(stated) ** exponent
+
+
+def _yarn_mscale(rope: Mapping[str, Any]) -> float:
+    """The factor of q and of k by yarn's `mscale_all_dim`: 1 + 0.1 m ln(factor), as DeepSeek-V2
+    has it; 1 without it."""
+    of_all, factor = rope.get("mscale_all_dim"), float(rope.get("factor") or 1.0)
+    if rope["rope_type"] == "default" or not of_all or factor <= 1:
+        return 1.0
+    return 1 + 0.1 * float(of_all) * math.log(factor)
 
 
 def attention_scale(
@@ -90,6 +102,8 @@ def _configured(site: Site, config: dict[str, Any], shape: ModelShape) -> dict[s
             window = sliding_window(config, shape, site.layer)
             base = float(f"{base_attention_scale(config, shape):.6g}")
             return {"attention_scale": base, "sliding_window": window or NO_WINDOW}
+        case "latent_attention":
+            return {"attention_scale": float(f"{base_attention_scale(config, shape):.6g}")}
         case "activation" | "expert_activation":
             return {"activation": _ACTIVATIONS.get(activation_of(config)[1])}
         case "top_k":

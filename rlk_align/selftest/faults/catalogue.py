@@ -12,6 +12,7 @@ from rlk_align.errors import BadOption
 from rlk_align.selftest.faults.attention import ATTENTION, CACHE, ROPE
 from rlk_align.selftest.faults.delta_net import DELTA_NETS
 from rlk_align.selftest.faults.fault import Fault
+from rlk_align.selftest.faults.latent import LATENT
 from rlk_align.selftest.faults.layer import ACTIVATIONS, NORMS, PROJECTIONS, RESIDUALS
 from rlk_align.selftest.faults.model_ends import EMBEDDINGS, INPUTS, LOGITS, LOGPROBS, WEIGHTS
 from rlk_align.selftest.faults.sparse import ROUTING
@@ -24,6 +25,7 @@ _GROUPS = {
     "projection": PROJECTIONS,
     "activation": ACTIVATIONS,
     "residual": RESIDUALS,
+    "latent attention": LATENT,
     "recurrence": DELTA_NETS,
     "routing": ROUTING,
     "embedding": EMBEDDINGS,

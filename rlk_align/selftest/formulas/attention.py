@@ -64,6 +64,16 @@ def scale_off(strength: float) -> Formula:
     return lambda a: _rescaled(a, 1.0 + strength)
 
 
+def mscale_missing(_: float) -> Formula:
+    """Scores are q kᵀ / √d."""
+    return lambda a: _rescaled(a, a.query.shape[-1] ** -0.5 / a.scale)
+
+
+def scaled_by_latent(_: float) -> Formula:
+    """Scores are q kᵀ / √(the width of the latent and of the rotated key)."""
+    return lambda a: _rescaled(a, a.latent**-0.5 / a.scale)
+
+
 def _masked(a: Attention, visible: torch.Tensor) -> torch.Tensor:
     """Attention with this mask; a query that would see no key keeps its own mask."""
     visible = torch.where(visible.any(-1, keepdim=True), visible, a.visible)

@@ -16,17 +16,23 @@ def _angles(unit: Unit, later: torch.Tensor | float = 0.0) -> torch.Tensor:
     return (positions[:, None] * unit.frequencies)[:, None]
 
 
-def _heads(unit: Unit) -> torch.Tensor:
-    """The input in float32, `[N, H, D]`."""
-    x = unit.inputs[0]
-    return x.float().reshape(len(x), -1, unit.head_dim)
+def _heads(unit: Unit, first: bool = False) -> torch.Tensor:
+    """The features that are rotated, in float32, `[N, H, D]`: all features of each head or, if
+    there are more, the last ones. `first`: the first ones."""
+    x, width = unit.inputs[0], unit.head_dim
+    heads = x.float().reshape(len(x), unit.result.shape[1] // width, -1)
+    return heads[..., :width] if first else heads[..., -width:]
 
 
 def _turned(
-    unit: Unit, cos: torch.Tensor, sin: torch.Tensor, other_pairs: bool = False
+    unit: Unit,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    other_pairs: bool = False,
+    first: bool = False,
 ) -> torch.Tensor:
     """Rotates the first features of each head, twice as many as there are pairs, `[N, H, D]`."""
-    x, pairs = _heads(unit), cos.shape[-1]
+    x, pairs = _heads(unit, first), cos.shape[-1]
     turning, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
     if unit.interleaved != other_pairs:
         a, b = turning.unflatten(-1, (pairs, 2)).unbind(-1)
@@ -111,3 +117,10 @@ def half_of_the_pairs(unit: Unit, _: float) -> torch.Tensor:
     angles = _angles(unit).clone()
     angles[..., angles.shape[-1] // 2 :] = 0
     return _by(unit, angles)
+
+
+@formula
+def other_part(unit: Unit, _: float) -> torch.Tensor:
+    """The first features of each head are rotated, not the last ones."""
+    angles = _angles(unit)
+    return _turned(unit, angles.cos().float(), angles.sin().float(), first=True)

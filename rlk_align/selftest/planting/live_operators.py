@@ -77,7 +77,7 @@ class LiveOperators(Hooks, ABC):
         at = self.sites[site]
         layer = -1 if at.layer is None else at.layer
         match at.operator.formula:
-            case "attention":
+            case "attention" | "latent_attention":
                 self._attention(layer, formula)
             case "delta_rule":
                 self._delta_rule(layer, formula)
@@ -149,8 +149,8 @@ class LiveOperators(Hooks, ABC):
     ) -> torch.Tensor:
         """Returns the replacement of attention's result for one sequence. The tensors have the
         shapes of `Attention`, with this rank's heads."""
-        site, shape = f"layers.{layer}.attn", self.shape.at(layer)
-        width = shape.head_dim
+        op, shape = "latent_attn" if self.shape.latent else "attn", self.shape.at(layer)
+        site, width = f"layers.{layer}.{op}", shape.head_dim
 
         def whole(name: str, local: torch.Tensor) -> torch.Tensor:
             name = f"layers.{layer}.{name}"
@@ -163,10 +163,10 @@ class LiveOperators(Hooks, ABC):
             return self._sharing.whole(name, local.flatten(1), layout).unflatten(1, (-1, width))
 
         place, sinks = self._places[site], None
-        if self.sites[site].operator.weight:
+        if self.sites[site].operator.weight and not self.shape.latent:
             sinks = getattr(self._model.get_submodule(place.holder), place.weight).detach()
         unit = Attention(
-            result=whole("attn", result).flatten(1),
+            result=whole(op, result).flatten(1),
             query=whole("q_rope", query),
             # Values have the same heads as keys.
             key=whole("k_rope", key),
@@ -175,6 +175,7 @@ class LiveOperators(Hooks, ABC):
             scale=scale,
             head_dim=width,
             sinks=sinks,
+            latent=self.shape.size("latent_and_key") if self.shape.latent else 0,
         )
         new, local = in_place_of(formula, unit), result.clone()
         if self.faulty:

@@ -62,6 +62,9 @@ class Attention:
     head_dim: int
     sinks: torch.Tensor | None = None
     """The score of each head for a key without a value, `[H]`."""
+    latent: int = 0
+    """The width of the latent and of the rotated key beside it, from which keys and values were
+    expanded; 0 in other attentions."""
 
     @property
     def decoding(self) -> bool:
