@@ -90,7 +90,7 @@ def check_stored_format(
     stored = stored_format(model, config)
     if stored is None:
         return
-    if not spec.info.reads_fp8:
+    if stored.name not in spec.info.reads_fp8:
         raise refused(model, f"{stored}, which engine {spec.name!r} was never compared with")
     if decoder(model) or shape.delta_layers:
         raise refused(model, f"{stored}, in a checkpoint that also sees images or is a hybrid")
@@ -100,14 +100,7 @@ def check_stored_format(
             f"{stored}, which no test has compared",
             "leave lora out",
         )
-    needed = spec.info.reads_fp8_with
-    if needed and spec.option("kernels") != needed:
-        raise ModelError(
-            f"engine {spec.name!r} with kernels={spec.option('kernels')} does not support weights "
-            f"stored as {stored}: its own products of them were never compared",
-            f"add kernels={needed}, which computes with the dequantised weights, or use engine "
-            "'hf', which does so too",
-        )
+    spec.info.check_fp8(spec.option, stored, shape)
     if _several_own_ranks(spec):
         raise BadOption(
             f"engine {spec.name!r}: {spec.info.own_ranks}={spec.option(spec.info.own_ranks)} does "

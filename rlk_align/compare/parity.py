@@ -13,7 +13,7 @@ import numpy as np
 from rlk_align.compare.own_value import round_to_own_value
 from rlk_align.compare.parity_adapter import NAME, check_adapters
 from rlk_align.compare.parity_merge import explain_merges
-from rlk_align.compare.parity_quantised import explain_quantised
+from rlk_align.compare.parity_quantised import explain_quantised, quantised_inputs
 from rlk_align.compare.parity_weights import check_weights
 from rlk_align.model.sites import RowIndex
 from rlk_align.results import Mismatch, SideName
@@ -45,6 +45,7 @@ def check_parity(rollout: Trace, train: Trace) -> list[Mismatch]:
         *_boundaries(rollout, train),
         *_padding(rollout, train),
         *_delta_nets(rollout, train),
+        *quantised_inputs(rollout, train),
     ]
 
 

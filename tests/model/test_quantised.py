@@ -18,7 +18,7 @@ from rlk_align.engines.common.quantised import record_quantised
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config
-from rlk_align.model.quantised import BlockFP8, check_not_quantized, stored_format
+from rlk_align.model.quantised import FP8Weights, check_not_quantized, stored_format
 from rlk_align.model.shape import read_shape
 from rlk_align.model.stored import stored_tensors
 from rlk_align.model.tensors import check_tensors
@@ -30,18 +30,18 @@ USUAL: dict[str, Any] = {
 }
 
 
-def stored(settings: Any, key: str = "quantization_config") -> BlockFP8 | None:
+def stored(settings: Any, key: str = "quantization_config") -> FP8Weights | None:
     return stored_format(Path("model"), {key: settings})
 
 
 def test_blocks_of_fp8_are_read_as_deepseek_and_qwen_publish_them() -> None:
     assert stored_format(Path("model"), {"quantization_config": None}) is None
-    assert stored(USUAL) == BlockFP8((128, 128))
+    assert stored(USUAL) == FP8Weights((128, 128))
     qwen = stored(USUAL | {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"]})
     assert qwen is not None
     assert qwen.ignored == ("lm_head", "model.layers.0.mlp.gate")
     listed = stored(USUAL | {"ignored_layers": ["lm_head"], "scale_fmt": "ue8m0"})
-    assert listed == BlockFP8((128, 128), True, ("lm_head",))
+    assert listed == FP8Weights((128, 128), True, ("lm_head",))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_the_record_names_what_is_quantised_and_what_is_not(tmp_path: Path) -> N
 def test_config_json_states_the_format(tmp_path: Path) -> None:
     model = write_fp8(tmp_path / "fp8", MODEL, scale_fmt="ue8m0")
     assert json.loads((model / "config.json").read_text())["quantization_config"]
-    assert stored_format(model, read_config(model)) == BlockFP8(BLOCK, True)
+    assert stored_format(model, read_config(model)) == FP8Weights(BLOCK, True)
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -31,7 +31,7 @@ from rlk_align.model.checkpoint import read_config
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.results import CodePlace
 from rlk_align.text import printable
-from rlk_align.trace.schema import LoraRecord
+from rlk_align.trace.schema import CacheRecord, LoraRecord, QuantisedProduct
 from rlk_align.trace.writer import PassWriter
 
 _ENVIRONMENT = {
@@ -95,7 +95,10 @@ class VLLMEngine(Engine):
                 f"engine 'vllm': device={self.spec.device}, but this vLLM computes on {here}",
                 "leave `device` out; CUDA_VISIBLE_DEVICES chooses among GPUs",
             )
-        passed = ("max_num_batched_tokens", "max_num_seqs", "block_size")
+        passed = (
+            *("max_num_batched_tokens", "max_num_seqs", "block_size"),
+            *("quantization", "kv_cache_dtype"),
+        )
         try:
             self.llm = LLM(
                 model=str(self.model_path),
@@ -161,6 +164,12 @@ class VLLMEngine(Engine):
             return None
         rank = self._adapter.settings.rank
         return self._rpc("rlk_adapter", str(self.spec.option("lora")), self.shape, rank)
+
+    def products(self) -> dict[str, QuantisedProduct]:
+        return self._rpc("rlk_products", self.shape) if self._ranks == 1 else {}
+
+    def cache(self) -> CacheRecord | None:
+        return self._rpc("rlk_cache")
 
     def code(self) -> dict[str, CodePlace]:
         return self._rpc("rlk_code", self.shape)

