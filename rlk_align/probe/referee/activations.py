@@ -5,8 +5,9 @@
     s = the checkpoint's                                    static
 
 with s in float32, and rounded up to a power of two where the engine says so (vLLM 0.26,
-QuantFP8). A quotient beyond ±448 becomes ±448. Quantisers that multiply by 1 / s round a quotient
-near the middle of two numbers of e4m3 the other way: such an entry has a variance.
+QuantFP8). A quotient beyond ±448 becomes ±448. Some quantisers multiply by 1 / s, and then round a
+quotient near the middle of two numbers of e4m3 the other way: such an entry is that middle, with a
+variance.
 """
 
 import math
@@ -37,11 +38,9 @@ def on_grid(x: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
     wide = x.float()
     scales = _scales(wide, grid)
     quotient = wide / scales
-    values = rounded(quotient).double()
     ends = [rounded(quotient * (1 + sign * NEAR)).double() for sign in (1, -1)]
-    spread = (ends[0] - ends[1]).square() / 4
     scale = scales.double()
-    return values * scale, spread * scale.square()
+    return (ends[0] + ends[1]) / 2 * scale, ((ends[0] - ends[1]) / 2 * scale).square()
 
 
 def _scales(x: torch.Tensor, grid: Grid) -> torch.Tensor:
