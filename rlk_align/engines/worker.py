@@ -237,7 +237,7 @@ def _open_part(job: Job, engine: Engine, name: str, plan: CapturePlan) -> PassWr
     checks = NO_CHECKS
     if observed and not job.modules:
         heads = (shape.heads, shape.kv_heads, shape.has("sink_attn"), shape.first_attention)
-        checks = Checks(checkpoint_rotary(job.model, shape), heads)
+        checks = Checks(checkpoint_rotary(job.model, shape), heads, engine.cache())
     rank = engine.ranks.rank
     if rank:
         barrier(engine.ranks)

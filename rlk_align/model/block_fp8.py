@@ -5,6 +5,7 @@ import torch
 
 MAX = 448.0
 """The largest number of e4m3."""
+SMALLEST_NORMAL = 2.0**-6
 
 
 def dequantise(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -39,3 +40,15 @@ def raised(scales: torch.Tensor) -> torch.Tensor:
     mantissa, exponent = torch.frexp(scales)
     up = torch.where(mantissa == 0.5, exponent - 1, exponent)
     return torch.ldexp(torch.ones_like(scales), up)
+
+
+def in_cache(x: torch.Tensor, scale: float, cuts: bool = False) -> torch.Tensor:
+    """Keys or values as a cache of e4m3 gives them back, in their dtype: e4m3(x / scale) · scale.
+    `cuts`: as vLLM 0.32 on CPUs, which cuts them off toward zero and reads 0 below 2^-6."""
+    scaled = x.float() / scale
+    values = rounded(scaled)
+    if cuts:
+        beyond = values.float().abs() > scaled.abs()
+        values = (values.view(torch.uint8) - beyond.to(torch.uint8)).view(torch.float8_e4m3fn)
+        values = values.where(values.float().abs() >= SMALLEST_NORMAL, torch.zeros_like(values))
+    return (values.double() * scale).to(x.dtype)

@@ -12,7 +12,8 @@ unknown, so a later token that attends only to itself is not found there.
 import numpy as np
 import torch
 
-from rlk_align.trace.schema import WRONG_ROWS, Attended, BoundaryRecord, WrongBoundary
+from rlk_align.trace.cached import cached_values
+from rlk_align.trace.schema import WRONG_ROWS, Attended, BoundaryRecord, CacheRecord, WrongBoundary
 
 ALIKE = 2.0**-5
 """The relative distance up to which an output equals the value; one rounding in bf16 is 2^-8."""
@@ -27,9 +28,18 @@ def alike(out: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 class BoundaryCheck:
     """Checks the first attention of one pass."""
 
-    def __init__(self, heads: int, kv_heads: int, sinks: bool = False, layer: int = 0) -> None:
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        sinks: bool = False,
+        layer: int = 0,
+        cache: CacheRecord | None = None,
+    ) -> None:
+        """`cache`: the quantised cache that attention reads, if there is one."""
         self._of_value, self._of_output = f"layers.{layer}.v_proj", f"layers.{layer}.attn"
         self._heads, self._kv_heads, self._sinks = heads, kv_heads, sinks
+        self._cache, self._layer = cache, layer
         self._value: torch.Tensor | None = None
         self._last: dict[int, tuple[int, torch.Tensor]] = {}
         """Per sample, the position and value of the last row, since decode has one at a time."""
@@ -40,7 +50,7 @@ class BoundaryCheck:
     def see(self, site: str, rows: torch.Tensor, sample: np.ndarray, position: np.ndarray) -> None:
         """Takes the rows of each site; only that layer's values and attention are used."""
         if site == self._of_value:
-            self._value = rows.detach().clone()
+            self._value = cached_values(self._cache, self._layer, rows.detach()).clone()
         elif site == self._of_output and self._value is not None:
             value, self._value = self._value, None
             self._check(value, rows.detach(), sample, position)

@@ -295,6 +295,8 @@ class CacheRecord(Record):
     """Layer -> the scale of its keys and that of its values, by which they are divided first."""
     queries: dict[int, float] = Field(default_factory=dict)
     """Layer -> the scale of its queries; empty if they are not quantised."""
+    cuts: bool = False
+    """Whether numbers are cut off to e4m3 instead of rounded, and read as 0 below 2^-6."""
     backend: str
     """The engine's name of the attention."""
 

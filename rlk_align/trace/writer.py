@@ -28,6 +28,7 @@ from rlk_align.trace.positions import PositionCheck
 from rlk_align.trace.records import load_record, save_record, writing
 from rlk_align.trace.schema import (
     BoundaryRecord,
+    CacheRecord,
     DtypeName,
     HeldRows,
     PartRecord,
@@ -74,6 +75,8 @@ class Checks:
     heads: tuple[int, int, bool] | tuple[int, int, bool, int] | None = None
     """The numbers of query heads and of key-value heads, whether attention has sinks, and the first
     layer with attention, by default 0, to measure where each sequence begins."""
+    cache: CacheRecord | None = None
+    """The quantised cache that attention reads, if there is one."""
 
 
 NO_CHECKS = Checks()
@@ -121,7 +124,9 @@ class PassWriter:
         self._padding: Counter[str] = Counter()
         measurable = checks.rotary is not None and checks.rotary.tells_positions
         self._positions = PositionCheck(checks.rotary) if measurable and checks.rotary else None
-        self._boundaries = BoundaryCheck(*checks.heads) if checks.heads else None
+        self._boundaries: BoundaryCheck | None = None
+        if checks.heads:
+            self._boundaries = BoundaryCheck(*checks.heads, cache=checks.cache)
         self._part = part
         self._buffers: dict[str, list[Buffered]] = {}
         self._buffered_bytes = 0

@@ -19,6 +19,8 @@ from rlk_align.trace.schema import CacheRecord, Grid, QuantisedProduct
 
 _BY_BATCH = "FlashInferFp8DeepGEMMDynamicBlockScaledKernel"
 """The kernel that has FlashInfer quantise the inputs of few rows, with float32 scales."""
+_CUTS = "CPUAttentionBackendImpl"
+"""The attention whose cache cuts numbers off."""
 _TRANSPOSED = (0, 1)
 """The rows of a block in formats whose weight vLLM holds as `[K, N]`."""
 
@@ -136,8 +138,14 @@ def live_cache(model: Any) -> CacheRecord | None:
         return None
     if not dtypes <= {"fp8", "fp8_e4m3"}:
         raise ModelError(f"its layers cache keys and values as {', '.join(sorted(dtypes))}")
+    backend = type(next(iter(layers.values())).impl).__name__
     return CacheRecord(
         scales={i: (x._k_scale_float, x._v_scale_float) for i, x in layers.items()},
-        queries={i: x._q_scale_float for i, x in layers.items() if getattr(x, "query_quant", None)},
-        backend=type(next(iter(layers.values())).impl).__name__,
+        queries={
+            i: x._q_scale_float
+            for i, x in layers.items()
+            if getattr(x, "query_quant", None) is not None
+        },
+        cuts=backend == _CUTS,
+        backend=backend,
     )

@@ -57,8 +57,3 @@ def _scales(x: torch.Tensor, grid: Grid) -> torch.Tensor:
         scales = (largest / most).clamp(min=LEAST_ROW_SCALE)
     scales = raised(scales) if grid.powers_of_two else scales
     return scales.expand_as(groups).reshape_as(x)
-
-
-def rounded_by(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """Float64 entries divided by a scale, rounded to e4m3 and multiplied again."""
-    return rounded(x.float() / scale).double() * scale

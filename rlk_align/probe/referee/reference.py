@@ -16,7 +16,7 @@ from rlk_align.model.shape import ModelShape, activation_of, cap_of, is_tied, mu
 from rlk_align.model.sites import Site
 from rlk_align.model.tensors import biased_operators
 from rlk_align.probe.referee import delta_net, formulas
-from rlk_align.probe.referee.activations import E4M3_UNIT, on_grid, rounded_by
+from rlk_align.probe.referee.activations import E4M3_UNIT, on_grid
 from rlk_align.probe.referee.experts import EXPERT_FORMULAS, ExpertReference
 from rlk_align.probe.referee.exponentials import SumOrder, lost_share, sum_orders
 from rlk_align.probe.referee.lora import AdapterReference, add_update
@@ -33,6 +33,7 @@ from rlk_align.probe.referee.settings import (
 )
 from rlk_align.probe.referee.weights import Checkpoint, CheckpointWeights, NotRefereed
 from rlk_align.results import LiveSetting
+from rlk_align.trace.cached import cached_keys, cached_values, quantised_queries
 from rlk_align.trace.reader import Weight
 from rlk_align.trace.schema import CacheRecord, Grid, LoraRecord, QuantisedProduct
 
@@ -160,7 +161,9 @@ class Reference:
             assert site.layer is not None
             heads = (self.shape.heads, self.shape.kv_heads)
             window = sliding_window(self._config, self.shape, site.layer)
-            q, k, v = self._cached(site.layer, *inputs)
+            q = quantised_queries(self._cache, site.layer, inputs[0])
+            k = cached_keys(self._cache, site.layer, inputs[1])
+            v = cached_values(self._cache, site.layer, inputs[2])
             scale = attention_scale(self._config, self.shape, rows.position)
             sinks = self._weights.read(site.parameter).double() if site.operator.weight else None
             out, extra, shared = formulas.attention(
@@ -409,17 +412,6 @@ class Reference:
         exponentials = (scaled - scaled.amax(dim=1, keepdim=True)).exp()
         lost = (SUM_ULPS * FLOAT32_UNIT) ** 2 + lost_share(exponentials, self._orders)
         return out, sum(rounded) + lost
-
-    def _cached(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The inputs of attention, rounded as the engine's cache holds them."""
-        if self._cache is None:
-            return q, k, v
-        of_k, of_v = self._cache.scales[layer]
-        of_q = self._cache.queries.get(layer)
-        rounded = q if of_q is None else rounded_by(q, of_q)
-        return rounded, rounded_by(k, of_k), rounded_by(v, of_v)
 
     def _attention_roundings(self, sinks: torch.Tensor | None) -> formulas.AttentionRoundings:
         """Engines may round scores twice and probabilities once to the model's dtype. Exponents are
