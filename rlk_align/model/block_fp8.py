@@ -5,7 +5,6 @@ import torch
 
 MAX = 448.0
 """The largest number of e4m3."""
-SMALLEST_NORMAL = 2.0**-6
 
 
 def dequantise(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -44,11 +43,10 @@ def raised(scales: torch.Tensor) -> torch.Tensor:
 
 def in_cache(x: torch.Tensor, scale: float, cuts: bool = False) -> torch.Tensor:
     """Keys or values as a cache of e4m3 gives them back, in their dtype: e4m3(x / scale) · scale.
-    `cuts`: as vLLM 0.32 on CPUs, which cuts them off toward zero and reads 0 below 2^-6."""
+    `cuts`: as vLLM 0.32 on CPUs, which cuts them off toward zero."""
     scaled = x.float() / scale
     values = rounded(scaled)
     if cuts:
         beyond = values.float().abs() > scaled.abs()
         values = (values.view(torch.uint8) - beyond.to(torch.uint8)).view(torch.float8_e4m3fn)
-        values = values.where(values.float().abs() >= SMALLEST_NORMAL, torch.zeros_like(values))
     return (values.double() * scale).to(x.dtype)

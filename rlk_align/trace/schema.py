@@ -296,9 +296,9 @@ class CacheRecord(Record):
     queries: dict[int, float] = Field(default_factory=dict)
     """Layer -> the scale of its queries; empty if they are not quantised."""
     cuts: bool = False
-    """Whether numbers are cut off to e4m3 instead of rounded, and read as 0 below 2^-6."""
+    """Whether numbers are cut off to e4m3 instead of rounded."""
     backend: str
-    """The engine's name of the attention."""
+    """The engine's name of the attention and, on a CPU, of its instructions."""
 
 
 class TraceRecord(Record):

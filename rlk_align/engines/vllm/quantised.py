@@ -138,7 +138,8 @@ def live_cache(model: Any) -> CacheRecord | None:
         return None
     if not dtypes <= {"fp8", "fp8_e4m3"}:
         raise ModelError(f"its layers cache keys and values as {', '.join(sorted(dtypes))}")
-    backend = type(next(iter(layers.values())).impl).__name__
+    first = next(iter(layers.values()))
+    backend = type(first.impl).__name__
     return CacheRecord(
         scales={i: (x._k_scale_float, x._v_scale_float) for i, x in layers.items()},
         queries={
@@ -147,5 +148,5 @@ def live_cache(model: Any) -> CacheRecord | None:
             if getattr(x, "query_quant", None) is not None
         },
         cuts=backend == _CUTS,
-        backend=backend,
+        backend=f"{backend}, {first.isa}" if backend == _CUTS else backend,
     )
