@@ -97,8 +97,8 @@ def quantised_inputs(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
 
 
 LOSES = (
-    "vLLM 0.32 multiplies these numbers by 2^-120 on processors with AMX, which drop what is then "
-    "subnormal: every product below 2^-6, of queries with keys and of probabilities with values"
+    "on processors with AMX, vLLM 0.32's attention drops small numbers on the way, e.g. a value "
+    "times its probability where that is below 2^-6"
 )
 
 
