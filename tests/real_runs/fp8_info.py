@@ -1,5 +1,4 @@
-"""vLLM's own fp8 on a CPU, as the engine `vllm_fp8`: vLLM's layers and quantisers, whose kernels for
-GPUs are replaced by the same arithmetic in PyTorch."""
+"""The engine `vllm_fp8`: vLLM's own fp8 on a CPU."""
 
 from dataclasses import replace
 
