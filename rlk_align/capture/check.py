@@ -18,7 +18,7 @@ from rlk_align.engines.registry import does_not_sample, require_installed, requi
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.tested import untested
 from rlk_align.errors import BadOption, MissingDependency, ModelError
-from rlk_align.model.adapter import CONFIG, AdapterFile, fitting_adapter
+from rlk_align.model.adapter import CONFIG, AdapterFile, adapter_paths, fitting_adapter
 from rlk_align.model.checkpoint import check_tokenizer, decoder, read_config, resolve_model
 from rlk_align.model.config_keys import check_settings
 from rlk_align.model.prompts import Prompt, Sample, TokenBatch, check_ids, refuse_long
@@ -63,7 +63,10 @@ def check_request(request: CaptureRequest, sampling: bool) -> CheckedRequest:
     check_settings(model, config, shape.family.keys)
     check_trace_plan(request.trace, shape)
     if spec.option("lora") is not None:
-        check_lora(spec, fitting_adapter(str(spec.option("lora")), config, shape))
+        paths = adapter_paths(spec.option("lora"))
+        check_mixed_lora(spec, paths)
+        for path in filter(None, paths):
+            check_lora(spec, fitting_adapter(path, config, shape))
     spec.info.check(spec.option, config, shape)
     check_decoder(spec, model)
     if spec.option("kernels") != "off":
@@ -106,6 +109,33 @@ def check_stored_format(
             f"engine {spec.name!r}: {spec.info.own_ranks}={spec.option(spec.info.own_ranks)} does "
             f"not support weights stored as {stored}: slices of blocks are not read",
             f"leave {spec.info.own_ranks} out",
+        )
+
+
+def check_mixed_lora(spec: EngineSpec, paths: Sequence[str | None]) -> None:
+    """Raises BadOption for requests with different adapters that the engine does not compute."""
+    if len(paths) == 1 and paths[0] is not None:
+        return
+    lora = f"lora={spec.option('lora')}"
+    if not any(paths):
+        raise BadOption(f"engine {spec.name!r}: {lora} names no adapter", "leave lora out")
+    if not spec.info.mixes_lora:
+        raise BadOption(
+            f"engine {spec.name!r}: {lora} names several: this engine computes all requests with "
+            "one adapter",
+            "compare with engine 'hf', or give one adapter",
+        )
+    if spec.option("merged"):
+        raise BadOption(
+            f"engine {spec.name!r}: {lora} with merged=1: one adapter can be merged into the "
+            "weights",
+            "leave merged out, or give one adapter",
+        )
+    if int(spec.option("batch") or 1) > 1:
+        raise BadOption(
+            f"engine {spec.name!r}: {lora} with batch={spec.option('batch')}: the engine sets the "
+            "adapter of a whole forward",
+            "leave batch out",
         )
 
 

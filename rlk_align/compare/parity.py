@@ -54,11 +54,11 @@ def _weights(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
     differ = explain_quantised(check_weights(rollout, train), rollout, train)
     weights = explain_merges(differ, rollout, train)
     yield from weights
-    adapters = [trace.record.adapter for _, trace in _sides(rollout, train)]
-    known = [adapter for adapter in adapters if adapter is not None]
+    adapters = [trace.record.adapters for _, trace in _sides(rollout, train)]
+    known = [adapter for of_side in adapters for adapter in of_side if adapter is not None]
     merged = any(m.name == NAME and "merged" in (m.rollout, m.train) for m in weights)
     # Where one side has an adapter that is merged on the same or the other side, weights say all.
-    if len(known) == 2 or not (merged or any(adapter.merged for adapter in known)):
+    if all(adapters) or not (merged or any(adapter.merged for adapter in known)):
         yield from check_adapters(rollout, train)
 
 

@@ -101,9 +101,10 @@ class Engine(ABC):
         """Every canonical parameter of the live model, in the checkpoint's layout; only the records
         that rank 0 yields are used."""
 
-    def adapter(self) -> LoraRecord | None:
-        """The live LoRA adapter; None without one. All ranks call this."""
-        return None
+    def adapters(self) -> list[LoraRecord | None]:
+        """The live LoRA adapters, of which sample i has that of the place i modulo their number;
+        None for none, and empty without any. All ranks call this."""
+        return []
 
     def products(self) -> dict[str, QuantisedProduct]:
         """Parameter -> how the live model multiplies by it, for those that it holds in fp8."""

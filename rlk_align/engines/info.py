@@ -78,6 +78,8 @@ class EngineInfo:
     """Whether it computes with a LoRA adapter, `lora=PATH`."""
     merges_lora: bool = False
     """Whether it can merge an adapter into its weights, `merged=1`."""
+    mixes_lora: bool = False
+    """Whether it computes requests with different adapters, and without one, in one batch."""
     lora_package: str = ""
     """The package that it needs for an adapter; empty if it needs none."""
     largest_lora_rank: int = 0

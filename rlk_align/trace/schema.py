@@ -327,8 +327,9 @@ class TraceRecord(Record):
     """Site -> the ranks of the pipeline stage that computes it; empty for a single stage."""
     experts: list[list[int]] = Field(default_factory=list)
     """The ranks that have each expert; empty if all ranks have all experts."""
-    adapter: LoraRecord | None = None
-    """The LoRA adapter that the engine computes with; None without one."""
+    adapters: list[LoraRecord | None] = Field(default_factory=list)
+    """The LoRA adapters that the engine computes with; empty without any. Sample i has the adapter
+    of the place i modulo their number, where None is none."""
     quantised: QuantisedRecord | None = None
     """The stored weights, if some of them are quantised."""
     products: dict[str, QuantisedProduct] = Field(default_factory=dict)
@@ -337,6 +338,11 @@ class TraceRecord(Record):
     """The keys and values of attention, if they are quantised."""
     prompt_ids: dict[str, list[int]]
     """Prompt id -> the token ids of its text by this side's tokenizer."""
+
+    @property
+    def adapter(self) -> LoraRecord | None:
+        """The adapter of all samples; None if they have several or none."""
+        return self.adapters[0] if len(self.adapters) == 1 else None
 
 
 def checked_trace(folder: Path) -> Checksums:

