@@ -131,9 +131,9 @@ def check_mixed_lora(spec: EngineSpec, paths: Sequence[str | None]) -> None:
             "weights",
             "leave merged out, or give one adapter",
         )
-    if int(spec.option("batch") or 1) > 1:
+    if int(spec.options.get("batch") or 1) > 1:
         raise BadOption(
-            f"engine {spec.name!r}: {lora} with batch={spec.option('batch')}: the engine sets the "
+            f"engine {spec.name!r}: {lora} with batch={spec.options['batch']}: the engine sets the "
             "adapter of a whole forward",
             "leave batch out",
         )
