@@ -76,6 +76,8 @@ class EngineInfo:
     module in its place, and says so."""
     loads_lora: bool = False
     """Whether it computes with a LoRA adapter, `lora=PATH`."""
+    lacks_lora: str = ""
+    """Why it does not, if that is known."""
     merges_lora: bool = False
     """Whether it can merge an adapter into its weights, `merged=1`."""
     mixes_lora: bool = False
