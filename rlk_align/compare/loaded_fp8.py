@@ -3,10 +3,11 @@ that it computes with, by each way that is known. Engines quantise weights as th
 quantise stored ones again. The ways are those of vLLM 0.26 and 0.32.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
+from safetensors import safe_open
 
 from rlk_align.model.block_fp8 import MAX, dequantise, largest, raised, rounded, spread
 from rlk_align.model.quantised import sizes_of
@@ -47,10 +48,13 @@ class Loaded(NamedTuple):
         return dequantise(self.values, self.scales, self.block)
 
 
-def as_loaded(tensor: StoredTensor, file: Any, product: QuantisedProduct) -> Loaded | None:
+def as_loaded(
+    tensor: StoredTensor, fused: Sequence[StoredTensor], product: QuantisedProduct
+) -> Loaded | None:
     """The weight that an engine multiplies by, made from the checkpoint's tensor; None if no known
-    way gives its bits. `file`: the tensor's file, as `safe_open` returns it."""
-    for loaded in _ways(tensor, file, product):
+    way gives its bits. `fused`: the tensors of `product.fused`. Raises OSError or SafetensorError
+    for a damaged file."""
+    for loaded in _ways(tensor, fused, product):
         if digest_parameter(loaded.scales) == product.digests[1] and (
             digest_parameter(loaded.values) == product.digests[0]
         ):
@@ -58,23 +62,38 @@ def as_loaded(tensor: StoredTensor, file: Any, product: QuantisedProduct) -> Loa
     return None
 
 
-def _ways(tensor: StoredTensor, file: Any, product: QuantisedProduct) -> Iterator[Loaded]:
-    block = sizes_of(product.block, tensor.shape)
+def _read(tensor: StoredTensor) -> torch.Tensor:
+    with safe_open(tensor.file, framework="pt") as file:
+        return tensor.read(file)
+
+
+def _stored(tensor: StoredTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    with safe_open(tensor.file, framework="pt") as file:
+        values, scales = tensor.quantised(file)
+    return values, scales.float()
+
+
+def _ways(
+    tensor: StoredTensor, fused: Sequence[StoredTensor], product: QuantisedProduct
+) -> Iterator[Loaded]:
+    block, one_scale = sizes_of(product.block, tensor.shape), product.block == (0, 0)
     if tensor.scales is None:
-        for values, scales in _quantised(tensor.read(file), product, block):
+        w = _read(tensor)
+        most = torch.stack([_read(t).float().abs().max() for t in fused]) if one_scale else None
+        for values, scales in _quantised(w, most, block):
             yield Loaded(ONLINE, values, scales, block)
             if product.block[1]:
                 yield Loaded(f"{ONLINE}; {REQUANTISED}", *_again(values, scales, block), block)
         return
-    values, scales = tensor.quantised(file)
-    scales = scales.float()
+    values, scales = _stored(tensor)
     if tensor.block == block:
         yield Loaded(STORED, values, scales, block)
         if product.block[1]:
             yield Loaded(REQUANTISED, *_again(values, scales, block), block)
-    if product.scale is not None:
+    if one_scale and all(t.scales is not None for t in fused):
         # By way of float16, as vLLM does it.
-        whole, one = values.half() * scales.reshape(()), scales.new_tensor(product.scale)
+        one = torch.stack([_stored(t)[1].max() for t in fused]).max()
+        whole = values.half() * scales.reshape(())
         for scaled in (whole.float() * one.reciprocal(), whole.float() / one):
             yield Loaded(ONE_SCALE, rounded(scaled), one.reshape(1, 1), block)
 
@@ -89,18 +108,15 @@ def _again(
 
 
 def _quantised(
-    weight: torch.Tensor, product: QuantisedProduct, block: tuple[int, int]
+    weight: torch.Tensor, fused: torch.Tensor | None, block: tuple[int, int]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(values, scales) of a weight by the steps of different quantisers. A GPU divides by the
-    number 448 as it multiplies by its reciprocal."""
-    w = weight.float()
-    if product.scale is not None:
-        known = [w.new_full((1, 1), product.scale)]
-    else:
-        most, eighth = largest(w, block), torch.tensor(1 / MAX)
-        least = [most.clamp(min=bound) for bound in _LEAST if bool((most < bound).any())] or [most]
-        known = [scaled for x in least for scaled in (x / MAX, x * eighth)]
-    for scales in known:
+    """(values, scales) of a weight by the steps of different quantisers. `fused`: the largest
+    magnitudes of the weights that share its one scale. A GPU divides by the number 448 as it
+    multiplies by its reciprocal."""
+    w, eighth = weight.float(), torch.tensor(1 / MAX)
+    most = largest(w, block) if fused is None else fused.max().reshape(1, 1)
+    least = [most.clamp(min=bound) for bound in _LEAST if bool((most < bound).any())] or [most]
+    for scales in (scaled for x in least for scaled in (x / MAX, x * eighth)):
         wide = spread(scales, w.shape, block)
         yield rounded(w * wide.reciprocal()), scales
         yield rounded(w / wide), scales

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from rlk_align.compare.loaded_fp8 import Loaded, as_loaded
+from rlk_align.compare.loaded_fp8 import as_loaded
 from rlk_align.compare.sides import both_ways
 from rlk_align.errors import RlkError
 from rlk_align.model.checkpoint import tensor_name
@@ -184,7 +184,8 @@ def _explained(
         stored = _stored(mine[name], record) if mine[name].scales is not None else None
         product = trace.record.products.get(name)
         if product is not None:
-            loaded = _loaded(mine[name], product)
+            fused = [mine[each] for each in product.fused if each in mine]
+            loaded = as_loaded(mine[name], fused, product)
             if loaded is None:
                 misread.setdefault(_CHANGED, []).append(name)
                 continue
@@ -234,11 +235,6 @@ def _stored(tensor: StoredTensor, record: QuantisedRecord | None) -> Stored:
     powers_of_two = record is not None and record.powers_of_two
     with safe_open(tensor.file, framework="pt") as file:
         return Stored(*tensor.quantised(file), tensor.block, powers_of_two)
-
-
-def _loaded(tensor: StoredTensor, product: QuantisedProduct) -> Loaded | None:
-    with safe_open(tensor.file, framework="pt") as file:
-        return as_loaded(tensor, file, product)
 
 
 def _format_words(trace: Trace, names: Iterable[str]) -> str:

@@ -165,7 +165,7 @@ def _compressed_tensors(model: Path, settings: Mapping[str, Any]) -> FP8Weights:
         raise refused(model, f"compressed-tensors with {what}")
     group = next(iter(groups.values()))
     weights, rows = group.get("weights") or {}, group.get("input_activations") or {}
-    block = _STRATEGIES.get(weights.get("strategy"))
+    block = _STRATEGIES.get(str(weights.get("strategy")))
     if weights.get("strategy") == "block":
         block = weights.get("block_structure")
         _check_block(model, "block_structure", block)

@@ -34,6 +34,7 @@ class BoundaryCheck:
         kv_heads: int,
         sinks: bool = False,
         layer: int = 0,
+        *,
         cache: CacheRecord | None = None,
     ) -> None:
         """`cache`: the quantised cache that attention reads, if there is one."""

@@ -278,8 +278,9 @@ class QuantisedProduct(Record):
     digests: tuple[str, str]
     """Those of the live values `[N, K]` and scales `[ceil(N / R), ceil(K / C)]`. The weight that is
     recorded is their product in float32."""
-    scale: float | None
-    """The scale of the weight, if it has one."""
+    fused: list[str]
+    """The parameters that are in one matrix with it in the engine, and itself. A weight with one
+    scale has that of all of them."""
     grids: list[Grid]
     """The grid of its inputs; empty if they are not rounded, and several if the engine chooses one
     by the number of rows in a forward."""

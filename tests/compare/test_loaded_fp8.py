@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 from rlk_kernels.block_fp8 import quantise
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from rlk_align.compare.loaded_fp8 import (
@@ -30,9 +29,13 @@ def weight() -> torch.Tensor:
 
 
 def found(
-    folder: Path, stored: torch.Tensor | Pair, live: Pair, block: tuple[int, int]
+    folder: Path,
+    stored: torch.Tensor | Pair,
+    live: Pair,
+    block: tuple[int, int],
+    other: StoredTensor | None = None,
 ) -> Loaded | None:
-    """How the live values and scales come from what a file has."""
+    """How the live values and scales come from what a file has; `other`: what is fused with it."""
     path = folder / "model.safetensors"
     of = None
     if isinstance(stored, torch.Tensor):
@@ -45,12 +48,11 @@ def found(
     product = QuantisedProduct(
         block=block,
         digests=(digest_parameter(live[0]), digest_parameter(live[1])),
-        scale=live[1].item() if live[1].numel() == 1 else None,
+        fused=["w", *(["other"] if other is not None else [])],
         grids=[],
         kernel="a kernel",
     )
-    with safe_open(path, framework="pt") as file:
-        return as_loaded(tensor, file, product)
+    return as_loaded(tensor, [tensor, *([other] if other is not None else [])], product)
 
 
 @pytest.mark.parametrize("block", [(128, 128), (0, 0), (1, 0)])
@@ -91,9 +93,23 @@ def test_fused_weights_that_get_the_largest_scale(tmp_path: Path, weight: torch.
     largest = scale * 1.7
     half = values.to(torch.float16) * scale.reshape(())
     again = (half.float() * (1.0 / largest)).clamp(-MAX, MAX).to(E4M3)
-    loaded = found(tmp_path, (values, scale), (again, largest), (0, 0))
+    path = tmp_path / "other.safetensors"
+    save_file({"o": values, "o_scale": largest}, path)
+    of = StoredTensor(path, (1, 1), "F32", "o_scale")
+    other = StoredTensor(path, SHAPE, "F8_E4M3", "o", scales=of, block=SHAPE)
+    loaded = found(tmp_path, (values, scale), (again, largest), (0, 0), other)
     assert loaded is not None
     assert loaded.way == ONE_SCALE
+    # Without another weight of that scale it is no scale of the checkpoint's.
+    assert found(tmp_path, (values, scale), (again, largest), (0, 0)) is None
+
+
+def test_a_scale_that_was_moved_a_little_is_no_way(tmp_path: Path, weight: torch.Tensor) -> None:
+    """Its values are still those of the right scale."""
+    values, scale = quantise(weight, SHAPE)
+    assert found(tmp_path, weight, (values, scale), (0, 0)) is not None
+    assert found(tmp_path, weight, (values, scale * 1.0001), (0, 0)) is None
+    assert found(tmp_path, (values, scale), (values, scale * 1.0001), (0, 0)) is None
 
 
 @pytest.mark.parametrize("divided", [True, False])

@@ -165,9 +165,11 @@ class HFEngine(ForwardEngine):
     def adapters(self) -> list[LoraRecord | None]:
         if self._merged is not None:
             return [self._merged]
-        return [path and self._recorded(i, path) for i, path in enumerate(self._lora)]
+        return [
+            None if path is None else self._record_of(i, path) for i, path in enumerate(self._lora)
+        ]
 
-    def _recorded(self, number: int, path: str) -> LoraRecord:
+    def _record_of(self, number: int, path: str) -> LoraRecord:
         self._use_adapter_of(number)
         name = self._adapter_name(number) or NAME
         return record_adapter(path, self.live_adapter(name), self.compute_dtype)

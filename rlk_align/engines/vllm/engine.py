@@ -69,7 +69,7 @@ class VLLMEngine(Engine):
         self._passes = 0
         lora, config = self.spec.option("lora"), read_config(self.model_path)
         self._adapters: list[AdapterFile | None] = [
-            path and fitting_adapter(path, config, self.shape)
+            None if path is None else fitting_adapter(path, config, self.shape)
             for path in (adapter_paths(lora) if lora is not None else ())
         ]
         for name, value in _ENVIRONMENT.items():
@@ -161,8 +161,8 @@ class VLLMEngine(Engine):
 
     def adapters(self) -> list[LoraRecord | None]:
         return [
-            request and self._rpc("rlk_adapter", request, str(adapter.folder), self.shape)
-            for request, adapter in zip(lora_requests(self._adapters), self._adapters, strict=True)
+            request and self._rpc("rlk_adapter", request, request.lora_path, self.shape)
+            for request in lora_requests(self._adapters)
         ]
 
     def products(self) -> dict[str, QuantisedProduct]:

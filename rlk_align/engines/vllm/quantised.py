@@ -87,7 +87,7 @@ def _of_module(module: Any, place: Place) -> Iterator[LiveFP8]:
             QuantisedProduct(
                 block=block,
                 digests=(digest_parameter(mine), digest_parameter(own)),
-                scale=own.item() if own.numel() == 1 and block == (0, 0) else None,
+                fused=list(place.sites),
                 grids=_grids(module, kernel),
                 kernel=type(kernel).__name__,
             ),

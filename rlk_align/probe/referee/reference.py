@@ -107,7 +107,7 @@ class Reference:
             self._checkpoint = like._checkpoint
         self._weights = CheckpointWeights(self._checkpoint, live)
         self._adapters = [
-            record and AdapterReference(record, dtype, self._config, shape, device)
+            None if record is None else AdapterReference(record, dtype, self._config, shape, device)
             for record in adapters
         ]
         self._merged = next((x for x in self._adapters if x is not None and x.merged_in), None)

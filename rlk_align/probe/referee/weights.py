@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -85,27 +84,30 @@ class Checkpoint:
     def loaded(self, parameter: str, product: QuantisedProduct) -> Loaded | None:
         """Returns a parameter as an engine holds it in fp8; None if no known way gives its bits.
         Raises NotRefereed."""
-        return self._opened(
-            tensor_name(parameter, self._modules), lambda at, file: as_loaded(at, file, product)
-        )
+        tensors = {name: self._at(tensor_name(name, self._modules)) for name in product.fused}
+        try:
+            return as_loaded(tensors[parameter], list(tensors.values()), product)
+        except (OSError, SafetensorError) as error:
+            raise NotRefereed(f"{tensors[parameter].file} cannot be read: {error}") from error
+
+    def _at(self, name: str) -> StoredTensor:
+        """Where a tensor is. Raises NotRefereed."""
+        at = self._stored.get(name)
+        if at is None:
+            raise NotRefereed(f"the checkpoint has no {name}")
+        return at
 
     def _read(self, name: str) -> torch.Tensor:
-        tensor = self._opened(name, lambda at, file: at.read(file))
+        at = self._at(name)
+        try:
+            with safe_open(at.file, framework="pt") as file:
+                tensor = at.read(file)
+        except (OSError, SafetensorError) as error:
+            raise NotRefereed(f"{at.file} cannot be read: {error}") from error
         if tensor.shape != self._shapes[name]:
             shapes = f"{list(tensor.shape)} instead of {list(self._shapes[name])}"
             raise NotRefereed(f"the checkpoint has {name} as {shapes}")
         return tensor
-
-    def _opened(self, name: str, read: Callable[[StoredTensor, Any], Any]) -> Any:
-        """What `read` returns of a tensor and its open file. Raises NotRefereed."""
-        at = self._stored.get(name)
-        if at is None:
-            raise NotRefereed(f"the checkpoint has no {name}")
-        try:
-            with safe_open(at.file, framework="pt") as file:
-                return read(at, file)
-        except (OSError, SafetensorError) as error:
-            raise NotRefereed(f"{at.file} cannot be read: {error}") from error
 
 
 class CheckpointWeights:
