@@ -162,5 +162,5 @@ def test_a_request_without_an_adapter_beside_others(cli: Cli, folder: Path) -> N
     assert done.verdict is not None, done.err
     assert done.verdict["status"] == "fail"
     said = " ".join(done.out.split())
-    assert "layers.0.q_proj the rollout side is off at sample 2," in said
+    assert "FAIL A bug: layers.0.q_proj, the rollout side is off." in said
     assert "layers.0.v_proj the rollout side is off" not in said
