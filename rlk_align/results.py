@@ -432,8 +432,9 @@ class Mismatch(Result):
     """Whether it stops the comparison unless the user allows it."""
 
 
-Quantisation = Literal["fp8-block"]
-"""A format of quantised weights: fp8 in blocks with a scale each."""
+Quantisation = Literal["fp8-block", "fp8-tensor", "fp8-channel", "fp8-activations", "fp8-cache"]
+"""What is quantised: weights in fp8, with a scale for each block, tensor or row; the inputs of
+products; the keys and values of attention."""
 
 
 class EngineRecord(Result):
@@ -508,8 +509,8 @@ class Comparison(Result):
     casts: dict[SideName, str] = {}
     """Side -> the dtype to which its weights are the other side's, rounded; without sides whose
     weights are not rounded."""
-    quantised: dict[SideName, Quantisation] = {}
-    """Side -> the format of its weights, if they are quantised and differ from the other side's."""
+    quantised: dict[SideName, list[Quantisation]] = {}
+    """Side -> what it quantises otherwise than the other side, for each that does."""
     allowed: list[Kind]
     """Mismatches that the user allowed."""
     controls: Controls | None

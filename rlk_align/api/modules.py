@@ -38,6 +38,9 @@ _REFUSED_OPTIONS = {
     "except": "the kernels know the families that are described",
     "fault": "a fault is planted at an operator of a described family",
     "logprobs": "those of a prompt are raw",
+    **dict.fromkeys(
+        ("quantization", "kv_cache_dtype"), "what is in fp8 is compared in described families"
+    ),
     "tp": "the shards of several ranks are not joined here",
 }
 """Option of an engine -> why it is refused."""

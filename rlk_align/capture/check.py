@@ -18,7 +18,7 @@ from rlk_align.engines.registry import does_not_sample, require_installed, requi
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.tested import untested
 from rlk_align.errors import BadOption, MissingDependency, ModelError
-from rlk_align.model.adapter import CONFIG, AdapterFile, fitting_adapter
+from rlk_align.model.adapter import CONFIG, AdapterFile, adapter_paths, fitting_adapter
 from rlk_align.model.checkpoint import check_tokenizer, decoder, read_config, resolve_model
 from rlk_align.model.config_keys import check_settings
 from rlk_align.model.prompts import Prompt, Sample, TokenBatch, check_ids, refuse_long
@@ -63,7 +63,10 @@ def check_request(request: CaptureRequest, sampling: bool) -> CheckedRequest:
     check_settings(model, config, shape.family)
     check_trace_plan(request.trace, shape)
     if spec.option("lora") is not None:
-        check_lora(spec, fitting_adapter(str(spec.option("lora")), config, shape))
+        paths = adapter_paths(spec.option("lora"))
+        check_mixed_lora(spec, paths)
+        for path in filter(None, paths):
+            check_lora(spec, fitting_adapter(path, config, shape))
     spec.info.check(spec.option, config, shape)
     check_decoder(spec, model)
     if spec.option("kernels") != "off":
@@ -90,7 +93,7 @@ def check_stored_format(
     stored = stored_format(model, config)
     if stored is None:
         return
-    if not spec.info.reads_fp8:
+    if stored.name not in spec.info.reads_fp8:
         raise refused(model, f"{stored}, which engine {spec.name!r} was never compared with")
     if decoder(model) or shape.delta_layers:
         raise refused(model, f"{stored}, in a checkpoint that also sees images or is a hybrid")
@@ -100,19 +103,39 @@ def check_stored_format(
             f"{stored}, which no test has compared",
             "leave lora out",
         )
-    needed = spec.info.reads_fp8_with
-    if needed and spec.option("kernels") != needed:
-        raise ModelError(
-            f"engine {spec.name!r} with kernels={spec.option('kernels')} does not support weights "
-            f"stored as {stored}: its own products of them were never compared",
-            f"add kernels={needed}, which computes with the dequantised weights, or use engine "
-            "'hf', which does so too",
-        )
+    spec.info.check_fp8(spec.option, stored, shape)
     if _several_own_ranks(spec):
         raise BadOption(
             f"engine {spec.name!r}: {spec.info.own_ranks}={spec.option(spec.info.own_ranks)} does "
             f"not support weights stored as {stored}: slices of blocks are not read",
             f"leave {spec.info.own_ranks} out",
+        )
+
+
+def check_mixed_lora(spec: EngineSpec, paths: Sequence[str | None]) -> None:
+    """Raises BadOption for requests with different adapters that the engine does not compute."""
+    if len(paths) == 1 and paths[0] is not None:
+        return
+    lora = f"lora={spec.option('lora')}"
+    if not any(paths):
+        raise BadOption(f"engine {spec.name!r}: {lora} names no adapter", "leave lora out")
+    if not spec.info.mixes_lora:
+        raise BadOption(
+            f"engine {spec.name!r}: {lora} names several: this engine computes all requests with "
+            "one adapter",
+            "compare with engine 'hf', or give one adapter",
+        )
+    if spec.option("merged"):
+        raise BadOption(
+            f"engine {spec.name!r}: {lora} with merged=1: one adapter can be merged into the "
+            "weights",
+            "leave merged out, or give one adapter",
+        )
+    if int(spec.options.get("batch") or 1) > 1:
+        raise BadOption(
+            f"engine {spec.name!r}: {lora} with batch={spec.options['batch']}: the engine sets the "
+            "adapter of a whole forward",
+            "leave batch out",
         )
 
 

@@ -16,6 +16,7 @@ from rlk_align.engines.process.interpreter import examine
 from rlk_align.engines.process.versions import versions
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import ToolError
+from rlk_align.model.adapter import adapter_paths
 from rlk_align.model.checkpoint import fingerprint_files
 from rlk_align.trace.run import fingerprint
 from rlk_align.version import __version__
@@ -42,7 +43,9 @@ def capture_key(request: CaptureRequest, spec: EngineSpec, model: Path, tokens: 
         str(spec.computed),
         surroundings(spec),
         fingerprint_files(model),
-        fingerprint_files(Path(str(lora)).expanduser()) if lora else None,
+        [path and fingerprint_files(Path(path).expanduser()) for path in adapter_paths(lora)]
+        if lora
+        else None,
         [request.prompts.suffix, request.prompts.read_bytes().hex()],
         tokens.read_bytes().hex() if tokens else [request.max_new_tokens, request.seed],
         [request.trace.budget, request.trace.layers, request.trace.sites],

@@ -8,6 +8,7 @@ import torch
 from rlk_align.model.dtypes import DTYPES
 from rlk_align.model.sites import RowIndex, first_attention
 from rlk_align.trace.boundaries import alike
+from rlk_align.trace.cached import cached_keys, cached_values
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.values import RecordedRows
 
@@ -26,7 +27,9 @@ def round_to_own_value(trace: Trace, name: str) -> bool:
     if not len(kept):
         return False
     output = rows.values(attended, kept)
-    own = _of_heads(trace, rows.values(value, kept)).reshape(output.shape)
+    cache, layer = trace.record.cache, trace.record.shape.first_attention
+    cached = cached_values(cache, layer, rows.values(value, kept))
+    own = _of_heads(trace, cached).reshape(output.shape)
     first = index.position[kept] == 0
     if not alike(output[first], own[first]).all():
         return False
@@ -55,7 +58,9 @@ def _rounds(trace: Trace, rows: RecordedRows, index: RowIndex, number: int) -> b
     seen = np.arange(number - int(index.position[number]), number + 1)
     query, key, value = (rows.values(site, seen).double() for site in _sites(trace)[:-1])
     q = query[-1].reshape(trace.record.shape.heads, -1)
-    k, v = _of_heads(trace, key), _of_heads(trace, value)
+    cache, layer = trace.record.cache, trace.record.shape.first_attention
+    k = _of_heads(trace, cached_keys(cache, layer, key))
+    v = _of_heads(trace, cached_values(cache, layer, value))
     weights = (torch.einsum("hd,nhd->hn", q, k) * _scale(trace, q.shape[1])).softmax(dim=-1)
     out, own = torch.einsum("hn,nhd->hd", weights, v), v[-1]
     ulp = 2.0 ** (1 - DTYPES[trace.record.dtype])

@@ -13,7 +13,7 @@ import numpy as np
 from rlk_align.compare.own_value import round_to_own_value
 from rlk_align.compare.parity_adapter import NAME, check_adapters
 from rlk_align.compare.parity_merge import explain_merges
-from rlk_align.compare.parity_quantised import explain_quantised
+from rlk_align.compare.parity_quantised import explain_quantised, quantised_inputs
 from rlk_align.compare.parity_weights import check_weights
 from rlk_align.model.sites import RowIndex
 from rlk_align.results import Mismatch, SideName
@@ -45,6 +45,7 @@ def check_parity(rollout: Trace, train: Trace) -> list[Mismatch]:
         *_boundaries(rollout, train),
         *_padding(rollout, train),
         *_delta_nets(rollout, train),
+        *quantised_inputs(rollout, train),
     ]
 
 
@@ -53,11 +54,11 @@ def _weights(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
     differ = explain_quantised(check_weights(rollout, train), rollout, train)
     weights = explain_merges(differ, rollout, train)
     yield from weights
-    adapters = [trace.record.adapter for _, trace in _sides(rollout, train)]
-    known = [adapter for adapter in adapters if adapter is not None]
+    adapters = [trace.record.adapters for _, trace in _sides(rollout, train)]
+    known = [adapter for of_side in adapters for adapter in of_side if adapter is not None]
     merged = any(m.name == NAME and "merged" in (m.rollout, m.train) for m in weights)
     # Where one side has an adapter that is merged on the same or the other side, weights say all.
-    if len(known) == 2 or not (merged or any(adapter.merged for adapter in known)):
+    if all(adapters) or not (merged or any(adapter.merged for adapter in known)):
         yield from check_adapters(rollout, train)
 
 

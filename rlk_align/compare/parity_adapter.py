@@ -36,14 +36,33 @@ Modules = Mapping[str, Live]
 
 
 def check_adapters(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
-    """Yields how the adapters differ, and what an equal adapter does not prove."""
-    a, b = rollout.record.adapter, train.record.adapter
+    """Yields how the adapters differ, and what an equal adapter does not prove. Samples may have
+    several adapters in turn."""
+    a, b = rollout.record.adapters or [None], train.record.adapters or [None]
+    if len(a) != len(b):
+        counts = [f"{len(side)} in turn" if len(side) > 1 else "one for all" for side in (a, b)]
+        yield Mismatch(
+            kind="weights",
+            name=NAME,
+            rollout=counts[0],
+            train=counts[1],
+            detail="samples have other adapters: give both engines the same lora=A+B",
+        )
+        return
+    dtype = lower_precision(rollout.record.dtype, train.record.dtype)
+    for number, (mine, theirs) in enumerate(zip(a, b, strict=True), 1):
+        for found in _check(mine, theirs, dtype):
+            of = f"adapter {number} of {len(a)}: " if len(a) > 1 else ""
+            yield found.model_copy(update={"detail": of + found.detail})
+
+
+def _check(a: LoraRecord | None, b: LoraRecord | None, dtype: str) -> Iterator[Mismatch]:
+    """How two adapters differ; `dtype`: the dtype of both sides."""
     if a is None and b is None:
         return
     if a is None or b is None or not a.modules or not b.modules:
         yield _one_sided(a, b)
         return
-    dtype = lower_precision(rollout.record.dtype, train.record.dtype)
     mine, theirs = (_live(record, dtype) for record in (a, b))
     yield from _coverage(mine, theirs)
     both = [site for site in mine if site in theirs]

@@ -1,24 +1,26 @@
-"""Sides whose checkpoint is quantised: are its values and scales the quantiser's image of the other
+"""Sides whose weights are quantised: are the values and scales the quantiser's image of the other
 side's weights, bit by bit, and if not, where and why?
 
 Both checkpoints are on disk. A side counts as its checkpoint's if its live weights have the digests
-of these; what differs from its own checkpoint is said as well.
+of these, or of what its engine makes of them; what differs from its own checkpoint is said as well.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from rlk_align.compare.loaded_fp8 import as_loaded
 from rlk_align.compare.sides import both_ways
 from rlk_align.errors import RlkError
 from rlk_align.model.checkpoint import tensor_name
+from rlk_align.model.quantised import block_words, format_of
 from rlk_align.model.stored import StoredTensor, stored_tensors
 from rlk_align.results import Mismatch, Quantisation, SideName
 from rlk_align.trace.digest import digest_parameter
 from rlk_align.trace.reader import Trace
-from rlk_align.trace.schema import QuantisedRecord
+from rlk_align.trace.schema import Grid, QuantisedProduct, QuantisedRecord
 from rlk_align.weights.quantiser import Kind, Origin, Stored, origin_of, other_readings
 from rlk_align.weights.quantiser_words import why_left_out, words_of
 
@@ -27,6 +29,7 @@ NAME = "quantisation"
 QUANTISED, NOT_QUANTISED = "quantised", "not quantised"
 """The values of such a mismatch on either side."""
 _WHO = {"rollout": "rollout", "train": "trainer"}
+_CHANGED = "they were changed after they were loaded, or the checkpoint was"
 _SHOWN = 4
 """The largest number of projections that a sentence lists."""
 
@@ -39,12 +42,13 @@ def explain_quantised(
     left = list(mismatches)
     found: list[Mismatch] = []
     for side, trace, other in both_ways(rollout, train):
-        record = trace.record.quantised
-        if record is None:
+        record, products = trace.record.quantised, trace.record.products
+        if record is None and not products:
             continue
-        found += _listed(side, record)
+        found += _listed(side, record) if record is not None else ()
         differ = {m.name for m in left if m.kind == "weights"}
-        mine = [name for name in record.weights if name in differ]
+        held = dict.fromkeys([*(record.weights if record is not None else ()), *products])
+        mine = [name for name in held if name in differ]
         try:
             said = list(_explained(side, trace, other, record, mine))
         except (RlkError, OSError, SafetensorError):
@@ -56,18 +60,91 @@ def explain_quantised(
     return [*left, *found]
 
 
-def quantised_sides(rollout: Trace, train: Trace) -> dict[SideName, Quantisation]:
-    """Returns for each side whose weights are quantised, and are not the other side's, their
-    format."""
-    found: dict[SideName, Quantisation] = {}
+def quantised_sides(rollout: Trace, train: Trace) -> dict[SideName, list[Quantisation]]:
+    """Returns for each side what it quantises otherwise than the other side."""
+    found: dict[SideName, list[Quantisation]] = {}
     for side, trace, other in both_ways(rollout, train):
-        record, mine, theirs = trace.record.quantised, trace.weights, other.weights
-        if record is not None and any(
-            name in mine and name in theirs and mine[name].digest != theirs[name].digest
-            for name in record.weights
-        ):
-            found[side] = record.name
+        own, mine, theirs = trace.record, trace.weights, other.weights
+        formats: set[Quantisation] = set()
+        for name in {**(own.quantised.weights if own.quantised else {}), **own.products}:
+            if name in mine and name in theirs and mine[name].digest != theirs[name].digest:
+                product = own.products.get(name)
+                formats.add(_format(own.quantised, product))
+        if _grids(trace) != _grids(other) and any(_grids(trace).values()):
+            formats.add("fp8-activations")
+        if own.cache is not None and own.cache != other.record.cache:
+            formats.add("fp8-cache")
+        if formats:
+            found[side] = sorted(formats)
     return found
+
+
+def quantised_inputs(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
+    """Yields the inputs of products, and the keys and values, that one side alone quantises."""
+    for name, words in (("activations", _grid_words), ("kv_cache", _cache_words)):
+        lost = name == "kv_cache" and any(map(_loses, (rollout, train)))
+        said = {side: words(trace) for side, trace, _ in both_ways(rollout, train)}
+        if said["rollout"] != said["train"]:
+            yield Mismatch(
+                kind="attributes",
+                name=name,
+                rollout=said["rollout"],
+                train=said["train"],
+                detail="each side's operators are judged by its own grid"
+                + (f"; {LOSES}" if lost else ""),
+                stops=False,
+            )
+
+
+LOSES = (
+    "on processors with AMX, vLLM 0.32's attention drops small numbers on the way, e.g. a value "
+    "times its probability where that is below 2^-6"
+)
+
+
+def _loses(trace: Trace) -> bool:
+    """Whether a side's attention loses small products of its quantised cache."""
+    cache = trace.record.cache
+    return cache is not None and cache.cuts and cache.backend.endswith("amx")
+
+
+def _grid_words(trace: Trace) -> str:
+    """The grids of a side's products and what computes them, in words."""
+    kinds: dict[str, int] = {}
+    for product in trace.record.products.values():
+        grids = [_one_grid(grid) for grid in product.grids]
+        said = f"{' or '.join(grids) or 'not quantised'} ({product.kernel})"
+        kinds[said] = kinds.get(said, 0) + 1
+    return "; ".join(f"{said} in {n} projections" for said, n in kinds.items()) or "not quantised"
+
+
+def _one_grid(grid: Grid) -> str:
+    if grid.scale is not None:
+        return "e4m3 with a static scale"
+    group = f"{grid.columns} entries" if grid.columns else "row"
+    powers = ", a power of two" if grid.powers_of_two else ""
+    return f"e4m3 with a scale for each {'forward' if grid.by_batch else group}{powers}"
+
+
+def _cache_words(trace: Trace) -> str:
+    cache = trace.record.cache
+    if cache is None:
+        return "not quantised"
+    queries = ", and so are its queries and probabilities" if cache.queries else ""
+    cut = ", cut off and not rounded" if cache.cuts else ""
+    return f"{cache.dtype} ({cache.backend}){cut}{queries}"
+
+
+def _format(record: QuantisedRecord | None, product: QuantisedProduct | None) -> Quantisation:
+    if product is not None:
+        return format_of(product.block)
+    assert record is not None
+    return record.name
+
+
+def _grids(trace: Trace) -> dict[str, list[Grid]]:
+    """Parameter -> the grids of the inputs of its product."""
+    return {name: product.grids for name, product in trace.record.products.items()}
 
 
 def _listed(side: SideName, record: QuantisedRecord) -> Iterator[Mismatch]:
@@ -91,18 +168,35 @@ def _listed(side: SideName, record: QuantisedRecord) -> Iterator[Mismatch]:
 
 
 def _explained(
-    side: SideName, trace: Trace, other: Trace, record: QuantisedRecord, names: Sequence[str]
+    side: SideName,
+    trace: Trace,
+    other: Trace,
+    record: QuantisedRecord | None,
+    names: Sequence[str],
 ) -> Iterator[tuple[Mismatch, list[str]]]:
     """(mismatch, the weights that it explains)."""
     mine, theirs = _tensors(trace), _tensors(other)
     both = other.record.quantised
     origins: dict[str, Origin] = {}
     misread: dict[str, list[str]] = {}
+    ways: dict[str, list[str]] = {}
     for name in names:
-        stored = _stored(mine[name], record)
-        if trace.weights[name].digest != record.weights[name][2]:
+        stored = _stored(mine[name], record) if mine[name].scales is not None else None
+        product = trace.record.products.get(name)
+        if product is not None:
+            fused = [mine[each] for each in product.fused if each in mine]
+            loaded = as_loaded(mine[name], fused, product)
+            if loaded is None:
+                misread.setdefault(_CHANGED, []).append(name)
+                continue
+            if loaded.way:
+                ways.setdefault(loaded.way, []).append(name)
+            stored = stored or Stored(loaded.values, loaded.scales, loaded.block)
+        elif record is None or trace.weights[name].digest != record.weights[name][2]:
+            assert stored is not None
             misread.setdefault(_misread(trace, name, stored), []).append(name)
             continue
+        assert stored is not None
         if both is not None and name in both.weights:
             continue
         weight = _read(theirs.get(name))
@@ -115,10 +209,13 @@ def _explained(
         by_kind.setdefault(origin.kind, []).append(name)
     for kind, of_kind in by_kind.items():
         told = {name: origins[name] for name in of_kind}
-        yield _words(side, kind, told, record), of_kind
+        yield _words(side, kind, told, _format_words(trace, told)), of_kind
+    for way, names_of_way in ways.items():
+        detail = f"in the {_WHO[side]} {way}: {_projections(names_of_way)}"
+        yield _mismatch(side, QUANTISED, detail, stops=False), []
     for how, misread_names in misread.items():
         detail = (
-            f"the {_WHO[side]}'s live weights are not the dequantised ones of its own checkpoint "
+            f"the {_WHO[side]}'s live weights are not those of its own checkpoint "
             f"in {_projections(misread_names)}: {how}"
         )
         yield _mismatch(side, QUANTISED, detail, stops=True), misread_names
@@ -134,9 +231,18 @@ def _tensors(trace: Trace) -> dict[str, StoredTensor]:
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def _stored(tensor: StoredTensor, record: QuantisedRecord) -> Stored:
+def _stored(tensor: StoredTensor, record: QuantisedRecord | None) -> Stored:
+    powers_of_two = record is not None and record.powers_of_two
     with safe_open(tensor.file, framework="pt") as file:
-        return Stored(*tensor.quantised(file), record.block, record.powers_of_two)
+        return Stored(*tensor.quantised(file), tensor.block, powers_of_two)
+
+
+def _format_words(trace: Trace, names: Iterable[str]) -> str:
+    """The format of a side's weights, in words."""
+    if trace.record.quantised is not None:
+        return trace.record.quantised.format
+    blocks = dict.fromkeys(trace.record.products[name].block for name in names)
+    return " and ".join(map(block_words, blocks))
 
 
 def _read(tensor: StoredTensor | None) -> torch.Tensor | None:
@@ -159,15 +265,13 @@ def _misread(trace: Trace, name: str, stored: Stored) -> str:
     for how, value in other_readings(stored):
         if digest_parameter(value.to(getattr(torch, weight.dtype))) == weight.digest:
             return how
-    return "they were changed after they were loaded, or the checkpoint was"
+    return _CHANGED
 
 
-def _words(
-    side: SideName, kind: Kind, origins: Mapping[str, Origin], record: QuantisedRecord
-) -> Mismatch:
+def _words(side: SideName, kind: Kind, origins: Mapping[str, Origin], format: str) -> Mismatch:
     who = f"the {_WHO[side]}"
     where = _projections(list(origins))
-    detail = f"{who}'s weights are {record.format}: {words_of(kind, origins)} in {where}"
+    detail = f"{who}'s weights are {format}: {words_of(kind, origins)} in {where}"
     if kind == "image":
         ways = {origin.way for origin in origins.values() if origin.way}
         detail += f", computed as {'; '.join(sorted(ways))}" if ways else ""

@@ -21,7 +21,7 @@ from rlk_align.engines.spec import EngineSpec
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.model.shape import ModelShape
 from rlk_align.results import CodePlace, GraphReplays
-from rlk_align.trace.schema import LoraRecord
+from rlk_align.trace.schema import CacheRecord, LoraRecord, QuantisedProduct
 from rlk_align.trace.writer import PassWriter
 
 SiteValue = TypeVar("SiteValue")
@@ -101,8 +101,17 @@ class Engine(ABC):
         """Every canonical parameter of the live model, in the checkpoint's layout; only the records
         that rank 0 yields are used."""
 
-    def adapter(self) -> LoraRecord | None:
-        """The live LoRA adapter; None without one. All ranks call this."""
+    def adapters(self) -> list[LoraRecord | None]:
+        """The live LoRA adapters, of which sample i has that of the place i modulo their number;
+        None for none, and empty without any. All ranks call this."""
+        return []
+
+    def products(self) -> dict[str, QuantisedProduct]:
+        """Parameter -> how the live model multiplies by it, for those that it holds in fp8."""
+        return {}
+
+    def cache(self) -> CacheRecord | None:
+        """The live attention's keys and values, if they are quantised."""
         return None
 
     def code(self) -> dict[str, CodePlace]:

@@ -5,7 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlk_align.model.quantised import FP8Weights
 from rlk_align.model.shape import ModelShape
+from rlk_align.results import Quantisation
 
 OptionValue = str | int | float | bool
 ReadOption = Callable[[str], OptionValue | None]
@@ -74,17 +76,20 @@ class EngineInfo:
     module in its place, and says so."""
     loads_lora: bool = False
     """Whether it computes with a LoRA adapter, `lora=PATH`."""
+    lacks_lora: str = ""
+    """Why it does not, if that is known."""
     merges_lora: bool = False
     """Whether it can merge an adapter into its weights, `merged=1`."""
+    mixes_lora: bool = False
+    """Whether it computes requests with different adapters, and without one, in one batch."""
     lora_package: str = ""
     """The package that it needs for an adapter; empty if it needs none."""
     largest_lora_rank: int = 0
     """The largest rank of an adapter that it supports; 0 for any."""
-    reads_fp8: bool = False
-    """Whether it computes with the dequantised weights of a checkpoint of fp8 in blocks, if its
-    `reads_fp8_with` says nothing else."""
-    reads_fp8_with: str = ""
-    """The value of `kernels` that it needs for such a checkpoint; empty if it needs none."""
+    reads_fp8: frozenset[Quantisation] = frozenset()
+    """The formats of checkpoints in fp8 that it loads."""
+    check_fp8: Callable[[ReadOption, FP8Weights, ModelShape], None] = lambda *_: None
+    """Raises an RlkError for a checkpoint in one of these formats that it cannot run."""
     takes_decoder: bool = False
     """Whether it runs the decoder of a checkpoint that also sees images."""
     rounds_with: str = ""

@@ -176,7 +176,8 @@ def _check_lora(name: str, options: dict[str, OptionValue], info: EngineInfo) ->
     if "lora" in options and not info.loads_lora:
         able = ", ".join(other for other in ENGINES if engine_info(other).loads_lora)
         raise BadOption(
-            f"engine {name!r} does not support lora={options['lora']}",
+            f"engine {name!r} does not support lora={options['lora']}"
+            + (f": {info.lacks_lora}" if info.lacks_lora else ""),
             f"engines that compute with an adapter: {able}; or give it a merged checkpoint",
         )
     if options.get("merged") and "lora" not in options:

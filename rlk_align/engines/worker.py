@@ -239,8 +239,9 @@ def _open_part(job: Job, engine: Engine, name: str, plan: CapturePlan) -> PassWr
         attention = first_attention(shape)
         of_layer, sinks = shape.at(attention.layer), bool(attention.operator.weight)
         ends = (attention.prefix_inputs[1], attention.name)
-        heads = (shape.heads, of_layer.kv_heads, sinks, *ends)
-        checks = Checks(checkpoint_rotary(job.model, shape), heads)
+        # The value of a token is no site of a latent attention.
+        heads = None if shape.latent else (shape.heads, of_layer.kv_heads, sinks, *ends)
+        checks = Checks(checkpoint_rotary(job.model, shape), heads, engine.cache())
     rank = engine.ranks.rank
     if rank:
         barrier(engine.ranks)

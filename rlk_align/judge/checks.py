@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, Literal
 
 from rlk_align.errors import ContractError
@@ -97,7 +98,7 @@ def check_edge(edge: EdgeResult, c: Comparison, contract: Contract) -> list[Limi
     limits = [x for x in limits_of(edge, c, contract) if x.judges(edge.name, metrics.tokens)]
     _check_covered(edge, limits, contract)
     of_operators = _of_operators(edge, c, contract)
-    other = QUANTISED_OPERATORS if quantised_between(edge, c) else frozenset()
+    other = quantised_operators(edge, c)
     of_edge = _of_edge(edge, metrics, limits, _refereed(edge, c, contract), other)
     return [*of_edge, *of_operators, *_of_routers(edge, contract)]
 
@@ -108,16 +109,25 @@ def limits_of(edge: EdgeResult, c: Comparison, contract: Contract) -> list[Limit
     return contract.limits_for(c.dtype, quantised_between(edge, c))
 
 
-QUANTISED_OPERATORS = frozenset(
+_PRODUCTS = frozenset(
     o.site for o in OPERATORS.values() if o.formula in ("linear", "expert_linear")
 ) - {"logits"}
-"""The operators whose weights a checkpoint may quantise."""
+"""The operators whose weights and inputs may be quantised."""
 
 
 def quantised_between(edge: EdgeResult, c: Comparison) -> list[Quantisation]:
-    """Returns the formats of the weights that differ between the ends of an edge because they are
-    quantised; one side has the same weights in all its passes."""
-    return [] if edge.name == "decode_vs_prefill" else sorted(set(c.quantised.values()))
+    """Returns what is quantised otherwise at the ends of an edge, by its format. The passes of one
+    side have the same weights; but a grid of e4m3 makes large what differs a little before it."""
+    if edge.name == "decode_vs_prefill":
+        return [f for f in c.quantised.get("rollout", []) if f in ("fp8-activations", "fp8-cache")]
+    return sorted({*chain(*c.quantised.values())})
+
+
+def quantised_operators(edge: EdgeResult, c: Comparison) -> frozenset[str]:
+    """Returns the operators that differ between the ends of an edge by quantisation."""
+    formats = quantised_between(edge, c)
+    of_cache = frozenset({"attn"} if "fp8-cache" in formats else ())
+    return of_cache | (_PRODUCTS if set(formats) - {"fp8-cache"} else frozenset())
 
 
 def _refereed(edge: EdgeResult, c: Comparison, contract: Contract) -> set[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from rlk_align.judge.budgets import bounds_of, budget_of, exceeded
-from rlk_align.judge.checks import QUANTISED_OPERATORS, quantised_between
+from rlk_align.judge.checks import quantised_operators
 from rlk_align.judge.contract import Contract
 from rlk_align.judge.verdict import Verdict, parity
 from rlk_align.results import EdgeResult, ErrorPattern, RefereedUnit, RoundingErrors
@@ -44,8 +44,7 @@ def why_legitimate(verdict: Verdict, edge: EdgeResult, site: str) -> str:
         return ""
     figures = " and ".join(f"{side} by {value:.2g} roundings" for side, value in rms.items())
     most = " and ".join(allowed if len(set(allowed)) > 1 else allowed[:1])
-    of_weights = site.rpartition(".")[2] in QUANTISED_OPERATORS
-    if of_weights and quantised_between(edge, verdict.comparison):
+    if site.rpartition(".")[2] in quantised_operators(edge, verdict.comparison):
         return (
             f"quantisation: against float64 with its own weights {figures}, where {most} are "
             "allowed"

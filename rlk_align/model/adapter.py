@@ -27,6 +27,19 @@ _UNREAD = (
 """Settings by which an adapter does more than add scale · B · A, or not with one rank and scale."""
 
 
+NONE = "none"
+"""What `lora=A+none` has in the place of an adapter for requests without one."""
+
+
+def adapter_paths(option: object) -> list[str | None]:
+    """The adapters that `lora=A+B+none` names: request i has that of the place i modulo their
+    number; None for none. A folder whose name has a + is one adapter."""
+    text = str(option)
+    if Path(text).expanduser().is_dir():
+        return [text]
+    return [None if part == NONE else part for part in text.split("+")]
+
+
 class LoraSettings(NamedTuple):
     """What adapter_config.json says."""
 

@@ -82,7 +82,8 @@ def model_sites(shape: ModelShape) -> list[Site]:
 
 def first_attention(shape: ModelShape) -> Site:
     """The first attention, on which positions and boundaries are measured."""
-    return next(s for s in model_sites(shape) if s.operator.formula == "attention")
+    formulas = ("attention", "latent_attention")
+    return next(s for s in model_sites(shape) if s.operator.formula in formulas)
 
 
 def site_parameters(site: Site, shape: ModelShape) -> tuple[str, ...]:

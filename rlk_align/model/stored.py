@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config, tensor_name, weight_files
 from rlk_align.model.dtypes import DTYPES, SAFETENSORS_DTYPES
-from rlk_align.model.quantised import E4M3, SCALE, stored_format
+from rlk_align.model.quantised import E4M3, INPUT_SCALE, FP8Weights, stored_format
 from rlk_align.model.vision import decoder_tensor
 
 STORED_DTYPES = {stored: name for stored, name in SAFETENSORS_DTYPES.items() if name in DTYPES}
@@ -66,12 +66,12 @@ class StoredTensor:
     transposed: bool = False
     """Whether that entry has them as columns."""
     scales: "StoredTensor | None" = None
-    """The scales of its blocks, if it is a matrix of fp8 in blocks."""
+    """The scales of its blocks, if it is a matrix of fp8."""
     block: tuple[int, int] = (0, 0)
     """The rows and the columns of a block."""
 
     def read(self, file: Any) -> Any:
-        """The whole tensor; `file`: its file, as `safe_open` returns it. Blocks of fp8 are
+        """The whole tensor; `file`: its file, as `safe_open` returns it. Values of fp8 are
         dequantised to float32. Raises OSError or SafetensorError for a damaged file of scales."""
         if self.scales is not None:
             from rlk_align.model.block_fp8 import dequantise
@@ -82,13 +82,15 @@ class StoredTensor:
         return self.part(file, 0, 0, self.shape[0])
 
     def quantised(self, file: Any) -> tuple[Any, Any]:
-        """The values and the scales of blocks of fp8, as they are stored."""
+        """The values `[N, K]` and the scales `[ceil(N / R), ceil(K / C)]` of fp8, as they are
+        stored."""
         from safetensors import safe_open
 
         assert self.scales is not None
         values = file.get_tensor(self.name)
+        grid = [-(-n // b) for n, b in zip(self.shape, self.block, strict=True)]
         with safe_open(self.scales.file, framework="pt") as of_scales:
-            return values, of_scales.get_tensor(self.scales.name)
+            return values, of_scales.get_tensor(self.scales.name).reshape(grid)
 
     def part(self, file: Any, dim: int, start: int, stop: int) -> Any:
         """The tensor from `start` to `stop` along its first or second dimension."""
@@ -121,7 +123,7 @@ def stored_tensors(
 ) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint's files by their names in the decoder. A stack is split into its
     experts, and a fused tensor into its operators. `modules`: as for `tensor_name`; `fused`:
-    `ModelShape.fused_rows`. Scales of fp8 in blocks belong to their weights. Raises ModelError."""
+    `ModelShape.fused_rows`. Scales of fp8 belong to their weights. Raises ModelError."""
     found: dict[str, StoredTensor] = {}
     for whole in _with_scales(model, _tensors(model)):
         name = decoder_tensor(whole.name)
@@ -157,29 +159,41 @@ def _tensors(model: Path) -> list[StoredTensor]:
 def _with_scales(model: Path, tensors: list[StoredTensor]) -> list[StoredTensor]:
     """The tensors, in which a matrix of fp8 has its scales; only unpaired scales stay. Raises
     ModelError if the scales are those of other blocks than config.json states."""
-    scales = {t.name.removesuffix(SCALE): t for t in tensors if t.name.endswith(SCALE)}
-    stored = stored_format(model, read_config(model)) if scales else None
+    if not any(t.dtype == E4M3 for t in tensors):
+        return tensors
+    stored = stored_format(model, read_config(model))
     if stored is None:
         return tensors
+    end = stored.scale
+    scales = {t.name.removesuffix(end): t for t in tensors if t.name.endswith(end)}
     paired = {t.name for t in tensors if t.dtype == E4M3 and t.name in scales}
     found = []
     for tensor in tensors:
         if tensor.name in paired:
-            of = scales[tensor.name]
-            wanted = tuple(-(-n // b) for n, b in zip(tensor.shape, stored.block, strict=True))
-            if of.shape != wanted:
-                raise ModelError(
-                    f"{model}: {of.name} has {list(of.shape)} scales, and {list(tensor.shape)} in "
-                    f"blocks of {stored.block[0]} x {stored.block[1]} has {list(wanted)}",
-                    "the weights were quantised in other blocks than config.json states by "
-                    "weight_block_size: correct it, or quantise again",
-                )
-            if of.dtype not in STORED_DTYPES:
-                raise ModelError(f"{model}: {of.name} is stored as {of.dtype}: not supported")
-            found.append(replace(tensor, scales=of, block=stored.block))
-        elif tensor.name.removesuffix(SCALE) not in paired:
+            found.append(_scaled(model, tensor, scales[tensor.name], stored))
+        elif tensor.name.removesuffix(end) not in paired and not (
+            stored.static and tensor.name.endswith(INPUT_SCALE)
+        ):
             found.append(tensor)
     return found
+
+
+def _scaled(
+    model: Path, tensor: StoredTensor, scales: StoredTensor, stored: FP8Weights
+) -> StoredTensor:
+    """A matrix of fp8 with its scales. Raises ModelError."""
+    block = stored.blocks(tensor.shape)
+    wanted = tuple(-(-n // b) for n, b in zip(tensor.shape, block, strict=True))
+    if scales.shape != wanted and (0 not in stored.block or math.prod(scales.shape) != wanted[0]):
+        raise ModelError(
+            f"{model}: {scales.name} has {list(scales.shape)} scales, and {list(tensor.shape)} in "
+            f"blocks of {block[0]} x {block[1]} has {list(wanted)}",
+            "the weights were quantised in other blocks than config.json states: correct it, or "
+            "quantise again",
+        )
+    if scales.dtype not in STORED_DTYPES:
+        raise ModelError(f"{model}: {scales.name} is stored as {scales.dtype}: not supported")
+    return replace(tensor, scales=scales, block=block)
 
 
 def stored_dtype(model: Path) -> str | None:

@@ -103,7 +103,7 @@ def _check_dtypes(model: Path, tensors: Sequence[StoredTensor]) -> None:
     }
     if foreign:
         name, dtype = next(iter(foreign.items()))
-        lacks = ", without a weight_scale_inv" if dtype == E4M3 else ""
+        lacks = ", without scales" if dtype == E4M3 else ""
         what = f"{name} is stored as {dtype}{lacks}, one of {len(foreign):,} such"
         raise refused(model, what)
 

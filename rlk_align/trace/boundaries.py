@@ -12,7 +12,8 @@ unknown, so a later token that attends only to itself is not found there.
 import numpy as np
 import torch
 
-from rlk_align.trace.schema import WRONG_ROWS, Attended, BoundaryRecord, WrongBoundary
+from rlk_align.trace.cached import cached_values
+from rlk_align.trace.schema import WRONG_ROWS, Attended, BoundaryRecord, CacheRecord, WrongBoundary
 
 ALIKE = 2.0**-5
 """The relative distance up to which an output equals the value; one rounding in bf16 is 2^-8."""
@@ -34,10 +35,14 @@ class BoundaryCheck:
         sinks: bool = False,
         value: str = "layers.0.v_proj",
         output: str = "layers.0.attn",
+        *,
+        cache: CacheRecord | None = None,
     ) -> None:
-        """`value`: the site of the values that the attention `output` reads."""
+        """`value`: the site of the values that the attention `output` reads; `cache`: the quantised
+        cache that holds them, if there is one."""
         self._of_value, self._of_output = value, output
         self._heads, self._kv_heads, self._sinks = heads, kv_heads, sinks
+        self._cache, self._layer = cache, int(output.split(".")[1])
         self._value: torch.Tensor | None = None
         self._last: dict[int, tuple[int, torch.Tensor]] = {}
         """Per sample, the position and value of the last row, since decode has one at a time."""
@@ -48,7 +53,7 @@ class BoundaryCheck:
     def see(self, site: str, rows: torch.Tensor, sample: np.ndarray, position: np.ndarray) -> None:
         """Takes the rows of each site; only that layer's values and attention are used."""
         if site == self._of_value:
-            self._value = rows.detach().clone()
+            self._value = cached_values(self._cache, self._layer, rows.detach()).clone()
         elif site == self._of_output and self._value is not None:
             value, self._value = self._value, None
             self._check(value, rows.detach(), sample, position)

@@ -240,7 +240,7 @@ class QuantisedRecord(Record):
     format: str
     """In words, e.g. `fp8 e4m3 in blocks of 128 x 128, float32 scales`."""
     block: tuple[int, int]
-    """The rows and the columns of a block."""
+    """The rows and the columns of a block; 0 for all of a weight's."""
     powers_of_two: bool
     """Whether config.json says that scales are powers of two."""
     ignored: list[str]
@@ -255,6 +255,51 @@ class QuantisedRecord(Record):
     their name; empty if there is none."""
     listed: list[str]
     """The quantised parameters that config.json lists as not quantised."""
+
+
+class Grid(Record):
+    """The numbers of e4m3, times a scale, to which an engine rounds the inputs of a product."""
+
+    columns: Annotated[int, Field(ge=0)]
+    """The number of consecutive entries of a row that share a scale; 0 for the whole row."""
+    scale: float | None = None
+    """The static scale of all entries; None if it is the largest magnitude of the group / 448."""
+    by_batch: bool = False
+    """Whether all rows of a forward share a scale."""
+    powers_of_two: bool = False
+    """Whether scales are rounded up to powers of two."""
+
+
+class QuantisedProduct(Record):
+    """A product with a weight in fp8, as an engine computes it."""
+
+    block: tuple[int, int]
+    """The rows and the columns of a block of the weight; 0 for all of them."""
+    digests: tuple[str, str]
+    """Those of the live values `[N, K]` and scales `[ceil(N / R), ceil(K / C)]`. The weight that is
+    recorded is their product in float32."""
+    fused: list[str]
+    """The parameters that are in one matrix with it in the engine, and itself. A weight with one
+    scale has that of all of them."""
+    grids: list[Grid]
+    """The grid of its inputs; empty if they are not rounded, and several if the engine chooses one
+    by the number of rows in a forward."""
+    kernel: str
+    """The engine's name of what computes it."""
+
+
+class CacheRecord(Record):
+    """The quantised keys and values of an engine's attention."""
+
+    dtype: Literal["float8_e4m3fn"] = "float8_e4m3fn"
+    scales: dict[int, tuple[float, float]]
+    """Layer -> the scale of its keys and that of its values, by which they are divided first."""
+    queries: dict[int, float] = Field(default_factory=dict)
+    """Layer -> the scale of its queries; empty if they are not quantised."""
+    cuts: bool = False
+    """Whether numbers are cut off to e4m3 instead of rounded."""
+    backend: str
+    """The engine's name of the attention and, on a CPU, of its instructions."""
 
 
 class TraceRecord(Record):
@@ -283,12 +328,22 @@ class TraceRecord(Record):
     """Site -> the ranks of the pipeline stage that computes it; empty for a single stage."""
     experts: list[list[int]] = Field(default_factory=list)
     """The ranks that have each expert; empty if all ranks have all experts."""
-    adapter: LoraRecord | None = None
-    """The LoRA adapter that the engine computes with; None without one."""
+    adapters: list[LoraRecord | None] = Field(default_factory=list)
+    """The LoRA adapters that the engine computes with; empty without any. Sample i has the adapter
+    of the place i modulo their number, where None is none."""
     quantised: QuantisedRecord | None = None
     """The stored weights, if some of them are quantised."""
+    products: dict[str, QuantisedProduct] = Field(default_factory=dict)
+    """Parameter -> how the engine multiplies by it, for those that it holds in fp8."""
+    cache: CacheRecord | None = None
+    """The keys and values of attention, if they are quantised."""
     prompt_ids: dict[str, list[int]]
     """Prompt id -> the token ids of its text by this side's tokenizer."""
+
+    @property
+    def adapter(self) -> LoraRecord | None:
+        """The adapter of all samples; None if they have several or none."""
+        return self.adapters[0] if len(self.adapters) == 1 else None
 
 
 def checked_trace(folder: Path) -> Checksums:

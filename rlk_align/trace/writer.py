@@ -28,6 +28,7 @@ from rlk_align.trace.positions import PositionCheck
 from rlk_align.trace.records import load_record, save_record, writing
 from rlk_align.trace.schema import (
     BoundaryRecord,
+    CacheRecord,
     DtypeName,
     HeldRows,
     PartRecord,
@@ -73,6 +74,8 @@ class Checks:
     """The rotary embedding, to measure the position by which each row was rotated."""
     heads: tuple[int, int, bool, str, str] | None = None
     """The arguments of `BoundaryCheck`, to measure where each sequence begins."""
+    cache: CacheRecord | None = None
+    """The quantised cache that attention reads, if there is one."""
 
 
 NO_CHECKS = Checks()
@@ -120,7 +123,10 @@ class PassWriter:
         self._padding: Counter[str] = Counter()
         measurable = checks.rotary is not None and checks.rotary.tells_positions
         self._positions = PositionCheck(checks.rotary) if measurable and checks.rotary else None
-        self._boundaries = BoundaryCheck(*checks.heads) if checks.heads else None
+        self._boundaries: BoundaryCheck | None = None
+        if checks.heads:
+            heads, kv_heads, sinks, *layer = checks.heads
+            self._boundaries = BoundaryCheck(heads, kv_heads, sinks, *layer, cache=checks.cache)
         self._part = part
         self._buffers: dict[str, list[Buffered]] = {}
         self._buffered_bytes = 0

@@ -7,7 +7,7 @@ from pathlib import Path
 from rlk_align.errors import ModelError, UsageError
 from rlk_align.model.checkpoint import read_config, resolve_model, weight_files
 from rlk_align.model.operators import OPERATORS
-from rlk_align.model.quantised import PROJECTIONS, SCALE, BlockFP8, stored_format
+from rlk_align.model.quantised import PROJECTIONS, FP8Weights, stored_format
 from rlk_align.model.shape import ModelShape, is_tied, read_shape
 from rlk_align.model.tensors import beside_decoder
 from rlk_align.model.vision import decoder_tensor
@@ -74,7 +74,7 @@ class Location:
     tied: bool
     tensors: list[LazyTensor]
     trace: Trace | None = None
-    quantised: BlockFP8 | None = None
+    quantised: FP8Weights | None = None
     """The format of its quantised weights."""
     beside: tuple[str, ...] = ()
     """What the names of its tensors beside the decoder start with."""
@@ -91,11 +91,12 @@ class Location:
         parameters: dict[str, Parameter] = {}
         beside: set[str] = set()
         left_out: dict[str, str] = {}
-        scales = {t.name: t for t in self.tensors if t.name.endswith(SCALE)}
+        end = self.quantised.scale if self.quantised is not None else ""
+        scales = {t.name: t for t in self.tensors if end and t.name.endswith(end)}
         # A trainer may store copies, e.g. an average, under longer names: the shortest name is the
         # model's.
         for tensor in sorted(self.tensors, key=lambda t: t.name.count(".")):
-            if self.quantised is not None and tensor.name in scales:
+            if tensor.name in scales:
                 continue
             for piece in pieces(tensor.name, len(tensor.shape), known):
                 name = piece.parameter if piece.parameter not in parameters else tensor.name
@@ -113,13 +114,13 @@ class Location:
     def _parameter(
         self, name: str, tensor: LazyTensor, piece: Piece, scales: Mapping[str, LazyTensor]
     ) -> StoredParameter:
-        of = scales.get(f"{tensor.name}{SCALE}")
+        of = scales.get(f"{tensor.name}{self.quantised.scale}") if self.quantised else None
         if self.quantised is None or of is None:
             return StoredParameter(name, tensor, piece)
         if piece.rows or piece.layer is not None:
             raise ModelError(
-                f"{self.path}: {tensor.name} is stored in blocks of fp8 and has several operators "
-                "or layers: blocks of fused weights are not read",
+                f"{self.path}: {tensor.name} is stored in fp8 and has several operators "
+                "or layers: fused weights are not read",
                 "store one tensor for each projection, as transformers does",
             )
         return QuantisedParameter(name, tensor, piece, of, self.quantised)
@@ -192,7 +193,7 @@ def _checkpoint(path: str, folder: Path, kind: str, tensors: list[LazyTensor]) -
     return Location(path, kind, None, False, tensors)
 
 
-def _quantised(folder: Path) -> BlockFP8 | None:
+def _quantised(folder: Path) -> FP8Weights | None:
     """The format of quantised weights; None for one that is not read, whose stored tensors are
     compared as they are."""
     try:

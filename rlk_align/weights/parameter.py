@@ -10,7 +10,7 @@ import torch
 
 from rlk_align.compare.parity_weights import Shards
 from rlk_align.model.block_fp8 import dequantise
-from rlk_align.model.quantised import BlockFP8
+from rlk_align.model.quantised import FP8Weights
 from rlk_align.trace.digest import digest_parameter, digest_slices
 from rlk_align.trace.reader import Trace, Weight
 from rlk_align.weights.lazy import Chunk, LazyTensor
@@ -110,11 +110,11 @@ class StoredParameter:
 
 @dataclass(frozen=True)
 class QuantisedParameter(StoredParameter):
-    """A parameter that a checkpoint stores in blocks of fp8; its values are the dequantised
+    """A parameter that a checkpoint stores in fp8; its values are the dequantised
     ones, in float32."""
 
     scales: LazyTensor
-    stored: BlockFP8
+    stored: FP8Weights
 
     @property
     def dtype(self) -> str:
@@ -122,8 +122,10 @@ class QuantisedParameter(StoredParameter):
 
     def quantised(self) -> Stored:
         """The values and the scales, as they are stored."""
-        scales = self.scales.read(None).float()
-        return Stored(super().value(), scales, self.stored.block, self.stored.powers_of_two)
+        block = self.stored.blocks(self.shape)
+        grid = [-(-n // b) for n, b in zip(self.shape, block, strict=True)]
+        scales = self.scales.read(None).float().reshape(grid)
+        return Stored(super().value(), scales, block, self.stored.powers_of_two)
 
     def value(self) -> torch.Tensor:
         return dequantise(*self.quantised()[:3])

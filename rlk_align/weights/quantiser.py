@@ -11,10 +11,10 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from rlk_align.model.block_fp8 import spread
+from rlk_align.model.block_fp8 import MAX, largest, raised, rounded, spread
 
-MAX, FNUZ_MAX = 448.0, 240.0
-"""The largest numbers of e4m3 and of AMD's e4m3fnuz."""
+FNUZ_MAX = 240.0
+"""The largest number of AMD's e4m3fnuz."""
 SMALLEST = 1e-12
 """The least largest magnitude of a block."""
 _EQUAL = 2.0**-22
@@ -72,6 +72,8 @@ def origin_of(stored: Stored, weight: torch.Tensor, master: torch.Tensor | None 
         if _same(stored, values, scales):
             return Origin("image", way)
     _, values, scales = images[0]
+    if _shares_scale(stored, weight, scales):
+        return Origin("image", "with the largest scale of projections that an engine fuses")
     counts = {
         "values": int((values.float() != stored.values.float()).sum()),
         "of": values.numel(),
@@ -79,6 +81,16 @@ def origin_of(stored: Stored, weight: torch.Tensor, master: torch.Tensor | None 
         "of_scales": scales.numel(),
     }
     return Origin(_kind(stored, weight, master, scales), **counts)
+
+
+def _shares_scale(stored: Stored, weight: torch.Tensor, scales: torch.Tensor) -> bool:
+    """Whether a weight with one scale was quantised by a larger one, that of a matrix of which it
+    is a part; `scales`: those of its own image. AMD's range gives a larger scale as well."""
+    mine, w = stored.scales.float(), weight.float()
+    if mine.numel() > 1 or not bool(mine > scales) or _close(mine, scales * (MAX / FNUZ_MAX)):
+        return False
+    images = (rounded(w / mine), rounded(w * mine.reciprocal()))
+    return any(torch.equal(x.float(), stored.values.float()) for x in images)
 
 
 def _kind(
@@ -127,35 +139,21 @@ def _images(
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """(way, values, scales) of each way of quantising a weight."""
     w = weight.float()
-    largest = _largest(w, block).clamp(min=SMALLEST)
-    scales = largest / MAX
+    most = largest(w, block).clamp(min=SMALLEST)
+    scales = most / MAX
     if powers_of_two:
-        mantissa, exponent = torch.frexp(scales)
-        up = torch.where(mantissa == 0.5, exponent - 1, exponent)
-        scales = torch.ldexp(torch.ones_like(scales), up)
+        scales = raised(scales)
         yield "", _values(w, scales, block), scales
         return
     yield "", _values(w, scales, block), scales
-    factor = MAX / largest
-    multiplied = _rounded(w * spread(factor, w.shape, block))
+    factor = MAX / most
+    multiplied = rounded(w * spread(factor, w.shape, block))
     yield "w · (448 / max)", multiplied, scales
     yield "w · (448 / max), and 1 / (448 / max) as the scale", multiplied, 1 / factor
 
 
 def _values(weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    return _rounded(weight.float() / spread(scales, weight.shape, block))
-
-
-def _rounded(scaled: torch.Tensor) -> torch.Tensor:
-    return scaled.clamp(-MAX, MAX).to(torch.float8_e4m3fn)
-
-
-def _largest(w: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """The largest magnitude of each block."""
-    rows, columns = (-(-n // b) for n, b in zip(w.shape, block, strict=True))
-    padded = w.new_zeros(rows * block[0], columns * block[1])
-    padded[: w.shape[0], : w.shape[1]] = w.abs()
-    return padded.view(rows, block[0], columns, block[1]).amax((1, 3))
+    return rounded(weight.float() / spread(scales, weight.shape, block))
 
 
 def _fits(stored: Stored, weight: torch.Tensor) -> bool:
@@ -165,8 +163,8 @@ def _fits(stored: Stored, weight: torch.Tensor) -> bool:
     _, exponent = torch.frexp(w.abs().clamp(min=torch.finfo(weight.dtype).tiny))
     half = torch.ldexp(torch.full_like(w, torch.finfo(weight.dtype).eps / 4), exponent)
     low, high = (w - half).abs(), (w + half).abs()
-    least = _largest(torch.minimum(low, high), stored.block)
-    most = _largest(torch.maximum(low, high), stored.block)
+    least = largest(torch.minimum(low, high), stored.block)
+    most = largest(torch.maximum(low, high), stored.block)
     if stored.powers_of_two:
         return False
     inside = (mine >= least / MAX * (1 - _EQUAL)) & (mine <= most / MAX * (1 + _EQUAL))

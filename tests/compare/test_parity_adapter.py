@@ -19,8 +19,9 @@ SITES = [f"layers.{i}.{op}" for i in range(2) for op in ("q_proj", "k_proj", "v_
 class Side:
     """What the precheck reads of a trace."""
 
-    def __init__(self, adapter: LoraRecord | None, dtype: str = "bfloat16") -> None:
-        self.record = type("Record", (), {"adapter": adapter, "dtype": dtype})
+    def __init__(self, *adapters: LoraRecord | None, dtype: str = "bfloat16") -> None:
+        known = list(adapters) if adapters != (None,) else []
+        self.record = type("Record", (), {"adapters": known, "dtype": dtype})
 
 
 def live(sites: list[str] = SITES) -> list[LiveLora]:
@@ -70,7 +71,7 @@ def found(
 ) -> list[Mismatch]:
     sides = (
         Side(None if rollout is None else record(rollout)),
-        Side(None if train is None else record(train, dtype), dtype),
+        Side(None if train is None else record(train, dtype), dtype=dtype),
     )
     return list(check_adapters(*sides))  # type: ignore[arg-type]
 
@@ -187,3 +188,16 @@ def test_an_adapter_of_zeros_proves_nothing() -> None:
     (note,) = found(as_vllm(zeros), zeros)
     assert not note.stops
     assert note.detail.startswith("A or B is all zeros in every projection")
+
+
+def test_adapters_in_turn_are_compared_each() -> None:
+    one, other = record(live()), record(changed(SITES[0], b=live()[0].b + 1))
+    assert not list(check_adapters(Side(one, other, None), Side(one, other, None)))
+    first, second = check_adapters(Side(one, other), Side(other, one))
+    assert first.detail.startswith("adapter 1 of 2: B has other values; A is equal")
+    assert second.detail.startswith("adapter 2 of 2: ")
+    (lacks,) = check_adapters(Side(one, None), Side(one, one))
+    assert lacks.detail.startswith("adapter 2 of 2: the rollout has no adapter; the trainer has")
+    (count,) = check_adapters(Side(one, other), Side(one))
+    assert (count.rollout, count.train) == ("2 in turn", "one for all")
+    assert count.stops

@@ -55,7 +55,7 @@ def record(adapter: Path, merged: str = "") -> LoraRecord:
 
 
 def trace(folder: Path, weights: dict[str, torch.Tensor], of: LoraRecord | None) -> Trace:
-    here = {"model": str(MODEL), "shape": SHAPE, "adapter": of}
+    here = {"model": str(MODEL), "shape": SHAPE, "adapters": [of] if of is not None else []}
     found = write_trace(folder, VALUES, weights={}, record=here)
     records = [record_parameter(LiveParameter(n, w)) for n, w in (STORED | weights).items()]
     columns = {c: [getattr(r, c) for r in records] for c in WEIGHTS_SCHEMA.names}

@@ -249,7 +249,7 @@ def test_live_weights_that_are_not_the_checkpoints_are_named(
     changed = trace(tmp_path / "rollout", model, weights)
     for other in (trained, trace(tmp_path / "train on fp8", model)):
         said = [m.detail for m in told(changed, other) if m.stops]
-        start = "the rollout's live weights are not the dequantised ones of its own checkpoint in"
+        start = "the rollout's live weights are not those of its own checkpoint in"
         assert said == [
             f"{start} 1 projection (layers.1.up_proj): they were changed after they were loaded, "
             "or the checkpoint was",

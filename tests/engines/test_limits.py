@@ -208,7 +208,7 @@ def test_a_softmax_over_a_single_expert_is_refused_by_megatron(k: int, normed: b
 def test_vllm_takes_experts_on_a_cpu_in_steps_of_their_hidden_size(
     hidden: int, kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "_on_cpu", lambda: True)
+    monkeypatch.setattr(limits, "_on_cpu", lambda option: True)
     engine, sizes = "vllm:kernels=rlk" if kernels else "vllm", {"hidden": hidden}
     refused = pytest.raises(ModelError, match="hidden size 136: its kernels take multiples of 32")
     with refused if hidden == 136 and not kernels else nullcontext():
@@ -227,7 +227,7 @@ def test_vllm_takes_experts_on_a_cpu_in_steps_of_their_hidden_size(
 def test_vllm_computes_gated_delta_nets_in_float32_with_the_kernels_alone(
     monkeypatch: pytest.MonkeyPatch, options: str, says: str, fix: str
 ) -> None:
-    monkeypatch.setattr(limits, "_on_cpu", lambda: True)
+    monkeypatch.setattr(limits, "_on_cpu", lambda option: True)
     for taken in ("vllm", "vllm:kernels=rlk", "vllm:dtype=float32,kernels=rlk"):
         check(taken, HYBRID)
     with pytest.raises(ModelError, match=says) as refused:
@@ -238,7 +238,7 @@ def test_vllm_computes_gated_delta_nets_in_float32_with_the_kernels_alone(
 def test_on_a_gpu_vllm_computes_gated_delta_nets_with_the_kernels_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(limits, "_on_cpu", lambda: False)
+    monkeypatch.setattr(limits, "_on_cpu", lambda option: False)
     check("vllm:kernels=rlk", HYBRID)
     with pytest.raises(ModelError, match="on a GPU does not support its own gated delta nets") as r:
         check("vllm", HYBRID)

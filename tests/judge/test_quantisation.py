@@ -19,7 +19,7 @@ BOTH = ("decode_vs_prefill", "prefill_vs_train")
 def quantised(size: float, **more: Any) -> Comparison:
     edges = [edge(name, metrics=metrics(mean_abs_dlogp=size)) for name in BOTH]
     found = comparison(*edges, judged=list(BOTH))
-    return found.model_copy(update={"quantised": {"rollout": "fp8-block"}} | more)
+    return found.model_copy(update={"quantised": {"rollout": ["fp8-block"]}} | more)
 
 
 def test_between_the_sides_only_limits_for_the_format_judge() -> None:
@@ -79,6 +79,28 @@ def test_a_projection_with_other_weights_may_differ_where_its_inputs_are_equal()
         found = comparison(*edges, judged=list(BOTH))
         broken = {b.edge for b in judge(found, contract(USUAL, limits)).breaches}
         assert broken == set(BOTH)
-        quantised = found.model_copy(update={"quantised": {"rollout": "fp8-block"}})
+        quantised = found.model_copy(update={"quantised": {"rollout": ["fp8-block"]}})
         broken = {b.edge for b in judge(quantised, contract(USUAL, FP8, limits)).breaches}
         assert broken == (set(BOTH) if judged else {"decode_vs_prefill"})
+
+
+def test_a_grid_of_activations_is_one_within_a_side_too() -> None:
+    """The passes of a side with the same weights have inputs that differ a little."""
+    for formats, judged in ((["fp8-tensor"], True), (["fp8-activations", "fp8-tensor"], False)):
+        found = quantised(0.05, quantised={"rollout": formats})
+        broken = {(b.limit, b.edge) for b in judge(found, contract(USUAL)).breaches}
+        assert broken == ({("l0", "decode_vs_prefill")} if judged else set())
+    limit = FP8 | {"quantisation": "fp8-activations", "fail": 0.01}
+    broken = {b.edge for b in judge(found, contract(USUAL, limit)).breaches}
+    assert broken == set(BOTH)
+
+
+def test_a_quantised_cache_changes_attention_alone() -> None:
+    limits = {"metric": "op_error", "atol": 0.1, "rtol": 0.0, "fail": 1.0}
+    for name, judged in (("layers.0.v_proj", True), ("layers.0.attn", False)):
+        off = site(name, differ=9, introduced=9, frontier=[(1.0, 0.2)], max_abs=0.2)
+        edges = [edge(which, sites=[off]) for which in BOTH]
+        found = comparison(*edges, judged=list(BOTH))
+        found = found.model_copy(update={"quantised": {"rollout": ["fp8-cache"]}})
+        broken = {b.edge for b in judge(found, contract(USUAL, limits)).breaches}
+        assert broken == (set(BOTH) if judged else set())

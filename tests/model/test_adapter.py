@@ -10,7 +10,7 @@ from lora import changed_adapter, write_adapter
 from rlk_align.data import data_path
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption, ModelError
-from rlk_align.model.adapter import CONFIG, TENSORS, fitting_adapter
+from rlk_align.model.adapter import CONFIG, TENSORS, adapter_paths, fitting_adapter
 from rlk_align.model.checkpoint import read_config
 from rlk_align.model.shape import read_shape
 
@@ -88,3 +88,11 @@ def test_an_engine_without_adapters_says_so(engine: str) -> None:
     with pytest.raises(BadOption, match=f"engine '{engine}' does not support lora=DIR") as refused:
         EngineSpec.parse(f"{engine}:lora=DIR")
     assert "hf, fsdp, deepspeed, vllm" in str(refused.value.fix)
+
+
+def test_several_adapters_are_named_in_turn(tmp_path: Path) -> None:
+    assert adapter_paths("a") == ["a"]
+    assert adapter_paths("a+none+runs/b") == ["a", None, "runs/b"]
+    whole = tmp_path / "step+1"
+    whole.mkdir()
+    assert adapter_paths(str(whole)) == [str(whole)]

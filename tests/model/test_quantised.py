@@ -18,7 +18,7 @@ from rlk_align.engines.common.quantised import record_quantised
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config
-from rlk_align.model.quantised import BlockFP8, check_not_quantized, stored_format
+from rlk_align.model.quantised import FP8Weights, check_not_quantized, stored_format
 from rlk_align.model.shape import read_shape
 from rlk_align.model.stored import stored_tensors
 from rlk_align.model.tensors import check_tensors
@@ -30,26 +30,76 @@ USUAL: dict[str, Any] = {
 }
 
 
-def stored(settings: Any, key: str = "quantization_config") -> BlockFP8 | None:
+_E4M3 = {"num_bits": 8, "type": "float", "symmetric": True}
+GROUP: dict[str, Any] = {
+    "targets": ["Linear"],
+    "weights": _E4M3 | {"strategy": "channel", "dynamic": False},
+    "input_activations": _E4M3 | {"strategy": "token", "dynamic": True},
+}
+COMPRESSED: dict[str, Any] = {
+    **{"quant_method": "compressed-tensors", "format": "float-quantized"},
+    **{"ignore": ["lm_head"], "config_groups": {"group_0": GROUP}},
+}
+
+
+def compressed(**changed: Any) -> dict[str, Any]:
+    """The settings of compressed-tensors with other values in its group."""
+    group = {
+        key: GROUP[key] | value if isinstance(value, dict) else value
+        for key, value in changed.items()
+    }
+    return COMPRESSED | {"config_groups": {"group_0": GROUP | group}}
+
+
+def stored(settings: Any, key: str = "quantization_config") -> FP8Weights | None:
     return stored_format(Path("model"), {key: settings})
 
 
 def test_blocks_of_fp8_are_read_as_deepseek_and_qwen_publish_them() -> None:
     assert stored_format(Path("model"), {"quantization_config": None}) is None
-    assert stored(USUAL) == BlockFP8((128, 128))
+    assert stored(USUAL) == FP8Weights((128, 128))
     qwen = stored(USUAL | {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"]})
     assert qwen is not None
     assert qwen.ignored == ("lm_head", "model.layers.0.mlp.gate")
     listed = stored(USUAL | {"ignored_layers": ["lm_head"], "scale_fmt": "ue8m0"})
-    assert listed == BlockFP8((128, 128), True, ("lm_head",))
+    assert listed == FP8Weights((128, 128), True, ("lm_head",))
+
+
+def test_scales_of_tensors_and_of_rows_are_read() -> None:
+    tensor = stored({"quant_method": "fp8", "activation_scheme": "dynamic"})
+    assert tensor == FP8Weights((0, 0), scale="_scale")
+    static = stored({"quant_method": "fp8", "activation_scheme": "static"})
+    assert static == FP8Weights((0, 0), scale="_scale", static=True)
+    channel = stored(COMPRESSED)
+    assert channel == FP8Weights((1, 0), ignored=("lm_head",), scale="_scale")
+    blocks = {"strategy": "block", "block_structure": [128, 128]}
+    block = stored(compressed(weights=blocks, input_activations={"strategy": "group"}))
+    assert block == FP8Weights((128, 128), ignored=("lm_head",), scale="_scale")
+    formats = [x.name for x in (tensor, static, channel, block) if x is not None]
+    assert formats == ["fp8-tensor", "fp8-tensor", "fp8-channel", "fp8-block"]
+    assert [x.blocks((96, 40)) for x in (tensor, channel, block) if x is not None] == [
+        *((96, 40), (1, 40), (128, 128)),
+    ]
+
+
+def test_a_list_may_have_regular_expressions() -> None:
+    of = stored(COMPRESSED | {"ignore": ["re:.*mlp.gate$"]})
+    assert of is not None
+    assert of.lists("model.layers.0.mlp.gate")
+    assert not of.lists("model.layers.0.mlp.gate_proj")
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"quant_method": "fp8"}, "fp8 with one scale for each tensor"),
+        (COMPRESSED | {"format": "pack-quantized"}, "compressed-tensors with pack-quantized"),
+        (compressed(weights={"num_bits": 4, "type": "int"}), "compressed-tensors with weights"),
+        (compressed(weights={"symmetric": False}), "compressed-tensors with weights"),
+        (compressed(input_activations=None), "compressed-tensors with weights"),
+        (compressed(targets=["re:.*down_proj"]), "compressed-tensors with targets"),
+        (COMPRESSED | {"kv_cache_scheme": {"num_bits": 8}}, "with kv_cache_scheme"),
         ({"quant_method": "mxfp4"}, "quantisation by mxfp4"),
-        ({"quant_method": "compressed-tensors"}, "quantisation by compressed-tensors"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors with 0 groups"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "quantisation by bitsandbytes"),
         ({}, "quantisation by None"),
         ("int8", "quantisation by 'int8'"),
@@ -128,7 +178,7 @@ def test_scales_of_other_blocks_are_refused(tmp_path: Path) -> None:
 def test_values_without_scales_are_refused(tmp_path: Path) -> None:
     model = write_fp8(tmp_path / "fp8", MODEL)
     edited(model, "model.layers.1.mlp.up_proj.weight_scale_inv", None)
-    with pytest.raises(ModelError, match=r"up_proj\.weight is stored as F8_E4M3, without a"):
+    with pytest.raises(ModelError, match=r"up_proj\.weight is stored as F8_E4M3, without scales"):
         check_tensors(model, read_shape(model))
 
 
@@ -153,7 +203,7 @@ def test_the_record_names_what_is_quantised_and_what_is_not(tmp_path: Path) -> N
 def test_config_json_states_the_format(tmp_path: Path) -> None:
     model = write_fp8(tmp_path / "fp8", MODEL, scale_fmt="ue8m0")
     assert json.loads((model / "config.json").read_text())["quantization_config"]
-    assert stored_format(model, read_config(model)) == BlockFP8(BLOCK, True)
+    assert stored_format(model, read_config(model)) == FP8Weights(BLOCK, True)
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -117,7 +117,7 @@ def test_blocks_that_transformers_divides_evenly_are_named(cli: Cli, folder: Pat
     done = compared(cli, folder, f"hf:model={model}", "hf")
     assert done.code == 4
     said = " ".join(done.out.split())
-    assert "are not the dequantised ones of its own checkpoint in 28 projections" in said
+    assert "are not those of its own checkpoint in 28 projections" in said
     assert "divides the rows and the columns evenly by the number of scales" in said
 
 

@@ -24,6 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     here = tmp_path_factory.mktemp("lora")
     model = write_random_model(here / "model", model_type="qwen3", head_dim=32, dtype="bfloat16")
     write_adapter(here / "a", model, std=0.05)
+    write_adapter(here / "b", model, rank=8, alpha=5.0, targets=("q_proj", "down_proj"), std=0.05)
     changed_adapter(here / "zero", here / "a", without_b)
     write_merged(here / "merged", model, here / "a")
     lines = (f'{{"id": "{i}", "ids": {[7 * i + k * k for k in range(1, 9)]}}}' for i in range(1, 5))
@@ -39,7 +40,7 @@ def cli(folder: Path) -> Cli:
 def compared(cli: Cli, folder: Path, rollout: str, train: str, *flags: str) -> Outcome:
     for spec in (rollout, train):
         require_engine(spec.partition(":")[0])
-    names = {name: folder / name for name in ("a", "zero", "merged")}
+    names = {name: folder / name for name in ("a", "b", "zero", "merged")}
     return cli(
         "compare", "--model", folder / "model", "--prompts", folder / "prompts.jsonl",
         "--max-new-tokens", 16, "--run-dir", folder / "run", "--fresh",
@@ -129,3 +130,37 @@ def test_an_adapter_that_changes_nothing_is_said_and_perturbed(cli: Cli, folder:
     done = compared(cli, folder, "vllm:lora={a}", "hf:lora={a}", "--perturb-lora")
     assert done.code == 2
     assert "no B of" in done.err
+
+
+@pytest.mark.parametrize("order", ["{a}+{b}", "{b}+{a}"])
+def test_requests_have_adapters_in_turn(cli: Cli, folder: Path, order: str) -> None:
+    done = compared(cli, folder, f"vllm:lora={order}", f"hf:lora={order}")
+    assert done.verdict is not None, done.err
+    assert done.verdict["status"] == "pass"
+    assert done.verdict["precheck"]["weights"] == "equal"
+    assert "no operator beyond its budget on either side: 76 of 76" in done.out
+
+
+def test_adapters_in_another_order_are_named(cli: Cli, folder: Path) -> None:
+    done = compared(cli, folder, "vllm:lora={a}+{b}", "hf:lora={b}+{a}")
+    assert done.verdict is not None, done.err
+    assert done.verdict["status"] == "inconclusive"
+    details = [m["detail"] for m in done.verdict["precheck"]["mismatches"]]
+    assert any(detail.startswith("adapter 1 of 2: ") for detail in details), details
+    assert any(detail.startswith("adapter 2 of 2: ") for detail in details), details
+
+
+def test_a_request_without_an_adapter_beside_others(cli: Cli, folder: Path) -> None:
+    """vLLM 0.32 on a CPU looks up its adapter by the index -1, which is that of the last one."""
+    sides = "{engine}:lora={{a}}+{{b}}+none{more}"
+    both = [sides.format(engine=e, more=",kernels=rlk") for e in ("vllm", "hf")]
+    done = compared(cli, folder, *both, "--contract", "bitwise")
+    assert done.verdict is not None, done.err
+    assert done.verdict["status"] == "pass", done.out
+    assert done.verdict["precheck"]["weights"] == "equal"
+    done = compared(cli, folder, *(sides.format(engine=e, more="") for e in ("vllm", "hf")))
+    assert done.verdict is not None, done.err
+    assert done.verdict["status"] == "fail"
+    said = " ".join(done.out.split())
+    assert "FAIL A bug: layers.0.q_proj, the rollout side is off." in said
+    assert "layers.0.v_proj the rollout side is off" not in said

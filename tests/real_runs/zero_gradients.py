@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from rlk_align.data import data_path
 from rlk_align.engines.deepspeed.engine import import_deepspeed
-from rlk_align.engines.hf.lora import add_adapter
+from rlk_align.engines.hf.lora import add_adapters
 from rlk_align.engines.process.ranks import join
 
 OUT = Path(sys.argv[1])
@@ -43,7 +43,7 @@ def loaded(mode: str):
     # One matrix that is not trained, and shards of it beside those of the others.
     model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
     if ADAPTER:
-        add_adapter(model, ADAPTER, in_float32=dtype == torch.float32)
+        add_adapters(model, [ADAPTER], in_float32=dtype == torch.float32)
     if "rlk" in mode:
         hf.use_kernels(model)
     return model

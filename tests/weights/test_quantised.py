@@ -100,7 +100,7 @@ def test_a_format_that_is_not_read_is_compared_as_it_is_stored(fp8: Path, tmp_pa
     shutil.copytree(fp8, again)
     for folder in (fp8, again):
         config = json.loads((folder / "config.json").read_text())
-        config["quantization_config"] = {"quant_method": "fp8"}
+        config["quantization_config"] = {"quant_method": "fbgemm_fp8"}
         (folder / "config.json").write_text(json.dumps(config))
     report = compared(fp8, again)
     assert report.counts["equal"] == len(report.findings) == len(load_file(fp8 / WEIGHTS))

@@ -40,6 +40,7 @@ def record_quantised(model: Path, shape: ModelShape, dtype: str) -> QuantisedRec
         of_values, of_scales, of_whole = map(digest_parameter, (values, scales, whole))
         weights[parameter] = of_values, of_scales, of_whole
     return QuantisedRecord(
+        name=stored.name,
         format=str(stored),
         block=stored.block,
         powers_of_two=stored.powers_of_two,

@@ -39,10 +39,19 @@ from rlk_align.engines.hf.experts import (
     router_of,
     sparse_blocks,
 )
-from rlk_align.engines.hf.lora import MERGED, add_adapter, live_adapter, merge_adapter
+from rlk_align.engines.hf.lora import (
+    MERGED,
+    NAME,
+    add_adapters,
+    live_adapter,
+    merge_adapter,
+    name_of,
+    use_adapter,
+)
 from rlk_align.engines.hf.places import hf_places
 from rlk_align.engines.hf.taps import HFTaps
 from rlk_align.errors import ModelError
+from rlk_align.model.adapter import adapter_paths
 from rlk_align.model.checkpoint import decoder, read_config, transformers_config
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.model.quantised import stored_format
@@ -98,11 +107,11 @@ class HFEngine(ForwardEngine):
             raise ModelError(
                 f"transformers could not load {self.model_path}: {one_line(error)}"
             ) from error
-        if (adapter := self.spec.option("lora")) is not None:
-            add_adapter(model, str(adapter), self.adapter_in_float32)
+        if paths := [path for path in self._lora if path is not None]:
+            add_adapters(model, paths, self.adapter_in_float32)
             if self.spec.option("merged"):
                 live = live_adapter(model, hf_places(model, self.shape))
-                record = record_adapter(str(adapter), live, self.compute_dtype)
+                record = record_adapter(paths[0], live, self.compute_dtype)
                 self._merged = record.model_copy(update={"merged": MERGED})
                 merge_adapter(model)
         if self.kernels is not None:
@@ -147,15 +156,38 @@ class HFEngine(ForwardEngine):
         for name, value in (*expert_weights(self.model), *corrections(self.model)):
             yield record_parameter(LiveParameter(name, value))
 
-    def adapter(self) -> LoraRecord | None:
-        path = self.spec.option("lora")
-        if path is None or self._merged is not None:
-            return self._merged
-        return record_adapter(str(path), self.live_adapter(), self.compute_dtype)
+    @property
+    def _lora(self) -> list[str | None]:
+        """The adapters of samples in turn; empty without any."""
+        lora = self.spec.option("lora")
+        return adapter_paths(lora) if lora is not None else []
 
-    def live_adapter(self) -> Iterator[LiveLora]:
+    def adapters(self) -> list[LoraRecord | None]:
+        if self._merged is not None:
+            return [self._merged]
+        return [
+            None if path is None else self._record_of(i, path) for i, path in enumerate(self._lora)
+        ]
+
+    def _record_of(self, number: int, path: str) -> LoraRecord:
+        self._use_adapter_of(number)
+        name = self._adapter_name(number) or NAME
+        return record_adapter(path, self.live_adapter(name), self.compute_dtype)
+
+    def _adapter_name(self, sample: int) -> str | None:
+        """PEFT's name of a sample's adapter; None for none."""
+        at = sample % len(self._lora)
+        before = [path for path in self._lora[:at] if path is not None]
+        return None if self._lora[at] is None else name_of(len(before))
+
+    def _use_adapter_of(self, sample: int) -> None:
+        """Gives the following forwards the adapter of a sample, if samples have several."""
+        if len(self._lora) > 1:
+            use_adapter(self.model, self._adapter_name(sample))
+
+    def live_adapter(self, name: str = NAME) -> Iterator[LiveLora]:
         """The adapter of each projection, with the values that it computes with."""
-        for each in live_adapter(self.model, self.places(), self.gathered):
+        for each in live_adapter(self.model, self.places(), self.gathered, name):
             yield self.rounded(replace(each, kernels=True)) if self.kernels is not None else each
 
     def gathered(
@@ -209,6 +241,7 @@ class HFEngine(ForwardEngine):
         return dict(self._unexposed)
 
     def forward(self, batch: TokenBatch, members: Sequence[int], taps: ForwardHooks) -> Logprobs:
+        self._use_adapter_of(members[0])
         side = str(self.spec.option("padding"))
         grid = padded_grid([(i, batch.samples[i]) for i in members], side)
         taps.at(grid.rows("batch first"), self.device)
@@ -240,6 +273,7 @@ class HFEngine(ForwardEngine):
     def step(
         self, taps: ForwardHooks, rows: ForwardRows, ids: Sequence[int], cache: Any
     ) -> tuple[torch.Tensor, Any]:
+        self._use_adapter_of(int(rows.sample[0]))
         taps.at(rows, self.device)
         out = self.model(
             input_ids=torch.tensor([ids], device=self.device),

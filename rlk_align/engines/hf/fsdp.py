@@ -20,6 +20,7 @@ from rlk_align.engines.common.parameters import (
 from rlk_align.engines.common.weights import unfused
 from rlk_align.engines.hf.engine import HFEngine
 from rlk_align.engines.hf.experts import corrections, expert_weights
+from rlk_align.engines.hf.lora import NAME
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.trace.writer import PassWriter
 
@@ -90,9 +91,9 @@ class FSDPEngine(HFEngine):
             if self.ranks.rank == 0:
                 yield record_parameter(LiveParameter(name, value))
 
-    def live_adapter(self) -> Iterator[LiveLora]:
+    def live_adapter(self, name: str = NAME) -> Iterator[LiveLora]:
         # Like the weights, it is rounded to the compute dtype as it is gathered.
-        yield from map(self.rounded, super().live_adapter())
+        yield from map(self.rounded, super().live_adapter(name))
 
     # HF's `sample` would need the ranks to decode in step, each with its own samples.
     sample = Engine.sample

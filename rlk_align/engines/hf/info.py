@@ -74,7 +74,8 @@ HF = EngineInfo(
     loads_lora=True,
     merges_lora=True,
     lora_package="peft",
-    reads_fp8=True,
+    mixes_lora=True,
+    reads_fp8=frozenset({"fp8-block"}),
     takes_decoder=True,
     conflict=_conflict,
     check=check_attention,
@@ -95,4 +96,5 @@ FSDP = replace(
     },
     ranks=("dp",),
     samples=False,
+    mixes_lora=False,
 )

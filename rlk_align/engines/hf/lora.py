@@ -1,6 +1,6 @@
-"""A LoRA adapter in a model of transformers, by PEFT."""
+"""LoRA adapters in a model of transformers, by PEFT."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,24 +20,43 @@ MERGED = "PEFT's merge_and_unload"
 """What merges an adapter: scale · B · A in the adapter's dtype, and one rounding of the sum."""
 
 
-def add_adapter(model: Any, path: str, in_float32: bool) -> None:
-    """Puts PEFT's layers around the projections of a model, which keep their places.
+def add_adapters(model: Any, paths: Sequence[str], in_float32: bool) -> None:
+    """Puts PEFT's layers around the projections of a model, which keep their places. All forwards
+    have the first adapter until `use_adapter` chooses another.
 
     `in_float32`: whether A and B are float32 also where the model is not, as PEFT loads them by
     default. Raises ModelError.
     """
     from peft import PeftModel
 
+    how = {"is_trainable": True, "autocast_adapter_dtype": in_float32}
+    path, *others = paths
     try:
-        PeftModel.from_pretrained(
-            model, path, NAME, is_trainable=True, autocast_adapter_dtype=in_float32
-        )
+        adapted = PeftModel.from_pretrained(model, path, NAME, **how)
+        for number, path in enumerate(others, 1):
+            adapted.load_adapter(path, name_of(number), **how)
     except (ValueError, RuntimeError, KeyError, OSError, TypeError) as error:
         raise ModelError(f"peft could not load {path}: {one_line(error)}") from error
     if not in_float32:
         for name, factor in model.named_parameters():
             if ".lora_" in name:
                 factor.data = factor.data.to(model.dtype)
+
+
+def name_of(number: int) -> str:
+    """PEFT's name of an adapter of several."""
+    return f"{NAME}-{number}" if number else NAME
+
+
+def use_adapter(model: Any, name: str | None) -> None:
+    """Gives the following forwards one adapter; None for none."""
+    from peft.tuners.lora import LoraLayer
+
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.enable_adapters(name is not None)
+            if name is not None:
+                module.set_adapter(name, inference_mode=True)
 
 
 def merge_adapter(model: Any) -> None:
@@ -56,19 +75,20 @@ def live_adapter(
     model: Any,
     places: Iterable[Place],
     gathered: Callable[..., AbstractContextManager[Any]] = nullcontext,
+    name: str = NAME,
 ) -> Iterator[LiveLora]:
-    """The adapter of each projection that computes with one; all ranks call this. Within
+    """The adapter of each projection that computes with one, `name`; all ranks call this. Within
     `gathered(parameters)` these parameters are whole."""
     for place in places:
         module = model.get_submodule(place.module)
         factors = getattr(module, "lora_A", None)
-        computes = place.end == "output" and factors is not None
-        if not computes or NAME not in module.active_adapters or module.disable_adapters:
+        computes = place.end == "output" and factors is not None and name in factors
+        if not computes or name not in module.active_adapters or module.disable_adapters:
             continue
-        both = [getattr(module, name)[NAME].weight for name in ("lora_A", "lora_B")]
+        both = [getattr(module, factor)[name].weight for factor in ("lora_A", "lora_B")]
         with gathered(both):
             a, b = map(_whole, both)
-            yield LiveLora(place.sites[0], a, b, float(module.scaling[NAME]))
+            yield LiveLora(place.sites[0], a, b, float(module.scaling[name]))
 
 
 def _whole(weight: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,8 @@ SGLANG = EngineInfo(
         frozenset({"gate_proj", "up_proj"}),
     ),
     tested=("sglang",),
+    lacks_lora="on a CPU SGLang 0.5.23 cannot serve one, because all its LoRA backends allocate "
+    "pinned memory, which needs a GPU; on a GPU it was never compared",
     # What SGLang 0.5.17, the version for GPUs, pins.
     worker_needs=("transformers>=5.12.1,<6", "tokenizers>=0.22"),
     stand_ins=("torchvision", "sgl_kernel"),

@@ -21,17 +21,17 @@ from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import ParameterRecord
 from rlk_align.engines.vllm.delta_net import FUSED_IN_DECODE, HIDDEN_IN_DECODE
 from rlk_align.engines.vllm.experts import FUSED, PARTIAL
-from rlk_align.engines.vllm.lora import lora_request, lora_settings
+from rlk_align.engines.vllm.lora import lora_requests, lora_settings
 from rlk_align.engines.vllm.registered import decoder_alone, register_without_torchvision
 from rlk_align.engines.vllm.taps import VLLMTaps
 from rlk_align.engines.vllm.worker import TapPlan
 from rlk_align.errors import BadOption, EngineFailed, ModelError
-from rlk_align.model.adapter import AdapterFile, fitting_adapter
+from rlk_align.model.adapter import AdapterFile, adapter_paths, fitting_adapter
 from rlk_align.model.checkpoint import read_config
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.results import CodePlace
 from rlk_align.text import printable
-from rlk_align.trace.schema import LoraRecord
+from rlk_align.trace.schema import CacheRecord, LoraRecord, QuantisedProduct
 from rlk_align.trace.writer import PassWriter
 
 _ENVIRONMENT = {
@@ -67,11 +67,11 @@ class VLLMEngine(Engine):
     def open(self) -> None:
         option = self.spec.option
         self._passes = 0
-        path = self.spec.option("lora")
-        self._adapter: AdapterFile | None = None
-        if path is not None:
-            config = read_config(self.model_path)
-            self._adapter = fitting_adapter(str(path), config, self.shape)
+        lora, config = self.spec.option("lora"), read_config(self.model_path)
+        self._adapters: list[AdapterFile | None] = [
+            None if path is None else fitting_adapter(path, config, self.shape)
+            for path in (adapter_paths(lora) if lora is not None else ())
+        ]
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if not self.production and torch.version.cuda is None:
@@ -95,7 +95,10 @@ class VLLMEngine(Engine):
                 f"engine 'vllm': device={self.spec.device}, but this vLLM computes on {here}",
                 "leave `device` out; CUDA_VISIBLE_DEVICES chooses among GPUs",
             )
-        passed = ("max_num_batched_tokens", "max_num_seqs", "block_size")
+        passed = (
+            *("max_num_batched_tokens", "max_num_seqs", "block_size"),
+            *("quantization", "kv_cache_dtype"),
+        )
         try:
             self.llm = LLM(
                 model=str(self.model_path),
@@ -111,7 +114,7 @@ class VLLMEngine(Engine):
                 config_format="hf",
                 load_format="safetensors",
                 **decoder_alone(self.model_path),
-                **lora_settings(self._adapter),
+                **lora_settings(self._adapters),
                 **{k: option(k) for k in passed if option(k) is not None},
                 **self._cache(here),
                 **self._attention(here),
@@ -129,9 +132,9 @@ class VLLMEngine(Engine):
             self._rpc("rlk_start_heartbeat", self.heartbeats, self.spec.info.waits)
         if self.kernels is not None:
             self.kernels.in_model(self, {})
-        if self._adapter is not None:
+        for request in filter(None, lora_requests(self._adapters)):
             # Before the first request, so that the manifest has it.
-            self.llm.llm_engine.add_lora(lora_request(self._adapter))
+            self.llm.llm_engine.add_lora(request)
         self._rpc("rlk_patch", self.spec)
 
     def _refused_by_a_rank(self) -> str:
@@ -156,11 +159,17 @@ class VLLMEngine(Engine):
             processing(1.0) if raw else processing(self._temperature, self._top_p)
         )
 
-    def adapter(self) -> LoraRecord | None:
-        if self._adapter is None:
-            return None
-        rank = self._adapter.settings.rank
-        return self._rpc("rlk_adapter", str(self.spec.option("lora")), self.shape, rank)
+    def adapters(self) -> list[LoraRecord | None]:
+        return [
+            request and self._rpc("rlk_adapter", request, request.lora_path, self.shape)
+            for request in lora_requests(self._adapters)
+        ]
+
+    def products(self) -> dict[str, QuantisedProduct]:
+        return self._rpc("rlk_products", self.shape) if self._ranks == 1 else {}
+
+    def cache(self) -> CacheRecord | None:
+        return self._rpc("rlk_cache")
 
     def code(self) -> dict[str, CodePlace]:
         return self._rpc("rlk_code", self.shape)
@@ -312,8 +321,9 @@ class VLLMEngine(Engine):
         self._passes += 1
         salt = str(self._passes)
         prompts = [{"prompt_token_ids": list(ids), "cache_salt": salt} for ids in sequences]
-        request = None if self._adapter is None else lora_request(self._adapter)
-        requests = self.llm.enqueue(prompts, params, lora_request=request, use_tqdm=False)
+        adapters = lora_requests(self._adapters)
+        mixed = [adapters[i % len(adapters)] for i in range(len(prompts))] if adapters else None
+        requests = self.llm.enqueue(prompts, params, lora_request=mixed, use_tqdm=False)
         counts = self.production and torch.cuda.is_available()
         if counts:
             self._rpc("rlk_count_graphs")

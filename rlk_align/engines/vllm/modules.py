@@ -14,6 +14,7 @@ from rlk_align.engines.vllm.experts import unpacked
 from rlk_align.engines.vllm.taps import VLLMTaps
 from rlk_align.engines.vllm.weights import linear_weight
 from rlk_align.results import CodePlace
+from rlk_align.trace.schema import CacheRecord, QuantisedProduct
 
 _LEAST_CPU_CACHE = 2.5e8
 """The cache of keys, values and states on a CPU, in bytes, for a model whose states have an unknown
@@ -50,6 +51,12 @@ class VLLMModules(VLLMEngine):
 
     def attributes(self) -> dict[str, Any]:
         return {}
+
+    def products(self) -> dict[str, QuantisedProduct]:
+        return {}
+
+    def cache(self) -> CacheRecord | None:
+        return None
 
     def code(self) -> dict[str, CodePlace]:
         return self.on_models(_code)[0]

@@ -16,6 +16,7 @@ from rlk_align.engines.vllm.delta_net import as_computed, convolution_weight
 from rlk_align.engines.vllm.experts import expert_weights
 from rlk_align.engines.vllm.lora import without_adapter
 from rlk_align.engines.vllm.places import vllm_places
+from rlk_align.engines.vllm.quantised import fp8_weights, in_fp8
 from rlk_align.model.shape import ModelShape
 
 
@@ -31,6 +32,9 @@ def vllm_weights(model: Any, shape: ModelShape, ranks: Ranks) -> Iterator[LivePa
     plan: list[Parameter] = []
     convolutions: list[Parameter] = []
     for entry in parameter_plan(model, shape, ranks.world):
+        holder, _, name = entry.name.rpartition(".")
+        if name == "weight" and in_fp8(model.get_submodule(holder)):
+            continue
         of_convolution = any(op.endswith(".conv") for op in entry.layout.ops)
         (convolutions if of_convolution else plan).append(entry)
 
@@ -39,6 +43,7 @@ def vllm_weights(model: Any, shape: ModelShape, ranks: Ranks) -> Iterator[LivePa
 
     for parameter in weights_in_use(plan, model, partial(product_method, model), gather):
         yield as_computed(model, parameter)
+    yield from fp8_weights(model, shape)
     yield from canonical(convolutions, partial(live_parameter, model), gather)
     yield from expert_weights(model, shape, ranks)
 

@@ -38,13 +38,14 @@ from rlk_align.engines.vllm.graphs import GraphCounter
 from rlk_align.engines.vllm.lora import live_adapter
 from rlk_align.engines.vllm.parallel import tensor_parallel
 from rlk_align.engines.vllm.places import of_transformers, sliding_window, vllm_places
+from rlk_align.engines.vllm.quantised import live_cache, live_fp8
 from rlk_align.engines.vllm.taps import VLLMTaps
 from rlk_align.engines.vllm.weights import vllm_weights
 from rlk_align.errors import BadOption
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.model.shape import ModelShape
 from rlk_align.results import CodePlace, GraphReplays
-from rlk_align.trace.schema import LoraRecord
+from rlk_align.trace.schema import CacheRecord, LoraRecord, QuantisedProduct
 from rlk_align.trace.writer import PassWriter
 
 
@@ -116,10 +117,19 @@ class WorkerExtension:
             # Every rank gathers, and rank 0 records.
             return [record_parameter(p) for p in live if ranks.rank == 0]
 
-    def rlk_adapter(self, path: str, shape: ModelShape, rank: int) -> LoraRecord:
+    def rlk_adapter(self, request: Any, path: str, shape: ModelShape) -> LoraRecord:
         model = self.model_runner.get_model()
         dtype = str(self.model_runner.dtype).removeprefix("torch.")
-        return record_adapter(path, live_adapter(model, shape, rank), dtype)
+        slots = self.model_runner.lora_manager._adapter_manager.lora_index_to_id
+        live = live_adapter(model, shape, slots.index(request.lora_int_id), path)
+        return record_adapter(path, live, dtype)
+
+    def rlk_products(self, shape: ModelShape) -> dict[str, QuantisedProduct]:
+        model = self.model_runner.get_model()
+        return {live.parameter: live.product for live in live_fp8(model, shape)}
+
+    def rlk_cache(self) -> CacheRecord | None:
+        return live_cache(self.model_runner.get_model())
 
     def rlk_tap(self, plan: TapPlan) -> None:
         ranks = tensor_parallel()

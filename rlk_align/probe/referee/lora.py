@@ -56,6 +56,11 @@ class AdapterReference:
         except ModelError as error:
             self._file = f"the adapter cannot be read: {error.message}"
 
+    @property
+    def merged_in(self) -> bool:
+        """Whether the adapter is merged into the weights."""
+        return bool(self._record.merged)
+
     def factors(self, site: str) -> Factors | None:
         """The factors that are applied beside a projection; None without any. Raises
         NotRefereed."""

@@ -145,7 +145,8 @@ def _reference(
     try:
         return Reference(
             Path(r.model), r.shape, r.dtype, tp, r.attributes, trace.weights, device, like, orders,
-            _added(r.options) if tp > 1 else frozenset(), CUTS in r.environment, r.adapter,
+            _added(r.options) if tp > 1 else frozenset(), CUTS in r.environment, r.adapters,
+            r.products, r.cache,
         )  # fmt: skip
     except ModelError as error:
         return f"the checkpoint cannot be read: {error.message}"
@@ -313,5 +314,5 @@ class Walk:
     def _rows(self, number: np.ndarray, shift: int) -> RowTokens:
         index = self._index
         # The target of a sequence's last row is never used.
-        columns = (index.position + shift, index.token, np.roll(index.token, -1))
+        columns = (index.position + shift, index.token, np.roll(index.token, -1), index.sample)
         return RowTokens(*(torch.from_numpy(c[number]).to(self._device) for c in columns))

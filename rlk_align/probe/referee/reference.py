@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from rlk_align.model.shape import ModelShape, activation_of, cap_of, is_tied, mu
 from rlk_align.model.sites import Site
 from rlk_align.model.tensors import biased_operators
 from rlk_align.probe.referee import delta_net, formulas
+from rlk_align.probe.referee.activations import E4M3_UNIT, on_grid
 from rlk_align.probe.referee.experts import EXPERT_FORMULAS, ExpertReference
 from rlk_align.probe.referee.exponentials import SumOrder, lost_share, sum_orders
 from rlk_align.probe.referee.lora import AdapterReference, add_update
@@ -31,8 +33,9 @@ from rlk_align.probe.referee.settings import (
 )
 from rlk_align.probe.referee.weights import Checkpoint, CheckpointWeights, NotRefereed
 from rlk_align.results import LiveSetting
+from rlk_align.trace.cached import cached_keys, cached_values, quantised_queries
 from rlk_align.trace.reader import Weight
-from rlk_align.trace.schema import LoraRecord
+from rlk_align.trace.schema import CacheRecord, Grid, LoraRecord, QuantisedProduct
 
 FLOAT32_UNIT = 2.0**-24
 """Half an ulp of 1 in float32, the dtype in which engines add and rotate."""
@@ -60,6 +63,8 @@ class RowTokens:
     """The token of each row, int64 `[N]`."""
     target: torch.Tensor
     """The token after each row, int64 `[N]`."""
+    sample: torch.Tensor
+    """The sample of each row, int64 `[N]`."""
 
 
 class Reference:
@@ -78,16 +83,21 @@ class Reference:
         orders: Sequence[SumOrder] = (),
         added: frozenset[str] = frozenset(),
         cuts: bool = False,
-        adapter: LoraRecord | None = None,
+        adapters: Sequence[LoraRecord | None] = (),
+        products: Mapping[str, QuantisedProduct] = MappingProxyType({}),
+        cache: CacheRecord | None = None,
     ) -> None:
         """`dtype`: the dtype in which the side computes; `tp`: its number of tensor-parallel ranks;
         `attributes`: those of its trace; `live`: the weights of its engine; `like`: the other
         side's reference, whose checkpoint is shared if it is the same; `orders`: the orders in
         which it may add exponentials, by default those of an unknown processor; `added`: operators
         whose outputs its ranks round and add up; `cuts`: whether its own kernels cut numbers off to
-        bfloat16 (`trace.schema.CUTS`); `adapter`: its LoRA adapter. Raises ModelError."""
+        bfloat16 (`trace.schema.CUTS`); `adapters`: its LoRA adapters in turn;
+        `products`: how it multiplies
+        by weights in fp8; `cache`: its quantised keys and values. Raises ModelError."""
         self.shape, self.dtype, self.device, self._model = shape, dtype, device, model
         self._tp, self._attributes, self._added = tp, attributes, added
+        self._products, self._cache = products, cache
         self._orders, self._cuts = orders or sum_orders({}), cuts and dtype == "bfloat16"
         self._config = read_config(model)
         stored_format(model, self._config)
@@ -96,9 +106,11 @@ class Reference:
         else:
             self._checkpoint = like._checkpoint
         self._weights = CheckpointWeights(self._checkpoint, live)
-        self._adapter: AdapterReference | None = None
-        if adapter is not None:
-            self._adapter = AdapterReference(adapter, dtype, self._config, shape, device)
+        self._adapters = [
+            None if record is None else AdapterReference(record, dtype, self._config, shape, device)
+            for record in adapters
+        ]
+        self._merged = next((x for x in self._adapters if x is not None and x.merged_in), None)
         self._biased = biased_operators(self._config, shape)
         self._rotaries = [checkpoint_rotary(model, shape, i) for i in range(shape.layers)]
         shares = tp if "down_proj" in added else 1
@@ -160,7 +172,9 @@ class Reference:
             assert site.layer is not None
             heads = (self.shape.heads, self.shape.at(site.layer).kv_heads)
             window = sliding_window(self._config, self.shape, site.layer)
-            q, k, v = inputs
+            q = quantised_queries(self._cache, site.layer, inputs[0])
+            k = cached_keys(self._cache, site.layer, inputs[1])
+            v = cached_values(self._cache, site.layer, inputs[2])
             scale = attention_scale(self._config, self.shape, rows.position)
             sinks = self._weights.read(site.parameter).double() if site.operator.weight else None
             out, extra, shared = formulas.attention(
@@ -172,7 +186,7 @@ class Reference:
         elif formula == "log_softmax":
             out, extra = self._log_prob(inputs[0], rows)
         elif formula in ("linear", "router"):
-            out, extra = self._scaled(site, *self._product(site, inputs[0]))
+            out, extra = self._scaled(site, *self._product(site, inputs[0], rows))
             cap = cap_of(self._config, self.shape.family.logit_cap)
             if site.op == "logits" and cap is not None:
                 out, extra = self._capped(out, extra, cap)
@@ -261,6 +275,8 @@ class Reference:
         """Returns the exact output to compare with `got`, both `[N, F]`: see `nearest_rounding` and
         `nearest_cut`."""
         formula = site.operator.formula
+        if len(self._grids(site)) > 1:
+            return self._nearest_grid(site, exact, got, inputs[0], 1)
         if self._cuts and formula in CUT_FORMULAS:
             return nearest_cut(exact, got, self.rounded_to(site))
         if formula not in ("linear", "router", "expert_linear") or not self._has_bias(site):
@@ -281,24 +297,57 @@ class Reference:
         """The dtype of the site's outputs."""
         return site.operator.rounded_to or self.dtype
 
-    def _product(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A linear layer, in blocks of features."""
+    def _grids(self, site: Site) -> list[Grid]:
+        """The grids to which the inputs of a product may be rounded; empty for none."""
+        product = self._products.get(site.parameter)
+        return product.grids if product is not None else []
+
+    def _nearest_grid(
+        self, site: Site, exact: torch.Tensor, got: torch.Tensor, x: torch.Tensor, grid: int
+    ) -> torch.Tensor:
+        """For each row the exact output, with its inputs on the first grid or on another, which is
+        closer to `got`."""
+        other, _ = self._base_product(site, x, grid)
+        distances = [(got - each).square().sum(dim=1, keepdim=True) for each in (exact, other)]
+        return other.where(distances[1] < distances[0], exact)
+
+    def _product(
+        self, site: Site, x: torch.Tensor, rows: RowTokens
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A linear layer with the adapter of each row."""
+        out, extra = self._base_product(site, x)
+        for number, adapter in enumerate(self._adapters):
+            factors = adapter.factors(site.name) if adapter is not None else None
+            mine = rows.sample % len(self._adapters) == number
+            if factors is not None and bool(mine.any()):
+                with_update = add_update(x[mine], out[mine], extra[mine], factors, self.dtype)
+                out[mine], extra[mine] = with_update
+        return out, extra
+
+    def _base_product(
+        self, site: Site, x: torch.Tensor, grid: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A linear layer, in blocks of features; `grid`: which of the grids of its inputs."""
         parameter = site.parameter
         bias = self._bias(site) if self._has_bias(site) else None
         tied_to = site.operator.tied_to if is_tied(self._config) else ""
-        if self._adapter is not None and self._adapter.merges(site.name):
-            weight = self._weights.read_merged(parameter, partial(self._adapter.merged, site.name))
+        grids = self._grids(site)
+        if parameter in self._products:
+            weight = self._weights.read_fp8(parameter, self._products[parameter])
+        elif self._merged is not None and self._merged.merges(site.name):
+            weight = self._weights.read_merged(parameter, partial(self._merged.merged, site.name))
         else:
             weight = self._weights.read(tied_to or parameter, used_as=parameter)
+        x, of_x = on_grid(x, grids[grid]) if grids else (x, None)
         out, extra = (x.new_empty(len(x), len(weight)) for _ in range(2))
         step = max(1, WEIGHT_ELEMENTS // weight.shape[1])
         for start in range(0, len(weight), step):
             at = slice(start, start + step)
             some = None if bias is None else bias[at]
-            out[:, at], extra[:, at] = self._sums(site, x, weight[at].double(), some)
-        factors = self._adapter.factors(site.name) if self._adapter is not None else None
-        if factors is not None:
-            return add_update(x, out, extra, factors, self.dtype)
+            part = weight[at].double()
+            out[:, at], extra[:, at] = self._sums(site, x, part, some)
+            if of_x is not None:
+                extra[:, at] += of_x @ part.square().T
         return out, extra
 
     def _residual(
@@ -425,7 +474,10 @@ class Reference:
         query = once if self.shape.family.temperature else 0.0
         # A cap rounds a quotient, its tanh, and the product of that.
         of_score = 5 if cap_of(self._config, self.shape.family.score_cap) else 2
-        return formulas.AttentionRoundings(of_score * once, exponent, once, in_float32, query)
+        # An attention with queries in e4m3 has its probabilities in e4m3, too.
+        narrow = self._cache is not None and self._cache.queries
+        share = E4M3_UNIT**2 if narrow else once
+        return formulas.AttentionRoundings(of_score * once, exponent, share, in_float32, query)
 
     @property
     def _eps(self) -> float:

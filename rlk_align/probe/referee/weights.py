@@ -6,13 +6,15 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from rlk_align.compare.loaded_fp8 import Loaded, as_loaded
 from rlk_align.model.checkpoint import tensor_name
 from rlk_align.model.shape import ModelShape
 from rlk_align.model.sites import model_sites, site_parameters
-from rlk_align.model.stored import stored_tensors
+from rlk_align.model.stored import StoredTensor, stored_tensors
 from rlk_align.model.tensors import expected_tensors
 from rlk_align.trace.digest import digest_parameter
 from rlk_align.trace.reader import Weight
+from rlk_align.trace.schema import QuantisedProduct
 from rlk_align.trace.writer import one_thread
 
 
@@ -32,7 +34,7 @@ class Checkpoint:
         self, model: Path, config: dict, shape: ModelShape, dtype: str, device: torch.device
     ) -> None:
         """Raises ModelError."""
-        self._dtype, self._device = getattr(torch, dtype), device
+        self._dtype, self.device = getattr(torch, dtype), device
         self._stored = stored_tensors(
             model, shape.family.modules, shape.fused_rows, shape.family.stacks
         )
@@ -57,14 +59,14 @@ class Checkpoint:
         rounded, stored = self._values(parameter)
         with one_thread():
             same = digest_parameter(rounded) == digest
-        return rounded if same else stored.to(self._device)
+        return rounded if same else stored.to(self.device)
 
     def _values(self, parameter: str) -> list[torch.Tensor]:
         """The rounded and the stored values."""
         if self._last is None or self._last[0] != parameter:
             stored = self._read(tensor_name(parameter, self._modules))
             dtype = self._dtypes.get(parameter, self._dtype)
-            self._last = (parameter, [stored.to(dtype).to(self._device), stored])
+            self._last = (parameter, [stored.to(dtype).to(self.device), stored])
         return self._last[1]
 
     def holds(self, parameter: str, digest: str) -> bool:
@@ -79,10 +81,24 @@ class Checkpoint:
                 digests.append(digest_parameter(stored))
         return digest in digests
 
-    def _read(self, name: str) -> torch.Tensor:
+    def loaded(self, parameter: str, product: QuantisedProduct) -> Loaded | None:
+        """Returns a parameter as an engine holds it in fp8; None if no known way gives its bits.
+        Raises NotRefereed."""
+        tensors = {name: self._at(tensor_name(name, self._modules)) for name in product.fused}
+        try:
+            return as_loaded(tensors[parameter], list(tensors.values()), product)
+        except (OSError, SafetensorError) as error:
+            raise NotRefereed(f"{tensors[parameter].file} cannot be read: {error}") from error
+
+    def _at(self, name: str) -> StoredTensor:
+        """Where a tensor is. Raises NotRefereed."""
         at = self._stored.get(name)
         if at is None:
             raise NotRefereed(f"the checkpoint has no {name}")
+        return at
+
+    def _read(self, name: str) -> torch.Tensor:
+        at = self._at(name)
         try:
             with safe_open(at.file, framework="pt") as file:
                 tensor = at.read(file)
@@ -129,6 +145,17 @@ class CheckpointWeights:
                 "merged into it"
             )
         return merged
+
+    def read_fp8(self, parameter: str, product: QuantisedProduct) -> torch.Tensor:
+        """Returns a parameter that the engine holds in fp8, float32. Raises NotRefereed."""
+        with one_thread():
+            loaded = self._checkpoint.loaded(parameter, product)
+        if loaded is None:
+            raise OtherWeight(
+                f"the {parameter} in its engine is in fp8, and no known way of quantising the "
+                "checkpoint's gives its bits"
+            )
+        return loaded.whole.to(self._checkpoint.device)
 
     def read_kept(self, parameter: str) -> torch.Tensor:
         """Returns a canonical parameter as the engine keeps it, which some keep in float32. Raises

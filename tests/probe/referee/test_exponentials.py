@@ -41,7 +41,7 @@ def errors(
     shape = read_shape(made)
     reference = Reference(made, shape, "bfloat16", 1, {}, {}, torch.device("cpu"), orders=orders)
     target = torch.arange(len(logits))
-    exact, lost = reference._log_prob(logits.double(), RowTokens(target, target, target))
+    exact, lost = reference._log_prob(logits.double(), RowTokens(target, target, target, target))
     square = (got.double()[:, None] - exact).square()
     unit = rounding_variance(exact, "float32") + lost
     return float((square.sum() / unit.sum()).sqrt()), float((square / unit).max().sqrt())

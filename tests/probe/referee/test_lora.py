@@ -8,7 +8,7 @@ from lora import write_adapter
 from random_model import write_random_model
 
 from rlk_align.engines.common.lora import folded, record_adapter
-from rlk_align.engines.hf.lora import add_adapter, live_adapter
+from rlk_align.engines.hf.lora import add_adapters, live_adapter
 from rlk_align.engines.hf.places import hf_places
 from rlk_align.model.adapter import fitting_adapter
 from rlk_align.model.checkpoint import read_config
@@ -89,7 +89,7 @@ def test_pefts_layers_and_the_adapter_on_disk(tmp_path: Path) -> None:
         read_config(model),
     )
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-    add_adapter(loaded, str(path), in_float32=True)
+    add_adapters(loaded, [str(path)], in_float32=True)
     record = record_adapter(str(path), live_adapter(loaded, hf_places(loaded, shape)), "bfloat16")
     adapter = fitting_adapter(str(path), config, shape)
     assert list(record.modules) == list(adapter.modules)
