@@ -125,8 +125,8 @@ class PassWriter:
         self._positions = PositionCheck(checks.rotary) if measurable and checks.rotary else None
         self._boundaries: BoundaryCheck | None = None
         if checks.heads:
-            heads, kv_heads, sinks, *layer = checks.heads
-            self._boundaries = BoundaryCheck(heads, kv_heads, sinks, *layer, cache=checks.cache)
+            heads, kv_heads, sinks, *sites = checks.heads
+            self._boundaries = BoundaryCheck(heads, kv_heads, sinks, *sites, cache=checks.cache)
         self._part = part
         self._buffers: dict[str, list[Buffered]] = {}
         self._buffered_bytes = 0
