@@ -91,6 +91,8 @@ _WITH_DELTA_NETS: dict[str, Any] = {
         "megatron": "its gated delta net is in a spec of TransformerEngine, and not in the local "
         "one",
         "deepspeed": _NOT_MEASURED,
+        "sglang": "on a CPU its gated delta nets are kernels of sgl_kernel, which has no build for "
+        "CPUs on PyPI, and on a GPU no test has compared them",
     },
 }
 """What gated delta nets add to a family."""

@@ -95,12 +95,6 @@ def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) ->
 def _check_delta_nets(option: ReadOption, shape: ModelShape) -> None:
     """Raises ModelError or BadOption for gated delta nets that vLLM's kernels on CPUs do not
     compute, and where no test has compared them."""
-    if int(option("tp") or 1) > 1:
-        raise BadOption(
-            f"engine 'vllm': tp={option('tp')} does not support model_type {shape.model_type!r}: "
-            "its ranks share the heads of gated delta nets, which no test has compared",
-            "leave tp out",
-        )
     kernels = option("kernels") == "rlk"
     if option("python") is None and not _on_cpu():
         if kernels:

@@ -15,7 +15,6 @@ ONE_RANK = (
     *OF_TRANSFORMERS,
     *("granite", "granitemoe", "exaone4", "olmoe", "gpt_oss"),
     "minimax_m2",
-    *DELTA_NETS,
 )
 """Families that are compared on one rank only."""
 SPARSE = (
