@@ -29,7 +29,7 @@ DECAYS = ((-8.0, -2.0), (-6.0, 1.0), (-1.0, 2.7))
 """Ranges of A_log at first: slow decays, those of trained models, and transformers' own fast ones.
 """
 STEPS = 12
-"""Of training, for about half of the models."""
+"""Of training, for about a quarter of the models: transformers' own code of the rule is slow."""
 PREFIX = 256
 """Tokens whose keys and values in a layer are as large as a state, or larger: vLLM caches a prefix
 of as many."""
@@ -73,7 +73,7 @@ def hybrid(seed: int) -> ModelSpec:
         tied=family != "qwen3_next" and draw.random() < 0.5,
         stored="bfloat16",
         tokenizer=EMBEDDED,
-        steps=STEPS if draw.random() < 0.5 else 0,
+        steps=STEPS if draw.random() < 0.25 else 0,
         seed=seed,
         decays=draw.choice(DECAYS),
         more=more,

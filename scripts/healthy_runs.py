@@ -70,7 +70,7 @@ PROCESSORS = {
 DTYPES = ("bfloat16", "float16", "float32")
 LONGEST = 260
 """Bytes of the longest prompt. A tokenizer of bytes makes a token of each byte."""
-LENGTHS, SHARED = (5, 37, 64, 65, 100, 150, 290, 300, 310), 280
+LENGTHS, SHARED = (5, 37, 65, 150, 290, 300), 280
 """Tokens of the prompts of hybrids: within the first chunk of 64, at its border, and beyond."""
 
 

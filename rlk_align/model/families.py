@@ -88,8 +88,8 @@ _WITH_DELTA_NETS: dict[str, Any] = {
     },
     "biases": {"decay": True},
     "refused": {
-        "megatron": "its gated delta net is in a spec of TransformerEngine, and not in the local "
-        "one",
+        "megatron": "its gated delta net needs TransformerEngine and flash-linear-attention, whose "
+        "kernels are for GPUs, and the norms of its local spec have no 1 + weight",
         "deepspeed": _NOT_MEASURED,
         "sglang": "on a CPU its gated delta nets are kernels of sgl_kernel, which has no build for "
         "CPUs on PyPI, and on a GPU no test has compared them",
