@@ -16,6 +16,8 @@ from family_models import with_vision
 from pair_models import GATED, HYBRID, MODELS
 from random_model import write_random_model
 
+from rlk_align.selftest.faults.catalogue import choose
+
 pytestmark = pytest.mark.whole_matrix
 RUN = Path(__file__).with_name("delta_net_run.py")
 CUT = {"max_num_batched_tokens": 37, "enable_chunked_prefill": True}
@@ -133,6 +135,22 @@ def test_compare_finds_no_bit_where_prompts_are_cut_in_chunks(
     )
     assert_equal(done, 50, sparse=MODELS[name].sparse)
     assert "no operator beyond its budget on either side" in done.out
+
+
+@pytest.mark.parametrize("fault", ["conv-late", "delta-loses-token", "gate-before-norm"])
+def test_a_fault_of_one_of_two_ranks_is_named(cli: Cli, folder: Path, fault: str) -> None:
+    """Ranks share the heads; one has the fault in its own."""
+    require_engine("vllm")
+    done = cli(
+        *("compare", "--model", MODELS["qwen3_next"].stored(folder, "qwen3_next", "bfloat16")),
+        *("--prompts", long_prompts(folder, 1), "--max-new-tokens", 12),
+        *("--rollout", f"vllm:tp=2,kernels=rlk,fault={fault}@rank1", "--train", "hf:kernels=rlk"),
+        *("--run-dir", folder / "rank"),
+    )
+    assert done.code == 1, done.out + done.err
+    site = choose("vllm", fault).fault.site
+    over = done.verdict["divergences"]["prefill_vs_train"]["first_over_budget"]
+    assert (done.first, over["site"], over["side"]) == (site, site, "rollout")
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
