@@ -106,11 +106,7 @@ def cells(models: Sequence[Path], options: argparse.Namespace) -> Iterator[Cell]
                 for rollout, every in pairs.items():
                     asked = options.train or every
                     trains = tuple(t for t in every if t in asked and installed(t))
-                    if (
-                        rollout.partition(":")[0] in options.rollout
-                        and installed(rollout)
-                        and trains
-                    ):
+                    if matches(rollout, options.rollout) and installed(rollout) and trains:
                         yield Cell(
                             model=model,
                             prompts=prompts,
@@ -119,6 +115,10 @@ def cells(models: Sequence[Path], options: argparse.Namespace) -> Iterator[Cell]
                             rollout=rollout,
                             trains=trains,
                         )
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
 def installed(spec: str) -> bool:
@@ -265,7 +265,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, required=True, help="a folder of models")
     parser.add_argument("--only", nargs="+", default=["*"], help="patterns of names")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rollout", nargs="+", default=list(PAIRS), choices=PAIRS)
+    parser.add_argument("--rollout", nargs="+", default=["*"], help="patterns of specs")
     parser.add_argument("--train", nargs="+", help="default: all of the model's pairs")
     parser.add_argument("--dtypes", nargs="+", default=DTYPES)
     parser.add_argument("--processors", nargs="+", default=list(PROCESSORS), choices=PROCESSORS)
@@ -284,12 +284,14 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    models = [
-        p.parent
-        for p in sorted(options.models.glob("*/made.json"))
-        if any(fnmatch.fnmatch(p.parent.name, x) for x in options.only)
+    # All of them, because a model's number decides the level of the processor.
+    models = [p.parent for p in sorted(options.models.glob("*/made.json"))]
+    todo = [
+        cell
+        for cell in cells(models, options)
+        if matches(cell.model.name, options.only)
+        and any(missing(cell, t, options) for t in cell.trains)
     ]
-    todo = [c for c in cells(models, options) if any(missing(c, t, options) for t in c.trains)]
     options.deadline = time.monotonic() + 60 * options.minutes
     run_all(todo, options)
 

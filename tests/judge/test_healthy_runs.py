@@ -41,7 +41,7 @@ def test_each_dtype_meets_each_level_of_the_processor(tmp_path: Path) -> None:
 
 def test_a_hybrid_has_pairs_and_prompts_of_its_own(tmp_path: Path) -> None:
     hybrid = Path(__file__).parents[2] / "fixtures/hybrid"
-    made = list(cells([hybrid], options(tmp_path, dtypes=["bfloat16"], rollout=["hf", "vllm"])))
+    made = list(cells([hybrid], options(tmp_path, dtypes=["bfloat16"], rollout=["*"])))
     assert {c.rollout: c.trains for c in made} == HYBRID_PAIRS
     prompts = load_prompts(made[0].prompts)
     assert tuple(len(p.ids or ()) for p in prompts) == LENGTHS
