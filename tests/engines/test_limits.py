@@ -246,6 +246,18 @@ def test_vllm_takes_heads_of_v_as_wide_as_those_of_k_without_the_kernels(
     assert refused.value.fix == "add kernels=rlk, or compare with --rollout hf"
 
 
+def test_vllm_takes_a_hybrid_without_the_experts_of_its_family_with_the_kernels_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "_on_cpu", lambda: True)
+    dense = {"model_type": "qwen3_next"}
+    check("vllm:kernels=rlk", HYBRID, dense)
+    check("vllm", HYBRID, dense | {"experts": 8, "sparse_layers": (1,)})
+    with pytest.raises(ModelError, match="a qwen3_next without sparse layers") as refused:
+        check("vllm", HYBRID, dense)
+    assert refused.value.fix == "add kernels=rlk, or compare with --rollout hf"
+
+
 def test_vllms_ranks_share_heads_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "_on_cpu", lambda: True)
     for kernels in ("rlk", "off"):

@@ -104,6 +104,12 @@ def _check_delta_nets(option: ReadOption, shape: ModelShape) -> None:
             "compute in other steps, which no test has compared",
             "add kernels=rlk, or compare with --rollout hf",
         )
+    if shape.family.experts and not shape.sparse_layers and not kernels:
+        raise ModelError(
+            f"engine 'vllm' does not support a {shape.model_type} without sparse layers: its class "
+            "looks for experts, and raises",
+            "add kernels=rlk, or compare with --rollout hf",
+        )
     widths = {"linear_key_head_dim": shape.delta_key_width}
     widths["linear_value_head_dim"] = shape.delta_width
     stated = option("dtype")
