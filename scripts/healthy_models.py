@@ -19,11 +19,12 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -61,7 +62,7 @@ class ModelSpec:
 
     name: str
     family: str
-    """llama, qwen2 or qwen3."""
+    """Its model_type."""
     hidden: int
     layers: int
     heads: int
@@ -77,6 +78,10 @@ class ModelSpec:
     steps: int
     """0 is a random model."""
     seed: int = 0
+    decays: tuple[float, float] | None = None
+    """The range of A_log at first, in a model with gated delta nets."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings of its config.json."""
 
     @property
     def step_tokens(self) -> int:
@@ -200,6 +205,7 @@ def make_config(spec: ModelSpec, tokenizer: PreTrainedTokenizerFast) -> AutoConf
         bos_token_id=None,
         dtype=spec.stored,
         **head,
+        **spec.more,
     )
 
 
@@ -244,9 +250,12 @@ def train(
     device = model.device
     optimizer = make_optimizer(model)
     id_BT, last = next(stream), torch.zeros((), device=device)
-    # With a mask of ours transformers computes none, which would copy values from the device: a
-    # CUDA graph must not do that.
-    mask = torch.ones(ROW_LENGTH, ROW_LENGTH, dtype=torch.bool, device=device).tril()[None, None]
+    mask = None
+    if graphs:
+        # With a mask of ours transformers computes none, which would copy values from the device: a
+        # CUDA graph must not do that.
+        mask = torch.ones(ROW_LENGTH, ROW_LENGTH, dtype=torch.bool, device=device).tril()
+        mask = mask[None, None]
 
     def step() -> None:
         logits_BTV = model(input_ids=id_BT, attention_mask=mask, use_cache=False).logits
@@ -309,6 +318,10 @@ def make(spec: ModelSpec, out: Path, device: str, graphs: bool) -> dict[str, obj
     config = make_config(spec, tokenizer)
     with torch.device(device if spec.steps else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=spec.trained_in)
+    if spec.decays:
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                torch.nn.init.uniform_(parameter, *spec.decays)
     model.to(device)
     loss = train(model, spec, batches(spec, device), graphs) if spec.steps else None
     figures = measured(model.eval(), tokenizer)

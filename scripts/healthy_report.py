@@ -25,7 +25,7 @@ from rlk_align.judge.budgets import bounds_of, budget_of
 from rlk_align.judge.contract import STATISTICS, Contract
 from rlk_align.judge.load import BY_DTYPE, open_contract
 from rlk_align.judge.verdict import judge
-from rlk_align.results import Comparison, Controls
+from rlk_align.results import Comparison, Controls, EdgeResult
 from rlk_align.trace.run import Run
 
 EDGE = "decode_vs_train"
@@ -86,6 +86,10 @@ def measured_again(run: Run) -> Comparison:
     return comparison.model_copy(update={"edges": edges})
 
 
+def edge_of(run: Run, name: str) -> EdgeResult:
+    return next(edge for edge in run.comparison.edges if edge.name == name)
+
+
 def figures(run: Run) -> Record:
     """Sums over the sampled tokens, which can be added up over a group of runs."""
     first, second, _ = logprobs(run, EDGE)
@@ -95,6 +99,7 @@ def figures(run: Run) -> Record:
         "sum_abs_dlogp": float(np.abs(shift).sum()),
         "sum_1_minus_p": float(-np.expm1(first).sum()),
         "max_abs_dlogp": float(np.abs(shift).max(initial=0.0)),
+        "cached_rows": edge_of(run, EDGE).cached_rows,
         "sum_ratio_minus_1": float(np.expm1(shift).sum()),
         "sum_k3": float((np.expm1(shift) - shift).sum()),
     }
@@ -146,6 +151,31 @@ def verdict_of(comparison: Comparison, contract: Contract) -> Record:
         "alike": beyond["alike"],
         "doubts": verdict.doubts,
     }
+
+
+def short(run: Record) -> Record:
+    """The record of one run for `reports/`."""
+    tokens = run["tokens"]
+    return {
+        **{axis: run[axis] for axis in ("model", "dtype", "processor", "pair", "tokens")},
+        "cached_rows": run["cached_rows"],
+        "c": ratio(run["sum_abs_dlogp"], run["sum_1_minus_p"]),
+        "mean": ratio(run["sum_abs_dlogp"], tokens),
+        "max": run["max_abs_dlogp"],
+        "bias": ratio(run["sum_ratio_minus_1"], tokens),
+        "k3": ratio(run["sum_k3"], tokens),
+        "share": {k.removeprefix("rounding-"): x["share"] for k, x in run["shares"].items()},
+        "status": run["status"],
+        "alarms": [f"{b['limit']} {b['site'] or b['edge']}" for b in run["breaches"]],
+        "precheck": run["precheck"],
+    }
+
+
+def rounded(record: Record) -> str:
+    """A record as JSON, whose numbers have six digits."""
+    return json.dumps(
+        json.loads(json.dumps(record), parse_float=lambda x: float(f"{float(x):.6g}"))
+    )
 
 
 def table(runs: Sequence[Record], by: Sequence[str]) -> Iterator[str]:
@@ -263,6 +293,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--contracts", nargs="+", default=[], metavar="BUILT-IN=FILE")
     parser.add_argument("--by", nargs="+", default=TABLES, help="axes, joined by commas")
+    parser.add_argument("--short", type=Path, help="a file with a line of JSON for each run")
     parser.add_argument("--workers", type=int, default=1)
     options = parser.parse_args()
     other = dict(text.split("=", 1) for text in options.contracts)
@@ -277,6 +308,8 @@ def main() -> None:
     lines += [*alarms(runs), *skips(options.runs)]
     options.out.write_text("\n".join(lines))
     options.out.with_suffix(".json").write_text(json.dumps(runs, indent=1) + "\n")
+    if options.short:
+        options.short.write_text("[\n" + ",\n".join(rounded(short(r)) for r in runs) + "\n]\n")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ has used a GPU cannot be forked; `--cold` starts each engine in a new process.
 
 import argparse
 import fnmatch
+import itertools
 import json
 import os
 import shutil
@@ -23,7 +24,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -35,12 +36,14 @@ sys.path.insert(0, str(ROOT / "tests/support"))
 import torch  # noqa: E402
 import warm  # noqa: E402
 from calibration_runs import keep, pair_name, sample, score  # noqa: E402
+from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 from rlk_align.capture import supervise  # noqa: E402
 from rlk_align.data import data_path  # noqa: E402
 from rlk_align.engines.registry import engine_info  # noqa: E402
 from rlk_align.errors import EngineFailed, RlkError  # noqa: E402
-from rlk_align.model.prompts import load_prompts, save_prompts  # noqa: E402
+from rlk_align.model.prompts import Prompt, load_prompts, save_prompts  # noqa: E402
+from rlk_align.model.shape import read_shape  # noqa: E402
 from rlk_align.progress import silent  # noqa: E402
 from rlk_align.trace.run import Run  # noqa: E402
 
@@ -49,6 +52,14 @@ PAIRS = {
     "vllm": ("hf", "megatron"),
 }
 """Rollout engine -> training engines."""
+HYBRID_PAIRS = {
+    "hf": ("hf:attn=eager", "hf:batch=4,padding=left", "fsdp:dp=2"),
+    "vllm": ("hf", "fsdp:dp=2"),
+    "vllm:max_num_batched_tokens=37,max_num_seqs=3": ("hf:batch=4,padding=left",),
+    "vllm:enable_prefix_caching=1,max_num_seqs=1": ("hf", "fsdp:dp=2"),
+}
+"""The same for models with gated delta nets, whose prefills are cut at odd lengths, or go on from a
+cached prefix."""
 PROCESSORS = {
     "scalar": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
@@ -59,6 +70,8 @@ PROCESSORS = {
 DTYPES = ("bfloat16", "float16", "float32")
 LONGEST = 260
 """Bytes of the longest prompt. A tokenizer of bytes makes a token of each byte."""
+LENGTHS, SHARED = (5, 37, 65, 150, 290, 300), 280
+"""Tokens of the prompts of hybrids: within the first chunk of 64, at its border, and beyond."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +79,7 @@ class Cell:
     """The runs of one model whose samples are the same."""
 
     model: Path
+    prompts: Path
     dtype: str
     processor: str
     rollout: str
@@ -81,20 +95,30 @@ def cells(models: Sequence[Path], options: argparse.Namespace) -> Iterator[Cell]
     `--all-processors`, each cell has every level."""
     levels = options.processors
     for number, model in enumerate(models):
+        hybrid = read_shape(model).family.hybrid
+        pairs = HYBRID_PAIRS if hybrid else PAIRS
+        prompts = (write_long_prompts if hybrid else write_prompts)(
+            options.out, options.prompt_count
+        )
         for k, dtype in enumerate(options.dtypes):
             used = levels if options.all_processors else [levels[(number + k) % len(levels)]]
             for processor in used:
-                for rollout in options.rollout:
-                    asked = options.train or PAIRS[rollout]
-                    trains = tuple(t for t in PAIRS[rollout] if t in asked and installed(t))
-                    if installed(rollout) and trains:
+                for rollout, every in pairs.items():
+                    asked = options.train or every
+                    trains = tuple(t for t in every if t in asked and installed(t))
+                    if matches(rollout, options.rollout) and installed(rollout) and trains:
                         yield Cell(
                             model=model,
+                            prompts=prompts,
                             dtype=dtype,
                             processor=processor,
                             rollout=rollout,
                             trains=trains,
                         )
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
 def installed(spec: str) -> bool:
@@ -121,7 +145,7 @@ def run_cell(cell: Cell, servers: Mapping[str, str], options: argparse.Namespace
     torch.set_num_threads(1)
     trains = [t for t in cell.trains if missing(cell, t, options)]
     work = Run(cell.folder(options.out, "").with_name(f"captures-{cell.rollout}"))
-    settings = argparse.Namespace(**vars(options) | {"model": cell.model, "dtype": cell.dtype})
+    settings = argparse.Namespace(**vars(options) | asdict(cell))
     skipped = 0
     with engines_started(cell.processor, servers):
         try:
@@ -218,13 +242,31 @@ def write_prompts(out: Path, count: int) -> Path:
     return path
 
 
+def write_long_prompts(out: Path, count: int) -> Path:
+    """`count` texts of LENGTHS tokens by the embedded tokenizer, of which the long ones begin with
+    the same SHARED tokens."""
+    path = out / f"long-prompts-{count}.jsonl"
+    if not path.exists():
+        every = [p.text or "" for p in load_prompts(data_path("prompts.jsonl"))]
+        encode = PreTrainedTokenizerFast.from_pretrained(data_path("model")).encode
+        start = encode(" ".join(every))[:SHARED]
+        prompts = []
+        for n, length in zip(range(count), itertools.cycle(LENGTHS), strict=False):
+            ids = encode(" ".join(every[n:]))
+            ids = ids[:length] if length <= SHARED else start + ids[: length - SHARED]
+            prompts.append(Prompt(f"{n}-{length}", None, tuple(ids)))
+        out.mkdir(parents=True, exist_ok=True)
+        save_prompts(prompts, path)
+    return path
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", type=Path, required=True, help="a folder of models")
     parser.add_argument("--only", nargs="+", default=["*"], help="patterns of names")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rollout", nargs="+", default=list(PAIRS), choices=PAIRS)
-    parser.add_argument("--train", nargs="+", help="default: all of PAIRS")
+    parser.add_argument("--rollout", nargs="+", default=["*"], help="patterns of specs")
+    parser.add_argument("--train", nargs="+", help="default: all of the model's pairs")
     parser.add_argument("--dtypes", nargs="+", default=DTYPES)
     parser.add_argument("--processors", nargs="+", default=list(PROCESSORS), choices=PROCESSORS)
     parser.add_argument("--all-processors", action="store_true", help="each with each dtype")
@@ -241,14 +283,15 @@ def main() -> None:
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
-    options.prompts = write_prompts(options.out, options.prompt_count)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    models = [
-        p.parent
-        for p in sorted(options.models.glob("*/made.json"))
-        if any(fnmatch.fnmatch(p.parent.name, x) for x in options.only)
+    # All of them, because a model's number decides the level of the processor.
+    models = [p.parent for p in sorted(options.models.glob("*/made.json"))]
+    todo = [
+        cell
+        for cell in cells(models, options)
+        if matches(cell.model.name, options.only)
+        and any(missing(cell, t, options) for t in cell.trains)
     ]
-    todo = [c for c in cells(models, options) if any(missing(c, t, options) for t in c.trains)]
     options.deadline = time.monotonic() + 60 * options.minutes
     run_all(todo, options)
 

@@ -101,11 +101,12 @@ _WITH_DELTA_NETS: dict[str, Any] = {
         **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 256},
     },
     "biases": {"decay": True},
-    "vllm_on_one_rank": "its ranks share the heads of gated delta nets",
     "refused": {
-        "megatron": "its gated delta net is in a spec of TransformerEngine, and not in the local "
-        "one",
+        "megatron": "its gated delta net needs TransformerEngine and flash-linear-attention, whose "
+        "kernels are for GPUs, and the norms of its local spec have no 1 + weight",
         "deepspeed": _NOT_MEASURED,
+        "sglang": "on a CPU its gated delta nets are kernels of sgl_kernel, which has no build for "
+        "CPUs on PyPI, and on a GPU no test has compared them",
     },
 }
 """What gated delta nets add to a family."""

@@ -165,6 +165,7 @@ class Family:
                 {
                     "kernels": "compare with kernels=off",
                     "vllm": "compare with --rollout hf",
+                    "sglang": "compare with --rollout vllm or --rollout hf",
                 }.get(engine, "compare with --train hf"),
             )
 

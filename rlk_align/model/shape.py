@@ -122,7 +122,7 @@ class ModelShape:
             for op in ops:
                 yield FusedRows(op, 0, self.size(OPERATORS[op].features))
             return
-        keys, values = self.delta_key_heads * self.delta_key_width, self.size("delta_values")
+        keys, _, values = self.delta_parts
         # The first row of each part of an operator, and the number of rows for a head of keys.
         parts = {
             "qkv_in": ((0, keys), (keys, keys), (2 * keys, values)),
@@ -145,6 +145,12 @@ class ModelShape:
         records = (OPERATORS[name] for name in names)
         same = (o for o in records if (o.site, o.formula) == (op, usual.formula))
         return next(same, usual)
+
+    @property
+    def delta_parts(self) -> tuple[int, int, int]:
+        """The features of q, k and v in a gated delta net."""
+        keys = self.delta_key_heads * self.delta_key_width
+        return keys, keys, self.delta_heads * self.delta_width
 
     @property
     def first_attention(self) -> int:
@@ -185,8 +191,7 @@ class ModelShape:
         if size == "delta_values":
             return self.delta_heads * self.delta_width
         if size == "delta_inputs":
-            keys = 2 * self.delta_key_heads * self.delta_key_width
-            return keys + self.delta_heads * self.delta_width
+            return sum(self.delta_parts)
         if size in ("expert_slots", "hidden_slots"):
             return self.top_k * (
                 self.hidden if size == "hidden_slots" else self.expert_intermediate

@@ -26,8 +26,8 @@ def verdict_of(rollout: Trace, train: Trace, edge: EdgeName, progress: Progress)
 
 
 def alarms(verdict: Verdict) -> list[str]:
-    """Returns what a verdict blames: mismatches, and operators over their budgets."""
-    blamed = [f"{m.kind} {m.name}" for m in verdict.comparison.mismatches]
+    """Returns what a verdict blames: mismatches that stop it, and operators over their budgets."""
+    blamed = [f"{m.kind} {m.name}" for m in verdict.comparison.mismatches if m.stops]
     for edge in verdict.comparison.edges:
         blamed += [f"{o.unit.site} of {o.side}" for o in over_budget(verdict, edge)]
     return blamed
@@ -82,7 +82,8 @@ class _Finding:
 
 
 def _finding(verdict: Verdict, fault: Fault, side: SideName) -> _Finding:
-    mismatches = verdict.comparison.mismatches
+    every = verdict.comparison.mismatches
+    mismatches = [m for m in every if m.stops or m.name == fault.mismatch]
     if mismatches:
         named = [m for m in mismatches if m.name == fault.mismatch]
         others = [m.name for m in mismatches if m.kind != mismatches[0].kind]

@@ -175,7 +175,13 @@ class _SelfTest:
                     clean = self._scored(case.beside(other), fault)
                 yield detection(case, faulty, clean, pair, side, planted, _quiet)
                 if fault.decode:
-                    shutil.rmtree(clean.folder)
+                    self._discard(clean)
+
+    def _discard(self, trace: Trace) -> None:
+        """Deletes a capture, unless it is a clean one that others are compared with: a fault of
+        decode that changes no sampled token has the clean scores of the same tokens."""
+        if trace.folder not in {clean.folder for clean in self._clean.values()}:
+            shutil.rmtree(trace.folder)
 
     def _planted(self, case: Case, faulty: Trace) -> str | None:
         """The site at which the faulty engine first differs from the clean one. If the engine

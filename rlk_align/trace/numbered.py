@@ -56,11 +56,14 @@ def number_rows(rows: SiteRows, index: RowIndex) -> NumberedRows:
     return NumberedRows(rows, number[first], first, int(conflicts.sum()), int((number < 0).sum()))
 
 
-def with_cached(numbered: NumberedRows, tokens: Mapping[int, int], index: RowIndex) -> NumberedRows:
+def with_cached(
+    numbered: NumberedRows, tokens: Mapping[int, int], index: RowIndex, ahead: bool = False
+) -> NumberedRows:
     """Adds the rows that a pass took from its cache. `tokens`: sample -> the number of its first
     tokens that the engine took from there.
 
-    Such a row is that of another sample with the same tokens so far. If several samples computed
+    Such a row is that of another sample with the same tokens so far, or also with the same next
+    one where the row speaks of it (`ahead`). If several samples computed
     it with different bits, it is unknown which of them was cached. Logits of a prompt's last token
     are never cached.
     """
@@ -71,13 +74,15 @@ def with_cached(numbered: NumberedRows, tokens: Mapping[int, int], index: RowInd
         start = index.offsets[sample]
         of_cache[start : start + min(count, most)] = True
     cached = np.flatnonzero(of_cache & lacks)
+    # The last token of a sample has no next one, and no row that speaks of it.
+    of_row = np.roll(index.prefixes, -1) if ahead else index.prefixes
     prefixes, first, group = np.unique(
-        index.prefixes[numbered.number], return_index=True, return_inverse=True
+        of_row[numbered.number], return_index=True, return_inverse=True
     )
     digest = numbered.rows.digest[numbered.at]
     equal = (digest == digest[first[group]]).all(axis=1)
     ambiguous = prefixes[np.unique(group[~equal])]
-    wanted = index.prefixes[cached]
+    wanted = of_row[cached]
     known = np.isin(wanted, prefixes) & ~np.isin(wanted, ambiguous)
     at = numbered.at[first[np.searchsorted(prefixes, wanted[known])]]
     number = np.concatenate([numbered.number, cached[known]])
@@ -97,7 +102,7 @@ def read_rows(reader: PassReader, site: str, index: RowIndex) -> NumberedRows | 
         if copy is not None:
             numbered.copies[rank] = number_rows(copy, index)
     cached = reader.record.cached
-    return with_cached(numbered, cached, index) if cached else numbered
+    return with_cached(numbered, cached, index, site == "logprob") if cached else numbered
 
 
 def read_ahead(

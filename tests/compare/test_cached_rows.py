@@ -22,7 +22,8 @@ from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.model.sites import RowIndex
 from rlk_align.report.verdict import verdict_document
 from rlk_align.report.verdict_json import verdict_json
-from rlk_align.trace.numbered import read_rows
+from rlk_align.trace.numbered import number_rows, read_rows, with_cached
+from rlk_align.trace.reader import SiteRows
 
 BATCH = TokenBatch(
     (
@@ -174,3 +175,24 @@ def test_rows_have_one_number_for_each_beginning() -> None:
     assert [number[2, p] == number[0, p] for p in range(6)] == [True] * 2 + [False] * 4
     # Token 3 at position 2 of a, and after another beginning in c.
     assert number[2, 3] != number[0, 2]
+
+
+def test_a_log_prob_is_that_of_another_sample_only_if_it_speaks_of_the_same_token() -> None:
+    """Sample d ends, and samples another token, where those of e and f go on in their prompts."""
+    batch = TokenBatch(
+        (Sample("d", (1, 2), (9, 9)), Sample("e", (1, 2, 3), (9,)), Sample("f", (1, 2, 9), (4,)))
+    )
+    index = RowIndex(batch)
+    rows = SiteRows(
+        sample=np.array([0, 0]),
+        position=np.array([1, 2]),
+        digest=np.arange(4).reshape(2, 2),
+        **dict.fromkeys(("absmax", "norm", "nonfinite", "shard", "index"), np.zeros(2)),
+    )
+    numbered = number_rows(rows, index)
+    taken = {1: 2, 2: 2}
+    here = {name: index.rows(np.array([i]), np.array([1]))[0] for name, i in (("e", 1), ("f", 2))}
+    for ahead, known in ((False, ["e", "f"]), (True, ["f"])):
+        found = with_cached(numbered, taken, index, ahead)
+        assert [name for name, row in here.items() if row in found.number] == known
+        assert set(here.values()) <= set(found.cached)

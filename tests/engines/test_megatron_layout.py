@@ -1,10 +1,19 @@
 """Layouts, compared with tensors that are fused and cut by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from rlk_kernels.numerics.lse_tree import tree
 
-from rlk_align.engines.common.layout import Layout, even, fused, kv_heads
+from rlk_align.engines.common.layout import (
+    Layout,
+    even,
+    fused,
+    kv_heads,
+    of_fused,
+    of_outputs,
+)
 from rlk_align.engines.megatron.layout import LEAF, grouped_qkv, padded_vocab, vocabulary
 from rlk_align.model.shape import ModelShape
 
@@ -50,6 +59,29 @@ def test_grouped_qkv_comes_apart_whole(heads: int, kv: int, tp: int) -> None:
     assert len(local) == tp
     for op in QKV:
         assert torch.equal(layout.assemble(op, local, 0), parts[op])
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_gated_delta_net_comes_apart_whole(family: str, tp: int) -> None:
+    """Ranks share the heads: of q, k and v one after another, or of all by heads of keys."""
+    s = replace(
+        shape(),
+        model_type=family,
+        **{"delta_key_heads": 2, "delta_heads": 4, "delta_key_width": 3, "delta_width": 5},
+    )
+    rows = torch.arange(12 + 20 + 20).float()
+    q, k, v, z = rows.split([6, 6, 20, 20])
+    if s.family.by_key_head:
+        by_head = [x.view(2, -1) for x in (q, k, v, z)]
+        layout = of_fused("l", "linear_attn.in_proj_qkvz", s, tp)
+        local = torch.cat(by_head, 1).view(tp, -1)
+    else:
+        layout = of_outputs(("layers.0.qkv_in", "layers.0.z"), s, tp) or Layout(())
+        local = torch.cat([x.view(tp, -1) for x in (q, k, v, z)], 1)
+    mixed, gate = (layout.assemble(op, [*local], 0) for op in layout.ops)
+    assert torch.equal(mixed, torch.cat([q, k, v]))
+    assert torch.equal(gate, z)
 
 
 def test_a_wrong_order_of_ranks_is_no_whole() -> None:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from bit_equal import assert_equal
-from command import Cli, Outcome, capture_of, require_engine
+from command import Cli, require_engine
 from family_models import with_vision
-from pair_models import GATED, HYBRID, MODELS
-from random_model import write_random_model
+from hybrids import behind_a_cached_prefix, cached_tokens, long_prompts
+from pair_models import MODELS
+
+from rlk_align.selftest.faults.catalogue import choose
 
 pytestmark = pytest.mark.whole_matrix
 RUN = Path(__file__).with_name("delta_net_run.py")
@@ -94,22 +96,6 @@ def test_a_token_has_the_same_bits_in_every_pass_and_in_transformers(tmp_path: P
     assert differing(expected, off["scored"]) > 0
 
 
-LENGTHS = (5, 37, 64, 65, 100, 150)
-"""Of prompts: within the first chunk, at its border, and in the third one."""
-
-
-def long_prompts(folder: Path, each: int) -> Path:
-    """Prompts of each of `LENGTHS`, by ids."""
-    rows = [
-        {"id": f"{length}-{n}", "ids": [1 + (7 * n + 31 * i) % 1000 for i in range(length)]}
-        for length in LENGTHS
-        for n in range(each)
-    ]
-    path = folder / f"long-{each}.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 @pytest.mark.parametrize(
     ("name", "train", "dtype"),
     [
@@ -133,6 +119,22 @@ def test_compare_finds_no_bit_where_prompts_are_cut_in_chunks(
     )
     assert_equal(done, 50, sparse=MODELS[name].sparse)
     assert "no operator beyond its budget on either side" in done.out
+
+
+@pytest.mark.parametrize("fault", ["conv-late", "delta-loses-token", "gate-before-norm"])
+def test_a_fault_of_one_of_two_ranks_is_named(cli: Cli, folder: Path, fault: str) -> None:
+    """Ranks share the heads; one has the fault in its own."""
+    require_engine("vllm")
+    done = cli(
+        *("compare", "--model", MODELS["qwen3_next"].stored(folder, "qwen3_next", "bfloat16")),
+        *("--prompts", long_prompts(folder, 1), "--max-new-tokens", 12),
+        *("--rollout", f"vllm:tp=2,kernels=rlk,fault={fault}@rank1", "--train", "hf:kernels=rlk"),
+        *("--run-dir", folder / "rank"),
+    )
+    assert done.code == 1, done.out + done.err
+    site = choose("vllm", fault).fault.site
+    over = done.verdict["divergences"]["prefill_vs_train"]["first_over_budget"]
+    assert (done.first, over["site"], over["side"]) == (site, site, "rollout")
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
@@ -161,39 +163,6 @@ def test_the_decoder_of_a_checkpoint_that_sees_images_has_the_kernels_too(
         *("--run-dir", folder / "images"),
     )
     assert_equal(done, 50, sparse=False)
-
-
-SMALL_BLOCKS = {"head_dim": 128, "num_key_value_heads": 4}
-"""Keys and values so large that a block of vLLM's cache, which is as large as a state, has few
-tokens."""
-CACHED_FAMILIES = {
-    "qwen3_5_text": HYBRID | SMALL_BLOCKS,
-    "qwen3_next": HYBRID | GATED | SMALL_BLOCKS,
-}
-
-
-def behind_a_cached_prefix(
-    cli: Cli, folder: Path, family: str, rollout: str, train: str, *more: str
-) -> Outcome:
-    """Four prompts of up to 180 tokens, which begin with the same 164 ones."""
-    require_engine("vllm")
-    model = folder / f"cached-{family}"
-    if not model.exists():
-        settings = CACHED_FAMILIES[family]
-        write_random_model(model, True, model_type=family, dtype="bfloat16", **settings)
-    rows = [[1 + (31 * i + (i >= 170 - 2 * n) * n) % 1000 for i in range(180)] for n in range(4)]
-    prompts = folder / "cached.jsonl"
-    lines = (json.dumps({"id": str(n), "ids": ids}) + "\n" for n, ids in enumerate(rows))
-    prompts.write_text("".join(lines))
-    return cli(
-        *("compare", "--model", model, "--prompts", prompts, "--max-new-tokens", 16),
-        *("--rollout", f"vllm:enable_prefix_caching=1,{rollout}", "--train", train),
-        *("--run-dir", folder / "cached", "--fresh", *more),
-    )
-
-
-def cached_tokens(folder: Path) -> dict[int, int]:
-    return capture_of(folder / "cached", "rollout").read_pass("decode").record.cached
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A gated delta net in vLLM as CUDA graphs need it: what a graph reads of a batch stays at one
 address, and its compiler splits a graph at the operator that reads the batch."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 pytest.importorskip("vllm")
 
 from rlk_kernels.integrations import profile
+from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.vllm.delta_net import (
     RlkMetadataBuilder,
     RlkQwenGatedDeltaNetAttention,
@@ -40,10 +42,15 @@ def config() -> VllmConfig:
 
 def builder_of(config: VllmConfig) -> RlkMetadataBuilder:
     model = config.model_config
-    spec = MambaSpec(
-        block_size=256, shapes=state_shapes(model.hf_text_config), dtypes=state_dtypes(model.dtype)
-    )
+    spec = MambaSpec(block_size=256, shapes=state_shapes(TEXT, 1), dtypes=state_dtypes(model.dtype))
     return RlkMetadataBuilder(spec, [LAYER], config, torch.device("cpu"))
+
+
+def test_ranks_share_the_heads_of_a_slot() -> None:
+    whole, half = state_shapes(TEXT, 1), state_shapes(TEXT, 2)
+    assert [math.prod(shape) for shape in half] == [math.prod(shape) // 2 for shape in whole]
+    with pytest.raises(NotSupported, match="linear_num_key_heads=2, which 4 ranks do not divide"):
+        state_shapes(TEXT, 4)
 
 
 def batch(new: list[int], before: list[int], slots: list[int], rows: int) -> Any:
@@ -90,6 +97,7 @@ class Layer(RlkQwenGatedDeltaNetAttention):
         self.head_k_dim, self.head_v_dim = text.linear_key_head_dim, text.linear_value_head_dim
         self.conv_dim, self.value_dim = cache[0].shape[-1], self.num_v_heads * self.head_v_dim
         self.gqa_interleaved_layout, self.prefix, self.kv_cache = False, LAYER, cache
+        self.tp_size = 1
         dtype = config.model_config.dtype
         self.conv1d = torch.nn.Conv1d(self.conv_dim, self.conv_dim, 4, groups=self.conv_dim)
         self.conv1d.weight.data = torch.randn(self.conv_dim, 1, 4, generator=made).to(dtype)
@@ -110,7 +118,7 @@ class Layer(RlkQwenGatedDeltaNetAttention):
 
 def cache_of(config: VllmConfig) -> tuple[Tensor, ...]:
     model, made = config.model_config, torch.Generator().manual_seed(1)
-    shapes, dtypes = state_shapes(model.hf_text_config), state_dtypes(model.dtype)
+    shapes, dtypes = state_shapes(TEXT, 1), state_dtypes(model.dtype)
     return tuple(
         torch.randn(SLOTS, *shape, generator=made).to(dtype).mul(0.1)
         for shape, dtype in zip(shapes, dtypes, strict=True)

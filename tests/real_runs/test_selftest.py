@@ -420,6 +420,18 @@ def test_what_is_over_budget_is_held_against_what_was_planted(
     assert (finding.outcome, len(finding.others)) == (seen, others)
 
 
+def test_a_difference_that_stops_nothing_hides_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, "over_budget", lambda *_: _over(("layers.1.delta", "train")))
+    shown = SimpleNamespace(kind="attributes", name="delta_a_log_dtype", detail="", stops=False)
+    comparison = SimpleNamespace(mismatches=[shown], edges=["an edge"])
+    verdict = SimpleNamespace(comparison=comparison, contract=None)
+    assert detect._finding(verdict, FAULTS["delta-stale"], "train").outcome == "named"
+    assert (
+        detect.alarms(SimpleNamespace(comparison=SimpleNamespace(mismatches=[shown], edges=[])))
+        == []
+    )
+
+
 @pytest.mark.parametrize(
     ("names", "seen", "others"),
     [
@@ -430,7 +442,9 @@ def test_what_is_over_budget_is_held_against_what_was_planted(
 )
 def test_a_precheck_must_name_what_was_planted(names: list[str], seen: str, others: int) -> None:
     pairs = [name.split() for name in names]
-    mismatches = [SimpleNamespace(kind=kind, name=name, detail="") for kind, name in pairs]
+    mismatches = [
+        SimpleNamespace(kind=kind, name=name, detail="", stops=True) for kind, name in pairs
+    ]
     verdict = SimpleNamespace(comparison=SimpleNamespace(mismatches=mismatches, edges=[]))
     finding = detect._finding(verdict, FAULTS["weight-element"], "train")
     assert (finding.outcome, len(finding.others)) == (seen, others)

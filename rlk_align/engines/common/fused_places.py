@@ -9,15 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 from rlk_align.engines.common.experts import BY_EXPERT
-from rlk_align.engines.common.layout import in_slots, of_outputs
+from rlk_align.engines.common.layout import in_parts, of_outputs
 from rlk_align.engines.common.places import FIRST, SECOND, Access, End, Place, beside_sinks
 from rlk_align.model.operators import layer_modules
 from rlk_align.model.shape import ModelShape
 
 Sparse = Callable[[int], Iterable[Place] | None]
 """Index of a layer -> the places of its sparse block; None for a dense layer."""
-DeltaNet = Callable[[str, str, ModelShape], Iterator[Place]]
-"""Name of a layer, path of its gated delta net, shape -> the places in it."""
+DeltaNet = Callable[[Any, str, str, ModelShape, int], Iterator[Place]]
+"""Live model, name of a layer, path of its gated delta net, shape, number of ranks -> the places in
+it."""
 
 
 def fused_places(
@@ -55,7 +56,7 @@ def expert_places(
     for op in BY_EXPERT:
         site = f"{layer}.{op}"
         size = shape.hidden if op == "down_proj" else shape.expert_intermediate
-        layout = in_slots(site, size, shape.top_k, tp) if tp > 1 and not unexposed else None
+        layout = in_parts(site, [size] * shape.top_k, tp) if tp > 1 and not unexposed else None
         yield Place(sites=(site,), module=module, end="inside", layout=layout, unexposed=unexposed)
 
 
@@ -121,7 +122,7 @@ def _layer_places(
     operators = shape.family.layer(shape, i)
     if "delta" in operators:
         assert delta is not None, name
-        yield from delta(name, f"{here}.linear_attn", shape)
+        yield from delta(model, name, f"{here}.linear_attn", shape, tp)
     else:
         yield place(f"{attention}.qkv_proj", "q_proj", "k_proj", "v_proj")
         for op in ("q_norm", "k_norm"):

@@ -6,11 +6,12 @@ slices, for weights and for activations; nothing is inferred from shapes.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
 from rlk_align.engines.common.parameters import Shard
+from rlk_align.model.operators import Size
 from rlk_align.model.shape import ModelShape
 
 
@@ -128,25 +129,28 @@ def fused(*layouts: Layout) -> Layout:
     )
 
 
-def in_slots(op: str, size: int, slots: int, tp: int) -> Layout:
-    """One operator whose rows have `slots` slots of `size` features: each rank has an equal slice
-    of the first slot, then of the second, and so on."""
-    step = size // tp
+def in_parts(op: str, sizes: Sequence[int], tp: int) -> Layout:
+    """One operator whose features are parts of these sizes: each rank has an equal slice of the
+    first part, then of the second, and so on."""
+    starts = [*accumulate(sizes, initial=0)]
     return Layout(
         tuple(
             tuple(
-                FeatureSlice(op, at + r * step, at + (r + 1) * step)
-                for at in range(0, slots * size, size)
+                FeatureSlice(op, at + r * size // tp, at + (r + 1) * size // tp)
+                for at, size in zip(starts, sizes, strict=False)
             )
             for r in range(tp)
         )
     )
 
 
-def of_fused(layer: str, module: str, shape: ModelShape) -> Layout:
-    """The layout of a layer's module that the checkpoint fuses, on one rank."""
-    pieces = shape.fused_rows[module]
-    return Layout((tuple(FeatureSlice(f"{layer}.{p.op}", p.start, p.stop) for p in pieces),))
+def of_fused(layer: str, module: str, shape: ModelShape, tp: int = 1) -> Layout:
+    """The layout of a layer's module that the checkpoint fuses. Several ranks share its heads of
+    keys, by which its rows must then be ordered."""
+    pieces = [FeatureSlice(f"{layer}.{p.op}", p.start, p.stop) for p in shape.fused_rows[module]]
+    assert tp == 1 or shape.family.by_key_head
+    step = len(pieces) // tp
+    return Layout(tuple(tuple(pieces[r * step : (r + 1) * step]) for r in range(tp)))
 
 
 def of_outputs(sites: Sequence[str], shape: ModelShape, tp: int) -> Layout | None:
@@ -155,11 +159,11 @@ def of_outputs(sites: Sequence[str], shape: ModelShape, tp: int) -> Layout | Non
     operators = {site: shape.operator_of(site) for site in sites}
     if any(o.sharding.join != "concatenate" for o in operators.values()):
         return None
-    return fused(
-        *(
-            kv_heads(site, shape.of_site(site), tp)
-            if o.features == "kv_heads"
-            else even(site, shape.of_site(site).size(o.features), tp)
-            for site, o in operators.items()
-        )
-    )
+    return fused(*(_of_features(s, o.features, shape.of_site(s), tp) for s, o in operators.items()))
+
+
+def _of_features(op: str, features: Size, shape: ModelShape, tp: int) -> Layout:
+    if features == "kv_heads":
+        return kv_heads(op, shape, tp)
+    parts = shape.delta_parts if features == "delta_inputs" else (shape.size(features),)
+    return in_parts(op, parts, tp)

@@ -30,6 +30,9 @@ def _unshared(shape: ModelShape, tp: int, fused_qkv: bool, kernels: bool) -> str
         return f"{shape.heads} heads cannot be divided among {tp} ranks"
     if kv % tp and tp % kv:
         return f"{kv} key-value heads are neither a multiple nor a divisor of tp"
+    if shape.delta_key_heads % tp:
+        keys = shape.delta_key_heads
+        return f"{keys} heads of keys of a gated delta net cannot be divided among {tp} ranks"
     if shape.intermediate % tp:
         return f"{shape.intermediate} MLP features cannot be divided among {tp} ranks"
     if shape.expert_intermediate % tp:

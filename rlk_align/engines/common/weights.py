@@ -26,6 +26,10 @@ class Parameter:
     """The dimension that the layout divides; None if every rank has a whole copy."""
 
 
+_BY_FEATURE = ("linear", "short_conv", "decay")
+"""Formulas whose weights have rows for the features of the output, in its layout."""
+
+
 def parameters(
     places: Iterable[Place], shape: ModelShape, tp: int, vocabulary: Callable[[str], Layout]
 ) -> Iterator[Parameter]:
@@ -54,7 +58,7 @@ def parameters(
                 # The bias is added after the ranks' partial sums: each rank has all of it.
                 whole_bias = whole(f"{site}.bias", of.size(operator.features), tp)
                 yield Parameter(bias, whole_bias, None)
-            case "column" | "head" if operator.formula == "linear":
+            case "column" | "head" if operator.formula in _BY_FEATURE:
                 assert place.layout is not None, place.sites
                 yield Parameter(weight, place.layout, 0)
                 yield Parameter(bias, place.layout.named(".bias"), 0)

@@ -55,6 +55,7 @@ def check_sglang(option: ReadOption, config: dict[str, Any], shape: ModelShape) 
         raise BadOption(
             f"engine 'sglang': mem_fraction={option('mem_fraction')}: must be below 1",
         )
+    shape.family.check("sglang", shape.model_type)
     if shape.model_type not in FAMILIES:
         raise ModelError(
             f"engine 'sglang' was tested with {', '.join(FAMILIES)}, and this is a "

@@ -15,8 +15,9 @@ import torch
 
 from rlk_align.engines.common.attributes import per_layer
 from rlk_align.engines.common.experts import has_kernels
+from rlk_align.engines.common.fused_places import place_of
 from rlk_align.engines.common.kernel_delta_nets import kernel_attributes, on_kernels
-from rlk_align.engines.common.layout import of_fused, of_outputs
+from rlk_align.engines.common.layout import of_fused
 from rlk_align.engines.common.parameters import LiveParameter
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.site_hooks import SiteHooks
@@ -34,28 +35,33 @@ def delta_nets(model: Any) -> Iterator[tuple[int, Any]]:
             yield i, layer.linear_attn
 
 
-def delta_places(layer: str, module: str, shape: ModelShape) -> Iterator[Place]:
-    """The places of a layer's gated delta net, which is `module`."""
+def delta_places(
+    model: Any, layer: str, module: str, shape: ModelShape, tp: int
+) -> Iterator[Place]:
+    """The places of a layer's gated delta net, which is `module`, in a model of `tp` ranks."""
+
+    def place(path: str, *ops: str, **more: Any) -> Place:
+        sites = tuple(f"{layer}.{op}" for op in ops)
+        return place_of(model, shape, tp, f"{module}{path}", sites, **more)
 
     for name, ops in (("in_proj_qkvz", ("qkv_in", "z")), ("in_proj_ba", ("b", "a"))):
-        sites, stored = tuple(f"{layer}.{op}" for op in ops), f"linear_attn.{name}"
-        fused = stored in shape.family.fused
-        layout = of_fused(layer, stored, shape) if fused else of_outputs(sites, shape, 1)
-        yield Place(sites=sites, module=f"{module}.{name}", layout=layout)
-    conv, decay = f"{module}.conv1d", OPERATORS["decay"]
-    yield Place(sites=(f"{layer}.conv",), module=module, end="inside", parameters_in=conv)
-    yield Place(
-        sites=(f"{layer}.decay",),
-        module=module,
+        product, stored = place(f".{name}", *ops), f"linear_attn.{name}"
+        if stored in shape.family.fused:
+            product = replace(product, layout=of_fused(layer, stored, shape, tp))
+        yield product
+    decay = OPERATORS["decay"]
+    yield place("", "conv", end="inside", parameters_in=f"{module}.conv1d")
+    yield place(
+        *("", "decay"),
         end="inside",
         parameters_in=module,
         weight=decay.tensor,
         bias=decay.bias_tensor,
     )
-    yield Place(sites=(f"{layer}.beta",), module=module, end="inside")
-    yield Place(sites=(f"{layer}.delta",), module=f"{module}.norm", end="input")
-    yield Place(sites=(f"{layer}.gated_norm",), module=f"{module}.norm")
-    yield Place(sites=(f"{layer}.out_proj",), module=f"{module}.out_proj")
+    yield place("", "beta", end="inside")
+    yield place(".norm", "delta", end="input")
+    yield place(".norm", "gated_norm")
+    yield place(".out_proj", "out_proj")
 
 
 def on_delta_nets(hooks: SiteHooks, model: Any, decode: bool) -> None:

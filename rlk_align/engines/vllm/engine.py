@@ -84,8 +84,10 @@ class VLLMEngine(Engine):
             self.kernels.before_loading()
         if option("batch_invariant"):
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        worker = "worker"
         if self.shape.delta_layers:
             register_without_torchvision()
+            worker = "hybrid_worker"
         from vllm import LLM
         from vllm.platforms import current_platform
 
@@ -106,7 +108,7 @@ class VLLMEngine(Engine):
                 enforce_eager=not self.production,
                 max_model_len=self.shape.context,
                 enable_prefix_caching=bool(option("enable_prefix_caching")),
-                worker_extension_cls="rlk_align.engines.vllm.worker.WorkerExtension",
+                worker_extension_cls=f"{__package__}.{worker}.WorkerExtension",
                 disable_log_stats=True,
                 tensor_parallel_size=self._ranks,
                 logprobs_mode=f"{option('logprobs')}_logprobs",

@@ -84,8 +84,8 @@ def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) ->
 
 
 def _check_delta_nets(option: ReadOption, shape: ModelShape) -> None:
-    """Raises ModelError for gated delta nets that vLLM's kernels on CPUs do not compute, and where
-    no test has compared them."""
+    """Raises ModelError or BadOption for gated delta nets that vLLM's kernels on CPUs do not
+    compute, and where no test has compared them."""
     kernels = option("kernels") == "rlk"
     if option("python") is None and not _on_cpu(option):
         if kernels:
@@ -95,19 +95,31 @@ def _check_delta_nets(option: ReadOption, shape: ModelShape) -> None:
             "compute in other steps, which no test has compared",
             "add kernels=rlk, or compare with --rollout hf",
         )
+    if shape.family.experts and not shape.sparse_layers and not kernels:
+        raise ModelError(
+            f"engine 'vllm' does not support a {shape.model_type} without sparse layers: its class "
+            "looks for experts, and raises",
+            "add kernels=rlk, or compare with --rollout hf",
+        )
     widths = {"linear_key_head_dim": shape.delta_key_width}
     widths["linear_value_head_dim"] = shape.delta_width
-    wrong = [f"{name}={width}" for name, width in widths.items() if width not in DELTA_HEAD_SIZES]
     stated = option("dtype")
     dtype = shape.dtype if stated in (None, "auto") else stated
-    if dtype != "bfloat16" and not (kernels and dtype == "float32"):
-        wrong = [f"dtype={dtype}", *wrong]
-    if wrong:
-        more = "add kernels=rlk, or " if wrong == ["dtype=float32"] else ""
+    settings = [f"{name}={width}" for name, width in widths.items()]
+    wrong = [f"dtype={dtype}"] if dtype not in ("bfloat16", "float32") else []
+    wrong += [x for x, width in zip(settings, widths.values(), strict=True)
+              if width not in DELTA_HEAD_SIZES]  # fmt: skip
+    only_with_kernels = {
+        f"dtype={dtype}": dtype == "float32",
+        " and ".join(settings): len({*widths.values()}) > 1,
+    }
+    own = [what for what, is_so in only_with_kernels.items() if is_so and not kernels]
+    if every := [*wrong, *own]:
+        more = "" if wrong else "add kernels=rlk, or "
         sizes = " and ".join(map(str, DELTA_HEAD_SIZES))
         raise ModelError(
-            f"engine 'vllm' on a CPU does not support gated delta nets with {wrong[0]}: its "
-            f"kernels take bfloat16 and heads of {sizes} features",
+            f"engine 'vllm' on a CPU does not support gated delta nets with {every[0]}: its "
+            f"kernels take bfloat16 and heads of {sizes} features, equal in keys and values",
             f"{more}compare with --rollout hf",
         )
 

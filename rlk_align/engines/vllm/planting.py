@@ -24,7 +24,7 @@ from rlk_align.engines.common.products import Method
 from rlk_align.engines.common.weights import Parameter
 from rlk_align.engines.process.ranks import all_gather
 from rlk_align.engines.vllm.delta_changes import change_convolution, change_rule
-from rlk_align.engines.vllm.delta_net import delta_nets
+from rlk_align.engines.vllm.delta_net import convolution_weight, delta_nets
 from rlk_align.engines.vllm.experts import replace_choice, sparse_blocks
 from rlk_align.engines.vllm.parallel import tensor_parallel
 from rlk_align.engines.vllm.places import adds_in_norms, sliding_window, vllm_places
@@ -157,6 +157,8 @@ class VLLMOperators(FusedOperators):
         def change(**unit: Any) -> Any:
             return formula(Recurrence(**unit))
 
+        if not self.faulty:
+            return
         net = dict(delta_nets(self._model))[layer]
         if has_kernels(net):
             change_rule_on_kernels(self, net, change)
@@ -164,12 +166,15 @@ class VLLMOperators(FusedOperators):
             change_rule(self, self._model, layer, change)
 
     def _convolution(self, layer: int, formula: Formula) -> None:
-        weight = self.parameter(f"layers.{layer}.conv")
+        net = dict(delta_nets(self._model))[layer]
+        # A rank's own heads, whose channels the convolution never mixes.
+        weight = convolution_weight(net.conv1d)
 
         def change(**unit: Any) -> torch.Tensor:
             return in_place_of(formula, Convolution(weight=weight, **unit))
 
-        net = dict(delta_nets(self._model))[layer]
+        if not self.faulty:
+            return
         if has_kernels(net):
             change_convolution_on_kernels(self, net, change)
         else:

@@ -18,6 +18,10 @@ FLOAT32_ULPS = 8.0
 are within an ulp or two."""
 
 
+LARGEST_EXPONENT = 80.0
+"""Beyond it float32 has no e^x; a sigmoid is below 1e-34 there."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
     """The heads of a gated delta net."""
@@ -53,6 +57,14 @@ def decay(
     return out, slope.square() * rounding_variance(total, "float32") + (
         FLOAT32_ULPS * rounding_variance(out, "float32")
     )
+
+
+def sigmoid(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """1 / (1 + e^−x), and its variance where the exponential and the sum are rounded: vLLM on a CPU
+    rounds each step in what remains of a row of heads after 32 at once."""
+    out, power = x.sigmoid(), (-x).clamp(max=LARGEST_EXPONENT).exp()
+    rounded = rounding_variance(power, dtype) + rounding_variance(1 + power, dtype)
+    return out, out**4 * rounded
 
 
 def delta_rule(

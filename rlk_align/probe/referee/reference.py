@@ -234,7 +234,7 @@ class Reference:
             case "decay":
                 return delta_net.decay(inputs[0], *self._decay_parameters(site))
             case "sigmoid":
-                return inputs[0].sigmoid(), 0.0
+                return delta_net.sigmoid(inputs[0], dtype)
             case "gated_norm":
                 weight = self._weights.read(site.parameter).double()
                 x, gate = inputs

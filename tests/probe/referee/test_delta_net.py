@@ -8,6 +8,7 @@ import torch
 
 from rlk_align.probe.referee import delta_net
 from rlk_align.probe.referee.delta_net import DeltaShape
+from rlk_align.probe.referee.rounding import rounding_variance
 
 OF = DeltaShape(key_heads=2, heads=4, key_width=3, width=5)
 EPS = 1e-6
@@ -121,3 +122,23 @@ def test_the_gated_norm_and_the_gate_of_attention() -> None:
     both = torch.cat([drawn(12, 3, 2, 5), gate.reshape(3, 2, 5)], dim=2).flatten(1)
     gated, _ = delta_net.output_gate(x, both, 2, "bfloat16")
     agree(gated, x * gate.sigmoid())
+
+
+def test_a_sigmoid_of_rounded_steps_is_within_its_unit() -> None:
+    """Every b in bf16: a row of one head has no other entries to hide among."""
+    b = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
+    b = b[b.isfinite() & (b.abs() <= 40)]
+    exact, extra = delta_net.sigmoid(b.double(), "bfloat16")
+    rounded = rounding_variance(exact, "bfloat16")
+
+    def largest(got: torch.Tensor, variance: torch.Tensor) -> float:
+        return float(((got.double() - exact).abs() / variance.sqrt()).max())
+
+    steps = 1 / (1 + (-b).exp())
+    assert steps.dtype == torch.bfloat16
+    assert largest(steps, rounded) > 6
+    assert largest(steps, rounded + extra) < 4
+    assert largest(exact.bfloat16(), rounded + extra) < 1.8
+    assert largest((1.05 * b.double()).sigmoid().bfloat16(), rounded + extra) > 20
+    far = torch.tensor([[-1e4, 1e4]]).double()
+    assert bool(delta_net.sigmoid(far, "bfloat16")[1].isfinite().all())

@@ -9,6 +9,8 @@ What reads the batch's metadata is behind vLLM's own operator, at which its comp
 CUDA graphs of decode steps contain it: nothing there is read by the host, and what the kernels read
 of a batch is in buffers that the builder fills before each step.
 
+Ranks share the heads: each has whole heads of q and k, and those of v that belong to them.
+
 T = packed tokens of all requests   F = features of q, k and v
 """
 
@@ -37,10 +39,15 @@ from rlk_kernels.integrations.vllm import config as settings
 from rlk_kernels.integrations.vllm.layers import VllmLinear
 
 
-def state_shapes(config: Any) -> tuple[tuple[int, ...], ...]:
-    """The shapes of what a slot keeps, by config.json: of the convolution, the state, and k, u and
-    G of the open chunk."""
-    heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+def state_shapes(config: Any, ranks: int) -> tuple[tuple[int, ...], ...]:
+    """The shapes of what a slot of each rank keeps, by config.json: of the convolution, the state,
+    and k, u and G of the open chunk. Raises NotSupported if the ranks cannot share the heads."""
+    if config.linear_num_key_heads % ranks:
+        raise NotSupported(
+            f"linear_num_key_heads={config.linear_num_key_heads}, which {ranks} ranks do not divide"
+        )
+    heads = config.linear_num_key_heads // ranks
+    value_heads = config.linear_num_value_heads // ranks
     dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
     features = 2 * heads * dim + value_heads * value_dim
     return (
@@ -120,7 +127,7 @@ class RlkQwenGatedDeltaNetAttention(DeltaNetCore, QwenGatedDeltaNetAttention):
         self.conv1d.quant_method = _KeepsWeight()
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        return state_shapes(self.rlk_config)
+        return state_shapes(self.rlk_config, self.tp_size)
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         return state_dtypes(self.model_config.dtype)
@@ -135,11 +142,12 @@ class RlkQwenGatedDeltaNetAttention(DeltaNetCore, QwenGatedDeltaNetAttention):
             q, k, v, z, b, a = self.fix_query_key_value_ordering(products, ba)
             mixed = torch.cat([x.flatten(1) for x in (q, k, v)], -1)
         else:
-            mixed, z = products.split([self.conv_dim, self.value_dim], -1)
-            z = z.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+            values = self.value_dim // self.tp_size
+            mixed, z = products.split([products.shape[-1] - values, values], -1)
+            z = z.unflatten(-1, (-1, self.head_v_dim))
             b, a = ba.chunk(2, -1)
         # Zeros: rows that pad the batch are not written.
-        core = mixed.new_zeros(mixed.shape[0], self.num_v_heads, self.head_v_dim)
+        core = mixed.new_zeros(z.shape)
         torch.ops.vllm.qwen_gdn_attention_core(mixed, b, a, core, _encode_layer_name(self.prefix))
         return self.out_proj(self.norm(core, z).flatten(1))[0]
 
@@ -156,8 +164,8 @@ class RlkQwenGatedDeltaNetAttention(DeltaNetCore, QwenGatedDeltaNetAttention):
             metadata.rlk_context[:requests],
         )  # fmt: skip
         net = profile.DeltaNet(
-            self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias, self.num_k_heads,
-            self.num_v_heads, self.head_k_dim,
+            self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias,
+            self.num_k_heads // self.tp_size, self.num_v_heads // self.tp_size, self.head_k_dim,
         )  # fmt: skip
         bounds = metadata.non_spec_query_start_loc[: requests + 1]
         core_attn_out[:rows] = self.rlk_core(
@@ -197,7 +205,8 @@ class Hybrid:
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> tuple[tuple[int, ...], ...]:
-        return state_shapes(vllm_config.model_config.hf_text_config)
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        return state_shapes(vllm_config.model_config.hf_text_config, ranks)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: Any) -> tuple[torch.dtype, ...]:

@@ -14,7 +14,7 @@ OF_TRANSFORMERS = (
 PLAIN = (*OF_TRANSFORMERS, "gemma4_text")
 """Families whose fp8 and whose adapters no test has compared. Where values are keys, vLLM would
 leave the keys' adapter out of the values."""
-ONE_RANK = ("glm", "gpt_oss", "minimax_m2", *DELTA_NETS)
+ONE_RANK = ("glm", "gpt_oss", "minimax_m2")
 """Families that are compared on one rank only."""
 SPARSE = (
     *("qwen3_moe", "qwen2_moe", "granitemoe", "mixtral", "olmoe", "gpt_oss", "ernie4_5_moe"),
