@@ -238,7 +238,7 @@ def test_vllm_computes_gated_delta_nets_in_float32_with_the_kernels_alone(
 def test_vllm_takes_heads_of_v_as_wide_as_those_of_k_without_the_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(limits, "_on_cpu", lambda: True)
+    monkeypatch.setattr(limits, "_on_cpu", lambda option: True)
     check("vllm:kernels=rlk", HYBRID, {"delta_width": 128})
     said = "linear_key_head_dim=64 and linear_value_head_dim=128"
     with pytest.raises(ModelError, match=said) as refused:
@@ -249,7 +249,7 @@ def test_vllm_takes_heads_of_v_as_wide_as_those_of_k_without_the_kernels(
 def test_vllm_takes_a_hybrid_without_the_experts_of_its_family_with_the_kernels_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(limits, "_on_cpu", lambda: True)
+    monkeypatch.setattr(limits, "_on_cpu", lambda option: True)
     dense = {"model_type": "qwen3_next"}
     check("vllm:kernels=rlk", HYBRID, dense)
     check("vllm", HYBRID, dense | {"experts": 8, "sparse_layers": (1,)})
@@ -259,7 +259,7 @@ def test_vllm_takes_a_hybrid_without_the_experts_of_its_family_with_the_kernels_
 
 
 def test_vllms_ranks_share_heads_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_on_cpu", lambda: True)
+    monkeypatch.setattr(limits, "_on_cpu", lambda option: True)
     for kernels in ("rlk", "off"):
         check(f"vllm:tp=2,kernels={kernels}", HYBRID)
     said = "1 heads of keys of a gated delta net cannot be divided among 2 ranks"
