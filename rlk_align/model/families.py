@@ -110,6 +110,13 @@ _WITH_DELTA_NETS: dict[str, Any] = {
     },
 }
 """What gated delta nets add to a family."""
+_WITH_LATENTS: dict[str, Any] = {
+    "latent": True,
+    "interleaved": True,
+    "predictors": "num_nextn_predict_layers",
+    "refused": dict.fromkeys(("vllm", "megatron", "sglang", "deepspeed", "kernels"), _LATENT_HF),
+}
+"""What latent attention adds to a family."""
 _OF_QWEN3_5 = (
     # The three positions of text are equal, whatever the sections.
     *("rope_parameters.mrope_section", "rope_parameters.mrope_interleaved"),
@@ -531,17 +538,23 @@ FAMILIES = {
     ),
     "deepseek_v3": Family(
         layer=latent(corrected_mixture),
-        latent=True,
-        interleaved=True,
         experts=_GROUPED,
         defaults={
             **{"n_shared_experts": 1, "n_group": 8, "topk_group": 4, "norm_topk_prob": True},
             **{"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "rope_interleave": True},
         },
-        predictors="num_nextn_predict_layers",
         # Published configs state the frequency of sparse layers, which is 1, and sizes of training.
         settings=("moe_layer_freq", "ep_size", "num_mtp_layers"),
-        refused=dict.fromkeys(("vllm", "megatron", "sglang", "deepspeed", "kernels"), _LATENT_HF),
+        **_WITH_LATENTS,
+    ),
+    "glm4_moe_lite": Family(
+        layer=latent(corrected_mixture),
+        experts=replace(_GROUPED, layer_kinds="mlp_layer_types"),
+        defaults={
+            **{"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+            **{"first_k_dense_replace": 1, "routed_scaling_factor": 1.8, "rope_interleave": True},
+        },
+        **_WITH_LATENTS,
     ),
 }
 """The config's `model_type` -> the family. A new family is an entry here."""

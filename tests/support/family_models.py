@@ -124,6 +124,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
             "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0},
         },
     },
+    "glm4_moe_lite": {
+        **{"q_lora_rank": 48, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32},
+        **{"v_head_dim": 24, "num_key_value_heads": 4, "n_routed_experts": 8},
+        **{"num_experts_per_tok": 3, "moe_intermediate_size": 96},
+    },
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
 }
 """model_type -> what its config sets beside `random_model.SMALL`."""
