@@ -122,7 +122,6 @@ def test_settings_that_ask_for_nothing_are_taken(tmp_path: Path) -> None:
     ("kind", "said"),
     [
         ("deepseek_v2", r"latent attention \(MLA\)"),
-        ("glm4_moe_lite", r"latent attention \(MLA\)"),
     ],
 )
 def test_families_with_other_routing_are_refused_by_name(
