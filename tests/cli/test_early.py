@@ -163,13 +163,13 @@ def test_what_the_request_and_config_json_say_is_said_before_torch_is_imported(
         ("compare", "--train", "megatron:tp=3"): "8 heads cannot be divided among 3 ranks",
         ("selftest", "--engines", "hf,megatron:tp=3"): "8 heads cannot be divided among 3 ranks",
         ("compare", "--model", str(heads)): "does not support hidden_act=gelu",
-        ("compare", "--model", str(fp8)): "its weights are quantised",
+        ("compare", "--model", str(fp8)): "engine 'vllm' on a CPU does not support weights stored",
         ("compare", *hf, "--model", str(fp8)): "its weights are quantised",
-        ("capture", "--engine", "vllm", "-o", "x", "--model", str(fp8)): "weights are quantised",
+        ("capture", "--engine", "vllm", "-o", "x", "--model", str(fp8)): "weights stored as fp8",
         ("probe", *hf, "--model", str(fp8)): "its weights are quantised",
         ("selftest", "--engines", "hf", "--model", str(fp8)): "its weights are quantised",
         ("compare", "--tokens", "d", "--train", "hf", "--model", str(fp8)): "weights are quantised",
-        ("compare", "--model", str(blocks)): "engine 'vllm' with kernels=off does not support",
+        ("compare", "--model", str(blocks)): "engine 'vllm' on a CPU does not support weights",
         ("compare", *hf[:2], "--train", "megatron", "--model", str(blocks)): (
             "blocks of 64 x 64, float32 scales, which engine 'megatron' was never compared with"
         ),

@@ -16,7 +16,10 @@ from rlk_kernels.integrations.rotary import NEEDED, NOT_FIXED, rotation
 PAGE = Path(__file__).resolve().parents[2] / "kernels" / "rlk_kernels" / "PROFILE.md"
 RANKS = Path(__file__).with_name("parallel")
 """Where the tests of what ranks share are."""
-DELTA_NET = Path(__file__).with_name("test_profile_delta_net.py")
+DELTA_NETS = (
+    Path(__file__).with_name("test_profile_delta_net.py"),
+    Path(__file__).parent / "ops/test_delta_net.py",
+)
 """Where those of gated delta nets are."""
 BF16 = torch.bfloat16
 
@@ -38,10 +41,10 @@ def twice(exact: torch.Tensor, then: torch.Tensor) -> torch.Tensor:
 
 def test_every_line_has_its_test() -> None:
     named = re.findall(r"`(test_\w+)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    files = [*RANKS.rglob("test_*.py"), DELTA_NET]
+    files = [*RANKS.rglob("test_*.py"), *DELTA_NETS]
     texts = "".join(path.read_text(encoding="utf-8") for path in files)
     elsewhere = set(re.findall(r"^def (test_\w+)", texts, re.MULTILINE))
-    assert len(named) == 66
+    assert len(named) == 67
     assert set(named) <= {*globals(), *elsewhere}
 
 

@@ -72,7 +72,7 @@ def test_weights_in_eight_bits_are_refused_by_name(saved: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     change(saved, lambda t: t.update({name: t[name].to(torch.float8_e4m3fn)}))
     with pytest.raises(
-        ModelError, match=f"quantised .{name} is stored as F8_E4M3, without a weight_scale_inv, one"
+        ModelError, match=f"quantised .{name} is stored as F8_E4M3, without scales, one"
     ):
         check(saved)
 
@@ -80,9 +80,15 @@ def test_weights_in_eight_bits_are_refused_by_name(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "fp8 with one scale for each tensor"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "fp8 e4m3 with one scale for each tensor",
+        ),
         ({"quantization_config": {}}, "quantisation by None"),
-        ({"compression_config": {"quant_method": "compressed-tensors"}}, "by compressed-tensors"),
+        (
+            {"compression_config": {"quant_method": "compressed-tensors"}},
+            "compressed-tensors with 0 groups",
+        ),
     ],
 )
 def test_a_quantized_checkpoint_is_refused_by_its_config(config: dict, said: str) -> None:

@@ -44,7 +44,13 @@ KERNELS: dict[Formula, tuple[str, ...]] = {
 }
 """Formula -> the kernels that may compute it. Residual additions are left out, because every engine
 computes them equally: in fp32, rounded once."""
-REPLACEABLE = tuple(dict.fromkeys(o.site for o in OPERATORS.values() if o.formula in KERNELS))
+_OF_LATENTS = ("query_latent", "latent", "latent_and_key", "latent_query_heads")
+"""The features of products and norms of latent attention, which the kernels do not compute."""
+REPLACEABLE = tuple(
+    dict.fromkeys(
+        o.site for o in OPERATORS.values() if o.formula in KERNELS and o.features not in _OF_LATENTS
+    )
+)
 """The operators that the kernels compute and that `except` may name, by their sites."""
 
 
