@@ -66,11 +66,12 @@ def test_a_pair_is_healthy_at_the_borders_of_chunks(
     assert_healthy(done, rollout, MODELS[name].sparse)
 
 
+@pytest.mark.whole_matrix
 @pytest.mark.parametrize(
     ("family", "train"),
     [
-        case("qwen3_next", "hf:batch=4,padding=left", default=True),
-        *(case(family, "fsdp:dp=2", default=False) for family in CACHED_FAMILIES),
+        ("qwen3_next", "hf:batch=4,padding=left"),
+        *((family, "fsdp:dp=2") for family in CACHED_FAMILIES),
     ],
 )
 def test_a_pair_is_healthy_behind_a_cached_prefix(

@@ -82,6 +82,7 @@ def test_weights_that_are_quantised_as_they_are_loaded(cli: Cli, folder: Path) -
     assert "decode_vs_prefill: the sides differ by quantisation (fp8-activations)" in said
 
 
+@pytest.mark.whole_matrix
 def test_static_scales_of_activations(cli: Cli, folder: Path) -> None:
     said = assert_healthy(compared(cli, folder, f"model={quantised(folder, 'static')}"))
     assert IMAGE in said
