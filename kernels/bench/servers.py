@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from itertools import cycle, islice
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, NamedTuple
 
 import adapters
 
@@ -70,59 +70,54 @@ class SGLang(Server):
         return [[(logprob, token) for logprob, token, *_ in each] for each in steps]
 
 
-def start_vllm(
-    model: Path,
-    engine: str,
-    load_format: str,
-    cache_bytes: int,
-    tp: int,
-    custom_all_reduce: bool,
-    loras: int,
-    more: dict[str, str],
-) -> VLLM:
-    if engine == "invariant":
+class Settings(NamedTuple):
+    """Those of an engine; the command line of `serving.py` says what they are."""
+
+    model: Path
+    engine: str
+    load_format: str
+    cache_bytes: int
+    tp: int
+    custom_all_reduce: bool
+    adapters: int
+    options: dict[str, str]
+
+
+def start_vllm(of: Settings) -> VLLM:
+    if of.engine == "invariant":
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    options: dict[str, Any] = {"attention_backend": "CUSTOM"} if engine == "rlk" else {}
-    options |= more
+    options: dict[str, Any] = {"attention_backend": "CUSTOM"} if of.engine == "rlk" else {}
+    options |= of.options
     written = []
-    if loras:
-        options |= adapters.settings(model, loras)
-        written = adapters.write_adapters(model, Path(mkdtemp()), loras)
+    if of.adapters:
+        options |= adapters.settings(of.model, of.adapters)
+        written = adapters.write_adapters(of.model, Path(mkdtemp()), of.adapters)
     from vllm import LLM
 
     return VLLM(
         LLM(
-            model=str(model), load_format=load_format, skip_tokenizer_init=True,
-            tensor_parallel_size=tp, disable_log_stats=True, max_model_len=CONTEXT,
-            gpu_memory_utilization=0.01, kv_cache_memory_bytes=cache_bytes,
-            disable_custom_all_reduce=not custom_all_reduce, **options,
+            model=str(of.model), load_format=of.load_format, skip_tokenizer_init=True,
+            tensor_parallel_size=of.tp, disable_log_stats=True, max_model_len=CONTEXT,
+            gpu_memory_utilization=0.01, kv_cache_memory_bytes=of.cache_bytes,
+            disable_custom_all_reduce=not of.custom_all_reduce, **options,
         ),
         written,
     )  # fmt: skip
 
 
-def start_sglang(
-    model: Path,
-    engine: str,
-    load_format: str,
-    cache_bytes: int,
-    tp: int,
-    custom_all_reduce: bool,
-    loras: int,
-    more: dict[str, str],
-) -> SGLang:
-    if engine == "invariant" or loras:
+def start_sglang(of: Settings) -> SGLang:
+    if of.engine == "invariant" or of.adapters:
         raise SystemExit("--engine invariant, --adapters: vLLM alone has them here")
-    config = json.loads((model / "config.json").read_text())
+    config = json.loads((of.model / "config.json").read_text())
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     token = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * width
     import sglang
 
     started = sglang.Engine(
-        model_path=str(model), load_format=load_format, skip_tokenizer_init=True,
-        dtype="bfloat16", tp_size=tp, context_length=CONTEXT, log_level="error",
-        max_total_tokens=cache_bytes * tp // token,
-        disable_custom_all_reduce=not custom_all_reduce, **more,
+        model_path=str(of.model), load_format=of.load_format, skip_tokenizer_init=True,
+        dtype="bfloat16", tp_size=of.tp, context_length=CONTEXT, log_level="error",
+        max_total_tokens=of.cache_bytes * of.tp // token,
+        disable_custom_all_reduce=not of.custom_all_reduce, **of.options,
     )  # fmt: skip
     return SGLang(started, int(config["vocab_size"]))
 

@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from servers import SERVERS, Server
+from servers import SERVERS, Server, Settings
 
 BATCHES = (
     "decode:1x1024,decode:16x1024,decode:64x1024,decode:256x512,"
@@ -147,11 +147,12 @@ def main() -> None:
     if args.engine == "rlk":
         os.environ["RLK_KERNELS"] = "1"
     started = time.perf_counter()
-    server = SERVERS[args.server](
+    settings = Settings(
         args.model, args.engine, args.load_format, int(args.cache_gb * 1e9), args.tp,
         not args.no_custom_all_reduce, args.adapters,
         dict(option.split("=", 1) for option in args.option),
     )  # fmt: skip
+    server = SERVERS[args.server](settings)
     bench = Bench(server, args.lock, args.repeats, args.new)
     append_line(args.out, engine=name, what="start", seconds=time.perf_counter() - started)
     wait_for(args.out, args.rivals)
