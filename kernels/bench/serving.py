@@ -5,9 +5,9 @@
 
 Both run with their defaults: vLLM compiled, with CUDA graphs; SGLang with CUDA graphs. The engine
 is in a process of its own, and the kernels are an installed plugin. `invariant` sets vLLM's
-VLLM_BATCH_INVARIANT=1. Weights are random and depend on
---tp; only config.json is needed. --load-format auto loads the checkpoint's weights. --adapters N
-gives vLLM N random LoRA adapters, which the requests of a batch ask for in turn.
+VLLM_BATCH_INVARIANT=1. Weights are random and depend on --tp; only config.json is needed.
+--load-format auto loads the checkpoint's weights. --adapters N gives vLLM N random LoRA adapters,
+which the requests of a batch ask for in turn.
 Rivals run at the same time, each in a process of its own. They measure in turns once --rivals
 processes have written to --out that they started; the process that holds --lock uses the GPU alone.
 

@@ -2,6 +2,7 @@
 # SGLang on a GPU: `bash tests/gpu/sglang.sh OUT PYTHON [RUN...]`, where PYTHON is an interpreter with SGLang 0.5.17.
 # Needs an NVIDIA GPU, and an environment with vLLM, megatron-core, rlk-kernels and transformers 5.16 or newer. Compares the embedded
 # model, and trained models of Qwen3-8B's and Qwen3-30B-A3B's shapes at six layers, with the kernels and without.
+# The run dense-prefill-graphs captures prefills too; name it to run it.
 # The runs dense-tp2 and sparse-tp2 compare SGLang on two GPUs with HF and with Megatron on two (a sparse model with ep=2); name them on a machine with two GPUs.
 set -uo pipefail
 out=${1:?output folder} python=${2:?an interpreter with SGLang}
@@ -26,8 +27,8 @@ compared() { # NAME SETTINGS...
   grep -hE "^ (PASS|FAIL|INCONCLUSIVE)|^rows|^(decode|prefill)_vs|graph replays" "$out/$name.txt" | sed "s/^/$name: /"
 }
 for run in $runs; do
-  with=${run#*-} kernels=:kernels=rlk
-  case $with in off | "$run") with=hf ;; vllm) with=vllm kernels=:kv_cache_gb=4,kernels=rlk ;; esac
+  with=${run#*-} kernels=:kernels=rlk more=
+  case $with in off | "$run") with=hf ;; vllm) with=vllm kernels=:kv_cache_gb=4,kernels=rlk ;; prefill-graphs) with=hf more=,prefill_graphs=1 ;; esac
   case $run in
     embedded) of=() ;;
     dense*) model dense qwen3-8b:layers=6 && of=(--model /tmp/dense --prompts /tmp/dense/prompts.jsonl) ;;
@@ -44,7 +45,7 @@ for run in $runs; do
         compared "$run-${train%%:*}" "${of[@]}" --rollout "$sglang,tp=2,kernels=rlk" --train "$train" --contract bitwise --production
       done
       ;;
-    *) compared "$run" "${of[@]}" --rollout "$sglang,kernels=rlk,prefill_graphs=1" --train "$with$kernels" --contract bitwise --production ;;
+    *) compared "$run" "${of[@]}" --rollout "$sglang,kernels=rlk$more" --train "$with$kernels" --contract bitwise --production ;;
   esac
 done
 exit "$failed"
