@@ -100,6 +100,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	MYPYPATH=examples/grpo:fixtures:kernels $(BIN)/mypy $(wildcard examples/grpo/*.py)
 	$(TESTS) tests/architecture
 
 # The site of the docs, in dist/site: every link is checked. Its environment is its own.

@@ -2,7 +2,7 @@
 both sides."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,9 @@ def write_adapter(folder: Path, rank: int, factors: Iterable[tuple[str, Tensor]]
     save_file({n: x.contiguous() for n, x in named.items()}, folder / "adapter_model.safetensors")
 
 
-def digests_of(adapter: Iterable[LiveLora]) -> Mapping[str, str]:
+def digests_of(adapter: Iterable[LiveLora]) -> dict[str, str]:
     """Digests of A and of scale · B of each projection."""
-    named = {}
+    named: dict[str, Tensor] = {}
     for each in adapter:
         b = folded(each.b, each.scale, each.a.dtype)
         named |= {f"{each.site}.{LORA}_A": each.a, f"{each.site}.{LORA}_B": b}

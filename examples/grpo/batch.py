@@ -6,6 +6,7 @@ T = tokens of a pack, which consists of whole sequences, one after another.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 from problems import Problem
@@ -134,7 +135,7 @@ def _pack(row: list[Sample], device: torch.device) -> Pack:
     if padding := -count % PADDED_TO[device.type]:
         row = [*row, _padding(padding)]
     logprobs = [value for s in row for value in s.rollout_logprobs]
-    flat = {
+    flat: dict[str, list[Any]] = {
         "ids": [i for s in row for i in s.ids],
         "positions": [i for s in row for i in range(len(s.ids))],
         "mask": [m for s in row for m in s.mask],

@@ -154,12 +154,13 @@ class Rollout:
     def digests(self) -> dict[str, str]:
         """Canonical name -> digest of each parameter that the live engine computes with, and of
         each factor of its adapter."""
-        shape, rank = read_shape(self.options.model), self.options.lora
-        if not rank:
+        if self.adapter is None:
             return self._weights()
+        shape, folder = read_shape(self.options.model), self.adapter.path
 
         def of_adapter(model: torch.nn.Module) -> dict[str, str]:
-            return digests_of(live_adapter(model, shape, rank))
+            # vLLM has one slot for adapters here.
+            return digests_of(live_adapter(model, shape, 0, folder))
 
         (factors,) = self.llm.apply_model(of_adapter)
         return self._weights() | factors

@@ -73,7 +73,8 @@ def wait(o: argparse.Namespace, runs: dict[str, subprocess.Popen], end: float) -
 def main() -> int:
     o, begun = arguments(), time.monotonic()
     o.out.mkdir(parents=True, exist_ok=True)
-    cards, runs = o.cards.split(","), {}
+    cards = o.cards.split(",")
+    runs: dict[str, subprocess.Popen] = {}
     for number, seed in enumerate(o.seeds.split(",")):
         # The order alternates, so that each GPU gets runs with and without the kernels.
         kernels = o.kernels.split(",")

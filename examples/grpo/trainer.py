@@ -132,7 +132,8 @@ class Trainer:
 
     def _collect(self, gradients: dict[str, Tensor]) -> None:
         """Adds a pack's bf16 gradients to the masters', in the masters' dtype."""
-        first, later = [], []
+        first: list[tuple[Tensor, Tensor]] = []
+        later: list[tuple[Tensor, Tensor]] = []
         for name, gradient in gradients.items():
             master = self.masters[name]
             (first if master.grad is None else later).append((master, local(gradient)))

@@ -30,10 +30,16 @@ def settings(model: Path, count: int) -> dict[str, Any]:
 
 
 def write_adapters(model: Path, folder: Path, count: int) -> list[Path]:
-    """Writes so many adapters of every projection of a dense model, in bf16, and returns them."""
+    """Writes so many adapters of every projection of a dense model, in bf16, and returns them.
+
+    One thread computes them: vLLM forks its engine's process from this one, and a child of a
+    process whose OpenMP threads have run waits for them forever.
+    """
     import torch
     from safetensors.torch import save_file
 
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     config = json.loads((model / "config.json").read_text())
     shapes = projections(config)
     stated = {
@@ -55,4 +61,5 @@ def write_adapters(model: Path, folder: Path, count: int) -> list[Path]:
         save_file(tensors, one / "adapter_model.safetensors")
         (one / "adapter_config.json").write_text(json.dumps(stated))
         written.append(one)
+    torch.set_num_threads(threads)
     return written

@@ -34,15 +34,15 @@ compared() { # NAME EXPECTED_EXIT ROLLOUT
 }
 for run in $runs; do
   case $run in
-    block) compared "$run" 0 "vllm:model=$(checkpoint block)" ;;
-    block-float) VLLM_USE_DEEP_GEMM_E8M0=0 compared "$run" 0 "vllm:model=$(checkpoint block)" ;;
-    block-cutlass) VLLM_USE_DEEP_GEMM=0 VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0 compared "$run" 0 "vllm:model=$(checkpoint block)" ;;
-    tensor | static | channel) compared "$run" 0 "vllm:model=$(checkpoint "$run")" ;;
-    online) compared "$run" 0 vllm:quantization=fp8 ;;
-    online-block) compared "$run" 0 vllm:quantization=fp8_per_block ;;
-    online-channel) compared "$run" 0 vllm:quantization=fp8_per_channel ;;
-    cache) compared "$run" 0 vllm:kv_cache_dtype=fp8_e4m3 ;;
-    all) compared "$run" 0 "vllm:model=$(checkpoint block),kv_cache_dtype=fp8_e4m3" ;;
+    block) compared "$run" 0 "vllm:kv_cache_gb=4,model=$(checkpoint block)" ;;
+    block-float) VLLM_USE_DEEP_GEMM_E8M0=0 compared "$run" 0 "vllm:kv_cache_gb=4,model=$(checkpoint block)" ;;
+    block-cutlass) VLLM_USE_DEEP_GEMM=0 VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0 compared "$run" 0 "vllm:kv_cache_gb=4,model=$(checkpoint block)" ;;
+    tensor | static | channel) compared "$run" 0 "vllm:kv_cache_gb=4,model=$(checkpoint "$run")" ;;
+    online) compared "$run" 0 vllm:kv_cache_gb=4,quantization=fp8 ;;
+    online-block) compared "$run" 0 vllm:kv_cache_gb=4,quantization=fp8_per_block ;;
+    online-channel) compared "$run" 0 vllm:kv_cache_gb=4,quantization=fp8_per_channel ;;
+    cache) compared "$run" 0 vllm:kv_cache_gb=4,kv_cache_dtype=fp8_e4m3 ;;
+    all) compared "$run" 0 "vllm:kv_cache_gb=4,model=$(checkpoint block),kv_cache_dtype=fp8_e4m3" ;;
     stale)
       # The rollout is an image of other weights: one projection of the model was scaled before it was quantised.
       [ -e /tmp/dense-moved/config.json ] || python3 - "$model" <<'PY'
@@ -61,7 +61,7 @@ for path in moved.glob("*.safetensors"):
         tensors[name] = tensors[name] * 1.01
         save_file(tensors, path, {"format": "pt"})
 PY
-      compared "$run" 4 "vllm:model=$(checkpoint tensor /tmp/dense-moved stale)"
+      compared "$run" 4 "vllm:kv_cache_gb=4,model=$(checkpoint tensor /tmp/dense-moved stale)"
       ;;
     *) echo "quantised.sh: no run is called $run" >&2 && exit 2 ;;
   esac
