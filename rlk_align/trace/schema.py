@@ -266,6 +266,9 @@ class Grid(Record):
     """The static scale of all entries; None if it is the largest magnitude of the group / 448."""
     by_batch: bool = False
     """Whether all rows of a forward share a scale."""
+    few_bits: bool = False
+    """Whether the sums of the product keep fewer bits than float32, as those of fp8 on the tensor
+    cores of Hopper GPUs do."""
     powers_of_two: bool = False
     """Whether scales are rounded up to powers of two."""
 

@@ -19,6 +19,9 @@ from rlk_align.trace.schema import CacheRecord, Grid, QuantisedProduct
 
 _BY_BATCH = "FlashInferFp8DeepGEMMDynamicBlockScaledKernel"
 """The kernel that has FlashInfer quantise the inputs of few rows, with float32 scales."""
+_HOPPER = 9
+"""The major compute capability of GPUs whose tensor cores keep about 14 bits of a sum of fp8
+products (DeepSeek-V3's technical report, section 3.3.2)."""
 _CUTS = "CPUAttentionBackendImpl"
 """The attention whose cache cuts numbers off."""
 _TRANSPOSED = (0, 1)
@@ -119,15 +122,16 @@ def _grids(module: Any, kernel: Any) -> list[Grid]:
     if "Marlin" in name or "A16" in name or name.startswith("CPUFp8"):
         return []
     if name == _BY_BATCH:
-        few = Grid(columns=128)
-        return [few, *_grids(module, kernel.fallback)]
-    quantiser = kernel.quant_fp8
+        others = _grids(module, kernel.fallback)
+        return [Grid(columns=128, few_bits=others[0].few_bits), *others]
+    quantiser, weight = kernel.quant_fp8, module.weight
+    few = weight.is_cuda and torch.cuda.get_device_capability(weight.device)[0] == _HOPPER
     if quantiser.static:
-        return [Grid(columns=0, scale=float(module.input_scale))]
+        return [Grid(columns=0, scale=float(module.input_scale), few_bits=few)]
     columns = quantiser.group_size if quantiser.is_group_quant else 0
     by_batch = not quantiser.is_group_quant and not quantiser.use_per_token_if_dynamic
     powers = bool(quantiser.is_group_quant and quantiser.use_ue8m0)
-    return [Grid(columns=columns, by_batch=by_batch, powers_of_two=powers)]
+    return [Grid(columns=columns, by_batch=by_batch, few_bits=few, powers_of_two=powers)]
 
 
 def live_cache(model: Any) -> CacheRecord | None:

@@ -33,6 +33,8 @@ def on_grid(x: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
     arithmetic of different quantisers. Raises NotRefereed."""
     if grid.by_batch:
         raise NotRefereed("the scale of its inputs depends on the other rows of a forward")
+    if grid.few_bits:
+        raise NotRefereed("its GPU keeps fewer bits of a sum of fp8 products than float32 has")
     if grid.columns and x.shape[1] % grid.columns:
         raise NotRefereed(f"its {x.shape[1]} inputs are no whole groups of {grid.columns}")
     wide = x.float()

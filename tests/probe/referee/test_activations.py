@@ -77,5 +77,7 @@ def test_zeros_stay_zeros() -> None:
 def test_what_cannot_be_known_is_said() -> None:
     with pytest.raises(NotRefereed, match="depends on the other rows of a forward"):
         on_grid(rows(), Grid(columns=0, by_batch=True))
+    with pytest.raises(NotRefereed, match="keeps fewer bits of a sum of fp8 products"):
+        on_grid(rows(), Grid(columns=0, few_bits=True))
     with pytest.raises(NotRefereed, match="200 inputs are no whole groups of 128"):
         on_grid(rows()[:, :200], GROUP)
