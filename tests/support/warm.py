@@ -202,6 +202,8 @@ def _prepare(kind: str) -> None:
         if kind == "deepspeed":
             os.environ["DS_ACCELERATOR"] = "cpu"
             importlib.import_module("deepspeed")
+            # Its first optimizer imports this, and with it torch's compiler.
+            importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     elif kind == "vllm":
         _start_ranks_of_vllm()
         _ask_of_models_in_place()
