@@ -424,11 +424,13 @@ def main() -> None:
     if kind == "vllm":
         # As its engine sets it, before vLLM is imported.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    gc.disable()  # what imports make is no garbage
     for name in KINDS[kind]:
         importlib.import_module(name)
     _prepare(kind)
     # Forked processes share these objects: the collector must not touch them.
     gc.freeze()
+    gc.enable()
     try:
         _run(_wait_for_requests(listener))
     except SystemExit as end:
