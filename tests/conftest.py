@@ -1,5 +1,6 @@
 """What the tests of the tool share: the embedded model, changed copies of it, and the CLI."""
 
+import gc
 import json
 import os
 import shutil
@@ -27,6 +28,8 @@ _server: list[warm.Server] = []
 
 def pytest_configure(config: pytest.Config) -> None:
     """One server of warm processes for the whole session, all workers of pytest together."""
+    # An import makes objects that stay: to look for garbage among them takes a sixth of it.
+    gc.disable()
     if not hasattr(config, "workerinput"):
         _server.append(warm.Server())
 
@@ -72,6 +75,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_long(items)
     ranks = {name: number for number, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

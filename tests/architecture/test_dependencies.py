@@ -231,7 +231,11 @@ def loaded(*modules: str) -> dict[str, set[str]]:
         "print(json.dumps(names))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, *modules], capture_output=True, text=True, cwd=ROOT, timeout=60
+        [sys.executable, "-c", code, *modules],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return {module: set(names) for module, names in json.loads(done.stdout).items()}

@@ -292,23 +292,21 @@ def test_a_replay_is_held_against_its_own_model(
     assert both.code == 0, both.out + both.err
 
 
-def test_a_fault_of_decode_alone_is_named_on_its_edge(compare: Cli) -> None:
-    for patch in ("decode_only_slightly", "decode_only"):
-        done = compare("--rollout", f"hf:patch=patches:{patch}", "--train", "hf")
-        assert done.code == 1, done.out
-        divergence = done.verdict["divergence"]
-        assert divergence["edge"] == "decode_vs_prefill"
-        (over,) = divergence["over_budget"]
-        assert (over["site"], over["side"]) == ("layers.1.o_proj", "rollout")
-        assert divergence["first_over_budget"] == over
-        assert done.verdict["divergences"]["prefill_vs_train"]["first_bitwise"] is None
-        assert done.verdict["divergences"]["prefill_vs_train"]["over_budget"] == []
-        assert "decode differs from prefill in the rollout engine itself" in done.out
-        assert "layers.1.o_proj  the rollout side is off" in done.out
-        assert "rollout decode: " in done.out
-        assert (
-            "compare layers.1.o_proj in the rollout engine's decode and in its prefill" in done.out
-        )
+@pytest.mark.parametrize("patch", ["decode_only_slightly", "decode_only"])
+def test_a_fault_of_decode_alone_is_named_on_its_edge(compare: Cli, patch: str) -> None:
+    done = compare("--rollout", f"hf:patch=patches:{patch}", "--train", "hf")
+    assert done.code == 1, done.out
+    divergence = done.verdict["divergence"]
+    assert divergence["edge"] == "decode_vs_prefill"
+    (over,) = divergence["over_budget"]
+    assert (over["site"], over["side"]) == ("layers.1.o_proj", "rollout")
+    assert divergence["first_over_budget"] == over
+    assert done.verdict["divergences"]["prefill_vs_train"]["first_bitwise"] is None
+    assert done.verdict["divergences"]["prefill_vs_train"]["over_budget"] == []
+    assert "decode differs from prefill in the rollout engine itself" in done.out
+    assert "layers.1.o_proj  the rollout side is off" in done.out
+    assert "rollout decode: " in done.out
+    assert "compare layers.1.o_proj in the rollout engine's decode and in its prefill" in done.out
 
 
 def test_decode_against_prefill_alone(compare: Cli) -> None:
@@ -328,7 +326,7 @@ def test_a_violated_observer_is_inconclusive(compare: Cli) -> None:
 
 
 def test_all_edges_and_a_rerun_that_resumes(compare: Cli, tmp_path: Path) -> None:
-    args = ("--rollout", "hf", "--train", "hf", "--run-dir", tmp_path / "run")
+    args = ("--rollout", "hf", "--train", "hf", "--layers", "0-0", "--run-dir", tmp_path / "run")
     done = compare(*args, shared=False)
     assert set(done.verdict["edges"]) == {
         "decode_vs_prefill",

@@ -4,6 +4,7 @@
 import ast
 import importlib.util
 import re
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def test_vllm_leaves_out_a_bias_of_qwen3(
     assert difference("layers.0.o_proj") > 0.1
 
 
+@cache
 def known_tests() -> dict[str, list[Path]]:
     """Name of a test -> the files that define it."""
     found: dict[str, list[Path]] = {}
@@ -54,6 +56,7 @@ def known_tests() -> dict[str, list[Path]]:
     return found
 
 
+@cache
 def cases(path: Path, function: str) -> set[str]:
     """The ids in pytest of a test whose parameters are strings."""
     spec = importlib.util.spec_from_file_location(f"table_{path.stem}", path)

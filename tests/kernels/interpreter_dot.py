@@ -6,14 +6,16 @@ tile, and which returns garbage for bf16. That is a property of the interpreter,
 with it in place the interpreter could not show batch invariance. This dot adds the products of an
 element one by one in fp32; those of fp32 numbers by multiply-adds, as `tl.fma` has them.
 
-A reduction of two by `_add` (`ops/attention/order.py`) it makes element by element in Python: here
-it is one addition of two arrays, which is the same numbers.
+A reduction by a kernel's own function it makes element by element in Python: here it combines whole
+slices, front to back as well, which is the same numbers.
 
 It also patches all of `triton.language` again for each call of one jitted function by another,
 though the launch has patched it: a quarter of the time of these tests. And it makes a table of all
 dtypes for each array, a tuple of its shape for each tensor, and a name for each type of a block:
 a type's name says all that these follow from. And it computes whether each operation on whole
 numbers overflows, by ten others, and tells nobody. All of that was more than half of what is left.
+Of what is left after that, a third was four calls for one of a function of the language, looks for
+constants in what is none, and sizes of arrays that NumPy has just made.
 """
 
 from typing import Any
@@ -65,16 +67,23 @@ def patched_once(patch_lang):
     return patch
 
 
-def of_two_by_add(generic_reduce):
-    """`generic_reduce`, quick where two numbers are added."""
+def by_slices(generic_reduce):
+    """`generic_reduce` along one axis, which combines all elements of a slice at once."""
 
     def reduce(self, inputs):
-        x = inputs[0]
-        by_add = getattr(self.combine_fn.fn, "__name__", "") == "_add"
-        if not by_add or len(inputs) > 1 or self.keep_dims or x.handle.data.shape[self.axis] != 2:
+        if self.axis is None or self.keep_dims or inputs[0].handle.data.ndim < 2:
             return generic_reduce(self, inputs)
-        first, second = np.moveaxis(x.handle.data, self.axis, 0)
-        return [self.to_tensor(first + second, x.dtype)]
+        slices = zip(*(np.moveaxis(x.handle.data, self.axis, 0) for x in inputs), strict=True)
+        total = None
+        for values in slices:
+            here = [self.to_tensor(a, x.dtype) for a, x in zip(values, inputs, strict=True)]
+            if total is not None:
+                combined = self.combine_fn.fn(*total, *here)
+                parts = combined if isinstance(combined, tuple | tl.tuple) else (combined,)
+                pairs = zip(parts, inputs, strict=True)
+                here = [self.to_tensor(part.handle.data, x.dtype) for part, x in pairs]
+            total = here
+        return total
 
     return reduce
 
@@ -118,6 +127,32 @@ def named_once(init):
         self.__dict__.update(known[key])
 
     return make
+
+
+def called_directly(obj, name, member, builder, scope):
+    """`_patch_attr`, without the wrapper that asks whether `_semantic` is passed."""
+    function = getattr(member, "__wrapped__", member)
+
+    def call(*args, **kwargs):
+        kwargs["_semantic"] = interpreter.interpreter_semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(obj, name, call)
+
+
+def unwrapped_where_wrapped(unwrap):
+    """`_unwrap_if_constexpr`, which looks three times at a tensor or a number."""
+    plain = (tl.tensor, int, float, bool, str, tl.dtype, type(None))
+
+    def find(o):
+        return o if type(o) in plain else unwrap(o)
+
+    return find
+
+
+def of_one_name(equal):
+    """`dtype.__eq__`, which is asked mostly of a type itself."""
+    return lambda self, other: self is other or equal(self, other)
 
 
 WIDE = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
@@ -166,7 +201,11 @@ def typed_once(computation_type):
 
 def install() -> None:
     InterpreterBuilder.create_dot = create_dot
-    interpreter.ReduceOps.generic_reduce = of_two_by_add(interpreter.ReduceOps.generic_reduce)
+    TensorHandle.__post_init__ = lambda handle: None
+    interpreter.ReduceOps.generic_reduce = by_slices(interpreter.ReduceOps.generic_reduce)
+    interpreter._patch_attr = called_directly
+    tl.core._unwrap_if_constexpr = unwrapped_where_wrapped(tl.core._unwrap_if_constexpr)
+    tl.dtype.__eq__ = of_one_name(tl.dtype.__eq__)
     interpreter._patch_lang = patched_once(interpreter._patch_lang)
     interpreter._get_np_dtype = by_name(interpreter._get_np_dtype)
     tl.tensor.__init__ = shaped_once(tl.tensor.__init__)

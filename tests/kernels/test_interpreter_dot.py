@@ -1,9 +1,11 @@
-"""What is changed of Triton's interpreter: whole numbers that do not fit are noticed."""
+"""What is changed of Triton's interpreter: whole numbers that do not fit are noticed, and
+slices are reduced at once."""
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder
 
 MOST, LEAST = 2**31 - 1, -(2**31)
 
@@ -41,3 +43,32 @@ def test_what_does_not_fit_is_noticed(op: str, x: int, y: int) -> None:
         computed(op, [1, x], [1, y], torch.int32)
     exact = {"add": x + y, "sub": x - y, "mul": x * y}[op]
     assert computed(op, [1, x], [1, y], torch.int64)[1] == exact
+
+
+@triton.jit
+def _half_and(a, b):
+    return a * 0.5 + b
+
+
+@triton.jit
+def _reduce_kernel(x_ptr, out_ptr):
+    rows, columns = tl.arange(0, 4), tl.arange(0, 8)
+    x = tl.load(x_ptr + 8 * rows[:, None] + columns[None, :])
+    tl.store(out_ptr + rows, tl.reduce(x, 1, _half_and))
+
+
+def test_slices_are_combined_front_to_back_and_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply, products = InterpreterBuilder.create_fmul, []
+
+    def counted(builder, a, b):
+        products.append(a.data.shape)
+        return multiply(builder, a, b)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_fmul", counted)
+    x, out = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(4)
+    _reduce_kernel[(1,)](x, out)
+    total = x[:, 0]
+    for column in range(1, 8):
+        total = total * 0.5 + x[:, column]
+    assert out.equal(total)
+    assert products == [(4,)] * 7

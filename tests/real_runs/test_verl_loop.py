@@ -166,7 +166,7 @@ for path, *_ in settings.REFUSED:
 
 
 def test_verl_has_every_setting_that_is_refused(folder: Path) -> None:
-    """A setting that verl does not know would be looked for in vain."""
+    """verl does not read a setting that it does not know."""
     loop = verl_loop.python(folder, "-c", ASKED, *verl_loop.settings(folder, 1))
     assert_ended(loop)
     # verl's critic asks for a value head, in a configuration that it makes in its worker.

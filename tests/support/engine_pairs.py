@@ -152,6 +152,19 @@ ROLLOUTS = {
     "sglang": _SGLANG,
 }
 """What samples: engine -> its layouts."""
+ALSO = {
+    "llama": ("hf:batch=1",),
+    "qwen3": ("hf:batch=4,padding=right",),
+    "mistral": ("megatron:batch=4,padding=right", "vllm:max_num_seqs=1,block_size=128"),
+    "mixtral": ("vllm:max_num_seqs=3,max_num_batched_tokens=64",),
+    "phi3": ("deepspeed:checkpointing=1",),
+    "ernie4_5": ("deepspeed:stage=1,dp=2,mixed=autocast",),
+    "gemma2": ("deepspeed:stage=2,dp=2,mixed=autocast",),
+    "exaone4": ("fsdp:dp=1",),
+    "olmo3": ("fsdp:dp=4",),
+    "odd-sizes": ("deepspeed:stage=3,dp=2,mixed=autocast",),
+}
+"""Layouts that a model has beside `few`, so that one of the default pairs shows both."""
 
 
 @dataclass(frozen=True)
@@ -190,11 +203,11 @@ class Pair:
         Every two values of these axes meet: family, dtype, kernels, rollout engine, training
         engine and its ranks; of the training engines that run the code of transformers, one meets
         a family. With the kernels, every two options of a training engine's layout meet, each
-        model without `as_in` and `rarely` occurs, and several ranks of the rollout meet dense and
-        sparse models, those that add residuals outside of norms, each dtype and each training
-        engine. Without the kernels, every dense family meets HF and Megatron. SGLang, which starts
-        slowly, samples once on two ranks, with the kernels and a sparse model, and scores once, on
-        one rank without them.
+        model without `as_in` and `rarely` is in vLLM and in another engine, and several ranks of
+        the rollout meet dense and sparse models, those that add residuals outside of norms, each
+        dtype and each training engine. Without the kernels, every dense family meets HF and
+        Megatron. SGLang, which starts slowly, samples once on two ranks, with the kernels and a
+        sparse model, and scores once, on one rank without them.
         """
         rollout, train = self.engines
         model = MODELS[self.model]
@@ -216,7 +229,8 @@ class Pair:
         if self.kernels == "rlk":
             options = [(train, option) for option in self.train.partition(":")[2].split(",")]
             reached |= {*options, *combinations(options, 2)}
-            reached |= set() if model.as_in or model.rarely else {("model", self.model)}
+            if "vllm" in self.engines and rollout != train:
+                reached |= set() if model.as_in or model.rarely else {("model", self.model)}
         elif not model.sparse and train in ("hf", "megatron"):
             reached.add((model.family, model.kernels, train))
         if "tp=" in self.rollout:
@@ -290,7 +304,7 @@ _EVERY = [
     for dtype in model.dtypes
     for kernels in model.kernels
     for rollout in _specs(ROLLOUTS, model)
-    for train in _specs(ENGINES, model)
+    for train in (*_specs(ENGINES, model), *ALSO.get(name, ()))
     if _meets_sglang(rollout, train)
     # Without the kernels, only one rank of vLLM samples.
     if kernels == "rlk" or not rollout.startswith("vllm:")
@@ -319,7 +333,7 @@ CACHED = {
     )
 }
 """Pairs for prompts that begin alike, so that SGLang takes rows from its cache."""
-DEFAULT = {pair.id for pair in covering(_EVERY, lambda pair: pair.goals)}
+DEFAULT = {pair.id for pair in covering(_EVERY, lambda pair: pair.goals, rarest=True)}
 
 
 def cases(kernels: str) -> list[Any]:

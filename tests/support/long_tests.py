@@ -10,7 +10,7 @@ cases, or the beginning of a case, `file.py::function[case`.
 
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,17 +25,25 @@ KEPT = tuple(
 )
 
 
+def namer(entries: Collection[str]) -> Callable[[str], bool]:
+    """Returns a function that says whether one of the entries means a test."""
+    whole = frozenset(entries)
+    beginnings = tuple(e for e in entries if "[" in e and not e.endswith("]"))
+    return lambda test: (
+        test in whole or test.partition("[")[0] in whole or test.startswith(beginnings)
+    )
+
+
 def named(test: str, entries: Collection[str]) -> bool:
     """Whether one of the entries means a test."""
-    beginnings = tuple(e for e in entries if "[" in e and not e.endswith("]"))
-    return test in entries or test.partition("[")[0] in entries or test.startswith(beginnings)
+    return namer(entries)(test)
 
 
 def mark_long(items: list[pytest.Item]) -> None:
     """Marks the tests of LONG `whole_matrix`."""
-    entries = frozenset(LONG)
+    is_long = namer(LONG)
     for item in items:
-        if named(item.nodeid.removeprefix("tests/"), entries):
+        if is_long(item.nodeid.removeprefix("tests/")):
             item.add_marker(pytest.mark.whole_matrix)
 
 

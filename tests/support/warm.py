@@ -202,6 +202,8 @@ def _prepare(kind: str) -> None:
         if kind == "deepspeed":
             os.environ["DS_ACCELERATOR"] = "cpu"
             importlib.import_module("deepspeed")
+            # Its first optimizer imports this, and with it torch's compiler.
+            importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     elif kind == "vllm":
         _start_ranks_of_vllm()
         _ask_of_models_in_place()
@@ -422,11 +424,13 @@ def main() -> None:
     if kind == "vllm":
         # As its engine sets it, before vLLM is imported.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    gc.disable()  # what imports make is no garbage
     for name in KINDS[kind]:
         importlib.import_module(name)
     _prepare(kind)
     # Forked processes share these objects: the collector must not touch them.
     gc.freeze()
+    gc.enable()
     try:
         _run(_wait_for_requests(listener))
     except SystemExit as end:
