@@ -123,6 +123,8 @@ _OF_QWEN3_5 = (
     # Published configs state the number of layers that predict further tokens.
     *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers"),
 )
+_NORMED: dict[str, tuple[Any, ...]] = {"use_qk_norm": (True,)}
+"""Norms of q and k that no key of the config turns off."""
 _ALWAYS = {"sliding_window": 4096, "use_sliding_window": True}
 """Windows that no key of the config turns off."""
 _QWEN_WINDOW = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
@@ -166,8 +168,9 @@ FAMILIES = {
         biases={"q_proj": True, "k_proj": True, "v_proj": True, "o_proj": False},
         window=_QWEN_WINDOW,
     ),
-    "qwen3": Family(layer=dense(qk_norm=True), window=_QWEN_WINDOW),
+    "qwen3": Family(layer=dense(qk_norm=True), window=_QWEN_WINDOW, values=_NORMED),
     "qwen3_moe": Family(
+        values=_NORMED,
         layer=mixture(qk_norm=True),
         window={"sliding_window": 4096, "use_sliding_window": False},
         experts=ExpertSettings("moe_intermediate_size"),
@@ -325,6 +328,7 @@ FAMILIES = {
         window={"sliding_window": None, "use_sliding_window": True},
         defaults={"partial_rotary_factor": 1.0},
         settings=("original_max_position_embeddings",),
+        values={"full_attn_mod": (1,), "interpolate_factor": (1,)},
         fused={
             "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
             "mlp.gate_up_proj": ("gate_proj", "up_proj"),
@@ -358,10 +362,11 @@ FAMILIES = {
         norm_eps="norm_epsilon",
         defaults={"use_bias": True, "tie_word_embeddings": True},
         # Published configs state what the code of transformers has one form of.
-        settings=(
-            *("embedding_dropout", "activation_function", "layer_norm_epsilon", "norm_type"),
-            *("mlp_type", "scale_attention_softmax_in_fp32", "scale_attn_weights"),
-        ),
+        settings=("embedding_dropout", "activation_function", "layer_norm_epsilon"),
+        values={
+            **{"norm_type": ("layer_norm",), "mlp_type": ("default",)},
+            **{"scale_attention_softmax_in_fp32": (True,), "scale_attn_weights": (True,)},
+        },
         modules={"up_proj": "mlp.c_fc", "down_proj": "mlp.c_proj"},
         refused={"megatron": _NOT_MEASURED},
     ),
@@ -377,17 +382,25 @@ FAMILIES = {
         adds_outside_norms=True,
         defaults={"tie_word_embeddings": True, "logit_scale": 0.0625},
         # Published configs state what both engines have one form of.
-        settings=(
-            *("layer_switch", "order_of_interleaved_layers", "position_embedding_type"),
-            *("rotary_pct", "use_embedding_sharing", "use_gated_activation"),
-            *("use_parallel_block", "use_parallel_embedding"),
-        ),
+        settings=("layer_switch", "use_parallel_embedding", "use_embedding_sharing"),
+        values={
+            **{"order_of_interleaved_layers": ("local_attn_first",), "rotary_pct": (1,)},
+            **{"position_embedding_type": ("rope_gptj",), "use_gated_activation": (True,)},
+            "use_parallel_block": (True,),
+        },
         refused={"megatron": "its layers add attention before the MLP reads the stream"},
     ),
     "hunyuan_v1_dense": Family(
         backend=True,
         layer=normed_after_rotation,
         heads_first=True,
+        # Published configs state tokens, sizes of other models, and what the code has one form of.
+        settings=(
+            *("rope_parameters.alpha", "attention_head_dim", "org_vocab_size", "cla_share_factor"),
+            *("pad_id", "im_start_id", "im_end_id", "im_newline_id", "mask_init_id"),
+            *("text_start_id", "text_end_id", "dense_list", "pool_type"),
+        ),
+        values={**_NORMED, "norm_type": ("rms",), "use_rotary_pos_emb": (True,)},
         # The names of tensors follow from the first operator with that site.
         modules={"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"},
         refused={"megatron": "it norms q and k before it rotates them"},
@@ -444,9 +457,9 @@ FAMILIES = {
             **{"tie_word_embeddings": True, "moe_k": 6, "moe_num_experts": 64},
             **{"moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_interval": 1},
         },
-        # The last key of the weights' sum is a guard against division by 0; transformers and vLLM
-        # read none of the others.
-        settings=("moe_norm_min", "moe_capacity", "moe_gate", "moe_use_aux_free"),
+        # The first is a guard against division by 0, and no engine reads the second.
+        settings=("moe_norm_min", "moe_capacity"),
+        values={"moe_gate": ("topk",), "moe_use_aux_free": (True,)},
         predictors="num_nextn_predict_layers",
         refused={"megatron": _NOT_MEASURED},
     ),
@@ -468,7 +481,9 @@ FAMILIES = {
         },
         # A published config states the rotated part by `rotary_dim`.
         defaults={"partial_rotary_factor": 1.0},
-        settings=("rotary_dim", "use_routing_bias", "use_qk_norm", "qk_norm_type"),
+        settings=("rotary_dim", "use_mtp", "mtp_transformer_layers"),
+        values={**_NORMED, "qk_norm_type": ("per_layer",), "use_routing_bias": (True,)},
+        predictors="num_mtp_modules",
         refused={
             "megatron": "it norms each head of q and of k alone",
         },
@@ -544,7 +559,8 @@ FAMILIES = {
             **{"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "rope_interleave": True},
         },
         # Published configs state the frequency of sparse layers, which is 1, and sizes of training.
-        settings=("moe_layer_freq", "ep_size", "num_mtp_layers"),
+        settings=("ep_size", "num_mtp_layers"),
+        values={"moe_layer_freq": (1,)},
         **_WITH_LATENTS,
     ),
     "glm4_moe_lite": Family(

@@ -106,6 +106,8 @@ class Family:
     """config.json -> the layers without a rotation; None if every layer rotates q and k."""
     settings: tuple[str, ...] = ()
     """Further keys of config.json that this description covers."""
+    values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Keys of config.json of which both engines have one form -> the values that state it."""
     uncovered: Mapping[str, Any] = field(default_factory=dict)
     """Keys that it does not cover -> the value that transformers takes where config.json leaves
     them out, if that is not neutral."""

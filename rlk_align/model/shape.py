@@ -289,7 +289,7 @@ _MAX_NAMED = 6
 
 def _of_no_family(config: Mapping[str, Any]) -> str:
     """The settings of a config.json that no known family has, for an error; empty if none."""
-    every = frozenset().union(*(family.keys for family in FAMILIES.values()))
+    every = frozenset().union(*({*f.keys, *f.values} for f in FAMILIES.values()))
     names = sorted(unknown_settings(config, every))
     if not names:
         return ""

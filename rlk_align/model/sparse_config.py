@@ -13,7 +13,11 @@ _GROUPED = "experts chosen from the best groups of experts"
 _LATENT = (
     "it has latent attention (MLA), which is described for deepseek_v3 and glm4_moe_lite alone"
 )
-UNKNOWN_ROUTING = dict.fromkeys(("deepseek_v2", "deepseek_v32"), _LATENT)
+UNKNOWN_ROUTING = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v32"), _LATENT),
+    "kimi_k2": "its operators are those of deepseek_v3, and transformers has no class of this name: "
+    "state model_type deepseek_v3 in config.json, as its publisher advises",
+}
 """Sparse families that are not supported -> the reason."""
 _UNKNOWN_SETTINGS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "n_shared_experts": (_SHARED, (None, 0)),
