@@ -12,13 +12,13 @@ from rlk_align.model.layers import (
     dense,
     hybrid,
     latent,
+    layer_normed,
     mixture,
     normed_after,
     normed_after_by_head,
     normed_after_rotation,
     parallel,
     partly_rotated,
-    plain_mlp,
     plain_sandwich,
     sandwich,
     scaled_residuals,
@@ -350,7 +350,7 @@ FAMILIES = {
     ),
     "starcoder2": Family(
         backend=True,
-        layer=plain_mlp,
+        layer=layer_normed(ungated),
         after=("final_layer_norm", "logits", "logprob"),
         biases={
             **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "use_bias"),
@@ -369,6 +369,19 @@ FAMILIES = {
         },
         modules={"up_proj": "mlp.c_fc", "down_proj": "mlp.c_proj"},
         refused={"megatron": _NOT_MEASURED},
+    ),
+    "stablelm": Family(
+        layer=layer_normed(),
+        after=("final_layer_norm", "logits", "logprob"),
+        biases={
+            **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "use_qkv_bias"),
+            **dict.fromkeys(("attn_layer_norm", "mlp_layer_norm", "final_layer_norm"), True),
+            "o_proj": False,
+        },
+        norm_eps="layer_norm_eps",
+        adds_outside_norms=True,
+        defaults={"partial_rotary_factor": 0.25, "use_qkv_bias": False},
+        refused=dict.fromkeys(("megatron", "kernels"), _NOT_MEASURED),
     ),
     "cohere2": Family(
         layer=parallel,

@@ -154,10 +154,10 @@ def ungated(shape: LayerShape, layer: int) -> tuple[str, ...]:
     return tuple("plain_act" if op == "act" else op for op in every)
 
 
-def plain_mlp(shape: LayerShape, layer: int) -> tuple[str, ...]:
-    """Layers with LayerNorms, and with an MLP that has no gate."""
+def layer_normed(layers: LayerOperators = DENSE) -> LayerOperators:
+    """Layers with LayerNorms in place of RMSNorms."""
     replaced = {"attn_norm": "attn_layer_norm", "mlp_norm": "mlp_layer_norm"}
-    return tuple(replaced.get(op, op) for op in ungated(shape, layer))
+    return lambda shape, layer: tuple(replaced.get(op, op) for op in layers(shape, layer))
 
 
 def parallel(shape: LayerShape, layer: int) -> tuple[str, ...]:

@@ -61,6 +61,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "layer_types": KINDS,
     },
     "starcoder2": {"head_dim": 32, "sliding_window": 8, "tie_word_embeddings": True},
+    "stablelm": {"use_qkv_bias": True, "partial_rotary_factor": 0.5},
     "cohere2": {
         **{"sliding_window": 8, "layer_types": KINDS, "logit_scale": 0.3},
         "tie_word_embeddings": True,
