@@ -147,8 +147,8 @@ def unknown_settings(
     known = {*known, *OF_EVERY_FAMILY, *NO_EFFECT}
     if config.get("use_sliding_window") is False:
         known |= {"sliding_window", "max_window_layers"}
-    other = (f"{kind}_attention" for kind in ("sliding", "linear"))
-    kinds = ["full_attention", *(kind for kind in other if f"layer_types.{kind}" in known)]
+    listed = (key.removeprefix("layer_types.") for key in known if key.startswith("layer_types."))
+    kinds = ["full_attention", *listed]
     found = {
         key: value
         for key, value in config.items()

@@ -1,5 +1,6 @@
 """The known decoder families: what each layer computes, and what their configs say of it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from rlk_align.model.layers import (
     plain_sandwich,
     sandwich,
     scaled_residuals,
+    state_space,
     ungated,
     values_normed,
     with_sinks,
@@ -49,6 +51,12 @@ def _layers_without_window(config: Mapping[str, Any]) -> tuple[int, ...]:
         return ()
     layers = range(int(config["num_hidden_layers"]))
     return tuple(i for i in layers if layer_kind(config, i) == "full_attention")
+
+
+def _unless_rope(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """All layers, unless `position_embedding_type` says that they rotate."""
+    rotates = config.get("position_embedding_type") == "rope"
+    return () if rotates else tuple(range(int(config["num_hidden_layers"])))
 
 
 _SCALED: dict[str, Any] = {
@@ -283,6 +291,38 @@ FAMILIES = {
         ),
         refused={"megatron": _MULTIPLIES},
         **_SCALED,
+    ),
+    "granitemoehybrid": Family(
+        layer=scaled_residuals(state_space(partly_rotated)),
+        state_space=True,
+        inner="shared_intermediate_size",
+        unrotated=_unless_rope,
+        biases={"conv": "mamba_conv_bias"},
+        # A config without experts states their size and number too.
+        settings=("position_embedding_type", "intermediate_size", "num_experts_per_tok"),
+        values={
+            **{"normalization_function": ("rmsnorm",), "mamba_proj_bias": (False,)},
+            "time_step_limit": ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]),
+        },
+        uncovered={"num_local_experts": 8},
+        modules={
+            **{"conv": "mamba.conv1d", "out_proj": "mamba.out_proj"},
+            "down_proj": "shared_mlp.output_linear",
+        },
+        fused={
+            "mamba.in_proj": ("z", "xbc_in", "dt_in"),
+            "shared_mlp.input_linear": ("gate_proj", "up_proj"),
+        },
+        vllm_on_one_rank="its ranks share the channels of a convolution",
+        refused=dict.fromkeys(("megatron", "deepspeed", "sglang"), _NOT_MEASURED)
+        | {"kernels": "they have no state-space scan"},
+        **_SCALED
+        | {
+            "defaults": _SCALED["defaults"]
+            | {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256}
+            | {"mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2}
+            | {"mamba_conv_bias": True, "shared_intermediate_size": 1024}
+        },
     ),
     "glm4": Family(
         layer=plain_sandwich,
@@ -596,13 +636,17 @@ WITHOUT_FAMILY = (
 """The remedy for a model of another family."""
 
 
+_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
+"""Kinds of layers by their earlier names -> by those that transformers 5 saves."""
+
+
 def layer_kind(config: Mapping[str, Any], layer: int) -> str:
     """`full_attention`, `sliding_attention` for a layer with a window, or `linear_attention` for
-    one with a gated delta net, by config.json or, if that has no `layer_types`, by the period of
+    one with a gated delta net or a state-space model, by config.json or, if that has no `layer_types`, by the period of
     its family; empty if neither says it."""
     family, kinds = FAMILIES.get(str(config.get("model_type"))), config.get("layer_types")
     if isinstance(kinds, list) and layer < len(kinds):
-        return str(kinds[layer])
+        return _KINDS.get(str(kinds[layer]), str(kinds[layer]))
     if family is None or not family.period:
         return ""
     period = next(

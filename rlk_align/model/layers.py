@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Literal, Protocol
 
+from rlk_align.model.operators import OPERATORS
+
 
 class LayerShape(Protocol):
     """The properties of a model that decide the operators of a layer."""
@@ -202,6 +204,24 @@ def hybrid(layers: LayerOperators) -> LayerOperators:
             return (*every[: every.index("q_proj")], *_DELTA_NET, *every[end:])
         at = every.index("o_proj")
         return tuple(_GATED.get(op, op) for op in (*every[:at], "attn_gate", *every[at:]))
+
+    return operators
+
+
+_STATE_SPACE = ("z", "xbc_in", "dt_in", "conv", "dt", "dt_a", "scan", "mamba_norm", "out_proj")
+
+
+def state_space(layers: LayerOperators) -> LayerOperators:
+    """Layers with a state-space model (Mamba-2) in place of attention, and layers with attention.
+    `layers`: those to change."""
+
+    def operators(shape: LayerShape, layer: int) -> tuple[str, ...]:
+        every = layers(shape, layer)
+        if layer not in shape.delta_layers:
+            return every
+        at = every.index("q_proj")
+        end = next(i for i, op in enumerate(every) if OPERATORS[op].site == "attn_residual")
+        return (*every[:at], *_STATE_SPACE, *every[end:])
 
     return operators
 

@@ -112,7 +112,8 @@ def has_alpha(rope: dict[str, Any]) -> bool:
 
 
 def checkpoint_rotary(model: Path, shape: ModelShape, layer: int = 0) -> Rotary | None:
-    """The rotation of a layer; None if its frequencies depend on the sequence."""
+    """The rotation of a layer; None if its frequencies depend on the sequence, or if no layer
+    rotates."""
     # Imported here, because callers that only name kinds of rope do not need sites.
     from rlk_align.model.sites import model_sites
 
@@ -120,10 +121,12 @@ def checkpoint_rotary(model: Path, shape: ModelShape, layer: int = 0) -> Rotary 
     rope = rope_parameters(config, layer)
     if rope["rope_type"] not in FIXED and not has_alpha(rope):
         return None
+    inputs = {s.name: s.inputs for s in model_sites(shape) if s.operator.formula == "rotary"}
+    if not inputs:
+        return None
     kind = layer_kind(config, layer) if shape.family.rope_by_kind else None
     partial = partial_rotary_factor(config)
     inv_freq, scaling = _frequencies(model, shape.at(layer), rope, partial, kind)
-    inputs = {s.name: s.inputs for s in model_sites(shape) if s.operator.formula == "rotary"}
     return Rotary(
         inv_freq=inv_freq,
         scaling=scaling,

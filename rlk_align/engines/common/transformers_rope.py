@@ -14,6 +14,8 @@ def rotary_embeddings(model: Any) -> list[tuple[dict[str, Any], torch.Tensor]]:
     """The `rope_parameters` of each layer, and its live frequencies `[pairs]`: one rotary embedding
     for all layers, or one for each kind of layer."""
     rotary, parameters = model.model.rotary_emb, model.config.rope_parameters
+    if rotary is None:
+        return []
     if "rope_type" in parameters:
         return [(parameters, rotary.inv_freq)] * len(model.model.layers)
     kinds = model.config.layer_types
@@ -26,7 +28,8 @@ def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -
     wrapped while the hooks are installed. Some attentions cut off the part of each head that it
     rotates: there it is called with whole heads, of which the rest follows that part."""
     # FSDP changes the classes of the model and its layers, but not that of the attention.
-    attention = next(x.self_attn for x in model.model.layers if hasattr(x, "self_attn"))
+    every = (getattr(layer, "self_attn", None) for layer in model.model.layers)
+    attention = next(each for each in every if each is not None)
     modeling = sys.modules[type(attention).__module__]
     name = "apply_rotary_pos_emb"
     if getattr(attention.config, "rope_interleave", False):

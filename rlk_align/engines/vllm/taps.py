@@ -19,6 +19,7 @@ from rlk_align.engines.common.rows import packed_rows
 from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
 from rlk_align.engines.process.ranks import Ranks, all_gather
 from rlk_align.engines.vllm.delta_net import on_delta_nets
+from rlk_align.engines.vllm.mamba import on_mambas
 from rlk_align.engines.vllm.experts import on_choices, replay_choices
 from rlk_align.engines.vllm.places import of_transformers, vllm_places
 from rlk_align.model.prompts import TokenBatch
@@ -61,6 +62,7 @@ class VLLMTaps(SiteHooks):
         super().install()
         on_rotation(self, self._model, self.rope)
         on_delta_nets(self, self._model, self._kind == "decode")
+        on_mambas(self, self._model)
         replay_choices(self, self._model)
         on_choices(self, self._model, self.show)
 
