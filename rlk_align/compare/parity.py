@@ -69,8 +69,8 @@ _RECURRENCE = {
     "delta_chunk": "the order of sums, and nothing else",
     "mamba_state_dtype": "a state that is rounded after every token loses what decays slowly",
 }
-"""Attributes of gated delta nets and of state-space models that engines choose themselves -> the effect of a difference,
-which the budgets of operators judge."""
+"""Attributes of gated delta nets and of state-space models that engines choose themselves -> the
+effect of a difference, which the budgets of operators judge."""
 
 
 def _recurrences(rollout: Trace, train: Trace) -> Iterator[Mismatch]:

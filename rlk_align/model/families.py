@@ -642,8 +642,8 @@ _KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 
 def layer_kind(config: Mapping[str, Any], layer: int) -> str:
     """`full_attention`, `sliding_attention` for a layer with a window, or `linear_attention` for
-    one with a gated delta net or a state-space model, by config.json or, if that has no `layer_types`, by the period of
-    its family; empty if neither says it."""
+    one with a gated delta net or a state-space model, by config.json or, if that has no
+    `layer_types`, by the period of its family; empty if neither says it."""
     family, kinds = FAMILIES.get(str(config.get("model_type"))), config.get("layer_types")
     if isinstance(kinds, list) and layer < len(kinds):
         return _KINDS.get(str(kinds[layer]), str(kinds[layer]))

@@ -15,8 +15,8 @@ _LATENT = (
 )
 UNKNOWN_ROUTING = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v32"), _LATENT),
-    "kimi_k2": "its operators are those of deepseek_v3, and transformers has no class of this name: "
-    "state model_type deepseek_v3 in config.json, as its publisher advises",
+    "kimi_k2": "its operators are those of deepseek_v3, and transformers has no class of this "
+    "name: state model_type deepseek_v3 in config.json, as its publisher advises",
 }
 """Sparse families that are not supported -> the reason."""
 _UNKNOWN_SETTINGS: dict[str, tuple[str, tuple[Any, ...]]] = {

@@ -14,8 +14,8 @@ from rlk_kernels.integrations.vllm.families import ONE_RANK
 
 from rlk_align.engines.common.experts import BY_EXPERT
 from rlk_align.engines.vllm.delta_net import HIDDEN_IN_DECODE
-from rlk_align.engines.vllm.mamba import STEPS
 from rlk_align.engines.vllm.limits import check_vllm
+from rlk_align.engines.vllm.mamba import STEPS
 from rlk_align.errors import BadOption, ModelError
 from rlk_align.model.checkpoint import read_config
 from rlk_align.model.families import FAMILIES
@@ -92,10 +92,13 @@ def test_two_attentions_of_transformers_are_healthy(
     assert_healthy(compared(cli, few_prompts, model, "hf:attn=eager", train))
 
 
+WITHOUT_ATTENTION = [f for f in SETTINGS if FAMILIES[f].hybrid or FAMILIES[f].state_space]
+"""The families of which some layers have no attention."""
+
+
 @pytest.mark.whole_matrix
 @pytest.mark.parametrize(
-    "family",
-    [f for f, of in FAMILIES.items() if f in SETTINGS and (of.hybrid or of.latent or of.state_space)],
+    "family", [*WITHOUT_ATTENTION, *(f for f in SETTINGS if FAMILIES[f].latent)]
 )
 def test_two_ranks_of_fsdp_and_transformers_are_healthy(
     cli: Cli, few_prompts: Path, tmp_path: Path, family: str

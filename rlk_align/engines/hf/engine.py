@@ -32,7 +32,6 @@ from rlk_align.engines.common.transformers_rope import rotary_embeddings
 from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.forward_engine import ForwardEngine
 from rlk_align.engines.hf.delta_net import delta_attributes
-from rlk_align.engines.hf.mamba import mamba_attributes
 from rlk_align.engines.hf.experts import (
     corrections,
     expert_weights,
@@ -49,6 +48,7 @@ from rlk_align.engines.hf.lora import (
     name_of,
     use_adapter,
 )
+from rlk_align.engines.hf.mamba import mamba_attributes
 from rlk_align.engines.hf.places import hf_places
 from rlk_align.engines.hf.taps import HFTaps
 from rlk_align.errors import ModelError

@@ -19,8 +19,8 @@ from rlk_align.engines.common.kernel_delta_nets import (
 from rlk_align.engines.common.transformers_rope import on_rotation
 from rlk_align.engines.common.weights import unfused
 from rlk_align.engines.hf.delta_net import CONVOLUTIONS, RULES, delta_nets
-from rlk_align.engines.hf.mamba import SCANS, mambas
 from rlk_align.engines.hf.experts import replace_choice, router_of, routing, sparse_blocks
+from rlk_align.engines.hf.mamba import SCANS, mambas
 from rlk_align.engines.hf.places import hf_places
 from rlk_align.selftest.faults.catalogue import Chosen
 from rlk_align.selftest.planting.live_operators import LiveOperators, plant
@@ -156,9 +156,7 @@ class HFOperators(LiveOperators):
         """Layer -> its gated delta net or its state-space model."""
         return dict((*delta_nets(self._model), *mambas(self._model)))
 
-    def _in_net(
-        self, layer: int, names: tuple[str, ...], computed: Callable[..., Any]
-    ) -> None:
+    def _in_net(self, layer: int, names: tuple[str, ...], computed: Callable[..., Any]) -> None:
         """Replaces functions of the modeling module in one layer; `computed` gets the original
         function before its arguments."""
         nets = self._nets()

@@ -5,8 +5,8 @@ from typing import Any
 from rlk_align.engines.common.site_hooks import ForwardHooks
 from rlk_align.engines.common.transformers_rope import on_rotation
 from rlk_align.engines.hf.delta_net import on_hybrid
-from rlk_align.engines.hf.mamba import on_mambas
 from rlk_align.engines.hf.experts import on_experts, replay_choices
+from rlk_align.engines.hf.mamba import on_mambas
 
 
 class HFTaps(ForwardHooks):

@@ -20,9 +20,9 @@ from rlk_align.engines.common.experts import BY_EXPERT
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.parameters import ParameterRecord
 from rlk_align.engines.vllm.delta_net import FUSED_IN_DECODE, HIDDEN_IN_DECODE
-from rlk_align.engines.vllm.mamba import STEPS
 from rlk_align.engines.vllm.experts import FUSED, PARTIAL
 from rlk_align.engines.vllm.lora import lora_requests, lora_settings
+from rlk_align.engines.vllm.mamba import STEPS
 from rlk_align.engines.vllm.registered import decoder_alone, register_without_torchvision
 from rlk_align.engines.vllm.taps import VLLMTaps
 from rlk_align.engines.vllm.worker import TapPlan

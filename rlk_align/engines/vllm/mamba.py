@@ -1,8 +1,8 @@
 """The state-space models (Mamba-2) of a live vLLM decoder on a CPU: their values and weights.
 
 vLLM 0.32 computes them in one custom operator, `mamba_mixer2`: first the tokens of prefills, then
-those of decode steps, which come before them in the packed rows. Its parts are functions of modules,
-and are wrapped while the hooks are installed.
+those of decode steps, which come before them in the packed rows. Its parts are functions of
+modules, and are wrapped while the hooks are installed.
 """
 
 import functools
@@ -101,7 +101,9 @@ class _Running:
 
     def scanned(self, compute: Any) -> Any:
         @functools.wraps(compute)
-        def scan(out: Any, states: Any, x: Any, dt: torch.Tensor, a: torch.Tensor, *rest: Any) -> Any:
+        def scan(
+            out: Any, states: Any, x: Any, dt: torch.Tensor, a: torch.Tensor, *rest: Any
+        ) -> Any:
             rows = self._last(len(dt))
             self._visit("dt", dt, rows)
             self._hooks.show(f"layers.{self._layer}.dt_a", dt * a, rows)

@@ -33,10 +33,10 @@ from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.process import heartbeat
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.vllm.delta_net import delta_attributes
-from rlk_align.engines.vllm.mamba import mamba_attributes
 from rlk_align.engines.vllm.experts import sparse_blocks
 from rlk_align.engines.vllm.graphs import GraphCounter
 from rlk_align.engines.vllm.lora import live_adapter
+from rlk_align.engines.vllm.mamba import mamba_attributes
 from rlk_align.engines.vllm.parallel import tensor_parallel
 from rlk_align.engines.vllm.places import of_transformers, sliding_window, vllm_places
 from rlk_align.engines.vllm.quantised import live_cache, live_fp8

@@ -17,9 +17,7 @@ STEP_ROUNDINGS = 2.0
 after it."""
 
 
-def time_step(
-    x: torch.Tensor, bias: torch.Tensor, dtype: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def time_step(x: torch.Tensor, bias: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     """dt = softplus(x + bias): `[N, H]`, `[H]` -> `[N, H]`, and its variance where the sum is
     rounded before."""
     total = x + bias
@@ -84,8 +82,8 @@ def _of_steps(
     log_decay: torch.Tensor,
     position: torch.Tensor,
 ) -> torch.Tensor:
-    """Σ_r (∂y_t / ∂ ln dt_r)² of rows at `position`: `[N, H, V]`. A step changes what its token adds,
-    and how all that came before decays."""
+    """Σ_r (∂y_t / ∂ ln dt_r)² of rows at `position`: `[N, H, V]`. A step changes what its token
+    adds, and how all that came before decays."""
     total = log_decay.cumsum(dim=0)
     tokens = torch.arange(len(x), device=x.device)
     rows = []
