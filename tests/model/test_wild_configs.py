@@ -7,17 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import Cli, require_engine
+from wild_models import ACCEPTED, WILD, wild_model
 
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import read_config
 from rlk_align.model.config_keys import check_settings
 from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.shape import read_shape
-
-WILD: dict[str, Any] = json.loads(
-    (Path(__file__).parents[1] / "support/wild_configs.json").read_text()
-)
-"""A model of a hub -> its config, where it was read, and the reason why it is refused."""
 
 
 def warnings_of(folder: Path, config: dict[str, Any]) -> tuple[str, ...]:
@@ -83,3 +80,34 @@ def test_a_published_config_is_accepted_or_refused_by_name(tmp_path: Path, name:
         return
     with pytest.raises(ModelError, match=re.escape(refused)):
         warnings_of(tmp_path, config)
+
+
+_IN_VLLM = {
+    **dict.fromkeys(("deepseek-ai/DeepSeek-V3", "zai-org/GLM-4.7-Flash"), "latent attention"),
+    "MiniMaxAI/MiniMax-M2.5": "does not support model_type 'minimax_m2' without the kernels",
+    # Its config.json states an architecture that vLLM 0.32 spells otherwise.
+    "baidu/ERNIE-4.5-0.3B": "Model architectures ['Ernie4_5_ForCausalLM'] are not supported",
+}
+"""A model that vLLM does not run on a CPU -> the reason that is named."""
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_a_published_config_is_compared_by_transformers_and_vllm(
+    cli: Cli, few_prompts: Path, tmp_path: Path, name: str
+) -> None:
+    require_engine("vllm")
+    model, train = wild_model(tmp_path, name), "hf:attn=eager,batch=4" if "gpt" in name else "hf"
+    for rollout in ("vllm", "hf:attn=eager"):
+        done = cli(
+            *("compare", "--model", model, "--prompts", few_prompts, "--max-new-tokens", 8),
+            *("--rollout", rollout, "--train", train, "--run-dir", tmp_path / rollout[:2]),
+        )
+        if rollout == "vllm" and name in _IN_VLLM:
+            assert done.code == 2
+            assert _IN_VLLM[name] in done.err
+            continue
+        assert done.code == 0, done.out + done.err
+        assert done.verdict is not None
+        assert done.verdict["divergences"]["prefill_vs_train"]["over_budget"] == []
+        return

@@ -125,7 +125,16 @@ class HFOperators(LiveOperators):
             self._in_net(layer, RULES, functools.partial(_ruled, formula))
 
     def _state_space(self, layer: int, formula: Formula) -> None:
-        self._in_net(layer, SCANS[:1], functools.partial(_scanned, formula))
+        modeling = sys.modules[type(self._nets()[layer]).__module__]
+
+        def scanned(compute: Any, x: Any, dt: Any, *args: Any, **kwargs: Any) -> Any:
+            # Once for all tokens, as the parts of the formula are not whole sequences.
+            bias = kwargs.pop("dt_bias")
+            step = modeling.F.softplus(dt + bias.to(dt.dtype))
+            own = {"dt_bias": None, "dt_softplus": False}
+            return _scanned(formula, compute, x, step, *args, **(kwargs | own))
+
+        self._in_net(layer, SCANS[:1], scanned)
 
     def _convolution(self, layer: int, formula: Formula) -> None:
         name = f"layers.{layer}.conv"
@@ -296,8 +305,8 @@ class HFKernelLayers(KernelLayers, HFSparseLayers):
 def _scanned(
     formula: Formula, compute: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, **kwargs: Any
 ) -> Any:
-    """The formula's result in place of a state-space scan's: its output `[B, T, H, V]` and, where
-    the caller asks for them, the states `[B, H, V, D]`."""
+    """The formula's result in place of a state-space scan's by steps dt: its output `[B, T, H, V]`
+    and, where the caller asks for them, the states `[B, H, V, D]`."""
     states, outputs, after = kwargs["initial_states"], [], []
     for i in range(len(x)):
 
@@ -312,11 +321,10 @@ def _scanned(
             out, last = compute(x[here], dt[here], a, b[here], c[here], **{**kwargs, **own})
             return out[0], last[0]
 
-        step = torch.nn.functional.softplus((dt[i] + kwargs["dt_bias"]).float())
         unit = Recurrence(
             length=x.shape[1],
             state=None if states is None else states[i],
-            decay=step * a,
+            decay=dt[i].float() * a,
             compute=some,
         )
         out, last = formula(unit)

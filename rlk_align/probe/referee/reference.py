@@ -253,8 +253,9 @@ class Reference:
                 a_log = self._weights.read_kept(site.parameter).double()
                 return state_space.step_decay(inputs[0], a_log)
             case "gated_then_normed":
-                weight, groups = self._weights.read(site.parameter).double(), 1
-                return state_space.gated_then_normed(*inputs, weight, groups, self._eps, dtype)
+                weight = self._weights.read(site.parameter).double()
+                x, gate = inputs
+                return state_space.gated_then_normed(x, gate, weight, 1, self._eps, dtype)
             case "state_space":
                 return self._state_space(site, inputs, rows)
         x, b, a = inputs
