@@ -49,7 +49,12 @@ _OF_LATENTS = ("query_latent", "latent", "latent_and_key", "latent_query_heads")
 """The features of products and norms of latent attention, which the kernels do not compute."""
 REPLACEABLE = tuple(
     dict.fromkeys(
-        o.site for o in OPERATORS.values() if o.formula in KERNELS and o.features not in _OF_LATENTS
+        o.site
+        for o in OPERATORS.values()
+        if o.formula in KERNELS
+        and o.features not in _OF_LATENTS
+        # Nor do they compute state-space models.
+        and not o.module.startswith("mamba.")
     )
 )
 """The operators that the kernels compute and that `except` may name, by their sites."""
