@@ -146,11 +146,11 @@ def _checked(request: "CaptureRequest") -> "CheckedRequest":
     spec, model = request.engine, resolve_model(request.model_path)
     shape, config = read_outline(model), read_config(model)
     check_not_quantized(model, config)
-    check_own_code(model, config)
+    warnings = check_own_code(model, config)
     return CheckedRequest(
         model=model,
         shape=shape,
-        warnings=untested(engine_versions(spec)),
+        warnings=(*untested(engine_versions(spec)), *warnings),
         context=shape.context - spec.info.spare_positions,
         new_tokens=0,
     )

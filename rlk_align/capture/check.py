@@ -60,7 +60,7 @@ def check_request(request: CaptureRequest, sampling: bool) -> CheckedRequest:
     model = resolve_model(request.model_path)
     shape, config = read_shape(model), read_config(model)
     check_stored_format(spec, model, config, shape)
-    check_settings(model, config, shape.family)
+    warnings = check_settings(model, config, shape.family)
     check_trace_plan(request.trace, shape)
     if spec.option("lora") is not None:
         paths = adapter_paths(spec.option("lora"))
@@ -79,7 +79,7 @@ def check_request(request: CaptureRequest, sampling: bool) -> CheckedRequest:
     return CheckedRequest(
         model=model,
         shape=shape,
-        warnings=(*untested(engine_versions(spec)), *_shortened(config)),
+        warnings=(*untested(engine_versions(spec)), *warnings, *_shortened(config)),
         context=shape.context - spec.info.spare_positions,
         new_tokens=request.max_new_tokens if sampling else 0,
     )

@@ -170,8 +170,9 @@ def _compare_site(
 
     paired, unpaired = paired_in(expected)
     # Rows of single experts that an engine never has are represented by the sum of the experts, and
-    # what a gated delta rule reads from products by the rule.
-    within = bool(site.experts) or site.operator.formula in ("decay", "sigmoid")
+    # what a recurrence reads from products by the recurrence.
+    steps = ("decay", "sigmoid", "time_step", "step_decay")
+    within = bool(site.experts) or site.operator.formula in steps
     inside = within and bool(unpaired) and all(u.explained for u in unpaired)
     state.expected += 0 if inside else int(expected.sum())
     state.cached += 0 if inside else int(cached.sum())

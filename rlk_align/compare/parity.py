@@ -44,7 +44,7 @@ def check_parity(rollout: Trace, train: Trace) -> list[Mismatch]:
         *_dropout(rollout, train),
         *_boundaries(rollout, train),
         *_padding(rollout, train),
-        *_delta_nets(rollout, train),
+        *_recurrences(rollout, train),
         *quantised_inputs(rollout, train),
     ]
 
@@ -62,27 +62,28 @@ def _weights(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
         yield from check_adapters(rollout, train)
 
 
-_DELTA_NET = {
+_RECURRENCE = {
     "delta_a_log_dtype": "a decay is exp(A_log), so rounding A_log changes every decay alike",
     "delta_state_dtype": "a state that is rounded after every token loses what decays slowly",
     "delta_eps": "q and k are divided by their norms, which are near the eps in weak rows only",
     "delta_chunk": "the order of sums, and nothing else",
+    "mamba_state_dtype": "a state that is rounded after every token loses what decays slowly",
 }
-"""Attributes of gated delta nets that engines choose themselves -> the effect of a difference,
-which the budgets of operators judge."""
+"""Attributes of gated delta nets and of state-space models that engines choose themselves -> the
+effect of a difference, which the budgets of operators judge."""
 
 
-def _delta_nets(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
-    """Yields how the sides' engines compute gated delta nets differently."""
+def _recurrences(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
+    """Yields how the sides' engines compute recurrences differently."""
     a, b = (trace.record.attributes for _, trace in _sides(rollout, train))
-    for name in sorted({n for n in (*a, *b) if n.rpartition(".")[2] in _DELTA_NET}):
+    for name in sorted({n for n in (*a, *b) if n.rpartition(".")[2] in _RECURRENCE}):
         if a.get(name) != b.get(name):
             yield Mismatch(
                 kind="attributes",
                 name=name,
                 rollout=a.get(name),
                 train=b.get(name),
-                detail=_DELTA_NET[name.rpartition(".")[2]],
+                detail=_RECURRENCE[name.rpartition(".")[2]],
                 stops=False,
             )
 
@@ -267,7 +268,7 @@ def _attributes(a: dict[str, Any], b: dict[str, Any]) -> list[Mismatch]:
     """Names each differing attribute, by layer where a side has `layers.i.NAME` beside NAME."""
     mismatches = []
     by_layer = {name.split(".", 2)[2] for name in [*a, *b] if name.startswith("layers.")}
-    apart = (DROPOUT, FREQUENCIES, *_DELTA_NET)
+    apart = (DROPOUT, FREQUENCIES, *_RECURRENCE)
     whole = (n for n in [*a, *b] if not n.startswith("layers.") and n not in apart)
     for name in dict.fromkeys(whole):
         names = [name]

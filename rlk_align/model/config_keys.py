@@ -7,6 +7,7 @@ the wrong side, so a setting that no description covers is refused by its name.
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rlk_align.errors import ModelError
@@ -61,8 +62,8 @@ OF_EVERY_FAMILY = frozenset(
         *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
         *("max_position_embeddings", "hidden_act", "rms_norm_eps", "tie_word_embeddings"),
         *("attention_bias", "mlp_bias", "rope_theta", "rope_scaling", "rope_parameters"),
-        # Both are refused elsewhere, with their own reasons.
-        *("partial_rotary_factor", "quantization_config", "compression_config"),
+        # These are refused elsewhere, with their own reasons.
+        *("partial_rotary_factor", "quantization_config", "compression_config", "auto_map"),
     }
 )
 """The keys that describe a decoder of any family."""
@@ -130,23 +131,28 @@ PAGE = "docs/add-a-family.md"
 """The page on describing a family."""
 
 
-def unknown_settings(config: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+def unknown_settings(
+    config: Mapping[str, Any],
+    known: Collection[str],
+    values: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
+) -> dict[str, Any]:
     """Path of a key -> its value, for the settings that are not neutral and that neither every
     family nor this one lists.
 
     `known`: the further keys of the family; a parameter of its rope is listed as
-    `rope_parameters.KEY`, and ropes by the kind of layer as `rope_parameters.KIND`.
-    `use_sliding_window: false` makes the settings of windows neutral.
+    `rope_parameters.KEY`, and ropes by the kind of layer as `rope_parameters.KIND`; `values`: keys
+    of which the family lists values, and any other is unknown. `use_sliding_window: false` makes
+    the settings of windows neutral.
     """
     known = {*known, *OF_EVERY_FAMILY, *NO_EFFECT}
     if config.get("use_sliding_window") is False:
         known |= {"sliding_window", "max_window_layers"}
-    other = (f"{kind}_attention" for kind in ("sliding", "linear"))
-    kinds = ["full_attention", *(kind for kind in other if f"layer_types.{kind}" in known)]
+    listed = (key.removeprefix("layer_types.") for key in known if key.startswith("layer_types."))
+    kinds = ["full_attention", *listed]
     found = {
         key: value
         for key, value in config.items()
-        if key not in known and not _is_neutral(key, value)
+        if (key in values or key not in known) and not _is_neutral(key, value, values)
     }
     if not all(kind in kinds for kind in config.get("layer_types") or ()):
         found["layer_types"] = config["layer_types"]
@@ -157,7 +163,9 @@ def unknown_settings(config: Mapping[str, Any], known: Collection[str]) -> dict[
     return found
 
 
-def _is_neutral(key: str, value: Any) -> bool:
+def _is_neutral(key: str, value: Any, values: Mapping[str, tuple[Any, ...]]) -> bool:
+    if key in values:
+        return value is None or value in values[key]
     return key == "layer_types" or value in _NEUTRAL.get(key, _USUAL_NEUTRAL)
 
 
@@ -174,24 +182,41 @@ def _unknown_rope(
             yield f"{path}.{key}", value
 
 
-def check_own_code(model: Path, config: Mapping[str, Any]) -> None:
-    """Raises ModelError if config.json names code of the checkpoint's own."""
-    if config.get("auto_map"):
-        raise ModelError(
-            f"{model}/config.json: auto_map names code in the checkpoint, which no engine here "
-            "runs: whether that code computes what the engines' own code does is unknown",
-            "remove auto_map from config.json to compare the engines' own code",
+def check_own_code(model: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """A warning if config.json names code in the checkpoint of which the engines have their own:
+    its class has the name of the model_type. Raises ModelError for any other code."""
+    if not (own := config.get("auto_map")):
+        return ()
+    kind = str(config.get("model_type"))
+    named = own.get("AutoModelForCausalLM") if isinstance(own, Mapping) else None
+    if isinstance(named, str) and _letters(named.rpartition(".")[2]) == _letters(kind) + _CAUSAL:
+        return (
+            f"auto_map in config.json names code in the checkpoint, {named}, which no engine here "
+            f"runs: the engines' own code for model_type {kind!r} is compared",
         )
+    raise ModelError(
+        f"{model}/config.json: auto_map names code in the checkpoint, which no engine here "
+        "runs: whether that code computes what the engines' own code does is unknown",
+        "remove auto_map from config.json to compare the engines' own code",
+    )
 
 
-def check_settings(model: Path, config: Mapping[str, Any], family: Family) -> None:
-    """Raises ModelError if config.json, or the default of a key that it leaves out, has a setting
-    that neither every family nor this one lists, or if it names code of the checkpoint's own."""
-    check_own_code(model, config)
+_CAUSAL = "forcausallm"
+
+
+def _letters(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+def check_settings(model: Path, config: Mapping[str, Any], family: Family) -> tuple[str, ...]:
+    """The warnings about config.json. Raises ModelError if it, or the default of a key that it
+    leaves out, has a setting that neither every family nor this one lists, or if it names code in
+    the checkpoint that the engines do not have."""
+    warnings = check_own_code(model, config)
     config = {**family.uncovered, **config}
-    unknown = unknown_settings(config, family.keys)
+    unknown = unknown_settings(config, family.keys, family.values)
     if not unknown:
-        return
+        return warnings
     path, value = next(iter(unknown.items()))
     changes = EFFECTS.get(path.rpartition(".")[2])
     effect = f"changes {changes}, and" if changes else "may change log-probs, and"

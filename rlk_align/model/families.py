@@ -1,5 +1,6 @@
 """The known decoder families: what each layer computes, and what their configs say of it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,16 +13,17 @@ from rlk_align.model.layers import (
     dense,
     hybrid,
     latent,
+    layer_normed,
     mixture,
     normed_after,
     normed_after_by_head,
     normed_after_rotation,
     parallel,
     partly_rotated,
-    plain_mlp,
     plain_sandwich,
     sandwich,
     scaled_residuals,
+    state_space,
     ungated,
     values_normed,
     with_sinks,
@@ -49,6 +51,12 @@ def _layers_without_window(config: Mapping[str, Any]) -> tuple[int, ...]:
         return ()
     layers = range(int(config["num_hidden_layers"]))
     return tuple(i for i in layers if layer_kind(config, i) == "full_attention")
+
+
+def _unless_rope(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """All layers, unless `position_embedding_type` says that they rotate."""
+    rotates = config.get("position_embedding_type") == "rope"
+    return () if rotates else tuple(range(int(config["num_hidden_layers"])))
 
 
 _SCALED: dict[str, Any] = {
@@ -123,6 +131,8 @@ _OF_QWEN3_5 = (
     # Published configs state the number of layers that predict further tokens.
     *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers"),
 )
+_NORMED: dict[str, tuple[Any, ...]] = {"use_qk_norm": (True,)}
+"""Norms of q and k that no key of the config turns off."""
 _ALWAYS = {"sliding_window": 4096, "use_sliding_window": True}
 """Windows that no key of the config turns off."""
 _QWEN_WINDOW = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
@@ -166,8 +176,9 @@ FAMILIES = {
         biases={"q_proj": True, "k_proj": True, "v_proj": True, "o_proj": False},
         window=_QWEN_WINDOW,
     ),
-    "qwen3": Family(layer=dense(qk_norm=True), window=_QWEN_WINDOW),
+    "qwen3": Family(layer=dense(qk_norm=True), window=_QWEN_WINDOW, values=_NORMED),
     "qwen3_moe": Family(
+        values=_NORMED,
         layer=mixture(qk_norm=True),
         window={"sliding_window": 4096, "use_sliding_window": False},
         experts=ExpertSettings("moe_intermediate_size"),
@@ -281,6 +292,38 @@ FAMILIES = {
         refused={"megatron": _MULTIPLIES},
         **_SCALED,
     ),
+    "granitemoehybrid": Family(
+        layer=scaled_residuals(state_space(partly_rotated)),
+        state_space=True,
+        inner="shared_intermediate_size",
+        unrotated=_unless_rope,
+        biases={"conv": "mamba_conv_bias"},
+        # A config without experts states their size and number too.
+        settings=("position_embedding_type", "intermediate_size", "num_experts_per_tok"),
+        values={
+            **{"normalization_function": ("rmsnorm",), "mamba_proj_bias": (False,)},
+            "time_step_limit": ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]),
+        },
+        uncovered={"num_local_experts": 8},
+        modules={
+            **{"conv": "mamba.conv1d", "out_proj": "mamba.out_proj"},
+            "down_proj": "shared_mlp.output_linear",
+        },
+        fused={
+            "mamba.in_proj": ("z", "xbc_in", "dt_in"),
+            "shared_mlp.input_linear": ("gate_proj", "up_proj"),
+        },
+        vllm_on_one_rank="its ranks share the channels of a convolution",
+        refused=dict.fromkeys(("megatron", "deepspeed", "sglang"), _NOT_MEASURED)
+        | {"kernels": "they have no state-space scan"},
+        **_SCALED
+        | {
+            "defaults": _SCALED["defaults"]
+            | {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256}
+            | {"mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2}
+            | {"mamba_conv_bias": True, "shared_intermediate_size": 1024}
+        },
+    ),
     "glm4": Family(
         layer=plain_sandwich,
         biases={"o_proj": False},
@@ -325,6 +368,7 @@ FAMILIES = {
         window={"sliding_window": None, "use_sliding_window": True},
         defaults={"partial_rotary_factor": 1.0},
         settings=("original_max_position_embeddings",),
+        values={"full_attn_mod": (1,), "interpolate_factor": (1,)},
         fused={
             "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
             "mlp.gate_up_proj": ("gate_proj", "up_proj"),
@@ -346,7 +390,7 @@ FAMILIES = {
     ),
     "starcoder2": Family(
         backend=True,
-        layer=plain_mlp,
+        layer=layer_normed(ungated),
         after=("final_layer_norm", "logits", "logprob"),
         biases={
             **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "use_bias"),
@@ -358,12 +402,26 @@ FAMILIES = {
         norm_eps="norm_epsilon",
         defaults={"use_bias": True, "tie_word_embeddings": True},
         # Published configs state what the code of transformers has one form of.
-        settings=(
-            *("embedding_dropout", "activation_function", "layer_norm_epsilon", "norm_type"),
-            *("mlp_type", "scale_attention_softmax_in_fp32", "scale_attn_weights"),
-        ),
+        settings=("embedding_dropout", "activation_function", "layer_norm_epsilon"),
+        values={
+            **{"norm_type": ("layer_norm",), "mlp_type": ("default",)},
+            **{"scale_attention_softmax_in_fp32": (True,), "scale_attn_weights": (True,)},
+        },
         modules={"up_proj": "mlp.c_fc", "down_proj": "mlp.c_proj"},
         refused={"megatron": _NOT_MEASURED},
+    ),
+    "stablelm": Family(
+        layer=layer_normed(),
+        after=("final_layer_norm", "logits", "logprob"),
+        biases={
+            **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "use_qkv_bias"),
+            **dict.fromkeys(("attn_layer_norm", "mlp_layer_norm", "final_layer_norm"), True),
+            "o_proj": False,
+        },
+        norm_eps="layer_norm_eps",
+        adds_outside_norms=True,
+        defaults={"partial_rotary_factor": 0.25, "use_qkv_bias": False},
+        refused=dict.fromkeys(("megatron", "kernels"), _NOT_MEASURED),
     ),
     "cohere2": Family(
         layer=parallel,
@@ -377,17 +435,25 @@ FAMILIES = {
         adds_outside_norms=True,
         defaults={"tie_word_embeddings": True, "logit_scale": 0.0625},
         # Published configs state what both engines have one form of.
-        settings=(
-            *("layer_switch", "order_of_interleaved_layers", "position_embedding_type"),
-            *("rotary_pct", "use_embedding_sharing", "use_gated_activation"),
-            *("use_parallel_block", "use_parallel_embedding"),
-        ),
+        settings=("layer_switch", "use_parallel_embedding", "use_embedding_sharing"),
+        values={
+            **{"order_of_interleaved_layers": ("local_attn_first",), "rotary_pct": (1,)},
+            **{"position_embedding_type": ("rope_gptj",), "use_gated_activation": (True,)},
+            "use_parallel_block": (True,),
+        },
         refused={"megatron": "its layers add attention before the MLP reads the stream"},
     ),
     "hunyuan_v1_dense": Family(
         backend=True,
         layer=normed_after_rotation,
         heads_first=True,
+        # Published configs state tokens, sizes of other models, and what the code has one form of.
+        settings=(
+            *("rope_parameters.alpha", "attention_head_dim", "org_vocab_size", "cla_share_factor"),
+            *("pad_id", "im_start_id", "im_end_id", "im_newline_id", "mask_init_id"),
+            *("text_start_id", "text_end_id", "dense_list", "pool_type"),
+        ),
+        values={**_NORMED, "norm_type": ("rms",), "use_rotary_pos_emb": (True,)},
         # The names of tensors follow from the first operator with that site.
         modules={"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"},
         refused={"megatron": "it norms q and k before it rotates them"},
@@ -444,9 +510,9 @@ FAMILIES = {
             **{"tie_word_embeddings": True, "moe_k": 6, "moe_num_experts": 64},
             **{"moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_interval": 1},
         },
-        # The last key of the weights' sum is a guard against division by 0; transformers and vLLM
-        # read none of the others.
-        settings=("moe_norm_min", "moe_capacity", "moe_gate", "moe_use_aux_free"),
+        # The first is a guard against division by 0, and no engine reads the second.
+        settings=("moe_norm_min", "moe_capacity"),
+        values={"moe_gate": ("topk",), "moe_use_aux_free": (True,)},
         predictors="num_nextn_predict_layers",
         refused={"megatron": _NOT_MEASURED},
     ),
@@ -468,7 +534,9 @@ FAMILIES = {
         },
         # A published config states the rotated part by `rotary_dim`.
         defaults={"partial_rotary_factor": 1.0},
-        settings=("rotary_dim", "use_routing_bias", "use_qk_norm", "qk_norm_type"),
+        settings=("rotary_dim", "use_mtp", "mtp_transformer_layers"),
+        values={**_NORMED, "qk_norm_type": ("per_layer",), "use_routing_bias": (True,)},
+        predictors="num_mtp_modules",
         refused={
             "megatron": "it norms each head of q and of k alone",
         },
@@ -544,7 +612,8 @@ FAMILIES = {
             **{"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "rope_interleave": True},
         },
         # Published configs state the frequency of sparse layers, which is 1, and sizes of training.
-        settings=("moe_layer_freq", "ep_size", "num_mtp_layers"),
+        settings=("ep_size", "num_mtp_layers"),
+        values={"moe_layer_freq": (1,)},
         **_WITH_LATENTS,
     ),
     "glm4_moe_lite": Family(
@@ -567,13 +636,17 @@ WITHOUT_FAMILY = (
 """The remedy for a model of another family."""
 
 
+_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
+"""Kinds of layers by their earlier names -> by those that transformers 5 saves."""
+
+
 def layer_kind(config: Mapping[str, Any], layer: int) -> str:
     """`full_attention`, `sliding_attention` for a layer with a window, or `linear_attention` for
-    one with a gated delta net, by config.json or, if that has no `layer_types`, by the period of
-    its family; empty if neither says it."""
+    one with a gated delta net or a state-space model, by config.json or, if that has no
+    `layer_types`, by the period of its family; empty if neither says it."""
     family, kinds = FAMILIES.get(str(config.get("model_type"))), config.get("layer_types")
     if isinstance(kinds, list) and layer < len(kinds):
-        return str(kinds[layer])
+        return _KINDS.get(str(kinds[layer]), str(kinds[layer]))
     if family is None or not family.period:
         return ""
     period = next(

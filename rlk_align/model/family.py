@@ -18,6 +18,16 @@ HYBRID_KEYS = frozenset(
     }
 )
 """The keys of a family with gated delta nets."""
+STATE_SPACE_KEYS = frozenset(
+    {
+        *("layer_types", "layer_types.linear_attention", "layer_types.mamba"),
+        *("layer_types.attention", "mamba_n_heads", "mamba_n_groups", "mamba_d_state"),
+        *("mamba_d_head", "mamba_d_conv", "mamba_expand", "mamba_conv_bias", "mamba_proj_bias"),
+        # The order of sums.
+        "mamba_chunk_size",
+    }
+)
+"""The keys of a family with state-space models."""
 LATENT_KEYS = frozenset(
     {
         *("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
@@ -106,6 +116,8 @@ class Family:
     """config.json -> the layers without a rotation; None if every layer rotates q and k."""
     settings: tuple[str, ...] = ()
     """Further keys of config.json that this description covers."""
+    values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Keys of config.json of which both engines have one form -> the values that state it."""
     uncovered: Mapping[str, Any] = field(default_factory=dict)
     """Keys that it does not cover -> the value that transformers takes where config.json leaves
     them out, if that is not neutral."""
@@ -130,6 +142,10 @@ class Family:
     hybrid: bool = False
     """Whether some layers have a gated delta net in place of attention: those of which
     `layer_types`, or `period`, says `linear_attention`."""
+    state_space: bool = False
+    """Whether these layers have a state-space model (Mamba-2) instead."""
+    inner: str = "intermediate_size"
+    """The config's key for the inner size of a dense MLP."""
     latent: bool = False
     """Whether attention reads keys and values from a latent (MLA)."""
     ignored: str = ""
@@ -180,6 +196,7 @@ class Family:
         kinds = {"layer_types", "layer_types.sliding_attention"}
         windows = {*self.window, *kinds} if self.window else set()
         windows |= set(HYBRID_KEYS) if self.hybrid else set()
+        windows |= set(STATE_SPACE_KEYS) if self.state_space else set()
         windows |= set(LATENT_KEYS) if self.latent else set()
         windows |= {"rope_parameters.KIND"} if self.rope_by_kind else set()
         windows |= set(WIDE_HEAD_KEYS) if self.wide_heads else set()
@@ -190,7 +207,7 @@ class Family:
             experts |= set(CLAMP_KEYS) if self.experts.clamped else set()
         named = {*self.defaults, *self.settings, self.qk_norm, self.predictors}
         named |= {self.attention_scale[0], self.activation[0], *self.period_keys}
-        named |= {self.score_cap, self.logit_cap, self.norm_eps}
+        named |= {self.score_cap, self.logit_cap, self.norm_eps, self.inner}
         named |= {key for key in self.biases.values() if isinstance(key, str)}
         named |= {self.local_theta[0]} if self.rope_by_kind else set()
         named |= {"rope_parameters.llama_4_scaling_beta"} if self.temperature else set()

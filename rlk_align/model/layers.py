@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Literal, Protocol
 
+from rlk_align.model.operators import OPERATORS
+
 
 class LayerShape(Protocol):
     """The properties of a model that decide the operators of a layer."""
@@ -154,10 +156,10 @@ def ungated(shape: LayerShape, layer: int) -> tuple[str, ...]:
     return tuple("plain_act" if op == "act" else op for op in every)
 
 
-def plain_mlp(shape: LayerShape, layer: int) -> tuple[str, ...]:
-    """Layers with LayerNorms, and with an MLP that has no gate."""
+def layer_normed(layers: LayerOperators = DENSE) -> LayerOperators:
+    """Layers with LayerNorms in place of RMSNorms."""
     replaced = {"attn_norm": "attn_layer_norm", "mlp_norm": "mlp_layer_norm"}
-    return tuple(replaced.get(op, op) for op in ungated(shape, layer))
+    return lambda shape, layer: tuple(replaced.get(op, op) for op in layers(shape, layer))
 
 
 def parallel(shape: LayerShape, layer: int) -> tuple[str, ...]:
@@ -202,6 +204,24 @@ def hybrid(layers: LayerOperators) -> LayerOperators:
             return (*every[: every.index("q_proj")], *_DELTA_NET, *every[end:])
         at = every.index("o_proj")
         return tuple(_GATED.get(op, op) for op in (*every[:at], "attn_gate", *every[at:]))
+
+    return operators
+
+
+_STATE_SPACE = ("z", "xbc_in", "dt_in", "conv", "dt", "dt_a", "scan", "mamba_norm", "out_proj")
+
+
+def state_space(layers: LayerOperators) -> LayerOperators:
+    """Layers with a state-space model (Mamba-2) in place of attention, and layers with attention.
+    `layers`: those to change."""
+
+    def operators(shape: LayerShape, layer: int) -> tuple[str, ...]:
+        every = layers(shape, layer)
+        if layer not in shape.delta_layers:
+            return every
+        at = every.index("q_proj")
+        end = next(i for i, op in enumerate(every) if OPERATORS[op].site == "attn_residual")
+        return (*every[:at], *_STATE_SPACE, *every[end:])
 
     return operators
 

@@ -38,6 +38,10 @@ Formula = Literal[
     "delta_rule",
     "gated_norm",
     "output_gate",
+    "time_step",
+    "step_decay",
+    "state_space",
+    "gated_then_normed",
 ]
 """The formula of an operator; `probe.referee.reference` computes each in float64."""
 Size = Literal[
@@ -79,7 +83,8 @@ which queries are computed, `latent_query_heads` the features of all heads of q,
 `rotated_query_heads` those of them that are rotated, `expanded_heads` the other features of keys
 and the features of values of all heads, and `latent_values` those of values.
 Of a gated delta net, `delta_heads` counts the heads of v, `delta_width` the features of one of
-them, `delta_values` those of all of them, and `delta_inputs` those of q, k and v."""
+them, `delta_values` those of all of them, and `delta_inputs` those of q, k and v; of a state-space
+model, these count the heads of x, and the features of x, B and C."""
 
 
 class Sharding(NamedTuple):
@@ -248,6 +253,19 @@ _RECORDS = (
         "attended", "delta_values", HEADS, weight=("delta_width",), module="linear_attn.norm"),
     Operator("out_proj", "matmul", "linear", "attn", ("attended",), "branch", "hidden", ROWS,
         weight=("hidden", "delta_values"), module="linear_attn.out_proj"),
+    Operator("xbc_in", "matmul", "linear", "attn", ("normed",), "mixed", "delta_inputs", HEADS,
+        weight=("delta_inputs", "hidden"), module="mamba.in_proj_xbc"),
+    Operator("dt_in", "matmul", "linear", "attn", ("normed",), "step_in", "delta_heads", HEADS,
+        weight=("delta_heads", "hidden"), module="mamba.in_proj_dt"),
+    Operator("dt", "elementwise", "time_step", "attn", ("step_in",), "step", "delta_heads", HEADS,
+        weight=("delta_heads",), module="mamba", tensor="dt_bias"),
+    Operator("dt_a", "elementwise", "step_decay", "attn", ("step",), "log_decay", "delta_heads",
+        HEADS, weight=("delta_heads",), module="mamba", tensor="A_log", rounded_to="float32"),
+    Operator("scan", "recurrence", "state_space", "attn", (), "attended", "delta_values", HEADS,
+        prefix_inputs=("convolved", "step_in"), weight=("delta_heads",), module="mamba",
+        tensor="D"),
+    Operator("mamba_norm", "reduction", "gated_then_normed", "attn", ("attended", "delta_gate"),
+        "attended", "delta_values", HEADS, weight=("delta_values",), module="mamba.norm"),
     Operator("attn_post_norm", "reduction", "rms_norm", "attn", ("branch",), "branch", "hidden",
         WHOLE, weight=("hidden",), module="post_attention_layernorm"),
     Operator("attn_residual", "elementwise", "residual", "attn", ("stream", "branch"), "stream",

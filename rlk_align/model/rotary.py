@@ -105,19 +105,28 @@ def lacks_factor(rope: dict[str, Any]) -> bool:
     return rope["rope_type"] in ("linear", "llama3", "yarn") and not has_factor
 
 
+def has_alpha(rope: dict[str, Any]) -> bool:
+    """Whether `rope_parameters` are of Hunyuan's kind, whose theta is multiplied once by
+    alpha^(d / (d - 2)), although it is named `dynamic`."""
+    return rope["rope_type"] == "dynamic" and bool(rope.get("alpha"))
+
+
 def checkpoint_rotary(model: Path, shape: ModelShape, layer: int = 0) -> Rotary | None:
-    """The rotation of a layer; None if its frequencies depend on the sequence."""
+    """The rotation of a layer; None if its frequencies depend on the sequence, or if no layer
+    rotates."""
     # Imported here, because callers that only name kinds of rope do not need sites.
     from rlk_align.model.sites import model_sites
 
     config = read_config(model)
     rope = rope_parameters(config, layer)
-    if rope["rope_type"] not in FIXED:
+    if rope["rope_type"] not in FIXED and not has_alpha(rope):
+        return None
+    inputs = {s.name: s.inputs for s in model_sites(shape) if s.operator.formula == "rotary"}
+    if not inputs:
         return None
     kind = layer_kind(config, layer) if shape.family.rope_by_kind else None
     partial = partial_rotary_factor(config)
     inv_freq, scaling = _frequencies(model, shape.at(layer), rope, partial, kind)
-    inputs = {s.name: s.inputs for s in model_sites(shape) if s.operator.formula == "rotary"}
     return Rotary(
         inv_freq=inv_freq,
         scaling=scaling,
@@ -134,9 +143,11 @@ def checkpoint_rotary(model: Path, shape: ModelShape, layer: int = 0) -> Rotary 
 def _frequencies(
     model: Path, shape: ModelShape, rope: dict[str, Any], partial: float, kind: str | None
 ) -> tuple[tuple[float, ...], float]:
-    if rope["rope_type"] == "default":
-        width = int(shape.head_dim * partial)
-        return tuple(rope["rope_theta"] ** (-j / width) for j in range(0, width, 2)), 1.0
+    if rope["rope_type"] == "default" or has_alpha(rope):
+        width, theta = int(shape.head_dim * partial), rope["rope_theta"]
+        if has_alpha(rope):
+            theta *= float(rope["alpha"]) ** (width / (width - 2))
+        return tuple(theta ** (-j / width) for j in range(0, width, 2)), 1.0
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     # The dtype does not matter, and transformers fails on some values in config.json.

@@ -289,7 +289,7 @@ _MAX_NAMED = 6
 
 def _of_no_family(config: Mapping[str, Any]) -> str:
     """The settings of a config.json that no known family has, for an error; empty if none."""
-    every = frozenset().union(*(family.keys for family in FAMILIES.values()))
+    every = frozenset().union(*({*f.keys, *f.values} for f in FAMILIES.values()))
     names = sorted(unknown_settings(config, every))
     if not names:
         return ""
@@ -300,7 +300,7 @@ def _of_no_family(config: Mapping[str, Any]) -> str:
 def _unrotated(model: Path, config: Mapping[str, Any], family: Family) -> tuple[int, ...]:
     """The layers that do not rotate q and k. Raises ModelError if the first layer is one."""
     layers = family.unrotated(config) if family.unrotated else ()
-    if 0 in layers:
+    if 0 in layers and len(layers) < int(config["num_hidden_layers"]):
         raise ModelError(
             f"{model}/config.json: the first layer does not rotate q and k, and positions are "
             "checked by its rotation",
@@ -338,6 +338,40 @@ def _read_delta_net(
             WITHOUT_FAMILY,
         )
     return {**sizes, "delta_layers": tuple(i for i in layers if kinds[i] == "linear_attention")}
+
+
+_STATE_SPACE_SIZES = {
+    "delta_key_heads": "mamba_n_groups",
+    "delta_heads": "mamba_n_heads",
+    "delta_key_width": "mamba_d_state",
+    "conv_taps": "mamba_d_conv",
+}
+
+
+def _read_state_space(
+    model: Path, config: dict[str, Any], size: Callable[..., int]
+) -> dict[str, Any]:
+    """The fields of `ModelShape` that describe state-space models. Raises ModelError."""
+    sizes = {name: size(key) for name, key in _STATE_SPACE_SIZES.items()}
+    inner, heads = size("mamba_expand") * size("hidden_size"), sizes["delta_heads"]
+    if inner % heads or config.get("mamba_d_head") not in ("auto", inner // heads):
+        raise ModelError(
+            f"{model}/config.json: mamba_n_heads={heads} heads of mamba_d_head="
+            f"{config.get('mamba_d_head')!r} are not mamba_expand * hidden_size={inner} features"
+        )
+    if heads % sizes["delta_key_heads"]:
+        raise ModelError(
+            f"{model}/config.json: mamba_n_heads={heads} is no multiple of mamba_n_groups="
+            f"{sizes['delta_key_heads']}"
+        )
+    layers = range(size("num_hidden_layers"))
+    recurrent = tuple(i for i in layers if layer_kind(config, i) == "linear_attention")
+    if len(recurrent) == len(layers):
+        raise ModelError(
+            f"{model}/config.json: no layer has attention, and attributes are read from one",
+            WITHOUT_FAMILY,
+        )
+    return {**sizes, "delta_width": inner // heads, "delta_layers": recurrent}
 
 
 _WIDE_SIZES = {"head_dim": "wide_head_dim", "num_key_value_heads": "wide_kv_heads"}
@@ -444,13 +478,14 @@ def read_shape(model: Path) -> ModelShape:
         kv_heads=size("num_key_value_heads", heads),
         **{"head_dim": size("head_dim", max(1, hidden // heads))}
         | (_read_latent(model, config, size) if family.latent else {}),
-        intermediate=size("intermediate_size"),
+        intermediate=size(family.inner),
         vocab=size("vocab_size"),
         context=min(longest, original_context(config) or longest),
         dtype=dtype,
         qk_norm=bool(family.qk_norm and config.get(family.qk_norm)),
         unrotated_layers=_unrotated(model, config, family),
         **(_read_delta_net(model, config, size) if family.hybrid else {}),
+        **(_read_state_space(model, config, size) if family.state_space else {}),
         **(_read_wide_heads(model, config) if family.wide_heads else {}),
         **(read_experts(model, config, family.experts, size) if family.experts else {}),
     )

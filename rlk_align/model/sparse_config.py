@@ -13,8 +13,14 @@ _GROUPED = "experts chosen from the best groups of experts"
 _LATENT = (
     "it has latent attention (MLA), which is described for deepseek_v3 and glm4_moe_lite alone"
 )
-UNKNOWN_ROUTING = dict.fromkeys(("deepseek_v2", "deepseek_v32"), _LATENT)
-"""Sparse families that are not supported -> the reason."""
+UNKNOWN_ROUTING = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v32"), _LATENT),
+    "kimi_linear": "it has Kimi delta attention (KDA), a delta rule with a decay for each feature "
+    "of a head, which no description covers",
+    "kimi_k2": "its operators are those of deepseek_v3, and transformers has no class of this "
+    "name: state model_type deepseek_v3 in config.json, as its publisher advises",
+}
+"""Families that are not supported, and are refused before their settings are read -> the reason."""
 _UNKNOWN_SETTINGS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "n_shared_experts": (_SHARED, (None, 0)),
     "num_shared_experts": (_SHARED, (None, 0)),

@@ -15,6 +15,7 @@ from rlk_kernels.integrations.vllm.families import ONE_RANK
 from rlk_align.engines.common.experts import BY_EXPERT
 from rlk_align.engines.vllm.delta_net import HIDDEN_IN_DECODE
 from rlk_align.engines.vllm.limits import check_vllm
+from rlk_align.engines.vllm.mamba import STEPS
 from rlk_align.errors import BadOption, ModelError
 from rlk_align.model.checkpoint import read_config
 from rlk_align.model.families import FAMILIES
@@ -68,7 +69,8 @@ def assert_healthy(done: Outcome, hidden: tuple[str, ...] = ()) -> None:
     assert done.verdict["divergences"][EDGE]["over_budget"] == []
     words = done.out.rpartition("no operator beyond its budget on either side: ")[2].split()
     # A prefill shows what only a step of decode hides.
-    never = [site for site in unpaired if site.rpartition(".")[2] not in HIDDEN_IN_DECODE]
+    shown = (*HIDDEN_IN_DECODE, *STEPS)
+    never = [site for site in unpaired if site.rpartition(".")[2] not in shown]
     assert 0 < int(words[0]) == int(words[2]) - len(never), done.out
 
 
@@ -90,9 +92,13 @@ def test_two_attentions_of_transformers_are_healthy(
     assert_healthy(compared(cli, few_prompts, model, "hf:attn=eager", train))
 
 
+WITHOUT_ATTENTION = [f for f in SETTINGS if FAMILIES[f].hybrid or FAMILIES[f].state_space]
+"""The families of which some layers have no attention."""
+
+
 @pytest.mark.whole_matrix
 @pytest.mark.parametrize(
-    "family", [f for f in SETTINGS if FAMILIES[f].hybrid or FAMILIES[f].latent]
+    "family", [*WITHOUT_ATTENTION, *(f for f in SETTINGS if FAMILIES[f].latent)]
 )
 def test_two_ranks_of_fsdp_and_transformers_are_healthy(
     cli: Cli, few_prompts: Path, tmp_path: Path, family: str
@@ -131,7 +137,8 @@ def assert_healthy_or_known(done: Outcome, family: str) -> None:
     """For vLLM and transformers."""
     if family not in IGNORED_BY_VLLM:
         hidden = BY_EXPERT if FAMILIES[family].experts else ()
-        assert_healthy(done, (*hidden, *HIDDEN_IN_DECODE) if FAMILIES[family].hybrid else hidden)
+        hidden += HIDDEN_IN_DECODE if FAMILIES[family].hybrid else ()
+        assert_healthy(done, (*hidden, *STEPS) if FAMILIES[family].state_space else hidden)
         return
     assert done.code == 1, done.out
     assert done.verdict is not None
@@ -305,6 +312,9 @@ FAULTY = [
     # Biases, scales, and a rotation where there is none.
     in_hf("seed_oss", "proj-bias-dropped"),
     in_vllm("seed_oss", "proj-bias-dropped"),
+    # A rotation that gets a cut-off part of each head.
+    in_hf("stablelm", "rope-base"),
+    in_vllm("stablelm", "rope-base"),
     in_hf("smollm3", "attn-rotated"),
     in_vllm("smollm3", "attn-rotated"),
     in_hf("gemma3_text", "attn-scale"),
@@ -408,6 +418,13 @@ FAULTY = [
         for engine, planted in (("hf", in_hf), ("vllm", in_vllm))
         for fault, of in FAULTS.items()
         if of.op_class == "recurrence" and of.expected == "named" and engine in of.engines
+    ),
+    # State-space models: the convolution, the step, the decay, the state, and the norm.
+    *(
+        planted("granitemoehybrid", fault)
+        for planted in (in_hf, in_vllm)
+        for fault, of in FAULTS.items()
+        if of.op_class == "state space" or of.site == "layers.1.conv"
     ),
     Planted("qwen3_5_text", RESTORED, f"vllm:{CHUNKS},fault={RESTORED}", "hf"),
     *(

@@ -163,7 +163,8 @@ def test_sites_are_those_of_the_model() -> None:
     hybrid = dataclasses.replace(after, model_type="qwen3_5_text", delta_layers=(0, 1))
     latent = dataclasses.replace(shared, model_type="deepseek_v3", latent=64, query_latent=48)
     normed = dataclasses.replace(after, model_type="gemma4_text")
-    others = (sparse, shared, gated, after, hybrid, latent, normed)
+    scanned = dataclasses.replace(hybrid, model_type="granitemoehybrid")
+    others = (sparse, shared, gated, after, hybrid, scanned, latent, normed)
     sites += [s for other in others for s in model_sites(other)]
     assert {s.op for s in sites} == {operator.site for operator in OPERATORS.values()}
     assert {s.op for s in sites if s.layer is None} == {
@@ -183,6 +184,7 @@ def test_operators_of_which_nothing_is_said() -> None:
             ("attn", "attention"),
             ("latent_attn", "attention"),
             ("delta", "recurrence"),
+            ("scan", "recurrence"),
         )
     ]
 

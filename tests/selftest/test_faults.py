@@ -44,6 +44,7 @@ SUNK = dataclasses.replace(SHARED, model_type="gpt_oss")
 HYBRID = dataclasses.replace(
     SHAPE, model_type="qwen3_5_text", delta_layers=(0, 1, 2), delta_key_heads=2, delta_heads=4
 )
+STATE_SPACE = dataclasses.replace(HYBRID, model_type="granitemoehybrid", unrotated_layers=(3,))
 VALUES_OF_KEYS: dict[str, Any] = {
     **{"wide_layers": (3,), "wide_head_dim": 64, "wide_kv_heads": 1, "keys_are_values": True},
 }
@@ -315,14 +316,14 @@ def test_the_catalogue_is_whole() -> None:
         "logits": "matmul",
         "logprob": "logprob",
     }
-    mixed = ("weights", "input", "routing", "recurrence", "latent attention")
+    mixed = ("weights", "input", "routing", "recurrence", "state space", "latent attention")
     dense = {s.name: s for s in model_sites(SHAPE)}
     assert len(FAULTS) >= 40
     kinds = [name for name, family in FAMILIES.items() if not family.experts]
     shapes = [dataclasses.replace(SHAPE, model_type=kind) for kind in kinds]
     shapes.append(dataclasses.replace(SHAPE, model_type="smollm3", unrotated_layers=(3,)))
     shapes.append(dataclasses.replace(shapes[kinds.index("gemma4_text")], **VALUES_OF_KEYS))
-    shapes += [GATED, SUNK, HYBRID, LATENT]
+    shapes += [GATED, SUNK, HYBRID, STATE_SPACE, LATENT]
     variants = [{s.name: s for s in model_sites(shape)} for shape in shapes]
     for name, fault in FAULTS.items():
         sites = SPARSE_SITES if fault.sparse else dense

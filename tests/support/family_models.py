@@ -45,6 +45,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"logits_scaling": 6.0, "num_local_experts": 8, "num_experts_per_tok": 3},
         **{"intermediate_size": 96, "tie_word_embeddings": True},
     },
+    "granitemoehybrid": {
+        **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4},
+        **{"logits_scaling": 6.0, "num_local_experts": 0, "shared_intermediate_size": 256},
+        **{"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_chunk_size": 16},
+        **{"layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"]},
+        **{"position_embedding_type": "nope", "tie_word_embeddings": True},
+    },
     "helium": {"head_dim": 32},
     "ernie4_5": {"head_dim": 32, "tie_word_embeddings": True},
     "phi3": {
@@ -61,6 +68,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "layer_types": KINDS,
     },
     "starcoder2": {"head_dim": 32, "sliding_window": 8, "tie_word_embeddings": True},
+    "stablelm": {"use_qkv_bias": True, "partial_rotary_factor": 0.5},
     "cohere2": {
         **{"sliding_window": 8, "layer_types": KINDS, "logit_scale": 0.3},
         "tie_word_embeddings": True,

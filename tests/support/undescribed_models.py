@@ -1,4 +1,5 @@
-"""A small random checkpoint of each of some families that `model/families.py` does not describe."""
+"""A small random checkpoint of StableLM, and of each of some families that `model/families.py` does
+not describe."""
 
 from pathlib import Path
 from typing import Any

@@ -31,10 +31,16 @@ NOT_FIXED = {
 """Kinds that are not batch-invariant, and why."""
 
 
+def has_alpha(rope: Mapping[str, Any]) -> bool:
+    """Whether theta is multiplied once by alpha^(d / (d - 2)), in a kind of Hunyuan's that is named
+    `dynamic`."""
+    return rope.get("rope_type") == "dynamic" and bool(rope.get("alpha"))
+
+
 def check(rope: Mapping[str, Any]) -> None:
     """Raises NotSupported for a rotation that the kernels do not compute."""
     kind = rope.get("rope_type", "default")
-    if kind not in SUPPORTED:
+    if kind not in SUPPORTED and not has_alpha(rope):
         why = f": {NOT_FIXED[kind]}" if kind in NOT_FIXED else ""
         raise NotSupported(f"rope_type={kind} is not supported{why}; {', '.join(SUPPORTED)} are")
     for name in NEEDED.get(kind, ()):
@@ -70,6 +76,8 @@ def rotation(rope: Mapping[str, Any], rotary_dim: int) -> tuple[Tensor, Tensor |
     """
     check(rope)
     kind, theta = rope.get("rope_type", "default"), rope["rope_theta"]
+    if has_alpha(rope):
+        theta = theta * rope["alpha"] ** (rotary_dim / (rotary_dim - 2))
     with torch.device("cpu"):
         exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
         powers = theta**exponent

@@ -59,7 +59,7 @@ def activation_name(activation: Callable[[torch.Tensor], torch.Tensor], dtype: t
 def plain_activation_name(mlp: Any, dtype: torch.dtype) -> str:
     """The name of the activation of an MLP, whose attribute for it has one of several names."""
     device = next(mlp.parameters()).device
-    names = ("act_fn", "activation_fn", "act")
+    names = ("act_fn", "activation_fn", "act", "activation")
     act = next((getattr(mlp, name) for name in names if hasattr(mlp, name)), None)
     if act is None:
         # Experts that clamp multiply the activated gate by up + 1; here up is 0.
@@ -87,12 +87,15 @@ def norm_epsilon(norm: Any) -> float | None:
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
+_NORMS = ("rms_norm", "gated_norm", "gated_then_normed")
+
+
 def norm_epsilons(model: Any, places: Iterable[Place]) -> dict[str, float | None]:
     """Site -> epsilon, for each norm of a model."""
     return {
         p.sites[0]: norm_epsilon(model.get_submodule(p.module))
         for p in places
-        if OPERATORS[p.sites[0].rpartition(".")[2]].formula in ("rms_norm", "gated_norm")
+        if OPERATORS[p.sites[0].rpartition(".")[2]].formula in _NORMS
     }
 
 
@@ -118,7 +121,9 @@ def rope_theta(inv_freq: torch.Tensor) -> float:
 
 def rope_attributes(ropes: Sequence[tuple[Mapping[str, Any], torch.Tensor]]) -> dict[str, Any]:
     """The attributes of each layer's rotary embedding: its `rope_parameters`, and its live
-    frequencies in radians for each position, `[pairs]`."""
+    frequencies in radians for each position, `[pairs]`; none where no layer rotates."""
+    if not ropes:
+        return {}
     theta = [
         rope_theta(f) if p["rope_type"] == "default" else float(p["rope_theta"]) for p, f in ropes
     ]

@@ -9,6 +9,7 @@ from rlk_align.model.families import FAMILIES
 from rlk_align.model.operators import OPERATORS, Formula, Operator
 from rlk_align.model.rotary import (
     FIXED,
+    has_alpha,
     lacks_factor,
     partial_rotary_factor,
     rope_parameters,
@@ -48,7 +49,12 @@ _OF_LATENTS = ("query_latent", "latent", "latent_and_key", "latent_query_heads")
 """The features of products and norms of latent attention, which the kernels do not compute."""
 REPLACEABLE = tuple(
     dict.fromkeys(
-        o.site for o in OPERATORS.values() if o.formula in KERNELS and o.features not in _OF_LATENTS
+        o.site
+        for o in OPERATORS.values()
+        if o.formula in KERNELS
+        and o.features not in _OF_LATENTS
+        # Nor do they compute state-space models.
+        and not o.module.startswith("mamba.")
     )
 )
 """The operators that the kernels compute and that `except` may name, by their sites."""
@@ -79,7 +85,10 @@ def check_kernels(engine: str, config: dict[str, Any]) -> None:
     kind = rope["rope_type"]
     partial = partial_rotary_factor(config)
     refused = {
-        f"rope_type={kind}": (kind not in FIXED or kind in NOT_FIXED, NOT_FIXED.get(kind, "")),
+        f"rope_type={kind}": (
+            (kind not in FIXED or kind in NOT_FIXED) and not has_alpha(rope),
+            NOT_FIXED.get(kind, ""),
+        ),
         f"rope_type={kind} without a factor": (lacks_factor(rope), ""),
         f"partial_rotary_factor={partial}": (
             partial != 1.0 and not rotates_a_part(config),

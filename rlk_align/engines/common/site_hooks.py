@@ -163,10 +163,12 @@ class SiteHooks(Hooks):
         """Takes the next output of the rotary embedding in the attention that is running."""
         self.visit(self._turn.pop(0), rotated)
 
-    def show(self, site: str, value: torch.Tensor) -> None:
-        """Takes a value inside a module, `[cells, F]`."""
+    def show(self, site: str, value: torch.Tensor, part: slice | None = None) -> None:
+        """Takes a value inside a module, `[cells, F]`, or those rows of it that `part` says."""
         place = self._inside[site]
         rows = self.live_rows(place, value)
+        if rows is not None and part is not None:
+            rows = rows.part(part)
         if rows is not None and self._observing:
             self.observe(place, value, rows)
 

@@ -26,7 +26,7 @@ class Parameter:
     """The dimension that the layout divides; None if every rank has a whole copy."""
 
 
-_BY_FEATURE = ("linear", "short_conv", "decay")
+_BY_FEATURE = ("linear", "short_conv", "decay", "time_step", "step_decay")
 """Formulas whose weights have rows for the features of the output, in its layout."""
 
 

@@ -73,7 +73,7 @@ def on_hybrid(hooks: SiteHooks, model: Any) -> None:
     for i, module in (*nets.items(), *attentions):
         if has_kernels(module):
             on_kernels(hooks, module, i)
-    running, modeling = _Running(hooks), modeling_of(model)
+    running, modeling = Running(hooks), modeling_of(model)
     hooks.replace(modeling, "ALL_ATTENTION_FUNCTIONS", _Attentions(hooks, modeling))
     if any(map(has_kernels, nets.values())):
         return
@@ -85,7 +85,7 @@ def on_hybrid(hooks: SiteHooks, model: Any) -> None:
         hooks.replace(modeling, name, running.rule(getattr(modeling, name)))
 
 
-class _Running:
+class Running:
     """The gated delta net that is running."""
 
     def __init__(self, hooks: SiteHooks) -> None:

@@ -48,6 +48,7 @@ from rlk_align.engines.hf.lora import (
     name_of,
     use_adapter,
 )
+from rlk_align.engines.hf.mamba import mamba_attributes
 from rlk_align.engines.hf.places import hf_places
 from rlk_align.engines.hf.taps import HFTaps
 from rlk_align.errors import ModelError
@@ -216,6 +217,7 @@ class HFEngine(ForwardEngine):
         return {
             **hf_attributes(self.model, self.shape),
             **delta_attributes(self.model, self.compute_dtype),
+            **mamba_attributes(self.model),
             **self._rounded_frequencies(),
             **processing(self.temperature),
             # A forward of one sequence has no padding.
@@ -297,7 +299,8 @@ def _eos_ids(model: Any) -> set[int]:
 def hf_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
     """The settings of a live HF model that affect its numbers, beside its weights."""
     layers = list(model.model.layers)
-    by_layer = {i: x.self_attn for i, x in enumerate(layers) if hasattr(x, "self_attn")}
+    every = ((i, getattr(layer, "self_attn", None)) for i, layer in enumerate(layers))
+    by_layer = {i: attention for i, attention in every if attention is not None}
     attention, numbers = list(by_layer.values()), list(by_layer)
 
     def of_attention(name: str, values: list[Any]) -> dict[str, Any]:

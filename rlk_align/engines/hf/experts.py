@@ -42,7 +42,8 @@ UNSEEN = "its experts={} multiplies by no function that can be observed"
 
 def mlp_path(layer: Any) -> str:
     """The name of a layer's MLP, or of its block of experts."""
-    return "mlp" if hasattr(layer, "mlp") else "block_sparse_moe"
+    names = ("mlp", "block_sparse_moe", "shared_mlp")
+    return next(name for name in names if getattr(layer, name, None) is not None)
 
 
 def router_of(block: Any) -> Any:

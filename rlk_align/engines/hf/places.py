@@ -18,6 +18,7 @@ from rlk_align.engines.common.places import (
 )
 from rlk_align.engines.hf.delta_net import delta_places
 from rlk_align.engines.hf.experts import ROUTER, mlp_path
+from rlk_align.engines.hf.mamba import mamba_places
 from rlk_align.model.operators import OPERATORS, layer_modules
 from rlk_align.model.shape import ModelShape
 
@@ -36,7 +37,7 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
             op: named[op] if named[op] in modules else path
             for op, path in layer_modules(operators).items()
         }
-        inside = {"router", "conv", "gated_norm", "latent_attn"}
+        inside = {"router", "conv", "gated_norm", "mamba_norm", "latent_attn"}
         for op, path in paths.items():
             if path in modules and op not in inside:
                 first = shape.family.heads_first and op in ("q_norm", "k_norm")
@@ -52,6 +53,8 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
             yield Place(sites=(f"layers.{i}.{op}",), module=attention, end="rope", access=access)
         if "delta" in operators:
             yield from delta_places(f"layers.{i}", f"{here}.linear_attn", shape.delta_heads)
+        if "scan" in operators:
+            yield from mamba_places(f"layers.{i}", f"{here}.mamba")
         mlp = mlp_path(layer)
         if hasattr(getattr(layer, mlp), "experts"):
             yield from _sparse_places(f"layers.{i}", f"{here}.{mlp}", getattr(layer, mlp))

@@ -18,8 +18,9 @@ from rlk_align.engines.common.kernel_delta_nets import (
 )
 from rlk_align.engines.common.transformers_rope import on_rotation
 from rlk_align.engines.common.weights import unfused
-from rlk_align.engines.hf.delta_net import CONVOLUTIONS, RULES, delta_nets, modeling_of
+from rlk_align.engines.hf.delta_net import CONVOLUTIONS, RULES, delta_nets
 from rlk_align.engines.hf.experts import replace_choice, router_of, routing, sparse_blocks
+from rlk_align.engines.hf.mamba import SCANS, mambas
 from rlk_align.engines.hf.places import hf_places
 from rlk_align.selftest.faults.catalogue import Chosen
 from rlk_align.selftest.planting.live_operators import LiveOperators, plant
@@ -121,11 +122,25 @@ class HFOperators(LiveOperators):
         if has_kernels(net):
             change_rule_on_kernels(self, net, lambda **unit: formula(Recurrence(**unit)))
         else:
-            self._in_delta_net(layer, RULES, functools.partial(_ruled, formula))
+            self._in_net(layer, RULES, functools.partial(_ruled, formula))
+
+    def _state_space(self, layer: int, formula: Formula) -> None:
+        modeling = sys.modules[type(self._nets()[layer]).__module__]
+
+        def scanned(compute: Any, x: Any, dt: Any, *args: Any, **kwargs: Any) -> Any:
+            # Once for all tokens, as the parts of the formula are not whole sequences.
+            bias = kwargs.pop("dt_bias")
+            step = modeling.F.softplus(dt + bias.to(dt.dtype))
+            own = {"dt_bias": None, "dt_softplus": False}
+            return _scanned(formula, compute, x, step, *args, **(kwargs | own))
+
+        self._in_net(layer, SCANS[:1], scanned)
 
     def _convolution(self, layer: int, formula: Formula) -> None:
-        weight = self.parameter(f"layers.{layer}.conv")
-        net = dict(delta_nets(self._model))[layer]
+        name = f"layers.{layer}.conv"
+        weight = self.parameter(name)
+        bias = self.parameter(f"{name}.bias") if self.biased(name) else None
+        net = self._nets()[layer]
         if has_kernels(net):
 
             def change(**unit: Any) -> torch.Tensor:
@@ -137,19 +152,24 @@ class HFOperators(LiveOperators):
         def convolved(compute: Any, mixed: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             out = compute(mixed, *args, **kwargs)
             each = [
-                in_place_of(formula, Convolution(result=y.T, inputs=x.T, weight=weight)).T
+                in_place_of(
+                    formula, Convolution(result=y.T, inputs=x.T, weight=weight, bias=bias)
+                ).T
                 for y, x in zip(out, mixed, strict=True)
             ]
             return torch.stack(each)
 
-        self._in_delta_net(layer, CONVOLUTIONS[:1], convolved)
+        self._in_net(layer, CONVOLUTIONS[:1], convolved)
 
-    def _in_delta_net(
-        self, layer: int, names: tuple[str, ...], computed: Callable[..., Any]
-    ) -> None:
+    def _nets(self) -> dict[int, Any]:
+        """Layer -> its gated delta net or its state-space model."""
+        return dict((*delta_nets(self._model), *mambas(self._model)))
+
+    def _in_net(self, layer: int, names: tuple[str, ...], computed: Callable[..., Any]) -> None:
         """Replaces functions of the modeling module in one layer; `computed` gets the original
         function before its arguments."""
-        nets, modeling = dict(delta_nets(self._model)), modeling_of(self._model)
+        nets = self._nets()
+        modeling = sys.modules[type(nets[layer]).__module__]
         running: list[int] = []
         for i, net in nets.items():
             self.before(net, lambda *_, i=i: running.__setitem__(slice(None), [i]))
@@ -280,6 +300,38 @@ class HFKernelLayers(KernelLayers, HFSparseLayers):
 
     def _computer(self, layer: int) -> Any:
         return self._blocks[layer].experts
+
+
+def _scanned(
+    formula: Formula, compute: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, **kwargs: Any
+) -> Any:
+    """The formula's result in place of a state-space scan's by steps dt: its output `[B, T, H, V]`
+    and, where the caller asks for them, the states `[B, H, V, D]`."""
+    states, outputs, after = kwargs["initial_states"], [], []
+    for i in range(len(x)):
+
+        def some(
+            at: slice, state: torch.Tensor | None, _: Any, i: int = i
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            here = slice(i, i + 1), at
+            own = {
+                "initial_states": None if state is None else state[None],
+                "return_final_states": True,
+            }
+            out, last = compute(x[here], dt[here], a, b[here], c[here], **{**kwargs, **own})
+            return out[0], last[0]
+
+        unit = Recurrence(
+            length=x.shape[1],
+            state=None if states is None else states[i],
+            decay=dt[i].float() * a,
+            compute=some,
+        )
+        out, last = formula(unit)
+        outputs.append(out)
+        after.append(last)
+    out = torch.stack(outputs)
+    return (out, torch.stack(after)) if kwargs.get("return_final_states") else out
 
 
 def _ruled(

@@ -6,6 +6,7 @@ from rlk_align.engines.common.site_hooks import ForwardHooks
 from rlk_align.engines.common.transformers_rope import on_rotation
 from rlk_align.engines.hf.delta_net import on_hybrid
 from rlk_align.engines.hf.experts import on_experts, replay_choices
+from rlk_align.engines.hf.mamba import on_mambas
 
 
 class HFTaps(ForwardHooks):
@@ -20,5 +21,6 @@ class HFTaps(ForwardHooks):
         super().install()
         on_rotation(self, self._model, self.rope)
         on_hybrid(self, self._model)
+        on_mambas(self, self._model)
         on_experts(self, self._model, self.show, self.unexposed)
         replay_choices(self, self._model)

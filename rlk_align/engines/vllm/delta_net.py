@@ -24,7 +24,7 @@ from rlk_align.engines.common.site_hooks import SiteHooks
 from rlk_align.model.operators import OPERATORS
 from rlk_align.model.shape import ModelShape
 
-FUSED_IN_DECODE = "vLLM's decode step computes it in one kernel with the delta rule"
+FUSED_IN_DECODE = "vLLM's decode step computes it in one kernel with the recurrence"
 HIDDEN_IN_DECODE = ("decay", "beta")
 
 

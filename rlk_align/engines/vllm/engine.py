@@ -22,6 +22,7 @@ from rlk_align.engines.common.parameters import ParameterRecord
 from rlk_align.engines.vllm.delta_net import FUSED_IN_DECODE, HIDDEN_IN_DECODE
 from rlk_align.engines.vllm.experts import FUSED, PARTIAL
 from rlk_align.engines.vllm.lora import lora_requests, lora_settings
+from rlk_align.engines.vllm.mamba import STEPS
 from rlk_align.engines.vllm.registered import decoder_alone, register_without_torchvision
 from rlk_align.engines.vllm.taps import VLLMTaps
 from rlk_align.engines.vllm.worker import TapPlan
@@ -85,7 +86,7 @@ class VLLMEngine(Engine):
         if option("batch_invariant"):
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
         worker = "worker"
-        if self.shape.delta_layers:
+        if self.shape.delta_layers and self.shape.family.hybrid:
             register_without_torchvision()
             worker = "hybrid_worker"
         from vllm import LLM
@@ -189,7 +190,7 @@ class VLLMEngine(Engine):
             fused |= {
                 f"layers.{i}.{op}": FUSED_IN_DECODE
                 for i in self.shape.delta_layers
-                for op in HIDDEN_IN_DECODE
+                for op in (STEPS if self.shape.family.state_space else HIDDEN_IN_DECODE)
             }
         if kind == "decode" or self.attributes()["logprobs"] == "raw":
             return fused

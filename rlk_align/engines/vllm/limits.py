@@ -68,8 +68,10 @@ def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) ->
                 f"attention has {', '.join(map(str, CPU_HEAD_SIZES))}",
                 "compare with --rollout hf",
             )
-    if shape.delta_layers:
+    if shape.family.hybrid:
         _check_delta_nets(option, shape)
+    if shape.family.state_space:
+        _check_state_space(option)
     sizes = {"hidden": shape.hidden}
     if shape.swiglu_limit:
         # vLLM does not pad what it clamps.
@@ -121,6 +123,22 @@ def _check_delta_nets(option: ReadOption, shape: ModelShape) -> None:
             f"engine 'vllm' on a CPU does not support gated delta nets with {every[0]}: its "
             f"kernels take bfloat16 and heads of {sizes} features, equal in keys and values",
             f"{more}compare with --rollout hf",
+        )
+
+
+def _check_state_space(option: ReadOption) -> None:
+    """Raises ModelError or BadOption for state-space models where no test has compared them."""
+    if option("python") is None and not _on_cpu(option):
+        raise ModelError(
+            "engine 'vllm' on a GPU does not support state-space models (Mamba-2), which no test "
+            "has compared there",
+            "compare with --rollout hf",
+        )
+    if option("enable_prefix_caching"):
+        raise BadOption(
+            "engine 'vllm': enable_prefix_caching=1 does not support state-space models (Mamba-2): "
+            "vLLM 0.32 fails in its own code on a CPU",
+            "leave enable_prefix_caching out",
         )
 
 

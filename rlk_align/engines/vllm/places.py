@@ -22,6 +22,7 @@ from rlk_align.engines.common.places import (
 )
 from rlk_align.engines.vllm.delta_net import delta_places
 from rlk_align.engines.vllm.experts import FUSED, PARTIAL, sparse_blocks
+from rlk_align.engines.vllm.mamba import mamba_places
 from rlk_align.model.operators import OPERATORS, layer_modules
 from rlk_align.model.shape import ModelShape
 
@@ -84,10 +85,16 @@ def _unfused_places(model: Any, shape: ModelShape, tp: int, sparse: Sparse) -> I
         for module, ops in _FUSED.items():
             if module in modules:
                 yield place(module, *(op for op in ops if op not in absent))
-        yield from (place(path, op) for op, path in paths.items() if path in modules)
+        for module in shape.family.fused.keys() & modules.keys() - _FUSED.keys():
+            yield place(module, *shape.family.fused[module])
+        if "scan" in operators:
+            yield from mamba_places(model, f"layers.{i}", f"model.layers.{i}.mamba", shape)
+        inside = {"conv", "mamba_norm"}
+        yield from (place(p, op) for op, p in paths.items() if p in modules and op not in inside)
         for op in ("q_rope", "k_rope") if "q_rope" in operators else ():
             yield place("self_attn", op, end="rope")
-        yield place("self_attn.o_proj", "attn", end="input")
+        if "attn" in operators:
+            yield place("self_attn.o_proj", "attn", end="input")
         if any(OPERATORS[op].site == "attn_residual" for op in operators):
             yield place(paths.get("mlp_norm", "mlp"), "attn_residual", end="input")
         block = sparse(i)

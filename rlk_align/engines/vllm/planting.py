@@ -23,6 +23,7 @@ from rlk_align.engines.common.places import first
 from rlk_align.engines.common.products import Method
 from rlk_align.engines.common.weights import Parameter
 from rlk_align.engines.process.ranks import all_gather
+from rlk_align.engines.vllm import mamba_changes
 from rlk_align.engines.vllm.delta_changes import change_convolution, change_rule
 from rlk_align.engines.vllm.delta_net import convolution_weight, delta_nets
 from rlk_align.engines.vllm.experts import replace_choice, sparse_blocks
@@ -165,7 +166,21 @@ class VLLMOperators(FusedOperators):
         else:
             change_rule(self, self._model, layer, change)
 
+    def _state_space(self, layer: int, formula: Formula) -> None:
+        mamba_changes.change_scan(
+            self, self._model, layer, lambda **unit: formula(Recurrence(**unit))
+        )
+
     def _convolution(self, layer: int, formula: Formula) -> None:
+        if self.shape.family.state_space:
+            name = f"layers.{layer}.conv"
+            bias = self.parameter(f"{name}.bias") if self.biased(name) else None
+            own = {"weight": self.parameter(name), "bias": bias}
+            mamba_changes.change_convolution(
+                *(self, self._model, layer),
+                lambda **unit: in_place_of(formula, Convolution(**own, **unit)),
+            )
+            return
         net = dict(delta_nets(self._model))[layer]
         # A rank's own heads, whose channels the convolution never mixes.
         weight = convolution_weight(net.conv1d)

@@ -20,6 +20,7 @@ from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
 from rlk_align.engines.process.ranks import Ranks, all_gather
 from rlk_align.engines.vllm.delta_net import on_delta_nets
 from rlk_align.engines.vllm.experts import on_choices, replay_choices
+from rlk_align.engines.vllm.mamba import on_mambas
 from rlk_align.engines.vllm.places import of_transformers, vllm_places
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.model.shape import ModelShape
@@ -61,6 +62,7 @@ class VLLMTaps(SiteHooks):
         super().install()
         on_rotation(self, self._model, self.rope)
         on_delta_nets(self, self._model, self._kind == "decode")
+        on_mambas(self, self._model)
         replay_choices(self, self._model)
         on_choices(self, self._model, self.show)
 
@@ -165,6 +167,6 @@ def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -
     if of_transformers(model):
         transformers_rope.on_rotation(hooks, model, see)
         return
-    # All layers share one module, unless a patch has changed that.
-    for rotary in {attention.rotary_emb for attention in attentions(model).values()}:
+    # All layers share one module, unless a patch has changed that; some families do not rotate.
+    for rotary in {attention.rotary_emb for attention in attentions(model).values()} - {None}:
         hooks.on_outputs(rotary, see)

@@ -1,6 +1,7 @@
 """The live parameters of a vLLM decoder, as canonical ones."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from rlk_align.engines.process.ranks import Ranks, all_gather
 from rlk_align.engines.vllm.delta_net import as_computed, convolution_weight
 from rlk_align.engines.vllm.experts import expert_weights
 from rlk_align.engines.vllm.lora import without_adapter
+from rlk_align.engines.vllm.mamba import a_log
 from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.engines.vllm.quantised import fp8_weights, in_fp8
 from rlk_align.model.shape import ModelShape
@@ -42,6 +44,7 @@ def vllm_weights(model: Any, shape: ModelShape, ranks: Ranks) -> Iterator[LivePa
         return all_gather(local, ranks)
 
     for parameter in weights_in_use(plan, model, partial(product_method, model), gather):
+        parameter = replace(parameter, value=a_log(model, parameter.name, parameter.value))
         yield as_computed(model, parameter)
     yield from fp8_weights(model, shape)
     yield from canonical(convolutions, partial(live_parameter, model), gather)

@@ -36,6 +36,7 @@ from rlk_align.engines.vllm.delta_net import delta_attributes
 from rlk_align.engines.vllm.experts import sparse_blocks
 from rlk_align.engines.vllm.graphs import GraphCounter
 from rlk_align.engines.vllm.lora import live_adapter
+from rlk_align.engines.vllm.mamba import mamba_attributes
 from rlk_align.engines.vllm.parallel import tensor_parallel
 from rlk_align.engines.vllm.places import of_transformers, sliding_window, vllm_places
 from rlk_align.engines.vllm.quantised import live_cache, live_fp8
@@ -192,6 +193,7 @@ def vllm_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
         "tie_word_embeddings": bool(config.tie_word_embeddings),
         "padding_side": None,
         **delta_attributes(model),
+        **mamba_attributes(model),
     }
 
 
@@ -209,6 +211,8 @@ def _ropes(model: Any, attention: dict[int, Any]) -> dict[str, Any]:
         return rope_attributes(rotary_embeddings(model))
     numbers, parameters = list(attention), model.config.rope_parameters
     rotaries = [a.rotary_emb for a in attention.values()]
+    if None in rotaries:
+        return {}
     kinds = [] if "rope_type" in parameters else model.config.layer_types
     ropes = [parameters[kind] for kind in kinds] or [parameters]
     return {
@@ -220,7 +224,7 @@ def _ropes(model: Any, attention: dict[int, Any]) -> dict[str, Any]:
 
 def _layer_activation(layer: Any, dtype: torch.dtype, gated: bool) -> str:
     """The name of an MLP's activation; for experts vLLM has only the name itself."""
-    block = getattr(layer, "mlp", None) or layer.block_sparse_moe
+    block = getattr(layer, "mlp", None) or layer.block_sparse_moe or layer.shared_mlp
     if hasattr(block, "experts"):
         return str(block.experts.activation.value)
     # vLLM leaves an MLP of transformers as it is if that names its activation otherwise.

@@ -33,14 +33,20 @@ class DeltaShape:
 
 
 def short_conv(
-    x: torch.Tensor, weight: torch.Tensor, position: torch.Tensor, dtype: str
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    position: torch.Tensor,
+    dtype: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """silu(Σ_j w_j x_{p−K+1+j}), with zeros before a sequence: x `[L, C]`, weight `[C, 1, K]`, rows
-    at `position` `[N]` -> `[N, C]`, and its variance where the sum is rounded before."""
+    """silu(Σ_j w_j x_{p−K+1+j} + b), with zeros before a sequence: x `[L, C]`, weight `[C, 1, K]`,
+    bias `[C]`, rows at `position` `[N]` -> `[N, C]`, and its variance where the sum is rounded
+    before."""
     taps = weight.shape[-1]
     padded = torch.nn.functional.pad(x, (0, 0, taps - 1, 0))
     total = sum(padded[position + j] * weight[:, 0, j] for j in range(taps))
     assert isinstance(total, torch.Tensor)
+    total = total if bias is None else total + bias
     sigmoid = total.sigmoid()
     slope = sigmoid * (1 + total * (1 - sigmoid))
     return total * sigmoid, slope.square() * rounding_variance(total, dtype)

@@ -62,7 +62,8 @@ class RecordedPass:
         columns = [self._rows.digests(name)[number] for name in (site.name, *site.inputs)]
         token, position = self._index.token, self._index.position
         read = {"embedding": token, "log_softmax": np.roll(token, -1)}
-        read |= dict.fromkeys(("rotary", "attention", "latent_attention", "delta_rule"), position)
+        read |= dict.fromkeys(("rotary", "attention", "latent_attention"), position)
+        read |= dict.fromkeys(("delta_rule", "state_space"), position)
         if site.operator.formula in read:
             columns.append(read[site.operator.formula][number, None])
         for name in site.prefix_inputs:

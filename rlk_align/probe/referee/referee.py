@@ -305,7 +305,7 @@ class Walk:
             cuts = np.flatnonzero(np.diff(number - position[number])) + 1
             width = max(width, shape.heads * (int(position[number].max()) + 1))
         step = max(1, entries // width)
-        if site.operator.formula == "delta_rule":
+        if site.operator.op_class == "recurrence":
             # Each block starts with the sequence.
             step = len(number)
         for group in np.split(number, cuts):

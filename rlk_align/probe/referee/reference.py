@@ -15,7 +15,7 @@ from rlk_align.model.rotary import checkpoint_rotary, last_features
 from rlk_align.model.shape import ModelShape, activation_of, cap_of, is_tied, multiplier_of
 from rlk_align.model.sites import Site
 from rlk_align.model.tensors import biased_operators
-from rlk_align.probe.referee import delta_net, formulas
+from rlk_align.probe.referee import delta_net, formulas, state_space
 from rlk_align.probe.referee.activations import E4M3_UNIT, on_grid
 from rlk_align.probe.referee.experts import EXPERT_FORMULAS, ExpertReference
 from rlk_align.probe.referee.exponentials import SumOrder, lost_share, sum_orders
@@ -48,7 +48,10 @@ CUT_FORMULAS = ("rms_norm", "rotary", "attention", "activation", "expert_activat
 DELTA_EPS = 1e-6
 """The eps of the norms of q and k in a gated delta net, if an engine does not state its own: no
 config.json does."""
-_HYBRID_FORMULAS = (*("short_conv", "decay", "sigmoid", "delta_rule", "gated_norm", "output_gate"),)
+_HYBRID_FORMULAS = (
+    *("short_conv", "decay", "sigmoid", "delta_rule", "gated_norm", "output_gate"),
+    *("time_step", "step_decay", "state_space", "gated_then_normed"),
+)
 WEIGHT_ELEMENTS = 1 << 25
 """Entries of a weight that are converted to float64 at once."""
 
@@ -230,7 +233,8 @@ class Reference:
         match site.operator.formula:
             case "short_conv":
                 weight = self._weights.read(site.parameter).double()
-                return delta_net.short_conv(inputs[0], weight, rows.position, dtype)
+                bias = self._bias(site) if self._has_bias(site) else None
+                return delta_net.short_conv(inputs[0], weight, bias, rows.position, dtype)
             case "decay":
                 return delta_net.decay(inputs[0], *self._decay_parameters(site))
             case "sigmoid":
@@ -242,6 +246,18 @@ class Reference:
             case "output_gate":
                 x, gate = inputs
                 return delta_net.output_gate(x, gate, shape.heads, dtype)
+            case "time_step":
+                bias = self._weights.read(site.parameter).double()
+                return state_space.time_step(inputs[0], bias, dtype)
+            case "step_decay":
+                a_log = self._weights.read_kept(site.parameter).double()
+                return state_space.step_decay(inputs[0], a_log)
+            case "gated_then_normed":
+                weight = self._weights.read(site.parameter).double()
+                x, gate = inputs
+                return state_space.gated_then_normed(x, gate, weight, 1, self._eps, dtype)
+            case "state_space":
+                return self._state_space(site, inputs, rows)
         x, b, a = inputs
         g, _ = delta_net.decay(a, *self._decay_parameters(site))
         of = delta_net.DeltaShape(
@@ -249,6 +265,20 @@ class Reference:
         )
         eps = float(self._attributes.get("delta_eps", DELTA_EPS))
         return delta_net.delta_rule(x, b, g, rows.position, of, eps, dtype)
+
+    def _state_space(
+        self, site: Site, inputs: Sequence[torch.Tensor], rows: RowTokens
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scan of a layer's state-space model, from x, B and C and from the products of dt."""
+        x, dt = inputs
+        here, weights, shape = f"layers.{site.layer}", self._weights, self.shape
+        dt, _ = state_space.time_step(dt, weights.read(f"{here}.dt").double(), "float32")
+        log_decay, _ = state_space.step_decay(dt, weights.read_kept(f"{here}.dt_a").double())
+        of = delta_net.DeltaShape(
+            shape.delta_key_heads, shape.delta_heads, shape.delta_key_width, shape.delta_width
+        )
+        skip = weights.read(site.parameter).double()
+        return state_space.scan(x, dt, log_decay, skip, rows.position, of, self.rounded_to(site))
 
     def _decay_parameters(self, site: Site) -> list[torch.Tensor]:
         """A and dt_bias of the layer's decay, float64 `[H]` each."""

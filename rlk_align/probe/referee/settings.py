@@ -87,7 +87,7 @@ def live_settings(
 def _configured(site: Site, config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
     """Attribute -> its value by config.json; None if config.json does not state it."""
     match site.operator.formula:
-        case "rms_norm" | "layer_norm" | "gated_norm":
+        case "rms_norm" | "layer_norm" | "gated_norm" | "gated_then_normed":
             name = "norm_eps" if site.layer is not None else "final_norm_eps"
             return {name: config.get(shape.family.norm_eps)}
         case "rotary":

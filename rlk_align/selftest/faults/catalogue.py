@@ -16,6 +16,7 @@ from rlk_align.selftest.faults.latent import LATENT
 from rlk_align.selftest.faults.layer import ACTIVATIONS, NORMS, PROJECTIONS, RESIDUALS
 from rlk_align.selftest.faults.model_ends import EMBEDDINGS, INPUTS, LOGITS, LOGPROBS, WEIGHTS
 from rlk_align.selftest.faults.sparse import ROUTING
+from rlk_align.selftest.faults.state_space import STATE_SPACES
 
 _GROUPS = {
     "norm": NORMS,
@@ -27,6 +28,7 @@ _GROUPS = {
     "residual": RESIDUALS,
     "latent attention": LATENT,
     "recurrence": DELTA_NETS,
+    "state space": STATE_SPACES,
     "routing": ROUTING,
     "embedding": EMBEDDINGS,
     "logits": LOGITS,

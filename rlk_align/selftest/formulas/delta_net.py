@@ -113,6 +113,7 @@ def window_of_another(unit: Convolution, _: float) -> torch.Tensor:
     weight = unit.weight[:, 0].float()
     total = sum(rows[j : j + taps - 1] * weight[:, j] for j in range(taps))
     assert isinstance(total, torch.Tensor)
+    total = total if unit.bias is None else total + unit.bias.float()
     some = min(taps - 1, len(out))
     out[:some] = torch.nn.functional.silu(total)[:some].to(out.dtype)
     return out

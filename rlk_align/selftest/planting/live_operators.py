@@ -20,6 +20,7 @@ from rlk_align.engines.common.places import HEADS_FIRST, Place, first
 from rlk_align.engines.common.weights import Parameter, write_part
 from rlk_align.errors import BadOption
 from rlk_align.model.checkpoint import read_config
+from rlk_align.model.operators import OPERATORS
 from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.shape import multiplier_of
 from rlk_align.model.sites import model_sites
@@ -81,6 +82,10 @@ class LiveOperators(Hooks, ABC):
                 self._attention(layer, formula)
             case "delta_rule":
                 self._delta_rule(layer, formula)
+            case "state_space":
+                self._state_space(layer, formula)
+            case "time_step" | "step_decay":
+                self._while_running(site, formula)
             case "short_conv":
                 self._convolution(layer, formula)
             case "residual" | "activation" | "rotary":
@@ -215,7 +220,8 @@ class LiveOperators(Hooks, ABC):
         turned = any(self.sites[s].operator.formula == "rotary" for s in self.sites[site].inputs)
         frequencies = self.frequencies(self.sites[site].layer or 0) if turned else None
         # A norm's input has the layout of its output, a product's input that of the site it reads.
-        norm = op.formula in ("rms_norm", "layer_norm", "gated_norm")
+        gated = op.formula in ("gated_norm", "gated_then_normed")
+        norm = gated or op.formula in ("rms_norm", "layer_norm")
         of = site if norm else next(iter(self.sites[site].inputs), site)
 
         def see(_module: Any, inputs: Any, out: Any) -> None:
@@ -230,7 +236,7 @@ class LiveOperators(Hooks, ABC):
             if norm and self.norms_add and isinstance(out, tuple):
                 # A fused norm also returns the sum that it normalises.
                 operands = (self.whole(site, out[1]),)
-            elif op.formula == "gated_norm":
+            elif gated:
                 operands = tuple(self.whole(site, y) for y in inputs)
             elif not embedding:
                 operands = (self.whole(of, x, not every_row),)
@@ -318,9 +324,31 @@ class LiveOperators(Hooks, ABC):
         """Replaces the gated delta rule; the formula gets a `Recurrence` for each sequence."""
         raise NotImplementedError
 
+    def _state_space(self, layer: int, formula: Formula) -> None:
+        """Replaces the state-space scan; the formula gets a `Recurrence` for each sequence."""
+        raise NotImplementedError
+
     def _convolution(self, layer: int, formula: Formula) -> None:
         """Replaces the convolution; the formula gets a `Convolution` for each sequence."""
         raise NotImplementedError
+
+    def _while_running(self, site: str, change: Formula) -> None:
+        """Lets the module of a state-space model compute with another parameter of a site: A, of
+        which some engines keep the logarithm, or the bias of dt. The live parameter stays."""
+        place, module, live = self._places[site], self.module(site), []
+        name, keeps_log = place.weight, place.weight == OPERATORS["dt_a"].tensor
+        if not self.faulty:
+            return
+
+        def begin(*_: Any) -> None:
+            kept = getattr(module, name)
+            value = change(-kept.float().exp() if keeps_log else kept.detach())
+            live.append(kept)
+            changed = (-value).log() if keeps_log else value
+            module._parameters[name] = torch.nn.Parameter(changed, requires_grad=False)
+
+        self.before(module, begin, with_kwargs=True)
+        self.after(module, lambda *_: module._parameters.update({name: live.pop()}))
 
     @abstractmethod
     def _logprob(self, formula: Formula) -> None:

@@ -73,12 +73,12 @@ class Attention:
 
 
 State: TypeAlias = torch.Tensor
-"""The state of a gated delta net, float32 `[H, D, V]`."""
+"""The state of a gated delta net, float32 `[H, D, V]`, or of a state-space model, `[H, V, D]`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recurrence:
-    """The gated delta rule over tokens of one sequence, T of them."""
+    """The gated delta rule, or a state-space scan, over tokens of one sequence, T of them."""
 
     length: int
     """T."""
@@ -98,7 +98,7 @@ class Recurrence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Convolution:
-    """The convolution before a gated delta rule, over tokens of one sequence."""
+    """The convolution before a recurrence, over tokens of one sequence."""
 
     result: torch.Tensor
     """The engine's own result, `[T, C]`."""
@@ -106,6 +106,8 @@ class Convolution:
     """`[T, C]`."""
     weight: torch.Tensor
     """`[C, 1, K]`."""
+    bias: torch.Tensor | None = None
+    """`[C]`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +125,8 @@ class Report:
 
 Formula = Callable[..., torch.Tensor]
 """A Unit, an Attention, a Convolution or a Report -> the value that replaces the result; a
-Recurrence -> the output and the state that replace those of the engine."""
+Recurrence -> the output and the state that replace those of the engine; a parameter -> the one that
+the engine computes with."""
 
 
 def formula(compute: Callable[[Any, float], torch.Tensor]) -> Callable[[float], Formula]:

@@ -88,7 +88,7 @@ def test_the_convolution_sees_zeros_before_a_sequence() -> None:
             total = sum(float(weight[c, 0, j]) * float(x[p - 3 + j, c]) for j in taps)
             want[p, c] = silu(total)
     position = torch.tensor([0, 2, 5])
-    out, variance = delta_net.short_conv(x, weight, position, "bfloat16")
+    out, variance = delta_net.short_conv(x, weight, None, position, "bfloat16")
     agree(out, want[position])
     assert bool((variance >= 0).all())
 
