@@ -114,7 +114,7 @@ _WITH_LATENTS: dict[str, Any] = {
     "latent": True,
     "interleaved": True,
     "predictors": "num_nextn_predict_layers",
-    "refused": dict.fromkeys(("vllm", "megatron", "sglang", "deepspeed", "kernels"), _LATENT_HF),
+    "refused": dict.fromkeys(("vllm", "megatron", "sglang", "deepspeed"), _LATENT_HF),
 }
 """What latent attention adds to a family."""
 _OF_QWEN3_5 = (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.integrations.errors import NotSupported
-from rlk_kernels.integrations.families import DELTA_NETS
+from rlk_kernels.integrations.families import DELTA_NETS, LATENTS
 
 SUPPORTED = ("default", "linear", "llama3", "yarn", "proportional")
 NEEDED = {
@@ -22,7 +22,7 @@ NEEDED = {
 }
 PARTIAL = ("phi3", "glm", "glm4", "glm4_moe", "minimax_m2", "gemma4_text", *DELTA_NETS)
 """Families in which all engines rotate a part of each head."""
-INTERLEAVED = ("ernie4_5", "ernie4_5_moe", "glm", "glm4", "cohere2")
+INTERLEAVED = ("ernie4_5", "ernie4_5_moe", "glm", "glm4", "cohere2", *LATENTS)
 """Families in which features 2j and 2j + 1 of a head are a pair, and not j and j + half of it."""
 NOT_FIXED = {
     "dynamic": "its frequencies follow the longest sequence of a batch",
