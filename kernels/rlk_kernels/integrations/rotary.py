@@ -123,6 +123,16 @@ def _yarn(powers: Tensor, rope: Mapping[str, Any]) -> Tensor:
     return 1.0 / (rope["factor"] * powers) * (1 - unscaled) + 1.0 / powers * unscaled
 
 
+def latent_scale(rope: Mapping[str, Any], width: int) -> float:
+    """The scale of a latent attention's scores, for heads of `width` features, with and without a
+    rotation."""
+    of_all, scale = rope.get("mscale_all_dim"), width**-0.5
+    if rope.get("rope_type", "default") == "default" or not of_all:
+        return scale
+    grown = 0.1 * of_all * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
+    return scale * grown * grown
+
+
 def attention_factor(rope: Mapping[str, Any]) -> float:
     """The factor by which yarn multiplies cos and sin: `attention_factor`, or a value that follows
     from `factor`."""
