@@ -28,8 +28,8 @@ def modules(model: Any) -> dict[str, Any]:
         attn = getattr(layer, "self_attn", None) or getattr(layer, "attn", None)
         if net is not None:
             branch = _of_delta_net(net)
-        elif hasattr(attn, "mla_attn"):
-            branch = _of_latent_attention(attn.mla_attn)
+        elif (latent := getattr(attn, "mla_attn", None)) is not None:
+            branch = _of_latent_attention(latent)
         else:
             branch = _of_attention(attn, inner)
         here = {**norms(layer), **branch, **_of_mlp(mlp_of(layer))}

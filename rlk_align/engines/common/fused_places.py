@@ -36,7 +36,8 @@ def fused_places(
     """The place of each site in a live model of `tp` ranks.
 
     `logits`: the path of the module that computes them; `heads`: how to reach the values of
-    `q_norm` and `k_norm`; `delta`: the places of a gated delta net; `latent`: those of a latent attention.
+    `q_norm` and `k_norm`; `delta`: the places of a gated delta net; `latent`: those of a latent
+    attention.
     """
     if shape.family.embedding_scale:
         # The engine scales it outside of any module.

@@ -114,14 +114,14 @@ def _computed_together(operator: Operator) -> bool:
 
 def check_excluded(engine: str, excluded: str, sites: Mapping[str, str]) -> None:
     """Raises BadOption if `except=` names an operator that the model lacks, which would exclude
-    nothing, or an operator of a sparse layer, a gated delta net or a latent attention. `sites`: operator -> its
-    site."""
+    nothing, or an operator of a sparse layer, a gated delta net or a latent attention. `sites`:
+    operator -> its site."""
     operators = set(sites.values())
     whole = {site for name, site in sites.items() if _computed_together(OPERATORS[name])}
     if inside := sorted(parse_excluded(excluded) & whole):
         raise BadOption(
-            f"engine {engine!r}: except={excluded}: in a model with sparse layers, gated delta nets "
-            f"or latent attention, {', '.join(inside)} cannot be excluded",
+            f"engine {engine!r}: except={excluded}: in a model with sparse layers, gated delta "
+            f"nets or latent attention, {', '.join(inside)} cannot be excluded",
             f"leave {', '.join(inside)} out of except=",
         )
     if missing := sorted(parse_excluded(excluded) - operators):

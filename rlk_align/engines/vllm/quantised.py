@@ -9,8 +9,8 @@ import torch
 from rlk_align.engines.common.fused_places import attentions
 from rlk_align.engines.common.parameters import LiveParameter
 from rlk_align.engines.common.places import Place
-from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.engines.vllm.latent import core_of
+from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.errors import ModelError
 from rlk_align.model.block_fp8 import dequantise
 from rlk_align.model.quantised import sizes_of

@@ -33,9 +33,9 @@ from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.process import heartbeat
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.vllm.delta_net import delta_attributes
-from rlk_align.engines.vllm.latent import core_of
 from rlk_align.engines.vllm.experts import sparse_blocks
 from rlk_align.engines.vllm.graphs import GraphCounter
+from rlk_align.engines.vllm.latent import core_of
 from rlk_align.engines.vllm.lora import live_adapter
 from rlk_align.engines.vllm.parallel import tensor_parallel
 from rlk_align.engines.vllm.places import of_transformers, sliding_window, vllm_places
@@ -226,7 +226,9 @@ def _ropes(model: Any, attention: dict[int, Any]) -> dict[str, Any]:
     kinds = [] if "rope_type" in parameters else model.config.layer_types
     ropes = [parameters[kind] for kind in kinds] or [parameters]
     return {
-        **per_layer("rope_type", [_RENAMED.get(rope["rope_type"], rope["rope_type"]) for rope in ropes]),
+        **per_layer(
+            "rope_type", [_RENAMED.get(rope["rope_type"], rope["rope_type"]) for rope in ropes]
+        ),
         **per_layer("rope_theta", [float(f"{r.base:.5g}") for r in rotaries], numbers),
         **per_layer("rope_dim", [r.rotary_dim for r in rotaries], numbers),
     }

@@ -50,9 +50,7 @@ def test_outputs_and_gradients_are_those_of_float64(backend):
     for dtype in (DTYPES[backend], torch.float32):
         cu_q, cu_k = bounds(3, 0, 37), bounds(40, 5, 37)
         leaves = [x.requires_grad_() for x in rows(40, 82, dtype)]
-        out, lse = rk.latent_attention(
-            *leaves, cu_q, cu_k, **HOW, return_lse=True, backend=backend
-        )
+        out, lse = rk.latent_attention(*leaves, cu_q, cu_k, **HOW, return_lse=True, backend=backend)
         do = rand(*out.shape, dtype=dtype, device="cpu", seed=4)
         exact = [x.detach().double().requires_grad_() for x in leaves]
         truth, true_lse = latent_attention_ref(*exact, cu_q, cu_k, **HOW)
@@ -127,8 +125,8 @@ def test_what_does_not_fit_is_refused():
         rk.latent_attention(q[..., 1:], latents, cu, cu, **HOW)
     with pytest.raises(UnsupportedShape, match="latents of 32 features with 0 rotated"):
         rk.latent_attention(q, latents, cu, cu, latent=L + R, scale=1.0)
+    wide = torch.zeros(4, 1, 1040)
     with pytest.raises(UnsupportedShape, match="are supported"):
-        wide = torch.zeros(4, 1, 1040)
         rk.latent_attention(wide, wide[:, 0], cu, cu, latent=1024, scale=1.0)
     with pytest.raises(UnsupportedDtype, match="one floating dtype"):
         rk.latent_attention(q, latents.half(), cu, cu, **HOW)

@@ -1,7 +1,7 @@
 """Latent attention of transformers' models (MLA), absorbed in every pass.
 
-B = sequences of the batch, T = their rows, S = keys, H = heads, L = features of a latent, R = rotated
-features
+B = sequences of the batch, T = their rows, S = keys, H = heads, L = features of a latent,
+R = rotated features
 """
 
 import sys

@@ -1,5 +1,5 @@
-"""GLM-4.5 and GLM-4.7-Flash for a vLLM whose routers are torch's own linears, such as 0.26. vLLM has no registry for
-that layer, but it has one for the model."""
+"""GLM-4.5 and GLM-4.7-Flash for a vLLM whose routers are torch's own linears, such as 0.26. vLLM
+has no registry for that layer, but it has one for the model."""
 
 from typing import Any
 

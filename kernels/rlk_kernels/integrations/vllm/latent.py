@@ -108,9 +108,7 @@ class RlkMLAAttention(Counted, MLAAttention):
         rows, unrotated = attn_metadata.num_actual_tokens, self.qk_nope_head_dim
         weight = profile.absorbed(self.kv_b_proj.weight, self.num_heads, unrotated)
         queries = first(q, rows)
-        queries = profile.latent_queries(
-            queries[..., :unrotated], queries[..., unrotated:], weight
-        )
+        queries = profile.latent_queries(queries[..., :unrotated], queries[..., unrotated:], weight)
         out = profile.paged_latent_attention(
             queries, kv_cache, weight, attn_metadata.block_table, attn_metadata.seq_lens,
             attn_metadata.query_start_loc, self.scale,

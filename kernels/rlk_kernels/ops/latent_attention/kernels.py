@@ -197,6 +197,4 @@ def merge_kernel(
             m, den, acc = merge(
                 m, den, acc, tl.load(ml_ptr + slot * 2), tl.load(ml_ptr + slot * 2 + 1), part
             )
-        finish(
-            m, den, acc, out_ptr, lse_ptr, q_start + row // H, row % H, row >= 0, cols, H, L, T
-        )
+        finish(m, den, acc, out_ptr, lse_ptr, q_start + row // H, row % H, row >= 0, cols, H, L, T)

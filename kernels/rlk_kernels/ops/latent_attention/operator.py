@@ -1,4 +1,5 @@
-"""latent_attention and paged_latent_attention: softmax(scale q k^T) c over packed sequences, causal.
+"""latent_attention and paged_latent_attention: softmax(scale q k^T) c, causal, over packed
+sequences.
 
     k[j] = (c[j], r[j]): a latent of L features and R rotated ones, a key of all heads
     s[j] = scale * (q . k[j]) for the keys that a row sees;  lse = log sum_j exp(s[j])
@@ -85,9 +86,7 @@ def _backward(ctx, do, _dlse):
     if do is None:
         return (None,) * 7
     *tensors, out, lse = ctx.saved_tensors
-    grads = _gradients(
-        *tensors, ctx.latent, ctx.scale, out, lse, do.contiguous(), ctx.backend
-    )
+    grads = _gradients(*tensors, ctx.latent, ctx.scale, out, lse, do.contiguous(), ctx.backend)
     return (*grads, *(None,) * 5)
 
 
