@@ -545,7 +545,7 @@ FAMILIES = {
             **{"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "rope_interleave": True},
         },
         # Published configs state the frequency of sparse layers, which is 1, and sizes of training.
-        # vLLM's router has logits of the model's dtype without `moe_router_dtype`.
+        # vLLM on a GPU reads `moe_router_dtype`.
         settings=("moe_layer_freq", "ep_size", "num_mtp_layers", "moe_router_dtype"),
         vllm_needs=("topk_method", "scoring_func"),
         **_WITH_LATENTS,

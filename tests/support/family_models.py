@@ -123,15 +123,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
             "moe_intermediate_size": 96,
             "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0},
         },
+        **{"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     },
     "glm4_moe_lite": {
         **{"q_lora_rank": 48, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32},
         **{"v_head_dim": 24, "num_key_value_heads": 4, "n_routed_experts": 8},
-        **{"num_experts_per_tok": 3, "moe_intermediate_size": 96},
+        **{"num_experts_per_tok": 3, "moe_intermediate_size": 96, "first_k_dense_replace": 1},
     },
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
 }
 """model_type -> what its config sets beside `random_model.SMALL`."""
+LATENTS_OF_VLLM = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 32}
+"""The widths of a latent attention that vLLM's kernels on CPUs take."""
 ALLOWED = {"cohere2": ("--allow-mismatch", "attributes")}
 """model_type -> the flags without which vLLM's other window alone is reported."""
 
