@@ -47,6 +47,9 @@ SPILLS = {
     "solved_kernel": 1 << 10,  # the same, fp32
     "decode_kernel": 1 << 12,  # the gated delta rule: what moves the state, once in 64 steps
     "states_kernel": 1 << 13,  # the gated delta rule, fp32; 64 with bf16
+    "attend_kernel": 1 << 13,  # latent attention: an accumulator of half of the registers
+    "queries_kernel": 1 << 13,  # its gradient, fp32; half of that with bf16
+    "latents_kernel": 1 << 11,  # likewise; none with fp32
     "_dkv_hopper_kernel": 256,  # scalars between steps
     "_dq_hopper_kernel": 1024,  # none with Triton 3.6 to 3.8; 520 with 3.9
     "_dq_kernel": 1 << 11,
@@ -61,8 +64,9 @@ SPILLS = {
     "_tiles_pointer_kernel": 1 << 10,
 }
 """Bytes that a kernel may spill, stored and loaded; 0 for the others."""
-SERIAL = ("_rows_by_slot_kernel",)
-"""The kernels whose products may wait for one another: each has the whole rank of an adapter."""
+SERIAL = ("_rows_by_slot_kernel", "latents_kernel")
+"""The kernels whose products may wait for one another: each has the whole rank of an adapter, or
+an accumulator that is half of the registers of a processor."""
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 

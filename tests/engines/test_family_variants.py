@@ -11,6 +11,7 @@ import pytest
 from command import Cli, Outcome, require_engine
 from family_models import (
     ALLOWED,
+    IN_VLLM,
     KINDS,
     LATENTS_OF_VLLM,
     SETTINGS,
@@ -119,7 +120,7 @@ IGNORED_BY_VLLM = {
 """model_type -> the operator that vLLM computes otherwise, and its side: `reports/found.md`."""
 
 
-IN_VLLM = [
+COMPARED_IN_VLLM = [
     family
     for family in SETTINGS
     if "vllm" not in {*FAMILIES[family].refused, *FAMILIES[family].needs_kernels}
@@ -127,16 +128,13 @@ IN_VLLM = [
 """The families that vLLM computes without the kernels."""
 
 
-@pytest.mark.parametrize("family", [whole(f, default=f == "gemma3_text") for f in IN_VLLM])
+@pytest.mark.parametrize("family", [whole(f, default=f == "gemma3_text") for f in COMPARED_IN_VLLM])
 def test_vllm_and_transformers_are_healthy_or_a_known_fault_is_named(
     cli: Cli, few_prompts: Path, tmp_path: Path, family: str
 ) -> None:
     require_engine("vllm")
-    changes: dict[str, Any] = {}
-    if FAMILIES[family].latent:
-        # A plain rope is a fault of its own.
-        changes = {**LATENTS_OF_VLLM, "rope_parameters": SETTINGS["deepseek_v3"]["rope_parameters"]}
-    model, flags = family_model(tmp_path, family, **changes), ALLOWED.get(family, ())
+    model = family_model(tmp_path, family, **IN_VLLM.get(family, {}))
+    flags = ALLOWED.get(family, ())
     done = compared(cli, few_prompts, model, "vllm", TRAIN.get(family, "hf"), *flags)
     assert_healthy_or_known(done, family)
 
@@ -540,7 +538,7 @@ def test_the_table_of_the_docs_is_that_of_the_recorded_comparisons() -> None:
         fault = IGNORED_BY_VLLM.get(family)
         named = fault and {"site": fault[0], "side": fault[1]}
         assert {k: of["hf"][k] for k in known} == known
-        assert ("vllm" in of) == (family in IN_VLLM)
+        assert ("vllm" in of) == (family in COMPARED_IN_VLLM)
         assert not of.get("vllm") or of["vllm"]["first_over_budget"] == named
 
 

@@ -135,8 +135,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 """model_type -> what its config sets beside `random_model.SMALL`."""
 LATENTS_OF_VLLM = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 32}
 """The widths of a latent attention that vLLM's kernels on CPUs take."""
-ALLOWED = {"cohere2": ("--allow-mismatch", "attributes")}
-"""model_type -> the flags without which vLLM's other window alone is reported."""
+_ROTATED_BY_YARN = LATENTS_OF_VLLM | {"rope_parameters": SETTINGS["deepseek_v3"]["rope_parameters"]}
+IN_VLLM: dict[str, dict[str, Any]] = dict.fromkeys(
+    ("deepseek_v3", "glm4_moe_lite"), _ROTATED_BY_YARN
+)
+"""model_type -> what its config also sets where vLLM on a CPU computes it without the kernels; a
+plain rope is a fault of its own there."""
+ALLOWED = dict.fromkeys(("cohere2", "glm4_moe_lite"), ("--allow-mismatch", "attributes"))
+"""model_type -> the flags without which the other window of vLLM, or the other epsilon of
+transformers, alone is reported."""
 
 
 def family_model(folder: Path, family: str, dtype: str = "bfloat16", **changes: Any) -> Path:
