@@ -103,7 +103,7 @@ def slots_kernel(
     tl.store(base_ptr + b, tl.where(fits, end - slots, -1), mask=there)
 
 
-@triton.jit(do_not_specialize=["B", "T", "blocks"])
+@triton.jit(do_not_specialize=["B", "T", "blocks", "stride_table"])
 def attend_kernel(
     q_ptr, c_ptr, out_ptr, lse_ptr, running_ptr, acc_ptr, ml_ptr, base_ptr, cu_q_ptr, cu_k_ptr,
     table_ptr, B, T, blocks, scale, stride_qt, stride_qh, stride_page, stride_s, stride_table,
