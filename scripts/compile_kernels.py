@@ -47,6 +47,9 @@ SPILLS = {
     "solved_kernel": 1 << 10,  # the same, fp32
     "decode_kernel": 1 << 12,  # the gated delta rule: what moves the state, once in 64 steps
     "states_kernel": 1 << 13,  # the gated delta rule, fp32; 64 with bf16
+    "attend_kernel": 1 << 13,  # latent attention: an accumulator of half of the registers
+    "queries_kernel": 1 << 13,  # its gradient, fp32; half of that with bf16
+    "latents_kernel": 1 << 11,  # likewise; none with fp32
     "_dkv_hopper_kernel": 256,  # scalars between steps
     "_dq_hopper_kernel": 1024,  # none with Triton 3.6 to 3.8; 520 with 3.9
     "_dq_kernel": 1 << 11,
@@ -61,8 +64,9 @@ SPILLS = {
     "_tiles_pointer_kernel": 1 << 10,
 }
 """Bytes that a kernel may spill, stored and loaded; 0 for the others."""
-SERIAL = ("_rows_by_slot_kernel",)
-"""The kernels whose products may wait for one another: each has the whole rank of an adapter."""
+SERIAL = ("_rows_by_slot_kernel", "latents_kernel")
+"""The kernels whose products may wait for one another: each has the whole rank of an adapter, or
+an accumulator that is half of the registers of a processor."""
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -227,6 +231,20 @@ def delta_net(t: int, heads: int, value_heads: int, dim: int, dtype=BF16) -> Non
         rk.cached_causal_conv1d(mixed, taps, _x(9, 3, features, dtype=dtype), *where)
 
 
+def latents(heads: int, sequences: int, tokens: int, dtype=BF16, widths=(512, 64)) -> None:
+    """Training with gradients, and prefill and decode over a cache."""
+    latent, rotated = widths
+    cu, how = _ids(sequences + 1, dtype=torch.int32), {"latent": latent, "scale": 0.1}
+    rows, width = sequences * tokens, latent + rotated
+    q, keys = _x(rows, heads, width, dtype=dtype), _x(rows, width, dtype=dtype)
+    _backward(rk.latent_attention(q, keys, cu, cu, **how))
+    pages = tokens // 16
+    cache = _x(sequences * pages, 16, width, dtype=dtype)
+    table, lens = (_ids(*shape, dtype=torch.int32) for shape in ((sequences, pages), (sequences,)))
+    for each in (q, q[:sequences]):
+        rk.paged_latent_attention(each, cache, table, lens, cu_seqlens_q=cu, **how)
+
+
 LARGE, SMALL = HEADS.values()
 CALLS: dict[str, Callable[[], object]] = {
     "tiles": lambda: rk.warm_up("cuda"),  # comes first, because the first product would run it
@@ -289,6 +307,10 @@ CALLS: dict[str, Callable[[], object]] = {
     "sparse layer, fp32": lambda: sparse_layer(300, 8, 2, 512, 256, dtype=FP32),
     "delta net": lambda: delta_net(1024, 16, 32, 128),
     "delta net, small heads, fp32": lambda: delta_net(300, 2, 4, 24, dtype=FP32),
+    "latents": lambda: latents(128, 4, 4096),
+    "latents, one sequence": lambda: latents(20, 1, 4096),
+    "latents, few features": lambda: latents(4, 3, 64, dtype=FP16, widths=(32, 8)),
+    "latents, fp32": lambda: latents(16, 2, 1024, dtype=FP32),
     "rows": lambda: rows(1024),
     "adapters, one": lambda: adapters(8192, 1, 16, 12288, 4096),
     "adapters, eight": lambda: adapters(64, 8, 64, 6144, 4096),

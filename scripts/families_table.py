@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from command import write_few_prompts  # noqa: E402
-from family_models import ALLOWED, SETTINGS, family_model  # noqa: E402
+from family_models import ALLOWED, IN_VLLM, SETTINGS, family_model  # noqa: E402
 
 from rlk_align.model.families import FAMILIES  # noqa: E402
 from rlk_align.model.vision import WHOLES  # noqa: E402
@@ -171,6 +171,7 @@ def main(names: list[str]) -> None:
             }
             if "vllm" not in {*FAMILIES[name].refused, *FAMILIES[name].needs_kernels}:
                 allowed = ALLOWED.get(name, ())
+                model = family_model(folder, name, **IN_VLLM.get(name, {}))
                 found[name]["vllm"] = compared(model, folder, "vllm", train, *allowed)
             print(name, found[name], flush=True)
             FOUND.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")

@@ -30,6 +30,11 @@ PARTS = {
         "prefill": "bench_delta_rule:prefill",
         "training": "bench_delta_rule:training",
     },
+    "latent": {
+        "decode": "bench_latent:decode",
+        "prefill": "bench_latent:prefill",
+        "training": "bench_latent:training",
+    },
     "host": {"host": "bench_host:measure"},
     "rows": {"rows": "bench_rows:measure"},
     "linear_logp": {"linear_logp": "bench_linear_logp:measure"},

@@ -47,6 +47,7 @@ from rlk_kernels.ops.experts.operator import (
 )
 from rlk_kernels.ops.gated_norm.operator import gated_rms_norm
 from rlk_kernels.ops.kv_cache.operator import write_kv_cache
+from rlk_kernels.ops.latent_attention.operator import latent_attention, paged_latent_attention
 from rlk_kernels.ops.layer_norm.operator import layer_norm
 from rlk_kernels.ops.linear import linear
 from rlk_kernels.ops.linear_logp.operator import linear_logp
@@ -121,6 +122,7 @@ __all__ = [
     "grouped_linear",
     "grouped_swiglu",
     "last_backend",
+    "latent_attention",
     "layer_norm",
     "linear",
     "linear_grpo_loss",
@@ -132,6 +134,7 @@ __all__ = [
     "lora_shrink",
     "norm_rope",
     "paged_attention",
+    "paged_latent_attention",
     "paged_schedule",
     "policy_loss",
     "position_scale",

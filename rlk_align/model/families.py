@@ -72,7 +72,7 @@ _SCALED: dict[str, Any] = {
 """What Granite's multipliers add to a family."""
 _MULTIPLIES = "it multiplies neither the embedding nor branches nor logits"
 _NOT_MEASURED = "no test has compared it there"
-_LATENT_HF = "its latent attention is compared in the code of transformers alone"
+_LATENT_HF = "its latent attention is compared in transformers and vLLM alone"
 _NORMED_AFTER = {
     "megatron": "it has no norms after attention and MLP, and norms each head of q alone"
 }
@@ -122,7 +122,8 @@ _WITH_LATENTS: dict[str, Any] = {
     "latent": True,
     "interleaved": True,
     "predictors": "num_nextn_predict_layers",
-    "refused": dict.fromkeys(("vllm", "megatron", "sglang", "deepspeed", "kernels"), _LATENT_HF),
+    "refused": dict.fromkeys(("megatron", "sglang", "deepspeed"), _LATENT_HF),
+    "vllm_on_one_rank": "its ranks share the heads of a latent",
 }
 """What latent attention adds to a family."""
 _OF_QWEN3_5 = (
@@ -612,8 +613,10 @@ FAMILIES = {
             **{"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "rope_interleave": True},
         },
         # Published configs state the frequency of sparse layers, which is 1, and sizes of training.
-        settings=("ep_size", "num_mtp_layers"),
+        # vLLM on a GPU reads `moe_router_dtype`.
+        settings=("ep_size", "num_mtp_layers", "moe_router_dtype"),
         values={"moe_layer_freq": (1,)},
+        vllm_needs=("topk_method", "scoring_func"),
         **_WITH_LATENTS,
     ),
     "glm4_moe_lite": Family(
@@ -623,6 +626,7 @@ FAMILIES = {
             **{"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
             **{"first_k_dense_replace": 1, "routed_scaling_factor": 1.8, "rope_interleave": True},
         },
+        vllm_needs=("first_k_dense_replace",),
         **_WITH_LATENTS,
     ),
 }

@@ -140,9 +140,12 @@ def test_on_a_gpu_vllm_is_given_the_backend_that_the_kernels_register() -> None:
 
     from rlk_align.engines.vllm.engine import VLLMEngine
 
-    def asked(device: str, kernels: SimpleNamespace | None) -> dict[str, str]:
-        return VLLMEngine._attention(SimpleNamespace(kernels=kernels), device)  # type: ignore[arg-type]
+    def asked(device: str, kernels: SimpleNamespace | None, latent: int = 0) -> dict[str, str]:
+        engine = SimpleNamespace(kernels=kernels, shape=SimpleNamespace(latent=latent))
+        return VLLMEngine._attention(engine, device)  # type: ignore[arg-type]
 
     on, but_attention = (SimpleNamespace(excluded=frozenset(ops)) for ops in ((), ("attn",)))
     assert asked("cuda", on) == {"attention_backend": "CUSTOM"}
+    # The kernels replace a latent attention itself.
+    assert asked("cuda", on, latent=512) == {}
     assert asked("cuda", None) == asked("cuda", but_attention) == asked("cpu", on) == {}

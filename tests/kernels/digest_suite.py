@@ -161,6 +161,22 @@ def _paged(at: Inputs, contexts: tuple[int, ...], queries: int, d: int, page: in
     return {"out": out, "lse": lse, "window": near}
 
 
+def _latent_attention(
+    at: Inputs, lengths: tuple[int, ...], heads: int, latent: int, rotated: int
+) -> dict[str, Tensor]:
+    """And the same rows over a cache."""
+    t, cu, how = sum(lengths), at.bounds(*lengths), {"latent": latent, "scale": 0.1}
+    leaves = {"q": at.normal(t, heads, latent + rotated), "latents": at.normal(t, latent + rotated)}
+    out, lse = rk.latent_attention(*leaves.values(), cu, cu, return_lse=True, **how)
+    table = torch.arange(t, dtype=torch.int32, device=at.device)[None]
+    cache, one = leaves["latents"].detach()[:, None], at.bounds(1)
+    last = rk.paged_latent_attention(
+        leaves["q"].detach()[-1:], cache, table[:, -lengths[-1] :], one[1:] * lengths[-1],
+        cu_seqlens_q=one, **how,
+    )  # fmt: skip
+    return with_gradients({"out": out, "lse": lse}, leaves) | {"last": last}
+
+
 def _write_kv_cache(at: Inputs, t: int, d: int) -> dict[str, Tensor]:
     k, v = (at.normal(t, 2, d, grad=False) for _ in range(2))
     caches = [torch.zeros(t, 4, 2, d, dtype=k.dtype, device=at.device) for _ in range(2)]
@@ -275,6 +291,8 @@ def cases(device: str, full: bool) -> Iterator[tuple[str, Case]]:
             yield case("attention", dtype, _attention, lengths, 128, (8, 1), {"window": 40})
             yield case("attention", dtype, _attention, lengths, 128, (8, 2), {})
             yield case("attention", dtype, _attention, lengths, 80, (2, 2), {})
+        widths = (128, 512, 64) if full else (3, 32, 8)
+        yield case("latent_attention", dtype, _latent_attention, sequences[0], *widths)
         paged = [((3, 40, 17), 1, 64, 16), ((20, 40), 7, 128, 8)]
         if full:
             paged += [((4096, 1, 1500), 1, 128, 16), ((3000, 2049), 130, 64, 32)]

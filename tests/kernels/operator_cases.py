@@ -182,6 +182,13 @@ CASES = {
     "paged_schedule": Case(
         rk.paged_schedule, PAGED, {"cu_seqlens_q": CU}, gradient=False, compiled=False
     ),
+    "latent_attention": Case(
+        rk.latent_attention, (Q, rand(T, 8, seed=17), CU, CU.clone()), {"latent": 6, "scale": 0.3}
+    ),
+    "paged_latent_attention": Case(
+        rk.paged_latent_attention, (Q, rand(3, 4, 8, seed=18), *PAGED[3:]),
+        {"cu_seqlens_q": CU, "latent": 6, "scale": 0.3}, gradient=False,
+    ),
     "logp": Case(rk.logp, (X, IDS)),
     "logp, with the largest": Case(rk.logp, (X, IDS), {"token_ids": IDS[:, None], "top_k": 2}),
     "linear_logp": Case(rk.linear_logp, (X, HEAD, IDS)),

@@ -30,6 +30,7 @@ def test_public_names():
     operators += ["gated_delta_rule", "cached_gated_delta_rule", "delta_gates", "gated_rms_norm"]
     operators += ["causal_conv1d", "cached_causal_conv1d", "add_lora"]
     operators += ["lora_shrink", "lora_expand"]
+    operators += ["latent_attention", "paged_latent_attention"]
     operators += ["norm_rope", "write_kv_cache", "route", "route_corrected", "group_by_expert"]
     operators += ["grouped_linear", "grouped_swiglu", "combine_experts", "load_balancing_loss"]
     operators += ["router_z_loss", "policy_loss", "linear_policy_loss", "dpo_loss"]

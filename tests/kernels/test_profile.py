@@ -16,11 +16,12 @@ from rlk_kernels.integrations.rotary import NEEDED, NOT_FIXED, rotation
 PAGE = Path(__file__).resolve().parents[2] / "kernels" / "rlk_kernels" / "PROFILE.md"
 RANKS = Path(__file__).with_name("parallel")
 """Where the tests of what ranks share are."""
-DELTA_NETS = (
+ELSEWHERE = (
     Path(__file__).with_name("test_profile_delta_net.py"),
+    Path(__file__).with_name("test_profile_latent.py"),
     Path(__file__).parent / "ops/test_delta_net.py",
 )
-"""Where those of gated delta nets are."""
+"""Where those of gated delta nets and of latent attention are."""
 BF16 = torch.bfloat16
 
 
@@ -41,10 +42,10 @@ def twice(exact: torch.Tensor, then: torch.Tensor) -> torch.Tensor:
 
 def test_every_line_has_its_test() -> None:
     named = re.findall(r"`(test_\w+)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    files = [*RANKS.rglob("test_*.py"), *DELTA_NETS]
+    files = [*RANKS.rglob("test_*.py"), *ELSEWHERE]
     texts = "".join(path.read_text(encoding="utf-8") for path in files)
     elsewhere = set(re.findall(r"^def (test_\w+)", texts, re.MULTILINE))
-    assert len(named) == 67
+    assert len(named) == 72
     assert set(named) <= {*globals(), *elsewhere}
 
 

@@ -131,17 +131,27 @@ SETTINGS: dict[str, dict[str, Any]] = {
             "moe_intermediate_size": 96,
             "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0},
         },
+        **{"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     },
     "glm4_moe_lite": {
         **{"q_lora_rank": 48, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32},
         **{"v_head_dim": 24, "num_key_value_heads": 4, "n_routed_experts": 8},
-        **{"num_experts_per_tok": 3, "moe_intermediate_size": 96},
+        **{"num_experts_per_tok": 3, "moe_intermediate_size": 96, "first_k_dense_replace": 1},
     },
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
 }
 """model_type -> what its config sets beside `random_model.SMALL`."""
-ALLOWED = {"cohere2": ("--allow-mismatch", "attributes")}
-"""model_type -> the flags without which vLLM's other window alone is reported."""
+LATENTS_OF_VLLM = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 32}
+"""The widths of a latent attention that vLLM's kernels on CPUs take."""
+_ROTATED_BY_YARN = LATENTS_OF_VLLM | {"rope_parameters": SETTINGS["deepseek_v3"]["rope_parameters"]}
+IN_VLLM: dict[str, dict[str, Any]] = dict.fromkeys(
+    ("deepseek_v3", "glm4_moe_lite"), _ROTATED_BY_YARN
+)
+"""model_type -> what its config also sets where vLLM on a CPU computes it without the kernels; a
+plain rope is a fault of its own there."""
+ALLOWED = dict.fromkeys(("cohere2", "glm4_moe_lite"), ("--allow-mismatch", "attributes"))
+"""model_type -> the flags without which the other window of vLLM, or the other epsilon of
+transformers, alone is reported."""
 
 
 def family_model(folder: Path, family: str, dtype: str = "bfloat16", **changes: Any) -> Path:

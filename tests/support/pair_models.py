@@ -35,6 +35,11 @@ HYBRID: dict[str, Any] = {
     **{"linear_value_head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
 }
 """Three layers with a gated delta net, and one with attention."""
+LATENT: dict[str, Any] = {
+    **{"q_lora_rank": 48, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32},
+    **{"v_head_dim": 24, "num_key_value_heads": 4, "moe_intermediate_size": 96},
+}
+"""Widths that only the kernels compute on a CPU in vLLM."""
 GATED: dict[str, Any] = {
     **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96},
     "shared_expert_intermediate_size": 160,
@@ -459,6 +464,36 @@ MODELS = {
         kernels=("rlk",),
         without=("megatron", "deepspeed"),
         as_in="qwen3_next",
+        like="qwen3_moe",
+    ),
+    # Keys and values of a latent, and corrected sigmoids.
+    "deepseek_v3": Model(
+        "deepseek_v3",
+        LATENT
+        | {
+            **{"first_k_dense_replace": 1, "n_routed_experts": 16, "num_experts_per_tok": 4},
+            **{"n_group": 4, "topk_group": 2, "num_hidden_layers": 3},
+            **{"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+            "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0},
+        },
+        sparse=True,
+        kernels=("rlk",),
+        without=("megatron", "deepspeed"),
+        rarely=True,
+        like="qwen3_moe",
+    ),
+    "glm4_moe_lite": Model(
+        "glm4_moe_lite",
+        LATENT
+        | {
+            **{"n_routed_experts": 8, "num_experts_per_tok": 3, "first_k_dense_replace": 1},
+            **{"rms_norm_eps": 1e-3, "num_hidden_layers": 3},
+        },
+        sparse=True,
+        dtypes=("bfloat16",),
+        kernels=("rlk",),
+        without=("megatron", "deepspeed"),
+        rarely=True,
         like="qwen3_moe",
     ),
     "corrected": Model("glm4_moe", CORRECTED, sparse=True),

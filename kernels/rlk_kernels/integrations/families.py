@@ -36,6 +36,8 @@ ARCHITECTURES = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
 }
 """model_type -> the class that both engines load. Other models load through subclasses of vLLM's
 classes, which compute something else, or through transformers' classes."""
@@ -47,6 +49,8 @@ GELU = (*GEMMA, "gemma4_text")
 """Families whose activation is gelu's tanh form, under a key of its own."""
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families in which some layers have a gated delta net, and the others an attention with a gate."""
+LATENTS = ("deepseek_v3", "glm4_moe_lite")
+"""Families whose keys and values are computed from a latent (MLA)."""
 ONE_PLUS = (*GEMMA, *DELTA_NETS)
 """Families whose norms multiply by 1 + weight."""
 

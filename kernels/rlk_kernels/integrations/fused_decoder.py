@@ -26,7 +26,12 @@ def modules(model: Any) -> dict[str, Any]:
     for i, layer in enumerate(inner.layers):
         net = getattr(layer, "linear_attn", None)
         attn = getattr(layer, "self_attn", None) or getattr(layer, "attn", None)
-        branch = _of_attention(attn, inner) if net is None else _of_delta_net(net)
+        if net is not None:
+            branch = _of_delta_net(net)
+        elif (latent := getattr(attn, "mla_attn", None)) is not None:
+            branch = _of_latent_attention(latent)
+        else:
+            branch = _of_attention(attn, inner)
         here = {**norms(layer), **branch, **_of_mlp(mlp_of(layer))}
         named |= {f"layers.{i}.{op}": module for op, module in here.items() if module is not None}
     return named | {"final_norm": inner.norm, "logits": model.logits_processor}
@@ -41,6 +46,16 @@ def _of_attention(attn: Any, inner: Any) -> dict[str, Any]:
         **dict.fromkeys(("q_rope", "k_rope"), rotary if rotates(attn) else None),
         **{"attn": attn.attn, "o_proj": attn.o_proj},
         "attn_gate": attn if getattr(attn, "attn_output_gate", False) else None,
+    }
+
+
+def _of_latent_attention(wrapper: Any) -> dict[str, Any]:
+    return {
+        **dict.fromkeys(("q_a", "kv_a"), wrapper.fused_qkv_a_proj),
+        **{"q_a_norm": wrapper.q_a_layernorm, "q_b": wrapper.q_b_proj},
+        "kv_a_norm": wrapper.kv_a_layernorm,
+        **dict.fromkeys(("q_rope", "k_rope"), wrapper.rotary_emb),
+        **{"latent_attn": wrapper.mla_attn, "o_proj": wrapper.o_proj},
     }
 
 

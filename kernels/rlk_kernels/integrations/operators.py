@@ -19,7 +19,8 @@ from rlk_kernels.integrations.errors import NotSupported
 
 LAYER = (
     *("attn_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "v_norm"),
-    *("q_rope", "k_rope", "attn", "o_proj", "attn_gate"),
+    *("q_rope", "k_rope", "attn", "o_proj"),
+    *("q_a", "q_a_norm", "q_b", "kv_a", "kv_a_norm", "latent_attn", "attn_gate"),
     *("qkv_in", "z", "b", "a", "conv", "decay", "beta", "delta", "gated_norm", "out_proj"),
     *("attn_post_norm", "mlp_norm"),
     *("gate_proj", "up_proj", "act", "down_proj"),
@@ -27,8 +28,10 @@ LAYER = (
     *("shared_gate_proj", "shared_up_proj", "shared_act", "shared_down_proj"),
     *("shared_gate", "moe_out", "mlp_post_norm"),
 )
-"""The operators of a layer: those of dense layers in order, with attention or a gated delta net,
-those that sparse layers add, and the norm after both."""
+"""The operators of a layer: those of dense layers in order, with attention, latent attention or a
+gated delta net, those that sparse layers add, and the norm after both."""
+LATENT = frozenset(("q_rope", "k_rope", "latent_attn"))
+"""The operators that latent attention computes as one. They cannot be excluded there."""
 DELTA_NET = frozenset(
     ("qkv_in", "z", "b", "a", "conv", "decay", "beta", "delta", "gated_norm", "out_proj")
 )
@@ -173,6 +176,16 @@ def check_delta_net(excluded: frozenset[str]) -> None:
         )
     if len(excluded & {"attn", "attn_gate"}) == 1:
         raise NotSupported("attn and attn_gate cannot be excluded alone: exclude both, or none")
+
+
+def check_latent(excluded: frozenset[str]) -> None:
+    """Raises NotSupported if operators in `LATENT` are excluded for a model with latent
+    attention."""
+    if some := sorted(excluded & LATENT):
+        raise NotSupported(
+            f"{', '.join(some)} cannot be excluded in a model with latent attention, which "
+            f"computes {', '.join(op for op in LAYER if op in LATENT)} as one"
+        )
 
 
 def excludes(excluded: frozenset[str], *fused: str) -> bool:

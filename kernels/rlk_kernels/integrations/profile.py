@@ -264,6 +264,57 @@ def attention(
     )
 
 
+class Absorbed(NamedTuple):
+    """The two factors of the weight that expands latents to keys and values, by head.
+    H = heads, L = features of a latent, N, E = features of a head of k without a rotation, of v."""
+
+    keys: Tensor
+    """[H, L, N]."""
+    values: Tensor
+    """[H, E, L]."""
+
+
+def absorbed(weight: Tensor, heads: int, width: int) -> Absorbed:
+    """Views of the weight [H * (N + E), L] that expands latents; width: N."""
+    by_head = weight.unflatten(0, (heads, -1))
+    return Absorbed(by_head[:, :width].mT, by_head[:, width:])
+
+
+def _by_head(x: Tensor, weight: Tensor) -> Tensor:
+    """[T, H, N] of x[T, H, K] and weight[H, N, K]: the bits of `linear` of each head."""
+    heads = torch.arange(x.shape[1], dtype=torch.int32, device=x.device).expand(x.shape[:2])
+    return rlk_kernels.grouped_linear(x, weight, rlk_kernels.group_by_expert(heads, x.shape[1]))
+
+
+def latent_queries(q: Tensor, rotated: Tensor, weight: Absorbed) -> Tensor:
+    """[T, H, L + R]: q[T, H, N] times the weight of keys, rounded, then rotated[T, H, R]."""
+    return torch.cat([_by_head(q, weight.keys), rotated], -1)
+
+
+def latent_attention(
+    q: Tensor, latents: Tensor, weight: Absorbed, cu_q: Tensor, cu_k: Tensor, scale: float
+) -> Tensor:
+    """[T, H, E]: causal attention of packed sequences, for q[T, H, L + R] of `latent_queries` and
+    latents[S, L + R], the normed latent and the rotated key of each token. Its output over latents
+    is rounded, and so is the product with the weight of values."""
+    out = rlk_kernels.latent_attention(
+        q, latents, cu_q, cu_k, latent=weight.values.shape[2], scale=float32(scale)
+    )
+    return _by_head(out, weight.values)
+
+
+def paged_latent_attention(
+    q: Tensor, cache: Tensor, weight: Absorbed, table: Tensor, lengths: Tensor, cu_q: Tensor,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """`latent_attention` over a paged cache[blocks, P, L + R], with the same bits."""
+    out = rlk_kernels.paged_latent_attention(
+        q, cache, table, lengths, cu_seqlens_q=cu_q, latent=weight.values.shape[2],
+        scale=float32(scale),
+    )  # fmt: skip
+    return _by_head(out, weight.values)
+
+
 def _in_fp32(sinks: Tensor | None) -> Tensor | None:
     return None if sinks is None else sinks.float()
 

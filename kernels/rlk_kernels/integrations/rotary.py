@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.integrations.errors import NotSupported
-from rlk_kernels.integrations.families import DELTA_NETS
+from rlk_kernels.integrations.families import DELTA_NETS, LATENTS
 
 SUPPORTED = ("default", "linear", "llama3", "yarn", "proportional")
 NEEDED = {
@@ -22,7 +22,7 @@ NEEDED = {
 }
 PARTIAL = ("phi3", "glm", "glm4", "glm4_moe", "minimax_m2", "gemma4_text", *DELTA_NETS)
 """Families in which all engines rotate a part of each head."""
-INTERLEAVED = ("ernie4_5", "ernie4_5_moe", "glm", "glm4", "cohere2")
+INTERLEAVED = ("ernie4_5", "ernie4_5_moe", "glm", "glm4", "cohere2", *LATENTS)
 """Families in which features 2j and 2j + 1 of a head are a pair, and not j and j + half of it."""
 NOT_FIXED = {
     "dynamic": "its frequencies follow the longest sequence of a batch",
@@ -129,6 +129,16 @@ def _yarn(powers: Tensor, rope: Mapping[str, Any]) -> Tensor:
     # As transformers computes it: 1 - (1 - ramp) differs from the ramp in the last bits.
     unscaled = 1 - ramp
     return 1.0 / (rope["factor"] * powers) * (1 - unscaled) + 1.0 / powers * unscaled
+
+
+def latent_scale(rope: Mapping[str, Any], width: int) -> float:
+    """The scale of a latent attention's scores, for heads of `width` features, with and without a
+    rotation."""
+    of_all, scale = rope.get("mscale_all_dim"), width**-0.5
+    if rope.get("rope_type", "default") == "default" or not of_all:
+        return scale
+    grown = 0.1 * of_all * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
+    return scale * grown * grown
 
 
 def attention_factor(rope: Mapping[str, Any]) -> float:

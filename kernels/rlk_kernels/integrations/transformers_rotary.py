@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotSupported
-from rlk_kernels.integrations.families import of_code
+from rlk_kernels.integrations.families import LATENTS, of_code
 from rlk_kernels.integrations.operators import Counted, become
 from rlk_kernels.integrations.process_changes import Undo, change_process
 from rlk_kernels.integrations.rotary import INTERLEAVED, rotation
@@ -47,7 +47,7 @@ class Rotary(Counted):
     ) -> tuple[Tensor, Tensor]:
         self.count()
         if not torch.compiler.is_compiling():
-            _check_rotates(type(self).__module__)
+            _check_rotates(type(self).__module__, rotating(self.config))
         kind = f"{layer_type}_" if layer_type else ""
         inv_freq = getattr(self, f"{kind}inv_freq")
         if inv_freq.dtype != torch.float32:
@@ -104,27 +104,35 @@ def install(rotary: Any, config: Any) -> ExitStack:
         rotary.keep(name, frequencies)
         setattr(rotary, factor, 1.0 if scaling is None else scaling.item())
     modeling, interleaved = _modeling(config), config.model_type in INTERLEAVED
-    undo.callback(change_process(modeling, lambda: _rotate_in(modeling, interleaved)))
+    name = rotating(config)
+    undo.callback(change_process(modeling, lambda: _rotate_in(modeling, name, interleaved)))
     return undo
 
 
-def _rotate_in(modeling: Any, interleaved: bool) -> Undo:
-    """Makes the family's `apply_rotary_pos_emb` also accept the values of `Rotary`. The returned
-    function undoes the change. interleaved: see `profile.rope`."""
-    original = modeling.apply_rotary_pos_emb
+def rotating(config: Any) -> str:
+    """The name of the function that rotates in the module with a family's code."""
+    latent = config.model_type in LATENTS
+    return "apply_rotary_pos_emb_interleave" if latent else "apply_rotary_pos_emb"
+
+
+def _rotate_in(modeling: Any, name: str, interleaved: bool) -> Undo:
+    """Makes the family's function of this name also accept the values of `Rotary`, for which the
+    features keep their order. The returned function undoes the change. interleaved: see
+    `profile.rope`."""
+    original = getattr(modeling, name)
     alone = next(iter(inspect.signature(original).parameters)) == "x"
     wrap = _wrapped_alone if alone else partial(_wrapped, interleaved=interleaved)
-    modeling.apply_rotary_pos_emb = wrap(original)
-    return lambda: setattr(modeling, "apply_rotary_pos_emb", original)
+    setattr(modeling, name, wrap(original))
+    return lambda: setattr(modeling, name, original)
 
 
-def _check_rotates(modeling: str) -> None:
+def _check_rotates(modeling: str, name: str) -> None:
     """Raises NotSupported if the family's function does not accept the values of `Rotary`. A
     wrapper around ours accepts them if it uses `functools.wraps`."""
-    rotate = sys.modules[modeling].apply_rotary_pos_emb
+    rotate = getattr(sys.modules[modeling], name)
     if not hasattr(rotate, _TAKES_POSITIONS):
         raise NotSupported(
-            f"apply_rotary_pos_emb of {modeling} is {rotate.__module__}.{rotate.__qualname__}: it "
+            f"{name} of {modeling} is {rotate.__module__}.{rotate.__qualname__}: it "
             "was replaced after use_kernels, or the model is a copy of one whose kernels were "
             "removed"
         )

@@ -16,6 +16,8 @@ from rlk_align.model.shape import ModelShape
 
 Sparse = Callable[[int], Iterable[Place] | None]
 """Index of a layer -> the places of its sparse block; None for a dense layer."""
+LatentAttention = Callable[[str, str, ModelShape, int], Iterator[Place]]
+"""Name of a layer, path of its latent attention, shape, number of ranks -> the places in it."""
 DeltaNet = Callable[[Any, str, str, ModelShape, int], Iterator[Place]]
 """Live model, name of a layer, path of its gated delta net, shape, number of ranks -> the places in
 it."""
@@ -29,11 +31,13 @@ def fused_places(
     sparse: Sparse,
     heads: Callable[[str], Access] = lambda op: FIRST,
     delta: DeltaNet | None = None,
+    latent: LatentAttention | None = None,
 ) -> Iterator[Place]:
     """The place of each site in a live model of `tp` ranks.
 
     `logits`: the path of the module that computes them; `heads`: how to reach the values of
-    `q_norm` and `k_norm`; `delta`: the places of a gated delta net.
+    `q_norm` and `k_norm`; `delta`: the places of a gated delta net; `latent`: those of a latent
+    attention.
     """
     if shape.family.embedding_scale:
         # The engine scales it outside of any module.
@@ -42,7 +46,7 @@ def fused_places(
     else:
         yield Place(sites=("embed",), module=embedding_path(model))
     for i, layer in enumerate(model.model.layers):
-        yield from _layer_places(model, layer, i, shape, tp, sparse, heads, delta)
+        yield from _layer_places(model, layer, i, shape, tp, sparse, heads, delta, latent)
     last = f"layers.{len(model.model.layers) - 1}.mlp_residual"
     yield from _norm(last, "final_norm", "model.norm")
     head = head_path(model)
@@ -108,6 +112,7 @@ def _layer_places(
     sparse: Sparse,
     heads: Callable[[str], Access],
     delta: DeltaNet | None,
+    latent: LatentAttention | None,
 ) -> Iterator[Place]:
     name = f"layers.{i}"
     here, mlp = f"model.{name}", f"model.{name}.mlp"
@@ -123,6 +128,9 @@ def _layer_places(
     if "delta" in operators:
         assert delta is not None, name
         yield from delta(model, name, f"{here}.linear_attn", shape, tp)
+    elif shape.latent:
+        assert latent is not None, name
+        yield from latent(name, attention, shape, tp)
     else:
         yield place(f"{attention}.qkv_proj", "q_proj", "k_proj", "v_proj")
         for op in ("q_norm", "k_norm"):

@@ -28,6 +28,7 @@ KERNELS: dict[Formula, tuple[str, ...]] = {
     "linear": ("linear",),
     "rotary": ("rope", "norm_rope"),
     "attention": ("attention", "paged_attention"),
+    "latent_attention": ("latent_attention", "paged_latent_attention"),
     "output_gate": ("swiglu",),
     "short_conv": ("causal_conv1d", "cached_causal_conv1d"),
     "decay": ("delta_gates",),
@@ -45,16 +46,12 @@ KERNELS: dict[Formula, tuple[str, ...]] = {
 }
 """Formula -> the kernels that may compute it. Residual additions are left out, because every engine
 computes them equally: in fp32, rounded once."""
-_OF_LATENTS = ("query_latent", "latent", "latent_and_key", "latent_query_heads")
-"""The features of products and norms of latent attention, which the kernels do not compute."""
 REPLACEABLE = tuple(
     dict.fromkeys(
         o.site
         for o in OPERATORS.values()
-        if o.formula in KERNELS
-        and o.features not in _OF_LATENTS
-        # Nor do they compute state-space models.
-        and not o.module.startswith("mamba.")
+        # The kernels do not compute state-space models.
+        if o.formula in KERNELS and not o.module.startswith("mamba.")
     )
 )
 """The operators that the kernels compute and that `except` may name, by their sites."""
@@ -115,24 +112,27 @@ _SPARSE: tuple[Formula, ...] = (
 _DELTA_NET: tuple[Formula, ...] = ("short_conv", "decay", "sigmoid", "delta_rule", "gated_norm")
 
 
+_LATENT = ("latent_q_rope", "latent_k_rope", "latent_attn")
+
+
 def _computed_together(operator: Operator) -> bool:
-    """Whether the operator belongs to a sparse layer or to a gated delta net, each of which the
-    kernels compute as a whole."""
+    """Whether the operator belongs to a sparse layer, to a gated delta net or to a latent
+    attention, each of which the kernels compute as a whole."""
     sparse = operator.formula in _SPARSE or operator.site.startswith("shared_")
     delta = operator.formula in _DELTA_NET or operator.module.startswith("linear_attn.")
-    return sparse or delta
+    return sparse or delta or operator.name in _LATENT
 
 
 def check_excluded(engine: str, excluded: str, sites: Mapping[str, str]) -> None:
     """Raises BadOption if `except=` names an operator that the model lacks, which would exclude
-    nothing, or an operator of a sparse layer or of a gated delta net. `sites`: operator -> its
-    site."""
+    nothing, or an operator of a sparse layer, a gated delta net or a latent attention. `sites`:
+    operator -> its site."""
     operators = set(sites.values())
     whole = {site for name, site in sites.items() if _computed_together(OPERATORS[name])}
     if inside := sorted(parse_excluded(excluded) & whole):
         raise BadOption(
-            f"engine {engine!r}: except={excluded}: in a model with sparse layers or gated delta "
-            f"nets, {', '.join(inside)} cannot be excluded",
+            f"engine {engine!r}: except={excluded}: in a model with sparse layers, gated delta "
+            f"nets or latent attention, {', '.join(inside)} cannot be excluded",
             f"leave {', '.join(inside)} out of except=",
         )
     if missing := sorted(parse_excluded(excluded) - operators):

@@ -38,7 +38,7 @@ def parameters(
     `vocabulary`: returns the layout of the embedding or the head, by its canonical name.
     """
     for place in places:
-        operator = OPERATORS[place.sites[0].rpartition(".")[2]]
+        operator = shape.operator_of(place.sites[0])
         has_weight = bool(operator.weight or place.parameters_in)
         if not has_weight or (place.end == "inside" and not place.parameters_in):
             # The engine itself reads what is inside a module, such as the experts.
@@ -60,6 +60,10 @@ def parameters(
                 yield Parameter(bias, whole_bias, None)
             case "column" | "head" if operator.formula in _BY_FEATURE:
                 assert place.layout is not None, place.sites
+                yield Parameter(weight, place.layout, 0)
+                yield Parameter(bias, place.layout.named(".bias"), 0)
+            case "none" if place.layout is not None:
+                # Several operators of which each rank has all.
                 yield Parameter(weight, place.layout, 0)
                 yield Parameter(bias, place.layout.named(".bias"), 0)
             case _:

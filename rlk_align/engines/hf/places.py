@@ -49,7 +49,9 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
                 layout = of_fused(f"layers.{i}", path, shape)
                 yield Place(sites=rows, module=f"{here}.{path}", layout=layout)
         for op in ("q_rope", "k_rope") if "q_rope" in sites else ():
-            access = HALVES if shape.latent else FIRST
+            # The kernels leave the features in their order.
+            halves = shape.latent and not hasattr(layer.self_attn, "rlk_calls")
+            access = HALVES if halves else FIRST
             yield Place(sites=(f"layers.{i}.{op}",), module=attention, end="rope", access=access)
         if "delta" in operators:
             yield from delta_places(f"layers.{i}", f"{here}.linear_attn", shape.delta_heads)

@@ -205,7 +205,10 @@ class VLLMEngine(Engine):
             size = float(limit) * 1e9
         elif device == "cpu":
             heads = (shape.at(i) for i in range(shape.layers))
-            token = 2 * 4 * sum(each.kv_heads * each.head_dim for each in heads)  # in fp32
+            # In fp32; a latent attention keeps one latent and one rotated key.
+            token = 2 * 4 * sum(each.kv_heads * each.head_dim for each in heads)
+            if shape.latent:
+                token = 4 * shape.layers * shape.size("latent_and_key")
             size = min(MAX_CPU_CACHE, _CPU_SEQUENCES * shape.context * token)
             if shape.delta_layers:
                 # Every sequence has a state in each layer.
@@ -219,6 +222,8 @@ class VLLMEngine(Engine):
         """The setting for the kernels' attention backend; on CPUs they replace the only one."""
         if self.kernels is None or "attn" in self.kernels.excluded or device == "cpu":
             return {}
+        if self.shape.latent:
+            return {}  # the kernels replace the layer, whatever backend vLLM has chosen
         return {"attention_backend": "CUSTOM"}
 
     @property

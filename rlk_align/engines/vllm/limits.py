@@ -19,6 +19,10 @@ CPU_EXPERT_STEP = 32
 the experts' inner size."""
 DELTA_HEAD_SIZES = (64, 128)
 """The sizes of heads that vLLM 0.32's gated delta nets on CPUs compute."""
+LATENT_SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+"""The sizes of a latent and of the rotated key in vLLM 0.32's latent attention on CPUs."""
+LATENT_STEP = 32
+"""The widths of its heads are multiples of this, for kernels for AMX."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of vLLM's `max_lora_rank`."""
 
@@ -60,7 +64,9 @@ def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) ->
         )
     _check_table(option, rope, shape.context)
     check_options(option, shape, _on_cpu(option))
-    if _on_cpu(option):
+    if shape.latent:
+        _check_latent(option, shape)
+    elif _on_cpu(option):
         widths = {shape.head_dim, *([shape.wide_head_dim] if shape.wide_layers else [])}
         if wrong := widths.difference(CPU_HEAD_SIZES):
             raise ModelError(
@@ -81,6 +87,27 @@ def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) ->
         raise ModelError(
             f"engine 'vllm' on a CPU does not support experts of {odd[0]}: its "
             f"kernels take multiples of {CPU_EXPERT_STEP}",
+            "add kernels=rlk, or compare with --rollout hf",
+        )
+
+
+def _check_latent(option: ReadOption, shape: ModelShape) -> None:
+    """Raises ModelError for a latent attention that vLLM's class, or its kernels on CPUs, do not
+    compute."""
+    if not shape.query_latent:
+        raise ModelError(
+            "engine 'vllm' does not support q_lora_rank=null: no test has compared it",
+            "compare with --rollout hf",
+        )
+    sizes = {"kv_lora_rank": shape.latent, "qk_rope_head_dim": shape.head_dim}
+    sizes |= {"qk_nope_head_dim": shape.unrotated_width, "v_head_dim": shape.value_width}
+    wrong = [f"{name}={size}" for name, size in sizes.items()
+             if LATENT_SIZES.get(name, size) != size or size % LATENT_STEP]  # fmt: skip
+    if wrong and _on_cpu(option) and option("kernels") != "rlk":
+        raise ModelError(
+            f"engine 'vllm' on a CPU does not support {wrong[0]}: its latent attention takes "
+            f"latents of {LATENT_SIZES['kv_lora_rank']} features with "
+            f"{LATENT_SIZES['qk_rope_head_dim']} rotated ones, and multiples of {LATENT_STEP}",
             "add kernels=rlk, or compare with --rollout hf",
         )
 

@@ -22,6 +22,7 @@ from rlk_align.engines.common.places import (
 )
 from rlk_align.engines.vllm.delta_net import delta_places
 from rlk_align.engines.vllm.experts import FUSED, PARTIAL, sparse_blocks
+from rlk_align.engines.vllm.latent import latent_places
 from rlk_align.engines.vllm.mamba import mamba_places
 from rlk_align.model.operators import OPERATORS, layer_modules
 from rlk_align.model.shape import ModelShape
@@ -37,7 +38,9 @@ def vllm_places(model: Any, shape: ModelShape, tp: int) -> Iterator[Place]:
     if not adds_in_norms(model, shape):
         yield from _unfused_places(model, shape, tp, sparse)
         return
-    yield from fused_places(model, shape, tp, "logits_processor", sparse, delta=delta_places)
+    yield from fused_places(
+        model, shape, tp, "logits_processor", sparse, delta=delta_places, latent=latent_places
+    )
 
 
 def of_transformers(model: Any) -> bool:

@@ -9,6 +9,7 @@ import torch
 from rlk_align.engines.common.fused_places import attentions
 from rlk_align.engines.common.parameters import LiveParameter
 from rlk_align.engines.common.places import Place
+from rlk_align.engines.vllm.latent import core_of
 from rlk_align.engines.vllm.places import vllm_places
 from rlk_align.errors import ModelError
 from rlk_align.model.block_fp8 import dequantise
@@ -136,7 +137,7 @@ def _grids(module: Any, kernel: Any) -> list[Grid]:
 
 def live_cache(model: Any) -> CacheRecord | None:
     """The quantised keys and values of a live model's attention; None if they are not."""
-    layers = {i: a.attn for i, a in attentions(model).items()}
+    layers = {i: core_of(a) for i, a in attentions(model).items()}
     dtypes = {x.kv_cache_dtype for x in layers.values()}
     if not any(d.startswith("fp8") for d in dtypes):
         return None

@@ -15,6 +15,7 @@ from rlk_align.engines.common.weights import Parameter, canonical, parameters
 from rlk_align.engines.process.ranks import Ranks, all_gather
 from rlk_align.engines.vllm.delta_net import as_computed, convolution_weight
 from rlk_align.engines.vllm.experts import expert_weights
+from rlk_align.engines.vllm.latent import expanding_weight
 from rlk_align.engines.vllm.lora import without_adapter
 from rlk_align.engines.vllm.mamba import a_log
 from rlk_align.engines.vllm.places import vllm_places
@@ -32,13 +33,14 @@ def parameter_plan(model: Any, shape: ModelShape, tp: int) -> Iterator[Parameter
 def vllm_weights(model: Any, shape: ModelShape, ranks: Ranks) -> Iterator[LiveParameter]:
     """The canonical parameters of a live vLLM model, in the checkpoint's layout."""
     plan: list[Parameter] = []
-    convolutions: list[Parameter] = []
+    others: list[Parameter] = []
     for entry in parameter_plan(model, shape, ranks.world):
         holder, _, name = entry.name.rpartition(".")
         if name == "weight" and in_fp8(model.get_submodule(holder)):
             continue
-        of_convolution = any(op.endswith(".conv") for op in entry.layout.ops)
-        (convolutions if of_convolution else plan).append(entry)
+        # No product of a linear layer has these weights.
+        other = any(op.endswith((".conv", ".latent_attn")) for op in entry.layout.ops)
+        (others if other else plan).append(entry)
 
     def gather(local: torch.Tensor) -> list[torch.Tensor]:
         return all_gather(local, ranks)
@@ -47,7 +49,7 @@ def vllm_weights(model: Any, shape: ModelShape, ranks: Ranks) -> Iterator[LivePa
         parameter = replace(parameter, value=a_log(model, parameter.name, parameter.value))
         yield as_computed(model, parameter)
     yield from fp8_weights(model, shape)
-    yield from canonical(convolutions, partial(live_parameter, model), gather)
+    yield from canonical(others, partial(live_parameter, model), gather)
     yield from expert_weights(model, shape, ranks)
 
 
@@ -91,4 +93,7 @@ def live_parameter(model: Any, path: str) -> torch.Tensor | None:
         return convolution_weight(module)
     if value is None or value.numel():
         return value
+    layer, _, product = holder.rpartition(".")
+    if product == "kv_b_proj":
+        return expanding_weight(model.get_submodule(layer))
     return read_weight(product_method(model, path), module)

@@ -35,6 +35,7 @@ from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.vllm.delta_net import delta_attributes
 from rlk_align.engines.vllm.experts import sparse_blocks
 from rlk_align.engines.vllm.graphs import GraphCounter
+from rlk_align.engines.vllm.latent import core_of
 from rlk_align.engines.vllm.lora import live_adapter
 from rlk_align.engines.vllm.mamba import mamba_attributes
 from rlk_align.engines.vllm.parallel import tensor_parallel
@@ -172,6 +173,7 @@ def vllm_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
     layers, config = list(model.model.layers), model.config
     by_layer = attentions(model)
     attention, numbers = list(by_layer.values()), list(by_layer)
+    cores = [core_of(each) for each in attention]
 
     def of_attention(name: str, values: list[Any]) -> dict[str, Any]:
         return per_layer(name, values, numbers)
@@ -183,9 +185,9 @@ def vllm_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         **of_attention("heads", [_heads(a, "num_heads") for a in attention]),
         **of_attention("kv_heads", [_heads(a, "num_kv_heads") for a in attention]),
-        **of_attention("head_dim", [a.head_dim for a in attention]),
-        **of_attention("attention_scale", [float(f"{a.attn.impl.scale:.6g}") for a in attention]),
-        **of_attention("sliding_window", [sliding_window(a.attn) for a in attention]),
+        **of_attention("head_dim", [_rotated_width(a) for a in attention]),
+        **of_attention("attention_scale", [float(f"{x.impl.scale:.6g}") for x in cores]),
+        **of_attention("sliding_window", [sliding_window(x) for x in cores]),
         **_ropes(model, by_layer),
         **norm_attributes(norm_epsilons(model, vllm_places(model, shape, 1))),
         **per_layer("activation", [_layer_activation(layer, dtype, gated) for layer in layers]),
@@ -200,8 +202,20 @@ def vllm_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
 def _heads(attention: Any, name: str) -> int:
     """The number of heads of all ranks, which the code of transformers has in vLLM's product in
     it."""
+    if hasattr(attention, "kv_lora_rank"):
+        # Every head has a key of its own, expanded from the latent.
+        return int(attention.num_heads)
     name = f"total_{name}"
     return int(getattr(attention, name, None) or getattr(attention.qkv_proj, name))
+
+
+def _rotated_width(attention: Any) -> int:
+    """The features of a head, or those of them that a latent attention rotates."""
+    return int(getattr(attention, "qk_rope_head_dim", None) or attention.head_dim)
+
+
+_RENAMED = {"deepseek_yarn": "yarn"}
+"""The name that vLLM writes into the config of a model with latent attention -> the config's."""
 
 
 def _ropes(model: Any, attention: dict[int, Any]) -> dict[str, Any]:
@@ -216,7 +230,9 @@ def _ropes(model: Any, attention: dict[int, Any]) -> dict[str, Any]:
     kinds = [] if "rope_type" in parameters else model.config.layer_types
     ropes = [parameters[kind] for kind in kinds] or [parameters]
     return {
-        **per_layer("rope_type", [rope["rope_type"] for rope in ropes]),
+        **per_layer(
+            "rope_type", [_RENAMED.get(rope["rope_type"], rope["rope_type"]) for rope in ropes]
+        ),
         **per_layer("rope_theta", [float(f"{r.base:.5g}") for r in rotaries], numbers),
         **per_layer("rope_dim", [r.rotary_dim for r in rotaries], numbers),
     }

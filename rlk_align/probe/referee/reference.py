@@ -208,7 +208,8 @@ class Reference:
     ) -> formulas.Attended:
         """Attention over the keys and values of latents (MLA, DeepSeek-V2), whose rows beside the
         queries' are those of one sequence. Engines expand the latents to keys and values in the
-        rows' dtype, or multiply queries and outputs by the weight instead, rounded as often."""
+        rows' dtype, or multiply queries and outputs over latents by the weight instead, and round
+        these: where the terms of an output cancel, they are larger than it."""
         query, rotated, latent, key = inputs
         shape, heads = self.shape, self.shape.heads
         weight = self._weights.read(site.parameter).double().unflatten(0, (heads, -1))
@@ -220,10 +221,19 @@ class Reference:
         usual, once = self._attention_roundings(None), relative_unit(self.dtype) ** 2
         roundings = replace(usual, query=once, probability=usual.probability + once)
         scale = attention_scale(self._config, shape, rows.position)
-        return formulas.attention(
-            q.flatten(1), k.flatten(1), v.flatten(1), rows.position, (heads, heads), None,
-            roundings, scale,
-        )  # fmt: skip
+
+        def attended(value: torch.Tensor) -> formulas.Attended:
+            return formulas.attention(
+                q.flatten(1), k.flatten(1), value.flatten(1), rows.position, (heads, heads), None,
+                roundings, scale,
+            )  # fmt: skip
+
+        out, variance, shared = attended(v)
+        over_latents = attended(latent[:, None].expand(-1, heads, -1)).out.unflatten(1, (heads, -1))
+        of_values = weight[:, shape.unrotated_width :].square()
+        rounded = rounding_variance(over_latents, self.dtype)
+        variance = variance + torch.einsum("nhl,hel->nhe", rounded, of_values).flatten(1)
+        return formulas.Attended(out, variance, shared)
 
     def _in_hybrid_layer(
         self, site: Site, inputs: Sequence[torch.Tensor], rows: RowTokens

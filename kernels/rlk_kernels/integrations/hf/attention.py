@@ -4,6 +4,8 @@ Padding, packing and a cache are all described by the rows at which sequences be
 of the batch, T = queries, S = keys (those in the cache included), H = heads, D = size.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,12 +117,26 @@ def attend(
             f"{type(module).__name__} has no kernels, and shares its config with a model that has "
             "them: give each model a config of its own"
         )
-    module.count()
-    _check(dropout, kwargs.get("is_causal", module.is_causal))
     if isinstance(module, TemperedAttention):
         query = module.tempered(query, kwargs["rlk_positions"])
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    core = partial(
+        profile.attention, scale=scale, window=sliding_window, softcap=softcap,
+        sinks=kwargs.get("s_aux"),
+    )  # fmt: skip
+    return attend_rows(module, q, (k, v), attention_mask, core, dropout=dropout, **kwargs), None
+
+
+def attend_rows(
+    module: Any, q: Tensor, keys: tuple[Tensor, ...], attention_mask: Tensor | None,
+    core: Callable[..., Tensor], *, dropout: float = 0.0, **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """`core(q, *keys, cu_q, cu_k)` of packed rows, [B, T, ...], for q[B, T, ...] and each of
+    keys[B, S, ...]."""
+    module.count()
+    _check(dropout, kwargs.get("is_causal", module.is_causal))
+    k = keys[0]
     if attention_mask is not None:
         _check_mask(attention_mask, (q.shape[0], k.shape[1]))
     positions = kwargs.get("position_ids", kwargs.get("rlk_positions"))
@@ -136,16 +152,13 @@ def attend(
         window = getattr(module.config, "sliding_window", None)
         check_rows(positions, attention_mask if padded else None, q.shape[1], window)
     if padded:
-        how = sliding_window, softcap, kwargs.get("s_aux")
-        return _padded(q, k, v, attention_mask, scale, *how), None
+        return _padded(q, keys, attention_mask, core)
     if caller_cu is not None:
         cu_q, cu_k = caller_cu, kwargs.get("cu_seq_lens_k", caller_cu)
     else:
         cu_q, cu_k = boundaries(q, k, None if whole else positions)
-    rows = (x.flatten(0, 1) for x in (q, k, v))
-    sinks = kwargs.get("s_aux")
-    out = profile.attention(*rows, cu_q, cu_k, scale, sliding_window, softcap=softcap, sinks=sinks)
-    return out.unflatten(0, q.shape[:2]), None
+    out = core(*(x.flatten(0, 1) for x in (q, *keys)), cu_q, cu_k)
+    return out.unflatten(0, q.shape[:2])
 
 
 def _check(dropout: float, causal: bool | None) -> None:
@@ -168,21 +181,20 @@ def _check_mask(padding: Any, shape: tuple[int, int]) -> None:
 
 
 def _padded(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float, window: int | None,
-    softcap: float | None = None, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """[B, T, H, D] for q of this shape, where bool keys[B, S] is True for real keys; zeros for
-    padding.
+    q: Tensor, keys: tuple[Tensor, ...], real: Tensor, core: Callable[..., Tensor]
+) -> Tensor:
+    """`attend_rows` where bool real[B, S] is True for real keys; zeros for padding.
 
     Real rows are moved to the front, where they form packed sequences, and padding to the end,
     outside every sequence. No shape depends on the values of the mask, so a compiler can trace
     this."""
-    queries = keys[:, k.shape[1] - q.shape[1] :]
-    order, order_k = real_first(queries), real_first(keys)
+    queries = real[:, real.shape[1] - q.shape[1] :]
+    order, order_k = real_first(queries), real_first(real)
     rows = (
-        x.flatten(0, 1).index_select(0, at) for x, at in ((q, order), (k, order_k), (v, order_k))
+        x.flatten(0, 1).index_select(0, at)
+        for x, at in ((q, order), *((each, order_k) for each in keys))
     )
-    cu_q, cu_k = (profile.packed(real.sum(1)) for real in (queries, keys))
-    out = profile.attention(*rows, cu_q, cu_k, scale, window, softcap=softcap, sinks=sinks)
+    cu_q, cu_k = (profile.packed(some.sum(1)) for some in (queries, real))
+    out = core(*rows, cu_q, cu_k)
     back = out.index_select(0, order.argsort()).unflatten(0, q.shape[:2])
     return back.masked_fill(~queries[:, :, None, None], 0.0)

@@ -12,6 +12,7 @@ from rlk_kernels.integrations.families import (
     ARCHITECTURES,
     DELTA_NETS,
     GELU,
+    LATENTS,
     LAYER_NORMS,
     ONE_PLUS,
     TEMPERED,
@@ -19,7 +20,7 @@ from rlk_kernels.integrations.families import (
 )
 from rlk_kernels.integrations.finish import FINISHED, finish_of
 from rlk_kernels.integrations.handle import Handle
-from rlk_kernels.integrations.hf import attention, delta_net, modules
+from rlk_kernels.integrations.hf import attention, delta_net, latent, modules
 from rlk_kernels.integrations.hf.adapter import HFLora, active_adapter, is_adapter, replace_factors
 from rlk_kernels.integrations.hf.loss import causal_lm_loss
 from rlk_kernels.integrations.hf.stock_modules import check_forwards, check_plain
@@ -29,6 +30,7 @@ from rlk_kernels.integrations.operators import (
     Watch,
     become,
     check_delta_net,
+    check_latent,
     check_sparse,
     excluded_operators,
     excludes,
@@ -89,6 +91,8 @@ def _of_layer(layer: Any, embedding: Any) -> dict[str, Any]:
 
 
 def _of_attention(attn: Any, embedding: Any) -> dict[str, Any]:
+    if attn.config.model_type in LATENTS:
+        return _of_latent_attention(attn, embedding)
     q, k, v = _parts(attn, "qkv_proj", "q_proj", "k_proj", "v_proj")
     gated = attn.config.model_type in DELTA_NETS
     return {
@@ -96,6 +100,16 @@ def _of_attention(attn: Any, embedding: Any) -> dict[str, Any]:
         **head_norms(attn),
         **dict.fromkeys(("q_rope", "k_rope"), embedding if rotates(attn) else None),
         **{"attn": attn, "attn_gate": attn if gated else None, "o_proj": attn.o_proj},
+    }
+
+
+def _of_latent_attention(attn: Any, embedding: Any) -> dict[str, Any]:
+    return {
+        **{"q_proj": attn.q_proj, "q_a": attn.q_a_proj, "q_a_norm": attn.q_a_layernorm},
+        **{"q_b": attn.q_b_proj, "kv_a": attn.kv_a_proj_with_mqa},
+        "kv_a_norm": attn.kv_a_layernorm,
+        **dict.fromkeys(("q_rope", "k_rope"), embedding),
+        **{"latent_attn": attn, "o_proj": attn.o_proj},
     }
 
 
@@ -118,6 +132,10 @@ def _parts(holder: Any, fused: str, *ops: str) -> list[Any]:
 
 
 _BY_EXPERTS = ("moe_out", "gate_proj", "up_proj", "act", "down_proj")
+
+
+_PRODUCTS = ("qkv_in", "z", "b", "a", "q_a", "q_b", "kv_a")
+"""The products whose names do not end with `proj`."""
 
 
 def is_sparse(layer: Any) -> bool:
@@ -149,13 +167,14 @@ def _classes(model: Any, excluded: frozenset[str]) -> Iterator[tuple[str, Any, t
             kind = delta_net.GatedNorm
         elif op.endswith("norm"):
             kind = _norm_class(model.config.model_type)
-        elif op.endswith("proj") or op in ("qkv_in", "z", "b", "a"):
+        elif op.endswith("proj") or op in _PRODUCTS:
             kind = modules.HFLinear
         elif op == "q_rope":
             kind = Rotary
         else:
             kind = {
                 **{"attn": _attention_class(model.config.model_type), "logits": modules.Head},
+                "latent_attn": latent.LatentAttention,
                 "shared_gate": modules.SharedGate,
                 **dict.fromkeys(("act", "shared_act"), mlp_class(module)),
             }[op]
@@ -236,6 +255,8 @@ def replace(model: Any, excluded: Iterable[str]) -> Handle:
     nets = [layer for layer in model.model.layers if hasattr(layer, "linear_attn")]
     if model.config.model_type in DELTA_NETS:
         check_delta_net(excluded)
+    if model.config.model_type in LATENTS:
+        check_latent(excluded)
     _check_products(model, excluded)
     if (nets or any(map(is_sparse, model.model.layers))) and any(map(is_adapter, model.modules())):
         raise NotSupported(
@@ -258,6 +279,8 @@ def replace(model: Any, excluded: Iterable[str]) -> Handle:
         replace_factors(layer, undo)
     for layer in nets:
         become(layer, delta_net.DeltaNetLayer, undo)
+    if model.config.model_type in LATENTS:
+        _set_epsilon(model, excluded, undo)
     for block in gated:
         become(block, modules.GatedBlock, undo)
     finish = finish_of(model.config)
@@ -271,7 +294,7 @@ def replace(model: Any, excluded: Iterable[str]) -> Handle:
         else:  # the config decides the loss
             undo.callback(vars(model).pop, "_loss_function")
         model.loss_function = causal_lm_loss
-    if "attn" not in excluded:
+    if excluded.isdisjoint(("attn", "latent_attn")):
         attention.register()
         undo.callback(
             setattr, model.config, "_attn_implementation", model.config._attn_implementation
@@ -280,3 +303,13 @@ def replace(model: Any, excluded: Iterable[str]) -> Handle:
     # A hook of the decoder, because adapters call the model's forward without its hooks.
     undo.callback(model.model.register_forward_pre_hook(Watch(model, operators)).remove)
     return Handle(model, undo)
+
+
+def _set_epsilon(model: Any, excluded: frozenset[str], undo: ExitStack) -> None:
+    """Gives norms of latents the epsilon of config.json, until `undo` is closed, as other engines
+    do: transformers' have 1e-6, whatever config.json says."""
+    for name, norm in operators(model).items():
+        op = name.rpartition(".")[2]
+        if op in ("q_a_norm", "kv_a_norm") and op not in excluded:
+            undo.callback(setattr, norm, "variance_epsilon", norm.variance_epsilon)
+            norm.variance_epsilon = model.config.rms_norm_eps

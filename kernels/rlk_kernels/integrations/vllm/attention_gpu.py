@@ -40,6 +40,8 @@ class Metadata:
     slot_mapping: Tensor
     causal: bool
     sizes: Sizes
+    num_decode_tokens: int | None = None
+    """Read by vLLM's attention over latents, which needs it for context parallelism alone."""
     schedules: Schedules = field(default_factory=Schedules)
 
 

@@ -53,6 +53,14 @@ def set_delta_nets_supported(supported: bool) -> None:
     _delta_nets_supported[:] = [supported]
 
 
+_latent_supported = [False]
+
+
+def set_latent_supported(supported: bool) -> None:
+    """Sets whether the latent attention of this vLLM can be replaced."""
+    _latent_supported[:] = [supported]
+
+
 _lora_supported = [False]
 
 
@@ -74,7 +82,8 @@ def prepare_config() -> None:
     if config.additional_config.get(KEY) == digest():
         return
     _check(config)
-    if "attn" not in _excluded and not current_platform.is_cpu():
+    custom = not families.has_latents(config.model_config) and not current_platform.is_cpu()
+    if "attn" not in _excluded and custom:
         # vLLM reads this when it builds attention, after the projections of the same layer.
         config.attention_config.backend = AttentionBackendEnum.CUSTOM
     config.additional_config[KEY] = digest()
@@ -112,6 +121,8 @@ def _check(config: Any) -> None:
         ),
         "gated delta nets in this version of vLLM": families.has_delta_nets(model)
         and not all(_delta_nets_supported),
+        "latent attention in this version of vLLM": families.has_latents(model)
+        and not all(_latent_supported),
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.prefill_context_parallel_size > 1,
         "VLLM_BATCH_INVARIANT=1, which makes vLLM replace torch's operators": (

@@ -3,7 +3,7 @@ compute the same as transformers' classes of the family."""
 
 from typing import Any
 
-from rlk_kernels.integrations.families import ARCHITECTURES, DELTA_NETS
+from rlk_kernels.integrations.families import ARCHITECTURES, DELTA_NETS, LATENTS
 
 OF_TRANSFORMERS = (
     *("seed_oss", "smollm3", "olmo2", "olmo3", "glm", "arcee", "starcoder2", "hunyuan_v1_dense"),
@@ -14,11 +14,11 @@ OF_TRANSFORMERS = (
 PLAIN = (*OF_TRANSFORMERS, "gemma4_text")
 """Families whose fp8 and whose adapters no test has compared. Where values are keys, vLLM would
 leave the keys' adapter out of the values."""
-ONE_RANK = ("glm", "gpt_oss", "minimax_m2")
+ONE_RANK = ("glm", "gpt_oss", "minimax_m2", *LATENTS)
 """Families that are compared on one rank only."""
 SPARSE = (
     *("qwen3_moe", "qwen2_moe", "granitemoe", "mixtral", "olmoe", "gpt_oss", "ernie4_5_moe"),
-    *("glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5_moe_text"),
+    *("glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5_moe_text", *LATENTS),
 )
 """Families with sparse layers."""
 FP32_ROUTERS = ("ernie4_5_moe",)
@@ -91,6 +91,11 @@ def has_delta_nets(model: Any) -> bool:
     return model.hf_text_config.model_type in DELTA_NETS
 
 
+def has_latents(model: Any) -> bool:
+    """Whether a ModelConfig is of a family with latent attention."""
+    return model.hf_text_config.model_type in LATENTS
+
+
 def refused(model: Any, ranks: int) -> dict[str, bool]:
     """Unsupported setting of vLLM's ModelConfig -> whether it is set, for a number of ranks."""
     text = model.hf_text_config
@@ -161,6 +166,18 @@ def refused(model: Any, ranks: int) -> dict[str, bool]:
         and bool(getattr(text, "layer_scale", False)),
         "attention_bias of a model with gated delta nets, which vLLM does not read": (
             family in DELTA_NETS and bool(getattr(text, "attention_bias", False))
+        ),
+        "rope_interleave=False, which vLLM does not read": family in LATENTS
+        and not getattr(text, "rope_interleave", True),
+        "attention_bias of latent attention, which vLLM does not read": family in LATENTS
+        and bool(getattr(text, "attention_bias", False)),
+        "float16 with latent attention, for which vLLM scales the stream": family in LATENTS
+        and str(model.dtype) == "torch.float16",
+        "a topk_method other than noaux_tc, without which vLLM does not correct scores": (
+            family == "deepseek_v3" and getattr(text, "topk_method", None) != "noaux_tc"
+        ),
+        "a scoring_func other than sigmoid, which transformers does not read": (
+            family == "deepseek_v3" and getattr(text, "scoring_func", None) != "sigmoid"
         ),
         "llama_4_scaling": getattr(text, "llama_4_scaling", None) is not None,
         "ada_rms_norm_t_cond": bool(getattr(text, "ada_rms_norm_t_cond", False)),

@@ -27,6 +27,7 @@ from rlk_kernels.integrations.vllm import config, families, fp8, logprobs, lora
 _CODE = "transformers_code:TransformersForCausalLM"
 MODELS = {
     "Glm4MoeForCausalLM": "glm4_moe:RlkGlm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM": "glm4_moe:RlkGlm4MoeLiteForCausalLM",
     "MiniMaxM2ForCausalLM": "minimax_m2:RlkMiniMaxM2ForCausalLM",
     "Ministral3ForCausalLM": "ministral3:RlkMinistral3ForCausalLM",
     "Qwen3NextForCausalLM": "delta_net:RlkQwen3NextForCausalLM",
@@ -102,7 +103,7 @@ def _classes(excluded: frozenset[str]) -> dict[type, type]:
     if not excluded >= NORMS:
         chosen += [layers.RlkRMSNorm, layers.RlkGemmaRMSNorm]
     classes = {ours.__bases__[1]: ours for ours in chosen}
-    return classes | _sparse_classes() | _delta_net_classes()
+    return classes | _sparse_classes() | _delta_net_classes() | _latent_classes()
 
 
 def _sparse_classes() -> dict[type, type]:
@@ -128,6 +129,18 @@ def _delta_net_classes() -> dict[type, type]:
     config.set_delta_nets_supported(True)
     ours = delta_net.RlkQwenGatedDeltaNetAttention, delta_net.RlkRMSNormGated
     return {kind.__bases__[1]: kind for kind in ours}
+
+
+def _latent_classes() -> dict[type, type]:
+    """The classes of latent attention; none for a vLLM that builds it differently, whose models
+    `config` refuses."""
+    try:
+        from rlk_kernels.integrations.vllm import latent
+    except ImportError:
+        config.set_latent_supported(False)
+        return {}
+    config.set_latent_supported(True)
+    return latent.CLASSES
 
 
 def _lora_patches() -> list[tuple[Any, str, Any]]:

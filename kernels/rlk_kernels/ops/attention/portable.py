@@ -251,12 +251,12 @@ def forward(
     table: Tensor | None, page: int, causal: bool, scale: float, window: int | None,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out[T, Hq, D], lse[Hq, T]); k, v[slots, Hk, D]."""
+    """(out[T, Hq, E], lse[Hq, T]); k[slots, Hk, D], v[slots, Hk, E]."""
     _check_bounds(q.shape[0], k.shape[0], cu_q, start_k, len_k, table, page)
     if table is not None and table.shape[1] == 0:  # no sequence has keys
         table = table.new_zeros(table.shape[0], 1)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.zeros((*q.shape[:2], v.shape[-1]), dtype=q.dtype, device=q.device)
     lse = torch.full((*q.shape[:2], 1), -math.inf, dtype=wide, device=q.device)
     kv_heads = k.shape[1]
     group = q.shape[1] // kv_heads
@@ -275,7 +275,22 @@ def backward(
     causal: bool, scale: float, window: int | None, out: Tensor, lse: Tensor, do: Tensor,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv) in the inputs' dtypes; batches of queries are added to dk and dv in order."""
+    """(dq, dk, dv) in the inputs' dtypes."""
+    dq, *both = gradients(
+        q, k, v, cu_q, start_k, len_k, causal, scale, window, out, lse, do, softcap
+    )
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dk, dv = (x.to(wide).to(k.dtype) for x in both)
+    return dq, dk, dv
+
+
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, start_k: list[int], len_k: list[int],
+    causal: bool, scale: float, window: int | None, out: Tensor, lse: Tensor, do: Tensor,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq in q's dtype, dk and dv in float64); batches of queries are added to dk and dv in
+    order."""
     dq = torch.zeros_like(q)
     dk, dv = (torch.zeros(x.shape, dtype=torch.float64, device=x.device) for x in (k, v))
     kv_heads = k.shape[1]
@@ -292,5 +307,4 @@ def backward(
             for b in range(batch.keys.shape[0]):  # a sequence may be in several spans
                 n = int(batch.key_live[b].sum())
                 total[batch.keys[b, :n]] += part[b, :, :n].transpose(0, 1)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return dq, dk.to(wide).to(k.dtype), dv.to(wide).to(v.dtype)
+    return dq, dk, dv
