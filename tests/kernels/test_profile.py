@@ -248,6 +248,19 @@ def test_a_rotation_does_not_follow_the_default_dtype() -> None:
             assert (a is b is None) or (a.dtype == torch.float32 and torch.equal(a, b))
 
 
+def test_an_alpha_multiplies_theta_once_as_in_transformers() -> None:
+    """Hunyuan names this kind of rope `dynamic`."""
+    from transformers.models.hunyuan_v1_dense import modeling_hunyuan_v1_dense as hunyuan
+
+    rope = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 1e4}
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32}
+    config = hunyuan.HunYuanDenseV1Config(**sizes, rope_parameters=rope)
+    frequencies, factor = rotation(rope, 32)
+    assert factor is None
+    assert torch.equal(frequencies, hunyuan.HunYuanDenseV1RotaryEmbedding(config).inv_freq)
+    assert not torch.equal(frequencies, rotation(rope | {"rope_type": "default"}, 32)[0])
+
+
 @pytest.mark.parametrize("kind", [*NOT_FIXED, "mrope"])
 def test_another_rope_is_refused(kind: str) -> None:
     with pytest.raises(ValueError, match=f"rope_type={kind} is not supported") as error:
