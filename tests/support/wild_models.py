@@ -24,7 +24,7 @@ def wild_model(folder: Path, name: str) -> Path:
     made.mkdir()
     (made / "config.json").write_text(json.dumps(config))
     settings = dict(read_config(made))
-    for key in ("auto_map", "architectures", "transformers_version"):
+    for key in ("auto_map", "architectures", "transformers_version", "attn_implementation"):
         settings.pop(key, None)
     settings["dtype"] = settings.pop("torch_dtype", None) or settings.get("dtype") or "bfloat16"
     write_random_model(made, **settings | {"initializer_range": 0.05})
