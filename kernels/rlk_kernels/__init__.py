@@ -57,6 +57,7 @@ from rlk_kernels.ops.position_scale.operator import position_scale
 from rlk_kernels.ops.rms_norm.operator import rms_norm
 from rlk_kernels.ops.rope.operator import rope
 from rlk_kernels.ops.routing.operator import route, route_corrected
+from rlk_kernels.ops.sample.operator import Sampled, kept_tokens, sample
 from rlk_kernels.ops.softcap.operator import softcap
 from rlk_kernels.ops.swiglu.operator import swiglu
 
@@ -97,6 +98,7 @@ __all__ = [
     "ExpertGroups",
     "KernelError",
     "KernelFailed",
+    "Sampled",
     "Schedule",
     "UnknownBackend",
     "UnsupportedDevice",
@@ -120,6 +122,7 @@ __all__ = [
     "group_by_expert",
     "grouped_linear",
     "grouped_swiglu",
+    "kept_tokens",
     "last_backend",
     "layer_norm",
     "linear",
@@ -141,6 +144,7 @@ __all__ = [
     "route",
     "route_corrected",
     "router_z_loss",
+    "sample",
     "softcap",
     "swiglu",
     "warm_up",
