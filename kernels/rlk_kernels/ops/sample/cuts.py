@@ -340,7 +340,7 @@ def _decide_kernel(
             least = _search(
                 x_row, list_row, length, listed, low, high, least, need, temperature, n, COUNT, STEP
             )
-        if COUNT:
+        if COUNT:  # noqa: SIM102 (a constant)
             if (top_p < 1.0) & listed & (above == 0):
                 total = tl.full((), 0, tl.int64)
                 for first in range(0, length, STEP):
