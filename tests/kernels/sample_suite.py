@@ -38,7 +38,7 @@ def same(a: rk.Sampled, b: rk.Sampled) -> bool:
 
 
 def picked(result: rk.Sampled, index) -> rk.Sampled:
-    return rk.Sampled(*(x[index] for x in result))
+    return rk.Sampled(*(x[index] if len(x) else x for x in result))
 
 
 def bound(x: Tensor, settings: dict, sign: int) -> tuple[int, Tensor]:

@@ -55,9 +55,9 @@ def test_the_distribution_of_a_million_draws(settings: dict) -> None:
 
 
 def test_another_distribution_is_seen() -> None:
-    """The control: logits that are 4 % larger."""
-    ids = drawn(logits(1.04), 200_000, key=5)
-    assert improbable(torch.bincount(ids, minlength=V), sample_ref(logits()) * 200_000)
+    """The control: logits that are 6 % larger."""
+    ids = drawn(logits(1.06), 100_000, key=5)
+    assert improbable(torch.bincount(ids, minlength=V), sample_ref(logits()) * 100_000)
 
 
 def pairs(one: Tensor, other: Tensor) -> Tensor:
@@ -78,14 +78,14 @@ def test_positions_and_requests_are_independent(count: int) -> None:
 
 def test_a_long_tail_keeps_its_share() -> None:
     """Most of the mass is in tokens of which each is improbable."""
-    x = torch.zeros(1, 20_000)
-    x[0, 77] = 9.0
-    count = 3000
+    x = torch.zeros(1, 2000)
+    x[0, 77] = 6.0
+    count = 1000
     keys = torch.arange(count)
     ids = rk.sample(x.expand(count, -1), keys, torch.zeros_like(keys), backend="torch").ids
     share = torch.softmax(x[0].double(), 0)[77]
     seen = (ids == 77).sum()
     observed = torch.tensor([seen, count - seen])
     assert not improbable(observed, torch.tensor([share, 1 - share]) * count)
-    quarter = torch.bincount(ids[ids != 77] // 5000, minlength=4)
+    quarter = torch.bincount(ids[ids != 77] // 500, minlength=4)
     assert not improbable(quarter, torch.full((4,), float(quarter.sum()) / 4).double())
