@@ -127,9 +127,12 @@ def _sample(
     keys, positions = getattr(self, "rlk_requests", None) or (nobody, nobody)
     ids = DRAWN(logits, keys, positions, settings)
     asked = sampling_metadata.max_num_logprobs is not None or sampling_metadata.logprob_token_ids
-    if asked and (logprobs_mode_override or self.logprobs_mode) in PROCESSED:
-        return ids, processed(logits, settings)
-    return ids, None
+    mode = logprobs_mode_override or self.logprobs_mode
+    if not asked or mode not in PROCESSED:
+        return ids, None
+    z = processed(logits, settings)
+    # With the kernels' log-probs, vLLM's mode is `processed_logits`.
+    return ids, z if mode == "processed_logits" else self.compute_logprobs(z)
 
 
 def _settings(metadata: Any, logits: Tensor) -> dict[str, Tensor | None]:
@@ -164,9 +167,7 @@ def _of_newer_runner() -> Patches:
     rows = ("logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos", "input_ids")
     more = ("expanded_local_pos", "seq_lens_upper_bound_np")
     _check(sampler, "sample", ("self", *rows, *more, "return_logprobs"))
-    _check(
-        sampler, "apply_sampling_params", ("self", *rows, *more, "skip_top_k_top_p")
-    )
+    _check(sampler, "apply_sampling_params", ("self", *rows, *more, "skip_top_k_top_p"))
     yield sampler, "sample", _sample_of_newer
     for name in ("apply_temperature", "apply_min_p"):
         _check(states, name, ("self", "logits", "expanded_idx_mapping", "idx_mapping_np"))
