@@ -217,7 +217,7 @@ class HFEngine(ForwardEngine):
             **hf_attributes(self.model, self.shape),
             **delta_attributes(self.model, self.compute_dtype),
             **self._rounded_frequencies(),
-            **processing(self.temperature),
+            **processing(self.temperature, self.limits),
             # A forward of one sequence has no padding.
             "padding_side": self.spec.option("padding") if self.batch_size > 1 else None,
         }
