@@ -191,13 +191,14 @@ class SGLangPatch(Patch):
 
     def before_loading(self) -> None:
         with _refused(self.spec):
-            sglang.register(self.excluded)
+            sglang.register(self.excluded, self.spec.option("sampler") == "rlk")
         self.undo.callback(sglang.unregister)
 
     def in_model(self, model: Any, rope: Mapping[str, Any]) -> None:
         """`model`: SGLang's model runner."""
         with _refused(self.spec):
-            self.undo.push(sglang.use_kernels(model, self.excluded))
+            sampler = self.spec.option("sampler") == "rlk"
+            self.undo.push(sglang.use_kernels(model, self.excluded, sampler))
 
     def operators(self, engine: Any) -> dict[str, Any]:
         return sglang.operators(engine.runner)

@@ -12,18 +12,16 @@ after penalties, as vLLM has them. A vLLM with other functions is refused. N = r
 """
 
 import functools
-import hashlib
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-import rlk_kernels
 from rlk_kernels.integrations.errors import NotSupported
-from rlk_kernels.integrations.operators import Counted
+from rlk_kernels.integrations.token_draws import TokenDraws, key_of, processed
 from rlk_kernels.integrations.vllm.logprobs import NEWER
 
 Patches: TypeAlias = Iterator[tuple[Any, str, Any]]
@@ -32,28 +30,7 @@ LEAST_TEMPERATURE = 1e-5
 PROCESSED = ("processed_logits", "processed_logprobs")
 
 
-class Sampling(Counted):
-    """Draws in the place of vLLM's functions, and counts the calls."""
-
-    def __call__(
-        self, logits: Tensor, keys: Tensor, positions: Tensor, settings: Mapping[str, Any]
-    ) -> Tensor:
-        """int64 [N]."""
-        self.count()
-        return rlk_kernels.sample(logits, keys, positions, **settings).ids
-
-
-DRAWN = Sampling()
-
-
-def processed(logits: Tensor, settings: Mapping[str, Any]) -> Tensor:
-    """fp32 [N, V]: the logits over the temperature, -inf for tokens that are not kept. At
-    temperature 0 they are the logits."""
-    heat = settings["temperature"]
-    greedy = heat == 0
-    kept = rlk_kernels.kept_tokens(logits, **settings) | greedy[:, None]
-    z = logits.float() / torch.where(greedy, 1.0, heat)[:, None]
-    return z.masked_fill_(~kept, -torch.inf)
+DRAWN = TokenDraws()
 
 
 def patches() -> Patches:
@@ -90,7 +67,10 @@ def _with_requests(original: Any) -> Any:
         # CPU; nothing uses them now.
         batch.generators.clear()
         if logits is not None:
-            keys = [_key(self.requests[r], self.model_config.seed) for r in batch.req_ids]
+            keys = [
+                key_of(self.requests[r].sampling_params.seed, self.model_config.seed, r)
+                for r in batch.req_ids
+            ]
             at = self.seq_lens[: len(keys)].long()
             self.sampler.rlk_requests = torch.tensor(keys).to(logits.device), at
         try:
@@ -99,21 +79,6 @@ def _with_requests(original: Any) -> Any:
             self.sampler.rlk_requests = None
 
     return sample
-
-
-def _key(request: Any, engine_seed: int) -> int:
-    """The key of a request, as a signed number of 64 bits."""
-    seed = request.sampling_params.seed
-    if seed is None:
-        name = f"{engine_seed} {request.req_id}".encode()
-        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), signed=True)
-    return signed(seed)
-
-
-def signed(seed: int) -> int:
-    """The lowest 64 bits of a seed, as an int64 has them."""
-    seed &= (1 << 64) - 1
-    return seed - (1 << 64) if seed >> 63 else seed
 
 
 def _sample(
