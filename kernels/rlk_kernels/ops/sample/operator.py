@@ -29,7 +29,7 @@ T = rows   V = vocabulary
 """
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -115,7 +115,7 @@ def _sample(
     return run(logits, keys, positions, temperature, top_k, top_p, min_p, raw)
 
 
-Number = Tensor | float | None
+Number: TypeAlias = Tensor | float | None
 FLOATS, INTEGERS = (torch.float32,), (torch.int32, torch.int64)
 
 

@@ -1,5 +1,6 @@
 """`sample` in PyTorch: a stable sort, integer masses, and the walk down the tree in float64."""
 
+import functools
 import math
 
 import torch
@@ -67,7 +68,7 @@ def _logprob(z, ids):
     return (z.gather(-1, ids[:, None])[:, 0] - m) - log_s, m + log_s
 
 
-def _rows(x, row, keys, positions, temperature, top_k, top_p, min_p, raw):
+def _rows(raw, x, row, keys, positions, temperature, top_k, top_p, min_p):
     x, wide = _widened(x, row)
     z = _divided(x, temperature)
     kept = _kept(x, z, temperature, top_k, top_p, min_p)
@@ -105,7 +106,7 @@ def sample(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(ids, logprobs, kept, mass, raw logprobs)."""
     return by_rows(
-        lambda *rows: _rows(*rows, raw), logits, _numbered(logits), keys, positions, temperature,
+        functools.partial(_rows, raw), logits, _numbered(logits), keys, positions, temperature,
         top_k, top_p, min_p,
     )  # fmt: skip
 

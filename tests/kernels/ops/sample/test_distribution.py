@@ -51,7 +51,7 @@ def test_the_distribution(settings: dict) -> None:
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_the_distribution_of_a_million_draws(settings: dict) -> None:
     check(1_000_000, settings)
-    check(400, settings, "triton")
+    check(100, settings, "triton")
 
 
 def test_another_distribution_is_seen() -> None:
