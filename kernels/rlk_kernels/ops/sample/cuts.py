@@ -1,4 +1,5 @@
-"""Where the kept columns of a row end: the Triton kernels that find each row's cut.
+"""Where the kept columns of a row end: the Triton kernels that find each row's cut (launched by
+`find_cuts.py`).
 
 A cut is a logit and a column: kept are the columns up to it in the order of `sample`. It is found
 without a sort, in two phases: the first lets top_k columns through, the second ceil(top_p * mass).
@@ -14,19 +15,14 @@ running sum of weights reaches a need.
     decide  finds the cut among the listed columns: four bits at a time of (logit, column), from the
             highest, in one program a row. If the list is full, it reads the row itself.
 
-Programs of a row meet through sums of integers alone, so their order changes nothing.
+Programs of a row add to shared memory integers alone, so their order changes nothing.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from rlk_kernels.launching import ShapeCache, launch
-from rlk_kernels.memory import empty
 from rlk_kernels.numerics.lse_tree.kernels import LN2, NO_COLUMNS, merge_neighbours, scaled
 from rlk_kernels.ops.overlap import begin_overlapped
-from rlk_kernels.ops.sample.plan import WARPS, Blocks
 from rlk_kernels.ops.sample.walk_kernels import MASS, divided, is_kept
 
 LISTED = 4096
@@ -358,68 +354,3 @@ def _decide_kernel(
                 tl.store(ps_ptr + row, 1.0)
         tl.store(cuts_ptr + row, _logit_of(least))
         tl.store(cut_columns_ptr + row, (least & LAST_COLUMN).to(tl.int32) ^ LAST_COLUMN)
-
-
-class Cuts:
-    """The cuts of the rows of a call, and what the kernels of `cuts.py` know of a row."""
-
-    def __init__(self, t: int, blocks: Blocks, device: torch.device, truncated: bool) -> None:
-        """Memory for the cuts if the call is `truncated`, and for `tops` in any case."""
-
-        def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
-            return empty(shape, dtype, device) if truncated else None
-
-        self.tops = empty((t, blocks.count), torch.float32, device)
-        """The largest logit of each block."""
-        self.bottoms = new(t, blocks.count)
-        """The smallest one above -inf."""
-        self.roots = new(t, 2)
-        self.logits, self.columns = new(t), new(t, dtype=torch.int32)
-        """The cut of each row."""
-        self.ks, self.ps = new(t, dtype=torch.int32), new(t)
-        """The limits that are left to apply: 0 and 1 for none."""
-        self.bounds, self.sums = new(2, 3, t, 4), new(2, t, blocks.count, 16)
-        """By phase and stage; by stage."""
-        self.counters = new(2, t, 4, dtype=torch.int64)
-        self.list = new(t, LISTED, dtype=torch.int32)
-
-
-def find_cuts(
-    cache: ShapeCache, cuts: Cuts, logits: Tensor, nodes: Tensor, temperature: Tensor,
-    top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, blocks: Blocks,
-) -> None:  # fmt: skip
-    """Fills `cuts`, whose tops and bottoms are there, from the nodes [T, blocks, 2] of all
-    columns."""
-    (t, v), stride, count = logits.shape, logits.stride(0), blocks.count
-    has = tuple(x is not None for x in (top_k, top_p, min_p))
-    pdl = {"launch_pdl": blocks.overlaps}
-    launch(
-        cache, _start_kernel, (t, 1, 1),
-        (temperature, top_k, top_p, min_p, nodes, cuts.tops, cuts.bottoms, cuts.roots, cuts.logits,
-         cuts.columns, cuts.ks, cuts.ps, cuts.bounds, cuts.counters, t, v, count, blocks.padded,
-         blocks.row_levels, *has, blocks.overlaps),
-        {"num_warps": 1, **pdl},
-    )  # fmt: skip
-    ends = cuts.logits, cuts.columns, cuts.ks, cuts.ps
-    for phase in (phase for phase in range(2) if has[phase]):
-        bounds, counters, by_count = cuts.bounds[phase], cuts.counters[phase], phase == 0
-        row = logits, temperature, cuts.roots
-        blocked = (*row, cuts.tops, cuts.bottoms, *ends, bounds, cuts.sums)
-        sizes = (stride, t, v, count, blocks.columns, blocks.padded)
-        for stage in range(2):
-            launch(
-                cache, _guide_kernel, (t, count, 1),
-                (*blocked, *sizes, stage, by_count, blocks.overlaps), {"num_warps": WARPS, **pdl},
-                (phase, stage),
-            )  # fmt: skip
-        launch(
-            cache, _gather_kernel, (t, count, 1),
-            (*blocked, counters, cuts.list, *sizes, by_count, blocks.overlaps),
-            {"num_warps": WARPS, **pdl}, (phase,),
-        )  # fmt: skip
-        launch(
-            cache, _decide_kernel, (t, 1, 1),
-            (*row, *ends, bounds, counters, cuts.list, stride, t, v, by_count, CHUNK,
-             blocks.overlaps),
-            {"num_warps": DECIDING_WARPS, **pdl}, (phase,),
-        )  # fmt: skip

@@ -1,7 +1,7 @@
 """The Triton kernels of `sample`. Without truncation there are two launches: `_blocks_kernel` reads
 the logits, a block of columns in a program, and writes a node of each block; `_finish_kernel` walks
-down to a block and reads it again. Truncation finds each row's cut first (`cuts.py`), and then the
-nodes are those of the kept columns.
+down to a block and reads it again. Truncation finds each row's cut first (`find_cuts.py`), and then
+the nodes are those of the kept columns.
 """
 
 import torch
@@ -19,7 +19,7 @@ from rlk_kernels.numerics.lse_tree.kernels import (
     scaled,
 )
 from rlk_kernels.ops.overlap import begin_overlapped
-from rlk_kernels.ops.sample import cuts as cut_kernels
+from rlk_kernels.ops.sample.find_cuts import Cuts, find_cuts
 from rlk_kernels.ops.sample.plan import TREE_WARPS, WARPS, Blocks, blocks_of
 from rlk_kernels.ops.sample.walk_kernels import divided, is_kept, uniforms, walk, walk_leaves
 
@@ -42,8 +42,8 @@ def _store_node(at, left, right, LEAVES: tl.constexpr, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _both(op_left, op_right):
-    return tl.sum(tl.sum(op_left, 1) + tl.sum(op_right, 1), 0)
+def _sum_of_halves(left, right):
+    return tl.sum(tl.sum(left, 1) + tl.sum(right, 1), 0)
 
 
 @triton.jit
@@ -84,7 +84,9 @@ def _blocks_kernel(
             tl.where(left > low, left, float("inf")), tl.where(right > low, right, float("inf"))
         )
         tl.store(bottoms_ptr + here, tl.min(tl.min(above, 1), 0))
-    tl.store(counts_ptr + here, _both((left > low).to(tl.int32), (right > low).to(tl.int32)))
+    tl.store(
+        counts_ptr + here, _sum_of_halves((left > low).to(tl.int32), (right > low).to(tl.int32))
+    )
     if RAW:
         _store_node(raw_ptr + here * 2, left, right, LEAVES, LEVELS)
     z_left, z_right = divided(left, temperature), divided(right, temperature)
@@ -176,7 +178,7 @@ def _cache(name: str, logits: Tensor, *rest) -> ShapeCache:
 
 
 def _first_pass(
-    cache: ShapeCache, cuts: cut_kernels.Cuts, logits: Tensor, temperature: Tensor, blocks: Blocks,
+    cache: ShapeCache, cuts: Cuts, logits: Tensor, temperature: Tensor, blocks: Blocks,
     raw: Tensor | None, bounds: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(the nodes of all columns [T, blocks, 2], the numbers of those above -inf [T, blocks])."""
@@ -188,7 +190,7 @@ def _first_pass(
 
 
 def _launch_blocks(
-    cache: ShapeCache, cuts: cut_kernels.Cuts, logits: Tensor, temperature: Tensor, blocks: Blocks,
+    cache: ShapeCache, cuts: Cuts, logits: Tensor, temperature: Tensor, blocks: Blocks,
     nodes: Tensor, counts: Tensor, raw: Tensor | None, bounds: bool, cut: bool,
 ) -> None:  # fmt: skip
     launch(
@@ -215,10 +217,10 @@ def sample(
     truncated = any(x is not None for x in limits)
     cache = _cache("sample", logits, *limits, raw)
     raw_nodes = empty((t, blocks.count, 2), torch.float32, device) if raw else None
-    cuts = cut_kernels.Cuts(t, blocks, device, truncated)
+    cuts = Cuts(t, blocks, device, truncated)
     nodes, counts = _first_pass(cache, cuts, logits, temperature, blocks, raw_nodes, truncated)
     if truncated:
-        cut_kernels.find_cuts(cache, cuts, logits, nodes, temperature, *limits, blocks)
+        find_cuts(cache, cuts, logits, nodes, temperature, *limits, blocks)
         _launch_blocks(cache, cuts, logits, temperature, blocks, nodes, counts, None, False, True)
     launch(
         cache, _finish_kernel, (t, 1, 1),
@@ -248,9 +250,9 @@ def kept_tokens(
     top_k, temperature = top_k.int(), torch.where(greedy, 1.0, temperature)
     blocks, limits = blocks_of(v, device), (top_k, top_p, min_p)
     cache = _cache("kept_tokens", logits, *limits)
-    cuts = cut_kernels.Cuts(t, blocks, device, True)
+    cuts = Cuts(t, blocks, device, True)
     nodes, _ = _first_pass(cache, cuts, logits, temperature, blocks, None, True)
-    cut_kernels.find_cuts(cache, cuts, logits, nodes, temperature, *limits, blocks)
+    find_cuts(cache, cuts, logits, nodes, temperature, *limits, blocks)
     launch(
         cache, _mask_kernel, (t, blocks.count, 1),
         (logits, cuts.logits, cuts.columns, cuts.roots, out, logits.stride(0), v, blocks.columns,
