@@ -245,6 +245,16 @@ def latents(heads: int, sequences: int, tokens: int, dtype=BF16, widths=(512, 64
         rk.paged_latent_attention(each, cache, table, lens, cu_seqlens_q=cu, **how)
 
 
+def sampling(t: int, v: int, dtype=FP32) -> None:
+    """Rows of a padded vocabulary, with and without truncation."""
+    logits, where = _x(t, v + 64, dtype=dtype).detach()[:, :v], (_ids(t), _ids(t))
+    heat, top_p, min_p = (_x(t, dtype=FP32).detach() for _ in range(3))
+    limits = {"top_k": _ids(t, dtype=torch.int32), "top_p": top_p, "min_p": min_p}
+    for few in ({}, limits):
+        rk.sample(logits, *where, temperature=heat, raw_logprobs=not few, **few)
+    rk.kept_tokens(logits, temperature=heat, **limits)
+
+
 LARGE, SMALL = HEADS.values()
 CALLS: dict[str, Callable[[], object]] = {
     "tiles": lambda: rk.warm_up("cuda"),  # comes first, because the first product would run it
@@ -315,6 +325,8 @@ CALLS: dict[str, Callable[[], object]] = {
     "adapters, one": lambda: adapters(8192, 1, 16, 12288, 4096),
     "adapters, eight": lambda: adapters(64, 8, 64, 6144, 4096),
     "adapters, fp32": lambda: adapters(64, 2, 16, 1024, 1024, dtype=FP32),
+    "sampling": lambda: sampling(64, 151936),
+    "sampling, fp16": lambda: sampling(3, 1001, dtype=FP16),
     "peer gather": lambda: peer_gather(64, 6144),
     "peer gather, in pieces": lambda: peer_gather(16384, 6144),
     "peer gather, 8 ranks": lambda: peer_gather(1, 1536, 8),

@@ -58,6 +58,7 @@ from rlk_kernels.ops.position_scale.operator import position_scale
 from rlk_kernels.ops.rms_norm.operator import rms_norm
 from rlk_kernels.ops.rope.operator import rope
 from rlk_kernels.ops.routing.operator import route, route_corrected
+from rlk_kernels.ops.sample.operator import Sampled, kept_tokens, sample
 from rlk_kernels.ops.softcap.operator import softcap
 from rlk_kernels.ops.swiglu.operator import swiglu
 
@@ -98,6 +99,7 @@ __all__ = [
     "ExpertGroups",
     "KernelError",
     "KernelFailed",
+    "Sampled",
     "Schedule",
     "UnknownBackend",
     "UnsupportedDevice",
@@ -121,6 +123,7 @@ __all__ = [
     "group_by_expert",
     "grouped_linear",
     "grouped_swiglu",
+    "kept_tokens",
     "last_backend",
     "latent_attention",
     "layer_norm",
@@ -144,6 +147,7 @@ __all__ = [
     "route",
     "route_corrected",
     "router_z_loss",
+    "sample",
     "softcap",
     "swiglu",
     "warm_up",

@@ -18,6 +18,7 @@ from rlk_align.engines.common.site_hooks import ForwardHooks
 from rlk_align.engines.common.weights import unfused
 from rlk_align.errors import EngineFailed
 from rlk_align.model.prompts import Sample, TokenBatch
+from rlk_align.model.truncation import truncation
 from rlk_align.results import CodePlace
 from rlk_align.trace.writer import PassWriter
 
@@ -65,10 +66,15 @@ class ForwardEngine(Engine):
     def temperature(self) -> float:
         return float(self.spec.option("temperature") or 1.0)
 
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The limits of a truncated distribution, which the kernels alone compute."""
+        return truncation(self.spec.options) if self.kernels is not None else {}
+
     def logprobs(self, logits: torch.Tensor, target: torch.Tensor) -> np.ndarray:
         """The log-probs of `target` `[N]` under logits `[N, V]`, float32 `[N]`."""
         if self.kernels is not None:
-            logprobs = self.kernels.logprobs(logits, target, self.temperature)
+            logprobs = self.kernels.logprobs(logits, target, self.temperature, limits=self.limits)
             if logprobs is not None:
                 return logprobs.cpu().numpy()
         scaled = logits.detach().float()
@@ -149,7 +155,11 @@ class ForwardEngine(Engine):
         self, logits: torch.Tensor, generator: torch.Generator, sample: int, position: int
     ) -> int:
         """A token drawn from the logits `[V]` at (sample, position)."""
-        probs = torch.softmax(logits.float() / self.temperature, dim=-1).cpu()
+        scaled = logits.float() / self.temperature
+        if self.kernels is not None and self.limits:
+            kept = self.kernels.kept(logits[None], self.temperature, self.limits)[0]
+            scaled = scaled.masked_fill(~kept, -torch.inf)
+        probs = torch.softmax(scaled, dim=-1).cpu()
         if not torch.isfinite(probs).all():
             raise EngineFailed(
                 f"engine {self.spec.name!r} cannot sample: the logits of sample {sample} at "

@@ -62,11 +62,18 @@ class BasePatch(ABC):
     def in_model(self, model: Any, rope: Mapping[str, Any]) -> None: ...
 
     def logprobs(
-        self, logits: torch.Tensor, target: torch.Tensor, temperature: float, group: Any = None
-    ) -> torch.Tensor | None:
+        self, logits: torch.Tensor, target: torch.Tensor, temperature: float,
+        group: Any = None, limits: Mapping[str, Any] | None = None,
+    ) -> torch.Tensor | None:  # fmt: skip
         if self.own_logprobs:
             return None
-        return self.reported(logits.detach().float(), target, temperature, group)
+        truncation = profile.Truncation(**(limits or {}))
+        return self.reported(logits.detach().float(), target, temperature, group, truncation)
+
+    def kept(
+        self, logits: torch.Tensor, temperature: float, limits: Mapping[str, Any]
+    ) -> torch.Tensor:
+        return rlk_kernels.kept_tokens(logits, temperature=temperature, **limits)
 
     @abstractmethod
     def calls(self, engine: Any) -> list[dict[str, int]]:
@@ -184,13 +191,14 @@ class SGLangPatch(Patch):
 
     def before_loading(self) -> None:
         with _refused(self.spec):
-            sglang.register(self.excluded)
+            sglang.register(self.excluded, self.spec.option("sampler") == "rlk")
         self.undo.callback(sglang.unregister)
 
     def in_model(self, model: Any, rope: Mapping[str, Any]) -> None:
         """`model`: SGLang's model runner."""
         with _refused(self.spec):
-            self.undo.push(sglang.use_kernels(model, self.excluded))
+            sampler = self.spec.option("sampler") == "rlk"
+            self.undo.push(sglang.use_kernels(model, self.excluded, sampler))
 
     def operators(self, engine: Any) -> dict[str, Any]:
         return sglang.operators(engine.runner)
@@ -204,7 +212,8 @@ class VLLMPatch(BasePatch):
         # If only some norms are excluded, `in_model` restores those in the live model.
         every = self.excluded >= NORMS - POST_NORMS
         with _refused(self.spec):
-            vllm.register(self.excluded | NORMS if every else self.excluded - NORMS)
+            excluded = self.excluded | NORMS if every else self.excluded - NORMS
+            vllm.register(excluded, self.spec.option("sampler") == "rlk")
         self.undo.callback(vllm.unregister)
 
     def in_model(self, model: Any, rope: Mapping[str, Any]) -> None:

@@ -61,6 +61,16 @@ def vllm_bits(tmp_path_factory: pytest.TempPathFactory) -> Bits:
 
     The process starts warm, and does not compile; with `cold` it starts as a user's process does.
     """
+    return _vllm_script("vllm_bits.py", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def vllm_draws(tmp_path_factory: pytest.TempPathFactory) -> Bits:
+    """What `vllm_draws.py` says of cases, likewise."""
+    return _vllm_script("vllm_draws.py", tmp_path_factory)
+
+
+def _vllm_script(name: str, tmp_path_factory: pytest.TempPathFactory) -> Bits:
     require_engine("vllm")
     prompts = load_prompts(data_path("prompts.jsonl"))
     every = sorted(tokenise(data_path("model"), prompts).values(), key=len)
@@ -72,7 +82,7 @@ def vllm_bits(tmp_path_factory: pytest.TempPathFactory) -> Bits:
         common = {"model": str(data_path("model")), "prompts": every[::step], "new_tokens": 6}
         asked, answers = folder / "cases.json", folder / "answers.json"
         asked.write_text(json.dumps([common | case for case in cases]))
-        words = [str(Path(__file__).with_name("vllm_bits.py")), str(asked), str(answers)]
+        words = [str(Path(__file__).with_name(name)), str(asked), str(answers)]
         variables = {"PYTHONPATH": str(ROOT / "kernels"), "OMP_NUM_THREADS": "1"} | environment
         said_by(None if cold else "vllm", words, variables, timeout=500)
         return json.loads(answers.read_text())

@@ -138,6 +138,13 @@ def _logp(at: Inputs, t: int, v: int, temperature: float) -> dict[str, Tensor]:
     return with_gradients({"out": out}, leaves)
 
 
+def _sample(at: Inputs, t: int, v: int, settings: dict) -> dict[str, Tensor]:
+    logits = at.normal(t, v, scale=6.0, grad=False)
+    keys, positions = at.integers(t, below=1 << 40), at.integers(t, below=9999)
+    result = rk.sample(logits, keys, positions, **settings, raw_logprobs=True)
+    return {**result._asdict(), "kept_tokens": rk.kept_tokens(logits, **settings)}
+
+
 def _attention(
     at: Inputs, lengths: tuple[int, ...], d: int, heads: tuple[int, int], options: dict
 ) -> dict[str, Tensor]:
@@ -282,6 +289,8 @@ def cases(device: str, full: bool) -> Iterator[tuple[str, Case]]:
         yield case("write_kv_cache", dtype, _write_kv_cache, 33, 64)
         for v in (17, 1000, *((151936,) if full else ())):
             yield case("logp", dtype, _logp, 9, v, 0.7)
+            for settings in ({}, {"temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.01}):
+                yield case("sample", dtype, _sample, 9, v, settings)
         sequences = [(5, 0, 33)]
         if full:
             sequences = [(1500, 0, 700), (4096,)] if dtype in HALF else [(300, 77)]

@@ -191,6 +191,15 @@ CASES = {
     ),
     "logp": Case(rk.logp, (X, IDS)),
     "logp, with the largest": Case(rk.logp, (X, IDS), {"token_ids": IDS[:, None], "top_k": 2}),
+    "sample": Case(
+        rk.sample, (X[:2].clone(), IDS[:2].clone(), IDS[2:4].clone()),
+        {"temperature": ONES[:2].clone(), "top_p": ONES[:2] * 0.9, "raw_logprobs": True},
+        gradient=False,
+    ),
+    "kept_tokens": Case(
+        rk.kept_tokens, (X[:2].clone(),), {"temperature": ONES[:2].clone(), "top_k": 3},
+        gradient=False,
+    ),
     "linear_logp": Case(rk.linear_logp, (X, HEAD, IDS)),
     "linear_logp, all outputs": Case(
         rk.linear_logp, (X, HEAD, IDS),

@@ -29,14 +29,14 @@ def test_public_names():
     operators += ["clamped_swiglu", "activation", "layer_norm", "position_scale"]
     operators += ["gated_delta_rule", "cached_gated_delta_rule", "delta_gates", "gated_rms_norm"]
     operators += ["causal_conv1d", "cached_causal_conv1d", "add_lora"]
-    operators += ["lora_shrink", "lora_expand"]
+    operators += ["lora_shrink", "lora_expand", "sample", "kept_tokens"]
     operators += ["latent_attention", "paged_latent_attention"]
     operators += ["norm_rope", "write_kv_cache", "route", "route_corrected", "group_by_expert"]
     operators += ["grouped_linear", "grouped_swiglu", "combine_experts", "load_balancing_loss"]
     operators += ["router_z_loss", "policy_loss", "linear_policy_loss", "dpo_loss"]
     about = ["backend_calls", "last_backend", "reset_backend_calls", "warm_up"]
     about += ["ExpertGroups", "Schedule", "paged_schedule", "warm_up_paged_attention"]
-    about += ["warm_up_experts"]
+    about += ["warm_up_experts", "Sampled"]
     assert sorted(rk.__all__) == sorted(errors + operators + about)
 
 
@@ -89,6 +89,8 @@ def test_no_rows_are_fine(backend):
     assert rk.position_scale(positions, beta=0.1, context=4, backend=backend).shape == (0,)
     assert rk.embedding(torch.empty(0).long(), W, backend=backend).shape == (0, 8)
     assert rk.logp(empty, torch.empty(0).long(), backend=backend).shape == (0,)
+    assert rk.sample(empty, positions, positions, top_k=3, backend=backend).ids.shape == (0,)
+    assert rk.kept_tokens(empty, top_p=0.5, backend=backend).shape == (0, 8)
     lora = torch.ones(1, 2, 8), torch.ones(1, 5, 2), torch.ones(1)
     assert rk.add_lora(empty, empty[:, :5], *lora, backend=backend).shape == (0, 5)
     heads = torch.empty(0, 2, 8)
@@ -122,6 +124,10 @@ def test_registration_passes_torchs_own_check():
     torch.library.opcheck(ops.lora_expand, (X, *of_b))
     torch.library.opcheck(ops.embedding, (torch.tensor([1, 2]), W, "torch"))
     torch.library.opcheck(ops.logp, (X, torch.tensor([1, 2, 3]), 5.0, 0.5, 1.0, "torch"))
+    requests = torch.arange(3), torch.arange(3) + 1, torch.ones(3)
+    limits = torch.tensor([3, 0, 2], dtype=torch.int32), torch.full((3,), 0.9), None
+    torch.library.opcheck(ops.sample, (X, *requests, *limits, True, "torch"))
+    torch.library.opcheck(ops.kept_tokens, (X, requests[2], *limits, "torch"))
     top = torch.tensor([[1], [0], [2]])
     torch.library.opcheck(
         ops.logp_and_more, (X, torch.tensor([1, 2, 3]), top, 2, 0.0, 1.0, 1.0, "torch")

@@ -25,6 +25,8 @@ def test_every_public_operator_is_in_the_set():
     delta_net |= {"cached_causal_conv1d", "cached_gated_delta_rule"}
     # The halves of add_lora have those of the whole.
     halves = {"lora_shrink", "lora_expand"}
+    # The digests of `sample` have the kept tokens.
+    sampled = {"kept_tokens"}
     # Other tests hold these to the operators that have digests (test_norm_rope.py,
     # ops/experts/test_operators.py, ops/test_logits_softcap.py), or to float64
     # (losses/test_policy.py, ops/test_portable.py).
@@ -33,7 +35,10 @@ def test_every_public_operator_is_in_the_set():
     elsewhere |= {"paged_latent_attention"}  # one case holds it and latent_attention
     elsewhere |= {"policy_loss", "linear_policy_loss", "dpo_loss"}
     inside = {name.partition("-")[0] for name in digest_suite.recorded("torch")}
-    assert inside - {"experts", "delta_net"} == OPERATORS - sparse - delta_net - halves - elsewhere
+    assert (
+        inside - {"experts", "delta_net"}
+        == OPERATORS - sparse - delta_net - halves - sampled - elsewhere
+    )
 
 
 def test_one_bit_is_seen():

@@ -6,12 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
+import rlk_kernels
 import torch
 from kernel_suite import packed, paged_cache
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.finish import Finish
 from rlk_kernels.integrations.rotary import NEEDED, NOT_FIXED, rotation
+from rlk_kernels.ops.sample.draws import uniform
 
 PAGE = Path(__file__).resolve().parents[2] / "kernels" / "rlk_kernels" / "PROFILE.md"
 RANKS = Path(__file__).with_name("parallel")
@@ -45,7 +47,7 @@ def test_every_line_has_its_test() -> None:
     files = [*RANKS.rglob("test_*.py"), *ELSEWHERE]
     texts = "".join(path.read_text(encoding="utf-8") for path in files)
     elsewhere = set(re.findall(r"^def (test_\w+)", texts, re.MULTILINE))
-    assert len(named) == 72
+    assert len(named) == 76
     assert set(named) <= {*globals(), *elsewhere}
 
 
@@ -650,3 +652,48 @@ def test_a_temperature_divides_each_logit() -> None:
     actual = profile.logp(logits, target, 0.7)
     assert torch.equal(actual, profile.logp(divided, target))
     assert not torch.equal(actual, profile.logp(logits * torch.tensor(1 / 0.7), target))
+
+
+def sampled_rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits with ties, keys and positions."""
+    x = rand(40, 100, seed=21, scale=3.0).float()
+    return x, torch.arange(40) * 7919, torch.arange(40) + 5
+
+
+def test_kept_tokens_are_those_of_the_page() -> None:
+    x, *_ = sampled_rows()
+    got = rlk_kernels.kept_tokens(x, temperature=0.7, top_k=30, top_p=0.9, min_p=0.01)
+    sizes = set()
+    for row, kept in zip(x, got, strict=True):
+        z = (row / torch.tensor(0.7)).double()
+        order = sorted(range(100), key=lambda v, row=row: (-float(row[v]), v))
+        least = (row.max().double() + torch.tensor(0.7).double() * math.log(0.01)).float()
+        order = [v for v in order if row[v] >= least][:30]
+        mass = [math.floor(2**40 * math.exp(z[v] - z.max())) for v in order]
+        need = math.ceil(float(torch.tensor(0.9)) * sum(mass))
+        expected = [v for i, v in enumerate(order) if sum(mass[:i]) < need]
+        assert kept.nonzero().flatten().tolist() == sorted(expected)
+        sizes.add(len(expected))
+    assert 1 < len(sizes) < 30
+
+
+def test_a_draw_is_a_walk_down_the_tree() -> None:
+    x, keys, positions = sampled_rows()
+    ids = rlk_kernels.sample(x, keys, positions).ids
+    numbers = uniform(keys, positions, 7)
+    for row, u, id in zip(x.double(), numbers, ids, strict=True):
+        first, last = 0, 128
+        for h in range(6, -1, -1):
+            middle = first + (1 << h)
+            left, right = row[first:middle].exp().sum(), row[middle:last].exp().sum()
+            first, last = (first, middle) if u[h] * (left + right) < left else (middle, last)
+        assert first == int(id)
+
+
+def test_a_drawn_log_prob_is_that_of_the_kept_logits() -> None:
+    x, *where = sampled_rows()
+    limits = {"temperature": 0.7, "top_p": 0.8}
+    got, kept = rlk_kernels.sample(x, *where, **limits), rlk_kernels.kept_tokens(x, **limits)
+    masked = x.masked_fill(~kept, -math.inf)
+    assert torch.equal(profile.logp(masked, got.ids, 0.7), got.logprobs)
+    assert not torch.equal(profile.logp(x, got.ids, 0.7), got.logprobs)

@@ -9,7 +9,7 @@ import rlk_kernels
 import torch
 from gloo_ranks import only_rank
 from hf_models import small_model
-from rlk_kernels.integrations import hf
+from rlk_kernels.integrations import hf, profile
 from rlk_kernels.integrations.errors import NotSupported
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -162,3 +162,68 @@ def test_what_is_not_served_is_refused(model: Any) -> None:
         hf.score_tokens(model, IDS[:1], MASK[:1] | 1, positions, cu_seq_lens=starts)
     # Logits are logits again afterwards.
     assert logits(model).shape == (3, 16, VOCABULARY)
+
+
+LIMITS: dict[str, Any] = {"temperature": 0.7, "top_k": 30, "top_p": 0.9, "min_p": 0.01}
+
+
+@torch.no_grad()
+def sampled(model: Any, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids[3, 17 + count], the log-probs that the sampler said of the last ones)."""
+    ids, logprobs = IDS, []
+    for step in range(count):
+        last = model(input_ids=ids, use_cache=False).logits[:, -1]
+        where = torch.arange(3) + 40, torch.full((3,), 17 + step)
+        drawn = rlk_kernels.sample(last, *where, **LIMITS)
+        ids = torch.cat([ids, drawn.ids[:, None]], 1)
+        logprobs.append(drawn.logprobs)
+    return ids, torch.stack(logprobs, 1)
+
+
+def test_truncated_log_probs_are_those_of_the_sampler(model: Any) -> None:
+    ids, said = sampled(model, 6)
+    scored = hf.score_tokens(model, ids, last=6, **LIMITS)
+    assert scored.equal(said)
+    for name, value in (("top_p", 1.0), ("temperature", 0.8), ("top_k", 2)):
+        assert not hf.score_tokens(model, ids, last=6, **(LIMITS | {name: value})).equal(said)
+    # The loss sees a ratio of exactly 1.
+    mask = torch.ones(18, dtype=torch.long)
+    cu = torch.tensor([0, 6, 12, 18], dtype=torch.int32)
+    advantages = torch.tensor([1.0, -0.5, 2.0])
+    loss, metrics = rlk_kernels.policy_loss(
+        scored.flatten(), said.flatten(), advantages, mask, cu_seqlens=cu
+    )
+    loss.backward()
+    assert float(metrics["ratio_mean"]) == 1.0
+    gradient = model.lm_head.weight.grad
+    assert bool(gradient.isfinite().all())
+    assert float(gradient.abs().sum()) > 0
+
+
+def test_the_gradient_of_a_truncated_log_prob_is_over_the_kept_tokens() -> None:
+    logits = torch.randn(20, 90, generator=torch.Generator().manual_seed(3)) * 3
+    limits = profile.Truncation(30, 0.9, 0.01)
+    drawn = rlk_kernels.sample(
+        logits, torch.arange(20), torch.arange(20), temperature=0.7, **limits._asdict()
+    )
+    kept = rlk_kernels.kept_tokens(logits, temperature=0.7, **limits._asdict())
+    one = logits.clone().requires_grad_()
+    profile.logp(one, drawn.ids, 0.7, None, limits).sum().backward()
+    exact = logits.double().requires_grad_()
+    z = (exact / 0.7).masked_fill(~kept, -torch.inf)
+    torch.log_softmax(z, -1).gather(1, drawn.ids[:, None]).sum().backward()
+    assert one.grad is not None
+    assert exact.grad is not None
+    assert float((one.grad - exact.grad).abs().max()) < 1e-5
+    assert bool((one.grad[~kept] == 0).all())
+    dropped = (~kept).int().argmax(1)
+    assert bool((profile.logp(logits, dropped, 0.7, None, limits) == -torch.inf).all())
+
+
+def test_a_truncation_refuses_what_it_lacks(model: Any, one_rank: None) -> None:
+    with pytest.raises(NotSupported, match="entropy of truncated"):
+        hf.score_tokens(model, IDS, return_entropy=True, top_p=0.9)
+    with pytest.raises(ValueError, match="top_p"):
+        hf.score_tokens(model, IDS, top_p=1.5)
+    with pytest.raises(NotSupported, match="temperature=0"):
+        hf.score_tokens(model, IDS, temperature=0.0, top_k=3)

@@ -59,7 +59,14 @@ def test_every_operator_runs_forward_and_backward():
     forward |= {"load_balancing_loss", "paged_attention", "rms_norm", "rope", "route"}
     forward |= {"route_corrected", "router_z_loss", "softcap", "sum_slots", "swiglu"}
     forward |= {"write_kv_cache", "clamped_swiglu", "activation", "layer_norm", "position_scale"}
-    forward |= {"cached_causal_conv1d", "cached_gated_delta_rule", "lora_shrink", "lora_expand"}
+    forward |= {
+        "sample",
+        "kept_tokens",
+        "cached_causal_conv1d",
+        "cached_gated_delta_rule",
+        "lora_shrink",
+        "lora_expand",
+    }
     with_backward = {"attention", "combine_experts", "embedding", "linear_logp", "logp", "rms_norm"}
     with_backward |= {"route", "route_corrected", "softcap", "swiglu", "clamped_swiglu"}
     with_backward |= {"activation", "layer_norm", "latent_attention"}

@@ -434,57 +434,87 @@ def delta_rule(
     )
 
 
+class Truncation(NamedTuple):
+    """The limits of `rlk_kernels.sample`, the same for all rows."""
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+EVERYTHING = Truncation()
+"""All tokens are kept."""
+
+
 def logp(
-    logits: Tensor, target: Tensor, temperature: float = 1.0, group: ProcessGroup | None = None
-) -> Tensor:
-    """log softmax(logits / temperature)[target] of each row, fp32 [T]. If the vocabulary is divided
-    among the ranks of `group`, logits are this rank's columns. Raises NotSupported for a
-    temperature that is not above 0."""
+    logits: Tensor, target: Tensor, temperature: float = 1.0, group: ProcessGroup | None = None,
+    truncation: Truncation = EVERYTHING,
+) -> Tensor:  # fmt: skip
+    """log softmax(logits / temperature)[target] of each row, fp32 [T], over the tokens that the
+    truncation keeps; -inf for a target that it drops. If the vocabulary is divided among the ranks
+    of `group`, logits are this rank's columns. Raises NotSupported for a temperature that is not
+    above 0, and for a truncation with `group`."""
     if not temperature > 0:
         raise NotSupported(
             f"a log-prob at temperature={temperature} is not supported; it must be > 0"
         )
+    dropped = None
+    if truncation != EVERYTHING:
+        if group is not None and group.size() > 1:
+            raise NotSupported("a truncation is not supported if ranks share the vocabulary")
+        limits = truncation._asdict()
+        kept = rlk_kernels.kept_tokens(logits.detach(), temperature=temperature, **limits)
+        dropped = ~kept
     if temperature != 1.0:
         # A tensor on the same device, because GPUs multiply by the reciprocal of a Python number.
         logits = logits.float() / torch.full((), temperature, device=logits.device)
+    if dropped is not None:
+        logits = logits.masked_fill(dropped, -torch.inf)
     return logp_parallel(logits, target, group)
 
 
 ROWS = 1024
-"""The number of rows whose logits `logp_of_hidden` has in memory at a temperature other than 1. No
-bit depends on it."""
+"""The number of rows whose logits `logp_of_hidden` has in memory at a temperature other than 1, or
+with a truncation. No bit depends on it."""
 
 
 def logp_of_hidden(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *,
     temperature: float = 1.0, entropy: bool = False, group: ProcessGroup | None = None,
     vocabulary: int | None = None, entropy_gradient: bool = True, finish: Finish = FINISHED,
+    truncation: Truncation = EVERYTHING,
 ) -> Tensor:  # fmt: skip
-    """fp32 [T, 1]: `logp(logits(hidden, weight, bias, finish), target, temperature)` of
-    hidden[T, H], bit for bit, without the logits of all rows in memory; with `entropy` [T, 2],
+    """fp32 [T, 1]: `logp(logits(hidden, weight, bias, finish), target, temperature, None,
+    truncation)` of hidden[T, H], bit for bit, without the logits of all rows in memory; with
+    `entropy` [T, 2],
     where the second column is each row's entropy. Both are differentiable. A negative target has
     log-prob 0 and no gradient. Without `entropy_gradient`, a temperature other than 1 saves the
     entropies' backward.
 
     vocabulary: the number of the weight's rows that are tokens; the last rows are padding. If the
     vocabulary is divided among the ranks of `group`, weight and bias are this rank's rows. Raises
-    NotSupported for a temperature that is not above 0, and with `group` for one that is not 1.
+    NotSupported for a temperature that is not above 0, with `group` for one that is not 1, and for
+    a truncation with `group` or `entropy`.
     """
+    truncated = truncation != EVERYTHING
+    if truncated and entropy:
+        raise NotSupported(f"the entropy of truncated distributions ({truncation})")
     if group is not None and group.size() > 1:
-        if temperature != 1.0:
+        if temperature != 1.0 or truncated:
             raise NotSupported(
-                f"log-probs from hidden states at temperature={temperature} are not supported if "
-                "ranks share the vocabulary; use token_logprobs of the logits"
+                f"log-probs from hidden states at temperature={temperature} with {truncation} are "
+                "not supported if ranks share the vocabulary; use token_logprobs of the logits"
             )
         scores = linear_logp_parallel(
             hidden, weight, target, group, bias=bias, vocabulary=vocabulary, return_entropy=entropy
         )
     else:
         weight, bias = weight[:vocabulary], None if bias is None else bias[:vocabulary]
-        if temperature != 1.0:
+        if temperature != 1.0 or truncated:
             return _at_temperature(
-                hidden, weight, bias, target, temperature, entropy, entropy_gradient, finish
-            )
+                hidden, weight, bias, target, temperature, entropy, entropy_gradient, finish,
+                truncation,
+            )  # fmt: skip
         scores = rlk_kernels.linear_logp(
             hidden, weight, target, bias=bias, return_entropy=entropy, softcap=finish.cap,
             logit_scale=finish.scale,
@@ -494,13 +524,13 @@ def logp_of_hidden(
 
 def _at_temperature(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, temperature: float,
-    entropy: bool, entropy_gradient: bool, finish: Finish,
+    entropy: bool, entropy_gradient: bool, finish: Finish, truncation: Truncation,
 ) -> Tensor:  # fmt: skip
     """`logp_of_hidden`, ROWS at a time, with divided logits; `linear_logp` would multiply them by
     the reciprocal, as it does for the entropy. The backward computes the logits again."""
 
     def block(h: Tensor, some: Tensor) -> Tensor:
-        return logp(logits(h, weight, bias, finish), some, temperature)
+        return logp(logits(h, weight, bias, finish), some, temperature, None, truncation)
 
     logprobs = torch.cat([
         checkpoint(block, *rows, use_reentrant=False, preserve_rng_state=False)

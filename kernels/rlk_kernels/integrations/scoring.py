@@ -27,6 +27,7 @@ class Scoring:
     entropy: bool
     vocabulary: int | None = None
     entropy_gradient: bool = True
+    truncation: profile.Truncation = profile.EVERYTHING
 
 
 class Scores(Counted):
@@ -50,7 +51,7 @@ class Scores(Counted):
             hidden.flatten(0, -2), weight, bias, asked.targets.to(hidden.device).flatten(),
             temperature=asked.temperature, entropy=asked.entropy, group=group,
             vocabulary=asked.vocabulary, entropy_gradient=asked.entropy_gradient,
-            finish=self.rlk_finish,
+            finish=self.rlk_finish, truncation=asked.truncation,
         )  # fmt: skip
         return scores.view(*hidden.shape[:-1], scores.shape[-1])
 

@@ -177,11 +177,13 @@ def _dropout(module: torch.nn.Module) -> float:
     return max(named, default=0.0)
 
 
-def processing(temperature: float, top_p: float = 1.0) -> dict[str, Any]:
-    """Which distribution the reported log-probs belong to: the raw one, or a processed one."""
-    raw = temperature == 1.0 and top_p == 1.0
+def processing(temperature: float, limits: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Which distribution the reported log-probs belong to: the raw one, or a processed one, of a
+    temperature and of the tokens that the limits keep."""
+    raw = temperature == 1.0 and not limits
     return {
         "temperature": temperature,
-        "top_p": top_p,
+        "top_p": 1.0,
         "logprobs": "raw" if raw else "processed",
+        **(limits or {}),
     }

@@ -158,10 +158,17 @@ class Kernels(Protocol):
         """Installs the kernels in a live model. `rope`: its checkpoint's `rope_parameters`."""
 
     def logprobs(
-        self, logits: "torch.Tensor", target: "torch.Tensor", temperature: float, group: Any = None
-    ) -> "torch.Tensor | None":
+        self, logits: "torch.Tensor", target: "torch.Tensor", temperature: float,
+        group: Any = None, limits: Mapping[str, Any] | None = None,
+    ) -> "torch.Tensor | None":  # fmt: skip
         """The log-probs of rows `[N, V]` of logits, or of this rank's columns if the ranks of a
-        process `group` share the vocabulary: float32 `[N]`. None if they are excluded."""
+        process `group` share the vocabulary, among the tokens that the `limits` (top_k, top_p,
+        min_p) keep: float32 `[N]`. None if they are excluded."""
+
+    def kept(
+        self, logits: "torch.Tensor", temperature: float, limits: Mapping[str, Any]
+    ) -> "torch.Tensor":
+        """The tokens that the limits keep: bool `[N, V]`."""
 
     def called(self, engine: Any, batch: "TokenBatch") -> AbstractContextManager[None]:
         """Raises EngineFailed if a replaced operator is not called while the batch is scored."""

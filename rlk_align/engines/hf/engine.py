@@ -219,7 +219,7 @@ class HFEngine(ForwardEngine):
             **delta_attributes(self.model, self.compute_dtype),
             **mamba_attributes(self.model),
             **self._rounded_frequencies(),
-            **processing(self.temperature),
+            **processing(self.temperature, self.limits),
             # A forward of one sequence has no padding.
             "padding_side": self.spec.option("padding") if self.batch_size > 1 else None,
         }

@@ -7,6 +7,7 @@ from typing import Any
 from rlk_align.engines.info import EngineInfo, Option, OptionValue, ReadOption
 from rlk_align.errors import INSTALL_ENGINES, BadOption
 from rlk_align.model.shape import ModelShape, cap_of
+from rlk_align.model.truncation import truncation
 
 HF_OPTIONS = {
     "attn": Option(
@@ -21,11 +22,20 @@ HF_OPTIONS = {
     "batch": Option(int, default=1),
     "padding": Option(default="right", choices=("right", "left")),
     "temperature": Option(float, default=1.0),
+    "top_p": Option(float, default=1.0),
+    "top_k": Option(int),
+    "min_p": Option(float),
 }
 
 
 def _conflict(options: Mapping[str, OptionValue]) -> str | None:
     excepted = str(options.get("except", "")).split("+")
+    limits = list(truncation(options))
+    if limits and (options.get("kernels") != "rlk" or "logprob" in excepted):
+        return (
+            f"{limits[0]}={options[limits[0]]} needs kernels=rlk and their logprob, which computes "
+            "log-probs over the tokens that the kernels' sampler keeps"
+        )
     if options.get("kernels") == "rlk" and "attn" in options and "attn" not in excepted:
         return (
             f"attn={options['attn']} with kernels=rlk, which has its own attention: add except=attn"

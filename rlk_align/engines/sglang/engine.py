@@ -31,6 +31,7 @@ from rlk_align.engines.sglang.taps import SGLangTaps
 from rlk_align.engines.sglang.weights import sglang_weights
 from rlk_align.errors import EngineFailed, ModelError
 from rlk_align.model.prompts import TokenBatch
+from rlk_align.model.truncation import truncation
 from rlk_align.results import CodePlace
 from rlk_align.trace.writer import PassWriter
 
@@ -118,9 +119,11 @@ class SGLangEngine(Engine):
         return str(self.runner.model_config.dtype).removeprefix("torch.")
 
     def attributes(self) -> dict[str, Any]:
-        # SGLang's processed log-probs ignore top_p.
+        # SGLang's processed log-probs ignore the limits; those of the kernels' sampler do not.
         temperature = 1.0 if self._raw else self._temperature
-        return sglang_attributes(self.model, self.shape) | processing(temperature)
+        ours = self.spec.option("sampler") == "rlk" and not self._raw
+        limits = truncation(self.spec.options) if ours else {}
+        return sglang_attributes(self.model, self.shape) | processing(temperature, limits)
 
     def code(self) -> dict[str, CodePlace]:
         return code_places(self.model, self._places)
@@ -165,7 +168,8 @@ class SGLangEngine(Engine):
                 ids=s.prompt_ids,
                 max_new_tokens=len(s.response_ids) if forced else sampling.max_new_tokens,
                 temperature=self._temperature,
-                top_p=float(self.spec.option("top_p") or 1.0),
+                limits=truncation(self.spec.options),
+                seed=sampling.seed * 1_000_003 + i,
                 ignore_eos=forced,
             )
             for i, s in enumerate(batch.samples)

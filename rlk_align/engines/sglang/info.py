@@ -1,7 +1,16 @@
 """SGLang: what is known without importing it."""
 
-from rlk_align.engines.info import EngineInfo, Option
+from collections.abc import Mapping
+
+from rlk_align.engines.info import EngineInfo, Option, OptionValue
 from rlk_align.engines.sglang.limits import ATTENTION, check_sglang
+
+
+def _conflict(options: Mapping[str, OptionValue]) -> str | None:
+    if options.get("sampler") == "rlk" and options.get("kernels") != "rlk":
+        return "sampler=rlk needs kernels=rlk as well"
+    return None
+
 
 SGLANG = EngineInfo(
     "rlk_align.engines.sglang.engine:SGLangEngine",
@@ -24,6 +33,9 @@ SGLANG = EngineInfo(
         "mem_fraction": Option(float),
         "temperature": Option(float, default=1.0),
         "top_p": Option(float, default=1.0),
+        "top_k": Option(int),
+        "min_p": Option(float),
+        "sampler": Option(default="own", choices=("own", "rlk")),
         "logprobs": Option(default="raw", choices=("raw", "processed")),
     },
     compiles=True,
@@ -46,5 +58,6 @@ SGLANG = EngineInfo(
     # What SGLang 0.5.17, the version for GPUs, pins.
     worker_needs=("transformers>=5.12.1,<6", "tokenizers>=0.22"),
     stand_ins=("torchvision", "sgl_kernel"),
+    conflict=_conflict,
     check=check_sglang,
 )

@@ -1,8 +1,8 @@
 """SGLang's scheduler and model runner in this process: requests in, results out, no sockets."""
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ class Request:
     ids: Sequence[int]
     max_new_tokens: int
     temperature: float
-    top_p: float = 1.0
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    """Of top_k, top_p and min_p, those that are set."""
+    seed: int | None = None
     ignore_eos: bool = False
     logprobs_from: int = -1
     """The position after which log-probs of the sequence itself are wanted; -1 for none."""
@@ -142,7 +144,8 @@ def _tokenized(request: Request) -> Any:
     params = SamplingParams(
         max_new_tokens=request.max_new_tokens,
         temperature=request.temperature,
-        top_p=request.top_p,
+        sampling_seed=request.seed,
+        **request.limits,
         ignore_eos=request.ignore_eos,
     )
     params.normalize(None)

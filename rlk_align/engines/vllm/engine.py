@@ -30,6 +30,7 @@ from rlk_align.errors import BadOption, EngineFailed, ModelError
 from rlk_align.model.adapter import AdapterFile, adapter_paths, fitting_adapter
 from rlk_align.model.checkpoint import read_config
 from rlk_align.model.prompts import TokenBatch
+from rlk_align.model.truncation import truncation
 from rlk_align.results import CodePlace
 from rlk_align.text import printable
 from rlk_align.trace.schema import CacheRecord, LoraRecord, QuantisedProduct
@@ -52,8 +53,8 @@ _CPU_SEQUENCES = 64
 
 
 class VLLMEngine(Engine):
-    """`vllm:tp=N,temperature=T,top_p=P,logprobs=raw|processed,kv_cache_gb=G`: samples, and prefills
-    the sampled sequences again.
+    """`vllm:tp=N,temperature=T,top_k=K,top_p=P,min_p=M,logprobs=raw|processed,kv_cache_gb=G`:
+    samples, and prefills the sampled sequences again. `sampler=rlk` samples with the kernels.
 
     vLLM packs, chunks and batches the requests. A prefill has to sample one token, which takes one
     position of the context. Log-probs are those of the raw distribution unless
@@ -159,7 +160,7 @@ class VLLMEngine(Engine):
     def attributes(self) -> dict[str, Any]:
         raw = self.llm.llm_engine.model_config.logprobs_mode == "raw_logprobs"
         return self._rpc("rlk_attributes", self.shape) | (
-            processing(1.0) if raw else processing(self._temperature, self._top_p)
+            processing(1.0) if raw else processing(self._temperature, truncation(self.spec.options))
         )
 
     def adapters(self) -> list[LoraRecord | None]:
@@ -234,10 +235,6 @@ class VLLMEngine(Engine):
     def _temperature(self) -> float:
         return float(self.spec.option("temperature") or 1.0)
 
-    @property
-    def _top_p(self) -> float:
-        return float(self.spec.option("top_p") or 1.0)
-
     def shards(self) -> dict[str, list[tuple[int, int, int]]]:
         return self._rpc("rlk_shards", self.shape)
 
@@ -256,8 +253,8 @@ class VLLMEngine(Engine):
         from vllm.platforms import current_platform
 
         # vLLM's CPU sampler draws from torch's global generator and fails with a seed for each
-        # request under chunked prefill; its GPU sampler keys on the request's own seed.
-        on_cpu = current_platform.is_cpu()
+        # request under chunked prefill; its GPU sampler and ours key on the request's own seed.
+        keyed = self.spec.option("sampler") == "rlk" or not current_platform.is_cpu()
         self._rpc("rlk_seed", sampling.seed)
         lengths = [
             len(s.response_ids) if sampling.forced else sampling.max_new_tokens
@@ -266,11 +263,11 @@ class VLLMEngine(Engine):
         params = [
             SamplingParams(
                 temperature=self._temperature,
-                top_p=self._top_p,
+                **truncation(self.spec.options),
                 max_tokens=length,
                 logprobs=0,
                 detokenize=False,
-                seed=None if on_cpu else sampling.seed * 1_000_003 + i,
+                seed=sampling.seed * 1_000_003 + i if keyed else None,
             )
             for i, length in enumerate(lengths)
         ]

@@ -9,7 +9,8 @@ from rlk_align.engines.vllm.quantised_limits import ONLINE
 
 def _conflict(options: Mapping[str, OptionValue]) -> str | None:
     if options.get("kernels") != "rlk":
-        return None
+        wanted = options.get("sampler") == "rlk"
+        return "sampler=rlk needs kernels=rlk as well" if wanted else None
     if value := options.get("batch_invariant"):
         return (
             f"batch_invariant={value} with kernels=rlk, which is batch-invariant itself: leave "
@@ -34,6 +35,9 @@ VLLM = EngineInfo(
         "tp": Option(int, default=1),
         "temperature": Option(float, default=1.0),
         "top_p": Option(float, default=1.0),
+        "top_k": Option(int),
+        "min_p": Option(float),
+        "sampler": Option(default="own", choices=("own", "rlk")),
         "logprobs": Option(default="raw", choices=("raw", "processed")),
     },
     own_ranks="tp",

@@ -15,6 +15,7 @@ from rlk_align.model.rotary import checkpoint_rotary, last_features
 from rlk_align.model.shape import ModelShape, activation_of, cap_of, is_tied, multiplier_of
 from rlk_align.model.sites import Site
 from rlk_align.model.tensors import biased_operators
+from rlk_align.model.truncation import truncation
 from rlk_align.probe.referee import delta_net, formulas, state_space
 from rlk_align.probe.referee.activations import E4M3_UNIT, on_grid
 from rlk_align.probe.referee.experts import EXPERT_FORMULAS, ExpertReference
@@ -493,8 +494,9 @@ class Reference:
         return out, (slope * off.repeat(1, heads)).square()
 
     def _log_prob(self, logits: torch.Tensor, rows: RowTokens) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._attributes.get("top_p", 1.0) != 1.0:
-            raise NotRefereed("its log-probs are of the tokens within top_p")
+        if limits := truncation(self._attributes):
+            names = " and ".join(limits)
+            raise NotRefereed(f"its log-probs are of the tokens within {names}")
         temperature = float(self._attributes.get("temperature", 1.0))
         out = formulas.log_prob(logits, rows.target, temperature)
         scaled = logits / temperature

@@ -16,6 +16,7 @@ from rlk_kernels.parallel.copies import gather_columns, own_rows, rows_to_column
 from rlk_kernels.parallel.embedding import embedding_parallel
 from rlk_kernels.parallel.linear import column_parallel, row_parallel
 from rlk_kernels.parallel.logp import Subtree, logp_parallel, subtrees
+from rlk_kernels.parallel.sample import sample_parallel
 from torch import Tensor
 
 M, K, N = 12, 96, 64
@@ -323,3 +324,21 @@ def test_own_rows_are_what_is_left_of_gathered_ones():
         [0, 1, 2],
         [3, 4, 5],
     ]
+
+
+LIMITS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "raw_logprobs": True, "backend": "torch"}
+
+
+def _sampled(group: Any) -> tuple[Tensor, ...]:
+    logits, _, _ = vocabulary(700)
+    own = torch.nn.functional.pad(logits, (0, 20), value=-torch.inf)
+    where = torch.arange(len(logits)) * 31, torch.arange(len(logits))
+    return tuple(sample_parallel(shard(own, 1, group), *where, group, **LIMITS))
+
+
+def test_ranks_draw_the_tokens_of_one_rank():
+    logits, _, _ = vocabulary(700)
+    where = torch.arange(len(logits)) * 31, torch.arange(len(logits))
+    expected = rlk_kernels.sample(logits, *where, **LIMITS)
+    for drawn in on_ranks(3, _sampled):
+        assert all(same(a, b) for a, b in zip(drawn, expected, strict=True))

@@ -75,6 +75,9 @@ def score_tokens(
     temperature: float = 1.0,
     return_entropy: bool = False,
     cu_seq_lens: "Tensor | None" = None,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
 ) -> "Tensor | tuple[Tensor, Tensor]":
     """The log-prob of each token except the first, given the tokens before it, fp32 [B, L - 1], or
     of the `last` tokens of each row, [B, last]. With return_entropy the result is a pair, whose
@@ -88,14 +91,21 @@ def score_tokens(
     searches the positions. The log-prob of padding and of a packed sequence's first token is 0,
     without a gradient. Logits are divided by the temperature.
 
+    top_k, top_p and min_p are the limits with which the tokens were sampled: the log-prob is then
+    that among the tokens that `rlk_kernels.sample` keeps at this temperature, recomputed from the
+    model's logits. It has the bits of the sampler's log-prob where the logits have the bits of the
+    sampler's logits. A token that the limits drop here has log-prob -inf: the logits differ. The
+    gradient is that over the kept tokens, which are constants; the entropy is refused.
+
     The result has the bits of `token_logprobs(model(...).logits, ...)`, without a [tokens,
     vocabulary] tensor in memory. The model, wrapped (FSDP2, DDP) or not, runs its own forward.
     Raises NotSupported if its output layer has no kernel; ValueError if `last` is out of range,
     shapes do not fit, or both a mask and cu_seq_lens are given.
     """
     from rlk_kernels.integrations.hf.score import score_tokens
+    from rlk_kernels.integrations.profile import Truncation
 
     return score_tokens(
         model, input_ids, attention_mask, position_ids, last, temperature, return_entropy,
-        cu_seq_lens,
+        cu_seq_lens, Truncation(top_k, top_p, min_p),
     )  # fmt: skip

@@ -9,12 +9,14 @@ from torch import Tensor
 from rlk_kernels.integrations.hf.loss import NO_TOKEN
 from rlk_kernels.integrations.hf.packing import packed
 from rlk_kernels.integrations.hf.sequences import packed_starts
+from rlk_kernels.integrations.profile import Truncation
 from rlk_kernels.integrations.scoring import Scoring, scoring
 
 
 def score_tokens(
     model: Any, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None,
     last: int | None, temperature: float, return_entropy: bool, cu_seq_lens: Tensor | None,
+    truncation: Truncation,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """See the package."""
     if input_ids.dim() != 2:
@@ -45,7 +47,8 @@ def score_tokens(
         # Otherwise each layer would search for them.
         cu_seq_lens = packed_starts(position_ids, input_ids.shape[0])
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-    with scoring(model, Scoring(targets, temperature, return_entropy)):
+    asked = Scoring(targets, temperature, return_entropy, truncation=truncation)
+    with scoring(model, asked):
         scores = _scores(model, inputs, position_ids, cu_seq_lens, rows)
     return (scores[..., 0], scores[..., 1]) if return_entropy else scores[..., 0]
 

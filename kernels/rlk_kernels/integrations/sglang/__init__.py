@@ -5,7 +5,8 @@
 `RLK_KERNELS_EXCEPT=attn,act` excludes operators. A setting without a kernel raises NotSupported
 before SGLang loads the model. Modules keep their parameters and get another class; attention is a
 backend over SGLang's own pool. `check(engine)` returns the replaced operators, and raises if an
-operator was not replaced or never ran.
+operator was not replaced or never ran. `RLK_KERNELS_SAMPLER=1` replaces the sampler too
+(`sampling.py`).
 """
 
 import os
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
     from rlk_kernels.integrations.handle import Handle
     from rlk_kernels.integrations.operators import Replacement
 
-ENVIRONMENT, EXCEPT = "RLK_KERNELS", "RLK_KERNELS_EXCEPT"
+ENVIRONMENT, EXCEPT, SAMPLER = "RLK_KERNELS", "RLK_KERNELS_EXCEPT", "RLK_KERNELS_SAMPLER"
 PLUGIN = "rlk_kernels"
 """The name of the entry point."""
 
 __all__ = [
     "ENVIRONMENT",
     "EXCEPT",
+    "SAMPLER",
     "check",
     "operators",
     "plugin",
@@ -38,21 +40,24 @@ def plugin() -> None:
     """The entry point that SGLang calls in each of its processes. It ends the process where the
     kernels cannot be registered, because SGLang logs a plug-in's exceptions and serves without the
     plug-in."""
-    asked = os.environ.get(ENVIRONMENT, "")
-    if asked not in ("", "0", "1"):
-        raise SystemExit(f"{ENVIRONMENT}={asked}: 1 switches the kernels on, and 0 off")
-    if asked == "1":
+    on = {}
+    for variable, what in ((ENVIRONMENT, "the kernels"), (SAMPLER, "their sampler")):
+        on[variable] = asked = os.environ.get(variable, "")
+        if asked not in ("", "0", "1"):
+            raise SystemExit(f"{variable}={asked}: 1 switches {what} on, and 0 off")
+    if on[ENVIRONMENT] == "1":
         try:
-            register(filter(None, os.environ.get(EXCEPT, "").split(",")))
+            excluded = filter(None, os.environ.get(EXCEPT, "").split(","))
+            register(excluded, on[SAMPLER] == "1")
         except Exception as error:
             raise SystemExit(f"{ENVIRONMENT}=1: {error}") from error
 
 
-def register(excluded: Iterable[str] = ()) -> None:
+def register(excluded: Iterable[str] = (), sampler: bool = False) -> None:
     """Makes every model that this process, or a process that it starts, loads from now on use the
-    kernels, except for the `excluded` operators. A second call with the same operators does
-    nothing. Raises NotSupported for another version of SGLang, and if SGLANG_PLUGINS excludes the
-    kernels from the processes that SGLang starts."""
+    kernels, except for the `excluded` operators, and with `sampler` their sampler. A second call
+    with the same arguments does nothing. Raises NotSupported for another version of SGLang, and if
+    SGLANG_PLUGINS excludes the kernels from the processes that SGLang starts."""
     from rlk_kernels.integrations.sglang.registry import register
 
     allowed = os.environ.get("SGLANG_PLUGINS")
@@ -62,9 +67,10 @@ def register(excluded: Iterable[str] = ()) -> None:
             "other processes: add it"
         )
     excluded = frozenset(excluded)
-    register(excluded)
+    register(excluded, sampler)
     # SGLang loads its model in a process of its own, which calls `plugin`.
     os.environ |= {ENVIRONMENT: "1", EXCEPT: ",".join(sorted(excluded))}
+    os.environ |= {SAMPLER: str(int(sampler))}
 
 
 def unregister() -> None:
@@ -72,12 +78,13 @@ def unregister() -> None:
     from rlk_kernels.integrations.sglang.registry import unregister
 
     unregister()
-    for name in (ENVIRONMENT, EXCEPT):
+    for name in (ENVIRONMENT, EXCEPT, SAMPLER):
         os.environ.pop(name, None)
 
 
-def use_kernels(runner: Any, excluded: Iterable[str] = ()) -> "Handle":
-    """Replaces the operators of a live ModelRunner by their kernels, except the `excluded` ones.
+def use_kernels(runner: Any, excluded: Iterable[str] = (), sampler: bool = False) -> "Handle":
+    """Replaces the operators of a live ModelRunner by their kernels, except the `excluded` ones,
+    and with `sampler` its sampler.
 
     Returns a handle, which is also a context manager: `close()` restores the model, the attention
     backend and the sampler. Cached keys and values stay: flush the cache when kernels come or go.
@@ -86,7 +93,7 @@ def use_kernels(runner: Any, excluded: Iterable[str] = ()) -> "Handle":
     """
     from rlk_kernels.integrations.sglang.replace import use_kernels
 
-    return use_kernels(runner, excluded)
+    return use_kernels(runner, excluded, sampler)
 
 
 def operators(runner: Any) -> dict[str, Any]:

@@ -16,14 +16,15 @@ REPORT = "rlk_report"
 """The method of SGLang's Scheduler that `check(engine)` calls."""
 
 _undo = ExitStack()
-_registered: list[frozenset[str]] = []
+_registered: list[tuple[frozenset[str], bool]] = []
+"""The excluded operators, and whether the sampler is replaced."""
 
 
-def register(excluded: frozenset[str]) -> None:
+def register(excluded: frozenset[str], sampler: bool) -> None:
     """See the package."""
     settings.check_version()
     excluded = excluded_operators(excluded)
-    if _registered == [excluded]:
+    if _registered == [(excluded, sampler)]:
         return
     unregister()
     from sglang.srt.managers.scheduler import Scheduler
@@ -34,7 +35,7 @@ def register(excluded: frozenset[str]) -> None:
         _wrap(undo, ModelRunner, "init_attention_backends", after=_install)
         setattr(Scheduler, REPORT, _report)
         undo.callback(delattr, Scheduler, REPORT)
-        _registered.append(excluded)
+        _registered.append((excluded, sampler))
         undo.callback(_registered.clear)
         _undo.push(undo.pop_all())
 
@@ -66,7 +67,7 @@ def _install(runner: Any) -> None:
     from rlk_kernels.integrations.sglang.replace import use_kernels
 
     # The handle is dropped, and the kernels stay.
-    use_kernels(runner, _registered[0])
+    use_kernels(runner, *_registered[0])
 
 
 def _report(scheduler: Any, folder: str) -> None:

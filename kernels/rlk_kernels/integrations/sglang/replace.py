@@ -41,7 +41,7 @@ from rlk_kernels.integrations.operators import (
 )
 from rlk_kernels.integrations.operators import check as check_operators
 from rlk_kernels.integrations.rotary import rotation
-from rlk_kernels.integrations.sglang import layers, ranks, settings
+from rlk_kernels.integrations.sglang import layers, ranks, sampling, settings
 from rlk_kernels.integrations.sglang.attention import Attention, RlkAttentionBackend
 from rlk_kernels.integrations.sglang.logprobs import PromptLogprobs, SampledLogprobs, Sampling
 from rlk_kernels.integrations.token_logprobs import TokenLogprobs
@@ -71,6 +71,8 @@ REPLACEMENTS = {
     base: type(f"Rlk{base.__name__}", (ours, base), {}) for base, ours in CLASSES.items()
 }
 """SGLang's class -> the class that its objects get."""
+DRAWING = type("RlkDrawingSampler", (sampling.Drawing, Sampler), {})
+"""The class of a sampler that draws by the kernels."""
 _excluded: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
 """ModelRunner with the kernels -> the operators that SGLang continues to compute."""
 
@@ -104,11 +106,13 @@ def _logprob_parts(runner: Any) -> tuple[Any, ...]:
     return sampler, prompt, sampler.output_logprob_processor
 
 
-def use_kernels(runner: Any, excluded: Iterable[str] = ()) -> Handle:
+def use_kernels(runner: Any, excluded: Iterable[str] = (), sampler: bool = False) -> Handle:
     """See the package."""
     excluded = excluded_operators(excluded)
     if runner in _excluded:
         raise NotSupported("this ModelRunner has the kernels already: close their handle first")
+    if sampler and "logprob" in excluded:
+        raise NotSupported("the kernels' sampler without their log-probs: do not exclude logprob")
     settings.check(runner)
     settings.check_not_captured(runner)
     named = operators(runner)
@@ -130,6 +134,10 @@ def use_kernels(runner: Any, excluded: Iterable[str] = ()) -> Handle:
             for part in _logprob_parts(runner):
                 _replace(undo, part)
                 part.rlk_computed = computed
+        if sampler:
+            sampling.DRAWN.rlk_calls = 0
+            runner.sampler.__class__ = DRAWING
+            sampling.give_seeds(undo, runner.server_args.random_seed)
         _excluded[runner] = excluded
         undo.callback(_excluded.pop, runner, None)
         # Later models share the cached rotary modules.
@@ -227,4 +235,6 @@ def check(runner: Any) -> Replacement:
     backend = runner.attn_backend
     if "attn" not in excluded and not isinstance(backend, RlkAttentionBackend):
         raise NotSupported(f"attention is now computed by SGLang's {type(backend).__name__}")
+    if isinstance(runner.sampler, DRAWING) and not sampling.DRAWN.rlk_calls:
+        raise NotSupported("the model has generated, and the kernels' sampler was not called")
     return replacement

@@ -7,6 +7,9 @@ NotSupported when vLLM builds it; `check(llm)` returns the replaced operators, a
 operator was not replaced or never ran. All replacements use vLLM's extension points, except the
 log-prob, which has none: `logprobs.py` patches the function that computes it. Tensor-parallel ranks
 copy values to each other and add up none, so the bits are those of one rank.
+
+`RLK_KERNELS_SAMPLER=1` replaces the sampler too (`sampling.py`): a token then depends on the
+request's seed, its position and its logits alone.
 """
 
 import os
@@ -16,13 +19,14 @@ from typing import Any
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.operators import NORMS
 
-ENVIRONMENT, EXCEPT = "RLK_KERNELS", "RLK_KERNELS_EXCEPT"
+ENVIRONMENT, EXCEPT, SAMPLER = "RLK_KERNELS", "RLK_KERNELS_EXCEPT", "RLK_KERNELS_SAMPLER"
 PLUGIN = "rlk_kernels"
 """The name of the entry point."""
 
 __all__ = [
     "ENVIRONMENT",
     "EXCEPT",
+    "SAMPLER",
     "check",
     "leave",
     "operators",
@@ -34,18 +38,24 @@ __all__ = [
 
 def plugin() -> None:
     """The entry point that vLLM calls in each of its processes."""
-    asked = os.environ.get(ENVIRONMENT, "")
+    if is_on(ENVIRONMENT, "the kernels"):
+        excluded = filter(None, os.environ.get(EXCEPT, "").split(","))
+        register(excluded, is_on(SAMPLER, "their sampler"))
+
+
+def is_on(variable: str, what: str) -> bool:
+    """Whether an environment variable is 1. Raises NotSupported if it is neither 1 nor 0."""
+    asked = os.environ.get(variable, "")
     if asked not in ("", "0", "1"):
-        raise NotSupported(f"{ENVIRONMENT}={asked}: 1 switches the kernels on, and 0 off")
-    if asked == "1":
-        register(filter(None, os.environ.get(EXCEPT, "").split(",")))
+        raise NotSupported(f"{variable}={asked}: 1 switches {what} on, and 0 off")
+    return asked == "1"
 
 
-def register(excluded: Iterable[str] = ()) -> None:
+def register(excluded: Iterable[str] = (), sampler: bool = False) -> None:
     """Makes every model that this process, or a process that it starts, builds from now on use the
-    kernels, except for the `excluded` operators. A second call with the same operators does
-    nothing. Raises NotSupported if only some of the norms are excluded (see `leave`), or if
-    VLLM_PLUGINS excludes the kernels from the processes that vLLM starts."""
+    kernels, except for the `excluded` operators, and with `sampler` their sampler. A second call
+    with the same arguments does nothing. Raises NotSupported if only some of the norms are excluded
+    (see `leave`), or if VLLM_PLUGINS excludes the kernels from the processes that vLLM starts."""
     from rlk_kernels.integrations.vllm.registry import register
 
     excluded = frozenset(excluded)
@@ -55,9 +65,10 @@ def register(excluded: Iterable[str] = ()) -> None:
             f"one class; exclude all of {', '.join(sorted(NORMS))}, or none"
         )
     _check_plugins()
-    register(excluded)
+    register(excluded, sampler)
     # vLLM builds its models in a process of its own, which calls `plugin`.
     os.environ |= {ENVIRONMENT: "1", EXCEPT: ",".join(sorted(excluded))}
+    os.environ |= {SAMPLER: str(int(sampler))}
 
 
 def _check_plugins() -> None:
@@ -75,7 +86,7 @@ def unregister() -> None:
     from rlk_kernels.integrations.vllm.registry import unregister
 
     unregister()
-    for name in (ENVIRONMENT, EXCEPT):
+    for name in (ENVIRONMENT, EXCEPT, SAMPLER):
         os.environ.pop(name, None)
 
 

@@ -22,7 +22,7 @@ from rlk_kernels.integrations.operators import (
     excludes,
 )
 from rlk_kernels.integrations.operators import check as check_operators
-from rlk_kernels.integrations.vllm import config, families, fp8, logprobs, lora
+from rlk_kernels.integrations.vllm import config, families, fp8, logprobs, lora, sampling
 
 _CODE = "transformers_code:TransformersForCausalLM"
 MODELS = {
@@ -43,14 +43,15 @@ WITH_IMAGES = {
 """Architecture -> the one with images of the same module, which alone vLLM 0.26 has registered."""
 
 _undo = ExitStack()
-_registered: list[frozenset[str]] = []
+_registered: list[tuple[frozenset[str], bool]] = []
+"""The excluded operators, and whether the sampler is replaced."""
 _PACKAGE = __name__.rpartition(".")[0]
 
 
-def register(excluded: Iterable[str]) -> None:
+def register(excluded: Iterable[str], sampler: bool) -> None:
     """See the package."""
     excluded = excluded_operators(excluded)
-    if _registered == [excluded]:
+    if _registered == [(excluded, sampler)]:
         return
     unregister()
     with ExitStack() as undo:
@@ -66,12 +67,15 @@ def register(excluded: Iterable[str]) -> None:
         if "logprob" not in excluded:
             logprobs.COMPUTED.rlk_calls = 0
             _patch(undo, list(logprobs.patches()))
+        if sampler:
+            sampling.DRAWN.rlk_calls = 0
+            _patch(undo, list(sampling.patches()))
         _patch(undo, _lora_patches())
         fp8.register()
         undo.callback(fp8.unregister)
         _clear_vllm_caches()
         undo.callback(_clear_vllm_caches)
-        _registered.append(excluded)
+        _registered.append((excluded, sampler))
         undo.callback(_registered.clear)
         _undo.push(undo.pop_all())
 
@@ -221,7 +225,7 @@ def operators(model: Any) -> dict[str, Any]:
         name: module.impl if name.endswith(".attn") else module
         for name, module in lora.unwrapped(fused_decoder.modules(model)).items()
     }
-    logprob_excluded = not _registered or "logprob" in _registered[0]
+    logprob_excluded = not _registered or "logprob" in _registered[0][0]
     return named | {"logprob": None if logprob_excluded else logprobs.COMPUTED}
 
 
@@ -238,9 +242,11 @@ def check(llm: Any) -> Any:
 def check_model(model: Any, called: bool = True) -> Any:
     """`check` of a live model; without `called`, of one that has not generated yet. Compiled code
     counts no calls: for a compiled model it is enough that this process called some kernel."""
-    excluded = _registered[0] if _registered else frozenset()
+    excluded, sampler = _registered[0] if _registered else (frozenset(), False)
     counts = model.model.do_not_compile
     replacement = check_operators(operators(model), excluded, called and counts)
     if called and not backend_calls():
         raise NotSupported("the model has generated, and no kernel was called")
+    if called and sampler and not sampling.DRAWN.rlk_calls:
+        raise NotSupported("the model has generated, and the kernels' sampler was not called")
     return replacement

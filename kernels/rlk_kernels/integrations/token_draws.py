@@ -1,0 +1,45 @@
+"""Tokens that rollout engines draw by `rlk_kernels.sample`, from a step's logits.
+
+N = rows, V = vocabulary
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rlk_kernels
+from rlk_kernels.integrations.operators import Counted
+
+
+class TokenDraws(Counted):
+    """Draws in the place of an engine's functions, and counts the calls."""
+
+    def __call__(
+        self, logits: Tensor, keys: Tensor, positions: Tensor, settings: Mapping[str, Any]
+    ) -> Tensor:
+        """int64 [N]."""
+        self.count()
+        return rlk_kernels.sample(logits, keys, positions, **settings).ids
+
+
+def processed(logits: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    """fp32 [N, V]: the logits over the temperature, -inf for tokens that are not kept. At
+    temperature 0 they are the logits."""
+    heat = settings["temperature"]
+    greedy = heat == 0
+    kept = rlk_kernels.kept_tokens(logits, **settings) | greedy[:, None]
+    z = logits.float() / torch.where(greedy, 1.0, heat)[:, None]
+    return z.masked_fill_(~kept, -torch.inf)
+
+
+def key_of(seed: int | None, engine_seed: int, request: str) -> int:
+    """The key of a request, as a signed number of 64 bits: its seed, or without one a hash of the
+    engine's seed and the request's id."""
+    if seed is None:
+        name = f"{engine_seed} {request}".encode()
+        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), signed=True)
+    seed &= (1 << 64) - 1
+    return seed - (1 << 64) if seed >> 63 else seed

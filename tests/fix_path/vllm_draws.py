@@ -1,0 +1,88 @@
+"""Runs the real vLLM with the kernels' sampler several times in one process, and writes what each
+request drew, bit for bit.
+
+    python vllm_draws.py CASES.json FOUND.json
+
+CASES.json: a list of {"name", "model", "prompts", "new_tokens", "options" (LLM's), "order" (the
+requests' order; missing: as they come), "alone" (whether each has a call of its own), "sampler"
+(false: vLLM's own)}. FOUND.json: by name, the tokens of each request, the bits of their log-probs,
+the numbers of preemptions and of cached tokens, and the kernels that ran. Request i has settings
+`SETTINGS[i % 6]` and the seed 1000 + i.
+"""
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+sys.path.append(str(Path(__file__).parent))
+
+import rlk_kernels
+from rlk_kernels.integrations import vllm as kernels
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm_bits import bits, preemptions
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.8},
+    {"temperature": 1.3, "top_k": 20},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.0, "min_p": 0.05, "logit_bias": {7: 2.0, 11: -3.0}},
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2,
+     "presence_penalty": 0.3},
+)  # fmt: skip
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    kernels.unregister()
+    kernels.register(sampler=case.get("sampler", True))
+    rlk_kernels.reset_backend_calls()
+    usual = {"enable_prefix_caching": False, "enforce_eager": True, "disable_log_stats": True}
+    options = {"logprobs_mode": "processed_logprobs", **usual, **case.get("options", {})}
+    llm = LLM(model=case["model"], max_model_len=1024, kv_cache_memory_bytes=1 << 28, **options)
+    order = case.get("order") or list(range(len(case["prompts"])))
+    prompts = [{"prompt_token_ids": case["prompts"][i]} for i in order]
+    params = [
+        SamplingParams(
+            **SETTINGS[i % 6], seed=1000 + i, max_tokens=case["new_tokens"], logprobs=0,
+            ignore_eos=True, detokenize=False,
+        )
+        for i in order
+    ]  # fmt: skip
+    if case.get("alone"):
+        pairs = zip(prompts, params, strict=True)
+        outputs = [llm.generate([p], [s], use_tqdm=False)[0] for p, s in pairs]
+    else:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    drawn = sorted(zip(order, (out.outputs[0] for out in outputs), strict=True))
+    found = {
+        "tokens": [list(out.token_ids) for _, out in drawn],
+        "logprobs": [
+            bits([step[t].logprob for step, t in zip(out.logprobs, out.token_ids, strict=True)])
+            for _, out in drawn
+        ],
+        "cached": sum(out.num_cached_tokens or 0 for out in outputs),
+        "preempted": 0 if options["disable_log_stats"] else preemptions(llm),
+        "ran": sorted({op for op, _ in rlk_kernels.backend_calls()}),
+        "replaced": len(kernels.check(llm).replaced),
+    }
+    del llm, outputs, drawn
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return found
+
+
+def main() -> None:
+    found = {}
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        found[case["name"]] = run(case)
+        Path(sys.argv[2]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
