@@ -394,14 +394,15 @@ class RefereedUnit(Result):
 
 
 NotMeasured = Literal["not measured"]
-Observer = Literal["bitwise", "within noise floor", "violated"]
+Observer = Literal["bitwise", "within noise floor", "violated", "not measured"]
 
 
 class Controls(Result):
     """The controls of both sides."""
 
     observer: Observer
-    """The comparison of final log-probs with and without taps, in the same mode."""
+    """The comparison of final log-probs with and without taps, in the same mode. Not measured for a
+    job that recorded itself, which ran once."""
     observer_detail: list[str]
     noise: dict[SideName, Noise | NotMeasured | None]
     """The largest noise of each side's passes; None where every pass repeats itself bit for bit."""

@@ -18,7 +18,7 @@ def check_controls(
     """Checks both sides; `sides` has the trace and the names of the compared passes of each."""
     noise: dict[SideName, Noise | NotMeasured | None] = {}
     details: list[str] = []
-    violated = False
+    violated = unmeasured = False
     for side, (trace, passes) in sides.items():
         floor: Noise | None = None
         for name in passes:
@@ -32,6 +32,10 @@ def check_controls(
                     floor is None or not repeat_noise.max_abs_dlogp <= floor.max_abs_dlogp
                 ):
                     floor = repeat_noise
+            if trace.record.recorded:
+                details.append(f"{side} {name}: {trace.record.recorded} ran once, with taps")
+                unmeasured = True
+                continue
             if not trace.has_pass(f"{name}.untapped"):
                 details.append(f"{side} {name}: there is no pass without taps to compare with")
                 violated = True
@@ -48,7 +52,8 @@ def check_controls(
                 )
         repeated = all(trace.has_pass(f"{name}.repeat") for name in passes)
         noise[side] = floor if floor or repeated else "not measured"
-    observer: Observer = "violated" if violated else "within noise floor" if details else "bitwise"
+    measured: Observer = "within noise floor" if details else "bitwise"
+    observer: Observer = "violated" if violated else "not measured" if unmeasured else measured
     return Controls(observer=observer, observer_detail=details, noise=noise)
 
 
