@@ -394,15 +394,14 @@ class RefereedUnit(Result):
 
 
 NotMeasured = Literal["not measured"]
-Observer = Literal["bitwise", "within noise floor", "violated", "not measured"]
+Observer = Literal["bitwise", "within noise floor", "violated"]
 
 
 class Controls(Result):
     """The controls of both sides."""
 
     observer: Observer
-    """The comparison of final log-probs with and without taps, in the same mode. Not measured for a
-    job that recorded itself, which ran once."""
+    """The comparison of final log-probs with and without taps, in the same mode."""
     observer_detail: list[str]
     noise: dict[SideName, Noise | NotMeasured | None]
     """The largest noise of each side's passes; None where every pass repeats itself bit for bit."""

@@ -1,4 +1,4 @@
-"""Records inside a job of the user's own what `rlk-align compare` reads afterwards, without an engine.
+"""Records both sides of a user's own job as it runs, for `rlk-align compare` afterwards.
 
     recorder = record.trainer(model, out="records/train")
     for n, prompts in enumerate(batches):
@@ -12,7 +12,7 @@ Importing this package imports neither torch nor an engine.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlk_align.record.trainer import Recorder
+    from rlk_align.record.hf import Recorder
 
 __all__ = ["trainer"]
 
@@ -40,7 +40,7 @@ def trainer(
     Raises BadOption for a setting that is unknown, a model in several ranks or with an adapter,
     and ToolError if another process records into the folder.
     """
-    from rlk_align.record.trainer import Recorder
+    from rlk_align.record.hf import Recorder
 
     return Recorder(
         model,

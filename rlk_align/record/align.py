@@ -1,5 +1,5 @@
-"""Two recordings -> two runs with the same sequences under the same numbers, which are compared like
-captures."""
+"""Two recordings -> two runs with the same sequences in the same order, which are compared as
+captures are."""
 
 import re
 import shutil
@@ -15,7 +15,7 @@ from rlk_align.results import SideName
 from rlk_align.trace.checksums import CHECKSUMS, add_checksums
 from rlk_align.trace.records import load_record, save_record, writing
 from rlk_align.trace.renumber import renumber_pass
-from rlk_align.trace.run import Run, RunRecord
+from rlk_align.trace.run import RunRecord
 from rlk_align.trace.run_folder import RUN_JSON
 from rlk_align.trace.schema import TRACE_FILES, TraceRecord, check_trace
 
@@ -40,8 +40,9 @@ class Recorded:
             raise BadOption(f"{step} has the shards of {len(records)} ranks: one is read so far")
         check_trace(ranks[0])
         batch = TokenBatch.load(ranks[0] / "tokens.parquet")
-        chosen = {prefix_hash(batch.samples[i].ids): (i, batch.samples[i])
-                  for i in records[0].chosen}
+        chosen = {
+            prefix_hash(batch.samples[i].ids): (i, batch.samples[i]) for i in records[0].chosen
+        }
         return cls(ranks[0], records[0], chosen)
 
 

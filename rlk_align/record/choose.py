@@ -57,5 +57,5 @@ def lowest_prompts(prompts: Sequence[Sequence[int]], count: int) -> list[int]:
     """The requests, by their places in `prompts`, that may be among the `count` lowest whatever
     they sample: those of the lowest prompts, with all requests that share the last one."""
     hashes = [prefix_hash(ids) for ids in prompts]
-    limit = sorted(hashes)[: count][-1]
+    limit = sorted(hashes)[:count][-1]
     return [i for i, each in enumerate(hashes) if each <= limit]

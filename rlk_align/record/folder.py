@@ -21,6 +21,7 @@ import numpy as np
 from rlk_align.engines.base import Engine
 from rlk_align.engines.manifest import write_manifest
 from rlk_align.engines.process.job import Job
+from rlk_align.engines.process.plan import KEEP_LOGPROBS
 from rlk_align.engines.row_checks import row_checks
 from rlk_align.errors import BadOption, ToolError
 from rlk_align.model.prompts import Prompt, TokenBatch, save_prompts
@@ -33,6 +34,8 @@ from rlk_align.trace.schema import TRACE_FILES
 from rlk_align.trace.writer import PassWriter
 
 RECORDING = "recording.json"
+SCORED = ("prefill", "prefill.untapped", "prefill.repeat")
+"""A pass that scores sequences, and its controls."""
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -160,12 +163,16 @@ class Shard:
         self._engine = engine
 
     def writer(self, name: str) -> PassWriter:
-        """The writer of a pass, which the caller finishes."""
+        """The writer of a pass or of a control, which the caller finishes."""
+        self._passes.append(name)
+        if "." in name:
+            return PassWriter(
+                self.path / name, KEEP_LOGPROBS, statistics=False, vocab=self._engine.shape.vocab
+            )
         shape = self._engine.shape
         # Some engines compute some sites of a 16-bit model in float32.
         row_bytes = {site.name: 4 * site.features for site in model_sites(shape)}
         keep = KeepWithin(self._budget, row_bytes)
-        self._passes.append(name)
         checks = row_checks(self._engine)
         return PassWriter(self.path / name, keep, checks=checks, vocab=shape.vocab)
 

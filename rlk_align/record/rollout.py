@@ -15,7 +15,7 @@ from rlk_align.model.checkpoint import resolve_model
 from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.model.shape import read_shape
 from rlk_align.record.choose import Key, Lowest, lowest_prompts, prefix_hash
-from rlk_align.record.folder import SideFolder, refuse_unless_dense, sequence_name
+from rlk_align.record.folder import SCORED, SideFolder, refuse_unless_dense, sequence_name
 from rlk_align.record.vllm import Settings
 from rlk_align.trace.writer import PassWriter
 
@@ -80,14 +80,12 @@ class RolloutRecorder:
                 writer.finish(engine.unexposed("decode") | unasked)
             self._scoring = True
             try:
-                with shard.writer("prefill") as writer:
-                    logprobs = engine.score(batch, writer, lambda done: None)
-                    for i, values in logprobs.items():
-                        _add(writer, i, batch.samples[i], values)
-                    writer.finish(engine.unexposed("prefill"))
+                for name in SCORED:
+                    self._score(name, shard.writer(name), batch)
             finally:
                 self._scoring = False
-            lowest, keys = Lowest(self._settings.sequences), {}
+            lowest = Lowest(self._settings.sequences)
+            keys: dict[Key, int] = {}
             for i, sample in enumerate(batch.samples):
                 key: Key = prefix_hash(sample.prompt_ids), prefix_hash(sample.ids)
                 keys.setdefault(key, i)
@@ -95,6 +93,15 @@ class RolloutRecorder:
             kept = sorted(keys[key] for key in lowest.keys)
             shard.finish(batch, kept, self._settings.sequences, len(waiting))
         return outputs
+
+    def _score(self, name: str, writer: PassWriter, batch: TokenBatch) -> None:
+        """Scores the recorded sequences again, which is a pass of its own."""
+        engine, tapped = self._engine, not name.endswith(".untapped")
+        with writer:
+            logprobs = engine.score(batch, writer if tapped else None, lambda done: None)
+            for i, values in logprobs.items():
+                _add(writer, i, batch.samples[i], values)
+            writer.finish(engine.unexposed("prefill"))
 
     def _tapped(
         self,

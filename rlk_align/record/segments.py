@@ -53,9 +53,7 @@ def segments(
                 yield Segment(row, part, tuple(ids[row, part].tolist()))
 
 
-def rows_of(
-    chosen: Sequence[tuple[int, int, Segment]], shape: tuple[int, int]
-) -> ForwardRows:
+def rows_of(chosen: Sequence[tuple[int, int, Segment]], shape: tuple[int, int]) -> ForwardRows:
     """The rows of the chosen sequences in the output `[B, S, ...]` of a forward. chosen: the
     sample, the length of the prompt and the segment of each; shape: (B, S)."""
     index, sample, position, sampled = [], [], [], []
@@ -67,6 +65,9 @@ def rows_of(
         position.append(at)
         sampled.append((at >= prompt - 1) & (at < length - 1))
     return ForwardRows(
-        *(np.concatenate(parts) for parts in (index, sample, position, sampled)),
+        np.concatenate(index),
+        np.concatenate(sample),
+        np.concatenate(position),
+        np.concatenate(sampled),
         shape[0] * shape[1],
     )

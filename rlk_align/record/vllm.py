@@ -2,10 +2,11 @@
 
     RLK_RECORD=records/rollout RLK_RECORD_SEQUENCES=8 python my_job.py
 
-It records the calls of `LLM.generate` and `LLM.chat` whose number, counted from 0, is a multiple of
-RLK_RECORD_EVERY (by default 1), as steps of that number. Afterwards it scores the recorded sequences
-once more, which gives the comparison its `prefill` pass. Importing this module imports neither torch
-nor vLLM.
+It records the calls of `LLM.generate` and `LLM.chat` whose number, counted from 0, is a multiple
+of RLK_RECORD_EVERY (by default 1), as the step of that number. Then it scores the recorded
+sequences, which is the `prefill` pass of the comparison, with its controls. RLK_RECORD_BUDGET is
+the number of bytes of values that a pass keeps. Importing this module imports neither torch nor
+vLLM.
 """
 
 import os
@@ -86,7 +87,7 @@ def _patch_configuration(arguments: Any) -> None:
                 f"record with enforce_eager=True, or unset {FOLDER}",
             )
         if os.environ.get("RLK_KERNELS", "0") not in ("", "0"):
-            raise BadOption(f"{FOLDER}: RLK_KERNELS=1 is not recorded", f"unset one of them")
+            raise BadOption(f"{FOLDER}: RLK_KERNELS=1 is not recorded", "unset one of them")
         os.environ[SEPARATE] = "0"
         self.worker_extension_cls = WORKER
         return original(self, *args, **kwargs)

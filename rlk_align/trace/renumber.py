@@ -35,8 +35,11 @@ def renumber_pass(source: Path, target: Path, numbers: Mapping[int, int]) -> Non
             else:
                 _link(source / name, target / name)
         files = FileRecord.of_files(target, sorted(record.files))
-    kept = {site: r.model_copy(update={"rows": rows[site]}) for site, r in record.sites.items()
-            if rows.get(site)}
+    kept = {
+        site: r.model_copy(update={"rows": rows[site]})
+        for site, r in record.sites.items()
+        if rows.get(site)
+    }
     renumbered = record.model_copy(
         update={
             "sites": kept,
@@ -61,7 +64,9 @@ def _renumber_table(
             for number in range(table.num_row_groups):
                 group = table.read_row_group(number)
                 at = pc.index_in(group["sample"], old)
-                group = group.set_column(1, ROWS_SCHEMA.field("sample"), new.take(at.combine_chunks()))
+                group = group.set_column(
+                    1, ROWS_SCHEMA.field("sample"), new.take(at.combine_chunks())
+                )
                 group = group.filter(pc.is_valid(at))
                 if group.num_rows:
                     site = group["site"][0].as_py()

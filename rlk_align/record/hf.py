@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from rlk_align.engines.common.places import Place
-from rlk_align.engines.common.rows import ForwardRows
 from rlk_align.engines.common.site_hooks import LiveRows
 from rlk_align.engines.hf.engine import HFEngine
 from rlk_align.engines.hf.taps import HFTaps
@@ -19,8 +18,14 @@ from rlk_align.errors import BadOption
 from rlk_align.model.checkpoint import resolve_model
 from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.model.shape import read_shape
-from rlk_align.record.choose import Lowest, Prompts, prefix_hash
-from rlk_align.record.folder import Shard, SideFolder, refuse_unless_dense, sequence_name
+from rlk_align.record.choose import Key, Lowest, Prompts, prefix_hash
+from rlk_align.record.folder import (
+    SCORED,
+    Shard,
+    SideFolder,
+    refuse_unless_dense,
+    sequence_name,
+)
 from rlk_align.record.segments import Segment, rows_of, segments
 from rlk_align.trace.writer import PassWriter
 
@@ -82,8 +87,9 @@ class Recorder:
             with torch.no_grad():
                 live = self._live(shard)
                 shard.describe(live, known.by_hash.values())
-            with shard.writer("prefill") as writer:
-                recording = _Recording(live, known, self._sequences, writer)
+            with ExitStack() as opened:
+                writers = {name: opened.enter_context(shard.writer(name)) for name in SCORED}
+                recording = _Recording(live, known, self._sequences, writers)
                 handles = recording.attach(self._model)
                 try:
                     yield
@@ -119,16 +125,21 @@ class _Recording:
     """The forwards of one step."""
 
     def __init__(
-        self, engine: HFEngine, prompts: Prompts, sequences: int, writer: PassWriter
+        self,
+        engine: HFEngine,
+        prompts: Prompts,
+        sequences: int,
+        writers: dict[str, PassWriter],
     ) -> None:
-        self._engine, self._prompts, self._writer = engine, prompts, writer
+        self._engine, self._prompts, self._writers = engine, prompts, writers
         self._count, self._lowest = sequences, Lowest(sequences)
         self._samples: list[Sample] = []
-        self._keys: dict[tuple[str, str], int] = {}
-        self._seen: set[tuple[str, str]] = set()
+        self._numbers: dict[Key, int] = {}
+        self._seen: set[Key] = set()
         self._here: list[tuple[int, int, Segment]] = []
         self._taps: _Taps | None = None
         self._unexposed: dict[str, str] = {}
+        self._repeating = False
 
     def attach(self, model: Any) -> list[Any]:
         return [
@@ -136,27 +147,19 @@ class _Recording:
             model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
         ]
 
-    @torch.no_grad()
     def _before(self, _model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        if ids is None:
-            raise BadOption("a forward without input_ids is not recorded", "give token ids")
-        if torch.is_autocast_enabled(ids.device.type):
-            raise BadOption(
-                "a model under autocast is not recorded",
-                "load it in the dtype that it computes in",
-            )
+        if self._repeating:
+            return
+        ids = _ids(args, kwargs)
         at = next((kwargs[name] for name in _BOUNDARIES if kwargs.get(name) is not None), None)
         given = kwargs.get("attention_mask"), kwargs.get("position_ids"), at
+        mask, positions, boundaries = map(_numpy, given)
         self._here = []
-        for segment in segments(_numpy(ids), *(_numpy(x) for x in given)):
+        for segment in segments(ids.cpu().numpy(), mask, positions, boundaries):
             self._offer(segment)
         if self._here:
-            engine = self._engine
-            self._taps = _Taps(engine.model, engine.places(), self._writer)
-            self._taps.at(rows_of(self._here, tuple(ids.shape)), ids.device)
-            self._taps.columns = ids.shape[1]
-            self._taps.__enter__()
+            self._shape, self._device = (ids.shape[0], ids.shape[1]), ids.device
+            self._taps = self._tapped("prefill")
 
     def _offer(self, segment: Segment) -> None:
         """Records a sequence if it is among the lowest so far."""
@@ -169,32 +172,56 @@ class _Recording:
             return
         self._seen.add(key)
         if self._lowest.offer(key):
-            number = len(self._samples)
-            self._keys[key] = number
+            number = self._numbers[key] = len(self._samples)
             ids = segment.ids
             self._samples.append(Sample(sequence_name(ids), ids[:length], ids[length:]))
             self._here.append((number, length, segment))
 
-    @torch.no_grad()
-    def _after(self, _model: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+    def _tapped(self, name: str) -> "_Taps":
+        """Installs taps on the rows of the next forward."""
+        taps = _Taps(self._engine.model, self._engine.places(), self._writers[name])
+        taps.at(rows_of(self._here, self._shape), self._device)
+        taps.columns = self._shape[1]
+        taps.install()
+        return taps
+
+    def _after(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         taps, self._taps = self._taps, None
         if taps is None:
             return
         taps.close()
-        self._unexposed |= taps.unexposed
         if output is None:  # the forward raised an error
             return
-        logits = output.logits
-        dropped = taps.columns - logits.shape[1]
+        self._unexposed |= taps.unexposed
+        self._log("prefill", output.logits)
+        self._repeating = True
+        try:
+            # What is random draws the same numbers afterwards as without the controls.
+            with torch.random.fork_rng():
+                self._log("prefill.untapped", model(*args, **kwargs).logits)
+                taps = self._tapped("prefill.repeat")
+                try:
+                    self._log("prefill.repeat", model(*args, **kwargs).logits)
+                finally:
+                    taps.close()
+        finally:
+            self._repeating = False
+
+    @torch.no_grad()
+    def _log(self, name: str, logits: torch.Tensor) -> None:
+        """Records the log-probs of the sampled tokens. logits: `[B, N, V]`, of the last N
+        columns."""
+        dropped = self._shape[1] - logits.shape[1]
         for number, length, segment in self._here:
             position = np.arange(length - 1, len(segment.ids) - 1)
             columns = segment.columns[position] - dropped
             position, columns = position[columns >= 0], columns[columns >= 0]
             ids = np.array(segment.ids)[position + 1]
+            at = torch.from_numpy(columns).to(logits.device)
             targets = torch.from_numpy(ids).to(logits.device)
-            values = self._engine.logprobs(logits[segment.row, torch.from_numpy(columns)], targets)
+            values = self._engine.logprobs(logits[segment.row, at], targets)
             rows = torch.from_numpy(np.asarray(values, dtype=np.float32)).reshape(-1, 1)
-            self._writer("logprob", rows, np.full(len(position), number), position)
+            self._writers[name]("logprob", rows, np.full(len(position), number), position)
 
     def finish(self, shard: Shard) -> None:
         """Completes the shard. Raises BadOption if nothing was recorded."""
@@ -203,8 +230,9 @@ class _Recording:
                 "no forward of the step had a sequence that begins with one of its prompts",
                 "give the token ids of the prompts as the model reads them, without padding",
             )
-        self._writer.finish(self._unexposed)
-        chosen = sorted(self._keys[key] for key in self._lowest.keys)
+        for writer in self._writers.values():
+            writer.finish(self._unexposed)
+        chosen = sorted(self._numbers[key] for key in self._lowest.keys)
         shard.finish(TokenBatch(tuple(self._samples)), chosen, self._count, len(self._seen))
 
 
@@ -227,6 +255,23 @@ class _Taps(HFTaps):
     @torch.no_grad()
     def observe(self, place: Place, value: torch.Tensor, rows: LiveRows) -> None:
         super().observe(place, value.detach(), rows)
+
+
+def _ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The token ids `[B, S]` that a forward reads. Raises BadOption for a forward that is not
+    recorded."""
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if ids is None:
+        raise BadOption("a forward without input_ids is not recorded", "give token ids")
+    if kwargs.get("past_key_values") is not None:
+        raise BadOption(
+            "a forward with cached keys and values is not recorded", "score whole sequences"
+        )
+    if torch.is_autocast_enabled(ids.device.type):
+        raise BadOption(
+            "a model under autocast is not recorded", "load it in the dtype that it computes in"
+        )
+    return ids
 
 
 def _numpy(value: Any) -> np.ndarray | None:
@@ -257,6 +302,10 @@ def _check_model(model: Any) -> None:
     for package, words in {"peft": "an adapter", "rlk_kernels": "the kernels"}.items():
         if any(name.partition(".")[0] == package for name in names):
             raise BadOption(f"a model with {words} is not recorded", "record it without")
-    if any(hasattr(module, "_compiled_call_impl") and module._compiled_call_impl is not None
-           for module in model.modules()):
-        raise BadOption("a compiled model is not recorded: taps see eager code", "record it eagerly")
+    if any(
+        hasattr(module, "_compiled_call_impl") and module._compiled_call_impl is not None
+        for module in model.modules()
+    ):
+        raise BadOption(
+            "a compiled model is not recorded: taps see eager code", "record it eagerly"
+        )
