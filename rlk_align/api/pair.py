@@ -18,6 +18,7 @@ from rlk_align.model.checkpoint import default_model
 from rlk_align.model.dtypes import lower_precision
 from rlk_align.model.edges import passes_for
 from rlk_align.progress import Progress
+from rlk_align.record.layout import is_recording
 from rlk_align.results import SideName
 from rlk_align.trace.records import load_record
 from rlk_align.trace.run import Run
@@ -195,8 +196,6 @@ def _aligned(
 ) -> dict[SideName, Side]:
     """Returns the sides themselves; for recordings of a job, runs with the sequences of both, which
     are kept in the run's folder. Raises BadOption for a recording and a run."""
-    from rlk_align.record.align import align, is_recording
-
     of_jobs = [name for name in runs if is_recording(name)]
     if not of_jobs:
         return sides
@@ -205,6 +204,8 @@ def _aligned(
             f"{of_jobs[0]} was recorded in a job, and the other run was not",
             "compare the rollout side of a job with its training side",
         )
+    from rlk_align.record.align import align
+
     written, notes = align(runs, run.folder / RECORDED)
     for note in notes:
         warn(note)

@@ -10,7 +10,7 @@ from pathlib import Path
 from rlk_align.errors import BadOption
 from rlk_align.model.prompts import Prompt, Sample, TokenBatch, save_prompts
 from rlk_align.record.choose import prefix_hash
-from rlk_align.record.folder import RECORDING, RecordingRecord, steps_of
+from rlk_align.record.layout import RECORDING, RecordingRecord, steps_of
 from rlk_align.results import SideName
 from rlk_align.trace.checksums import CHECKSUMS, add_checksums
 from rlk_align.trace.records import load_record, save_record, writing
@@ -44,12 +44,6 @@ class Recorded:
             prefix_hash(batch.samples[i].ids): (i, batch.samples[i]) for i in records[0].chosen
         }
         return cls(ranks[0], records[0], chosen)
-
-
-def is_recording(name: str) -> bool:
-    """Whether a folder has recordings of one side, or is one step of them."""
-    folder = Path(name)
-    return bool(steps_of(folder)) or any(folder.glob(f"rank-*/{RECORDING}"))
 
 
 def align(names: Sequence[str], folder: Path) -> tuple[dict[SideName, Path], list[str]]:

@@ -19,14 +19,14 @@ from rlk_align.model.checkpoint import resolve_model
 from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.model.shape import read_shape
 from rlk_align.record.choose import Key, Lowest, Prompts, prefix_hash
-from rlk_align.record.folder import (
+from rlk_align.record.segments import Segment, rows_of, segments
+from rlk_align.record.shard import (
     SCORED,
     Shard,
     SideFolder,
     refuse_unless_dense,
     sequence_name,
 )
-from rlk_align.record.segments import Segment, rows_of, segments
 from rlk_align.trace.writer import PassWriter
 
 ENGINES = ("auto", "hf")

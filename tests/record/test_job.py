@@ -1,6 +1,7 @@
 """A job that is not ours records itself; the comparison afterwards says what `compare` says."""
 
 import json
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -57,12 +58,12 @@ class Job:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    import os
-
     require_engine("vllm")
     folder = tmp_path_factory.mktemp("job")
     made = Job(folder, count=4)
-    path = os.pathsep.join([str(installed_plugin(folder / "plugin")), os.environ["PYTHONPATH"]])
+    path = os.pathsep.join(
+        [str(installed_plugin(folder / "plugin")), os.environ.get("PYTHONPATH", "")]
+    )
     made.run("rollout", RLK_RECORD=str(folder / "rollout"), PYTHONPATH=path)
     return made
 

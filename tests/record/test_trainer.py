@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,8 +17,8 @@ from rlk_align.data import data_path
 from rlk_align.errors import BadOption, ToolError
 from rlk_align.model.sites import RowIndex, model_sites
 from rlk_align.record.choose import Lowest, lowest_prompts, prefix_hash
-from rlk_align.record.folder import RecordingRecord, step_folder, steps_of
 from rlk_align.record.hf import Recorder
+from rlk_align.record.layout import RecordingRecord, step_folder, steps_of
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.records import load_record
 
@@ -102,7 +103,7 @@ def logprobs(trace: Trace, name: str = "prefill") -> dict[tuple[str, int], float
     reader = trace.read_pass(name)
     rows = reader.rows("logprob")
     assert rows is not None
-    values = reader.values("logprob", rows).flatten().tolist()
+    values = reader.values("logprob", rows, np.arange(len(rows.sample))).flatten().tolist()
     names = [trace.tokens.samples[i].prompt_id for i in rows.sample]
     return {(n, int(p)): v for n, p, v in zip(names, rows.position, values, strict=True)}
 

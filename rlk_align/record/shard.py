@@ -1,20 +1,12 @@
-"""The folder of one side's recordings, and the shard that each rank writes into it.
-
-SIDE/
-  step-00000300/rank-0/     a trace of the passes of one rank, complete once it has this name
-    recording.json          which step and rank it is, and which of its samples were chosen
-    model/                  config.json and, if they were saved, the weights of that step
-  .rank-0.lock              held by the process that records
-"""
+"""The shard that a rank writes for a step: complete, or not there."""
 
 import fcntl
 import os
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import numpy as np
 
@@ -27,43 +19,15 @@ from rlk_align.errors import BadOption, ToolError
 from rlk_align.model.prompts import Prompt, TokenBatch, save_prompts
 from rlk_align.model.sites import model_sites
 from rlk_align.record.choose import prefix_hash
+from rlk_align.record.layout import RECORDING, RecordingRecord, step_folder
 from rlk_align.results import SideName
 from rlk_align.trace.checksums import add_checksums
-from rlk_align.trace.records import Record, save_record, writing
+from rlk_align.trace.records import save_record, writing
 from rlk_align.trace.schema import TRACE_FILES
 from rlk_align.trace.writer import PassWriter
 
-RECORDING = "recording.json"
 SCORED = ("prefill", "prefill.untapped", "prefill.repeat")
 """A pass that scores sequences, and its controls."""
-_STEP = re.compile(r"step-(\d{8,})")
-
-
-class RecordingRecord(Record):
-    """recording.json."""
-
-    schema_id: Literal["rlk-align/recording/1"] = "rlk-align/recording/1"
-    side: SideName
-    step: int
-    rank: int = 0
-    ranks: int = 1
-    sequences: int
-    """How many sequences were asked for."""
-    seen: int
-    """How many sequences of the step were seen, of which these were chosen."""
-    chosen: list[int]
-    """The samples of the trace that were chosen in the end; others were displaced by them."""
-    passes: list[str]
-
-
-def step_folder(side: Path, step: int) -> Path:
-    return side / f"step-{step:08d}"
-
-
-def steps_of(side: Path) -> dict[int, Path]:
-    """Step -> the folder of a complete recording."""
-    found = {int(m[1]): path for path in side.glob("step-*") if (m := _STEP.fullmatch(path.name))}
-    return {n: path for n, path in sorted(found.items()) if any(path.glob(f"rank-*/{RECORDING}"))}
 
 
 class KeepWithin:
