@@ -15,8 +15,8 @@ from rlk_align.model.checkpoint import resolve_model
 from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.model.shape import read_shape
 from rlk_align.record.choose import Key, Lowest, lowest_prompts, prefix_hash
+from rlk_align.record.settings import Settings
 from rlk_align.record.shard import SCORED, SideFolder, refuse_unless_dense, sequence_name
-from rlk_align.record.vllm import Settings
 from rlk_align.trace.writer import PassWriter
 
 UNASKED = "the job did not ask vLLM for log-probs: SamplingParams(logprobs=0)"
