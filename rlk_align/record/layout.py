@@ -36,6 +36,7 @@ class RecordingRecord(Record):
 
 
 def step_folder(side: Path, step: int) -> Path:
+    """The folder of a step of one side."""
     return side / f"step-{step:08d}"
 
 

@@ -113,14 +113,15 @@ def test_a_recorded_job_gets_the_verdict_of_compare(job: Job, module_cli: Cli) -
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind", "named"),
+    ("fault", "kind", "named", "by_side"),
     [
-        ("stale", "weights", "layers.1.up_proj"),
-        ("theta", "attributes", "rope_theta"),
+        # The operators are recomputed with the weights that the trainer saved.
+        ("stale", "weights", "layers.1.up_proj", "from rollout decode layers.1.up_proj on"),
+        ("theta", "attributes", "rope_theta", "layers.0.q_rope the training side is off"),
     ],
 )
 def test_a_planted_fault_is_named(
-    job: Job, module_cli: Cli, fault: str, kind: str, named: str
+    job: Job, module_cli: Cli, fault: str, kind: str, named: str, by_side: str
 ) -> None:
     job.run("train", fault)
     outcome = job.compare(module_cli, fault)
@@ -134,4 +135,6 @@ def test_a_planted_fault_is_named(
         *("--allow-mismatch", kind, "--run-dir", job.folder / f"allowed{fault}"),
     )
     assert allowed.verdict is not None
-    print(fault, mismatch, allowed.code, allowed.out)
+    said = " ".join(allowed.out.split())
+    assert by_side in said
+    assert allowed.verdict["coverage"]["fraction"] == 1
