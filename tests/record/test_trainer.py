@@ -21,6 +21,7 @@ from rlk_align.record.hf import Recorder
 from rlk_align.record.layout import RecordingRecord, step_folder, steps_of
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.records import load_record
+from rlk_align.trace.writer import one_thread
 
 PROMPTS = [[5, 40, 300, 7], [11, 12, 13], [21, 500, 8, 9, 10, 77], [60, 61]]
 RESPONSES = [[30, 31, 32], [45, 46, 47, 48, 49], [90], [17, 18, 19, 20]]
@@ -28,10 +29,11 @@ SEQUENCES = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
+def model() -> Iterator[Any]:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(data_path("model"), dtype="bfloat16").eval()
+    with one_thread():  # the tensors are small, and tests share the processors
+        yield AutoModelForCausalLM.from_pretrained(data_path("model"), dtype="bfloat16").eval()
 
 
 def plain(model: Any, order: list[int]) -> None:
