@@ -18,6 +18,7 @@ from rlk_align.model.checkpoint import default_model
 from rlk_align.model.dtypes import lower_precision
 from rlk_align.model.edges import passes_for
 from rlk_align.progress import Progress
+from rlk_align.record.layout import is_recording
 from rlk_align.results import SideName
 from rlk_align.trace.records import load_record
 from rlk_align.trace.run import Run
@@ -34,6 +35,10 @@ OF_CAPTURES = (
     *("fresh", "seed", "max_new_tokens", "perturb_lora"),
 )
 """Fields that determine the contents of a capture."""
+
+
+RECORDED = "recorded"
+"""The folder, inside a run, of the recordings of a job with the sequences of both sides."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +122,8 @@ def prepare(
         from rlk_align.api.adapter import perturbed
 
         sides = {side: perturbed(each, side, run.folder) for side, each in sides.items()}
+    if runs:
+        sides = _aligned(runs, sides, run, warn)
     recorded = _recorded(sides, run)
     _check_recorded_kernels(recorded, pair.kernels)
     captured = pair.recorded_by(next(iter(recorded.values()))) if recorded else pair
@@ -182,6 +189,27 @@ def _sides(pair: Pair, runs: Sequence[str]) -> dict[SideName, Side]:
             "or other options of a capture"
         )
     return {"rollout": Recording(runs[0]), "train": Recording(runs[1])}
+
+
+def _aligned(
+    runs: Sequence[str], sides: dict[SideName, Side], run: Run, warn: options.Warn
+) -> dict[SideName, Side]:
+    """Returns the sides themselves; for recordings of a job, runs with the sequences of both, which
+    are kept in the run's folder. Raises BadOption for a recording and a run."""
+    of_jobs = [name for name in runs if is_recording(name)]
+    if not of_jobs:
+        return sides
+    if len(of_jobs) != len(runs):
+        raise BadOption(
+            f"{of_jobs[0]} was recorded in a job, and the other run was not",
+            "compare the rollout side of a job with its training side",
+        )
+    from rlk_align.record.align import align
+
+    written, notes = align(runs, run.folder / RECORDED)
+    for note in notes:
+        warn(note)
+    return {side: Recording(str(folder)) for side, folder in written.items()}
 
 
 def _engines(pair: Pair) -> tuple[str, str]:

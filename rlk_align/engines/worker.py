@@ -28,20 +28,20 @@ from rlk_align.engines.process.plan import KEEP_LOGPROBS, CapturePlan, plan_capt
 from rlk_align.engines.process.ranks import barrier, check_device, destroy_process_group, join
 from rlk_align.engines.process.versions import versions
 from rlk_align.engines.registry import load_engine
+from rlk_align.engines.row_checks import row_checks
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.tested import tested_range, untested
 from rlk_align.errors import BadOption, RlkError
 from rlk_align.model.outline import read_outline
 from rlk_align.model.prompts import Prompt, Sample, TokenBatch, check_lengths, load_prompts
-from rlk_align.model.rotary import checkpoint_rotary
 from rlk_align.model.shape import read_shape
-from rlk_align.model.sites import first_attention, model_sites
+from rlk_align.model.sites import model_sites
 from rlk_align.model.tokenise import tokenise
 from rlk_align.results import Cell
 from rlk_align.trace.checksums import add_checksums
 from rlk_align.trace.records import writing
 from rlk_align.trace.schema import TRACE_FILES
-from rlk_align.trace.writer import NO_CHECKS, Checks, PassWriter
+from rlk_align.trace.writer import NO_CHECKS, PassWriter
 
 if TYPE_CHECKING:
     from rlk_align.engines.patch import BasePatch
@@ -233,19 +233,11 @@ def _open_part(job: Job, engine: Engine, name: str, plan: CapturePlan) -> PassWr
     intervention = job.interventions.get(name)
     valued = observed or (intervention is not None and intervention.observed)
     keep = plan.keep if valued else KEEP_LOGPROBS
-    shape = engine.shape
-    checks = NO_CHECKS
-    if observed and not job.modules:
-        attention = first_attention(shape)
-        of_layer, sinks = shape.at(attention.layer), bool(attention.operator.weight)
-        ends = (attention.prefix_inputs[1], attention.name)
-        # The value of a token is no site of a latent attention.
-        heads = None if shape.latent else (shape.heads, of_layer.kv_heads, sinks, *ends)
-        checks = Checks(checkpoint_rotary(job.model, shape), heads, engine.cache())
+    checks = row_checks(engine) if observed and not job.modules else NO_CHECKS
     rank = engine.ranks.rank
     if rank:
         barrier(engine.ranks)
-    writer = PassWriter(job.folder / name, keep, valued, checks, shape.vocab, part=rank)
+    writer = PassWriter(job.folder / name, keep, valued, checks, engine.shape.vocab, part=rank)
     if not rank:
         barrier(engine.ranks)
     return writer

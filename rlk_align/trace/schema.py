@@ -342,6 +342,8 @@ class TraceRecord(Record):
     """The keys and values of attention, if they are quantised."""
     prompt_ids: dict[str, list[int]]
     """Prompt id -> the token ids of its text by this side's tokenizer."""
+    recorded: str = ""
+    """The step of a job that recorded it as it ran, once and with taps; empty for a capture."""
 
     @property
     def adapter(self) -> LoraRecord | None:

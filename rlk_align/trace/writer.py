@@ -47,7 +47,7 @@ KeepValues = Callable[[str, np.ndarray, np.ndarray], np.ndarray]
 PART_SHARDS = 100_000
 """The largest number of values files of one part of a pass."""
 
-_COMPACT: dict[str, Any] = {
+COMPACT: dict[str, Any] = {
     # Readers find a site's row groups by their statistics.
     "write_statistics": ["site"],
     # Magnitudes in a low precision repeat; digests and norms almost never do.
@@ -142,7 +142,7 @@ class PassWriter:
                 self._folder.mkdir(parents=True)
             name = f"rows.{part}.parquet" if part else "rows.parquet"
             self._table = pq.ParquetWriter(
-                self._folder / name, ROWS_SCHEMA, write_page_checksum=True, **_COMPACT
+                self._folder / name, ROWS_SCHEMA, write_page_checksum=True, **COMPACT
             )
 
     def part(self, number: int) -> "Callable[[], PassWriter]":

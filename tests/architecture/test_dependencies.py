@@ -141,13 +141,14 @@ RULES = {
         *("engines.megatron.experts", "engines.megatron.places", "trace", "model", "progress"),
         *("text", "errors"),
     ),
+    "record": ("record", "engines", "trace", "model", "results", "errors"),
     "pipeline": (
         *("capture", "compare", "probe", "judge", "report", "trace", "model"),
         *("results", "progress", "errors"),
     ),
     "api": (
         *("api", "pipeline", "modules", "capture", "compare", "probe.record", "judge", "report"),
-        "engines",
+        *("engines", "record"),
         *("logs.rescore", "logs.diagnose", "logs.dumps", "logs.readers"),
         *("trace", "model", "data", "results", "comparison_table", "progress", "text", "errors"),
     ),
@@ -253,6 +254,7 @@ LIGHT = (
         "logs.readers.jsonl",
     ),
     *("report.source", "report.html.page", "report.html.several", "report.model_explorer"),
+    *("record", "record.vllm", "record.layout"),
     *("trace.run", "trace.schema", "engines.registry", "engines.spec", "engines.tested"),
     *("capture.request", "model.checkpoint", "model.edges", "model.shape", "model.prompts"),
     *("model.sites", "model.operators", "progress", "text", "errors", "data", "cli.main"),

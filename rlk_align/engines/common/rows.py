@@ -24,6 +24,7 @@ class ForwardRows:
     index: np.ndarray
     """The index of each row in the flattened output."""
     sample: np.ndarray
+    """-1 for a row that is not recorded."""
     position: np.ndarray
     sampled: np.ndarray
     """bool: whether the next token was sampled, so that the row's logits are wanted."""
@@ -147,10 +148,10 @@ def packed_rows(
     owners: np.ndarray, starts: np.ndarray, position: np.ndarray, sampled: Sequence[range]
 ) -> ForwardRows:
     """The rows of a batch that an engine packed itself. The rows from `starts[i]` to `starts[i +
-    1]` belong to sample `owners[i]`; `position` `[N]`: the position of each row; `sampled`: the
-    positions of each sample whose logits are wanted."""
+    1]` belong to sample `owners[i]`, or to none that is recorded, -1; `position` `[N]`: the
+    position of each row; `sampled`: the positions of each sample whose logits are wanted."""
     sample = np.repeat(owners, np.diff(starts))
     first = np.array([r.start for r in sampled])[sample]
     stop = np.array([r.stop for r in sampled])[sample]
-    wanted = (position >= first) & (position < stop)
+    wanted = (sample >= 0) & (position >= first) & (position < stop)
     return ForwardRows(np.arange(len(sample)), sample, position, wanted, len(sample))

@@ -37,10 +37,12 @@ class LiveRows:
 
     @classmethod
     def of(cls, rows: ForwardRows, index: np.ndarray, device: torch.device) -> "LiveRows":
-        """All rows of a forward, at `index` in the tensor."""
+        """The recorded rows of a forward, at `index` in the tensor."""
+        recorded = rows.sample >= 0
+        index = index[recorded]
         everything = np.array_equal(index, np.arange(rows.cells))
         at = None if everything else torch.from_numpy(index).to(device)
-        return cls(at, rows.sample, rows.position, rows.cells)
+        return cls(at, rows.sample[recorded], rows.position[recorded], rows.cells)
 
     def part(self, at: slice) -> "LiveRows":
         """The rows of a tensor that has these rows of packed ones, of which none are padding."""

@@ -66,11 +66,17 @@ class VLLMEngine(Engine):
     taps: type[VLLMTaps] = VLLMTaps
     """The hooks of a pass that is observed."""
 
+    def attach(self, llm: Any) -> None:
+        """Describes and runs a live LLM of another program, without adapters, instead of one that
+        it opens itself. Its workers need the methods of `worker.WorkerExtension`."""
+        self.llm, self._passes = llm, 0
+        self._adapters: list[AdapterFile | None] = []
+
     def open(self) -> None:
         option = self.spec.option
         self._passes = 0
         lora, config = self.spec.option("lora"), read_config(self.model_path)
-        self._adapters: list[AdapterFile | None] = [
+        self._adapters = [
             None if path is None else fitting_adapter(path, config, self.shape)
             for path in (adapter_paths(lora) if lora is not None else ())
         ]
@@ -82,6 +88,8 @@ class VLLMEngine(Engine):
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         # RLK_KERNELS configures the kernels' vLLM plugin for other programs; here the spec does.
         os.environ.pop("RLK_KERNELS", None)
+        # RLK_RECORD records other programs, and not what rlk-align runs itself.
+        os.environ.pop("RLK_RECORD", None)
         if self.kernels is not None:
             self.kernels.before_loading()
         if option("batch_invariant"):
@@ -324,7 +332,7 @@ class VLLMEngine(Engine):
         # The salt keeps a pass from reusing prefixes that an earlier pass cached: vLLM would not
         # compute them again, and no tap would see them.
         self._passes += 1
-        salt = str(self._passes)
+        salt = f"rlk-align {self._passes}"
         prompts = [{"prompt_token_ids": list(ids), "cache_salt": salt} for ids in sequences]
         adapters = lora_requests(self._adapters)
         mixed = [adapters[i % len(adapters)] for i in range(len(prompts))] if adapters else None

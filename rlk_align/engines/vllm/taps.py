@@ -102,7 +102,7 @@ class VLLMTaps(SiteHooks):
             count, starts = runner.input_batch.num_reqs, runner.query_start_loc.np
             requests = runner.input_batch.req_ids
         starts = np.asarray(starts[: count + 1])
-        owners = np.array([self._samples[str(r).split("-")[0]] for r in requests[:count]])
+        owners = np.array([self._owner(str(r).split("-")[0]) for r in requests[:count]])
         self._last = starts[1:] - 1
         positions = kwargs["positions"] if "positions" in kwargs else args[1]
         if positions.dim() == 2:
@@ -111,6 +111,10 @@ class VLLMTaps(SiteHooks):
         position = positions[: starts[-1]].cpu().numpy().astype(np.int64)
         self._rows = packed_rows(owners, starts, position, self._sampled)
         self._all = LiveRows.of(self._rows, self._rows.index, positions.device)
+
+    def _owner(self, request: str) -> int:
+        """The sample of a request, by its id in vLLM's outputs; -1 if it is not recorded."""
+        return self._samples[request]
 
     def _keep_hidden(self, out: torch.Tensor) -> None:
         self._hidden = out

@@ -1,0 +1,54 @@
+"""Records both sides of a user's own job as it runs, for `rlk-align compare` afterwards.
+
+    recorder = record.trainer(model, out="records/train")
+    for n, prompts in enumerate(batches):
+        with recorder.step(n, prompts):
+            ...  # the forwards that score log-probs
+
+The rollout side is vLLM with RLK_RECORD=FOLDER in its environment: `rlk_align.record.vllm`.
+Importing this package imports neither torch nor an engine.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlk_align.record.hf import Recorder
+
+__all__ = ["trainer"]
+
+
+def trainer(
+    model: Any,
+    out: str,
+    *,
+    engine: str = "auto",
+    sequences: int = 8,
+    every: int = 50,
+    temperature: float = 1.0,
+    budget: int = 8_000_000_000,
+    weights: bool = True,
+) -> "Recorder":
+    """A recorder of the forwards of a live trainer.
+
+    model: a causal LM of transformers, in one process. out: the folder of this side's recording.
+    engine: `hf`, or `auto`, which is the same. sequences: how many sequences of a step are
+    recorded. every: steps whose number is a multiple of it are recorded. temperature: divides the
+    logits, as the trainer does. budget: the bytes of values that a step keeps; digests of all rows
+    are kept beyond it. weights: whether a step also saves the live weights, with which operators
+    are recomputed.
+
+    Raises BadOption for a setting that is unknown, a model in several ranks or with an adapter,
+    and ToolError if another process records into the folder.
+    """
+    from rlk_align.record.hf import Recorder
+
+    return Recorder(
+        model,
+        out,
+        engine=engine,
+        sequences=sequences,
+        every=every,
+        temperature=temperature,
+        budget=budget,
+        weights=weights,
+    )

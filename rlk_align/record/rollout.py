@@ -1,0 +1,179 @@
+"""Records the requests of a live `vllm.LLM`, whose model is in this process or in its ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlk_align.engines.spec import EngineSpec
+from rlk_align.engines.vllm.engine import VLLMEngine
+from rlk_align.engines.vllm.taps import VLLMTaps
+from rlk_align.engines.vllm.worker import TapPlan
+from rlk_align.errors import BadOption
+from rlk_align.model.checkpoint import resolve_model
+from rlk_align.model.prompts import Sample, TokenBatch
+from rlk_align.model.shape import read_shape
+from rlk_align.record.choose import Key, Lowest, lowest_prompts, prefix_hash
+from rlk_align.record.settings import Settings
+from rlk_align.record.shard import SCORED, SideFolder, refuse_unless_dense, sequence_name
+from rlk_align.trace.writer import PassWriter
+
+UNASKED = "the job did not ask vLLM for log-probs: SamplingParams(logprobs=0)"
+
+
+class RecordingTaps(VLLMTaps):
+    """Taps that record some of the requests of a batch."""
+
+    def _owner(self, request: str) -> int:
+        return self._samples.get(request, -1)
+
+
+class RolloutRecorder:
+    """Records some requests of some runs of a live LLM."""
+
+    def __init__(self, llm: Any, settings: Settings) -> None:
+        """Raises BadOption for a model that is not recorded yet."""
+        self._llm, self._settings = llm, settings
+        self._engine = _live(llm)
+        refuse_unless_dense(self._engine)
+        self._folder = SideFolder(settings.folder, "rollout", settings.budget)
+        self._runs = 0
+        self._scoring = False
+
+    def run(self, run: Callable[[], list[Any]]) -> list[Any]:
+        """Runs all waiting requests; returns their outputs."""
+        if self._scoring:
+            return run()
+        number, self._runs = self._runs, self._runs + 1
+        if number % self._settings.every or not self._waiting():
+            return run()
+        return self._recorded(number, run)
+
+    def _waiting(self) -> dict[str, tuple[int, ...]]:
+        """The prompts of the waiting requests, by their ids in vLLM's outputs. Raises BadOption for
+        a request that is not recorded yet."""
+        waiting = {}
+        for name, state in self._llm.llm_engine.output_processor.request_states.items():
+            if state.parent_req is not None:
+                raise BadOption(
+                    "RLK_RECORD: requests with n > 1 are not recorded",
+                    "give each response a request of its own",
+                )
+            if state.prompt_token_ids is None or state.lora_request is not None:
+                raise BadOption("RLK_RECORD: prompts of embeddings and adapters are not recorded")
+            waiting[str(name).split("-")[0]] = tuple(state.prompt_token_ids)
+        return waiting
+
+    def _recorded(self, number: int, run: Callable[[], list[Any]]) -> list[Any]:
+        waiting = self._waiting()
+        names, prompts = list(waiting), list(waiting.values())
+        chosen = lowest_prompts(prompts, self._settings.sequences)
+        samples = {names[at]: i for i, at in enumerate(chosen)}
+        engine = self._engine
+        with self._folder.shard(number) as shard:
+            shard.describe(engine, [prompts[at] for at in chosen])
+            with shard.writer("decode") as writer:
+                outputs = self._tapped(writer, samples, [prompts[at] for at in chosen], run)
+                batch = self._log_decode(writer, samples, outputs)
+                unasked = {} if _all_logged(outputs, samples) else {"logprob": UNASKED}
+                writer.finish(engine.unexposed("decode") | unasked)
+            self._scoring = True
+            try:
+                for name in SCORED:
+                    self._score(name, shard.writer(name), batch)
+            finally:
+                self._scoring = False
+            lowest = Lowest(self._settings.sequences)
+            keys: dict[Key, int] = {}
+            for i, sample in enumerate(batch.samples):
+                key: Key = prefix_hash(sample.prompt_ids), prefix_hash(sample.ids)
+                keys.setdefault(key, i)
+                lowest.offer(key)
+            kept = sorted(keys[key] for key in lowest.keys)
+            shard.finish(batch, kept, self._settings.sequences, len(waiting))
+        return outputs
+
+    def _score(self, name: str, writer: PassWriter, batch: TokenBatch) -> None:
+        """Scores the recorded sequences again, which is a pass of its own."""
+        engine, tapped = self._engine, not name.endswith(".untapped")
+        with writer:
+            logprobs = engine.score(batch, writer if tapped else None, lambda done: None)
+            for i, values in logprobs.items():
+                _add(writer, i, batch.samples[i], values)
+            writer.finish(engine.unexposed("prefill"))
+
+    def _tapped(
+        self,
+        writer: PassWriter,
+        samples: dict[str, int],
+        prompts: list[tuple[int, ...]],
+        run: Callable[[], list[Any]],
+    ) -> list[Any]:
+        """The outputs of a run whose chosen requests are tapped."""
+        shape, rpc = self._engine.shape, self._llm.collective_rpc
+        sampled = [range(len(ids) - 1, shape.context) for ids in prompts]
+        plan = TapPlan(
+            writer.part(1), shape, samples, sampled, "decode", TokenBatch(()), None, False,
+            RecordingTaps,
+        )  # fmt: skip
+        rpc("rlk_tap", args=(plan,))
+        try:
+            return run()
+        finally:
+            rpc("rlk_untap")
+
+    @staticmethod
+    def _log_decode(writer: PassWriter, samples: dict[str, int], outputs: list[Any]) -> TokenBatch:
+        """Records what vLLM says of the chosen requests; returns their sequences."""
+        found: dict[int, Sample] = {}
+        for output in outputs:
+            number = samples.get(output.request_id.split("-")[0])
+            if number is None:
+                continue
+            completion, prompt = output.outputs[0], tuple(output.prompt_token_ids)
+            ids = tuple(completion.token_ids)
+            found[number] = Sample(sequence_name(prompt + ids), prompt, ids)
+            writer.took_from_cache(number, output.num_cached_tokens or 0)
+            if completion.logprobs:
+                chosen = [d[t].logprob for d, t in zip(completion.logprobs, ids, strict=True)]
+                _add(writer, number, found[number], np.array(chosen, dtype=np.float32))
+        return TokenBatch(tuple(found[i] for i in range(len(samples))))
+
+
+def _all_logged(outputs: list[Any], samples: dict[str, int]) -> bool:
+    """Whether vLLM returned log-probs of every chosen request."""
+    return all(
+        output.outputs[0].logprobs
+        for output in outputs
+        if output.request_id.split("-")[0] in samples
+    )
+
+
+def _add(writer: PassWriter, number: int, sample: Sample, logprobs: np.ndarray) -> None:
+    rows = torch.from_numpy(np.asarray(logprobs, dtype=np.float32)).reshape(-1, 1)
+    position = np.arange(len(rows)) + sample.sampled_positions.start
+    writer("logprob", rows, np.full(len(rows), number), position)
+
+
+def _live(llm: Any) -> VLLMEngine:
+    """The adapter of vLLM around the live LLM. Raises BadOption for a setting that is not recorded
+    yet."""
+    config = llm.llm_engine.vllm_config
+    if config.parallel_config.pipeline_parallel_size > 1:
+        raise BadOption("RLK_RECORD: pipeline stages are not recorded")
+    if config.model_config.logprobs_mode != "raw_logprobs":
+        raise BadOption(
+            f"RLK_RECORD: logprobs_mode={config.model_config.logprobs_mode} is not recorded",
+            "use raw_logprobs",
+        )
+    model = resolve_model(config.model_config.model)
+    shape = read_shape(model)
+    options: dict[str, str | int | float | bool] = {
+        "tp": config.parallel_config.tensor_parallel_size,
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "enable_prefix_caching": bool(config.cache_config.enable_prefix_caching),
+    }
+    engine = VLLMEngine(EngineSpec("vllm", options).canonical(shape.dtype), model, shape)
+    engine.attach(llm)
+    return engine

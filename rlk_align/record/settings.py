@@ -1,0 +1,34 @@
+"""What the environment of a job asks the recorder in vLLM for."""
+
+import os
+from dataclasses import dataclass
+
+from rlk_align.errors import BadOption
+
+FOLDER, SEQUENCES, EVERY = "RLK_RECORD", "RLK_RECORD_SEQUENCES", "RLK_RECORD_EVERY"
+BUDGET = "RLK_RECORD_BUDGET"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the environment asks for."""
+
+    folder: str
+    sequences: int
+    every: int
+    budget: int
+
+    @classmethod
+    def read(cls) -> "Settings | None":
+        """None without RLK_RECORD. Raises BadOption for a number that is none."""
+        folder = os.environ.get(FOLDER, "")
+        if not folder:
+            return None
+        return cls(folder, _number(SEQUENCES, 8), _number(EVERY, 1), _number(BUDGET, 8_000_000_000))
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise BadOption(f"{name}={text}: it must be a number of at least 1")
+    return int(text)
