@@ -4,6 +4,7 @@ The graphs run eagerly here (aot_eager), but for one that goes through Inductor,
 tests/fix_path/test_hf_compiled.py.
 """
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -119,15 +120,18 @@ def test_a_row_of_padding_has_no_part_in_anything(
 ) -> None:
     """Its values, and those of its gradient, are zeros."""
     monkeypatch.setenv("RLK_BACKEND", backend)
+    from rlk_kernels.integrations import profile
     from rlk_kernels.integrations.hf.attention import _padded
 
     made = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(B, T, n, 16, generator=made).requires_grad_() for n in (4, 2, 2))
     real = LEFT_PADDED.bool()
-    out = _padded(q, k, v, real, 0.25, None)
+    core = partial(profile.attention, scale=0.25, window=None, softcap=None, sinks=None)
+    out = _padded(q, (k, v), real, core)
     out.pow(2).sum().backward()
     for x in (out, q.grad, k.grad, v.grad):
         assert bool((x[~real] == 0).all())
         assert bool((x[real] != 0).any())
-    alone = _padded(*(x[:1, 4:] for x in (q, k, v)), real[:1, 4:], 0.25, None)
+    q, k, v = (x[:1, 4:] for x in (q, k, v))
+    alone = _padded(q, (k, v), real[:1, 4:], core)
     assert out[:1, 4:].equal(alone)

@@ -35,11 +35,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "phi": {},
     # Products whose weights are stored transposed, with q, k and v in one.
     "gpt2": {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 256},
+    # A parallel block, and q, k and v of each head in one product.
+    "gpt_neox": {},
     # Attention in some layers, and a state-space model in the others.
     "bamba": _MAMBA | {"mamba_expand": 2, "mamba_n_heads": 8, "attn_layer_indices": [1]},
 }
 """model_type -> what its config sets beside `random_model.SMALL`."""
-IN_VLLM = ("falcon_h1", "nemotron", "apertus", "mamba2", "opt", "stablelm", "gpt2", "phi")
+IN_VLLM = (
+    "falcon_h1",
+    "nemotron",
+    "apertus",
+    "mamba2",
+    "opt",
+    "stablelm",
+    "gpt2",
+    "phi",
+    "gpt_neox",
+)
 """Those that vLLM 0.32 loads on a CPU and computes as transformers does."""
 
 
