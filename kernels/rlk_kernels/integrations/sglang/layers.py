@@ -74,15 +74,21 @@ class Norm(Counted):
         return profile.add_norm(x, residual, self.weight, self.variance_epsilon)
 
 
-def norms_as_modules(original: Callable[..., Any]) -> Callable[..., Any]:
+def norms_by_head(original: Callable[..., Any]) -> Callable[..., Any]:
     """SGLang's norm of the heads of q and k, which on GPUs computes both in place by one kernel of
-    its own. Where the norms have kernels of ours, it calls their modules, on one stream."""
+    its own, and elsewhere copies them. Norms that have kernels of ours read them where the
+    projection has written them."""
 
     @functools.wraps(original)
-    def apply_qk_norm(*args: Any, q_norm: Any, **more: Any) -> Any:
-        if isinstance(q_norm, Norm):
-            more |= {"allow_inplace": False, "alt_stream": None}
-        return original(*args, q_norm=q_norm, **more)
+    def apply_qk_norm(
+        q: Tensor, k: Tensor, q_norm: Any, k_norm: Any, head_dim: int, *args: Any, **more: Any
+    ) -> Any:
+        if not isinstance(q_norm, Norm):
+            return original(q, k, q_norm, k_norm, head_dim, *args, **more)
+        by_head = (x.unflatten(-1, (-1, head_dim)) for x in (q, k))
+        return tuple(
+            norm(x).flatten(-2) for norm, x in zip((q_norm, k_norm), by_head, strict=True)
+        )
 
     return apply_qk_norm
 

@@ -151,7 +151,7 @@ def _call_head_norms() -> None:
     """Makes SGLang's models call the norms of q and k that are ours, once in this process. Other
     norms are computed as before."""
     for module in (qwen3, qwen3_moe):
-        module.apply_qk_norm = layers.norms_as_modules(module.apply_qk_norm)
+        module.apply_qk_norm = layers.norms_by_head(module.apply_qk_norm)
 
 
 def _of_modules(modules: Iterable[Any]) -> Iterator[str]:
