@@ -120,11 +120,11 @@ def unaligned_prefill(tokens: int) -> None:
     rk.attention(_x(tokens, 4097).detach()[:, :4096].view(tokens, 32, 128), k, v, cu, cu)
 
 
-def decode(heads, sequences: int, context: int, page: int = 16) -> None:
+def decode(heads, sequences: int, context: int, page: int = 16, queries: int = 1) -> None:
     hq, hk, dim = heads
     pages = context // page
     rk.paged_attention(
-        _x(sequences, hq, dim),
+        _x(sequences * queries, hq, dim),
         *(_x(sequences * pages, page, hk, dim) for _ in range(2)),
         _ids(sequences, pages, dtype=torch.int32),
         _ids(sequences, dtype=torch.int32),
@@ -292,6 +292,9 @@ CALLS: dict[str, Callable[[], object]] = {
     "decode, one short sequence": lambda: decode(LARGE, 1, 512),
     "decode, split, 16 query heads": lambda: decode(SMALL, 8, 4096),
     "decode, pages of 256": lambda: decode(LARGE, 8, 4096, page=256),
+    "decode, head size 256": lambda: decode((8, 4, 256), 8, 4096),
+    "prefill over a cache, head size 256": lambda: decode((8, 4, 256), 8, 4096, queries=512),
+    "prefill over a cache, pages of 1": lambda: decode(LARGE, 8, 4096, page=1, queries=512),
     "linear_logp": lambda: linear_logp(4096, 4096, 128256),
     "linear_logp, not split": lambda: linear_logp(1024, 768, 151936),
     "linear_logp, bf16 logits": lambda: linear_logp(4096, 4096, 151936, logits=BF16),

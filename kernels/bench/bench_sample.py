@@ -17,7 +17,7 @@ from timing import copies, graphs_ms
 
 VOCABULARY = 151_936
 BATCHES = (32, 64, 128, 256)
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DTYPES = (torch.float16, torch.bfloat16)
 SETTINGS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
     "plain": {"temperature": 0.8},

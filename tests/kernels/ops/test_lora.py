@@ -70,6 +70,20 @@ def test_a_row_has_the_bits_that_it_has_alone_and_with_one_adapter(batch: Batch)
     assert torch.equal(batch.run(**moved), y[order])
 
 
+def test_many_rows_have_the_bits_of_few(backend: str) -> None:
+    """Programs compute one slot each for few rows, and all slots for many."""
+    t, bf16 = 1100, torch.bfloat16
+    x, base = drawn(t, 20, seed=6, dtype=bf16), drawn(t, 24, seed=7, dtype=bf16)
+    a, b, scales = drawn(S, R, 20, seed=8), drawn(S, 24, R, seed=9), torch.tensor([2.0, 0.3, 0.0])
+    slots = torch.arange(t) % 5 - 1
+    whole = rk.add_lora(x, base, a, b, scales, slots, backend=backend)
+    parts = [
+        rk.add_lora(x[i : i + 300], base[i : i + 300], a, b, scales, slots[i : i + 300], backend=backend)
+        for i in range(0, t, 300)
+    ]  # fmt: skip
+    assert torch.equal(torch.cat(parts), whole)
+
+
 def test_nan_stays_with_its_row_and_its_adapter(batch: Batch) -> None:
     y, grads = batch.run(), batch.gradients()
     x, a = batch.x.clone(), batch.a.clone()

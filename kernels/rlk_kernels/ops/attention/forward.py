@@ -240,7 +240,8 @@ def _attend(cache: ShapeCache, plan: AttentionPlan, call: AttentionCall, scratch
          CHUNK, call.causal, window is not None, paged, call.page or 1, tma,
          plan.split, plan.listed, call.softcap > 0, bn.bit_length() - 4, here.overlaps),
         {
-            "num_warps": 8 if rows == 128 or (rows > 16 and bn == 128) else 4,
+            # two accumulators of 64 rows of 256 features are all registers of four warps
+            "num_warps": 8 if rows == 128 or (rows > 16 and (bn == 128 or padded > 128)) else 4,
             "num_stages": 1 if q.dtype == torch.float32 else stages, "launch_pdl": here.overlaps,
             "maxnreg": 128 if rows == 16 and bn == 64 and padded <= 128 else None,
         },

@@ -1,8 +1,9 @@
 """The Triton kernel of `add_lora`: a program computes a tile of rows and features.
 
-It multiplies its rows by the weight of each slot that one of them has, and keeps of each product
-the rows of that slot. The tile's shape depends on the weights alone, so a row has the bits that it
-has alone.
+It multiplies its rows by the weight of each slot that one of them has, and writes the rows of that
+slot; rows without an adapter are written with those of the first slot. Few rows are computed by a
+program for each slot, many rows by one program for all slots. The tile's shape depends on the
+weights alone, so a row has the bits that it has alone.
 """
 
 import triton
@@ -13,8 +14,17 @@ from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
 from rlk_kernels.memory import empty
 
 ROWS = 64
-MOST_FEATURES, MOST_STEP = 64, 64
-"""The largest sides of a tile: features, and the step of the sum."""
+MOST_FEATURES = 64
+"""The largest side of a tile of features."""
+MOST_STEP = {2: 256, 4: 64}
+"""Bytes of a number -> the longest step of a sum. In a step of decode one program computes a whole
+sum and waits for its copies, so a few long steps take less time than many short ones."""
+WEIGHTS = 8192
+"""The most numbers of a weight in a tile: more do not fit into registers."""
+FEW = 1024
+"""Up to so many rows, each slot has programs of its own."""
+STAGES, SHARED = 4, 200_000
+"""The most steps whose operands are in shared memory, and its bytes."""
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -34,34 +44,35 @@ def _rows_by_slot_kernel(
     known = (slot >= 0) & (slot < S)
     scale = tl.load(scales_ptr + tl.where(known, slot, 0), mask=known, other=0.0)
     taken = known & (scale != 0.0)
-    total = tl.zeros((BT, BF), tl.float32)
-    for s in range(S):
+    for s in range(tl.program_id(2), S, tl.num_programs(2)):
         mine = taken & (slot == s)
-        if tl.max(mine.to(tl.int32), 0) > 0:
-            acc = tl.zeros((BT, BF), tl.float32)
-            for step in range(tl.cdiv(K, BK)):
-                k = step * BK + ks.to(tl.int64)
-                x = tl.load(
-                    x_ptr + rows[:, None] * stride_xt + k[None, :] * stride_xk,
-                    mask=mine[:, None] & (k[None, :] < K), other=0.0,
+        written = mine | ((s == 0) & (rows < T) & ~taken)
+        if tl.max(written.to(tl.int32), 0) > 0:
+            total = tl.zeros((BT, BF), tl.float32)
+            if tl.max(mine.to(tl.int32), 0) > 0:
+                for step in range(tl.cdiv(K, BK)):
+                    k = step * BK + ks.to(tl.int64)
+                    x = tl.load(
+                        x_ptr + rows[:, None] * stride_xt + k[None, :] * stride_xk,
+                        mask=mine[:, None] & (k[None, :] < K), other=0.0,
+                    )  # fmt: skip
+                    w = tl.load(
+                        w_ptr + s * stride_ws + k[:, None] * stride_wk + cols[None, :] * stride_wf,
+                        mask=(k[:, None] < K) & (cols[None, :] < F), other=0.0,
+                    )  # fmt: skip
+                    total = tl.dot(x, w, total, input_precision="ieee")
+            if SCALED:
+                total = total * scale[:, None]
+            mask = written[:, None] & (cols[None, :] < F)
+            value = total.to(out_ptr.dtype.element_ty)
+            if HAS_BASE:
+                base = tl.load(
+                    base_ptr + rows[:, None] * stride_bt + cols[None, :] * stride_bf,
+                    mask=mask, other=0.0,
                 )  # fmt: skip
-                w = tl.load(
-                    w_ptr + s * stride_ws + k[:, None] * stride_wk + cols[None, :] * stride_wf,
-                    mask=(k[:, None] < K) & (cols[None, :] < F), other=0.0,
-                )  # fmt: skip
-                acc = tl.dot(x, w, acc, input_precision="ieee")
-            total = tl.where(mine[:, None], acc, total)
-    if SCALED:
-        total = total * scale[:, None]
-    mask = (rows[:, None] < T) & (cols[None, :] < F)
-    value = total.to(out_ptr.dtype.element_ty)
-    if HAS_BASE:
-        base = tl.load(
-            base_ptr + rows[:, None] * stride_bt + cols[None, :] * stride_bf, mask=mask, other=0.0
-        )
-        value = (base.to(tl.float32) + total).to(out_ptr.dtype.element_ty)
-        value = tl.where(taken[:, None], value, base)
-    tl.store(out_ptr + rows[:, None] * F + cols[None, :], value, mask=mask)
+                value = (base.to(tl.float32) + total).to(out_ptr.dtype.element_ty)
+                value = tl.where(taken[:, None], value, base)
+            tl.store(out_ptr + rows[:, None] * F + cols[None, :], value, mask=mask)
 
 
 def rows_by_slot(
@@ -80,11 +91,13 @@ def rows_by_slot(
         "lora", k, s, f, x.stride(), weight.stride(), added.stride(), x.dtype, x.device,
         None if slots is None else slots.dtype, scaled, base is None,
     )  # fmt: skip
-    tile = ROWS, min(side, MOST_FEATURES), min(step, MOST_STEP)
+    size, features = x.element_size(), min(side, MOST_FEATURES)
+    tile = ROWS, features, min(step, MOST_STEP[size], WEIGHTS // features)
+    stages = min(STAGES, SHARED // ((ROWS + features) * tile[2] * size))
     launch(
-        cache, _rows_by_slot_kernel, (cdiv(t, ROWS), cdiv(f, tile[1]), 1),
+        cache, _rows_by_slot_kernel, (cdiv(t, ROWS), cdiv(f, features), s if t <= FEW else 1),
         (x, weight, scales, slots if has_slots else scales, added, out, t, f, k, s, *x.stride(),
          *weight.stride(), *added.stride(), has_slots, scaled, base is not None, *tile),
-        {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False},
+        {"num_warps": 4, "num_stages": stages, "enable_fp_fusion": False},
     )  # fmt: skip
     return out

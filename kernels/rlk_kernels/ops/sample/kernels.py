@@ -78,6 +78,9 @@ def _blocks_kernel(
         right = tl.where(is_kept(right, cols + 8, cut, cut_column), right, low)
     else:
         top = tl.max(tl.max(tl.maximum(left, right), 1), 0)
+        unknown = ((left != left) | (right != right)).to(tl.int32)
+        # a maximum leaves a NaN out, and its block would then be passed over as below a cut
+        top = tl.where(tl.max(tl.max(unknown, 1), 0) > 0, float("nan"), top)
         tl.store(tops_ptr + here, top)
     if BOUNDS:
         above = tl.minimum(
