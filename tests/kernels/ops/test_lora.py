@@ -77,10 +77,8 @@ def test_many_rows_have_the_bits_of_few(backend: str) -> None:
     a, b, scales = drawn(S, R, 20, seed=8), drawn(S, 24, R, seed=9), torch.tensor([2.0, 0.3, 0.0])
     slots = torch.arange(t) % 5 - 1
     whole = rk.add_lora(x, base, a, b, scales, slots, backend=backend)
-    parts = [
-        rk.add_lora(x[i : i + 300], base[i : i + 300], a, b, scales, slots[i : i + 300], backend=backend)
-        for i in range(0, t, 300)
-    ]  # fmt: skip
+    few = zip(*(y.split(300) for y in (x, base, slots)), strict=True)
+    parts = [rk.add_lora(x, base, a, b, scales, of, backend=backend) for x, base, of in few]
     assert torch.equal(torch.cat(parts), whole)
 
 

@@ -86,9 +86,7 @@ def norms_by_head(original: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(q_norm, Norm):
             return original(q, k, q_norm, k_norm, head_dim, *args, **more)
         by_head = (x.unflatten(-1, (-1, head_dim)) for x in (q, k))
-        return tuple(
-            norm(x).flatten(-2) for norm, x in zip((q_norm, k_norm), by_head, strict=True)
-        )
+        return tuple(norm(x).flatten(-2) for norm, x in zip((q_norm, k_norm), by_head, strict=True))
 
     return apply_qk_norm
 
