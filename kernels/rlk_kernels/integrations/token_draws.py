@@ -4,14 +4,26 @@ N = rows, V = vocabulary
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import rlk_kernels
+from rlk_kernels.errors import KernelError
 from rlk_kernels.integrations.operators import Counted
+
+
+class NoDistribution(KernelError, ValueError):
+    """A request whose logits have no distribution: NaN, +inf, or nothing above -inf."""
+
+    def __init__(self, requests: Sequence[str]) -> None:
+        more = f", and of {len(requests) - 1} more requests" if len(requests) > 1 else ""
+        super().__init__(
+            f"the logits of request {requests[0]}{more} have NaN, +inf or nothing above -inf, so "
+            "no token can be drawn; look at the weights, the cache's dtype and the request's bans"
+        )
 
 
 class TokenDraws(Counted):
