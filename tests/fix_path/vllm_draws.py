@@ -5,13 +5,14 @@ request drew, bit for bit.
 
 CASES.json: a list of {"name", "model", "prompts", "new_tokens", "options" (LLM's), "order" (the
 requests' order; missing: as they come), "alone" (whether each has a call of its own), "sampler"
-(false: vLLM's own)}. FOUND.json: by name, the tokens of each request, the bits of their log-probs,
-the numbers of preemptions and of cached tokens, and the kernels that ran. Request i has settings
-`SETTINGS[i % 6]` and the seed 1000 + i.
+(false: vLLM's own), "poison" (a token whose embedding is NaN)}. FOUND.json: by name, the error, or
+the tokens of each request, the bits of their log-probs, the numbers of preemptions and of cached
+tokens, and the kernels that ran. Request i has settings `SETTINGS[i % 6]` and the seed 1000 + i.
 """
 
 import gc
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 sys.path.append(str(Path(__file__).parent))
 
 import rlk_kernels
+import torch
 from rlk_kernels.integrations import vllm as kernels
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
@@ -36,6 +38,15 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2,
      "presence_penalty": 0.3},
 )  # fmt: skip
+
+
+def poison(llm: LLM, token: int) -> None:
+    """Makes the embedding of a token NaN, for as long as the model lives."""
+
+    def spoil(_module: Any, ids: tuple[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+        return out.masked_fill((ids[0] == token)[:, None], math.nan)
+
+    llm.apply_model(lambda model: model.model.embed_tokens.register_forward_hook(spoil) and None)
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
@@ -54,6 +65,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         )
         for i in order
     ]  # fmt: skip
+    if "poison" in case:
+        poison(llm, case["poison"])
     if case.get("alone"):
         pairs = zip(prompts, params, strict=True)
         outputs = [llm.generate([p], [s], use_tqdm=False)[0] for p, s in pairs]
@@ -80,7 +93,10 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     found = {}
     for case in json.loads(Path(sys.argv[1]).read_text()):
-        found[case["name"]] = run(case)
+        try:
+            found[case["name"]] = run(case)
+        except ValueError as error:
+            found[case["name"]] = {"error": str(error)}
         Path(sys.argv[2]).write_text(json.dumps(found))
 
 

@@ -14,6 +14,9 @@ import rlk_kernels
 from rlk_kernels.errors import KernelError
 from rlk_kernels.integrations.operators import Counted
 
+NO_TOKEN = -1
+"""The id that a GPU gives to a row without a distribution."""
+
 
 class NoDistribution(KernelError, ValueError):
     """A request whose logits have no distribution: NaN, +inf, or nothing above -inf."""
@@ -26,14 +29,25 @@ class NoDistribution(KernelError, ValueError):
         )
 
 
+def refuse_marked(requests: Sequence[str], marks: Sequence[bool]) -> None:
+    """Raises NoDistribution if a request has a mark."""
+    if wrong := [request for request, mark in zip(requests, marks, strict=True) if mark]:
+        raise NoDistribution(wrong)
+
+
 class TokenDraws(Counted):
     """Draws in the place of an engine's functions, and counts the calls."""
 
     def __call__(
-        self, logits: Tensor, keys: Tensor, positions: Tensor, settings: Mapping[str, Any]
-    ) -> Tensor:
-        """int64 [N]."""
+        self, logits: Tensor, keys: Tensor, positions: Tensor, settings: Mapping[str, Any],
+        requests: Sequence[str] = (),
+    ) -> Tensor:  # fmt: skip
+        """int64 [N]. On a CPU, raises NoDistribution for a row without a distribution, if the
+        rows' requests are given; a GPU, which nothing waits for, gives the row the id -1."""
         self.count()
+        if requests and not logits.is_cuda:
+            without = ~logits.float().amax(-1).isfinite()
+            refuse_marked(requests, without.tolist())
         return rlk_kernels.sample(logits, keys, positions, **settings).ids
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.integrations.errors import NotSupported
-from rlk_kernels.integrations.token_draws import NoDistribution, TokenDraws, processed
+from rlk_kernels.integrations.token_draws import NO_TOKEN, TokenDraws, processed, refuse_marked
 from rlk_kernels.integrations.vllm.logprobs import NEWER
 
 Patches: TypeAlias = Iterator[tuple[Any, str, Any]]
@@ -99,7 +99,7 @@ def _sampling(drawn: TokenDraws, names: list[str]) -> Any:
         settings = _settings(self.sampling_states, step)
         keys = self.sampling_states.seeds.gpu[step["expanded_idx_mapping"]]
         ids = drawn(logits, keys, step["pos"].long() + 1, settings)
-        self.rlk_without_token = ids < 0
+        self.rlk_without_token = ids == NO_TOKEN
         # Version 0.26 returns no sampling masks.
         masks = getattr(self, "return_sampling_mask", False)
         if masks or (return_logprobs and self.logprobs_mode in PROCESSED):
@@ -156,15 +156,9 @@ def _raising(original: Any) -> Any:
     def get_output(self: Any) -> Any:
         output = original(self)
         if self.rlk_without_token is not None:
-            refuse_marked(output.req_ids, output.sampled_token_ids, self.rlk_without_token)
+            # A chunk of a prompt has a row, and no token.
+            rows = zip(output.sampled_token_ids, self.rlk_without_token.tolist(), strict=True)
+            refuse_marked(output.req_ids, [bool(tokens) and mark for tokens, mark in rows])
         return output
 
     return get_output
-
-
-def refuse_marked(requests: list[str], sampled: list[list[int]], marks: Tensor) -> None:
-    """Raises NoDistribution for the requests whose sampled tokens have a mark. Chunks of a prompt
-    have a row, and no token."""
-    rows = zip(requests, sampled, marks.tolist(), strict=True)
-    if wrong := [request for request, tokens, mark in rows if tokens and mark]:
-        raise NoDistribution(wrong)

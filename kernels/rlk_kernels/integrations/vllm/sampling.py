@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.integrations.errors import NotSupported
-from rlk_kernels.integrations.token_draws import TokenDraws, key_of, processed
+from rlk_kernels.integrations.token_draws import (
+    NO_TOKEN,
+    TokenDraws,
+    key_of,
+    processed,
+    refuse_marked,
+)
 from rlk_kernels.integrations.vllm import newer_sampling
 from rlk_kernels.integrations.vllm.newer_sampling import (
     PROCESSED,
@@ -42,12 +48,38 @@ def patches() -> Patches:
 
 def _of_older_runner() -> Patches:
     from vllm.v1.sample.sampler import Sampler
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput, GPUModelRunner
 
     known_form(Sampler, "sample", ("self", "logits", "sampling_metadata", "logprobs_mode_override"))
     yield Sampler, "sample", _sample
     known_form(GPUModelRunner, "_sample", ("self", "logits", "spec_decode_metadata"))
     yield GPUModelRunner, "_sample", _with_requests(GPUModelRunner._sample)
+    # Where the host reads the tokens of a GPU, without and with a step ahead.
+    known_form(GPUModelRunner, "_to_list", ("self", "sampled_token_ids"))
+    yield GPUModelRunner, "_to_list", _read_at_once(GPUModelRunner._to_list)
+    known_form(AsyncGPUModelRunnerOutput, "get_output", ("self",))
+    output = AsyncGPUModelRunnerOutput.get_output
+    yield AsyncGPUModelRunnerOutput, "get_output", _read_later(output)
+
+
+def _read_at_once(original: Any) -> Any:
+    @functools.wraps(original)
+    def to_list(self: Any, sampled_token_ids: Tensor) -> list[list[int]]:
+        sampled = original(self, sampled_token_ids)
+        refuse_marked(self.input_batch.req_ids, [NO_TOKEN in tokens for tokens in sampled])
+        return sampled
+
+    return to_list
+
+
+def _read_later(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_output(self: Any) -> Any:
+        output = original(self)
+        refuse_marked(output.req_ids, [NO_TOKEN in ids for ids in output.sampled_token_ids])
+        return output
+
+    return get_output
 
 
 def _with_requests(original: Any) -> Any:
@@ -65,7 +97,7 @@ def _with_requests(original: Any) -> Any:
                 for r in batch.req_ids
             ]
             at = self.seq_lens[: len(keys)].long()
-            self.sampler.rlk_requests = torch.tensor(keys).to(logits.device), at
+            self.sampler.rlk_requests = torch.tensor(keys).to(logits.device), at, batch.req_ids
         try:
             return original(self, logits, spec_decode_metadata)
         finally:
@@ -81,8 +113,8 @@ def _sample(
     refuse_fp64_noise(self)
     settings, count = _settings(sampling_metadata, logits), len(logits)
     nobody = torch.zeros(count, dtype=torch.int64, device=logits.device)
-    keys, positions = getattr(self, "rlk_requests", None) or (nobody, nobody)
-    ids = DRAWN(logits, keys, positions, settings)
+    keys, positions, requests = getattr(self, "rlk_requests", None) or (nobody, nobody, ())
+    ids = DRAWN(logits, keys, positions, settings, requests)
     asked = sampling_metadata.max_num_logprobs is not None or sampling_metadata.logprob_token_ids
     mode = logprobs_mode_override or self.logprobs_mode
     if not asked or mode not in PROCESSED:
