@@ -41,10 +41,10 @@ def mismatch(row: Sequence[Pack], scored: Scored) -> dict[str, float | int]:
 
 def records(
     answers: Sequence[Answer], samples: Sequence[Sample], row: Sequence[Pack], scored: Scored,
-    version: int, sampling: Mapping[str, Any],
+    version: int, sampled_by: Callable[[Answer], Mapping[str, Any]],
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """A record of the neutral file for each sequence; the lists cover all of its tokens. sampling:
-    what it says of the rollout's distribution."""
+    """A record of the neutral file for each sequence; the lists cover all of its tokens.
+    sampled_by: what it says of how an answer was sampled."""
     train = _unpadded([logprobs for logprobs, _ in scored], row)
     entropies = [entropies for _, entropies in scored if entropies is not None]
     entropy = _unpadded(entropies, row) if entropies else None
@@ -64,7 +64,7 @@ def records(
                 "reward": answer.reward,
                 "rollout_version": version,
                 "train_version": version,
-                "sampling": dict(sampling),
+                **sampled_by(answer),
                 "rollout_dtype": "bfloat16",
                 "train_dtype": "bfloat16",
             }

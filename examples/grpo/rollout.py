@@ -12,7 +12,7 @@ import torch
 from adapter import digests_of, for_vllm
 from batch import Answer, Span
 from rlk_kernels.integrations import vllm as vllm_kernels
-from sampling import draws_by_kernels, limits, recorded_sampling
+from sampling import draws_by_kernels, limits, logprobs_mode
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -58,8 +58,7 @@ class Rollout:
         self.llm = LLM(
             str(options.model), dtype="bfloat16", max_model_len=1024, seed=options.seed,
             enable_prefix_caching=self.gpu or not hybrid, disable_log_stats=True,
-            # At temperature 1 without limits, raw log-probs are the same.
-            logprobs_mode=recorded_sampling(options)["logprobs_mode"],
+            logprobs_mode=logprobs_mode(options),
             **(on_gpu if self.gpu else on_cpu),
             **(for_vllm(options.lora) if options.lora else {}),
             # In torchrun, each rank has an engine of its own.
@@ -105,12 +104,12 @@ class Rollout:
         ]  # fmt: skip
         prompts = [{"prompt_token_ids": answer.ids} for _, answer in some]
         outputs = self.llm.generate(prompts, params, lora_request=self.adapter, use_tqdm=False)
-        for (_, answer), output in zip(some, outputs, strict=True):
+        for (_, answer), output, asked in zip(some, outputs, params, strict=True):
             sampled = output.outputs[0]
             ids = list(sampled.token_ids)
             logprobs = [step[i].logprob for step, i in zip(sampled.logprobs, ids, strict=True)]
             cut = sampled.finish_reason == "length"
-            answer.spans.append(Span(len(answer.ids), tuple(logprobs), cut))
+            answer.spans.append(Span(len(answer.ids), tuple(logprobs), cut, asked.seed))
             answer.tries.append(self.tokenizer.decode(ids, skip_special_tokens=True))
             answer.ids = answer.ids + ids
 

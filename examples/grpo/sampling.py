@@ -4,6 +4,8 @@ limits that drop tokens."""
 import argparse
 from typing import Any
 
+from batch import Answer
+
 NO_LIMIT = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """Option -> the value at which it drops no token."""
 
@@ -19,11 +21,23 @@ def processed(options: argparse.Namespace) -> bool:
     return options.temperature != 1.0 or bool(limits(options))
 
 
-def recorded_sampling(options: argparse.Namespace) -> dict[str, Any]:
-    """What the records say of the distribution that tokens are drawn from, and of the rollout's
-    log-probs."""
-    mode = "processed_logprobs" if processed(options) else "raw_logprobs"
-    return {"temperature": options.temperature, **limits(options), "logprobs_mode": mode}
+def logprobs_mode(options: argparse.Namespace) -> str:
+    """Which log-probs vLLM returns; without a temperature and limits both are the same."""
+    return "processed_logprobs" if processed(options) else "raw_logprobs"
+
+
+def sampled_by(options: argparse.Namespace, answer: Answer) -> dict[str, Any]:
+    """What the record of an answer says of the distribution that its tokens are drawn from, and of
+    the draws, so that `rlk-align replay` can repeat them."""
+    distribution = {"temperature": options.temperature, **limits(options)}
+    said = {"sampling": distribution | {"logprobs_mode": logprobs_mode(options)}}
+    if not draws_by_kernels(options):
+        return said
+    seeds: list[int | None] = [None] * len(answer.ids)
+    for span in answer.spans:
+        for index in span.indices:
+            seeds[index] = span.seed
+    return said | {"sampler": "rlk", "seeds": seeds}
 
 
 def draws_by_kernels(options: argparse.Namespace) -> bool:

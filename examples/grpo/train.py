@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
@@ -44,7 +45,7 @@ from record import (
 )  # fmt: skip
 from rlk_kernels import group_advantages
 from rollout import Rollout
-from sampling import recorded_sampling
+from sampling import sampled_by
 from trainer import Trainer
 
 from rlk_align.errors import RlkError
@@ -129,7 +130,7 @@ class Loop:
         with self.timed("wake"):
             self.rollout.wake("kv_cache")
         with self.timed("write"):
-            lines = records(answers, samples, row, scored, self.step, recorded_sampling(o))
+            lines = records(answers, samples, row, scored, self.step, partial(sampled_by, o))
             which = {"rank": self.ranks.rank, "ranks": self.ranks.size}
             write_step(o.run / LOG_PROBS, self.step, lines, **which)
         with self.timed("compare"):

@@ -159,6 +159,9 @@ class Dump:
             sampling=[Sampling()] * self.sequences,
             rollout_dtypes=[self.dtype] * self.sequences,
             train_dtypes=[self.dtype] * self.sequences,
+            samplers=[None] * self.sequences,
+            seeds=np.full(N, UNKNOWN),
+            seeds_missing=np.ones(N, dtype=bool),
         )
         for change in self.after:
             change(result)
