@@ -130,7 +130,8 @@ RULES = {
     ),
     "report": (
         *("report", "logs.diagnose", "logs.monitor.record", "logs.monitor.history"),
-        *("logs.rescore.record", "logs.rescore.words", "logs.replay.record", "interval", "judge"),
+        *("logs.rescore.record", "logs.rescore.words", "logs.replay.record", "logs.dumps.record"),
+        *("interval", "judge"),
         *("probe.record", "probe.unit_record", "probe.attribution_record"),
         *("probe.perturbation_record", "trace.run", "model.operators"),
         *("weights.findings", "modules.record", "results", "comparison_table", "version"),

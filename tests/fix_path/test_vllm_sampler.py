@@ -27,7 +27,6 @@ WHOLE: dict[str, dict[str, Any]] = {
         "options": {"enable_prefix_caching": True, "max_num_batched_tokens": 64, "max_num_seqs": 8},
     },
     "no chunks": {"options": {"enable_chunked_prefill": False, "max_num_batched_tokens": 1024}},
-    "tp=2": {"options": {"tensor_parallel_size": 2}},
     "fp32": {"options": {"dtype": "float32"}},
     "vLLM's own": {"sampler": False},
 }  # fmt: skip
@@ -55,9 +54,24 @@ def test_a_request_draws_the_same_tokens_in_every_batch(
     for name, one in answers.items():
         same = [one[what] == first[what] for what in ("tokens", "logprobs")]
         assert same == [name not in OTHER] * 2, name
-        # The ranks of tp=2 are other processes.
-        assert ("sample" in one["ran"]) == (name not in ("vLLM's own", "tp=2")), name
+        assert ("sample" in one["ran"]) == (name != "vLLM's own"), name
         assert bool(one["preempted"]) == (name == "too few blocks"), name
+
+
+@pytest.mark.whole_matrix
+def test_two_ranks_draw_the_tokens_of_one(vllm_draws: Bits) -> None:
+    """Each rank is a process of its own, with half of the vocabulary."""
+    ranks = {"one": 1, "two": 2}
+    found = vllm_draws(
+        [
+            {"name": name, "new_tokens": 12, "options": {"tensor_parallel_size": count}}
+            for name, count in ranks.items()
+        ]
+    )
+    assert len(found["one"]["tokens"]) == 64
+    for what in ("tokens", "logprobs"):
+        assert found["two"][what] == found["one"][what]
+    assert found["two"]["replaced"] == 0 < found["one"]["replaced"]
 
 
 @pytest.mark.whole_matrix
