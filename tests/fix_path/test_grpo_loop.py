@@ -153,8 +153,11 @@ def test_a_temperature_and_a_limit_move_no_bit(tmp_path: Path) -> None:
     assert faults["narrower"]["max"] == math.inf
     (path, _) = sorted((tmp_path / "run" / "log-probs").glob("*.jsonl"))
     for line in path.read_text(encoding="utf-8").splitlines():
-        said = json.loads(line)["sampling"]
-        assert said == {"temperature": 0.7, "top_p": 0.9, "logprobs_mode": "processed_logprobs"}
+        record = json.loads(line)
+        said = {"temperature": 0.7, "top_p": 0.9, "logprobs_mode": "processed_logprobs"}
+        assert (record["sampling"], record["sampler"]) == (said, "rlk")
+        drawn = [seed is not None for seed in record["seeds"]]
+        assert drawn == [value is not None for value in record["rollout_logprobs"]]
 
 
 def test_problems_are_of_the_chosen_families_and_not_held_out() -> None:
