@@ -22,6 +22,7 @@ NEXT = {
 
 
 def replayed_document(replay: Replay, folder: str) -> Document:
+    """Returns the result of a replay; `folder` is that of its run."""
     parting = replay.parting
     return Document(
         status=replay.status,
@@ -97,6 +98,7 @@ def _why(parting: Parting) -> list[str]:
 
 
 def replayed_record(replay: Replay, folder: str) -> dict[str, Any]:
+    """Returns the same for programs."""
     record = asdict(replay) | {"engine": replay.engine.model_dump()}
     record |= {"status": replay.status, "exit_code": replay.exit_code, "run": folder}
     return {"schema": SCHEMA, **finite(record)}
