@@ -6,12 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlk_align.api import options
-from rlk_align.api.rescoring import open_dump
 from rlk_align.capture.recording import Recording
 from rlk_align.capture.request import CaptureRequest, TracePlan
 from rlk_align.errors import BadOption, DumpError
-from rlk_align.logs.rescore.batch import check_fits, prompts_of
-from rlk_align.model.prompts import save_prompts
 from rlk_align.progress import Progress
 from rlk_align.trace.records import writing
 from rlk_align.trace.run import Run, is_imported
@@ -99,6 +96,8 @@ def prepare(
     request = capturing.request(engine, plan, ("prefill",), prompts)
 
     from rlk_align.capture.check import check_request
+    from rlk_align.logs.rescore.batch import check_fits, prompts_of
+    from rlk_align.model.prompts import save_prompts
 
     checked = check_request(request, sampling=False)
     for warning in checked.warnings:
@@ -124,6 +123,7 @@ def _recorded(
     replaying: Replaying, run: Run, command: Sequence[str], progress: Progress
 ) -> "tuple[RecordedRequest, Trace | None]":
     """The request, and the capture that has it."""
+    from rlk_align.api.rescoring import open_dump
     from rlk_align.logs.replay.request import of_dump
 
     name, path = replaying.tokens, Path(replaying.tokens)

@@ -72,7 +72,7 @@ RULES = {
         *("trace", "model", "results", "text", "errors"),
     ),
     "logs.replay": (
-        *("logs.replay", "logs.diagnose.explain", "logs.dumps", "trace", "model", "results"),
+        *("logs.replay", "logs.dumps", "judge.verdict", "trace", "model", "results"),
         "errors",
     ),
     "logs.monitor": (

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from rlk_align.logs.diagnose.explain import EXIT_CODES, Status
+from rlk_align.judge.verdict import EXIT_CODES, Status
 from rlk_align.results import EngineRecord
 
 Reason = Literal["another logit", "another kept set", "another draw", "unknown"]
