@@ -45,9 +45,11 @@ demo: setup
 # Three steps of GRPO on the embedded model: vLLM samples, a model of transformers learns, weights are synced,
 # and no token's log-prob has another bit on the other side. Steps and their log-probs lie in the run's folder,
 # in the place of those of the demonstration before. LORA=8 trains an adapter of that rank instead of the weights.
+# TEMPERATURE=0.7 TOP_P=0.9: the kernels' sampler draws so, and the trainer's log-probs are those of what it draws from.
 demo-loop: setup
 	rm -rf rlk-runs/demo-loop
-	PYTHONPATH=.:kernels $(BIN)/python examples/grpo/train.py --run rlk-runs/demo-loop --problems 2 --group 4 $(if $(LORA),--lora $(LORA) --lr 1e-3) $(DEMO_LOOP)
+	PYTHONPATH=.:kernels $(BIN)/python examples/grpo/train.py --run rlk-runs/demo-loop --problems 2 --group 4 $(if $(LORA),--lora $(LORA) --lr 1e-3) \
+	  $(if $(TEMPERATURE),--temperature $(TEMPERATURE)) $(if $(TOP_P),--top-p $(TOP_P)) $(DEMO_LOOP)
 
 # Tests with the real engines; a missing one fails instead of skipping. Two files at a time, each
 # process with one thread. Engines and commands are forked from processes that have imported their

@@ -23,6 +23,8 @@ class Span:
     """The engine's log-prob of each token."""
     cut: bool
     """Whether the token limit ended the span."""
+    seed: int = 0
+    """The request's."""
 
     @property
     def indices(self) -> range:

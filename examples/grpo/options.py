@@ -8,6 +8,7 @@ from pathlib import Path
 import problems
 import torch
 from record import STATE
+from sampling import limits, processed
 
 from rlk_align.data import data_path
 from rlk_align.engines.vllm.limits import LORA_RANKS
@@ -49,6 +50,14 @@ def arguments(words: list[str] | None = None, about: str | None = None) -> argpa
         help="tries for an answer; a checker replies between them",
     )
     a.add_argument("--max-tokens", type=at_least(1), default=48, help="token limit of a try")
+    a.add_argument(
+        "--temperature", type=float, default=1.0,
+        help="of the rollout and of the trainer's log-probs. With the kernels, their sampler draws "
+        "at another temperature than 1, or within a limit",
+    )  # fmt: skip
+    a.add_argument("--top-k", type=at_least(0), default=0, help="limit; 0 for none")
+    a.add_argument("--top-p", type=float, default=1.0, help="limit; 1 for none")
+    a.add_argument("--min-p", type=float, default=0.0, help="limit; 0 for none")
     a.add_argument(
         "--rollout-batch", type=at_least(1), help="answers sampled at a time; changes no bit"
     )
@@ -104,6 +113,21 @@ def arguments(words: list[str] | None = None, about: str | None = None) -> argpa
 def _conflicts(o: argparse.Namespace, ranks: int) -> Iterator[tuple[bool, str]]:
     """Yields (whether options exclude each other, the error message)."""
     gpu, kernels = o.device.startswith("cuda"), o.kernels == "rlk"
+    yield (
+        not 0 < o.temperature < float("inf"),
+        f"--temperature {o.temperature}: a number above 0 is needed",
+    )
+    yield not 0 < o.top_p <= 1, f"--top-p {o.top_p}: it must be above 0, and at most 1"
+    yield not 0 <= o.min_p <= 1, f"--min-p {o.min_p}: it must be from 0 to 1"
+    yield (
+        bool(limits(o)) and not kernels,
+        "--kernels off: without the kernels the trainer has no log-probs within limits; omit "
+        + ", ".join(f"--{name.replace('_', '-')}" for name in limits(o)),
+    )
+    yield (
+        o.graphs and processed(o),
+        "--graphs: no run with a temperature or a limit was captured; omit --graphs",
+    )
     yield (
         kernels and o.kv_cache != "auto",
         f"--kv-cache {o.kv_cache}: the kernels store keys and values in the model's dtype",

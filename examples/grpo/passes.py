@@ -8,7 +8,7 @@ from batch import Pack
 from torch import Tensor
 from torch.nn.functional import pad
 
-Score = Callable[[Pack], tuple[Tensor, Tensor]]
+Score = Callable[[Pack], tuple[Tensor, Tensor | None]]
 """Returns log-probs and entropies, float32 [T]."""
 Loss = Callable[[Tensor, Pack, Tensor | float], Tensor]
 """Takes log-probs, their pack, and a factor of the sum."""
@@ -21,11 +21,11 @@ class Eager:
         self._score, self._loss, self._parameters = score, loss, parameters
         self._last: Tensor
 
-    def forward(self, pack: Pack, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, pack: Pack, scale: float) -> tuple[Tensor, Tensor | None]:
         """Log-probs and entropies of a pack, without a gradient."""
         logprobs, entropies = self._score(pack)
         self._last = self._loss(logprobs, pack, scale)
-        return logprobs.detach(), entropies.detach()
+        return logprobs.detach(), None if entropies is None else entropies.detach()
 
     def backward(self) -> dict[str, Tensor]:
         """Parameter -> gradient of the last forward's loss. Read the gradients before the next
@@ -119,6 +119,7 @@ class Graphs(Eager):
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(forward, **how):
             logprobs, entropies = self._score(fixed)
+            assert entropies is not None  # options.py refuses limits
             last = self._loss(logprobs, fixed, self._scale)
         with torch.cuda.graph(backward, **how):
             last.backward()

@@ -2,7 +2,7 @@
 JSON, and the state from which the run can continue."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ LOG_PROBS = "log-probs"
 
 def mismatch(row: Sequence[Pack], scored: Scored) -> dict[str, float | int]:
     """The difference between the trainer's and the rollout's log-probs over all sampled tokens: the
-    number of tokens with other bits, k3, the largest difference and the largest ratio, in float64.
-    NaN counts as different."""
+    number of tokens with other bits, that of tokens which the trainer's limits drop, k3, the
+    largest difference and the largest ratio, in float64. NaN counts as different."""
     at = torch.cat([pack.sampled for pack in row]).nonzero()[:, 0]
     rollout = torch.cat([pack.rollout_logprobs for pack in row])[at]
     train = torch.cat([logprobs for logprobs, _ in scored])[at]
@@ -32,19 +32,22 @@ def mismatch(row: Sequence[Pack], scored: Scored) -> dict[str, float | int]:
     d = train.double() - rollout.double()
     k3 = (torch.expm1(d) - d).mean()
     largest = [x.amax() if len(d) else k3 for x in (d.abs(), d.exp())]
+    counts = [x.sum().double() for x in (other, train.isneginf())]
     # A single transfer, because each one waits for the trainer's device.
-    other_bits, *rest = torch.stack([other.sum().double(), k3, *largest]).tolist()
-    names = ("k3", "max", "ratio_max")
-    return {"tokens": len(d), "other_bits": int(other_bits), **dict(zip(names, rest, strict=True))}
+    other_bits, dropped, *rest = torch.stack([*counts, k3, *largest]).tolist()
+    counted = {"tokens": len(d), "other_bits": int(other_bits), "dropped": int(dropped)}
+    return counted | dict(zip(("k3", "max", "ratio_max"), rest, strict=True))
 
 
 def records(
     answers: Sequence[Answer], samples: Sequence[Sample], row: Sequence[Pack], scored: Scored,
-    version: int,
+    version: int, sampled_by: Callable[[Answer], Mapping[str, Any]],
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """A record of the neutral file for each sequence; the lists cover all of its tokens."""
-    whole = [[x[: pack.tokens] for x in both] for pack, both in zip(row, scored, strict=True)]
-    train, entropy = (torch.cat(some).tolist() for some in zip(*whole, strict=True))
+    """A record of the neutral file for each sequence; the lists cover all of its tokens.
+    sampled_by: what it says of how an answer was sampled."""
+    train = _unpadded([logprobs for logprobs, _ in scored], row)
+    entropies = [entropies for _, entropies in scored if entropies is not None]
+    entropy = _unpadded(entropies, row) if entropies else None
     lines, start = [], 0
     for answer, sample in zip(answers, samples, strict=True):
         end = start + len(sample.ids)
@@ -57,17 +60,23 @@ def records(
                 "mask": sample.mask,
                 "rollout_logprobs": sample.rollout_logprobs,
                 "train_logprobs": _where(sampled, train[start:end]),
-                "entropy": _where(sampled, entropy[start:end]),
+                "entropy": None if entropy is None else _where(sampled, entropy[start:end]),
                 "reward": answer.reward,
                 "rollout_version": version,
                 "train_version": version,
-                "sampling": {"temperature": 1.0, "logprobs_mode": "raw_logprobs"},
+                **sampled_by(answer),
                 "rollout_dtype": "bfloat16",
                 "train_dtype": "bfloat16",
             }
         )
         start = end
     return lines
+
+
+def _unpadded(values: Sequence[Tensor], row: Sequence[Pack]) -> list[float]:
+    """The values of all packs, without those of their padding."""
+    parts = (x[: pack.tokens] for x, pack in zip(values, row, strict=True))
+    return torch.cat([*parts]).tolist()
 
 
 def _where(sampled: list[bool], values: list[float]) -> list[float | None]:

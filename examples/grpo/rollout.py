@@ -12,6 +12,7 @@ import torch
 from adapter import digests_of, for_vllm
 from batch import Answer, Span
 from rlk_kernels.integrations import vllm as vllm_kernels
+from sampling import draws_by_kernels, limits, logprobs_mode
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -39,7 +40,7 @@ class Rollout:
         ends = [i for i in range(size) if "\n" in self.tokenizer.decode([i])]
         self.stop_ids = sorted({*ends, self.tokenizer.eos_token_id} - {None})
         if options.kernels == "rlk":
-            vllm_kernels.register()
+            vllm_kernels.register(sampler=draws_by_kernels(options))
         at_once = min(options.rollout_batch or options.problems * options.group, MOST_AT_ONCE)
         on_gpu = {
             # Other processes share the GPU, so vLLM's memory is its cache and its weights alone.
@@ -57,6 +58,7 @@ class Rollout:
         self.llm = LLM(
             str(options.model), dtype="bfloat16", max_model_len=1024, seed=options.seed,
             enable_prefix_caching=self.gpu or not hybrid, disable_log_stats=True,
+            logprobs_mode=logprobs_mode(options),
             **(on_gpu if self.gpu else on_cpu),
             **(for_vllm(options.lora) if options.lora else {}),
             # In torchrun, each rank has an engine of its own.
@@ -91,22 +93,23 @@ class Rollout:
     def _sample(self, some: list[tuple[int, Answer]], name: str, greedy: bool) -> None:
         from vllm import SamplingParams
 
+        settings = {"temperature": self.options.temperature, **limits(self.options)}
         params = [
             SamplingParams(
-                temperature=0.0 if greedy else 1.0, max_tokens=self.options.max_tokens, logprobs=0,
+                **({"temperature": 0.0} if greedy else settings), logprobs=0,
                 seed=random.Random(f"{self.options.seed} {name} {number}").getrandbits(31),
-                stop_token_ids=self.stop_ids, detokenize=False,
+                max_tokens=self.options.max_tokens, stop_token_ids=self.stop_ids, detokenize=False,
             )
             for number, _ in some
         ]  # fmt: skip
         prompts = [{"prompt_token_ids": answer.ids} for _, answer in some]
         outputs = self.llm.generate(prompts, params, lora_request=self.adapter, use_tqdm=False)
-        for (_, answer), output in zip(some, outputs, strict=True):
+        for (_, answer), output, asked in zip(some, outputs, params, strict=True):
             sampled = output.outputs[0]
             ids = list(sampled.token_ids)
             logprobs = [step[i].logprob for step, i in zip(sampled.logprobs, ids, strict=True)]
             cut = sampled.finish_reason == "length"
-            answer.spans.append(Span(len(answer.ids), tuple(logprobs), cut))
+            answer.spans.append(Span(len(answer.ids), tuple(logprobs), cut, asked.seed))
             answer.tries.append(self.tokenizer.decode(ids, skip_special_tokens=True))
             answer.ids = answer.ids + ids
 

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
@@ -44,6 +45,7 @@ from record import (
 )  # fmt: skip
 from rlk_kernels import group_advantages
 from rollout import Rollout
+from sampling import sampled_by
 from trainer import Trainer
 
 from rlk_align.errors import RlkError
@@ -128,20 +130,21 @@ class Loop:
         with self.timed("wake"):
             self.rollout.wake("kv_cache")
         with self.timed("write"):
-            lines = records(answers, samples, row, scored, self.step)
+            lines = records(answers, samples, row, scored, self.step, partial(sampled_by, o))
             which = {"rank": self.ranks.rank, "ranks": self.ranks.size}
             write_step(o.run / LOG_PROBS, self.step, lines, **which)
         with self.timed("compare"):
             clipped = self.trainer.clip_fraction(row, scored)
             drift, on = mismatch(row, scored), torch.cat([pack.mask for pack in row])
-            entropies = torch.cat([entropies for _, entropies in scored])[on]
+            entropies = [entropies for _, entropies in scored if entropies is not None]
+            entropy = float(torch.cat(entropies)[on].double().mean()) if entropies else None
         line = {
             "step": self.step,
             "kernels": o.kernels,
             "reward": sum(answer.reward for answer in answers) / len(answers),
             "cut": sum(answer.cut for answer in answers) / len(answers),
             "length": sum(len(a.ids) - a.prompt_length for a in answers) / len(answers),
-            "entropy": float(entropies.double().mean()),
+            "entropy": entropy,
             "gradient_norm": norm,
             "counted_tokens": int(on.sum()),
             "mismatch": drift,

@@ -12,6 +12,7 @@ from passes import Eager, Graphs
 from ranks import Ranks, local, whole
 from rlk_kernels import policy_loss
 from rlk_kernels.integrations import hf
+from sampling import limits
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -22,8 +23,9 @@ from rlk_align.model.shape import read_shape
 from rlk_align.trace.digest import digest_parameters
 
 Timed = Callable[[str], AbstractContextManager[None]]
-Scored = list[tuple[Tensor, Tensor]]
-"""Log-probs and entropies of each pack, float32 [T]."""
+Scored = list[tuple[Tensor, Tensor | None]]
+"""Log-probs and entropies of each pack, float32 [T]; no entropies of distributions within
+limits."""
 
 
 def _most_sequences(options: argparse.Namespace) -> int:
@@ -68,23 +70,27 @@ class Trainer:
             self.passes.forward(empty_pack(self.ranks.device, tokens), 0.0)
             self.passes.backward()
 
-    def score(self, pack: Pack) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies) float32 [T] of a pack; 0 at each sequence's first token."""
+    def score(self, pack: Pack) -> tuple[Tensor, Tensor | None]:
+        """(log-probs, entropies) float32 [T] of a pack, of the distribution that the rollout draws
+        from; 0 at each sequence's first token, -inf for a token that the limits drop."""
+        heat, drop = self.options.temperature, limits(self.options)
         if self.options.kernels == "rlk":
-            rows = hf.score_tokens(
+            scores = hf.score_tokens(
                 self.model, pack.ids, position_ids=pack.positions, cu_seq_lens=pack.starts,
-                return_entropy=True,
+                temperature=heat, return_entropy=not drop, **drop,
             )  # fmt: skip
+            rows = (scores,) if drop else scores
         else:
             call = {"position_ids": pack.positions, "use_cache": False}
-            logs = torch.log_softmax(self.model(pack.ids, **call).logits[:, :-1].float(), -1)
+            logits = self.model(pack.ids, **call).logits[:, :-1].float()
+            logs = torch.log_softmax(logits / heat, -1)
             picked = logs.gather(-1, pack.ids[:, 1:, None])[..., 0]
             first = pack.positions[:, 1:] == 0
             with torch.no_grad():
                 entropies = -logs.exp().mul_(logs).sum(-1)
             rows = (picked.masked_fill(first, 0.0), entropies)
-        logprobs, entropies = (torch.nn.functional.pad(x[0], (1, 0)) for x in rows)
-        return logprobs, entropies
+        logprobs, *entropies = (torch.nn.functional.pad(x[0], (1, 0)) for x in rows)
+        return logprobs, *(entropies or [None])
 
     def loss(self, logprobs: Tensor, pack: Pack, scale: Tensor | float) -> Tensor:
         """The sum over DAPO's clipped tokens, or over GSPO's clipped sequences, times `scale`. The

@@ -126,7 +126,7 @@ def prepare(
     checked = {side: check_request(r, sampling=False) for side, r in requests.items()}
     for warning in (w for c in checked.values() for w in c.warnings):
         warn(warning)
-    dump = _dump(rescoring.tokens, run, command, progress)
+    dump = open_dump(rescoring.tokens, run, command, progress)
     choice = choose(dump, rescoring.sequences, rescoring.seed, temperature)
     batch = token_batch(choice.sequences)
     for side, each in checked.items():
@@ -177,7 +177,7 @@ def _engines(rescoring: Rescoring) -> tuple[dict[SideName, EngineSpec], float | 
     return specs, next(iter(stated), None)
 
 
-def _dump(name: str, run: Run, command: Sequence[str], progress: Progress) -> ImportedRun:
+def open_dump(name: str, run: Run, command: Sequence[str], progress: Progress) -> ImportedRun:
     """Opens the imported run of that name; a path that is not a run is imported into the run first.
     Raises BadOption where it is the run to be written, and DumpError where it cannot be read."""
     path = Path(name)

@@ -23,6 +23,7 @@ from rlk_align.cli.import_ import import_
 from rlk_align.cli.monitor import monitor
 from rlk_align.cli.outputs import silence_stdout
 from rlk_align.cli.probe import probe
+from rlk_align.cli.replay import replay
 from rlk_align.cli.report import report
 from rlk_align.cli.selftest import selftest
 from rlk_align.cli.weights import weights
@@ -50,6 +51,7 @@ app.command()(probe)
 app.command()(capture)
 app.command()(gate)
 app.command()(explain)
+app.command()(replay)
 app.command("import")(import_)
 app.command()(monitor)
 app.add_typer(report, name="report")

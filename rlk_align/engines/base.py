@@ -21,7 +21,7 @@ from rlk_align.engines.spec import EngineSpec
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.model.shape import ModelShape
 from rlk_align.results import CodePlace, GraphReplays
-from rlk_align.trace.schema import CacheRecord, LoraRecord, QuantisedProduct
+from rlk_align.trace.schema import CacheRecord, LoraRecord, QuantisedProduct, request_seed
 from rlk_align.trace.writer import PassWriter
 
 SiteValue = TypeVar("SiteValue")
@@ -40,6 +40,10 @@ class Sampling:
     seed: int
     forced: bool = False
     """Whether the batch's own responses are sampled, whatever the logits are."""
+
+    def request_seed(self, number: int) -> int:
+        """The seed of the request of a sample."""
+        return request_seed(self.seed, number)
 
 
 @dataclass(frozen=True, slots=True)

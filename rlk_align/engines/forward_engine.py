@@ -131,7 +131,7 @@ class ForwardEngine(Engine):
         self, number: int, sample: Sample, sampling: Sampling, taps: ForwardHooks
     ) -> tuple[list[int], list[np.ndarray]]:
         """One response. Its random draws depend on (seed, number) alone, and on no other sample."""
-        generator = torch.Generator().manual_seed(sampling.seed * 1_000_003 + number)
+        generator = torch.Generator().manual_seed(sampling.request_seed(number))
         stop = self.stop_ids()
         cache, new, response, logprobs = None, list(sample.prompt_ids), [], []
         position = 0

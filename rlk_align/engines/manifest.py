@@ -52,6 +52,7 @@ def write_manifest(job: Job, engine: Engine, prompt_ids: dict[str, list[int]]) -
         products=products,
         cache=cache,
         prompt_ids=prompt_ids,
+        seed=job.seed if job.tokens is None else None,
     )
     save_record(record, job.folder / "trace.json")
 

@@ -6,7 +6,7 @@ kernels.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import rlk_kernels
 import torch
@@ -223,6 +223,49 @@ class VLLMPatch(BasePatch):
 
     def calls(self, engine: Any) -> list[dict[str, int]]:
         return engine.on_models(_calls_of_vllm, engine.production)
+
+
+class Redrawn(NamedTuple):
+    """Tokens that the kernels' sampler draws from rows of logits, and what it says of others."""
+
+    ids: torch.Tensor
+    """int64 [N], the drawn tokens."""
+    kept: torch.Tensor
+    """bool [N, V]."""
+    mass: torch.Tensor
+    """fp32 [N]: the kept tokens' share of the softmax at the temperature."""
+    processed: torch.Tensor
+    """fp32 [N]: the log-probs of the given tokens among the kept ones, at the temperature; at
+    temperature 0, those of all tokens, as vLLM and SGLang have them."""
+    raw: torch.Tensor
+    """fp32 [N]: those among all tokens, at temperature 1."""
+
+
+def redraw(
+    logits: torch.Tensor, tokens: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor,
+    temperature: float, limits: Mapping[str, Any],
+) -> Redrawn:  # fmt: skip
+    """The tokens of logits[N, V] by the seeds[N] of their requests and their positions[N]; the
+    log-probs are those of tokens[N]. Runs on a GPU if there is one. Raises ModelError for a row
+    without a distribution."""
+    if torch.cuda.is_available():
+        logits, tokens, seeds, positions = (x.cuda() for x in (logits, tokens, seeds, positions))
+    settings = {"temperature": temperature, **limits}
+    try:
+        drawn = rlk_kernels.sample(logits, seeds, positions, **settings)
+        kept = rlk_kernels.kept_tokens(logits, **settings)
+    except ValueError as error:
+        raise ModelError(str(error), "look at the weights and at the engine's dtype") from error
+    if without := (drawn.ids < 0).nonzero().flatten().tolist():  # a GPU raises nothing
+        raise ModelError(
+            f"row {without[0]} of the logits has no distribution",
+            "look at the weights and at the engine's dtype",
+        )
+    raw = processed = profile.logp(logits.float(), tokens)
+    if temperature > 0:
+        truncation = profile.Truncation(**limits)
+        processed = profile.logp(logits.float(), tokens, temperature, None, truncation)
+    return Redrawn(*(x.cpu() for x in (drawn.ids, kept, drawn.mass, processed, raw)))
 
 
 def patch_of(spec: EngineSpec) -> BasePatch | None:

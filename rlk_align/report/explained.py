@@ -7,6 +7,7 @@ from math import isnan
 from rlk_align.interval import Estimate
 from rlk_align.logs.diagnose.explain import Breach, Explanation
 from rlk_align.logs.diagnose.record import Diagnosis, Name, Token
+from rlk_align.logs.dumps.record import Sampling
 from rlk_align.report.document import DataTable, Document, Fact, Section
 
 MEANING: dict[Name, str] = {
@@ -72,7 +73,32 @@ def measured(explained: Explanation) -> list[Fact]:
         Fact("judged", scope(explained)),
         Fact("E[ρ]", f"{interval(explained.mean_ratio)}; 1 where the distributions agree"),
         Fact("c", f"{interval(explained.c)}; mean |Δ| per 1 − p"),
+        Fact("log-probs", f"the rollout's are {rollout_distribution(explained.sampling)}"),
     ]
+
+
+def rollout_distribution(sampling: Sampling | None) -> str:
+    """Which distribution the rollout's log-probs are of, by what the dump states."""
+    if sampling is None:
+        return "of distributions that differ from sequence to sequence, by the dump"
+    if sampling.logprobs_mode is None:
+        return "of a distribution that the dump does not state"
+    kept = [
+        f"{words} {value:g}"
+        for words, value, off in (
+            ("top-k", sampling.top_k, (-1, 0)), ("top-p", sampling.top_p, (1,)),
+            ("min-p", sampling.min_p, (0,)),
+        )
+        if value is not None and value not in off
+    ]  # fmt: skip
+    heat = "an unstated temperature"
+    if sampling.temperature is not None:
+        heat = f"temperature {sampling.temperature:g}"
+    among = f"the tokens that {', '.join(kept)} keep" if kept else "all tokens"
+    drawn = f"at {heat} among {among}"
+    if sampling.logprobs_mode == "processed_logprobs":
+        return f"those {drawn}, by the dump, as the tokens were drawn"
+    return f"those at temperature 1 among all tokens, by the dump; the tokens were drawn {drawn}"
 
 
 def diagnosis_sections(explained: Explanation, folder: str) -> Iterator[Section]:

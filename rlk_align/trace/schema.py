@@ -342,6 +342,9 @@ class TraceRecord(Record):
     """The keys and values of attention, if they are quantised."""
     prompt_ids: dict[str, list[int]]
     """Prompt id -> the token ids of its text by this side's tokenizer."""
+    seed: int | None = None
+    """The seed with which its responses were sampled; see `request_seed`. None if others sampled
+    them, or an earlier version captured them."""
     recorded: str = ""
     """The step of a job that recorded it as it ran, once and with taps; empty for a capture."""
 
@@ -349,6 +352,11 @@ class TraceRecord(Record):
     def adapter(self) -> LoraRecord | None:
         """The adapter of all samples; None if they have several or none."""
         return self.adapters[0] if len(self.adapters) == 1 else None
+
+
+def request_seed(seed: int, number: int) -> int:
+    """The seed of the request of sample `number` in a pass that samples by `seed`."""
+    return seed * 1_000_003 + number
 
 
 def checked_trace(folder: Path) -> Checksums:

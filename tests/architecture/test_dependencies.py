@@ -71,6 +71,10 @@ RULES = {
         *("logs.rescore", "logs.diagnose", "logs.dumps", "compare.metrics", "interval"),
         *("trace", "model", "results", "text", "errors"),
     ),
+    "logs.replay": (
+        *("logs.replay", "logs.dumps", "judge.verdict", "trace", "model", "results"),
+        "errors",
+    ),
     "logs.monitor": (
         *("logs.monitor", "logs.readers", "logs.dumps", "interval", "moments"),
         "noise",
@@ -126,7 +130,8 @@ RULES = {
     ),
     "report": (
         *("report", "logs.diagnose", "logs.monitor.record", "logs.monitor.history"),
-        *("logs.rescore.record", "logs.rescore.words", "interval", "judge"),
+        *("logs.rescore.record", "logs.rescore.words", "logs.replay.record", "logs.dumps.record"),
+        *("interval", "judge"),
         *("probe.record", "probe.unit_record", "probe.attribution_record"),
         *("probe.perturbation_record", "trace.run", "model.operators"),
         *("weights.findings", "modules.record", "results", "comparison_table", "version"),
@@ -149,7 +154,7 @@ RULES = {
     "api": (
         *("api", "pipeline", "modules", "capture", "compare", "probe.record", "judge", "report"),
         *("engines", "record"),
-        *("logs.rescore", "logs.diagnose", "logs.dumps", "logs.readers"),
+        *("logs.rescore", "logs.replay", "logs.diagnose", "logs.dumps", "logs.readers"),
         *("trace", "model", "data", "results", "comparison_table", "progress", "text", "errors"),
     ),
 }
@@ -261,6 +266,7 @@ LIGHT = (
     *("api.public", "api.loaded", "api.judging", "api.pair", "api.single"),
     *("report.weights", "report.rescored", "report.document_terminal", "report.rescored_json"),
     *("api.rescoring", "api.modules", "cli.modules", "cli.compare", "cli.weights"),
+    *("api.replaying", "cli.replay", "report.replayed", "logs.replay.request"),
 )
 """What judges and parses."""
 

@@ -2,6 +2,7 @@
 batches of its rollout, and the loop's checks name their faults."""
 
 import json
+import math
 import os
 import random
 import runpy
@@ -16,16 +17,19 @@ from command import require_engine, said_by
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def loop(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The results of `grpo_loop.py`, in a separate process."""
+def results_of(script: str, folder: Path) -> Any:
+    """What a script beside this file writes, in a separate process."""
     require_engine("vllm")
-    folder = tmp_path_factory.mktemp("grpo")
     answers = folder / "found.json"
-    words = [str(Path(__file__).with_name("grpo_loop.py")), str(folder / "run"), str(answers)]
+    words = [str(Path(__file__).with_name(script)), str(folder / "run"), str(answers)]
     path = os.pathsep.join(str(ROOT / name) for name in ("", "kernels", "examples/grpo"))
     said_by("vllm", words, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, timeout=500)
     return json.loads(answers.read_text(encoding="utf-8")) | {"run": folder / "run"}
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return results_of("grpo_loop.py", tmp_path_factory.mktemp("grpo"))
 
 
 def test_no_token_has_another_bit_in_any_step(loop: Any) -> None:
@@ -124,6 +128,36 @@ def test_the_log_probs_are_read_by_the_tool(loop: Any) -> None:
     ]
     assert len(lines) == 16
     assert all(line.rollout_logprobs == line.train_logprobs for line in lines)
+
+
+@pytest.mark.whole_matrix
+def test_a_temperature_and_a_limit_move_no_bit(tmp_path: Path) -> None:
+    """The trainer's log-probs and gradients are those among the tokens that the sampler keeps."""
+    found = results_of("grpo_limits.py", tmp_path)
+    for line in found["steps"]:
+        drift = line["mismatch"]
+        assert drift["tokens"] > 80
+        assert drift["other_bits"] == drift["dropped"] == 0
+        assert drift["max"] == drift["k3"] == 0.0
+        assert line["gradient_norm"] > 0
+        assert line["entropy"] is None
+    assert found["cut otherwise"] == found["digests"][0] != found["digests"][1]
+    assert found["weights changed"] > 20
+    assert found["distances"]["kept"] < 1e-3 < 1e-2 < found["distances"]["all"]
+    faults = found["faults"]
+    for drift in faults.values():
+        assert drift["tokens"] == found["steps"][0]["mismatch"]["tokens"]
+        assert drift["other_bits"] > 10
+        assert math.isfinite(drift["gradient"])
+    assert [drift["dropped"] > 0 for drift in faults.values()] == [False, True, False]
+    assert faults["narrower"]["max"] == math.inf
+    (path, _) = sorted((tmp_path / "run" / "log-probs").glob("*.jsonl"))
+    for line in path.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        said = {"temperature": 0.7, "top_p": 0.9, "logprobs_mode": "processed_logprobs"}
+        assert (record["sampling"], record["sampler"]) == (said, "rlk")
+        drawn = [seed is not None for seed in record["seeds"]]
+        assert drawn == [value is not None for value in record["rollout_logprobs"]]
 
 
 def test_problems_are_of_the_chosen_families_and_not_held_out() -> None:

@@ -35,6 +35,13 @@ def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--graphs --device cuda --kernels off", "1", "--graphs: capturing needs the kernels, and"),
         ("--graphs --device cuda", "2", "--graphs: capturing needs the kernels, and one GPU"),
         ("--graphs --device cuda --loss gspo", "1", "--graphs: the loss gspo waits for the GPU"),
+        ("--graphs --device cuda --top-p 0.9", "1", "--graphs: no run with a temperature or a"),
+        ("--temperature 0", "1", "--temperature 0.0: a number above 0 is needed"),
+        ("--temperature nan", "1", "--temperature nan: a number above 0 is needed"),
+        ("--top-p 0", "1", "--top-p 0.0: it must be above 0, and at most 1"),
+        ("--top-k -1", "1", "argument --top-k: -1 is below 0"),
+        ("--min-p 2", "1", "--min-p 2.0: it must be from 0 to 1"),
+        ("--kernels off --top-p 0.9 --min-p 0.1", "1", "within limits; omit --top-p, --min-p"),
     ],
 )
 def test_options_that_cannot_be_run_are_refused_at_once(

@@ -133,6 +133,28 @@ def test_every_pass_has_the_same_bits(
     assert said["updated, old tokens"] != said["decode"] == said["from disk"]
 
 
+def test_a_request_draws_the_same_tokens_in_every_batch(tmp_path: Path) -> None:
+    made = torch.Generator().manual_seed(5)
+    requests = [torch.randint(2, 1000, (5 + n % 37,), generator=made).tolist() for n in range(64)]
+    job = {"model": str(data_path("model")), "prompts": requests, "new_tokens": NEW}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    done = python("sglang_draws.py", tmp_path / "job.json", tmp_path / "found.json")
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    draws = found["draws"]
+    together = draws["together"]
+    assert [len(tokens) for tokens, _ in together] == [NEW] * 64
+    assert len({tuple(tokens) for tokens, _ in together}) > 48
+    for name in ("alone", "seven", "chunks", "retracted"):
+        assert draws[name] == together, name
+    assert found["retractions"] > 1
+    # Greedy requests draw nothing, and the others draw from a generator that all share.
+    own = draws["SGLang's own"]
+    same = [i % 6 for i in range(64) if own[i][0] == together[i][0]]
+    assert len(same) < 32
+    assert {4} <= {*same}
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engine_in_processes_of_its_own_gets_the_kernels_by_the_plug_in(
     tmp_path: Path, ranks: int

@@ -1,6 +1,7 @@
 """The kernels' sampler in the real vLLM: a request draws the same tokens with the same log-probs,
 whatever runs beside it."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,31 @@ def test_a_request_draws_the_same_tokens_in_every_batch(
         assert same == [name not in OTHER] * 2, name
         assert ("sample" in one["ran"]) == (name != "vLLM's own"), name
         assert bool(one["preempted"]) == (name == "too few blocks"), name
+
+
+@pytest.mark.whole_matrix
+def test_two_ranks_draw_the_tokens_of_one(vllm_draws: Bits) -> None:
+    """Each rank is a process of its own, with half of the vocabulary."""
+    ranks = {"one": 1, "two": 2}
+    found = vllm_draws(
+        [
+            {"name": name, "new_tokens": 12, "options": {"tensor_parallel_size": count}}
+            for name, count in ranks.items()
+        ]
+    )
+    assert len(found["one"]["tokens"]) == 64
+    for what in ("tokens", "logprobs"):
+        assert found["two"][what] == found["one"][what]
+    assert found["two"]["replaced"] == 0 < found["one"]["replaced"]
+
+
+@pytest.mark.whole_matrix
+def test_a_request_without_a_distribution_is_named(vllm_draws: Bits) -> None:
+    rows = [[5, 6, 7], [9, 8, 999], [6, 6]]
+    healthy = {"name": "healthy", "prompts": [rows[0], rows[2]]}
+    found = vllm_draws([{"name": "poisoned", "prompts": rows, "poison": 999}, healthy])
+    assert re.match(r"the logits of request 1(-\w+)? have NaN, \+inf", found["poisoned"]["error"])
+    assert "error" not in found["healthy"]
 
 
 SETTINGS = "temperature=0.7,top_k=40,top_p=0.9,min_p=0.01"

@@ -220,6 +220,63 @@ def test_the_gradient_of_a_truncated_log_prob_is_over_the_kept_tokens() -> None:
     assert bool((profile.logp(logits, dropped, 0.7, None, limits) == -torch.inf).all())
 
 
+def other(model: Any) -> Any:
+    """A trainer whose logits are not those of the rollout."""
+    changed = small_model(vocab_size=VOCABULARY).to(torch.bfloat16)
+    changed.load_state_dict(model.state_dict())
+    hf.use_kernels(changed)
+    with torch.no_grad():
+        changed.lm_head.weight.mul_(1.05)
+    return changed
+
+
+def test_recorded_kept_tokens_are_those_of_the_log_prob_and_of_its_gradient(model: Any) -> None:
+    ids, said = sampled(model, 6)
+    with torch.no_grad():
+        rows = model(input_ids=ids, use_cache=False).logits[:, -7:-1]
+    kept = rlk_kernels.kept_tokens(rows.flatten(0, 1), **LIMITS).view(3, 6, VOCABULARY)
+    heat = LIMITS["temperature"]
+    scored = hf.score_tokens(model, ids, last=6, temperature=heat, kept=kept)
+    assert scored.equal(said)
+    trainer = other(model)
+    limited = hf.score_tokens(trainer, ids, last=6, **LIMITS)
+    replayed = hf.score_tokens(trainer, ids, last=6, temperature=heat, kept=kept)
+    assert bool(replayed.isfinite().all())
+    assert not replayed.equal(limited)
+    logits = trainer(input_ids=ids, use_cache=False).logits[:, -7:-1]
+    z = (logits.float() / heat).masked_fill(~kept, -torch.inf)
+    exact = torch.log_softmax(z.double(), -1).gather(-1, ids[:, -6:, None])[..., 0]
+    assert float((replayed - exact).detach().abs().max()) < 1e-5
+    ours, truth = (grads(trainer, x.float())[-1].double() for x in (replayed, exact))
+    assert float((ours - truth).norm() / truth.norm()) < 1e-2
+    # A row of which nothing was recorded keeps all tokens.
+    nothing = kept.clone()
+    nothing[:, 2] = False
+    partly = hf.score_tokens(trainer, ids, last=6, temperature=heat, kept=nothing)
+    free = hf.score_tokens(trainer, ids, last=6, temperature=heat)
+    assert partly[:, 2].equal(free[:, 2])
+    assert partly[:, 3:].equal(replayed[:, 3:])
+    # A sampled token that is not among the recorded ones belongs to another row.
+    wrong = kept.roll(1, 1)
+    assert bool((hf.score_tokens(trainer, ids, last=6, temperature=heat, kept=wrong) < -1e9).any())
+
+
+def test_kept_tokens_that_do_not_fit_are_refused(model: Any) -> None:
+    kept = torch.ones(3, 16, VOCABULARY, dtype=torch.bool)
+    every = hf.score_tokens(model, IDS, kept=kept)
+    assert every.equal(from_logits(model))
+    with pytest.raises(ValueError, match="pass one of them"):
+        hf.score_tokens(model, IDS, kept=kept, top_p=0.9)
+    with pytest.raises(ValueError, match=r"bool kept\[3, 4, V\] is needed, not torch.bool"):
+        hf.score_tokens(model, IDS, last=4, kept=kept)
+    with pytest.raises(ValueError, match=r"is needed, not torch.int64"):
+        hf.score_tokens(model, IDS, kept=kept.long())
+    with pytest.raises(ValueError, match=r"kept tokens \(48, 99\) do not fit logits \(48, 100\)"):
+        hf.score_tokens(model, IDS, kept=kept[..., 1:])
+    with pytest.raises(NotSupported, match="entropy of truncated"):
+        hf.score_tokens(model, IDS, kept=kept, return_entropy=True)
+
+
 def test_a_truncation_refuses_what_it_lacks(model: Any, one_rank: None) -> None:
     with pytest.raises(NotSupported, match="entropy of truncated"):
         hf.score_tokens(model, IDS, return_entropy=True, top_p=0.9)

@@ -1,10 +1,22 @@
-"""What the integration with vLLM does with tensors alone: log-probs of given tokens, and which rows
-of a padded batch reach the cache. No vLLM is needed."""
+"""What the integration with vLLM does with tensors alone: log-probs of given tokens, draws of rows,
+and which rows of a padded batch reach the cache. No vLLM is needed."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
+import rlk_kernels
 import torch
 from rlk_kernels.integrations import profile
+from rlk_kernels.integrations.token_draws import (
+    NO_TOKEN,
+    NoDistribution,
+    TokenDraws,
+    refuse_marked,
+)
 from rlk_kernels.integrations.token_logprobs import MOST, TokenLogprobs
+from rlk_kernels.integrations.vllm import newer_sampling
 from rlk_kernels.integrations.vllm.attention import VllmAttention, keys_and_values
 from rlk_kernels.integrations.vllm.logprobs import divide
 
@@ -43,6 +55,66 @@ def test_each_row_is_divided_by_its_own_temperature() -> None:
     for row, temperature in enumerate((0.7, 1.0, 1.0, 0.7)):
         alone = profile.logp(logits[row : row + 1], target[row : row + 1], temperature)
         assert torch.equal(profile.logp(divided, target)[row : row + 1], alone)
+
+
+def newer_step(version: str, rows: int) -> tuple[SimpleNamespace, list[Any], dict[str, Any]]:
+    """(the newer runner's sampler, what its `sample` takes, what it draws by), as vLLM has them: by
+    request, in tensors and in arrays."""
+    numbers = np.array([2, 0, 1, 2])[:rows]
+    at, heat = torch.from_numpy(numbers), torch.tensor([0.7, 0.0, 1.2])
+    top_p, min_p, seeds = torch.tensor([0.9, 1.0, 0.5]), torch.tensor([0, 0, 0.05]), torch.arange(3)
+
+    def held(values: torch.Tensor) -> Any:
+        return SimpleNamespace(gpu=values, np=values.numpy())
+
+    states = SimpleNamespace(
+        temperature=held(heat), min_p=held(min_p), seeds=held(seeds),
+        get_top_k_top_p=lambda at, rows: (None, top_p[at]),
+    )  # fmt: skip
+    sampler = SimpleNamespace(
+        sampling_states=states, logprobs_mode="processed_logprobs", use_fp64_gumbel=False,
+        apply_sampling_params=lambda logits, *_, skip_top_k_top_p: logits,
+    )  # fmt: skip
+    step = {
+        "logits": torch.randn(rows, 300, generator=torch.Generator().manual_seed(0)) * 4,
+        "expanded_idx_mapping": at, "idx_mapping_np": numbers, "pos": torch.arange(10, 10 + rows),
+    }  # fmt: skip
+    settings = {"temperature": heat[at], "top_p": top_p[at], "min_p": min_p[at]}
+    where = {"keys": seeds[at], "positions": step["pos"] + 1}
+    return sampler, [step.get(name) for name in newer_sampling.ROWS[version]], settings | where
+
+
+@pytest.mark.parametrize("version", newer_sampling.ROWS)
+def test_a_row_of_the_newer_runner_draws_by_its_requests_settings(version: str) -> None:
+    sampler, step, settings = newer_step(version, 4)
+    draws = TokenDraws()
+    sample = newer_sampling._sampling(draws, newer_sampling.ROWS[version])
+    ids, z = sample(sampler, *step, return_logprobs=True)
+    expected = rlk_kernels.sample(step[0], **settings)
+    assert ids.equal(expected.ids)
+    assert not sampler.rlk_without_token.any()
+    # A greedy row's log-probs are of its logits.
+    assert z.isfinite().sum(1)[[0, 1, 3]].equal(expected.kept[[0, 1, 3]].long())
+    assert z[2].equal(step[0][2])
+    assert draws.rlk_calls == 1
+
+
+def test_a_row_without_a_token_is_marked_and_its_request_is_named() -> None:
+    """As a GPU draws it: the next step begins with a token that exists."""
+    sampler, step, _ = newer_step("0.32", 3)
+    sample = newer_sampling._sampling(
+        lambda *_: torch.tensor([5, NO_TOKEN, NO_TOKEN]), newer_sampling.ROWS["0.32"]
+    )
+    assert sample(sampler, *step)[0].tolist() == [5, 0, 0]
+    marks = sampler.rlk_without_token
+    # The second row is that of a prompt's chunk.
+    output = SimpleNamespace(req_ids=["a", "b", "c"], sampled_token_ids=[[5], [], [0]])
+    read = newer_sampling._raising(lambda _: output)
+    with pytest.raises(NoDistribution, match="the logits of request c have NaN"):
+        read(SimpleNamespace(rlk_without_token=marks))
+    assert read(SimpleNamespace(rlk_without_token=None)) is output
+    with pytest.raises(NoDistribution, match="of request b, and of 1 more requests have NaN"):
+        refuse_marked(output.req_ids, marks.tolist())
 
 
 @pytest.mark.parametrize("slots", [[5, 0, -1, -1], [5, 0]], ids=["no slot", "fewer slots"])

@@ -67,16 +67,16 @@ class InProcess:
 
     def generate(
         self, prompts: list[list[int]], key: str, new_tokens: int, temperature: float = 1.0,
-        start: int | list[int] = -1, top: int = 0,
+        start: int | list[int] = -1, top: int = 0, settings: list[dict[str, Any]] | None = None,
     ) -> list[Answer]:  # fmt: skip
-        """key: requests with the same one share their cached prefixes."""
+        """key: requests with the same one share their cached prefixes. settings: SamplingParams of
+        each request, in the place of the temperature."""
+        each = settings or [{"temperature": temperature}] * len(prompts)
         starts = start if isinstance(start, list) else [start] * len(prompts)
         torch.manual_seed(0)
         requests = []
         for i, (ids, first) in enumerate(zip(prompts, starts, strict=True)):
-            params = SamplingParams(
-                max_new_tokens=new_tokens, temperature=temperature, ignore_eos=True
-            )
+            params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, **each[i])
             params.normalize(None)
             requests.append(
                 TokenizedGenerateReqInput(

@@ -68,6 +68,8 @@ class Dump:
         self.min_p = 0.0
         self.rollout_raw = self.train_raw = False
         self.dtype = dtype
+        self.records_mass = False
+        """Whether the dump has the mass that truncation kept."""
         self.missing_prompt = True
         self.cached = np.full(S, UNKNOWN)
         self.packs = np.full(S, UNKNOWN)
@@ -81,6 +83,8 @@ class Dump:
         rng, R = self.rng, len(self.position)
         processed = self._truncated(self.logits / self.temperature)
         law = np.exp(processed)
+        whole = np.exp(_log_softmax(self.logits / self.temperature))
+        mass = np.where(law > 0, whole, 0.0).sum(1)
         chosen = self.sampled(law)
         other = self.logits + self.noise() * self.extra[:, None]
         other += self.logits * (self.margin * rng.standard_normal(R))[:, None]
@@ -92,7 +96,7 @@ class Dump:
             train -= _logsumexp(np.where(np.isfinite(processed), train, -np.inf))
         said = law.argmax(1) if self.top_token else chosen
         g, t = rollout[np.arange(R), said], train[np.arange(R), chosen]
-        return self._with_prompts(_stored(g), _stored(t), chosen)
+        return self._with_prompts(_stored(g), _stored(t), chosen, np.minimum(mass, 1.0))
 
     def sampled(self, law: Floats) -> NDArray[np.int64]:
         """[R]; an alternative of each token's law, drawn with its probability."""
@@ -119,13 +123,18 @@ class Dump:
         kept = np.where(mask, -np.inf, logp)
         return kept - _logsumexp(kept)
 
-    def _with_prompts(self, g: Floats, t: Floats, chosen: NDArray[np.int64]) -> Sequences:
+    def _with_prompts(
+        self, g: Floats, t: Floats, chosen: NDArray[np.int64], mass: Floats
+    ) -> Sequences:
         total = self.lengths + PROMPT
         offsets = np.concatenate([[0], np.cumsum(total)])
         N = int(offsets[-1])
         at = offsets[self.sequence] + PROMPT + self.position
         rollout, train = np.full(N, np.nan), _stored(-self.rng.exponential(2.0, N))
         rollout[at], train[at] = g, t
+        kept_mass = np.full(N, np.nan)
+        if self.records_mass:
+            kept_mass[at] = mass
         rollout[at[self.tool]] = np.nan
         scored = np.zeros(N, dtype=bool)
         scored[at[~self.tool]] = True
@@ -153,12 +162,15 @@ class Dump:
             pack_indices=self.packs,
             cached_tokens=self.cached,
             entropy=np.full(N, np.nan),
-            kept_mass=np.full(N, np.nan),
+            kept_mass=kept_mass,
             rewards=np.full(self.sequences, np.nan),
             mask_rewritten=np.zeros(self.sequences, dtype=bool),
             sampling=[Sampling()] * self.sequences,
             rollout_dtypes=[self.dtype] * self.sequences,
             train_dtypes=[self.dtype] * self.sequences,
+            samplers=[None] * self.sequences,
+            seeds=np.full(N, UNKNOWN),
+            seeds_missing=np.ones(N, dtype=bool),
         )
         for change in self.after:
             change(result)

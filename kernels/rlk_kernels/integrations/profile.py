@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 import rlk_kernels
+from rlk_kernels.errors import UnsupportedShape
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.finish import FINISHED, Finish
 from rlk_kernels.parallel.context import context_attention
@@ -448,23 +449,31 @@ EVERYTHING = Truncation()
 
 def logp(
     logits: Tensor, target: Tensor, temperature: float = 1.0, group: ProcessGroup | None = None,
-    truncation: Truncation = EVERYTHING,
+    truncation: Truncation = EVERYTHING, kept: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """log softmax(logits / temperature)[target] of each row, fp32 [T], over the tokens that the
-    truncation keeps; -inf for a target that it drops. If the vocabulary is divided among the ranks
-    of `group`, logits are this rank's columns. Raises NotSupported for a temperature that is not
-    above 0, and for a truncation with `group`."""
+    truncation keeps, or over those of `kept` (bool [T, V]; a row without any keeps all); -inf for
+    a target that is dropped. If the vocabulary is divided among the ranks of `group`, logits are
+    this rank's columns. Raises NotSupported for a temperature that is not above 0, and for a
+    truncation or `kept` with `group`; UnsupportedShape for `kept` of another shape."""
     if not temperature > 0:
         raise NotSupported(
             f"a log-prob at temperature={temperature} is not supported; it must be > 0"
         )
     dropped = None
-    if truncation != EVERYTHING:
-        if group is not None and group.size() > 1:
-            raise NotSupported("a truncation is not supported if ranks share the vocabulary")
+    truncated = truncation != EVERYTHING
+    if (truncated or kept is not None) and group is not None and group.size() > 1:
+        raise NotSupported("a truncation is not supported if ranks share the vocabulary")
+    if kept is not None:
+        if kept.shape != logits.shape:
+            raise UnsupportedShape(
+                f"kept tokens {tuple(kept.shape)} do not fit logits {tuple(logits.shape)}"
+            )
+        kept = kept.to(logits.device)
+        dropped = ~kept & kept.any(-1, keepdim=True)
+    elif truncated:
         limits = truncation._asdict()
-        kept = rlk_kernels.kept_tokens(logits.detach(), temperature=temperature, **limits)
-        dropped = ~kept
+        dropped = ~rlk_kernels.kept_tokens(logits.detach(), temperature=temperature, **limits)
     if temperature != 1.0:
         # A tensor on the same device, because GPUs multiply by the reciprocal of a Python number.
         logits = logits.float() / torch.full((), temperature, device=logits.device)
@@ -482,27 +491,26 @@ def logp_of_hidden(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *,
     temperature: float = 1.0, entropy: bool = False, group: ProcessGroup | None = None,
     vocabulary: int | None = None, entropy_gradient: bool = True, finish: Finish = FINISHED,
-    truncation: Truncation = EVERYTHING,
+    truncation: Truncation = EVERYTHING, kept: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """fp32 [T, 1]: `logp(logits(hidden, weight, bias, finish), target, temperature, None,
-    truncation)` of hidden[T, H], bit for bit, without the logits of all rows in memory; with
-    `entropy` [T, 2],
-    where the second column is each row's entropy. Both are differentiable. A negative target has
-    log-prob 0 and no gradient. Without `entropy_gradient`, a temperature other than 1 saves the
-    entropies' backward.
+    truncation, kept)` of hidden[T, H], bit for bit, without the logits of all rows in memory; with
+    `entropy` [T, 2], where the second column is each row's entropy. Both are differentiable. A
+    negative target has log-prob 0 and no gradient. Without `entropy_gradient`, a temperature other
+    than 1 saves the entropies' backward.
 
     vocabulary: the number of the weight's rows that are tokens; the last rows are padding. If the
     vocabulary is divided among the ranks of `group`, weight and bias are this rank's rows. Raises
     NotSupported for a temperature that is not above 0, with `group` for one that is not 1, and for
-    a truncation with `group` or `entropy`.
+    a truncation or kept tokens with `group` or `entropy`.
     """
-    truncated = truncation != EVERYTHING
+    truncated = truncation != EVERYTHING or kept is not None
     if truncated and entropy:
-        raise NotSupported(f"the entropy of truncated distributions ({truncation})")
+        raise NotSupported("the entropy of truncated distributions")
     if group is not None and group.size() > 1:
         if temperature != 1.0 or truncated:
             raise NotSupported(
-                f"log-probs from hidden states at temperature={temperature} with {truncation} are "
+                f"log-probs from hidden states at temperature={temperature}, truncated or not, are "
                 "not supported if ranks share the vocabulary; use token_logprobs of the logits"
             )
         scores = linear_logp_parallel(
@@ -513,7 +521,7 @@ def logp_of_hidden(
         if temperature != 1.0 or truncated:
             return _at_temperature(
                 hidden, weight, bias, target, temperature, entropy, entropy_gradient, finish,
-                truncation,
+                truncation, kept,
             )  # fmt: skip
         scores = rlk_kernels.linear_logp(
             hidden, weight, target, bias=bias, return_entropy=entropy, softcap=finish.cap,
@@ -525,16 +533,19 @@ def logp_of_hidden(
 def _at_temperature(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, temperature: float,
     entropy: bool, entropy_gradient: bool, finish: Finish, truncation: Truncation,
+    kept: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """`logp_of_hidden`, ROWS at a time, with divided logits; `linear_logp` would multiply them by
     the reciprocal, as it does for the entropy. The backward computes the logits again."""
 
-    def block(h: Tensor, some: Tensor) -> Tensor:
-        return logp(logits(h, weight, bias, finish), some, temperature, None, truncation)
+    def block(h: Tensor, some: Tensor, kept: Tensor | None) -> Tensor:
+        return logp(logits(h, weight, bias, finish), some, temperature, None, truncation, kept)
 
+    parts = hidden.split(ROWS), target.split(ROWS)
+    given = [None] * len(parts[0]) if kept is None else kept.split(ROWS)
     logprobs = torch.cat([
         checkpoint(block, *rows, use_reentrant=False, preserve_rng_state=False)
-        for rows in zip(hidden.split(ROWS), target.split(ROWS), strict=True)
+        for rows in zip(*parts, given, strict=True)
     ])  # fmt: skip
     if not entropy:
         return logprobs[:, None]

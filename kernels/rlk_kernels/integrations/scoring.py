@@ -28,6 +28,8 @@ class Scoring:
     vocabulary: int | None = None
     entropy_gradient: bool = True
     truncation: profile.Truncation = profile.EVERYTHING
+    kept: Tensor | None = None
+    """bool: the kept tokens of each row, in the shape of the rows and the vocabulary."""
 
 
 class Scores(Counted):
@@ -52,6 +54,7 @@ class Scores(Counted):
             temperature=asked.temperature, entropy=asked.entropy, group=group,
             vocabulary=asked.vocabulary, entropy_gradient=asked.entropy_gradient,
             finish=self.rlk_finish, truncation=asked.truncation,
+            kept=None if asked.kept is None else asked.kept.flatten(0, -2),
         )  # fmt: skip
         return scores.view(*hidden.shape[:-1], scores.shape[-1])
 

@@ -169,7 +169,7 @@ class SGLangEngine(Engine):
                 max_new_tokens=len(s.response_ids) if forced else sampling.max_new_tokens,
                 temperature=self._temperature,
                 limits=truncation(self.spec.options),
-                seed=sampling.seed * 1_000_003 + i,
+                seed=sampling.request_seed(i),
                 ignore_eos=forced,
             )
             for i, s in enumerate(batch.samples)

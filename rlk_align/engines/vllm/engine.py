@@ -275,7 +275,7 @@ class VLLMEngine(Engine):
                 max_tokens=length,
                 logprobs=0,
                 detokenize=False,
-                seed=sampling.seed * 1_000_003 + i if keyed else None,
+                seed=sampling.request_seed(i) if keyed else None,
             )
             for i, length in enumerate(lengths)
         ]

@@ -64,7 +64,10 @@ def logprob_scaled(e: Evidence) -> Diagnosis | None:
 
 
 def temperature(e: Evidence) -> Diagnosis | None:
-    """Holds if Δ of probable tokens has one sign and Δ of improbable tokens the other."""
+    """Holds if Δ of probable tokens has one sign and Δ of improbable tokens the other, and the
+    kept mass, if it is recorded, does not explain Δ."""
+    if by_kept_mass(e) is not None:
+        return None
     unbiased = e.contract.limit("numerics") * e.contract.threshold("temperature.unbiased")
     limit = e.contract.limit("temperature")
     low, high = lean(e, _band(e, 0.0, 0.05)), lean(e, _band(e, 0.9, 0.999))
@@ -92,8 +95,11 @@ def temperature(e: Evidence) -> Diagnosis | None:
 
 
 def truncation(e: Evidence) -> Diagnosis | None:
-    """Holds if Δ has one sign at every p and a size that does not grow with −log p."""
+    """Holds if the recorded kept mass explains Δ. If no mass is recorded, it holds if Δ has one
+    sign at every p and a size that does not grow with −log p."""
     limit = e.contract.limit("truncation")
+    if np.isfinite(e.log_kept).any():
+        return by_kept_mass(e)
     where = _band(e, 0.0, 0.9)
     negative = e.share((where & (e.d < 0)).astype(float), where.astype(float))
     positive = Estimate(1 - negative.value, 1 - negative.high, 1 - negative.low)
@@ -115,6 +121,30 @@ def truncation(e: Evidence) -> Diagnosis | None:
     samples = e.worst(np.abs(e.d), where)
     statistic = "share of tokens with p < 0.9 that have the same sign"
     return diagnosis("truncation", statistic, purity, limit, why, samples)
+
+
+def by_kept_mass(e: Evidence) -> Diagnosis | None:
+    """Holds if the logarithm of the recorded kept mass is most of Δ, as where one side's log-probs
+    are among the kept tokens and the other's among all. Tokens count by that logarithm."""
+    limit = e.contract.limit("truncation")
+    log = np.nan_to_num(e.log_kept)
+    for side, sign in (("rollout", 1.0), ("trainer", -1.0)):
+        near = np.abs(e.d - sign * log) < np.abs(e.d) / 2
+        explained = e.share(np.where(near, -log, 0.0), -log)
+        if not explained.above(limit):
+            continue
+        other = "trainer" if side == "rollout" else "rollout"
+        mass = float(np.exp(log[log < 0]).mean())
+        why = (
+            f"log(kept mass), which the dump records, is most of Δ for {explained.value:.0%} of "
+            f"the tokens, counted by it: the {side}'s log-probs are among the tokens that top-p, "
+            f"top-k or min-p keep, and the {other}'s are among all. Where tokens were dropped, "
+            f"{mass:.3f} of the mass was kept. It is not another temperature"
+        )
+        statistic = "share of tokens, by log(kept mass), of which it is most of Δ"
+        samples = e.worst(np.abs(e.d), log < 0)
+        return diagnosis("truncation", statistic, explained, limit, why, samples)
+    return None
 
 
 def _band(e: Evidence, low: float, high: float) -> Mask:

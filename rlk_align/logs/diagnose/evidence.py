@@ -94,6 +94,13 @@ class Evidence:
         return self.t - self.g
 
     @cached_property
+    def log_kept(self) -> Floats:
+        """[n]; the logarithm of the kept mass, NaN where the dump does not record it."""
+        mass = self.run.kept_mass[self.index]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where((mass > 0) & (mass <= 1), np.log(mass), np.nan)
+
+    @cached_property
     def size(self) -> Floats:
         """[n]; |d|, at most FARTHEST."""
         return np.minimum(np.abs(self.d), FARTHEST)

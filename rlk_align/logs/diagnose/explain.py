@@ -35,6 +35,7 @@ from rlk_align.logs.diagnose.evidence import Evidence
 from rlk_align.logs.diagnose.record import Diagnosis, Name, Untested
 from rlk_align.logs.diagnose.sample import EMPTY, Counts, RatioSums, gather
 from rlk_align.logs.diagnose.whole_sequences import decode_state, duplicated, stale_cache
+from rlk_align.logs.dumps.record import Sampling
 from rlk_align.logs.dumps.sequences import Sequences
 
 Status = Literal["pass", "fail", "inconclusive"]
@@ -87,6 +88,9 @@ class Explanation:
     untested: list[Untested]
     """Mismatches that can be neither confirmed nor excluded."""
     breaches: list[Breach]
+    sampling: Sampling | None
+    """What the dump states of the rollout's sampling; None if its sequences state several
+    settings."""
 
     @property
     def exit_code(self) -> int:
@@ -144,7 +148,13 @@ def explain(batches: Iterable[Sequences], contract: RunContract, seed: int = 0) 
         doubts=doubts,
         untested=untested,
         breaches=breaches,
+        sampling=_stated(evidence.run),
     )
+
+
+def _stated(run: Sequences) -> Sampling | None:
+    settings = {sampling.model_dump_json(): sampling for sampling in run.sampling}
+    return next(iter(settings.values())) if len(settings) == 1 else None
 
 
 def _answers(

@@ -13,6 +13,7 @@ SCHEMA: Literal["rlk-align/logprobs/1"] = "rlk-align/logprobs/1"
 Number = Annotated[float, Strict()]
 LogProbs = list[Number | None]
 Count = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63, strict=True)]
 Flags = list[Annotated[bool, Strict()]] | list[Annotated[int, Field(ge=0, le=1, strict=True)]]
 """true and false, or 1 and 0."""
 
@@ -55,6 +56,12 @@ class SequenceRecord(BaseModel):
     """Version of the weights that sampled it: one, or one for each token."""
     train_version: Count | None = None
     sampling: Sampling = Sampling()
+    sampler: str | None = None
+    """What drew the response: `rlk` for the sampler of rlk-kernels, whose tokens can be drawn
+    again."""
+    seeds: Seed | list[Seed | None] | None = None
+    """The seed of the request that sampled each token of the response, whose index in `token_ids`
+    is its position in the request: one seed, or one for each token."""
     rollout_dtype: str | None = None
     train_dtype: str | None = None
     entropy: LogProbs | None = None
@@ -95,7 +102,7 @@ class SequenceRecord(BaseModel):
 
 PER_TOKEN = (
     *("mask", "rollout_logprobs", "train_logprobs", "position_ids", "rollout_version"),
-    *("entropy", "kept_mass"),
+    *("entropy", "kept_mass", "seeds"),
 )
 """Fields with a value for each token."""
 

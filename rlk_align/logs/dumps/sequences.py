@@ -56,6 +56,11 @@ class Sequences:
     sampling: Sequence[Sampling]
     rollout_dtypes: Sequence[str | None]
     train_dtypes: Sequence[str | None]
+    samplers: Sequence[str | None]
+    seeds: NDArray[np.int64]
+    """[N]"""
+    seeds_missing: NDArray[np.bool_]
+    """[N]; every number may be a seed."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -101,6 +106,7 @@ class Sequences:
 TOKEN_ARRAYS = (
     *("token_ids", "scored", "rollout", "train", "rollout_missing", "train_missing"),
     *("rollout_versions", "position_ids", "entropy", "kept_mass"),
+    *("seeds", "seeds_missing"),
 )
 """Fields of `Sequences` with the shape [N]."""
 SEQUENCE_ARRAYS = (
@@ -108,7 +114,7 @@ SEQUENCE_ARRAYS = (
     *("rewards", "mask_rewritten"),
 )
 """Fields of `Sequences` with the shape [S]."""
-SEQUENCE_LISTS = ("ids", "groups", "sampling", "rollout_dtypes", "train_dtypes")
+SEQUENCE_LISTS = ("ids", "groups", "sampling", "rollout_dtypes", "train_dtypes", "samplers")
 """Fields of `Sequences` that are lists of S."""
 
 

@@ -45,10 +45,14 @@ SCHEMA = pa.schema(
         ),
         "rollout_dtype": pa.string(),
         "train_dtype": pa.string(),
+        "sampler": pa.string(),
+        "seeds": pa.list_(pa.int64()),
     }
 )
 """Every list is as long as `token_ids`, or null if the dump lacks the field. A null in a list is a
 value that was not recorded."""
+SINCE_FIRST = {"sampler", "seeds"}
+"""Columns that runs imported by earlier versions lack."""
 BATCH_TOKENS = 1 << 19
 """The tokens of a batch, which takes about 50 MB of memory."""
 
@@ -90,6 +94,9 @@ def _of_step(file: pq.ParquetFile, groups: list[int], step: int) -> Iterator[Seq
 
 def sequences_of(batch: pa.RecordBatch) -> Sequences:
     """Returns a batch of SCHEMA in flat arrays."""
+    for name in SINCE_FIRST - {*batch.schema.names}:
+        nothing = pa.nulls(len(batch), SCHEMA.field(name).type)
+        batch = batch.append_column(name, nothing)
     lengths = np.asarray(batch.column("token_ids").value_lengths(), dtype=np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     prompts = _integers(batch.column("prompt_length"))
@@ -100,6 +107,7 @@ def sequences_of(batch: pa.RecordBatch) -> Sequences:
     mask = _spread(batch.column("mask"), lengths, pa.bool_())
     response = position >= np.repeat(prompts, lengths)
     scored = np.asarray(mask.fill_null(False))
+    seeds = _spread(batch.column("seeds"), lengths, pa.int64())
     without_mask = np.repeat(np.asarray(batch.column("mask").is_null()), lengths)
     return Sequences(
         ids=batch.column("id").to_pylist(),
@@ -125,6 +133,9 @@ def sequences_of(batch: pa.RecordBatch) -> Sequences:
         sampling=[Sampling(**(row or {})) for row in batch.column("sampling").to_pylist()],
         rollout_dtypes=batch.column("rollout_dtype").to_pylist(),
         train_dtypes=batch.column("train_dtype").to_pylist(),
+        samplers=batch.column("sampler").to_pylist(),
+        seeds=_integers(seeds),
+        seeds_missing=np.asarray(seeds.is_null()),
     )
 
 

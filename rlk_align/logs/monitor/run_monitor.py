@@ -142,6 +142,9 @@ def padded_sequences(
         sampling=[Sampling()] * count,
         rollout_dtypes=[None] * count,
         train_dtypes=[None] * count,
+        samplers=[None] * count,
+        seeds=np.full(g.size, UNKNOWN, dtype=np.int64),
+        seeds_missing=np.ones(g.size, dtype=bool),
     )
 
 

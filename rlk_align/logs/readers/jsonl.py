@@ -77,7 +77,7 @@ def _row(validate: Any) -> Row:
 def _listed(name: str, value: list[Any]) -> pa.Array:
     if name == "mask":
         return pa.array(np.array(value, dtype=bool))
-    whole = name in ("position_ids", "rollout_version")
+    whole = name in ("position_ids", "rollout_version", "seeds")
     return pa.array(value, pa.int64() if whole else pa.float64())
 
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from rlk_align.logs.dumps.table import SCHEMA, read_table, write_table
+from rlk_align.logs.dumps.table import SCHEMA, SINCE_FIRST, read_table, write_table
 
 
 def test_what_is_missing_is_not_nan(tmp_path: Path) -> None:
@@ -28,3 +29,13 @@ def test_what_is_missing_is_not_nan(tmp_path: Path) -> None:
     assert read.compared.tolist() == [False, False, False, True, False, False]
     assert read.position.tolist() == [0, 1, 2, 3, 0, 1]
     assert read.steps.tolist() == [-1, -1]
+
+
+def test_a_table_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    rows = [{"id": "a", "prompt_length": 1, "token_ids": [5, 6], "rollout_logprobs": [None, -0.5]}]
+    batch = pa.RecordBatch.from_pylist(rows, schema=SCHEMA)
+    earlier = [name for name in SCHEMA.names if name not in SINCE_FIRST]
+    pq.write_table(pa.table(batch).select(earlier), tmp_path / "t.parquet")
+    (read,) = read_table(tmp_path / "t.parquet")
+    assert read.samplers == [None]
+    assert read.seeds_missing.tolist() == [True, True]

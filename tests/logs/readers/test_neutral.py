@@ -39,6 +39,8 @@ def record(**changed: object) -> dict:
         "cached_tokens": 1,
         "mask_rewritten": True,
         "reward": 1,
+        "sampler": "rlk",
+        "seeds": [-1, None],
     }
     return fields | changed
 
@@ -66,6 +68,8 @@ def test_every_field(imported, kind: str, format: str) -> None:
     assert read.train_versions.tolist() == [5]
     assert read.entropy[2:].tolist() == [0.1, 0.2]
     assert read.kept_mass[2:].tolist() == [0.9, 0.8]
+    assert (read.samplers, read.seeds[2]) == (["rlk"], -1)
+    assert read.seeds_missing.tolist() == [True, True, False, True]
     assert (read.steps[0], read.pack_indices[0], read.cached_tokens[0]) == (2, 1, 1)
     assert read.rewards.tolist() == [1.0]
     assert read.mask_rewritten.tolist() == [True]

@@ -78,6 +78,7 @@ def score_tokens(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
+    kept: "Tensor | None" = None,
 ) -> "Tensor | tuple[Tensor, Tensor]":
     """The log-prob of each token except the first, given the tokens before it, fp32 [B, L - 1], or
     of the `last` tokens of each row, [B, last]. With return_entropy the result is a pair, whose
@@ -97,6 +98,10 @@ def score_tokens(
     sampler's logits. A token that the limits drop here has log-prob -inf: the logits differ. The
     gradient is that over the kept tokens, which are constants; the entropy is refused.
 
+    kept, bool [B, L - 1 or last, V], are the kept tokens that the rollout recorded, in the place of
+    these limits: where the logits differ, the limits would keep other tokens here. The log-prob and
+    its gradient are then over the recorded tokens. A row without any keeps all.
+
     The result has the bits of `token_logprobs(model(...).logits, ...)`, without a [tokens,
     vocabulary] tensor in memory. The model, wrapped (FSDP2, DDP) or not, runs its own forward.
     Raises NotSupported if its output layer has no kernel; ValueError if `last` is out of range,
@@ -107,5 +112,5 @@ def score_tokens(
 
     return score_tokens(
         model, input_ids, attention_mask, position_ids, last, temperature, return_entropy,
-        cu_seq_lens, Truncation(top_k, top_p, min_p),
+        cu_seq_lens, Truncation(top_k, top_p, min_p), kept,
     )  # fmt: skip

@@ -9,14 +9,14 @@ from torch import Tensor
 from rlk_kernels.integrations.hf.loss import NO_TOKEN
 from rlk_kernels.integrations.hf.packing import packed
 from rlk_kernels.integrations.hf.sequences import packed_starts
-from rlk_kernels.integrations.profile import Truncation
+from rlk_kernels.integrations.profile import EVERYTHING, Truncation
 from rlk_kernels.integrations.scoring import Scoring, scoring
 
 
 def score_tokens(
     model: Any, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None,
     last: int | None, temperature: float, return_entropy: bool, cu_seq_lens: Tensor | None,
-    truncation: Truncation,
+    truncation: Truncation, kept: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """See the package."""
     if input_ids.dim() != 2:
@@ -38,6 +38,17 @@ def score_tokens(
             f"score_tokens: last={last} of {length} tokens; it must be 0 to {length - 1}, because "
             "the first token has none before it"
         )
+    if kept is not None and truncation != EVERYTHING:
+        raise ValueError(
+            f"score_tokens: kept says which tokens are kept, and so does {truncation}; pass one of "
+            "them"
+        )
+    batch = input_ids.shape[0]
+    if kept is not None and (kept.dtype != torch.bool or kept.shape[:-1] != (batch, count)):
+        raise ValueError(
+            f"score_tokens: bool kept[{batch}, {count}, V] is needed, not {kept.dtype} "
+            f"{tuple(kept.shape)}"
+        )
     if attention_mask is not None and position_ids is None:
         # As in vLLM, positions do not count padding.
         position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
@@ -47,7 +58,7 @@ def score_tokens(
         # Otherwise each layer would search for them.
         cu_seq_lens = packed_starts(position_ids, input_ids.shape[0])
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-    asked = Scoring(targets, temperature, return_entropy, truncation=truncation)
+    asked = Scoring(targets, temperature, return_entropy, truncation=truncation, kept=kept)
     with scoring(model, asked):
         scores = _scores(model, inputs, position_ids, cu_seq_lens, rows)
     return (scores[..., 0], scores[..., 1]) if return_entropy else scores[..., 0]

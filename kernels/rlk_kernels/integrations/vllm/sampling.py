@@ -12,8 +12,6 @@ after penalties, as vLLM has them. A vLLM with other functions is refused. N = r
 """
 
 import functools
-import importlib
-import inspect
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
@@ -21,14 +19,22 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.integrations.errors import NotSupported
-from rlk_kernels.integrations.token_draws import TokenDraws, key_of, processed
-from rlk_kernels.integrations.vllm.logprobs import NEWER
+from rlk_kernels.integrations.token_draws import (
+    NO_TOKEN,
+    TokenDraws,
+    key_of,
+    processed,
+    refuse_marked,
+)
+from rlk_kernels.integrations.vllm import newer_sampling
+from rlk_kernels.integrations.vllm.newer_sampling import (
+    PROCESSED,
+    drawn_temperature,
+    known_form,
+    refuse_fp64_noise,
+)
 
 Patches: TypeAlias = Iterator[tuple[Any, str, Any]]
-LEAST_TEMPERATURE = 1e-5
-"""vLLM decodes greedily below."""
-PROCESSED = ("processed_logits", "processed_logprobs")
-
 
 DRAWN = TokenDraws()
 
@@ -37,24 +43,43 @@ def patches() -> Patches:
     """(owner, attribute, replacement). Raises NotSupported for a vLLM whose functions differ from
     the known ones."""
     yield from _of_older_runner()
-    yield from _of_newer_runner()
-
-
-def _check(owner: Any, name: str, parameters: tuple[str, ...]) -> None:
-    function = getattr(owner, name, None)
-    actual = () if function is None else tuple(inspect.signature(function).parameters)
-    if actual != parameters:
-        raise NotSupported(f"sampler: {name} of this vLLM takes {actual} instead of {parameters}")
+    yield from newer_sampling.patches(DRAWN)
 
 
 def _of_older_runner() -> Patches:
     from vllm.v1.sample.sampler import Sampler
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput, GPUModelRunner
 
-    _check(Sampler, "sample", ("self", "logits", "sampling_metadata", "logprobs_mode_override"))
+    known_form(Sampler, "sample", ("self", "logits", "sampling_metadata", "logprobs_mode_override"))
     yield Sampler, "sample", _sample
-    _check(GPUModelRunner, "_sample", ("self", "logits", "spec_decode_metadata"))
+    known_form(GPUModelRunner, "_sample", ("self", "logits", "spec_decode_metadata"))
     yield GPUModelRunner, "_sample", _with_requests(GPUModelRunner._sample)
+    # Where the host reads the tokens of a GPU, without and with a step ahead.
+    known_form(GPUModelRunner, "_to_list", ("self", "sampled_token_ids"))
+    yield GPUModelRunner, "_to_list", _read_at_once(GPUModelRunner._to_list)
+    known_form(AsyncGPUModelRunnerOutput, "get_output", ("self",))
+    output = AsyncGPUModelRunnerOutput.get_output
+    yield AsyncGPUModelRunnerOutput, "get_output", _read_later(output)
+
+
+def _read_at_once(original: Any) -> Any:
+    @functools.wraps(original)
+    def to_list(self: Any, sampled_token_ids: Tensor) -> list[list[int]]:
+        sampled = original(self, sampled_token_ids)
+        refuse_marked(self.input_batch.req_ids, [NO_TOKEN in tokens for tokens in sampled])
+        return sampled
+
+    return to_list
+
+
+def _read_later(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_output(self: Any) -> Any:
+        output = original(self)
+        refuse_marked(output.req_ids, [NO_TOKEN in ids for ids in output.sampled_token_ids])
+        return output
+
+    return get_output
 
 
 def _with_requests(original: Any) -> Any:
@@ -72,7 +97,7 @@ def _with_requests(original: Any) -> Any:
                 for r in batch.req_ids
             ]
             at = self.seq_lens[: len(keys)].long()
-            self.sampler.rlk_requests = torch.tensor(keys).to(logits.device), at
+            self.sampler.rlk_requests = torch.tensor(keys).to(logits.device), at, batch.req_ids
         try:
             return original(self, logits, spec_decode_metadata)
         finally:
@@ -85,12 +110,11 @@ def _sample(
     self: Any, logits: Tensor, sampling_metadata: Any, logprobs_mode_override: str | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """The replacement of `Sampler.sample`: (ids, processed logits where they are requested)."""
-    if self.use_fp64_gumbel:
-        raise NotSupported("use_fp64_gumbel with the kernels' sampler, which has no such noise")
+    refuse_fp64_noise(self)
     settings, count = _settings(sampling_metadata, logits), len(logits)
     nobody = torch.zeros(count, dtype=torch.int64, device=logits.device)
-    keys, positions = getattr(self, "rlk_requests", None) or (nobody, nobody)
-    ids = DRAWN(logits, keys, positions, settings)
+    keys, positions, requests = getattr(self, "rlk_requests", None) or (nobody, nobody, ())
+    ids = DRAWN(logits, keys, positions, settings, requests)
     asked = sampling_metadata.max_num_logprobs is not None or sampling_metadata.logprob_token_ids
     mode = logprobs_mode_override or self.logprobs_mode
     if not asked or mode not in PROCESSED:
@@ -118,53 +142,6 @@ def _settings(metadata: Any, logits: Tensor) -> dict[str, Tensor | None]:
         if processor.min_p_count:
             min_p = processor.min_p.flatten()
     return {
-        "temperature": torch.where(heat < LEAST_TEMPERATURE, 0.0, heat),
+        "temperature": drawn_temperature(heat),
         "top_k": metadata.top_k, "top_p": metadata.top_p, "min_p": min_p,
     }  # fmt: skip
-
-
-def _of_newer_runner() -> Patches:
-    try:
-        sampler = importlib.import_module(f"{NEWER}.sampler").Sampler
-        states = importlib.import_module(f"{NEWER}.states").SamplingStates
-    except ImportError:
-        return
-    rows = ("logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos", "input_ids")
-    more = ("expanded_local_pos", "seq_lens_upper_bound_np")
-    _check(sampler, "sample", ("self", *rows, *more, "return_logprobs"))
-    _check(sampler, "apply_sampling_params", ("self", *rows, *more, "skip_top_k_top_p"))
-    yield sampler, "sample", _sample_of_newer
-    for name in ("apply_temperature", "apply_min_p"):
-        _check(states, name, ("self", "logits", "expanded_idx_mapping", "idx_mapping_np"))
-        yield states, name, _left_to_the_draw
-
-
-def _left_to_the_draw(*_: Any) -> None:
-    """Temperature and min-p are settings of the draw."""
-
-
-def _sample_of_newer(
-    self: Any, logits: Tensor, expanded_idx_mapping: Tensor, idx_mapping: Tensor,
-    idx_mapping_np: Any, pos: Tensor, *rest: Any, return_logprobs: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The replacement of `Sampler.sample`: (ids, processed logits)."""
-    if self.use_fp64_gumbel:
-        raise NotSupported("use_fp64_gumbel with the kernels' sampler, which has no such noise")
-    logits = self.apply_sampling_params(
-        logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, *rest,
-        skip_top_k_top_p=True,
-    )  # fmt: skip
-    states = self.sampling_states
-    top_k, top_p = states.get_top_k_top_p(expanded_idx_mapping, idx_mapping_np)
-    heat = states.temperature.gpu[expanded_idx_mapping]
-    settings = {
-        "temperature": torch.where(heat < LEAST_TEMPERATURE, 0.0, heat),
-        "top_k": top_k, "top_p": top_p,
-        "min_p": states.min_p.gpu[expanded_idx_mapping]
-        if states.min_p.np[idx_mapping_np].any()
-        else None,
-    }  # fmt: skip
-    keys = states.seeds.gpu[expanded_idx_mapping]
-    ids = DRAWN(logits, keys, pos.long() + 1, settings)
-    masks = (return_logprobs and self.logprobs_mode in PROCESSED) or self.return_sampling_mask
-    return ids, processed(logits, settings) if masks else logits
