@@ -72,7 +72,7 @@ _SCALED: dict[str, Any] = {
 """What Granite's multipliers add to a family."""
 _MULTIPLIES = "it multiplies neither the embedding nor branches nor logits"
 _NOT_MEASURED = "no test has compared it there"
-_LATENT_HF = "its latent attention is compared in transformers and vLLM alone"
+_LATENT_HF = "its latent attention is compared in transformers, vLLM and Megatron alone"
 _NORMED_AFTER = {
     "megatron": "it has no norms after attention and MLP, and norms each head of q alone"
 }
@@ -122,7 +122,7 @@ _WITH_LATENTS: dict[str, Any] = {
     "latent": True,
     "interleaved": True,
     "predictors": "num_nextn_predict_layers",
-    "refused": dict.fromkeys(("megatron", "sglang", "deepspeed"), _LATENT_HF),
+    "refused": dict.fromkeys(("sglang", "deepspeed"), _LATENT_HF),
     "vllm_on_one_rank": "its ranks share the heads of a latent",
 }
 """What latent attention adds to a family."""
