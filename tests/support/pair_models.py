@@ -478,9 +478,23 @@ MODELS = {
         },
         sparse=True,
         kernels=("rlk",),
-        without=("megatron", "deepspeed"),
+        without=("deepspeed",),
         rarely=True,
         like="qwen3_moe",
+    ),
+    # The same with dense layers alone, which tensor-parallel ranks of Megatron share.
+    "deepseek_v3_dense": Model(
+        "deepseek_v3",
+        LATENT
+        | {
+            **{"first_k_dense_replace": 3, "num_hidden_layers": 3},
+            **{"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+        },
+        dtypes=("bfloat16",),
+        kernels=("rlk",),
+        without=("deepspeed",),
+        rarely=True,
+        like="llama",
     ),
     "glm4_moe_lite": Model(
         "glm4_moe_lite",
@@ -492,7 +506,7 @@ MODELS = {
         sparse=True,
         dtypes=("bfloat16",),
         kernels=("rlk",),
-        without=("megatron", "deepspeed"),
+        without=("deepspeed",),
         rarely=True,
         like="qwen3_moe",
     ),
