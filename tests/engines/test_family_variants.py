@@ -150,7 +150,7 @@ IGNORED_BY_VLLM = {
     "ministral3": ("layers.0.attn", "rollout"),
     "ernie4_5_moe": ("layers.1.experts", "rollout"),
     "cohere2": ("layers.0.attn", "rollout"),
-    "deepseek_v3": ("layers.2.router", "rollout"),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), ("layers.2.router", "rollout")),
 }
 """model_type -> the operator that vLLM computes otherwise, and its side: `reports/found.md`."""
 

@@ -60,5 +60,5 @@ def latent_attention_by_heads(
     ranks, as is their gradient. Call this on all ranks of the group; None is one rank. Raises as
     `latent_attention`."""
     if size_of(group) == 1:
-        return latent_attention(q, latents, cu_seqlens_q, cu_seqlens_k, latent=latent, scale=scale)  # type: ignore[return-value]
+        return latent_attention(q, latents, cu_seqlens_q, cu_seqlens_k, latent=latent, scale=scale)
     return _SharedHeads.apply(q, latents, cu_seqlens_q, cu_seqlens_k, latent, scale, group)

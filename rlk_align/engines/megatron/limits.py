@@ -53,7 +53,8 @@ def check_megatron(option: ReadOption, config: dict[str, Any], shape: ModelShape
     refused = {
         f"hidden_act={activation}": activation not in ACTIVATIONS,
         # The referee recomputes the sum of experts with silu only.
-        f"hidden_act={activation} in sparse layers": bool(shape.sparse_layers) and activation != "silu",
+        f"hidden_act={activation} in sparse layers": bool(shape.sparse_layers)
+        and activation != "silu",
         f"rope_type={rope['rope_type']}": rope["rope_type"] not in ROPES,
         f"rope_type={rope['rope_type']} without a factor": lacks_factor(rope),
         # megatron-core computes the factor, and a trainer cannot set another.

@@ -162,8 +162,8 @@ class LiveOperators(Hooks, ABC):
             if self.shape.latent:
                 # Queries and keys have more features than their sites, and every head has its own.
                 ranks, rows = self._sharing.ranks, local.flatten(1)
-                layout = even(name, rows.shape[1] * ranks, ranks)
-                return self._sharing.whole(name, rows, layout).unflatten(1, (-1, local.shape[-1]))
+                shared = even(name, rows.shape[1] * ranks, ranks)
+                return self._sharing.whole(name, rows, shared).unflatten(1, (-1, local.shape[-1]))
             if name in self._places:
                 layout = self._places[name].layout
             else:  # a layer that does not rotate

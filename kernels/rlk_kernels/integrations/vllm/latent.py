@@ -137,7 +137,6 @@ class RlkMultiHeadLatentAttention(Counted, MultiHeadLatentAttentionWrapper):
         refuse(
             {
                 "latent attention that chooses keys": bool(self.is_sparse),
-                "latent attention without a latent of queries": self.q_lora_rank is None,
                 "a gate of latent attention": getattr(self, "g_proj", None) is not None,
                 "an odd number of features of latents and keys": bool(
                     (self.kv_lora_rank + self.qk_rope_head_dim) % 2
