@@ -53,4 +53,4 @@ def test_what_was_not_compiled_while_it_started_is_noticed() -> None:
     status, lines = run("served_ahead.py", "--fault")
     assert status == 1
     assert {"_merge_kernel", "_pieces_hopper_kernel", "_grouped_kernel"} <= set(lines["late:"])
-    assert {"slots_kernel", "attend_kernel"} <= set(lines["late:"])
+    assert "slots_kernel" in lines["late:"]

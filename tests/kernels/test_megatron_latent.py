@@ -1,6 +1,7 @@
 """Latent attention of the integration into Megatron-core, in one process: beside megatron-core's
 own, which expands the latents; packed, padded and alone; and what is refused."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -140,6 +141,7 @@ def test_an_excluded_product_stays_megatron_cores() -> None:
         ({"context_parallel_size": 2}, "context_parallel_size=2"),
         ({"softmax_scale": 0.1}, "softmax_scale=0.1"),
         ({"add_bias_linear": True}, "add_bias_linear=True"),
+        ({"cache_mla_latents": True}, "cache_mla_latents=True"),
         (
             {"tensor_model_parallel_size": 2, "qk_layernorm": True},
             "qk_layernorm with multi_latent_attention with tensor_model_parallel_size=2",
@@ -164,6 +166,14 @@ def test_what_latent_attention_does_not_compute_is_refused(more: dict[str, Any],
 def test_a_rope_that_the_config_contradicts_is_refused(rope: dict[str, Any], says: str) -> None:
     with pytest.raises(NotSupported, match=says):
         made(config(), rope)
+
+
+def test_every_option_of_this_megatron_is_named() -> None:
+    from rlk_kernels.integrations.megatron import limits
+
+    names = [option.name for option in dataclasses.fields(config())]
+    assert [name for name in names if not limits.is_listed(name)] == []
+    assert set(limits.SUPPORTED_WITH_LATENTS) <= set(names)
 
 
 def test_a_model_without_use_kernels_is_refused() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from rlk_align.errors import ModelError
+from rlk_align.model.config_keys import check_settings
+from rlk_align.model.families import FAMILIES
 from rlk_align.model.shape import ModelShape, read_shape
 from rlk_align.model.sites import model_sites
 from rlk_align.model.tensors import expected_tensors
@@ -81,12 +83,18 @@ def test_the_routers_of_deepseek_v2_take_a_softmax_in_fp32(tmp_path: Path) -> No
         ({"topk_method": "group_limited_greedy"}, "topk_method is 'group_limited_greedy'"),
         ({"n_group": 4, "topk_group": 2}, "n_group is 4: experts chosen from the best groups"),
         ({"routed_scaling_factor": 16.0}, "routed_scaling_factor is 16.0: experts' weights"),
-        ({"norm_topk_prob": True}, "norm_topk_prob = True"),
     ],
 )
 def test_what_is_refused_of_deepseek_v2(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         shape_of(tmp_path, **V2 | changes)
+
+
+def test_weights_of_deepseek_v2_that_only_vllm_would_divide_are_refused(tmp_path: Path) -> None:
+    family = FAMILIES["deepseek_v2"]
+    assert check_settings(tmp_path, V2, family) == ()
+    with pytest.raises(ModelError, match="norm_topk_prob = True"):
+        check_settings(tmp_path, V2 | {"norm_topk_prob": True}, family)
 
 
 def test_sparse_layers_of_glm_are_those_of_its_kinds(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ SUPPORTED_VALUES = {
         (
             *("fp32_residual_connection", "apply_residual_connection_post_layernorm"),
             *("layernorm_zero_centered_gamma", "rotary_interleaved", "qk_l2_norm", "qk_clip"),
-            *("log_max_attention_logit", "attention_output_gate", "cache_mla_latents"),
+            *("log_max_attention_logit", "attention_output_gate"),
             *("apply_query_key_layer_scaling", "activation_func_fp8_input_store", "fp8", "fp4"),
             *("activation_func_clamp_value", "mtp_num_layers", "no_rope_freq"),
             *("experimental_attention_variant", "linear_attention_freq", "mrope_section"),
@@ -58,6 +58,7 @@ SUPPORTED_IF_SPARSE = {
 SUPPORTED_WITH_LATENTS = {
     **{"context_parallel_size": (1,), "sequence_parallel": (False,), "softmax_scale": (None,)},
     **{"add_bias_linear": (False,), "window_size": (None,), "rotary_percent": (1.0,)},
+    "cache_mla_latents": (False,),
 }
 """Option -> its supported values in a model with latent attention."""
 
@@ -112,9 +113,8 @@ WITHOUT_EFFECT_PREFIXES = (
 
 def is_listed(option: str) -> bool:
     """Whether this file lists an option."""
-    return option in (*SUPPORTED_VALUES, *ANY_VALUE, *WITHOUT_EFFECT) or option.startswith(
-        WITHOUT_EFFECT_PREFIXES
-    )
+    listed = *SUPPORTED_VALUES, *SUPPORTED_WITH_LATENTS, *ANY_VALUE, *WITHOUT_EFFECT
+    return option in listed or option.startswith(WITHOUT_EFFECT_PREFIXES)
 
 
 def check_config(config: Any) -> None:
