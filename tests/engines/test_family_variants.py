@@ -348,6 +348,10 @@ def in_megatron(family: str, fault: str) -> Planted:
     return Planted(family, fault, "hf:attn=eager", f"megatron:fault={fault}")
 
 
+def in_latents(family: str, fault: str) -> Planted:
+    return in_vllm(family, fault, **LATENTS_OF_VLLM)
+
+
 RESTORED, CHUNKS = "delta-restored-fp8", "max_num_batched_tokens=64,max_num_seqs=2"
 FAULTY = [
     # Norms over all heads, and after the branches.
@@ -489,13 +493,15 @@ FAULTY = [
     Planted("qwen3_5_text", RESTORED, f"vllm:{CHUNKS},fault={RESTORED}", "hf"),
     *(
         planted("deepseek_v3", name)
-        for engine, planted in (("hf", in_hf), ("megatron", in_megatron))
+        for engine, planted in (("hf", in_hf), ("vllm", in_latents), ("megatron", in_megatron))
         for name, of in FAULTS.items()
         if of.op_class == "latent attention" and of.expected == "named" and engine in of.engines
     ),
     in_hf("deepseek_v3", "expert-flipped"),
     in_hf("deepseek_v3", "shared-expert-weak"),
     in_megatron("deepseek_v3", "expert-flipped"),
+    in_hf("deepseek_v2", "latent-rope-pairs"),
+    in_hf("deepseek_v2", "expert-flipped"),
     in_megatron("glm4_moe_lite", "latent-rope-part"),
     in_hf("qwen3_next", "delta-not-reset"),
     in_vllm("qwen3_next", "conv-late"),
@@ -554,6 +560,22 @@ def test_a_planted_fault_is_named_at_its_operator_and_side(
     flags = ALLOWED.get(case.family, ()) if others else ()
     prompts = long_prompts(tmp_path) if case.fault in LONG else few_prompts
     assert_named(compared(cli, prompts, model, case.rollout, case.train, *flags), case)
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("spec", ["hf", "megatron", "vllm", "vllm:kernels=rlk"])
+def test_a_stale_weight_of_latents_is_named_before_values_are_compared(
+    cli: Cli, few_prompts: Path, tmp_path: Path, spec: str
+) -> None:
+    require_engine(spec.partition(":")[0])
+    model = family_model(tmp_path, "deepseek_v3", **LATENTS_OF_VLLM)
+    planted = f"{spec}{',' if ':' in spec else ':'}fault=latent-stale"
+    rollout, train = (planted, "hf") if spec.startswith("vllm") else ("hf:attn=eager", planted)
+    done = compared(cli, few_prompts, model, rollout, train)
+    assert done.code == 4, done.out
+    assert done.verdict is not None
+    (mismatch,) = done.verdict["precheck"]["mismatches"]
+    assert mismatch["name"] == "layers.1.latent_attn"
 
 
 def assert_named(done: Outcome, case: Planted) -> None:
