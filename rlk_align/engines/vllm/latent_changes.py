@@ -1,5 +1,4 @@
-"""Faulty latent attention in a live vLLM: its core, and the copies of the weight that expands
-latents.
+"""A faulty latent attention in a live vLLM.
 
 T = tokens of a request in a forward, S = its tokens so far, L + R = features of a row of the cache
 """
@@ -64,14 +63,8 @@ def _tables(metadata: Any) -> Iterator[tuple[torch.Tensor, int]]:
     if metadata.decode is not None:
         yield from zip(metadata.decode.block_table, metadata.decode.seq_lens.tolist(), strict=False)
     if metadata.prefill is not None:
-        lengths = metadata.prefill.cpu_seq_lens.tolist()
-        yield from zip(metadata.prefill.block_table, lengths, strict=False)
-
-
-def change_copies(hooks: Hooks, core: Any, expanding: torch.Tensor, shape: ModelShape) -> None:
-    """Makes vLLM's kernels for AMX compute with another weight: they keep packed copies alone."""
-    impl, pack = core.impl, torch.ops._C.convert_weight_packed
-    by_head = expanding.unflatten(0, (shape.heads, -1))
-    k, v = by_head.split([shape.unrotated_width, shape.value_width], 1)
-    hooks.replace(impl, "_w_uk_packed", pack(k.mT.contiguous()))
-    hooks.replace(impl, "_w_uv_packed", pack(v.contiguous()))
+        prefill, context = metadata.prefill, metadata.prefill.chunked_context
+        lengths = prefill.query_start_loc.diff()
+        if context is not None:
+            lengths = lengths + context.context_lens.to(lengths.device)
+        yield from zip(prefill.block_table, lengths.tolist(), strict=False)

@@ -28,7 +28,7 @@ from rlk_align.engines.vllm.delta_changes import change_convolution, change_rule
 from rlk_align.engines.vllm.delta_net import convolution_weight, delta_nets
 from rlk_align.engines.vllm.experts import replace_choice, sparse_blocks
 from rlk_align.engines.vllm.latent import core_of
-from rlk_align.engines.vllm.latent_changes import change_copies, change_core
+from rlk_align.engines.vllm.latent_changes import change_core
 from rlk_align.engines.vllm.parallel import tensor_parallel
 from rlk_align.engines.vllm.places import adds_in_norms, sliding_window, vllm_places
 from rlk_align.engines.vllm.taps import on_rotation
@@ -131,9 +131,9 @@ class VLLMOperators(FusedOperators):
         if at.operator.formula == "latent_attention":
             attention = attention_of(self._layer(at.layer or 0))
             if not attention.kv_b_proj.weight.numel():
-                changed = change(self.parameter(site).clone())
-                change_copies(self, core_of(attention), changed, self.shape)
-                return
+                raise BadOption(
+                    f"vLLM keeps packed copies of {site} alone: no fault is planted there"
+                )
         super().change_weight(site, change)
 
     def _latent_attention(self, layer: int, formula: Formula) -> None:
