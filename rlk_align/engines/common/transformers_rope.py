@@ -24,11 +24,11 @@ def rotary_embeddings(model: Any) -> list[tuple[dict[str, Any], torch.Tensor]]:
 
 def rotating(attention: Any) -> str:
     """The name of the function that rotates in the module with an attention's code."""
+    modeling = sys.modules[type(attention).__module__]
     if getattr(attention.config, "rope_interleave", False):
         return INTERLEAVE
-    usual, modeling = "apply_rotary_pos_emb", sys.modules[type(attention).__module__]
     # DeepSeek-V2 rotates by complex numbers.
-    return usual if hasattr(modeling, usual) else "apply_rotary_emb"
+    return "apply_rotary_emb" if hasattr(modeling, "apply_rotary_emb") else "apply_rotary_pos_emb"
 
 
 INTERLEAVE = "apply_rotary_pos_emb_interleave"
