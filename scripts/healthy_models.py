@@ -188,25 +188,23 @@ def make_config(spec: ModelSpec, tokenizer: PreTrainedTokenizerFast) -> AutoConf
     head = {} if spec.family == "qwen2" else {"head_dim": spec.head_dim}
     if spec.family == "qwen2" and spec.head_dim * spec.heads != spec.hidden:
         raise ValueError(f"{spec.name}: qwen2's heads must divide the hidden size")
-    return AutoConfig.for_model(
-        spec.family,
-        vocab_size=spec.vocabulary,
-        hidden_size=spec.hidden,
-        intermediate_size=spec.inner,
-        num_hidden_layers=spec.layers,
-        num_attention_heads=spec.heads,
-        num_key_value_heads=spec.kv_heads,
-        max_position_embeddings=POSITIONS,
-        rms_norm_eps=1e-5 if spec.family == "llama" else 1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=spec.tied,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-        dtype=spec.stored,
-        **head,
-        **spec.more,
-    )
+    settings = {
+        "vocab_size": spec.vocabulary,
+        "hidden_size": spec.hidden,
+        "intermediate_size": spec.inner,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "max_position_embeddings": POSITIONS,
+        "rms_norm_eps": 1e-5 if spec.family == "llama" else 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": spec.tied,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+        "dtype": spec.stored,
+    }
+    return AutoConfig.for_model(spec.family, **settings | head | dict(spec.more))
 
 
 tokenizer_of = functools.cache(train_tokenizer)

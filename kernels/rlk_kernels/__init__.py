@@ -47,6 +47,7 @@ from rlk_kernels.ops.experts.operator import (
 )
 from rlk_kernels.ops.gated_norm.operator import gated_rms_norm
 from rlk_kernels.ops.kv_cache.operator import write_kv_cache
+from rlk_kernels.ops.latent_attention.ahead import warm_up_paged_latent_attention
 from rlk_kernels.ops.latent_attention.operator import latent_attention, paged_latent_attention
 from rlk_kernels.ops.layer_norm.operator import layer_norm
 from rlk_kernels.ops.linear import linear
@@ -153,5 +154,6 @@ __all__ = [
     "warm_up",
     "warm_up_experts",
     "warm_up_paged_attention",
+    "warm_up_paged_latent_attention",
     "write_kv_cache",
 ]

@@ -72,7 +72,7 @@ _SCALED: dict[str, Any] = {
 """What Granite's multipliers add to a family."""
 _MULTIPLIES = "it multiplies neither the embedding nor branches nor logits"
 _NOT_MEASURED = "no test has compared it there"
-_LATENT_HF = "its latent attention is compared in transformers and vLLM alone"
+_LATENT_HF = "its latent attention is compared in transformers, vLLM and Megatron alone"
 _NORMED_AFTER = {
     "megatron": "it has no norms after attention and MLP, and norms each head of q alone"
 }
@@ -122,7 +122,7 @@ _WITH_LATENTS: dict[str, Any] = {
     "latent": True,
     "interleaved": True,
     "predictors": "num_nextn_predict_layers",
-    "refused": dict.fromkeys(("megatron", "sglang", "deepspeed"), _LATENT_HF),
+    "refused": dict.fromkeys(("sglang", "deepspeed"), _LATENT_HF),
     "vllm_on_one_rank": "its ranks share the heads of a latent",
 }
 """What latent attention adds to a family."""
@@ -604,6 +604,29 @@ FAMILIES = {
         },
         qk_norm="use_qk_norm",
         predictors="num_nextn_predict_layers",
+    ),
+    "deepseek_v2": Family(
+        layer=latent(
+            mixture(routing=("fp32_router", "experts", "fp32_routing_weights"), shared="added")
+        ),
+        experts=ExpertSettings(
+            "moe_intermediate_size",
+            norm_topk=False,
+            names={
+                "n_shared_experts": "n_shared_experts",
+                "first_k_dense_replace": "first_k_dense_replace",
+            },
+            known={"n_shared_experts": None},
+        ),
+        defaults={
+            **{"n_shared_experts": 2, "first_k_dense_replace": 0, "rope_interleave": True},
+            **{"topk_method": "greedy", "routed_scaling_factor": 1.0, "norm_topk_prob": False},
+        },
+        settings=("ep_size", "num_mtp_layers", "moe_router_dtype", "seq_aux", "aux_loss_alpha"),
+        # transformers divides no weights by their sum.
+        values={"moe_layer_freq": (1,), "norm_topk_prob": (False,)},
+        vllm_needs=("n_group", "topk_group"),
+        **_WITH_LATENTS | {"refused": _WITH_LATENTS["refused"] | {"megatron": _NOT_MEASURED}},
     ),
     "deepseek_v3": Family(
         layer=latent(corrected_mixture),

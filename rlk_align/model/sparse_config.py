@@ -11,10 +11,10 @@ from rlk_align.errors import ModelError
 _SHARED = "experts that every token is sent to"
 _GROUPED = "experts chosen from the best groups of experts"
 _LATENT = (
-    "it has latent attention (MLA), which is described for deepseek_v3 and glm4_moe_lite alone"
+    "it has latent attention (MLA) over keys that an indexer chooses, which no description covers"
 )
 UNKNOWN_ROUTING = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v32"), _LATENT),
+    "deepseek_v32": _LATENT,
     "kimi_linear": "it has Kimi delta attention (KDA), a delta rule with a decay for each feature "
     "of a head, which no description covers",
     "kimi_k2": "its operators are those of deepseek_v3, and transformers has no class of this "

@@ -44,6 +44,7 @@ def test_an_engine_compiles_what_it_serves_with_while_it_starts() -> None:
     # With its own cache and tables the engine launches what was expected.
     assert int(lines["expected:"][0]) > 20
     assert lines["unexpected:"] == ["0"]
+    assert int(lines["latents:"][0]) > 10
     # By the tiles of both products and by sizes of groups, not by numbers of tokens.
     assert 10 < int(lines["sparse:"][0]) < 24
 
@@ -52,3 +53,4 @@ def test_what_was_not_compiled_while_it_started_is_noticed() -> None:
     status, lines = run("served_ahead.py", "--fault")
     assert status == 1
     assert {"_merge_kernel", "_pieces_hopper_kernel", "_grouped_kernel"} <= set(lines["late:"])
+    assert "slots_kernel" in lines["late:"]

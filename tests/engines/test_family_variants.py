@@ -55,7 +55,8 @@ class Planted:
 
     @property
     def id(self) -> str:
-        return "-".join([self.family, self.fault, self.rollout.partition(":")[0]])
+        faulty = self.rollout if self.side == "rollout" else self.train
+        return "-".join([self.family, self.fault, faulty.partition(":")[0]])
 
 
 def compared(
@@ -117,11 +118,39 @@ def test_two_ranks_of_fsdp_and_transformers_are_healthy(
     assert_healthy(compared(cli, few_prompts, model, "hf", "fsdp:dp=2"))
 
 
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize(
+    ("family", "options", "settings"),
+    [
+        ("deepseek_v3", "", {}),
+        ("deepseek_v3", "ep=2,input=packed", {}),
+        ("deepseek_v3", "pp=2", {}),
+        ("deepseek_v3", "tp=2", {"first_k_dense_replace": 4}),
+        ("deepseek_v3", "batch=4,padding=left", {"first_k_dense_replace": 4, "q_lora_rank": None}),
+        ("glm4_moe_lite", "ep=2,batch=4,padding=left", {}),
+    ],
+)
+def test_latent_attention_of_megatron_and_transformers_is_healthy(
+    cli: Cli,
+    few_prompts: Path,
+    tmp_path: Path,
+    family: str,
+    options: str,
+    settings: dict[str, Any],
+) -> None:
+    require_engine("megatron")
+    model = family_model(tmp_path, family, **settings)
+    flags = ALLOWED.get(family, ())
+    done = compared(cli, few_prompts, model, "hf", f"megatron:{options}".rstrip(":"), *flags)
+    sparse = not settings.get("first_k_dense_replace")
+    assert_healthy(done, ("act", "down_proj") if sparse else ())
+
+
 IGNORED_BY_VLLM = {
     "ministral3": ("layers.0.attn", "rollout"),
     "ernie4_5_moe": ("layers.1.experts", "rollout"),
     "cohere2": ("layers.0.attn", "rollout"),
-    "deepseek_v3": ("layers.2.router", "rollout"),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), ("layers.2.router", "rollout")),
 }
 """model_type -> the operator that vLLM computes otherwise, and its side: `reports/found.md`."""
 
@@ -315,6 +344,14 @@ def in_vllm(family: str, fault: str, **settings: int) -> Planted:
     return Planted(family, fault, f"vllm:fault={fault}", TRAIN.get(family, "hf"), more)
 
 
+def in_megatron(family: str, fault: str) -> Planted:
+    return Planted(family, fault, "hf:attn=eager", f"megatron:fault={fault}")
+
+
+def in_latents(family: str, fault: str) -> Planted:
+    return in_vllm(family, fault, **LATENTS_OF_VLLM)
+
+
 RESTORED, CHUNKS = "delta-restored-fp8", "max_num_batched_tokens=64,max_num_seqs=2"
 FAULTY = [
     # Norms over all heads, and after the branches.
@@ -455,12 +492,17 @@ FAULTY = [
     ),
     Planted("qwen3_5_text", RESTORED, f"vllm:{CHUNKS},fault={RESTORED}", "hf"),
     *(
-        in_hf("deepseek_v3", name)
+        planted("deepseek_v3", name)
+        for engine, planted in (("hf", in_hf), ("vllm", in_latents), ("megatron", in_megatron))
         for name, of in FAULTS.items()
-        if of.op_class == "latent attention" and of.expected == "named"
+        if of.op_class == "latent attention" and of.expected == "named" and engine in of.engines
     ),
     in_hf("deepseek_v3", "expert-flipped"),
     in_hf("deepseek_v3", "shared-expert-weak"),
+    in_megatron("deepseek_v3", "expert-flipped"),
+    in_hf("deepseek_v2", "latent-rope-pairs"),
+    in_hf("deepseek_v2", "expert-flipped"),
+    in_megatron("glm4_moe_lite", "latent-rope-part"),
     in_hf("qwen3_next", "delta-not-reset"),
     in_vllm("qwen3_next", "conv-late"),
     in_hf("qwen3_next", "shared-gate-left-out"),
@@ -514,9 +556,26 @@ def test_a_planted_fault_is_named_at_its_operator_and_side(
     for spec in (case.rollout, case.train):
         require_engine(spec.partition(":")[0])
     model = family_model(tmp_path, case.family, **dict(case.settings))
-    flags = ALLOWED.get(case.family, ()) if "vllm" in case.rollout else ()
+    others = any(name in case.rollout + case.train for name in ("vllm", "megatron"))
+    flags = ALLOWED.get(case.family, ()) if others else ()
     prompts = long_prompts(tmp_path) if case.fault in LONG else few_prompts
     assert_named(compared(cli, prompts, model, case.rollout, case.train, *flags), case)
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("spec", ["hf", "megatron", "vllm", "vllm:kernels=rlk"])
+def test_a_stale_weight_of_latents_is_named_before_values_are_compared(
+    cli: Cli, few_prompts: Path, tmp_path: Path, spec: str
+) -> None:
+    require_engine(spec.partition(":")[0])
+    model = family_model(tmp_path, "deepseek_v3", **LATENTS_OF_VLLM)
+    planted = f"{spec}{',' if ':' in spec else ':'}fault=latent-stale"
+    rollout, train = (planted, "hf") if spec.startswith("vllm") else ("hf:attn=eager", planted)
+    done = compared(cli, few_prompts, model, rollout, train)
+    assert done.code == 4, done.out
+    assert done.verdict is not None
+    (mismatch,) = done.verdict["precheck"]["mismatches"]
+    assert mismatch["name"] == "layers.1.latent_attn"
 
 
 def assert_named(done: Outcome, case: Planted) -> None:

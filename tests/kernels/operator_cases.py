@@ -14,7 +14,7 @@ from torch import Tensor
 
 T, H, V, E = 6, 16, 40, 5
 ABOUT = {"backend_calls", "last_backend", "reset_backend_calls"} | {
-    "warm_up", "warm_up_experts", "warm_up_paged_attention"
+    "warm_up", "warm_up_experts", "warm_up_paged_attention", "warm_up_paged_latent_attention"
 }  # fmt: skip
 """The public functions that compute nothing."""
 OPERATORS = {n for n in rk.__all__ if not isinstance(getattr(rk, n), type)} - ABOUT

@@ -17,6 +17,7 @@ import torch
 from offline_h200 import h200
 from replayed_launches import empty, integers
 from rlk_kernels import cuda
+from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.vllm import ahead
 from rlk_kernels.matmul import self_check
 from triton.runtime.jit import JITFunction, compute_cache_key
@@ -24,6 +25,7 @@ from triton.runtime.jit import JITFunction, compute_cache_key
 HIDDEN, MIDDLE, VOCABULARY = 1024, 3072, 151_936
 HEADS, KV_HEADS, DIM = 16, 8, 128
 EXPERTS, CHOSEN, INNER = 128, 8, 768
+LATENT, ROTATED, UNROTATED, VALUES = 512, 64, 128, 128
 SEQUENCES, TOKENS = 256, 8192
 
 
@@ -62,11 +64,21 @@ def sparse_layer(tokens: int, gate_up: torch.Tensor, down: torch.Tensor) -> None
     rk.combine_experts(rk.grouped_linear(act, down, groups), weights, ids, EXPERTS)
 
 
+def attend_latents(
+    sequences: int, tokens: int, pages: int, cache: torch.Tensor, weight: profile.Absorbed
+) -> None:
+    q = empty(tokens, HEADS, UNROTATED + ROTATED)
+    queries = profile.latent_queries(q[..., :UNROTATED], q[..., UNROTATED:], weight)
+    tables = integers(sequences, pages), integers(sequences)
+    profile.paged_latent_attention(queries, cache, weight, *tables, integers(sequences + 1), 0.1)
+
+
 def serve(
     weights: list[torch.Tensor],
     experts: tuple[torch.Tensor, torch.Tensor],
     head: torch.Tensor,
     cache: torch.Tensor,
+    latents: tuple[torch.Tensor, profile.Absorbed],
 ) -> None:
     """Steps of all sizes: some of decoding alone, some with prompts or pieces of prompts."""
     random_ = random.Random(0)
@@ -76,6 +88,7 @@ def serve(
         for batch, queries in ((sequences, sequences), (sequences, tokens), (1, tokens)):
             for pages in (40, 2560):
                 attend(batch, queries, pages, cache)
+                attend_latents(batch, queries, pages, *latents)
         for weight in weights:
             rk.linear(empty(tokens, weight.shape[1]), weight)
         sparse_layer(tokens, *experts)
@@ -125,6 +138,11 @@ def main(fault: bool) -> int:
         before = len(known)
         ahead.expect_attention(HEADS, KV_HEADS, DIM, torch.bfloat16, None, None, Config)
         print("expected:", len(known) - before)
+        expanding = empty(HEADS * (UNROTATED + VALUES), LATENT)
+        weight = profile.absorbed(expanding, HEADS, UNROTATED)
+        before = len(known)
+        ahead.expect_latent_attention(weight, ROTATED, torch.bfloat16, Config)
+        print("latents:", len(known) - before)
         before = len(known)
         many, arguments = empty(12_345, 16, KV_HEADS, 2 * DIM), (empty(1, HEADS, DIM),)
         assert ahead.compile_attention(
@@ -135,7 +153,7 @@ def main(fault: bool) -> int:
             arguments = empty(1, HEADS, DIM), *cache.split(DIM, -1), integers(1, pages)
             assert ahead.compile_attention(*arguments, None, None, sizes)
         compiled, compiling = len(known), False
-        serve(weights, experts, head, cache)
+        serve(weights, experts, head, cache, (empty(64, 16, LATENT + ROTATED), weight))
     print("compiled:", compiled)
     print("late:", *sorted(late))
     return int(bool(late) or not compiled)

@@ -36,7 +36,7 @@ def test_public_names():
     operators += ["router_z_loss", "policy_loss", "linear_policy_loss", "dpo_loss"]
     about = ["backend_calls", "last_backend", "reset_backend_calls", "warm_up"]
     about += ["ExpertGroups", "Schedule", "paged_schedule", "warm_up_paged_attention"]
-    about += ["warm_up_experts", "Sampled"]
+    about += ["warm_up_experts", "warm_up_paged_latent_attention", "Sampled"]
     assert sorted(rk.__all__) == sorted(errors + operators + about)
 
 

@@ -243,20 +243,25 @@ def test_a_rope_that_the_parameters_say_is_served() -> None:
 
 def test_the_spec_of_another_layer_is_refused() -> None:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    for asked, says in (
+    class OwnAttention(SelfAttention):
+        pass
+
+    def of(**asked: Any) -> Any:
+        return get_gpt_layer_local_spec(normalization="RMSNorm", **asked)
+
+    own = of()
+    own.submodules.self_attention.module = OwnAttention
+    for spec, says in (
         (
-            {"num_experts": 4, "moe_grouped_gemm": True},
+            of(num_experts=4, moe_grouped_gemm=True),
             "experts is a .*; only a SequentialMLP is supported",
         ),
-        (
-            {"multi_latent_attention": True},
-            "self_attention is a MLASelfAttention; only a SelfAttention",
-        ),
+        (own, "self_attention is a OwnAttention; only a SelfAttention"),
     ):
-        spec = get_gpt_layer_local_spec(normalization="RMSNorm", **asked)
         block = TransformerBlockSubmodules(layer_specs=[spec], layer_norm=WrappedTorchNorm)
         with pytest.raises(NotSupported, match=says):
             megatron.with_kernels(block)

@@ -1,5 +1,5 @@
-"""Latent attention (MLA): the sizes and the sites of DeepSeek-V3 and GLM-4.7-Flash, and what is
-refused of their configs."""
+"""Latent attention (MLA): the sizes and the sites of DeepSeek-V2-Lite, DeepSeek-V3 and
+GLM-4.7-Flash, and what is refused of their configs."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from rlk_align.errors import ModelError
+from rlk_align.model.config_keys import check_settings
+from rlk_align.model.families import FAMILIES
 from rlk_align.model.shape import ModelShape, read_shape
 from rlk_align.model.sites import model_sites
 from rlk_align.model.tensors import expected_tensors
@@ -55,6 +57,44 @@ def test_queries_may_have_no_latent(tmp_path: Path) -> None:
     assert sites["layers.0.q_rope"].inputs == ("layers.0.q_proj",)
     tensors = expected_tensors(CONFIG | {"q_lora_rank": None}, shape)
     assert tensors["model.layers.0.self_attn.q_proj.weight"] == (4 * 20, 48)
+
+
+V2: dict[str, Any] = {
+    **{"model_type": "deepseek_v2", "q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    **{"n_shared_experts": 2, "topk_method": "greedy", "norm_topk_prob": False},
+}
+
+
+def test_the_routers_of_deepseek_v2_take_a_softmax_in_fp32(tmp_path: Path) -> None:
+    shape = shape_of(tmp_path, **V2)
+    assert (shape.sparse_layers, shape.norm_topk, shape.shared_intermediate) == ((1, 2), False, 32)
+    records = {s.op: s.operator.name for s in model_sites(shape) if s.layer == 1}
+    assert records["router"] == "fp32_router"
+    assert records["experts"] == "experts"
+    assert records["routing_weights"] == "fp32_routing_weights"
+    assert records["moe_out"] == "moe_out_with_shared"
+    names = expected_tensors(CONFIG | V2, shape)
+    assert "model.layers.1.mlp.gate.e_score_correction_bias" not in names
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"topk_method": "group_limited_greedy"}, "topk_method is 'group_limited_greedy'"),
+        ({"n_group": 4, "topk_group": 2}, "n_group is 4: experts chosen from the best groups"),
+        ({"routed_scaling_factor": 16.0}, "routed_scaling_factor is 16.0: experts' weights"),
+    ],
+)
+def test_what_is_refused_of_deepseek_v2(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        shape_of(tmp_path, **V2 | changes)
+
+
+def test_weights_of_deepseek_v2_that_only_vllm_would_divide_are_refused(tmp_path: Path) -> None:
+    family = FAMILIES["deepseek_v2"]
+    assert check_settings(tmp_path, V2, family) == ()
+    with pytest.raises(ModelError, match="norm_topk_prob = True"):
+        check_settings(tmp_path, V2 | {"norm_topk_prob": True}, family)
 
 
 def test_sparse_layers_of_glm_are_those_of_its_kinds(tmp_path: Path) -> None:

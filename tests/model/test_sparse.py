@@ -121,7 +121,7 @@ def test_settings_that_ask_for_nothing_are_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("deepseek_v2", r"latent attention \(MLA\)"),
+        ("deepseek_v32", r"latent attention \(MLA\) over keys that an indexer chooses"),
     ],
 )
 def test_families_with_other_routing_are_refused_by_name(

@@ -161,6 +161,7 @@ ALSO = {
     "ernie4_5": ("deepspeed:stage=1,dp=2,mixed=autocast",),
     "gemma2": ("deepspeed:stage=2,dp=2,mixed=autocast",),
     "exaone4": ("fsdp:dp=1",),
+    "deepseek_v3": ("megatron:ep=2",),
     "olmo3": ("fsdp:dp=4",),
     "odd-sizes": ("deepspeed:stage=3,dp=2,mixed=autocast",),
 }

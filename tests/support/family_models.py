@@ -123,6 +123,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96},
         **{"shared_expert_intermediate_size": 160},
     },
+    "deepseek_v2": {
+        **{"q_lora_rank": None, "kv_lora_rank": 64, "qk_rope_head_dim": 16},
+        **{"qk_nope_head_dim": 32, "v_head_dim": 24, "num_key_value_heads": 4},
+        **{"first_k_dense_replace": 2, "n_routed_experts": 16, "num_experts_per_tok": 4},
+        **{"n_shared_experts": 2, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+        **{"moe_intermediate_size": 96, "norm_topk_prob": False, "routed_scaling_factor": 1.0},
+        "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0},
+    },
     "deepseek_v3": {
         **{"q_lora_rank": 48, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32},
         **{"v_head_dim": 24, "num_key_value_heads": 4, "first_k_dense_replace": 2},
@@ -145,7 +153,7 @@ LATENTS_OF_VLLM = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 32
 """The widths of a latent attention that vLLM's kernels on CPUs take."""
 _ROTATED_BY_YARN = LATENTS_OF_VLLM | {"rope_parameters": SETTINGS["deepseek_v3"]["rope_parameters"]}
 IN_VLLM: dict[str, dict[str, Any]] = dict.fromkeys(
-    ("deepseek_v3", "glm4_moe_lite"), _ROTATED_BY_YARN
+    ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _ROTATED_BY_YARN
 )
 """model_type -> what its config also sets where vLLM on a CPU computes it without the kernels; a
 plain rope is a fault of its own there."""

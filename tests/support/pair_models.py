@@ -466,7 +466,21 @@ MODELS = {
         as_in="qwen3_next",
         like="qwen3_moe",
     ),
-    # Keys and values of a latent, and corrected sigmoids.
+    # Keys and values of a latent, queries without one, and a softmax in fp32; corrected sigmoids.
+    "deepseek_v2": Model(
+        "deepseek_v2",
+        LATENT
+        | {
+            **{"first_k_dense_replace": 1, "n_routed_experts": 16, "num_experts_per_tok": 4},
+            **{"n_shared_experts": 2, "n_group": 1, "topk_group": 1, "num_hidden_layers": 3},
+            **{"q_lora_rank": None, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1}},
+        },
+        sparse=True,
+        kernels=("rlk",),
+        without=("megatron", "deepspeed"),
+        rarely=True,
+        like="qwen3_moe",
+    ),
     "deepseek_v3": Model(
         "deepseek_v3",
         LATENT
@@ -478,9 +492,23 @@ MODELS = {
         },
         sparse=True,
         kernels=("rlk",),
-        without=("megatron", "deepspeed"),
+        without=("deepspeed",),
         rarely=True,
         like="qwen3_moe",
+    ),
+    # The same with dense layers alone, which tensor-parallel ranks of Megatron share.
+    "deepseek_v3_dense": Model(
+        "deepseek_v3",
+        LATENT
+        | {
+            **{"first_k_dense_replace": 3, "num_hidden_layers": 3},
+            **{"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+        },
+        dtypes=("bfloat16",),
+        kernels=("rlk",),
+        without=("deepspeed",),
+        rarely=True,
+        like="llama",
     ),
     "glm4_moe_lite": Model(
         "glm4_moe_lite",
@@ -492,7 +520,7 @@ MODELS = {
         sparse=True,
         dtypes=("bfloat16",),
         kernels=("rlk",),
-        without=("megatron", "deepspeed"),
+        without=("deepspeed",),
         rarely=True,
         like="qwen3_moe",
     ),

@@ -36,6 +36,7 @@ ARCHITECTURES = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
 }
@@ -49,8 +50,13 @@ GELU = (*GEMMA, "gemma4_text")
 """Families whose activation is gelu's tanh form, under a key of its own."""
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families in which some layers have a gated delta net, and the others an attention with a gate."""
-LATENTS = ("deepseek_v3", "glm4_moe_lite")
+LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 """Families whose keys and values are computed from a latent (MLA)."""
+DEEPSEEK_V2 = {"topk_method": "greedy", "routed_scaling_factor": 1.0, "norm_topk_prob": False}
+"""The settings of DeepSeek-V2's routers -> the value that the kernels compute, which is that of
+DeepSeek-V2-Lite."""
+COMPLEX = ("deepseek_v2",)
+"""Families whose code of transformers rotates by complex numbers."""
 ONE_PLUS = (*GEMMA, *DELTA_NETS)
 """Families whose norms multiply by 1 + weight."""
 

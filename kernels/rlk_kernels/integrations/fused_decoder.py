@@ -50,9 +50,15 @@ def _of_attention(attn: Any, inner: Any) -> dict[str, Any]:
 
 
 def _of_latent_attention(wrapper: Any) -> dict[str, Any]:
+    if wrapper.q_lora_rank is None:
+        queries = {"q_proj": wrapper.q_proj, "kv_a": wrapper.kv_a_proj_with_mqa}
+    else:
+        queries = {
+            **dict.fromkeys(("q_a", "kv_a"), wrapper.fused_qkv_a_proj),
+            **{"q_a_norm": wrapper.q_a_layernorm, "q_b": wrapper.q_b_proj},
+        }
     return {
-        **dict.fromkeys(("q_a", "kv_a"), wrapper.fused_qkv_a_proj),
-        **{"q_a_norm": wrapper.q_a_layernorm, "q_b": wrapper.q_b_proj},
+        **queries,
         "kv_a_norm": wrapper.kv_a_layernorm,
         **dict.fromkeys(("q_rope", "k_rope"), wrapper.rotary_emb),
         **{"latent_attn": wrapper.mla_attn, "o_proj": wrapper.o_proj},

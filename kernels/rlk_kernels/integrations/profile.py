@@ -20,6 +20,7 @@ from rlk_kernels.errors import UnsupportedShape
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.finish import FINISHED, Finish
 from rlk_kernels.parallel.context import context_attention
+from rlk_kernels.parallel.latent_attention import latent_attention_by_heads
 from rlk_kernels.parallel.linear_logp import linear_logp_parallel
 from rlk_kernels.parallel.logp import logp_parallel
 from rlk_kernels.parallel.rms_norm import Shared, rms_norm_parallel
@@ -293,13 +294,15 @@ def latent_queries(q: Tensor, rotated: Tensor, weight: Absorbed) -> Tensor:
 
 
 def latent_attention(
-    q: Tensor, latents: Tensor, weight: Absorbed, cu_q: Tensor, cu_k: Tensor, scale: float
-) -> Tensor:
+    q: Tensor, latents: Tensor, weight: Absorbed, cu_q: Tensor, cu_k: Tensor, scale: float,
+    group: ProcessGroup | None = None,
+) -> Tensor:  # fmt: skip
     """[T, H, E]: causal attention of packed sequences, for q[T, H, L + R] of `latent_queries` and
     latents[S, L + R], the normed latent and the rotated key of each token. Its output over latents
-    is rounded, and so is the product with the weight of values."""
-    out = rlk_kernels.latent_attention(
-        q, latents, cu_q, cu_k, latent=weight.values.shape[2], scale=float32(scale)
+    is rounded, and so is the product with the weight of values. If the ranks of `group` share the
+    heads, latents are whole on each."""
+    out = latent_attention_by_heads(
+        q, latents, cu_q, cu_k, group, latent=weight.values.shape[2], scale=float32(scale)
     )
     return _by_head(out, weight.values)
 

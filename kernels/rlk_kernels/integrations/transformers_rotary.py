@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotSupported
-from rlk_kernels.integrations.families import LATENTS, of_code
+from rlk_kernels.integrations.families import COMPLEX, LATENTS, of_code
 from rlk_kernels.integrations.operators import Counted, become
 from rlk_kernels.integrations.process_changes import Undo, change_process
 from rlk_kernels.integrations.rotary import INTERLEAVED, rotation
@@ -111,6 +111,8 @@ def install(rotary: Any, config: Any) -> ExitStack:
 
 def rotating(config: Any) -> str:
     """The name of the function that rotates in the module with a family's code."""
+    if config.model_type in COMPLEX:
+        return "apply_rotary_emb"
     latent = config.model_type in LATENTS
     return "apply_rotary_pos_emb_interleave" if latent else "apply_rotary_pos_emb"
 
@@ -120,8 +122,12 @@ def _rotate_in(modeling: Any, name: str, interleaved: bool) -> Undo:
     features keep their order. The returned function undoes the change. interleaved: see
     `profile.rope`."""
     original = getattr(modeling, name)
-    alone = next(iter(inspect.signature(original).parameters)) == "x"
-    wrap = _wrapped_alone if alone else partial(_wrapped, interleaved=interleaved)
+    first, *rest = inspect.signature(original).parameters
+    if first == "x":
+        wrap: Callable[[Any], Any] = _wrapped_alone
+    else:
+        kind = _wrapped_complex if len(rest) == 2 else _wrapped
+        wrap = partial(kind, interleaved=interleaved)
     setattr(modeling, name, wrap(original))
     return lambda: setattr(modeling, name, original)
 
@@ -144,6 +150,19 @@ def _wrapped(original: Any, interleaved: bool) -> Any:
         if cos.is_floating_point():
             return original(q, k, cos, sin, *args, **kwargs)
         return _rotate(q, k, cos, sin.view(torch.float32), interleaved)
+
+    setattr(rotate, _TAKES_POSITIONS, True)
+    return rotate
+
+
+def _wrapped_complex(original: Any, interleaved: bool) -> Any:
+    """The same for a function that takes complex numbers in place of cosines and sines."""
+
+    @functools.wraps(original)
+    def rotate(q: Tensor, k: Tensor, at: Tensor, turns: Tensor | None = None) -> Any:
+        if turns is None:
+            return original(q, k, at)
+        return _rotate(q, k, at, turns.view(torch.float32), interleaved)
 
     setattr(rotate, _TAKES_POSITIONS, True)
     return rotate

@@ -22,6 +22,19 @@ def rotary_embeddings(model: Any) -> list[tuple[dict[str, Any], torch.Tensor]]:
     return [(parameters[kind], getattr(rotary, f"{kind}_inv_freq")) for kind in kinds]
 
 
+def rotating(attention: Any) -> str:
+    """The name of the function that rotates in the module with an attention's code."""
+    modeling = sys.modules[type(attention).__module__]
+    if getattr(attention.config, "rope_interleave", False):
+        return INTERLEAVE
+    # DeepSeek-V2 rotates by complex numbers.
+    return "apply_rotary_emb" if hasattr(modeling, "apply_rotary_emb") else "apply_rotary_pos_emb"
+
+
+INTERLEAVE = "apply_rotary_pos_emb_interleave"
+"""The function whose result has the first features of all pairs before the second ones."""
+
+
 def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -> None:
     """Calls `see` with each output of the rotary embedding, `[B, S, heads, head_dim]`: in each
     attention the query, then the key. The embedding is a function of the modeling module, and is
@@ -31,9 +44,7 @@ def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -
     every = (getattr(layer, "self_attn", None) for layer in model.model.layers)
     attention = next(each for each in every if each is not None)
     modeling = sys.modules[type(attention).__module__]
-    name = "apply_rotary_pos_emb"
-    if getattr(attention.config, "rope_interleave", False):
-        name += "_interleave"
+    name = rotating(attention)
     original, width = getattr(modeling, name), getattr(attention, "head_dim", 0)
 
     @functools.wraps(original)

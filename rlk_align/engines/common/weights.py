@@ -62,6 +62,9 @@ def parameters(
                 assert place.layout is not None, place.sites
                 yield Parameter(weight, place.layout, 0)
                 yield Parameter(bias, place.layout.named(".bias"), 0)
+            case "head" if operator.formula == "latent_attention":
+                # The weight that expands latents has rows for keys and values of each head.
+                yield Parameter(weight, even(site, of.size(operator.weight[0]), tp), 0)
             case "none" if place.layout is not None:
                 # Several operators of which each rank has all.
                 yield Parameter(weight, place.layout, 0)

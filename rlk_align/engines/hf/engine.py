@@ -354,9 +354,12 @@ def _heads(attention: Any, projection: str, key: str) -> int | None:
 
 def _routing(blocks: list[Any]) -> dict[str, Any]:
     """How the sparse layers route; empty for a dense model."""
-    # Mixtral's router has no such switch: it always divides by the sum.
+    # Mixtral's router has no such switch: it always divides by the sum; DeepSeek-V2's never does.
     routers = [router_of(block) for block in blocks]
-    norm = [bool(getattr(router, "norm_topk_prob", True)) for router in routers]
+    norm = [
+        bool(getattr(router, "norm_topk_prob", not hasattr(router, "topk_method")))
+        for router in routers
+    ]
     corrected = [router for router in routers if hasattr(router, "e_score_correction_bias")]
     return {
         **corrected_routing(

@@ -16,6 +16,7 @@ from rlk_align.engines.common.places import (
     embedding_place,
     rescaled,
 )
+from rlk_align.engines.common.transformers_rope import INTERLEAVE, rotating
 from rlk_align.engines.hf.delta_net import delta_places
 from rlk_align.engines.hf.experts import ROUTER, mlp_path
 from rlk_align.engines.hf.mamba import mamba_places
@@ -51,6 +52,7 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
         for op in ("q_rope", "k_rope") if "q_rope" in sites else ():
             # The kernels leave the features in their order.
             halves = shape.latent and not hasattr(layer.self_attn, "rlk_calls")
+            halves = halves and rotating(layer.self_attn) == INTERLEAVE
             access = HALVES if halves else FIRST
             yield Place(sites=(f"layers.{i}.{op}",), module=attention, end="rope", access=access)
         if "delta" in operators:

@@ -1,11 +1,12 @@
-"""Features that megatron-core's local spec lacks: packed sequences, sliding windows and context
-parallelism in the attention core, positions in the rotary embedding, and a norm for sequence
-parallelism.
+"""Features that megatron-core's local spec lacks: packed sequences, sliding windows, context
+parallelism and values of another width in the attention core, positions in the rotary embedding,
+and a norm for sequence parallelism.
 
 Each applies megatron-core's own arithmetic to other slices of the input. T = packed tokens.
 """
 
 import copy
+import functools
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from rlk_align.engines.megatron.rope import rotaries
 from rlk_align.engines.megatron.slices import Slices
 from rlk_align.engines.process.ranks import Ranks
 
@@ -75,6 +77,18 @@ class SequencesAttention(DotProductAttention):
         return hidden[None, None]
 
 
+class LatentCore(SequencesAttention):
+    """megatron-core's attention core for keys and values of different widths, which its local spec
+    lacks: its arithmetic needs only the width of its output to be that of the values."""
+
+    def __init__(
+        self, config: Any, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any
+    ) -> None:
+        own = copy.copy(config)
+        own.kv_channels = v_channels or config.kv_channels
+        super().__init__(own, *args, windows=(None,) * config.num_layers, **kwargs)
+
+
 def context_ranks() -> Ranks:
     """This process's rank among those that share sequences, by megatron-core's state."""
     group = parallel_state.get_context_parallel_group()
@@ -93,9 +107,16 @@ class PositionedGPTModel(GPTModel):
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        rotary, packed = self.rotary_pos_emb, kwargs.get("packed_seq_params")
-        rotary.forward = lambda *_args, **_kwargs: rotate_at(rotary, position_ids, packed)
+        packed = kwargs.get("packed_seq_params")
+        for rotary in rotaries(self):
+            rotary.forward = functools.partial(_at_positions, rotary, position_ids, packed)
         return super().forward(input_ids, position_ids, *args, **kwargs)
+
+
+def _at_positions(
+    rotary: RotaryEmbedding, positions: torch.Tensor, packed: Any, *_args: Any, **_kwargs: Any
+) -> Any:
+    return rotate_at(rotary, positions, packed)
 
 
 def rotate_at(rotary: RotaryEmbedding, positions: torch.Tensor, packed: Any = None) -> Any:

@@ -17,6 +17,7 @@ from rlk_align.engines.common.attributes import (
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.megatron.experts import routing
 from rlk_align.engines.megatron.layout import padded_vocab
+from rlk_align.engines.megatron.rope import rotaries
 from rlk_align.model.shape import ModelShape
 
 
@@ -42,7 +43,7 @@ def stage_facts(
         "layers": {
             "heads": [q for q, _ in heads],
             "kv_heads": [kv for _, kv in heads],
-            "head_dim": [a.hidden_size_per_attention_head for a in attention],
+            "head_dim": [_rotated_width(a) for a in attention],
             "attention_scale": [_scale(a) for a in attention],
             "sliding_window": [getattr(a.core_attention, "window", None) for a in attention],
             "activation": [_activation(layer.mlp, dtype) for layer in layers],
@@ -53,7 +54,7 @@ def stage_facts(
         "rope": {
             "rope_type": _rope_type(model),
             "rope_theta": _theta(model, rope, built),
-            "rope_dim": 2 * model.rotary_pos_emb.inv_freq.numel(),
+            "rope_dim": 2 * rotaries(model)[0].inv_freq.numel(),
         },
     }
     if model.pre_process:
@@ -92,12 +93,23 @@ def megatron_attributes(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _heads(attention: Any, tp: int) -> tuple[int | None, int | None]:
     """The number of heads of q, and of k and v, from the sizes of the live projections."""
     out = getattr(attention.linear_proj, "weight", None)
+    if attention.config.multi_latent_attention:
+        # Every head has a key of its own, expanded from the latent.
+        heads = None if out is None else out.shape[1] * tp // attention.config.v_head_dim
+        return heads, heads
     fused = getattr(attention.linear_qkv, "weight", None)
     if out is None or fused is None:
         return None, None
     width = attention.hidden_size_per_attention_head
     q = out.shape[1] * tp // width
     return q, (fused.shape[0] * tp // width - q) // 2
+
+
+def _rotated_width(attention: Any) -> int:
+    """The features of a head, or those of them that a latent attention rotates."""
+    if attention.config.multi_latent_attention:
+        return int(attention.config.qk_pos_emb_head_dim)
+    return int(attention.hidden_size_per_attention_head)
 
 
 def _scale(attention: Any) -> float | None:
@@ -118,16 +130,20 @@ def rotation(model: Any) -> torch.Tensor:
     from one position to the next, and last the factor of yarn on cos and sin."""
     from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as yarn
 
-    every = model.rotary_pos_emb.get_emb(2)
+    rotary, latent = rotaries(model)[0], model.config.multi_latent_attention
+    every = rotary.get_emb(2)
     angles = (every[0] if isinstance(every, tuple) else every)[:, 0, 0].cpu()
     step = (angles[1] - angles[0])[: angles.shape[1] // 2]
     # The kernels keep the factor with the frequencies; megatron-core's attention reads the config.
     from_config = yarn._yarn_get_concentration_factor_from_config(model.config)
-    factor = getattr(model.rotary_pos_emb, "rlk_scaling", from_config)
+    usual = every[1] if latent and isinstance(every, tuple) else from_config
+    factor = getattr(rotary, "rlk_scaling", usual)
     return torch.cat([step, torch.tensor([1.0 if factor is None else float(factor)])])
 
 
 def _rope_type(model: Any) -> str:
+    if model.config.multi_latent_attention:
+        return "yarn" if model.config.rope_type == "yarn" else "default"
     if model.position_embedding_type == "yarn":
         return "yarn"
     if model.rotary_pos_emb.seq_len_interpolation_factor is not None:

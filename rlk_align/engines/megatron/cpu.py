@@ -35,6 +35,25 @@ def cpu_stand_ins() -> Iterator[list[str]]:
 
 
 @contextmanager
+def latent_stand_ins() -> Iterator[list[str]]:
+    """While entered, megatron-core's latent attention runs without TransformerEngine. Yields a
+    description of each replacement."""
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.transformer import multi_latent_attention
+
+    if transformer_engine.HAVE_TE:
+        yield []
+        return
+    # Without it, the names of its classes there are no classes.
+    usual = multi_latent_attention.HAVE_TE
+    multi_latent_attention.HAVE_TE = False
+    try:
+        yield ["it does not look for TransformerEngine's linears, which are not installed"]
+    finally:
+        multi_latent_attention.HAVE_TE = usual
+
+
+@contextmanager
 def expert_stand_ins(on_cpu: bool) -> Iterator[list[str]]:
     """While entered, megatron-core's sparse layers run without TransformerEngine, and on a CPU
     without CUDA streams. Yields a description of each replacement."""

@@ -117,7 +117,11 @@ class MegatronEngine(Engine):
         """Sets up megatron-core's process-wide state, which `close` undoes."""
         from megatron.core import parallel_state, tensor_parallel
 
-        from rlk_align.engines.megatron.cpu import cpu_stand_ins, expert_stand_ins
+        from rlk_align.engines.megatron.cpu import (
+            cpu_stand_ins,
+            expert_stand_ins,
+            latent_stand_ins,
+        )
 
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=settings.tp,
@@ -135,6 +139,10 @@ class MegatronEngine(Engine):
             on_cpu = settings.device.type == "cpu"
             for stand_in in self._undo.enter_context(expert_stand_ins(on_cpu)):
                 print(f"megatron's sparse layers: {stand_in}")
+
+        if self.shape.latent:
+            for stand_in in self._undo.enter_context(latent_stand_ins()):
+                print(f"megatron's latent attention: {stand_in}")
 
     def version(self) -> str:
         import megatron.core

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlk_align.engines.common.tensor_parallel import check_shared
 from rlk_align.engines.info import ReadOption
-from rlk_align.engines.megatron.rope import ROPES, another_attention_factor
+from rlk_align.engines.megatron.rope import ROPES, another_attention_factor, refused_with_latents
 from rlk_align.engines.megatron.stages import Stage
 from rlk_align.errors import BadOption, MissingDependency, ModelError
 from rlk_align.model.rotary import (
@@ -26,8 +26,9 @@ def check_megatron(option: ReadOption, config: dict[str, Any], shape: ModelShape
     """Raises ModelError for a model that the engine would compute wrongly, BadOption or
     MissingDependency for options that it does not support."""
     kernels = option("kernels") == "rlk"
-    check_shared("megatron", shape, int(option("tp") or 1), fused_qkv=True, kernels=kernels)
-    if shape.experts and (tp := int(option("tp") or 1)) > 1:
+    fused = not shape.latent
+    check_shared("megatron", shape, int(option("tp") or 1), fused_qkv=fused, kernels=kernels)
+    if shape.sparse_layers and (tp := int(option("tp") or 1)) > 1:
         raise BadOption(
             f"engine 'megatron': tp={tp} does not support sparse layers",
             f"leave tp out; with ep={tp} the ranks share the experts",
@@ -37,20 +38,23 @@ def check_megatron(option: ReadOption, config: dict[str, Any], shape: ModelShape
     _check_experts(shape, int(option("ep") or 1))
     if option("fault") is not None:
         _check_stage_of_fault(shape, option, str(option("fault")))
-    if shape.experts and option("spec") == "te":
+    if shape.sparse_layers and option("spec") == "te":
         raise BadOption(
             "engine 'megatron': spec=te does not support sparse layers", "spec=local does"
         )
     if option("spec") == "te":
         _check_te(option, config)
     shape.family.check("megatron", shape.model_type)
+    if shape.latent:
+        _check_latent(option, shape)
     rope = rope_parameters(config)
     activation = config.get("hidden_act") or "silu"
     partial = partial_rotary_factor(config)
     refused = {
         f"hidden_act={activation}": activation not in ACTIVATIONS,
         # The referee recomputes the sum of experts with silu only.
-        f"hidden_act={activation} in sparse layers": bool(shape.experts) and activation != "silu",
+        f"hidden_act={activation} in sparse layers": bool(shape.sparse_layers)
+        and activation != "silu",
         f"rope_type={rope['rope_type']}": rope["rope_type"] not in ROPES,
         f"rope_type={rope['rope_type']} without a factor": lacks_factor(rope),
         # megatron-core computes the factor, and a trainer cannot set another.
@@ -60,12 +64,39 @@ def check_megatron(option: ReadOption, config: dict[str, Any], shape: ModelShape
             partial != 1.0 and rope["rope_type"] != "default"
         ),
         **_unknown_routing(shape),
+        **(refused_with_latents(rope) if shape.latent else {}),
     }
     for what, is_so in refused.items():
         if is_so:
             raise ModelError(
                 f"engine 'megatron' does not support {what}, which config.json asks for",
                 "compare with --train hf",
+            )
+
+
+def _check_latent(option: ReadOption, shape: ModelShape) -> None:
+    """Raises BadOption for what the engine's latent attention does not have."""
+    tp = int(option("tp") or 1)
+    unfit = {
+        "spec=te": option("spec") == "te",
+        f"cp={option('cp')}": int(option("cp") or 1) > 1,
+        "sp=1": bool(option("sp")),
+    }
+    for what, is_so in unfit.items():
+        if is_so:
+            raise BadOption(
+                f"engine 'megatron': {what} does not support latent attention, which no test has "
+                "compared there",
+                f"leave {what.partition('=')[0]} out",
+            )
+    sizes = {"q_lora_rank": shape.query_latent}
+    sizes["kv_lora_rank + qk_rope_head_dim"] = shape.size("latent_and_key")
+    for name, size in sizes.items():
+        if size % tp:
+            raise BadOption(
+                f"engine 'megatron': tp={tp}: {name} = {size} features cannot be divided among "
+                f"{tp} ranks",
+                "leave tp out",
             )
 
 
@@ -136,7 +167,7 @@ def _check_stage_of_fault(shape: ModelShape, option: ReadOption, fault: str) -> 
 def _check_experts(shape: ModelShape, ep: int) -> None:
     if ep == 1:
         return
-    if not shape.experts:
+    if not shape.sparse_layers:
         raise BadOption(f"engine 'megatron': ep={ep}: this model has no experts", "leave ep out")
     if shape.experts % ep:
         fits = [n for n in range(1, shape.experts + 1) if shape.experts % n == 0]

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from rlk_align.engines.common.kernels import Kernels
 from rlk_align.engines.info import ReadOption
+from rlk_align.engines.megatron.latent import latent_settings
 from rlk_align.engines.megatron.layout import padded_vocab
 from rlk_align.engines.megatron.limits import check_megatron
 from rlk_align.engines.megatron.rope import rope_arguments, yarn_settings
@@ -99,14 +100,18 @@ def _windows(config: Any, layers: int) -> tuple[int | None, ...]:
 
 def transformer_config(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) -> Any:
     """The TransformerConfig, with dropout off."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
 
-    config = TransformerConfig(
+    kind = MLATransformerConfig if shape.latent else TransformerConfig
+    heads = {"num_query_groups": shape.kv_heads, "kv_channels": shape.head_dim}
+    config = kind(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
-        num_query_groups=shape.kv_heads,
-        kv_channels=shape.head_dim,
+        **(latent_settings(shape, checkpoint.rope) if shape.latent else heads),
         ffn_hidden_size=shape.intermediate,
         normalization="RMSNorm",
         layernorm_epsilon=checkpoint.norm_eps,
@@ -128,10 +133,11 @@ def transformer_config(shape: ModelShape, checkpoint: Checkpoint, settings: Sett
         use_cpu_initialization=settings.device.type == "cpu",
         # The checkpoint fills every parameter.
         perform_initialization=False,
-        **(expert_settings(shape, settings) if shape.experts else {}),
+        **(expert_settings(shape, settings) if shape.sparse_layers else {}),
     )
-    for name, value in yarn_settings(checkpoint.rope).items():
-        setattr(config, name, value)
+    if not shape.latent:
+        for name, value in yarn_settings(checkpoint.rope).items():
+            setattr(config, name, value)
     return config
 
 
@@ -171,7 +177,11 @@ def layer_spec(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) ->
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    from rlk_align.engines.megatron.attention import SequenceParallelRMSNorm, SequencesAttention
+    from rlk_align.engines.megatron.attention import (
+        LatentCore,
+        SequenceParallelRMSNorm,
+        SequencesAttention,
+    )
 
     if settings.spec == "te":
         return _te_spec(shape, checkpoint)
@@ -180,10 +190,16 @@ def layer_spec(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) ->
     def spec(experts: int | None) -> Any:
         """The spec of a sparse layer, or of a dense one."""
         layer = get_gpt_layer_local_spec(
-            num_experts=experts, qk_layernorm=shape.has("q_norm"), normalization="RMSNorm"
+            num_experts=experts,
+            qk_layernorm=shape.has("q_norm") or bool(shape.latent),
+            multi_latent_attention=bool(shape.latent),
+            normalization="RMSNorm",
         )
         choose_biases(layer, checkpoint.biased)
         attention = layer.submodules.self_attention.submodules
+        if shape.latent:
+            attention.core_attention = LatentCore
+            return layer
         if settings.sequence_parallel:
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
             if shape.has("q_norm"):
@@ -193,7 +209,7 @@ def layer_spec(shape: ModelShape, checkpoint: Checkpoint, settings: Settings) ->
             attention.core_attention = core
         return layer
 
-    kinds = {False: spec(None), True: spec(shape.experts) if shape.experts else None}
+    kinds = {False: spec(None), True: spec(shape.experts) if shape.sparse_layers else None}
     first, share = settings.stage.first, settings.stage.share
     layers = [kinds[i in shape.sparse_layers] for i in range(first, first + share)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
@@ -259,7 +275,7 @@ def build(
         transformer_layer_spec=layers,
         vocab_size=padded_vocab(shape.vocab, settings.tp),
         max_sequence_length=shape.context,
-        **rope_arguments(checkpoint.rope),
+        **rope_arguments(checkpoint.rope, latent=bool(shape.latent)),
         rotary_percent=checkpoint.rotary_percent,
         share_embeddings_and_output_weights=checkpoint.tied,
         pre_process=settings.stage.number == 0,

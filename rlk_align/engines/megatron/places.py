@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from rlk_align.engines.common.layout import of_outputs
 from rlk_align.engines.common.places import FIRST, WITH_BIAS, Access, End, Place
 from rlk_align.engines.megatron.experts import sparse_places
+from rlk_align.engines.megatron.latent import latent_places
 from rlk_align.engines.megatron.layout import grouped_qkv, vocabulary
 from rlk_align.model.shape import ModelShape
 
@@ -16,7 +17,7 @@ def megatron_places(
 ) -> Iterator[Place]:
     """The place of each site in a model of `tp` ranks. `te`: whether TransformerEngine's linears
     include the norm before them; `tied`: whether the head has no weight of its own; `kernels`:
-    whether our kernels compute its sparse layers."""
+    whether our kernels compute its sparse layers and latent attention."""
     table = "embedding.word_embeddings"
     yield Place(sites=("embed",), module="embedding", parameters_in=table)
     for i in range(shape.layers):
@@ -48,16 +49,19 @@ def _layer_places(i: int, shape: ModelShape, tp: int, te: bool, kernels: bool) -
         return Place(sites=sites, module=linear, weight=weight, unexposed=FUSED)
 
     yield norm(f"{here}.input_layernorm", "attn_norm", f"{attention}.linear_qkv")
-    qkv = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
-    grouped = grouped_qkv(shape, tp, qkv)
-    yield Place(sites=qkv, module=f"{attention}.linear_qkv", layout=grouped)
-    if shape.has("q_norm"):
-        yield place(f"{attention}.q_layernorm", "q_norm")
-        yield place(f"{attention}.k_layernorm", "k_norm")
-    yield place(attention, "q_rope", end="rope")
-    yield place(attention, "k_rope", end="rope")
-    yield place(f"{attention}.linear_proj", "attn", end="input")
-    yield place(f"{attention}.linear_proj", "o_proj", access=WITH_BIAS)
+    if shape.latent:
+        yield from latent_places(i, shape, tp, kernels)
+    else:
+        qkv = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
+        grouped = grouped_qkv(shape, tp, qkv)
+        yield Place(sites=qkv, module=f"{attention}.linear_qkv", layout=grouped)
+        if shape.has("q_norm"):
+            yield place(f"{attention}.q_layernorm", "q_norm")
+            yield place(f"{attention}.k_layernorm", "k_norm")
+        yield place(attention, "q_rope", end="rope")
+        yield place(attention, "k_rope", end="rope")
+        yield place(f"{attention}.linear_proj", "attn", end="input")
+        yield place(f"{attention}.linear_proj", "o_proj", access=WITH_BIAS)
     yield place(f"{here}.pre_mlp_layernorm", "attn_residual", end="input")
     yield norm(f"{here}.pre_mlp_layernorm", "mlp_norm", f"{mlp}.linear_fc1")
     if i in shape.sparse_layers:

@@ -17,8 +17,11 @@ ROPES = ("default", "linear", "llama3", "yarn")
 """The supported values of `rope_type`."""
 
 
-def rope_arguments(rope: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of GPTModel for these `rope_parameters`."""
+def rope_arguments(rope: dict[str, Any], latent: bool = False) -> dict[str, Any]:
+    """The arguments of GPTModel for these `rope_parameters`. `latent`: whether each attention has a
+    rotary embedding of its own, by the config, and GPTModel has none."""
+    if latent:
+        return {"position_embedding_type": "rope"}
     kind = rope["rope_type"]
     return {
         "position_embedding_type": "yarn" if kind == "yarn" else "rope",
@@ -63,3 +66,23 @@ def another_attention_factor(rope: dict[str, Any]) -> bool:
     computed = scale(1.0) if None in both else scale(both[0]) / scale(both[1])
     # The factor multiplies cos and sin in float32.
     return struct.pack("f", stated) != struct.pack("f", computed)
+
+
+def refused_with_latents(rope: dict[str, Any]) -> dict[str, bool]:
+    """What a checkpoint's `rope_parameters` may ask for -> whether they ask for it, and
+    megatron-core's latent attention has no setting for it."""
+    kind, of_all = rope["rope_type"], rope.get("mscale_all_dim")
+    yarn = kind == "yarn"
+    return {
+        f"rope_type={kind} with latent attention": kind not in ("default", "yarn"),
+        # It computes the factor of rotated vectors from both.
+        f"mscale_all_dim={of_all} without mscale": yarn and bool(of_all) and not rope.get("mscale"),
+        "truncate=false with latent attention": yarn and not rope.get("truncate", True),
+    }
+
+
+def rotaries(model: Any) -> list[Any]:
+    """The rotary embeddings of a model: one for all layers, or one of each latent attention."""
+    if not model.config.multi_latent_attention:
+        return [model.rotary_pos_emb]
+    return [layer.self_attention.rotary_pos_emb for layer in model.decoder.layers]

@@ -117,7 +117,7 @@ class MegatronTaps(SiteHooks):
 def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -> None:
     """Calls `see` with each output of the rotary embedding, which is a function of megatron-core's
     attention module: in each attention the query, then the key."""
-    from megatron.core.transformer import attention
+    from megatron.core.transformer import attention, multi_latent_attention
 
     original = attention.apply_rotary_pos_emb
 
@@ -126,7 +126,8 @@ def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -
         see(out)
         return out
 
-    hooks.replace(attention, "apply_rotary_pos_emb", observed)
+    for module in (attention, multi_latent_attention):
+        hooks.replace(module, "apply_rotary_pos_emb", observed)
     # The kernels' attention rotates both with a module of its own.
     for layer in model.decoder.layers:
         if hasattr(layer.self_attention, "rope"):

@@ -19,12 +19,16 @@ def latent_places(name: str, attention: str, shape: ModelShape, tp: int) -> Iter
         path = f"{attention}.{module}".removesuffix(".")
         return Place(sites=site, module=path, layout=of_outputs(site, shape, tp), **more)
 
-    both = (f"{name}.q_a", f"{name}.kv_a")
-    sizes = [shape.size(shape.operator_of(site).features) for site in both]
-    layout = fused(*(whole(site, size, tp) for site, size in zip(both, sizes, strict=True)))
-    yield Place(sites=both, module=f"{attention}.fused_qkv_a_proj", layout=layout)
-    yield place("q_a_layernorm", "q_a_norm")
-    yield place("q_b_proj", "q_b")
+    if shape.query_latent:
+        both = (f"{name}.q_a", f"{name}.kv_a")
+        sizes = [shape.size(shape.operator_of(site).features) for site in both]
+        layout = fused(*(whole(site, size, tp) for site, size in zip(both, sizes, strict=True)))
+        yield Place(sites=both, module=f"{attention}.fused_qkv_a_proj", layout=layout)
+        yield place("q_a_layernorm", "q_a_norm")
+        yield place("q_b_proj", "q_b")
+    else:
+        yield place("q_proj", "q_proj")
+        yield place("kv_a_proj_with_mqa", "kv_a")
     yield place("kv_a_layernorm", "kv_a_norm")
     yield place("", "q_rope", end="rope")
     yield place("", "k_rope", end="rope")

@@ -94,11 +94,6 @@ def check_vllm(option: ReadOption, config: dict[str, Any], shape: ModelShape) ->
 def _check_latent(option: ReadOption, shape: ModelShape) -> None:
     """Raises ModelError for a latent attention that vLLM's class, or its kernels on CPUs, do not
     compute."""
-    if not shape.query_latent:
-        raise ModelError(
-            "engine 'vllm' does not support q_lora_rank=null: no test has compared it",
-            "compare with --rollout hf",
-        )
     sizes = {"kv_lora_rank": shape.latent, "qk_rope_head_dim": shape.head_dim}
     sizes |= {"qk_nope_head_dim": shape.unrotated_width, "v_head_dim": shape.value_width}
     wrong = [f"{name}={size}" for name, size in sizes.items()

@@ -27,6 +27,8 @@ from rlk_align.engines.vllm import mamba_changes
 from rlk_align.engines.vllm.delta_changes import change_convolution, change_rule
 from rlk_align.engines.vllm.delta_net import convolution_weight, delta_nets
 from rlk_align.engines.vllm.experts import replace_choice, sparse_blocks
+from rlk_align.engines.vllm.latent import core_of
+from rlk_align.engines.vllm.latent_changes import change_core
 from rlk_align.engines.vllm.parallel import tensor_parallel
 from rlk_align.engines.vllm.places import adds_in_norms, sliding_window, vllm_places
 from rlk_align.engines.vllm.taps import on_rotation
@@ -98,7 +100,8 @@ class VLLMOperators(FusedOperators):
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         positions = kwargs["positions"] if "positions" in kwargs else args[1]
         decoding = torch.zeros_like(positions, dtype=torch.bool)
-        metadata = self._metadata(attention_of(self._layer(self.shape.first_attention)).attn)
+        attention = attention_of(self._layer(self.shape.first_attention))
+        metadata = self._metadata(core_of(attention))
         if metadata is not None:
             starts = metadata.query_start_loc.long()
             alone = starts[:-1][starts.diff() == 1]
@@ -123,7 +126,32 @@ class VLLMOperators(FusedOperators):
     def on_rotation(self, see: Callable[[torch.Tensor], None]) -> None:
         on_rotation(self, self._model, see)
 
+    def change_weight(self, site: str, change: Formula) -> None:
+        at = self.sites[site]
+        if at.operator.formula == "latent_attention":
+            attention = attention_of(self._layer(at.layer or 0))
+            if not attention.kv_b_proj.weight.numel():
+                raise BadOption(
+                    f"vLLM keeps packed copies of {site} alone: no fault is planted there"
+                )
+        super().change_weight(site, change)
+
+    def _latent_attention(self, layer: int, formula: Formula) -> None:
+        core = core_of(attention_of(self._layer(layer)))
+
+        def change(
+            result: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+            visible: torch.Tensor,
+        ) -> torch.Tensor:  # fmt: skip
+            return self.attended(formula, layer, result, q, k, v, visible, core.scale)
+
+        weight = self.parameter(f"layers.{layer}.latent_attn")
+        change_core(self, core, self._metadata, weight, self.shape, change)
+
     def _attention(self, layer: int, formula: Formula) -> None:
+        if self.shape.latent:
+            self._latent_attention(layer, formula)
+            return
         module = attention_of(self._layer(layer)).attn
         window = sliding_window(module)
         original = module.forward

@@ -2,7 +2,7 @@
 
 from rlk_align.selftest.faults.fault import Fault, Strength
 
-_ENGINES = ("hf",)
+_ENGINES = ("hf", "vllm", "megatron")
 _ATTENTION = ("layers.1.latent_attn",)
 
 LATENT = {

@@ -15,7 +15,7 @@ import torch
 from rlk_align.engines.common.attributes import norm_epsilon
 from rlk_align.engines.common.experts import has_kernels
 from rlk_align.engines.common.hooks import Hooks
-from rlk_align.engines.common.layout import of_outputs
+from rlk_align.engines.common.layout import even, of_outputs
 from rlk_align.engines.common.places import HEADS_FIRST, Place, first
 from rlk_align.engines.common.weights import Parameter, write_part
 from rlk_align.errors import BadOption
@@ -159,6 +159,11 @@ class LiveOperators(Hooks, ABC):
 
         def whole(name: str, local: torch.Tensor) -> torch.Tensor:
             name = f"layers.{layer}.{name}"
+            if self.shape.latent:
+                # Queries and keys have more features than their sites, and every head has its own.
+                ranks, rows = self._sharing.ranks, local.flatten(1)
+                shared = even(name, rows.shape[1] * ranks, ranks)
+                return self._sharing.whole(name, rows, shared).unflatten(1, (-1, local.shape[-1]))
             if name in self._places:
                 layout = self._places[name].layout
             else:  # a layer that does not rotate

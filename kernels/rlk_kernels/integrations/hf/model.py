@@ -10,6 +10,7 @@ from rlk_kernels.integrations import rotary
 from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.families import (
     ARCHITECTURES,
+    DEEPSEEK_V2,
     DELTA_NETS,
     GELU,
     LATENTS,
@@ -230,6 +231,10 @@ def _check(model: Any) -> None:
     for name in NOISE:
         if getattr(config, name, 0.0) and model.training:
             raise NotSupported(f"{name} is not supported; set it to 0")
+    if config.model_type == "deepseek_v2":
+        for setting, usual in DEEPSEEK_V2.items():
+            if (value := getattr(config, setting)) not in (None, usual):
+                raise NotSupported(f"{setting}={value} of DeepSeek-V2 is not supported; {usual} is")
     for rope in rotary.by_kind(config.rope_parameters):
         rotary.check_whole(config.model_type, rope)
     if not getattr(config, "is_causal", True):

@@ -93,8 +93,8 @@ class HFRouter(Sparse):
         weight = self.weight.float() if hasattr(self, "moe_statics") else cast(self.weight)
         bias = cast(getattr(self, "bias", None))
         logits = self.logits(cast(x.reshape(-1, x.shape[-1])), weight, bias)
-        # Mixtral has no such setting: its weights always add up to 1.
-        normalize = getattr(self, "norm_topk_prob", True)
+        # Mixtral has no such setting: its weights always add up to 1; those of DeepSeek-V2 never.
+        normalize = getattr(self, "norm_topk_prob", not hasattr(self, "topk_method"))
         correction = self._correction()
         if e_score_correction_bias is not None:
             correction = profile.Correction(e_score_correction_bias.float(), 1, 1, 1.0)

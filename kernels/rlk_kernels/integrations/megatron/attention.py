@@ -5,6 +5,7 @@ S = length, B = sequences, H = heads, D = size, T = packed tokens.
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,6 +48,16 @@ class CoreAttention(Counted, DotProductAttention):
     ) -> Tensor:  # fmt: skip
         """`[S, B, H, D]` -> `[S, B, H * D]`; packed `[T, H, D]` -> `[T, H * D]`. With context
         parallelism, the rows are this rank's rows of each sequence."""
+        kind, rows = (attn_mask_type, attention_bias), (query, key, value)
+        return self.by_sequence(self._attend, rows, attention_mask, *kind, packed_seq_params)
+
+    def by_sequence(
+        self, core: Callable[..., Tensor], rows: tuple[Tensor, ...], attention_mask: Tensor | None,
+        attn_mask_type: Any, attention_bias: Tensor | None, packed_seq_params: Any,
+    ) -> Tensor:  # fmt: skip
+        """The same of a core: (rows of all sequences, one after another, and twice the bounds of
+        the sequences) -> `[T, H, D]`. The first of `rows` are queries."""
+        query = rows[0]
         if attention_bias is not None:
             raise NotSupported("a bias on attention scores is not supported")
         if attn_mask_type not in CAUSAL:
@@ -60,9 +71,9 @@ class CoreAttention(Counted, DotProductAttention):
                 _check_pack(packed_seq_params, query)
                 if self.context is not None:
                     check_lengths(cu, len(query) * size_of(self.context), size_of(self.context))
-            return self._attend(query, key, value, cu, cu).flatten(1)
+            return core(*rows, cu, cu).flatten(1)
         length, batch = query.shape[:2]
-        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        by_batch = [x.transpose(0, 1) for x in rows]
         if self.context is not None and attention_mask is not None:
             raise NotSupported(
                 "an attention mask with context parallelism is not supported: pass none, and pad "
@@ -72,13 +83,14 @@ class CoreAttention(Counted, DotProductAttention):
         if first is None:
             whole = length * size_of(self.context)
             cu = torch.arange(0, (batch + 1) * whole, whole, device=query.device)
-            rows = (x.flatten(0, 1) for x in (q, k, v))
-            out = self._attend(*rows, cu, cu).unflatten(0, (batch, length))
+            every = (x.flatten(0, 1) for x in by_batch)
+            out = core(*every, cu, cu).unflatten(0, (batch, length))
         else:
             real = torch.arange(length, device=query.device) >= first[:, None]
             cu = profile.packed(real.sum(1))
-            out = torch.zeros_like(q)
-            out[real] = self._attend(q[real], k[real], v[real], cu, cu)
+            attended = core(*(x[real] for x in by_batch), cu, cu)
+            out = attended.new_zeros(batch, length, *attended.shape[1:])
+            out[real] = attended
         return out.transpose(0, 1).flatten(2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:

@@ -218,6 +218,11 @@ class ScaledPositions(Positions):
 class Rope(torch.nn.Module):
     """Rotates the query and the key of one layer: (q, k) of q[S, B, H, D] and k[S, B, Hk, D]."""
 
+    def __init__(self, interleaved: bool = False) -> None:
+        """interleaved: whether neighbours are a pair."""
+        super().__init__()
+        self.interleaved = interleaved
+
     def forward(
         self, q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor, scaling: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -225,7 +230,7 @@ class Rope(torch.nn.Module):
         at = positions.expand(length, batch).reshape(-1)
         rows = (x.flatten(0, 1) for x in (q, k))
         turns = inv_freq.to(q.device), None if scaling is None else scaling.to(q.device)
-        turned = profile.rope(*rows, at, *turns)
+        turned = profile.rope(*rows, at, *turns, self.interleaved)
         return tuple(x.unflatten(0, (length, batch)) for x in turned)
 
 
@@ -251,7 +256,7 @@ class RotatingAttention(SelfAttention):
         finally:
             self._rotation_inputs = None
         if self.layer_number == 1:
-            _check_begin(rotary_pos_emb, getattr(attention_mask, FIRST_ROWS, (None,))[0])
+            check_begin(rotary_pos_emb, getattr(attention_mask, FIRST_ROWS, (None,))[0])
         return out
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
@@ -277,7 +282,7 @@ class RotatingAttention(SelfAttention):
     submodule of this layer."""
 
 
-def _check_begin(positions: Tensor, first: Tensor | None) -> None:
+def check_begin(positions: Tensor, first: Tensor | None) -> None:
     """Raises NotSupported if positions[S, B or 1] are not 0 at the first row of each sequence.
     first: `[B]`, the number of rows of padding before it; None if there are none."""
     if first is None:

@@ -22,7 +22,7 @@ SUPPORTED_VALUES = {
         (
             *("fp32_residual_connection", "apply_residual_connection_post_layernorm"),
             *("layernorm_zero_centered_gamma", "rotary_interleaved", "qk_l2_norm", "qk_clip"),
-            *("log_max_attention_logit", "attention_output_gate", "multi_latent_attention"),
+            *("log_max_attention_logit", "attention_output_gate"),
             *("apply_query_key_layer_scaling", "activation_func_fp8_input_store", "fp8", "fp4"),
             *("activation_func_clamp_value", "mtp_num_layers", "no_rope_freq"),
             *("experimental_attention_variant", "linear_attention_freq", "mrope_section"),
@@ -55,10 +55,21 @@ SUPPORTED_IF_SPARSE = {
 }
 """Option -> its supported values in a model with sparse layers."""
 
+SUPPORTED_WITH_LATENTS = {
+    **{"context_parallel_size": (1,), "sequence_parallel": (False,), "softmax_scale": (None,)},
+    **{"add_bias_linear": (False,), "window_size": (None,), "rotary_percent": (1.0,)},
+    "cache_mla_latents": (False,),
+}
+"""Option -> its supported values in a model with latent attention."""
+
 ANY_VALUE = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("ffn_hidden_size", "layernorm_epsilon", "add_bias_linear", "add_qkv_bias", "qk_layernorm"),
     *("num_moe_experts", "softmax_scale", "window_size", "window_attn_skip_freq"),
+    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "v_head_dim"),
+    *("qk_pos_emb_head_dim", "rope_type", "rotary_base", "rotary_percent", "beta_fast"),
+    *("beta_slow", "mscale", "mscale_all_dim", "rotary_scaling_factor"),
+    "original_max_position_embeddings",
     *("fp16", "bf16", "params_dtype"),
 )
 """Options of which every value is supported."""
@@ -102,9 +113,8 @@ WITHOUT_EFFECT_PREFIXES = (
 
 def is_listed(option: str) -> bool:
     """Whether this file lists an option."""
-    return option in (*SUPPORTED_VALUES, *ANY_VALUE, *WITHOUT_EFFECT) or option.startswith(
-        WITHOUT_EFFECT_PREFIXES
-    )
+    listed = *SUPPORTED_VALUES, *SUPPORTED_WITH_LATENTS, *ANY_VALUE, *WITHOUT_EFFECT
+    return option in listed or option.startswith(WITHOUT_EFFECT_PREFIXES)
 
 
 def check_config(config: Any) -> None:
@@ -124,12 +134,28 @@ def check_unchanged(config: Any) -> None:
 
 def _unsupported(config: Any) -> list[str]:
     only = SUPPORTED_VALUES | (SUPPORTED_IF_SPARSE if config.num_moe_experts else {})
+    only |= SUPPORTED_WITH_LATENTS if config.multi_latent_attention else {}
     wrong = [
         f"{name}={_shown(value)}"
         for name, supported in only.items()
         if (value := getattr(config, name, None)) is not None and value not in supported
     ]
+    wrong += _latents(config) if config.multi_latent_attention else []
     return wrong + (_routing(config) if config.num_moe_experts else [])
+
+
+def _latents(config: Any) -> list[str]:
+    """The unsupported combinations of the options of a latent attention."""
+    ranks, queries = config.tensor_model_parallel_size, config.q_lora_rank
+    both = config.kv_lora_rank + config.qk_pos_emb_head_dim
+    shared = f"with tensor_model_parallel_size={ranks}"
+    wrong = {
+        # Megatron-core adds up the gradients of norms of this name, which are whole on each rank.
+        f"qk_layernorm with multi_latent_attention {shared}": config.qk_layernorm and ranks > 1,
+        f"q_lora_rank={queries} {shared}": (queries or 0) % ranks,
+        f"kv_lora_rank + qk_pos_emb_head_dim={both} {shared}": both % ranks,
+    }
+    return [setting for setting, refused in wrong.items() if refused]
 
 
 def _routing(config: Any) -> list[str]:
@@ -202,6 +228,9 @@ def _shown(value: Any) -> str:
 def check_rope(model: Any, rope: Mapping[str, Any]) -> None:
     """Raises NotSupported for a GPTModel whose rotary embedding has no kernel, or does not agree
     with `rope_parameters`."""
+    if model.config.multi_latent_attention:
+        _check_rope_of_latents(model.config, rope)
+        return
     kind, position = rope.get("rope_type", "default"), model.position_embedding_type
     rotary = getattr(model, "rotary_pos_emb", None)
     stretched = getattr(rotary, "seq_len_interpolation_factor", None)
@@ -215,6 +244,30 @@ def check_rope(model: Any, rope: Mapping[str, Any]) -> None:
         and (kind != "linear" or stretched != rope.get("factor")),
         "position_embedding_type=yarn": position == "yarn" and kind != "yarn",
     }
+    _refuse_rope(wrong, rope)
+
+
+def _check_rope_of_latents(config: Any, rope: Mapping[str, Any]) -> None:
+    """The same for latent attention, whose rotary embedding follows from the config."""
+    kind = rope.get("rope_type", "default")
+    of_config = {
+        "rotary_base": config.rotary_base,
+        "rotary_scaling_factor": config.rotary_scaling_factor,
+        "original_max_position_embeddings": config.original_max_position_embeddings,
+    }
+    of_rope = {
+        "rotary_base": rope.get("rope_theta"),
+        "rotary_scaling_factor": rope.get("factor"),
+        "original_max_position_embeddings": rope.get("original_max_position_embeddings"),
+    }
+    compared = list(of_config) if kind == "yarn" else ["rotary_base"]
+    usual = {"default": "rope", "yarn": "yarn"}.get(kind)
+    wrong = {f"{name}={of_config[name]}": of_config[name] != of_rope[name] for name in compared}
+    wrong[f"rope_type={config.rope_type}"] = config.rope_type != usual
+    _refuse_rope(wrong, rope)
+
+
+def _refuse_rope(wrong: Mapping[str, bool], rope: Mapping[str, Any]) -> None:
     if refused := [setting for setting, is_wrong in wrong.items() if is_wrong]:
         raise NotSupported(
             f"the GPTModel was made with {', '.join(refused)}, which is not supported or does not "

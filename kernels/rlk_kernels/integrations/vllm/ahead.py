@@ -14,6 +14,7 @@ from torch import Tensor
 
 import rlk_kernels
 from rlk_kernels.ahead import finish
+from rlk_kernels.integrations import profile
 
 ROW_STEP = 31
 """The difference between two numbers of rows for which products are planned. It is a prime, so that
@@ -98,6 +99,28 @@ def expect_attention(
     rlk_kernels.warm_up_paged_attention(
         torch.empty(1, heads, dim, **here), *cache.split(dim, -1), table, window=window,
         softcap=softcap, sequences=sizes.sequences, tokens=sizes.tokens, wait=False,
+    )  # fmt: skip
+    _compiled.add(form)
+
+
+def expect_latent_attention(
+    weight: profile.Absorbed, rotated: int, dtype: torch.dtype, config: Any
+) -> None:
+    """Starts threads that compile latent attention for a VllmConfig, and the products around it.
+    rotated: the number of features of a head that are rotated."""
+    block, sizes = config.cache_config.block_size, sizes_of(config)
+    (heads, latent, width), (_, features, _) = weight.keys.shape, weight.values.shape
+    form = heads, latent, width, features, rotated, dtype, block, sizes
+    if block is None or form in _compiled:
+        return
+    blocks = -(-config.model_config.max_model_len // block)
+    here = {"dtype": dtype, "device": weight.keys.device}
+    rlk_kernels.warm_up_paged_latent_attention(
+        torch.empty(1, heads, width + rotated, **here),
+        torch.empty(1, block, latent + rotated, **here),
+        torch.empty(1, blocks, dtype=torch.int32, device=here["device"]),
+        keys=weight.keys, values=weight.values, sequences=sizes.sequences, tokens=sizes.rows,
+        wait=False,
     )  # fmt: skip
     _compiled.add(form)
 

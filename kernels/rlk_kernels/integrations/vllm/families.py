@@ -3,7 +3,12 @@ compute the same as transformers' classes of the family."""
 
 from typing import Any
 
-from rlk_kernels.integrations.families import ARCHITECTURES, DELTA_NETS, LATENTS
+from rlk_kernels.integrations.families import (
+    ARCHITECTURES,
+    DEEPSEEK_V2,
+    DELTA_NETS,
+    LATENTS,
+)
 
 OF_TRANSFORMERS = (
     *("seed_oss", "smollm3", "olmo2", "olmo3", "glm", "arcee", "starcoder2", "hunyuan_v1_dense"),
@@ -173,6 +178,11 @@ def refused(model: Any, ranks: int) -> dict[str, bool]:
         and bool(getattr(text, "attention_bias", False)),
         "float16 with latent attention, for which vLLM scales the stream": family in LATENTS
         and str(model.dtype) == "torch.float16",
+        **{
+            f"{name} of DeepSeek-V2 other than {usual}": family == "deepseek_v2"
+            and getattr(text, name, usual) not in (None, usual)
+            for name, usual in DEEPSEEK_V2.items()
+        },
         "a topk_method other than noaux_tc, without which vLLM does not correct scores": (
             family == "deepseek_v3" and getattr(text, "topk_method", None) != "noaux_tc"
         ),

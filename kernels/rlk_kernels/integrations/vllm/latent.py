@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (
@@ -27,6 +28,7 @@ from rlk_kernels.integrations.errors import NotSupported
 from rlk_kernels.integrations.operators import Counted, check_latent
 from rlk_kernels.integrations.rotary import attention_factor
 from rlk_kernels.integrations.vllm import config as settings
+from rlk_kernels.integrations.vllm.ahead import expect_latent_attention
 from rlk_kernels.integrations.vllm.attention import first, refuse
 from rlk_kernels.integrations.vllm.attention_gpu import RlkMetadataBuilder
 from rlk_kernels.integrations.vllm.layers import VllmLinear, VllmRotary
@@ -92,7 +94,12 @@ class RlkMLAAttention(Counted, MLAAttention):
         return RlkLatentBackend
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Keeps the weight that expands latents as it was loaded."""
+        """Keeps the weight that expands latents as it was loaded, and compiles the kernels."""
+        # verl calls this after each update of the weights, outside of vLLM's configuration.
+        config, weight = get_current_vllm_config_or_none(), self.kv_b_proj.weight
+        if config is not None and weight.is_cuda:
+            absorbed = profile.absorbed(weight.detach(), self.num_heads, self.qk_nope_head_dim)
+            expect_latent_attention(absorbed, self.qk_rope_head_dim, act_dtype, config)
 
     def forward_impl(
         self, q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, attn_metadata: Any,
@@ -137,7 +144,6 @@ class RlkMultiHeadLatentAttention(Counted, MultiHeadLatentAttentionWrapper):
         refuse(
             {
                 "latent attention that chooses keys": bool(self.is_sparse),
-                "latent attention without a latent of queries": self.q_lora_rank is None,
                 "a gate of latent attention": getattr(self, "g_proj", None) is not None,
                 "an odd number of features of latents and keys": bool(
                     (self.kv_lora_rank + self.qk_rope_head_dim) % 2

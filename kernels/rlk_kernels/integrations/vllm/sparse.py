@@ -103,17 +103,23 @@ ROUTERS = ("gate", "router", "shared_expert_gate")
 has as a ReplicatedLinear."""
 
 
+LATENT = "kv_a_proj_with_mqa"
+"""The name of the product of keys' latent in a latent attention without a latent of queries."""
+
+
 class RlkReplicatedLinear(VllmLinear, ReplicatedLinear):
-    """A router, or the gate of shared experts, by its name; otherwise vLLM's own linear."""
+    """A router, the gate of shared experts, or the product of a latent, by its name; otherwise
+    vLLM's own linear."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        prefix = kwargs.get("prefix", "")
-        if prefix.rpartition(".")[2] not in ROUTERS:
+        name = kwargs.get("prefix", "").rpartition(".")[2]
+        if name not in (*ROUTERS, LATENT):
             self.__class__ = ReplicatedLinear
             ReplicatedLinear.__init__(self, *args, **kwargs)
             return
         super().__init__(*args, **kwargs)
-        self.quant_method = RouterMethod()
+        if name != LATENT:
+            self.quant_method = RouterMethod()
 
 
 class RlkGateLinear(VllmLinear, GateLinear):
@@ -156,7 +162,8 @@ class RlkMoERunner(Sparse, MoERunner):
             f"scoring_func={experts.scoring_func}": experts.scoring_func != "softmax"
             and (experts.e_score_correction_bias is None or experts.scoring_func != "sigmoid"),
             "grouped top-k by a softmax": experts.use_grouped_topk
-            and experts.scoring_func == "softmax",
+            and experts.scoring_func == "softmax"
+            and (experts.num_expert_group or 1) > 1,
             "a routing function of the model's own": experts.custom_routing_function is not None,
             "routing weights on the experts' inputs": experts.apply_router_weight_on_input,
             f"an activation {self.activation}": activation not in ("silu", CLAMPED),

@@ -56,7 +56,7 @@ def _fake(q, latents, cu_q, lens_k, *rest):
     lambda q, latents, *rest: (q.new_empty(q.shape), latents.new_empty(latents.shape)),
     no_gradient=("latent_attention", SECOND),
 )
-def _gradients(
+def gradients(
     q: Tensor, latents: Tensor, cu_q: Tensor, cu_k: Tensor, latent: int, scale: float, out: Tensor,
     lse: Tensor, do: Tensor, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -86,7 +86,7 @@ def _backward(ctx, do, _dlse):
     if do is None:
         return (None,) * 7
     *tensors, out, lse = ctx.saved_tensors
-    grads = _gradients(*tensors, ctx.latent, ctx.scale, out, lse, do.contiguous(), ctx.backend)
+    grads = gradients(*tensors, ctx.latent, ctx.scale, out, lse, do.contiguous(), ctx.backend)
     return (*grads, *(None,) * 5)
 
 

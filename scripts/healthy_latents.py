@@ -1,0 +1,91 @@
+#!/usr/bin/env python3
+"""Makes 20 small models with latent attention that differ in shape and training, for healthy runs.
+
+    python scripts/healthy_latents.py --out models --workers 2
+    python scripts/healthy_runs.py --models models --out runs --workers 2
+    python scripts/healthy_report.py --models models --runs runs --out table.md --by family,pair
+
+A seed decides all of a model. vLLM on a CPU takes these widths alone; a plain rope, and the router
+of a sparse deepseek_v3, are faults of its own there.
+"""
+
+import argparse
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from healthy_models import EMBEDDED, POSITIONS, ModelSpec, make_all  # noqa: E402
+
+SEEDS = range(20)
+FAMILIES = ("deepseek_v3", "glm4_moe_lite")
+"""The family of successive seeds: dense models, and sparse ones."""
+STEPS = 8
+"""Of training, for about a third of the models."""
+LATENT, ROTATED = 512, 64
+
+
+def latent(seed: int) -> ModelSpec:
+    draw, family = random.Random(seed), FAMILIES[seed % len(FAMILIES)]
+    layers, heads = draw.choice((2, 3, 5)), draw.choice((2, 4, 8))
+    factor = draw.choice((4.0, 16.0, 32.0))
+    more: dict[str, Any] = {
+        "q_lora_rank": draw.choice((48, 96, 192)),
+        "kv_lora_rank": LATENT,
+        "qk_rope_head_dim": ROTATED,
+        "qk_nope_head_dim": draw.choice((32, 64, 128)),
+        "v_head_dim": draw.choice((32, 64, 128)),
+        "initializer_range": draw.choice((0.02, 0.05, 0.1)),
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": factor},
+            **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale": draw.choice((0.707, 1.0))},
+            "mscale_all_dim": draw.choice((0.707, 1.0)),
+            "original_max_position_embeddings": int(POSITIONS / factor),
+        },
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "first_k_dense_replace": layers,
+    }
+    if family == "glm4_moe_lite":
+        dense = draw.choice((0, 1))
+        more |= {"n_routed_experts": draw.choice((8, 16)), "n_group": 1, "topk_group": 1}
+        more |= {"num_experts_per_tok": draw.choice((2, 3)), "first_k_dense_replace": dense}
+        more |= {"moe_intermediate_size": draw.choice((64, 96))}
+        more |= {"mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense)}
+    return ModelSpec(
+        name=f"latent-{seed:02}-{family}",
+        family=family,
+        hidden=draw.choice((96, 128, 192, 256)),
+        layers=layers,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=ROTATED,
+        inner=draw.choice((256, 448)),
+        vocabulary=draw.choice((1024, 4096)),
+        tied=draw.random() < 0.3,
+        stored="bfloat16",
+        tokenizer=EMBEDDED,
+        steps=STEPS if draw.random() < 0.35 else 0,
+        seed=seed,
+        more=more,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args()
+    specs = [latent(seed) for seed in SEEDS]
+    if options.out is None:
+        print(*specs, sep="\n")
+    else:
+        make_all(specs, options.out, options.workers, graphs=False)
+
+
+if __name__ == "__main__":
+    main()
