@@ -1,22 +1,34 @@
 """The adapter of vLLM around the live engine of a job, and what of vLLM is not recorded."""
 
-from pathlib import Path
 from typing import Any
 
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.vllm.engine import VLLMEngine
 from rlk_align.errors import BadOption
 from rlk_align.model.checkpoint import resolve_model
-from rlk_align.model.shape import ModelShape, read_shape
+from rlk_align.model.shape import read_shape
 from rlk_align.model.sites import model_sites
 from rlk_align.record.shard import refuse_unless_dense
 
 COMPILED = "vLLM runs compiled code or CUDA graphs, inside of which no tap sees a value"
 
 
-def check_config(config: Any) -> tuple[Path, ModelShape]:
-    """The checkpoint and the shape of its model. Raises BadOption for a setting of vLLM or a model
-    that is not recorded yet."""
+class RecordedEngine(VLLMEngine):
+    """The live engine of a job."""
+
+    compiled: bool
+
+    def unexposed(self, kind: str) -> dict[str, str]:
+        hidden = super().unexposed(kind)
+        if not self.compiled:
+            return hidden
+        sites = [site.name for site in model_sites(self.shape) if site.name != "logprob"]
+        return dict.fromkeys(sites, COMPILED) | hidden
+
+
+def described_engine(config: Any) -> RecordedEngine:
+    """The adapter of an engine with this configuration, not attached to it yet. Raises BadOption
+    for a setting of vLLM or a model that is not recorded yet."""
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise BadOption("RLK_RECORD: pipeline stages are not recorded")
@@ -34,33 +46,19 @@ def check_config(config: Any) -> tuple[Path, ModelShape]:
         )
     model = resolve_model(config.model_config.model)
     shape = read_shape(model)
-    refuse_unless_dense(shape)
-    return model, shape
-
-
-class RecordedEngine(VLLMEngine):
-    """The live engine of a job."""
-
-    compiled: bool
-
-    def unexposed(self, kind: str) -> dict[str, str]:
-        hidden = super().unexposed(kind)
-        if not self.compiled:
-            return hidden
-        sites = [site.name for site in model_sites(self.shape) if site.name != "logprob"]
-        return dict.fromkeys(sites, COMPILED) | hidden
-
-
-def live_engine(llm: Any, config: Any) -> RecordedEngine:
-    """The adapter around a live LLM, or what stands for one. Raises BadOption for a setting or a
-    model that is not recorded yet."""
-    model, shape = check_config(config)
     options: dict[str, str | int | float | bool] = {
-        "tp": config.parallel_config.tensor_parallel_size,
+        "tp": parallel.tensor_parallel_size,
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "enable_prefix_caching": bool(config.cache_config.enable_prefix_caching),
     }
     engine = RecordedEngine(EngineSpec("vllm", options).canonical(shape.dtype), model, shape)
-    engine.attach(llm)
+    refuse_unless_dense(engine)
     engine.compiled = not config.model_config.enforce_eager
+    return engine
+
+
+def live_engine(llm: Any, config: Any) -> RecordedEngine:
+    """The adapter around a live LLM, or what stands for one. Raises as `described_engine`."""
+    engine = described_engine(config)
+    engine.attach(llm)
     return engine

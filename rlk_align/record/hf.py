@@ -116,7 +116,7 @@ class Recorder:
         if self._temperature != 1.0:
             options["temperature"] = self._temperature
         engine = HFEngine(EngineSpec("hf", options).canonical(shape.dtype), folder, shape)
-        refuse_unless_dense(engine.shape)
+        refuse_unless_dense(engine)
         engine.model, engine.device = self._model, self._model.lm_head.weight.device
         return engine
 

@@ -17,7 +17,6 @@ from rlk_align.engines.process.plan import KEEP_LOGPROBS
 from rlk_align.engines.row_checks import row_checks
 from rlk_align.errors import BadOption, ToolError
 from rlk_align.model.prompts import Prompt, TokenBatch, save_prompts
-from rlk_align.model.shape import ModelShape
 from rlk_align.model.sites import model_sites
 from rlk_align.record.choose import prefix_hash
 from rlk_align.record.layout import (
@@ -202,11 +201,11 @@ def sequence_name(ids: Sequence[int]) -> str:
     return prefix_hash(ids)[:12]
 
 
-def refuse_unless_dense(shape: ModelShape) -> None:
+def refuse_unless_dense(engine: Any) -> None:
     """Raises BadOption for a model that is not recorded yet."""
-    if shape.experts or shape.delta_layers:
+    if engine.shape.experts or engine.shape.delta_layers:
         raise BadOption(
-            f"a model of type {shape.model_type} is not recorded: so far a recorder knows "
+            f"a model of type {engine.shape.model_type} is not recorded: so far a recorder knows "
             "dense models",
             "rlk-align compare loads it into both engines",
         )

@@ -35,28 +35,25 @@ class Step:
         """That of the running pass that scores."""
         self._passes = list(SCORED)
 
-    def offer(self, request: Any) -> None:
-        """Taps a request of the step if it is to be recorded."""
+    def offer(self, request: Any) -> bool:
+        """Taps a request of the step if it is to be recorded, and says whether it is."""
         tracked = self.window.offer(request)
         if tracked is None:
-            return
+            return False
         if self._decode is None:
             self._shard.describe(self._engine, [tracked.prompt])
             self._decode = self._shard.writer("decode")
             self._begin(self._decode, "decode")
-        if not tracked.asked:
-            request.sampling_params.logprobs = 0
         self._tap(request.request_id, tracked.number, len(tracked.prompt) - 1)
+        return True
 
     def take(self, output: Any) -> None:
-        """Takes what vLLM says of a request, and removes what its client did not ask for."""
+        """Takes what vLLM says of a request."""
         if output.request_id in self._scored:
             self._take_scores(output)
         elif (tracked := self.window.tracked.get(output.request_id)) is not None:
             if output.new_logprobs is not None:
                 tracked.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
-                if not tracked.asked:
-                    output.new_logprobs = None
             if output.finish_reason is not None:
                 reason = str(output.finish_reason)
                 self.end(tracked, "" if reason in _ENDED else f"it ended by {reason}")
@@ -93,7 +90,7 @@ class Step:
         self._shard.abandon(reason)
 
     def _end_decode(self) -> None:
-        self._chosen = self.window.chosen(self._engine.shape.context)
+        self._chosen = self.window.chosen(self._core.vllm_config.model_config.max_model_len)
         if self._decode is None or not self._chosen:
             raise BadOption(f"no request of the step could be recorded: {self.window.reasons()}")
         for each in self.window.tracked.values():

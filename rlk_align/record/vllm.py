@@ -12,6 +12,7 @@ RLK_RECORD_WINDOW requests make a step; with RLK_RECORD_REQUESTS, only those who
 it. Importing this module imports neither torch nor vLLM.
 """
 
+import functools
 import os
 from typing import Any
 
@@ -59,10 +60,10 @@ def _patch_configuration(arguments: Any, of_server: Any) -> None:
             os.environ[SEPARATE] = "0"
         self.worker_extension_cls = WORKER
         config = original(self, *args, **kwargs)
-        from rlk_align.record.engine import check_config
+        from rlk_align.record.engine import described_engine
         from rlk_align.record.shard import SideFolder
 
-        check_config(config)
+        described_engine(config)
         if server:
             # The engine core locks the folder; here a second job is refused before it starts.
             SideFolder(settings.folder, "rollout", settings.budget).close()
@@ -95,6 +96,8 @@ def _patch_core(core_class: Any) -> None:
     def before(name: str, show: Any) -> None:
         original = getattr(core_class, name)
 
+        # vLLM reads the parameters of some of these methods.
+        @functools.wraps(original)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             show(self, *args)
             return original(self, *args, **kwargs)
@@ -146,7 +149,7 @@ _ENDS = {
 def _recorder(core: Any) -> Any:
     """The recorder of an engine core; None if there can be none: the server goes on without it."""
     if not hasattr(core, _RECORDER):
-        from rlk_align.record.live import start
+        from rlk_align.record.server import start
 
         setattr(core, _RECORDER, start(core))
     return getattr(core, _RECORDER)

@@ -23,8 +23,6 @@ class Tracked:
     """Its sample."""
     request: Any
     """vLLM's own record of it."""
-    asked: bool
-    """Whether its client asked for log-probs."""
     prompt: tuple[int, ...]
     logprobs: list[float] = field(default_factory=list)
     computed: int = 0
@@ -88,8 +86,7 @@ class Window:
         prompt = tuple(request.prompt_token_ids)
         if not self._lowest.offer(prompt):
             return None
-        asked = request.sampling_params.logprobs is not None
-        tracked = Tracked(len(self.tracked), request, asked, prompt)
+        tracked = Tracked(len(self.tracked), request, prompt)
         self.tracked[request.request_id] = tracked
         return tracked
 

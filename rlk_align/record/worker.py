@@ -48,7 +48,7 @@ class LiveTaps(RecordingTaps):
 
 
 class SafeWriter:
-    """Passes rows on until a write fails. The server goes on, and the pass is lost."""
+    """Passes rows on until an error, after which the pass is lost and the server goes on."""
 
     def __init__(self, writer: PassWriter) -> None:
         self._writer = writer
@@ -61,16 +61,16 @@ class SafeWriter:
             return
         try:
             self._writer(site, rows, sample, position)
-        except (RlkError, OSError) as error:
-            self.failure = str(error)
+        except Exception as error:
+            self.failure = str(error) or type(error).__name__
 
     def close(self) -> str:
-        """Writes the rest; returns why a write failed, or an empty text."""
+        """Writes the rest; returns why the pass is lost, or an empty text."""
         try:
             if not self.failure:
                 self._writer.close()
-        except (RlkError, OSError) as error:
-            self.failure = str(error)
+        except Exception as error:
+            self.failure = str(error) or type(error).__name__
         return self.failure
 
 

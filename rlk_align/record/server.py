@@ -33,7 +33,7 @@ def guarded(method: Callable[..., None]) -> Callable[..., None]:
     """Makes an error end the recording of the step, and not the server."""
 
     @functools.wraps(method)
-    def run(self: "LiveRecorder", *args: Any) -> None:
+    def run(self: "ServerRecorder", *args: Any) -> None:
         try:
             method(self, *args)
         except Exception as error:
@@ -53,7 +53,7 @@ class _EngineCoreLLM:
         return self._core.model_executor.collective_rpc(method, args=args)
 
 
-class LiveRecorder:
+class ServerRecorder:
     """Records some requests of some steps of a server. One step is recorded at a time."""
 
     def __init__(self, core: Any, settings: Settings) -> None:
@@ -66,6 +66,8 @@ class LiveRecorder:
         self._first = -(-next_step(self._folder.path) // settings.every) * settings.every
         self._counted, self._begun = 0, -1
         self._step: Step | None = None
+        self._unasked: set[str] = set()
+        """The running requests of which the recorder has log-probs, and their clients do not."""
         self._watch_schedule(core.scheduler)
 
     @guarded
@@ -82,22 +84,32 @@ class LiveRecorder:
             self._begin(number)
         # A step that was given up, or could not begin, has none.
         if self._step is not None and number == self._recording:
-            self._step.offer(request)
+            if self._step.offer(request) and request.sampling_params.logprobs is None:
+                request.sampling_params.logprobs = 0
+                self._unasked.add(name)
             self._step.window.full = place + 1 == self._settings.window
 
-    @guarded
     def take(self, outputs: dict[int, Any]) -> None:
-        """Takes the outputs of a forward."""
-        if self._step is None:
-            return
-        for of_client in outputs.values():
-            for output in of_client.outputs:
+        """Takes the outputs of a forward, and removes log-probs that no client asked for."""
+        every = [output for of_client in outputs.values() for output in of_client.outputs]
+        self._show(every)
+        for output in every:
+            if output.request_id in self._unasked:
+                output.new_logprobs = None
+                if output.finish_reason is not None:
+                    self._unasked.remove(output.request_id)
+
+    @guarded
+    def _show(self, outputs: list[Any]) -> None:
+        if self._step is not None:
+            for output in outputs:
                 self._step.take(output)
-        self._advance()
+            self._advance()
 
     @guarded
     def aborted(self, requests: list[str]) -> None:
         """Takes the ids of requests that end without a last output."""
+        self._unasked.difference_update(requests)
         if self._step is None:
             return
         for name in requests:
@@ -164,12 +176,12 @@ class LiveRecorder:
         scheduler.schedule = schedule
 
 
-def start(core: Any) -> LiveRecorder | None:
+def start(core: Any) -> ServerRecorder | None:
     """The recorder of an engine core; None, with a warning, if there can be none."""
     settings = Settings.read()
     assert settings is not None
     try:
-        return LiveRecorder(core, settings)
+        return ServerRecorder(core, settings)
     except RlkError as error:
         log.warning("rlk-align records nothing: %s; %s", error.message, error.fix)
         return None
