@@ -9,8 +9,7 @@ from rlk_align.model.checkpoint import resolve_model
 from rlk_align.model.shape import read_shape
 from rlk_align.model.sites import model_sites
 from rlk_align.record.shard import refuse_unless_dense
-
-COMPILED = "vLLM runs compiled code or CUDA graphs, inside of which no tap sees a value"
+from rlk_align.trace.schema import COMPILED
 
 
 class RecordedEngine(VLLMEngine):

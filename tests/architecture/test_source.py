@@ -97,6 +97,11 @@ def test_tolerances_live_in_contracts() -> None:
     assert not wrong
 
 
+RIDES_ALONG = ("record/server.py", "record/worker.py")
+"""Modules that run inside a server of the user, which goes on serving: an error of any kind ends the
+recording of a step, whose folder then has the reason."""
+
+
 def test_no_handler_catches_everything_in_silence() -> None:
     """`except Exception` must raise again, or leave the process with a report."""
     wrong = []

@@ -69,11 +69,11 @@ class Job:
     def record(self, step: int) -> RecordingRecord:
         return load_record(RecordingRecord, steps_of(self.rollout)[step] / "rank-0" / RECORDING)
 
-    def train(self, name: str, stale: str = "") -> Path:
+    def train(self, name: str, broken: str = "") -> Path:
         steps = self.folder / "steps.json"
         steps.write_text(json.dumps(self.steps), encoding="utf-8")
         folder = self.folder / name
-        words = [str(TRAINER), str(folder), self.model, str(steps), *filter(None, [stale])]
+        words = [str(TRAINER), str(folder), self.model, str(steps), *filter(None, [broken])]
         said_by(None, words, {"OMP_NUM_THREADS": "1"}, timeout=580)
         return folder
 
@@ -132,8 +132,8 @@ def module_cli(job: Job) -> Cli:
 
 @pytest.fixture(scope="module")
 def train(job: Job) -> Path:
-    """The trainer's recording, whose weights are stale from step 1 on."""
-    return job.train("train", stale="1")
+    """The trainer's recording, in which an operator is broken from step 1 on."""
+    return job.train("train", broken="1")
 
 
 def test_a_served_job_gets_the_verdict_of_compare(job: Job, train: Path, module_cli: Cli) -> None:
@@ -212,7 +212,7 @@ def test_the_table_of_steps_says_when_an_operator_drifted(
 ) -> None:
     outcome = module_cli(
         *("compare", job.rollout, train, "--steps", "0,1,2"),
-        *("--run-dir", job.folder / "steps", "--allow-mismatch", "weights"),
+        *("--run-dir", job.folder / "steps"),
     )
     said = outcome.verdict
     assert said is not None, outcome.err
@@ -220,9 +220,10 @@ def test_the_table_of_steps_says_when_an_operator_drifted(
     assert said["schema"] == "rlk-align/steps/1"
     first, second, third = said["steps"]
     assert (first["step"], first["status"], first["over_budget"]) == (0, "pass", {})
-    assert second["over_budget"]["layers.1.up_proj"] == "rollout"
+    assert second["status"] == "fail"
+    assert second["over_budget"]["layers.1.up_proj"] == "train"
     assert "weights.parquet" in third["reason"]
-    assert said["operators"]["layers.1.up_proj"] == {"1": "rollout"}
+    assert said["operators"]["layers.1.up_proj"] == {"1": "train"}
     assert list(said["incomplete"]["rollout"]) == ["2", "3", "4"]
     assert "layers.1.up_proj" in outcome.out
     alone = module_cli(

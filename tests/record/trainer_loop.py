@@ -1,7 +1,8 @@
 """The trainer's half of a loop whose rollouts come from a server.
 
-trainer_loop.py FOLDER MODEL STEPS.json [STALE]     STEPS: step -> pairs of prompt and response;
-                                                    from step STALE on a weight is not what it was
+trainer_loop.py FOLDER MODEL STEPS.json [BROKEN]
+
+STEPS: step -> pairs of prompt and response. From step BROKEN on, an operator is not what it was.
 """
 
 import json
@@ -9,7 +10,7 @@ import sys
 from pathlib import Path
 
 
-def main(folder: str, model: str, steps: str, stale: str = "") -> None:
+def main(folder: str, model: str, steps: str, broken: str = "") -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -18,9 +19,9 @@ def main(folder: str, model: str, steps: str, stale: str = "") -> None:
     trainer = AutoModelForCausalLM.from_pretrained(model, dtype="bfloat16")
     recorder = record.trainer(trainer, folder, every=1)
     for name, pairs in json.loads(Path(steps).read_text()).items():
-        if name == stale:
-            with torch.no_grad():
-                trainer.model.layers[1].mlp.up_proj.weight.mul_(1.03125)
+        if name == broken:
+            up_proj = trainer.model.layers[1].mlp.up_proj
+            up_proj.register_forward_hook(lambda _module, _inputs, output: output * 1.03125)
         with recorder.step(int(name), [prompt for prompt, _ in pairs]), torch.no_grad():
             for prompt, response in pairs:
                 trainer(torch.tensor([prompt + response]), use_cache=False)
