@@ -98,8 +98,8 @@ def test_tolerances_live_in_contracts() -> None:
 
 
 RIDES_ALONG = ("record/server.py", "record/worker.py")
-"""Modules that run inside a server of the user, which goes on serving: an error of any kind ends the
-recording of a step, whose folder then has the reason."""
+"""Modules that run inside a user's server, which goes on serving: any error ends the recording of a
+step, whose folder then has the reason."""
 
 
 def test_no_handler_catches_everything_in_silence() -> None:

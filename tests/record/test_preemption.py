@@ -17,9 +17,9 @@ STEP = "step-00000000/rank-0"
 PREFIX = list(range(10, 60))
 PROMPTS = [[*PREFIX, *range(60, 60 + n)] for n in (4, 9, 14, 19)]
 SMALL = (
-    *("--enforce-eager", "--enable-prefix-caching", "--block-size", "16"),
-    # Room for 38 x 16 tokens, of which four requests need 4 x 16 x 16.
-    *("--max-model-len", "320", "--num-gpu-blocks-override", "38"),
+    *("--enforce-eager", "--enable-prefix-caching", "--block-size", "32"),
+    # Room for 18 blocks, of which three requests need 8 each.
+    *("--max-model-len", "320", "--num-gpu-blocks-override", "19"),
     *("--max-num-batched-tokens", "48", "--max-num-seqs", "4"),
 )
 
