@@ -6,6 +6,7 @@ engine, and read nothing from a forward that has none of them.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +40,16 @@ class RecordingTaps(VLLMTaps):
 
 class LiveTaps(RecordingTaps):
     """Taps in a server, where most forwards have no recorded request."""
+
+    def install(self) -> None:
+        super().install()
+        nothing = np.zeros(0, dtype=np.int64)
+        self._all, self._hidden = LiveRows(None, nothing, nothing, 0), None
+
+    def _locate_logits(self, module: Any, inputs: Any) -> None:
+        # Logits of a forward that ran before these taps were installed are not looked at.
+        if self._hidden is not None:
+            super()._locate_logits(module, inputs)
 
     def _owner(self, request: str) -> int:
         return self._samples.get(request, -1)
