@@ -4,12 +4,14 @@ seen."""
 import json
 from pathlib import Path
 
+import pytest
 from command import Cli, require_engine, said_by
 from served import Server, plugin_folder, wait_for
 
 from rlk_align.data import data_path
 from rlk_align.trace.schema import COMPILED
 
+pytestmark = pytest.mark.timeout(1800)
 TRAINER = Path(__file__).with_name("trainer_loop.py")
 PROMPTS = [list(range(10, 20 + n)) for n in (4, 9, 14)]
 

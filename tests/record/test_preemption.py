@@ -12,6 +12,7 @@ from rlk_align.data import data_path
 from rlk_align.record.layout import RECORDING, RecordingRecord
 from rlk_align.trace.records import load_record
 
+pytestmark = pytest.mark.timeout(1800)
 TRAINER = Path(__file__).with_name("trainer_loop.py")
 STEP = "step-00000000/rank-0"
 PREFIX = list(range(10, 60))

@@ -19,6 +19,7 @@ from rlk_align.model.tokenise import tokenise
 from rlk_align.record.layout import RECORDING, RecordingRecord, incomplete_steps, steps_of
 from rlk_align.trace.records import load_record
 
+pytestmark = pytest.mark.timeout(1800)
 TRAINER = Path(__file__).with_name("trainer_loop.py")
 WINDOW = 6
 CLOCK = "jumping_clock:plugin"

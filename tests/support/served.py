@@ -85,7 +85,7 @@ class Server:
     def said(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
-    def wait(self, seconds: float = 580) -> None:
+    def wait(self, seconds: float = 1200) -> None:
         """Waits until it serves."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -163,7 +163,7 @@ class Server:
         self._reader.join(20)
 
 
-def wait_for(path: Path, seconds: float = 120) -> Path:
+def wait_for(path: Path, seconds: float = 300) -> Path:
     """Waits until a file or a folder exists."""
     end = time.monotonic() + seconds
     while not path.exists():
