@@ -64,7 +64,7 @@ class ServerRecorder:
         self._folder = SideFolder(settings.folder, "rollout", settings.budget)
         # A server that starts again goes on with the next number.
         self._first = -(-next_step(self._folder.path) // settings.every) * settings.every
-        self._counted, self._begun = 0, -1
+        self._counted, self._begun, self._recording = 0, -1, -1
         self._step: Step | None = None
         self._unasked: set[str] = set()
         """The running requests of which the recorder has log-probs, and their clients do not."""
@@ -136,7 +136,7 @@ class ServerRecorder:
     def lose(self, error: Exception) -> None:
         """Gives the step up."""
         step, self._step = self._step, None
-        number = self._first + self._begun
+        number = self._first + (self._begun if step is None else self._recording)
         # An error of ours needs its traceback; what users can correct says itself what to do.
         trace = None if isinstance(error, RlkError | OSError) else error
         log.warning("rlk-align does not record step %d: %s", number, error, exc_info=trace)
