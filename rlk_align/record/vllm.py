@@ -124,8 +124,7 @@ def _patch_core(core_class: Any) -> None:
             recorder.aborted(requests)
 
     def end(core: Any, reason: str) -> None:
-        recorder = getattr(core, _RECORDER, None)
-        if recorder and (reason != _ENDS["_handle_shutdown"] or not core.is_running()):
+        if recorder := getattr(core, _RECORDER, None):
             recorder.end_step(reason)
 
     before("add_request", offer)
@@ -141,7 +140,6 @@ _ENDS = {
     "pause_scheduler": "the engine paused",
     "sleep": "the engine was sent to sleep",
     "collective_rpc": "a client called the workers, which may have changed the weights",
-    "_handle_shutdown": "the server ended",
 }
 """What an engine core does that ends the step -> why requests that it interrupts are left out."""
 
