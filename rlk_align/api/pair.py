@@ -18,7 +18,7 @@ from rlk_align.model.checkpoint import default_model
 from rlk_align.model.dtypes import lower_precision
 from rlk_align.model.edges import passes_for
 from rlk_align.progress import Progress
-from rlk_align.record.layout import is_recording
+from rlk_align.record.layout import incomplete_steps, is_recording
 from rlk_align.results import SideName
 from rlk_align.trace.records import load_record
 from rlk_align.trace.run import Run
@@ -209,6 +209,9 @@ def _aligned(
     written, notes = align(runs, run.folder / RECORDED)
     for note in notes:
         warn(note)
+    for name in runs:
+        for step, reason in incomplete_steps(Path(name)).items():
+            warn(f"{name}: step {step} is not complete: {reason}")
     return {side: Recording(str(folder)) for side, folder in written.items()}
 
 

@@ -57,6 +57,15 @@ def compare(
             help="How many sequences of --tokens to score: the worst N/2, and N/2 drawn by --seed.",
         ),
     ] = 64,
+    steps: Annotated[
+        str | None,
+        typer.Option(
+            "--steps",
+            metavar="N,M,...",
+            help="Compare these steps of two recorded sides, as a table.",
+            show_default="the last common one",
+        ),
+    ] = None,
 ) -> None:
     """Load one model into both engines, score the same tokens, compare every operator.
 
@@ -73,6 +82,11 @@ def compare(
             f"--{n}" for n, given in (flags | {"tokens": tokens is not None}).items() if given
         ]
         compare_modules(pair, runs or [], others, output)
+    if steps is not None:
+        _check_alone(probe, attribute, replay_routing, tokens is not None)
+        from rlk_align.cli.steps import compare_steps
+
+        compare_steps(pair, runs or [], steps, output)
     probes = [n for n, given in {"probe": probe, "attribute": attribute}.items() if given]
     asked = choose(pair, runs or [], tokens, sequences, probes)
     if isinstance(asked, ImportedAlone):
@@ -110,6 +124,16 @@ def compare(
             )
             verdict, probed = pipeline.probe(request, prepared.run.reopened(), progress)
     finish(verdict, prepared.run, outputs, probed, beside)
+
+
+def _check_alone(*others: bool) -> None:
+    """Raises BadOption where `--steps` is combined with a flag that looks at one comparison."""
+    if any(others):
+        raise BadOption(
+            "--steps makes a table of verdicts: --probe, --attribute, --replay-routing and "
+            "--tokens look at one comparison",
+            "compare one step with them: give the folder of that step of each side",
+        )
 
 
 def _prepared_beside(plain: Pair, command: list[str]) -> PreparedPair | None:

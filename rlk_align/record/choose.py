@@ -53,6 +53,22 @@ class Lowest:
         return key in self.keys
 
 
+class LowestPrompts:
+    """The lowest hashes of prompts among the requests offered so far, each as often as it was
+    offered."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._hashes: list[str] = []
+
+    def offer(self, prompt: Sequence[int]) -> bool:
+        """Whether the request may be among the `count` lowest so far, whatever it samples."""
+        new = prefix_hash(prompt)
+        insort(self._hashes, new)
+        del self._hashes[self._count :]
+        return new <= self._hashes[-1]
+
+
 def lowest_prompts(prompts: Sequence[Sequence[int]], count: int) -> list[int]:
     """The requests, by their places in `prompts`, that may be among the `count` lowest whatever
     they sample: those of the lowest prompts, with all requests that share the last one."""

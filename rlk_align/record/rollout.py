@@ -4,29 +4,19 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 
-from rlk_align.engines.spec import EngineSpec
-from rlk_align.engines.vllm.engine import VLLMEngine
-from rlk_align.engines.vllm.taps import VLLMTaps
 from rlk_align.engines.vllm.worker import TapPlan
 from rlk_align.errors import BadOption
-from rlk_align.model.checkpoint import resolve_model
 from rlk_align.model.prompts import Sample, TokenBatch
-from rlk_align.model.shape import read_shape
 from rlk_align.record.choose import Key, Lowest, lowest_prompts, prefix_hash
+from rlk_align.record.engine import live_engine
 from rlk_align.record.settings import Settings
-from rlk_align.record.shard import SCORED, SideFolder, refuse_unless_dense, sequence_name
+from rlk_align.record.shard import SCORED, SideFolder, sequence_name
+from rlk_align.record.window import write_logprobs
+from rlk_align.record.worker import RecordingTaps
 from rlk_align.trace.writer import PassWriter
 
 UNASKED = "the job did not ask vLLM for log-probs: SamplingParams(logprobs=0)"
-
-
-class RecordingTaps(VLLMTaps):
-    """Taps that record some of the requests of a batch."""
-
-    def _owner(self, request: str) -> int:
-        return self._samples.get(request, -1)
 
 
 class RolloutRecorder:
@@ -35,8 +25,7 @@ class RolloutRecorder:
     def __init__(self, llm: Any, settings: Settings) -> None:
         """Raises BadOption for a model that is not recorded yet."""
         self._llm, self._settings = llm, settings
-        self._engine = _live(llm)
-        refuse_unless_dense(self._engine)
+        self._engine = live_engine(llm, llm.llm_engine.vllm_config)
         self._folder = SideFolder(settings.folder, "rollout", settings.budget)
         self._runs = 0
         self._scoring = False
@@ -96,11 +85,12 @@ class RolloutRecorder:
 
     def _score(self, name: str, writer: PassWriter, batch: TokenBatch) -> None:
         """Scores the recorded sequences again, which is a pass of its own."""
-        engine, tapped = self._engine, not name.endswith(".untapped")
+        engine = self._engine
+        tapped = not name.endswith(".untapped") and not engine.compiled
         with writer:
             logprobs = engine.score(batch, writer if tapped else None, lambda done: None)
             for i, values in logprobs.items():
-                _add(writer, i, batch.samples[i], values)
+                write_logprobs(writer, i, batch.samples[i], values)
             writer.finish(engine.unexposed("prefill"))
 
     def _tapped(
@@ -110,7 +100,9 @@ class RolloutRecorder:
         prompts: list[tuple[int, ...]],
         run: Callable[[], list[Any]],
     ) -> list[Any]:
-        """The outputs of a run whose chosen requests are tapped."""
+        """The outputs of a run whose chosen requests are tapped, unless the code is compiled."""
+        if self._engine.compiled:
+            return run()
         shape, rpc = self._engine.shape, self._llm.collective_rpc
         sampled = [range(len(ids) - 1, shape.context) for ids in prompts]
         plan = TapPlan(
@@ -137,7 +129,7 @@ class RolloutRecorder:
             writer.took_from_cache(number, output.num_cached_tokens or 0)
             if completion.logprobs:
                 chosen = [d[t].logprob for d, t in zip(completion.logprobs, ids, strict=True)]
-                _add(writer, number, found[number], np.array(chosen, dtype=np.float32))
+                write_logprobs(writer, number, found[number], np.array(chosen, dtype=np.float32))
         return TokenBatch(tuple(found[i] for i in range(len(samples))))
 
 
@@ -148,32 +140,3 @@ def _all_logged(outputs: list[Any], samples: dict[str, int]) -> bool:
         for output in outputs
         if output.request_id.split("-")[0] in samples
     )
-
-
-def _add(writer: PassWriter, number: int, sample: Sample, logprobs: np.ndarray) -> None:
-    rows = torch.from_numpy(np.asarray(logprobs, dtype=np.float32)).reshape(-1, 1)
-    position = np.arange(len(rows)) + sample.sampled_positions.start
-    writer("logprob", rows, np.full(len(rows), number), position)
-
-
-def _live(llm: Any) -> VLLMEngine:
-    """The adapter of vLLM around the live LLM. Raises BadOption for a setting that is not recorded
-    yet."""
-    config = llm.llm_engine.vllm_config
-    if config.parallel_config.pipeline_parallel_size > 1:
-        raise BadOption("RLK_RECORD: pipeline stages are not recorded")
-    if config.model_config.logprobs_mode != "raw_logprobs":
-        raise BadOption(
-            f"RLK_RECORD: logprobs_mode={config.model_config.logprobs_mode} is not recorded",
-            "use raw_logprobs",
-        )
-    model = resolve_model(config.model_config.model)
-    shape = read_shape(model)
-    options: dict[str, str | int | float | bool] = {
-        "tp": config.parallel_config.tensor_parallel_size,
-        "dtype": str(config.model_config.dtype).removeprefix("torch."),
-        "enable_prefix_caching": bool(config.cache_config.enable_prefix_caching),
-    }
-    engine = VLLMEngine(EngineSpec("vllm", options).canonical(shape.dtype), model, shape)
-    engine.attach(llm)
-    return engine

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rlk_align.errors import BadOption
 
 FOLDER, SEQUENCES, EVERY = "RLK_RECORD", "RLK_RECORD_SEQUENCES", "RLK_RECORD_EVERY"
-BUDGET = "RLK_RECORD_BUDGET"
+BUDGET, WINDOW, REQUESTS = "RLK_RECORD_BUDGET", "RLK_RECORD_WINDOW", "RLK_RECORD_REQUESTS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,10 @@ class Settings:
     sequences: int
     every: int
     budget: int
+    window: int = 64
+    """How many requests of a server make a step."""
+    requests: str = ""
+    """The beginning of the ids of the requests that a server counts and may record."""
 
     @classmethod
     def read(cls) -> "Settings | None":
@@ -24,7 +28,14 @@ class Settings:
         folder = os.environ.get(FOLDER, "")
         if not folder:
             return None
-        return cls(folder, _number(SEQUENCES, 8), _number(EVERY, 1), _number(BUDGET, 8_000_000_000))
+        return cls(
+            folder,
+            _number(SEQUENCES, 8),
+            _number(EVERY, 1),
+            _number(BUDGET, 8_000_000_000),
+            _number(WINDOW, 64),
+            os.environ.get(REQUESTS, ""),
+        )
 
 
 def _number(name: str, default: int) -> int:

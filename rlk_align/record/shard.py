@@ -4,7 +4,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,7 +19,13 @@ from rlk_align.errors import BadOption, ToolError
 from rlk_align.model.prompts import Prompt, TokenBatch, save_prompts
 from rlk_align.model.sites import model_sites
 from rlk_align.record.choose import prefix_hash
-from rlk_align.record.layout import RECORDING, RecordingRecord, step_folder
+from rlk_align.record.layout import (
+    PARTIAL,
+    REASON,
+    RECORDING,
+    RecordingRecord,
+    step_folder,
+)
 from rlk_align.results import SideName
 from rlk_align.trace.checksums import add_checksums
 from rlk_align.trace.records import save_record, writing
@@ -77,24 +83,29 @@ class SideFolder:
     def shard(self, step: int) -> Iterator["Shard"]:
         """The shard of a step, which gets its name when the context ends without an error. Raises
         BadOption if the step is recorded already."""
+        shard = self.begin(step)
+        try:
+            yield shard
+            shard.complete()
+        except BaseException as error:
+            shard.abandon(str(error) or type(error).__name__)
+            raise
+
+    def begin(self, step: int) -> "Shard":
+        """A shard that the caller completes or abandons. Raises BadOption if the step is recorded
+        already."""
         final = step_folder(self.path, step) / "rank-0"
         if final.exists():
             raise BadOption(
                 f"step {step} is recorded already: {final}",
                 "a new job needs a folder of its own; or remove that step",
             )
-        partial = final.with_name("rank-0.partial")
+        partial = final.with_name(final.name + PARTIAL)
         with writing(partial):
             # What a killed process left is incomplete.
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        try:
-            yield Shard(partial, self.side, step, self._budget)
-            with writing(final):
-                os.replace(partial, final)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+        return Shard(partial, self.side, step, self._budget)
 
 
 class Shard:
@@ -121,10 +132,16 @@ class Shard:
             layers=None,
             sites=(),
         )
-        named = {prefix_hash(ids): tuple(ids) for ids in prompts}
-        save_prompts([Prompt(name, None, ids) for name, ids in named.items()], job.prompts)
+        self.save_prompts(prompts)
         write_manifest(job, engine, {})
         self._engine = engine
+
+    def save_prompts(self, prompts: Iterable[Sequence[int]]) -> None:
+        """Writes the prompts of the step."""
+        named = {prefix_hash(ids): tuple(ids) for ids in prompts}
+        save_prompts(
+            [Prompt(name, None, ids) for name, ids in named.items()], self.path / "prompts.jsonl"
+        )
 
     def writer(self, name: str) -> PassWriter:
         """The writer of a pass or of a control, which the caller finishes."""
@@ -140,8 +157,16 @@ class Shard:
         checks = row_checks(self._engine)
         return PassWriter(self.path / name, keep, checks=checks, vocab=shape.vocab)
 
-    def finish(self, batch: TokenBatch, chosen: Sequence[int], sequences: int, seen: int) -> None:
-        """Writes the tokens and the checksums. `chosen`: the samples that remain."""
+    def finish(
+        self,
+        batch: TokenBatch,
+        chosen: Sequence[int],
+        sequences: int,
+        seen: int,
+        **of_engine: Any,
+    ) -> None:
+        """Writes the tokens and the checksums. `chosen`: the samples that remain; `of_engine`: the
+        fields of the record that only some engines know."""
         with writing(self.path):
             batch.save(self.path / "tokens.parquet")
         record = RecordingRecord(
@@ -151,10 +176,24 @@ class Shard:
             seen=seen,
             chosen=list(chosen),
             passes=self._passes,
+            **of_engine,
         )
         save_record(record, self.path / RECORDING)
         passes = [f"{name}/pass.json" for name in self._passes]
         add_checksums(self.path, (*TRACE_FILES, RECORDING, *passes))
+
+    def complete(self) -> None:
+        """Gives the shard its name."""
+        final = self.path.with_name(self.path.name.removesuffix(PARTIAL))
+        with writing(final):
+            os.replace(self.path, final)
+
+    def abandon(self, reason: str) -> None:
+        """Removes what was written, and leaves the reason, if the file system takes it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        with suppress(OSError):
+            self.path.mkdir(parents=True)
+            (self.path / REASON).write_text(reason, encoding="utf-8")
 
 
 def sequence_name(ids: Sequence[int]) -> str:

@@ -187,6 +187,11 @@ class PassRecord(Record):
     """The wall time of the pass, including taps and the writing of values during the pass."""
 
 
+COMPILED = "its job runs compiled code or CUDA graphs, inside of which no tap sees a value"
+"""The reason in `PassRecord.unexposed` for which a recorded job's rows of a site are not expected:
+log-probs are judged, and operators are listed."""
+
+
 TRACE_FILES = ("trace.json", "prompts.jsonl", "tokens.parquet", "weights.parquet")
 """The files of every trace outside its passes."""
 

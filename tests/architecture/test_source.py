@@ -97,6 +97,11 @@ def test_tolerances_live_in_contracts() -> None:
     assert not wrong
 
 
+RIDES_ALONG = ("record/server.py", "record/worker.py")
+"""Modules that run inside a user's server, which goes on serving: any error ends the recording of a
+step, whose folder then has the reason."""
+
+
 def test_no_handler_catches_everything_in_silence() -> None:
     """`except Exception` must raise again, or leave the process with a report."""
     wrong = []
@@ -109,7 +114,7 @@ def test_no_handler_catches_everything_in_silence() -> None:
                 ends = any(isinstance(n, ast.Raise) for n in ast.walk(node)) or any(
                     ast.unparse(c.func) == "sys.exit" for c in calls(node)
                 )
-                if not ends:
+                if not ends and not path.as_posix().endswith(RIDES_ALONG):
                     wrong.append(where(path, node))
     assert not wrong
 

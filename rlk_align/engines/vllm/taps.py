@@ -102,19 +102,25 @@ class VLLMTaps(SiteHooks):
             count, starts = runner.input_batch.num_reqs, runner.query_start_loc.np
             requests = runner.input_batch.req_ids
         starts = np.asarray(starts[: count + 1])
-        owners = np.array([self._owner(str(r).split("-")[0]) for r in requests[:count]])
+        owners = np.array([self._owner(str(r)) for r in requests[:count]])
         self._last = starts[1:] - 1
         positions = kwargs["positions"] if "positions" in kwargs else args[1]
         if positions.dim() == 2:
             # The three positions of text are equal.
             positions = positions[0]
-        position = positions[: starts[-1]].cpu().numpy().astype(np.int64)
+        position = self._positions(positions[: starts[-1]], starts)
         self._rows = packed_rows(owners, starts, position, self._sampled)
         self._all = LiveRows.of(self._rows, self._rows.index, positions.device)
 
     def _owner(self, request: str) -> int:
-        """The sample of a request, by its id in vLLM's outputs; -1 if it is not recorded."""
-        return self._samples[request]
+        """The sample of a request, by its id in vLLM's runner; -1 if it is not recorded. The
+        outputs call a request `17`, and the runner calls it `17-8cdd...`."""
+        return self._samples[request.split("-")[0]]
+
+    def _positions(self, positions: torch.Tensor, starts: np.ndarray) -> np.ndarray:
+        """int64 `[N]`: the position of each packed row. `positions`: those that the model is called
+        with; `starts`: the first row of each request, and the end."""
+        return positions.cpu().numpy().astype(np.int64)
 
     def _keep_hidden(self, out: torch.Tensor) -> None:
         self._hidden = out
