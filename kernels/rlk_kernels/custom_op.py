@@ -42,12 +42,14 @@ def custom_op(
     writes: tuple[str, ...] = (),
     setup: Callable | None = None,
     backward: Callable | None = None,
+    gradients: tuple[int, CustomOpDef] | None = None,
     no_gradient: tuple[str, str] | None = None,
 ) -> Callable[[Callable], CustomOpDef]:
     """Decorates an implementation, which becomes the operator `rlk::name`.
 
     fake: the argument of `torch.library.register_fake`. writes: the names of the arguments that the
     operator writes to. setup, backward: the arguments of `torch.library.register_autograd`.
+    gradients: instead of these, what `gradients_by` takes.
     no_gradient: (the public operator, the reason), if every backward through the operator raises
     NotImplementedError.
 
@@ -61,15 +63,37 @@ def custom_op(
     def make(implementation: Callable) -> CustomOpDef:
         op = torch.library.custom_op(f"rlk::{name}", implementation, mutates_args=writes)
         op.register_fake(fake)
-        back = refuse if no_gradient is not None else backward
+        before, back = (setup, backward) if gradients is None else gradients_by(*gradients)
+        back = refuse if no_gradient is not None else back
         if back is not None:
-            op.register_autograd(back, setup_context=setup)
+            op.register_autograd(back, setup_context=before)
         _on_gpus.impl(name, implementation, "CUDA")
-        function = None if back is None or writes else _function(name, implementation, setup, back)
+        function = None if back is None or writes else _function(name, implementation, before, back)
         _parts[op] = _Parts(name, implementation, function)
         return op
 
     return make
+
+
+def gradients_by(tensors: int, operator: CustomOpDef) -> tuple[Callable, Callable]:
+    """The setup and the backward of an operator whose gradients another operator computes. That one
+    takes the first `tensors` arguments, the gradients of the results, and the other arguments, and
+    returns gradients of the first arguments, which are cast to the dtypes of these."""
+
+    def setup(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:tensors])
+        ctx.options = inputs[tensors:]
+
+    def backward(ctx, *grads):
+        inputs = ctx.saved_tensors
+        dense = (g.contiguous() for g in grads)
+        found = call(operator, *inputs, *dense, *ctx.options)
+        if isinstance(found, Tensor):
+            found = (found,)
+        cast = [g.to(x.dtype) for g, x in zip(found, inputs, strict=False)]
+        return (*cast, *(None,) * (tensors + len(ctx.options) - len(cast)))
+
+    return setup, backward
 
 
 def _function(

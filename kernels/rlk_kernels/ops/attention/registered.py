@@ -3,12 +3,12 @@
 import functools
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 
 from rlk_kernels.backend import record
 from rlk_kernels.custom_op import SECOND, custom_op
 from rlk_kernels.device import lazy_module
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.ops.attention import portable
 from rlk_kernels.ops.attention import sinks as sink_logits
 from rlk_kernels.ops.attention.call import AttentionCall, PieceList
@@ -23,7 +23,7 @@ on_triton = lazy_module("rlk_kernels.ops.attention.forward")
 
 
 def _fake(q, *rest):
-    lse = torch.promote_types(q.dtype, torch.float32)
+    lse = wide_dtype(q.dtype)
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=lse)
 
 
