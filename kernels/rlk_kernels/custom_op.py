@@ -42,7 +42,7 @@ def custom_op(
     writes: tuple[str, ...] = (),
     setup: Callable | None = None,
     backward: Callable | None = None,
-    gradients: tuple[int, CustomOpDef] | None = None,
+    gradients: tuple | None = None,
     no_gradient: tuple[str, str] | None = None,
 ) -> Callable[[Callable], CustomOpDef]:
     """Decorates an implementation, which becomes the operator `rlk::name`.
@@ -75,23 +75,33 @@ def custom_op(
     return make
 
 
-def gradients_by(tensors: int, operator: CustomOpDef) -> tuple[Callable, Callable]:
+def gradients_by(
+    tensors: int, operator: CustomOpDef, keeps_results: bool = False
+) -> tuple[Callable, Callable]:
     """The setup and the backward of an operator whose gradients another operator computes. That one
     takes the first `tensors` arguments, the gradients of the results, and the other arguments, and
-    returns gradients of the first arguments, which are cast to the dtypes of these."""
+    returns gradients of the first arguments, which are cast to the dtypes of these. keeps_results:
+    it takes the results before their gradients, and the first result alone has a gradient."""
 
     def setup(ctx, inputs, output):
-        ctx.save_for_backward(*inputs[:tensors])
-        ctx.options = inputs[tensors:]
+        saved, ctx.options = inputs[:tensors], inputs[tensors:]
+        if keeps_results:
+            saved = (*saved, *output)
+            ctx.mark_non_differentiable(*output[1:])
+            ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*saved)
 
     def backward(ctx, *grads):
-        inputs = ctx.saved_tensors
-        dense = (g.contiguous() for g in grads)
-        found = call(operator, *inputs, *dense, *ctx.options)
+        none = (None,) * (tensors + len(ctx.options))
+        if grads[0] is None:
+            return none
+        dense = (g.contiguous() for g in (grads[:1] if keeps_results else grads))
+        saved = ctx.saved_tensors
+        found = call(operator, *saved, *dense, *ctx.options)
         if isinstance(found, Tensor):
             found = (found,)
-        cast = [g.to(x.dtype) for g, x in zip(found, inputs, strict=False)]
-        return (*cast, *(None,) * (tensors + len(ctx.options) - len(cast)))
+        cast = [g.to(x.dtype) for g, x in zip(found, saved, strict=False)]
+        return (*cast, *none[len(cast) :])
 
     return setup, backward
 

@@ -32,7 +32,7 @@ from rlk_kernels.numerics.rows import tree_sum
 
 CHUNK = 256
 P_BITS = 30
-MAX_KEYS = 1 << 22  # P_BITS + log2(MAX_KEYS) <= 52: the sum of p is exact
+"""The bits of a weight p: the float64 sum of up to 2^22 of them is exact."""
 LEAST = -900
 """The grid of a chunk whose weights are all below 2**LEAST, because `pow2` ends at 2**1023."""
 MEMORY = 1 << 16

@@ -33,8 +33,8 @@ def _fake_backward(q, k, v, sinks, *rest):
 
 @custom_op("attention_backward", _fake_backward, no_gradient=("attention", SECOND))
 def _attention_backward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Tensor, cu_k: Tensor, causal: bool,
-    scale: float, window: int | None, softcap: float, out: Tensor, lse: Tensor, do: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Tensor, cu_k: Tensor, out: Tensor,
+    lse: Tensor, do: Tensor, causal: bool, scale: float, window: int | None, softcap: float,
     backend: str,
 ) -> list[Tensor]:  # fmt: skip
     """[dq, dk, dv], and dsinks with sinks."""
@@ -55,25 +55,7 @@ def _attention_backward(
     return list(grads)
 
 
-def _setup(ctx, inputs, output):
-    *tensors, ctx.causal, ctx.scale, ctx.window, ctx.softcap, ctx.backend = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, do, _dlse):
-    if do is None:
-        return (None,) * 11
-    *tensors, out, lse = ctx.saved_tensors
-    dq, dk, dv, *dsinks = _attention_backward(
-        *tensors, ctx.causal, ctx.scale, ctx.window, ctx.softcap, out, lse, do.contiguous(),
-        ctx.backend,
-    )  # fmt: skip
-    return (dq, dk, dv, *(dsinks or [None]), *(None,) * 7)
-
-
-@custom_op("attention", _fake, setup=_setup, backward=_backward)
+@custom_op("attention", _fake, gradients=(6, _attention_backward, True))
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Tensor, cu_k: Tensor, causal: bool,
     scale: float, window: int | None, softcap: float, backend: str,

@@ -59,8 +59,8 @@ def _fake(q, latents, cu_q, lens_k, *rest):
     no_gradient=("latent_attention", SECOND),
 )
 def _gradients(
-    q: Tensor, latents: Tensor, cu_q: Tensor, cu_k: Tensor, latent: int, scale: float, out: Tensor,
-    lse: Tensor, do: Tensor, backend: str,
+    q: Tensor, latents: Tensor, cu_q: Tensor, cu_k: Tensor, out: Tensor, lse: Tensor, do: Tensor,
+    latent: int, scale: float, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(dq, dlatents)."""
     record("latent_attention_backward", backend)
@@ -77,22 +77,7 @@ def _gradients(
     return dq, dk[:, 0].to(wide).to(latents.dtype)
 
 
-def _setup(ctx, inputs, output):
-    *tensors, ctx.latent, ctx.scale, ctx.backend = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, do, _dlse):
-    if do is None:
-        return (None,) * 7
-    *tensors, out, lse = ctx.saved_tensors
-    grads = _gradients(*tensors, ctx.latent, ctx.scale, out, lse, do.contiguous(), ctx.backend)
-    return (*grads, *(None,) * 5)
-
-
-@custom_op("latent_attention", _fake, setup=_setup, backward=_backward)
+@custom_op("latent_attention", _fake, gradients=(4, _gradients, True))
 def _latent_attention(
     q: Tensor, latents: Tensor, cu_q: Tensor, cu_k: Tensor, latent: int, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
