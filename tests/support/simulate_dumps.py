@@ -68,7 +68,6 @@ class Dump:
         self.min_p = 0.0
         self.rollout_raw = self.train_raw = False
         self.dtype = dtype
-        self.missing_prompt = True
         self.cached = np.full(S, UNKNOWN)
         self.packs = np.full(S, UNKNOWN)
         self.versions = np.full(S, UNKNOWN)
