@@ -42,12 +42,14 @@ def custom_op(
     writes: tuple[str, ...] = (),
     setup: Callable | None = None,
     backward: Callable | None = None,
+    gradients: tuple | None = None,
     no_gradient: tuple[str, str] | None = None,
 ) -> Callable[[Callable], CustomOpDef]:
     """Decorates an implementation, which becomes the operator `rlk::name`.
 
     fake: the argument of `torch.library.register_fake`. writes: the names of the arguments that the
     operator writes to. setup, backward: the arguments of `torch.library.register_autograd`.
+    gradients: instead of these, what `gradients_by` takes.
     no_gradient: (the public operator, the reason), if every backward through the operator raises
     NotImplementedError.
 
@@ -61,15 +63,47 @@ def custom_op(
     def make(implementation: Callable) -> CustomOpDef:
         op = torch.library.custom_op(f"rlk::{name}", implementation, mutates_args=writes)
         op.register_fake(fake)
-        back = refuse if no_gradient is not None else backward
+        before, back = (setup, backward) if gradients is None else gradients_by(*gradients)
+        back = refuse if no_gradient is not None else back
         if back is not None:
-            op.register_autograd(back, setup_context=setup)
+            op.register_autograd(back, setup_context=before)
         _on_gpus.impl(name, implementation, "CUDA")
-        function = None if back is None or writes else _function(name, implementation, setup, back)
+        function = None if back is None or writes else _function(name, implementation, before, back)
         _parts[op] = _Parts(name, implementation, function)
         return op
 
     return make
+
+
+def gradients_by(
+    tensors: int, operator: CustomOpDef, keeps_results: bool = False
+) -> tuple[Callable, Callable]:
+    """The setup and the backward of an operator whose gradients another operator computes. That one
+    takes the first `tensors` arguments, the gradients of the results, and the other arguments, and
+    returns gradients of the first arguments, which are cast to the dtypes of these. keeps_results:
+    it takes the results before their gradients, and the first result alone has a gradient."""
+
+    def setup(ctx, inputs, output):
+        saved, ctx.options = inputs[:tensors], inputs[tensors:]
+        if keeps_results:
+            saved = (*saved, *output)
+            ctx.mark_non_differentiable(*output[1:])
+            ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*saved)
+
+    def backward(ctx, *grads):
+        none = (None,) * (tensors + len(ctx.options))
+        if grads[0] is None:
+            return none
+        dense = (g.contiguous() for g in (grads[:1] if keeps_results else grads))
+        saved = ctx.saved_tensors
+        found = call(operator, *saved, *dense, *ctx.options)
+        if isinstance(found, Tensor):
+            found = (found,)
+        cast = [g.to(x.dtype) for g, x in zip(found, saved, strict=False)]
+        return (*cast, *none[len(cast) :])
+
+    return setup, backward
 
 
 def _function(

@@ -15,11 +15,11 @@ from rlk_align.text import line
 
 @takes(
     Single,
-    engine=Annotated[str, typer.Option(help="Engine, NAME[:key=value,...].")],
-    out=Annotated[Path, typer.Option("-o", "--out", help="The run's folder.")],
+    engine=Annotated[str, typer.Option(metavar="SPEC", help="Engine, NAME[:key=value,...].")],
+    out=Annotated[Path, typer.Option("-o", "--out", metavar="RUN", help="The run's folder.")],
     tokens=Annotated[
         str | None,
-        typer.Option(metavar="RUN", help="Score this run's ids.", show_default="sample"),
+        typer.Option(metavar="RUN", help="Score the ids of this run.", show_default="sample"),
     ],
 )
 def capture(single: Single) -> None:

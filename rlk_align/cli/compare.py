@@ -38,7 +38,7 @@ def compare(
     modules: Annotated[
         bool,
         typer.Option(
-            "--modules", help="Compare a model of any family, module by module; never a pass."
+            "--modules", help="Compare any model, module by module; the verdict is never PASS."
         ),
     ] = False,
     tokens: Annotated[

@@ -29,7 +29,7 @@ def doctor(
     ] = False,
     framework: Annotated[
         str,
-        typer.Option(help="Instead, the settings that put the kernels into this framework of RL."),
+        typer.Option(help="Print only the settings that put the kernels into this RL framework."),
     ] = "",
 ) -> None:
     """Show what each engine can do on this machine."""

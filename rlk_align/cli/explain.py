@@ -13,7 +13,7 @@ from rlk_align.report.formats import DOCUMENT_FORMATS
 
 
 def explain(
-    run: Annotated[str, typer.Argument(help="An imported run's folder, or @last.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="An imported run's folder, or @last.")],
     contract: options.RunContractName = RUN_CONTRACT,
     output: options.ExplainedOutput = None,
 ) -> NoReturn:

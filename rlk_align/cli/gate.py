@@ -18,7 +18,10 @@ from rlk_align.trace.run import is_imported
 
 
 def gate(
-    run: Annotated[str, typer.Argument(help="A compared or an imported run's folder, or @last.")],
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="A compared or an imported run's folder, or @last."),
+    ],
     later: Annotated[
         str | None,
         typer.Argument(

@@ -38,7 +38,8 @@ RunContractName = Annotated[
     str, typer.Option(metavar="C", help="The built-in contract for runs, or a TOML file.")
 ]
 JsonOutput = Annotated[
-    list[str] | None, typer.Option(metavar="FMT=PATH", help="Also write the findings: json=PATH.")
+    list[str] | None,
+    typer.Option(metavar="FMT=PATH", help="Also write the findings, as json=PATH."),
 ]
 ExplainedOutput = Annotated[
     list[str] | None,
@@ -133,7 +134,7 @@ FLAGS: dict[str, Any] = {
         bool,
         typer.Option(
             "--perturb-lora",
-            help="Both sides: lora=PATH with numbers in place of each B that is all zeros.",
+            help="Give both sides adapters (lora=PATH) with numbers in each B that is all zeros.",
         ),
     ],
     "trace_budget": Annotated[

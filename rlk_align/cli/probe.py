@@ -28,13 +28,15 @@ def probe(
     *,
     layerwise: Annotated[
         bool,
-        typer.Option("--layerwise", help="Operator by operator, as a probe always does."),
+        typer.Option(
+            "--layerwise", help="Has no effect: a probe always works operator by operator."
+        ),
     ] = True,
     output: options.Output = None,
     attribute: options.Attribute = False,
     replay_routing: options.ReplayRouting = False,
 ) -> None:
-    """Run each engine on the other's inputs: which operators introduce, which inherit an error.
+    """Run each engine on the other's inputs: which operators introduce errors, which inherit them?
 
     With a RUN, start from its captures; with engine flags, compare first. --layers and --edges
     restrict what is split; without --edges, the edge that the verdict names first is split.

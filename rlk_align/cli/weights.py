@@ -15,8 +15,12 @@ from rlk_align.report.weights import weights_document
 
 
 def weights(
-    a: Annotated[str, typer.Argument(help="What was trained: a checkpoint, or a run's folder.")],
-    b: Annotated[str, typer.Argument(help="What was synced: a checkpoint, or a run's folder.")],
+    a: Annotated[
+        str, typer.Argument(metavar="A", help="What was trained: a checkpoint, or a run's folder.")
+    ],
+    b: Annotated[
+        str, typer.Argument(metavar="B", help="What was synced: a checkpoint, or a run's folder.")
+    ],
     earlier: Annotated[
         list[str] | None,
         typer.Option(

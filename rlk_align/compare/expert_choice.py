@@ -8,7 +8,7 @@ from itertools import combinations
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from rlk_align.errors import ModelError
 from rlk_align.model.checkpoint import tensor_name
@@ -32,8 +32,7 @@ class Routers:
         modules = self.shape.family.modules
         try:
             stored = stored_tensors(self.model, modules)[tensor_name(choice.parameter, modules)]
-            with safe_open(stored.file, framework="pt") as file:
-                return scores(logits, stored.read(file), self.shape.family.sigmoid)
+            return scores(logits, stored.load(), self.shape.family.sigmoid)
         except (ModelError, KeyError, OSError, SafetensorError):
             return None  # A recorded run may have been moved away from its checkpoint.
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
 
 from rlk_align.model.block_fp8 import MAX, dequantise, largest, raised, rounded, spread
 from rlk_align.model.quantised import sizes_of
@@ -62,14 +61,8 @@ def as_loaded(
     return None
 
 
-def _read(tensor: StoredTensor) -> torch.Tensor:
-    with safe_open(tensor.file, framework="pt") as file:
-        return tensor.read(file)
-
-
 def _stored(tensor: StoredTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    with safe_open(tensor.file, framework="pt") as file:
-        values, scales = tensor.quantised(file)
+    values, scales = tensor.load_quantised()
     return values, scales.float()
 
 
@@ -78,8 +71,8 @@ def _ways(
 ) -> Iterator[Loaded]:
     block, one_scale = sizes_of(product.block, tensor.shape), product.block == (0, 0)
     if tensor.scales is None:
-        w = _read(tensor)
-        most = torch.stack([_read(t).float().abs().max() for t in fused]) if one_scale else None
+        w = tensor.load()
+        most = torch.stack([t.load().float().abs().max() for t in fused]) if one_scale else None
         for values, scales in _quantised(w, most, block):
             yield Loaded(ONLINE, values, scales, block)
             if product.block[1]:

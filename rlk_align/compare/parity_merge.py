@@ -11,7 +11,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-from safetensors import safe_open
 
 from rlk_align.compare.parity_adapter import NAME
 from rlk_align.compare.sides import both_ways
@@ -92,8 +91,7 @@ def _stored(trace: Trace, names: Iterable[str]) -> Iterator[tuple[str, torch.Ten
     for name in names:
         at = tensors.get(tensor_name(name, shape.family.modules))
         if at is not None and at.dtype in SAFETENSORS_DTYPES:
-            with safe_open(at.file, framework="pt") as file:
-                yield name, at.read(file)
+            yield name, at.load()
 
 
 def _way(trace: Trace, name: str, update: LowRank, weight: torch.Tensor) -> Explained | None:

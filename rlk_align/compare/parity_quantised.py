@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from rlk_align.compare.loaded_fp8 import as_loaded
 from rlk_align.compare.sides import both_ways
@@ -233,8 +233,7 @@ def _tensors(trace: Trace) -> dict[str, StoredTensor]:
 
 def _stored(tensor: StoredTensor, record: QuantisedRecord | None) -> Stored:
     powers_of_two = record is not None and record.powers_of_two
-    with safe_open(tensor.file, framework="pt") as file:
-        return Stored(*tensor.quantised(file), tensor.block, powers_of_two)
+    return Stored(*tensor.load_quantised(), tensor.block, powers_of_two)
 
 
 def _format_words(trace: Trace, names: Iterable[str]) -> str:
@@ -246,10 +245,7 @@ def _format_words(trace: Trace, names: Iterable[str]) -> str:
 
 
 def _read(tensor: StoredTensor | None) -> torch.Tensor | None:
-    if tensor is None:
-        return None
-    with safe_open(tensor.file, framework="pt") as file:
-        return tensor.read(file)
+    return None if tensor is None else tensor.load()
 
 
 def _live(trace: Trace, name: str, stored: torch.Tensor) -> torch.Tensor | None:

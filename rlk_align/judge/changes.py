@@ -58,8 +58,8 @@ def version_is_enough(before: Contract, after: Contract, changed: list[Change]) 
 
 
 def _head(before: Contract, after: Contract) -> Iterator[Change]:
-    yield from _lower_is_looser("", "min_coverage", before.min_coverage, after.min_coverage)
-    yield from _lower_is_looser("", "min_tokens", before.min_tokens, after.min_tokens)
+    yield from _lower_is_looser("min_coverage", before.min_coverage, after.min_coverage)
+    yield from _lower_is_looser("min_tokens", before.min_tokens, after.min_tokens)
     noise = [0.0 if c.max_noise is None else c.max_noise for c in (before, after)]
     yield from _higher_is_looser("", "max_noise", *noise)
     for dtype in before.dtypes:
@@ -152,9 +152,9 @@ def _higher_is_looser(
         yield _differs("loosened" if new > old else "tightened", entry, what, before, after)
 
 
-def _lower_is_looser(entry: str, what: str, before: float, after: float) -> Iterator[Change]:
+def _lower_is_looser(what: str, before: float, after: float) -> Iterator[Change]:
     if before != after:
-        yield _differs("loosened" if after < before else "tightened", entry, what, before, after)
+        yield _differs("loosened" if after < before else "tightened", "", what, before, after)
 
 
 def _narrower_is_looser(

@@ -42,14 +42,15 @@ def why_legitimate(verdict: Verdict, edge: EdgeResult, site: str) -> str:
     allowed = [f"{b.rms:g}" for b in budgets.values() if b is not None]
     if not allowed or len(allowed) < len(budgets):
         return ""
-    figures = " and ".join(f"{side} by {value:.2g} roundings" for side, value in rms.items())
+    errors = " and ".join(f"{value:.2g}" for value in rms.values())
+    figures = (
+        f"{' and '.join(rms)} {'have' if len(rms) > 1 else 'has'} errors of {errors} roundings"
+    )
     most = " and ".join(allowed if len(set(allowed)) > 1 else allowed[:1])
-    if site.rpartition(".")[2] in quantised_operators(edge, verdict.comparison):
-        return (
-            f"quantisation: against float64 with its own weights {figures}, where {most} are "
-            "allowed"
-        )
-    return f"legitimate rounding: against float64 {figures}, where {most} are allowed"
+    quantised = site.rpartition(".")[2] in quantised_operators(edge, verdict.comparison)
+    cause = "quantisation" if quantised else "legitimate rounding"
+    beside = "float64 with its own weights" if quantised else "float64"
+    return f"{cause}: compared with {beside}, {figures}, where {most} are allowed"
 
 
 LOW_PRECISION = 2.0

@@ -14,7 +14,7 @@ from rlk_align.model.shape import ModelShape
 from rlk_align.model.sites import model_sites
 from rlk_align.model.stored import file_tensors
 from rlk_align.model.tensors import expected_tensors
-from rlk_align.text import one_line
+from rlk_align.text import one_line, short_printable
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
@@ -74,15 +74,10 @@ def read_settings(path: str) -> LoraSettings:
         refused["r"] = rank
     for name, value in refused.items():
         raise ModelError(
-            f"{file}: {name}={_short(value)} is not supported",
+            f"{file}: {name}={short_printable(value, 60)} is not supported",
             "LoRA and rsLoRA of one rank are supported",
         )
     return LoraSettings(rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 @dataclass(frozen=True, slots=True)

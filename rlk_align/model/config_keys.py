@@ -12,6 +12,7 @@ from typing import Any
 
 from rlk_align.errors import ModelError
 from rlk_align.model.family import Family
+from rlk_align.text import short_printable
 
 _TOKENISER = frozenset(
     {
@@ -222,15 +223,11 @@ def check_settings(model: Path, config: Mapping[str, Any], family: Family) -> tu
     effect = f"changes {changes}, and" if changes else "may change log-probs, and"
     more = [each for each in unknown if each != path]
     others = f" (nor does it say what {', '.join(more)} change)" if more else ""
+    setting = f"{path} = {short_printable(repr(value), 60)}"
     raise ModelError(
-        f"{model}/config.json: {path} = {_short(value)} {effect} the description of family "
+        f"{model}/config.json: {setting} {effect} the description of family "
         f"{config.get('model_type')!r} does not say how{others}",
         "`compare --modules` compares any model, module by module; the log-probs of any model can "
         "be judged: `import` and `explain` a dump of the run; "
         f"{PAGE} shows how to describe a setting",
     )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

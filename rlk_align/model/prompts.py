@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from rlk_align.errors import CorruptTrace, PromptError
 from rlk_align.files import read_text, whole_file
+from rlk_align.text import short_printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,14 +219,9 @@ def _as_record(index: int, item: Any) -> Mapping[str, Any]:
             return {"messages": [dict(entry) for entry in item]}
         return {"ids": list(item)}
     raise PromptError(
-        f"prompts[{index}] is {_short(item)}, which is not a prompt",
+        f"prompts[{index}] is {short_printable(repr(item), 44)}, which is not a prompt",
         "give a text, a list of messages, or a list of token ids",
     )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) < 40 else f"{text[:40]}..."
 
 
 def save_prompts(prompts: Sequence[Prompt], path: Path) -> None:

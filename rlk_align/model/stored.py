@@ -81,6 +81,21 @@ class StoredTensor:
             return file.get_tensor(self.name)
         return self.part(file, 0, 0, self.shape[0])
 
+    def load(self) -> Any:
+        """`read` from the tensor's file, which is opened for it. Raises OSError or SafetensorError
+        for a damaged file."""
+        from safetensors import safe_open
+
+        with safe_open(self.file, framework="pt") as file:
+            return self.read(file)
+
+    def load_quantised(self) -> tuple[Any, Any]:
+        """`quantised` from the tensor's file, as `load`."""
+        from safetensors import safe_open
+
+        with safe_open(self.file, framework="pt") as file:
+            return self.quantised(file)
+
     def quantised(self, file: Any) -> tuple[Any, Any]:
         """The values `[N, K]` and the scales `[ceil(N / R), ceil(K / C)]` of fp8, as they are
         stored."""

@@ -116,8 +116,6 @@ def _list(names: list[str]) -> str:
 def _same_values(a: StoredTensor, b: StoredTensor) -> bool:
     """Whether two matrices have the same dtype, shape and bits."""
     import torch
-    from safetensors import safe_open
 
-    with safe_open(a.file, framework="pt") as file_a, safe_open(b.file, framework="pt") as file_b:
-        bits_a, bits_b = (t.read(f).view(torch.uint8) for t, f in ((a, file_a), (b, file_b)))
-        return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(bits_a, bits_b)
+    bits_a, bits_b = (tensor.load().view(torch.uint8) for tensor in (a, b))
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(bits_a, bits_b)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from rlk_align.engines.common.modules import as_rows
 from rlk_align.errors import ModelError
@@ -38,8 +38,7 @@ class StoredWeights:
     def _whole(self, name: str) -> torch.Tensor:
         tensor = self.tensors[name]
         try:
-            with safe_open(tensor.file, framework="pt") as file:
-                return tensor.read(file)
+            return tensor.load()
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{tensor.file} cannot be read: {error}") from error
 

@@ -57,7 +57,7 @@ def explain(
     """
     count = len(reported)
     if not count:
-        return _none("there are no rows", 0, 0)
+        return _none("there are no rows", 0)
     reported = reported.double()
     step = max(1, BLOCK_ELEMENTS // logits.shape[-1])
     computed: dict[Transformation, list[torch.Tensor]] = {}
@@ -78,7 +78,7 @@ def explain(
     if not whole:
         nearest = max(fits, key=lambda f: f.explained)
         words = f"no known transformation reproduces them; the nearest, {nearest.words}, "
-        return _none(f"{words}explains {nearest.explained} of {count} rows", count, 0)
+        return _none(f"{words}explains {nearest.explained} of {count} rows", count)
     most = max(f.explained for f in whole)
     best = [f for f in whole if f.explained == most]
     chosen = best[0]
@@ -152,12 +152,12 @@ def _description(fit: _Fit, also: Sequence[str], count: int) -> str:
     return text
 
 
-def _none(words: str, rows: int, explained: int) -> Explanation:
+def _none(words: str, rows: int) -> Explanation:
     return Explanation(
         name=None,
         words=words,
         rows=rows,
-        explained=explained,
+        explained=0,
         largest_residual=float("nan"),
         exceptions={},
     )
@@ -168,12 +168,12 @@ def explain_pass(trace: Trace, passname: str) -> Explanation:
     reader = trace.read_pass(passname)
     for site, name in (("logits", "logits"), ("logprob", "log-probs")):
         if site not in reader.record.sites:
-            return _none(f"{passname} has no {name}", 0, 0)
+            return _none(f"{passname} has no {name}", 0)
     index = RowIndex(trace.tokens)
     recorded = RecordedRows(reader, index)
     number = np.flatnonzero(recorded.has_value("logits") & recorded.has_value("logprob"))
     if not len(number):
-        return _none(f"no row of {passname} keeps both its logits and its log-prob", 0, 0)
+        return _none(f"no row of {passname} keeps both its logits and its log-prob", 0)
     ends = index.offsets[index.sample[number] + 1]
 
     def label(offset: int) -> torch.Tensor:

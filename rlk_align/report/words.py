@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from rlk_align.judge.checks import LimitCheck, quantised_between
 from rlk_align.judge.verdict import OverBudget, Verdict, cause_of, headline, over_budget
@@ -22,6 +21,7 @@ from rlk_align.results import (
     RefereedUnit,
     SiteResult,
 )
+from rlk_align.text import short_printable
 
 
 def engine_spec(engine: EngineRecord) -> str:
@@ -218,18 +218,13 @@ def mismatch_words(m: Mismatch) -> str:
             f"{who}'s inverse frequencies were {how}" for who, how in who_how if how != "exact"
         ]
         return ", and ".join(rounded)
-    sides = f"rollout {_short(m.rollout)}, train {_short(m.train)}"
+    sides = f"rollout {short_printable(m.rollout, 60)}, train {short_printable(m.train, 60)}"
     if m.kind == "weights" and (m.name == "adapter" or m.name.endswith(".lora")):
         of = f" of {m.name.removesuffix('.lora')}" if m.name != "adapter" else ""
         return f"LoRA adapter{of}: {sides}"
     copies = " and ".join(f"{module} of the {side}" for side, module in m.derived_copy.items())
     copied = f", derived copy in {copies}" if copies else ""
     return f"{m.kind} {m.name}{copied}{where}: {sides}"
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def check_words(check: LimitCheck) -> str:

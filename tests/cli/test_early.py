@@ -79,7 +79,7 @@ def test_help_shows_the_defaults(light: Cli, command: str) -> None:
 def test_help_says_what_layerwise_does(light: Cli) -> None:
     said = light("probe", "--help", env={"COLUMNS": "200"}).out
     (row,) = (line for line in said.splitlines() if "--layerwise" in line)
-    assert "Operator by operator, as a probe always does" in row
+    assert "a probe always works operator by operator" in row
 
 
 def test_doctor_says_what_each_engine_can_do(cli: Cli) -> None:

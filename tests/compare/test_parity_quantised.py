@@ -10,7 +10,6 @@ import pytest
 import torch
 from block_fp8 import BLOCK, write_fp8
 from rlk_kernels.block_fp8 import dequantise, quantise
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from synthetic import draw, write_trace
 
@@ -34,8 +33,7 @@ def live(model: Path, dtype: torch.dtype = torch.bfloat16) -> Weights:
     """The projections of a checkpoint, as an engine that dequantises holds them."""
     shape, found = read_shape(model), {}
     for parameter, tensor in projections(model, shape):
-        with safe_open(tensor.file, framework="pt") as file:
-            found[parameter] = tensor.read(file).to(dtype)
+        found[parameter] = tensor.load().to(dtype)
     return found
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import rlk_kernels
 import torch
+from bf16_rows import BF16, once, rand
 from kernel_suite import packed, paged_cache
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.errors import NotSupported
@@ -24,17 +25,6 @@ ELSEWHERE = (
     Path(__file__).parent / "ops/test_delta_net.py",
 )
 """Where those of gated delta nets and of latent attention are."""
-BF16 = torch.bfloat16
-
-
-def rand(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
-    return made.to(BF16)
-
-
-def once(exact: torch.Tensor) -> torch.Tensor:
-    """Rounded by way of fp32, as the kernels do."""
-    return exact.float().to(BF16)
 
 
 def twice(exact: torch.Tensor, then: torch.Tensor) -> torch.Tensor:

@@ -5,23 +5,13 @@ else."""
 from itertools import pairwise
 
 import torch
+from bf16_rows import BF16, once, rand
 from rlk_kernels.integrations import profile
 from rlk_kernels.integrations.delta_nets import DeltaNetCore
 
-BF16 = torch.bfloat16
 HK, HV, D, E, LENGTH, CHUNK = 1, 2, 16, 8, 150, 64
 NET = profile.DeltaNet
 delta_net = DeltaNetCore().rlk_core
-
-
-def rand(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
-    return made.to(BF16)
-
-
-def once(exact: torch.Tensor) -> torch.Tensor:
-    """Rounded by way of fp32, as the kernels do."""
-    return exact.float().to(BF16)
 
 
 def net() -> profile.DeltaNet:

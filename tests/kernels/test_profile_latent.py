@@ -4,10 +4,10 @@ computation in float64 that rounds where the page says so, and nowhere else."""
 import pytest
 import rlk_kernels as rk
 import torch
+from bf16_rows import BF16, once, rand
 from hf_models import small_model
 from rlk_kernels.integrations import hf, profile
 
-BF16 = torch.bfloat16
 HEADS, UNROTATED, ROTATED, VALUES, LATENT = 4, 16, 8, 12, 32
 MODEL = {
     "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "q_lora_rank": 24,
@@ -15,16 +15,6 @@ MODEL = {
     "v_head_dim": VALUES, "first_k_dense_replace": 1, "rms_norm_eps": 1e-2,
 }  # fmt: skip
 SCALE = 0.2
-
-
-def rand(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
-    return made.to(BF16)
-
-
-def once(exact: torch.Tensor) -> torch.Tensor:
-    """Rounded by way of fp32, as the kernels do."""
-    return exact.float().to(BF16)
 
 
 def bounds(length: int) -> torch.Tensor:

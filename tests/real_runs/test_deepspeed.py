@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from command import Cli, command_line, require_engine, said_by, write_few_prompts
+from hostile_pickle import Hostile
 from lora import write_adapter
 
 from rlk_align.data import data_path
@@ -129,14 +130,6 @@ def truncate(file: Path) -> None:
 def test_a_truncated_file_is_refused(changed, stage: int, name: str) -> None:
     with pytest.raises(CorruptCheckpoint, match=name):
         locate(str(changed(stage, name, truncate)), "train")
-
-
-class Hostile:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple:
-        return os.mkdir, (str(self.path),)
 
 
 def test_a_hostile_pickle_does_nothing(changed, tmp_path: Path) -> None:

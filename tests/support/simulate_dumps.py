@@ -70,7 +70,6 @@ class Dump:
         self.dtype = dtype
         self.records_mass = False
         """Whether the dump has the mass that truncation kept."""
-        self.missing_prompt = True
         self.cached = np.full(S, UNKNOWN)
         self.packs = np.full(S, UNKNOWN)
         self.versions = np.full(S, UNKNOWN)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hostile_pickle import Hostile
 
 from rlk_align.errors import CorruptCheckpoint
 from rlk_align.weights.holder import locate
@@ -21,14 +22,6 @@ def test_plain_data_is_what_it_was(protocol: int) -> None:
         "c": {"d": b"bytes", 3: {}},
     }
     assert read_pickle(pickle.dumps(value, protocol)) == value
-
-
-class Hostile:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple:
-        return os.mkdir, (str(self.path),)
 
 
 def test_a_call_is_a_record(tmp_path: Path) -> None:

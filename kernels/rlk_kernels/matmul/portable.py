@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.numerics.error_free import matmul_nt
 
 PORTABLE_BLOCK = 16384
@@ -15,7 +16,7 @@ def product(
     """A @ B (+ bias) by error-free splitting, rounded to float32 and then to `dtype`."""
     a = a.mT if trans_a else a
     b = b if trans_b else b.mT
-    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(a.dtype)
     out = torch.empty(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
     for start in range(0, b.shape[0], PORTABLE_BLOCK):
         stop = min(start + PORTABLE_BLOCK, b.shape[0])

@@ -40,8 +40,8 @@ class _SharedHeads(torch.autograd.Function):
         bounds = (cu.to(torch.int32).contiguous() for cu in (cu_q, cu_k))
         with on_device_of(q):
             dq, dlatents = gradients(
-                of_all[0], latents.contiguous(), *bounds, ctx.latent, ctx.scale, of_all[1],
-                gather(lse, ctx.group).flatten(0, 1), of_all[2], ctx.backend,
+                of_all[0], latents.contiguous(), *bounds, of_all[1],
+                gather(lse, ctx.group).flatten(0, 1), of_all[2], ctx.latent, ctx.scale, ctx.backend,
             )  # fmt: skip
         own = dq.chunk(size_of(ctx.group), 1)[rank_of(ctx.group)]
         return own.contiguous(), dlatents, None, None, None, None, None

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from rlk_align.model.block_fp8 import dequantise
 from rlk_align.model.checkpoint import read_config, tensor_name
@@ -34,8 +33,7 @@ def record_quantised(model: Path, shape: ModelShape, dtype: str) -> QuantisedRec
             continue
         if stored.lists(module):
             listed.append(parameter)
-        with safe_open(tensor.file, framework="pt") as file:
-            values, scales = tensor.quantised(file)
+        values, scales = tensor.load_quantised()
         whole = dequantise(values, scales, tensor.block).to(getattr(torch, dtype))
         of_values, of_scales, of_whole = map(digest_parameter, (values, scales, whole))
         weights[parameter] = of_values, of_scales, of_whole

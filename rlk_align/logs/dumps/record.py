@@ -105,8 +105,3 @@ PER_TOKEN = (
     *("entropy", "kept_mass", "seeds"),
 )
 """Fields with a value for each token."""
-
-
-def json_schema() -> dict[str, Any]:
-    """Returns the JSON Schema of a line of the neutral file."""
-    return SequenceRecord.model_json_schema(by_alias=True)

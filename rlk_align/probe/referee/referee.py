@@ -204,6 +204,8 @@ class Walk:
     def __init__(self, index: RowIndex, device: torch.device, sites: Mapping[str, Site]) -> None:
         self._sites = sites
         self._index, self._device = index, device
+        # The target of a sequence's last row is never used.
+        self._target = np.roll(index.token, -1)
         self._block = CPU_ELEMENTS if device.type == "cpu" else GPU_ELEMENTS
 
     def units(self, site: Site, passes: Sequence[Pass]) -> list[RefereedUnit]:
@@ -313,6 +315,6 @@ class Walk:
 
     def _rows(self, number: np.ndarray, shift: int) -> RowTokens:
         index = self._index
-        # The target of a sequence's last row is never used.
-        columns = (index.position + shift, index.token, np.roll(index.token, -1), index.sample)
-        return RowTokens(*(torch.from_numpy(c[number]).to(self._device) for c in columns))
+        position = index.position[number] + shift
+        columns = (position, index.token[number], self._target[number], index.sample[number])
+        return RowTokens(*(torch.from_numpy(c).to(self._device) for c in columns))

@@ -32,6 +32,8 @@ FEATURE_ROWS = 16
 SQUARE_VARIANCE = 0.8
 """The variance of the square of a uniform rounding error whose mean square is 1."""
 _LEAST_EXPONENT = {"float16": -14, "bfloat16": -126, "float32": -126}
+_ONE_HALF = 1022
+"""The bits of the exponent of the float64 numbers from 1/2 to 1."""
 
 
 def relative_unit(dtype: str) -> float:
@@ -43,12 +45,13 @@ def relative_unit(dtype: str) -> float:
 def rounding_variance(exact: torch.Tensor, dtype: str) -> torch.Tensor:
     """(ulp / 2)² / 3 of each float64 entry in `dtype`: the variance of a rounding error that is
     uniform over an ulp."""
-    exponent = torch.frexp(exact).exponent
-    # Zero has the ulp of the smallest numbers; frexp gives it that of 1/2.
-    exponent = exponent.where(exact != 0, -(1 << 11)).clamp_(min=_LEAST_EXPONENT[dtype] + 1)
-    # 4^exponent from its bits: float64 has the exponent above 52 bits of the significand.
-    power = (2 * (exponent.long() - DTYPES[dtype] - 1) + 1023) << 52
-    return power.view(torch.float64) / 3
+    # float64 has its exponent above 52 bits of the significand.
+    exponent = exact.view(torch.int64).bitwise_right_shift(52).bitwise_and_(0x7FF)
+    exponent.masked_fill_(exponent == 0x7FF, _ONE_HALF)  # of what is not finite
+    exponent.clamp_(min=_LEAST_EXPONENT[dtype] + 1 + _ONE_HALF)
+    # 4^(exponent - significant bits - 1), by its bits.
+    exponent.mul_(2).sub_(2 * (_ONE_HALF + DTYPES[dtype] + 1) - 1023)
+    return exponent.bitwise_left_shift_(52).view(torch.float64).div_(3)
 
 
 def nearest_rounding(
@@ -115,16 +118,16 @@ class ErrorSums:
         head by errors that its features share; `number`: the row numbers, `[N]`."""
         error, rounded = got - exact, exact.to(getattr(torch, self._dtype)).double()
         gap, product = got - rounded, error * exact
-        square, power = error.square(), exact.square()
-        parts = [gap, square, square.square(), variance, gap * exact, power, product.square()]
+        square, power, slope = error.square(), exact.square(), gap * exact
+        parts = [gap, square, square.square(), variance, slope, power, product.square()]
         rounding = (rounded - exact).square()
         for total, part in zip(self._sums, (*parts, rounding, rounding * power), strict=True):
             total += part.sum(dim=0)
         self._correlated.add(error, exact, rounded, variance)
         of_rows = [t.sum(dim=1) for t in (square, variance, product, power, variance**2)]
-        by_head = [t.reshape(len(t), self._heads, -1).sum(dim=-1) for t in (gap * exact, power)]
+        by_head = [t.reshape(len(t), self._heads, -1).sum(dim=-1) for t in (slope, power)]
         self._by_head.append(torch.stack([*by_head, shared.expand_as(by_head[0])]))
-        of_rows += self._row_gains(error, variance, shared, exact)
+        of_rows += self._row_gains(error, variance, shared, exact, product, power)
         self._by_row.append(torch.stack(of_rows))
         self._numbers.append(number)
         unit = torch.maximum(variance, variance.mean(dim=1, keepdim=True))
@@ -136,19 +139,22 @@ class ErrorSums:
         variance: torch.Tensor,
         shared: torch.Tensor,
         exact: torch.Tensor,
+        product: torch.Tensor,
+        squares: torch.Tensor,
     ) -> list[torch.Tensor]:
         """Returns four sums over heads of each row's gain: the squared error that it explains, its
         square, its square by chance, and the square of the latter. Chance comes from the residual
         errors, which count as rounding at least because one large entry would hide it, and from
-        errors that features share."""
+        errors that features share. `product`, `squares`: error · exact and exact²."""
         if error.shape[1] == self._heads:
             return [error.new_zeros(len(error))] * 4
         by_head = (len(error), self._heads, -1)
-        e, v, y = (t.reshape(by_head) for t in (error, variance, exact))
-        power, width = y.square().sum(dim=-1), y.shape[-1]
-        gain = (e * y).sum(dim=-1) / power
-        residual = (e - gain[..., None] * y).square() * (width / (width - 1))
-        by_chance = [(t * y.square()).sum(dim=-1) for t in (residual, v)]
+        parts = (error, variance, exact, product, squares)
+        e, v, y, product, squares = (t.reshape(by_head) for t in parts)
+        power, width = squares.sum(dim=-1), y.shape[-1]
+        gain = product.sum(dim=-1) / power
+        residual = (e - gain[..., None] * y).square_().mul_(width / (width - 1))
+        by_chance = [(t * squares).sum(dim=-1) for t in (residual, v)]
         chance = (torch.maximum(*by_chance) + shared) / power.square()
         unit = self._gain_unit(v.sum(dim=-1), power).square() * self._heads
         terms = (gain**2 * power, gain**2 / unit, chance / unit, (chance / unit).square())

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from rlk_align.compare.loaded_fp8 import Loaded, as_loaded
 from rlk_align.model.checkpoint import tensor_name
@@ -100,8 +100,7 @@ class Checkpoint:
     def _read(self, name: str) -> torch.Tensor:
         at = self._at(name)
         try:
-            with safe_open(at.file, framework="pt") as file:
-                tensor = at.read(file)
+            tensor: torch.Tensor = at.load()
         except (OSError, SafetensorError) as error:
             raise NotRefereed(f"{at.file} cannot be read: {error}") from error
         if tensor.shape != self._shapes[name]:

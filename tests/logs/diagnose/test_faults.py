@@ -4,20 +4,14 @@ import dataclasses
 
 import numpy as np
 import pytest
+from explained import CONTRACT, explained
 from other_noise import SHAPES, healthy_shape
 from simulate_dumps import FAULTS, NOISE, faulty, healthy
 
-from rlk_align.logs.diagnose.contract import load_run_contract
-from rlk_align.logs.diagnose.explain import Explanation, explain
-from rlk_align.logs.dumps.sequences import Sequences
+from rlk_align.logs.diagnose.explain import explain
 
-CONTRACT = load_run_contract()
 LARGE = {"stale cache, nothing dumped", "routes flip"}
 """Faults that only many groups, or many tokens, distinguish from others."""
-
-
-def explained(run: Sequences) -> Explanation:
-    return explain([run], CONTRACT)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -4,18 +4,12 @@ import warnings
 
 import numpy as np
 import pytest
+from explained import explained
 from simulate_dumps import healthy
 
-from rlk_align.logs.diagnose.contract import load_run_contract
-from rlk_align.logs.diagnose.explain import Explanation, explain
 from rlk_align.logs.dumps.sequences import Sequences
 
-CONTRACT = load_run_contract()
 END = 7
-
-
-def explained(run: Sequences) -> Explanation:
-    return explain([run], CONTRACT)
 
 
 def with_ends(seed: int = 0) -> tuple[Sequences, np.ndarray]:

@@ -4,17 +4,8 @@ import dataclasses
 
 import numpy as np
 import pytest
+from explained import CONTRACT, explained
 from simulate_dumps import Dump, faulty, healthy
-
-from rlk_align.logs.diagnose.contract import load_run_contract
-from rlk_align.logs.diagnose.explain import Explanation, explain
-from rlk_align.logs.dumps.sequences import Sequences
-
-CONTRACT = load_run_contract()
-
-
-def explained(run: Sequences) -> Explanation:
-    return explain([run], CONTRACT)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,12 @@
 
 import numpy as np
 import pytest
+from explained import explained
 from simulate_dumps import GROUP, PROMPT, Dump
 
-from rlk_align.logs.diagnose.contract import load_run_contract
-from rlk_align.logs.diagnose.explain import Explanation, explain
+from rlk_align.logs.diagnose.explain import Explanation
 from rlk_align.logs.diagnose.repeats import shared_prefixes
 
-CONTRACT = load_run_contract()
 LENGTH = 60
 
 
@@ -34,7 +33,7 @@ def grouped(seed: int, groups: int, repeated: bool, factor: float) -> Explanatio
         first = run.offsets[k // GROUP * GROUP]
         own = slice(run.offsets[k], run.offsets[k] + PROMPT)
         run.token_ids[own] = run.token_ids[first : first + PROMPT]
-    return explain([run], CONTRACT)
+    return explained(run)
 
 
 @pytest.mark.parametrize("seed", range(3))

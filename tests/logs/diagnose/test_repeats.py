@@ -4,19 +4,14 @@ import dataclasses
 
 import numpy as np
 import pytest
+from explained import CONTRACT, explained
 from simulate_dumps import GROUP, PROMPT, Dump, healthy
 
-from rlk_align.logs.diagnose.contract import RunContract, load_run_contract
-from rlk_align.logs.diagnose.explain import Explanation, explain
+from rlk_align.logs.diagnose.contract import RunContract
+from rlk_align.logs.diagnose.explain import explain
 from rlk_align.logs.diagnose.repeats import repeats
 from rlk_align.logs.dumps.record import Sampling
 from rlk_align.logs.dumps.sequences import Sequences
-
-CONTRACT = load_run_contract()
-
-
-def explained(run: Sequences) -> Explanation:
-    return explain([run], CONTRACT)
 
 
 def one_prompt_a_group(run: Sequences) -> Sequences:

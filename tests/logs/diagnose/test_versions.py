@@ -2,12 +2,10 @@
 
 import numpy as np
 import pytest
+from explained import explained
 from simulate_dumps import Dump
 
-from rlk_align.logs.diagnose.contract import load_run_contract
-from rlk_align.logs.diagnose.explain import Explanation, explain
-
-CONTRACT = load_run_contract()
+from rlk_align.logs.diagnose.explain import Explanation
 
 
 def labelled(seed: int, older: str | None, size: float = 0.1, label: int = 0) -> Explanation:
@@ -21,7 +19,7 @@ def labelled(seed: int, older: str | None, size: float = 0.1, label: int = 0) ->
     elif older == "first tokens":
         early = dump.position < (draw * dump.lengths)[dump.sequence]
         dump.margin = np.where(early, size, 0.0)
-    return explain([dump.sequences_of()], CONTRACT)
+    return explained(dump.sequences_of())
 
 
 @pytest.mark.parametrize("label", [0, 1])
@@ -49,7 +47,7 @@ def test_labels_that_are_swapped_are_named() -> None:
     dump.versions = np.maximum(dump.steps - lag, 0)
     own = (dump.steps == dump.versions)[dump.sequence]
     dump.margin = np.where(own, 0.1, 0.0)
-    found = explain([dump.sequences_of()], CONTRACT)
+    found = explained(dump.sequences_of())
     assert found.diagnoses[0].name == "stale-weights"
     assert "labelled" in found.diagnoses[0].statistic
 
@@ -58,4 +56,4 @@ def test_without_labels_none_is_doubted() -> None:
     dump = Dump(1, 40_000)
     draw = dump.rng.random(dump.sequences)
     dump.extra = np.where(dump.position < (draw * dump.lengths)[dump.sequence], 1.8, 1.0)
-    assert explain([dump.sequences_of()], CONTRACT).exit_code == 0
+    assert explained(dump.sequences_of()).exit_code == 0

@@ -2,16 +2,13 @@
 
 import numpy as np
 import pytest
+from explained import CONTRACT, explained
 from simulate_dumps import faulty, healthy
 
 from rlk_align.logs.diagnose.bookkeeping import missing
-from rlk_align.logs.diagnose.contract import load_run_contract
 from rlk_align.logs.diagnose.evidence import Evidence
-from rlk_align.logs.diagnose.explain import explain
 from rlk_align.logs.diagnose.sample import gather
 from rlk_align.logs.dumps.sequences import Sequences
-
-CONTRACT = load_run_contract()
 
 
 def filled(run: Sequences) -> int:
@@ -32,7 +29,7 @@ def test_one_zero_of_a_token_that_is_not_sure_is_named(side: str) -> None:
     assert filled(run) == 0
     getattr(run, side)[at(run, -0.6, -0.3)[0]] = 0.0
     assert filled(run) == 1
-    found = explain([run], CONTRACT)
+    found = explained(run)
     assert [d.name for d in found.diagnoses] == ["missing"]
 
 
@@ -46,7 +43,7 @@ def test_one_zero_fails_at_any_share() -> None:
     run = healthy(3, 110_000)
     run.rollout[at(run, -0.1, -0.06)[0]] = 0.0
     assert filled(run) == 1
-    found = explain([run], CONTRACT)
+    found = explained(run)
     assert found.exit_code == 1
     assert "1 of 110,424 compared tokens has another value" in found.diagnoses[0].why
 

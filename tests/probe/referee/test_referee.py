@@ -32,7 +32,6 @@ FIRST = ("prefill_vs_train",)
 SIDES = ("rollout", "train")
 KEPT = tempfile.TemporaryDirectory(prefix="rlk-tiny-")
 """A folder that exists as long as the tests run."""
-Both = tuple[Values, Values]
 
 
 @functools.cache

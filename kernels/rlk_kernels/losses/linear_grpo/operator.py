@@ -30,6 +30,7 @@ from rlk_kernels.losses.policy.objective import (
     check_objective,
     pair_of,
 )
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.ops.linear_logp.operator import as_rows, check
 from rlk_kernels.ops.linear_logp.options import check_options, options_of
 
@@ -58,7 +59,7 @@ def _run(
     record("linear_grpo_loss", ran)
     old, advantages, ref, weights = tokens
     value, metrics = module.reduce_loss(logp, old, advantages, weights, ref, objective)
-    wide = torch.promote_types(hidden.dtype, torch.float32)
+    wide = wide_dtype(hidden.dtype)
     return (value.to(wide), logp, list(metrics), *metrics.values()), grads
 
 
@@ -97,7 +98,7 @@ def _fake_prepare(target, mask, advantages, spread, *rest):
     t = target.shape[0]
     dtype = advantages.dtype
     if spread and rest[-1] != "torch":
-        dtype = torch.promote_types(dtype, torch.float32)
+        dtype = wide_dtype(dtype)
     return (
         target.new_empty(t, dtype=torch.int64), advantages.new_empty(t, dtype=dtype),
         target.new_empty(t, dtype=torch.float64),
@@ -118,7 +119,7 @@ def _prepare(
 
 def _fake_loss(hidden, weight, bias, ids, old, advantages, ref, weights, *options):
     needs = options[-2]
-    wide = torch.promote_types(hidden.dtype, torch.float32)
+    wide = wide_dtype(hidden.dtype)
     count = len(METRICS) if ref is not None else len(METRICS) - 1
     grads = [
         x.new_empty(x.shape) if need and x is not None else hidden.new_empty(0)

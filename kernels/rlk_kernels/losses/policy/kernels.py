@@ -24,6 +24,7 @@ from torch import Tensor
 from rlk_kernels.launching import cdiv, launch, shape_cache
 from rlk_kernels.losses.policy.objective import METRICS, Objective
 from rlk_kernels.memory import empties, empty
+from rlk_kernels.numerics.dtypes import wide_dtype
 
 BLOCK, LANES = 512, 64
 """Tokens of a program, and blocks of a step of `_metrics_kernel`: the order of the sums."""
@@ -223,7 +224,7 @@ def prepare(
     packed = cu_seqlens is not None
     out = table = advantages.contiguous()
     if spread:
-        wide = torch.promote_types(advantages.dtype, torch.float32)
+        wide = wide_dtype(advantages.dtype)
         out = empty((t,), wide, device)
     if t == 0:
         return ids, out, weights

@@ -34,6 +34,7 @@ from rlk_kernels.losses.policy.objective import (
     token_terms,
     token_weights,
 )
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.numerics.rows import tree_sum
 from rlk_kernels.ops.linear_logp.operator import linear_logp
 
@@ -44,7 +45,7 @@ class _WithSlope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logp: Tensor, loss: Tensor, slope: Tensor) -> Tensor:
         # not in fp16, where a slope would underflow before a loss scale multiplies it
-        wide = torch.promote_types(logp.dtype, torch.float32)
+        wide = wide_dtype(logp.dtype)
         ctx.save_for_backward(slope.to(wide))
         ctx.dtype = logp.dtype
         return loss.to(wide)

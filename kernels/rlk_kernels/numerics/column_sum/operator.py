@@ -13,15 +13,16 @@ from torch import Tensor
 
 from rlk_kernels.custom_op import call, custom_op
 from rlk_kernels.numerics.column_sum import portable
+from rlk_kernels.numerics.dtypes import wide_dtype
 
 
 @custom_op(
     "column_sum",
-    lambda x, backend: x.new_empty(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32)),
+    lambda x, backend: x.new_empty(x.shape[1], dtype=wide_dtype(x.dtype)),
     no_gradient=("column_sum", "it has no gradient"),
 )
 def _column_sum(x: Tensor, backend: str) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = wide_dtype(x.dtype)
     if x.shape[0] == 0:
         return torch.zeros(x.shape[1], dtype=wide, device=x.device)
     if backend == "torch":

@@ -43,17 +43,7 @@ def _activation_backward(x: Tensor, dy: Tensor, gelu: bool, backend: str) -> Ten
     return _module("activation_backward", backend).backward(x, dy, gelu)
 
 
-def _setup(ctx, inputs, output):
-    x, *ctx.options = inputs
-    ctx.save_for_backward(x)
-
-
-def _backward(ctx, dy):
-    dx = call(_activation_backward, *ctx.saved_tensors, dy.contiguous(), *ctx.options)
-    return dx, None, None
-
-
-@custom_op("activation", lambda x, *rest: x.new_empty(x.shape), setup=_setup, backward=_backward)
+@custom_op("activation", lambda x, *rest: x.new_empty(x.shape), gradients=(1, _activation_backward))
 def _activation(x: Tensor, gelu: bool, backend: str) -> Tensor:
     return _module("activation", backend).forward(x, gelu)
 

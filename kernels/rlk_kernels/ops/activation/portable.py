@@ -1,15 +1,11 @@
 """`activation` in PyTorch: elementwise, in float64."""
 
-import torch
 from torch import Tensor
 
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.numerics.elementary import sigmoid
 from rlk_kernels.numerics.rows import by_rows
 from rlk_kernels.ops.swiglu.portable import CUBE, GELU
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def forward(x: Tensor, gelu: bool) -> Tensor:
@@ -18,7 +14,7 @@ def forward(x: Tensor, gelu: bool) -> Tensor:
     def rows(part: Tensor) -> Tensor:
         g = part.double()
         y = g * sigmoid(GELU * (g + CUBE * (g * g * g))) if gelu else g.relu().square()
-        return y.to(_wide(x)).to(x.dtype)
+        return y.to(wide_dtype(x.dtype)).to(x.dtype)
 
     return by_rows(rows, x)
 
@@ -33,6 +29,6 @@ def backward(x: Tensor, dy: Tensor, gelu: bool) -> Tensor:
             slope = s * (1.0 + g * (1.0 - s) * (GELU * (1.0 + 3 * CUBE * (g * g))))
         else:
             slope = 2.0 * g.relu()
-        return (d * slope).to(_wide(x)).to(x.dtype)
+        return (d * slope).to(wide_dtype(x.dtype)).to(x.dtype)
 
     return by_rows(rows, x, dy)

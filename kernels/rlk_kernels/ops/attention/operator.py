@@ -23,6 +23,7 @@ from torch import Tensor
 from rlk_kernels.backend import choose
 from rlk_kernels.custom_op import call, on_device_of
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.ops.arguments import last_dense
 from rlk_kernels.ops.attention import sinks as sink_logits
 from rlk_kernels.ops.attention.call import AttentionCall
 from rlk_kernels.ops.attention.registered import (
@@ -112,10 +113,6 @@ def _variant(
     return sinks, float(softcap)
 
 
-def _last_dense(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _index(op: str, name: str, x: Tensor, size: int | None = None) -> Tensor:
     dtype = x.dtype
     fits = x.dim() == 1 and x.numel() > 0 if size is None else x.shape == (size,)
@@ -165,7 +162,7 @@ def attention(
     cu_q = _index("attention", "cu_seqlens_q", cu_seqlens_q)
     cu_k = _index("attention", "cu_seqlens_k", cu_seqlens_k, cu_q.numel())
     chosen = choose("attention", backend, q, k, v, cu_q, cu_k, sinks)
-    q, k, v = _last_dense(q), _last_dense(k), _last_dense(v)
+    q, k, v = last_dense(q), last_dense(k), last_dense(v)
     cap = 0.0
     if sinks is not None or softcap is not None:
         sinks, cap = _variant("attention", q.shape[1], sinks, softcap)
@@ -194,7 +191,7 @@ def _paged(
             f"block at least one key, not {k_cache.shape[1]}"
         )
     table = block_table if block_table.dtype == torch.int32 else block_table.to(torch.int32)
-    return scale, table if table.stride(-1) == 1 else table.contiguous(), lens, cu_q
+    return scale, last_dense(table), lens, cu_q
 
 
 @torch.compiler.disable
@@ -227,7 +224,7 @@ def paged_schedule(
     _, cap = _variant("paged_schedule", q.shape[1], None, softcap)
     if choose("paged_schedule", backend, q, k_cache, v_cache, table, lens, cu_q) == "torch":
         return None
-    k_cache, v_cache = _last_dense(k_cache), _last_dense(v_cache)
+    k_cache, v_cache = last_dense(k_cache), last_dense(v_cache)
     with on_device_of(q):
         shared = on_triton().paged_pieces(
             AttentionCall(q, k_cache, v_cache, cu_q, lens, table, True, 1.0, window, cap)
@@ -282,7 +279,7 @@ def paged_attention(
     chosen = choose(
         "paged_attention", backend, q, k_cache, v_cache, table, lens, cu_q, out, plan, sinks
     )
-    q, k_cache, v_cache = _last_dense(q), _last_dense(k_cache), _last_dense(v_cache)
+    q, k_cache, v_cache = last_dense(q), last_dense(k_cache), last_dense(v_cache)
     if out is not None and (
         out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous()
     ):

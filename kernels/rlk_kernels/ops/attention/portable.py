@@ -26,12 +26,13 @@ from torch import Tensor
 
 from rlk_kernels.errors import UnsupportedShape
 from rlk_kernels.numerics import elementary
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.numerics.error_free import exponent_of, matmul_nt, pow2
 from rlk_kernels.numerics.rows import tree_sum
 
 CHUNK = 256
 P_BITS = 30
-MAX_KEYS = 1 << 22  # P_BITS + log2(MAX_KEYS) <= 52: the sum of p is exact
+"""The bits of a weight p: the float64 sum of up to 2^22 of them is exact."""
 LEAST = -900
 """The grid of a chunk whose weights are all below 2**LEAST, because `pow2` ends at 2**1023."""
 MEMORY = 1 << 16
@@ -71,7 +72,7 @@ def _weighted_chunk(p: Tensor, v: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, visible: Tensor, scale: float, softcap: float) -> Tensor:
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(q.dtype)
     score = (matmul_nt(q, k).to(wide) * scale).double()
     if softcap:
         t = _exp(score.abs() * (-2.0 / softcap), q.dtype)
@@ -87,7 +88,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """out[..., R, D], lse[..., R] of q[..., R, D], k and v[..., S, D], visible[..., R, S]."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(q.dtype)
     score = _scores(q, k, visible, scale, softcap)
     top = score.amax(-1, keepdim=True)
     top = torch.where(top == -math.inf, 0.0, top)
@@ -119,7 +120,7 @@ def attend_backward(
     score = _scores(q, k, visible, scale, softcap)
     p = torch.where(visible, _exp(score - lse[..., None], q.dtype), 0.0)
     delta = tree_sum(out.double() * do.double())
-    narrow = torch.float64 if q.dtype == torch.float64 else torch.float32
+    narrow = wide_dtype(q.dtype)
     ds = p * (matmul_nt(do, v) - delta) * scale
     if softcap:
         ds = torch.where(visible, ds * (1.0 - (score / softcap).square()), 0.0)
@@ -255,7 +256,7 @@ def forward(
     _check_bounds(q.shape[0], k.shape[0], cu_q, start_k, len_k, table, page)
     if table is not None and table.shape[1] == 0:  # no sequence has keys
         table = table.new_zeros(table.shape[0], 1)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(q.dtype)
     out = torch.zeros((*q.shape[:2], v.shape[-1]), dtype=q.dtype, device=q.device)
     lse = torch.full((*q.shape[:2], 1), -math.inf, dtype=wide, device=q.device)
     kv_heads = k.shape[1]
@@ -279,7 +280,7 @@ def backward(
     dq, *both = gradients(
         q, k, v, cu_q, start_k, len_k, causal, scale, window, out, lse, do, softcap
     )
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(q.dtype)
     dk, dv = (x.to(wide).to(k.dtype) for x in both)
     return dq, dk, dv
 

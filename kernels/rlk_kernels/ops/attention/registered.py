@@ -3,12 +3,12 @@
 import functools
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 
 from rlk_kernels.backend import record
 from rlk_kernels.custom_op import SECOND, custom_op
 from rlk_kernels.device import lazy_module
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.ops.attention import portable
 from rlk_kernels.ops.attention import sinks as sink_logits
 from rlk_kernels.ops.attention.call import AttentionCall, PieceList
@@ -23,7 +23,7 @@ on_triton = lazy_module("rlk_kernels.ops.attention.forward")
 
 
 def _fake(q, *rest):
-    lse = torch.promote_types(q.dtype, torch.float32)
+    lse = wide_dtype(q.dtype)
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=lse)
 
 
@@ -33,8 +33,8 @@ def _fake_backward(q, k, v, sinks, *rest):
 
 @custom_op("attention_backward", _fake_backward, no_gradient=("attention", SECOND))
 def _attention_backward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Tensor, cu_k: Tensor, causal: bool,
-    scale: float, window: int | None, softcap: float, out: Tensor, lse: Tensor, do: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Tensor, cu_k: Tensor, out: Tensor,
+    lse: Tensor, do: Tensor, causal: bool, scale: float, window: int | None, softcap: float,
     backend: str,
 ) -> list[Tensor]:  # fmt: skip
     """[dq, dk, dv], and dsinks with sinks."""
@@ -55,25 +55,7 @@ def _attention_backward(
     return list(grads)
 
 
-def _setup(ctx, inputs, output):
-    *tensors, ctx.causal, ctx.scale, ctx.window, ctx.softcap, ctx.backend = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, do, _dlse):
-    if do is None:
-        return (None,) * 11
-    *tensors, out, lse = ctx.saved_tensors
-    dq, dk, dv, *dsinks = _attention_backward(
-        *tensors, ctx.causal, ctx.scale, ctx.window, ctx.softcap, out, lse, do.contiguous(),
-        ctx.backend,
-    )  # fmt: skip
-    return (dq, dk, dv, *(dsinks or [None]), *(None,) * 7)
-
-
-@custom_op("attention", _fake, setup=_setup, backward=_backward)
+@custom_op("attention", _fake, gradients=(6, _attention_backward, True))
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Tensor, cu_k: Tensor, causal: bool,
     scale: float, window: int | None, softcap: float, backend: str,

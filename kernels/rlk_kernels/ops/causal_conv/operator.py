@@ -20,6 +20,8 @@ from rlk_kernels.backend import choose, two_backends
 from rlk_kernels.custom_op import SECOND, call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.numerics.dtypes import wide_dtype
+from rlk_kernels.ops.arguments import int32_vector
 from rlk_kernels.ops.causal_conv import portable
 
 MOST_TAPS = 8
@@ -41,7 +43,7 @@ _module = two_backends(portable, lazy_module("rlk_kernels.ops.causal_conv.kernel
 @custom_op(
     "causal_conv1d_backward",
     lambda x, weight, cu, dy, backend: (
-        x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=portable.wide_dtype(x))
+        x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=wide_dtype(x.dtype))
     ),
     no_gradient=("causal_conv1d", SECOND),
 )  # fmt: skip
@@ -51,18 +53,9 @@ def _causal_conv1d_backward(
     return _module("causal_conv1d_backward", backend).backward(x, weight, cu, dy)
 
 
-def _setup(ctx, inputs, output):
-    *tensors, ctx.backend = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx, dy):
-    x, weight, cu = ctx.saved_tensors
-    dx, dweight = call(_causal_conv1d_backward, x, weight, cu, dy.contiguous(), ctx.backend)
-    return dx, dweight.to(weight.dtype), None, None
-
-
-@custom_op("causal_conv1d", lambda x, *rest: x.new_empty(x.shape), setup=_setup, backward=_backward)
+@custom_op(
+    "causal_conv1d", lambda x, *rest: x.new_empty(x.shape), gradients=(3, _causal_conv1d_backward)
+)
 def _causal_conv1d(x: Tensor, weight: Tensor, cu: Tensor, backend: str) -> Tensor:
     return _module("causal_conv1d", backend).forward(x, weight, cu)
 
@@ -89,16 +82,6 @@ def _check(op: str, x: Tensor, weight: Tensor) -> None:
         )
 
 
-def _integers(op: str, name: str, x: Tensor, size: int | None = None) -> Tensor:
-    fits = x.dim() == 1 and x.numel() > 0 if size is None else x.shape == (size,)
-    if x.dtype not in (torch.int32, torch.int64) or not fits:
-        raise UnsupportedShape(
-            f"{op}: {name} must have {'B + 1' if size is None else size} integers, not {x.dtype} "
-            f"{tuple(x.shape)}"
-        )
-    return x.to(torch.int32).contiguous()
-
-
 def causal_conv1d(
     x: Tensor, weight: Tensor, cu_seqlens: Tensor, *, backend: str | None = None
 ) -> Tensor:
@@ -112,7 +95,7 @@ def causal_conv1d(
     """
     op = "causal_conv1d"
     _check(op, x, weight)
-    cu = _integers(op, "cu_seqlens", cu_seqlens)
+    cu = int32_vector(op, "cu_seqlens", cu_seqlens)
     chosen = choose(op, backend, x, weight, cu)
     return call(_causal_conv1d, x.contiguous(), weight.contiguous(), cu, chosen)
 
@@ -141,9 +124,9 @@ def cached_causal_conv1d(
         raise UnsupportedDtype(f"{op}: cache is {cache.dtype}; {x.dtype} is needed")
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         raise ValueError(f"{op}: it has no gradient; use causal_conv1d, or torch.no_grad()")
-    cu = _integers(op, "cu_seqlens", cu_seqlens)
-    slots = _integers(op, "slots", slots, cu.numel() - 1)
-    context = _integers(op, "context_lens", context_lens, cu.numel() - 1)
+    cu = int32_vector(op, "cu_seqlens", cu_seqlens)
+    slots = int32_vector(op, "slots", slots, cu.numel() - 1)
+    context = int32_vector(op, "context_lens", context_lens, cu.numel() - 1)
     chosen = choose(op, backend, x, weight, cache, slots, context, cu)
     return call(
         _cached_causal_conv1d,

@@ -7,13 +7,9 @@ from torch import Tensor
 
 from rlk_kernels.errors import UnsupportedShape
 from rlk_kernels.numerics.column_sum.operator import column_sum
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.numerics.elementary import sigmoid
 from rlk_kernels.numerics.rows import by_rows
-
-
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """float32, or float64 for float64."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _places(cu: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -37,7 +33,7 @@ def _earlier(x: Tensor, back: int, place: Tensor) -> Tensor:
 
 
 def _finish(total: Tensor, dtype: torch.dtype) -> Tensor:
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = wide_dtype(dtype)
     return by_rows(lambda p: (p * sigmoid(p)).to(wide).to(dtype), total)
 
 
@@ -78,7 +74,7 @@ def cached(
 
 def backward(x: Tensor, weight: Tensor, cu: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     """(dx, dweight in fp32)."""
-    wide, taps = wide_dtype(x), weight.shape[1]
+    wide, taps = wide_dtype(x.dtype), weight.shape[1]
     _, place = _places(cu, len(x))
     p = _sums(x, weight, place)
     s = sigmoid(p)

@@ -42,21 +42,10 @@ def _clamped_backward(
     return module.backward(gate, up, dy, alpha, limit)
 
 
-def _setup(ctx, inputs, output):
-    gate, up, *ctx.options = inputs
-    ctx.save_for_backward(gate, up)
-
-
-def _backward(ctx, dy):
-    grads = call(_clamped_backward, *ctx.saved_tensors, dy.contiguous(), *ctx.options)
-    return *grads, None, None, None
-
-
 @custom_op(
     "clamped_swiglu",
     lambda gate, *rest: gate.new_empty(gate.shape),
-    setup=_setup,
-    backward=_backward,
+    gradients=(2, _clamped_backward),
 )
 def _clamped(gate: Tensor, up: Tensor, alpha: float, limit: float, backend: str) -> Tensor:
     return _module("clamped_swiglu", backend).forward(gate, up, alpha, limit)

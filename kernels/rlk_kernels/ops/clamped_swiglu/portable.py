@@ -3,12 +3,9 @@
 import torch
 from torch import Tensor
 
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.numerics.elementary import sigmoid
 from rlk_kernels.numerics.rows import by_rows
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def forward(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
@@ -16,7 +13,7 @@ def forward(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
 
     def rows(gate: Tensor, up: Tensor) -> Tensor:
         g, u = gate.double().clamp(max=limit), up.double().clamp(-limit, limit)
-        return (g * sigmoid(alpha * g) * (u + 1.0)).to(_wide(gate)).to(gate.dtype)
+        return (g * sigmoid(alpha * g) * (u + 1.0)).to(wide_dtype(gate.dtype)).to(gate.dtype)
 
     return by_rows(rows, gate, up)
 
@@ -31,6 +28,6 @@ def backward(
         s = sigmoid(alpha * g)
         dg = torch.where(gate > limit, 0.0, d * (u + 1.0) * s * (1.0 + alpha * g * (1.0 - s)))
         du = torch.where(up.abs() > limit, 0.0, d * g * s)
-        return dg.to(_wide(gate)).to(gate.dtype), du.to(_wide(gate)).to(gate.dtype)
+        return tuple(x.to(wide_dtype(gate.dtype)).to(gate.dtype) for x in (dg, du))
 
     return by_rows(rows, gate, up, dy)

@@ -20,6 +20,7 @@ from rlk_kernels.backend import choose, two_backends
 from rlk_kernels.custom_op import SECOND, call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.ops.combine import portable
 
 _module = two_backends(portable, lazy_module("rlk_kernels.ops.combine.kernels"))
@@ -32,11 +33,11 @@ def combine_experts_ref(rows: Tensor, weights: Tensor) -> Tensor:
 
 @custom_op(
     "combine_experts_backward",
-    lambda dy, rows, weights, *rest: (rows.new_empty(rows.shape), weights.new_empty(weights.shape)),
+    lambda rows, weights, *rest: (rows.new_empty(rows.shape), weights.new_empty(weights.shape)),
     no_gradient=("combine_experts", SECOND),
 )
 def _combine_backward(
-    dy: Tensor, rows: Tensor, weights: Tensor, ids: Tensor, experts: int, backend: str
+    rows: Tensor, weights: Tensor, ids: Tensor, dy: Tensor, experts: int, backend: str
 ) -> tuple[Tensor, Tensor]:
     module = _module("combine_experts_backward", backend)
     return module.backward(dy, rows, weights, ids, experts)
@@ -52,17 +53,7 @@ def sum_slots(rows: Tensor, backend: str) -> Tensor:
     return _module("sum_slots", backend).forward(rows, None, None, 0)
 
 
-def _setup(ctx, inputs, output):
-    rows, weights, ids, ctx.experts, ctx.backend = inputs
-    ctx.save_for_backward(rows, weights, ids)
-
-
-def _backward(ctx, dy):
-    grads = _combine_backward(dy.contiguous(), *ctx.saved_tensors, ctx.experts, ctx.backend)
-    return *grads, None, None, None
-
-
-@custom_op("combine_experts", _fake, setup=_setup, backward=_backward)
+@custom_op("combine_experts", _fake, gradients=(3, _combine_backward))
 def _combine(rows: Tensor, weights: Tensor, ids: Tensor, experts: int, backend: str) -> Tensor:
     return _module("combine_experts", backend).forward(rows, weights, ids, experts)
 
@@ -81,7 +72,7 @@ def combine_experts(
             f"{tuple(ids.shape)}; rows[T, k, H], weights[T, k] and ids[T, k] are needed"
         )
     chosen = choose("combine_experts", backend, rows, weights, ids)
-    wide = torch.promote_types(rows.dtype, torch.float32)
+    wide = wide_dtype(rows.dtype)
     if weights.dtype != wide or ids.dtype != torch.int32:
         raise UnsupportedDtype(
             f"combine_experts: rows are {rows.dtype}, weights {weights.dtype}, ids {ids.dtype}; "

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.numerics.rows import by_rows, tree_sum
 
 
@@ -12,7 +13,7 @@ def _taken(ids: Tensor, experts: int) -> Tensor:
 
 def forward(rows: Tensor, weights: Tensor | None, ids: Tensor | None, experts: int) -> Tensor:
     """y[T, H]; without weights and ids, the plain sum."""
-    wide = torch.promote_types(rows.dtype, torch.float32)
+    wide = wide_dtype(rows.dtype)
     total = torch.zeros(rows.shape[0], rows.shape[2], dtype=wide, device=rows.device)
     taken = None if ids is None else _taken(ids, experts)
     for j in range(rows.shape[1]):

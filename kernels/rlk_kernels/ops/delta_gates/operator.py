@@ -22,6 +22,7 @@ from rlk_kernels.backend import choose, two_backends
 from rlk_kernels.custom_op import SECOND, call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.ops.delta_gates import portable
 
 
@@ -49,23 +50,10 @@ def _delta_gates_backward(
     return module.backward(a, b, a_log, dt_bias, dg, dbeta)
 
 
-def _setup(ctx, inputs, output):
-    *tensors, ctx.backend = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx, dg, dbeta):
-    tensors = ctx.saved_tensors
-    da, db, da_log, ddt = call(
-        _delta_gates_backward, *tensors, dg.contiguous(), dbeta.contiguous(), ctx.backend
-    )
-    return da, db, da_log.to(tensors[2].dtype), ddt.to(tensors[3].dtype), None
-
-
 @custom_op(
     "delta_gates",
-    lambda a, b, *rest: (a.new_empty(a.shape, dtype=portable.wide_dtype(a)), b.new_empty(b.shape)),
-    setup=_setup, backward=_backward,
+    lambda a, b, *rest: (a.new_empty(a.shape, dtype=wide_dtype(a.dtype)), b.new_empty(b.shape)),
+    gradients=(4, _delta_gates_backward),
 )  # fmt: skip
 def _delta_gates(
     a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, backend: str

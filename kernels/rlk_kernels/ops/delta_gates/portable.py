@@ -4,12 +4,8 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.numerics.column_sum.operator import column_sum
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.numerics.elementary import exp, log, sigmoid
-
-
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """float32, or float64 for float64."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def softplus(x: Tensor) -> Tensor:
@@ -27,7 +23,7 @@ def _decay(a: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
 
 def forward(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """(g, beta)."""
-    wide = wide_dtype(a)
+    wide = wide_dtype(a.dtype)
     rate, x = _decay(a, a_log, dt_bias)
     return (-rate * softplus(x)).to(wide), sigmoid(b.double()).to(wide).to(b.dtype)
 
@@ -36,7 +32,7 @@ def backward(
     a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, dg: Tensor, dbeta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(da, db, da_log and ddt_bias in fp32)."""
-    wide = wide_dtype(a)
+    wide = wide_dtype(a.dtype)
     rate, x = _decay(a, a_log, dt_bias)
     da = dg.double() * -rate * sigmoid(x)
     share = sigmoid(b.double())

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.numerics.error_free import matmul_nt
 from rlk_kernels.numerics.rows import tree_sum
 from rlk_kernels.ops.delta_rule import portable
@@ -163,7 +164,7 @@ def backward(
     eps: float, do: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dg, dbeta) in the inputs' dtypes; rows outside every sequence have zeros."""
-    wide = portable.wide_dtype(q)
+    wide = wide_dtype(q.dtype)
     rows = Rows(portable.normed(q, eps, scale), portable.normed(k, eps, 1.0), v, g, beta)
     inputs = (q, k, v, g, beta)
     grads = [torch.zeros(x.shape, dtype=torch.float64, device=x.device) for x in inputs]

@@ -35,7 +35,9 @@ from rlk_kernels.backend import choose, two_backends
 from rlk_kernels.custom_op import SECOND, call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
-from rlk_kernels.ops.delta_rule import on_torch, portable
+from rlk_kernels.numerics.dtypes import wide_dtype
+from rlk_kernels.ops.arguments import int32_vector
+from rlk_kernels.ops.delta_rule import on_torch
 from rlk_kernels.ops.delta_rule.chunk import CHUNK
 
 MAX_DIM = 128
@@ -70,29 +72,16 @@ _module = two_backends(on_torch, lazy_module("rlk_kernels.ops.delta_rule.on_trit
     no_gradient=("gated_delta_rule", SECOND),
 )
 def _gated_delta_rule_backward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu: Tensor, scale: float, eps: float,
-    do: Tensor, backend: str,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu: Tensor, do: Tensor, scale: float,
+    eps: float, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     module = _module("gated_delta_rule_backward", backend)
     return module.backward(q, k, v, g, beta, cu, scale, eps, do)
 
 
-def _setup(ctx, inputs, output):
-    *tensors, ctx.scale, ctx.eps, ctx.backend = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx, do):
-    grads = call(
-        _gated_delta_rule_backward, *ctx.saved_tensors, ctx.scale, ctx.eps, do.contiguous(),
-        ctx.backend,
-    )  # fmt: skip
-    return (*grads, *(None,) * 4)
-
-
 @custom_op(
-    "gated_delta_rule", lambda q, k, v, *rest: v.new_empty(v.shape), setup=_setup,
-    backward=_backward,
+    "gated_delta_rule", lambda q, k, v, *rest: v.new_empty(v.shape),
+    gradients=(6, _gated_delta_rule_backward),
 )  # fmt: skip
 def _gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu: Tensor, scale: float, eps: float,
@@ -143,23 +132,13 @@ def _check(
             f"{op}: q, k, v and beta are {q.dtype}, {k.dtype}, {v.dtype} and {beta.dtype}; one "
             "floating dtype is needed"
         )
-    wide = portable.wide_dtype(q)
+    wide = wide_dtype(q.dtype)
     if g.dtype != wide:
         raise UnsupportedDtype(f"{op}: g is {g.dtype}; {wide} is needed")
     if not scale > 0:
         raise ValueError(f"{op}: scale must be above 0, not {scale}")
     if not eps >= 0:
         raise ValueError(f"{op}: eps must not be negative, not {eps}")
-
-
-def _integers(op: str, name: str, x: Tensor, size: int | None = None) -> Tensor:
-    fits = x.dim() == 1 and x.numel() > 0 if size is None else x.shape == (size,)
-    if x.dtype not in (torch.int32, torch.int64) or not fits:
-        raise UnsupportedShape(
-            f"{op}: {name} must have {'B + 1' if size is None else size} integers, not {x.dtype} "
-            f"{tuple(x.shape)}"
-        )
-    return x.to(torch.int32).contiguous()
 
 
 def gated_delta_rule(
@@ -187,7 +166,7 @@ def gated_delta_rule(
     op = "gated_delta_rule"
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     _check(op, q, k, v, g, beta, scale, eps)
-    cu = _integers(op, "cu_seqlens", cu_seqlens)
+    cu = int32_vector(op, "cu_seqlens", cu_seqlens)
     chosen = choose(op, backend, q, k, v, g, beta, cu)
     dense = (x.contiguous() for x in (q, k, v, g, beta))
     return call(_gated_delta_rule, *dense, cu, scale, float(eps), chosen)
@@ -247,9 +226,9 @@ def cached_gated_delta_rule(
             )
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g, beta)):
         raise ValueError(f"{op}: it has no gradient; use gated_delta_rule, or torch.no_grad()")
-    cu = _integers(op, "cu_seqlens", cu_seqlens)
-    slots = _integers(op, "slots", slots, cu.numel() - 1)
-    context = _integers(op, "context_lens", context_lens, cu.numel() - 1)
+    cu = int32_vector(op, "cu_seqlens", cu_seqlens)
+    slots = int32_vector(op, "slots", slots, cu.numel() - 1)
+    context = int32_vector(op, "context_lens", context_lens, cu.numel() - 1)
     chosen = choose(op, backend, q, k, v, g, beta, state, keys, updates, decays, slots, context, cu)
     dense = (x.contiguous() for x in (q, k, v, g, beta))
     return call(

@@ -17,17 +17,13 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.numerics import elementary
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.numerics.error_free import matmul_nt
 from rlk_kernels.numerics.rows import by_rows, tree_sum
 from rlk_kernels.ops.delta_rule.chunk import CHUNK
 
 MEMORY = 1 << 22
 """The most elements of states at a time: it bounds memory and changes no bit."""
-
-
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """float32, or float64 for float64."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def exp(x: Tensor) -> Tensor:
@@ -37,7 +33,7 @@ def exp(x: Tensor) -> Tensor:
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x rounded by way of fp32. A zero is +0, because sums that skip terms of zero may differ in
     its sign."""
-    return x.to(torch.promote_types(dtype, torch.float32)).to(dtype) + 0.0
+    return x.to(wide_dtype(dtype)).to(dtype) + 0.0
 
 
 def normed(x: Tensor, eps: float, scale: float) -> Tensor:

@@ -14,6 +14,7 @@ from rlk_kernels.backend import choose, two_backends
 from rlk_kernels.custom_op import SECOND, call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.ops.arguments import last_dense
 from rlk_kernels.ops.embedding import portable
 
 _module = two_backends(portable, lazy_module("rlk_kernels.ops.embedding.kernels"))
@@ -66,6 +67,6 @@ def embedding(ids: Tensor, weight: Tensor, *, backend: str | None = None) -> Ten
             "a floating weight are needed"
         )
     chosen = choose("embedding", backend, weight, ids)
-    table = weight if weight.stride(-1) == 1 else weight.contiguous()
+    table = last_dense(weight)
     y = call(_embedding, ids.reshape(-1).contiguous(), table, chosen)
     return y.reshape(*ids.shape, weight.shape[1])

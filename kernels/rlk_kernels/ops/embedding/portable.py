@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from rlk_kernels.numerics.dtypes import wide_dtype
+
 
 def forward(ids: Tensor, weight: Tensor) -> Tensor:
     """The rows ids[T] of weight[V, H]; raises IndexError for ids outside."""
@@ -16,7 +18,7 @@ def forward(ids: Tensor, weight: Tensor) -> Tensor:
 
 def backward(ids: Tensor, dy: Tensor, rows: int) -> Tensor:
     """dweight[rows, H]; the tokens of an id are added in pairs, pairs of pairs, and so on."""
-    wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(dy.dtype)
     key, order = torch.sort(ids, stable=True)
     value = dy[order].to(wide)
     while key.numel():

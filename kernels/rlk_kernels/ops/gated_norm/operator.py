@@ -20,6 +20,7 @@ from rlk_kernels.backend import choose, two_backends
 from rlk_kernels.custom_op import SECOND, call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.ops.gated_norm import portable
 
 MAX_H = 8192
@@ -39,7 +40,7 @@ _module = two_backends(portable, lazy_module("rlk_kernels.ops.gated_norm.kernels
     "gated_rms_norm_backward",
     lambda x, gate, weight, dy, *rest: (
         x.new_empty(x.shape), x.new_empty(x.shape),
-        weight.new_empty(weight.shape, dtype=portable.wide_dtype(x)),
+        weight.new_empty(weight.shape, dtype=wide_dtype(x.dtype)),
     ),
     no_gradient=("gated_rms_norm", SECOND),
 )  # fmt: skip
@@ -49,21 +50,8 @@ def _gated_rms_norm_backward(
     return _module("gated_rms_norm_backward", backend).backward(x, gate, weight, dy, eps)
 
 
-def _setup(ctx, inputs, output):
-    *tensors, ctx.eps, ctx.backend = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx, dy):
-    x, gate, weight = ctx.saved_tensors
-    dx, dgate, dweight = call(
-        _gated_rms_norm_backward, x, gate, weight, dy.contiguous(), ctx.eps, ctx.backend
-    )
-    return dx, dgate, dweight.to(weight.dtype), None, None
-
-
 @custom_op(
-    "gated_rms_norm", lambda x, *rest: x.new_empty(x.shape), setup=_setup, backward=_backward
+    "gated_rms_norm", lambda x, *rest: x.new_empty(x.shape), gradients=(3, _gated_rms_norm_backward)
 )
 def _gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, backend: str) -> Tensor:
     return _module("gated_rms_norm", backend).forward(x, gate, weight, eps)

@@ -1,16 +1,11 @@
 """`gated_rms_norm` in PyTorch: sums by halves, in float64."""
 
-import torch
 from torch import Tensor
 
 from rlk_kernels.numerics.column_sum.operator import column_sum
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.numerics.elementary import sigmoid
 from rlk_kernels.numerics.rows import by_rows, tree_sum
-
-
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """float32, or float64 for float64."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
@@ -23,7 +18,7 @@ def forward(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     def run(x: Tensor, gate: Tensor) -> Tensor:
         wide, z = x.double(), gate.double()
         y = wide * _inverse_rms(wide, eps) * weight.double() * (z * sigmoid(z))
-        return y.to(wide_dtype(x)).to(x.dtype)
+        return y.to(wide_dtype(x.dtype)).to(x.dtype)
 
     return by_rows(run, x, gate)
 
@@ -32,7 +27,7 @@ def backward(
     x: Tensor, gate: Tensor, weight: Tensor, dy: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dgate, dweight in fp32)."""
-    narrow = wide_dtype(x)
+    narrow = wide_dtype(x.dtype)
     wide, z, d, w = (t.double() for t in (x, gate, dy, weight))
     r, s = _inverse_rms(wide, eps), sigmoid(z)
     n, a = wide * r, z * s

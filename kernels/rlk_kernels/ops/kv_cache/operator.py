@@ -13,6 +13,7 @@ from rlk_kernels.backend import choose, two_backends
 from rlk_kernels.custom_op import call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.ops.arguments import last_dense
 from rlk_kernels.ops.kv_cache import portable
 
 _module = two_backends(portable, lazy_module("rlk_kernels.ops.kv_cache.kernels"))
@@ -67,5 +68,5 @@ def write_kv_cache(
         )
     chosen = choose("write_kv_cache", backend, k, v, k_cache, v_cache, slots)
     k, v = (x.detach() if x.requires_grad else x for x in (k, v))
-    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    k, v = last_dense(k), last_dense(v)
     call(_write_kv_cache, k_cache, v_cache, k, v, slots.contiguous(), chosen)

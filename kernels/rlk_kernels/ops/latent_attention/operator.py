@@ -29,6 +29,8 @@ from rlk_kernels.backend import choose, record
 from rlk_kernels.custom_op import SECOND, call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.numerics.dtypes import wide_dtype
+from rlk_kernels.ops.arguments import int32_vector, last_dense
 from rlk_kernels.ops.attention import portable
 from rlk_kernels.ops.attention.operator import attention_ref
 
@@ -47,7 +49,7 @@ def latent_attention_ref(
 
 def _fake(q, latents, cu_q, lens_k, *rest):
     latent = next(x for x in rest if type(x) is int)
-    lse = torch.promote_types(q.dtype, torch.float32)
+    lse = wide_dtype(q.dtype)
     return q.new_empty(*q.shape[:2], latent), q.new_empty(q.shape[1], q.shape[0], dtype=lse)
 
 
@@ -57,8 +59,8 @@ def _fake(q, latents, cu_q, lens_k, *rest):
     no_gradient=("latent_attention", SECOND),
 )
 def gradients(
-    q: Tensor, latents: Tensor, cu_q: Tensor, cu_k: Tensor, latent: int, scale: float, out: Tensor,
-    lse: Tensor, do: Tensor, backend: str,
+    q: Tensor, latents: Tensor, cu_q: Tensor, cu_k: Tensor, out: Tensor, lse: Tensor, do: Tensor,
+    latent: int, scale: float, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(dq, dlatents)."""
     record("latent_attention_backward", backend)
@@ -71,26 +73,11 @@ def gradients(
         q, keys, keys[..., :latent], cu_q, begins[:-1], lengths, True, scale, None, out, lse, do
     )
     dk[..., :latent] += dv
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(q.dtype)
     return dq, dk[:, 0].to(wide).to(latents.dtype)
 
 
-def _setup(ctx, inputs, output):
-    *tensors, ctx.latent, ctx.scale, ctx.backend = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, do, _dlse):
-    if do is None:
-        return (None,) * 7
-    *tensors, out, lse = ctx.saved_tensors
-    grads = gradients(*tensors, ctx.latent, ctx.scale, out, lse, do.contiguous(), ctx.backend)
-    return (*grads, *(None,) * 5)
-
-
-@custom_op("latent_attention", _fake, setup=_setup, backward=_backward)
+@custom_op("latent_attention", _fake, gradients=(4, gradients, True))
 def _latent_attention(
     q: Tensor, latents: Tensor, cu_q: Tensor, cu_k: Tensor, latent: int, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
@@ -147,20 +134,6 @@ def _checked(op: str, q: Tensor, latents: Tensor, latent: int, scale: float) -> 
         raise ValueError(f"{op}: scale must be above 0, not {scale}")
 
 
-def _integers(op: str, name: str, x: Tensor, size: int | None = None) -> Tensor:
-    fits = x.dim() == 1 and x.numel() > 0 if size is None else x.shape == (size,)
-    if x.dtype not in (torch.int32, torch.int64) or not fits:
-        raise UnsupportedShape(
-            f"{op}: {name} must have {'B + 1' if size is None else size} integers, not {x.dtype} "
-            f"{tuple(x.shape)}"
-        )
-    return x.to(torch.int32).contiguous()
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def latent_attention(
     q: Tensor,
     latents: Tensor,
@@ -187,12 +160,11 @@ def latent_attention(
         raise UnsupportedShape(
             f"latent_attention: latents[S, L + R] are needed, not {tuple(latents.shape)}"
         )
-    cu_q = _integers("latent_attention", "cu_seqlens_q", cu_seqlens_q)
-    cu_k = _integers("latent_attention", "cu_seqlens_k", cu_seqlens_k, cu_q.numel())
+    cu_q = int32_vector("latent_attention", "cu_seqlens_q", cu_seqlens_q)
+    cu_k = int32_vector("latent_attention", "cu_seqlens_k", cu_seqlens_k, cu_q.numel())
     chosen = choose("latent_attention", backend, q, latents, cu_q, cu_k)
-    out, lse = call(
-        _latent_attention, _dense(q), _dense(latents), cu_q, cu_k, latent, float(scale), chosen
-    )
+    q, latents = last_dense(q), last_dense(latents)
+    out, lse = call(_latent_attention, q, latents, cu_q, cu_k, latent, float(scale), chosen)
     return (out, lse) if return_lse else out
 
 
@@ -226,12 +198,12 @@ def paged_latent_attention(
         )
     if block_table.dtype not in (torch.int32, torch.int64):
         raise UnsupportedShape(f"{op}: block_table must have integers, not {block_table.dtype}")
-    cu_q = _integers(op, "cu_seqlens_q", cu_seqlens_q, block_table.shape[0] + 1)
-    lens = _integers(op, "context_lens", context_lens, block_table.shape[0])
-    table = _dense(block_table.to(torch.int32))
+    cu_q = int32_vector(op, "cu_seqlens_q", cu_seqlens_q, block_table.shape[0] + 1)
+    lens = int32_vector(op, "context_lens", context_lens, block_table.shape[0])
+    table = last_dense(block_table.to(torch.int32))
     chosen = choose(op, backend, q, cache, table, lens, cu_q)
+    q, cache = last_dense(q), last_dense(cache)
     out, _ = call(
-        _paged_latent_attention, _dense(q), _dense(cache), cu_q, lens, table, latent, float(scale),
-        chosen,
-    )  # fmt: skip
+        _paged_latent_attention, q, cache, cu_q, lens, table, latent, float(scale), chosen
+    )
     return out

@@ -23,8 +23,8 @@ from rlk_kernels.backend import choose, two_backends
 from rlk_kernels.custom_op import SECOND, call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.ops.layer_norm import portable
-from rlk_kernels.ops.rms_norm.portable import wide_dtype
 
 MAX_H = 65536
 
@@ -40,7 +40,7 @@ _module = two_backends(portable, lazy_module("rlk_kernels.ops.layer_norm.kernels
 
 
 def _fake_backward(x, weight, dy, *rest):
-    of_weight = weight.new_empty(weight.shape, dtype=wide_dtype(x))
+    of_weight = weight.new_empty(weight.shape, dtype=wide_dtype(x.dtype))
     return dy.new_empty(dy.shape), of_weight, of_weight.new_empty(weight.shape)
 
 

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from rlk_kernels.numerics.column_sum.operator import column_sum
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.numerics.rows import by_rows, tree_sum
-from rlk_kernels.ops.rms_norm.portable import wide_dtype
 
 
 def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -20,14 +20,14 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tenso
 
     def rows(x: Tensor) -> Tensor:
         y = _normed(x, eps)[0] * weight.double()
-        return (y if bias is None else y + bias.double()).to(wide_dtype(x)).to(x.dtype)
+        return (y if bias is None else y + bias.double()).to(wide_dtype(x.dtype)).to(x.dtype)
 
     return by_rows(rows, x)
 
 
 def backward(x: Tensor, weight: Tensor, dy: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias), the last two wide."""
-    wide, h = wide_dtype(x), x.shape[-1]
+    wide, h = wide_dtype(x.dtype), x.shape[-1]
     n, r = _normed(x, eps)
     d = dy.double()
     g = d * weight.double()

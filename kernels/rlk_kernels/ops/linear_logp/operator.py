@@ -34,6 +34,7 @@ from rlk_kernels.backend import choose, record
 from rlk_kernels.custom_op import SECOND, call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.ops.linear import check_weight
 from rlk_kernels.ops.linear_logp import portable
 from rlk_kernels.ops.linear_logp.options import (
@@ -95,7 +96,7 @@ def _inference(
 
 
 def _fake(hidden, weight, bias, ids, logit_dtype, softcap, scale, temperature, entropy, backend):
-    wide = torch.promote_types(hidden.dtype, torch.float32)
+    wide = wide_dtype(hidden.dtype)
     inner = torch.float64 if backend == "torch" else torch.float32
     t = hidden.shape[0]
     shapes = [(ids.shape, wide), ((t,), wide), ((t if entropy else 0,), wide)]

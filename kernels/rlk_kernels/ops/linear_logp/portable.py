@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlk_kernels.matmul.portable import product
 from rlk_kernels.numerics import elementary
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.numerics.error_free import matmul_nt
 from rlk_kernels.numerics.lse_tree.portable import block_portable, merge_portable
 from rlk_kernels.numerics.rows import by_rows, tree_sum
@@ -31,7 +32,7 @@ BLOCK_T = 1024
 
 def final_logits(x: Tensor, spec: LogitOptions) -> Tensor:
     """z in float64 from logits in the logit dtype, with each step rounded to fp32 (or float64)."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(x.dtype)
     z = x.to(wide)
     if spec.softcap:
         z = capped(z, spec.softcap).to(wide)
@@ -74,7 +75,7 @@ def forward(
 ) -> RowStatistics:
     """The statistics of h[T, H], w[V, H] and ids[T, J] or [T]; n is the maximum, log_s natural."""
     shape, ids = ids.shape, ids[:, None] if ids.dim() == 1 else ids
-    wide = torch.promote_types(h.dtype, torch.float32)
+    wide = wide_dtype(h.dtype)
     t, v = h.shape[0], w.shape[0]
     bad = (ids >= v).any()
     if bool(bad):
@@ -109,7 +110,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """(dh, dw, dbias); a gradient that `needs` excludes is None."""
     (t, k), v = h.shape, w.shape[0]
-    wide = torch.promote_types(h.dtype, torch.float32)
+    wide = wide_dtype(h.dtype)
     g = torch.where(ids < 0, 0.0, g.double())
     a = -tree_sum(g).squeeze(-1)
     if g_lse is not None:

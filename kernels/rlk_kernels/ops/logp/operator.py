@@ -26,6 +26,7 @@ from rlk_kernels.backend import choose, two_backends
 from rlk_kernels.custom_op import SECOND, call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.ops.linear_logp.options import check_options, check_token_ids, options_of
 from rlk_kernels.ops.logp import portable
 
@@ -89,7 +90,7 @@ def _run(logits, target, token_ids, top_k, options, backend):
 
 
 def _fake(logits, target, softcap, scale, temperature, backend):
-    wide = torch.promote_types(logits.dtype, torch.float32)
+    wide = wide_dtype(logits.dtype)
     inner = torch.float64 if backend == "torch" else torch.float32
     t = logits.shape[0]
     return logits.new_empty(t, dtype=wide), logits.new_empty(t, 2, dtype=inner)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.numerics import elementary
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.numerics.lse_tree.portable import block_portable
 from rlk_kernels.numerics.rows import by_rows
 from rlk_kernels.ops.linear_logp.options import LogitOptions
@@ -11,7 +12,7 @@ from rlk_kernels.ops.linear_logp.portable import final_logits, softcap_slope
 
 
 def _forward(logits, target, ids, top_k, spec):
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(logits.dtype)
     z = final_logits(logits, spec)
     m, s = block_portable(z)
     log_s = elementary.log(s)
@@ -41,12 +42,12 @@ def logp_of_root(z: Tensor, target: Tensor, root: Tensor) -> tuple[Tensor, Tenso
     """logp[T] and (m, log s)[T, 2] from the targets' logits z[T] and (m, s)[T, 2]."""
     m, s = root.unbind(-1)
     log_s = elementary.log(s)
-    wide = torch.float64 if z.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(z.dtype)
     return _logp(z.double(), target, m, log_s).to(wide), torch.stack([m, log_s], 1)
 
 
 def _backward(logits, target, root, g, spec):
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(logits.dtype)
     z = final_logits(logits, spec)
     m, log_s = root.split(1, 1)
     p = elementary.exp((z - m) - log_s)

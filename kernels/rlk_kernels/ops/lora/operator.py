@@ -35,6 +35,7 @@ from rlk_kernels.backend import choose, two_backends
 from rlk_kernels.custom_op import SECOND, call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.ops.linear import weight_grad
 from rlk_kernels.ops.lora import portable
 
@@ -141,7 +142,7 @@ def _check_factor(x: Tensor, name: str, factor: Tensor, scales: Tensor) -> None:
             f"add_lora: {name} {tuple(factor.shape)} and scales {tuple(scales.shape)} do not fit "
             f"rows {tuple(x.shape)}; x[..., K], A[S, R, K], B[S, N, R] and scales[S] are needed"
         )
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = wide_dtype(x.dtype)
     if factor.dtype not in (x.dtype, wide):
         raise UnsupportedDtype(f"add_lora: {name} is {factor.dtype}; {x.dtype} or {wide} is needed")
     if scales.dtype != wide:

@@ -23,6 +23,8 @@ from rlk_kernels.backend import choose, two_backends
 from rlk_kernels.custom_op import SECOND, call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.numerics.dtypes import wide_dtype
+from rlk_kernels.ops.arguments import last_dense
 from rlk_kernels.ops.rms_norm import portable
 
 CASTS = ("hf", "vllm")
@@ -41,7 +43,7 @@ _module = two_backends(portable, lazy_module("rlk_kernels.ops.rms_norm.kernels")
 @custom_op(
     "rms_norm_backward",
     lambda s, weight, dy, *rest: (
-        dy.new_empty(dy.shape), weight.new_empty(weight.shape, dtype=portable.wide_dtype(s))
+        dy.new_empty(dy.shape), weight.new_empty(weight.shape, dtype=wide_dtype(s.dtype))
     ),
     no_gradient=("rms_norm", SECOND),
 )  # fmt: skip
@@ -137,4 +139,4 @@ def _heads_are_strided(x: Tensor) -> bool:
 
 def _rows(x: Tensor, h: int) -> Tensor:
     rows = x if x.dim() == 2 else x.reshape(-1, h)
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
+    return last_dense(rows)

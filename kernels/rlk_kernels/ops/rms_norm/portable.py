@@ -1,15 +1,10 @@
 """`rms_norm` in PyTorch: sums by halves, in float64."""
 
-import torch
 from torch import Tensor
 
 from rlk_kernels.numerics.column_sum.operator import column_sum
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.numerics.rows import by_rows, tree_sum
-
-
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """float32, or float64 for float64."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _inverse_rms(s: Tensor, eps: float) -> Tensor:
@@ -17,7 +12,7 @@ def _inverse_rms(s: Tensor, eps: float) -> Tensor:
 
 
 def _forward(x, residual, weight, eps, hf):
-    wide = wide_dtype(x)
+    wide = wide_dtype(x.dtype)
     s = x if residual is None else (x.to(wide) + residual.to(wide)).to(x.dtype)
     n = s.to(wide) * _inverse_rms(s, eps).to(wide)
     if hf:
@@ -39,7 +34,7 @@ def backward(
     s: Tensor, weight: Tensor, dy: Tensor, dnew: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """(ds, dweight)."""
-    wide = wide_dtype(s)
+    wide = wide_dtype(s.dtype)
     r = _inverse_rms(s, eps)
     n = s.double() * r
     g = dy.double() * weight.double()

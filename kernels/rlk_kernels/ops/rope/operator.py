@@ -24,6 +24,7 @@ from rlk_kernels.backend import choose, record
 from rlk_kernels.custom_op import call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.ops.arguments import last_dense
 from rlk_kernels.ops.rope import portable
 
 
@@ -148,7 +149,7 @@ def rope(
     chosen = choose("rope", backend, q, k, positions, inv_freq, scaling)
     if k.dtype != q.dtype:
         chosen = choose("rope", backend, k, q)
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    q, k = last_dense(q), last_dense(k)
     return call(
         _rope, q, k, positions.contiguous(), frequency, factor, float(theta or 0.0), size, 1.0,
         cos_sin_dtype, interleaved, chosen,

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.numerics.elementary import sin_cos
 
 
@@ -11,7 +12,7 @@ def rotate(
     round_to: torch.dtype, interleaved: bool,
 ) -> Tensor:  # fmt: skip
     """Rotate x[T, H, D] by sign times its angles."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(x.dtype)
     r = frequency.numel()
     angle = positions.to(torch.float32)[:, None] * frequency
     table = [v.to(torch.float32) for v in sin_cos(angle)]

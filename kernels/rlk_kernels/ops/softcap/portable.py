@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from rlk_kernels.numerics import elementary
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.numerics.rows import by_rows
 
 
@@ -13,19 +14,16 @@ def capped(x: Tensor, cap: float) -> Tensor:
     return torch.where(x < 0, -cap, cap) * ((1 - t) / (1 + t))
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def forward(x: Tensor, cap: float) -> Tensor:
     """y of x[M, F]."""
-    return by_rows(lambda rows: capped(rows, cap).to(_wide(x)).to(x.dtype), x)
+    return by_rows(lambda rows: capped(rows, cap).to(wide_dtype(x.dtype)).to(x.dtype), x)
 
 
 def backward(y: Tensor, dy: Tensor, cap: float) -> Tensor:
     """dx."""
 
     def slope(y: Tensor, dy: Tensor) -> Tensor:
-        return (dy.double() * (1.0 - (y.double() / cap).square())).to(_wide(y)).to(y.dtype)
+        dx = dy.double() * (1.0 - (y.double() / cap).square())
+        return dx.to(wide_dtype(y.dtype)).to(y.dtype)
 
     return by_rows(slope, y, dy)

@@ -21,6 +21,7 @@ from rlk_kernels.backend import choose, two_backends
 from rlk_kernels.custom_op import SECOND, call, custom_op
 from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
+from rlk_kernels.ops.arguments import last_dense
 from rlk_kernels.ops.swiglu import portable
 
 ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid")
@@ -50,17 +51,8 @@ def _swiglu_backward(
     return _module("swiglu_backward", backend).backward(gate, up, dy, kind)
 
 
-def _setup(ctx, inputs, output):
-    gate, up, *ctx.options = inputs
-    ctx.save_for_backward(gate, up)
-
-
-def _backward(ctx, dy):
-    return *call(_swiglu_backward, *ctx.saved_tensors, dy.contiguous(), *ctx.options), None, None
-
-
 @custom_op(
-    "swiglu", lambda gate, *rest: gate.new_empty(gate.shape), setup=_setup, backward=_backward
+    "swiglu", lambda gate, *rest: gate.new_empty(gate.shape), gradients=(2, _swiglu_backward)
 )
 def _swiglu(gate: Tensor, up: Tensor, kind: int, backend: str) -> Tensor:
     return _module("swiglu", backend).forward(gate, up, kind)
@@ -84,6 +76,6 @@ def swiglu(
     rows = [gate, up]
     if gate.dim() != 2:
         rows = [t.reshape(-1 if f else t.shape[:-1].numel(), f) for t in rows]
-    rows = [t if t.stride(-1) == 1 else t.contiguous() for t in rows]
+    rows = [last_dense(t) for t in rows]
     y = call(_swiglu, rows[0], rows[1], ACTIVATIONS.index(activation), chosen)
     return y if gate.dim() == 2 else y.reshape(gate.shape)

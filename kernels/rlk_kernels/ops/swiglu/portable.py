@@ -1,8 +1,8 @@
 """`swiglu` in PyTorch: elementwise, in float64."""
 
-import torch
 from torch import Tensor
 
+from rlk_kernels.numerics.dtypes import wide_dtype
 from rlk_kernels.numerics.elementary import sigmoid
 from rlk_kernels.numerics.rows import by_rows
 
@@ -18,14 +18,14 @@ def _share(g: Tensor, kind: int) -> Tensor:
 
 
 def _forward(gate: Tensor, up: Tensor, kind: int) -> Tensor:
-    wide = torch.float64 if gate.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(gate.dtype)
     g = gate.double()
     factor = _share(g, kind) if kind == SIGMOID else g * _share(g, kind)
     return (factor * up.double()).to(wide).to(gate.dtype)
 
 
 def _backward(gate: Tensor, up: Tensor, dy: Tensor, kind: int) -> tuple[Tensor, Tensor]:
-    wide = torch.float64 if gate.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(gate.dtype)
     g, d = gate.double(), dy.double()
     s = _share(g, kind)
     if kind == SIGMOID:
