@@ -22,6 +22,9 @@ class LayerShape(Protocol):
     def delta_layers(self) -> tuple[int, ...]: ...
 
     @property
+    def mlp_layers(self) -> tuple[int, ...]: ...
+
+    @property
     def wide_layers(self) -> tuple[int, ...]: ...
 
     @property
@@ -224,6 +227,16 @@ def state_space(layers: LayerOperators) -> LayerOperators:
         return (*every[:at], *_STATE_SPACE, *every[end:])
 
     return operators
+
+
+def one_part(shape: LayerShape, layer: int) -> tuple[str, ...]:
+    """Layers with one part each: a state-space model, an attention, of which some do not rotate q
+    and k, or an MLP without a gate."""
+    every = state_space(partly_rotated)(shape, layer)
+    at = every.index("mlp_norm")
+    if layer not in shape.mlp_layers:
+        return every[:at]
+    return tuple("plain_act" if op == "act" else op for op in every[at:] if op != "gate_proj")
 
 
 _FROM_LATENTS = (

@@ -64,6 +64,8 @@ class ModelShape:
     """The layers that do not rotate q and k."""
     delta_layers: tuple[int, ...] = ()
     """The layers with a gated delta net in place of attention."""
+    mlp_layers: tuple[int, ...] = ()
+    """The layers with an MLP and no attention, in a family whose layers have one part each."""
     delta_key_heads: int = 0
     """The number of heads of q and of k in a gated delta net, each for several heads of v."""
     delta_heads: int = 0
@@ -155,11 +157,16 @@ class ModelShape:
     @property
     def first_attention(self) -> int:
         """The first layer with attention, on which positions and boundaries are measured."""
-        return next(i for i in range(self.layers) if i not in self.delta_layers)
+        without = {*self.delta_layers, *self.mlp_layers}
+        return next(i for i in range(self.layers) if i not in without)
 
     def has(self, op: str) -> bool:
         """Whether any layer has that operator."""
         return any(op in self.family.layer(self, layer) for layer in range(self.layers))
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP or experts."""
+        return any(OPERATORS[op].part == "mlp" for op in self.family.layer(self, layer))
 
     def correction(self, layer: int) -> tuple[int, ...]:
         """The dimensions of the correction of a layer's scores; empty without one."""
@@ -340,38 +347,38 @@ def _read_delta_net(
     return {**sizes, "delta_layers": tuple(i for i in layers if kinds[i] == "linear_attention")}
 
 
-_STATE_SPACE_SIZES = {
-    "delta_key_heads": "mamba_n_groups",
-    "delta_heads": "mamba_n_heads",
-    "delta_key_width": "mamba_d_state",
-    "conv_taps": "mamba_d_conv",
-}
-
-
 def _read_state_space(
-    model: Path, config: dict[str, Any], size: Callable[..., int]
+    model: Path, config: dict[str, Any], family: Family, size: Callable[..., int]
 ) -> dict[str, Any]:
     """The fields of `ModelShape` that describe state-space models. Raises ModelError."""
-    sizes = {name: size(key) for name, key in _STATE_SPACE_SIZES.items()}
-    inner, heads = size("mamba_expand") * size("hidden_size"), sizes["delta_heads"]
-    if inner % heads or config.get("mamba_d_head") not in ("auto", inner // heads):
+    keys = family.state_space
+    sizes = {name: size(key) for name, key in keys.items() if name != "delta_width"}
+    heads, stated = sizes["delta_heads"], config.get(keys["delta_width"])
+    if "mamba_expand" in family.defaults:
+        inner = size("mamba_expand") * size("hidden_size")
+    else:
+        inner = heads * size(keys["delta_width"])
+    if inner % heads or stated not in ("auto", inner // heads):
         raise ModelError(
-            f"{model}/config.json: mamba_n_heads={heads} heads of mamba_d_head="
-            f"{config.get('mamba_d_head')!r} are not mamba_expand * hidden_size={inner} features"
+            f"{model}/config.json: {keys['delta_heads']}={heads} heads of {keys['delta_width']}="
+            f"{stated!r} are not mamba_expand * hidden_size={inner} features"
         )
     if heads % sizes["delta_key_heads"]:
         raise ModelError(
-            f"{model}/config.json: mamba_n_heads={heads} is no multiple of mamba_n_groups="
-            f"{sizes['delta_key_heads']}"
+            f"{model}/config.json: {keys['delta_heads']}={heads} is no multiple of "
+            f"{keys['delta_key_heads']}={sizes['delta_key_heads']}"
         )
-    layers = range(size("num_hidden_layers"))
-    recurrent = tuple(i for i in layers if layer_kind(config, i) == "linear_attention")
-    if len(recurrent) == len(layers):
+    kinds = [layer_kind(config, i) for i in range(size("num_hidden_layers"))]
+    layers = {
+        field: tuple(i for i, each in enumerate(kinds) if each == kind)
+        for field, kind in (("delta_layers", "linear_attention"), ("mlp_layers", "mlp"))
+    }
+    if sum(map(len, layers.values())) == len(kinds):
         raise ModelError(
             f"{model}/config.json: no layer has attention, and attributes are read from one",
             WITHOUT_FAMILY,
         )
-    return {**sizes, "delta_width": inner // heads, "delta_layers": recurrent}
+    return {**sizes, "delta_width": inner // heads, **layers}
 
 
 _WIDE_SIZES = {"head_dim": "wide_head_dim", "num_key_value_heads": "wide_kv_heads"}
@@ -485,7 +492,7 @@ def read_shape(model: Path) -> ModelShape:
         qk_norm=bool(family.qk_norm and config.get(family.qk_norm)),
         unrotated_layers=_unrotated(model, config, family),
         **(_read_delta_net(model, config, size) if family.hybrid else {}),
-        **(_read_state_space(model, config, size) if family.state_space else {}),
+        **(_read_state_space(model, config, family, size) if family.state_space else {}),
         **(_read_wide_heads(model, config) if family.wide_heads else {}),
         **(read_experts(model, config, family.experts, size) if family.experts else {}),
     )

@@ -448,7 +448,8 @@ FAULTY = [
     ),
     # State-space models: the convolution, the step, the decay, the state, and the norm.
     *(
-        planted("granitemoehybrid", fault)
+        planted(family, fault)
+        for family in ("granitemoehybrid", "nemotron_h")
         for planted in (in_hf, in_vllm)
         for fault, of in FAULTS.items()
         if of.op_class == "state space" or of.site == "layers.1.conv"

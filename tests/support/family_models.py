@@ -52,6 +52,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"]},
         **{"position_embedding_type": "nope", "tie_word_embeddings": True},
     },
+    "nemotron_h": {
+        **{"head_dim": 32, "mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 32},
+        **{"n_groups": 2, "chunk_size": 16, "num_hidden_layers": 6, "sliding_window": None},
+        "layers_block_type": [
+            *("linear_attention", "linear_attention", "full_attention"),
+            *("mlp", "linear_attention", "mlp"),
+        ],
+    },
     "helium": {"head_dim": 32},
     "ernie4_5": {"head_dim": 32, "tie_word_embeddings": True},
     "phi3": {

@@ -24,8 +24,9 @@ SCANS = ("mamba2_chunk_scan", "mamba2_selective_state_update")
 def mambas(model: Any) -> Iterator[tuple[int, Any]]:
     """(index of the layer, its state-space model) of each layer that has one."""
     for i, layer in enumerate(model.model.layers):
-        if getattr(layer, "mamba", None) is not None:
-            yield i, layer.mamba
+        every = (m for m in layer.modules() if hasattr(m, "A_log") and hasattr(m, "D"))
+        if (net := next(every, None)) is not None:
+            yield i, net
 
 
 def mamba_places(layer: str, module: str) -> Iterator[Place]:

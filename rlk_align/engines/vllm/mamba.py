@@ -27,8 +27,14 @@ _DECAY = "A"
 def mambas(model: Any) -> Iterator[tuple[int, Any]]:
     """(index of the layer, its state-space model) of each layer that has one."""
     for i, layer in enumerate(model.model.layers):
-        if hasattr(layer, "mamba"):
-            yield i, layer.mamba
+        if path := mamba_path(layer):
+            yield i, layer.get_submodule(path)
+
+
+def mamba_path(layer: Any) -> str:
+    """The path of a layer's state-space model; empty if the layer has none."""
+    every = layer.named_modules()
+    return next((path for path, m in every if hasattr(m, "conv1d") and hasattr(m, _DECAY)), "")
 
 
 def mamba_places(model: Any, layer: str, module: str, shape: ModelShape) -> Iterator[Place]:

@@ -10,6 +10,7 @@ from rlk_align.engines.common.fused_places import (
     expert_places,
     fused_places,
     head_path,
+    norm_places,
     place_of,
 )
 from rlk_align.engines.common.places import (
@@ -23,7 +24,7 @@ from rlk_align.engines.common.places import (
 from rlk_align.engines.vllm.delta_net import delta_places
 from rlk_align.engines.vllm.experts import FUSED, PARTIAL, sparse_blocks
 from rlk_align.engines.vllm.latent import latent_places
-from rlk_align.engines.vllm.mamba import mamba_places
+from rlk_align.engines.vllm.mamba import mamba_path, mamba_places
 from rlk_align.model.operators import OPERATORS, layer_modules
 from rlk_align.model.shape import ModelShape
 
@@ -35,6 +36,9 @@ def vllm_places(model: Any, shape: ModelShape, tp: int) -> Iterator[Place]:
     def sparse(layer: int) -> Iterator[Place] | None:
         return _block_places(model, layer, *blocks[layer], shape, tp) if layer in blocks else None
 
+    if shape.mlp_layers:
+        yield from _one_part_places(model, shape, tp)
+        return
     if not adds_in_norms(model, shape):
         yield from _unfused_places(model, shape, tp, sparse)
         return
@@ -91,7 +95,8 @@ def _unfused_places(model: Any, shape: ModelShape, tp: int, sparse: Sparse) -> I
         for module in shape.family.fused.keys() & modules.keys() - _FUSED.keys():
             yield place(module, *shape.family.fused[module])
         if "scan" in operators:
-            yield from mamba_places(model, f"layers.{i}", f"model.layers.{i}.mamba", shape)
+            path = f"model.layers.{i}.{mamba_path(layer)}"
+            yield from mamba_places(model, f"layers.{i}", path, shape)
         inside = {"conv", "mamba_norm"}
         yield from (place(p, op) for op, p in paths.items() if p in modules and op not in inside)
         for op in ("q_rope", "k_rope") if "q_rope" in operators else ():
@@ -107,6 +112,39 @@ def _unfused_places(model: Any, shape: ModelShape, tp: int, sparse: Sparse) -> I
             yield from block
         yield rescaled(place("", "mlp_residual"), operators)
     yield Place(sites=("final_norm",), module="model.norm")
+    yield Place(
+        sites=("logits",), module="logits_processor", rows="sampled", parameters_in=head_path(model)
+    )
+
+
+_PARTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "scan": {"in_proj": ("z", "xbc_in", "dt_in"), "out_proj": ("out_proj",)},
+    "attn": {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "attn": ("attn",), "o_proj": ("o_proj",)},
+    "act": {"up_proj": ("up_proj",), "down_proj": ("down_proj",)},
+}
+"""The operator of a part -> its modules in vLLM, with their operators."""
+
+
+def _one_part_places(model: Any, shape: ModelShape, tp: int) -> Iterator[Place]:
+    """The places in a model whose layers have one part each, after a norm that adds a residual."""
+    yield Place(sites=("embed",), module="model.embed_tokens")
+    stream = ""
+    for i in range(shape.layers):
+        name, here = f"layers.{i}", f"model.layers.{i}"
+        sites = [OPERATORS[op].site for op in shape.family.layer(shape, i)]
+        yield from norm_places(stream, f"{name}.{sites[0]}", f"{here}.norm")
+        stream = f"{name}.{sites[-1]}"
+        part = next(part for part in _PARTS if part in sites)
+        for module, ops in _PARTS[part].items():
+            of_module = tuple(f"{name}.{op}" for op in ops)
+            yield place_of(model, shape, tp, f"{here}.mixer.{module}", of_module)
+        if part == "scan":
+            yield from mamba_places(model, name, f"{here}.mixer", shape)
+        if part == "act":
+            # All layers share one module for it.
+            act = (f"{name}.act",)
+            yield place_of(model, shape, tp, f"{here}.mixer.down_proj", act, end="input")
+    yield from norm_places(stream, "final_norm", "model.norm_f")
     yield Place(
         sites=("logits",), module="logits_processor", rows="sampled", parameters_in=head_path(model)
     )

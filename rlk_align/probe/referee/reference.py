@@ -266,7 +266,8 @@ class Reference:
             case "gated_then_normed":
                 weight = self._weights.read(site.parameter).double()
                 x, gate = inputs
-                return state_space.gated_then_normed(x, gate, weight, 1, self._eps, dtype)
+                groups = shape.delta_key_heads if shape.family.normed_by_group else 1
+                return state_space.gated_then_normed(x, gate, weight, groups, self._eps, dtype)
             case "state_space":
                 return self._state_space(site, inputs, rows)
         x, b, a = inputs

@@ -84,7 +84,7 @@ class LiveOperators(Hooks, ABC):
                 self._delta_rule(layer, formula)
             case "state_space":
                 self._state_space(layer, formula)
-            case "time_step" | "step_decay":
+            case "time_step" | "step_decay" | "decay":
                 self._while_running(site, formula)
             case "short_conv":
                 self._convolution(layer, formula)
@@ -333,8 +333,8 @@ class LiveOperators(Hooks, ABC):
         raise NotImplementedError
 
     def _while_running(self, site: str, change: Formula) -> None:
-        """Lets the module of a state-space model compute with another parameter of a site: A, of
-        which some engines keep the logarithm, or the bias of dt. The live parameter stays."""
+        """Lets the module of a recurrence compute with another parameter of a site: A, of which
+        some engines keep the logarithm, or the bias of dt. The live parameter stays."""
         place, module, live = self._places[site], self.module(site), []
         name, keeps_log = place.weight, place.weight == OPERATORS["dt_a"].tensor
         if not self.faulty:

@@ -1,0 +1,202 @@
+"""Plants each fault of hybrid layers in each engine, and writes the tables of `docs/hybrid.md`:
+`python scripts/hybrid_faults.py [MODEL...]`.
+
+A model's faults run in one `rlk-align selftest` of all engines of a line of `ENGINES`, on prompts
+of 120 to 200 tokens. What each run found is in `reports/engines/hybrid-faults.json`; named models
+replace their own entries there.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+from family_models import family_model  # noqa: E402
+
+from rlk_align.model.shape import read_shape  # noqa: E402
+from rlk_align.model.sites import model_sites  # noqa: E402
+from rlk_align.selftest.faults.catalogue import FAULTS, faults_of  # noqa: E402
+
+FOUND = ROOT / "reports" / "engines" / "hybrid-faults.json"
+PAGE = ROOT / "docs" / "hybrid.md"
+BEGIN, END = "<!-- begin: scripts/hybrid_faults.py -->\n", "<!-- end -->\n"
+TRAINED = {"qwen3_5_text": ROOT / "fixtures" / "hybrid"}
+"""Family -> a trained model; of the others the model is random."""
+ENGINES = {
+    "": ("vllm", "hf", "fsdp:dp=2"),
+    "kernels": ("vllm:kernels=rlk", "hf:kernels=rlk", "fsdp:dp=2,kernels=rlk"),
+}
+FAMILIES = {"qwen3_5_text": ("", "kernels"), "granitemoehybrid": ("",)}
+"""Family -> its lines of `ENGINES`."""
+OF_HYBRIDS = ("recurrence", "state space")
+"""The groups of the catalogue with these faults."""
+SHOWN = ("engines", "rows", "left_out")
+OF_DETECTION = ("fault", "side", "rollout", "train", "expected", "planted", "seen", "found_site")
+OF_DETECTION += ("found_side", "words", "others")
+
+
+def model_of(family: str, folder: Path) -> Path:
+    return TRAINED.get(family) or family_model(folder, family)
+
+
+def faults_in(model: Path) -> list[str]:
+    """The faults of hybrid layers whose operators the model has."""
+    sites = {s.name: s for s in model_sites(read_shape(model))}
+    return [n for n, f in FAULTS.items() if of_hybrids(n) and f.fits(sites)]
+
+
+def of_hybrids(name: str) -> bool:
+    return FAULTS[name].op_class in OF_HYBRIDS
+
+
+def write_prompts(path: Path) -> Path:
+    """Five prompts, of which the longest go beyond three chunks of 64."""
+    rows = [
+        {"id": f"p{n}", "ids": [1 + (7 * n + 31 * i) % 1000 for i in range(120 + 20 * n)]}
+        for n in range(5)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def planted(family: str, engines: Sequence[str], folder: Path) -> dict[str, Any]:
+    """What a self-test of these engines finds."""
+    model, output = model_of(family, folder), folder / "selftest.json"
+    output.unlink(missing_ok=True)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "rlk_align", "selftest", "--model", str(model)),
+            *("--engines", ",".join(engines), "--faults", ",".join(faults_in(model))),
+            *("--seeds", "1", "--no-curves", "--output", f"json={output}"),
+            *("--prompts", str(write_prompts(folder / "prompts.jsonl"))),
+            *("--run-dir", str(folder / "-".join([family, *engines]).replace(":", "-"))),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"OMP_NUM_THREADS": "1", **os.environ},
+    )
+    if not output.exists():
+        raise SystemExit(f"{family}, {engines}: {done.stderr[-2000:]}")
+    report = json.loads(output.read_text())
+    return {
+        **{name: report[name] for name in SHOWN},
+        "exit_code": done.returncode,
+        "alarms": [alarm for pair in report["clean"] for alarm in pair["alarms"]],
+        "clean_pairs": len(report["clean"]),
+        "detections": [{name: d[name] for name in OF_DETECTION} for d in report["detections"]],
+    }
+
+
+def table(run: Mapping[str, Any]) -> Iterator[str]:
+    """A row for each fault, and a column for each engine."""
+    engines = [*run["engines"]]
+    cells: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for found in run["detections"]:
+        engine = found["rollout" if found["side"] == "rollout" else "train"].partition(":")[0]
+        cells[found["fault"], engine].append(found)
+    yield "| fault | " + " | ".join(f"`{e}`" for e in engines) + " |"
+    yield "| --- |" + " --- |" * len(engines)
+    for fault in dict.fromkeys(name for name, _ in cells):
+        row = []
+        for engine in engines:
+            name = engine.partition(":")[0]
+            row.append(cell(fault, name, cells.get((fault, name), []), run["left_out"]))
+        yield f"| `{fault}` | {' | '.join(row)} |"
+
+
+def cell(fault: str, engine: str, found: Sequence[Mapping[str, Any]], left_out: list[str]) -> str:
+    """What a cell says of one fault in one engine, in all pairs of the engine."""
+    if not found:
+        why = next((x for x in left_out if x.startswith(f"{fault} in {engine}")), "")
+        return why.rpartition("kernels: ")[2] if why else absent(fault, engine)
+    said = []
+    for one in found:
+        if one["seen"] == "within budget":
+            said.append("within its budget")
+        elif one["seen"] == "named" and one["found_side"] == one["side"] and not one["others"]:
+            site = str(one["found_site"]).rpartition(".")[2]
+            said.append(f"`{site}`: {one['words'].rpartition('errors of ')[2]}")
+        else:
+            beside = [str(one["found_site"]), *one["others"]]
+            said.append(f"**{one['seen']}**: {', '.join(beside)}")
+    return "; ".join(dict.fromkeys(said))
+
+
+def absent(fault: str, engine: str) -> str:
+    """Why no run has this fault in this engine."""
+    if fault not in faults_of(engine):
+        return "decode alone" if FAULTS[fault].decode else "cannot have it"
+    return "**not run**"
+
+
+TITLES = {
+    ("qwen3_5_text", ""): "Gated delta nets, `fixtures/hybrid`, without the kernels",
+    ("qwen3_5_text", "kernels"): "The same, with the kernels in all engines",
+    ("granitemoehybrid", ""): "State-space models, a random `granitemoehybrid` of four layers",
+}
+
+
+def section(found: Mapping[str, Any]) -> str:
+    """The part of the page between its two marks."""
+    lines = []
+    for (family, which), title in TITLES.items():
+        run = found.get(f"{family} {which}".strip())
+        if run is None:
+            continue
+        versions = ", ".join(f"{e.partition(':')[0]} {v}" for e, v in run["engines"].items())
+        right = sum(map(as_expected, run["detections"]))
+        lines += [
+            f"{title} ({versions}; {run['rows']:,} rows):",
+            "",
+            *table(run),
+            "",
+            f"{right} of {len(run['detections'])} comparisons found what is expected; in "
+            f"{run['clean_pairs']} pairs without a fault there were {len(run['alarms'])} alarms.",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def as_expected(found: Mapping[str, Any]) -> bool:
+    """Whether a comparison names the fault at its operator and side, or leaves a rounding within
+    its budget."""
+    if found["others"]:
+        return False
+    if found["seen"] == "within budget":
+        return bool(found["expected"] == "rounding")
+    site = FAULTS[found["fault"]].site
+    named = (found["found_site"], found["found_side"]) == (site, found["side"])
+    return bool(found["seen"] == "named" and named)
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """The whole page, with the present tables."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, mark, after = rest.partition(END)
+    assert mark, f"{PAGE} lacks the marks {BEGIN!r} and {END!r}"
+    return f"{before}{BEGIN}\n{section(found)}{END}{after}"
+
+
+def main(families: list[str]) -> None:
+    found = json.loads(FOUND.read_text()) if FOUND.exists() else {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for family in families or FAMILIES:
+            for which in FAMILIES[family]:
+                run = planted(family, ENGINES[which], Path(scratch))
+                found[f"{family} {which}".strip()] = run
+                print(family, which, run["exit_code"], flush=True)
+                FOUND.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    PAGE.write_text(page(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
