@@ -9,6 +9,7 @@ from rlk_align.errors import ModelError
 from rlk_align.model.config_keys import PAGE
 from rlk_align.model.family import Family
 from rlk_align.model.layers import (
+    beside_state_space,
     corrected_mixture,
     dense,
     hybrid,
@@ -344,6 +345,48 @@ FAMILIES = {
             | {"mamba_conv_bias": True, "shared_intermediate_size": 1024}
         },
     ),
+    "falcon_h1": Family(
+        layer=beside_state_space,
+        before=("scaled_embed",),
+        after=("final_norm", "head_scaled_logits", "logprob"),
+        state_space=_STATE_SPACE,
+        beside_attention=True,
+        normed_by_group=True,
+        adds_outside_norms=True,
+        biases={"conv": "mamba_conv_bias"},
+        scales={
+            **dict.fromkeys(("q_proj", "k_proj", "v_proj"), ("attention_in_multiplier",)),
+            **dict.fromkeys(("z", "xbc_in", "dt_in"), ("ssm_in_multiplier",)),
+            **{"conv": ("ssm_multipliers.1-3",), "dt": ("ssm_multipliers.4",)},
+            "scan": ("", "ssm_multipliers.4"),
+            **dict.fromkeys(("mamba_norm", "mamba_gate"), ("", "ssm_multipliers.0")),
+            "k_rope": ("key_multiplier",),
+            "two_branch_residual": ("", "attention_out_multiplier", "ssm_out_multiplier"),
+            "act": ("mlp_multipliers.0", ""),
+            "mlp_residual": ("", "mlp_multipliers.1"),
+        },
+        defaults={
+            **{"mamba_d_ssm": 1024, "mamba_n_heads": 128, "mamba_d_head": "auto"},
+            **{"mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2},
+            **{"mamba_conv_bias": True, "mamba_rms_norm": False, "num_key_value_heads": 8},
+            **{"embedding_multiplier": 1.0, "lm_head_multiplier": 1.0},
+        },
+        settings=("mamba_chunk_size", "num_logits_to_keep", "rope_parameters.rope_theta"),
+        values={
+            **dict.fromkeys(("mamba_proj_bias", "projectors_bias", "attention_bias"), (False,)),
+            **{"mlp_bias": (False,), "mamba_norm_before_gate": (False,)},
+            **{"time_step_limit": _NO_LIMIT, "mamba_use_mlp": (True,)},
+        },
+        uncovered={"mamba_norm_before_gate": True},
+        modules={
+            **{"mlp_norm": "pre_ff_layernorm", "final_norm": "model.final_layernorm"},
+            **{op: f"feed_forward.{op}" for op in ("gate_proj", "up_proj", "down_proj")},
+            **{"conv": "mamba.conv1d", "out_proj": "mamba.out_proj"},
+        },
+        fused={"mamba.in_proj": ("z", "xbc_in", "dt_in")},
+        vllm_on_one_rank="its ranks share the channels of a convolution",
+        refused=_WITH_STATE_SPACES,
+    ),
     "nemotron_h": Family(
         layer=one_part,
         state_space={
@@ -369,7 +412,7 @@ FAMILIES = {
             *("num_experts_per_tok", "norm_topk_prob", "mtp_layers_block_type"),
             *("mtp_hybrid_override_pattern", "num_logits_to_keep", "expand", "chunk_size"),
             *("rescale_prenorm_residual", "use_mamba_kernels", "time_step_min", "time_step_max"),
-            *("time_step_floor", "time_step_rank"),
+            *("time_step_floor", "time_step_rank", "norm_eps"),
         ),
         values={
             **dict.fromkeys(("use_bias", "mamba_proj_bias", "attention_bias"), (False,)),

@@ -139,6 +139,11 @@ class Family:
     state_space: Mapping[str, str] = field(default_factory=dict)
     """Size of the state-space models (Mamba-2) that these layers have instead, a field of
     `ModelShape` -> the config's key for it; empty for a family without such layers."""
+    beside_attention: bool = False
+    """Whether every layer has a state-space model beside its attention."""
+    scales: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Operator -> for each of its inputs, the config's key for the number that multiplies it
+    before, or `KEY.N` for a number of a list; `KEY.N-M` has one for each of x, B and C."""
     normed_by_group: bool = False
     """Whether their norm is over the features of each group of B and C, and not over all."""
     inner: str = "intermediate_size"
@@ -207,6 +212,7 @@ class Family:
             experts |= {self.experts.layer_kinds}
             experts |= set(CLAMP_KEYS) if self.experts.clamped else set()
         named = {*self.defaults, *self.settings, self.qk_norm, self.predictors}
+        named |= {key.partition(".")[0] for keys in self.scales.values() for key in keys}
         named |= {self.attention_scale[0], self.activation[0], *self.period_keys}
         named |= {self.score_cap, self.logit_cap, self.norm_eps, self.inner}
         named |= {key for key in self.biases.values() if isinstance(key, str)}

@@ -25,6 +25,9 @@ class LayerShape(Protocol):
     def mlp_layers(self) -> tuple[int, ...]: ...
 
     @property
+    def scan_norm(self) -> bool: ...
+
+    @property
     def wide_layers(self) -> tuple[int, ...]: ...
 
     @property
@@ -227,6 +230,20 @@ def state_space(layers: LayerOperators) -> LayerOperators:
         return (*every[:at], *_STATE_SPACE, *every[end:])
 
     return operators
+
+
+def beside_state_space(shape: LayerShape, layer: int) -> tuple[str, ...]:
+    """Layers with a state-space model beside attention, which read one norm and are added together.
+    A norm may follow the gate of the scan."""
+    every = DENSE(shape, layer)
+    replaced = {"out_proj": "parallel_out_proj"}
+    replaced |= {} if shape.scan_norm else {"mamba_norm": "mamba_gate"}
+    start, end = every.index("q_proj"), every.index("attn_residual")
+    beside = (replaced.get(op, op) for op in _STATE_SPACE)
+    return (
+        *(*every[:start], *beside, *every[start:end]),
+        *("two_branch_residual", *every[end + 1 :]),
+    )
 
 
 def one_part(shape: LayerShape, layer: int) -> tuple[str, ...]:

@@ -58,7 +58,8 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
         if "delta" in operators:
             yield from delta_places(f"layers.{i}", f"{here}.linear_attn", shape.delta_heads)
         if "scan" in operators:
-            yield from mamba_places(f"layers.{i}", f"{here}.{shape.family.parent('conv')}")
+            mamba = f"{here}.{shape.family.parent('conv')}"
+            yield from mamba_places(f"layers.{i}", mamba, shape.scan_norm)
         mlp = mlp_path(layer)
         if hasattr(getattr(layer, mlp), "experts"):
             yield from _sparse_places(f"layers.{i}", f"{here}.{mlp}", getattr(layer, mlp))

@@ -48,7 +48,7 @@ def mamba_places(model: Any, layer: str, module: str, shape: ModelShape) -> Iter
         yield place("", op, end="inside", parameters_in=module, weight=weight)
     scan = OPERATORS["scan"].tensor
     yield place(".norm", "scan", end="input", parameters_in=module, weight=scan)
-    yield place(".norm", "mamba_norm")
+    yield place(".norm", "mamba_norm" if shape.scan_norm else "mamba_gate")
 
 
 def on_mambas(hooks: SiteHooks, model: Any) -> None:

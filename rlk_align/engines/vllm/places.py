@@ -1,7 +1,7 @@
 """Where the canonical operators are in a vLLM decoder. In a family that vLLM has no class for, it
 runs the code of transformers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlk_align.engines.common.experts import has_kernels, router_path
@@ -19,6 +19,7 @@ from rlk_align.engines.common.places import (
     End,
     Place,
     embedding_place,
+    final_norm_path,
     rescaled,
 )
 from rlk_align.engines.vllm.delta_net import delta_places
@@ -64,12 +65,13 @@ def sliding_window(attention: Any) -> int | None:
     return None if window in (None, -1) else int(window)
 
 
-_FUSED = {
-    "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "mlp.gate_up_proj": ("gate_proj", "up_proj"),
-}
-"""Module of a layer -> the operators that vLLM fuses in it. Where values are keys, it computes the
-product of keys twice."""
+def _fused(shape: ModelShape) -> dict[str, tuple[str, ...]]:
+    """Module of a layer -> the operators that vLLM fuses in it. Where values are keys, it computes
+    the product of keys twice."""
+    return {
+        f"{shape.family.parent('o_proj')}.qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        f"{shape.family.parent('down_proj')}.gate_up_proj": ("gate_proj", "up_proj"),
+    }
 
 
 def _unfused_places(model: Any, shape: ModelShape, tp: int, sparse: Sparse) -> Iterator[Place]:
@@ -78,6 +80,7 @@ def _unfused_places(model: Any, shape: ModelShape, tp: int, sparse: Sparse) -> I
     of_code = of_transformers(model)
     yield embedding_place(shape, bool(shape.family.embedding_scale) and not of_code)
     heads_first = shape.family.heads_first and of_code
+    fused = _fused(shape)
     for i, layer in enumerate(model.model.layers):
         modules, operators = dict(layer.named_modules()), shape.family.layer(shape, i)
 
@@ -87,13 +90,16 @@ def _unfused_places(model: Any, shape: ModelShape, tp: int, sparse: Sparse) -> I
             access = HEADS_FIRST if heads_first and ops[0] in ("q_norm", "k_norm") else FIRST
             return place_of(model, shape, tp, path, sites, end=end, access=access)
 
+        inner = {f"{shape.family.parent('conv')}.": f"{mamba_path(layer)}."}
         paths = layer_modules(operators, shape.family.modules)
+        paths = {op: _renamed(path, inner) for op, path in paths.items()}
         absent = {"v_proj"}.difference(operators)
-        for module, ops in _FUSED.items():
+        for module, ops in fused.items():
             if module in modules:
                 yield place(module, *(op for op in ops if op not in absent))
-        for module in shape.family.fused.keys() & modules.keys() - _FUSED.keys():
-            yield place(module, *shape.family.fused[module])
+        for stored in shape.family.fused.keys() - fused.keys():
+            if (module := _renamed(stored, inner)) in modules:
+                yield place(module, *shape.family.fused[stored])
         if "scan" in operators:
             path = f"model.layers.{i}.{mamba_path(layer)}"
             yield from mamba_places(model, f"layers.{i}", path, shape)
@@ -111,10 +117,19 @@ def _unfused_places(model: Any, shape: ModelShape, tp: int, sparse: Sparse) -> I
         else:
             yield from block
         yield rescaled(place("", "mlp_residual"), operators)
-    yield Place(sites=("final_norm",), module="model.norm")
+    yield Place(sites=("final_norm",), module=final_norm_path(shape))
     yield Place(
         sites=("logits",), module="logits_processor", rows="sampled", parameters_in=head_path(model)
     )
+
+
+def _renamed(path: str, starts: Mapping[str, str]) -> str:
+    """A path in vLLM's layer, whose modules may be further inside; `starts`: of a path in the
+    checkpoint -> of one in vLLM."""
+    for start, other in starts.items():
+        if path.startswith(start):
+            return other + path.removeprefix(start)
+    return path
 
 
 _PARTS: dict[str, dict[str, tuple[str, ...]]] = {

@@ -22,7 +22,7 @@ from rlk_align.errors import BadOption
 from rlk_align.model.checkpoint import read_config
 from rlk_align.model.operators import OPERATORS
 from rlk_align.model.rotary import checkpoint_rotary
-from rlk_align.model.shape import multiplier_of
+from rlk_align.model.shape import input_scales, multiplier_of
 from rlk_align.model.sites import model_sites
 from rlk_align.selftest.faults.catalogue import Chosen
 from rlk_align.selftest.planting.operands import (
@@ -269,6 +269,7 @@ class LiveOperators(Hooks, ABC):
         place, inputs = self._places[site], self.sites[site].inputs
         layer = self.sites[site].layer or 0
         frequencies = self.frequencies(layer) if place.end == "rope" else None
+        scales = input_scales(self._config, self.shape, self.sites[site].operator)
         live: dict[str, torch.Tensor] = {}
 
         def note(name: str, passed: Any) -> None:
@@ -284,6 +285,7 @@ class LiveOperators(Hooks, ABC):
                     head_dim=self.shape.of_site(site).head_dim,
                     rows=self.rows,
                     multiplier=self.multiplier(site),
+                    input_multiplier=scales[0][0] if scales else 1.0,
                     frequencies=frequencies,
                     interleaved=self.shape.family.interleaved,
                 )
