@@ -2,7 +2,7 @@
 `python scripts/hybrid_faults.py [MODEL...]`.
 
 A model's faults run in one `rlk-align selftest` of all engines of a line of `ENGINES`, on prompts
-of 120 to 200 tokens. What each run found is in `reports/engines/hybrid-faults.json`; named models
+that are longer than several chunks. What each run found is in `reports/engines/hybrid-faults.json`; named models
 replace their own entries there.
 """
 
@@ -32,15 +32,20 @@ TRAINED = {"qwen3_5_text": ROOT / "fixtures" / "hybrid"}
 """Family -> a trained model; of the others the model is random."""
 ENGINES = {
     "": ("vllm", "hf", "fsdp:dp=2"),
+    "two": ("vllm", "hf"),
     "kernels": ("vllm:kernels=rlk", "hf:kernels=rlk", "fsdp:dp=2,kernels=rlk"),
 }
-FAMILIES = {"qwen3_5_text": ("", "kernels"), "granitemoehybrid": ("",)}
+FAMILIES = {"qwen3_5_text": ("", "kernels"), "granitemoehybrid": ("two",)}
 """Family -> its lines of `ENGINES`."""
+LONGEST = {"qwen3_5_text": 200, "granitemoehybrid": 56}
+"""The tokens of the longest prompt: more than three chunks."""
 OF_HYBRIDS = ("recurrence", "state space")
 """The groups of the catalogue with these faults."""
 SHOWN = ("engines", "rows", "left_out")
-OF_DETECTION = ("fault", "side", "rollout", "train", "expected", "planted", "seen", "found_site")
-OF_DETECTION += ("found_side", "words", "others")
+OF_DETECTION = (
+    *("fault", "side", "rollout", "train", "expected", "planted", "seen", "found_site"),
+    *("found_side", "words", "others"),
+)
 
 
 def model_of(family: str, folder: Path) -> Path:
@@ -57,11 +62,12 @@ def of_hybrids(name: str) -> bool:
     return FAULTS[name].op_class in OF_HYBRIDS
 
 
-def write_prompts(path: Path) -> Path:
-    """Five prompts, of which the longest go beyond three chunks of 64."""
+def write_prompts(path: Path, longest: int) -> Path:
+    """Five prompts, of which the shortest has 0.6 of the tokens of the longest."""
+    lengths = [round(longest * (0.6 + 0.1 * n)) for n in range(5)]
     rows = [
-        {"id": f"p{n}", "ids": [1 + (7 * n + 31 * i) % 1000 for i in range(120 + 20 * n)]}
-        for n in range(5)
+        {"id": f"p{n}", "ids": [1 + (7 * n + 31 * i) % 1000 for i in range(length)]}
+        for n, length in enumerate(lengths)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
@@ -76,7 +82,7 @@ def planted(family: str, engines: Sequence[str], folder: Path) -> dict[str, Any]
             *(sys.executable, "-m", "rlk_align", "selftest", "--model", str(model)),
             *("--engines", ",".join(engines), "--faults", ",".join(faults_in(model))),
             *("--seeds", "1", "--no-curves", "--output", f"json={output}"),
-            *("--prompts", str(write_prompts(folder / "prompts.jsonl"))),
+            *("--prompts", str(write_prompts(folder / "prompts.jsonl", LONGEST[family]))),
             *("--run-dir", str(folder / "-".join([family, *engines]).replace(":", "-"))),
         ],
         capture_output=True,
@@ -141,7 +147,7 @@ def absent(fault: str, engine: str) -> str:
 TITLES = {
     ("qwen3_5_text", ""): "Gated delta nets, `fixtures/hybrid`, without the kernels",
     ("qwen3_5_text", "kernels"): "The same, with the kernels in all engines",
-    ("granitemoehybrid", ""): "State-space models, a random `granitemoehybrid` of four layers",
+    ("granitemoehybrid", "two"): "State-space models, a random `granitemoehybrid` of four layers",
 }
 
 
