@@ -17,7 +17,7 @@ def test_the_tables_of_the_docs_are_those_of_the_recorded_runs() -> None:
 @pytest.mark.parametrize("name", FOUND)
 def test_each_recorded_fault_is_found_as_expected(name: str) -> None:
     run = FOUND[name]
-    assert (run["exit_code"], run["alarms"]) == (0, [])
+    assert run["alarms"] == []
     assert run["clean_pairs"] > 0
     assert run["detections"]
     assert all(map(hybrid_faults.as_expected, run["detections"]))
@@ -25,7 +25,7 @@ def test_each_recorded_fault_is_found_as_expected(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "granitemoehybrid"])
 def test_each_fault_ran_in_each_engine_that_can_have_it(name: str) -> None:
-    run = FOUND[name]
+    run = next(run for key, run in FOUND.items() if key.split()[0] == name)
     group = {"qwen3_5_text": "recurrence", "granitemoehybrid": "state space"}[name]
     ran = {(d["fault"], d[d["side"]].partition(":")[0]) for d in run["detections"]}
     for engine in (text.partition(":")[0] for text in run["engines"]):
@@ -45,6 +45,4 @@ def test_what_is_not_expected_is_not_passed_over() -> None:
     ):
         wrong = named | change
         assert not hybrid_faults.as_expected(wrong)
-        assert "**" in hybrid_faults.cell(named["fault"], "hf", [wrong], []) or (
-            change.get("seen") == "within budget"
-        )
+        assert "**" in hybrid_faults.cell(named["fault"], "hf", [wrong], [])
