@@ -170,8 +170,8 @@ def section(found: Mapping[str, Any]) -> str:
             "",
             *table(run),
             "",
-            f"{right} of {len(run['detections'])} comparisons found what is expected; in "
-            f"{run['clean_pairs']} pairs without a fault there were {len(run['alarms'])} alarms.",
+            f"{right} of {len(run['detections'])} comparisons found what is expected. Alarms in "
+            f"the same pairs without a fault: {len(run['alarms'])} in {run['clean_pairs']}.",
             "",
         ]
     return "\n".join(lines)
