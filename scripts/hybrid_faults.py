@@ -109,7 +109,7 @@ def planted(family: str, engines: Sequence[str], folder: Path) -> dict[str, Any]
 
 def table(run: Mapping[str, Any]) -> Iterator[str]:
     """A row for each fault, and a column for each engine."""
-    engines = [*run["engines"]]
+    engines = sorted(run["engines"])
     cells: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for found in run["detections"]:
         engine = found["rollout" if found["side"] == "rollout" else "train"].partition(":")[0]
@@ -144,8 +144,10 @@ def cell(fault: str, engine: str, found: Sequence[Mapping[str, Any]], left_out: 
 
 def absent(fault: str, engine: str) -> str:
     """Why no run has this fault in this engine."""
+    if FAULTS[fault].decode:
+        return "it only scores here"
     if fault not in faults_of(engine):
-        return "it does not decode" if FAULTS[fault].decode else "it restores no state"
+        return "it restores no state"
     return "**not run**"
 
 
@@ -163,7 +165,9 @@ def section(found: Mapping[str, Any]) -> str:
         run = found.get(f"{family} {which}".strip())
         if run is None:
             continue
-        versions = ", ".join(f"{e.partition(':')[0]} {v}" for e, v in run["engines"].items())
+        versions = ", ".join(
+            f"{e.partition(':')[0]} {v}" for e, v in sorted(run["engines"].items())
+        )
         right = sum(map(as_expected, run["detections"]))
         lines += [
             f"{title} ({versions}; {run['rows']:,} rows):",
