@@ -14,6 +14,7 @@ from typing import Any
 from rlk_align.data import data_path
 from rlk_align.errors import ModelError
 from rlk_align.model import vision
+from rlk_align.model.layer_kinds import with_layer_types
 from rlk_align.model.operators import OPERATORS
 
 
@@ -52,7 +53,7 @@ def read_config(model: Path) -> dict:
     also sees images. Raises ModelError."""
     config = _whole_config(model)
     if vision.decoder(config) is None:
-        return config
+        return with_layer_types(config)
     return vision.decoder_config(config, _stores_head(model))
 
 

@@ -9,6 +9,7 @@ from rlk_align.errors import ModelError
 from rlk_align.model.config_keys import PAGE
 from rlk_align.model.family import Family
 from rlk_align.model.layers import (
+    beside_state_space,
     corrected_mixture,
     dense,
     hybrid,
@@ -18,6 +19,7 @@ from rlk_align.model.layers import (
     normed_after,
     normed_after_by_head,
     normed_after_rotation,
+    one_part,
     parallel,
     partly_rotated,
     plain_sandwich,
@@ -59,6 +61,11 @@ def _unless_rope(config: Mapping[str, Any]) -> tuple[int, ...]:
     return () if rotates else tuple(range(int(config["num_hidden_layers"])))
 
 
+def _all_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """In a model that rotates nothing."""
+    return tuple(range(int(config["num_hidden_layers"])))
+
+
 _SCALED: dict[str, Any] = {
     "before": ("scaled_embed",),
     "after": ("final_norm", "divided_logits", "logprob"),
@@ -70,8 +77,18 @@ _SCALED: dict[str, Any] = {
     },
 }
 """What Granite's multipliers add to a family."""
-_MULTIPLIES = "it multiplies neither the embedding nor branches nor logits"
 _NOT_MEASURED = "no test has compared it there"
+_STATE_SPACE = {
+    **{"delta_key_heads": "mamba_n_groups", "delta_heads": "mamba_n_heads"},
+    **{"delta_key_width": "mamba_d_state", "delta_width": "mamba_d_head"},
+    "conv_taps": "mamba_d_conv",
+}
+_NO_LIMIT = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
+"""The `time_step_limit` that limits nothing, as published and as transformers saves it."""
+_WITH_STATE_SPACES = dict.fromkeys(("megatron", "deepspeed", "sglang"), _NOT_MEASURED) | {
+    "kernels": "they have no state-space scan"
+}
+_MULTIPLIES = "it multiplies neither the embedding nor branches nor logits"
 _LATENT_HF = "its latent attention is compared in transformers, vLLM and Megatron alone"
 _NORMED_AFTER = {
     "megatron": "it has no norms after attention and MLP, and norms each head of q alone"
@@ -295,15 +312,19 @@ FAMILIES = {
     ),
     "granitemoehybrid": Family(
         layer=scaled_residuals(state_space(partly_rotated)),
-        state_space=True,
+        state_space=_STATE_SPACE,
         inner="shared_intermediate_size",
         unrotated=_unless_rope,
         biases={"conv": "mamba_conv_bias"},
-        # A config without experts states their size and number too.
-        settings=("position_embedding_type", "intermediate_size", "num_experts_per_tok"),
+        settings=(
+            # A config without experts states their size and number too.
+            *("position_embedding_type", "intermediate_size", "num_experts_per_tok"),
+            # The last is the order of sums.
+            *("mamba_expand", "mamba_proj_bias", "mamba_chunk_size"),
+        ),
         values={
             **{"normalization_function": ("rmsnorm",), "mamba_proj_bias": (False,)},
-            "time_step_limit": ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]),
+            "time_step_limit": _NO_LIMIT,
         },
         uncovered={"num_local_experts": 8},
         modules={
@@ -315,8 +336,7 @@ FAMILIES = {
             "shared_mlp.input_linear": ("gate_proj", "up_proj"),
         },
         vllm_on_one_rank="its ranks share the channels of a convolution",
-        refused=dict.fromkeys(("megatron", "deepspeed", "sglang"), _NOT_MEASURED)
-        | {"kernels": "they have no state-space scan"},
+        refused=_WITH_STATE_SPACES,
         **_SCALED
         | {
             "defaults": _SCALED["defaults"]
@@ -324,6 +344,92 @@ FAMILIES = {
             | {"mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2}
             | {"mamba_conv_bias": True, "shared_intermediate_size": 1024}
         },
+    ),
+    "falcon_h1": Family(
+        layer=beside_state_space,
+        before=("scaled_embed",),
+        after=("final_norm", "head_scaled_logits", "logprob"),
+        state_space=_STATE_SPACE,
+        beside_attention=True,
+        normed_by_group=True,
+        adds_outside_norms=True,
+        biases={"conv": "mamba_conv_bias"},
+        scales={
+            **dict.fromkeys(("q_proj", "k_proj", "v_proj"), ("attention_in_multiplier",)),
+            **dict.fromkeys(("z", "xbc_in", "dt_in"), ("ssm_in_multiplier",)),
+            **{"conv": ("ssm_multipliers.1-3",), "dt": ("ssm_multipliers.4",)},
+            "scan": ("", "ssm_multipliers.4"),
+            **dict.fromkeys(("mamba_norm", "mamba_gate"), ("", "ssm_multipliers.0")),
+            "k_rope": ("key_multiplier",),
+            "two_branch_residual": ("", "attention_out_multiplier", "ssm_out_multiplier"),
+            "act": ("mlp_multipliers.0", ""),
+            "mlp_residual": ("", "mlp_multipliers.1"),
+        },
+        defaults={
+            **{"mamba_d_ssm": 1024, "mamba_n_heads": 128, "mamba_d_head": "auto"},
+            **{"mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2},
+            **{"mamba_conv_bias": True, "mamba_rms_norm": False, "num_key_value_heads": 8},
+            **{"embedding_multiplier": 1.0, "lm_head_multiplier": 1.0},
+        },
+        settings=("mamba_chunk_size", "num_logits_to_keep", "rope_parameters.rope_theta"),
+        values={
+            **dict.fromkeys(("mamba_proj_bias", "projectors_bias", "attention_bias"), (False,)),
+            **{"mlp_bias": (False,), "mamba_norm_before_gate": (False,)},
+            **{"time_step_limit": _NO_LIMIT, "mamba_use_mlp": (True,)},
+        },
+        uncovered={"mamba_norm_before_gate": True},
+        modules={
+            **{"mlp_norm": "pre_ff_layernorm", "final_norm": "model.final_layernorm"},
+            **{op: f"feed_forward.{op}" for op in ("gate_proj", "up_proj", "down_proj")},
+            **{"conv": "mamba.conv1d", "out_proj": "mamba.out_proj"},
+        },
+        fused={"mamba.in_proj": ("z", "xbc_in", "dt_in")},
+        vllm_on_one_rank="its ranks share the channels of a convolution",
+        refused=_WITH_STATE_SPACES,
+    ),
+    "nemotron_h": Family(
+        layer=one_part,
+        state_space={
+            **{"delta_key_heads": "n_groups", "delta_heads": "mamba_num_heads"},
+            **{"delta_key_width": "ssm_state_size", "delta_width": "mamba_head_dim"},
+            "conv_taps": "conv_kernel",
+        },
+        normed_by_group=True,
+        norm_eps="layer_norm_epsilon",
+        activation=("mlp_hidden_act", "relu2"),
+        unrotated=_all_layers,
+        biases={"conv": "use_conv_bias"},
+        defaults={
+            **{"n_groups": 8, "mamba_num_heads": 128, "ssm_state_size": 128, "mamba_head_dim": 64},
+            **{"conv_kernel": 4, "use_conv_bias": True, "layer_norm_epsilon": 1e-5},
+            **{"head_dim": 128, "num_key_value_heads": 8, "intermediate_size": 21504},
+        },
+        settings=(
+            *("layers_block_type", "hybrid_override_pattern", "layer_types.mlp"),
+            # No layer has experts or predicts further tokens, and no engine reads the others.
+            *("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "n_group"),
+            *("moe_shared_expert_intermediate_size", "moe_shared_expert_overlap", "topk_group"),
+            *("num_experts_per_tok", "norm_topk_prob", "mtp_layers_block_type"),
+            *("mtp_hybrid_override_pattern", "num_logits_to_keep", "expand", "chunk_size"),
+            *("rescale_prenorm_residual", "use_mamba_kernels", "time_step_min", "time_step_max"),
+            *("time_step_floor", "time_step_rank", "norm_eps"),
+        ),
+        values={
+            **dict.fromkeys(("use_bias", "mamba_proj_bias", "attention_bias"), (False,)),
+            **{"residual_in_fp32": (False,), "mamba_hidden_act": ("silu",)},
+            **{"mamba_ssm_cache_dtype": ("float32",), "time_step_limit": _NO_LIMIT},
+        },
+        ignored="mtp.",
+        modules={
+            **{"embed": "model.embeddings", "final_norm": "model.norm_f"},
+            **{"attn_norm": "norm", "mlp_norm": "norm", "conv": "mixer.conv1d"},
+            **{op: f"mixer.{op}" for op in ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj")},
+            **{op: f"mixer.{op}" for op in ("up_proj", "down_proj")},
+            **{"mamba_norm": "mixer.norm", "dt": "mixer", "dt_a": "mixer", "scan": "mixer"},
+        },
+        fused={"mixer.in_proj": ("z", "xbc_in", "dt_in")},
+        vllm_on_one_rank="its ranks share the channels of a convolution",
+        refused=_WITH_STATE_SPACES,
     ),
     "glm4": Family(
         layer=plain_sandwich,

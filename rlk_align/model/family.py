@@ -19,15 +19,9 @@ HYBRID_KEYS = frozenset(
 )
 """The keys of a family with gated delta nets."""
 STATE_SPACE_KEYS = frozenset(
-    {
-        *("layer_types", "layer_types.linear_attention", "layer_types.mamba"),
-        *("layer_types.attention", "mamba_n_heads", "mamba_n_groups", "mamba_d_state"),
-        *("mamba_d_head", "mamba_d_conv", "mamba_expand", "mamba_conv_bias", "mamba_proj_bias"),
-        # The order of sums.
-        "mamba_chunk_size",
-    }
-)
-"""The keys of a family with state-space models."""
+    f"layer_types.{kind}" for kind in ("linear_attention", "mamba", "attention")
+) | {"layer_types"}
+"""The keys of a family with state-space models, beside those of their sizes."""
 LATENT_KEYS = frozenset(
     {
         *("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
@@ -142,8 +136,16 @@ class Family:
     hybrid: bool = False
     """Whether some layers have a gated delta net in place of attention: those of which
     `layer_types`, or `period`, says `linear_attention`."""
-    state_space: bool = False
-    """Whether these layers have a state-space model (Mamba-2) instead."""
+    state_space: Mapping[str, str] = field(default_factory=dict)
+    """Size of the state-space models (Mamba-2) that these layers have instead, a field of
+    `ModelShape` -> the config's key for it; empty for a family without such layers."""
+    beside_attention: bool = False
+    """Whether every layer has a state-space model beside its attention."""
+    scales: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Operator -> for each of its inputs, the config's key for the number that multiplies it
+    before, or `KEY.N` for a number of a list; `KEY.N-M` has one for each of x, B and C."""
+    normed_by_group: bool = False
+    """Whether their norm is over the features of each group of B and C, and not over all."""
     inner: str = "intermediate_size"
     """The config's key for the inner size of a dense MLP."""
     latent: bool = False
@@ -185,6 +187,10 @@ class Family:
                 }.get(engine, "compare with --train hf"),
             )
 
+    def parent(self, operator: str) -> str:
+        """The module of a layer that contains the module of an operator."""
+        return self.modules.get(operator, OPERATORS[operator].module).rpartition(".")[0]
+
     def multiplies(self, site: str) -> bool:
         """Whether a number of the config multiplies the output of this site outside the layers."""
         ends = (OPERATORS[name] for name in (*self.before, *self.after))
@@ -196,7 +202,7 @@ class Family:
         kinds = {"layer_types", "layer_types.sliding_attention"}
         windows = {*self.window, *kinds} if self.window else set()
         windows |= set(HYBRID_KEYS) if self.hybrid else set()
-        windows |= set(STATE_SPACE_KEYS) if self.state_space else set()
+        windows |= {*STATE_SPACE_KEYS, *self.state_space.values()} if self.state_space else set()
         windows |= set(LATENT_KEYS) if self.latent else set()
         windows |= {"rope_parameters.KIND"} if self.rope_by_kind else set()
         windows |= set(WIDE_HEAD_KEYS) if self.wide_heads else set()
@@ -206,6 +212,7 @@ class Family:
             experts |= {self.experts.layer_kinds}
             experts |= set(CLAMP_KEYS) if self.experts.clamped else set()
         named = {*self.defaults, *self.settings, self.qk_norm, self.predictors}
+        named |= {key.partition(".")[0] for keys in self.scales.values() for key in keys}
         named |= {self.attention_scale[0], self.activation[0], *self.period_keys}
         named |= {self.score_cap, self.logit_cap, self.norm_eps, self.inner}
         named |= {key for key in self.biases.values() if isinstance(key, str)}

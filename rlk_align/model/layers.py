@@ -22,6 +22,12 @@ class LayerShape(Protocol):
     def delta_layers(self) -> tuple[int, ...]: ...
 
     @property
+    def mlp_layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def scan_norm(self) -> bool: ...
+
+    @property
     def wide_layers(self) -> tuple[int, ...]: ...
 
     @property
@@ -224,6 +230,30 @@ def state_space(layers: LayerOperators) -> LayerOperators:
         return (*every[:at], *_STATE_SPACE, *every[end:])
 
     return operators
+
+
+def beside_state_space(shape: LayerShape, layer: int) -> tuple[str, ...]:
+    """Layers with a state-space model beside attention, which read one norm and are added together.
+    A norm may follow the gate of the scan."""
+    every = DENSE(shape, layer)
+    replaced = {"out_proj": "parallel_out_proj"}
+    replaced |= {} if shape.scan_norm else {"mamba_norm": "mamba_gate"}
+    start, end = every.index("q_proj"), every.index("attn_residual")
+    beside = (replaced.get(op, op) for op in _STATE_SPACE)
+    return (
+        *(*every[:start], *beside, *every[start:end]),
+        *("two_branch_residual", *every[end + 1 :]),
+    )
+
+
+def one_part(shape: LayerShape, layer: int) -> tuple[str, ...]:
+    """Layers with one part each: a state-space model, an attention, of which some do not rotate q
+    and k, or an MLP without a gate."""
+    every = state_space(partly_rotated)(shape, layer)
+    at = every.index("mlp_norm")
+    if layer not in shape.mlp_layers:
+        return every[:at]
+    return tuple("plain_act" if op == "act" else op for op in every[at:] if op != "gate_proj")
 
 
 _FROM_LATENTS = (

@@ -63,7 +63,12 @@ class ModelShape:
     unrotated_layers: tuple[int, ...] = ()
     """The layers that do not rotate q and k."""
     delta_layers: tuple[int, ...] = ()
-    """The layers with a gated delta net in place of attention."""
+    """The layers with a gated delta net or a state-space model, in place of attention or beside
+    it."""
+    mlp_layers: tuple[int, ...] = ()
+    """The layers with an MLP and no attention, in a family whose layers have one part each."""
+    scan_norm: bool = True
+    """Whether a norm follows the gate of a state-space model's scan."""
     delta_key_heads: int = 0
     """The number of heads of q and of k in a gated delta net, each for several heads of v."""
     delta_heads: int = 0
@@ -155,11 +160,19 @@ class ModelShape:
     @property
     def first_attention(self) -> int:
         """The first layer with attention, on which positions and boundaries are measured."""
-        return next(i for i in range(self.layers) if i not in self.delta_layers)
+        cores = ("attention", "latent_attention")
+        layers = (
+            map(OPERATORS.__getitem__, self.family.layer(self, i)) for i in range(self.layers)
+        )
+        return next(i for i, ops in enumerate(layers) if any(o.formula in cores for o in ops))
 
     def has(self, op: str) -> bool:
         """Whether any layer has that operator."""
         return any(op in self.family.layer(self, layer) for layer in range(self.layers))
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP or experts."""
+        return any(OPERATORS[op].part == "mlp" for op in self.family.layer(self, layer))
 
     def correction(self, layer: int) -> tuple[int, ...]:
         """The dimensions of the correction of a layer's scores; empty without one."""
@@ -256,6 +269,25 @@ def multiplier_of(config: Mapping[str, Any], operator: Operator) -> float:
     return 1 / factor if operator.divides else factor
 
 
+def input_scales(
+    config: Mapping[str, Any], shape: ModelShape, operator: Operator
+) -> list[tuple[float, ...]]:
+    """For each input of an operator the numbers that multiply it before: one for all features, or
+    one for each of x, B and C. Empty if none of them is multiplied."""
+    stated = {**shape.family.defaults, **config}
+
+    def numbers(path: str) -> tuple[float, ...]:
+        key, _, places = path.partition(".")
+        value = stated.get(key) if key else None
+        if value is None:
+            return (1.0,)
+        first, _, last = places.partition("-")
+        some = value[int(first) : int(last or first) + 1] if places else [value]
+        return tuple(map(float, some))
+
+    return [numbers(path) for path in shape.family.scales.get(operator.name, ())]
+
+
 def activation_of(config: Mapping[str, Any]) -> tuple[str, str]:
     """The config's key for the activation, and the activation by config.json or by the family."""
     family = FAMILIES.get(str(config.get("model_type")))
@@ -340,38 +372,50 @@ def _read_delta_net(
     return {**sizes, "delta_layers": tuple(i for i in layers if kinds[i] == "linear_attention")}
 
 
-_STATE_SPACE_SIZES = {
-    "delta_key_heads": "mamba_n_groups",
-    "delta_heads": "mamba_n_heads",
-    "delta_key_width": "mamba_d_state",
-    "conv_taps": "mamba_d_conv",
-}
-
-
 def _read_state_space(
-    model: Path, config: dict[str, Any], size: Callable[..., int]
+    model: Path, config: dict[str, Any], family: Family, size: Callable[..., int]
 ) -> dict[str, Any]:
     """The fields of `ModelShape` that describe state-space models. Raises ModelError."""
-    sizes = {name: size(key) for name, key in _STATE_SPACE_SIZES.items()}
-    inner, heads = size("mamba_expand") * size("hidden_size"), sizes["delta_heads"]
-    if inner % heads or config.get("mamba_d_head") not in ("auto", inner // heads):
+    keys = family.state_space
+    sizes = {name: size(key) for name, key in keys.items() if name != "delta_width"}
+    heads, stated = sizes["delta_heads"], config.get(keys["delta_width"])
+    if config.get("mamba_d_ssm") is not None:
+        inner = size("mamba_d_ssm")
+    elif "mamba_expand" in family.defaults:
+        inner = size("mamba_expand") * size("hidden_size")
+    else:
+        inner = heads * size(keys["delta_width"])
+    if inner % heads or stated not in ("auto", inner // heads):
         raise ModelError(
-            f"{model}/config.json: mamba_n_heads={heads} heads of mamba_d_head="
-            f"{config.get('mamba_d_head')!r} are not mamba_expand * hidden_size={inner} features"
+            f"{model}/config.json: {keys['delta_heads']}={heads} heads of {keys['delta_width']}="
+            f"{stated!r} are not the {inner} features of a state-space model"
         )
     if heads % sizes["delta_key_heads"]:
         raise ModelError(
-            f"{model}/config.json: mamba_n_heads={heads} is no multiple of mamba_n_groups="
-            f"{sizes['delta_key_heads']}"
+            f"{model}/config.json: {keys['delta_heads']}={heads} is no multiple of "
+            f"{keys['delta_key_heads']}={sizes['delta_key_heads']}"
         )
-    layers = range(size("num_hidden_layers"))
-    recurrent = tuple(i for i in layers if layer_kind(config, i) == "linear_attention")
-    if len(recurrent) == len(layers):
+    normed = bool(config.get("mamba_rms_norm", True))
+    found = {**sizes, "delta_width": inner // heads, "scan_norm": normed}
+    if family.beside_attention:
+        return {**found, "delta_layers": tuple(range(size("num_hidden_layers")))}
+    kinds = [layer_kind(config, i) for i in range(size("num_hidden_layers"))]
+    if others := {*kinds} - {"linear_attention", "full_attention", "mlp", ""}:
+        raise ModelError(
+            f"{model}/config.json: layers of kind {min(others)!r} are not supported: the layers of "
+            "this description have state-space models, attention or MLPs",
+            WITHOUT_FAMILY,
+        )
+    layers = {
+        field: tuple(i for i, each in enumerate(kinds) if each == kind)
+        for field, kind in (("delta_layers", "linear_attention"), ("mlp_layers", "mlp"))
+    }
+    if sum(map(len, layers.values())) == len(kinds):
         raise ModelError(
             f"{model}/config.json: no layer has attention, and attributes are read from one",
             WITHOUT_FAMILY,
         )
-    return {**sizes, "delta_width": inner // heads, "delta_layers": recurrent}
+    return {**found, **layers}
 
 
 _WIDE_SIZES = {"head_dim": "wide_head_dim", "num_key_value_heads": "wide_kv_heads"}
@@ -485,7 +529,7 @@ def read_shape(model: Path) -> ModelShape:
         qk_norm=bool(family.qk_norm and config.get(family.qk_norm)),
         unrotated_layers=_unrotated(model, config, family),
         **(_read_delta_net(model, config, size) if family.hybrid else {}),
-        **(_read_state_space(model, config, size) if family.state_space else {}),
+        **(_read_state_space(model, config, family, size) if family.state_space else {}),
         **(_read_wide_heads(model, config) if family.wide_heads else {}),
         **(read_experts(model, config, family.experts, size) if family.experts else {}),
     )

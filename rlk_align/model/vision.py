@@ -91,9 +91,13 @@ def decoder_config(config: dict[str, Any], has_head: bool) -> dict[str, Any]:
     return shared | config["text_config"] | {"tie_word_embeddings": bool(tied) and not has_head}
 
 
+_OTHER_NAMES = DECODER_NAMES | {"backbone.": "model."}
+"""The same, and that of Nemotron-H's decoder as published."""
+
+
 def decoder_tensor(name: str) -> str:
     """The name that a stored tensor has in a checkpoint of the decoder alone."""
-    for start, alone in DECODER_NAMES.items():
+    for start, alone in _OTHER_NAMES.items():
         if name.startswith(start):
             return alone + name.removeprefix(start)
     return name

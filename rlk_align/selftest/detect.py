@@ -94,7 +94,8 @@ def _finding(verdict: Verdict, fault: Fault, side: SideName) -> _Finding:
     if not verdict.comparison.edges:
         return _Finding("missed", None, None, "", [])
     over = over_budget(verdict, verdict.comparison.edges[0])
-    others = [f"{o.unit.site} of {o.side}" for o in over if o.unit.site not in fault.sites]
+    faulty = (*fault.sites, *fault.also_at)
+    others = [f"{o.unit.site} of {o.side}" for o in over if o.unit.site not in faulty]
     if not over:
         outcome: Outcome = "within budget" if fault.expected == "rounding" else "missed"
         return _Finding(outcome, None, None, "", [])

@@ -140,7 +140,7 @@ def test_what_the_request_and_config_json_say_is_said_before_torch_is_imported(
     fp8 = model_copy("fp8", config={"quantization_config": {"quant_method": "fp8"}})
     settings = {"quant_method": "fp8", "weight_block_size": [64, 64]}
     blocks = model_copy("blocks", config={"quantization_config": settings})
-    foreign = model_copy("foreign", config={"model_type": "falcon_h1"})
+    foreign = model_copy("foreign", config={"model_type": "bamba"})
     temperature = {"rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1}
     tempered = model_copy("tempered", config={"rope_parameters": temperature})
     heads = model_copy("heads", config={"hidden_act": "gelu"})
@@ -177,7 +177,7 @@ def test_what_the_request_and_config_json_say_is_said_before_torch_is_imported(
             "compare",
             "--model",
             str(foreign),
-        ): "'falcon_h1' in config.json is not a known decoder family",
+        ): "'bamba' in config.json is not a known decoder family",
         ("compare", "--model", str(tempered)): "rope_parameters.llama_4_scaling_beta = 0.1 changes",
         ("capture", "--engine", "hf", "-o", "x", "--model", str(tempered)): "scaling_beta = 0.1",
         ("compare", "--prompts", str(long), "--model", str(short)): (

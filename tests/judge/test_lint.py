@@ -164,7 +164,8 @@ def test_sites_are_those_of_the_model() -> None:
     latent = dataclasses.replace(shared, model_type="deepseek_v3", latent=64, query_latent=48)
     normed = dataclasses.replace(after, model_type="gemma4_text")
     scanned = dataclasses.replace(hybrid, model_type="granitemoehybrid")
-    others = (sparse, shared, gated, after, hybrid, scanned, latent, normed)
+    beside = dataclasses.replace(scanned, model_type="falcon_h1", scan_norm=False)
+    others = (sparse, shared, gated, after, hybrid, scanned, beside, latent, normed)
     sites += [s for other in others for s in model_sites(other)]
     assert {s.op for s in sites} == {operator.site for operator in OPERATORS.values()}
     assert {s.op for s in sites if s.layer is None} == {

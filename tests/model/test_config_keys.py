@@ -462,13 +462,11 @@ def test_a_longrope_is_compared_up_to_its_original_length(tmp_path: Path) -> Non
 
 
 def test_the_refusal_of_an_unknown_family_says_what_is_unknown_in_it(tmp_path: Path) -> None:
-    config = HUB | {"model_type": "falcon_h1", "mamba_d_state": 16, "logits_scaling": 8.0}
-    config |= {"ssm_in_multiplier": 0.25, "mlp_multipliers": [0.5, 0.1], "sliding_window": 8}
+    config = HUB | {"model_type": "zamba2", "mamba_d_state": 16, "logits_scaling": 8.0}
+    config |= {"num_mem_blocks": 2, "adapter_rank": 64, "sliding_window": 8}
     with pytest.raises(ModelError) as refused:
         accepted(tmp_path, config)
-    assert refused.value.message.endswith(
-        "no known family has its mlp_multipliers, ssm_in_multiplier"
-    )
+    assert refused.value.message.endswith("no known family has its adapter_rank, num_mem_blocks")
     for words in ("`import` and `explain`", "docs/add-a-family.md"):
         assert words in refused.value.fix
     page = Path(__file__).parents[2] / "docs/add-a-family.md"

@@ -248,7 +248,9 @@ def test_pairs_have_each_engine_on_a_side_that_it_has() -> None:
     every = specs(*ALL)
     assert of_pairs(pairs(specs("fsdp:dp=2", "hf"))) == [("hf", "fsdp:dp=2")]
     sharded = cases(specs("hf", "fsdp:dp=2"), ("norm-eps", "router-bf16"), curves=False)
-    assert [c.engine.name for c in sharded] == ["hf", "hf"], "faults are not planted in FSDP"
+    assert [c.engine.name for c in sharded] == ["hf", "hf", "fsdp", "fsdp"]
+    decode = cases(specs("hf", "fsdp:dp=2"), ("kv-stale",), curves=False)
+    assert [c.engine.name for c in decode] == ["hf"], "FSDP does not sample"
     stale = of_pairs(pairs_of(usual("kv-stale", "hf"), every))
     assert stale == [("hf", "megatron")], "only a rollout decodes"
     twice = of_pairs(pairs_of(usual("logprob-temperature-twice", "megatron"), every))
@@ -341,7 +343,7 @@ def test_what_is_unknown_is_refused() -> None:
         ),
         ("hf:tp=2", "engine 'hf' has no option 'tp'"),
         ("hf,tp=2", "engine 'tp=2' is unknown"),
-        ("fsdp:dp=2", "--engines fsdp:dp=2: none of them supports planted faults"),
+        ("fsdp:dp=2", "--engines fsdp:dp=2: none of them samples"),
         (
             "hf:batch=4,padding=left,hf",
             "--engines hf:batch=4,padding=left,hf: engine 'hf' is named",

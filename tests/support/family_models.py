@@ -52,6 +52,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"]},
         **{"position_embedding_type": "nope", "tie_word_embeddings": True},
     },
+    "falcon_h1": {
+        **{"mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32},
+        **{"mamba_chunk_size": 16, "mamba_norm_before_gate": False, "mamba_n_groups": 2},
+        **{"embedding_multiplier": 5.6, "lm_head_multiplier": 0.4, "key_multiplier": 0.7},
+        **{"attention_in_multiplier": 1.2, "attention_out_multiplier": 0.9},
+        **{"ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.3, "mlp_multipliers": [0.8, 0.6]},
+        "ssm_multipliers": [0.7, 0.9, 1.3, 1.1, 0.6],
+    },
+    "nemotron_h": {
+        **{"head_dim": 32, "mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 32},
+        **{"n_groups": 2, "chunk_size": 16, "num_hidden_layers": 6, "sliding_window": None},
+        "layers_block_type": [
+            *("linear_attention", "linear_attention", "full_attention"),
+            *("mlp", "linear_attention", "mlp"),
+        ],
+    },
     "helium": {"head_dim": 32},
     "ernie4_5": {"head_dim": 32, "tie_word_embeddings": True},
     "phi3": {

@@ -48,7 +48,7 @@ def fused_places(
     for i, layer in enumerate(model.model.layers):
         yield from _layer_places(model, layer, i, shape, tp, sparse, heads, delta, latent)
     last = f"layers.{len(model.model.layers) - 1}.mlp_residual"
-    yield from _norm(last, "final_norm", "model.norm")
+    yield from norm_places(last, "final_norm", "model.norm")
     head = head_path(model)
     yield Place(sites=("logits",), module=logits, rows="sampled", parameters_in=head)
 
@@ -76,7 +76,8 @@ def embedding_path(model: Any) -> str:
 
 def attention_path(layer: Any) -> str:
     """The name of a layer's attention."""
-    return "self_attn" if hasattr(layer, "self_attn") else "attn"
+    names = ("self_attn", "attn", "mixer")
+    return next((name for name in names if hasattr(getattr(layer, name, None), "o_proj")), "attn")
 
 
 def attention_of(layer: Any) -> Any:
@@ -123,7 +124,7 @@ def _layer_places(
         return place_of(model, shape, tp, module, sites, end=end, access=access)
 
     stream = f"layers.{i - 1}.mlp_residual" if i else ""
-    yield from _norm(stream, f"{name}.attn_norm", f"{here}.input_layernorm")
+    yield from norm_places(stream, f"{name}.attn_norm", f"{here}.input_layernorm")
     operators = shape.family.layer(shape, i)
     if "delta" in operators:
         assert delta is not None, name
@@ -147,7 +148,9 @@ def _layer_places(
     paths = layer_modules(operators, shape.family.modules)
     if "attn_post_norm" in operators:
         yield place(f"{here}.{paths['attn_post_norm']}", "attn_post_norm")
-    yield from _norm(f"{name}.attn_residual", f"{name}.mlp_norm", f"{here}.{paths['mlp_norm']}")
+    yield from norm_places(
+        f"{name}.attn_residual", f"{name}.mlp_norm", f"{here}.{paths['mlp_norm']}"
+    )
     block = sparse(i)
     if block is not None:
         yield from block
@@ -162,7 +165,7 @@ def _layer_places(
         yield place(f"{here}.{paths['mlp_post_norm']}", "mlp_post_norm")
 
 
-def _norm(stream: str, site: str, module: str) -> Iterator[Place]:
+def norm_places(stream: str, site: str, module: str) -> Iterator[Place]:
     """A norm, and the residual stream that it returns if it adds one."""
     if stream:
         yield Place(sites=(stream,), module=module, access=SECOND)

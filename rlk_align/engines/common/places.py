@@ -109,13 +109,18 @@ def embedding_place(shape: ModelShape, scaled_outside: bool = False) -> Place:
     """The place of the embedding in the code of transformers. A number of the config multiplies it
     outside of any module, before the first operator of layer 0; `scaled_outside`: so does the
     family's scale."""
-    table = "model.embed_tokens"
+    table = shape.family.modules.get("embed", OPERATORS["embed"].module)
     if not (scaled_outside or shape.family.multiplies("embed")):
         return Place(sites=("embed",), module=table)
     first = OPERATORS[shape.family.layer(shape, 0)[0]].module
     return Place(
         sites=("embed",), module=f"model.layers.0.{first}", end="input", parameters_in=table
     )
+
+
+def final_norm_path(shape: ModelShape) -> str:
+    """The path of the norm after the layers in the code of transformers."""
+    return shape.family.modules.get("final_norm", OPERATORS["final_norm"].module)
 
 
 def beside_sinks(place: Place, operators: Collection[str], attention: str) -> Place:

@@ -13,9 +13,10 @@ from rlk_align.engines.common.hooks import Hooks
 def rotary_embeddings(model: Any) -> list[tuple[dict[str, Any], torch.Tensor]]:
     """The `rope_parameters` of each layer, and its live frequencies `[pairs]`: one rotary embedding
     for all layers, or one for each kind of layer."""
-    rotary, parameters = model.model.rotary_emb, model.config.rope_parameters
+    rotary = getattr(model.model, "rotary_emb", None)
     if rotary is None:
         return []
+    parameters = model.config.rope_parameters
     if "rope_type" in parameters:
         return [(parameters, rotary.inv_freq)] * len(model.model.layers)
     kinds = model.config.layer_types
@@ -42,7 +43,9 @@ def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -
     rotates: there it is called with whole heads, of which the rest follows that part."""
     # FSDP changes the classes of the model and its layers, but not that of the attention.
     every = (getattr(layer, "self_attn", None) for layer in model.model.layers)
-    attention = next(each for each in every if each is not None)
+    attention = next((each for each in every if each is not None), None)
+    if attention is None:
+        return  # A family whose attentions have another name rotates nothing.
     modeling = sys.modules[type(attention).__module__]
     name = rotating(attention)
     original, width = getattr(modeling, name), getattr(attention, "head_dim", 0)

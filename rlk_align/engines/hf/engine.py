@@ -299,18 +299,21 @@ def _eos_ids(model: Any) -> set[int]:
 def hf_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
     """The settings of a live HF model that affect its numbers, beside its weights."""
     layers = list(model.model.layers)
-    every = ((i, getattr(layer, "self_attn", None)) for i, layer in enumerate(layers))
-    by_layer = {i: attention for i, attention in every if attention is not None}
+    name, table = shape.family.parent("o_proj"), model.get_input_embeddings().weight
+    parts: dict[int, Any] = {i: getattr(layer, name, None) for i, layer in enumerate(layers)}
+    by_layer = {i: part for i, part in parts.items() if hasattr(part, "o_proj")}
     attention, numbers = list(by_layer.values()), list(by_layer)
 
     def of_attention(name: str, values: list[Any]) -> dict[str, Any]:
         return per_layer(name, values, numbers)
 
-    mlps, dtype = [getattr(layer, mlp_path(layer)) for layer in layers], model.lm_head.weight.dtype
+    every = ((i, getattr(layer, mlp_path(layer))) for i, layer in enumerate(layers))
+    mlps = {i: mlp for i, mlp in every if shape.has_mlp(i)}
+    dtype = model.lm_head.weight.dtype
     return {
         "layers": len(layers),
-        "hidden_size": model.model.embed_tokens.weight.shape[1],
-        "vocab_size": model.model.embed_tokens.weight.shape[0],
+        "hidden_size": table.shape[1],
+        "vocab_size": table.shape[0],
         **of_attention("heads", [_heads(a, "q_proj", "num_attention_heads") for a in attention]),
         **of_attention("kv_heads", [_heads(a, "k_proj", "num_key_value_heads") for a in attention]),
         **of_attention("head_dim", [_rotated_width(a) for a in attention]),
@@ -319,10 +322,12 @@ def hf_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
         **rope_attributes(rotary_embeddings(model)),
         **norm_attributes(norm_epsilons(model, hf_places(model, shape))),
         **per_layer(
-            "activation", [plain_activation_name(getattr(m, "experts", m), dtype) for m in mlps]
+            "activation",
+            [plain_activation_name(getattr(m, "experts", m), dtype) for m in mlps.values()],
+            list(mlps),
         ),
         **_routing([block for _, block in sparse_blocks(model)]),
-        "tie_word_embeddings": (model.lm_head.weight is model.model.embed_tokens.weight),
+        "tie_word_embeddings": model.lm_head.weight is table,
         **active_dropout(model),
     }
 

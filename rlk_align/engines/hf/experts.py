@@ -41,8 +41,8 @@ UNSEEN = "its experts={} multiplies by no function that can be observed"
 
 
 def mlp_path(layer: Any) -> str:
-    """The name of a layer's MLP, or of its block of experts."""
-    names = ("mlp", "block_sparse_moe", "shared_mlp")
+    """The name of a layer's MLP or of its block of experts, or of the one part that it has."""
+    names = ("mlp", "block_sparse_moe", "shared_mlp", "feed_forward", "mixer")
     return next(name for name in names if getattr(layer, name, None) is not None)
 
 

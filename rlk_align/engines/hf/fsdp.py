@@ -58,12 +58,16 @@ class FSDPEngine(HFEngine):
     def dtype(self) -> str:
         return self.compute_dtype
 
-    def weights(self) -> Iterator[ParameterRecord]:
-        compute = getattr(torch, self.compute_dtype)
-        # After a forward the root's parameters stay gathered.
+    def reshard(self) -> None:
+        """Leaves each rank its part of every parameter: after a forward the root's stay
+        gathered."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def weights(self) -> Iterator[ParameterRecord]:
+        compute = getattr(torch, self.compute_dtype)
+        self.reshard()
         for name, weight in unfused(self.model, self.places()):
             if not isinstance(weight, DTensor):
                 # A buffer is not rounded, which changes only what the compute dtype cannot hold.

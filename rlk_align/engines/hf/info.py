@@ -95,7 +95,7 @@ FSDP = replace(
     HF,
     target="rlk_align.engines.hf.fsdp:FSDPEngine",
     patch="rlk_align.engines.patch:FSDPPatch",
-    planting="",
+    planting="rlk_align.engines.hf.planting:plant_fault_in_shards",
     modules="",
     options={
         **HF_OPTIONS,

@@ -24,12 +24,17 @@ SCANS = ("mamba2_chunk_scan", "mamba2_selective_state_update")
 def mambas(model: Any) -> Iterator[tuple[int, Any]]:
     """(index of the layer, its state-space model) of each layer that has one."""
     for i, layer in enumerate(model.model.layers):
-        if getattr(layer, "mamba", None) is not None:
-            yield i, layer.mamba
+        every = (m for m in layer.modules() if hasattr(m, "A_log") and hasattr(m, "D"))
+        if (net := next(every, None)) is not None:
+            yield i, net
 
 
-def mamba_places(layer: str, module: str) -> Iterator[Place]:
-    """The places of a state-space model, which is `module`, beside its products."""
+IN_ONE_KERNEL = "transformers' step of decode multiplies the scan by its gate in one function"
+
+
+def mamba_places(layer: str, module: str, norm: bool) -> Iterator[Place]:
+    """The places of a state-space model, which is `module`, beside its products; `norm`: whether it
+    has a norm, or else a gate that is no module."""
 
     def within(op: str, **more: Any) -> Place:
         return Place(sites=(f"{layer}.{op}",), module=module, end="inside", **more)
@@ -38,21 +43,28 @@ def mamba_places(layer: str, module: str) -> Iterator[Place]:
     for op in ("dt", "dt_a"):
         yield within(op, parameters_in=module, weight=OPERATORS[op].tensor)
     scan = OPERATORS["scan"].tensor
-    norm = f"{module}.norm"
+    if not norm:
+        yield within("scan", parameters_in=module, weight=scan)
+        path = f"{module}.out_proj"
+        yield Place(sites=(f"{layer}.mamba_gate",), module=path, end="input")
+        return
+    path = f"{module}.norm"
     yield Place(
-        sites=(f"{layer}.scan",), module=norm, end="input", parameters_in=module, weight=scan
+        sites=(f"{layer}.scan",), module=path, end="input", parameters_in=module, weight=scan
     )
-    yield Place(sites=(f"{layer}.mamba_norm",), module=norm)
+    yield Place(sites=(f"{layer}.mamba_norm",), module=path)
 
 
-def on_mambas(hooks: SiteHooks, model: Any) -> None:
+def on_mambas(hooks: SiteHooks, model: Any, unexposed: dict[str, str]) -> None:
     """Shows the values inside state-space models, and overwrites those that the pass changes, but
-    for dt · A, of which the engine keeps no tensor."""
+    for dt · A, of which the engine keeps no tensor. `unexposed`: gets the sites that a forward does
+    not show."""
     nets = dict(mambas(model))
     if not nets:
         return
     modeling = sys.modules[type(next(iter(nets.values()))).__module__]
-    running = _Running(hooks)
+    normed = not isinstance(next(iter(nets.values())).norm, torch.nn.Identity)
+    running = _Running(hooks, normed, unexposed)
     for i, net in nets.items():
         hooks.before(net, functools.partial(running.begin, i), with_kwargs=True)
     for name in CONVOLUTIONS:
@@ -67,6 +79,11 @@ class _Running(Running):
 
     _a: torch.Tensor
 
+    def __init__(self, hooks: SiteHooks, normed: bool, unexposed: dict[str, str]) -> None:
+        """`normed`: whether a norm reads the scan, so that its place shows it."""
+        super().__init__(hooks)
+        self._normed, self._unexposed = normed, unexposed
+
     def scan(self, compute: Any) -> Any:
         place = list(inspect.signature(compute).parameters).index("A")
 
@@ -74,7 +91,14 @@ class _Running(Running):
         def scan(*args: Any, **kwargs: Any) -> Any:
             # [H], which a step of decode repeats for each entry of the state: [H, V, D].
             self._a = args[place].reshape(len(args[place]), -1)[:, 0]
-            return compute(*args, **kwargs)
+            out = compute(*args, **kwargs)
+            if not self._normed:
+                site = f"layers.{self._layer}.scan"
+                if kwargs.get("z") is not None:
+                    self._unexposed[site] = IN_ONE_KERNEL
+                else:
+                    self._hooks.visit_inside(site, out[0] if isinstance(out, tuple) else out)
+            return out
 
         return scan
 

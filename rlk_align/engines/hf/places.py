@@ -14,6 +14,7 @@ from rlk_align.engines.common.places import (
     Place,
     beside_sinks,
     embedding_place,
+    final_norm_path,
     rescaled,
 )
 from rlk_align.engines.common.transformers_rope import INTERLEAVE, rotating
@@ -28,7 +29,8 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
     """The place of each site in a live model."""
     yield embedding_place(shape)
     for i, layer in enumerate(model.model.layers):
-        here, attention = f"model.layers.{i}", f"model.layers.{i}.self_attn"
+        here = f"model.layers.{i}"
+        attention = f"{here}.{shape.family.parent('o_proj')}"
         modules = dict(layer.named_modules())
         operators = shape.family.layer(shape, i)
         sites = {OPERATORS[name].site for name in operators}
@@ -58,13 +60,16 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
         if "delta" in operators:
             yield from delta_places(f"layers.{i}", f"{here}.linear_attn", shape.delta_heads)
         if "scan" in operators:
-            yield from mamba_places(f"layers.{i}", f"{here}.mamba")
+            mamba = f"{here}.{shape.family.parent('conv')}"
+            yield from mamba_places(f"layers.{i}", mamba, shape.scan_norm)
         mlp = mlp_path(layer)
         if hasattr(getattr(layer, mlp), "experts"):
             yield from _sparse_places(f"layers.{i}", f"{here}.{mlp}", getattr(layer, mlp))
         # Operators without a module of their own -> the module whose input is that site.
         attended = next((op for op in ("attn_gate", "latent_attn") if op in sites), "attn")
-        inputs = {attended: "self_attn.o_proj", "attn_residual": paths.get("mlp_norm", mlp)}
+        inputs = {attended: f"{shape.family.parent('o_proj')}.o_proj"}
+        if "mlp_residual" in sites:
+            inputs["attn_residual"] = paths.get("mlp_norm", mlp)
         if attended == "attn_gate":
             yield Place(sites=(f"layers.{i}.attn",), module=attention, end="inside")
         for act, down in (("act", "down_proj"), ("shared_act", "shared_down_proj")):
@@ -76,8 +81,9 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
             if op == "latent_attn":
                 place = replace(place, parameters_in=f"{here}.{paths[op]}")
             yield beside_sinks(place, operators, attention) if op == "attn" else place
-        yield rescaled(Place(sites=(f"layers.{i}.mlp_residual",), module=here), operators)
-    yield Place(sites=("final_norm",), module="model.norm")
+        last = OPERATORS[operators[-1]].site
+        yield rescaled(Place(sites=(f"layers.{i}.{last}",), module=here), operators)
+    yield Place(sites=("final_norm",), module=final_norm_path(shape))
     if shape.family.logit_cap or shape.family.multiplies("logits"):
         # transformers caps and scales them after the head, outside of any module.
         yield Place(

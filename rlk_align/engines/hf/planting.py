@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlk_align.engines.common.experts import Choose, gate_and_up, has_kernels
 from rlk_align.engines.common.hooks import Hooks
@@ -22,6 +23,7 @@ from rlk_align.engines.hf.delta_net import CONVOLUTIONS, RULES, delta_nets
 from rlk_align.engines.hf.experts import replace_choice, router_of, routing, sparse_blocks
 from rlk_align.engines.hf.mamba import SCANS, mambas
 from rlk_align.engines.hf.places import hf_places
+from rlk_align.errors import BadOption
 from rlk_align.selftest.faults.catalogue import Chosen
 from rlk_align.selftest.planting.live_operators import LiveOperators, plant
 from rlk_align.selftest.planting.operands import (
@@ -49,7 +51,8 @@ class HFOperators(LiveOperators):
     def __init__(self, engine: Any, chosen: Chosen, sharing: Sharing = ALONE) -> None:
         places = hf_places(engine.model, engine.shape)
         super().__init__(engine, engine.model, places, chosen, sharing)
-        attention = self._model.model.layers[engine.shape.first_attention].self_attn
+        layer = self._model.model.layers[engine.shape.first_attention]
+        attention = getattr(layer, engine.shape.family.parent("o_proj"))
         self._modeling = sys.modules[type(attention).__module__]
         self.before(self._model, self._note_rows, with_kwargs=True)
 
@@ -254,8 +257,9 @@ class HFSparseLayers(SparseLayers):
         self._hooks.before(self._blocks[layer].experts, see)
 
     def leave_out_gate(self, layer: int) -> None:
-        block = self._blocks[layer]
-        without_gate(self._hooks, block.shared_expert, block.shared_expert_gate.weight.detach())
+        block, gate = self._blocks[layer], self._blocks[layer].shared_expert_gate
+        # While the layer runs the weight is whole, also where ranks share it.
+        without_gate(self._hooks, block.shared_expert, lambda: gate.weight.detach())
 
     def drop_biases(self, layer: int) -> None:
         self._hooks.replace(self._blocks[layer].experts, "has_bias", False)
@@ -365,6 +369,41 @@ def _ruled(
     return torch.stack(outputs), torch.stack(after)
 
 
+class FSDPOperators(HFOperators):
+    """Those of a model whose parameters ranks share."""
+
+    def __init__(self, engine: Any, chosen: Chosen) -> None:
+        # Each rank computes whole operators, of samples of its own.
+        super().__init__(engine, chosen, Sharing(rank=engine.ranks.rank))
+
+    def parameter(self, name: str) -> torch.Tensor:
+        self._engine.reshard()
+        weight = super().parameter(name)
+        if not isinstance(weight, DTensor):
+            return weight
+        return weight.full_tensor().to(getattr(torch, self._engine.compute_dtype))
+
+    def change_weight(self, site: str, change: Formula) -> None:
+        if self._chosen.rank is not None:
+            raise BadOption(f"fault={self._chosen}: ranks share this weight", "leave @rank out")
+        before = self.parameter(site)
+        live = super().parameter(site)
+        self.callback(live.copy_, live.clone())
+        live.copy_(distribute_tensor(change(before.clone()), live.device_mesh, live.placements))
+
+    def sparse_layers(self) -> SparseLayers:
+        if self._chosen.fault.expected == "precheck":
+            raise BadOption(
+                f"fault={self._chosen}: ranks share the weights of experts", "plant it in hf"
+            )
+        return super().sparse_layers()
+
+
 def plant_fault(engine: Any, chosen: Chosen) -> LiveOperators:
     """Plants a fault into the live model of this process."""
     return plant(HFOperators(engine, chosen), chosen)
+
+
+def plant_fault_in_shards(engine: Any, chosen: Chosen) -> LiveOperators:
+    """Plants a fault into the live model of this process, which has a part of each parameter."""
+    return plant(FSDPOperators(engine, chosen), chosen)

@@ -21,6 +21,6 @@ class HFTaps(ForwardHooks):
         super().install()
         on_rotation(self, self._model, self.rope)
         on_hybrid(self, self._model)
-        on_mambas(self, self._model)
+        on_mambas(self, self._model, self.unexposed)
         on_experts(self, self._model, self.show, self.unexposed)
         replay_choices(self, self._model)

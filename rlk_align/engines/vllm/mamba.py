@@ -27,8 +27,14 @@ _DECAY = "A"
 def mambas(model: Any) -> Iterator[tuple[int, Any]]:
     """(index of the layer, its state-space model) of each layer that has one."""
     for i, layer in enumerate(model.model.layers):
-        if hasattr(layer, "mamba"):
-            yield i, layer.mamba
+        if path := mamba_path(layer):
+            yield i, layer.get_submodule(path)
+
+
+def mamba_path(layer: Any) -> str:
+    """The path of a layer's state-space model; empty if the layer has none."""
+    every = layer.named_modules()
+    return next((path for path, m in every if hasattr(m, "conv1d") and hasattr(m, _DECAY)), "")
 
 
 def mamba_places(model: Any, layer: str, module: str, shape: ModelShape) -> Iterator[Place]:
@@ -42,7 +48,7 @@ def mamba_places(model: Any, layer: str, module: str, shape: ModelShape) -> Iter
         yield place("", op, end="inside", parameters_in=module, weight=weight)
     scan = OPERATORS["scan"].tensor
     yield place(".norm", "scan", end="input", parameters_in=module, weight=scan)
-    yield place(".norm", "mamba_norm")
+    yield place(".norm", "mamba_norm" if shape.scan_norm else "mamba_gate")
 
 
 def on_mambas(hooks: SiteHooks, model: Any) -> None:

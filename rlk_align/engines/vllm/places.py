@@ -1,7 +1,7 @@
 """Where the canonical operators are in a vLLM decoder. In a family that vLLM has no class for, it
 runs the code of transformers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlk_align.engines.common.experts import has_kernels, router_path
@@ -10,6 +10,7 @@ from rlk_align.engines.common.fused_places import (
     expert_places,
     fused_places,
     head_path,
+    norm_places,
     place_of,
 )
 from rlk_align.engines.common.places import (
@@ -18,12 +19,13 @@ from rlk_align.engines.common.places import (
     End,
     Place,
     embedding_place,
+    final_norm_path,
     rescaled,
 )
 from rlk_align.engines.vllm.delta_net import delta_places
 from rlk_align.engines.vllm.experts import FUSED, PARTIAL, sparse_blocks
 from rlk_align.engines.vllm.latent import latent_places
-from rlk_align.engines.vllm.mamba import mamba_places
+from rlk_align.engines.vllm.mamba import mamba_path, mamba_places
 from rlk_align.model.operators import OPERATORS, layer_modules
 from rlk_align.model.shape import ModelShape
 
@@ -35,6 +37,9 @@ def vllm_places(model: Any, shape: ModelShape, tp: int) -> Iterator[Place]:
     def sparse(layer: int) -> Iterator[Place] | None:
         return _block_places(model, layer, *blocks[layer], shape, tp) if layer in blocks else None
 
+    if shape.mlp_layers:
+        yield from _one_part_places(model, shape, tp)
+        return
     if not adds_in_norms(model, shape):
         yield from _unfused_places(model, shape, tp, sparse)
         return
@@ -60,12 +65,13 @@ def sliding_window(attention: Any) -> int | None:
     return None if window in (None, -1) else int(window)
 
 
-_FUSED = {
-    "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "mlp.gate_up_proj": ("gate_proj", "up_proj"),
-}
-"""Module of a layer -> the operators that vLLM fuses in it. Where values are keys, it computes the
-product of keys twice."""
+def _fused(shape: ModelShape) -> dict[str, tuple[str, ...]]:
+    """Module of a layer -> the operators that vLLM fuses in it. Where values are keys, it computes
+    the product of keys twice."""
+    return {
+        f"{shape.family.parent('o_proj')}.qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        f"{shape.family.parent('down_proj')}.gate_up_proj": ("gate_proj", "up_proj"),
+    }
 
 
 def _unfused_places(model: Any, shape: ModelShape, tp: int, sparse: Sparse) -> Iterator[Place]:
@@ -74,6 +80,7 @@ def _unfused_places(model: Any, shape: ModelShape, tp: int, sparse: Sparse) -> I
     of_code = of_transformers(model)
     yield embedding_place(shape, bool(shape.family.embedding_scale) and not of_code)
     heads_first = shape.family.heads_first and of_code
+    fused = _fused(shape)
     for i, layer in enumerate(model.model.layers):
         modules, operators = dict(layer.named_modules()), shape.family.layer(shape, i)
 
@@ -83,15 +90,19 @@ def _unfused_places(model: Any, shape: ModelShape, tp: int, sparse: Sparse) -> I
             access = HEADS_FIRST if heads_first and ops[0] in ("q_norm", "k_norm") else FIRST
             return place_of(model, shape, tp, path, sites, end=end, access=access)
 
+        inner = {f"{shape.family.parent('conv')}.": f"{mamba_path(layer)}."}
         paths = layer_modules(operators, shape.family.modules)
+        paths = {op: _renamed(path, inner) for op, path in paths.items()}
         absent = {"v_proj"}.difference(operators)
-        for module, ops in _FUSED.items():
+        for module, ops in fused.items():
             if module in modules:
                 yield place(module, *(op for op in ops if op not in absent))
-        for module in shape.family.fused.keys() & modules.keys() - _FUSED.keys():
-            yield place(module, *shape.family.fused[module])
+        for stored in shape.family.fused.keys() - fused.keys():
+            if (module := _renamed(stored, inner)) in modules:
+                yield place(module, *shape.family.fused[stored])
         if "scan" in operators:
-            yield from mamba_places(model, f"layers.{i}", f"model.layers.{i}.mamba", shape)
+            path = f"model.layers.{i}.{mamba_path(layer)}"
+            yield from mamba_places(model, f"layers.{i}", path, shape)
         inside = {"conv", "mamba_norm"}
         yield from (place(p, op) for op, p in paths.items() if p in modules and op not in inside)
         for op in ("q_rope", "k_rope") if "q_rope" in operators else ():
@@ -106,7 +117,49 @@ def _unfused_places(model: Any, shape: ModelShape, tp: int, sparse: Sparse) -> I
         else:
             yield from block
         yield rescaled(place("", "mlp_residual"), operators)
-    yield Place(sites=("final_norm",), module="model.norm")
+    yield Place(sites=("final_norm",), module=final_norm_path(shape))
+    yield Place(
+        sites=("logits",), module="logits_processor", rows="sampled", parameters_in=head_path(model)
+    )
+
+
+def _renamed(path: str, starts: Mapping[str, str]) -> str:
+    """A path in vLLM's layer, whose modules may be further inside; `starts`: of a path in the
+    checkpoint -> of one in vLLM."""
+    for start, other in starts.items():
+        if path.startswith(start):
+            return other + path.removeprefix(start)
+    return path
+
+
+_PARTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "scan": {"in_proj": ("z", "xbc_in", "dt_in"), "out_proj": ("out_proj",)},
+    "attn": {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "attn": ("attn",), "o_proj": ("o_proj",)},
+    "act": {"up_proj": ("up_proj",), "down_proj": ("down_proj",)},
+}
+"""The operator of a part -> its modules in vLLM, with their operators."""
+
+
+def _one_part_places(model: Any, shape: ModelShape, tp: int) -> Iterator[Place]:
+    """The places in a model whose layers have one part each, after a norm that adds a residual."""
+    yield Place(sites=("embed",), module="model.embed_tokens")
+    stream = ""
+    for i in range(shape.layers):
+        name, here = f"layers.{i}", f"model.layers.{i}"
+        sites = [OPERATORS[op].site for op in shape.family.layer(shape, i)]
+        yield from norm_places(stream, f"{name}.{sites[0]}", f"{here}.norm")
+        stream = f"{name}.{sites[-1]}"
+        part = next(part for part in _PARTS if part in sites)
+        for module, ops in _PARTS[part].items():
+            of_module = tuple(f"{name}.{op}" for op in ops)
+            yield place_of(model, shape, tp, f"{here}.mixer.{module}", of_module)
+        if part == "scan":
+            yield from mamba_places(model, name, f"{here}.mixer", shape)
+        if part == "act":
+            # All layers share one module for it.
+            act = (f"{name}.act",)
+            yield place_of(model, shape, tp, f"{here}.mixer.down_proj", act, end="input")
+    yield from norm_places(stream, "final_norm", "model.norm_f")
     yield Place(
         sites=("logits",), module="logits_processor", rows="sampled", parameters_in=head_path(model)
     )

@@ -355,7 +355,7 @@ class VLLMSparseLayers(SparseLayers):
     def leave_out_gate(self, layer: int) -> None:
         block = self._blocks[layer]
         weight = linear_weight(block.shared_expert_gate).detach()
-        without_gate(self._hooks, block.shared_expert, weight)
+        without_gate(self._hooks, block.shared_expert, lambda: weight)
 
     def drop_biases(self, layer: int) -> None:
         routed = self._blocks[layer].experts.routed_experts

@@ -178,5 +178,6 @@ def on_rotation(hooks: Hooks, model: Any, see: Callable[[torch.Tensor], None]) -
         transformers_rope.on_rotation(hooks, model, see)
         return
     # All layers share one module, unless a patch has changed that; some families do not rotate.
-    for rotary in {attention.rotary_emb for attention in attentions(model).values()} - {None}:
+    every = attentions(model).values()
+    for rotary in {getattr(attention, "rotary_emb", None) for attention in every} - {None}:
         hooks.on_outputs(rotary, see)

@@ -179,6 +179,7 @@ def vllm_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
         return per_layer(name, values, numbers)
 
     dtype, gated = next(p.dtype for p in model.parameters()), shape.has("gate_proj")
+    mlps = {i: _mlp(layer) for i, layer in enumerate(layers) if shape.has_mlp(i)}
     return {
         "layers": len(layers),
         "hidden_size": config.hidden_size,
@@ -190,7 +191,11 @@ def vllm_attributes(model: Any, shape: ModelShape) -> dict[str, Any]:
         **of_attention("sliding_window", [sliding_window(x) for x in cores]),
         **_ropes(model, by_layer),
         **norm_attributes(norm_epsilons(model, vllm_places(model, shape, 1))),
-        **per_layer("activation", [_layer_activation(layer, dtype, gated) for layer in layers]),
+        **per_layer(
+            "activation",
+            [_activation(block, dtype, gated) for block in mlps.values()],
+            list(mlps),
+        ),
         **_routing([block.experts for _, _, block in sparse_blocks(model)]),
         "tie_word_embeddings": bool(config.tie_word_embeddings),
         "padding_side": None,
@@ -223,10 +228,10 @@ def _ropes(model: Any, attention: dict[int, Any]) -> dict[str, Any]:
     one."""
     if of_transformers(model):
         return rope_attributes(rotary_embeddings(model))
-    numbers, parameters = list(attention), model.config.rope_parameters
-    rotaries = [a.rotary_emb for a in attention.values()]
+    rotaries: list[Any] = [getattr(a, "rotary_emb", None) for a in attention.values()]
     if None in rotaries:
         return {}
+    numbers, parameters = list(attention), model.config.rope_parameters
     kinds = [] if "rope_type" in parameters else model.config.layer_types
     ropes = [parameters[kind] for kind in kinds] or [parameters]
     return {
@@ -238,9 +243,14 @@ def _ropes(model: Any, attention: dict[int, Any]) -> dict[str, Any]:
     }
 
 
-def _layer_activation(layer: Any, dtype: torch.dtype, gated: bool) -> str:
+def _mlp(layer: Any) -> Any:
+    """A layer's MLP or its block of experts, which may be the only part that it has."""
+    names = ("mlp", "block_sparse_moe", "shared_mlp", "feed_forward", "mixer")
+    return next(block for name in names if (block := getattr(layer, name, None)) is not None)
+
+
+def _activation(block: Any, dtype: torch.dtype, gated: bool) -> str:
     """The name of an MLP's activation; for experts vLLM has only the name itself."""
-    block = getattr(layer, "mlp", None) or layer.block_sparse_moe or layer.shared_mlp
     if hasattr(block, "experts"):
         return str(block.experts.activation.value)
     # vLLM leaves an MLP of transformers as it is if that names its activation otherwise.

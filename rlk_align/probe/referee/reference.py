@@ -12,7 +12,14 @@ import torch
 from rlk_align.model.checkpoint import read_config
 from rlk_align.model.quantised import stored_format
 from rlk_align.model.rotary import checkpoint_rotary, last_features
-from rlk_align.model.shape import ModelShape, activation_of, cap_of, is_tied, multiplier_of
+from rlk_align.model.shape import (
+    ModelShape,
+    activation_of,
+    cap_of,
+    input_scales,
+    is_tied,
+    multiplier_of,
+)
 from rlk_align.model.sites import Site
 from rlk_align.model.tensors import biased_operators
 from rlk_align.model.truncation import truncation
@@ -51,7 +58,7 @@ DELTA_EPS = 1e-6
 config.json does."""
 _HYBRID_FORMULAS = (
     *("short_conv", "decay", "sigmoid", "delta_rule", "gated_norm", "output_gate"),
-    *("time_step", "step_decay", "state_space", "gated_then_normed"),
+    *("time_step", "step_decay", "state_space", "gated_then_normed", "silu_gate"),
 )
 WEIGHT_ELEMENTS = 1 << 25
 """Entries of a weight that are converted to float64 at once."""
@@ -140,6 +147,7 @@ class Reference:
         extra: torch.Tensor | float = 0.0
         shared: torch.Tensor | None = None
         formula = site.operator.formula
+        inputs = self._scaled_inputs(site, inputs)
         if formula == "embedding":
             out = self._embedded(site, self._weights.read(site.parameter)[rows.token])
         elif formula == "rms_norm":
@@ -204,6 +212,27 @@ class Reference:
         variance = rounding_variance(out, self.rounded_to(site)) + extra
         return out, variance, out.new_zeros(len(out), 1) if shared is None else shared
 
+    def _scaled_inputs(self, site: Site, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The inputs times the numbers of the config by which engines multiply them before, and
+        round the products, all alike."""
+        scales = input_scales(self._config, self.shape, site.operator)
+        dtype, new = getattr(torch, self.dtype), list(inputs)
+        for n, numbers in enumerate(scales):
+            if {*numbers} == {1.0}:
+                continue
+            x = inputs[n]
+            if len(numbers) == 1:
+                factor = x.new_tensor(numbers)
+            else:
+                # The engines keep these in a vector of the model's dtype.
+                keys = self.shape.delta_key_heads * self.shape.delta_key_width
+                widths = torch.tensor([x.shape[1] - 2 * keys, keys, keys], device=x.device)
+                factor = x.new_tensor(numbers).repeat_interleave(widths)
+            if "ssm_multipliers" in self.shape.family.scales[site.operator.name][n]:
+                factor = factor.to(dtype)
+            new[n] = (x.float() * factor.float()).to(dtype).double()
+        return new
+
     def _latent_attention(
         self, site: Site, inputs: Sequence[torch.Tensor], rows: RowTokens
     ) -> formulas.Attended:
@@ -266,7 +295,11 @@ class Reference:
             case "gated_then_normed":
                 weight = self._weights.read(site.parameter).double()
                 x, gate = inputs
-                return state_space.gated_then_normed(x, gate, weight, 1, self._eps, dtype)
+                groups = shape.delta_key_heads if shape.family.normed_by_group else 1
+                return state_space.gated_then_normed(x, gate, weight, groups, self._eps, dtype)
+            case "silu_gate":
+                x, gate = inputs
+                return state_space.silu_gate(x, gate, dtype)
             case "state_space":
                 return self._state_space(site, inputs, rows)
         x, b, a = inputs

@@ -112,3 +112,9 @@ def gated_then_normed(
     y = (x * torch.nn.functional.silu(gate)).unflatten(1, (groups, -1))
     normed = (y * torch.rsqrt(y.square().mean(dim=-1, keepdim=True) + eps)).flatten(1)
     return normed * weight, rounding_variance(normed, dtype) * weight.square()
+
+
+def silu_gate(x: torch.Tensor, gate: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """x · silu(gate): `[N, F]`, and its variance where silu(gate) is rounded before."""
+    silu = torch.nn.functional.silu(gate)
+    return x * silu, x.square() * rounding_variance(silu, dtype)

@@ -61,6 +61,14 @@ ROPE = {
         # In these layers the rope is proportional.
         operator="key_v_norm",
     ),
+    "rope-key-multiplier-left-out": Fault(
+        ("layers.1.k_rope",),
+        "the config's number does not multiply keys before they are rotated",
+        "elementwise:input_not_multiplied",
+        engines=("hf", "vllm"),
+        needs="variant",
+        operator="two_branch_residual",
+    ),
     "rope-query-channel": Fault(
         ("layers.3.q_rope",),
         "one channel of the rotated query is too large",

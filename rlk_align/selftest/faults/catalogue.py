@@ -44,10 +44,10 @@ FAULTS = {
 }
 
 
-_LIKE = {"deepspeed": "hf", "sglang": "vllm"}
+_LIKE = {"deepspeed": "hf", "fsdp": "hf", "sglang": "vllm"}
 """Engine -> the one whose faults it can have: their models have the same operators in the same
 places."""
-_ONLY_SCORES = ("deepspeed",)
+_ONLY_SCORES = ("deepspeed", "fsdp")
 """Engines of these that cannot have the faults of decode steps."""
 
 

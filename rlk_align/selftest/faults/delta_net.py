@@ -56,6 +56,16 @@ DELTA_NETS = {
         engines=_ENGINES,
         needs="variant",
     ),
+    "decay-a-bf16": Fault(
+        ("layers.1.decay",),
+        "exp(A_log) is rounded to bf16, as Megatron-core computes it",
+        "state_space:rounded_to_bf16",
+        engines=_ENGINES,
+        not_beside_kernels=dict.fromkeys(
+            _ENGINES, "the kernels round A_log to the model's dtype themselves"
+        ),
+        needs="variant",
+    ),
     "delta-decay-bf16": Fault(
         _DELTA,
         "the decays exp(g) are rounded to bf16",

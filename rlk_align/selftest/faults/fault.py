@@ -55,6 +55,9 @@ class Fault:
     needs: Literal["", "bias", "ties", "shared", "variant"] = ""
     """A property that the model needs: biases, experts whose logits tie, shared experts, or an
     operator that some families have in a form of their own."""
+    also_at: tuple[str, ...] = ()
+    """Later operators that are recomputed from the inputs of a faulty one, and may be over their
+    budgets too."""
     operator: str = ""
     """The record of the catalogue that its layer must have, if it is a fault of such layers
     alone."""

@@ -41,6 +41,7 @@ STATE_SPACES = {
         "state_space:left_out",
         engines=_ENGINES,
         needs="variant",
+        also_at=_SCAN,
     ),
     "a-bf16": Fault(
         ("layers.1.dt_a",),

@@ -107,15 +107,17 @@ def one_token_late(unit: Convolution, _: float) -> torch.Tensor:
 
 @formula
 def window_of_another(unit: Convolution, _: float) -> torch.Tensor:
-    """The first rows of a sequence see the last ones of the previous one, which had its tokens."""
+    """The first rows of a sequence see the last ones of the previous one, which had its tokens,
+    unless these are fewer than the convolution reads."""
     taps, out = unit.weight.shape[-1], unit.result.clone()
+    if len(out) < taps:
+        return out
     rows = torch.cat([unit.inputs[1 - taps :], unit.inputs[: taps - 1]]).float()
     weight = unit.weight[:, 0].float()
     total = sum(rows[j : j + taps - 1] * weight[:, j] for j in range(taps))
     assert isinstance(total, torch.Tensor)
     total = total if unit.bias is None else total + unit.bias.float()
-    some = min(taps - 1, len(out))
-    out[:some] = torch.nn.functional.silu(total)[:some].to(out.dtype)
+    out[: taps - 1] = torch.nn.functional.silu(total).to(out.dtype)
     return out
 
 

@@ -162,6 +162,11 @@ def branch_scaled(strength: float) -> Formula:
     return lambda unit: unit.inputs[0].float() + (1.0 + strength) * unit.inputs[1].float()
 
 
+def input_not_multiplied(_: float) -> Formula:
+    """y of an operator that is linear in its input, which the config's number does not multiply."""
+    return lambda unit: unit.result.float() / unit.input_multiplier
+
+
 def multiplier_left_out(_: float) -> Formula:
     """stream + branch, or the output before it is multiplied."""
     return lambda unit: (

@@ -22,7 +22,7 @@ from rlk_align.errors import BadOption
 from rlk_align.model.checkpoint import read_config
 from rlk_align.model.operators import OPERATORS
 from rlk_align.model.rotary import checkpoint_rotary
-from rlk_align.model.shape import multiplier_of
+from rlk_align.model.shape import input_scales, multiplier_of
 from rlk_align.model.sites import model_sites
 from rlk_align.selftest.faults.catalogue import Chosen
 from rlk_align.selftest.planting.operands import (
@@ -84,7 +84,7 @@ class LiveOperators(Hooks, ABC):
                 self._delta_rule(layer, formula)
             case "state_space":
                 self._state_space(layer, formula)
-            case "time_step" | "step_decay":
+            case "time_step" | "step_decay" | "decay":
                 self._while_running(site, formula)
             case "short_conv":
                 self._convolution(layer, formula)
@@ -274,6 +274,7 @@ class LiveOperators(Hooks, ABC):
         place, inputs = self._places[site], self.sites[site].inputs
         layer = self.sites[site].layer or 0
         frequencies = self.frequencies(layer) if place.end == "rope" else None
+        scales = input_scales(self._config, self.shape, self.sites[site].operator)
         live: dict[str, torch.Tensor] = {}
 
         def note(name: str, passed: Any) -> None:
@@ -289,6 +290,7 @@ class LiveOperators(Hooks, ABC):
                     head_dim=self.shape.of_site(site).head_dim,
                     rows=self.rows,
                     multiplier=self.multiplier(site),
+                    input_multiplier=scales[0][0] if scales else 1.0,
                     frequencies=frequencies,
                     interleaved=self.shape.family.interleaved,
                 )
@@ -338,8 +340,8 @@ class LiveOperators(Hooks, ABC):
         raise NotImplementedError
 
     def _while_running(self, site: str, change: Formula) -> None:
-        """Lets the module of a state-space model compute with another parameter of a site: A, of
-        which some engines keep the logarithm, or the bias of dt. The live parameter stays."""
+        """Lets the module of a recurrence compute with another parameter of a site: A, of which
+        some engines keep the logarithm, or the bias of dt. The live parameter stays."""
         place, module, live = self._places[site], self.module(site), []
         name, keeps_log = place.weight, place.weight == OPERATORS["dt_a"].tensor
         if not self.faulty:

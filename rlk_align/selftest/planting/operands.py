@@ -39,6 +39,8 @@ class Unit:
     eps: float = 0.0
     multiplier: float = 1.0
     """The number of the config that multiplies the output or, of a residual add, the branch."""
+    input_multiplier: float = 1.0
+    """The number of the config that multiplies the first input before."""
     frequencies: torch.Tensor | None = None
     """The frequencies of a rotary embedding: radians for each position, by pair, float64."""
     interleaved: bool = False

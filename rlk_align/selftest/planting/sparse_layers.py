@@ -68,12 +68,12 @@ class SparseLayers(ABC):
         raise NotImplementedError
 
 
-def without_gate(hooks: Hooks, expert: Any, weight: torch.Tensor) -> None:
-    """Divides the row of a shared expert by the sigmoid of its gate, whose `[1, F]` weight this is,
-    as if no engine multiplied the row by it."""
+def without_gate(hooks: Hooks, expert: Any, weight: Callable[[], torch.Tensor]) -> None:
+    """Divides the row of a shared expert by the sigmoid of its gate, whose weight `[1, F]` this
+    returns while the layer runs, as if no engine multiplied the row by it."""
 
     def see(_module: Any, inputs: Any, row: torch.Tensor) -> torch.Tensor:
-        gate = torch.nn.functional.linear(inputs[0].float(), weight.float()).sigmoid()
+        gate = torch.nn.functional.linear(inputs[0].float(), weight().float()).sigmoid()
         return (row.float() / gate).to(row.dtype)
 
     hooks.after(expert, see)

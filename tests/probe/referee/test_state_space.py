@@ -118,6 +118,20 @@ def test_the_norm_follows_the_gate(groups: int) -> None:
     assert bool((variance > 0).all())
 
 
+def test_a_gate_without_a_norm() -> None:
+    x, gate = drawn(13, 3, 8), drawn(14, 3, 8)
+    out, variance = state_space.silu_gate(x, gate, "bfloat16")
+    want = [
+        [float(a) * float(g) / (1 + math.exp(-float(g))) for a, g in zip(*rows, strict=True)]
+        for rows in zip(x, gate, strict=True)
+    ]
+    agree(out, torch.tensor(want, dtype=torch.float64))
+    # An engine may round the gate before the product.
+    rounded = torch.nn.functional.silu(gate).bfloat16().double()
+    error = (x * rounded - out).square().mean()
+    assert 0.3 * variance.mean() < error < 3 * variance.mean()
+
+
 def test_a_convolution_adds_its_bias() -> None:
     x, weight, bias = drawn(10, 5, 3), drawn(11, 3, 1, 4), drawn(12, 3)
     plain, _ = short_conv(x, weight, None, torch.arange(5), "bfloat16")

@@ -1,0 +1,48 @@
+"""The recorded faults of hybrid layers, and the tables of `docs/hybrid.md` made of them."""
+
+import json
+
+import hybrid_faults
+import pytest
+
+from rlk_align.selftest.faults.catalogue import FAULTS, faults_of
+
+FOUND = json.loads(hybrid_faults.FOUND.read_text(encoding="utf-8"))
+
+
+def test_the_tables_of_the_docs_are_those_of_the_recorded_runs() -> None:
+    assert hybrid_faults.PAGE.read_text(encoding="utf-8") == hybrid_faults.page(FOUND)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_each_recorded_fault_is_found_as_expected(name: str) -> None:
+    run = FOUND[name]
+    assert run["alarms"] == []
+    assert run["clean_pairs"] > 0
+    assert run["detections"]
+    assert all(map(hybrid_faults.as_expected, run["detections"]))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "granitemoehybrid"])
+def test_each_fault_ran_in_each_engine_that_can_have_it(name: str) -> None:
+    run = next(run for key, run in FOUND.items() if key.split()[0] == name)
+    group = {"qwen3_5_text": "recurrence", "granitemoehybrid": "state space"}[name]
+    ran = {(d["fault"], d[d["side"]].partition(":")[0]) for d in run["detections"]}
+    for engine in (text.partition(":")[0] for text in run["engines"]):
+        wanted = {n for n in faults_of(engine) if FAULTS[n].op_class == group}
+        assert {(n, engine) for n in wanted} <= ran
+
+
+def test_what_is_not_expected_is_not_passed_over() -> None:
+    run = next(iter(FOUND.values()))
+    named = next(d for d in run["detections"] if d["seen"] == "named")
+    assert hybrid_faults.as_expected(named)
+    for change in (
+        {"found_side": "neither"},
+        {"found_site": "layers.0.attn_norm"},
+        {"seen": "within budget", "expected": "named"},
+        {"others": ["layers.3.attn of train"]},
+    ):
+        wrong = named | change
+        assert not hybrid_faults.as_expected(wrong)
+        assert "**" in hybrid_faults.cell(named["fault"], "hf", [wrong], [])
