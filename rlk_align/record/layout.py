@@ -5,6 +5,8 @@ SIDE/
     recording.json          which step and rank it is, and which of its samples were chosen
     model/                  config.json and, if they were saved, the weights of that step
   .rank-0.lock              held by the process that records
+
+A trainer of several ranks has a lock and a shard for each, as `rlk_align.record.rank_shard` says.
 """
 
 import re
@@ -15,6 +17,10 @@ from rlk_align.results import SideName
 from rlk_align.trace.records import Record
 
 RECORDING = "recording.json"
+SHARED = "shared"
+"""The folder of a step with what its ranks have in common."""
+SHARED_FILES = ("trace.json", "prompts.jsonl", "weights.parquet")
+"""The files there that its checksums list."""
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -26,6 +32,10 @@ class RecordingRecord(Record):
     step: int
     rank: int = 0
     ranks: int = 1
+    replica: int = 0
+    """Ranks of one replica see the same sequences, and record other sites of them."""
+    job: str = ""
+    """A random number of the job; empty where one rank writes all."""
     sequences: int
     """How many sequences were asked for."""
     seen: int

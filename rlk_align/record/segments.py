@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlk_align.engines.common.rows import ForwardRows
+from rlk_align.engines.common.rows import ForwardRows, Order
 from rlk_align.errors import BadOption
 
 
@@ -22,21 +22,45 @@ class Segment:
     ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A sequence of a forward that is recorded."""
+
+    number: int
+    """Its sample."""
+    prompt: int
+    """The length of its prompt."""
+    segment: Segment
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """int64: the positions whose next token was sampled."""
+        return np.arange(self.prompt - 1, len(self.segment.ids) - 1)
+
+    @property
+    def targets(self) -> np.ndarray:
+        """int64: the tokens that were sampled there."""
+        return np.array(self.segment.ids, dtype=np.int64)[self.sampled + 1]
+
+
 def segments(
     ids: np.ndarray,
     mask: np.ndarray | None,
     positions: np.ndarray | None,
     boundaries: np.ndarray | None,
 ) -> Iterator[Segment]:
-    """The sequences of an input. ids: int `[B, S]`; mask: `[B, S]`, 0 at padding; positions: `[B,
-    S]` or `[1, S]`, which start again where another sequence begins; boundaries: `[N + 1]`, the
-    first column of each of N packed sequences, and the end. Raises BadOption for a mask that is not
-    of this form."""
+    """The sequences of an input. ids: int `[B, S]`; mask: `[B, S]`, 0 at padding, or one for each
+    pair of tokens, `[B, 1, S, S]`, which is not read; positions: `[B, S]` or `[1, S]`, which start
+    again where another sequence begins; boundaries: `[N + 1]`, the first column of each of N packed
+    sequences, and the end. Raises BadOption for a mask that is not of this form."""
     count, length = ids.shape
+    if mask is not None and mask.ndim == 4 and not (positions is None and boundaries is None):
+        mask = None
     if mask is not None and (mask.shape != ids.shape or not np.isin(mask, (0, 1)).all()):
         raise BadOption(
             f"an attention mask of shape {list(mask.shape)} is not understood",
-            "give a mask of zeros and ones for each token, or none",
+            "give a mask of zeros and ones for each token, or none; with a mask for each pair of "
+            "tokens also position ids, which start again in each sequence",
         )
     real = np.ones(ids.shape, dtype=bool) if mask is None else mask.astype(bool)
     for row in range(count):
@@ -53,17 +77,19 @@ def segments(
                 yield Segment(row, part, tuple(ids[row, part].tolist()))
 
 
-def rows_of(chosen: Sequence[tuple[int, int, Segment]], shape: tuple[int, int]) -> ForwardRows:
-    """The rows of the chosen sequences in the output `[B, S, ...]` of a forward. chosen: the
-    sample, the length of the prompt and the segment of each; shape: (B, S)."""
+def rows_of(chosen: Sequence[Chosen], shape: tuple[int, int], order: Order) -> ForwardRows:
+    """The rows of the chosen sequences in the output of a forward, whose cells have this order.
+    shape: (B, S)."""
     index, sample, position, sampled = [], [], [], []
-    for number, prompt, segment in chosen:
-        length = len(segment.ids)
+    for each in chosen:
+        segment, length = each.segment, len(each.segment.ids)
         at = np.arange(length)
-        index.append(segment.row * shape[1] + segment.columns)
-        sample.append(np.full(length, number))
+        first = order == "batch first"
+        cells = segment.row * shape[1] + segment.columns
+        index.append(cells if first else segment.columns * shape[0] + segment.row)
+        sample.append(np.full(length, each.number))
         position.append(at)
-        sampled.append((at >= prompt - 1) & (at < length - 1))
+        sampled.append((at >= each.prompt - 1) & (at < length - 1))
     return ForwardRows(
         np.concatenate(index),
         np.concatenate(sample),

@@ -344,6 +344,8 @@ class TraceRecord(Record):
     """Prompt id -> the token ids of its text by this side's tokenizer."""
     recorded: str = ""
     """The step of a job that recorded it as it ran, once and with taps; empty for a capture."""
+    lost: list[int] = Field(default_factory=list)
+    """The ranks of that job that did not complete their shards."""
 
     @property
     def adapter(self) -> LoraRecord | None:
