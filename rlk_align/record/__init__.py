@@ -22,6 +22,7 @@ def trainer(
     out: str,
     *,
     engine: str = "auto",
+    checkpoint: str | None = None,
     sequences: int = 8,
     every: int = 50,
     temperature: float = 1.0,
@@ -30,13 +31,14 @@ def trainer(
 ) -> "Recorder":
     """A recorder of the forwards of a live trainer. In a job of several ranks, every rank makes it.
 
-    model: a causal LM of transformers, in one process or after FSDP2's `fully_shard`. out: the
-    folder of this side's recording, which all ranks can write to. engine: `hf`, `fsdp`, or `auto`,
-    which sees which of them the model is. sequences: how many sequences of a step are recorded, of
-    all ranks together. every: steps whose number is a multiple of it are recorded. temperature:
-    divides the logits, as the trainer does. budget: the bytes of values that a step keeps on a
-    rank; digests of all rows are kept beyond it. weights: whether a step also saves the live
-    weights, with which operators are recomputed.
+    model: a causal LM of transformers, in one process or after FSDP2's `fully_shard`, or a GPTModel
+    of megatron-core. out: the folder of this side's recording, which all ranks can write to.
+    engine: `hf`, `fsdp`, `megatron`, or `auto`, which sees which of them the model is. checkpoint:
+    for `megatron` the folder of the Hugging Face checkpoint that the model was converted from.
+    sequences: how many sequences of a step are recorded, of all ranks together. every: steps whose
+    number is a multiple of it are recorded. temperature: divides the logits, as the trainer does.
+    budget: the bytes of values that a step keeps on a rank; digests of all rows are kept beyond it.
+    weights: whether a step also saves the live weights, with which operators are recomputed.
 
     Raises BadOption for a setting that is unknown or a model that is not recorded, and ToolError if
     another process records into the folder.
@@ -44,5 +46,5 @@ def trainer(
     from rlk_align.record.libraries import live_model
     from rlk_align.record.recorder import Recorder
 
-    live = live_model(model, engine, temperature=temperature, weights=weights)
+    live = live_model(model, engine, checkpoint, temperature=temperature, weights=weights)
     return Recorder(live, out, sequences=sequences, every=every, budget=budget)

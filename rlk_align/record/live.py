@@ -41,6 +41,9 @@ class Live(ABC):
     replica: int = 0
     """As `RecordingRecord.replica`."""
 
+    alone: bool = True
+    """Whether no other rank may see sequences that this rank does not know of."""
+
     @abstractmethod
     def open(self, folder: Path, about: Path) -> Engine:
         """The adapter of the engine around the live model. `folder`: the shard of this rank, which

@@ -12,7 +12,6 @@ from rlk_align.record.choose import Key, Lowest, Prompts, prefix_hash
 from rlk_align.record.live import ForwardInput, Live
 from rlk_align.record.segments import Chosen, Segment
 from rlk_align.record.shard import Shard, sequence_name
-from rlk_align.record.together import of_all
 from rlk_align.trace.writer import PassWriter
 
 
@@ -128,8 +127,9 @@ class Recording:
             self._writers[name]("logprob", rows, np.full(len(position), chosen.number), position)
 
     def finish(self, shard: Shard) -> None:
-        """Completes the shard. Raises BadOption if no rank recorded a sequence."""
-        if not any(of_all(self._live.ranks, len(self._samples))):
+        """Completes the shard, without a message to other ranks: one of them may have died. Raises
+        BadOption if no sequence was recorded."""
+        if not self._lowest.keys and self._live.alone:
             raise BadOption(
                 "no forward of the step had a sequence that begins with one of its prompts",
                 "give the token ids of the prompts as the model reads them, without padding",

@@ -31,7 +31,7 @@ def padded(batch: list[list[int]]) -> dict[str, torch.Tensor]:
 
 
 def packed(batch: list[list[int]], shift: int) -> dict[str, torch.Tensor]:
-    """One row, whose mask has a block for each sequence. `shift`: a fault, by which blocks are off."""
+    """One row, whose mask has a block for each sequence. `shift`: by how much blocks are off."""
     lengths = torch.tensor([len(ids) for ids in batch])
     owner = torch.repeat_interleave(torch.arange(len(batch)), lengths)
     block = owner.roll(shift)

@@ -1,7 +1,6 @@
 """A loop of training with FSDP2 that is not ours records itself, each rank its own sequences."""
 
 import json
-from pathlib import Path
 
 import pytest
 from command import Cli, command_line, require_engine, spec_here
