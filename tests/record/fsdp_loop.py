@@ -65,7 +65,7 @@ for step in range(1, 4):
         for start in range(0, len(mine), 2):
             batch = mine[start : start + 2]
             pack = fault in ("packed", "mask")
-            inputs = packed(batch, fault == "mask") if pack else padded(batch)
+            inputs = packed(batch, int(fault == "mask")) if pack else padded(batch)
             output = trainer(**inputs, use_cache=False)
             (output.logits.float().square().mean() if pack else output.loss).backward()
         if step == 3 and fault == "killed" and rank == 1:
