@@ -78,8 +78,8 @@ class LiveHF(Live):
     def input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardInput:
         ids = _ids(args, kwargs)
         at = next((kwargs[name] for name in _BOUNDARIES if kwargs.get(name) is not None), None)
-        given = kwargs.get("attention_mask"), kwargs.get("position_ids"), at
-        mask, positions, boundaries = map(to_numpy, given)
+        positions, boundaries = to_numpy(kwargs.get("position_ids")), to_numpy(at)
+        mask = _token_mask(kwargs, positions is not None or boundaries is not None)
         found = list(segments(ids.cpu().numpy(), mask, positions, boundaries))
         return ForwardInput(found, (ids.shape[0], ids.shape[1]), ids.device)
 
@@ -126,6 +126,22 @@ class _Taps(HFTaps):
     @torch.no_grad()
     def observe(self, place: Place, value: torch.Tensor, rows: LiveRows) -> None:
         super().observe(place, value.detach(), rows)
+
+
+def _token_mask(kwargs: dict[str, Any], separated: bool) -> np.ndarray | None:
+    """The mask of a forward that is 0 at padding, if it has one. `separated`: whether something
+    else separates the sequences: then a mask of pairs of tokens, `[B, 1, S, S]`, is not needed.
+    Raises BadOption for another mask."""
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        return to_numpy(mask)
+    if mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 4 and separated):
+        return None
+    raise BadOption(
+        "an attention mask that is not one of tokens, [B, S], is not understood",
+        "give zeros and ones for each token; or with a mask for each pair of tokens also position "
+        "ids, which start again in each sequence",
+    )
 
 
 def _ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

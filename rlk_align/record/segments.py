@@ -49,18 +49,15 @@ def segments(
     positions: np.ndarray | None,
     boundaries: np.ndarray | None,
 ) -> Iterator[Segment]:
-    """The sequences of an input. ids: int `[B, S]`; mask: `[B, S]`, 0 at padding, or one for each
-    pair of tokens, `[B, 1, S, S]`, which is not read; positions: `[B, S]` or `[1, S]`, which start
-    again where another sequence begins; boundaries: `[N + 1]`, the first column of each of N packed
-    sequences, and the end. Raises BadOption for a mask that is not of this form."""
+    """The sequences of an input. ids: int `[B, S]`; mask: `[B, S]`, 0 at padding; positions: `[B,
+    S]` or `[1, S]`, which start again where another sequence begins; boundaries: `[N + 1]`, the
+    first column of each of N packed sequences, and the end. Raises BadOption for a mask that is not
+    of this form."""
     count, length = ids.shape
-    if mask is not None and mask.ndim == 4 and not (positions is None and boundaries is None):
-        mask = None
     if mask is not None and (mask.shape != ids.shape or not np.isin(mask, (0, 1)).all()):
         raise BadOption(
             f"an attention mask of shape {list(mask.shape)} is not understood",
-            "give a mask of zeros and ones for each token, or none; with a mask for each pair of "
-            "tokens also position ids, which start again in each sequence",
+            "give a mask of zeros and ones for each token, or none",
         )
     real = np.ones(ids.shape, dtype=bool) if mask is None else mask.astype(bool)
     for row in range(count):

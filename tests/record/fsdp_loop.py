@@ -1,6 +1,6 @@
 """A loop of training as a user writes it, for FSDP2, that knows rlk-align by three lines.
 
-torchrun --nproc-per-node N fsdp_loop.py FOLDER MODEL PROMPTS.json [FAULT]
+torchrun --nproc-per-node N fsdp_loop.py FOLDER MODEL PROMPTS.json NAME [FAULT]
 """
 
 import json
@@ -42,7 +42,8 @@ def packed(batch: list[list[int]], shift: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask[None, None], "position_ids": positions}
 
 
-folder, model, prompts, fault = Path(sys.argv[1]), *sys.argv[2:4], (sys.argv[4:] or [""])[0]
+folder, model, prompts, name = Path(sys.argv[1]), *sys.argv[2:5]
+fault = (sys.argv[5:] or [""])[0]
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 config = AutoConfig.from_pretrained(model)
@@ -58,7 +59,7 @@ fully_shard(trainer, mp_policy=policy)
 if fault == "stale" and rank == 1:
     trainer.model.layers[1].mlp.up_proj.weight.to_local().data.mul_(1.03125)
 optimizer = torch.optim.SGD(trainer.parameters(), lr=0.0)  # the weights stay those of the rollout
-recorder = record.trainer(trainer, str(folder / f"train{fault}"), every=3)
+recorder = record.trainer(trainer, str(folder / name), every=3)
 mine = [p + r for p, r in json.loads((folder / "ids.json").read_text())][rank::world]
 for step in range(1, 4):
     with recorder.step(step, json.loads(Path(prompts).read_text())):
@@ -69,7 +70,7 @@ for step in range(1, 4):
             output = trainer(**inputs, use_cache=False)
             (output.logits.float().square().mean() if pack else output.loss).backward()
         if step == 3 and fault == "killed" and rank == 1:
-            while not (folder / "trainkilled/step-00000003/rank-0").exists():
+            while not (folder / name / "step-00000003/rank-0").exists():
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
     optimizer.step()

@@ -1,6 +1,6 @@
 """A loop of training as a user writes it, for megatron-core, that knows rlk-align by three lines.
 
-torchrun --nproc-per-node N megatron_loop.py FOLDER MODEL PROMPTS.json TP PP NAME [FAULT]
+torchrun --nproc-per-node N megatron_loop.py FOLDER MODEL PROMPTS.json NAME TP PP [FAULT]
 """
 
 import json
@@ -43,7 +43,8 @@ def forward_step(batches, model):  # type: ignore[no-untyped-def]
 
 
 folder, model, prompts = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
-tp, pp, name, fault = int(sys.argv[4]), int(sys.argv[5]), sys.argv[6], (sys.argv[7:] or [""])[0]
+name, tp, pp = sys.argv[4], int(sys.argv[5]), int(sys.argv[6])
+fault = (sys.argv[7:] or [""])[0]
 on_cpu()
 dist.init_process_group("gloo")
 

@@ -22,7 +22,7 @@ def module_cli(job: Job) -> Cli:
 
 def test_a_recorded_job_gets_the_verdict_of_compare(job: Job, module_cli: Cli) -> None:
     job.run("train")
-    recorded = job.compare(module_cli)
+    recorded = job.compare(module_cli, into="compared")
     captured = module_cli(
         *("compare", "--rollout", spec_here("vllm"), "--train", TRAINER, "--no-production"),
         *("--prompts", job.prompts, "--max-new-tokens", 24, "--run-dir", job.folder / "captured"),
@@ -31,7 +31,7 @@ def test_a_recorded_job_gets_the_verdict_of_compare(job: Job, module_cli: Cli) -
     assert captured.verdict is not None, captured.err
     assert captured.code == 0, captured.out
     assert figures(recorded.verdict) == figures(captured.verdict)
-    assert_same_rows(job.folder / "compared-", job.folder / "captured")
+    assert_same_rows(job.folder / "compared", job.folder / "captured")
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_planted_fault_is_named(
     job: Job, module_cli: Cli, fault: str, kind: str, named: str, by_side: str
 ) -> None:
     job.run("train", fault)
-    outcome = job.compare(module_cli, fault)
+    outcome = job.compare(module_cli, f"train{fault}")
     assert outcome.code == 4, outcome.out
     assert outcome.verdict is not None
     [mismatch] = outcome.verdict["precheck"]["mismatches"]

@@ -49,22 +49,27 @@ class Job:
         words = [str(LOOPS / "loop.py"), part, str(self.folder), self.model, str(self.ids), *fault]
         return said_by(None, words, ENVIRONMENT | environment, timeout=500)
 
-    def torchrun(self, ranks: int, loop: str, *words: str) -> tuple[int, str]:
-        """The exit code and the words of a loop that torchrun starts in so many ranks."""
+    def torchrun(self, ranks: int, loop: str, name: str, *words: str) -> tuple[int, str]:
+        """The exit code and the words of a loop that torchrun starts in so many ranks. `name`: the
+        folder of its recording."""
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        given = [str(self.folder), self.model, str(self.ids), *words]
-        code, out, err = ended(
-            None, [*launch, str(LOOPS / loop), *given], {"OMP_NUM_THREADS": "1"}, timeout=500
-        )
+        given = [str(self.folder), self.model, str(self.ids), name, *words]
+        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        command = [*launch, str(LOOPS / loop), *given]
+        code, out, err = ended(None, command, environment, timeout=500)
         return code, out + err
 
-    def compare(self, cli: Cli, fault: str = "", *options: str, steps: str = "") -> Outcome:
-        """`steps`: those of the rollout side and of the trainer, e.g. `0 3`."""
-        sides = [self.folder / "rollout", self.folder / f"train{fault}"]
+    def compare(
+        self, cli: Cli, name: str = "train", *options: str, steps: str = "", into: str = ""
+    ) -> Outcome:
+        """`name`: the folder of the trainer's recording; `steps`: those of the rollout side and of
+        the trainer, e.g. `0 3`; `into`: the name of the run."""
+        sides = [self.folder / "rollout", self.folder / name]
         for i, step in enumerate(steps.split()):
             sides[i] /= f"step-{int(step):08d}"
-        name = "-".join(["compared", fault, *options]).replace("--", "")
-        return cli("compare", *sides, "--run-dir", self.folder / name, *options)
+        run = self.folder / (into or f"compared-{name}")
+        return cli("compare", *sides, "--run-dir", run, *options)
 
     def record_rollout(self) -> None:
         folder = str(installed_plugin(self.folder / "plugin"))
