@@ -15,6 +15,7 @@ import torch
 
 from rlk_align.engines.base import Engine
 from rlk_align.engines.common.hooks import Hooks
+from rlk_align.engines.common.rows import ForwardRows
 from rlk_align.engines.process.ranks import ALONE, Ranks
 from rlk_align.record.choose import Key
 from rlk_align.record.segments import Chosen, Segment
@@ -64,6 +65,13 @@ class Live(ABC):
     ) -> tuple[np.ndarray, np.ndarray] | None:
         """The positions `[N]` of a chosen sequence whose log-probs the latest forward gives, and
         these, float32 `[N]`; None on a rank that does not report them."""
+
+    def passed_on(
+        self, output: Any, chosen: Sequence[Chosen], input: ForwardInput
+    ) -> tuple[str, torch.Tensor, ForwardRows] | None:
+        """What a stage of a pipeline sends to the next: the site, its rows of the chosen sequences
+        `[N, F]`, and which these are; None on a rank that sends nothing or does not report it."""
+        return None
 
     def keys_of_all(self, keys: list[Key]) -> list[list[Key]]:
         """The keys of new sequences in this forward, on each of the ranks that have to repeat a

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.parameters import LiveParameter
 from rlk_align.engines.common.places import Place
+from rlk_align.engines.common.rows import ForwardRows
 from rlk_align.engines.common.site_hooks import LiveRows
 from rlk_align.engines.info import OptionValue
 from rlk_align.engines.megatron.engine import MegatronEngine
@@ -24,7 +25,7 @@ from rlk_align.engines.megatron.grid import Grid
 from rlk_align.engines.megatron.model import Settings, read_checkpoint
 from rlk_align.engines.megatron.stages import Stage
 from rlk_align.engines.megatron.taps import MegatronTaps
-from rlk_align.engines.process.ranks import Ranks
+from rlk_align.engines.process.ranks import Ranks, gather
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
 from rlk_align.model.checkpoint import resolve_model
@@ -147,6 +148,23 @@ class LiveMegatron(Live):
         rows, targets = (torch.from_numpy(x).to(input.device) for x in (cells, chosen.targets))
         found = self.engine.shared_logprobs(self._logits.transpose(0, 1), rows, targets)
         return (position, found) if self._grid.tp.rank == 0 else None
+
+    def passed_on(
+        self, output: Any, chosen: Sequence[Chosen], input: ForwardInput
+    ) -> tuple[str, torch.Tensor, ForwardRows] | None:
+        stage = self.engine.stage
+        if stage.is_last:
+            return None
+        value = output.detach()
+        if self.engine.settings.sequence_parallel:
+            parts = gather(value, self._grid.tp)
+            value = value if parts is None else torch.cat(parts)
+        if self._grid.tp.rank:
+            return None
+        rows = rows_of(chosen, input.shape, "sequence first")
+        at = torch.from_numpy(rows.index).to(value.device)
+        site = f"layers.{stage.first + stage.share - 1}.mlp_residual"
+        return site, value.flatten(0, 1)[at], rows
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:

@@ -105,7 +105,9 @@ class Recording:
         try:
             # What is random draws the same numbers afterwards as without the controls.
             with self._live.undisturbed():
-                self._log("prefill.untapped", model(*args, **kwargs))
+                untapped = model(*args, **kwargs)
+                self._log("prefill.untapped", untapped)
+                self._log_passed_on("prefill.untapped", untapped)
                 taps = self._tapped("prefill.repeat") if self._here else Hooks()
                 try:
                     self._log("prefill.repeat", model(*args, **kwargs))
@@ -125,6 +127,15 @@ class Recording:
             position, logprobs = found
             rows = torch.from_numpy(np.asarray(logprobs, dtype=np.float32)).reshape(-1, 1)
             self._writers[name]("logprob", rows, np.full(len(position), chosen.number), position)
+
+    @torch.no_grad()
+    def _log_passed_on(self, name: str, output: Any) -> None:
+        """Records what this stage sends on: without taps it has to have the same bits."""
+        assert self._input is not None
+        found = self._live.passed_on(output, self._here, self._input) if self._here else None
+        if found is not None:
+            site, rows, which = found
+            self._writers[name](site, rows, which.sample, which.position)
 
     def finish(self, shard: Shard) -> None:
         """Completes the shard, without a message to other ranks: one of them may have died. Raises
