@@ -91,7 +91,11 @@ class _Engine(FSDPEngine):
 def _sharding(model: Any) -> tuple[Ranks, torch.dtype, bool]:
     """The ranks that share the parameters, the dtype that they compute in, and whether the
     parameters are kept in another one. Raises BadOption for what is not recorded."""
-    states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        # After a forward the root's parameters stay gathered.
+        module.reshard()
+    states = [module._get_fsdp_state() for module in modules]
     parameters = dict(model.named_parameters())
     whole = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
     if whole or not states:

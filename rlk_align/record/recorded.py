@@ -88,7 +88,8 @@ def _open_shard(folder: Path) -> RecordedShard:
     read_checksums(folder).check(folder, (RECORDING, "tokens.parquet", *passes))
     for name in record.passes:
         check_files(folder / name, load_record(PassRecord, folder / name / "pass.json").files)
-    batch = TokenBatch.load(folder / "tokens.parquet")
+    # A rank without a chosen sequence has no tokens.
+    batch = TokenBatch.load(folder / "tokens.parquet") if record.chosen else TokenBatch(())
     samples = {prefix_hash(batch.samples[i].ids): (i, batch.samples[i]) for i in record.chosen}
     return RecordedShard(folder, record, samples)
 
