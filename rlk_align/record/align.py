@@ -8,8 +8,9 @@ from typing import Any
 
 from rlk_align.errors import BadOption
 from rlk_align.model.prompts import Prompt, TokenBatch, save_prompts
+from rlk_align.record.history import old_values, read_digests
 from rlk_align.record.layout import steps_of
-from rlk_align.record.recorded import Recorded, open_step
+from rlk_align.record.recorded import Recorded, about, open_step
 from rlk_align.results import SideName
 from rlk_align.trace.checksums import CHECKSUMS, add_checksums
 from rlk_align.trace.records import load_record, save_record, writing
@@ -52,8 +53,9 @@ def align(names: Sequence[str], folder: Path) -> tuple[dict[SideName, Path], lis
         shutil.rmtree(folder, ignore_errors=True)
     models = (each.about / "model" for each in (train, rollout))
     model = next((path for path in models if any(path.glob("*.safetensors"))), None)
+    old = _old_weights(rollout, train)
     written = {
-        side: _write_run(folder / side, each, list(together), batch, model)
+        side: _write_run(folder / side, each, list(together), batch, model, old)
         for side, each in sides.items()
     }
     return written, list(_missing(sides, set(together)))
@@ -83,6 +85,14 @@ def _listed(steps: dict[int, Path]) -> str:
     return ", ".join(map(str, steps))
 
 
+def _old_weights(rollout: Recorded, train: Recorded) -> dict[str, str]:
+    """Parameter -> which side has an old value of it, by the trainer's earlier steps."""
+    steps = steps_of(train.step.parent)
+    before = {n: path for n, path in steps.items() if n < train.record.step}
+    earlier = [(n, read_digests(about(path))) for n, path in before.items()]
+    return old_values(read_digests(rollout.about), read_digests(train.about), earlier)
+
+
 def _missing(sides: dict[SideName, Recorded], together: set[str]) -> Iterator[str]:
     for side, recorded in sides.items():
         if recorded.lost:
@@ -99,10 +109,15 @@ def _missing(sides: dict[SideName, Recorded], together: set[str]) -> Iterator[st
 
 
 def _write_run(
-    folder: Path, recorded: Recorded, keys: list[str], batch: TokenBatch, model: Path | None
+    folder: Path,
+    recorded: Recorded,
+    keys: list[str],
+    batch: TokenBatch,
+    model: Path | None,
+    old: dict[str, str],
 ) -> Path:
     """Writes one side as a run with a single capture. model: the folder with the live weights of
-    the step, if they were saved."""
+    the step, if they were saved; old: as `TraceRecord.old_weights`."""
     trace = folder / "captures" / "recorded"
     with writing(trace):
         trace.mkdir(parents=True)
@@ -121,6 +136,7 @@ def _write_run(
         "prompt_ids": {s.prompt_id: list(s.prompt_ids) for s in batch.samples},
         "recorded": f"step {recorded.record.step} of the job",
         "lost": recorded.lost,
+        "old_weights": old,
     }
     if model is not None:
         update["model"] = str(model.resolve())

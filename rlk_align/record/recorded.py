@@ -62,6 +62,11 @@ class Recorded:
         return min(s.record.replica for s in self.shards if key in s.samples)
 
 
+def about(step: Path) -> Path:
+    """The folder of a step with its trace.json and weights.parquet, and with model/."""
+    return step / SHARED if (step / SHARED).is_dir() else step / "rank-0"
+
+
 def open_step(step: Path) -> Recorded:
     """Raises CorruptTrace if a file was changed, BadOption for shards of several jobs or of an
     incomplete step."""
@@ -74,12 +79,11 @@ def open_step(step: Path) -> Recorded:
             "give each job a folder of its own; remove the shards of one of them",
         )
     [(_, ranks)] = jobs
-    about = shards[0].folder if ranks == 1 else step / SHARED
     if ranks == 1:
-        check_trace(about)
+        check_trace(about(step))
     else:
-        read_checksums(about).check(about, SHARED_FILES)
-    return Recorded(step, about, shards, _lowest(shards))
+        read_checksums(about(step)).check(about(step), SHARED_FILES)
+    return Recorded(step, about(step), shards, _lowest(shards))
 
 
 def _open_shard(folder: Path) -> RecordedShard:

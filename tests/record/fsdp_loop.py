@@ -61,7 +61,11 @@ if fault == "stale" and rank == 1:
 optimizer = torch.optim.SGD(trainer.parameters(), lr=0.0)  # the weights stay those of the rollout
 recorder = record.trainer(trainer, str(folder / name), every=3)
 mine = [p + r for p, r in json.loads((folder / "ids.json").read_text())][rank::world]
-for step in range(1, 4):
+for step in range(0 if fault == "undelivered" else 1, 4):
+    if fault == "undelivered" and step == 3:
+        # An update that the rollout does not get.
+        trainer.reshard()
+        trainer.model.layers[1].mlp.up_proj.weight.to_local().data.mul_(1.03125)
     with recorder.step(step, json.loads(Path(prompts).read_text())):
         for start in range(0, len(mine), 2):
             batch = mine[start : start + 2]

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_ranks import on_ranks
+from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
@@ -15,8 +16,10 @@ from rlk_align import record
 from rlk_align.data import data_path
 from rlk_align.errors import BadOption, RlkError
 from rlk_align.record.choose import prefix_hash
+from rlk_align.record.history import Digests, old_values, read_digests
 from rlk_align.record.layout import step_folder
 from rlk_align.record.recorded import Recorded, open_step
+from rlk_align.trace.digest import digest_parameter
 from rlk_align.trace.reader import PassReader
 from rlk_align.trace.renumber import renumber_passes
 
@@ -147,6 +150,50 @@ def test_what_one_rank_meets_every_rank_raises(tmp_path: Path) -> None:
     shutil.copytree(of_another, step_folder(tmp_path / "job", 1) / "rank-1")
     with pytest.raises(BadOption, match="shards of 2 jobs"):
         open_step(step_folder(tmp_path / "job", 1))
+
+
+def _trained(group: Any, folder: Path) -> None:
+    model = sharded()
+    recorder = record.trainer(model, str(folder), every=1)
+    up = model.model.layers[1].mlp.up_proj.weight
+    for step in range(3):
+        with recorder.step(step, PROMPTS):
+            score(model, [group.rank()])
+        model.reshard()
+        with torch.no_grad():
+            kept = up.to_local().clone()
+            for parameter in model.parameters():
+                parameter.to_local().mul_(1.03125)
+            if step == 0 and group.rank() == 1:
+                up.to_local().copy_(kept)
+
+
+def test_the_side_with_an_old_value_is_named(tmp_path: Path) -> None:
+    """Rank 1 does not train its rows of a layer in the first step."""
+    on_ranks(2, _trained, tmp_path)
+    steps = [open_step(step_folder(tmp_path, step)).about for step in range(3)]
+    before, stale, after = map(read_digests, steps)
+    name, earlier = "layers.1.up_proj", [(0, before)]
+    right = {name: Digests("of a trainer without the fault", stale[name].rows.copy())}
+    right[name].rows[len(right[name].rows) // 2 :] += 1
+    [said] = old_values({**stale, **right}, stale, earlier).items()
+    assert said[0] == name
+    assert "the trainer is stale: it has had these rows since step 0" in said[1]
+    behind = old_values({**after, name: before[name]}, after, [(1, stale), *earlier])
+    assert behind == {name: "the rollout is stale: it has what the trainer had at step 0"}
+    # Nothing is said of a layer that changed, or where nothing was trained.
+    assert old_values(stale, stale, earlier) == {}
+    assert old_values({**before, **right}, before, earlier) == {}
+    # The parameters of a step are kept once, as the model computes with them.
+    model = steps[1] / "model"
+    live = load_file(model / "model-00000-00000.safetensors")
+    assert {t.dtype for t in live.values()} == {torch.bfloat16}
+    tensor = live["model.layers.1.mlp.up_proj.weight"]
+    assert digest_parameter(tensor) == stale[name].whole
+    first, second = tensor.float().chunk(2)
+    fresh = load_file(data_path("model") / "model.safetensors")["model.layers.1.mlp.up_proj.weight"]
+    assert torch.equal(second, fresh.float().chunk(2)[1])
+    assert not torch.equal(first, fresh.float().chunk(2)[0])
 
 
 def _unsupported(group: Any, folder: Path) -> list[str]:
