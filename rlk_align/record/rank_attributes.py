@@ -9,7 +9,11 @@ from rlk_align.record.together import of_all
 def of_ranks(ranks: Ranks, attributes: dict[str, Any]) -> dict[str, Any]:
     """The attributes of all ranks. Where a rank has another value, the value is a text that names
     the ranks of each, which equals no attribute of the other side."""
-    every = of_all(ranks, attributes)
+    return merged(of_all(ranks, attributes))
+
+
+def merged(every: list[dict[str, Any]]) -> dict[str, Any]:
+    """The attributes of these ranks, in rank order."""
     return {name: _merged(name, every) for name in dict.fromkeys(n for of in every for n in of)}
 
 

@@ -68,11 +68,15 @@ def about(step: Path) -> Path:
 
 
 def open_step(step: Path) -> Recorded:
-    """Raises CorruptTrace if a file was changed, BadOption for shards of several jobs or of an
-    incomplete step."""
+    """Raises CorruptTrace if a file was changed, BadOption for a step without a complete shard or
+    with those of several jobs."""
     folders = {int(m[1]): p for p in step.glob("rank-*") if (m := _RANK.fullmatch(p.name))}
     shards = [_open_shard(folders[rank]) for rank in sorted(folders)]
     jobs = {(s.record.job, s.record.ranks) for s in shards}
+    if not jobs:
+        raise BadOption(
+            f"no rank completed its shard of {step}", "compare another step, or record it again"
+        )
     if len(jobs) != 1:
         raise BadOption(
             f"{step} has the shards of {len(jobs)} jobs",

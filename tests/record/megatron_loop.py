@@ -101,7 +101,12 @@ if fault == "stale" and rank == 1:
     trainer.decoder.layers[1].mlp.linear_fc1.weight.data.chunk(2)[1].mul_(1.03125)
 optimizer = torch.optim.SGD(trainer.parameters(), lr=0.0)  # the weights stay those of the rollout
 recorder = record.trainer(trainer, str(folder / name), every=3, checkpoint=str(model))
-sequences = [p + r for p, r in json.loads((folder / "ids.json").read_text())]
+replica, replicas = (
+    parallel_state.get_data_parallel_rank(),
+    parallel_state.get_data_parallel_world_size(),
+)
+every = [p + r for p, r in json.loads((folder / "ids.json").read_text())]
+sequences = every[replica::replicas]
 for step in range(1, 4):
     groups = [sequences[at : at + 2] for at in range(0, len(sequences), 2)]
     pack = fault in ("packed", "mask")

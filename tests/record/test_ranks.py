@@ -23,6 +23,8 @@ from rlk_align.trace.digest import digest_parameter
 from rlk_align.trace.reader import PassReader
 from rlk_align.trace.renumber import renumber_passes
 
+pytestmark = pytest.mark.whole_matrix
+
 PROMPTS = [[5, 40, 300, 7], [11, 12, 13], [21, 500, 8, 9, 10, 77], [60, 61]]
 RESPONSES = [[30, 31, 32], [45, 46, 47, 48, 49], [90], [17, 18, 19, 20]]
 SEQUENCES = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]

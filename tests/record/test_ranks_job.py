@@ -36,6 +36,8 @@ TRAINERS = {
     "tp2": megatron(2, 1),
     "pp2": megatron(1, 2),
     "tp2pp2": megatron(2, 2),
+    # The engine of `compare` has no data-parallel ranks without experts.
+    "dp2": Trainer(2, "megatron_loop.py", ("1", "1"), ""),
 }
 
 
@@ -63,7 +65,7 @@ def record(job: Job, trainer: str, fault: str = "") -> tuple[str, int, str]:
     return name, *job.torchrun(one.ranks, one.loop, name, *words)
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("trainer", [name for name, trainer in TRAINERS.items() if trainer.spec])
 def test_a_recorded_job_gets_the_verdict_of_compare(
     job: Job, module_cli: Cli, trainer: str
 ) -> None:
@@ -87,6 +89,16 @@ def test_a_recorded_job_gets_the_verdict_of_compare(
     assert len(set(index["weight_map"].values())) == len(
         list(step.glob("shared/model/*.safetensors"))
     )
+
+
+def test_replicas_of_megatron_are_put_together(job: Job, module_cli: Cli) -> None:
+    name, code, said = record(job, "dp2")
+    assert code == 0, said
+    outcome = job.compare(module_cli, name, steps="0 3")
+    assert outcome.code == 0, outcome.out
+    assert outcome.verdict is not None
+    assert outcome.verdict["coverage"]["fraction"] == 1
+    assert outcome.verdict["divergence"]["first_bitwise"]["ranks"] == {"train": [0, 1]}
 
 
 UP = "layers.1.up_proj"
