@@ -16,11 +16,11 @@ from typing import Literal
 from rlk_align.results import SideName
 from rlk_align.trace.records import Record
 
-RECORDING = "recording.json"
 SHARED = "shared"
 """The folder of a step with what its ranks have in common."""
 SHARED_FILES = ("trace.json", "prompts.jsonl", "weights.parquet")
 """The files there that its checksums list."""
+RECORDING = "recording.json"
 _STEP = re.compile(r"step-(\d{8,})")
 
 
