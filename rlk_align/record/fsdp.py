@@ -116,6 +116,12 @@ def _sharding(model: Any) -> tuple[Ranks, torch.dtype, bool]:
             "shards every parameter by rows over all ranks",
             "rlk-align compare --train fsdp:dp=N scores the same ids with ranks of its own",
         )
+    if first.device.type != mesh.device_type:
+        raise BadOption(
+            f"parameters on the {first.device.type}, of a mesh of {mesh.device_type} "
+            "(CPUOffloadPolicy), are not recorded",
+            "record without offloading",
+        )
     computed = {s._mp_policy.param_dtype or first.dtype for s in states}
     kept = {p.dtype for p in parameters.values()}
     if len(computed) > 1 or len(kept) > 1:

@@ -1,5 +1,6 @@
 """What of megatron-core is recorded. Everything else is refused by its name."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from rlk_align.engines.megatron.grid import Grid
@@ -51,8 +52,7 @@ def check_chunk(model: Any, shape: ModelShape, grid: Grid) -> None:
     """Raises BadOption for a GPTModel that is not recorded."""
     config, names = model.config, {type(m).__module__ for m in model.modules()}
     layers, tp = len(model.decoder.layers), grid.tp.world
-    embedding = getattr(getattr(model, "embedding", None), "word_embeddings", None)
-    rows = None if embedding is None else embedding.weight.shape[0] * tp
+    rows = {table.shape[0] * tp for table in _tables(model)}
     refused = {
         "TransformerEngine's spec": any("transformer_engine" in name for name in names),
         f"virtual stages ({config.virtual_pipeline_model_parallel_size})": bool(
@@ -62,10 +62,18 @@ def check_chunk(model: Any, shape: ModelShape, grid: Grid) -> None:
         f"a stage of {layers} of {shape.layers} layers among {grid.pp.world} stages": (
             layers * grid.pp.world != shape.layers
         ),
-        f"a vocabulary of {shape.vocab} padded to {rows} rows": (
-            rows is not None and rows != padded_vocab(shape.vocab, tp)
+        f"a vocabulary of {shape.vocab} padded to {max(rows, default=0)} rows": bool(
+            rows - {padded_vocab(shape.vocab, tp)}
         ),
     }
     for what, is_so in refused.items():
         if is_so:
             raise BadOption(f"megatron-core: {what} is not recorded", _INSTEAD)
+
+
+def _tables(model: Any) -> Iterator[Any]:
+    """The weights with a row for each token that a stage has."""
+    if model.pre_process:
+        yield model.embedding.word_embeddings.weight
+    if model.post_process and model.output_layer.weight is not None:
+        yield model.output_layer.weight
