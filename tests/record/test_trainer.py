@@ -189,7 +189,8 @@ def test_what_is_refused(recorder: Recorder, model: Any, tmp_path: Path) -> None
     with pytest.raises(ToolError, match="another process records"):
         record.trainer(model, str(tmp_path / "train"))
     for settings, said in (
-        ({"engine": "megatron"}, "'megatron' is not recorded"),
+        ({"engine": "deepspeed"}, "'deepspeed' is not recorded"),
+        ({"engine": "megatron"}, "the model is one of 'hf'"),
         ({"every": 0}, "every=0"),
         ({"sequences": 0}, "sequences=0"),
     ):
