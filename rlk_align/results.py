@@ -422,7 +422,8 @@ class Mismatch(Result):
     position: int | None = None
     """For tokens and positions: where the mismatch starts."""
     ranks: list[int] = []
-    """For weights of a sharded side: the ranks that hold the differing values."""
+    """The ranks that hold the differing values: of a sharded weight, or of the first wrong row
+    where ranks compute different rows."""
     detail: str = ""
     """Details beyond the two values."""
     derived_copy: dict[SideName, str] = {}

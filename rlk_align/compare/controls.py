@@ -1,7 +1,7 @@
 """Checks whether a capture can be trusted: does observing change it, and does it repeat itself?"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -53,6 +53,9 @@ def check_controls(
                 violated |= repeat_noise is None or not is_noise(
                     shift, _logprob_shift(observed, trace.read_pass(repeat), index)
                 )
+            for site in _moved(trace, name, index):
+                details.append(f"{side} {name}: {site} with and without taps differs")
+                violated = True
         repeated = bool(measured) and all(trace.has_pass(f"{name}.repeat") for name in measured)
         noise[side] = floor if floor or repeated else "not measured"
     observer: Observer = "violated" if violated else "within noise floor" if shifted else "bitwise"
@@ -128,6 +131,23 @@ def paired_logprobs(
         first.values("logprob", a.rows, a.at[i])[:, 0].numpy(),
         repeat.values("logprob", b.rows, b.at[j])[:, 0].numpy(),
     )
+
+
+def _moved(trace: Trace, name: str, index: RowIndex) -> Iterator[str]:
+    """Yields the sites beside the log-probs that the pass without taps has, with other bits than
+    the pass with taps repeats: what a pipeline stage that has no log-probs sends to the next."""
+    observed, untapped = trace.read_pass(name), trace.read_pass(f"{name}.untapped")
+    for site in untapped.record.sites.keys() - {"logprob"}:
+        a, b = read_rows(observed, site, index), read_rows(untapped, site, index)
+        same = a is not None and b is not None and np.array_equal(a.number, b.number)
+        if same and a and b and np.array_equal(a.rows.digest[a.at], b.rows.digest[b.at]):
+            continue
+        if trace.has_pass(f"{name}.repeat"):
+            c = read_rows(trace.read_pass(f"{name}.repeat"), site, index)
+            repeats = a and c and np.array_equal(a.rows.digest[a.at], c.rows.digest[c.at])
+            if same and not repeats:
+                continue  # The engine does not repeat itself, which is its noise.
+        yield site
 
 
 def _logprob_shift(observed: PassReader, other: PassReader, index: RowIndex) -> np.ndarray | None:

@@ -52,6 +52,17 @@ class Side:
     """Site -> the ranks of the stage that computes it; empty where all ranks compute it."""
     experts: Sequence[list[int]] = ()
     """For each expert the ranks that have it; empty where all ranks have all experts."""
+    lost: Sequence[int] = ()
+    """The ranks of a recorded job that did not complete their shards."""
+
+    def name_at(self, site: str) -> str:
+        """The name in reasons why rows of a site are missing."""
+        stage = self.stages.get(site)
+        lost = [rank for rank in self.lost if not stage or rank in stage]
+        if not lost:
+            return self.name
+        ranks = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
+        return f"{self.name}, without the shard of {ranks},"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +176,7 @@ def _compare_site(
             rows.get(a),
             rows.get(b),
             wanted,
-            (edge.first.name, edge.second.name),
+            (edge.first.name_at(site.name), edge.second.name_at(site.name)),
             (a.record.unexposed.get(site.name), b.record.unexposed.get(site.name)),
         )
 

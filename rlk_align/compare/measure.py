@@ -130,6 +130,7 @@ def _side(trace: Trace, side: SideName, passname: str) -> Side:
         trace.record.shards,
         trace.record.stages,
         trace.record.experts,
+        trace.record.lost,
     )
 
 

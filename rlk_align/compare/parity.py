@@ -19,7 +19,7 @@ from rlk_align.model.sites import RowIndex
 from rlk_align.results import Mismatch, SideName
 from rlk_align.trace.numbered import read_rows
 from rlk_align.trace.reader import Trace
-from rlk_align.trace.schema import SHIFT_IS_HARMLESS, PassRecord, PositionRecord
+from rlk_align.trace.schema import SHIFT_IS_HARMLESS, PassRecord, PositionRecord, WrongRow
 
 FREQUENCIES = "rope_frequencies"
 """The attribute that says that a side's inverse frequencies were rounded; a side without it has
@@ -177,7 +177,9 @@ def _positions(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
             sample=first.sample,
             position=first.position,
             detail=f"{side} {name}: {record.positions.wrong} of {record.positions.checked} "
-            f"rows are rotated by a position that is not their own{_harmless(record.positions)}",
+            f"rows are rotated by a position that is not their own{_on_ranks(record, first)}"
+            f"{_harmless(record.positions)}",
+            ranks=_holders(record, first),
         )
 
 
@@ -206,8 +208,23 @@ def _boundaries(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
             sample=first.sample,
             position=first.position,
             detail=f"{side} {name}: {record.boundaries.wrong} rows attend across the "
-            "boundaries of their sequences",
+            f"boundaries of their sequences{_on_ranks(record, first)}",
+            ranks=_holders(record, first),
         )
+
+
+def _holders(record: PassRecord, row: WrongRow) -> list[int]:
+    """The ranks that computed a row; empty where every rank computes every row."""
+    return sorted(
+        {h.rank for h in record.held if h.sample == row.sample and h.start <= row.position < h.stop}
+    )
+
+
+def _on_ranks(record: PassRecord, row: WrongRow) -> str:
+    """Adds the ranks that computed the first wrong row, where ranks compute different ones."""
+    ranks = _holders(record, row)
+    plural = "s" if len(ranks) > 1 else ""
+    return f", the first on rank{plural} {', '.join(map(str, ranks))}" if ranks else ""
 
 
 def _crossed(trace: Trace, name: str) -> bool:

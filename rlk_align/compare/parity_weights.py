@@ -49,6 +49,8 @@ def check_weights(rollout: Trace, train: Trace) -> list[Mismatch]:
             # A stale copy of a tied head differs from the embedding, too.
             if other is not None and theirs.digest != mine.held:
                 detail = f"train holds what the rollout holds as {other}"
+            old = train.record.old_weights.get(name, "")
+            detail = "; ".join(filter(None, [detail, old]))
             mismatches.append(_mismatch(a[name], b[name], ranks, detail))
     return mismatches
 

@@ -12,7 +12,7 @@ Importing this package imports neither torch nor an engine.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlk_align.record.hf import Recorder
+    from rlk_align.record.recorder import Recorder
 
 __all__ = ["trainer"]
 
@@ -22,33 +22,29 @@ def trainer(
     out: str,
     *,
     engine: str = "auto",
+    checkpoint: str | None = None,
     sequences: int = 8,
     every: int = 50,
     temperature: float = 1.0,
     budget: int = 8_000_000_000,
     weights: bool = True,
 ) -> "Recorder":
-    """A recorder of the forwards of a live trainer.
+    """A recorder of the forwards of a live trainer. In a job of several ranks, every rank makes it.
 
-    model: a causal LM of transformers, in one process. out: the folder of this side's recording.
-    engine: `hf`, or `auto`, which is the same. sequences: how many sequences of a step are
-    recorded. every: steps whose number is a multiple of it are recorded. temperature: divides the
-    logits, as the trainer does. budget: the bytes of values that a step keeps; digests of all rows
-    are kept beyond it. weights: whether a step also saves the live weights, with which operators
-    are recomputed.
+    model: a causal LM of transformers, in one process or after FSDP2's `fully_shard`, or a GPTModel
+    of megatron-core. out: the folder of this side's recording, which all ranks can write to.
+    engine: `hf`, `fsdp`, `megatron`, or `auto`, which sees which of them the model is. checkpoint:
+    for `megatron` the folder of the Hugging Face checkpoint that the model was converted from.
+    sequences: how many sequences of a step are recorded, of all ranks together. every: steps whose
+    number is a multiple of it are recorded. temperature: divides the logits, as the trainer does.
+    budget: the bytes of values that a step keeps on a rank; digests of all rows are kept beyond it.
+    weights: whether a step also saves the live weights, with which operators are recomputed.
 
-    Raises BadOption for a setting that is unknown, a model in several ranks or with an adapter,
-    and ToolError if another process records into the folder.
+    Raises BadOption for a setting that is unknown or a model that is not recorded, and ToolError if
+    another process records into the folder.
     """
-    from rlk_align.record.hf import Recorder
+    from rlk_align.record.libraries import live_model
+    from rlk_align.record.recorder import Recorder
 
-    return Recorder(
-        model,
-        out,
-        engine=engine,
-        sequences=sequences,
-        every=every,
-        temperature=temperature,
-        budget=budget,
-        weights=weights,
-    )
+    live = live_model(model, engine, checkpoint, temperature=temperature, weights=weights)
+    return Recorder(live, out, sequences=sequences, every=every, budget=budget)

@@ -1,49 +1,23 @@
 """Two recordings -> two runs with the same sequences in the same order, which are compared as
 captures are."""
 
-import re
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rlk_align.errors import BadOption
-from rlk_align.model.prompts import Prompt, Sample, TokenBatch, save_prompts
-from rlk_align.record.choose import prefix_hash
-from rlk_align.record.layout import RECORDING, RecordingRecord, steps_of
+from rlk_align.model.prompts import Prompt, TokenBatch, save_prompts
+from rlk_align.record.history import old_values, read_digests
+from rlk_align.record.layout import steps_of
+from rlk_align.record.recorded import Recorded, about, open_step
 from rlk_align.results import SideName
 from rlk_align.trace.checksums import CHECKSUMS, add_checksums
 from rlk_align.trace.records import load_record, save_record, writing
-from rlk_align.trace.renumber import renumber_pass
+from rlk_align.trace.renumber import renumber_passes
 from rlk_align.trace.run import RunRecord
 from rlk_align.trace.run_folder import RUN_JSON
-from rlk_align.trace.schema import TRACE_FILES, TraceRecord, check_trace
-
-_RANK = re.compile(r"rank-(\d+)")
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """The shard of one side at one step."""
-
-    folder: Path
-    record: RecordingRecord
-    sequences: dict[str, tuple[int, Sample]]
-    """Hash of a chosen sequence -> its sample's number here, and the sample."""
-
-    @classmethod
-    def open(cls, step: Path) -> "Recorded":
-        """Raises CorruptTrace if a file was changed, BadOption if a rank is missing."""
-        ranks = sorted(p for p in step.glob("rank-*") if _RANK.fullmatch(p.name))
-        records = [load_record(RecordingRecord, path / RECORDING) for path in ranks]
-        if len(records) != 1 or records[0].ranks != 1:
-            raise BadOption(f"{step} has the shards of {len(records)} ranks: one is read so far")
-        check_trace(ranks[0])
-        batch = TokenBatch.load(ranks[0] / "tokens.parquet")
-        chosen = {
-            prefix_hash(batch.samples[i].ids): (i, batch.samples[i]) for i in records[0].chosen
-        }
-        return cls(ranks[0], records[0], chosen)
+from rlk_align.trace.schema import TRACE_FILES, TraceRecord
 
 
 def align(names: Sequence[str], folder: Path) -> tuple[dict[SideName, Path], list[str]]:
@@ -56,7 +30,7 @@ def align(names: Sequence[str], folder: Path) -> tuple[dict[SideName, Path], lis
     Raises BadOption for sides in another order, without a common step or a common sequence, and
     CorruptTrace for a changed file.
     """
-    recorded = [Recorded.open(step) for step in _steps(*map(Path, names))]
+    recorded = [open_step(step) for step in _steps(*map(Path, names))]
     sides: dict[SideName, Recorded] = {r.record.side: r for r in recorded}
     if [r.record.side for r in recorded] != ["rollout", "train"]:
         raise BadOption(
@@ -67,19 +41,21 @@ def align(names: Sequence[str], folder: Path) -> tuple[dict[SideName, Path], lis
     rollout, train = recorded
     if not rollout.sequences.keys() & train.sequences.keys():
         raise BadOption(
-            f"{rollout.folder.parent} and {train.folder.parent} have no sequence in common",
+            f"{rollout.step} and {train.step} have no sequence in common",
             "compare the generate call with the step that scored its responses: give the folders "
             "of these steps",
         )
     together = rollout.sequences | {
-        key: found for key, found in train.sequences.items() if key not in rollout.sequences
+        key: sample for key, sample in train.sequences.items() if key not in rollout.sequences
     }
-    batch = TokenBatch(tuple(sample for _, sample in together.values()))
+    batch = TokenBatch(tuple(together.values()))
     with writing(folder):
         shutil.rmtree(folder, ignore_errors=True)
-    model = next((r.folder / "model" for r in (train, rollout) if _has_weights(r.folder)), None)
+    models = (each.about / "model" for each in (train, rollout))
+    model = next((path for path in models if any(path.glob("*.safetensors"))), None)
+    old = _old_weights(rollout, train)
     written = {
-        side: _write_run(folder / side, each, list(together), batch, model)
+        side: _write_run(folder / side, each, list(together), batch, model, old)
         for side, each in sides.items()
     }
     return written, list(_missing(sides, set(together)))
@@ -109,43 +85,58 @@ def _listed(steps: dict[int, Path]) -> str:
     return ", ".join(map(str, steps))
 
 
-def _has_weights(shard: Path) -> bool:
-    return any((shard / "model").glob("*.safetensors"))
+def _old_weights(rollout: Recorded, train: Recorded) -> dict[str, str]:
+    """Parameter -> which side has an old value of it, by the trainer's earlier steps."""
+    steps = steps_of(train.step.parent)
+    before = {n: path for n, path in steps.items() if n < train.record.step}
+    earlier = [(n, read_digests(about(path))) for n, path in before.items()]
+    return old_values(read_digests(rollout.about), read_digests(train.about), earlier)
 
 
-def _missing(sides: dict[SideName, Recorded], together: set[str]) -> list[str]:
-    return [
-        f"{side} did not record {len(missing)} of {len(together)} sequences: "
-        f"{', '.join(sorted(key[:12] for key in missing))}"
-        for side, recorded in sides.items()
-        if (missing := together - recorded.sequences.keys())
-    ]
+def _missing(sides: dict[SideName, Recorded], together: set[str]) -> Iterator[str]:
+    for side, recorded in sides.items():
+        if recorded.lost:
+            ranks = ", ".join(map(str, recorded.lost))
+            yield (
+                f"{side}: {recorded.step} lacks the shards of {len(recorded.lost)} of "
+                f"{recorded.record.ranks} ranks, which did not complete them: {ranks}"
+            )
+        if missing := together - recorded.sequences.keys():
+            yield (
+                f"{side} did not record {len(missing)} of {len(together)} sequences: "
+                f"{', '.join(sorted(key[:12] for key in missing))}"
+            )
 
 
 def _write_run(
-    folder: Path, recorded: Recorded, keys: list[str], batch: TokenBatch, model: Path | None
+    folder: Path,
+    recorded: Recorded,
+    keys: list[str],
+    batch: TokenBatch,
+    model: Path | None,
+    old: dict[str, str],
 ) -> Path:
     """Writes one side as a run with a single capture. model: the folder with the live weights of
-    the step, if they were saved."""
+    the step, if they were saved; old: as `TraceRecord.old_weights`."""
     trace = folder / "captures" / "recorded"
     with writing(trace):
         trace.mkdir(parents=True)
-    numbers = {
-        recorded.sequences[key][0]: i for i, key in enumerate(keys) if key in recorded.sequences
-    }
     for name in recorded.record.passes:
-        renumber_pass(recorded.folder / name, trace / name, numbers)
+        sources = [(s.folder / name, recorded.numbers(s, keys)) for s in recorded.shards]
+        renumber_passes(sources, trace / name)
     with writing(trace):
         batch.save(trace / "tokens.parquet")
-        shutil.copyfile(recorded.folder / "weights.parquet", trace / "weights.parquet")
+        shutil.copyfile(recorded.about / "weights.parquet", trace / "weights.parquet")
         save_prompts(
             [Prompt(s.prompt_id, None, s.prompt_ids) for s in batch.samples],
             trace / "prompts.jsonl",
         )
-    record = load_record(TraceRecord, recorded.folder / "trace.json")
-    update = {
+    record = load_record(TraceRecord, recorded.about / "trace.json")
+    update: dict[str, Any] = {
         "prompt_ids": {s.prompt_id: list(s.prompt_ids) for s in batch.samples},
         "recorded": f"step {recorded.record.step} of the job",
+        "lost": recorded.lost,
+        "old_weights": old,
     }
     if model is not None:
         update["model"] = str(model.resolve())

@@ -7,6 +7,8 @@ SIDE/
     recording.json          which step and rank it is, and which of its samples were chosen
     model/                  config.json and, if they were saved, the weights of that step
   .rank-0.lock              held by the process that records
+
+A trainer of several ranks has a lock and a shard for each, as `rlk_align.record.rank_shard` says.
 """
 
 import re
@@ -18,6 +20,10 @@ from pydantic import Field
 from rlk_align.results import SideName
 from rlk_align.trace.records import Record
 
+SHARED = "shared"
+"""The folder of a step with what its ranks have in common."""
+SHARED_FILES = ("trace.json", "prompts.jsonl", "weights.parquet")
+"""The files there that its checksums list."""
 RECORDING = "recording.json"
 REASON = "reason.txt"
 PARTIAL = ".partial"
@@ -51,6 +57,10 @@ class RecordingRecord(Record):
     step: int
     rank: int = 0
     ranks: int = 1
+    replica: int = 0
+    """Ranks of one replica see the same sequences, and record other sites of them."""
+    job: str = ""
+    """A random number of the job; empty where one rank writes all."""
     sequences: int
     """How many sequences were asked for."""
     seen: int

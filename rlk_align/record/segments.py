@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlk_align.engines.common.rows import ForwardRows
+from rlk_align.engines.common.rows import ForwardRows, Order
 from rlk_align.errors import BadOption
 
 
@@ -20,6 +20,27 @@ class Segment:
     columns: np.ndarray
     """int64 `[L]`: the columns of its tokens, in order."""
     ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A sequence of a forward that is recorded."""
+
+    number: int
+    """Its sample."""
+    prompt: int
+    """The length of its prompt."""
+    segment: Segment
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """int64: the positions whose next token was sampled."""
+        return np.arange(self.prompt - 1, len(self.segment.ids) - 1)
+
+    @property
+    def targets(self) -> np.ndarray:
+        """int64: the tokens that were sampled there."""
+        return np.array(self.segment.ids, dtype=np.int64)[self.sampled + 1]
 
 
 def segments(
@@ -53,17 +74,19 @@ def segments(
                 yield Segment(row, part, tuple(ids[row, part].tolist()))
 
 
-def rows_of(chosen: Sequence[tuple[int, int, Segment]], shape: tuple[int, int]) -> ForwardRows:
-    """The rows of the chosen sequences in the output `[B, S, ...]` of a forward. chosen: the
-    sample, the length of the prompt and the segment of each; shape: (B, S)."""
+def rows_of(chosen: Sequence[Chosen], shape: tuple[int, int], order: Order) -> ForwardRows:
+    """The rows of the chosen sequences in the output of a forward, whose cells have this order.
+    shape: (B, S)."""
     index, sample, position, sampled = [], [], [], []
-    for number, prompt, segment in chosen:
-        length = len(segment.ids)
+    for each in chosen:
+        segment, length = each.segment, len(each.segment.ids)
         at = np.arange(length)
-        index.append(segment.row * shape[1] + segment.columns)
-        sample.append(np.full(length, number))
+        first = order == "batch first"
+        cells = segment.row * shape[1] + segment.columns
+        index.append(cells if first else segment.columns * shape[0] + segment.row)
+        sample.append(np.full(length, each.number))
         position.append(at)
-        sampled.append((at >= prompt - 1) & (at < length - 1))
+        sampled.append((at >= each.prompt - 1) & (at < length - 1))
     return ForwardRows(
         np.concatenate(index),
         np.concatenate(sample),

@@ -57,12 +57,12 @@ class KeepWithin:
 class SideFolder:
     """The folder of one side, which one process of each rank writes to."""
 
-    def __init__(self, folder: str | Path, side: SideName, budget: int) -> None:
+    def __init__(self, folder: str | Path, side: SideName, budget: int, rank: int = 0) -> None:
         """Raises ToolError if another process records into the folder."""
         self.path, self.side, self._budget = Path(folder), side, budget
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / ".rank-0.lock").open("w")
+            self._lock = (self.path / f".rank-{rank}.lock").open("w")
         self._hold(self._lock)
 
     def _hold(self, file: IO[str]) -> None:
@@ -111,9 +111,19 @@ class SideFolder:
 class Shard:
     """The recording of one step by one rank, while it is written."""
 
+    files: tuple[str, ...] = TRACE_FILES
+    """The files outside the passes."""
+
     def __init__(self, path: Path, side: SideName, step: int, budget: int) -> None:
         self.path, self._side, self._step, self._budget = path, side, step, budget
+        self.about = path
+        """The folder that describes the step: its weights, attributes and environment."""
         self._passes: list[str] = []
+
+    @property
+    def rank_fields(self) -> dict[str, Any]:
+        """The fields of the record that say which rank writes it."""
+        return {}
 
     def describe(self, engine: Engine, prompts: Iterable[Sequence[int]]) -> None:
         """Writes the prompts of the step, the digests of the live parameters, the attributes and
@@ -121,9 +131,9 @@ class Shard:
         job = Job(
             engine=engine.spec,
             model=engine.model_path,
-            folder=self.path,
+            folder=self.about,
             key=f"{self._side} step {self._step}",
-            prompts=self.path / "prompts.jsonl",
+            prompts=self.about / "prompts.jsonl",
             tokens=None,
             passes=(),
             max_new_tokens=0,
@@ -132,7 +142,8 @@ class Shard:
             layers=None,
             sites=(),
         )
-        self.save_prompts(prompts)
+        if engine.ranks.rank == 0:
+            self.save_prompts(prompts)
         write_manifest(job, engine, {})
         self._engine = engine
 
@@ -140,7 +151,7 @@ class Shard:
         """Writes the prompts of the step."""
         named = {prefix_hash(ids): tuple(ids) for ids in prompts}
         save_prompts(
-            [Prompt(name, None, ids) for name, ids in named.items()], self.path / "prompts.jsonl"
+            [Prompt(name, None, ids) for name, ids in named.items()], self.about / "prompts.jsonl"
         )
 
     def writer(self, name: str) -> PassWriter:
@@ -176,11 +187,12 @@ class Shard:
             seen=seen,
             chosen=list(chosen),
             passes=self._passes,
+            **self.rank_fields,
             **of_engine,
         )
         save_record(record, self.path / RECORDING)
         passes = [f"{name}/pass.json" for name in self._passes]
-        add_checksums(self.path, (*TRACE_FILES, RECORDING, *passes))
+        add_checksums(self.path, (*self.files, RECORDING, *passes))
 
     def complete(self) -> None:
         """Gives the shard its name."""

@@ -352,6 +352,10 @@ class TraceRecord(Record):
     them, or an earlier version captured them."""
     recorded: str = ""
     """The step of a job that recorded it as it ran, once and with taps; empty for a capture."""
+    lost: list[int] = Field(default_factory=list)
+    """The ranks of that job that did not complete their shards."""
+    old_weights: dict[str, str] = Field(default_factory=dict)
+    """Parameter -> which side of that job has an old value of it, in words."""
 
     @property
     def adapter(self) -> LoraRecord | None:

@@ -125,6 +125,19 @@ def test_taps_that_move_log_probs_are_a_violation(tmp_path: Path) -> None:
     assert "0.25" in detail
 
 
+def test_taps_that_move_what_a_stage_sends_on_are_a_violation(tmp_path: Path) -> None:
+    """The log-probs are equal: they were computed from what the stage sent while it was tapped."""
+    sent = "layers.0.mlp_residual"
+    moved = VALUES | {sent: VALUES[sent] + 1}
+    sites = ("logprob", sent)
+    comparison = pair_of(tmp_path / "moved", untapped=moved, untapped_sites=sites)
+    assert comparison.controls.observer == "violated"
+    [detail] = comparison.controls.observer_detail
+    assert f"{sent} with and without taps differs" in detail
+    comparison = pair_of(tmp_path / "same", untapped_sites=sites)
+    assert comparison.controls.observer == "bitwise"
+
+
 def test_taps_within_the_noise_are_no_violation(tmp_path: Path) -> None:
     comparison = pair_of(tmp_path, untapped=nudged([CELL], 0.125), repeat=nudged([CELL], 0.25))
     assert comparison.controls.observer == "within noise floor"

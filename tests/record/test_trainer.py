@@ -17,8 +17,8 @@ from rlk_align.data import data_path
 from rlk_align.errors import BadOption, ToolError
 from rlk_align.model.sites import RowIndex, model_sites
 from rlk_align.record.choose import Lowest, lowest_prompts, prefix_hash
-from rlk_align.record.hf import Recorder
 from rlk_align.record.layout import RecordingRecord, step_folder, steps_of
+from rlk_align.record.recorder import Recorder
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.records import load_record
 from rlk_align.trace.writer import one_thread
@@ -189,7 +189,8 @@ def test_what_is_refused(recorder: Recorder, model: Any, tmp_path: Path) -> None
     with pytest.raises(ToolError, match="another process records"):
         record.trainer(model, str(tmp_path / "train"))
     for settings, said in (
-        ({"engine": "megatron"}, "'megatron' is not recorded"),
+        ({"engine": "deepspeed"}, "'deepspeed' is not recorded"),
+        ({"engine": "megatron"}, "the model is one of 'hf'"),
         ({"every": 0}, "every=0"),
         ({"sequences": 0}, "sequences=0"),
     ):

@@ -182,6 +182,7 @@ def write_trace(
     passes: Sequence[str] = ("prefill",),
     repeat: Values | None = None,
     untapped: Values | None = None,
+    untapped_sites: Sequence[str] = ("logprob",),
     controls: Sequence[str] = ("untapped", "repeat"),
     production: Values | None = None,
     weights: dict[str, torch.Tensor] | None = None,
@@ -216,7 +217,8 @@ def write_trace(
         if "untapped" in controls:
             shown = untapped if untapped is not None else values
             path = folder / f"{name}.untapped"
-            write_pass(path, shown, sites=logprob, statistics=False, **control)
+            some = [s for s in SITES if s.name in untapped_sites]
+            write_pass(path, shown, sites=some, statistics=False, **control)
         if "repeat" in controls:
             shown = repeat if repeat is not None else values
             path = folder / f"{name}.repeat"

@@ -66,6 +66,11 @@ class FSDPEngine(HFEngine):
                 module.reshard()
 
     def weights(self) -> Iterator[ParameterRecord]:
+        return map(record_parameter, self.whole_parameters())
+
+    def whole_parameters(self) -> Iterator[LiveParameter]:
+        """Every canonical parameter, one at a time, as the engine computes with it. All ranks call
+        this, and rank 0 alone yields."""
         compute = getattr(torch, self.compute_dtype)
         self.reshard()
         for name, weight in unfused(self.model, self.places()):
@@ -73,27 +78,26 @@ class FSDPEngine(HFEngine):
                 # A buffer is not rounded, which changes only what the compute dtype cannot hold.
                 held = torch.equal(weight.to(compute).to(weight.dtype), weight)
                 if self.ranks.rank == 0:
-                    value = weight.to(compute) if held else weight
-                    yield record_parameter(LiveParameter(name, value))
+                    yield LiveParameter(name, weight.to(compute) if held else weight)
                 continue
             # The engine computes with the master weight rounded to the compute dtype.
-            whole = weight.full_tensor().to(compute)
+            whole = weight.to(compute).full_tensor()
             # DTensor's Shard(0) gives every rank ceil(n / world) slices while they last.
             share = -(-weight.shape[0] // self.ranks.world)
             remaining = [max(0, weight.shape[0] - r * share) for r in range(self.ranks.world)]
             shards = even_shards(0, [min(share, n) for n in remaining])
             if self.ranks.rank == 0:
-                yield record_parameter(LiveParameter(name, whole, shards))
+                yield LiveParameter(name, whole, shards)
         # The ranks share whole experts.
         for name, whole in expert_weights(self.model):
             if self.ranks.rank == 0:
-                yield record_parameter(LiveParameter(name, whole.to(compute)))
+                yield LiveParameter(name, whole.to(compute))
         for name, value in corrections(self.model):
             # A buffer is neither shared nor rounded.
             if isinstance(value, DTensor):
                 value = value.full_tensor().to(compute)
             if self.ranks.rank == 0:
-                yield record_parameter(LiveParameter(name, value))
+                yield LiveParameter(name, value)
 
     def live_adapter(self, name: str = NAME) -> Iterator[LiveLora]:
         # Like the weights, it is rounded to the compute dtype as it is gathered.

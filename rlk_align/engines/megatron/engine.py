@@ -15,7 +15,11 @@ from rlk_align.engines.common.attributes import processing
 from rlk_align.engines.common.code import code_places
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.intervention import Intervention
-from rlk_align.engines.common.parameters import ParameterRecord, record_parameter
+from rlk_align.engines.common.parameters import (
+    LiveParameter,
+    ParameterRecord,
+    record_parameter,
+)
 from rlk_align.engines.common.places import shards_of
 from rlk_align.engines.common.user_patch import apply_patch
 from rlk_align.engines.info import OptionValue
@@ -25,6 +29,7 @@ from rlk_align.engines.megatron.grid import Grid
 from rlk_align.engines.megatron.input import ModelInput, packed_input, padded_input
 from rlk_align.engines.megatron.layout import padded_vocab
 from rlk_align.engines.megatron.model import (
+    Checkpoint,
     Settings,
     build,
     read_checkpoint,
@@ -67,6 +72,15 @@ class MegatronEngine(Engine):
         held = range(self.grid.ep.rank * share, (self.grid.ep.rank + 1) * share)
         self.stage = replace(self.stage, experts=held)
         self.model = build(self.shape, checkpoint, settings, self.kernels)
+        self.find(checkpoint)
+        modules = self.shape.family.modules
+        own = [p for p in self.plan if self.stage.holds(p.layout.ops[0])]
+        load(self.live(), self.model_path, own, self.grid.tp.rank, modules, checkpoint.tied)
+        apply_patch(self.spec, self.model)
+
+    def find(self, checkpoint: Checkpoint) -> None:
+        """Finds the operators and the parameters of the built model."""
+        settings = self.settings
         self.rope = checkpoint.rope
         self.rotation = rotation(self.model)
         # The last stage of several has a copy of the embedding as its head.
@@ -76,10 +90,6 @@ class MegatronEngine(Engine):
         )
         self.own_places = self.stage.places(self.places)
         self.plan = parameter_plan(self.places, self.shape, settings.tp, checkpoint.biased)
-        modules = self.shape.family.modules
-        own = [p for p in self.plan if self.stage.holds(p.layout.ops[0])]
-        load(self.live(), self.model_path, own, self.grid.tp.rank, modules, checkpoint.tied)
-        apply_patch(self.spec, self.model)
 
     def live(self) -> dict[str, torch.Tensor]:
         """This stage's parameters and corrections of scores, by their names in the whole model."""
@@ -203,8 +213,13 @@ class MegatronEngine(Engine):
         ]
 
     def weights(self) -> Iterator[ParameterRecord]:
-        own = live_parameters(self.live(), self.plan, self.grid.tp)
-        yield from merge_records([record_parameter(p) for p in own], self.grid)
+        records = [record_parameter(p) for p in self.whole_parameters()]
+        yield from merge_records(records, self.grid)
+
+    def whole_parameters(self) -> Iterator[LiveParameter]:
+        """Every canonical parameter of this stage. All ranks call this, and the first of those that
+        share the weights yields."""
+        yield from live_parameters(self.live(), self.plan, self.grid.tp)
 
     def own_samples(self, batch: TokenBatch) -> Sequence[int]:
         if not self.stage.is_last:
@@ -234,12 +249,14 @@ class MegatronEngine(Engine):
             for first in range(0, len(samples), step):
                 some = samples[first : first + step]
                 inputs = self._input(some)
-                taps.at(inputs)
+                taps.at(inputs.rows, self.ranks.device)
                 output = self._forward(inputs)
                 done(first + len(some))
                 if not self.stage.is_last:
                     continue
-                logprobs = self._of_all_slices(self._logprobs(output, inputs), inputs)
+                logprobs = self._of_all_slices(
+                    self.shared_logprobs(output, inputs.sampled, inputs.targets), inputs
+                )
                 own = some[self.grid.dp.rank :: self.grid.dp.world]
                 ends = np.cumsum([len(s.response_ids) for _, s in own])
                 scored |= zip([i for i, _ in own], np.split(logprobs, ends)[:-1], strict=True)
@@ -290,17 +307,20 @@ class MegatronEngine(Engine):
         dist.all_reduce(bits, group=self.grid.cp.group)
         return bits.cpu().view(torch.float32).numpy()
 
-    def _logprobs(self, logits: torch.Tensor, inputs: ModelInput) -> np.ndarray:
-        """float32 log-probs of the sampled ids among this rank's rows, from its logits `[B, S,
-        vocabulary / tp]`, by megatron-core's vocabulary-parallel cross entropy or the kernels."""
+    def shared_logprobs(
+        self, logits: torch.Tensor, sampled: torch.Tensor, targets: torch.Tensor
+    ) -> np.ndarray:
+        """float32 log-probs `[N]` of `targets`, int64 `[N]`, at the rows `sampled`, int64 `[N]`, of
+        a `[S, B]` output, from this rank's logits `[B, S, vocabulary / tp]`, by megatron-core's
+        vocabulary-parallel cross entropy or the kernels."""
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
         tp = self.grid.tp
         step = padded_vocab(self.shape.vocab, tp.world) // tp.world
         real = min(max(self.shape.vocab - tp.rank * step, 0), step)
-        rows, batch = inputs.sampled, len(inputs.ids)
+        batch = len(logits)
         out = []
-        for chunk, target in zip(rows.split(CHUNK), inputs.targets.split(CHUNK), strict=True):
+        for chunk, target in zip(sampled.split(CHUNK), targets.split(CHUNK), strict=True):
             local = logits[chunk % batch, chunk // batch].float()
             # The padding of the vocabulary must have no probability.
             local[:, real:] = -torch.inf

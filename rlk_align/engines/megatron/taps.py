@@ -14,10 +14,10 @@ import torch
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import Place
+from rlk_align.engines.common.rows import ForwardRows
 from rlk_align.engines.common.site_hooks import LiveRows, SiteHooks
 from rlk_align.engines.megatron.experts import on_experts
 from rlk_align.engines.megatron.grid import Grid
-from rlk_align.engines.megatron.input import ModelInput
 from rlk_align.engines.megatron.stages import Stage
 from rlk_align.trace.writer import PassWriter
 
@@ -41,15 +41,14 @@ class MegatronTaps(SiteHooks):
         self.first_rank = grid.neighbours[0]
         self._stage = stage
 
-    def at(self, inputs: ModelInput) -> None:
-        """Declares the rows that the next forward computes."""
+    def at(self, rows: ForwardRows, device: torch.device) -> None:
+        """Declares the rows of a `[S, B]` output that the next forward computes."""
         # The next stage overwrites a value that is overwritten only after that stage has read it.
         self._late = []
-        rows, device, sampled = inputs.rows, inputs.index.device, inputs.rows.sampled
         self._all = LiveRows.of(rows, rows.index, device)
-        self._sampled = LiveRows(
-            inputs.sampled, rows.sample[sampled], rows.position[sampled], rows.cells
-        )
+        sampled = rows.sampled
+        wanted = torch.from_numpy(rows.index[sampled]).to(device)
+        self._sampled = LiveRows(wanted, rows.sample[sampled], rows.position[sampled], rows.cells)
         share = rows.cells // self._ranks.world
         local = rows.index // share == self._ranks.rank
         index = torch.from_numpy(rows.index[local] % share).to(device)

@@ -219,6 +219,9 @@ class Walk:
                 errors, rows = self._errors(site, p, latest.get(p.side))
             except NotRefereed as error:
                 reason, other_weight = str(error), isinstance(error, OtherWeight)
+                parameter = site.operator.parameter or site.name
+                old = p.trace.record.old_weights.get(parameter) if other_weight else None
+                reason = "; ".join(filter(None, [reason, old]))
             unit = RefereedUnit(
                 side=p.side,
                 passname=p.name,

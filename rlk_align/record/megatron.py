@@ -1,0 +1,226 @@
+"""A live GPTModel of megatron-core, or the part of it that a rank has.
+
+All ranks of a pipeline see the token ids of every micro-batch, and so choose the same sequences
+without a message. A stage repeats its forward on the input that it received.
+"""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rlk_align.engines.common.hooks import Hooks
+from rlk_align.engines.common.parameters import LiveParameter
+from rlk_align.engines.common.places import Place
+from rlk_align.engines.common.rows import ForwardRows
+from rlk_align.engines.common.site_hooks import LiveRows
+from rlk_align.engines.info import OptionValue
+from rlk_align.engines.megatron.engine import MegatronEngine
+from rlk_align.engines.megatron.grid import Grid
+from rlk_align.engines.megatron.model import Settings, read_checkpoint
+from rlk_align.engines.megatron.stages import Stage
+from rlk_align.engines.megatron.taps import MegatronTaps
+from rlk_align.engines.process.ranks import Ranks, gather
+from rlk_align.engines.spec import EngineSpec
+from rlk_align.errors import BadOption
+from rlk_align.model.checkpoint import resolve_model
+from rlk_align.model.shape import read_shape
+from rlk_align.record.hf import refuse_autocast, refuse_replaced, to_numpy
+from rlk_align.record.live import ForwardInput, Live
+from rlk_align.record.megatron_limits import check_chunk, check_grid, gpt_model
+from rlk_align.record.rank_attributes import of_ranks
+from rlk_align.record.segments import Chosen, rows_of, segments
+from rlk_align.record.together import of_all
+from rlk_align.record.weight_files import WeightFiles, write_index
+from rlk_align.trace.writer import PassWriter
+
+_ARGUMENTS = ("input_ids", "position_ids", "attention_mask")
+"""The first arguments of a GPTModel's forward."""
+
+
+class LiveMegatron(Live):
+    """A GPTModel with the local spec: tensor, sequence, pipeline and data parallel."""
+
+    engine: "_Engine"
+
+    def __init__(self, model: Any, checkpoint: str, *, temperature: float, weights: bool) -> None:
+        """checkpoint: the folder of the Hugging Face checkpoint that the model was converted from,
+        whose config.json is read. Raises BadOption for a model that is not recorded yet."""
+        self.model = gpt_model(model)
+        refuse_replaced(self.model)
+        self._temperature, self._weights = temperature, weights
+        self._source = resolve_model(checkpoint)
+        device = next(self.model.parameters()).device
+        self.ranks = Ranks(dist.get_rank(), dist.get_world_size(), device)
+        self._grid = Grid.of(self.ranks)
+        check_grid(self._grid)
+        self.replica, self.alone = self._grid.dp.rank, self._grid.dp.world == 1
+        self._logits: torch.Tensor | None = None
+
+    def open(self, folder: Path, about: Path) -> "_Engine":
+        config = folder / "model" / "config.json"
+        config.parent.mkdir()
+        shutil.copyfile(self._source / "config.json", config)
+        shape = read_shape(config.parent)
+        check_chunk(self.model, shape, self._grid)
+        spec = EngineSpec("megatron", self._options()).canonical(shape.dtype)
+        engine = self.engine = _Engine(spec, config.parent, shape)
+        engine.ranks, engine.grid, engine.model = self.ranks, self._grid, self.model
+        engine.attach(self._temperature)
+        if self._weights:
+            engine.files = WeightFiles(about / "model", shape.family.modules, self.ranks.rank)
+            if self.ranks.rank == 0:
+                engine.files.folder.mkdir(exist_ok=True)
+                shutil.copyfile(config, engine.files.folder / "config.json")
+        return engine
+
+    def _options(self) -> dict[str, OptionValue]:
+        parameter = next(self.model.parameters())
+        options: dict[str, OptionValue] = {
+            "tp": self._grid.tp.world,
+            "pp": self._grid.pp.world,
+            "sp": bool(self.model.config.sequence_parallel),
+            "dtype": str(parameter.dtype).removeprefix("torch."),
+        }
+        if self._temperature != 1.0:
+            options["temperature"] = self._temperature
+        return options
+
+    def input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardInput:
+        given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        ids = given.get("input_ids")
+        if ids is None:
+            raise BadOption(
+                f"rank {self.ranks.rank}: a forward without input_ids is not recorded",
+                "give the token ids of a micro-batch to every stage of the pipeline",
+            )
+        if given.get("inference_context") is not None:
+            raise BadOption("a forward with cached keys and values is not recorded")
+        refuse_autocast(ids.device)
+        packed, boundaries = given.get("packed_seq_params"), None
+        if packed is not None:
+            ends = getattr(packed, "cu_seqlens_q_padded", None)
+            if ends is not None and not torch.equal(ends, packed.cu_seqlens_q):
+                raise BadOption("packed sequences with padding between them are not recorded")
+            boundaries = to_numpy(packed.cu_seqlens_q)
+        positions = to_numpy(given.get("position_ids"))
+        if positions is None and boundaries is None:
+            raise BadOption(
+                "a forward without position_ids is not recorded: they tell sequences from padding",
+                "give position ids that start again in each sequence, and are 0 at padding",
+            )
+        found = list(segments(ids.cpu().numpy(), None, positions, boundaries))
+        return ForwardInput(found, (ids.shape[0], ids.shape[1]), ids.device)
+
+    def taps(self, tap: PassWriter, chosen: Sequence[Chosen], input: ForwardInput) -> Hooks:
+        engine = self.engine
+        taps = _Taps(
+            self.model, engine.own_places, tap, None, self._grid, engine.stage,
+            engine.settings.sequence_parallel,
+        )  # fmt: skip
+        taps.at(rows_of(chosen, input.shape, "sequence first"), input.device)
+        taps.install()
+        return taps
+
+    def see_forwards(self) -> Hooks:
+        hooks = Hooks()
+        if self.model.post_process:
+            hooks.on_output(self.model.output_layer, self._keep_logits)
+        return hooks
+
+    def _keep_logits(self, output: Any) -> None:
+        """Keeps the logits `[S, B, vocabulary / tp]`: the model may return a loss."""
+        self._logits = output[0].detach()
+
+    def logprobs(
+        self, output: Any, chosen: Chosen, input: ForwardInput
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        if not self.engine.stage.is_last:
+            return None
+        assert self._logits is not None
+        position, batch = chosen.sampled, input.shape[0]
+        cells = chosen.segment.columns[position] * batch + chosen.segment.row
+        rows, targets = (torch.from_numpy(x).to(input.device) for x in (cells, chosen.targets))
+        found = self.engine.shared_logprobs(self._logits.transpose(0, 1), rows, targets)
+        return (position, found) if self._grid.tp.rank == 0 else None
+
+    def passed_on(
+        self, output: Any, chosen: Sequence[Chosen], input: ForwardInput
+    ) -> tuple[str, torch.Tensor, ForwardRows] | None:
+        stage = self.engine.stage
+        if stage.is_last:
+            return None
+        value = output.detach()
+        if self.engine.settings.sequence_parallel:
+            parts = gather(value, self._grid.tp)
+            value = value if parts is None else torch.cat(parts)
+        if self._grid.tp.rank:
+            return None
+        rows = rows_of(chosen, input.shape, "sequence first")
+        at = torch.from_numpy(rows.index).to(value.device)
+        site = f"layers.{stage.first + stage.share - 1}.mlp_residual"
+        return site, value.flatten(0, 1)[at], rows
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        tracker = get_cuda_rng_tracker()
+        states = tracker.get_states()
+        with super().undisturbed():
+            yield
+        if states:
+            tracker.set_states(states)
+
+
+class _Engine(MegatronEngine):
+    """The adapter, which saves parameters as it gathers them."""
+
+    files: WeightFiles | None = None
+
+    def attach(self, temperature: float) -> None:
+        """Describes the live model."""
+        grid, config = self.grid, self.model.config
+        self.stage = Stage(grid.pp.rank, grid.pp.world, self.shape.layers)
+        self.temperature, self.batch = temperature, 1
+        parameter = next(self.model.parameters())
+        self.settings = Settings(
+            tp=grid.tp.world,
+            cp=1,
+            ep=1,
+            stage=self.stage,
+            device=parameter.device,
+            dtype=parameter.dtype,
+            sequence_parallel=bool(config.sequence_parallel),
+        )
+        self.find(read_checkpoint(self.model_path, self.shape, self._live_option))
+
+    def whole_parameters(self) -> Iterator[LiveParameter]:
+        # Replicas have the same parameters.
+        saves = self.files is not None and self.grid.dp.rank == 0
+        for parameter in super().whole_parameters():
+            if self.files is not None and saves:
+                self.files.add(parameter.name, parameter.value)
+            yield parameter
+        if self.files is None:
+            return
+        self.files.flush()
+        written = of_all(self.ranks, self.files.written)
+        if self.ranks.rank == 0:
+            write_index(self.files.folder, {t: f for each in written for t, f in each.items()})
+
+    def attributes(self) -> dict[str, Any]:
+        return of_ranks(self.ranks, super().attributes())
+
+
+class _Taps(MegatronTaps):
+    """Taps that are installed while one forward runs, which may need gradients."""
+
+    @torch.no_grad()
+    def observe(self, place: Place, value: torch.Tensor, rows: LiveRows) -> None:
+        super().observe(place, value.detach(), rows)

@@ -1,0 +1,79 @@
+"""What of megatron-core is recorded. Everything else is refused by its name."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from rlk_align.engines.megatron.grid import Grid
+from rlk_align.engines.megatron.layout import padded_vocab
+from rlk_align.errors import BadOption
+from rlk_align.model.shape import ModelShape
+
+_INSTEAD = "rlk-align compare --train megatron scores the same ids with ranks of its own"
+
+
+def gpt_model(model: Any) -> Any:
+    """The GPTModel of this rank, without what is around it. Raises BadOption for another model, and
+    for several chunks of one."""
+    from megatron.core.models.gpt import GPTModel
+
+    if isinstance(model, list | tuple):
+        if len(model) != 1:
+            raise BadOption(
+                f"{len(model)} chunks of a model on a rank are not recorded",
+                "without virtual pipeline stages a rank has one",
+            )
+        [model] = model
+    while not isinstance(model, GPTModel) and hasattr(model, "module"):
+        model = model.module
+    if not isinstance(model, GPTModel):
+        raise BadOption(f"{type(model).__name__} is not a GPTModel of megatron-core")
+    return model
+
+
+def check_grid(grid: Grid) -> None:
+    """Raises BadOption for an order of ranks, or a kind of parallelism, that is not recorded."""
+    world, tp, pp = grid.all.world, grid.tp.world, grid.pp.world
+    if grid.cp.world > 1 or grid.ep.world > 1:
+        raise BadOption(
+            f"context parallelism of {grid.cp.world} and expert parallelism of {grid.ep.world} are "
+            "not recorded",
+            _INSTEAD,
+        )
+    rank = grid.all.rank
+    expected = rank % tp, rank // tp % grid.dp.world, rank // (world // pp)
+    if tp * pp * grid.dp.world != world or (grid.tp.rank, grid.dp.rank, grid.pp.rank) != expected:
+        raise BadOption(
+            f"the order of {world} ranks is not megatron-core's own (tp, then dp, then pp)",
+            "call initialize_model_parallel with its default order",
+        )
+
+
+def check_chunk(model: Any, shape: ModelShape, grid: Grid) -> None:
+    """Raises BadOption for a GPTModel that is not recorded."""
+    config, names = model.config, {type(m).__module__ for m in model.modules()}
+    layers, tp = len(model.decoder.layers), grid.tp.world
+    rows = {table.shape[0] * tp for table in _tables(model)}
+    refused = {
+        "TransformerEngine's spec": any("transformer_engine" in name for name in names),
+        f"virtual stages ({config.virtual_pipeline_model_parallel_size})": bool(
+            config.virtual_pipeline_model_parallel_size
+        ),
+        "multi-token prediction": bool(config.mtp_num_layers),
+        f"a stage of {layers} of {shape.layers} layers among {grid.pp.world} stages": (
+            layers * grid.pp.world != shape.layers
+        ),
+        f"a vocabulary of {shape.vocab} padded to {max(rows, default=0)} rows": bool(
+            rows - {padded_vocab(shape.vocab, tp)}
+        ),
+    }
+    for what, is_so in refused.items():
+        if is_so:
+            raise BadOption(f"megatron-core: {what} is not recorded", _INSTEAD)
+
+
+def _tables(model: Any) -> Iterator[Any]:
+    """The weights with a row for each token that a stage has."""
+    if model.pre_process:
+        yield model.embedding.word_embeddings.weight
+    if model.post_process and model.output_layer.weight is not None:
+        yield model.output_layer.weight

@@ -1,0 +1,67 @@
+"""Records some sequences of some steps of a trainer."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from rlk_align.engines.base import Engine
+from rlk_align.errors import BadOption
+from rlk_align.record.choose import Prompts
+from rlk_align.record.live import Live
+from rlk_align.record.rank_shard import RankFolder
+from rlk_align.record.recording import Recording
+from rlk_align.record.shard import SCORED, Shard, SideFolder, refuse_unless_dense
+from rlk_align.record.together import on_all
+
+
+class Recorder:
+    """What `rlk_align.record.trainer` makes."""
+
+    def __init__(self, live: Live, out: str, *, sequences: int, every: int, budget: int) -> None:
+        for name, value in {"sequences": sequences, "every": every, "budget": budget}.items():
+            if value < 1:
+                raise BadOption(f"{name}={value}: it must be at least 1")
+        self._live, self._sequences, self._every = live, sequences, every
+        self._folder = (
+            SideFolder(out, "train", budget)
+            if live.ranks.world == 1
+            else RankFolder(out, budget, live.ranks, live.replica)
+        )
+
+    def close(self) -> None:
+        """Lets another recorder use the folder."""
+        self._folder.close()
+
+    def _open(self, shard: Shard) -> Engine:
+        engine = self._live.open(shard.path, shard.about)
+        refuse_unless_dense(engine)
+        return engine
+
+    @contextmanager
+    def step(self, number: int, prompts: Iterable[Sequence[int]]) -> Iterator[None]:
+        """Records the forwards in the context, if `number` is a multiple of `every`. Every rank of
+        the job enters it.
+
+        prompts: the token ids of each prompt of the step. A sequence that begins with one of them
+        is seen; the first forward of a sequence counts, so one that gradient checkpointing repeats
+        does not. The context has to hold the forwards of the whole step, because the sequences with
+        the lowest hashes among all of them are recorded.
+
+        Raises BadOption if the step is recorded already, if the model runs under autocast, or if no
+        sequence begins with one of the prompts.
+        """
+        if number % self._every:
+            yield
+            return
+        known = Prompts(prompts)
+        with self._folder.shard(number) as shard:
+            with torch.no_grad():
+                engine = on_all(self._live.ranks, lambda: self._open(shard))
+                shard.describe(engine, known.by_hash.values())
+            with ExitStack() as opened:
+                writers = {name: opened.enter_context(shard.writer(name)) for name in SCORED}
+                recording = Recording(self._live, known, self._sequences, writers)
+                with recording.attach():
+                    yield
+                recording.finish(shard)

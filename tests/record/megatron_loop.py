@@ -1,0 +1,129 @@
+"""A loop of training as a user writes it, for megatron-core, that knows rlk-align by three lines.
+
+torchrun --nproc-per-node N megatron_loop.py FOLDER MODEL PROMPTS.json NAME TP PP [FAULT]
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron_on_cpu import on_cpu
+from torch.nn import functional
+from weights_for_megatron import load
+
+from rlk_align import record
+
+
+def padded(batch: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tensors = [torch.tensor(ids) for ids in batch]
+    ids = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+    real = torch.nn.utils.rnn.pad_sequence([torch.ones_like(t) for t in tensors], True)
+    hidden = torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
+    return ids, (real.cumsum(1) - 1) * real, hidden
+
+
+def packed(batch: list[list[int]], shift: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One row, whose mask has a block for each sequence. `shift`: by how much blocks are off."""
+    lengths = torch.tensor([len(ids) for ids in batch])
+    block = torch.repeat_interleave(torch.arange(len(batch)), lengths).roll(shift)
+    hidden = ~(block[:, None] == block[None]).tril()
+    ids = torch.tensor([token for ids in batch for token in ids])[None]
+    return ids, torch.cat([torch.arange(n) for n in lengths])[None], hidden[None, None]
+
+
+def forward_step(batches, model):  # type: ignore[no-untyped-def]
+    ids, positions, hidden = next(batches)
+    output = model(ids, positions, hidden, labels=ids.roll(-1, 1))
+    return output, lambda losses: (losses.mean(), {})
+
+
+folder, model, prompts = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+name, tp, pp = sys.argv[4], int(sys.argv[5]), int(sys.argv[6])
+fault = (sys.argv[7:] or [""])[0]
+on_cpu()
+dist.init_process_group("gloo")
+
+from megatron.core import parallel_state, pipeline_parallel  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+
+parallel_state.initialize_model_parallel(tp, pp)
+rank, stage = dist.get_rank(), parallel_state.get_pipeline_model_parallel_rank()
+hf = json.loads((model / "config.json").read_text())
+config = TransformerConfig(
+    num_layers=hf["num_hidden_layers"],
+    hidden_size=hf["hidden_size"],
+    num_attention_heads=hf["num_attention_heads"],
+    num_query_groups=hf["num_key_value_heads"],
+    kv_channels=hf["head_dim"],
+    ffn_hidden_size=hf["intermediate_size"],
+    normalization="RMSNorm",
+    layernorm_epsilon=hf["rms_norm_eps"],
+    gated_linear_unit=True,
+    activation_func=functional.silu,
+    add_bias_linear=False,
+    qk_layernorm=True,
+    hidden_dropout=0.0,
+    attention_dropout=0.1 if fault == "dropout" else 0.0,
+    tensor_model_parallel_size=tp,
+    pipeline_model_parallel_size=pp,
+    pipeline_dtype=torch.bfloat16,
+    params_dtype=torch.bfloat16,
+    bf16=True,
+    use_cpu_initialization=True,
+    variable_seq_lengths=True,  # micro-batches of several lengths
+    moe_token_dispatcher_type="alltoall",  # what that setting asks for, in a dense model too
+    batch_p2p_sync=False,
+    recompute_granularity="full",
+    recompute_method="uniform",
+    recompute_num_layers=1,
+)
+trainer = GPTModel(
+    config=config,
+    transformer_layer_spec=get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
+    vocab_size=hf["vocab_size"],
+    max_sequence_length=hf["max_position_embeddings"],
+    position_embedding_type="rope",
+    rotary_base=hf["rope_parameters"]["rope_theta"] * (4 if fault == "theta" else 1),
+    share_embeddings_and_output_weights=hf["tie_word_embeddings"],
+    pre_process=stage == 0,
+    post_process=stage == pp - 1,
+).to(torch.bfloat16)
+load(trainer, model, tp, stage * config.num_layers // pp)
+if fault == "stale" and rank == 1:
+    # The rows of up_proj follow those of gate_proj.
+    trainer.decoder.layers[1].mlp.linear_fc1.weight.data.chunk(2)[1].mul_(1.03125)
+optimizer = torch.optim.SGD(trainer.parameters(), lr=0.0)  # the weights stay those of the rollout
+recorder = record.trainer(trainer, str(folder / name), every=3, checkpoint=str(model))
+replica, replicas = (
+    parallel_state.get_data_parallel_rank(),
+    parallel_state.get_data_parallel_world_size(),
+)
+every = [p + r for p, r in json.loads((folder / "ids.json").read_text())]
+sequences = every[replica::replicas]
+for step in range(1, 4):
+    groups = [sequences[at : at + 2] for at in range(0, len(sequences), 2)]
+    pack = fault in ("packed", "mask")
+    batches = [packed(g, int(fault == "mask")) if pack else padded(g) for g in groups]
+    with recorder.step(step, json.loads(prompts.read_text())):
+        pipeline_parallel.get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=[trainer],
+            num_microbatches=len(batches),
+            seq_length=1,
+            micro_batch_size=1,
+        )
+        if step == 3 and fault == "killed" and rank == 1:
+            while not (folder / name / "step-00000003/rank-0").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
