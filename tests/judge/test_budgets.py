@@ -15,6 +15,7 @@ from rlk_align.judge.contract import STATISTICS, Contract
 from rlk_align.judge.load import load_contract
 from rlk_align.judge.verdict import Verdict, cause_of, judge, over_budget, parity
 from rlk_align.judge.wording import how_off, why_legitimate
+from rlk_align.model.operators import OPERATORS
 from rlk_align.report.document_terminal import show_document
 from rlk_align.report.verdict import verdict_document
 from rlk_align.report.verdict_json import verdict_json
@@ -480,7 +481,7 @@ def test_a_model_with_an_operator_of_no_budget_is_not_judged(tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "fp32"])
 def test_built_in_contracts_bound_every_operator(name: str) -> None:
     built_in = load_contract(name, {"bf16": "bfloat16", "fp16": "float16"}.get(name, "float32"))
-    assert all(built_in.budget(op) for op in json.loads(EVERY))
+    assert all(built_in.budget(op, OPERATORS[op].op_class) for op in json.loads(EVERY))
 
 
 def test_a_difference_that_rounded_weights_make_is_legitimate() -> None:
