@@ -113,6 +113,8 @@ def _function(
 
     def forward(ctx, *args):
         result = implementation(*args)
+        if isinstance(result, list):  # autograd sees the tensors of a tuple alone
+            result = tuple(result)
         if setup is not None:
             setup(ctx, args, result)
         return result

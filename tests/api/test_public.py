@@ -62,7 +62,7 @@ NOT_FLAGS = {"compare": {"progress", "runs"}, "capture": {"progress"}, "gate": {
 NOT_ARGUMENTS = {
     "compare": {
         *("output", "probe", "attribute", "replay_routing", "modules", "runs", "tokens"),
-        "sequences",
+        *("sequences", "steps"),
     },
     "capture": set(),
     "gate": {"output"},

@@ -81,7 +81,7 @@ def test_an_unknown_engine_is_refused_with_the_known_ones(text: str, names: list
         ("hf:fault=norm-eps@nan", "a positive number"),
         ("hf:fault=attn-scale-twice@2", "it has no strength"),
         ("megatron:fault=kv-stale", "fault=kv-stale cannot be planted there"),
-        ("fsdp:fault=norm-eps", "supports no planted fault"),
+        ("fsdp:fault=kv-stale", "fault=kv-stale cannot be planted there"),
         ("hf:fault=padding-positions", "needs batch=4, padding=left"),
         ("hf:fault=padding-positions,batch=4", "needs padding=left"),
         (

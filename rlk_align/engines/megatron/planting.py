@@ -13,7 +13,6 @@ from rlk_align.engines.common.experts import Choose, choice_replaced
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.weights import Parameter, canonical
 from rlk_align.engines.megatron.attention import slices_of
-from rlk_align.engines.megatron.input import ModelInput
 from rlk_align.engines.megatron.stages import Stage
 from rlk_align.engines.megatron.taps import on_rotation
 from rlk_align.engines.process.ranks import all_gather
@@ -115,25 +114,22 @@ class MegatronOperators(LiveOperators):
         self.replace(core, "forward", forward)
 
     def _logprob(self, formula: Formula) -> None:
-        original = self._engine._logprobs
+        original = self._engine.shared_logprobs
 
-        def report(logits: torch.Tensor, inputs: ModelInput) -> Any:
-            result = torch.from_numpy(original(logits, inputs)).to(logits.device)
-            rows = logits[
-                inputs.sampled % len(inputs.ids),
-                inputs.sampled // len(inputs.ids),
-            ]
+        def report(logits: torch.Tensor, sampled: torch.Tensor, targets: torch.Tensor) -> Any:
+            result = torch.from_numpy(original(logits, sampled, targets)).to(logits.device)
+            rows = logits[sampled % len(logits), sampled // len(logits)]
             faulty = formula(
                 Report(
                     result=result,
                     logits=self.whole("logits", rows).float(),
-                    targets=inputs.targets,
+                    targets=targets,
                     temperature=self._engine.temperature,
                 )
             )
             return (faulty if self.faulty else result).float().cpu().numpy()
 
-        self.replace(self._engine, "_logprobs", report)
+        self.replace(self._engine, "shared_logprobs", report)
 
     def biased(self, site: str) -> bool:
         # A later operator adds the bias of the other modules.
