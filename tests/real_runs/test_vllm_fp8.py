@@ -117,7 +117,7 @@ def test_blocks_with_a_scale_for_each_group_of_inputs(
 @pytest.mark.skipif(NO_CACHE, reason="vLLM caches keys and values in fp8 on AVX-512 only")
 def test_a_cache_in_fp8(cli: Cli, folder: Path) -> None:
     said = assert_healthy(compared(cli, folder, "kv_cache_dtype=fp8_e4m3"))
-    assert "kv_cache: rollout float8_e4m3fn (CPUAttentionBackendImpl, vec), cut off and..." in said
+    assert "kv_cache: rollout float8_e4m3fn (CPUAttentionBackendImpl, vec), cut off" in said
     assert "prefill_vs_train: the sides differ by quantisation (fp8-cache)" in said
 
 
