@@ -8,10 +8,8 @@
 A seed decides all of a model.
 """
 
-import argparse
 import itertools
 import math
-import os
 import random
 import sys
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from healthy_models import EMBEDDED, ModelSpec, make_all  # noqa: E402
+from healthy_models import EMBEDDED, ModelSpec, make_or_list  # noqa: E402
 
 SEEDS = range(20)
 KINDS = ("qwen3_5_text", "qwen3_next", "qwen3_next", "qwen3_5_moe_text")
@@ -80,17 +78,5 @@ def hybrid(seed: int) -> ModelSpec:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    options = parser.parse_args()
-    specs = [hybrid(seed) for seed in SEEDS]
-    if options.out is None:
-        print(*specs, sep="\n")
-    else:
-        make_all(specs, options.out, options.workers, graphs=False)
-
-
 if __name__ == "__main__":
-    main()
+    make_or_list([hybrid(seed) for seed in SEEDS], __doc__)

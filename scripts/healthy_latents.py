@@ -9,8 +9,6 @@ A seed decides all of a model. vLLM on a CPU takes these widths alone; a plain r
 of a sparse deepseek_v3, are faults of its own there.
 """
 
-import argparse
-import os
 import random
 import sys
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from healthy_models import EMBEDDED, POSITIONS, ModelSpec, make_all  # noqa: E402
+from healthy_models import EMBEDDED, POSITIONS, ModelSpec, make_or_list  # noqa: E402
 
 SEEDS = range(20)
 FAMILIES = ("deepseek_v3", "glm4_moe_lite")
@@ -75,17 +73,5 @@ def latent(seed: int) -> ModelSpec:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    options = parser.parse_args()
-    specs = [latent(seed) for seed in SEEDS]
-    if options.out is None:
-        print(*specs, sep="\n")
-    else:
-        make_all(specs, options.out, options.workers, graphs=False)
-
-
 if __name__ == "__main__":
-    main()
+    make_or_list([latent(seed) for seed in SEEDS], __doc__)

@@ -369,6 +369,18 @@ def make_all(specs: Sequence[ModelSpec], out: Path, workers: int, graphs: bool) 
         raise SystemExit(f"{len(failed)} models were not made: {', '.join(failed)}")
 
 
+def make_or_list(specs: Sequence[ModelSpec], description: str) -> None:
+    """The command of a script that makes these models, or lists them without --out."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args()
+    if options.out is None:
+        print(*specs, sep="\n")
+    else:
+        make_all(specs, options.out, options.workers, graphs=False)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)

@@ -18,7 +18,7 @@ from rlk_align.trace.schema import (
     Measured,
     PassRecord,
     PositionRecord,
-    SiteRecord,
+    sites_of_parts,
 )
 from rlk_align.trace.tables import ROWS_SCHEMA
 from rlk_align.trace.writer import COMPACT, PART_SHARDS
@@ -95,17 +95,8 @@ def _together(
     dtype or the width of a site."""
     if len(parts) == 1:
         return parts[0].model_copy(update={"files": files})
-    sites: dict[str, SiteRecord] = {}
-    for part in parts:
-        for name, record in part.sites.items():
-            known = sites.get(name)
-            if known and (known.dtype, known.features) != (record.dtype, record.features):
-                raise CorruptTrace(
-                    f"{target}: the shards of a step disagree on {name}: {known.dtype}"
-                    f"[{known.features}] and {record.dtype}[{record.features}]"
-                )
-            together = record.rows + (known.rows if known else 0)
-            sites[name] = record.model_copy(update={"rows": together})
+    who = f"{target}: the shards of a step"
+    sites = sites_of_parts((part.sites for part in parts), CorruptTrace, who)
     # Shards without rows measured nothing.
     measured = [part for part in parts if part.sites] or parts[:1]
     return PassRecord(

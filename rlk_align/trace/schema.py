@@ -1,11 +1,12 @@
 """The records of a trace. The columns of its tables are in `rlk_align.trace.tables`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import Field
 
+from rlk_align.errors import RlkError
 from rlk_align.model.shape import ModelShape
 from rlk_align.results import Cell, CodePlace, GraphReplays, Quantisation
 from rlk_align.trace.checksums import CHECKSUMS, Checksums, FileRecord, check_files, read_checksums
@@ -23,6 +24,25 @@ class SiteRecord(Record):
     rows: Annotated[int, Field(ge=0)]
     padding: Annotated[int, Field(ge=0)] = 0
     """The number of padding columns of the engine's value, which were left out."""
+
+
+def sites_of_parts(
+    parts: Iterable[Mapping[str, SiteRecord]], error: type[RlkError], who: str
+) -> dict[str, SiteRecord]:
+    """The sites of all parts of a pass, each with the rows of all. Raises `error`, whose text
+    begins with `who`, if parts disagree on a site's dtype or width."""
+    sites: dict[str, SiteRecord] = {}
+    for part in parts:
+        for name, record in part.items():
+            known = sites.get(name)
+            if known and (known.dtype, known.features) != (record.dtype, record.features):
+                raise error(
+                    f"{who} disagree on {name}: {known.dtype}[{known.features}] "
+                    f"and {record.dtype}[{record.features}]"
+                )
+            rows = record.rows + (known.rows if known else 0)
+            sites[name] = record.model_copy(update={"rows": rows})
+    return sites
 
 
 _COPY = "@rank"

@@ -36,6 +36,7 @@ from rlk_align.trace.schema import (
     PositionRecord,
     SiteRecord,
     site_of,
+    sites_of_parts,
 )
 from rlk_align.trace.tables import ROWS_SCHEMA
 
@@ -246,7 +247,7 @@ class PassWriter:
             names = sorted(p.name for p in self._folder.iterdir())
             files = FileRecord.of_files(self._folder, names)
         record = PassRecord(
-            sites=_merged(parts),
+            sites=sites_of_parts((p.sites for p in parts), EngineFailed, "ranks"),
             positions=PositionRecord.together([p.positions for p in parts]),
             boundaries=BoundaryRecord.together([p.boundaries for p in parts]),
             unexposed=unexposed,
@@ -312,19 +313,3 @@ class PassWriter:
             rows=before + count,
             padding=self._padding[site],
         )
-
-
-def _merged(parts: list[PartRecord]) -> dict[str, SiteRecord]:
-    """The sites of all parts. Raises EngineFailed if parts disagree on a site's dtype or width."""
-    sites: dict[str, SiteRecord] = {}
-    for part in parts:
-        for name, record in part.sites.items():
-            known = sites.get(name)
-            if known and (known.dtype, known.features) != (record.dtype, record.features):
-                raise EngineFailed(
-                    f"ranks disagree on {name}: {known.dtype}[{known.features}] "
-                    f"and {record.dtype}[{record.features}]"
-                )
-            rows = record.rows + (known.rows if known else 0)
-            sites[name] = record.model_copy(update={"rows": rows})
-    return sites
