@@ -138,6 +138,7 @@ def _live(site: Site, name: str, attributes: Mapping[str, Any]) -> Any:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, float) or isinstance(b, float):
+    # A text stands for the values of ranks that differ.
+    if isinstance(a, float | int) and isinstance(b, float | int) and float in (type(a), type(b)):
         return f"{a:{DIGITS}}" == f"{b:{DIGITS}}"
     return bool(a == b)

@@ -33,6 +33,11 @@ def unlike(attributes: dict[str, Any], folder: Path = MODEL) -> dict[str, list[s
     return {name: some for name, some in unlike.items() if some}
 
 
+def test_a_text_for_the_values_of_several_ranks_equals_no_number() -> None:
+    texts = {"rope_theta": "10000.0 on rank 0; 40000.0 on rank 1"}
+    assert set(unlike(LIVE | texts)) == set(unlike(LIVE | {"rope_theta": 4e4}))
+
+
 def test_a_healthy_engine_has_what_the_config_says() -> None:
     assert unlike(LIVE) == {}
     (site,) = [s for s in model_sites(read_shape(MODEL)) if s.name == "layers.1.attn_norm"]
