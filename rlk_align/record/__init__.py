@@ -7,6 +7,13 @@
 
 The rollout side is vLLM with RLK_RECORD=FOLDER in its environment: `rlk_align.record.vllm`.
 Importing this package imports neither torch nor an engine.
+
+    a trainer's step    recorder, recording, segments; together, rank_attributes: among ranks
+    its live model      libraries, live; a file each: hf, fsdp, megatron
+    the rollout         vllm, settings, engine; rollout: an offline LLM; server, window, step, worker
+    what both choose    choose
+    what both write     layout, shard, rank_shard, weight_files
+    the comparison      align, recorded, history
 """
 
 from typing import TYPE_CHECKING, Any

@@ -33,7 +33,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     "vLLM's own": {"sampler": False, "options": NO_CHUNKS},
 }  # fmt: skip
 OTHER = {"fp32", "vLLM's own"}
-"""The cases whose tokens or log-probs differ."""
+"""The cases whose draws differ: in fp32 in their log-probs, and vLLM's own in their tokens too."""
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,9 @@ def test_a_request_draws_the_same_tokens_in_every_batch(
     assert len({tuple(tokens) for tokens in first["tokens"]}) > requests // 2
     for name, one in answers.items():
         same = [one[what] == first[what] for what in ("tokens", "logprobs")]
-        assert all(same) == (name not in OTHER), name
+        if name == "fp32":  # other logits may draw the same tokens
+            same[0] = False
+        assert same == [name not in OTHER] * 2, name
         assert ("sample" in one["ran"]) == (name != "vLLM's own"), name
         assert bool(one["preempted"]) == (name == "too few blocks"), name
 
