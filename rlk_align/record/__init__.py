@@ -10,7 +10,7 @@ Importing this package imports neither torch nor an engine.
 
     a trainer's step    recorder, recording, segments; together, rank_attributes: among ranks
     its live model      libraries, live; a file each: hf, fsdp, megatron
-    the rollout         vllm, settings, engine; offline: rollout; served: server, window, step, worker
+    the rollout         vllm, settings, engine; LLM: rollout; server: server, window, step, worker
     what both choose    choose
     what both write     layout, shard, rank_shard, weight_files
     the comparison      align, recorded, history
