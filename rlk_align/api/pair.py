@@ -18,7 +18,7 @@ from rlk_align.model.checkpoint import default_model
 from rlk_align.model.dtypes import lower_precision
 from rlk_align.model.edges import passes_for
 from rlk_align.progress import Progress
-from rlk_align.record.layout import incomplete_steps, is_recording
+from rlk_align.record.shared.layout import incomplete_steps, is_recording
 from rlk_align.results import SideName
 from rlk_align.trace.records import load_record
 from rlk_align.trace.run import Run
@@ -204,7 +204,7 @@ def _aligned(
             f"{of_jobs[0]} was recorded in a job, and the other run was not",
             "compare the rollout side of a job with its training side",
         )
-    from rlk_align.record.align import align
+    from rlk_align.record.merge.align import align
 
     written, notes = align(runs, run.folder / RECORDED)
     for note in notes:

@@ -7,7 +7,7 @@ from pathlib import Path
 from rlk_align.api import options
 from rlk_align.api.pair import Pair
 from rlk_align.errors import BadOption
-from rlk_align.record.layout import incomplete_steps, steps_of
+from rlk_align.record.shared.layout import incomplete_steps, steps_of
 from rlk_align.results import SideName
 from rlk_align.trace.run import Run
 

@@ -8,18 +8,19 @@
 The rollout side is vLLM with RLK_RECORD=FOLDER in its environment: `rlk_align.record.vllm`.
 Importing this package imports neither torch nor an engine.
 
-    a trainer's step    recorder, recording, segments; together, rank_attributes: among ranks
-    its live model      libraries, live; a file each: hf, fsdp, megatron
-    the rollout         vllm, settings, engine; LLM: rollout; server: server, window, step, worker
-    what both choose    choose
-    what both write     layout, shard, rank_shard, weight_files
-    the comparison      align, recorded, history
+    vllm       the plug-in of vLLM
+    train/     a trainer's step: recorder, recording, segments; its live model: libraries, live,
+               and a file for each library; its ranks: together, rank_attributes, rank_shard,
+               weight_files
+    rollout/   vLLM's requests: settings, engine; LLM: llm; server: server, window, step, worker
+    shared/    choose: which sequences both sides record; layout, shard: what both sides write
+    merge/     the comparison: align, recorded, history
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlk_align.record.recorder import Recorder
+    from rlk_align.record.train.recorder import Recorder
 
 __all__ = ["trainer"]
 
@@ -50,8 +51,8 @@ def trainer(
     Raises BadOption for a setting that is unknown or a model that is not recorded, and ToolError if
     another process records into the folder.
     """
-    from rlk_align.record.libraries import live_model
-    from rlk_align.record.recorder import Recorder
+    from rlk_align.record.train.libraries import live_model
+    from rlk_align.record.train.recorder import Recorder
 
     live = live_model(model, engine, checkpoint, temperature=temperature, weights=weights)
     return Recorder(live, out, sequences=sequences, every=every, budget=budget)

@@ -9,7 +9,7 @@ from command import Cli, Outcome, require_engine, said_by
 from served import Server, plugin_folder, wait_for
 
 from rlk_align.data import data_path
-from rlk_align.record.layout import RECORDING, RecordingRecord
+from rlk_align.record.shared.layout import RECORDING, RecordingRecord
 from rlk_align.trace.records import load_record
 
 pytestmark = pytest.mark.timeout(1800)

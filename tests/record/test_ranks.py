@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from rlk_align import record
 from rlk_align.data import data_path
 from rlk_align.errors import BadOption, RlkError
-from rlk_align.record.choose import prefix_hash
-from rlk_align.record.history import Digests, old_values, read_digests
-from rlk_align.record.layout import step_folder
-from rlk_align.record.recorded import Recorded, open_step
+from rlk_align.record.merge.history import Digests, old_values, read_digests
+from rlk_align.record.merge.recorded import Recorded, open_step
+from rlk_align.record.shared.choose import prefix_hash
+from rlk_align.record.shared.layout import step_folder
 from rlk_align.trace.digest import digest_parameter
 from rlk_align.trace.reader import PassReader
 from rlk_align.trace.renumber import renumber_passes

@@ -16,7 +16,7 @@ from served import Server, plugin_folder, wait_for
 from rlk_align.data import data_path
 from rlk_align.model.prompts import load_prompts
 from rlk_align.model.tokenise import tokenise
-from rlk_align.record.layout import RECORDING, RecordingRecord, incomplete_steps, steps_of
+from rlk_align.record.shared.layout import RECORDING, RecordingRecord, incomplete_steps, steps_of
 from rlk_align.trace.records import load_record
 
 pytestmark = pytest.mark.timeout(1800)

@@ -8,9 +8,9 @@ import torch
 
 from rlk_align.compare.divergence import Side
 from rlk_align.errors import BadOption, CorruptTrace
-from rlk_align.record.history import Digests, old_values
-from rlk_align.record.libraries import live_model
-from rlk_align.record.rank_attributes import merged
+from rlk_align.record.merge.history import Digests, old_values
+from rlk_align.record.train.libraries import live_model
+from rlk_align.record.train.rank_attributes import merged
 from rlk_align.trace.reader import PassReader
 from rlk_align.trace.renumber import renumber_passes
 from rlk_align.trace.writer import PassWriter

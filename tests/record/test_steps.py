@@ -9,9 +9,9 @@ import pytest
 from rlk_align.api.pair import Pair
 from rlk_align.api.steps import recorded_steps
 from rlk_align.errors import BadOption, ToolError
-from rlk_align.record.choose import LowestPrompts, lowest_prompts
-from rlk_align.record.layout import REASON, RECORDING, incomplete_steps, next_step, steps_of
-from rlk_align.record.shard import SideFolder
+from rlk_align.record.shared.choose import LowestPrompts, lowest_prompts
+from rlk_align.record.shared.layout import REASON, RECORDING, incomplete_steps, next_step, steps_of
+from rlk_align.record.shared.shard import SideFolder
 
 
 @pytest.mark.parametrize("count", [1, 3, 50])

@@ -16,9 +16,9 @@ from rlk_align import record
 from rlk_align.data import data_path
 from rlk_align.errors import BadOption, ToolError
 from rlk_align.model.sites import RowIndex, model_sites
-from rlk_align.record.choose import Lowest, lowest_prompts, prefix_hash
-from rlk_align.record.layout import RecordingRecord, step_folder, steps_of
-from rlk_align.record.recorder import Recorder
+from rlk_align.record.shared.choose import Lowest, lowest_prompts, prefix_hash
+from rlk_align.record.shared.layout import RecordingRecord, step_folder, steps_of
+from rlk_align.record.train.recorder import Recorder
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.records import load_record
 from rlk_align.trace.writer import one_thread

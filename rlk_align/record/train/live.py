@@ -17,8 +17,8 @@ from rlk_align.engines.base import Engine
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.rows import ForwardRows
 from rlk_align.engines.process.ranks import ALONE, Ranks
-from rlk_align.record.choose import Key
-from rlk_align.record.segments import Chosen, Segment
+from rlk_align.record.shared.choose import Key
+from rlk_align.record.train.segments import Chosen, Segment
 from rlk_align.trace.writer import PassWriter
 
 

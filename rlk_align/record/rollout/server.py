@@ -14,11 +14,11 @@ from contextlib import suppress
 from typing import Any
 
 from rlk_align.errors import EngineFailed, RlkError, TraceNotWritten
-from rlk_align.record.engine import live_engine
-from rlk_align.record.layout import next_step
-from rlk_align.record.settings import Settings
-from rlk_align.record.shard import SideFolder
-from rlk_align.record.step import OWN, Step
+from rlk_align.record.rollout.engine import live_engine
+from rlk_align.record.rollout.settings import Settings
+from rlk_align.record.rollout.step import OWN, Step
+from rlk_align.record.shared.layout import next_step
+from rlk_align.record.shared.shard import SideFolder
 
 ABORTED = "its client ended it"
 _BUSY = "the step before was still being recorded: a larger RLK_RECORD_EVERY leaves more time"

@@ -8,12 +8,12 @@ import numpy as np
 from rlk_align.engines.vllm.worker import TapPlan
 from rlk_align.errors import BadOption
 from rlk_align.model.prompts import Sample, TokenBatch
-from rlk_align.record.choose import Key, Lowest, lowest_prompts, prefix_hash
-from rlk_align.record.engine import live_engine
-from rlk_align.record.settings import Settings
-from rlk_align.record.shard import SCORED, SideFolder, sequence_name
-from rlk_align.record.window import write_logprobs
-from rlk_align.record.worker import RecordingTaps
+from rlk_align.record.rollout.engine import live_engine
+from rlk_align.record.rollout.settings import Settings
+from rlk_align.record.rollout.window import write_logprobs
+from rlk_align.record.rollout.worker import RecordingTaps
+from rlk_align.record.shared.choose import Key, Lowest, lowest_prompts, prefix_hash
+from rlk_align.record.shared.shard import SCORED, SideFolder, sequence_name
 from rlk_align.trace.writer import PassWriter
 
 UNASKED = "the job did not ask vLLM for log-probs: SamplingParams(logprobs=0)"

@@ -7,12 +7,12 @@ import torch
 
 from rlk_align.engines.base import Engine
 from rlk_align.errors import BadOption
-from rlk_align.record.choose import Prompts
-from rlk_align.record.live import Live
-from rlk_align.record.rank_shard import RankFolder
-from rlk_align.record.recording import Recording
-from rlk_align.record.shard import SCORED, Shard, SideFolder, refuse_unless_dense
-from rlk_align.record.together import on_all
+from rlk_align.record.shared.choose import Prompts
+from rlk_align.record.shared.shard import SCORED, Shard, SideFolder, refuse_unless_dense
+from rlk_align.record.train.live import Live
+from rlk_align.record.train.rank_shard import RankFolder
+from rlk_align.record.train.recording import Recording
+from rlk_align.record.train.together import on_all
 
 
 class Recorder:

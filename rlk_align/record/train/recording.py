@@ -8,10 +8,10 @@ import torch
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.errors import BadOption
 from rlk_align.model.prompts import Sample, TokenBatch
-from rlk_align.record.choose import Key, Lowest, Prompts, prefix_hash
-from rlk_align.record.live import ForwardInput, Live
-from rlk_align.record.segments import Chosen, Segment
-from rlk_align.record.shard import Shard, sequence_name
+from rlk_align.record.shared.choose import Key, Lowest, Prompts, prefix_hash
+from rlk_align.record.shared.shard import Shard, sequence_name
+from rlk_align.record.train.live import ForwardInput, Live
+from rlk_align.record.train.segments import Chosen, Segment
 from rlk_align.trace.writer import PassWriter
 
 

@@ -18,13 +18,13 @@ from rlk_align.engines.process.ranks import Ranks
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
 from rlk_align.model.shape import read_shape
-from rlk_align.record.choose import Key
-from rlk_align.record.hf import LiveHF
-from rlk_align.record.live import ForwardInput
-from rlk_align.record.rank_attributes import of_ranks
-from rlk_align.record.segments import Chosen
-from rlk_align.record.together import of_all
-from rlk_align.record.weight_files import WeightFiles, write_index
+from rlk_align.record.shared.choose import Key
+from rlk_align.record.train.hf import LiveHF
+from rlk_align.record.train.live import ForwardInput
+from rlk_align.record.train.rank_attributes import of_ranks
+from rlk_align.record.train.segments import Chosen
+from rlk_align.record.train.together import of_all
+from rlk_align.record.train.weight_files import WeightFiles, write_index
 from rlk_align.trace.writer import PassWriter
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rlk_align.errors import BadOption
 from rlk_align.model.prompts import Sample, TokenBatch
-from rlk_align.record.choose import Key, prefix_hash
-from rlk_align.record.layout import RECORDING, SHARED, SHARED_FILES, RecordingRecord
+from rlk_align.record.shared.choose import Key, prefix_hash
+from rlk_align.record.shared.layout import RECORDING, SHARED, SHARED_FILES, RecordingRecord
 from rlk_align.trace.checksums import check_files, read_checksums
 from rlk_align.trace.records import load_record
 from rlk_align.trace.schema import PassRecord, check_trace

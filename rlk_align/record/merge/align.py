@@ -8,9 +8,9 @@ from typing import Any
 
 from rlk_align.errors import BadOption
 from rlk_align.model.prompts import Prompt, TokenBatch, save_prompts
-from rlk_align.record.history import old_values, read_digests
-from rlk_align.record.layout import steps_of
-from rlk_align.record.recorded import Recorded, about, open_step
+from rlk_align.record.merge.history import old_values, read_digests
+from rlk_align.record.merge.recorded import Recorded, about, open_step
+from rlk_align.record.shared.layout import steps_of
 from rlk_align.results import SideName
 from rlk_align.trace.checksums import CHECKSUMS, add_checksums
 from rlk_align.trace.records import load_record, save_record, writing

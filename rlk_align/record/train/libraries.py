@@ -3,7 +3,7 @@
 from typing import Any
 
 from rlk_align.errors import BadOption
-from rlk_align.record.live import Live
+from rlk_align.record.train.live import Live
 
 ENGINES = ("hf", "fsdp", "megatron")
 
@@ -21,11 +21,11 @@ def live_model(
     if engine not in ("auto", found):
         raise BadOption(f"engine={engine}: the model is one of {found!r}", "leave engine out")
     if found == "fsdp":
-        from rlk_align.record.fsdp import LiveFSDP
+        from rlk_align.record.train.fsdp import LiveFSDP
 
         return LiveFSDP(model, temperature=temperature, weights=weights)
     if found == "megatron":
-        from rlk_align.record.megatron import LiveMegatron
+        from rlk_align.record.train.megatron import LiveMegatron
 
         if checkpoint is None:
             raise BadOption(
@@ -34,7 +34,7 @@ def live_model(
                 "read",
             )
         return LiveMegatron(model, checkpoint, temperature=temperature, weights=weights)
-    from rlk_align.record.hf import LiveHF
+    from rlk_align.record.train.hf import LiveHF
 
     return LiveHF(model, temperature=temperature, weights=weights)
 

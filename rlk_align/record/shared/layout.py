@@ -8,7 +8,7 @@ SIDE/
     model/                  config.json and, if they were saved, the weights of that step
   .rank-0.lock              held by the process that records
 
-A trainer of several ranks has a lock and a shard for each, as `rlk_align.record.rank_shard` says.
+A trainer of several ranks has a lock and a shard for each: `rlk_align.record.train.rank_shard`.
 """
 
 import re

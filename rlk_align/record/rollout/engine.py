@@ -8,7 +8,7 @@ from rlk_align.errors import BadOption
 from rlk_align.model.checkpoint import resolve_model
 from rlk_align.model.shape import read_shape
 from rlk_align.model.sites import model_sites
-from rlk_align.record.shard import refuse_unless_dense
+from rlk_align.record.shared.shard import refuse_unless_dense
 from rlk_align.trace.schema import COMPILED
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from rlk_align.model.prompts import Sample, TokenBatch
-from rlk_align.record.choose import Key, Lowest, LowestPrompts, prefix_hash
-from rlk_align.record.layout import RequestRecord
-from rlk_align.record.shard import sequence_name
+from rlk_align.record.shared.choose import Key, Lowest, LowestPrompts, prefix_hash
+from rlk_align.record.shared.layout import RequestRecord
+from rlk_align.record.shared.shard import sequence_name
 from rlk_align.trace.writer import PassWriter
 
 

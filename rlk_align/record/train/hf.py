@@ -18,8 +18,8 @@ from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
 from rlk_align.model.checkpoint import resolve_model
 from rlk_align.model.shape import read_shape
-from rlk_align.record.live import ForwardInput, Live
-from rlk_align.record.segments import Chosen, rows_of, segments
+from rlk_align.record.train.live import ForwardInput, Live
+from rlk_align.record.train.segments import Chosen, rows_of, segments
 from rlk_align.trace.writer import PassWriter
 
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seqlens")

@@ -18,8 +18,8 @@ from rlk_align.engines.row_checks import row_checks
 from rlk_align.errors import BadOption, ToolError
 from rlk_align.model.prompts import Prompt, TokenBatch, save_prompts
 from rlk_align.model.sites import model_sites
-from rlk_align.record.choose import prefix_hash
-from rlk_align.record.layout import (
+from rlk_align.record.shared.choose import prefix_hash
+from rlk_align.record.shared.layout import (
     PARTIAL,
     REASON,
     RECORDING,

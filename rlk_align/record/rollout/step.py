@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from rlk_align.errors import BadOption, TraceNotWritten
-from rlk_align.record.engine import RecordedEngine
-from rlk_align.record.shard import SCORED, Shard
-from rlk_align.record.window import Tracked, Window, write_logprobs
+from rlk_align.record.rollout.engine import RecordedEngine
+from rlk_align.record.rollout.window import Tracked, Window, write_logprobs
+from rlk_align.record.shared.shard import SCORED, Shard
 from rlk_align.trace.writer import PassWriter
 
 OWN = "rlk-record-"

@@ -1,0 +1,1 @@
+"""Two recordings -> two runs, which are compared as captures are."""

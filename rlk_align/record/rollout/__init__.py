@@ -1,0 +1,1 @@
+"""vLLM's requests: those of an `LLM`, and those of a server."""

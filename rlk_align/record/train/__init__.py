@@ -1,0 +1,1 @@
+"""A trainer's step, and its live model: a file for each library."""
