@@ -23,7 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "alone": {"alone": True},
     "too few blocks": {
-        "options": {"num_gpu_blocks_override": 40, "block_size": 16, "disable_log_stats": False},
+        "options": {"num_gpu_blocks_override": 64, "block_size": 16, "disable_log_stats": False},
     },
     "vLLM's own": {"sampler": False},
     "poisoned": {"poison": POISON},

@@ -111,7 +111,9 @@ def taken(monkeypatch):
 
 @pytest.mark.parametrize(
     ("dtype", "shape", "window", "causal"),
-    pairwise(DTYPES[:2], [(8, 2, 128), (14, 2, 64), (6, 2, 128)], [None, 200], [True, False]),
+    pairwise(
+        DTYPES[:2], [(8, 2, 128), (14, 2, 64), (6, 2, 128), (8, 4, 256)], [None, 200], [True, False]
+    ),
 )
 def test_copies_in_a_warp_of_their_own_change_no_bit(dtype, shape, window, causal, taken):
     for lens in LENGTHS:
@@ -128,6 +130,24 @@ def test_copies_in_a_warp_of_their_own_change_no_bit(dtype, shape, window, causa
             k_cache, v_cache, table, lens_k = paged_cache(k, v, cu_k, page=page)
             paged = (q, k_cache, v_cache, cu_q, lens_k, table.int())
             assert same(forward(*paged, window=window), plain), page
+
+
+@pytest.mark.parametrize("group", [2, 8])
+@pytest.mark.parametrize("window", [None, 1500])
+def test_pieces_of_heads_of_256_change_no_bit(window, group, taken):
+    for queries, keys in (
+        ([1, 1, 1], [1, 1025, 3000]), ([1] * 40, [1100] * 40), ([1], [2048]), ([700], [2900]),
+        ([3000, 1, 40, 0, 2100], [5000, 900, 40, 0, 2100]), ([300] * 70, [300] * 70),
+    ):  # fmt: skip
+        q, k, v, cu_q, cu_k = packed(queries, keys, 2 * group, 2, 256, torch.bfloat16, "cuda")
+        plain = forward(q, k, v, cu_q, cu_k, rows=64, warp_specialized=False, window=window)
+        k_cache, v_cache, table, lens_k = paged_cache(k, v, cu_k, page=16)
+        call = AttentionCall(
+            q, k_cache, v_cache, cu_q.int(), lens_k.int(), table.int(), True, 1 / 16, window
+        )
+        *got, implementation = attention_forward.forward(call)
+        assert implementation == "triton/hopper"
+        assert same(got, plain), (queries, keys)
 
 
 @pytest.mark.parametrize("window", [None, 1500])

@@ -88,21 +88,20 @@ class AttentionPlan:
     alone: bool
     """Few rows of one sequence: eight warps process them, and the program that ends last merges
     (`hopper/merge_last.py`)."""
+    programs: int
+    """The programs that store the sum of merged chunks in memory of their own; 0: no program
+    does."""
     whole: bool
     """No row has more than one chunk of keys, so pieces are blocks of rows without a merge."""
     slots: int
     """The packed rows of one KV head for which the scratch has room."""
     scratch: tuple[tuple[int, ...], ...]
-    """The shapes in the scratch of split keys: flags if `alone`, accumulators, (maximum, sum)."""
+    """The shapes in the scratch of split keys: flags if `alone`, accumulators, (maximum, sum), the
+    sums of merged chunks of each program."""
     most: int
     """The most pieces of one KV head."""
     target: int
     """The intended number of pieces of all KV heads, if there is enough work."""
-
-    @property
-    def running(self) -> bool:
-        """Whether blocks store the sum of their merged chunks in a slot."""
-        return self.special and self.rows == 64
 
 
 @dataclass(slots=True)
@@ -114,6 +113,8 @@ class Scratch:
     acc: Tensor
     """Accumulators that are not merged yet; `max_sum`: (maximum, sum) of each."""
     max_sum: Tensor
+    running: Tensor
+    """The sums of merged chunks of each program, if programs store them in memory."""
     flags: Tensor
     """The pieces that have ended (`hopper/merge_last.py`)."""
     entries: Tensor
@@ -123,4 +124,4 @@ class Scratch:
     @classmethod
     def unused(cls, lse: Tensor, cu_q: Tensor) -> "Scratch":
         """lse alone. Pointers that a kernel does not read are those of lse and cu_q."""
-        return cls(lse, lse, lse, lse, cu_q, cu_q)
+        return cls(lse, lse, lse, lse, lse, cu_q, cu_q)

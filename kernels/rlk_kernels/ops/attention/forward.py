@@ -43,12 +43,18 @@ def _plan(
     few = tokens * group <= FEW * batch
     room = SCRATCH_BYTES // (kv_heads * (padded + 2) * 4)
     if special is None:
-        special = rows is None and block_n(dim, q.dtype) == 128 and here.gluon
+        special = rows is None and q.dtype != torch.float32 and here.gluon
     if special:
-        from rlk_kernels.ops.attention.hopper.steps import can_read
+        from rlk_kernels.ops.attention.hopper.steps import DIMS, can_read
 
         # the kernels compute offsets of heads in 32 bits
-        special = can_read(k, call.v, table) and heads * q.stride(1) < 1 << 31
+        special = dim in DIMS and can_read(k, call.v, table) and heads * q.stride(1) < 1 << 31
+    # of the kernels for Hopper, only that of pieces has room for the sums of heads of 256
+    wide = special and dim == 256
+    if split is None:
+        split = (few or paged) and (chunks > 1 or (wide and not few))
+    if wide and not (split or (few and chunks <= 1 and rows in (None, 64))):
+        special = False
     if rows is None and special:
         rows = 64 if few else 128
         if dim == 64 and here.many_groups and not (paged or split) and tokens > 4096 * batch:
@@ -56,24 +62,24 @@ def _plan(
     if rows is None:
         rows = 16 if tokens * group <= 16 * batch and q.dtype != torch.float32 else 64
     blocks = (tokens * group) // rows + batch
-    # one group of four warps has no shared memory for merged chunks, which are then in slots
-    running = special and rows == 64
-    if split is None:
-        split = chunks > 1 and (few or paged)
     # ranges of all blocks of rows, and of the prefixes that neighbours share
     most = (blocks + batch // 2) * max(chunks, 1)
     most = min(most, PIECES[min(rows, 128)] * here.processors // kv_heads + blocks + batch)
-    split = split and (not running or tokens * group <= room)
     # the list counts in 32 bits, and more work than that needs no splitting
     split = split and blocks * chunks * kv_heads < 1 << 31
-    alone = running and batch == 1 and tokens * group <= 16 and dim == 128
+    narrow = special and rows == 64
+    # one group of four warps has no shared memory for merged chunks, and heads of 256 have none
+    programs = min(most * kv_heads, here.processors) if narrow or (special and dim == 256) else 0
+    alone = narrow and batch == 1 and tokens * group <= 16 and dim == 128
     slots = min(room, tokens * group * (chunks + 1))
     flags = ((most * kv_heads, 2),) if alone else ()  # of 8 bytes
     return AttentionPlan(
         special=special, rows=rows, split=split, listed=split and batch > 1,
-        alone=alone, whole=running and not split and chunks <= 1, slots=slots,
-        scratch=(*flags, (slots * kv_heads, padded), (slots * kv_heads, 2)), most=most,
-        target=PIECES[min(rows, 128)] * here.processors,
+        alone=alone, programs=programs, whole=narrow and not split and chunks <= 1, slots=slots,
+        scratch=(
+            *flags, (slots * kv_heads, padded), (slots * kv_heads, 2), (programs * rows, padded)
+        ),
+        most=most, target=PIECES[min(rows, 128)] * here.processors,
     )  # fmt: skip
 
 
@@ -187,9 +193,9 @@ def _launch(
         if inside.numel():
             scratch.lse = inside
         flags = parts.pop(0) if plan.alone else scratch.lse
-        scratch.flags, scratch.acc, scratch.max_sum = flags, *parts[:2]
+        scratch.flags, scratch.acc, scratch.max_sum, scratch.running = flags, *parts[:3]
         if own is not None:
-            lists = [x.view(torch.int32) for x in parts[2:]]
+            lists = [x.view(torch.int32) for x in parts[3:]]
             scratch.entries, scratch.pieces, _ = lists
             schedule(cache, own, lists, call)
     if plan.listed and call.shared is not None:

@@ -221,7 +221,7 @@ def _attention_kernel(
         else:
             lone = lone_sequence(
                 cu_q_ptr, cu_k_ptr, window, capacity, target, HK, G, BM, CHUNK, CAUSAL, WINDOWED,
-                PAGED, 0,
+                PAGED,
             )  # fmt: skip
             total = tl.cdiv(lone[1] * G, BM) * lone[6] * HK
         for index in range(tl.program_id(0), total, tl.num_programs(0)):

@@ -61,8 +61,7 @@ def _merge_kernel(
     capacity, target,
     HK: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
     CHUNK: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PAGED: tl.constexpr,
-    LISTED: tl.constexpr, RUNNING: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    LISTED: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Merge the packed rows (query * G + head) of the KV heads, one at a time.
 
@@ -77,7 +76,7 @@ def _merge_kernel(
     else:
         _, lone_queries, _, _, lone_first, _, ranges, lone_length = lone_sequence(
             cu_q_ptr, cu_k_ptr, window, capacity, target, HK, G, BM, CHUNK, CAUSAL, WINDOWED,
-            PAGED, RUNNING,
+            PAGED,
         )  # fmt: skip
         total = tl.where(ranges > 1, lone_queries * G * HK, 0)
     cols = tl.arange(0, DP)
@@ -160,7 +159,7 @@ def _constants(plan: AttentionPlan, call: AttentionCall, chunk: int) -> tuple[in
     constants = (
         batch, tokens, call.window or 0, plan.slots, plan.target, call.kv_heads, call.group, dim,
         padded, plan.rows, chunk, call.causal, call.window is not None, call.table is not None,
-        plan.listed, int(plan.running), (batch + 1).bit_length(), AHEAD, here.overlaps,
+        plan.listed, (batch + 1).bit_length(), AHEAD, here.overlaps,
     )  # fmt: skip
     programs = min(tokens * heads, PROGRAMS * here.processors)
     return programs, constants, {"num_warps": 1, "launch_pdl": here.overlaps}

@@ -31,11 +31,23 @@ def capped_scales(scale: float, softcap: float) -> tuple[float, float]:
     return 0.0, scale * LOG2E
 
 
+@triton.constexpr_function
+def block_of_halves(dim):
+    """Keys of a block of 16-bit numbers."""
+    return 128 if dim in (64, 128) else 64
+
+
 def block_n(dim: int, dtype: torch.dtype) -> int:
     """Keys of a block. They are part of the order of the sum, so they never depend on the batch."""
     if interpreting() or dtype == torch.float32:
         return 32
-    return 128 if dim in (64, 128) else 64
+    return block_of_halves(dim)
+
+
+@triton.constexpr_function
+def sum_levels(keys):
+    """The LEVELS of `eight_sums` of a block of keys."""
+    return keys.bit_length() - 4
 
 
 @triton.jit

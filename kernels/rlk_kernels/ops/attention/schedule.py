@@ -72,16 +72,16 @@ def ranges_of(n, tau):
 
 
 @triton.jit
-def _rows_of_slots(prefix, members, suffix, shares, queries, G, tau, RUNNING: tl.constexpr):
+def _rows_of_slots(prefix, members, suffix, shares, queries, G, tau):
     """(rows of the slots of each sequence's prefix, rows of the slots of its suffix).
 
     A first range has one slot for its merged chunks, another range one slot for each chunk. A
-    sequence in one range needs no slot, or with RUNNING one for its merged chunks.
+    sequence in one range needs no slot.
     """
     _, length = ranges_of(prefix, tau)
     of_prefix = tl.where(prefix > 0, (prefix - length + 1) * members * G, 0)
     ranges, length = ranges_of(suffix, tau)
-    slots = tl.where(ranges > 1, suffix - length + 1, tl.where(suffix > 1, RUNNING, 0))
+    slots = tl.where(ranges > 1, suffix - length + 1, 0)
     return of_prefix, tl.where(shares > 0, suffix, slots) * queries * G
 
 
@@ -163,8 +163,8 @@ def _schedule_kernel(
     capacity, target,
     HK: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, SHARE: tl.constexpr,
-    COMPARES: tl.constexpr, RUNNING: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
-    LISTED: tl.constexpr, OVERLAP: tl.constexpr,
+    COMPARES: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, LISTED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Make the list, with one sequence in a lane. COMPARES: this kernel compares the tables, and
     all programs write the same results to the same memory."""
@@ -207,7 +207,7 @@ def _schedule_kernel(
         prefix, members = _group(plan_ptr, pitch, shared_ptr, b, B, BM // G)
         first = tl.load(plan_ptr + FIRST * pitch + 2 * b + 1, mask=live, other=0)
         of_prefix, of_suffix = _rows_of_slots(
-            prefix, members, end - first, first, queries, G, 1 << 30, RUNNING
+            prefix, members, end - first, first, queries, G, 1 << 30
         )
         if tl.sum(of_prefix + of_suffix, 0) > capacity:  # they would never fit: nothing is shared
             prefix = tl.zeros_like(b)
@@ -221,12 +221,10 @@ def _schedule_kernel(
     blocks = tl.cdiv(queries * G, BM)
     work = tl.sum(blocks * suffix + prefix, 0) * HK
     tau = tl.maximum(tl.cdiv(work, target), 1)
-    of_prefix, of_suffix = _rows_of_slots(prefix, members, suffix, shares, queries, G, tau, RUNNING)
+    of_prefix, of_suffix = _rows_of_slots(prefix, members, suffix, shares, queries, G, tau)
     while tl.sum(of_prefix + of_suffix, 0) > capacity:
         tau *= 2
-        of_prefix, of_suffix = _rows_of_slots(
-            prefix, members, suffix, shares, queries, G, tau, RUNNING
-        )
+        of_prefix, of_suffix = _rows_of_slots(prefix, members, suffix, shares, queries, G, tau)
 
     ranges, _ = ranges_of(suffix, tau)
     prefix_ranges, _ = ranges_of(prefix, tau)
@@ -335,7 +333,7 @@ def piece(pieces_ptr, item):
 def lone_sequence(
     cu_q_ptr, lens_ptr, window, capacity, target, HK: tl.constexpr, G: tl.constexpr,
     BM: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
-    PAGED: tl.constexpr, RUNNING: tl.constexpr,
+    PAGED: tl.constexpr,
 ):  # fmt: skip
     """The entry of a batch of one sequence, without a list: (first token, queries, start of keys,
     keys, first chunk, chunks, ranges, chunks of a range)."""
@@ -358,12 +356,10 @@ def lone_sequence(
         chunks * queries * G > capacity
     ):  # otherwise tau is 1; divisions are slow
         tau = tl.maximum(tl.cdiv(work, target), 1)
-        _, slots = _rows_of_slots(chunks * 0, chunks, chunks, chunks * 0, queries, G, tau, RUNNING)
+        _, slots = _rows_of_slots(chunks * 0, chunks, chunks, chunks * 0, queries, G, tau)
         while slots > capacity:
             tau *= 2
-            _, slots = _rows_of_slots(
-                chunks * 0, chunks, chunks, chunks * 0, queries, G, tau, RUNNING
-            )
+            _, slots = _rows_of_slots(chunks * 0, chunks, chunks, chunks * 0, queries, G, tau)
         ranges, length = ranges_of(chunks, tau)
     return q_start, queries, k_start, keys, first, chunks, ranges, length
 
@@ -465,7 +461,7 @@ def _list_plan(plan: AttentionPlan, call: AttentionCall, chunk: int) -> ListPlan
     constants = (
         stride, batch, window or 0, plan.slots, PIECES[plan.rows] * here.processors, call.kv_heads,
         call.group, plan.rows, chunk, call.causal, window is not None, table is not None, page,
-        share, compares, int(plan.running), block, block.bit_length() + 1, LISTED, here.overlaps,
+        share, compares, block, block.bit_length() + 1, LISTED, here.overlaps,
     )  # fmt: skip
     warps = compared // 256 if compares else block // 128
     options = {"num_warps": max(1, min(8, warps)), "launch_pdl": here.overlaps}

@@ -30,8 +30,7 @@ from rlk_kernels.matmul.hopper.pipeline import (
 )
 from rlk_kernels.ops.attention.call import AttentionCall
 from rlk_kernels.ops.attention.hopper.steps import (
-    BLOCK,
-    PER_CHUNK,
+    CHUNK_KEYS,
     buffers,
     copy_keys,
     descriptors,
@@ -47,10 +46,12 @@ from rlk_kernels.ops.attention.hopper.steps import (
 )
 from rlk_kernels.ops.attention.order import (
     LOG2E,
+    block_of_halves,
     block_weights,
     eight_sums,
     find_sequence,
     result,
+    sum_levels,
     visible_keys,
     weights_below,
 )
@@ -119,7 +120,7 @@ def _attend_block(q, s, m, top, den, acc, scale, keys, values):
     The values of a quarter are multiplied while the weights of the next quarter are computed.
     """
     OUT: gl.constexpr = acc.type.layout
-    WIDTH: gl.constexpr = BLOCK // 4
+    WIDTH: gl.constexpr = s.shape[1] // 4
     PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     m = gl.convert_layout(m, gl.SliceLayout(1, PART))
     top = gl.convert_layout(top, gl.SliceLayout(1, PART))
@@ -135,7 +136,8 @@ def _attend_block(q, s, m, top, den, acc, scale, keys, values):
         p = p + (part,)
         weights = weights + (operand,)
     s = warpgroup_mma(q, keys.permute((1, 0)), s, use_acc=False, is_async=True)
-    sums = eight_sums((p[0] + p[2]) + (p[1] + p[3]), 2)  # the order of `eight_sums` of all
+    # the order of `eight_sums` of all
+    sums = eight_sums((p[0] + p[2]) + (p[1] + p[3]), sum_levels(WIDTH))
     sums = gl.convert_layout(sums, den.type.layout)
     den = gl.fma(den, gl.convert_layout(old, gl.SliceLayout(1, den.type.layout))[:, None], sums)
     ended = warpgroup_mma_wait(0, [s, acc, weights[0], weights[1], weights[2], weights[3]])
@@ -149,12 +151,14 @@ def _attend_rows(
 ):  # fmt: skip
     """(m, den, acc) of 64 rows over the blocks begin ... end of keys, at least one."""
     k_ring, v_ring, k_full, k_empty, v_full, v_empty = rings
+    BLOCK: gl.constexpr = k_ring.type.shape[1]
+    PER_CHUNK: gl.constexpr = CHUNK_KEYS // BLOCK
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     dtype: gl.constexpr = q.dtype
     s = gl.zeros([ROWS, BLOCK], gl.float32, SCORES)
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    _, _, _, den = block_weights(s, m, 0.0, 4)
+    _, _, _, den = block_weights(s, m, 0.0, sum_levels(BLOCK))
     acc = gl.zeros([ROWS, DIM], gl.float32, OUT)
     m_all = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OUT))
     den_all = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OUT))
@@ -221,7 +225,7 @@ def _attend(
         q_ptr, out_ptr, lse_ptr, q_smem, merged, rings, slots, full, empty, scale, window, T,
         stride_qt, stride_qh,
     ) = args  # fmt: skip
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_of_halves(DIM), 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     q = q_smem.index(GROUP)
     merged = merged.index(GROUP)
@@ -277,6 +281,7 @@ def _copy_rows(
         counter, cu_q_ptr, cu_k_ptr, table_ptr, B, blocks, window, k_head, v_head, k_page, v_page,
         stride_table,
     ) = args  # fmt: skip
+    BLOCK: gl.constexpr = k_ring.type.shape[1]
     turn = 0
     done = 0
     item = gl.program_id(0)

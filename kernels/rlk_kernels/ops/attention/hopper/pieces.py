@@ -4,10 +4,12 @@ Pieces come from a list if keys are split, or from the lengths alone for one seq
 whole blocks of rows if no table has room for two chunks of keys.
 
 The warp that copies continues with the next piece while the other warps finish this one. Blocks of
-64 rows store the sum of their merged chunks in a slot, which leaves room for more copies, for which
-a decode step waits. Blocks of 128 rows store it in shared memory. Few pieces of few rows wait for
-their products instead, so these are transposed (`hopper/transposed.py`). For a batch of one
-sequence eight warps compute them, and the pieces are merged here (`hopper/merge_last.py`).
+64 rows store the sum of their merged chunks in global memory of their program, which leaves room
+for more copies, for which a decode step waits; so do 128 rows of heads of 256. Other blocks of 128
+rows store it in shared memory. Few pieces of few rows wait for their products instead, so these are
+transposed (`hopper/transposed.py`), and so are all pieces of few rows of heads of 256, whose wide
+products have too many sums for the registers. For a batch of one sequence eight warps compute them,
+and the pieces are merged here (`hopper/merge_last.py`).
 """
 
 from triton.experimental import gluon
@@ -19,8 +21,7 @@ from rlk_kernels.matmul.hopper.pipeline import ROWS, thread_barrier
 from rlk_kernels.ops.attention.call import AttentionCall, AttentionPlan, Scratch
 from rlk_kernels.ops.attention.hopper.merge_last import end_piece
 from rlk_kernels.ops.attention.hopper.steps import (
-    BLOCK,
-    PER_CHUNK,
+    CHUNK_KEYS,
     buffers,
     copy_keys,
     descriptors,
@@ -36,10 +37,12 @@ from rlk_kernels.ops.attention.hopper.steps import (
 from rlk_kernels.ops.attention.hopper.transposed import attend_chunk, rows_layout
 from rlk_kernels.ops.attention.order import (
     LOG2E,
+    block_of_halves,
     block_weights,
     finish,
     merge,
     one_sum,
+    sum_levels,
     visible_keys,
 )
 from rlk_kernels.ops.attention.schedule import (
@@ -53,9 +56,9 @@ from rlk_kernels.ops.attention.schedule import (
 LISTED, LONE, WHOLE = (gl.constexpr(i) for i in range(3))
 """The source of pieces: a list, the lengths of the only sequence, or the rows alone, which have at
 most one chunk of keys."""
-DEPTH = {64: (3, 3), 128: (2, 2)}
-"""Rows of a block -> (blocks of keys, blocks of values) in shared memory, with one program a
-processor (time only)."""
+DEPTH = {(64, 64): (3, 3), (64, 128): (3, 3), (64, 256): (3, 2)}
+"""(rows of a block, head size) -> (blocks of keys, blocks of values) in shared memory, with one
+program a processor, if not two of each (time only)."""
 
 
 @gluon.jit
@@ -68,8 +71,8 @@ def _all_work(
     lone = (0, 0, 0, 0, 0, 0, 0, 0)
     if HOW == LONE:
         lone = lone_sequence(
-            cu_q_ptr, lens_ptr, window, capacity, target, HK, G, BM, PER_CHUNK * BLOCK, CAUSAL,
-            WINDOWED, PAGED, BM == ROWS,
+            cu_q_ptr, lens_ptr, window, capacity, target, HK, G, BM, CHUNK_KEYS, CAUSAL, WINDOWED,
+            PAGED,
         )  # fmt: skip
         total = gl.cdiv(lone[1] * G, BM) * lone[6]
     elif HOW == WHOLE:
@@ -87,7 +90,7 @@ def _piece(
     if HOW == LONE:
         entry = lone_piece(lone, item, G, BM)
     elif HOW == WHOLE:
-        entry = whole_piece(cu_q_ptr, lens_ptr, item, B, G, BM, PER_CHUNK * BLOCK, PAGED)
+        entry = whole_piece(cu_q_ptr, lens_ptr, item, B, G, BM, CHUNK_KEYS, PAGED)
     else:
         entry = piece(pieces_ptr, item)
     return entry
@@ -95,9 +98,11 @@ def _piece(
 
 @gluon.jit
 def _blocks(
-    one, window, G: gl.constexpr, BM: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr
+    one, window, G: gl.constexpr, BM: gl.constexpr, BLOCK: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """(begin and end of the blocks of a piece's keys, end of the blocks that all rows see)."""
+    PER_CHUNK: gl.constexpr = CHUNK_KEYS // BLOCK
     _, _, len_q, _, len_k, row, first, limit, only, _, _, _ = one
     visible_begin, shared_end, visible_end = visible_keys(
         row, len_q, len_k, window, G, BM, BLOCK, CAUSAL, WINDOWED
@@ -118,13 +123,14 @@ def _attend_chunk(
     No scores are computed before their chunk, so that the state between chunks has registers.
     """
     k_ring, v_ring, k_full, k_empty, v_full, v_empty = rings
+    BLOCK: gl.constexpr = k_ring.type.shape[1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     dtype: gl.constexpr = q.dtype
     s = gl.zeros([ROWS, BLOCK], gl.float32, SCORES)
     acc = gl.zeros([ROWS, DIM], gl.float32, OUT)
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    _, _, _, den = block_weights(s, m, 0.0, 4)
+    _, _, _, den = block_weights(s, m, 0.0, sum_levels(BLOCK))
     s = first_scores(q, s, k_ring, k_full, k_empty, turn)
     for j in range(begin, end - 1):
         p, m, den, old = weigh(
@@ -158,6 +164,15 @@ def _store_state(part_acc_ptr, part_ml_ptr, slot, live, cols, m, den, acc, DIM: 
 
 
 @gluon.jit
+def _program():
+    """`gl.program_id(0)`, which the compiler does not move: addresses that it computes before the
+    blocks of keys have no registers."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def _operand(like_ptr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """[ROWS, COLUMNS] in shared memory, in the layout of the tensor core."""
     dtype: gl.constexpr = like_ptr.dtype.element_ty
@@ -169,16 +184,18 @@ def _operand(like_ptr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 def _attend_piece(
     args, one, hk, begin, end, plain_end, turn, q, weights, HK: gl.constexpr, G: gl.constexpr,
     DIM: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, RUNNING: gl.constexpr,
-    GROUP: gl.constexpr, NARROW: gl.constexpr, WARPS: gl.constexpr,
+    GROUPS: gl.constexpr, GROUP: gl.constexpr, NARROW: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Attend with the packed rows q of a piece, over blocks from the `turn`-th of the rings on."""
     (
-        _, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, _, _, merged, _, _, k_ring, v_ring,
-        k_full, k_empty, v_full, v_empty, scale, window, T, stride_qt, stride_qh,
+        _, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, running_ptr, _, _, merged, _, _,
+        k_ring, v_ring, k_full, k_empty, v_full, v_empty, scale, window, T, stride_qt, stride_qh,
     ) = args  # fmt: skip
     _, q_start, len_q, _, len_k, first_row, _, _, only, merges, folded, base = one
     rings = (k_ring, v_ring, k_full, k_empty, v_full, v_empty)
     R: gl.constexpr = q.type.shape[0]
+    BLOCK: gl.constexpr = k_ring.type.shape[1]
+    PER_CHUNK: gl.constexpr = CHUNK_KEYS // BLOCK
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     OUT: gl.constexpr = rows_layout(DIM, WARPS) if NARROW else SUMS
@@ -213,26 +230,26 @@ def _attend_piece(
                 q, rings, first, limit, plain_end, len_k, last, turn, scale, window, DIM, WINDOWED
             )
         turn += limit - first
-        # the first slot of a piece that merges; computed here, to save registers in the chunk
-        slot = slot_row(base, chunk, folded, len_q * G, row, HK, hk)
         if merges != 0:
             # each thread reads what it wrote itself
+            mine = running_ptr + (_program() * GROUPS + GROUP).to(gl.int64) * (ROWS * DIM)
+            mine += gl.arange(0, R, gl.SliceLayout(1, OUT)) * DIM
             before = gl.zeros_like(acc)
-            if RUNNING:
-                if first > begin:
-                    sums = (part_acc_ptr + slot * DIM)[:, None] + cols[None, :]
-                    before = gl.load(sums, mask=live[:, None], other=0.0)
-            else:
-                if first > begin:
+            if first > begin:
+                if RUNNING:
+                    at = mine[:, None] + cols[None, :]
+                    before = gl.load(at, mask=live[:, None], other=0.0)
+                else:
                     before = merged.index(GROUP).load(OUT)
             m_all, den_all, acc_all = merge(m_all, den_all, before, m, den, acc)
             if limit < end:
                 if RUNNING:
-                    here = (part_acc_ptr + slot * DIM)[:, None] + cols[None, :]
-                    gl.store(here, acc_all, mask=live[:, None])
+                    at = mine[:, None] + cols[None, :]
+                    gl.store(at, acc_all, mask=live[:, None])
                 else:
                     merged.index(GROUP).store(acc_all)
         else:
+            slot = slot_row(base, chunk, folded, len_q * G, row, HK, hk)
             _store_state(part_acc_ptr, part_ml_ptr, slot, live, cols, m, den, acc, DIM)
             acc_all = acc
     if only != 0:
@@ -256,45 +273,46 @@ def _attend_pieces(
     process NARROW rows of each piece. Four warps process 64 rows; if there are at most IDLE pieces,
     those with at most NARROW rows by `hopper/transposed.py`."""
     (
-        work, _, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, flags_ptr, q_smem, _, q_narrow,
-        weights, _, _, _, _, _, _, _, window, T, _, _,
+        work, _, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, _, flags_ptr, q_smem, _, q_narrow,
+        weights, k_ring, _, _, _, _, _, _, window, T, _, _,
     ) = args  # fmt: skip
     q = q_smem.index(GROUP)
+    BLOCK: gl.constexpr = k_ring.type.shape[1]
     turn = 0
     total, lone = _all_work(work, window, HOW, HK, G, GROUPS * ROWS, CAUSAL, WINDOWED, PAGE > 0)
     for i in range(gl.program_id(0), total, gl.num_programs(0)):
         hk = (total - 1 - i) % HK
         item = (total - 1 - i) // HK
         one = _piece(work, lone, item, HOW, G, GROUPS * ROWS, PAGE > 0)
-        begin, end, plain_end = _blocks(one, window, G, GROUPS * ROWS, CAUSAL, WINDOWED)
+        begin, end, plain_end = _blocks(one, window, G, GROUPS * ROWS, BLOCK, CAUSAL, WINDOWED)
         _, _, len_q, _, _, first_row, _, _, only, _, _, _ = one
         if WARPS == 8:
             _attend_piece(
                 args, one, hk, begin, end, plain_end, turn, q_narrow, weights, HK, G, DIM, CAUSAL,
-                WINDOWED, RUNNING, GROUP, True, WARPS,
+                WINDOWED, RUNNING, GROUPS, GROUP, True, WARPS,
             )  # fmt: skip
         elif NARROW > 0:
             if (total <= IDLE) & (len_q * G - first_row <= NARROW):
                 _attend_piece(
                     args, one, hk, begin, end, plain_end, turn, q_narrow, weights, HK, G, DIM,
-                    CAUSAL, WINDOWED, RUNNING, GROUP, True, WARPS,
+                    CAUSAL, WINDOWED, RUNNING, GROUPS, GROUP, True, WARPS,
                 )  # fmt: skip
             else:
                 _attend_piece(
                     args, one, hk, begin, end, plain_end, turn, q, weights, HK, G, DIM, CAUSAL,
-                    WINDOWED, RUNNING, GROUP, False, WARPS,
+                    WINDOWED, RUNNING, GROUPS, GROUP, False, WARPS,
                 )  # fmt: skip
         else:
             _attend_piece(
                 args, one, hk, begin, end, plain_end, turn, q, weights, HK, G, DIM, CAUSAL,
-                WINDOWED, RUNNING, GROUP, False, WARPS,
+                WINDOWED, RUNNING, GROUPS, GROUP, False, WARPS,
             )  # fmt: skip
         if WARPS == 8 and HOW == LONE:  # noqa: SIM102 (these are constants)
             if only == 0:
                 memory = (out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, flags_ptr)
                 end_piece(
-                    memory, lone, item, first_row, hk, window, T, HK, G, DIM, PER_CHUNK * BLOCK,
-                    CAUSAL, WINDOWED, WARPS,
+                    memory, lone, item, first_row, hk, window, T, HK, G, DIM, CHUNK_KEYS, CAUSAL,
+                    WINDOWED, WARPS,
                 )  # fmt: skip
         turn += gl.maximum(end - begin, 0)
 
@@ -318,7 +336,7 @@ def _copy_pieces(
         hk = (total - 1 - i) % HK
         item = gl.maximum(total - 1 - i - gl.num_programs(0), 0) // HK
         following = _piece(work, lone, item, HOW, G, BM, PAGE > 0)
-        begin, end, _ = _blocks(one, window, G, GROUPS * ROWS, CAUSAL, WINDOWED)
+        begin, end, _ = _blocks(one, window, G, BM, k_ring.type.shape[1], CAUSAL, WINDOWED)
         b, _, _, k_start, len_k, _, _, _, _, _, _, _ = one
         keys = (
             k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
@@ -333,20 +351,22 @@ def _copy_pieces(
 @gluon.jit(do_not_specialize=["B", "T", "capacity", "target", "window", "stride_table"])
 def _pieces_hopper_kernel(
     plan_ptr, pieces_ptr, cu_q_ptr, lens_ptr, q_ptr, k_desc, v_desc, out_ptr, lse_ptr,
-    part_acc_ptr, part_ml_ptr, flags_ptr, table_ptr, B, T, capacity, target, scale, window,
-    stride_qt, stride_qh, k_head, v_head, k_page, v_page, stride_table,
+    part_acc_ptr, part_ml_ptr, running_ptr, flags_ptr, table_ptr, B, T, capacity, target, scale,
+    window, stride_qt, stride_qh, k_head, v_head, k_page, v_page, stride_table,
     HK: gl.constexpr, G: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, PAGE: gl.constexpr, GROUPS: gl.constexpr, K_DEPTH: gl.constexpr,
     V_DEPTH: gl.constexpr, NARROW: gl.constexpr, IDLE: gl.constexpr, HOW: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):  # fmt: skip
+    RUNNING: gl.constexpr = GROUPS == 1 or DIM == 256
     q_smem, merged, k_ring, k_full, k_empty, v_ring, v_full, v_empty = buffers(
-        q_ptr, DIM, GROUPS, K_DEPTH, V_DEPTH, GROUPS == 1
+        q_ptr, DIM, GROUPS, K_DEPTH, V_DEPTH, RUNNING
     )
     q_narrow = q_smem
     weights = q_smem
     if NARROW > 0:
         q_narrow = _operand(q_ptr, NARROW, DIM)
+        BLOCK: gl.constexpr = block_of_halves(DIM)
         weights = _operand(q_ptr, NARROW, BLOCK)
     if OVERLAP:
         gl.inline_asm_elementwise(
@@ -359,8 +379,8 @@ def _pieces_hopper_kernel(
     work = (plan_ptr, pieces_ptr, cu_q_ptr, lens_ptr, B, T, capacity, target)
     LENGTH: gl.constexpr = k_desc.block_type.shape[0]
     args = (
-        work, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, flags_ptr, q_smem, merged,
-        q_narrow, weights, k_ring, v_ring, k_full, k_empty, v_full, v_empty, scale, window, T,
+        work, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, running_ptr, flags_ptr, q_smem,
+        merged, q_narrow, weights, k_ring, v_ring, k_full, k_empty, v_full, v_empty, scale, window, T,
         stride_qt, stride_qh,
     )  # fmt: skip
     keys = (
@@ -371,7 +391,7 @@ def _pieces_hopper_kernel(
         gl.warp_specialize(
             [
                 (_attend_pieces, (
-                    args, HK, G, DIM, CAUSAL, WINDOWED, True, GROUPS, 0, NARROW, IDLE, HOW, PAGE,
+                    args, HK, G, DIM, CAUSAL, WINDOWED, RUNNING, GROUPS, 0, NARROW, IDLE, HOW, PAGE,
                     gl.num_warps(),
                 )),
                 (_copy_pieces, (keys, HK, G, CAUSAL, WINDOWED, PAGE, LENGTH, GROUPS, HOW)),
@@ -382,10 +402,10 @@ def _pieces_hopper_kernel(
         gl.warp_specialize(
             [
                 (_attend_pieces, (
-                    args, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 0, 0, IDLE, HOW, PAGE, 4,
+                    args, HK, G, DIM, CAUSAL, WINDOWED, RUNNING, GROUPS, 0, 0, IDLE, HOW, PAGE, 4,
                 )),
                 (_attend_pieces, (
-                    args, HK, G, DIM, CAUSAL, WINDOWED, False, GROUPS, 1, 0, IDLE, HOW, PAGE, 4,
+                    args, HK, G, DIM, CAUSAL, WINDOWED, RUNNING, GROUPS, 1, 0, IDLE, HOW, PAGE, 4,
                 )),
                 (_copy_pieces, (keys, HK, G, CAUSAL, WINDOWED, PAGE, LENGTH, GROUPS, HOW)),
             ],
@@ -412,7 +432,7 @@ def attend_pieces(
     launch(
         cache, _pieces_hopper_kernel, (programs, 1, 1),
         (scratch.entries, scratch.pieces, call.cu_q, call.lens_k, call.q, *maps, call.out,
-         scratch.lse, scratch.acc, scratch.max_sum, scratch.flags,
+         scratch.lse, scratch.acc, scratch.max_sum, scratch.running, scratch.flags,
          table if table is not None else scratch.entries, *counts, call.scale * LOG2E, *strides,
          *constants),
         options,
@@ -424,16 +444,16 @@ def _constants(plan: AttentionPlan, call: AttentionCall) -> tuple:
     (tokens, _, dim), batch, kv_heads, group = call.q.shape, call.batch, call.kv_heads, call.group
     here, groups = facts(call.q.device), plan.rows // ROWS.value
     # decode is bound by memory and has persistent programs; blocks of 128 rows differ in length
-    programs = plan.most * kv_heads
-    narrow = 0
-    if groups == 1:
-        programs = min(programs, here.processors)
-        if plan.alone or batch * kv_heads <= few_pieces(here):  # there may be as few pieces
-            narrow = 8 if (tokens * group if plan.alone else group) <= 8 else 16
+    programs = plan.programs or plan.most * kv_heads
+    narrow, few = 0, few_pieces(here)
+    if dim == 256:
+        few = 1 << 30
+    if groups == 1 and (plan.alone or batch * kv_heads <= few):  # there may be as few pieces
+        narrow = 8 if (tokens * group if plan.alone else group) <= 8 else 16
     how = (LISTED if plan.listed else LONE) if plan.split else WHOLE
     constants = (
         kv_heads, group, dim, call.causal, call.window is not None, call.page, groups,
-        *DEPTH[plan.rows], narrow, few_pieces(here), how.value, here.overlaps,
+        *DEPTH.get((plan.rows, dim), (2, 2)), narrow, few, how.value, here.overlaps,
     )  # fmt: skip
     options = {
         "num_warps": 8 if plan.alone else 4, "maxnreg": 168 if groups > 1 or plan.alone else 208,

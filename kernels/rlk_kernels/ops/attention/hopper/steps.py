@@ -29,11 +29,19 @@ from rlk_kernels.matmul.hopper.pipeline import (
     tensor_map_at,
     thread_barrier,
 )
-from rlk_kernels.ops.attention.order import CHUNK, merge, one_sum, weights_below
+from rlk_kernels.ops.attention.order import (
+    CHUNK,
+    block_of_halves,
+    merge,
+    one_sum,
+    sum_levels,
+    weights_below,
+)
 
-BLOCK = gl.constexpr(128)
-"""Keys of a block: `order.block_n` of the supported head sizes."""
-PER_CHUNK = gl.constexpr(CHUNK // 128)
+DIMS = (64, 128, 256)
+"""The head sizes of these kernels."""
+CHUNK_KEYS = gl.constexpr(CHUNK)
+"""Keys of a chunk."""
 
 
 @gluon.jit
@@ -41,6 +49,7 @@ def _copy_block(desc, ring, full, empty, turn, rows, column, LENGTH: gl.constexp
     """Copy the `turn`-th block of a ring: parts of LENGTH keys from `rows` of the keys or
     values."""
     DEPTH: gl.constexpr = ring.type.shape[0]
+    BLOCK: gl.constexpr = ring.type.shape[1]
     slot = turn % DEPTH
     ready = full.index(slot)
     mbarrier.wait(empty.index(slot), (turn // DEPTH & 1) ^ 1)
@@ -57,6 +66,7 @@ def copy_keys(args, PAGE: gl.constexpr, LENGTH: gl.constexpr):
         k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty, table, start, len_k,
         k_column, v_column, k_page, v_page, begin, end, turn,
     ) = args  # fmt: skip
+    BLOCK: gl.constexpr = k_ring.type.shape[1]
     for j in range(begin, end):
         k_rows = ()
         v_rows = ()
@@ -94,7 +104,7 @@ def clear_rows(values, count, WARPS: gl.constexpr = 4):
     """Set the rows after the first `count` to zero, because 0 x NaN is NaN."""
     DIM: gl.constexpr = values.type.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
-    row = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
+    row = gl.arange(0, values.type.shape[0], gl.SliceLayout(1, layout))
     x = values.load(layout)
     thread_barrier()
     values.store(gl.where((row < count)[:, None], x, 0.0))
@@ -105,6 +115,7 @@ def clear_rows(values, count, WARPS: gl.constexpr = 4):
 @gluon.jit
 def mask_scores(s, m, scale, first, last, window, masked, WINDOWED: gl.constexpr):
     """(scores of a block, -inf where a row does not see the key; the maximum after them)."""
+    BLOCK: gl.constexpr = s.shape[1]
     if masked:
         key = first + gl.arange(0, BLOCK, gl.SliceLayout(0, s.type.layout))
         visible = key[None, :] <= last[:, None]
@@ -124,7 +135,7 @@ def weigh(
     """Add one block of scores to the state of a chunk: (weights as an operand, m, den,
     rescaling)."""
     s, top = mask_scores(s, m, scale, first, last, window, masked, WINDOWED)
-    p, m, old, sums = weights_below(s, m, top, scale, 4)
+    p, m, old, sums = weights_below(s, m, top, scale, sum_levels(s.shape[1]))
     den = gl.fma(den, gl.convert_layout(old, gl.SliceLayout(1, sums.type.layout))[:, None], sums)
     operand = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, OUT, 2))
     return operand, m, den, gl.convert_layout(old, gl.SliceLayout(1, OUT))
@@ -204,7 +215,7 @@ def next_block(q, s, p, acc, fresh, keys, values):
 def last_block(p, acc, fresh, v_ring, v_full, v_empty, turn, count):
     """The sums with the last values, of which the first `count` belong to the sequence."""
     values = wait_block(v_ring, v_full, turn)
-    if count < BLOCK:
+    if count < values.type.shape[0]:
         clear_rows(values, count)
     sums = warpgroup_mma(p, values, acc, use_acc=not fresh, is_async=True)
     acc, p = warpgroup_mma_wait(0, [sums, p])
@@ -218,7 +229,7 @@ def _ring(
     dtype: gl.constexpr,
 ):  # fmt: skip
     """(blocks, barriers of full blocks, barriers of empty blocks)."""
-    ring = gl.allocate_shared_memory(dtype, [DEPTH, BLOCK, DIM], tile)
+    ring = gl.allocate_shared_memory(dtype, [DEPTH, block_of_halves(DIM), DIM], tile)
     full, empty = barriers(DEPTH, GROUPS)
     return ring, full, empty
 
@@ -231,7 +242,7 @@ def buffers(
     """(queries, merged chunks, keys, their two barriers, values, their two barriers), in shared
     memory."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, DIM], dtype)
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], dtype)
     q_smem = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, DIM], tile)
     k_ring, k_full, k_empty = _ring(K_DEPTH, DIM, GROUPS, tile, dtype)
     v_ring, v_full, v_empty = _ring(V_DEPTH, DIM, GROUPS, tile, dtype)
@@ -260,18 +271,18 @@ def as_matrix(shape: torch.Size, stride: tuple[int, ...], paged: bool) -> tuple[
     return (rows, width) if fits else None
 
 
-def _keys_per_copy(page: int) -> int:
-    """Keys of one copy from a paged cache; 0 if pages cannot form whole blocks."""
-    if page % BLOCK.value == 0:
-        return BLOCK.value
-    return page if page >= 8 and BLOCK.value % page == 0 else 0
+def _keys_per_copy(page: int, block: int) -> int:
+    """Keys of one copy from a paged cache; 0 if pages cannot form whole blocks of keys."""
+    if page % block == 0:
+        return block
+    return page if page >= 8 and block % page == 0 else 0
 
 
 def can_read(k: Tensor, v: Tensor, table: Tensor | None) -> bool:
     """Whether these kernels can read k and v."""
-    if table is not None and not (_keys_per_copy(k.shape[1]) and table.numel()):
+    paged, block = table is not None, block_of_halves(k.shape[-1])
+    if table is not None and not (_keys_per_copy(k.shape[1], block) and table.numel()):
         return False
-    paged = table is not None
     return all(
         as_matrix(x.shape, x.stride(), paged) is not None and x.data_ptr() % 16 == 0 for x in (k, v)
     )
@@ -279,8 +290,8 @@ def can_read(k: Tensor, v: Tensor, table: Tensor | None) -> bool:
 
 def descriptors(k: Tensor, v: Tensor, table: Tensor | None) -> list:
     """Tensor maps of what `can_read` accepts."""
-    paged = table is not None
-    box = (_keys_per_copy(k.shape[1]) if paged else BLOCK.value, k.shape[-1])
+    paged, block = table is not None, block_of_halves(k.shape[-1])
+    box = (_keys_per_copy(k.shape[1], block) if paged else block, k.shape[-1])
     return [
         tensor_map_at(x.data_ptr(), x.dtype, size, (x.stride(-3), 1), box)
         for x in (k, v)

@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from rlk_kernels.matmul.hopper.pipeline import thread_barrier
-from rlk_kernels.ops.attention.hopper.steps import BLOCK, clear_rows, free_block, wait_block
-from rlk_kernels.ops.attention.order import add
+from rlk_kernels.ops.attention.hopper.steps import clear_rows, free_block, wait_block
+from rlk_kernels.ops.attention.order import add, sum_levels
 
 
 @triton.jit
@@ -51,13 +51,15 @@ def _one_sum(p):
 @gluon.constexpr_function
 def rows_layout(dim, warps):
     """The layout of [rows, dim] in which a warp has whole rows."""
-    return gl.BlockedLayout([1, 4], [128 // dim, dim // 4], [warps, 1], [1, 0])
+    lanes = min(dim // 4, 32)
+    return gl.BlockedLayout([1, 4], [32 // lanes, lanes], [warps, 1], [1, 0])
 
 
 @gluon.jit
 def _start_scores(q, k_ring, k_full, turn, LAYOUT: gl.constexpr):
     """Start the scores [keys, rows] of the `turn`-th block."""
     R: gl.constexpr = q.type.shape[0]
+    BLOCK: gl.constexpr = k_ring.type.shape[1]
     keys = wait_block(k_ring, k_full, turn)
     s = gl.zeros([BLOCK, R], gl.float32, LAYOUT)
     return warpgroup_mma(keys, q.permute((1, 0)), s, use_acc=False, is_async=True)
@@ -70,7 +72,7 @@ def _start_sums(p, acc, weights, fresh, v_ring, v_full, turn, count, WARPS: gl.c
     weights.permute((1, 0)).store(p.to(weights.dtype))
     fence_async_shared()
     values = wait_block(v_ring, v_full, turn)
-    if count < BLOCK:
+    if count < values.type.shape[0]:
         clear_rows(values, count, WARPS)
     thread_barrier()
     return warpgroup_mma(
@@ -81,7 +83,7 @@ def _start_sums(p, acc, weights, fresh, v_ring, v_full, turn, count, WARPS: gl.c
 @gluon.jit
 def _masked(s, first, last, window, masked, WINDOWED: gl.constexpr):
     if masked:
-        key = first + gl.arange(0, BLOCK, gl.SliceLayout(1, s.type.layout))
+        key = first + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
         visible = key[:, None] <= last[None, :]
         if WINDOWED:
             visible &= key[:, None] > (last - window)[None, :]
@@ -93,7 +95,8 @@ def _masked(s, first, last, window, masked, WINDOWED: gl.constexpr):
 def _add_sums(p, den, old, SUMS: gl.constexpr):
     """den[8, rows] plus the eight sums of p[keys, rows], with a row's keys j mod 8 in one
     thread."""
-    sums = _eight_sums(gl.convert_layout(p, SUMS), 4)
+    LEVELS: gl.constexpr = sum_levels(p.shape[0])
+    sums = _eight_sums(gl.convert_layout(p, SUMS), LEVELS)
     old = gl.convert_layout(old, gl.SliceLayout(0, sums.type.layout))
     return gl.fma(gl.convert_layout(den, sums.type.layout), old[None, :], sums)
 
@@ -110,6 +113,7 @@ def attend_chunk(
     k_ring, v_ring, k_full, k_empty, v_full, v_empty = rings
     R: gl.constexpr = q.type.shape[0]
     DIM: gl.constexpr = q.type.shape[1]
+    BLOCK: gl.constexpr = k_ring.type.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, R, 16])
     SUMS: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, WARPS], [1, 0])
     row = first_row + gl.arange(0, R, gl.SliceLayout(0, LAYOUT))
