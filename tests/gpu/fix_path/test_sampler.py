@@ -39,6 +39,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     common = {"model": str(data_path("model")), "prompts": prompts, "new_tokens": 12}
     cases = [{"name": name} | common | case for name, case in CASES.items()]
     for case in cases:
+        case["options"] = {"gpu_memory_utilization": 0.01} | case.get("options", {})
         if "order" in case:
             case["order"] = [*range(64)][::-1]
         if case["name"] == "poisoned":

@@ -52,7 +52,7 @@ def _plan(
     # of the kernels for Hopper, only that of pieces has room for the sums of heads of 256
     wide = special and dim == 256
     if split is None:
-        split = (few or paged) and (chunks > 1 or (wide and not few))
+        split = (chunks > 1 and (few or paged)) or (wide and not few)
     if wide and not (split or (few and chunks <= 1 and rows in (None, 64))):
         special = False
     if rows is None and special:

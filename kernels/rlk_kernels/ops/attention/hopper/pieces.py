@@ -380,8 +380,8 @@ def _pieces_hopper_kernel(
     LENGTH: gl.constexpr = k_desc.block_type.shape[0]
     args = (
         work, q_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr, running_ptr, flags_ptr, q_smem,
-        merged, q_narrow, weights, k_ring, v_ring, k_full, k_empty, v_full, v_empty, scale, window, T,
-        stride_qt, stride_qh,
+        merged, q_narrow, weights, k_ring, v_ring, k_full, k_empty, v_full, v_empty, scale, window,
+        T, stride_qt, stride_qh,
     )  # fmt: skip
     keys = (
         work, k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
