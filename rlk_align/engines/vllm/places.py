@@ -60,8 +60,10 @@ def adds_in_norms(model: Any, shape: ModelShape) -> bool:
 
 
 def sliding_window(attention: Any) -> int | None:
-    """The number of keys that vLLM's attention of a layer sees; None if it has no window."""
-    window = attention.sliding_window
+    """The number of keys that vLLM's attention of a layer sees; None if it has no window.
+
+    Latent attention has no such attribute in vLLM 0.26."""
+    window = getattr(attention, "sliding_window", None)
     return None if window in (None, -1) else int(window)
 
 
